@@ -68,7 +68,7 @@ from hf_distca.agreement.announce import (
     collect_shared_settings,
     hash_settings,
 )
-from hf_distca.agreement.batch_plan import BatchPlan
+from hf_distca.agreement.batch_plan import BatchPlan, PlanMeasurement, PlanUse
 from hf_distca.agreement.documents import PackedDocuments, TokenBatch
 from hf_distca.agreement.history import History
 from hf_distca.config import DistCAConfig
@@ -227,7 +227,7 @@ def planning(ranks: int, arguments: argparse.Namespace) -> dict[str, float]:
         own, settings = [(10**6,) * FIGURE_COUNT], hash_settings(facts)
         rows.append(
             Announcement(
-                1, settings, exchanges=0, checksum=0, figures=own, requests=[(one, key)]
+                1, settings, exchanges=0, checksum=0, figures=own, documents=[(one, key.nano)]
             ).to_row()
         )
     (stated,) = check_agreement(Announcements.from_rows(rows), facts, group, "here")
@@ -236,10 +236,11 @@ def planning(ranks: int, arguments: argparse.Namespace) -> dict[str, float]:
     history, figures = History(), np.full((ranks, FIGURE_COUNT), 10**9)
 
     def bookkeeping() -> None:
-        planned = BatchPlan(key, plan, config, plan.layout.offsets, 1.0, figures=figures)
-        planned.start_use(1, COST, UNIFORM_RANKS, Meter())
-        history.record_plan(planned)
+        planned = BatchPlan(key, plan, config, plan.layout.offsets, 1.0)
+        use = PlanUse.of(planned, 1, COST, UNIFORM_RANKS, Meter())
+        history.record_use(use)
         history.end_micro_batch()
+        history.record_measurement(PlanMeasurement(use, figures))
         history.reset()
 
     def digest() -> None:

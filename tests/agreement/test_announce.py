@@ -38,7 +38,7 @@ LENGTHS = st.lists(st.lists(st.integers(1, 50), max_size=6), min_size=1, max_siz
 def announcement(*documents: Documents, key: PlanKey = KEY, **changes: int) -> Announcement:
     numbers = {"count": 1, "settings": 7, "exchanges": 4, "checksum": 9, **changes}
     return Announcement(
-        **numbers, figures=[(5, 6, 7, 8, 9)], requests=[(one, key) for one in documents]
+        **numbers, figures=[(5, 6, 7, 8, 9)], documents=[(one, key.nano) for one in documents]
     )
 
 

@@ -12,7 +12,13 @@ import numpy as np
 import pytest
 
 from hf_distca.agreement.announce import PlanKey
-from hf_distca.agreement.batch_plan import BatchPlan, Observation, observe_plans
+from hf_distca.agreement.batch_plan import (
+    BatchPlan,
+    Observation,
+    PlanMeasurement,
+    PlanUse,
+    observe_plans,
+)
 from hf_distca.agreement.rates import Costs
 from hf_distca.config import DistCAConfig
 from hf_distca.runtime.meter import Meter
@@ -98,12 +104,9 @@ def observation(plan: Plan, config: DistCAConfig, truth: Truth, world: str) -> O
     figures = np.stack(
         [truth.kernel * 1e9, none, truth.waited(world) * 1e9, calls, none], axis=1
     ).astype(np.int64)
-    plans = [
-        BatchPlan(key, plan, config, plan.layout.offsets, 1.0, figures=figures) for key in keys
-    ]
-    for planned in plans:
-        planned.start_use(1, COST, UNIFORM_RANKS, Meter())
-    found = observe_plans(plans, COST, config)
+    plans = [BatchPlan(key, plan, config, plan.layout.offsets, 1.0) for key in keys]
+    uses = [PlanUse.of(planned, 1, COST, UNIFORM_RANKS, Meter()) for planned in plans]
+    found = observe_plans([PlanMeasurement(use, figures) for use in uses], COST, config)
     assert found is not None
     return found
 

@@ -18,7 +18,7 @@ from device_events import Device
 from hf_distca.agreement import history as history_module
 from hf_distca.agreement import planner as planner_module
 from hf_distca.agreement.announce import FIGURE_COUNT, HEADER_SIZE, PlanKey
-from hf_distca.agreement.batch_plan import BatchPlan
+from hf_distca.agreement.batch_plan import BatchPlan, PlanMeasurement, PlanUse
 from hf_distca.agreement.documents import Documents, PackedDocuments, TokenBatch
 from hf_distca.agreement.planner import Planner
 from hf_distca.config import DistCAConfig
@@ -199,10 +199,9 @@ def test_figures_of_4096_ranks_take_no_square_of_them() -> None:
     layout = Layout.from_lengths([[64, 64, 128]] * ranks)
     plan, cost = Plan.local(layout), CostModel.of_pairs(SHAPE)
     tracemalloc.start()
-    measured = BatchPlan(
-        KEY, plan, DistCAConfig(), layout.offsets, 1.0, figures=np.ones((ranks, 5), dtype=np.int64)
-    )
-    measured.start_use(1, cost, UNIFORM_RANKS, Meter())
+    planned = BatchPlan(KEY, plan, DistCAConfig(), layout.offsets, 1.0)
+    use = PlanUse.of(planned, 1, cost, UNIFORM_RANKS, Meter())
+    measured = PlanMeasurement(use, np.ones((ranks, 5), dtype=np.int64))
     _ = measured.measured_before
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
@@ -215,10 +214,9 @@ def test_figures_of_4096_ranks_take_no_square_of_them() -> None:
 def test_measured_seconds_go_home_in_proportion() -> None:
     layout = Layout.from_lengths([[8, 4], [4]])
     plan = Plan.from_tasks(layout, [(0, 0, 8, 0, 0), (1, 0, 4, 0, 1), (2, 0, 4, 1, 1)])
-    measured = BatchPlan(
-        KEY, plan, DistCAConfig(), layout.offsets, 1.0, task_seconds=np.array([2.0, 1.0, 1.0])
-    )
-    assert measured.estimated_before.tolist() == [3.0, 1.0]
-    assert measured.estimated_after.tolist() == [2.0, 2.0]
-    measured.figures = np.array([[2 * 10**9, 0, 0, 1, 0], [3 * 10**9, 0, 0, 1, 0]])
-    assert measured.measured_before.tolist() == [3.5, 1.5]
+    planned = BatchPlan(KEY, plan, DistCAConfig(), layout.offsets, 1.0)
+    use = PlanUse(planned, 1, np.array([2.0, 1.0, 1.0]), UNIFORM_RANKS, Meter())
+    assert use.estimated_before.tolist() == [3.0, 1.0]
+    assert use.estimated_after.tolist() == [2.0, 2.0]
+    figures = np.array([[2 * 10**9, 0, 0, 1, 0], [3 * 10**9, 0, 0, 1, 0]])
+    assert PlanMeasurement(use, figures).measured_before.tolist() == [3.5, 1.5]

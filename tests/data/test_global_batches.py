@@ -184,6 +184,8 @@ def test_bad_arguments_are_refused() -> None:
     ):
         with pytest.raises(ConfigError, match=next(iter(wrong))):
             GlobalBatches(**{"lengths": [5, 5], "tokens": 4, **wrong})
+    with pytest.raises(LayoutError, match="document 2 has length -3"):
+        GlobalBatches([1, 2, -3, 0, 0], 4)
     for lengths in ([], [0, 0], [-1, 3], [1.5], [[1]]):
         with pytest.raises(LayoutError):
             GlobalBatches(lengths, 4, fill="whole")

@@ -15,7 +15,7 @@ import torch
 from some_documents import check_shares, dealing, some_documents, some_lengths, whole
 
 from hf_distca import PackingCollator
-from hf_distca.data.columns import UNKNOWN_INPUTS, ForwardInputs
+from hf_distca.data.columns import InputNames
 from hf_distca.data.global_batches import GlobalBatches
 from hf_distca.data.reading import read_document_lengths
 from hf_distca.data.shares import Shares
@@ -47,7 +47,7 @@ def make(
     *,
     ping_pong: bool = False,
     column: str = "input_ids",
-    inputs: ForwardInputs = UNKNOWN_INPUTS,
+    inputs: InputNames = None,
     **how: Any,
 ) -> Shares:
     batches = GlobalBatches(
@@ -73,6 +73,13 @@ def check_epoch(shares: Shares, rows: list[dict[str, list[int]]], epoch: int = 0
 def test_all_shares_together_are_the_documents(form: str, labels: bool) -> None:
     rows = some_documents(some_lengths(), labels=labels)
     check_epoch(make(FORMS[form](rows), 3, 200), rows)
+
+
+def test_tokens_are_of_the_named_column_beside_input_ids() -> None:
+    rows = [{"input_ids": [1] * 8, "tokens": list(range(8))}] * 4
+    for documents in (rows, datasets.Dataset.from_list(rows)):
+        share = make(documents, 1, 16, seed=None, column="tokens")[0]
+        assert share["input_ids"].tolist() == list(range(8)) * 2
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
@@ -187,7 +194,7 @@ def test_a_column_that_changes_what_is_trained_is_refused(form: str, name: str) 
 def test_what_the_model_does_not_take_is_left_out(
     form: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    inputs = ForwardInputs(("input_ids", "pixel_values"))
+    inputs = ("input_ids", "pixel_values")
     others = {
         "special_tokens_mask": [0] * 20,
         "image_grid_thw": [[1, 4, 4]],
@@ -210,7 +217,7 @@ def test_inputs_that_only_later_rows_have_are_refused() -> None:
         {"input_ids": [2] * 20, "pixel_values": [[1.0]]},
     ]
     for documents in (rows, datasets.Dataset.from_list(rows)):
-        for inputs in (UNKNOWN_INPUTS, ForwardInputs(("input_ids", "pixel_values"))):
+        for inputs in (None, ("input_ids", "pixel_values")):
             with pytest.raises(LayoutError, match="'pixel_values'"):
                 make(documents, 2, 10, inputs=inputs)
     texts = datasets.Dataset.from_list([{"input_ids": [1] * 20, "pixel_values": None}] * 2)

@@ -13,7 +13,7 @@ from test_parity import PAIRS, model_for
 from test_trainer import FIGURES
 
 import hf_distca
-from hf_distca.agreement.batch_plan import BatchPlan
+from hf_distca.agreement.batch_plan import PlanMeasurement
 from hf_distca.integration.current_session import current_session
 from hf_distca.integration.training import reports
 from hf_distca.integration.training.reports import Metrics
@@ -114,7 +114,7 @@ def on_two_nodes(rank: int) -> tuple[dict[str, float], list[int], float]:
     """
     lengths = ([96], [32] * 3, [48, 48], [16] * 6)[rank]
     texts = [torch.arange(1, length + 1).remainder(60).tolist() for length in lengths]
-    plans: list[BatchPlan] = []
+    plans: list[PlanMeasurement] = []
     with patch.dict(os.environ, GROUP_RANK=str(rank // 2), LOCAL_WORLD_SIZE="2"):
         hf_distca.configure(
             hf_distca.DistCAConfig(tile=8, min_gain=0.0, cost_model=PAIRS, timeout_seconds=61.0)
@@ -126,9 +126,10 @@ def on_two_nodes(rank: int) -> tuple[dict[str, float], list[int], float]:
             **hf_distca.PackingCollator()([{"documents": texts}]), use_cache=False
         ).loss.backward()
         figures = hf_distca.metrics(gather=True).figures()
-    (planned,) = plans
-    load = PlanLoad(planned.plan, replace(PAIRS, shape=planned.key.shape), ranks=Ranks(per_node=2))
-    return figures, planned.between_bytes.tolist(), float(load.node_bytes.inter_node[0].sum())
+    (measured,) = plans
+    made = measured.use.batch_plan
+    load = PlanLoad(made.plan, replace(PAIRS, shape=made.key.shape), ranks=Ranks(per_node=2))
+    return figures, measured.between_bytes.tolist(), float(load.node_bytes.inter_node[0].sum())
 
 
 def test_bytes_between_nodes_are_a_figure(rank_pool: Callable[[int], RankPool]) -> None:

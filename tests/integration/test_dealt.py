@@ -211,7 +211,7 @@ def odd_share(made: DealSettings, wrong: str) -> dict[str, Any]:
         )
     if wrong == "plan":
         # Plans of a fetched share are made beside what the caller does.
-        for thread in packed.dealt_share._planning_threads:
+        for thread in packed.dealt_share._threads:
             thread.join()
         (job, plan), *_ = packed.dealt_share._plans.items()
         tasks = [task._replace(server=1 - task.server) for task in plan.tasks]

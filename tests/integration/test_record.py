@@ -24,7 +24,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 
 import hf_distca
 from hf_distca.agreement.announce import PlanKey
-from hf_distca.agreement.batch_plan import BatchPlan
+from hf_distca.agreement.batch_plan import BatchPlan, PlanMeasurement, PlanUse
 from hf_distca.agreement.history import BalanceTotals, History
 from hf_distca.agreement.rates import Costs
 from hf_distca.integration.training.record import Recorder
@@ -225,26 +225,19 @@ def test_tokens_count_once_and_pieces_are_as_long_as_the_bars(
     )
     recorder = Recorder(tmp_path, session, every_plan=True)
     recorder.start(TrainingArguments(str(tmp_path), use_cpu=True, report_to="none"), 0, None)
-    plans = []
+    uses = []
     for nano, window, lengths in parts:
         cost = replace(PAIRS, window=window)
         plan = balance(Layout.from_lengths(lengths), cost, settings(), ranks)
-        plans.append(
-            BatchPlan(
-                PlanKey(PAIRS.shape, "cpu", window, nano=nano),
-                plan,
-                settings(),
-                plan.layout.offsets,
-                1.0,
-            )
-        )
-        plans[-1].start_use(1, cost, ranks, Meter())
-        history.record_plan(plans[-1])
+        key = PlanKey(PAIRS.shape, "cpu", window, nano=nano)
+        planned = BatchPlan(key, plan, settings(), plan.layout.offsets, 1.0)
+        uses.append(PlanUse.of(planned, 1, cost, ranks, Meter()))
+        history.record_use(uses[-1])
     history.end_micro_batch()
-    for measured in plans:
-        measured.figures = np.zeros((2, 5), dtype=np.int64)
-        measured.figures[:, 0] = measured.estimated_after * 1e9
-        history.count_if_measured(1)
+    for use in uses:
+        figures = np.zeros((2, 5), dtype=np.int64)
+        figures[:, 0] = use.estimated_after * 1e9
+        history.record_measurement(PlanMeasurement(use, figures))
     recorder.write_steps(1)
     recorder.stop()
     found = collect(RunFolder.read(tmp_path))

@@ -17,7 +17,7 @@ from datasets import Dataset
 from transformers import Trainer, TrainingArguments
 
 import hf_distca
-from hf_distca.agreement.batch_plan import BatchPlan
+from hf_distca.agreement.batch_plan import PlanUse
 from hf_distca.integration.current_session import current_session
 from hf_distca.run_report.folder import RunFolder
 from hf_distca.run_report.rows import StepsRow
@@ -47,12 +47,12 @@ def train(
     """Weights after a run in which kernels of rank 1 seem `slower`; the number of exchanges, and
     what was learned.
     """
-    own_figures = BatchPlan.own_figures.fget
+    own_figures = PlanUse.own_figures.fget
 
-    def timed(planned: BatchPlan) -> tuple[int, ...]:
-        nanoseconds, sent, exchanging, calls, between = own_figures(planned)
+    def timed(use: PlanUse) -> tuple[int, ...]:
+        nanoseconds, sent, exchanging, calls, between = own_figures(use)
         if calls > 0:
-            estimated = float(planned.task_seconds[planned.plan.server == rank].sum())
+            estimated = float(use.task_seconds[use.batch_plan.plan.server == rank].sum())
             nanoseconds, exchanging = (
                 int(1e9 * calls * estimated * (slower if rank else 1.0)),
                 calls,
@@ -68,7 +68,7 @@ def train(
         "seed": 7,
     }
     callback = hf_distca.DistCACallback(settings(**{"cost_model": PROFILE, **changes}))
-    with patch.dict(os.environ), patch.object(BatchPlan, "own_figures", property(timed)):
+    with patch.dict(os.environ), patch.object(PlanUse, "own_figures", property(timed)):
         trainer = Trainer(
             tiny_llama("distca"),
             TrainingArguments(**arguments),

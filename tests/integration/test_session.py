@@ -13,14 +13,16 @@ from transformers import TrainingArguments
 
 import hf_distca
 from hf_distca.agreement.announce import PlanKey
-from hf_distca.agreement.batch_plan import BatchPlan
+from hf_distca.agreement.batch_plan import BatchPlan, PlanMeasurement, PlanUse
 from hf_distca.agreement.documents import PackedDocuments
 from hf_distca.agreement.history import History
 from hf_distca.errors import LayoutError
 from hf_distca.integration.current_session import current_session
+from hf_distca.runtime.meter import Meter
 from hf_distca.schedule.cost import AttentionShape
 from hf_distca.schedule.layout import Layout
 from hf_distca.schedule.plan import Plan
+from hf_distca.schedule.ranks import UNIFORM_RANKS
 from ranks import RankPool
 
 
@@ -139,16 +141,17 @@ def test_figures_of_a_tally() -> None:
     # Only the second one knows of nodes, of a rank each.
     tasks, node = np.array([2.0, 1.0, 1.0]), {1: None, 2: 1}
     first, second = (
-        BatchPlan(key, plan, **how, task_seconds=tasks, per_node=node[n], number=n) for n in node
+        PlanUse(BatchPlan(key, plan, **how, per_node=node[n]), n, tasks, UNIFORM_RANKS, Meter())
+        for n in node
     )
-    history.record_plan(first)
-    first.figures = np.array(
+    history.record_use(first)
+    measured = np.array(
         [[2 * 10**9, 4_000_000, 0, 2, 4_000_000], [3 * 10**9, 1_000_000, 0, 2, 1_000_000]]
     )
     first.meter.count(calls=2)
-    history.count_if_measured(1)
+    history.record_measurement(PlanMeasurement(first, measured))
     assert history.total.compute_figures() == {}, "the micro-batch is not over"
-    history.record_plan(second)
+    history.record_use(second)
     before = history.total
     figures = before.compute_figures()
     assert figures["distca/imbalance_estimated_before"] == pytest.approx(3 / 2)
@@ -161,9 +164,9 @@ def test_figures_of_a_tally() -> None:
     assert (history.total - before).compute_figures() == {}
     history.end_micro_batch()
     assert (history.total - before).compute_figures() == {}, "it is not measured yet"
-    second.figures = np.array([[10**9, 0, 0, 2, 0], [10**9, 6_000_000, 0, 2, 6_000_000]])
+    measured = np.array([[10**9, 0, 0, 2, 0], [10**9, 6_000_000, 0, 2, 6_000_000]])
     second.meter.count(calls=2)
-    history.count_if_measured(2)
+    history.record_measurement(PlanMeasurement(second, measured))
     after = (history.total - before).compute_figures()
     assert after.keys() == figures.keys() | {"distca/between_nodes_mb_per_layer"}
     assert (

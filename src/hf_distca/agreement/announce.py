@@ -10,21 +10,23 @@ from __future__ import annotations
 import hashlib
 import json
 import textwrap
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import lru_cache
 from importlib.metadata import version
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from hf_distca.agreement.documents import Documents
 from hf_distca.config import DistCAConfig
 from hf_distca.errors import DistCADesyncError
 from hf_distca.runtime.group import AttentionGroup
 from hf_distca.schedule.cost import AttentionShape, CostModel
-from hf_distca.schedule.layout import IntArray, Layout
+from hf_distca.schedule.layout import IntArray, Layout, enumerate_ranges
 
 __all__ = [
     "FIGURE_COUNT",
@@ -100,38 +102,41 @@ class Announcement:
         exchanges: number of dispatches and returns so far.
         checksum: checksum of the layers of these exchanges.
         figures: figures of measured plans.
-        requests: requests for plans.
+        documents: documents to plan, each with the number of its nano-batch, 0 for a whole batch.
         share_numbers: for a dealt share, epoch and number of its global batch, and digests of the
             documents and of each plan; else empty.
         is_leaving: True if the others should go on without this rank.
     """
 
-    count: int
-    settings: int
-    exchanges: int
-    checksum: int
-    figures: Sequence[Figures]
-    requests: Sequence[Request] = ()
+    count: int = 0
+    settings: int = 0
+    exchanges: int = 0
+    checksum: int = 0
+    figures: Sequence[Figures] = ()
+    documents: Sequence[tuple[Documents, int]] = ()
     share_numbers: Sequence[int] = ()
     is_leaving: bool = False
 
     def to_row(self) -> IntArray:
         """Encode the announcement as a flat int64 array."""
-        counts = [len(self.requests), len(self.figures), len(self.share_numbers)]
         header = [
             self.count,
             self.settings,
             self.exchanges,
             self.checksum,
-            *counts,
+            len(self.documents),
+            len(self.figures),
+            len(self.share_numbers),
             self.is_leaving,
         ]
-        parts: list[object] = [header, np.reshape(self.figures, -1), self.share_numbers]
-        for documents, key in self.requests:
+        parts: list[npt.ArrayLike] = [header, np.reshape(self.figures, -1), self.share_numbers]
+        for documents, nano in self.documents:
             parts.append(
-                [documents.span_ranks, key.nano, documents.context_tokens > 0, len(documents.runs)]
+                [documents.span_ranks, nano, documents.context_tokens > 0, len(documents.runs)]
             )
-            parts.append(documents.announced_numbers.reshape(-1))
+            # Where documents lie on one rank, their lengths say all.
+            runs = documents.runs if documents.span_ranks else documents.runs[:, 2]
+            parts.append(runs.reshape(-1))
         return np.concatenate([np.asarray(part, dtype=np.int64) for part in parts])
 
 
@@ -153,15 +158,6 @@ class AnnouncedBatch:
     has_context: IntArray
     counts: IntArray
     numbers: IntArray
-
-    @classmethod
-    def from_documents(cls, documents: Documents) -> AnnouncedBatch:
-        """Make the batch of a group of one rank."""
-        span_ranks = np.array([int(documents.span_ranks)])
-        has_context = np.array([int(documents.context_tokens > 0)])
-        counts = np.array([len(documents.runs)])
-        numbers = documents.announced_numbers
-        return cls(span_ranks, np.zeros_like(counts), has_context, counts, numbers)
 
 
 @dataclass(frozen=True, eq=False)
@@ -193,15 +189,13 @@ class Announcements:
         All ranks must have announced the same number of plans.
         """
         plans = int(self.header[0, _MEASURED_COUNT])
-        columns = self.offsets[:, None] + np.arange(HEADER_SIZE, HEADER_SIZE + FIGURE_COUNT * plans)
-        figures: IntArray = self.numbers[columns].reshape(len(self.offsets), plans, FIGURE_COUNT)
-        return figures
+        numbers = self._read_columns(self.offsets + HEADER_SIZE, FIGURE_COUNT * plans)
+        return numbers.reshape(len(numbers), plans, FIGURE_COUNT)
 
     @property
     def leaving_ranks(self) -> list[int]:
         """Ranks that announced that they leave."""
-        leaving: list[int] = np.flatnonzero(self.header[:, _IS_LEAVING]).tolist()
-        return leaving
+        return list(map(int, np.flatnonzero(self.header[:, _IS_LEAVING])))
 
     @property
     def share_numbers(self) -> IntArray:
@@ -210,9 +204,7 @@ class Announcements:
         All ranks must have announced the same count of numbers.
         """
         begin = self.offsets + HEADER_SIZE + FIGURE_COUNT * self.header[:, _MEASURED_COUNT]
-        columns = begin[:, None] + np.arange(int(self.header[0, _SHARE_NUMBER_COUNT]))
-        share_numbers: IntArray = self.numbers[columns]
-        return share_numbers
+        return self._read_columns(begin, int(self.header[0, _SHARE_NUMBER_COUNT]))
 
     def read_batches(self) -> list[AnnouncedBatch]:
         """Decode the documents of all ranks for each plan that all of them request."""
@@ -220,16 +212,18 @@ class Announcements:
         begin = self.offsets + HEADER_SIZE + figures + self.header[:, _SHARE_NUMBER_COUNT]
         batches = []
         for _ in range(int(self.header[:, _REQUEST_COUNT].min())):
-            columns = begin[:, None] + np.arange(_REQUEST_SIZE)
-            span_ranks, nano, has_context, counts = self.numbers[columns].T
+            span_ranks, nano, has_context, counts = self._read_columns(begin, _REQUEST_SIZE).T
             sizes = counts * np.where(span_ranks, 3, 1)
             begin = begin + _REQUEST_SIZE
-            ragged = np.repeat(begin - (np.cumsum(sizes) - sizes), sizes) + np.arange(sizes.sum())
-            numbers = self.numbers[ragged]
+            numbers = self.numbers[enumerate_ranges(begin, begin + sizes)[1]]
             numbers = numbers.reshape(-1, 3) if span_ranks.all() else numbers
             batches.append(AnnouncedBatch(span_ranks, nano, has_context, counts, numbers))
             begin = begin + sizes
         return batches
+
+    def _read_columns(self, begin: IntArray, count: int) -> IntArray:
+        """Read so many numbers of each rank's row from an index on, (ranks, count)."""
+        return np.asarray(self.numbers[begin[:, None] + np.arange(count)])
 
 
 def check_agreement(
@@ -246,37 +240,43 @@ def check_agreement(
     Raises:
         DistCADesyncError: if anything differs.
     """
-
-    def check(column: IntArray, description: str, remedy: str) -> None:
-        check_equal(group, column, description, place, remedy)
-
     header = announced.header
     forwards = "every rank must run the same number of training forwards"
     micro_batches = "give every rank as many micro-batches a step"
-    check(header[:, _COUNT], "numbers of plans asked for", forwards)
+    layers = "run the same layers on every rank"
+    check_equal(group, header[:, _COUNT], "numbers of plans asked for", place, forwards)
     # First of all: a rank without a batch has no cost models that could be compared.
-    has_batch = np.any(header[:, [_REQUEST_COUNT, _SHARE_NUMBER_COUNT]] > 0, axis=1)
-    check(has_batch.astype(np.int64), "batches to plan (0: none)", micro_batches)
-    description = (
+    has_batch = np.any(header[:, [_REQUEST_COUNT, _SHARE_NUMBER_COUNT]] > 0, axis=1).astype(int)
+    check_equal(group, has_batch, "batches to plan (0: none)", place, micro_batches)
+    check_shared_settings(
+        group,
+        header[:, _SETTINGS],
+        settings,
         "ranks have different settings (DistCAConfig, attention heads and widths, version) in "
-        f"{place}"
-    )
-    remedy = "; give every rank the same ones."
-    check_shared_settings(group, header[:, _SETTINGS], settings, description, remedy)
-    check(
-        header[:, _SHARE_NUMBER_COUNT],
-        "ways of loading batches (numbers that come with a share)",
-        "give every rank its share of one data set",
+        f"{place}",
+        "; give every rank the same ones.",
     )
     batches = announced.read_batches()
-    for batch in batches:
-        check(batch.span_ranks, "ways of giving documents", "use the same collator on every rank")
-        check(batch.nano, "nano-batches (0 is a whole batch)", "give every rank the same model")
-    check(header[:, _REQUEST_COUNT], "numbers of plans at once", micro_batches)
-    layers = "run the same layers on every rank"
-    check(header[:, _EXCHANGES], "numbers of exchanges up to here", layers)
-    check(header[:, _CHECKSUM], "layers in their exchanges up to here (as checksums)", layers)
-    check(header[:, _MEASURED_COUNT], "numbers of measured micro-batches", forwards)
+    for column, description, remedy in (
+        (
+            header[:, _SHARE_NUMBER_COUNT],
+            "ways of loading batches (numbers that come with a share)",
+            "give every rank its share of one data set",
+        ),
+        *(
+            (batch.span_ranks, "ways of giving documents", "use the same collator on every rank")
+            for batch in batches
+        ),
+        *(
+            (batch.nano, "nano-batches (0 is a whole batch)", "give every rank the same model")
+            for batch in batches
+        ),
+        (header[:, _REQUEST_COUNT], "numbers of plans at once", micro_batches),
+        (header[:, _EXCHANGES], "numbers of exchanges up to here", layers),
+        (header[:, _CHECKSUM], "layers in their exchanges up to here (as checksums)", layers),
+        (header[:, _MEASURED_COUNT], "numbers of measured micro-batches", forwards),
+    ):
+        check_equal(group, column, description, place, remedy)
     if header[0, _SHARE_NUMBER_COUNT]:
         check_shares(announced.share_numbers, group, place)
     return batches
@@ -294,25 +294,27 @@ def check_shares(share_numbers: IntArray, group: AttentionGroup, place: str) -> 
     Raises:
         DistCADesyncError: names the difference.
     """
-    epoch, number, documents, *digests = share_numbers.T
     order = (
         "all ranks must read their shares in order, one a batch: no shuffling, no workers out of "
         "order"
     )
-    epochs = "epochs of their global batches"
-    check_equal(group, epoch, epochs, place, "call set_epoch on every rank")
-    check_equal(group, number, "global batches", place, order)
     arguments = (
         "give document_shares the same documents, seed and other arguments on every rank: all of "
         "the documents, not a part that was divided by rank (split_dataset_by_node, shard), which "
         "do not change from one reading to the next"
     )
-    checksums = "documents in the same global batch (as checksums)"
-    check_equal(group, documents, checksums, place, arguments)
-    versions = f"{arguments}, and use one version of hf_distca and numpy"
-    plans = "plans for the same documents of a global batch"
-    for digest in digests:
-        check_equal(group, digest, plans, place, versions)
+    kinds = [
+        ("epochs of their global batches", "call set_epoch on every rank"),
+        ("global batches", order),
+        ("documents in the same global batch (as checksums)", arguments),
+        (
+            "plans for the same documents of a global batch",
+            f"{arguments}, and use one version of hf_distca and numpy",
+        ),
+    ]
+    for index, column in enumerate(share_numbers.T):
+        description, remedy = kinds[min(index, 3)]
+        check_equal(group, column, description, place, remedy)
 
 
 def check_equal(
@@ -335,8 +337,9 @@ def check_equal(
             f"rank {rank}: {value}"
             for rank, value in zip(group.ranks, values.tolist(), strict=True)
         )
-        message = f"ranks have different {description} in {place}: {by_rank}; {remedy}."
-        raise DistCADesyncError(message)
+        raise DistCADesyncError(
+            f"ranks have different {description} in {place}: {by_rank}; {remedy}."
+        )
 
 
 def build_layout(batch: AnnouncedBatch) -> Layout:
@@ -405,14 +408,12 @@ def check_shared_settings(
     """
     if (hashes == hashes[0]).all():
         return
-    texts = group.gather_text(json.dumps(settings))
-    by_rank: list[SharedSettings] = [json.loads(text or "{}") for text in texts]
-    names = dict.fromkeys(name for rank_settings in by_rank for name in rank_settings)
+    by_rank = [json.loads(text or "{}") for text in group.gather_text(json.dumps(settings))]
     differences = []
-    for name in names:
-        ranks_of: dict[str, list[str]] = {}
+    for name in dict.fromkeys(chain.from_iterable(by_rank)):
+        ranks_of = defaultdict(list)
         for rank, rank_settings in zip(group.ranks, by_rank, strict=True):
-            ranks_of.setdefault(rank_settings.get(name, "unknown"), []).append(str(rank))
+            ranks_of[rank_settings.get(name, "unknown")].append(str(rank))
         values = [
             f"{textwrap.shorten(value, _MAX_VALUE_LENGTH, placeholder=' ...')} on rank "
             f"{', '.join(ranks)}"

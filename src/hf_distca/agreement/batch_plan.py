@@ -1,35 +1,35 @@
-"""`BatchPlan`: a plan of a micro-batch, from its making to the measurements of all ranks.
+"""`BatchPlan`: a plan of a micro-batch; `PlanUse`: its use; `PlanMeasurement`: the measurements.
 
-An `Observation` combines the plans of a micro-batch, per layer, as a sample from which rates are
-learned.
+Each is made once, when all of it is known. An `Observation` combines the measurements of a
+micro-batch, per layer, as a sample from which rates are learned.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from hf_distca.agreement.announce import FIGURE_COUNT, Figures, PlanKey
+from hf_distca.agreement.announce import Figures, PlanKey
 from hf_distca.config import DistCAConfig
 from hf_distca.runtime.meter import Meter
 from hf_distca.schedule.cost import CostModel, FloatArray
-from hf_distca.schedule.layout import BoolArray, IntArray
+from hf_distca.schedule.layout import IntArray
 from hf_distca.schedule.load import PlanLoad
 from hf_distca.schedule.plan import Plan
-from hf_distca.schedule.ranks import UNIFORM_RANKS, Ranks
+from hf_distca.schedule.ranks import Ranks
 from hf_distca.schedule.waves import Waves
 
-__all__ = ["BatchPlan", "Observation", "observe_plans"]
+__all__ = ["BatchPlan", "Observation", "PlanMeasurement", "PlanUse", "observe_plans"]
 
 # Exchanges count as hidden if attention takes at most this much longer than the slowest kernels.
 _HIDDEN_MARGIN = 0.05
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False)
 class BatchPlan:
-    """A plan of a micro-batch, from its making to the measurements of all ranks.
+    """A plan of a micro-batch, as the planner makes it.
 
     Attributes:
         key: key of the plan in the micro-batch.
@@ -37,17 +37,11 @@ class BatchPlan:
         config: the settings that it was made under.
         runs: the documents that this rank announced for it, see `Documents.runs`.
         planning_ms: milliseconds of planning, with the exchange of documents.
-        source: name of the global batch, for a share; else "".
         per_node: ranks of a node that the plan assumes; None if nodes were not told apart.
         holds: for each rank whether it holds tokens; None if all do.
+        source: name of the global batch, for a share; else "".
         local_plan_count: number of plans of its share that this process made instead of the loader
             since the previous plan.
-        number: number of the micro-batch that uses it; 0 before its use.
-        task_seconds: (tasks,) estimated seconds, forward and backward, on a rank of speed 1; empty
-            before its use.
-        ranks: properties of the ranks, as estimated when it was used.
-        meter: meter of this rank's work for it.
-        figures: (ranks, 5) int64, `own_figures` as announced by each rank; -1 until they are known.
         in_order: estimated imbalance if the documents of a share lay on ranks in their order; 0 for
             others.
     """
@@ -57,24 +51,44 @@ class BatchPlan:
     config: DistCAConfig
     runs: IntArray
     planning_ms: float
-    source: str = ""
     per_node: int | None = None
     holds: tuple[bool, ...] | None = None
+    source: str = ""
     local_plan_count: int = 0
-    number: int = 0
-    task_seconds: FloatArray = field(default_factory=lambda: np.zeros(0))
-    ranks: Ranks = UNIFORM_RANKS
-    meter: Meter = field(default_factory=Meter)
-    figures: IntArray = field(default_factory=lambda: np.full((1, FIGURE_COUNT), -1))
     in_order: float = 0.0
 
-    def start_use(self, number: int, cost: CostModel, ranks: Ranks, meter: Meter) -> None:
-        """Begin the use of the plan by a micro-batch, and estimate its tasks by a cost model."""
-        self.number = number
-        self.ranks = ranks
-        self.meter = meter
-        plan = self.plan
-        self.task_seconds = cost.estimate_seconds(plan.end - plan.start, plan.end, plan.heads)
+    @property
+    def on_several_nodes(self) -> bool:
+        """True if nodes are told apart, and there are several."""
+        return self.per_node is not None and self.per_node < self.plan.layout.world_size
+
+
+@dataclass(frozen=True, eq=False)
+class PlanUse:
+    """Use of a plan by a micro-batch.
+
+    Attributes:
+        batch_plan: the plan.
+        number: number of the micro-batch, from 1.
+        task_seconds: (tasks,) estimated seconds, forward and backward, on a rank of speed 1.
+        ranks: properties of the ranks, as estimated when the use began.
+        meter: meter of this rank's work for it.
+    """
+
+    batch_plan: BatchPlan
+    number: int
+    task_seconds: FloatArray
+    ranks: Ranks
+    meter: Meter
+
+    @classmethod
+    def of(
+        cls, batch_plan: BatchPlan, number: int, cost: CostModel, ranks: Ranks, meter: Meter
+    ) -> PlanUse:
+        """Begin the use of a plan, and estimate its tasks by a cost model."""
+        plan = batch_plan.plan
+        seconds = cost.estimate_seconds(plan.end - plan.start, plan.end, plan.heads)
+        return cls(batch_plan, number, seconds, ranks, meter)
 
     @property
     def own_figures(self) -> Figures:
@@ -93,37 +107,48 @@ class BatchPlan:
         return kernels, meter.sent_bytes, exchanges, calls, meter.between_bytes
 
     @property
-    def is_measured(self) -> bool:
-        """True if all ranks have announced their measurements, after their last kernels."""
-        return bool(self.figures[:, 0].min() >= 0)
-
-    @property
     def estimated_before(self) -> FloatArray:
         """Estimated seconds if every rank computed its own attention, (ranks,)."""
-        return self._sum_by_rank(self.plan.home, self.task_seconds)
+        return self.sum_by_rank(self.batch_plan.plan.home, self.task_seconds)
 
     @property
     def estimated_after(self) -> FloatArray:
         """Estimated seconds of every rank by the plan, (ranks,)."""
-        return self._sum_by_rank(self.plan.server, self.task_seconds)
+        return self.sum_by_rank(self.batch_plan.plan.server, self.task_seconds)
+
+    def sum_by_rank(self, rank: IntArray, seconds: FloatArray) -> FloatArray:
+        """Sum seconds of tasks by their ranks, at the speeds of the ranks: (ranks,)."""
+        size = self.batch_plan.plan.layout.world_size
+        total = np.bincount(rank, weights=seconds, minlength=size)
+        return self.ranks.scale_by_speed(total.astype(np.float64))
+
+
+@dataclass(frozen=True, eq=False)
+class PlanMeasurement:
+    """Measurements of all ranks for the use of a plan, after their last kernels.
+
+    Attributes:
+        use: the use.
+        figures: (ranks, 5) int64, `PlanUse.own_figures` as announced by each rank.
+    """
+
+    use: PlanUse
+    figures: IntArray
 
     @property
     def measured_before(self) -> FloatArray:
         """Measured seconds, attributed to the home ranks of tasks by their estimates, (ranks,)."""
-        measured = self.measured_after
-        estimated = self.estimated_after
-        rate = np.divide(measured, estimated, out=np.zeros_like(estimated), where=estimated > 0)
-        return self._sum_by_rank(self.plan.home, self.task_seconds * rate[self.plan.server])
+        use = self.use
+        plan = use.batch_plan.plan
+        estimated = use.estimated_after
+        rate = np.zeros_like(estimated)
+        np.divide(self.measured_after, estimated, out=rate, where=estimated > 0)
+        return use.sum_by_rank(plan.home, use.task_seconds * rate[plan.server])
 
     @property
     def measured_after(self) -> FloatArray:
         """Measured seconds in attention kernels, (ranks,)."""
         return self.figures[:, 0] / 1e9
-
-    @property
-    def without_tokens(self) -> BoolArray:
-        """True for each rank that holds no tokens, (ranks,)."""
-        return ~np.array(self.holds or [True] * len(self.figures))
 
     @property
     def sent_bytes(self) -> IntArray:
@@ -132,18 +157,8 @@ class BatchPlan:
 
     @property
     def between_bytes(self) -> IntArray:
-        """Bytes sent to other nodes by each rank, (ranks,); all, if nodes are not told apart."""
-        return self.figures[:, 4]
-
-    @property
-    def on_several_nodes(self) -> bool:
-        """True if nodes are told apart, and there are several."""
-        return self.per_node is not None and self.per_node < self.plan.layout.world_size
-
-    def _sum_by_rank(self, rank: IntArray, seconds: FloatArray) -> FloatArray:
-        """Sum seconds of tasks by their ranks, at the speeds of the ranks: (ranks,)."""
-        total = np.bincount(rank, weights=seconds, minlength=self.plan.layout.world_size)
-        return self.ranks.scale_by_speed(total.astype(np.float64))
+        """Bytes sent to other nodes by each rank, (ranks,); 0 if nodes are not told apart."""
+        return self.figures[:, 4] * self.use.batch_plan.on_several_nodes
 
 
 @dataclass(frozen=True, eq=False)
@@ -198,10 +213,8 @@ class Observation:
             return None
         exchanges = self.estimated_exchange > 0
         estimated = self.estimated_exchange[exchanges]
-        measured = self.measured_exchange[exchanges]
-        if self.is_overlapped:
-            measured = measured + self.kernel[exchanges]
-        factor = float((measured / estimated).min())
+        measured = self.measured_exchange + self.kernel * self.is_overlapped
+        factor = float((measured[exchanges] / estimated).min())
         slowest = float(self.kernel.max()) * (1 + _HIDDEN_MARGIN)
         is_hidden = self.is_overlapped and factor * float(estimated.max()) <= slowest
         return None if is_hidden else factor
@@ -214,7 +227,7 @@ class Observation:
 
 
 def observe_plans(
-    plans: Sequence[BatchPlan], cost: CostModel, config: DistCAConfig
+    plans: Sequence[PlanMeasurement], cost: CostModel, config: DistCAConfig
 ) -> Observation | None:
     """Combine the measurements of one micro-batch for one kind of layer.
 
@@ -224,27 +237,27 @@ def observe_plans(
         config: settings.
 
     Returns:
-        None if some rank did not run whole layers or has running kernels, or if one of two
-        nano-batches is missing.
+        None if some rank did not run whole layers, or if one of two nano-batches is missing.
     """
-    is_nano = plans[0].key.nano > 0
+    is_nano = plans[0].use.batch_plan.key.nano > 0
     figures = np.stack([plan.figures for plan in plans])
     calls = figures[:, :, 3]
-    if len(plans) != 1 + is_nano or figures.min() < 0 or (calls != calls[0, 0]).any():
-        return None
     layers = calls[0, 0]
-    unmoved = [Plan.local(plan.plan.layout, plan.plan.window) for plan in plans]
+    if len(plans) != 1 + is_nano or figures.min() < 0 or (calls != layers).any():
+        return None
+    seconds = figures.sum(axis=0) / (1e9 * layers)
+    pairs = [(plan.use.batch_plan.plan, plan.use.ranks) for plan in plans]
+    local = [(Plan.local(plan.layout, plan.window), ranks) for plan, ranks in pairs]
     return Observation(
-        parts=_sum_arrays(_sum_parts(plan.plan, cost) for plan in plans),
-        kernel=figures[:, :, 0].sum(axis=0) / (1e9 * layers),
-        measured_exchange=figures[:, :, 2].sum(axis=0) / (1e9 * layers),
-        estimated_exchange=_sum_arrays(
-            _estimate_exchange(plan.plan, cost, config, plan.ranks) for plan in plans
+        parts=np.sum([_sum_parts(plan, cost) for plan, _ in pairs], axis=0),
+        kernel=seconds[:, 0],
+        measured_exchange=seconds[:, 2],
+        estimated_exchange=np.sum(
+            [_estimate_exchange(*pair, cost, config) for pair in pairs], axis=0
         ),
-        unmoved=_sum_arrays(plan.measured_before / layers for plan in plans),
-        unmoved_exchange=_sum_arrays(
-            _estimate_exchange(local, cost, config, plan.ranks)
-            for plan, local in zip(plans, unmoved, strict=True)
+        unmoved=np.sum([plan.measured_before / layers for plan in plans], axis=0),
+        unmoved_exchange=np.sum(
+            [_estimate_exchange(*pair, cost, config) for pair in local], axis=0
         ),
         is_overlapped=is_nano,
     )
@@ -254,15 +267,14 @@ def _sum_parts(plan: Plan, cost: CostModel) -> FloatArray:
     """Sum the seconds of tasks, bytes and flops, forward and backward, of each rank: (ranks, 3)."""
     cost = replace(cost, window=plan.window)
     parts = cost.estimate_parts(plan.end - plan.start, plan.end, plan.heads).sum(axis=0)
-    columns = (
-        np.bincount(plan.server, weights=column, minlength=plan.layout.world_size)
-        for column in parts.T
-    )
-    return np.stack([column.astype(np.float64) for column in columns], axis=1)
+    size = plan.layout.world_size
+    return np.stack(
+        [np.bincount(plan.server, weights=part, minlength=size) for part in parts.T], axis=1
+    ).astype(np.float64)
 
 
 def _estimate_exchange(
-    plan: Plan, cost: CostModel, config: DistCAConfig, ranks: Ranks
+    plan: Plan, ranks: Ranks, cost: CostModel, config: DistCAConfig
 ) -> FloatArray:
     """Estimate the seconds of exchanges, (ranks,); 0 on ranks that send and receive nothing."""
     if not plan.moved:
@@ -270,7 +282,3 @@ def _estimate_exchange(
     waves = Waves.of(plan, cost.shape, config.tile, config.max_transient_bytes, config.head_groups)
     load = PlanLoad(plan, cost, waves, ranks=ranks)
     return np.where(load.wire_seconds.any(axis=0), load.exchange_seconds, 0.0)
-
-
-def _sum_arrays(arrays: Iterable[FloatArray]) -> FloatArray:
-    return np.asarray(sum(arrays), dtype=np.float64)

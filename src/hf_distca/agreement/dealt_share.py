@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from threading import current_thread
-from typing import Any, Literal, NamedTuple, get_args
+from itertools import compress, product
+from typing import Literal, NamedTuple, get_args
 from weakref import WeakMethod
 
 import numpy as np
+import numpy.typing as npt
 
 from hf_distca.agreement.announce import PlanKey
 from hf_distca.agreement.documents import PackedDocuments
@@ -33,7 +34,14 @@ from hf_distca.schedule.load import compute_imbalance
 from hf_distca.schedule.plan import Plan
 from hf_distca.schedule.ranks import UNIFORM_RANKS, Ranks
 
-__all__ = ["DealSettings", "DealtShare", "Placement", "PlanJob", "register_share_planner"]
+__all__ = [
+    "DealSettings",
+    "DealtShare",
+    "Placement",
+    "PlanJob",
+    "hash_numbers",
+    "register_share_planner",
+]
 
 Placement = Literal["dealt", "in order"]
 
@@ -91,11 +99,11 @@ class PlanJob(NamedTuple):
         )
 
 
+@dataclass(frozen=True, eq=False)
 class DealtShare:
     """A rank's share of a global batch, with the layout of the whole batch.
 
-    This is no dataclass, because engines that move batches to a device, or cast their contents,
-    rebuild dataclasses. For the arguments see `DealSettings.make_share`.
+    It travels inside `PackedDocuments`, which engines do not open.
 
     Attributes:
         batch_id: epoch and number of the global batch.
@@ -103,64 +111,25 @@ class DealtShare:
         layouts: tokens of each rank: one layout, or those of both nano-batches, which have no
             document in common.
         digest: hash of the documents, below 2**56; the same on all ranks.
+        loader_config: settings under which its loader plans.
         per_node: number of ranks of a node that it was dealt for; None if nodes were not told
             apart.
-        loader_config: settings under which its loader plans.
         in_order: estimated imbalance of attention if documents lay on ranks in their order.
     """
 
-    def __init__(
-        self,
-        deal_settings: DealSettings,
-        batch_id: tuple[int, int],
-        rank: int,
-        lengths: IntArray,
-        document_ids: IntArray | None = None,
-    ) -> None:
-        self.batch_id = batch_id
-        self.rank = rank
-        self.layouts = deal_settings.deal_layouts(lengths)
-        self.in_order = deal_settings.estimate_in_order(lengths)
-        columns = (lengths,) if document_ids is None else (lengths, document_ids)
-        numbers = [np.asarray(column, dtype=np.int64).tobytes() for column in columns]
-        self.digest = int.from_bytes(hashlib.sha256(b"".join(numbers)).digest()[:7], "big")
-        self.per_node = deal_settings.ranks_per_node
-        self.loader_config = deal_settings.config
-        self._plans: dict[PlanJob, Plan] = {}
-        self._local_plan_count = 0
-        self._planning_threads: tuple[AwaitedThread, ...] = ()
-
-    @classmethod
-    def without_tokens(
-        cls,
-        layouts: tuple[Layout, ...],
-        batch_id: tuple[int, int],
-        digest: int,
-        config: DistCAConfig,
-    ) -> DealtShare:
-        """Make the share of a rank that gets no tokens of the global batch.
-
-        For the arguments see the attributes; `config` is `loader_config`.
-        """
-        share = cls.__new__(cls)
-        share.__dict__ |= {
-            "layouts": layouts,
-            "batch_id": batch_id,
-            "digest": digest,
-            "loader_config": config,
-            "rank": -1,
-            "in_order": 1.0,
-        }
-        share.__dict__ |= {
-            "per_node": None,
-            "_plans": {},
-            "_local_plan_count": 0,
-            "_planning_threads": (),
-        }
-        return share
+    batch_id: tuple[int, int]
+    rank: int
+    layouts: tuple[Layout, ...]
+    digest: int
+    loader_config: DistCAConfig
+    per_node: int | None = None
+    in_order: float = 1.0
+    _plans: dict[PlanJob, Plan] = field(default_factory=dict)
+    _made_here: list[PlanJob] = field(default_factory=list)  # since the last count
+    _threads: list[AwaitedThread] = field(default_factory=list)  # that plan
 
     def __getstate__(self) -> dict[str, object]:
-        return {**self.__dict__, "_local_plan_count": 0, "_planning_threads": ()}
+        return {**self.__dict__, "_threads": []}
 
     def __setstate__(self, state: dict[str, object]) -> None:
         self.__dict__.update(state)
@@ -208,17 +177,14 @@ class DealtShare:
 
     def check_group(self, group: AttentionGroup) -> None:
         """Raise `LayoutError` unless the share is for this rank of this group."""
-        if group.holds is not None and not group.holds[group.rank]:
+        holds = group.holds or (True,) * group.size
+        if not holds[group.rank]:
             return  # it takes part in every batch, and holds tokens of none
-        ranks = [
-            rank
-            for rank, holds in zip(group.ranks, group.holds or [True] * group.size, strict=True)
-            if holds
-        ]
+        ranks = tuple(compress(group.ranks, holds))
         if self.ranks != len(ranks):
             raise LayoutError(
                 f"{self} is dealt to {self.ranks} ranks, and the attention group has {len(ranks)}: "
-                f"{tuple(ranks)}. Deal to as many ranks as share attention."
+                f"{ranks}. Deal to as many ranks as share attention."
             )
         if ranks[self.rank] != group.ranks[group.rank]:
             raise LayoutError(
@@ -232,40 +198,41 @@ class DealtShare:
 
         It is made now, unless it was made before under the same settings.
         """
-        threads = self._planning_threads
-        for thread in () if current_thread() in threads else threads:
+        for thread in self._threads:
             thread.join()
+        return self._make_plan(job)
+
+    def _make_plan(self, job: PlanJob) -> Plan:
         if job not in self._plans:
             layout = self.layouts[job.key.nano - 1] if job.key.nano else self.whole_layout
             if job.holds is not None:
                 layout = layout.place_on_holders(job.holds)
             plan = self._plans[job] = balance(layout, job.cost, job.config, job.ranks)
             _ = plan.digest  # cached for later comparison: a loader's worker has the time for it
-            self._local_plan_count += 1
+            self._made_here.append(job)
         return self._plans[job]
 
     def plan_in_background(self, jobs: Sequence[PlanJob]) -> None:
         """Start to make missing plans while this thread continues. `plan` waits for them."""
-        earlier = self._planning_threads
-        missing = [job for job in jobs if job not in self._plans]
+        earlier = tuple(self._threads)
 
         def make_plans() -> None:
             for thread in earlier:  # it may make the same plans
                 thread.join()
             with suppress(Exception):  # `plan` raises it again
-                for job in missing:
-                    self.plan(job)
+                for job in jobs:
+                    self._make_plan(job)
 
-        if missing:
-            self._planning_threads = (*earlier, AwaitedThread(make_plans, "plans"))
+        if not self._plans.keys() >= set(jobs):
+            self._threads.append(AwaitedThread(make_plans, "plans"))
 
     def pop_local_plan_count(self) -> int:
         """Return the number of plans made by this process instead of the loader.
 
         Counting starts again with each call.
         """
-        count = self._local_plan_count
-        self._local_plan_count = 0
+        count = len(self._made_here)
+        self._made_here.clear()
         return count
 
     def replanning_reason(self, key: PlanKey, config: DistCAConfig) -> str | None:
@@ -273,14 +240,14 @@ class DealtShare:
 
         None if nothing has changed, or if the loader planned for other kinds of layers.
         """
-        names = [field.name for field in fields(config)]
+        names = [setting.name for setting in fields(config)]
         pairs = [(name, getattr(self.loader_config, name), getattr(config, name)) for name in names]
         changes = [f"{name} was {old!r} and is {new!r}" for name, old, new in pairs if old != new]
         element_bytes = key.shape.element_bytes
         sizes = {
-            shape.element_bytes
-            for shape in {job.key.shape for job in self._plans}
-            if replace(shape, element_bytes=element_bytes) == key.shape
+            job.key.shape.element_bytes
+            for job in self._plans
+            if replace(job.key.shape, element_bytes=element_bytes) == key.shape
         }
         if sizes and element_bytes not in sizes:
             changes.insert(0, f"elements had {min(sizes)} bytes and have {element_bytes} (dtype)")
@@ -317,8 +284,9 @@ class DealSettings:
     def __post_init__(self) -> None:
         placements = get_args(Placement)
         if self.placement not in placements:
-            names = ", ".join(map(repr, placements))
-            raise ConfigError(f"placement={self.placement!r} must be one of {names}.")
+            raise ConfigError(
+                f"placement={self.placement!r} must be one of {', '.join(map(repr, placements))}."
+            )
 
     @property
     def tokens(self) -> int:
@@ -340,14 +308,15 @@ class DealSettings:
         """
         if self.placement == "in order":
             return (deal_in_order(lengths, self.ranks, self.tokens_per_rank),)
-        arguments = lengths, self.ranks, self.tokens_per_rank, next(iter(self.costs.values()))
-        options: dict[str, Any] = {
-            "tile": self.config.tile,
-            "ranks_per_node": self.ranks_per_node,
-        }
-        if self.config.ping_pong:
-            return deal_nano_batches(*arguments, **options)
-        return (deal(*arguments, **options),)
+        dealt = (deal_nano_batches if self.config.ping_pong else deal)(
+            lengths,
+            self.ranks,
+            self.tokens_per_rank,
+            next(iter(self.costs.values())),
+            tile=self.config.tile,
+            ranks_per_node=self.ranks_per_node,
+        )
+        return dealt if isinstance(dealt, tuple) else (dealt,)
 
     def estimate_in_order(self, lengths: IntArray) -> float:
         """Estimate the imbalance of attention over ranks if documents lay on them one after
@@ -359,12 +328,12 @@ class DealSettings:
         """Estimate the imbalance of attention if each rank computes that of its own tokens, in one
         layout or in those of both nano-batches.
         """
-        cost = next(iter(self.costs.values()))
-        by_rank = np.zeros(self.ranks)
-        for layout in layouts:
-            seconds = cost.estimate_seconds(layout.length, layout.end)
-            by_rank += np.bincount(layout.rank, seconds, self.ranks)
-        return compute_imbalance(by_rank)
+        estimate = next(iter(self.costs.values())).estimate_seconds
+        by_rank = [
+            np.bincount(layout.rank, estimate(layout.length, layout.end), self.ranks)
+            for layout in layouts
+        ]
+        return compute_imbalance(np.sum(by_rank, axis=0))
 
     def make_share(
         self,
@@ -383,13 +352,21 @@ class DealSettings:
             document_ids: integers that identify the documents beyond their lengths, or None. Ranks
                 whose documents differ get an error when they announce the share.
         """
-        share = DealtShare(self, batch_id, rank, lengths, document_ids)
+        share = DealtShare(
+            batch_id,
+            rank,
+            self.deal_layouts(lengths),
+            hash_numbers([lengths] if document_ids is None else [lengths, document_ids]),
+            self.config,
+            self.ranks_per_node,
+            self.estimate_in_order(lengths),
+        )
         # Without loader workers, the training process makes the shares, and plans by its own rates.
         if self.ranks > 1 and not share.notify_planner():
             ranks = Ranks(per_node=share.per_node)
-            for key, cost in self.costs.items():
-                for nano in (0,) if share.first_nano_tokens is None else (1, 2):
-                    share.plan(PlanJob.of(key._replace(nano=nano), cost, self.config, ranks))
+            nanos = (0,) if share.first_nano_tokens is None else (1, 2)
+            for (key, cost), nano in product(self.costs.items(), nanos):
+                share.plan(PlanJob.of(key._replace(nano=nano), cost, self.config, ranks))
             share.pop_local_plan_count()
         runs = share.whole_layout.list_segments(rank)
         return PackedDocuments(
@@ -398,3 +375,9 @@ class DealSettings:
             [run.document for run in runs],
             dealt_share=share,
         )
+
+
+def hash_numbers(columns: Iterable[npt.ArrayLike]) -> int:
+    """Return a hash below 2**56 of columns of integers."""
+    numbers = b"".join(np.asarray(column, dtype=np.int64).tobytes() for column in columns)
+    return int.from_bytes(hashlib.sha256(numbers).digest()[:7], "big")

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from hf_distca.errors import LayoutError, UnsupportedError
-from hf_distca.schedule.layout import BoolArray, IntArray
+from hf_distca.schedule.layout import BoolArray, IntArray, mark_changes
 
 __all__ = ["RowTokens", "convert_mask", "is_integer_tensor", "read_positions"]
 
@@ -61,8 +61,8 @@ def read_positions(
     rows = positions.expand(shape).long()
     if padding is None:
         return rows.reshape(-1).cpu().numpy(), None
-    columns = torch.stack([rows.to(padding.device), padding.long()]).reshape(2, -1)
-    position, mask = columns.cpu().numpy()
+    columns = [rows.to(padding.device), padding.long()]
+    position, mask = torch.stack(columns).reshape(2, -1).cpu().numpy()
     return position, mask
 
 
@@ -101,7 +101,7 @@ class RowTokens:
         """
         index = np.arange(len(position)) if mask is None else np.flatnonzero(mask)
         number = None if mask is None else mask[index]
-        if number is not None and not (len(number) and (number.max() > 1 or number.min() < 0)):
+        if number is not None and (number == 1).all():
             number = None
         tokens = cls(index, position[index] - first_position, number, max(row_length, 1))
         tokens._check_values(first_position)
@@ -131,13 +131,13 @@ class RowTokens:
         """
         if not len(self.index):
             return np.zeros(0, dtype=np.int64)
-        row = self.row
-        position = self.position
         if training:
             self._check_row_starts()
+        row = self.row
+        position = self.position
         begin = self._mark_starts()
         step = np.diff(position, prepend=position[:1])
-        begins_row = np.concatenate([[True], np.diff(row) != 0])
+        begins_row = mark_changes(row)
         row_position = position[begins_row][np.cumsum(begins_row) - 1]
         restart = ((step <= 0) & (position == 0)) | ((step < 0) & (position == row_position))
         falls = np.flatnonzero((step < 0) & ~begin & ~restart)
@@ -168,24 +168,21 @@ class RowTokens:
     def _mark_starts(self) -> BoolArray:
         """Mark first tokens of rows and of documents that the mask numbers, (tokens,) bool."""
         columns = [self.row] if self.document_number is None else [self.row, self.document_number]
-        changes = np.any([np.diff(column) != 0 for column in columns], axis=0)
-        begin: BoolArray = np.concatenate([[True], changes])[: len(self.index)]
-        return begin
+        return mark_changes(*columns)
 
     def _check_values(self, first_position: int) -> None:
         row = self.row
         column = self.index % self.row_length
         if len(self.index) and self.position.min() < 0:
             token = self.position.argmin()
-            position = self.position[token] + first_position
-            remedy = "positions start at 0."
-            if first_position:
-                remedy = (
-                    f"this model counts from {first_position}, as DataCollatorWithFlattening("
-                    f"position_ids_start={first_position}) does. Use that, or PackingCollator."
-                )
+            remedy = (
+                f"this model counts from {first_position}, as DataCollatorWithFlattening("
+                f"position_ids_start={first_position}) does. Use that, or PackingCollator."
+            )
             raise LayoutError(
-                f"position_ids[{row[token]}, {column[token]}] is {position}: {remedy}"
+                f"position_ids[{row[token]}, {column[token]}] is "
+                f"{self.position[token] + first_position}: "
+                f"{remedy if first_position else 'positions start at 0.'}"
             )
         if self.document_number is None:
             return
@@ -196,9 +193,9 @@ class RowTokens:
                 "it must be 0 or more."
             )
         runs = np.stack([row, self.document_number], axis=1)[self._mark_starts()]
-        if len(np.unique(runs, axis=0)) < len(runs):
-            _, first, counts = np.unique(runs, axis=0, return_index=True, return_counts=True)
-            repeated = runs[first[counts > 1][0]]
+        numbers, counts = np.unique(runs, axis=0, return_counts=True)
+        if len(numbers) < len(runs):
+            repeated = numbers[counts > 1][0]
             raise LayoutError(
                 f"attention_mask numbers the documents of row {repeated[0]}, and {repeated[1]} "
                 "comes again after another number: give each document a number of its own, and "

@@ -16,7 +16,12 @@ from hf_distca.agreement.document_starts import (
     read_positions,
 )
 from hf_distca.errors import LayoutError, UnsupportedError
-from hf_distca.schedule.layout import IntArray, lengths_from_cu_seqlens, require_integers
+from hf_distca.schedule.layout import (
+    IntArray,
+    enumerate_ranges,
+    lengths_from_cu_seqlens,
+    require_integers,
+)
 
 if TYPE_CHECKING:
     from hf_distca.agreement.dealt_share import DealtShare
@@ -103,13 +108,13 @@ class PackedDocuments(metaclass=_RemedyRepr):
         """Position of each token in its document, (tokens,) int64."""
         lengths = np.array(self.lengths, dtype=np.int64)
         starts = np.array(self.starts or np.zeros_like(lengths), dtype=np.int64)
-        first = np.cumsum(lengths) - lengths
-        positions: IntArray = np.arange(lengths.sum()) + np.repeat(starts - first, lengths)
-        return positions
+        return enumerate_ranges(starts, starts + lengths)[1]
 
     def __repr__(self) -> str:
-        places = f"starts={self.starts}, documents={self.documents}"
-        return f"PackedDocuments(lengths={self.lengths}, {places})"
+        return (
+            f"PackedDocuments(lengths={self.lengths}, starts={self.starts}, "
+            f"documents={self.documents})"
+        )
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, PackedDocuments) and self._columns == other._columns
@@ -258,8 +263,7 @@ class Documents:
     @property
     def first_token_indices(self) -> IntArray:
         """Index among batch * sequence of the first token of each run, (runs,) int64."""
-        first = self.runs[:, 2].cumsum() - self.runs[:, 2]
-        return first if self.token_indices is None else self.token_indices[first]
+        return self._find_indices(self.runs[:, 2].cumsum() - self.runs[:, 2])
 
     def is_packed(self, row_length: int) -> bool:
         """Return whether a row holds several documents, or a document continues in the next row.
@@ -267,16 +271,13 @@ class Documents:
         Args:
             row_length: number of tokens of a row, padding included.
         """
-        last = self.runs[:, 2].cumsum() - 1
-        last = last if self.token_indices is None else self.token_indices[last]
         first_row = self.first_token_indices // max(row_length, 1)
-        last_row = last // max(row_length, 1)
+        last_row = self._find_indices(self.runs[:, 2].cumsum() - 1) // max(row_length, 1)
         return bool((first_row != last_row).any() or (first_row[1:] == first_row[:-1]).any())
 
-    @property
-    def announced_numbers(self) -> IntArray:
-        """Numbers that other ranks need: (runs, 3) if documents span ranks, else (runs,)."""
-        return self.runs if self.span_ranks else self.runs[:, 2]
+    def _find_indices(self, tokens: IntArray) -> IntArray:
+        """Find the indices among batch * sequence of tokens that are counted without padding."""
+        return tokens if self.token_indices is None else self.token_indices[tokens]
 
 
 def make_unknown_runs(lengths: IntArray, starts: IntArray | None = None) -> IntArray:
@@ -320,8 +321,9 @@ class TokenBatch:
     def of(cls, batch: Mapping[str, Any]) -> TokenBatch:
         """Read the arguments of a model's forward."""
         batch_size, length = batch["input_ids"].shape
-        padding = convert_mask(batch.get("attention_mask"))
-        return cls(batch_size, length, padding=padding).with_documents(batch)
+        return cls(
+            batch_size, length, padding=convert_mask(batch.get("attention_mask"))
+        ).with_documents(batch)
 
     def with_documents(self, arguments: Mapping[str, Any]) -> TokenBatch:
         """Replace the attributes for which a batch, or arguments of attention, have a key of
@@ -373,9 +375,8 @@ class TokenBatch:
         total = self.batch_size * self.length
         if self.padding is None and tokens == total:
             return documents
-        is_real = np.ones(total, dtype=np.bool_)
-        if self.padding is not None:
-            is_real = self.padding.reshape(-1).cpu().numpy() != 0
+        padding = np.ones(total) if self.padding is None else self.padding.reshape(-1).cpu().numpy()
+        is_real = padding != 0
         real = int(is_real.sum())
         batch = f"{self.batch_size} x {self.length}"
         if tokens not in (total, real):
@@ -392,30 +393,34 @@ class TokenBatch:
                 "documents may go on on other ranks (PackedDocuments with starts): leave "
                 "attention_mask out, and give padding as a document of its own."
             )
-        runs = documents.runs.copy()
+        lengths = documents.runs[:, 2]
         if tokens == total:
-            real_before = np.concatenate([[0], np.cumsum(is_real)])
-            runs[:, 2] = np.diff(real_before[np.cumsum(runs[:, 2])], prepend=0)
-        runs = runs[runs[:, 2] > 0]
+            document = np.repeat(np.arange(len(lengths)), lengths)
+            lengths = np.bincount(document[is_real], minlength=len(lengths))
+        lengths = lengths[lengths > 0]
         indices = np.flatnonzero(is_real)
-        longest_holed = _find_longest_holed(runs[:, 2], indices)
-        return replace(documents, runs=runs, token_indices=indices, longest_holed=longest_holed)
+        return replace(
+            documents,
+            runs=make_unknown_runs(lengths),
+            token_indices=indices,
+            longest_holed=_find_longest_holed(lengths, indices),
+        )
 
     def _read_from_positions(self, span_ranks: bool, training: bool) -> Documents:
         first_position = 0 if self.position_ids is None else self.first_position
         shape = (self.batch_size, self.length)
-        position, mask = read_positions(self.position_ids, self.padding, shape)
-        tokens = RowTokens.of(position, mask, self.length, first_position)
-        if span_ranks:
-            begin = tokens.find_run_starts()
-            starts = tokens.position[begin]
-        else:
-            begin = tokens.find_document_starts(training=training)
-            starts = None
-        lengths = np.diff(np.append(begin, len(tokens.index)))
+        tokens = RowTokens.of(
+            *read_positions(self.position_ids, self.padding, shape), self.length, first_position
+        )
+        begin = (
+            tokens.find_run_starts()
+            if span_ranks
+            else tokens.find_document_starts(training=training)
+        )
+        lengths = np.diff(begin, append=len(tokens.index))
         indices = None if len(tokens.index) == self.batch_size * self.length else tokens.index
         return Documents(
-            make_unknown_runs(lengths, starts),
+            make_unknown_runs(lengths, tokens.position[begin] if span_ranks else None),
             span_ranks,
             indices,
             longest_holed=0 if indices is None else _find_longest_holed(lengths, indices),
@@ -432,9 +437,8 @@ def _find_longest_holed(lengths: IntArray, token_indices: IntArray) -> int:
 
 def _read_lengths(packed: PackedDocuments) -> Documents:
     count = len(packed.lengths)
-    documents = packed.documents or (-1,) * count
-    starts = packed.starts or (0,) * count
-    runs = np.array([documents, starts, packed.lengths], dtype=np.int64).reshape(3, count).T
+    columns = packed.documents or (-1,) * count, packed.starts or (0,) * count, packed.lengths
+    runs = np.array(columns, dtype=np.int64).reshape(3, count).T
     return Documents(
         runs[runs[:, 2] > 0],
         packed.documents is not None,

@@ -13,8 +13,10 @@ from collections.abc import Callable
 from dataclasses import astuple, dataclass, field
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 if TYPE_CHECKING:  # reports of runs read totals without torch
-    from hf_distca.agreement.batch_plan import BatchPlan
+    from hf_distca.agreement.batch_plan import PlanMeasurement, PlanUse
 
 __all__ = ["BalanceTotals", "History", "PlannedMicroBatch"]
 
@@ -82,31 +84,24 @@ class BalanceTotals:
 
     def compute_figures(self) -> dict[str, float]:
         """Compute the figures to log; those without data are left out."""
-        figures: dict[str, float] = {}
-        if self.mean_tokens > 0:
-            figures["distca/imbalance_tokens"] = self.largest_tokens / self.mean_tokens
-        if self.dealt_mean > 0:
-            figures["distca/imbalance_estimated_in_order"] = (
-                self.estimated_in_order / self.dealt_mean
-            )
-        for kind, mean in (("estimated", self.estimated_mean), ("measured", self.measured_mean)):
-            for side in ("before", "after") if mean > 0 else ():
-                figures[f"distca/imbalance_{kind}_{side}"] = getattr(self, f"{kind}_{side}") / mean
-        if self.layers:
-            figures["distca/exchanged_mb_per_layer"] = self.busiest_bytes / self.layers / 1e6
-        if self.node_layers:
-            figures["distca/between_nodes_mb_per_layer"] = (
-                self.between_bytes / self.node_layers / 1e6
-            )
-        if self.planned_here:
-            figures["distca/planned_here"] = self.planned_here
-        if self.micro_batches:
-            figures["distca/planning_ms"] = self.planning_ms / self.micro_batches
-            figures["distca/server_time_share"] = self.own_seconds / max(self.elapsed_seconds, 1e-9)
-            figures["distca/micro_batches"] = self.micro_batches
+        elapsed = max(self.elapsed_seconds, 1e-9)
+        ratios = {
+            "imbalance_tokens": (self.largest_tokens, self.mean_tokens),
+            "imbalance_estimated_in_order": (self.estimated_in_order, self.dealt_mean),
+            "imbalance_estimated_before": (self.estimated_before, self.estimated_mean),
+            "imbalance_estimated_after": (self.estimated_after, self.estimated_mean),
+            "imbalance_measured_before": (self.measured_before, self.measured_mean),
+            "imbalance_measured_after": (self.measured_after, self.measured_mean),
+            "exchanged_mb_per_layer": (self.busiest_bytes / 1e6, self.layers),
+            "between_nodes_mb_per_layer": (self.between_bytes / 1e6, self.node_layers),
+            "planning_ms": (self.planning_ms, self.micro_batches),
+            "server_time_share": (self.own_seconds, elapsed * bool(self.micro_batches)),
+            "servers_share": (self.served_seconds, self.all_seconds * bool(self.served_seconds)),
+        }
+        figures = {f"distca/{name}": part / of for name, (part, of) in ratios.items() if of > 0}
+        counts = {"planned_here": self.planned_here, "micro_batches": self.micro_batches}
+        figures |= {f"distca/{name}": count for name, count in counts.items() if count}
         if self.served_seconds:
-            figures["distca/servers_share"] = self.served_seconds / self.all_seconds
-            elapsed = max(self.elapsed_seconds, 1e-9)
             figures["distca/servers_idle"] = 1 - self.server_seconds / elapsed
         return figures
 
@@ -119,46 +114,50 @@ class PlannedMicroBatch:
         number: number of the micro-batch, from 1.
         step: optimizer step that it belongs to.
         start_time, end_time: seconds of `time.perf_counter`; None while it runs.
-        plans: plans that it uses.
+        uses: uses of plans by it.
+        plans: those of them that all ranks have measured.
     """
 
     number: int
     step: int
     start_time: float
     end_time: float | None = None
-    plans: list[BatchPlan] = field(default_factory=list)
+    uses: list[PlanUse] = field(default_factory=list)
+    measurements: list[PlanMeasurement] = field(default_factory=list)
 
 
-def _compute_totals(plan: BatchPlan) -> BalanceTotals:
+def _compute_totals(plan: PlanMeasurement) -> BalanceTotals:
     """Compute the contribution of one plan to the totals of its micro-batch."""
-    tokens = plan.plan.layout.query_tokens
-    before = plan.estimated_before
+    use = plan.use
+    batch_plan = use.batch_plan
+    tokens = batch_plan.plan.layout.query_tokens
+    before = use.estimated_before
     measured = plan.measured_after
-    tokenless = plan.without_tokens
-    on_several_nodes = plan.on_several_nodes
+    tokenless = ~np.array(batch_plan.holds or [True] * len(measured))
+    served = float(measured[tokenless].sum())
     # Both nano-batches go through each layer: the first one counts it.
-    layers = 0 if plan.key.nano == 2 else plan.meter.calls
+    layers = 0 if batch_plan.key.nano == 2 else use.meter.calls
     return BalanceTotals(
         largest_tokens=float(tokens.max()),
         mean_tokens=float(tokens[~tokenless].mean()),
-        planning_ms=plan.planning_ms,
+        planning_ms=batch_plan.planning_ms,
         estimated_before=float(before.max()),
-        estimated_after=float(plan.estimated_after.max()),
+        estimated_after=float(use.estimated_after.max()),
         estimated_mean=float(before.mean()),
         measured_before=float(plan.measured_before.max()),
         measured_after=float(measured.max()),
         measured_mean=float(measured.mean()),
         busiest_bytes=float(plan.sent_bytes.max()),
         layers=layers,
-        own_seconds=plan.meter.seconds,
-        planned_here=plan.local_plan_count,
-        served_seconds=float(measured[tokenless].sum()),
-        server_seconds=float(measured[tokenless].sum() / max(tokenless.sum(), 1)),
+        own_seconds=use.meter.seconds,
+        planned_here=batch_plan.local_plan_count,
+        served_seconds=served,
+        server_seconds=served / max(int(tokenless.sum()), 1),
         all_seconds=float(measured.sum()),
-        between_bytes=float(plan.between_bytes.max()) * on_several_nodes,
-        node_layers=layers * on_several_nodes,
-        estimated_in_order=plan.in_order * float(before.mean()),
-        dealt_mean=float(before.mean()) * (plan.in_order > 0),
+        between_bytes=float(plan.between_bytes.max()),
+        node_layers=layers * batch_plan.on_several_nodes,
+        estimated_in_order=batch_plan.in_order * float(before.mean()),
+        dealt_mean=float(before.mean()) * (batch_plan.in_order > 0),
     )
 
 
@@ -184,28 +183,34 @@ class History:
     step: int = 0
     _running: dict[int, PlannedMicroBatch] = field(default_factory=dict)
 
-    def record_plan(self, plan: BatchPlan) -> None:
+    def record_use(self, use: PlanUse) -> None:
         """Record the use of a plan by a micro-batch.
 
         A micro-batch uses several if kinds of layers or nano-batches have plans of their own.
         """
-        if plan.number not in self._running:
+        number = use.number
+        if number not in self._running:
             self.end_micro_batch()
-            self._running[plan.number] = PlannedMicroBatch(
-                plan.number, self.step, time.perf_counter()
-            )
+            self._running[number] = PlannedMicroBatch(number, self.step, time.perf_counter())
             if len(self._running) > _MAX_RUNNING:
                 del self._running[next(iter(self._running))]
-        self._running[plan.number].plans.append(plan)
+        self._running[number].uses.append(use)
+
+    def record_measurement(self, measurement: PlanMeasurement) -> None:
+        """Record what all ranks measured of a plan. A micro-batch with all of them is counted."""
+        micro_batch = self._running.get(measurement.use.number)
+        if micro_batch is not None:
+            micro_batch.measurements.append(measurement)
+            self._count_if_measured(micro_batch)
 
     @property
-    def unmeasured_plans(self) -> list[BatchPlan]:
-        """Plans without measurements of all ranks, in the order of their use."""
+    def unmeasured_uses(self) -> list[PlanUse]:
+        """Uses without measurements of all ranks, in their order."""
         return [
-            plan
+            use
             for micro_batch in self._running.values()
-            for plan in micro_batch.plans
-            if not plan.is_measured
+            for use in micro_batch.uses
+            if all(plan.use is not use for plan in micro_batch.measurements)
         ]
 
     def reset(self) -> None:
@@ -217,22 +222,22 @@ class History:
         micro_batch = next(reversed(self._running.values()), None)
         if micro_batch is not None:
             micro_batch.end_time = micro_batch.end_time or time.perf_counter()
-            self.count_if_measured(micro_batch.number)
+            self._count_if_measured(micro_batch)
 
-    def count_if_measured(self, number: int) -> None:
+    def _count_if_measured(self, micro_batch: PlannedMicroBatch) -> None:
         """Add a micro-batch to the total if it is over and all its plans are measured."""
-        micro_batch = self._running.get(number)
-        if (
-            micro_batch is None
-            or micro_batch.end_time is None
-            or not all(plan.is_measured for plan in micro_batch.plans)
-        ):
+        plans = micro_batch.measurements
+        if micro_batch.end_time is None or len(plans) < len(micro_batch.uses):
             return
-        moved = any((plan.plan.home != plan.plan.server).any() for plan in micro_batch.plans)
-        elapsed = micro_batch.end_time - micro_batch.start_time
-        totals = BalanceTotals(micro_batches=1, moved=int(moved), elapsed_seconds=elapsed)
-        totals = sum(map(_compute_totals, micro_batch.plans), totals)
+        plans_made = [plan.use.batch_plan.plan for plan in plans]
+        moved = any((plan.home != plan.server).any() for plan in plans_made)
+        totals = BalanceTotals(
+            micro_batches=1,
+            moved=int(moved),
+            elapsed_seconds=micro_batch.end_time - micro_batch.start_time,
+        )
+        totals = sum(map(_compute_totals, plans), totals)
         self.total += totals
-        del self._running[number]
+        del self._running[micro_batch.number]
         if self.observer is not None:
             self.observer(micro_batch, totals)

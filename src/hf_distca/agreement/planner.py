@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
@@ -33,19 +33,30 @@ __all__ = ["PendingPlans", "Planner", "get_current_world"]
 _log = logging.getLogger("hf_distca")
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False)
 class PendingPlans:
     """Plans that are being made.
 
     Attributes:
-        place: description of the batches, for errors.
+        requests: documents, each with the key of its plan.
+        config: the settings that they are made under.
         group: the ranks that make the plans.
-        plans: the plans, in the order of requests.
+        place: description of the batches, for errors.
+        plans: the plans, in the order of requests, and the seconds that they took.
     """
 
-    place: str
+    requests: Sequence[Request]
+    config: DistCAConfig
     group: AttentionGroup
-    plans: Future[list[BatchPlan]] = field(default_factory=Future)
+    place: str
+    plans: Future[tuple[list[Plan], float]] = field(default_factory=Future)
+
+    def complete(self, make_plans: Callable[[], tuple[list[Plan], float]]) -> None:
+        """Make the plans, or store the exception for the thread that reads them."""
+        try:
+            self.plans.set_result(make_plans())
+        except BaseException as error:
+            self.plans.set_exception(error)
 
 
 class Planner:
@@ -64,8 +75,6 @@ class Planner:
         self._meter = meter
         self._world = get_current_world()
         self._progress = Progress(meter, self.history)
-        # The group that shares are planned for, if some of its ranks hold no tokens.
-        self._share_group: AttentionGroup | None = None
 
     def resume_progress(self) -> Progress:
         """Return the progress of ranks in the current world of torch.distributed, or in the last
@@ -107,9 +116,7 @@ class Planner:
         Raises:
             LayoutError: if a share is not for this rank of this group.
         """
-        prepared: list[BatchPlan | None] = [
-            documents.prepared_plans.pop(key, None) for documents, key in requests
-        ]
+        prepared = [documents.prepared_plans.pop(key, None) for documents, key in requests]
         usable = [
             batch_plan
             for batch_plan in prepared
@@ -119,8 +126,7 @@ class Planner:
         ]
         if len(usable) == len(requests):
             return usable
-        all_shares = [documents.dealt_share for documents, _ in requests]
-        shares = [share for share in all_shares if share is not None]
+        shares = [documents.dealt_share for documents, _ in requests if documents.dealt_share]
         if len(shares) == len(requests):
             return self.plan_shares(shares, requests, group)
         return self.finish_plans(self.begin_plans(requests, group))
@@ -145,35 +151,26 @@ class Planner:
         started = time.perf_counter()
         config = self.config
         keys = [key for _, key in requests]
-        place = place or f"micro-batch {self.resume_progress().find_number(keys)}"
-        pending = PendingPlans(place, group)
-        batches = self.resume_progress().announce_requests(requests, group, place, config)
-        layouts = [build_layout(batch) for batch in batches]
-        jobs = self._make_jobs(keys, group.size, group.per_node)
+        progress = self.resume_progress()
+        place = place or f"micro-batch {progress.find_number(keys)}"
+        layouts = [
+            build_layout(batch)
+            for batch in progress.announce_requests(requests, group, place, config)
+        ]
+        jobs = [self._make_job(key, group.size, group.per_node) for key in keys]
+        pending = PendingPlans(requests, config, group, place)
 
-        def make_plans() -> list[BatchPlan]:
+        def make_plans() -> tuple[list[Plan], float]:
             plans = [
                 balance(layout, job.cost, job.config, job.ranks)
                 for layout, job in zip(layouts, jobs, strict=True)
             ]
-            planning_ms = (time.perf_counter() - started) * 1e3 / max(len(plans), 1)
-            return [
-                BatchPlan(
-                    key,
-                    plan,
-                    config,
-                    documents.runs,
-                    planning_ms,
-                    per_node=group.per_node,
-                    holds=group.holds,
-                )
-                for (documents, key), plan in zip(requests, plans, strict=True)
-            ]
+            return plans, time.perf_counter() - started
 
         if in_background:
-            AwaitedThread(lambda: _complete_plans(pending.plans, make_plans), "plans")
+            AwaitedThread(lambda: pending.complete(make_plans), "plans")
         else:
-            _complete_plans(pending.plans, make_plans)
+            pending.complete(make_plans)
         return pending
 
     @joint_step
@@ -183,21 +180,34 @@ class Planner:
         Returns:
             One plan for each request, in their order.
         """
-        batch_plans = pending.plans.result()
-        started = time.perf_counter()
+        plans, seconds = pending.plans.result()
+        started = time.perf_counter() - seconds
         group = pending.group
         # Plans come from equal inputs, but an exchange with unequal plans would hang.
-        numbers = [_shorten_digest(batch_plan.plan) for batch_plan in batch_plans]
-        digests = np.array(numbers, dtype=np.int64)
+        digests = np.array([_shorten_digest(plan) for plan in plans], dtype=np.int64)
         doing = f"comparing plans of {pending.place}"
         if not group.all_equal(digests, doing=doing):
-            description = "plans for the same documents"
-            remedy = "use one version of hf_distca and numpy"
             for column in np.stack(group.gather(digests, doing=doing)).T:
-                check_equal(group, column, description, pending.place, remedy)
-        for batch_plan in batch_plans:
-            batch_plan.planning_ms += (time.perf_counter() - started) * 1e3 / len(batch_plans)
-        return batch_plans
+                check_equal(
+                    group,
+                    column,
+                    "plans for the same documents",
+                    pending.place,
+                    "use one version of hf_distca and numpy",
+                )
+        planning_ms = (time.perf_counter() - started) * 1e3 / max(len(plans), 1)
+        return [
+            BatchPlan(
+                key,
+                plan,
+                pending.config,
+                documents.runs,
+                planning_ms,
+                group.per_node,
+                group.holds,
+            )
+            for (documents, key), plan in zip(pending.requests, plans, strict=True)
+        ]
 
     @joint_step
     def plan_shares(
@@ -208,14 +218,13 @@ class Planner:
         """
         started = time.perf_counter()
         keys = [key for _, key in requests]
-        self._share_group = group if group.holds is not None else None
-        for share, key in zip(shares, keys, strict=True):
+        pairs = list(zip(shares, keys, strict=True))
+        for share, key in pairs:
             share.check_group(group)
             self._register_kind(share, key, group)
-        jobs = self._make_share_jobs(keys, shares[0])
-        plans = [share.plan(job) for share, job in zip(shares, jobs, strict=True)]
+        plans = [share.plan(self._make_share_job(key, share, group)) for share, key in pairs]
         planning_ms = (time.perf_counter() - started) * 1e3 / len(plans)
-        per_node = shares[0].per_node if self._share_group is None else group.per_node
+        per_node = shares[0].per_node if group.holds is None else group.per_node
         batch_plans = [
             BatchPlan(
                 key,
@@ -223,17 +232,18 @@ class Planner:
                 self.config,
                 documents.runs,
                 planning_ms,
-                str(share),
                 per_node,
                 group.holds,
+                str(share),
                 share.pop_local_plan_count(),
-                in_order=share.in_order,
+                share.in_order,
             )
             for (documents, key), plan, share in zip(requests, plans, shares, strict=True)
         ]
-        place = f"micro-batch {self.resume_progress().find_number(keys)} ({shares[0]})"
+        progress = self.resume_progress()
+        place = f"micro-batch {progress.find_number(keys)} ({shares[0]})"
         share_numbers = [*shares[0].batch_id, shares[0].digest, *map(_shorten_digest, plans)]
-        self.resume_progress().announce_share(share_numbers, keys, group, place, self.config)
+        progress.announce_share(share_numbers, requests, group, place, self.config)
         return batch_plans
 
     def _register_kind(self, share: DealtShare, key: PlanKey, group: AttentionGroup) -> None:
@@ -242,17 +252,15 @@ class Planner:
         Warn if the loader's plans do not fit the first one.
         """
         kinds = self.resume_progress().share_kinds
-        if key in kinds:
-            return
-        reason = share.replanning_reason(key, self.config)
-        if reason is not None and not kinds and group.rank == 0:
+        reason = None if kinds else share.replanning_reason(key, self.config)
+        if reason is not None and group.rank == 0:
             _log.warning(
                 "shares were planned for other settings than those of now, so this process plans "
                 "each of them again when it is fetched: %s. Give document_shares the dtype that "
                 "attention computes in, and the config of the run.",
                 reason,
             )
-        kinds[key] = None
+        kinds[key] = group
         register_share_planner(self._plan_fetched_share)
 
     def _plan_fetched_share(self, share: DealtShare) -> None:
@@ -261,31 +269,32 @@ class Planner:
         Nothing is left to do where the loader's plans are for the current rates and settings.
         """
         is_whole = share.first_nano_tokens is None
-        kinds = tuple(self.resume_progress().share_kinds)
-        keys = dict.fromkeys(key._replace(nano=0) if is_whole else key for key in kinds)
-        share.plan_in_background(self._make_share_jobs(keys, share))
+        kinds = tuple(self.resume_progress().share_kinds.items())
+        groups = {key._replace(nano=0) if is_whole else key: group for key, group in kinds}
+        share.plan_in_background(
+            [self._make_share_job(key, share, group) for key, group in groups.items()]
+        )
 
-    def _make_share_jobs(self, keys: Iterable[PlanKey], share: DealtShare) -> list[PlanJob]:
-        """Make the current inputs of plans of a share.
+    def _make_share_job(self, key: PlanKey, share: DealtShare, group: AttentionGroup) -> PlanJob:
+        """Make the current inputs of a plan of a share.
 
-        They are for all ranks of the group, if it has others than those that it is dealt to.
+        It is for all ranks of the group, if this has others than those that it is dealt to.
         """
-        group = self._share_group
-        if group is None:
-            return self._make_jobs(keys, share.ranks, share.per_node)
-        return self._make_jobs(keys, group.size, group.per_node, group.holds)
+        if group.holds is None:
+            return self._make_job(key, share.ranks, share.per_node)
+        return self._make_job(key, group.size, group.per_node, group.holds)
 
-    def _make_jobs(
+    def _make_job(
         self,
-        keys: Iterable[PlanKey],
+        key: PlanKey,
         size: int,
         per_node: int | None,
         holds: tuple[bool, ...] | None = None,
-    ) -> list[PlanJob]:
-        """Make the current inputs of plans with these keys, for a group of this size."""
+    ) -> PlanJob:
+        """Make the current inputs of a plan with this key, for a group of this size."""
         costs = self.resume_progress().costs
         ranks = costs.make_ranks(size, per_node)
-        return [PlanJob.of(key, costs.get_cost(key), self.config, ranks, holds) for key in keys]
+        return PlanJob.of(key, costs.get_cost(key), self.config, ranks, holds)
 
 
 def get_current_world() -> object:
@@ -296,13 +305,3 @@ def get_current_world() -> object:
 def _shorten_digest(plan: Plan) -> int:
     """Return the first 60 bits of a plan's digest as a number."""
     return int(plan.digest[:15], 16)
-
-
-def _complete_plans(
-    plans: Future[list[BatchPlan]], make_plans: Callable[[], list[BatchPlan]]
-) -> None:
-    """Make plans, or store the exception for the thread that reads them."""
-    try:
-        plans.set_result(make_plans())
-    except BaseException as error:
-        plans.set_exception(error)

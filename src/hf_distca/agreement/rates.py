@@ -21,7 +21,7 @@ set to deterministic algorithms.
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 
@@ -29,12 +29,12 @@ import numpy as np
 import torch
 
 from hf_distca.agreement.announce import PlanKey
-from hf_distca.agreement.batch_plan import BatchPlan, Observation, observe_plans
+from hf_distca.agreement.batch_plan import Observation, PlanMeasurement, observe_plans
 from hf_distca.config import DistCAConfig
 from hf_distca.schedule.cost import AttentionShape, CostModel, FloatArray, KernelCost
 from hf_distca.schedule.ranks import UNIFORM_RANKS, Ranks
 
-__all__ = ["Correction", "Costs", "can_correct_rates"]
+__all__ = ["Correction", "Costs"]
 
 # Kind of layer: shape and type of device. Layers of one kind share a cost model, with any window.
 Kind = tuple[AttentionShape, str]
@@ -138,12 +138,12 @@ class Costs(dict[Kind, CostModel]):
         super().__init__()
         self.measured_ranks: Ranks = UNIFORM_RANKS
         self.dtypes: dict[Kind, str] = {}
-        self._rates: dict[Kind, _KindRates] = {}
+        self._rates: defaultdict[Kind, _KindRates] = defaultdict(_KindRates)
 
     def get_cost(self, key: PlanKey) -> CostModel:
         """Return the current cost model for a plan, corrected by measurements."""
         kind = key.shape, key.device
-        rates = self._rates.get(kind, _KindRates())
+        rates = self._rates[kind]
         correction = rates.correction
         if rates.is_in_trial:
             correction = replace(correction, exchange=1.0)
@@ -177,20 +177,22 @@ class Costs(dict[Kind, CostModel]):
     @property
     def exchange_slowdown(self) -> float | None:
         """Relative slowdown by exchanges, if some kind of layer loses by them; else None."""
-        slowdowns = [rates.slowdown for rates in self._rates.values()]
-        return max((value for value in slowdowns if value is not None), default=None)
+        slowdowns = (rates.slowdown for rates in self._rates.values())
+        return max((slowdown for slowdown in slowdowns if slowdown is not None), default=None)
 
-    def learn_from_plans(self, plans: Sequence[BatchPlan], config: DistCAConfig) -> list[str]:
+    def learn_from_plans(self, plans: Sequence[PlanMeasurement], config: DistCAConfig) -> list[str]:
         """Correct rates by the measurements of each micro-batch and kind of layer.
 
         Return the changes, as sentences.
         """
         changes: list[str] = []
-        if not can_correct_rates(config):
+        # A user's own model is not corrected, nor is any where times would make runs differ.
+        is_own = isinstance(config.cost_model, CostModel)
+        if is_own or not config.measured_rates or torch.are_deterministic_algorithms_enabled():
             return changes
-        plans_of: dict[tuple[int, PlanKey], list[BatchPlan]] = {}  # by micro-batch and whole batch
+        plans_of = defaultdict(list)  # by micro-batch and whole batch
         for plan in plans:
-            plans_of.setdefault((plan.number, plan.key._replace(nano=0)), []).append(plan)
+            plans_of[plan.use.number, plan.use.batch_plan.key._replace(nano=0)].append(plan)
         for (_, key), nano_plans in plans_of.items():
             kind = key.shape, key.device
             if self.accept_sample(kind):
@@ -204,7 +206,7 @@ class Costs(dict[Kind, CostModel]):
 
         Of many micro-batches a few are enough, and making a sample takes time.
         """
-        rates = self._rates.setdefault(kind, _KindRates())
+        rates = self._rates[kind]
         rates.offered_samples += 1
         return (
             rates.offered_samples <= _MAX_SAMPLES
@@ -217,15 +219,13 @@ class Costs(dict[Kind, CostModel]):
 
         Return the changes, as sentences.
         """
-        rates = self._rates.setdefault(kind, _KindRates())
+        rates = self._rates[kind]
         changes: list[str] = []
         rates.sample_count += 1
         if rates.sample_count <= _WARM_UP_SAMPLES:
             return changes
         count = len(sample.kernel)
-        speeds = self.measured_ranks.speeds
-        if speeds is not None and len(speeds) != count:
-            self.measured_ranks = UNIFORM_RANKS
+        self.measured_ranks = self.make_ranks(count)
         rates.new_samples.append(sample)
         samples = [other for other in rates.new_samples if len(other.kernel) == count]
         if len(samples) >= _MIN_SAMPLES and self._is_far_off(rates.correction, samples):
@@ -254,18 +254,17 @@ class Costs(dict[Kind, CostModel]):
         changes = []
         count = len(samples[0].kernel)
         speeds = np.array(ranks_before.list_speeds(count))
-        factors = correction_before.kernel_factors
         for _ in range(3):  # in turns, as each of the two needs the other
             factors = _fit_factors(samples, speeds)
-            estimated = [sample.estimate_seconds(factors) for sample in samples]
-            speeds = _compute_speeds(estimated, samples)
+            speeds = _compute_speeds(
+                [sample.estimate_seconds(factors) for sample in samples], samples
+            )
         if np.abs(np.log(speeds)).max() <= _SPEED_TOLERANCE:
             factors = _fit_factors(samples, np.ones(count))
             self.measured_ranks = UNIFORM_RANKS
         else:
             self.measured_ranks = Ranks.of([_round_rate(speed) for speed in speeds])
-        rounded = [_round_rate(float(np.clip(factor, *_FACTOR_RANGE))) for factor in factors]
-        task, byte, flop = rounded
+        task, byte, flop = map(_round_rate, np.clip(factors, *_FACTOR_RANGE))
         rates.correction = replace(correction_before, task=task, byte=byte, flop=flop)
         rates.new_samples.clear()
         if rates.correction != correction_before:
@@ -298,7 +297,7 @@ class Costs(dict[Kind, CostModel]):
             cost = math.ceil(max(sample.slowdown, 0) / _TRIAL_SHARE)
             rates.idle_micro_batches = max(rates.idle_micro_batches - cost, -_MAX_TRIAL_INTERVAL)
         samples = [other for other in rates.new_samples if other.has_exchange] or [sample]
-        all_factors = [other.compute_exchange_factor() for other in samples]
+        all_factors = (other.compute_exchange_factor() for other in samples)
         factors = [factor for factor in all_factors if factor is not None]
         required = _MIN_SAMPLES
         if was_in_trial:
@@ -307,32 +306,21 @@ class Costs(dict[Kind, CostModel]):
             required = _MIN_CLEAR_SAMPLES
         if not factors or len(samples) < required:
             return changes
-        factor = _round_rate(float(np.clip(np.median(factors), *_FACTOR_RANGE)))
+        factor = _round_rate(np.clip(np.median(factors), *_FACTOR_RANGE))
         slowdown = float(np.median([other.slowdown for other in samples]))
         change = abs(factor - rates.correction.exchange) * float(sample.estimated_exchange.max())
         if change > (_TOLERANCE if slowdown <= 0 else 0) * float(sample.kernel.max()):
             rates.correction = replace(rates.correction, exchange=factor)
             changes.append(f"exchanges take {factor:.3g} times as long as the cost model says")
             rates.new_samples.clear()
-        if slowdown <= 0:
-            rates.slowdown = None
-            rates.trial_interval = _MIN_TRIAL_INTERVAL
-        else:
-            rates.slowdown = slowdown
-            interval = 2 * rates.trial_interval if was_in_trial else rates.trial_interval
-            interval = max(interval, math.ceil(slowdown / _TRIAL_SHARE))
-            rates.trial_interval = min(interval, _MAX_TRIAL_INTERVAL)
+        rates.slowdown = slowdown if slowdown > 0 else None
+        interval = max(
+            rates.trial_interval * (1 + was_in_trial), math.ceil(slowdown / _TRIAL_SHARE)
+        )
+        rates.trial_interval = (
+            min(interval, _MAX_TRIAL_INTERVAL) if slowdown > 0 else _MIN_TRIAL_INTERVAL
+        )
         return changes
-
-
-def can_correct_rates(config: DistCAConfig) -> bool:
-    """Return whether cost models are corrected by measurements.
-
-    A user's own model is not, nor is any in deterministic mode, because times do not repeat.
-    """
-    if isinstance(config.cost_model, CostModel) or torch.are_deterministic_algorithms_enabled():
-        return False
-    return config.measured_rates
 
 
 def _compute_speeds(estimated: Sequence[FloatArray], samples: Sequence[Observation]) -> FloatArray:
@@ -340,16 +328,13 @@ def _compute_speeds(estimated: Sequence[FloatArray], samples: Sequence[Observati
 
     Samples in which a rank has next to nothing to do are left out.
     """
-    ratios = np.full((len(samples), len(samples[0].kernel)), np.nan)
-    for ratio, seconds, sample in zip(ratios, estimated, samples, strict=True):
-        has_work = (seconds > 0.2 * seconds.mean()) & (sample.kernel > 0)
-        ratio[has_work] = seconds[has_work] / sample.kernel[has_work]
-    known = ~np.isnan(ratios).all(axis=0)
-    speeds = np.ones(ratios.shape[1])
-    if known.any():
-        speeds[known] = np.nanmedian(ratios[:, known], axis=0)
-        speeds[known] /= np.median(speeds[known])
-    return speeds
+    work = np.array(estimated)
+    kernel = np.array([sample.kernel for sample in samples])
+    is_idle = (work <= 0.2 * work.mean(axis=1, keepdims=True)) | (kernel <= 0)
+    ratios = np.ma.array(work / np.maximum(kernel, 1e-12), mask=is_idle)
+    speeds = np.ma.median(ratios, axis=0)  # type: ignore[no-untyped-call]
+    speeds /= np.ma.median(speeds)  # type: ignore[no-untyped-call]
+    return np.asarray(speeds.filled(1.0))
 
 
 def _fit_factors(samples: Sequence[Observation], speeds: FloatArray) -> FloatArray:
@@ -378,17 +363,15 @@ def _fit_factors(samples: Sequence[Observation], speeds: FloatArray) -> FloatArr
     return np.asarray(nnls(np.concatenate([scaled * common, pull]), targets)[0] * common)
 
 
-def _round_rate(value: float) -> float:
+def _round_rate(value: float | np.float64) -> float:
     """Round to three digits, because last bits differ between processors."""
     return float(f"{value:.3g}")
 
 
 def _describe_kind(kind: Kind) -> str:
     shape, device = kind
-    width = f"{shape.head_dim}"
-    if shape.head_dim != shape.value_head_dim:
-        width += f" and {shape.value_head_dim}"
-    heads = f"{shape.query_heads}:{shape.key_value_heads} heads of {width}"
+    widths = dict.fromkeys((str(shape.head_dim), str(shape.value_head_dim)))
+    heads = f"{shape.query_heads}:{shape.key_value_heads} heads of {' and '.join(widths)}"
     return f"{heads}, {shape.element_bytes} bytes, {device}"
 
 
@@ -400,7 +383,6 @@ def _describe_ranks(ranks: Ranks) -> str:
         for rank, speed in enumerate(ranks.speeds)
         if abs(math.log(speed)) > _SPEED_TOLERANCE
     ]
-    sentence = ", ".join(different[:8])
     if len(different) > 8:
-        sentence += f", and {len(different) - 8} more differ"
-    return sentence
+        different[8:] = [f"and {len(different) - 8} more differ"]
+    return ", ".join(different)

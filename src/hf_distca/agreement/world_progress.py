@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from itertools import compress
 
 import numpy as np
 
@@ -27,7 +27,7 @@ from hf_distca.agreement.announce import (
     collect_shared_settings,
     hash_settings,
 )
-from hf_distca.agreement.batch_plan import BatchPlan
+from hf_distca.agreement.batch_plan import BatchPlan, PlanMeasurement, PlanUse
 from hf_distca.agreement.documents import Documents
 from hf_distca.agreement.history import History
 from hf_distca.agreement.rates import Costs
@@ -61,7 +61,7 @@ class Progress:
         leaving_ranks: indices in the group of the ranks that leave, as all ranks know by now.
         costs: the cost models that plans are made with.
         number: number of the micro-batch that was planned last, from 1.
-        share_kinds: keys of the plans of shares so far.
+        share_kinds: keys of the plans of shares so far, and the group that each is planned for.
     """
 
     def __init__(self, meter: Meter, history: History) -> None:
@@ -69,20 +69,22 @@ class Progress:
         self.leaving_ranks: list[int] = []
         self.costs = Costs()
         self.number = 0
-        self.share_kinds: dict[PlanKey, None] = {}
+        self.share_kinds: dict[PlanKey, AttentionGroup] = {}
         self._meter = meter
         self._history = history
         self._exchanges_before = meter.dispatches + meter.returns
-        self._rank = self._announcement_count = self._meeting_count = 0
+        self._announcement_count = 0
+        self._meeting_count = 0
         self._recent_keys: dict[PlanKey, None] = {}  # since the last `pop_recent_keys`
         self._used_keys: set[PlanKey] = set()  # in the current micro-batch
         self._is_over = True  # the next plan begins another micro-batch
-        # In the order of use; the same plans on all ranks.
-        self._unannounced_plans: list[BatchPlan] = []
-        # Number of the announcement with their figures, plans, and ranks that leave with it.
-        self._measured_plans: deque[tuple[int, Sequence[BatchPlan], list[int]]] = deque()
-        # Meetings, each with the plans whose figures it announces.
-        self._meetings: deque[tuple[Rendezvous, list[BatchPlan]]] = deque()
+        # In their order; of the same plans on all ranks.
+        self._unannounced_uses: list[PlanUse] = []
+        # Measurements that nothing was learned from yet, with the ranks that leave after them, by
+        # number of the announcement.
+        self._measured: deque[tuple[int, list[PlanMeasurement], list[int]]] = deque()
+        # Meetings, each with the uses whose figures it announces.
+        self._meetings: deque[tuple[Rendezvous, list[PlanUse]]] = deque()
 
     @property
     def next_number(self) -> int:
@@ -125,12 +127,11 @@ class Progress:
         self._used_keys.add(batch_plan.key)
         self._recent_keys[batch_plan.key] = None
         ranks = self.costs.make_ranks(batch_plan.plan.layout.world_size, batch_plan.per_node)
-        batch_plan.start_use(
-            self.number, self.costs.get_cost(batch_plan.key), ranks, Meter(self._meter)
-        )
-        self._history.record_plan(batch_plan)
-        self._unannounced_plans.append(batch_plan)
-        return batch_plan.meter
+        cost = self.costs.get_cost(batch_plan.key)
+        use = PlanUse.of(batch_plan, number, cost, ranks, Meter(self._meter))
+        self._history.record_use(use)
+        self._unannounced_uses.append(use)
+        return use.meter
 
     def announce_requests(
         self, requests: Sequence[Request], group: AttentionGroup, place: str, config: DistCAConfig
@@ -141,21 +142,22 @@ class Progress:
             The announced documents of all ranks, for each request.
         """
         self.drain_meetings(at_most=0)  # in the order in which micro-batches ran
-        self._learn_rates(self._meeting_count, config)
-        keys = [key for _, key in requests]
-        settings, plans, announcement = self._make_announcement(keys, group, config)
-        row = replace(announcement, requests=requests).to_row()
-        announced = Announcements.from_rows(group.gather(row, doing=f"planning {place}"))
+        self._learn_rates(self._meeting_count, config, group)
+        settings, uses, announcement = self._make_announcement(requests, group, config)
+        announced = Announcements.from_rows(
+            group.gather(announcement.to_row(), doing=f"planning {place}")
+        )
         batches = check_agreement(announced, settings, group, place)
-        self._unannounced_plans[:0] = self._store_figures(plans, announced.figures)
-        self._measured_plans.append((self._meeting_count, plans, announced.leaving_ranks))
-        self._learn_rates(self._meeting_count + 1, config)
+        self._unannounced_uses[:0] = self._store_figures(
+            announced.figures, uses, self._meeting_count, announced.leaving_ranks
+        )
+        self._learn_rates(self._meeting_count + 1, config, group)
         return batches
 
     def announce_share(
         self,
         share_numbers: Sequence[int],
-        keys: Sequence[PlanKey],
+        requests: Sequence[Request],
         group: AttentionGroup,
         place: str,
         config: DistCAConfig,
@@ -164,7 +166,7 @@ class Progress:
 
         Args:
             share_numbers: see `Announcement`.
-            keys: keys of the share's plans.
+            requests: requests for the share's plans.
             group: the ranks.
             place: description of the batch, for errors.
             config: settings.
@@ -173,16 +175,19 @@ class Progress:
             DistCADesyncError: if ranks did not agree in an earlier announcement.
         """
         self.drain_meetings(at_most=_MAX_MEETINGS)
-        self._learn_rates(self._meeting_count - _MAX_MEETINGS, config)
+        self._learn_rates(self._meeting_count - _MAX_MEETINGS, config, group)
         self._meeting_count += 1
-        settings, plans, announcement = self._make_announcement(keys, group, config, share_numbers)
+        settings, uses, announcement = self._make_announcement(
+            requests, group, config, share_numbers
+        )
 
         def compare(rows: Sequence[IntArray]) -> None:
             check_agreement(Announcements.from_rows(rows), settings, group, place)
 
-        doing = f"comparing shares of {place}"
-        meeting = group.gather_async(announcement.to_row(), doing=doing, on_arrival=compare)
-        self._meetings.append((meeting, plans))
+        meeting = group.gather_async(
+            announcement.to_row(), doing=f"comparing shares of {place}", on_arrival=compare
+        )
+        self._meetings.append((meeting, uses))
 
     def drain_meetings(self, at_most: int) -> None:
         """Process the measurements of meetings that are over, and wait until few are left.
@@ -191,19 +196,17 @@ class Progress:
             at_most: number of meetings that may be left.
         """
         while self._meetings:
-            meeting, plans = self._meetings.popleft()  # also if `wait` raises an error
+            meeting, uses = self._meetings.popleft()  # also if `wait` raises an error
             if len(self._meetings) >= at_most:
                 meeting.wait()
             if not meeting.is_done:
-                self._meetings.appendleft((meeting, plans))
+                self._meetings.appendleft((meeting, uses))
                 return
-            # Plans with running kernels are not announced again, as they are in
+            # Uses with running kernels are not announced again, as they are in
             # `announce_requests`: ranks come here at different times.
+            number = self._meeting_count - len(self._meetings) - 1
             announced = Announcements.from_rows(meeting.rows)
-            self._store_figures(plans, announced.figures)
-            self._measured_plans.append(
-                (self._meeting_count - len(self._meetings) - 1, plans, announced.leaving_ranks)
-            )
+            self._store_figures(announced.figures, uses, number, announced.leaving_ranks)
 
     def gather_measurements(self, group: AttentionGroup) -> None:
         """Gather the measurements of all ranks up to here, once the device is done. Collective."""
@@ -214,79 +217,81 @@ class Progress:
         self._history.end_micro_batch()
         while not self._meter.is_finished:
             self._meter.running[0].end.synchronize()
-        plans = self._history.unmeasured_plans
-        row = np.array([plan.own_figures for plan in plans], dtype=np.int64).reshape(-1)
-        doing = f"gathering what ranks measured up to micro-batch {self.number}"
-        rows = group.gather(row, doing=doing)
+        uses = self._history.unmeasured_uses
+        row = np.array([use.own_figures for use in uses], dtype=np.int64).reshape(-1)
+        rows = group.gather(
+            row, doing=f"gathering what ranks measured up to micro-batch {self.number}"
+        )
         if all(len(other) == len(row) for other in rows):
-            self._store_figures(plans, np.stack(rows).reshape(len(rows), -1, FIGURE_COUNT))
-            measured = [plan for plan in self._unannounced_plans if plan.is_measured]
-            self._measured_plans.append((self._meeting_count, measured, []))
-        self._unannounced_plans = []
+            figures = np.stack(rows).reshape(len(rows), -1, FIGURE_COUNT)
+            self._store_figures(figures, uses, self._meeting_count, [])
+        self._unannounced_uses = []
 
     def _make_announcement(
         self,
-        keys: Sequence[PlanKey],
+        requests: Sequence[Request],
         group: AttentionGroup,
         config: DistCAConfig,
         share_numbers: Sequence[int] = (),
-    ) -> tuple[SharedSettings, list[BatchPlan], Announcement]:
-        """Make the announcement of settings and figures, for plans with these keys.
+    ) -> tuple[SharedSettings, list[PlanUse], Announcement]:
+        """Make the announcement of settings and figures, and of a share or else documents.
 
         Returns:
-            The settings that all ranks must share, the measured plans, and the announcement.
+            The settings that all ranks must share, the announced uses, and the announcement.
         """
-        self._rank = group.rank
         self._announcement_count += 1
-        kinds = dict.fromkeys((key.shape, key.device) for key in keys)
-        dtypes = tuple(self.costs.dtypes[kind] for kind in kinds if kind in self.costs.dtypes)
-        costs = tuple(dict.fromkeys(self.costs.get_cost(key) for key in keys))
-        settings = collect_shared_settings(config, costs, dtypes)
+        keys = dict.fromkeys(key for _, key in requests)
+        dtypes = tuple(self.costs.dtypes.get((key.shape, key.device), "") for key in keys)
+        settings = collect_shared_settings(config, tuple(map(self.costs.get_cost, keys)), dtypes)
         # All work of a plan is launched before the next plan of its key is used. On a GPU, kernels
         # of the newest plan may still have to run.
-        newest = {plan.key: plan for plan in self._unannounced_plans if plan.key.device != "cpu"}
-        plans = [
-            plan
-            for plan in self._unannounced_plans
-            if plan.key in keys and newest.get(plan.key) is not plan
-        ]
-        self._unannounced_plans = [plan for plan in self._unannounced_plans if plan not in plans]
+        pairs = [(use.batch_plan.key, use) for use in self._unannounced_uses]
+        newest = {key: use for key, use in pairs if key.device != "cpu"}
+        uses = [use for key, use in pairs if key in keys and newest.get(key) is not use]
         if share_numbers:  # figures that do not fit are announced later, the same on all ranks
             room = (group.inline_row_capacity - HEADER_SIZE - len(share_numbers)) // FIGURE_COUNT
-            self._unannounced_plans[:0] = plans[room:]
-            plans = plans[:room]
+            uses = uses[:room]
+        self._unannounced_uses = [use for _, use in pairs if use not in uses]
         announcement = Announcement(
             count=self._announcement_count,
             settings=hash_settings(settings),
             exchanges=self._meter.dispatches + self._meter.returns - self._exchanges_before,
             checksum=0 if group.data is None else group.data.checksum,
-            figures=[plan.own_figures for plan in plans],
+            figures=[use.own_figures for use in uses],
+            documents=[] if share_numbers else [(batch, key.nano) for batch, key in requests],
             share_numbers=share_numbers,
             is_leaving=self.is_leaving,
         )
-        return settings, plans, announcement
+        return settings, uses, announcement
 
-    def _store_figures(self, plans: Sequence[BatchPlan], figures: IntArray) -> list[BatchPlan]:
-        """Store the (ranks, plans, 5) figures of all ranks.
+    def _store_figures(
+        self, figures: IntArray, uses: Sequence[PlanUse], number: int, leaving: list[int]
+    ) -> list[PlanUse]:
+        """Store the (ranks, uses, 5) figures of all ranks in an announcement of this number, and
+        the ranks that leave with it.
 
-        Return the plans with a kernel that still runs on some rank.
+        Return the uses with a kernel that still runs on some rank.
         """
-        for plan, plan_figures in zip(plans, figures.transpose(1, 0, 2), strict=True):
-            plan.figures = plan_figures
-            self._history.count_if_measured(plan.number)
-        return [plan for plan in plans if not plan.is_measured]
+        is_finished = figures[:, :, 0].min(axis=0) >= 0
+        measured = list(
+            compress(map(PlanMeasurement, uses, figures.transpose(1, 0, 2)), is_finished)
+        )
+        for measurement in measured:
+            self._history.record_measurement(measurement)
+        self._measured.append((number, measured, leaving))
+        return list(compress(uses, ~is_finished))
 
-    def _learn_rates(self, before: int, config: DistCAConfig) -> None:
+    def _learn_rates(self, before: int, config: DistCAConfig, group: AttentionGroup) -> None:
         """Correct rates by the announcements before this number, and log the changes.
 
         A rank may already have later announcements that others do not have yet, but all ranks must
         correct rates at the same micro-batch.
         """
-        while self._measured_plans and self._measured_plans[0][0] < before:
-            _, plans, leaving = self._measured_plans.popleft()
+        while self._measured and self._measured[0][0] < before:
+            _, measured, leaving = self._measured.popleft()
             self.leaving_ranks += [rank for rank in leaving if rank not in self.leaving_ranks]
-            for change in self.costs.learn_from_plans(plans, config):
-                if self._rank == 0:
+            for change in self.costs.learn_from_plans(measured, config):
+                if group.rank == 0:
                     _log.info(
                         "measured up to micro-batch %d: %s; plans are made accordingly",
                         self.number,

@@ -15,10 +15,10 @@ from hf_distca.agreement.documents import PackedDocuments
 from hf_distca.data.columns import (
     ROW_COLUMNS,
     TARGET_MASKS,
-    UNKNOWN_INPUTS,
-    ForwardInputs,
+    InputNames,
     check_columns,
     convert_integers,
+    read_input_names,
 )
 from hf_distca.errors import LayoutError
 from hf_distca.schedule.layout import IntArray
@@ -99,10 +99,10 @@ class PackingCollator:
     """
 
     model: InitVar[Any] = None
-    _inputs: ForwardInputs = field(init=False, repr=False, default=UNKNOWN_INPUTS)
+    _inputs: InputNames = field(init=False, repr=False, default=None)
 
     def __post_init__(self, model: Any) -> None:
-        object.__setattr__(self, "_inputs", ForwardInputs.of(model))
+        object.__setattr__(self, "_inputs", read_input_names(model))
 
     def __call__(self, features: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Pack one batch.
@@ -128,9 +128,10 @@ class PackingCollator:
         labels[packed.positions == 0] = IGNORED_LABEL
         if not (labels != IGNORED_LABEL).any():
             _warn_of_no_targets(len(ids))
-        rows = {"input_ids": ids, "labels": labels, "position_ids": positions}
         return {
-            **{name: torch.from_numpy(row)[None] for name, row in rows.items()},
+            "input_ids": torch.from_numpy(ids)[None],
+            "labels": torch.from_numpy(labels)[None],
+            "position_ids": torch.from_numpy(positions)[None],
             "distca_documents": packed,
         }
 
@@ -170,7 +171,7 @@ def _make_share_batch(features: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def read_feature_documents(
-    feature: Mapping[str, Any], inputs: ForwardInputs = UNKNOWN_INPUTS
+    feature: Mapping[str, Any], inputs: InputNames = None
 ) -> list[DocumentTokens]:
     """Read the documents of a feature, as `PackingCollator` does for a model with these inputs.
 
@@ -197,7 +198,7 @@ def read_feature_documents(
             f"a feature has the keys {sorted(feature)}; it needs 'input_ids' or 'documents'."
         )
     row = {
-        name: convert_integers(feature[name], name, "iub" if "mask" in name else "iu")
+        name: convert_integers(feature[name], name)
         for name in _READ_COLUMNS
         if feature.get(name) is not None
     }
@@ -210,15 +211,14 @@ def read_feature_documents(
                 f"a row has {count} input_ids and {len(column)} numbers in its {name}: they must "
                 "match."
             )
-    mask = row.pop("attention_mask", None)
-    indices = _find_real_tokens(mask, count)
+    indices = _find_real_tokens(row.get("attention_mask"), count)
     row = {name: column[indices] for name, column in row.items()}
     ids = row["input_ids"]
     masks = [row[name] for name in TARGET_MASKS if name in row]
     labels = row["labels"] if "labels" in row else make_labels(ids, masks)
-    mask_numbers = None if mask is None else mask[indices]
-    starts = _find_starts(row.get("position_ids"), mask_numbers)
-    starts = _choose_starts(len(ids), lengths, starts)
+    starts = _choose_starts(
+        len(ids), lengths, _find_starts(row.get("position_ids"), row.get("attention_mask"))
+    )
     columns = ids, labels, row.get("position_ids", np.arange(len(ids)))
     parts = zip(*(np.split(column, starts[1:]) for column in columns), strict=True)
     return [
@@ -267,8 +267,7 @@ def _choose_starts(
                 f"seq_lengths of a row, {lengths}, and its position_ids or attention_mask, "
                 f"{found_lengths}, tell of other documents: give one of them."
             )
-    starts: IntArray = np.cumsum(lengths) - lengths
-    return starts
+    return np.cumsum(lengths) - lengths
 
 
 def _find_real_tokens(mask: IntArray | None, count: int) -> IntArray:

@@ -6,7 +6,6 @@ import inspect
 import logging
 from array import array
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -20,11 +19,11 @@ from hf_distca.schedule.layout import IntArray
 __all__ = [
     "ROW_COLUMNS",
     "TARGET_MASKS",
-    "UNKNOWN_INPUTS",
-    "ForwardInputs",
+    "InputNames",
     "check_column",
     "check_columns",
     "convert_integers",
+    "read_input_names",
 ]
 
 _log = logging.getLogger("hf_distca")
@@ -38,44 +37,33 @@ ROW_COLUMNS = frozenset({"input_ids", "labels", "attention_mask", *TARGET_MASKS}
 _REFUSED_COLUMNS = frozenset({"shift_labels", "seq_idx", "cu_seq_lens_k", *DOCUMENT_KEYS})
 
 
-@dataclass(frozen=True)
-class ForwardInputs:
-    """Arguments of a model's forward.
+# Names of the arguments of a model's forward; None if they are not known.
+InputNames = tuple[str, ...] | None
 
-    Attributes:
-        names: names of the arguments, in order; None if they are not known.
+
+def read_input_names(model: Any) -> InputNames:
+    """Read the arguments of a model's forward, or of the model inside an adapter or a wrapper.
+
+    They are unknown for anything else, such as a config.
     """
-
-    names: tuple[str, ...] | None = None
-
-    @classmethod
-    def of(cls, model: Any) -> ForwardInputs:
-        """Read the arguments of a model, or of the model inside an adapter or a wrapper.
-
-        They are unknown for anything else, such as a config.
-        """
-        if not isinstance(model, torch.nn.Module):
-            return UNKNOWN_INPUTS
-        unwrap = getattr(model, "get_base_model", None)  # of adapters
-        if callable(unwrap):
-            return cls.of(unwrap())
-        inner = getattr(model, "module", None)  # of engines
-        if isinstance(inner, torch.nn.Module):
-            return cls.of(inner)
-        parameters = inspect.signature(model.forward).parameters.values()
-        names = tuple(
-            parameter.name
-            for parameter in parameters
-            if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
-        )
-        return cls(names or None)
-
-
-UNKNOWN_INPUTS = ForwardInputs()
+    if not isinstance(model, torch.nn.Module):
+        return None
+    unwrap = getattr(model, "get_base_model", None)  # of adapters
+    if callable(unwrap):
+        return read_input_names(unwrap())
+    inner = getattr(model, "module", None)  # of engines
+    if isinstance(inner, torch.nn.Module):
+        return read_input_names(inner)
+    names = tuple(
+        parameter.name
+        for parameter in inspect.signature(model.forward).parameters.values()
+        if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+    )
+    return names or None
 
 
 def check_columns(
-    row: Mapping[str, Any], tokens: int, read_columns: Collection[str], inputs: ForwardInputs
+    row: Mapping[str, Any], tokens: int, read_columns: Collection[str], inputs: InputNames
 ) -> None:
     """Raise if a column is not read and may be an input of the model.
 
@@ -85,53 +73,60 @@ def check_columns(
         row: the row.
         tokens: number of its tokens.
         read_columns: the columns that the caller reads.
-        inputs: inputs of the model that trains on it.
+        inputs: names of the inputs of the model that trains on it.
 
     Raises:
         LayoutError: names the column.
     """
     for name in row.keys() - set(read_columns):
         value = row[name]
-        if value is None:
-            continue
         has_numbers = _has_numbers(value)
-        check_column(name, read_columns, inputs, has_numbers=has_numbers)
-        if inputs.names is not None and has_numbers and len(value) == tokens > 1:
+        if value is not None:
+            check_column(name, read_columns, inputs, has_numbers=has_numbers)
+        if inputs is not None and has_numbers and len(value) == tokens > 1:
             _warn_of_unread_column(name, tuple(sorted(read_columns)))
 
 
 def check_column(
-    name: str, read_columns: Collection[str], inputs: ForwardInputs, *, has_numbers: bool
+    name: str, read_columns: Collection[str], inputs: InputNames, *, has_numbers: bool
 ) -> None:
     """Raise if a column that is not read may be an input of the model.
 
     Args:
         name: name of the column.
         read_columns: the columns that the caller reads.
-        inputs: inputs of the model; any column of numbers may be an input of an unknown one.
+        inputs: names of the inputs of the model; any column of numbers may be an input of an
+            unknown one.
         has_numbers: True if the column has lists of numbers.
 
     Raises:
         LayoutError: names the column.
     """
-    only = f"only {', '.join(sorted(read_columns))} are read"
-    if name in _REFUSED_COLUMNS:
-        raise LayoutError(
-            f"a row has a column {name!r}, which says what its documents or targets are, and would "
-            f"be lost here: {only}. Give documents with labels of their own, and remove the "
-            "column, or use another collator."
-        )
-    if inputs.names is None and has_numbers:
-        raise LayoutError(
-            f"a row has a column {name!r} of numbers, which may be an input of the model and would "
-            f"be lost here: {only}. Remove the column; or say which model it is for, as in "
-            "PackingCollator(model): what its forward does not take is left out."
-        )
-    if inputs.names is not None and name in inputs.names:
-        raise LayoutError(
-            f"a row has a column {name!r}, an input of the model that would be lost here: {only}. "
-            "Remove the column, or use another collator."
-        )
+    checks = (
+        (
+            name in _REFUSED_COLUMNS,
+            ", which says what its documents or targets are, and",
+            "Give documents with labels of their own, and remove the column, or use another "
+            "collator.",
+        ),
+        (
+            inputs is None and has_numbers,
+            " of numbers, which may be an input of the model and",
+            "Remove the column; or say which model it is for, as in PackingCollator(model): what "
+            "its forward does not take is left out.",
+        ),
+        (
+            name in (inputs or ()),
+            ", an input of the model that",
+            "Remove the column, or use another collator.",
+        ),
+    )
+    for is_wrong, description, remedy in checks:
+        if is_wrong:
+            raise LayoutError(
+                f"a row has a column {name!r}{description} would be lost here: only "
+                f"{', '.join(sorted(read_columns))} are read. {remedy}"
+            )
 
 
 def _has_numbers(value: Any) -> bool:
@@ -157,17 +152,17 @@ def _warn_of_unread_column(name: str, read_columns: tuple[str, ...]) -> None:
     )
 
 
-def convert_integers(values: Any, name: str, kinds: str = "iu") -> IntArray:
+def convert_integers(values: Any, name: str) -> IntArray:
     """Convert a flat list, array or tensor of integers to int64, (values,).
 
     Args:
         values: the integers.
-        name: name of their column, for errors.
-        kinds: accepted kinds of numpy dtypes.
+        name: name of their column; those of masks may be bool.
 
     Raises:
         LayoutError: if they are no flat row of integers.
     """
+    kinds = "iub" if "mask" in name else "iu"
     try:
         row = values.numpy(force=True) if isinstance(values, torch.Tensor) else values
         if not isinstance(row, np.ndarray):

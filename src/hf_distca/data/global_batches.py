@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
-from bisect import bisect_left
+from bisect import bisect_left, insort
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -17,7 +17,7 @@ import numpy.typing as npt
 from tqdm.auto import tqdm
 
 from hf_distca.errors import ConfigError, LayoutError
-from hf_distca.schedule.layout import IntArray, require_integers
+from hf_distca.schedule.layout import IntArray, enumerate_ranges, require_integers
 
 __all__ = ["BatchPieces", "FillRule", "GlobalBatches", "LongerRule"]
 
@@ -93,9 +93,8 @@ class GlobalBatches:
         _check_arguments(tokens, seed, fill, longer)
         counts = require_integers(lengths, "lengths of documents")
         if len(counts) and counts.min() < 0:
-            document = int(counts.argmin())
             raise LayoutError(
-                f"document {document} has length {counts.min()}: lengths are at least 0."
+                f"document {counts.argmin()} has length {counts.min()}: lengths are at least 0."
             )
         self.tokens = tokens
         self.seed = seed
@@ -111,21 +110,12 @@ class GlobalBatches:
                 f"global batch has {tokens} (ranks x tokens_per_rank): give more documents or "
                 'fewer tokens a rank, or fill="whole" to train on padding.'
             )
-        self._count = total // tokens
         if self._fills_whole:
-            order = self._shuffle(len(self._length), 0)
-            packed = _pack_whole_documents(self._length, order, tokens, quiet=quiet)
-            self._packed, self._offsets = packed
-            self._count = len(self._offsets) - 1
-            if not quiet:
-                padding = 100 * (1 - total / (self._count * tokens))
-                _log.info(
-                    "%d global batches of whole documents, %.2f %% of them padding.",
-                    self._count,
-                    padding,
-                )
-        # Epoch, order of its batches or documents, and where each document ends in that order.
-        self._epoch: tuple[int, IntArray, IntArray] | None = None
+            self._pack_whole_documents(quiet)
+            total = int(self._length.sum())
+        self._count = total // tokens
+        # Epoch, order of its batches, order of its documents, and where each ends in that order.
+        self._epoch: tuple[int, IntArray, IntArray, IntArray] | None = None
 
     def __len__(self) -> int:
         return self._count
@@ -146,17 +136,22 @@ class GlobalBatches:
         if not 0 <= number < len(self):
             raise IndexError(f"global batch {number} of {len(self)}")
         if self._epoch is None or self._epoch[0] != epoch:
-            if self._fills_whole:
-                order = self._shuffle(self._count, 1 + epoch)
-                ends = order[:0]
-            else:
-                order = self._shuffle(len(self._length), epoch)
-                ends = np.cumsum(self._length[order])
-            self._epoch = epoch, order, ends
-        _, order, ends = self._epoch
-        if self._fills_whole:
-            return self._get_whole_pieces(int(order[number]))
-        return self._get_cut_pieces(order, ends, number)
+            count = len(self._length)
+            whole = self._fills_whole
+            batches = self._shuffle(self._count, 1 + epoch) if whole else np.arange(self._count)
+            documents = np.arange(count) if whole else self._shuffle(count, epoch)
+            self._epoch = epoch, batches, documents, np.cumsum(self._length[documents])
+        _, batches, documents, ends = self._epoch
+        batch_start = int(batches[number]) * self.tokens
+        batch_end = batch_start + self.tokens
+        first = int(np.searchsorted(ends, batch_start, side="right"))
+        last = int(np.searchsorted(ends, batch_end, side="left"))
+        indices = documents[first : last + 1]
+        piece_starts = self._start[indices]
+        piece_ends = piece_starts + self._length[indices]
+        piece_starts[0] += batch_start - (ends[first] - self._length[indices[0]])
+        piece_ends[-1] -= ends[last] - batch_end
+        return BatchPieces(self._document[indices], piece_starts, piece_ends)
 
     def count_cut_tokens(self) -> int:
         """Count the tokens of the first epoch that see less of their document than they would if
@@ -165,40 +160,37 @@ class GlobalBatches:
         if self._fills_whole:
             return int(self._length[self._start > 0].sum())
         ends = np.cumsum(self._length[self._shuffle(len(self._length), 0)])
-        starts = np.append(0, ends[:-1])
-        cuts = (starts // self.tokens + 1) * self.tokens  # the first one behind each start
+        # The first one behind the start of each document.
+        cuts = (np.append(0, ends[:-1]) // self.tokens + 1) * self.tokens
         return int(np.maximum(np.minimum(ends, self._count * self.tokens) - cuts, 0).sum())
 
     def _shuffle(self, count: int, stream: int) -> IntArray:
         if self.seed is None:
             return np.arange(count)
         # Raw bits of a generator are the same in every version of numpy; `permutation` may not be.
-        bits = np.random.PCG64([self.seed, stream]).random_raw(count)
-        return np.argsort(bits, kind="stable")
+        return np.argsort(np.random.PCG64([self.seed, stream]).random_raw(count), kind="stable")
 
-    def _get_cut_pieces(self, order: IntArray, ends: IntArray, number: int) -> BatchPieces:
-        """Cut the pieces of a batch from an epoch's documents, given their order and ends."""
-        batch_start = number * self.tokens
-        batch_end = (number + 1) * self.tokens
-        first = int(np.searchsorted(ends, batch_start, side="right"))
-        last = int(np.searchsorted(ends, batch_end, side="left"))
-        indices = order[first : last + 1]
-        piece_ends = self._length[indices]
-        piece_ends[-1] -= ends[last] - batch_end
-        piece_starts = np.zeros_like(piece_ends)
-        piece_starts[0] = batch_start - (ends[first] - self._length[indices[0]])
-        return BatchPieces(self._document[indices], piece_starts, piece_ends)
-
-    def _get_whole_pieces(self, batch: int) -> BatchPieces:
-        """Return the pieces of a packed batch, and padding."""
-        indices = self._packed[self._offsets[batch] : self._offsets[batch + 1]]
-        length = self._length[indices]
-        start = self._start[indices]
-        free = self.tokens - int(length.sum())
-        padding = np.diff(np.append(np.arange(0, free, _MAX_PADDING_TOKENS), free))
-        documents = np.concatenate([self._document[indices], np.full_like(padding, -1)])
-        starts = np.concatenate([start, np.zeros_like(padding)])
-        return BatchPieces(documents, starts, np.concatenate([start + length, padding]))
+    def _pack_whole_documents(self, quiet: bool) -> None:
+        """Put documents in the order of batches, each batch filled up with padding."""
+        order = self._shuffle(len(self._length), 0)
+        batch = _pack_documents(self._length[order], self.tokens, quiet=quiet)
+        used = np.bincount(batch, self._length[order]).astype(np.int64)
+        padding = [
+            (number, min(_MAX_PADDING_TOKENS, free - begin))
+            for number, free in enumerate((self.tokens - used).tolist())
+            for begin in range(0, free, _MAX_PADDING_TOKENS)
+        ]
+        numbers, lengths = np.array(padding, dtype=np.int64).reshape(-1, 2).T
+        by_batch = np.argsort(np.append(batch, numbers), kind="stable")
+        self._document = np.append(self._document[order], np.full_like(lengths, -1))[by_batch]
+        self._start = np.append(self._start[order], np.zeros_like(lengths))[by_batch]
+        self._length = np.append(self._length[order], lengths)[by_batch]
+        if not quiet:
+            _log.info(
+                "%d global batches of whole documents, %.2f %% of them padding.",
+                len(used),
+                100 * lengths.sum() / (len(used) * self.tokens),
+            )
 
     def _apply_longer_rule(self, longer: LongerRule, quiet: bool) -> None:
         """Cut documents that are longer than a global batch, or raise."""
@@ -226,10 +218,10 @@ class GlobalBatches:
         if not self._fills_whole:
             return
         counts = -(-self._length // self.tokens)  # pieces of each document
-        self._document = np.repeat(self._document, counts)
-        first = np.cumsum(counts) - counts
-        self._start = (np.arange(len(self._document)) - np.repeat(first, counts)) * self.tokens
-        self._length = np.minimum(np.repeat(self._length, counts) - self._start, self.tokens)
+        whole, part = enumerate_ranges(np.zeros_like(counts), counts)
+        self._document = self._document[whole]
+        self._start = part * self.tokens
+        self._length = np.minimum(self._length[whole] - self._start, self.tokens)
 
 
 def _check_arguments(tokens: int, seed: int | None, fill: str, longer: str) -> None:
@@ -250,42 +242,34 @@ def _check_arguments(tokens: int, seed: int | None, fill: str, longer: str) -> N
             raise ConfigError(f"{name}={value!r} must be one of {', '.join(map(repr, choices))}.")
 
 
-def _pack_whole_documents(
-    length: IntArray, order: IntArray, tokens: int, *, quiet: bool
-) -> tuple[IntArray, IntArray]:
+def _pack_documents(lengths: IntArray, tokens: int, *, quiet: bool) -> IntArray:
     """Pack documents into batches, each into the fullest open batch that has room for it.
 
     Args:
-        length: (documents,) number of tokens of each document.
-        order: (documents,) order in which they are packed.
+        lengths: (documents,) number of tokens of each document, in the order of packing.
         tokens: number of tokens of a batch.
         quiet: show no progress bar.
 
     Returns:
-        ``packed, offsets``: batch b holds the documents ``packed[offsets[b] : offsets[b + 1]]``.
+        The number of each document's batch, (documents,) int64.
     """
-    free_tokens: list[int] = []  # of open batches, ascending
-    open_batches: list[int] = []  # their numbers
+    # Free tokens, minus the time of the last change, and number of each open batch, ascending.
+    open_batches: list[tuple[int, ...]] = []
     batches: list[int] = []  # of the documents so far
     batch_count = 0
-    lengths = length[order].tolist()
-    for n in tqdm(lengths, "packing documents", delay=1.0, disable=quiet, unit=" documents"):
-        index = bisect_left(free_tokens, n)
-        if index < len(free_tokens):
-            free = free_tokens.pop(index) - n
-            batch = open_batches.pop(index)
+    for n in tqdm(
+        lengths.tolist(), "packing documents", delay=1.0, disable=quiet, unit=" documents"
+    ):
+        index = bisect_left(open_batches, (n,))
+        if index < len(open_batches):
+            free, _, batch = open_batches.pop(index)
         else:
-            free = tokens - n
+            free = tokens
             batch = batch_count
             batch_count += 1
-            if len(free_tokens) == _MAX_OPEN_BATCHES:
-                del free_tokens[0], open_batches[0]  # the fullest one
+            if len(open_batches) == _MAX_OPEN_BATCHES:
+                del open_batches[0]  # the fullest one
         batches.append(batch)
-        if free:
-            index = bisect_left(free_tokens, free)
-            free_tokens.insert(index, free)
-            open_batches.insert(index, batch)
-    batch_of = np.array(batches, dtype=np.int64)
-    by_batch = np.argsort(batch_of, kind="stable")
-    offsets = np.searchsorted(batch_of[by_batch], np.arange(batch_count + 1))
-    return order[by_batch], offsets
+        if free > n:
+            insort(open_batches, (free - n, -len(batches), batch))
+    return np.array(batches, dtype=np.int64)

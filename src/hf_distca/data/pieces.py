@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from hf_distca.agreement.dealt_share import hash_numbers
 from hf_distca.data.collator import make_labels
 from hf_distca.data.columns import TARGET_MASKS, convert_integers
 from hf_distca.errors import LayoutError
@@ -48,43 +48,37 @@ class DocumentPiece:
             LayoutError: if they are padding, do not count on in their document, or are fewer than
                 the document's length says.
         """
-        self._check_mask(begin, end)
-        self._check_positions(begin, end)
+        positions = np.arange(self.start + begin, self.start + end)
+        for name, expected in (
+            ("attention_mask", np.ones_like(positions)),
+            ("position_ids", positions),
+        ):
+            values = self._read_slice(name, begin, end) if self._has_column(name) else expected
+            wrong = np.flatnonzero(values != expected)
+            if len(wrong):
+                value = values[wrong[0]]
+                place = f"at token {positions[wrong[0]]}"
+                if name == "position_ids":
+                    raise LayoutError(
+                        f"position_ids of a document do not count on from 0 {place}: the row was "
+                        "packed already, and would be dealt as one document, or skips positions, "
+                        "which would be lost where it is cut. Give its documents one by one, "
+                        "without position_ids."
+                    )
+                remedy = _PACKED_MASK_REMEDY if value else _PADDING_REMEDY
+                raise LayoutError(f"{name} of a document is {int(value)} {place}: {remedy}")
         return self._read_slice("input_ids", begin, end)
-
-    def _check_mask(self, begin: int, end: int) -> None:
-        if not self._has_column("attention_mask"):
-            return
-        mask = self._read_slice("attention_mask", begin, end, "iub")
-        wrong = np.flatnonzero(mask != 1)
-        if len(wrong):
-            value = int(mask[wrong[0]])
-            remedy = _PACKED_MASK_REMEDY if value else _PADDING_REMEDY
-            token = self.start + begin + int(wrong[0])
-            raise LayoutError(f"attention_mask of a document is {value} at token {token}: {remedy}")
-
-    def _check_positions(self, begin: int, end: int) -> None:
-        if not self._has_column("position_ids"):
-            return
-        expected = np.arange(self.start + begin, self.start + end)
-        wrong = np.flatnonzero(self._read_slice("position_ids", begin, end) != expected)
-        if len(wrong):
-            raise LayoutError(
-                f"position_ids of a document do not count on from 0 at token {expected[wrong[0]]}: "
-                "the row was packed already, and would be dealt as one document, or skips "
-                "positions, which would be lost where it is cut. Give its documents one by one, "
-                "without position_ids."
-            )
 
     def read_sample(self) -> IntArray:
         """Read tokens at the beginning, in the middle and at the end of the piece, unchecked."""
         count = self.end - self.start
         last = max(0, count - _SAMPLE_TOKENS)
-        slices = [
-            self._read_slice("input_ids", begin, min(begin + _SAMPLE_TOKENS, count))
-            for begin in (0, last // 2, last)
-        ]
-        return np.concatenate(slices)
+        return np.concatenate(
+            [
+                self._read_slice("input_ids", begin, min(begin + _SAMPLE_TOKENS, count))
+                for begin in (0, last // 2, last)
+            ]
+        )
 
     def read_labels(self, begin: int, end: int) -> IntArray:
         """Read the labels of the tokens [begin, end) of the piece, (tokens,) int64.
@@ -94,18 +88,15 @@ class DocumentPiece:
         if self._has_column("labels"):
             return self._read_slice("labels", begin, end)
         masks = [
-            self._read_slice(name, begin, end, "iub")
-            for name in TARGET_MASKS
-            if self._has_column(name)
+            self._read_slice(name, begin, end) for name in TARGET_MASKS if self._has_column(name)
         ]
         return make_labels(self._read_slice("input_ids", begin, end), masks)
 
     def _has_column(self, name: str) -> bool:
         return self.row.get(name) is not None
 
-    def _read_slice(self, name: str, begin: int, end: int, kinds: str = "iu") -> IntArray:
-        values = self.row[name][self.start + begin : self.start + end]
-        values = convert_integers(values, name, kinds)
+    def _read_slice(self, name: str, begin: int, end: int) -> IntArray:
+        values = convert_integers(self.row[name][self.start + begin : self.start + end], name)
         if len(values) != end - begin:
             raise LayoutError(
                 f"the {name} of a document end before token {self.start + end}: they are fewer "
@@ -118,5 +109,4 @@ def hash_pieces(pieces: Sequence[DocumentPiece]) -> int:
     """Return a hash below 2**56 of some tokens of some pieces; any integers may be tokens."""
     indices = np.unique(np.linspace(0, max(len(pieces) - 1, 0), SAMPLE_COUNT).astype(np.int64))
     samples = [pieces[index].read_sample() for index in indices if index < len(pieces)]
-    parts = [part.tobytes() for sample in samples for part in (np.array([len(sample)]), sample)]
-    return int.from_bytes(hashlib.sha256(b"".join(parts)).digest()[:7], "big")
+    return hash_numbers(part for sample in samples for part in ([len(sample)], sample))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -12,8 +12,7 @@ from tqdm.auto import tqdm
 from hf_distca.data.borrowed_readers import get_row_indices
 from hf_distca.data.columns import (
     ROW_COLUMNS,
-    UNKNOWN_INPUTS,
-    ForwardInputs,
+    InputNames,
     check_column,
     check_columns,
 )
@@ -31,6 +30,7 @@ __all__ = [
 ]
 
 _READ_COLUMNS = ROW_COLUMNS | {"position_ids"}
+_OTHER_COLUMNS = _READ_COLUMNS - {"input_ids"}  # beside the tokens, whose column may have any name
 
 
 class DocumentReader:
@@ -40,17 +40,17 @@ class DocumentReader:
         documents: a `datasets.Dataset`, of which nothing is copied before it is sliced; or a
             sequence of rows or of tokens.
         column: column of the tokens.
-        inputs: inputs of the model that trains on them.
+        inputs: names of the inputs of the model that trains on them.
     """
 
-    def __init__(self, documents: Any, column: str, inputs: ForwardInputs = UNKNOWN_INPUTS) -> None:
+    def __init__(self, documents: Any, column: str, inputs: InputNames = None) -> None:
         self.column = column
         self._inputs = inputs
         self._is_stored = is_stored_dataset(documents)
         if self._is_stored:
             _check_stored_columns(documents, column, inputs)
-            columns = [column, *_list_other_columns(documents.column_names, column)]
-            documents = documents.with_format("arrow", columns=columns)
+            others = _OTHER_COLUMNS.intersection(documents.column_names) - {column}
+            documents = documents.with_format("arrow", columns=[column, *sorted(others)])
         self._documents = documents
 
     def read_rows(self, numbers: IntArray) -> list[Mapping[str, Any]]:
@@ -68,7 +68,7 @@ class DocumentReader:
             ]
         table = self._documents[numbers.tolist()]
         names = {name: "input_ids" if name == self.column else name for name in table.column_names}
-        columns = [_view_rows(table.column(name)) for name in names]
+        columns = [_view_lists(table.column(name)) for name in names]
         return [dict(zip(names.values(), row, strict=True)) for row in zip(*columns, strict=True)]
 
     def compute_digest(self) -> int:
@@ -79,16 +79,13 @@ class DocumentReader:
             random = np.random.PCG64(count).random_raw(SAMPLE_COUNT)
             sample = (random % np.uint64(count)).astype(np.int64)
         numbers = np.unique(np.append(sample, [0, count - 1][:count]))
-        pieces = []
-        for number, row in zip(numbers.tolist(), self.read_rows(numbers), strict=True):
-            length = count_tokens(row["input_ids"], "input_ids", number)
-            if length:
-                pieces.append(DocumentPiece(row, 0, length))
-        return hash_pieces(pieces)
+        rows = zip(numbers.tolist(), self.read_rows(numbers), strict=True)
+        lengths = ((row, count_tokens(row["input_ids"], "input_ids", n)) for n, row in rows)
+        return hash_pieces([DocumentPiece(row, 0, length) for row, length in lengths if length])
 
 
 def convert_document(
-    document: Any, column: str, number: int, inputs: ForwardInputs = UNKNOWN_INPUTS
+    document: Any, column: str, number: int, inputs: InputNames = None
 ) -> Mapping[str, Any]:
     """Convert a document to a row for `DocumentPiece`.
 
@@ -96,7 +93,7 @@ def convert_document(
         document: its tokens, or a row with them in a column.
         column: name of that column.
         number: number of the document, for errors.
-        inputs: inputs of the model that trains on it.
+        inputs: names of the inputs of the model that trains on it.
 
     Raises:
         LayoutError: if it was packed from several documents, or has a column that is not read and
@@ -105,17 +102,12 @@ def convert_document(
     if not hasattr(document, "keys"):
         return {"input_ids": document}
     tokens = count_tokens(document, column, number)
-    row = {
-        "input_ids": document[column],
-        **{name: document[name] for name in document if name != column},
-    }
-    if row.get("seq_lengths") is not None:
+    others = {name: document[name] for name in document if name not in (column, "input_ids")}
+    if others.get("seq_lengths") is not None:
         raise LayoutError(_PACKED_ROW_ERROR)
-    check_columns(row, tokens, _READ_COLUMNS, inputs)
-    return {
-        "input_ids": row["input_ids"],
-        **{name: row[name] for name in _list_other_columns(row, column)},
-    }
+    check_columns(others, tokens, _READ_COLUMNS, inputs)
+    read = {name: others[name] for name in others if name in _OTHER_COLUMNS}
+    return {"input_ids": document[column], **read}
 
 
 _PACKED_ROW_ERROR = (
@@ -124,82 +116,47 @@ _PACKED_ROW_ERROR = (
 )
 
 
-def _check_stored_columns(documents: Any, column: str, inputs: ForwardInputs) -> None:
+def _check_stored_columns(documents: Any, column: str, inputs: InputNames) -> None:
     """Check the columns of a `datasets.Dataset` by their types, as `convert_document` checks a row.
 
     Rows are later read in slices, which tell less of their columns.
     """
-    names = [
-        name for name in documents.column_names if name != column and name not in _READ_COLUMNS
-    ]
-    for name in names:
+    for name in sorted(set(documents.column_names) - {column, *_READ_COLUMNS}):
         stored = documents.data.column(name)
         if stored.null_count == len(stored):
             continue
         if name == "seq_lengths":
             raise LayoutError(_PACKED_ROW_ERROR)
         check_column(name, _READ_COLUMNS, inputs, has_numbers=_is_list_of_numbers(stored.type))
-    if inputs.names is not None and len(documents):
+    if inputs is not None and len(documents):
         # Warns of columns with a number for each token.
         convert_document(documents.with_format(None)[0], column, 0, inputs)
 
 
 def _is_list(arrow_type: Any) -> bool:
     """Return whether an Arrow type is one of lists."""
-    from pyarrow import types
-
-    is_list = types.is_list(arrow_type) or types.is_large_list(arrow_type)
-    return is_list or bool(types.is_fixed_size_list(arrow_type))
+    return hasattr(arrow_type, "value_field")
 
 
 def _is_list_of_numbers(arrow_type: Any) -> bool:
     """Return whether an Arrow type is one of lists of numbers, of any depth."""
-    import pyarrow as pa
+    from pyarrow import types
 
-    if isinstance(arrow_type, pa.BaseExtensionType):
-        arrow_type = arrow_type.storage_type
-    if not _is_list(arrow_type):
-        return False
-    while _is_list(arrow_type):
-        arrow_type = arrow_type.value_type
-    checks = (pa.types.is_integer, pa.types.is_floating, pa.types.is_boolean)
-    return any(check(arrow_type) for check in checks)
+    stored = getattr(arrow_type, "storage_type", arrow_type)  # of an extension
+    value = stored
+    while _is_list(value):
+        value = value.value_type
+    is_number = types.is_integer(value) or types.is_floating(value) or types.is_boolean(value)
+    return bool(is_number and _is_list(stored))
 
 
-def _list_other_columns(names: Collection[str], column: str) -> list[str]:
-    """List the columns of a row that are read besides its tokens."""
-    return [
-        name
-        for name in (*sorted(ROW_COLUMNS - {"input_ids"}), "position_ids")
-        if name in names and name != column
-    ]
-
-
-def _view_rows(column: Any) -> list[np.ndarray | None]:
+def _view_lists(column: Any) -> list[np.ndarray | None]:
     """Return each list of an Arrow column as an array, without a copy where no value is missing.
 
     A missing list is None.
     """
-    import pyarrow as pa
-    import pyarrow.compute as pc
-
-    views: list[np.ndarray | None] = []
-    for chunk in column.chunks:
-        if pa.types.is_null(chunk.type):
-            views += [None] * len(chunk)
-            continue
-        array = chunk.flatten().to_numpy(zero_copy_only=False)
-        if len(chunk) == 1:  # nearly always: rows that do not follow each other are separate chunks
-            views.append(None if chunk.null_count else array)
-            continue
-        missing = chunk.is_null().to_numpy(zero_copy_only=False)
-        lengths = pc.fill_null(pc.list_value_length(chunk), 0).to_numpy(zero_copy_only=False)
-        ends = np.cumsum(lengths)
-        views += [
-            None if is_missing else array[start:end]
-            for is_missing, start, end in zip(missing, ends - lengths, ends, strict=True)
-        ]
-    return views
+    lists = [getattr(row, "values", None) for row in column]
+    return [None if row is None else row.to_numpy(zero_copy_only=False) for row in lists]
 
 
 def is_stored_dataset(documents: Any) -> bool:
@@ -232,7 +189,7 @@ def read_document_lengths(
 
     Raises:
         LayoutError: if there is no such column, it does not hold a flat list of integers for each
-            document, or lengths are not one whole number of at least 0 for each document.
+            document, or lengths are not one whole number for each document.
     """
     if isinstance(lengths, str):
         counts = _read_length_column(documents, lengths)
@@ -249,10 +206,6 @@ def read_document_lengths(
     if len(counts) != len(documents):
         raise LayoutError(
             f"{len(counts)} lengths for {len(documents)} documents: give one for each."
-        )
-    if len(counts) and counts.min() < 0:
-        raise LayoutError(
-            f"document {counts.argmin()} has length {counts.min()}: lengths are at least 0."
         )
     return counts
 
@@ -293,8 +246,10 @@ def _read_offsets(documents: Any, column: str) -> IntArray:
 def _get_stored_column(documents: Any, name: str) -> Any:
     """Return a column with all stored rows, of which the data set may have only some."""
     if name not in documents.column_names:
-        names = ", ".join(map(repr, documents.column_names)) or "none"
-        raise LayoutError(f"the documents have no column {name!r}, only {names}.")
+        raise LayoutError(
+            f"the documents have no column {name!r}, only "
+            f"{', '.join(map(repr, documents.column_names)) or 'none'}."
+        )
     return documents.data.column(name)
 
 

@@ -46,11 +46,10 @@ def find_row_documents(
     for values, count in _read_blocks(rows, column, quiet=quiet):
         if column in ("input_ids", "position_ids"):
             starts = _find_starts(values, count, end_of_document)
-            lengths.append(np.diff(starts, append=len(values)))
-            counts.append(np.diff(np.searchsorted(starts, np.cumsum(count)), prepend=0))
-        else:
-            lengths.append(values.astype(np.int64))
-            counts.append(count)
+            values = np.diff(starts, append=len(values))
+            count = np.diff(np.searchsorted(starts, np.cumsum(count)), prepend=0)
+        lengths.append(values.astype(np.int64))
+        counts.append(count)
     documents = np.concatenate(counts)
     return np.concatenate(lengths), np.repeat(np.arange(len(documents)), documents)
 
@@ -98,8 +97,9 @@ def _read_blocks(rows: Any, column: str, *, quiet: bool) -> Iterator[tuple[IntAr
 
     For the column of documents, numbers are the lengths of documents.
     """
-    name = f"reading {column}"
-    with tqdm(total=len(rows), desc=name, delay=1.0, disable=quiet, unit=" rows") as bar:
+    with tqdm(
+        total=len(rows), desc=f"reading {column}", delay=1.0, disable=quiet, unit=" rows"
+    ) as bar:
         if is_stored_dataset(rows):
             stored = rows.with_format("arrow", columns=[column])
             for first in range(0, len(rows), _ROWS_PER_READ):

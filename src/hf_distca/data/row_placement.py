@@ -8,6 +8,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import cycle, islice
 from typing import Any
 
 import numpy as np
@@ -89,8 +90,7 @@ class StepPlaces:
             work: (rows,) int64 work of the row at each place.
         """
         nodes = work.reshape(-1, self.nodes, self.ranks_per_node * self.rows_per_rank)
-        busiest: IntArray = nodes.sum(axis=2).max(axis=1)
-        return busiest
+        return np.asarray(nodes.sum(axis=2).max(axis=1))
 
 
 class RowPlacement(BatchSampler):
@@ -178,8 +178,7 @@ class RowPlacement(BatchSampler):
                 yield from self._place_batches(rows)
                 rows = []
         if self._fills_last and len(rows) % whole:
-            missing = whole - len(rows) % whole
-            rows += [first[index % len(first)] for index in range(missing)]
+            rows += islice(cycle(first), whole - len(rows) % whole)
         yield from self._place_batches(rows)
 
     def _place_batches(self, rows: list[int]) -> Iterator[list[int]]:

@@ -11,7 +11,7 @@ import torch
 from hf_distca.agreement.dealt_share import DealSettings
 from hf_distca.agreement.documents import PackedDocuments
 from hf_distca.data.collator import IGNORED_LABEL
-from hf_distca.data.columns import UNKNOWN_INPUTS, ForwardInputs
+from hf_distca.data.columns import InputNames
 from hf_distca.data.global_batches import GlobalBatches
 from hf_distca.data.pieces import DocumentPiece
 from hf_distca.data.reading import DocumentReader
@@ -69,7 +69,7 @@ class Shares(EpochMixin):
         deal_settings: settings for dealing global batches, of the same number of tokens.
         column: column of the tokens.
         pad_token_id: token of padding.
-        inputs: inputs of the model that trains on them.
+        inputs: names of the inputs of the model that trains on them.
 
     Raises:
         LayoutError: if documents have a column that is not read and may be an input of the model.
@@ -83,7 +83,7 @@ class Shares(EpochMixin):
         *,
         column: str = "input_ids",
         pad_token_id: int = 0,
-        inputs: ForwardInputs = UNKNOWN_INPUTS,
+        inputs: InputNames = None,
     ) -> None:
         super().__init__()
         self.batches = batches
@@ -100,8 +100,7 @@ class Shares(EpochMixin):
         number, rank = divmod(int(item), self.deal_settings.ranks)
         pieces = self.batches.get_pieces(epoch, number)
         document_ids = np.concatenate([pieces.documents, pieces.starts, [self._digest]])
-        batch_id = epoch, number
-        packed = self.deal_settings.make_share(pieces.lengths, batch_id, rank, document_ids)
+        packed = self.deal_settings.make_share(pieces.lengths, (epoch, number), rank, document_ids)
         indices = np.unique(np.asarray(packed.documents, dtype=np.int64))
         numbers = np.unique(pieces.documents[indices])
         numbers = numbers[numbers >= 0]  # without padding
@@ -158,13 +157,10 @@ def cut_share(
             if not is_cut:
                 labels[begin + 1 : begin + length] = run_labels[1:length]
         begin += length
-    rows = {
-        "input_ids": ids,
-        "labels": labels,
-        "shift_labels": shifted,
-        "position_ids": packed.positions,
-    }
     return {
-        **{name: torch.from_numpy(row) for name, row in rows.items()},
+        "input_ids": torch.from_numpy(ids),
+        "labels": torch.from_numpy(labels),
+        "shift_labels": torch.from_numpy(shifted),
+        "position_ids": torch.from_numpy(packed.positions),
         "distca_documents": packed,
     }

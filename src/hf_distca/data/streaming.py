@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import UserDict
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
 from typing import Any
@@ -12,7 +13,7 @@ from torch.utils.data import get_worker_info
 
 from hf_distca.agreement.dealt_share import DealSettings
 from hf_distca.data.borrowed_readers import count_split_ranks, hide_worker_info
-from hf_distca.data.columns import UNKNOWN_INPUTS, ForwardInputs
+from hf_distca.data.columns import InputNames
 from hf_distca.data.pieces import DocumentPiece, hash_pieces
 from hf_distca.data.reading import convert_document, count_tokens, is_datasets_class
 from hf_distca.data.shares import EpochMixin, cut_share
@@ -40,7 +41,7 @@ class StreamedShares(EpochMixin, torch.utils.data.IterableDataset[Mapping[str, A
             iterated once an epoch; their ``set_epoch`` is called, if they have one.
         deal_settings: settings for dealing global batches.
         column: column of the tokens.
-        inputs: inputs of the model that trains on them.
+        inputs: names of the inputs of the model that trains on them.
 
     Raises:
         ConfigError: if documents are an iterator, which ends with the first epoch, or a stream that
@@ -53,7 +54,7 @@ class StreamedShares(EpochMixin, torch.utils.data.IterableDataset[Mapping[str, A
         deal_settings: DealSettings,
         *,
         column: str = "input_ids",
-        inputs: ForwardInputs = UNKNOWN_INPUTS,
+        inputs: InputNames = None,
     ) -> None:
         if isinstance(documents, Iterator):
             raise ConfigError(
@@ -61,17 +62,17 @@ class StreamedShares(EpochMixin, torch.utils.data.IterableDataset[Mapping[str, A
                 "something that every epoch and every worker can iterate from its beginning, such "
                 "as datasets.IterableDataset.from_generator(...)."
             )
-        parts = 1
-        if is_datasets_class("IterableDataset", documents):
-            parts = count_split_ranks(documents)
-        if parts > 1:
+        is_divided = is_datasets_class("IterableDataset", documents)
+        if is_divided and count_split_ranks(documents) > 1:
             raise ConfigError(
-                f"documents are one of {parts} parts of a stream that is divided by rank "
+                f"documents are one of {count_split_ranks(documents)} parts of a stream that is "
+                "divided by rank "
                 "(split_dataset_by_node): each rank reads the whole stream, and dealing leaves it "
                 "its share. Give the stream as it was."
             )
         super().__init__()
         self.documents = documents
+        self._is_divided = is_divided  # among workers
         self.deal_settings = deal_settings
         self.column = column
         self.inputs = inputs
@@ -88,14 +89,13 @@ class StreamedShares(EpochMixin, torch.utils.data.IterableDataset[Mapping[str, A
     def __iter__(self) -> Iterator[Mapping[str, Any]]:
         info = get_worker_info()
         worker, workers = (0, 1) if info is None else (info.id, info.num_workers)
-        is_divided = is_datasets_class("IterableDataset", self.documents)  # among workers
         epoch = self.epoch
         if info is not None:  # a worker has a copy of the documents, without the new epoch
             self._set_documents_epoch(epoch)
         for number, pieces in enumerate(self._fill_global_batches()):
-            if not is_divided and number % workers != worker:
+            if not self._is_divided and number % workers != worker:
                 continue
-            batch_id = epoch, number * workers + worker if is_divided else number
+            batch_id = epoch, number * workers + worker if self._is_divided else number
             for rank in range(self.deal_settings.ranks):
                 yield _LazyShare(self, batch_id, rank, pieces)
 
@@ -103,9 +103,7 @@ class StreamedShares(EpochMixin, torch.utils.data.IterableDataset[Mapping[str, A
         tokens = self.deal_settings.tokens
         pieces: list[DocumentPiece] = []
         free = tokens
-        documents: Iterable[Any] = self.documents
-        if not is_datasets_class("IterableDataset", documents):
-            documents = _iterate_undivided(documents)
+        documents = self.documents if self._is_divided else _iterate_undivided(self.documents)
         for number, document in enumerate(documents):
             begin = 0
             count = count_tokens(document, self.column, number)
@@ -123,9 +121,6 @@ class StreamedShares(EpochMixin, torch.utils.data.IterableDataset[Mapping[str, A
 
 def _iterate_undivided(documents: Iterable[Any]) -> Iterator[Any]:
     """Yield all documents, even if the iterable would divide them among loader workers."""
-    if get_worker_info() is None:
-        yield from documents
-        return
     with hide_worker_info():
         if get_worker_info() is not None:
             raise ConfigError(
@@ -133,15 +128,16 @@ def _iterate_undivided(documents: Iterable[Any]) -> Iterator[Any]:
                 "set num_workers=0."
             )
         iterator = iter(documents)
-        end = object()
-        document = next(iterator, end)
-    while document is not end:
-        yield document
+    end = object()
+    while True:
         with hide_worker_info():
             document = next(iterator, end)
+        if document is end:
+            return
+        yield document
 
 
-class _LazyShare(Mapping[str, Any]):
+class _LazyShare(UserDict[str, Any]):
     """A share that is computed on first access: accelerate skips those of other ranks."""
 
     def __init__(
@@ -157,18 +153,11 @@ class _LazyShare(Mapping[str, Any]):
         self._pieces = pieces
 
     @cached_property
-    def _share(self) -> dict[str, Any]:
+    def data(self) -> dict[str, Any]:  # type: ignore[override]
+        """The share."""
         lengths = np.array([piece.end - piece.start for piece in self._pieces])
         document_ids = np.array([hash_pieces(self._pieces)])
-        deal_settings = self._stream.deal_settings
-        packed = deal_settings.make_share(lengths, self._batch_id, self._rank, document_ids)
+        packed = self._stream.deal_settings.make_share(
+            lengths, self._batch_id, self._rank, document_ids
+        )
         return cut_share(packed, dict(enumerate(self._pieces)))
-
-    def __getitem__(self, name: str) -> Any:
-        return self._share[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._share)
-
-    def __len__(self) -> int:
-        return len(self._share)

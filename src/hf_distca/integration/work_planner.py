@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from hf_distca.agreement.announce import AnnouncedBatch, PlanKey, build_layout
+from hf_distca.agreement.announce import Announcement, Announcements, PlanKey, build_layout
 from hf_distca.agreement.batch_plan import BatchPlan
 from hf_distca.agreement.documents import Documents
 from hf_distca.errors import LayoutError, UnsupportedError
@@ -227,8 +227,9 @@ def _move_token_indices(documents: Documents, device: torch.device) -> torch.Ten
 
 
 def _build_local_layout(documents: Documents, *, evaluating: bool) -> Layout:
+    announced = Announcements.from_rows([Announcement(documents=[(documents, 0)]).to_row()])
     try:
-        return build_layout(AnnouncedBatch.from_documents(documents))
+        return build_layout(announced.read_batches()[0])
     except LayoutError as error:
         if not (evaluating and documents.span_ranks):
             raise

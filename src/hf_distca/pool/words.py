@@ -185,8 +185,8 @@ def read_shares(shares: Sequence[Mapping[str, Any]]) -> list[DealtShare]:
             Layout(document, start, length, offsets) for document, start, length, offsets in columns
         )
         read.append(
-            DealtShare.without_tokens(
-                layouts, tuple(share["batch"]), share["documents"], read_config(share["config"])
+            DealtShare(
+                tuple(share["batch"]), -1, layouts, share["documents"], read_config(share["config"])
             )
         )
     return read

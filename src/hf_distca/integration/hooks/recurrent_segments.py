@@ -12,8 +12,8 @@ import torch
 from transformers import PreTrainedModel
 
 from hf_distca.agreement.announce import (
-    HEADER_SIZE,
-    AnnouncedBatch,
+    Announcement,
+    Announcements,
     build_layout,
     check_equal,
     check_shares,
@@ -113,8 +113,8 @@ def _make_rank_segments(documents: Documents, session: Session, training: bool) 
     )
 
 
-# First number of a row for other ranks. Announcements for attention begin with their count, which
-# is not negative.
+# Count of an announcement to other ranks. Those for attention have one that is not
+# negative.
 _NUMBERS_ROW, _SHARE_ROW = -1, -2
 
 
@@ -127,24 +127,19 @@ def _agree_on_layout(documents: Documents, group: AttentionGroup, name: str) -> 
     """
     share = documents.dealt_share
     if share is None:
-        kind, numbers = _NUMBERS_ROW, documents.runs.reshape(-1)
+        announcement = Announcement(_NUMBERS_ROW, documents=[(documents, 0)])
     else:
         share.check_group(group)
         if not share.whole_layout.has_many_ranks.any():
             return share.whole_layout
-        kind, numbers = _SHARE_ROW, np.array([*share.batch_id, share.digest])
+        announcement = Announcement(_SHARE_ROW, share_numbers=[*share.batch_id, share.digest])
         name = f"{name} ({share})"
-    # As long as an announcement at least.
-    row = np.concatenate([[kind], np.zeros(HEADER_SIZE - 1, dtype=np.int64), numbers])
-    rows = group.gather(row, doing=f"comparing documents of {name} for recurrent layers")
-    kinds = np.array([-min(int(row[0]), 0) for row in rows])
+    doing = f"comparing documents of {name} for recurrent layers"
+    announced = Announcements.from_rows(group.gather(announcement.to_row(), doing=doing))
+    kinds = np.maximum(-announced.header[:, 0], 0)
     subject = "documents in recurrent layers (0: all whole, 1: numbered parts, 2: parts of a share)"
     check_equal(group, kinds, subject, name, "use the same data set and collator on every rank")
-    columns = [row[HEADER_SIZE:] for row in rows]
     if share is not None:
-        check_shares(np.stack(columns), group, name)
+        check_shares(announced.share_numbers, group, name)
         return share.whole_layout
-    zeros = np.zeros(group.size, dtype=np.int64)
-    counts = np.array([len(column) // 3 for column in columns])
-    runs = np.concatenate(columns).reshape(-1, 3)
-    return build_layout(AnnouncedBatch(zeros + 1, zeros, zeros, counts, runs))
+    return build_layout(announced.read_batches()[0])

@@ -14,7 +14,7 @@ from transformers.integrations.deepspeed import propagate_args_to_deepspeed
 from hf_distca.agreement.dealt_share import DealSettings
 from hf_distca.borrowed import set_batch_size
 from hf_distca.data.collator import PackingCollator, read_feature_documents
-from hf_distca.data.columns import ForwardInputs
+from hf_distca.data.columns import InputNames, read_input_names
 from hf_distca.data.global_batches import FillRule, LongerRule
 from hf_distca.data.reading import read_document_lengths
 from hf_distca.data.shares import Shares
@@ -176,12 +176,12 @@ def _read_documents(trainer: Trainer, rows: Any) -> Any:
     names = getattr(rows, "column_names", None) or []
     if not _PACKED_COLUMNS & set(names):
         return rows
-    unpack = partial(_unpack_rows, inputs=ForwardInputs.of(trainer.model))
+    unpack = partial(_unpack_rows, inputs=read_input_names(trainer.model))
     with trainer.args.main_process_first(desc="taking packed rows apart"):
         return rows.map(unpack, batched=True, remove_columns=list(names))
 
 
-def _unpack_rows(rows: Mapping[str, list[Any]], inputs: ForwardInputs) -> dict[str, list[Any]]:
+def _unpack_rows(rows: Mapping[str, list[Any]], inputs: InputNames) -> dict[str, list[Any]]:
     """Split a batch of packed rows into a batch of documents."""
     features = [dict(zip(rows, values, strict=True)) for values in zip(*rows.values(), strict=True)]
     documents = [

@@ -18,7 +18,7 @@ from hf_distca.agreement.announce import PlanKey
 from hf_distca.agreement.dealt_share import DealSettings, Placement
 from hf_distca.borrowed import has_partial_state
 from hf_distca.config import DistCAConfig
-from hf_distca.data.columns import ForwardInputs
+from hf_distca.data.columns import read_input_names
 from hf_distca.data.global_batches import FillRule, GlobalBatches, LongerRule
 from hf_distca.data.reading import read_document_lengths
 from hf_distca.data.shares import Shares
@@ -143,7 +143,7 @@ def document_shares(
     )
     # What is wrong with these numbers is raised here, not in a worker.
     dealing.deal_layouts(np.array([ranks * tokens_per_rank]))
-    inputs = ForwardInputs.of(model)
+    inputs = read_input_names(model)
     if not hasattr(documents, "__len__"):
         # The default seed shuffles nothing here.
         if fill != "cut" or longer != "cut" or seed or lengths is not None:

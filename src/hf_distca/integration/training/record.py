@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from transformers import TrainingArguments
 
-from hf_distca.agreement.batch_plan import BatchPlan
+from hf_distca.agreement.batch_plan import PlanMeasurement
 from hf_distca.agreement.history import BalanceTotals, PlannedMicroBatch
 from hf_distca.integration.attention_names import find_distca_configs
 from hf_distca.integration.processes import LOG
@@ -161,7 +161,7 @@ class Recorder(logging.Filter):
         if micro_batch.number <= self._first_number or self._has_failed:
             return
         self._totals += totals
-        self._figures = self._figures + _sum_figures(micro_batch.plans)
+        self._figures = self._figures + _sum_figures(micro_batch.measurements)
         imbalance = totals.estimated_before / max(totals.estimated_mean, 1e-30)
         if self._every_plan or not self._plan_bytes:
             self._append_rows([self._make_plan_row(micro_batch)])
@@ -174,12 +174,14 @@ class Recorder(logging.Filter):
         return PlanRow(
             micro_batch.step,
             micro_batch.number - self._first_number,
-            _make_per_rank(_sum_figures(micro_batch.plans)),
+            _make_per_rank(_sum_figures(micro_batch.measurements)),
             [
                 PlanPart(
-                    json.loads(plan.plan.to_json()), plan.task_seconds.tolist(), plan.ranks.speeds
+                    json.loads(use.batch_plan.plan.to_json()),
+                    use.task_seconds.tolist(),
+                    use.ranks.speeds,
                 )
-                for plan in micro_batch.plans
+                for use in micro_batch.uses
             ],
         )
 
@@ -204,17 +206,18 @@ class Recorder(logging.Filter):
             )
 
 
-def _sum_figures(plans: Sequence[BatchPlan]) -> np.ndarray[Any, np.dtype[np.float64]]:
+def _sum_figures(plans: Sequence[PlanMeasurement]) -> np.ndarray[Any, np.dtype[np.float64]]:
     """Return (figures, ranks) in the order of the fields of `PerRank`."""
     rows = []
     for index, plan in enumerate(plans):
         # Each kind of layers has a plan for the same tokens; each nano-batch has its own.
-        is_counted = plan.key.nano in {other.key.nano for other in plans[:index]}
+        use, key = plan.use, plan.use.batch_plan.key
+        is_counted = key.nano in {other.use.batch_plan.key.nano for other in plans[:index]}
         figures = (
-            plan.plan.layout.query_tokens * (not is_counted),
-            *(plan.estimated_before, plan.estimated_after),
+            use.batch_plan.plan.layout.query_tokens * (not is_counted),
+            *(use.estimated_before, use.estimated_after),
             *(plan.measured_before, plan.measured_after),
-            *(plan.sent_bytes, plan.between_bytes * plan.on_several_nodes),
+            *(plan.sent_bytes, plan.between_bytes),
         )
         rows.append(np.stack(figures).astype(np.float64))
     return np.asarray(np.sum(rows, axis=0), dtype=np.float64)
