@@ -107,17 +107,12 @@ def serve(
         if invitation["spare"]:
             signal.signal(signal.SIGTERM, partial(_leave_by_signal, say, server))
         server.run(words)
-    except EndedError as end:
-        say(f"{server.done if server else 'served nothing'}; ended: {end}")
-        return end.status
-    except (DistCADesyncError, EOFError, OSError) as error:
-        why = (
-            error
-            if isinstance(error, DistCADesyncError)
-            else f"rank 0 has ended without a word, see its log ({error})"
-        )
+    except (EndedError, DistCADesyncError, EOFError, OSError) as end:
+        why = str(end)
+        if isinstance(end, EOFError | OSError):
+            why = f"rank 0 has ended without a word, see its log ({end})"
         say(f"{server.done if server else 'served nothing'}; ended: {why}")
-        return 1
+        return getattr(end, "status", 1)
 
 
 class _UsedPlan(NamedTuple):
@@ -384,19 +379,23 @@ def _refusal_reason(
 ) -> str | None:
     """Return why this server cannot serve a client that sent this greeting; None if it can."""
     here, there, wanted = version("hf-distca"), asked.get("version"), asked.get("device")
-    why = None
-    if not hmac.compare_digest(str(asked.get("token", "")).encode(), token.encode()):
-        why = (
+    conditions = (
+        (
+            hmac.compare_digest(str(asked.get("token", "")).encode(), token.encode()),
             "it asks for another token. Set HF_DISTCA_POOL_TOKEN to the same where this server and"
-            " where the ranks that train are started."
-        )
-    elif there != here:
-        why = f"it runs hf-distca {here}, and rank 0 {there}. Install one version everywhere."
-    elif wanted != device.type:
-        why = (
+            " where the ranks that train are started.",
+        ),
+        (
+            there == here,
+            f"it runs hf-distca {here}, and rank 0 {there}. Install one version everywhere.",
+        ),
+        (
+            wanted == device.type,
             f"it computes on {device.type}, and rank 0 on {wanted}. Start it with --device"
-            f" {wanted}."
-        )
+            f" {wanted}.",
+        ),
+    )
+    why = next((text for is_met, text in conditions if not is_met), None)
     if why is not None:
         say(f"turned ranks away: {why}")
     return why
