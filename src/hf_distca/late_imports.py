@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from types import ModuleType
@@ -41,8 +40,10 @@ def when_imported(name: str, act: Callable[[], None]) -> None:
         _finder.acts.setdefault(name, []).append(act)
 
 
-class _ImportFinder(MetaPathFinder):
+class _ImportFinder:
     """A finder that finds no module itself; it adds calls to the end of imports of transformers.
+
+    It has no base class: `importlib.abc` takes longer to import than all else here.
 
     Attributes:
         acts: functions to call after the import of a module, by its name.

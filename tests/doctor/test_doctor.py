@@ -17,7 +17,7 @@ from typer.testing import CliRunner, Result
 import hf_distca.kernels
 from hf_distca.cli import app
 from hf_distca.doctor import Finding, State
-from hf_distca.doctor.exchange import ExchangeResult, findings_from_exchange, try_launched, versions
+from hf_distca.doctor.exchange import describe_ranks, try_launched, versions
 from hf_distca.doctor.model import family, find_dtype, kernels, read_config
 from hf_distca.errors import ConfigError
 from hf_distca.kernels import flash
@@ -206,21 +206,18 @@ def test_a_name_that_the_hub_does_not_have(monkeypatch: pytest.MonkeyPatch) -> N
 
 def exchanged(rank: int) -> tuple[list[Finding], list[Finding]]:
     has = {"torch": "2.13.0", "numpy": "2.4.6" if rank else "2.1.0"}
-    outcome = try_launched(has, 60.0)
-    return list(findings_from_exchange(outcome)), list(
-        findings_from_exchange(try_launched({"torch": "2.13.0"}, 60.0))
-    )
+    return try_launched(has, 60.0), try_launched({"torch": "2.13.0"}, 60.0)
 
 
 def exchanged_without_pickles(rank: int) -> str:
     """Whoever sends a pickle runs code in the process that reads it."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(distributed_c10d, "_unpickler", None)
-        return try_launched({"torch": "2.13.0"}, 60.0).backend
+        return try_launched({"torch": "2.13.0"}, 60.0)[-1].name
 
 
 def test_nothing_of_other_ranks_is_unpickled(rank_pool: Callable[[int], RankPool]) -> None:
-    assert rank_pool(2)(exchanged_without_pickles) == ["gloo", "gloo"]
+    assert rank_pool(2)(exchanged_without_pickles) == ["exchange over gloo"] * 2
 
 
 def test_ranks_of_a_launcher_exchange_and_compare_versions(
@@ -242,8 +239,7 @@ def test_versions_are_of_what_is_installed() -> None:
 
 
 def test_nodes_are_told_apart() -> None:
-    outcome = ExchangeResult((7, 7, 8, 8, 8), "nccl", 0.001, {})
-    assert next(findings_from_exchange(outcome)).value == "5 ranks on 2 nodes, 2 or 3 on each"
+    assert describe_ranks([7, 7, 8, 8, 8], 0) == "5 ranks on 2 nodes, 2 or 3 on each"
 
 
 def exchanged_in_containers(rank: int) -> str:
@@ -251,7 +247,7 @@ def exchanged_in_containers(rank: int) -> str:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LOCAL_WORLD_SIZE", "2")
         patch.setenv("GROUP_RANK", str(rank))
-        return next(findings_from_exchange(try_launched({}, 60.0))).value
+        return try_launched({}, 60.0)[0].value
 
 
 def test_nodes_are_those_of_training(rank_pool: Callable[[int], RankPool]) -> None:

@@ -28,7 +28,15 @@ from hf_distca.kernels import Case, Scores, is_slow, list_candidates, suggest_fa
 
 __all__ = ["find_dtype", "family", "kernels", "read_config"]
 
-_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
+_SHORT_NAMES = {
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp32": torch.float32,
+    "fp64": torch.float64,
+}
+_DTYPES = _SHORT_NAMES | {
+    str(dtype).removeprefix("torch."): dtype for dtype in _SHORT_NAMES.values()
+}
 _DROPOUT = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
 _USUAL_WIDTH = 128  # of a head, where no model is given
 
@@ -83,9 +91,7 @@ def _read_config_file(path: Path) -> PreTrainedConfig:
             f"{path} is no config of a model: it must be an object with the key 'model_type'."
         )
     try:
-        config: PreTrainedConfig = AutoConfig.for_model(
-            kind, **{key: value for key, value in data.items() if key != "model_type"}
-        )
+        config: PreTrainedConfig = AutoConfig.for_model(**data)
     except ValueError as error:
         raise ConfigError(
             f"transformers {transformers_version} makes no {kind!r} model of {path}:"
@@ -122,21 +128,13 @@ def find_dtype(
         given = (
             None if config is None else getattr(config.get_text_config(decoder=True), "dtype", None)
         )
-        name = (
-            str(given).removeprefix("torch.")
-            if given is not None
-            else "float32"
-            if device.type == "cpu"
-            else "bfloat16"
-        )
-    full = _DTYPES.get(name, name)
-    if full not in _DTYPES.values():
+        usual = "float32" if device.type == "cpu" else "bfloat16"
+        name = str(given or usual).removeprefix("torch.")
+    if name not in _DTYPES:
         raise ConfigError(
-            f"there is no attention in dtype {name!r}: choose one of"
-            f" {', '.join([*_DTYPES, *_DTYPES.values()])}."
+            f"there is no attention in dtype {name!r}: choose one of {', '.join(_DTYPES)}."
         )
-    dtype: torch.dtype = getattr(torch, full)
-    return dtype
+    return _DTYPES[name]
 
 
 def family(config: PreTrainedConfig) -> Iterator[Finding]:
@@ -151,9 +149,12 @@ def family(config: PreTrainedConfig) -> Iterator[Finding]:
         return
     group = FAMILIES.get(kind)
     if group is None:
-        todo = "compare its loss with that under sdpa on one process before you rely on it"
         yield Finding(
-            "model", kind, "not in the table of families: nobody has compared it", State.note, todo
+            "model",
+            kind,
+            "not in the table of families: nobody has compared it",
+            State.note,
+            "compare its loss with that under sdpa on one process before you rely on it",
         )
     else:
         plain = group in ("PROVEN", "PACKED")
@@ -187,11 +188,14 @@ def _check_config(config: PreTrainedConfig) -> Iterator[Finding]:
     for name in _DROPOUT:
         value = getattr(text, name, None)
         if isinstance(value, int | float) and value > 0:
-            todo = (
+            yield Finding(
+                "model",
+                name,
+                f"{value:g}",
+                State.bad,
                 f"set {name}=0.0 in the model's config: distca refuses attention dropout in"
-                " training"
+                " training",
             )
-            yield Finding("model", name, f"{value:g}", State.bad, todo)
 
 
 def kernels(
@@ -226,17 +230,9 @@ def kernels(
                 + (f", window {key.window}" if key.window else "")
                 + (", softcap" if softcap else "")
             )
+            scores = Scores(1.0, key.window, softcap or None)
             cases.append(
-                (
-                    named,
-                    Case(
-                        device,
-                        dtype,
-                        *widths,
-                        Scores(1.0, key.window, softcap or None),
-                        key.shape.heads_per_key_head,
-                    ),
-                )
+                (named, Case(device, dtype, *widths, scores, key.shape.heads_per_key_head))
             )
     for named, case in dict.fromkeys(cases):
         yield from _check_case(named, case)
@@ -246,29 +242,23 @@ def _check_case(named: str, asked: Case) -> Iterator[Finding]:
     looked_at, dtype, device = list_candidates(asked), asked.dtype, asked.device
     running = next((name for name, reason in looked_at if reason is None), None)
     case = f"{named}, {str(dtype).removeprefix('torch.')} on {device.type}"
-    before = [(name, reason) for name, reason in looked_at if reason is not None]
+    before = {name: reason for name, reason in looked_at if reason is not None}
     slow = running is not None and is_slow(running, dtype) and len(looked_at) > 1
-    todo = (
-        f"{case}: {faster}"
-        if running and (faster := suggest_faster_kernel(running, device))
-        else None
-    )
+    advice = None if running is None else suggest_faster_kernel(running, device)
     if running is None or slow:
-        todo = (
-            f"{case}: only a slow kernel fits."
-            f" {'; '.join(f'{name}: {reason}' for name, reason in before)}"
-        )
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in before.items())
+        advice = f"only a slow kernel fits. {reasons}"
         if device.type == "cuda" and dtype not in (torch.bfloat16, torch.float16):
-            todo = (
-                f"{case}: train in bfloat16 or float16 (bf16=True or fp16=True), for which there"
-                " are fast kernels"
+            advice = (
+                "train in bfloat16 or float16 (bf16=True or fp16=True), for which there are fast"
+                " kernels"
             )
     yield Finding(
         "kernels",
         case,
         f"kernel {running!r}",
         State.bad if running is None else State.note if slow else State.good,
-        todo,
+        f"{case}: {advice}" if advice else None,
     )
-    for name, reason in before:
-        yield Finding("kernels", f"not {name!r}", str(reason), State.note)
+    for name, reason in before.items():
+        yield Finding("kernels", f"not {name!r}", reason, State.note)

@@ -143,8 +143,7 @@ def serve_launched(number: int, attempt: str, wait_seconds: float, local: int) -
     # Whoever can read the store of the launch is of the launch.
     token = secrets.token_hex(16)
     store.set(store_key(number, attempt), "{}:{} {}".format(*listening.getsockname()[:2], token))
-    del store
     # As accelerate decides it for the ranks that train.
     on_gpu = torch.cuda.is_available() and os.environ.get("ACCELERATE_USE_CPU", "false") != "true"
-    device = torch.device("cuda", local) if on_gpu else torch.device("cpu")
+    device = torch.device(f"cuda:{local}" if on_gpu else "cpu")
     sys.exit(serve(listening, token, device, wait_seconds))

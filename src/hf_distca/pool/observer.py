@@ -153,8 +153,8 @@ class PoolObserver:
                 address and a remedy.
             DistCADesyncError: if not all of them come in time.
         """
-        if leaving:
-            return self._leave_behind(leaving)
+        if leaving and self._joined is not None:
+            return self._leave_behind(leaving, *self._joined)
         _check_members(members, size)
         if self.each_node and not self.nodes:
             raise ConfigError(
@@ -193,10 +193,9 @@ class PoolObserver:
         invitation = _read_invitation(store, self.wait_seconds + seconds)
         return self._join(world, PoolRanks.read(invitation, store, rank), seconds)
 
-    def _leave_behind(self, leaving: Sequence[int]) -> AttentionGroup:
-        if self._joined is None:
-            raise RuntimeError("servers leave a group that nobody has made")
-        world, group, before = self._joined
+    def _leave_behind(
+        self, leaving: Sequence[int], world: object, group: AttentionGroup, before: PoolRanks
+    ) -> AttentionGroup:
         names = [before.names[before.ranks[index]] for index in leaving]
         if self.controller.groups[-1].servers:
             _log.warning("%s was told to end: training goes on without it", ", ".join(names))
@@ -211,6 +210,12 @@ class PoolObserver:
 
     def _invite(self, store: Store, seconds: float, ranks: int, backend: str) -> None:
         """Find the servers, and tell each and the ranks that train where to meet."""
+        tcp = _launch_store(store)
+        if not isinstance(tcp, TCPStore):
+            raise ConfigError(
+                f"torch.distributed was started with a {type(tcp).__name__}, which servers cannot"
+                " reach: start it over TCP, as torchrun and accelerate launch do."
+            )
         deadline, servers = time.monotonic() + self.wait_seconds, self.controller.groups[-1].servers
         published = [
             *(
@@ -242,14 +247,13 @@ class PoolObserver:
             "seconds": seconds,
             "spare": self.spare,
         }
-        host, port = _tcp_address(store)
         for number, words in enumerate(servers.values(), start=ranks):
             words.send(
                 {
                     **invitation,
                     "number": number,
-                    "host": words.here if host in _ANYWHERE else host,
-                    "port": port,
+                    "host": words.here if tcp.host in _ANYWHERE else tcp.host,
+                    "port": tcp.port,
                 }
             )
         store.set(_INVITATION, json.dumps(invitation))
@@ -317,16 +321,6 @@ def _launch_store(store: Store) -> Any:
     while (inner := getattr(store, "underlying_store", None)) is not None:
         store = inner
     return store
-
-
-def _tcp_address(store: Store) -> tuple[str, int]:
-    tcp = _launch_store(store)
-    if not isinstance(tcp, TCPStore):
-        raise ConfigError(
-            f"torch.distributed was started with a {type(tcp).__name__}, which servers cannot"
-            " reach: start it over TCP, as torchrun and accelerate launch do."
-        )
-    return tcp.host, tcp.port
 
 
 def _order_members(ranks: int, nodes: int, each_node: int, servers: int) -> list[int]:

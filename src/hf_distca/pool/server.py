@@ -93,17 +93,17 @@ def serve(
     try:
         say(f"waits on {device} for the ranks that train")
         words = _accept(listening, partial(_refusal_reason, token, device, say), wait_seconds)
-        invitation = _receive_invitation(words, wait_seconds)
-        server = Server(
-            PoolRanks.read(invitation, _connect_store(invitation), invitation["number"]),
-            invitation["seconds"],
-            device,
+        invitation = words.receive(wait_seconds)  # once rank 0 has found all servers
+        if not isinstance(invitation, dict):
+            raise EndedError("the run failed before it began, see the log of rank 0")
+        ranks = PoolRanks.read(invitation, _connect_store(invitation), invitation["number"])
+        server = Server(ranks, invitation["seconds"], device)
+        say(
+            f"is rank {invitation['number']} of {len(ranks.ranks)}, and serves the"
+            f" {sum(ranks.holds)} that train"
         )
-        say(server.role)
-        Thread(target=_refuse, args=[listening], name="distca refusals", daemon=True).start()
-        Thread(
-            target=_outlive_briefly, args=[words, server, say], name="distca end", daemon=True
-        ).start()
+        Thread(target=_accept, args=[listening, _refuse, None], daemon=True).start()
+        Thread(target=_outlive_briefly, args=[words, server, say], daemon=True).start()
         if invitation["spare"]:
             signal.signal(signal.SIGTERM, partial(_leave_by_signal, say, server))
         server.run(words)
@@ -175,12 +175,6 @@ class Server:
             raise
 
     @property
-    def role(self) -> str:
-        """Role in its group, in words."""
-        number, train = self._ranks.ranks[self._ranks.rank], sum(self._ranks.holds)
-        return f"is rank {number} of {self._group.size}, and serves the {train} that train"
-
-    @property
     def done(self) -> str:
         """Work that it did, in words."""
         lasted, seconds, sent = (
@@ -232,9 +226,11 @@ class Server:
         in_background: bool = False,
     ) -> PendingPlans:
         """Take part when ranks announce documents and begin to plan them."""
-        asked = read_requests(requests, [None] * len(requests))
         return self._planner(session).begin_plans(
-            asked, self._group, place, in_background=in_background
+            read_requests(requests, [None] * len(requests)),
+            self._group,
+            place,
+            in_background=in_background,
         )
 
     def finish_plans(self, session: str, pending: str) -> list[BatchPlan]:
@@ -270,8 +266,12 @@ class Server:
         """Begin a call, when a layer sends its queries, keys and values."""
         session, key, used = self._known[work]
         operands = make_empty_operands(key.shape, read_dtype(layer["dtype"]), self._device)
-        scores = Scores(layer["scale"], used.window, layer["softcap"])
-        server = session.make_server(used, operands.q_THD, key.shape, scores)
+        server = session.make_server(
+            used,
+            operands.q_THD,
+            key.shape,
+            Scores(layer["scale"], used.window, layer["softcap"]),
+        )
         server.reporting = partial(used.group.reporting, f"computing {place}")
         self._calls[call] = taken = Call(
             used.route, used.group.at(place, used.route.forward_exchanges), server
@@ -341,7 +341,8 @@ def find_step(name: str) -> Callable[..., object]:
 def _accept(
     listening: socket.socket, why_not: Callable[[Any], str | None], wait_seconds: float | None
 ) -> JsonLineConnection:
-    """Accept the connection of a rank 0 that this server can serve.
+    """Accept the connection of a rank 0 that this server can serve, after those of strangers and
+    those that `why_not` gives a reason to refuse.
 
     Raises:
         EndedError: if none comes in time.
@@ -350,28 +351,16 @@ def _accept(
     while (left := deadline - time.monotonic()) > 0:
         listening.settimeout(None if wait_seconds is None else left)
         with suppress(TimeoutError):
-            if (words := _accept_client(listening, why_not)) is not None:
+            words = JsonLineConnection(listening.accept()[0], _HANDSHAKE_SECONDS)
+            try:
+                error = why_not(words.receive(_HANDSHAKE_SECONDS, _HANDSHAKE_BYTES))
+                words.send({"error": error})
+            except (EOFError, OSError, ValueError, RecursionError, TypeError, AttributeError):
+                error = "a stranger"
+            if error is None:
                 return words
+            words.close()
     raise EndedError(f"no ranks came within {wait_seconds:g} s")
-
-
-def _accept_client(
-    listening: socket.socket, why_not: Callable[[Any], str | None]
-) -> JsonLineConnection | None:
-    """Accept the next connection.
-
-    Return None if it comes from a stranger or `why_not` gives a reason to refuse it.
-    """
-    words = JsonLineConnection(listening.accept()[0], _HANDSHAKE_SECONDS)
-    try:
-        error = why_not(words.receive(_HANDSHAKE_SECONDS, _HANDSHAKE_BYTES))
-        words.send({"error": error})
-    except (EOFError, OSError, ValueError, RecursionError, TypeError, AttributeError):
-        error = "a stranger"
-    if error is None:
-        return words
-    words.close()
-    return None
 
 
 def _refusal_reason(
@@ -401,14 +390,9 @@ def _refusal_reason(
     return why
 
 
-def _refuse(listening: socket.socket) -> None:
-    """Refuse all further connections, because this server is taken."""
-    listening.settimeout(None)
-    while True:
-        _accept_client(
-            listening,
-            lambda _: "it serves the ranks of another run. Start a server of its own for each run.",
-        )
+def _refuse(_asked: object) -> str:
+    """Return why a server that is taken refuses all further connections."""
+    return "it serves the ranks of another run. Start a server of its own for each run."
 
 
 def _outlive_briefly(words: JsonLineConnection, server: Server, say: Callable[[str], None]) -> None:
@@ -422,14 +406,6 @@ def _outlive_briefly(words: JsonLineConnection, server: Server, say: Callable[[s
         " ago)"
     )
     os._exit(1)
-
-
-def _receive_invitation(words: JsonLineConnection, seconds: float | None) -> Mapping[str, Any]:
-    """Receive the invitation to the group, once rank 0 has found all servers."""
-    invitation = words.receive(seconds)
-    if not isinstance(invitation, dict):
-        raise EndedError("the run failed before it began, see the log of rank 0")
-    return invitation
 
 
 def _connect_store(invitation: Mapping[str, Any]) -> Store:
@@ -464,4 +440,3 @@ def _leave_by_signal(
 
 def _print_line(who: str, text: str) -> None:
     sys.stderr.write(f"hf-distca: {who} {text}\n")
-    sys.stderr.flush()

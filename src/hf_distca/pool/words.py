@@ -15,6 +15,7 @@ import socket
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, fields
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -176,11 +177,12 @@ def read_requests(requests: Sequence[Any], shares: Sequence[DealtShare | None]) 
 
 def read_shares(shares: Sequence[Mapping[str, Any]]) -> list[DealtShare]:
     """Read shares, as seen from a rank that the batch is not dealt to."""
+    numbers = partial(np.array, dtype=np.int64)
     return [
         DealtShare.without_tokens(
             tuple(
-                Layout(*(np.array(column, dtype=np.int64) for column in columns))
-                for columns in share["layouts"]
+                Layout(numbers(document), numbers(start), numbers(length), numbers(offsets))
+                for document, start, length, offsets in share["layouts"]
             ),
             tuple(share["batch"]),
             share["documents"],

@@ -191,7 +191,6 @@ def begin(options: Options) -> None:
             ConfigError
         ) as error:  # where Python sets itself up, an exception would be no more than a line
             sys.stderr.write(f"hf-distca: {error}\n")
-            sys.stderr.flush()
             os._exit(2)
     if options.observe:
         when_models_load(_observe)
