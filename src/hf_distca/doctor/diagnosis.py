@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from hf_distca.doctor import Finding, State
+from hf_distca.doctor import Finding
 from hf_distca.doctor.exchange import is_launched, try_launched, versions
 from hf_distca.doctor.model import family, find_dtype, kernels, read_config
 from hf_distca.errors import DistCAError
@@ -58,7 +58,7 @@ def diagnose(
             "ranks",
             "attention group",
             "this process alone: no launcher started it",
-            State.note,
+            "note",
             "start training with a launcher, so that there are ranks to share with; under it, -m"
             " hf_distca.cli doctor tries them",
         ),
@@ -74,7 +74,7 @@ def _check_launcher(timeout_seconds: float) -> list[Finding]:
                 "ranks",
                 "exchange",
                 f"failed: {' '.join(str(error).split())}",
-                State.bad,
+                "bad",
                 "look at the logs of the other ranks; check that all nodes reach MASTER_ADDR, and"
                 " each other over the interface that NCCL_SOCKET_IFNAME or GLOO_SOCKET_IFNAME"
                 " names",

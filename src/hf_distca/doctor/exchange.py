@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from hf_distca.config import DistCAConfig
-from hf_distca.doctor import Finding, State
+from hf_distca.doctor import Finding
 from hf_distca.integration.session import Session
 from hf_distca.runtime.group import AttentionGroup, joint_step
 from hf_distca.runtime.members import node_number
@@ -71,20 +71,17 @@ def try_launched(has: Mapping[str, str], timeout_seconds: float) -> list[Finding
     )
     if cuda:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
-    started = not dist.is_initialized()
-    if started:
-        try:
-            dist.init_process_group(
-                "nccl" if cuda else "gloo", timeout=timedelta(seconds=timeout_seconds)
-            )
-        except ValueError as error:  # the environment lacks what a launcher says
-            raise RuntimeError(str(error)) from error
+    try:
+        dist.init_process_group(
+            "nccl" if cuda else "gloo", timeout=timedelta(seconds=timeout_seconds)
+        )
+    except ValueError as error:  # the environment lacks what a launcher says
+        raise RuntimeError(str(error)) from error
     try:
         session = Session(DistCAConfig(timeout_seconds=timeout_seconds), dist.group.WORLD)
         return exchange(has, torch.device("cuda" if cuda else "cpu"), session.join_group())
     finally:
-        if started:
-            dist.destroy_process_group()
+        dist.destroy_process_group()
 
 
 @joint_step
@@ -152,6 +149,6 @@ def _compare_versions(versions: Sequence[Mapping[str, str]]) -> Iterator[Finding
                 "ranks",
                 package,
                 f"differs: {', '.join(f'{has} on rank {by_rank.index(has)}' for has in distinct)}",
-                State.bad,
+                "bad",
                 f"install one version of {package} on all nodes: ranks must make the same plans",
             )

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoConfig, PreTrainedConfig
 from transformers import __version__ as transformers_version
 
-from hf_distca.doctor import Finding, State
+from hf_distca.doctor import Finding
 from hf_distca.errors import ConfigError, DistCAError, UnsupportedError
 from hf_distca.input_files import read_file
 from hf_distca.integration.families import (
@@ -145,7 +145,7 @@ def family(config: PreTrainedConfig) -> Iterator[Finding]:
     try:
         check_family(kind, encoder_decoder=config.is_encoder_decoder)
     except UnsupportedError as error:
-        yield Finding("model", kind, "not supported", State.bad, str(error))
+        yield Finding("model", kind, "not supported", "bad", str(error))
         return
     group = FAMILIES.get(kind)
     if group is None:
@@ -153,7 +153,7 @@ def family(config: PreTrainedConfig) -> Iterator[Finding]:
             "model",
             kind,
             "not in the table of families: nobody has compared it",
-            State.note,
+            "note",
             "compare its loss with that under sdpa on one process before you rely on it",
         )
     else:
@@ -162,7 +162,7 @@ def family(config: PreTrainedConfig) -> Iterator[Finding]:
             "model",
             kind,
             PROVEN_GROUPS[group],
-            State.good if plain else State.note,
+            "good" if plain else "note",
             None if plain else "give it one document a row",
         )
         yield Finding(
@@ -183,7 +183,7 @@ def _check_config(config: PreTrainedConfig) -> Iterator[Finding]:
     try:
         check_layerdrop(config)
     except UnsupportedError as error:
-        yield Finding("model", "LayerDrop", "on", State.bad, str(error))
+        yield Finding("model", "LayerDrop", "on", "bad", str(error))
     text = config.get_text_config(decoder=True)
     for name in _DROPOUT:
         value = getattr(text, name, None)
@@ -192,7 +192,7 @@ def _check_config(config: PreTrainedConfig) -> Iterator[Finding]:
                 "model",
                 name,
                 f"{value:g}",
-                State.bad,
+                "bad",
                 f"set {name}=0.0 in the model's config: distca refuses attention dropout in"
                 " training",
             )
@@ -204,44 +204,38 @@ def kernels(
     """Yield findings on the kernel that runs each kind of layers of a model, and on why earlier
     kernels cannot.
     """
-    softcap = (
-        None
-        if config is None
-        else getattr(config.get_text_config(decoder=True), "attn_logit_softcapping", None)
-    )
-    cases: list[tuple[str, Case]] = []
     if config is None:
-        cases.append(
-            (
-                f"heads of {_USUAL_WIDTH}",
-                Case(device, dtype, _USUAL_WIDTH, _USUAL_WIDTH, Scores(1.0), 1),
-            )
-        )
+        cases = [Case(device, dtype, _USUAL_WIDTH, _USUAL_WIDTH, Scores(1.0), 1)]
     else:
         try:
             keys = list_layer_keys(config, dtype, device.type)
         except DistCAError as error:
-            yield Finding("kernels", "layers", str(error), State.note)
+            yield Finding("kernels", "layers", str(error), "note")
             return
-        for key in keys:
-            widths = key.shape.head_dim, key.shape.value_head_dim
-            named = (
-                f"heads of {widths[0]}"
-                + (f", window {key.window}" if key.window else "")
-                + (", softcap" if softcap else "")
+        text = config.get_text_config(decoder=True)
+        softcap = getattr(text, "attn_logit_softcapping", None) or None
+        cases = [
+            Case(
+                device,
+                dtype,
+                key.shape.head_dim,
+                key.shape.value_head_dim,
+                Scores(1.0, key.window, softcap),
+                key.shape.heads_per_key_head,
             )
-            scores = Scores(1.0, key.window, softcap or None)
-            cases.append(
-                (named, Case(device, dtype, *widths, scores, key.shape.heads_per_key_head))
-            )
-    for named, case in dict.fromkeys(cases):
-        yield from _check_case(named, case)
+            for key in keys
+        ]
+    for case in dict.fromkeys(cases):
+        yield from _check_case(case)
 
 
-def _check_case(named: str, asked: Case) -> Iterator[Finding]:
+def _check_case(asked: Case) -> Iterator[Finding]:
     looked_at, dtype, device = list_candidates(asked), asked.dtype, asked.device
+    window = f", window {asked.scores.window}" if asked.scores.window else ""
+    softcap = ", softcap" if asked.scores.softcap else ""
+    on = f"{str(dtype).removeprefix('torch.')} on {device.type}"
+    case = f"heads of {asked.head_dim}{window}{softcap}, {on}"
     running = next((name for name, reason in looked_at if reason is None), None)
-    case = f"{named}, {str(dtype).removeprefix('torch.')} on {device.type}"
     before = {name: reason for name, reason in looked_at if reason is not None}
     slow = running is not None and is_slow(running, dtype) and len(looked_at) > 1
     advice = None if running is None else suggest_faster_kernel(running, device)
@@ -257,8 +251,8 @@ def _check_case(named: str, asked: Case) -> Iterator[Finding]:
         "kernels",
         case,
         f"kernel {running!r}",
-        State.bad if running is None else State.note if slow else State.good,
+        "bad" if running is None else "note" if slow else "good",
         f"{case}: {advice}" if advice else None,
     )
     for name, reason in before.items():
-        yield Finding("kernels", f"not {name!r}", reason, State.note)
+        yield Finding("kernels", f"not {name!r}", reason, "note")

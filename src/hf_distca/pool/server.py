@@ -49,7 +49,7 @@ from hf_distca.runtime.call import Call
 from hf_distca.runtime.empty_rows import make_empty_operands
 from hf_distca.runtime.meter import Meter
 
-__all__ = ["EndedError", "Server", "find_step", "serve"]
+__all__ = ["EndedError", "Server", "serve"]
 
 _LOOK_SECONDS = 1.0  # between two looks whether another rank has left
 _END_SECONDS = 3.0  # that rank 0, which fails when others do not come, may take to say so
@@ -88,7 +88,10 @@ def serve(
     if device.type == "cuda":
         torch.cuda.set_device(device)
     host, port = listening.getsockname()[:2]
-    say = partial(_print_line, f"server at {host}:{port}")
+
+    def say(text: str) -> None:
+        sys.stderr.write(f"hf-distca: server at {host}:{port} {text}\n")
+
     server: Server | None = None
     try:
         say(f"waits on {device} for the ranks that train")
@@ -158,7 +161,7 @@ class Server:
                 with self._group.reporting(f"taking the step {step!r}"), torch.no_grad():
                     for name in forgotten:
                         self._known.pop(name, None)
-                    result = find_step(step)(self, **arguments)
+                    result = STEPS[step](self, **arguments)
                     results = result if isinstance(result, list) else [result]
                     self._known |= {
                         f"{serial}.{n}": known for n, known in enumerate(results) if known
@@ -330,14 +333,6 @@ STEPS: dict[str, Callable[..., object]] = {
 }
 
 
-def find_step(name: str) -> Callable[..., object]:
-    """Return the step of that name; raise `ValueError` if there is none."""
-    if name not in STEPS:
-        known = ", ".join(sorted(STEPS))
-        raise ValueError(f"rank 0 named the step {name!r}, and servers take {known}")
-    return STEPS[name]
-
-
 def _accept(
     listening: socket.socket, why_not: Callable[[Any], str | None], wait_seconds: float | None
 ) -> JsonLineConnection:
@@ -436,7 +431,3 @@ def _leave_by_signal(
         f"was told to end by {signal.Signals(number).name}, and serves until the others go on"
         " without it; again to end at once"
     )
-
-
-def _print_line(who: str, text: str) -> None:
-    sys.stderr.write(f"hf-distca: {who} {text}\n")
