@@ -58,8 +58,7 @@ _MOST_RANKS, _FEWEST_RANKS, _WHOLE_NODES = 512, 256, 8
 _LONGEST_TIMEOUT = 366 * 86400.0  # seconds; what torch adds to it must fit in its clock
 
 # What numbers each field takes: their type, their range, and how an error says it.
-_Range = tuple[type, Callable[[Any], bool], str]
-_NUMBERS: dict[str, _Range] = {
+_NUMBERS: dict[str, tuple[type, Callable[[Any], bool], str]] = {
     "tolerance": (
         Real,
         lambda value: 0 <= value < 1,
@@ -83,13 +82,13 @@ _NUMBERS: dict[str, _Range] = {
         lambda value: 0 < value <= _LONGEST_TIMEOUT,
         f"in (0, {_LONGEST_TIMEOUT:g}], a year, or None for that of torch.distributed",
     ),
+    # No field, but written beside them.
+    "tokens_per_rank": (
+        int,
+        lambda value: value >= 1,
+        "at least 1, the tokens of a rank in a micro-batch",
+    ),
 }
-_TOKENS_PER_RANK: _Range = (
-    int,
-    lambda value: value >= 1,
-    "at least 1, the tokens of a rank in a micro-batch",
-)
-_OPTIONAL = ("max_transient_bytes", "group_size", "timeout_seconds")
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,19 +169,12 @@ class DistCAConfig:
     timeout_seconds: float | None = None
 
     def __post_init__(self) -> None:
-        for name in (
-            "balance",
-            "measured_rates",
-            "documents_span_ranks",
-            "balance_evaluation",
-            "serve_in_place",
-            "ping_pong",
-        ):
-            if not isinstance(getattr(self, name), bool):
-                raise ConfigError(f"{name}={getattr(self, name)!r} must be True or False.")
-        for name, numbers in _NUMBERS.items():
-            if getattr(self, name) is not None or name not in _OPTIONAL:
-                _check_number(name, getattr(self, name), numbers)
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(field.default, bool) and not isinstance(value, bool):
+                raise ConfigError(f"{field.name}={value!r} must be True or False.")
+            if field.name in _NUMBERS and (value, field.default) != (None, None):
+                _check_number(field.name, value)
         if self.kernel not in get_args(KernelName):
             raise ConfigError(
                 f"kernel={self.kernel!r} must be one of"
@@ -263,10 +255,8 @@ def split_settings(
         ConfigError: if a name is neither (suggests the nearest one), or if a field or
             ``tokens_per_rank`` is out of range.
     """
-    known, values = (
-        (*(field.name for field in fields(DistCAConfig)), *others),
-        {} if values is None else values,
-    )
+    known = (*(field.name for field in fields(DistCAConfig)), *others)
+    values = {} if values is None else values
     if not isinstance(values, Mapping):
         raise ConfigError(
             f"{source}: {values!r:.60} should be names and values of settings, such as `ping_pong:"
@@ -279,7 +269,7 @@ def split_settings(
             raise ConfigError(f"{source}: there is no setting {name!r}; {there}.")
     try:
         if values.get("tokens_per_rank") is not None:
-            _check_number("tokens_per_rank", values["tokens_per_rank"], _TOKENS_PER_RANK)
+            _check_number("tokens_per_rank", values["tokens_per_rank"])
         config = DistCAConfig(
             **{name: value for name, value in values.items() if name not in others}
         )
@@ -288,19 +278,16 @@ def split_settings(
     return config, {name: values[name] for name in others if name in values}
 
 
-_EXPONENT = " YAML takes 1e-2 for text: write 0.01 or 1.0e-2."
-
-
-def _check_number(name: str, value: Any, numbers: _Range) -> None:
-    kind, in_range, expected = numbers
+def _check_number(name: str, value: Any) -> None:
+    kind, in_range, expected = _NUMBERS[name]
     if isinstance(value, bool) or not isinstance(value, kind):
-        text = (
-            ""
-            if not isinstance(value, str)
-            else " It is text: leave its quotes out."
-            if value.isdecimal()
-            else _EXPONENT
-        )
+        text = ""
+        if isinstance(value, str):
+            text = (
+                " It is text: leave its quotes out."
+                if value.isdecimal()
+                else " YAML takes 1e-2 for text: write 0.01 or 1.0e-2."
+            )
         raise ConfigError(
             f"{name}={value!r} must be a {'whole number' if kind is int else 'number'}.{text}"
         )

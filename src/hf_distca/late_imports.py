@@ -11,9 +11,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
-from importlib.util import find_spec
 from types import ModuleType
 
 __all__ = ["when_imported", "when_models_load"]
@@ -41,8 +39,10 @@ def when_imported(name: str, act: Callable[[], None]) -> None:
         _finder.acts.setdefault(name, []).append(act)
 
 
-class _ImportFinder(MetaPathFinder):
+class _ImportFinder:
     """A finder that finds no module itself; it adds calls to the end of imports of transformers.
+
+    It has no base class: `importlib.abc` takes longer to import than all else here.
 
     Attributes:
         acts: functions to call after the import of a module, by its name.
@@ -52,19 +52,16 @@ class _ImportFinder(MetaPathFinder):
     def __init__(self) -> None:
         self.acts: dict[str, list[Callable[[], None]]] = {}
         self.under_way: set[str] = set()
-        self._looking = False
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         """Return the spec that the other finders find."""
-        if self._looking or not fullname.startswith("transformers."):
+        if not fullname.startswith("transformers."):
             return None
-        self._looking = True
-        try:
-            spec = find_spec(fullname)
-        finally:
-            self._looking = False
+        others = (finder for finder in sys.meta_path if finder is not self)
+        specs = (finder.find_spec(fullname, path, target) for finder in others)
+        spec = next(filter(None, specs), None)
         if spec is not None and spec.loader is not None:
             execute = spec.loader.exec_module
 

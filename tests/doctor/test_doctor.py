@@ -10,16 +10,19 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from transformers import AutoConfig, Gemma2Config, LlamaConfig
 from typer.testing import CliRunner, Result
 
 import hf_distca.kernels
 from hf_distca.cli import app
+from hf_distca.config import DistCAConfig
 from hf_distca.doctor import Finding, State
-from hf_distca.doctor.exchange import ExchangeResult, findings_from_exchange, try_launched, versions
+from hf_distca.doctor.exchange import describe_ranks, exchange, versions
 from hf_distca.doctor.model import family, find_dtype, kernels, read_config
 from hf_distca.errors import ConfigError
+from hf_distca.integration.session import Session
 from hf_distca.kernels import flash
 from pages import words_of
 from ranks import RankPool
@@ -29,47 +32,47 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
 
 def bad(findings: Sequence[Finding]) -> list[Finding]:
-    return [finding for finding in findings if finding.state is State.bad]
+    return [finding for finding in findings if finding.state == "bad"]
 
 
 @pytest.mark.parametrize(
     ("config", "value", "state", "todo"),
     [
-        (LlamaConfig(), "proven", State.good, None),
-        (AutoConfig.for_model("qwen3_next"), "recurrent layers begin anew", State.good, None),
+        (LlamaConfig(), "proven", "good", None),
+        (AutoConfig.for_model("qwen3_next"), "recurrent layers begin anew", "good", None),
         (
             AutoConfig.for_model("jamba"),
             "one document a row",
-            State.note,
+            "note",
             "give it one document a row",
         ),
         (
             AutoConfig.for_model("mamba"),
             "not supported",
-            State.bad,
+            "bad",
             'Use attn_implementation="sdpa"',
         ),
-        (AutoConfig.for_model("t5"), "not supported", State.bad, "encoder with a decoder"),
+        (AutoConfig.for_model("t5"), "not supported", "bad", "encoder with a decoder"),
         (
             AutoConfig.for_model("vit"),
             "not in the table",
-            State.note,
+            "note",
             "compare its loss with that under sdpa",
         ),
-        (LlamaConfig(attention_dropout=0.1), "0.1", State.bad, "set attention_dropout=0.0"),
+        (LlamaConfig(attention_dropout=0.1), "0.1", "bad", "set attention_dropout=0.0"),
         (
             AutoConfig.for_model("opt", layerdrop=0.2, attention_dropout=0.0),
             "on",
-            State.bad,
+            "bad",
             "Set layerdrop=0.0",
         ),
     ],
 )
 def test_families(config: Any, value: str, state: State, todo: str | None) -> None:
     found = list(family(config))
-    worst = next((one for one in found if one.state is not State.good), found[0])
+    worst = next((one for one in found if one.state != "good"), found[0])
     assert value in worst.value
-    assert worst.state is state
+    assert worst.state == state
     assert worst.todo is None if todo is None else todo in str(worst.todo)
 
 
@@ -100,7 +103,7 @@ def test_flash_attn_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     """
     monkeypatch.setattr(flash, "_installed_version", lambda: None)
     runs, *others = kernels(LlamaConfig(), torch.bfloat16, CUDA)
-    assert (runs.value, runs.state) == ("kernel 'cuda'", State.good)
+    assert (runs.value, runs.state) == ("kernel 'cuda'", "good")
     assert str(runs.todo).endswith("is taken where it is installed: pip install flash-attn-4")
     reasons = {one.name: one.value for one in others}
     assert "install" in reasons["not 'flash_attn'"]
@@ -117,7 +120,7 @@ def test_flash_attn_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("_one_hopper")
 def test_float32_on_a_gpu() -> None:
     runs = next(kernels(None, torch.float32, CUDA))
-    assert (runs.value, runs.state) == ("kernel 'efficient'", State.note)
+    assert (runs.value, runs.state) == ("kernel 'efficient'", "note")
     assert "train in bfloat16 or float16" in str(runs.todo)
 
 
@@ -204,23 +207,26 @@ def test_a_name_that_the_hub_does_not_have(monkeypatch: pytest.MonkeyPatch) -> N
         read_config("me/none")
 
 
+def exchange_here(has: dict[str, str]) -> list[Finding]:
+    """Findings of a rank of a world that has met already."""
+    group = Session(DistCAConfig(timeout_seconds=60.0), dist.group.WORLD).join_group()
+    return exchange(has, CPU, group)
+
+
 def exchanged(rank: int) -> tuple[list[Finding], list[Finding]]:
     has = {"torch": "2.13.0", "numpy": "2.4.6" if rank else "2.1.0"}
-    outcome = try_launched(has, 60.0)
-    return list(findings_from_exchange(outcome)), list(
-        findings_from_exchange(try_launched({"torch": "2.13.0"}, 60.0))
-    )
+    return exchange_here(has), exchange_here({"torch": "2.13.0"})
 
 
 def exchanged_without_pickles(rank: int) -> str:
     """Whoever sends a pickle runs code in the process that reads it."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(distributed_c10d, "_unpickler", None)
-        return try_launched({"torch": "2.13.0"}, 60.0).backend
+        return exchange_here({"torch": "2.13.0"})[-1].name
 
 
 def test_nothing_of_other_ranks_is_unpickled(rank_pool: Callable[[int], RankPool]) -> None:
-    assert rank_pool(2)(exchanged_without_pickles) == ["gloo", "gloo"]
+    assert rank_pool(2)(exchanged_without_pickles) == ["exchange over gloo"] * 2
 
 
 def test_ranks_of_a_launcher_exchange_and_compare_versions(
@@ -242,8 +248,7 @@ def test_versions_are_of_what_is_installed() -> None:
 
 
 def test_nodes_are_told_apart() -> None:
-    outcome = ExchangeResult((7, 7, 8, 8, 8), "nccl", 0.001, {})
-    assert next(findings_from_exchange(outcome)).value == "5 ranks on 2 nodes, 2 or 3 on each"
+    assert describe_ranks([7, 7, 8, 8, 8], 0) == "5 ranks on 2 nodes, 2 or 3 on each"
 
 
 def exchanged_in_containers(rank: int) -> str:
@@ -251,7 +256,7 @@ def exchanged_in_containers(rank: int) -> str:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LOCAL_WORLD_SIZE", "2")
         patch.setenv("GROUP_RANK", str(rank))
-        return next(findings_from_exchange(try_launched({}, 60.0))).value
+        return exchange_here({})[0].value
 
 
 def test_nodes_are_those_of_training(rank_pool: Callable[[int], RankPool]) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
 import signal
 import subprocess
 import sys
@@ -22,7 +23,6 @@ import hf_distca
 import scripts
 from hf_distca.cli import app
 from hf_distca.run import find_command
-from hf_distca.run.__main__ import main
 from hf_distca.run_report.rows import RECORD_NAME
 from hf_distca.schedule.profiles import Profile
 from pages import ROOT, words_of
@@ -101,7 +101,7 @@ def test_an_unmodified_script_takes_the_name(script: Path, tmp_path: Path) -> No
 def test_help(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["hf_distca.run", "--help"])
     with pytest.raises(SystemExit) as ended:
-        main()
+        runpy.run_module("hf_distca.run", run_name="__main__")
     assert ended.value.code == 0
     assert "accelerate launch -m hf_distca.run" in " ".join(capsys.readouterr().out.split())
 

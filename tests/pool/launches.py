@@ -178,8 +178,7 @@ def _end(_rank: int) -> NoReturn:
     current_session().join_group()
     observer = AttentionGroup.observer
     assert isinstance(observer, PoolObserver)
-    if observer.controller is not None:
-        observer.controller.end()
+    observer.controller.end()
     os._exit(0)
 
 

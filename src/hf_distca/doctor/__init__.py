@@ -6,17 +6,11 @@ May import `model_shape`, `kernels`, `runtime` and `integration`.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import StrEnum
+from typing import Literal
 
 __all__ = ["Finding", "State"]
 
-
-class State(StrEnum):
-    """Verdict on a finding."""
-
-    good = "good"
-    note = "note"
-    bad = "bad"  # training under distca fails, or nothing is balanced
+State = Literal["good", "note", "bad"]  # bad: training under distca fails, or nothing is balanced
 
 
 @dataclass(frozen=True)
@@ -34,5 +28,5 @@ class Finding:
     section: str
     name: str
     value: str
-    state: State = State.good
+    state: State = "good"
     todo: str | None = None

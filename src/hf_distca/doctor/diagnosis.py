@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-from transformers import PreTrainedConfig
 
-from hf_distca.doctor import Finding, State
-from hf_distca.doctor.exchange import findings_from_exchange, is_launched, try_launched, versions
+from hf_distca.doctor import Finding
+from hf_distca.doctor.exchange import is_launched, try_launched, versions
 from hf_distca.doctor.model import family, find_dtype, kernels, read_config
 from hf_distca.errors import DistCAError
 
@@ -41,7 +40,7 @@ def diagnose(
     Raises:
         ConfigError: if there is no such model or dtype.
     """
-    config: PreTrainedConfig | None = None if model is None else read_config(model, say)
+    config = None if model is None else read_config(model, say)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     findings = [] if config is None else list(family(config))
     findings += kernels(config, find_dtype(dtype, config, device), device)
@@ -53,30 +52,31 @@ def diagnose(
     findings.append(Finding("ranks", "backends of torch", ", ".join(backends) or "none"))
     if is_launched():
         return [*findings, *_check_launcher(timeout_seconds)]
-    todo = (
-        "start training with a launcher, so that there are ranks to share with; under it, -m"
-        " hf_distca.cli doctor tries them"
-    )
     return [
         *findings,
         Finding(
             "ranks",
             "attention group",
             "this process alone: no launcher started it",
-            State.note,
-            todo,
+            "note",
+            "start training with a launcher, so that there are ranks to share with; under it, -m"
+            " hf_distca.cli doctor tries them",
         ),
     ]
 
 
-def _check_launcher(timeout_seconds: float) -> Iterator[Finding]:
+def _check_launcher(timeout_seconds: float) -> list[Finding]:
     try:
-        yield from findings_from_exchange(try_launched(versions(), timeout_seconds))
+        return try_launched(versions(), timeout_seconds)
     except (DistCAError, RuntimeError) as error:
-        todo = (
-            "look at the logs of the other ranks; check that all nodes reach MASTER_ADDR, and each"
-            " other over the interface that NCCL_SOCKET_IFNAME or GLOO_SOCKET_IFNAME names"
-        )
-        yield Finding(
-            "ranks", "exchange", f"failed: {' '.join(str(error).split())}", State.bad, todo
-        )
+        return [
+            Finding(
+                "ranks",
+                "exchange",
+                f"failed: {' '.join(str(error).split())}",
+                "bad",
+                "look at the logs of the other ranks; check that all nodes reach MASTER_ADDR, and"
+                " each other over the interface that NCCL_SOCKET_IFNAME or GLOO_SOCKET_IFNAME"
+                " names",
+            )
+        ]

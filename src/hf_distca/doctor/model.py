@@ -12,7 +12,7 @@ import torch
 from transformers import AutoConfig, PreTrainedConfig
 from transformers import __version__ as transformers_version
 
-from hf_distca.doctor import Finding, State
+from hf_distca.doctor import Finding
 from hf_distca.errors import ConfigError, DistCAError, UnsupportedError
 from hf_distca.input_files import read_file
 from hf_distca.integration.families import (
@@ -28,7 +28,15 @@ from hf_distca.kernels import Case, Scores, is_slow, list_candidates, suggest_fa
 
 __all__ = ["find_dtype", "family", "kernels", "read_config"]
 
-_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
+_SHORT_NAMES = {
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp32": torch.float32,
+    "fp64": torch.float64,
+}
+_DTYPES = _SHORT_NAMES | {
+    str(dtype).removeprefix("torch."): dtype for dtype in _SHORT_NAMES.values()
+}
 _DROPOUT = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
 _USUAL_WIDTH = 128  # of a head, where no model is given
 
@@ -83,9 +91,7 @@ def _read_config_file(path: Path) -> PreTrainedConfig:
             f"{path} is no config of a model: it must be an object with the key 'model_type'."
         )
     try:
-        config: PreTrainedConfig = AutoConfig.for_model(
-            kind, **{key: value for key, value in data.items() if key != "model_type"}
-        )
+        config: PreTrainedConfig = AutoConfig.for_model(**data)
     except ValueError as error:
         raise ConfigError(
             f"transformers {transformers_version} makes no {kind!r} model of {path}:"
@@ -122,21 +128,13 @@ def find_dtype(
         given = (
             None if config is None else getattr(config.get_text_config(decoder=True), "dtype", None)
         )
-        name = (
-            str(given).removeprefix("torch.")
-            if given is not None
-            else "float32"
-            if device.type == "cpu"
-            else "bfloat16"
-        )
-    full = _DTYPES.get(name, name)
-    if full not in _DTYPES.values():
+        usual = "float32" if device.type == "cpu" else "bfloat16"
+        name = str(given or usual).removeprefix("torch.")
+    if name not in _DTYPES:
         raise ConfigError(
-            f"there is no attention in dtype {name!r}: choose one of"
-            f" {', '.join([*_DTYPES, *_DTYPES.values()])}."
+            f"there is no attention in dtype {name!r}: choose one of {', '.join(_DTYPES)}."
         )
-    dtype: torch.dtype = getattr(torch, full)
-    return dtype
+    return _DTYPES[name]
 
 
 def family(config: PreTrainedConfig) -> Iterator[Finding]:
@@ -147,13 +145,16 @@ def family(config: PreTrainedConfig) -> Iterator[Finding]:
     try:
         check_family(kind, encoder_decoder=config.is_encoder_decoder)
     except UnsupportedError as error:
-        yield Finding("model", kind, "not supported", State.bad, str(error))
+        yield Finding("model", kind, "not supported", "bad", str(error))
         return
     group = FAMILIES.get(kind)
     if group is None:
-        todo = "compare its loss with that under sdpa on one process before you rely on it"
         yield Finding(
-            "model", kind, "not in the table of families: nobody has compared it", State.note, todo
+            "model",
+            kind,
+            "not in the table of families: nobody has compared it",
+            "note",
+            "compare its loss with that under sdpa on one process before you rely on it",
         )
     else:
         plain = group in ("PROVEN", "PACKED")
@@ -161,7 +162,7 @@ def family(config: PreTrainedConfig) -> Iterator[Finding]:
             "model",
             kind,
             PROVEN_GROUPS[group],
-            State.good if plain else State.note,
+            "good" if plain else "note",
             None if plain else "give it one document a row",
         )
         yield Finding(
@@ -182,16 +183,19 @@ def _check_config(config: PreTrainedConfig) -> Iterator[Finding]:
     try:
         check_layerdrop(config)
     except UnsupportedError as error:
-        yield Finding("model", "LayerDrop", "on", State.bad, str(error))
+        yield Finding("model", "LayerDrop", "on", "bad", str(error))
     text = config.get_text_config(decoder=True)
     for name in _DROPOUT:
         value = getattr(text, name, None)
         if isinstance(value, int | float) and value > 0:
-            todo = (
+            yield Finding(
+                "model",
+                name,
+                f"{value:g}",
+                "bad",
                 f"set {name}=0.0 in the model's config: distca refuses attention dropout in"
-                " training"
+                " training",
             )
-            yield Finding("model", name, f"{value:g}", State.bad, todo)
 
 
 def kernels(
@@ -200,75 +204,55 @@ def kernels(
     """Yield findings on the kernel that runs each kind of layers of a model, and on why earlier
     kernels cannot.
     """
-    softcap = (
-        None
-        if config is None
-        else getattr(config.get_text_config(decoder=True), "attn_logit_softcapping", None)
-    )
-    cases: list[tuple[str, Case]] = []
     if config is None:
-        cases.append(
-            (
-                f"heads of {_USUAL_WIDTH}",
-                Case(device, dtype, _USUAL_WIDTH, _USUAL_WIDTH, Scores(1.0), 1),
-            )
-        )
+        cases = [Case(device, dtype, _USUAL_WIDTH, _USUAL_WIDTH, Scores(1.0), 1)]
     else:
         try:
             keys = list_layer_keys(config, dtype, device.type)
         except DistCAError as error:
-            yield Finding("kernels", "layers", str(error), State.note)
+            yield Finding("kernels", "layers", str(error), "note")
             return
-        for key in keys:
-            widths = key.shape.head_dim, key.shape.value_head_dim
-            named = (
-                f"heads of {widths[0]}"
-                + (f", window {key.window}" if key.window else "")
-                + (", softcap" if softcap else "")
+        text = config.get_text_config(decoder=True)
+        softcap = getattr(text, "attn_logit_softcapping", None) or None
+        cases = [
+            Case(
+                device,
+                dtype,
+                key.shape.head_dim,
+                key.shape.value_head_dim,
+                Scores(1.0, key.window, softcap),
+                key.shape.heads_per_key_head,
             )
-            cases.append(
-                (
-                    named,
-                    Case(
-                        device,
-                        dtype,
-                        *widths,
-                        Scores(1.0, key.window, softcap or None),
-                        key.shape.heads_per_key_head,
-                    ),
-                )
-            )
-    for named, case in dict.fromkeys(cases):
-        yield from _check_case(named, case)
+            for key in keys
+        ]
+    for case in dict.fromkeys(cases):
+        yield from _check_case(case)
 
 
-def _check_case(named: str, asked: Case) -> Iterator[Finding]:
+def _check_case(asked: Case) -> Iterator[Finding]:
     looked_at, dtype, device = list_candidates(asked), asked.dtype, asked.device
+    window = f", window {asked.scores.window}" if asked.scores.window else ""
+    softcap = ", softcap" if asked.scores.softcap else ""
+    on = f"{str(dtype).removeprefix('torch.')} on {device.type}"
+    case = f"heads of {asked.head_dim}{window}{softcap}, {on}"
     running = next((name for name, reason in looked_at if reason is None), None)
-    case = f"{named}, {str(dtype).removeprefix('torch.')} on {device.type}"
-    before = [(name, reason) for name, reason in looked_at if reason is not None]
+    before = {name: reason for name, reason in looked_at if reason is not None}
     slow = running is not None and is_slow(running, dtype) and len(looked_at) > 1
-    todo = (
-        f"{case}: {faster}"
-        if running and (faster := suggest_faster_kernel(running, device))
-        else None
-    )
+    advice = None if running is None else suggest_faster_kernel(running, device)
     if running is None or slow:
-        todo = (
-            f"{case}: only a slow kernel fits."
-            f" {'; '.join(f'{name}: {reason}' for name, reason in before)}"
-        )
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in before.items())
+        advice = f"only a slow kernel fits. {reasons}"
         if device.type == "cuda" and dtype not in (torch.bfloat16, torch.float16):
-            todo = (
-                f"{case}: train in bfloat16 or float16 (bf16=True or fp16=True), for which there"
-                " are fast kernels"
+            advice = (
+                "train in bfloat16 or float16 (bf16=True or fp16=True), for which there are fast"
+                " kernels"
             )
     yield Finding(
         "kernels",
         case,
         f"kernel {running!r}",
-        State.bad if running is None else State.note if slow else State.good,
-        todo,
+        "bad" if running is None else "note" if slow else "good",
+        f"{case}: {advice}" if advice else None,
     )
-    for name, reason in before:
-        yield Finding("kernels", f"not {name!r}", str(reason), State.note)
+    for name, reason in before.items():
+        yield Finding("kernels", f"not {name!r}", reason, "note")

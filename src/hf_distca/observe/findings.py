@@ -82,19 +82,18 @@ class Findings:
 
     def compute_figures(self) -> dict[str, float]:
         """Compute the figures to log; those without data are left out."""
-        figures: dict[str, float] = {}
         work, measured = float(self.work.mean()), float(self.measured.mean())
-        if work:
-            figures["distca/observed_documents"] = self.slowest_work / work
-        if measured:
-            figures["distca/observed_measured"] = self.slowest_measured / measured
-            figures["distca/observed_slowest_rank"] = int(np.argmax(self.slowest))
-        if measured and self.elapsed:
-            figures["distca/observed_attention_share"] = measured / self.elapsed
-        if self.planned_mean:
-            figures["distca/observed_as_given"] = self.given / self.planned_mean
-            figures["distca/observed_dealt"] = self.dealt / self.planned_mean
-        return figures
+        figures = {
+            "documents": self.slowest_work / work if work else None,
+            "measured": self.slowest_measured / measured if measured else None,
+            "slowest_rank": int(np.argmax(self.slowest)) if measured else None,
+            "attention_share": measured / self.elapsed if measured and self.elapsed else None,
+            "as_given": self.given / self.planned_mean if self.planned_mean else None,
+            "dealt": self.dealt / self.planned_mean if self.planned_mean else None,
+        }
+        return {
+            f"distca/observed_{name}": value for name, value in figures.items() if value is not None
+        }
 
     @property
     def slow_hardware(self) -> dict[int, float]:
@@ -116,13 +115,12 @@ class Findings:
         """
         figures, ranks = self.compute_figures(), len(self.work)
         lines = ["  attention, slowest rank / mean"]
-        names = {
-            "documents": "by documents and built-in rates",
-            "measured": f"measured, under {attention}",
-            "as_given": "with hf-distca, as given, estimated",
-            "dealt": "with hf-distca, dealt, estimated",
-        }
-        for name, label in names.items():
+        for name, label in (
+            ("documents", "by documents and built-in rates"),
+            ("measured", f"measured, under {attention}"),
+            ("as_given", "with hf-distca, as given, estimated"),
+            ("dealt", "with hf-distca, dealt, estimated"),
+        ):
             if (value := figures.get(f"distca/observed_{name}")) is not None:
                 lines.append(f"    {label:<36}{value:>8.3f}")
         if share := figures.get("distca/observed_attention_share"):
@@ -139,8 +137,8 @@ class Findings:
                 " hide, such as padding; hf-distca does not, and saves more than is estimated here"
             )
         if ranks > 1 and figures.get("distca/observed_documents", 1.0) > 1 + _DIFFERENT:
-            way = f"--instead-of {attention}"
-            way = way if attention in REPLACEABLE_ATTENTION else "--attn-implementation distca"
+            is_known = attention in REPLACEABLE_ATTENTION
+            way = f"--instead-of {attention}" if is_known else "--attn-implementation distca"
             tokens = round(self.tokens / (ranks * self.batches))
             lines += [
                 f"  balance   put hf-distca run {way} in front of your command",
@@ -242,21 +240,18 @@ def _plan(
     documents = [count for row in lengths for count in row]
     tokens, rest = divmod(sum(documents), len(lengths))
     cost = next((cost for cost, _ in layers if cost.window is None), layers[0][0])
-    layouts = [Layout.from_lengths(lengths)]
-    layouts.append(
-        deal(
-            documents,
-            len(lengths),
-            [tokens + (rank < rest) for rank in range(len(lengths))],
-            cost,
-            ranks_per_node=per_node,
-        )
+    dealt_layout = deal(
+        documents,
+        len(lengths),
+        [tokens + (rank < rest) for rank in range(len(lengths))],
+        cost,
+        ranks_per_node=per_node,
     )
     given, dealt = (
         sum(
             PlanLoad(balance(layout, cost, config, ranks), cost, ranks=ranks).slowest_seconds * n
             for cost, n in layers
         )
-        for layout in layouts
+        for layout in (Layout.from_lengths(lengths), dealt_layout)
     )
     return float(given), float(dealt)

@@ -46,11 +46,7 @@ class ImbalanceCallback(TrainerCallback):
         if self._observer is not None and (control.should_log or control.should_training_stop):
             self._observer.gather()
 
-    def on_epoch_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        """Gather the facts of ranks, if there will be a log."""
-        self.on_step_end(args, state, control)
+    on_epoch_end = on_step_end
 
     def on_log(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

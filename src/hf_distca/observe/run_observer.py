@@ -77,26 +77,29 @@ class Observer:
         self.gather(end=True)
         stop_watch(self._watch)
         ranks, total = len(self._queues), self._total
-        seen = total.batches or self._unread or self._watch.unattended or self._missing
-        if self._rank or not seen:
-            return
-        lines = [
-            f"distca watched {total.batches} micro-batches on {ranks} rank{'s' * (ranks > 1)}, and"
-            " changed nothing"
-        ]
-        if total.batches:
-            lines += total.describe(self._attention)
-        if self._unread:
-            lines.append(f"  unread    {self._unread} micro-batches: {self._reason}")
-        if self._watch.unattended:
-            lines.append(
+        notes = (
+            (self._unread, f"  unread    {self._unread} micro-batches: {self._reason}"),
+            (
+                self._watch.unattended,
                 f"  unseen    {self._watch.unattended} forwards called no causal attention through"
                 " transformers' interface: compiled models and attention of their own cannot be"
-                " watched"
-            )
-        if self._missing:
-            lines.append(f"  missing   facts of ranks {self._missing}: put the meter on them, too")
-        print_lines("\n".join(lines))
+                " watched",
+            ),
+            (
+                self._missing,
+                f"  missing   facts of ranks {self._missing}: put the meter on them, too",
+            ),
+        )
+        lines = [text for count, text in notes if count]
+        if self._rank or not (total.batches or lines):
+            return
+        if total.batches:
+            lines = total.describe(self._attention) + lines
+        first = (
+            f"distca watched {total.batches} micro-batches on {ranks} rank{'s' * (ranks > 1)}, and"
+            " changed nothing"
+        )
+        print_lines("\n".join([first, *lines]))
 
     def _follow(self) -> None:
         """Join the other ranks once they have met; gather now and then where nothing is logged."""

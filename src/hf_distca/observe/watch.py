@@ -21,7 +21,7 @@ from transformers.modeling_utils import AttentionInterface
 
 from hf_distca.agreement.documents import TokenBatch
 from hf_distca.errors import DistCAError
-from hf_distca.runtime.meter import Mark, mark_now
+from hf_distca.runtime.meter import Mark, Meter, mark_now
 
 __all__ = ["DOCUMENTS", "MASKED_ROWS", "ROWS", "BatchFacts", "Watch", "start_watch", "stop_watch"]
 
@@ -66,22 +66,11 @@ class _WatchedBatch:
     tokens: TokenBatch | None
     began: float
     ended: float | None = None
-    spans: list[tuple[Mark, Mark]] = field(default_factory=list)  # of attention
+    meter: Meter = field(default_factory=Meter)  # of attention
     layers: Counter[int | None] = field(default_factory=Counter)
     computed: int = DOCUMENTS
     shape: tuple[int, int, int, int, int] = (1, 1, 1, 1, 1)
     call: tuple[str, str, int] = "", "", 0  # device, attention and number of queries
-
-    @property
-    def is_finished(self) -> bool:
-        """True if the device has computed its attention."""
-        last = self.spans[-1][1] if self.spans else 0.0
-        return isinstance(last, float) or last.query()
-
-    @property
-    def seconds(self) -> float:
-        """Seconds in attention."""
-        return sum(_count_seconds(*span) for span in self.spans)
 
     def to_facts(self) -> BatchFacts:
         """Read documents and times, with a copy from the device."""
@@ -107,19 +96,13 @@ class _WatchedBatch:
             0 if tokens is None else tokens.length,
             self.computed,
             list(self.layers.items()),
-            self.seconds,
+            self.meter.seconds,
             (self.ended or time.perf_counter()) - self.began,
             self.shape,
             torch.cuda.get_device_name() if self.call[0] == "cuda" else self.call[0],
             self.call[1],
             unread,
         )
-
-
-def _count_seconds(begin: Mark, end: Mark) -> float:
-    if isinstance(begin, float) or isinstance(end, float):
-        return float(end) - float(begin)  # type: ignore[arg-type]  # times of the host
-    return float(begin.elapsed_time(end)) / 1e3
 
 
 class Watch:
@@ -148,9 +131,8 @@ class Watch:
         taken = []
         if end and torch.cuda.is_available():
             torch.cuda.synchronize()
-        while self._batches and self._batches[0].is_finished:
+        while self._batches and self._batches[0].meter.is_finished:
             batch = self._batches.popleft()
-            batch.ended = batch.ended or time.perf_counter()
             if batch.layers:
                 taken.append(batch.to_facts())
             self.unattended += not batch.layers
@@ -199,15 +181,13 @@ class Watch:
             batch.computed = ROWS if mask is None else MASKED_ROWS
         begin = mark_now(query.device)
         result = function(module, *args, **kwargs)
-        batch.spans.append((begin, mark_now(query.device)))
+        batch.meter.span("server", begin, mark_now(query.device))
         if result[0].requires_grad:
-            _time_backward(batch.spans, result[0], tensors)
+            _time_backward(batch.meter, result[0], tensors)
         return result
 
 
-def _time_backward(
-    spans: list[tuple[Mark, Mark]], output: torch.Tensor, inputs: tuple[torch.Tensor, ...]
-) -> None:
+def _time_backward(meter: Meter, output: torch.Tensor, inputs: tuple[torch.Tensor, ...]) -> None:
     """Time the backward of a call, once it runs."""
     begun: list[Mark] = []
 
@@ -216,7 +196,7 @@ def _time_backward(
 
     def end(gradient: torch.Tensor) -> None:
         if begun:
-            spans.append((begun.pop(), mark_now(gradient.device)))
+            meter.span("server", begun.pop(), mark_now(gradient.device))
 
     output.register_hook(begin)  # type: ignore[no-untyped-call]
     for tensor in inputs:

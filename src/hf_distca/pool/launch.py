@@ -22,26 +22,32 @@ QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
 
 
 class LaunchPlace(NamedTuple):
-    """Place of a process in a launch.
+    """Place of a process in a launch, whose last processes of each node are servers.
 
     Attributes:
         node, local: number of the node, and of the process on it.
-        nodes, per_node: number of nodes, and of processes on each.
+        nodes: number of nodes.
+        trainers, servers: number of ranks that train and of servers on each node.
     """
 
     node: int
     local: int
     nodes: int
-    per_node: int
+    trainers: int
+    servers: int
 
     @classmethod
-    def of(cls, environment: Mapping[str, str]) -> LaunchPlace | None:
+    def of(cls, environment: Mapping[str, str], servers: int) -> LaunchPlace | None:
         """Read the place from the variables of torchrun and `accelerate launch`; None in a process
         that they did not start.
 
+        Args:
+            environment: the variables.
+            servers: number of servers on each node.
+
         Raises:
             ConfigError: if the launcher's variables do not allow a division into ranks that train
-                and servers.
+                and servers, or no process would train.
         """
         names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
         if "RANK" not in environment or "WORLD_SIZE" not in environment:
@@ -57,30 +63,28 @@ class LaunchPlace(NamedTuple):
                 f" these are ({told}). Start with torchrun or accelerate launch, or start servers"
                 " with `hf-distca serve` and name them by --server-address."
             )
-        return cls(rank // per_node, local, world // per_node, per_node)
-
-    def check(self, each_node: int) -> None:
-        """Raise `ConfigError` if no process would train."""
-        if each_node >= self.per_node:
+        if servers >= per_node:
             raise ConfigError(
-                f"servers={each_node} of {self.per_node} processes of a node: nobody would train."
+                f"servers={servers} of {per_node} processes of a node: nobody would train."
                 " Start more processes, or fewer servers."
             )
+        return cls(rank // per_node, local, world // per_node, per_node - servers, servers)
 
-    def is_server(self, each_node: int) -> bool:
-        """Return whether this process is one of so many servers of its node."""
-        return self.local >= self.per_node - each_node
+    @property
+    def server(self) -> int | None:
+        """Number of this server among those of all nodes; None for a rank that trains."""
+        number = self.local - self.trainers
+        return None if number < 0 else self.node * self.servers + number
 
-    def trainer_environment(self, each_node: int) -> dict[str, str]:
+    def trainer_environment(self) -> dict[str, str]:
         """Return the variables that a launcher would give this process if there were no servers."""
-        trains = self.per_node - each_node
-        rank, size = str(self.node * trains + self.local), str(self.nodes * trains)
+        rank, size = str(self.node * self.trainers + self.local), str(self.nodes * self.trainers)
         return {
             "RANK": rank,
             "WORLD_SIZE": size,
             "ROLE_RANK": rank,
             "ROLE_WORLD_SIZE": size,
-            "LOCAL_WORLD_SIZE": str(trains),
+            "LOCAL_WORLD_SIZE": str(self.trainers),
         }
 
 
@@ -139,8 +143,7 @@ def serve_launched(number: int, attempt: str, wait_seconds: float, local: int) -
     # Whoever can read the store of the launch is of the launch.
     token = secrets.token_hex(16)
     store.set(store_key(number, attempt), "{}:{} {}".format(*listening.getsockname()[:2], token))
-    del store
     # As accelerate decides it for the ranks that train.
     on_gpu = torch.cuda.is_available() and os.environ.get("ACCELERATE_USE_CPU", "false") != "true"
-    device = torch.device("cuda", local) if on_gpu else torch.device("cpu")
+    device = torch.device(f"cuda:{local}" if on_gpu else "cpu")
     sys.exit(serve(listening, token, device, wait_seconds))

@@ -1,5 +1,5 @@
-"""The observer of the ranks that train: it finds their servers, and on rank 0 announces each step
-to these.
+"""The observer of the ranks that train: it finds their servers, to which rank 0 announces each
+step.
 """
 
 from __future__ import annotations
@@ -10,8 +10,9 @@ import os
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -63,36 +64,40 @@ class PoolRanks:
     def read(cls, invitation: Mapping[str, Any], store: Store, number: int) -> PoolRanks:
         """Read the members from rank 0's invitation, for the process of this number."""
         ranks = tuple(invitation["ranks"])
-        names = {int(number): name for number, name in invitation["names"].items()}
-        meeting = PrefixStore(invitation["meeting"], _launch_store(store))
-        holds, backend = tuple(invitation["holds"]), invitation["backend"]
-        return cls(ranks, holds, names, ranks.index(number), backend, meeting)
+        return cls(
+            ranks,
+            tuple(invitation["holds"]),
+            {int(server): name for server, name in invitation["names"].items()},
+            ranks.index(number),
+            invitation["backend"],
+            PrefixStore(invitation["meeting"], _launch_store(store)),
+        )
 
     def without(self, leaving: Sequence[int]) -> PoolRanks:
         """Return the others, once those of these indices have left; this process is none of
         them.
         """
         stay = [index for index in range(len(self.ranks)) if index not in leaving]
-        ranks, holds = (
-            tuple(self.ranks[index] for index in stay),
-            tuple(self.holds[index] for index in stay),
+        return replace(
+            self,
+            ranks=tuple(self.ranks[index] for index in stay),
+            holds=tuple(self.holds[index] for index in stay),
+            rank=stay.index(self.rank),
+            store=PrefixStore(f"distca pool of {len(stay)}", self.store),
         )
-        meeting = PrefixStore(f"distca pool of {len(stay)}", self.store)
-        return PoolRanks(ranks, holds, self.names, stay.index(self.rank), self.backend, meeting)
 
     def join(self, seconds: float) -> AttentionGroup:
         """Build their group, whose members wait so long for each other. Every one of them must call
         it; for errors see `AttentionGroup.create`.
         """
         group = AttentionGroup(self.ranks, self.rank, holds=self.holds, timeout_seconds=seconds)
-        place = self.ranks, self.rank
+        make = partial(group_in_store, (self.ranks, self.rank), self.store)
 
         def connect(timeout: timedelta) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-            data, control = (
-                group_in_store(place, self.store, backend, timeout, f"{purpose} of {group.size}")
-                for purpose, backend in (("distca-data", self.backend), ("distca-control", "gloo"))
+            return (
+                make(self.backend, timeout, f"distca-data of {group.size}"),
+                make("gloo", timeout, f"distca-control of {group.size}"),
             )
-            return data, control
 
         return group.connected(connect, self.names)
 
@@ -115,7 +120,8 @@ class PoolObserver:
     attempt: str = "0"
     wait_seconds: float = 300.0
     spare: bool = False
-    controller: PoolController | None = field(default=None, init=False)  # on rank 0
+    # Only that of rank 0 has servers to tell.
+    controller: PoolController = field(default_factory=PoolController, init=False)
     _joined: tuple[object, AttentionGroup, PoolRanks] | None = field(default=None, init=False)
 
     def register(self) -> None:
@@ -124,14 +130,11 @@ class PoolObserver:
 
     def take_step(self, step: Callable[..., Any], *args: Any, **options: Any) -> Any:
         """See `GroupObserver.take_step`."""
-        if self.controller is None:
-            return step(*args, **options)
         return self.controller.take_step(step, *args, **options)
 
     def enter_phase(self, call: Call, phase: Phase, dtype: torch.dtype | None = None) -> None:
         """See `GroupObserver.enter_phase`."""
-        if self.controller is not None:
-            self.controller.enter_phase(call, phase, dtype)
+        self.controller.enter_phase(call, phase, dtype)
 
     def make_group(
         self,
@@ -150,8 +153,8 @@ class PoolObserver:
                 address and a remedy.
             DistCADesyncError: if not all of them come in time.
         """
-        if leaving:
-            return self._leave_behind(leaving)
+        if leaving and self._joined is not None:
+            return self._leave_behind(leaving, *self._joined)
         _check_members(members, size)
         if self.each_node and not self.nodes:
             raise ConfigError(
@@ -165,7 +168,8 @@ class PoolObserver:
         if world is None and int(os.environ.get("WORLD_SIZE", "1")) > 1:
             return AttentionGroup()  # before ranks have met: this one is alone, as without servers
         if world is None:
-            seconds, rank, ranks, backend = timeout_seconds or _ALONE_SECONDS, 0, 1, _lone_backend()
+            seconds, rank, ranks = timeout_seconds or _ALONE_SECONDS, 0, 1
+            backend = "nccl" if torch.cuda.is_available() else "gloo"
             store: Store = TCPStore(
                 "0.0.0.0", 0, None, True, timedelta(seconds=seconds), wait_for_workers=False
             )
@@ -179,48 +183,47 @@ class PoolObserver:
                 dist.get_backend(members if isinstance(members, dist.ProcessGroup) else None),
                 store_of_world(),
             )
-        self.controller = PoolController() if rank == 0 else None
-        if self.controller is not None:
+        self.controller = PoolController()
+        if rank == 0:
             try:
-                invitation = self._invite(self.controller, store, seconds, ranks, backend)
+                self._invite(store, seconds, ranks, backend)
             except DistCAError as error:
                 store.set(_INVITATION, json.dumps({"error": str(error)}))
                 raise
-            store.set(_INVITATION, json.dumps(invitation))
-        else:
-            invitation = _read_invitation(store, self.wait_seconds + seconds)
+        invitation = _read_invitation(store, self.wait_seconds + seconds)
         return self._join(world, PoolRanks.read(invitation, store, rank), seconds)
 
-    def _leave_behind(self, leaving: Sequence[int]) -> AttentionGroup:
-        if self._joined is None:
-            raise RuntimeError("servers leave a group that nobody has made")
-        world, group, before = self._joined
-        if self.controller is not None:
-            names = [before.names[before.ranks[index]] for index in leaving]
+    def _leave_behind(
+        self, leaving: Sequence[int], world: object, group: AttentionGroup, before: PoolRanks
+    ) -> AttentionGroup:
+        names = [before.names[before.ranks[index]] for index in leaving]
+        if self.controller.groups[-1].servers:
             _log.warning("%s was told to end: training goes on without it", ", ".join(names))
-            self.controller.leave_behind(leaving, names)
+        self.controller.leave_behind(leaving, names)
         return self._join(world, before.without(leaving), group.timeout_seconds)
 
     def _join(self, world: object, ranks: PoolRanks, seconds: float) -> AttentionGroup:
         group = ranks.join(seconds)
-        if self.controller is not None:
-            self.controller.groups[-1].group = group
+        self.controller.groups[-1].group = group
         self._joined = world, group, ranks
         return group
 
-    def _invite(
-        self, controller: PoolController, store: Store, seconds: float, ranks: int, backend: str
-    ) -> dict[str, Any]:
-        """Find the servers and tell each where to meet.
-
-        Return the invitation for ranks that train.
-        """
-        deadline, servers = time.monotonic() + self.wait_seconds, controller.groups[-1].servers
+    def _invite(self, store: Store, seconds: float, ranks: int, backend: str) -> None:
+        """Find the servers, and tell each and the ranks that train where to meet."""
+        tcp = _launch_store(store)
+        if not isinstance(tcp, TCPStore):
+            raise ConfigError(
+                f"torch.distributed was started with a {type(tcp).__name__}, which servers cannot"
+                " reach: start it over TCP, as torchrun and accelerate launch do."
+            )
+        deadline, servers = time.monotonic() + self.wait_seconds, self.controller.groups[-1].servers
         published = [
-            self._find_published(store, number, deadline)
-            for number in range(self.nodes * self.each_node)
+            *(
+                self._find_published(store, number, deadline)
+                for number in range(self.nodes * self.each_node)
+            ),
+            *((address, read_token()) for address in self.addresses),
         ]
-        published += [(address, read_token()) for address in self.addresses]
         addresses = [address for address, _ in published]
         if doubled := {address for address in addresses if addresses.count(address) > 1}:
             raise ConfigError(
@@ -244,18 +247,16 @@ class PoolObserver:
             "seconds": seconds,
             "spare": self.spare,
         }
-        host, port = _tcp_address(store)
         for number, words in enumerate(servers.values(), start=ranks):
             words.send(
                 {
                     **invitation,
                     "number": number,
-                    "host": words.here if host in _ANYWHERE else host,
-                    "port": port,
+                    "host": words.here if tcp.host in _ANYWHERE else tcp.host,
+                    "port": tcp.port,
                 }
             )
-        as_sent: dict[str, Any] = json.loads(json.dumps(invitation))
-        return as_sent
+        store.set(_INVITATION, json.dumps(invitation))
 
     def _find_published(self, store: Store, number: int, deadline: float) -> tuple[str, str]:
         """Find the address and the token of a server of the launch."""
@@ -322,29 +323,10 @@ def _launch_store(store: Store) -> Any:
     return store
 
 
-def _tcp_address(store: Store) -> tuple[str, int]:
-    tcp = _launch_store(store)
-    if not isinstance(tcp, TCPStore):
-        raise ConfigError(
-            f"torch.distributed was started with a {type(tcp).__name__}, which servers cannot"
-            " reach: start it over TCP, as torchrun and accelerate launch do."
-        )
-    return tcp.host, tcp.port
-
-
 def _order_members(ranks: int, nodes: int, each_node: int, servers: int) -> list[int]:
     """Return the numbers of all members in the order of the group: node by node ranks
     that train and their servers, then other servers.
     """
-    order: list[int] = []
-    for node in range(nodes):
-        first, last = (ranks * number // nodes for number in (node, node + 1))
-        order += [
-            *range(first, last),
-            *range(ranks + node * each_node, ranks + (node + 1) * each_node),
-        ]
-    return order + [number for number in range(ranks + servers) if number not in order]
-
-
-def _lone_backend() -> str:
-    return "nccl" if torch.cuda.is_available() else "gloo"
+    node_of = [rank * nodes // ranks for rank in range(ranks)]
+    node_of += [min(server // max(each_node, 1), nodes) for server in range(servers)]
+    return sorted(range(ranks + servers), key=node_of.__getitem__)

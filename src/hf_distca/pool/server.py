@@ -49,7 +49,7 @@ from hf_distca.runtime.call import Call
 from hf_distca.runtime.empty_rows import make_empty_operands
 from hf_distca.runtime.meter import Meter
 
-__all__ = ["EndedError", "Server", "find_step", "serve"]
+__all__ = ["EndedError", "Server", "serve"]
 
 _LOOK_SECONDS = 1.0  # between two looks whether another rank has left
 _END_SECONDS = 3.0  # that rank 0, which fails when others do not come, may take to say so
@@ -88,36 +88,34 @@ def serve(
     if device.type == "cuda":
         torch.cuda.set_device(device)
     host, port = listening.getsockname()[:2]
-    say = partial(_print_line, f"server at {host}:{port}")
+
+    def say(text: str) -> None:
+        sys.stderr.write(f"hf-distca: server at {host}:{port} {text}\n")
+
     server: Server | None = None
     try:
         say(f"waits on {device} for the ranks that train")
         words = _accept(listening, partial(_refusal_reason, token, device, say), wait_seconds)
-        invitation = _receive_invitation(words, wait_seconds)
-        server = Server(
-            PoolRanks.read(invitation, _connect_store(invitation), invitation["number"]),
-            invitation["seconds"],
-            device,
+        invitation = words.receive(wait_seconds)  # once rank 0 has found all servers
+        if not isinstance(invitation, dict):
+            raise EndedError("the run failed before it began, see the log of rank 0")
+        ranks = PoolRanks.read(invitation, _connect_store(invitation), invitation["number"])
+        server = Server(ranks, invitation["seconds"], device)
+        say(
+            f"is rank {invitation['number']} of {len(ranks.ranks)}, and serves the"
+            f" {sum(ranks.holds)} that train"
         )
-        say(server.role)
-        Thread(target=_refuse, args=[listening], name="distca refusals", daemon=True).start()
-        Thread(
-            target=_outlive_briefly, args=[words, server, say], name="distca end", daemon=True
-        ).start()
+        Thread(target=_accept, args=[listening, _refuse, None], daemon=True).start()
+        Thread(target=_outlive_briefly, args=[words, server, say], daemon=True).start()
         if invitation["spare"]:
             signal.signal(signal.SIGTERM, partial(_leave_by_signal, say, server))
         server.run(words)
-    except EndedError as end:
-        say(f"{server.done if server else 'served nothing'}; ended: {end}")
-        return end.status
-    except (DistCADesyncError, EOFError, OSError) as error:
-        why = (
-            error
-            if isinstance(error, DistCADesyncError)
-            else f"rank 0 has ended without a word, see its log ({error})"
-        )
+    except (EndedError, DistCADesyncError, EOFError, OSError) as end:
+        why = str(end)
+        if isinstance(end, EOFError | OSError):
+            why = f"rank 0 has ended without a word, see its log ({end})"
         say(f"{server.done if server else 'served nothing'}; ended: {why}")
-        return 1
+        return getattr(end, "status", 1)
 
 
 class _UsedPlan(NamedTuple):
@@ -163,7 +161,7 @@ class Server:
                 with self._group.reporting(f"taking the step {step!r}"), torch.no_grad():
                     for name in forgotten:
                         self._known.pop(name, None)
-                    result = find_step(step)(self, **arguments)
+                    result = STEPS[step](self, **arguments)
                     results = result if isinstance(result, list) else [result]
                     self._known |= {
                         f"{serial}.{n}": known for n, known in enumerate(results) if known
@@ -178,12 +176,6 @@ class Server:
             if self._group.monitor is not None and getattr(end, "status", True):
                 self._group.monitor.leave(f"ended: {end}")
             raise
-
-    @property
-    def role(self) -> str:
-        """Role in its group, in words."""
-        number, train = self._ranks.ranks[self._ranks.rank], sum(self._ranks.holds)
-        return f"is rank {number} of {self._group.size}, and serves the {train} that train"
 
     @property
     def done(self) -> str:
@@ -237,9 +229,11 @@ class Server:
         in_background: bool = False,
     ) -> PendingPlans:
         """Take part when ranks announce documents and begin to plan them."""
-        asked = read_requests(requests, [None] * len(requests))
         return self._planner(session).begin_plans(
-            asked, self._group, place, in_background=in_background
+            read_requests(requests, [None] * len(requests)),
+            self._group,
+            place,
+            in_background=in_background,
         )
 
     def finish_plans(self, session: str, pending: str) -> list[BatchPlan]:
@@ -275,8 +269,12 @@ class Server:
         """Begin a call, when a layer sends its queries, keys and values."""
         session, key, used = self._known[work]
         operands = make_empty_operands(key.shape, read_dtype(layer["dtype"]), self._device)
-        scores = Scores(layer["scale"], used.window, layer["softcap"])
-        server = session.make_server(used, operands.q_THD, key.shape, scores)
+        server = session.make_server(
+            used,
+            operands.q_THD,
+            key.shape,
+            Scores(layer["scale"], used.window, layer["softcap"]),
+        )
         server.reporting = partial(used.group.reporting, f"computing {place}")
         self._calls[call] = taken = Call(
             used.route, used.group.at(place, used.route.forward_exchanges), server
@@ -335,18 +333,11 @@ STEPS: dict[str, Callable[..., object]] = {
 }
 
 
-def find_step(name: str) -> Callable[..., object]:
-    """Return the step of that name; raise `ValueError` if there is none."""
-    if name not in STEPS:
-        known = ", ".join(sorted(STEPS))
-        raise ValueError(f"rank 0 named the step {name!r}, and servers take {known}")
-    return STEPS[name]
-
-
 def _accept(
     listening: socket.socket, why_not: Callable[[Any], str | None], wait_seconds: float | None
 ) -> JsonLineConnection:
-    """Accept the connection of a rank 0 that this server can serve.
+    """Accept the connection of a rank 0 that this server can serve, after those of strangers and
+    those that `why_not` gives a reason to refuse.
 
     Raises:
         EndedError: if none comes in time.
@@ -355,28 +346,16 @@ def _accept(
     while (left := deadline - time.monotonic()) > 0:
         listening.settimeout(None if wait_seconds is None else left)
         with suppress(TimeoutError):
-            if (words := _accept_client(listening, why_not)) is not None:
+            words = JsonLineConnection(listening.accept()[0], _HANDSHAKE_SECONDS)
+            try:
+                error = why_not(words.receive(_HANDSHAKE_SECONDS, _HANDSHAKE_BYTES))
+                words.send({"error": error})
+            except (EOFError, OSError, ValueError, RecursionError, TypeError, AttributeError):
+                error = "a stranger"
+            if error is None:
                 return words
+            words.close()
     raise EndedError(f"no ranks came within {wait_seconds:g} s")
-
-
-def _accept_client(
-    listening: socket.socket, why_not: Callable[[Any], str | None]
-) -> JsonLineConnection | None:
-    """Accept the next connection.
-
-    Return None if it comes from a stranger or `why_not` gives a reason to refuse it.
-    """
-    words = JsonLineConnection(listening.accept()[0], _HANDSHAKE_SECONDS)
-    try:
-        error = why_not(words.receive(_HANDSHAKE_SECONDS, _HANDSHAKE_BYTES))
-        words.send({"error": error})
-    except (EOFError, OSError, ValueError, RecursionError, TypeError, AttributeError):
-        error = "a stranger"
-    if error is None:
-        return words
-    words.close()
-    return None
 
 
 def _refusal_reason(
@@ -384,32 +363,31 @@ def _refusal_reason(
 ) -> str | None:
     """Return why this server cannot serve a client that sent this greeting; None if it can."""
     here, there, wanted = version("hf-distca"), asked.get("version"), asked.get("device")
-    why = None
-    if not hmac.compare_digest(str(asked.get("token", "")).encode(), token.encode()):
-        why = (
+    conditions = (
+        (
+            hmac.compare_digest(str(asked.get("token", "")).encode(), token.encode()),
             "it asks for another token. Set HF_DISTCA_POOL_TOKEN to the same where this server and"
-            " where the ranks that train are started."
-        )
-    elif there != here:
-        why = f"it runs hf-distca {here}, and rank 0 {there}. Install one version everywhere."
-    elif wanted != device.type:
-        why = (
+            " where the ranks that train are started.",
+        ),
+        (
+            there == here,
+            f"it runs hf-distca {here}, and rank 0 {there}. Install one version everywhere.",
+        ),
+        (
+            wanted == device.type,
             f"it computes on {device.type}, and rank 0 on {wanted}. Start it with --device"
-            f" {wanted}."
-        )
+            f" {wanted}.",
+        ),
+    )
+    why = next((text for is_met, text in conditions if not is_met), None)
     if why is not None:
         say(f"turned ranks away: {why}")
     return why
 
 
-def _refuse(listening: socket.socket) -> None:
-    """Refuse all further connections, because this server is taken."""
-    listening.settimeout(None)
-    while True:
-        _accept_client(
-            listening,
-            lambda _: "it serves the ranks of another run. Start a server of its own for each run.",
-        )
+def _refuse(_asked: object) -> str:
+    """Return why a server that is taken refuses all further connections."""
+    return "it serves the ranks of another run. Start a server of its own for each run."
 
 
 def _outlive_briefly(words: JsonLineConnection, server: Server, say: Callable[[str], None]) -> None:
@@ -423,14 +401,6 @@ def _outlive_briefly(words: JsonLineConnection, server: Server, say: Callable[[s
         " ago)"
     )
     os._exit(1)
-
-
-def _receive_invitation(words: JsonLineConnection, seconds: float | None) -> Mapping[str, Any]:
-    """Receive the invitation to the group, once rank 0 has found all servers."""
-    invitation = words.receive(seconds)
-    if not isinstance(invitation, dict):
-        raise EndedError("the run failed before it began, see the log of rank 0")
-    return invitation
 
 
 def _connect_store(invitation: Mapping[str, Any]) -> Store:
@@ -461,8 +431,3 @@ def _leave_by_signal(
         f"was told to end by {signal.Signals(number).name}, and serves until the others go on"
         " without it; again to end at once"
     )
-
-
-def _print_line(who: str, text: str) -> None:
-    sys.stderr.write(f"hf-distca: {who} {text}\n")
-    sys.stderr.flush()

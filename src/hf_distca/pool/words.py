@@ -15,6 +15,7 @@ import socket
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, fields
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -37,8 +38,14 @@ __all__ = [
     "read_shares",
 ]
 
-# How often TCP asks whether the other side's host is there, and how often in vain.
-_ALIVE_SECONDS, _ALIVE_TIMES = 10, 6
+_SOCKET_OPTIONS = {
+    (socket.IPPROTO_TCP, socket.TCP_NODELAY): 1,
+    # A node that is lost says nothing: TCP asks every 10 s whether it is there, 6 times in vain.
+    (socket.SOL_SOCKET, socket.SO_KEEPALIVE): 1,
+    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE): 10,
+    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL): 10,
+    (socket.IPPROTO_TCP, socket.TCP_KEEPCNT): 6,
+}
 _PART_BYTES = 1 << 16
 _WORD_BYTES = 1 << 28  # at most: a share of a global batch has some of each document
 _DTYPES = {
@@ -56,12 +63,8 @@ class JsonLineConnection:
     """
 
     def __init__(self, connected: socket.socket, seconds: float) -> None:
-        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        # A node that is lost says nothing.
-        connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL):
-            connected.setsockopt(socket.IPPROTO_TCP, option, _ALIVE_SECONDS)
-        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _ALIVE_TIMES)
+        for (level, option), value in _SOCKET_OPTIONS.items():
+            connected.setsockopt(level, option, value)
         self.here = connected.getsockname()[0]
         self._socket, self._seconds, self._came = connected, seconds, bytearray()
 
@@ -89,10 +92,9 @@ class JsonLineConnection:
             if (left := deadline - time.monotonic()) <= 0:
                 raise TimeoutError(f"no word came within {seconds:g} s")
             self._socket.settimeout(None if seconds is None else left)
-            part = self._socket.recv(_PART_BYTES)
-            if not part:
+            self._came += self._socket.recv(_PART_BYTES)
+            if len(self._came) == read:
                 raise EOFError("the other side has ended")
-            self._came += part
         line = self._came[:end]
         del self._came[: end + 1]
         return json.loads(line)
@@ -127,15 +129,14 @@ def _encode(value: Any) -> Any:
         case Documents():
             return value.span_ranks
         case DealtShare():
-            layouts = [
-                (layout.document, layout.start, layout.length, layout.offsets)
-                for layout in value.layouts
-            ]
             return {
                 "batch": value.batch_id,
                 "documents": value.digest,
                 "config": value.loader_config,
-                "layouts": layouts,
+                "layouts": [
+                    (layout.document, layout.start, layout.length, layout.offsets)
+                    for layout in value.layouts
+                ],
             }
     raise TypeError(f"no word for {value!r}")
 
@@ -176,17 +177,17 @@ def read_requests(requests: Sequence[Any], shares: Sequence[DealtShare | None]) 
 
 def read_shares(shares: Sequence[Mapping[str, Any]]) -> list[DealtShare]:
     """Read shares, as seen from a rank that the batch is not dealt to."""
-    read: list[DealtShare] = []
-    for share in shares:
-        columns = [
-            [np.array(column, dtype=np.int64) for column in layout] for layout in share["layouts"]
-        ]
-        layouts = tuple(
-            Layout(document, start, length, offsets) for document, start, length, offsets in columns
+    numbers = partial(np.array, dtype=np.int64)
+    return [
+        DealtShare(
+            tuple(share["batch"]),
+            -1,
+            tuple(
+                Layout(numbers(document), numbers(start), numbers(length), numbers(offsets))
+                for document, start, length, offsets in share["layouts"]
+            ),
+            share["documents"],
+            read_config(share["config"]),
         )
-        read.append(
-            DealtShare(
-                tuple(share["batch"]), -1, layouts, share["documents"], read_config(share["config"])
-            )
-        )
-    return read
+        for share in shares
+    ]

@@ -14,8 +14,10 @@ May import `late_imports`, `integration`, `observe`, `pool` and `cli`.
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
+import runpy
 import sys
 from collections.abc import Mapping, Sequence
 from errno import ENOEXEC
@@ -27,6 +29,7 @@ from typing import Any, Literal, NamedTuple, NoReturn
 
 from hf_distca.errors import ConfigError, DistCAError
 from hf_distca.late_imports import when_imported, when_models_load
+from hf_distca.pool.addresses import parse_address
 
 __all__ = [
     "Options",
@@ -40,6 +43,11 @@ __all__ = [
 
 _OPTIONS, _PYTHONPATH = "HF_DISTCA_RUN", "PYTHONPATH"
 _CHILD_START = str(Path(__file__).parents[1] / "cli" / "child_start")
+_CHOICES: dict[str, tuple[object, ...]] = {
+    "attn_implementation": (None, "distca"),
+    "collator": ("check", "replace"),
+    **dict.fromkeys(("summary", "spare_servers", "observe"), (True, False)),
+}
 
 
 class Options(NamedTuple):
@@ -92,11 +100,11 @@ class Options(NamedTuple):
             if value != self._field_defaults[name]
         }
         before = environment.get(_PYTHONPATH)
-        paths = (
-            [path for path in before.split(os.pathsep) if path != _CHILD_START] if before else []
-        )
-        changed = json.loads(environment.get(_OPTIONS, "{}")) | changed
-        return {_OPTIONS: json.dumps(changed), _PYTHONPATH: os.pathsep.join([_CHILD_START, *paths])}
+        paths = [_CHILD_START, *(before.split(os.pathsep) if before else [])]
+        return {
+            _OPTIONS: json.dumps(json.loads(environment.get(_OPTIONS, "{}")) | changed),
+            _PYTHONPATH: os.pathsep.join(dict.fromkeys(paths)),
+        }
 
     @classmethod
     def read(cls, environment: Mapping[str, str]) -> Options:
@@ -109,15 +117,18 @@ class Options(NamedTuple):
         Raises:
             ConfigError, UnsupportedError: if it cannot.
         """
-        if self.attn_implementation not in (None, "distca"):
-            raise ConfigError(f"attn_implementation={self.attn_implementation!r} must be 'distca'.")
-        if self.collator not in ("check", "replace"):
-            raise ConfigError(f"collator={self.collator!r} must be 'check' or 'replace'.")
-        for name in ("summary", "spare_servers", "observe"):
-            if not isinstance(getattr(self, name), bool):
-                raise ConfigError(f"{name}={getattr(self, name)!r} must be True or False.")
-        if self.observe:
-            self._check_only_observes()
+        for name, choices in _CHOICES.items():
+            texts = [repr(choice) for choice in choices]
+            if repr(getattr(self, name)) not in texts:
+                expected = " or ".join(texts).removeprefix("None or ")
+                raise ConfigError(f"{name}={getattr(self, name)!r} must be {expected}.")
+        changing = ("attn_implementation", "instead_of", "tokens_per_rank", "settings", "servers")
+        given = [name for name in (*changing, "server_address") if getattr(self, name)]
+        if self.observe and given:
+            raise ConfigError(
+                f"observe measures training as it is, and {', '.join(given)} would change it: give"
+                " one or the other."
+            )
         if self.instead_of is not None:
             from hf_distca.config import check_replaceable
 
@@ -127,20 +138,8 @@ class Options(NamedTuple):
             if isinstance(value, bool) or not isinstance(value, int | float) or value < least:
                 raise ConfigError(f"{name}={value!r} must be at least {least}.")
         for address in self.server_address:
-            from hf_distca.pool.addresses import parse_address
-
             parse_address(address)
         return self
-
-    def _check_only_observes(self) -> None:
-        """Raise if an option would change what is observed."""
-        changing = ("attn_implementation", "instead_of", "tokens_per_rank", "settings", "servers")
-        given = [name for name in (*changing, "server_address") if getattr(self, name)]
-        if given:
-            raise ConfigError(
-                f"observe measures training as it is, and {', '.join(given)} would change it: give"
-                " one or the other."
-            )
 
 
 def read_options(file: Path | None, changes: Sequence[str], **given: Any) -> Options:
@@ -192,27 +191,14 @@ def begin(options: Options) -> None:
             ConfigError
         ) as error:  # where Python sets itself up, an exception would be no more than a line
             sys.stderr.write(f"hf-distca: {error}\n")
-            sys.stderr.flush()
             os._exit(2)
-    if options.launched is not None or options.servers or options.server_address:
-        when_models_load(partial(_join_pool, options))
-    if options.settings is not None or options.instead_of is not None:
-        when_models_load(partial(_configure, options))
-    if options.attn_implementation is not None:
-        when_models_load(_make_default)
-    if options.tokens_per_rank is not None:
-        when_imported(
-            "transformers.trainer",
-            partial(_deal_before_training, options.tokens_per_rank, options.collator),
-        )
     if options.observe:
         when_models_load(_observe)
         when_imported("transformers.trainer", _observe_trainers)
         return
-    when_imported("transformers.trainer", partial(_add_callbacks, options.summary))
+    when_models_load(partial(_prepare_models, options))
+    when_imported("transformers.trainer", partial(_prepare_trainers, options))
     if options.summary:
-        import atexit
-
         atexit.register(_print_summary)
 
 
@@ -223,37 +209,20 @@ def _become_launched(options: Options) -> Options:
     """
     from hf_distca.pool.launch import QUIET, LaunchPlace
 
-    place = LaunchPlace.of(os.environ)
+    place = LaunchPlace.of(os.environ, options.servers)
     if place is None:
         return options
-    place.check(options.servers)
     os.environ.pop(_OPTIONS, None)  # each process has its own from here on
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    if place.is_server(options.servers):
-        number = place.node * options.servers + place.local - (place.per_node - options.servers)
-        arguments = f"{number}, {attempt!r}, {options.server_wait}, {place.local}"
+    if place.server is not None:
+        arguments = f"{place.server}, {attempt!r}, {options.server_wait}, {place.local}"
         code = f"from hf_distca.pool.launch import serve_launched; serve_launched({arguments})"
         nothing = Options(summary=False).environment(os.environ)
         os.execve(sys.executable, [sys.executable, "-c", code], os.environ | QUIET | nothing)
-    world = place.trainer_environment(options.servers)
     options = options._replace(servers=0, launched=(place.nodes, options.servers, attempt))
     # What this process starts is of the smaller world, too.
-    os.environ |= world | options.environment(os.environ)
+    os.environ |= place.trainer_environment() | options.environment(os.environ)
     return options
-
-
-def _join_pool(options: Options) -> None:
-    from hf_distca.pool.observer import PoolObserver
-
-    nodes, each_node, attempt = options.launched or (0, options.servers, "0")
-    PoolObserver(
-        tuple(options.server_address),
-        nodes,
-        each_node,
-        attempt,
-        options.server_wait,
-        options.spare_servers,
-    ).register()
 
 
 def find_command(command: str) -> Path:
@@ -312,8 +281,6 @@ _script_names: dict[str, Any] = {}
 
 def run_module(name: str, arguments: Sequence[str], options: Options) -> None:
     """Run a module in this process as ``__main__``, as ``python -m`` does."""
-    import runpy
-
     _start_distca(options)
     sys.argv = [name, *arguments]
     _script_names.update(runpy.run_module(name, run_name="__main__", alter_sys=True))
@@ -333,10 +300,15 @@ def run_command(path: Path, arguments: Sequence[str], options: Options) -> None:
     Raises:
         SystemExit: if the file is no program.
     """
-    if not _is_python(path):
-        _exec_script(path, arguments, options)
-    import runpy
-
+    try:
+        with path.open("rb") as file:
+            beginning = file.read(256)
+    except OSError:  # programs can be run that cannot be read
+        beginning = b"\0"
+    first_line = beginning.partition(b"\n")[0]
+    if path.suffix != ".py" and not (first_line.startswith(b"#!") and b"python" in first_line):
+        is_text = b"\0" not in beginning and not beginning.startswith(b"\x7fELF")
+        _execute([str(path), *arguments], os.environ | options.environment(os.environ), is_text)
     _start_distca(options)
     sys.argv = [str(path), *arguments]
     if not sys.flags.safe_path:  # as Python does for a script: what lies beside it can be imported
@@ -344,68 +316,59 @@ def run_command(path: Path, arguments: Sequence[str], options: Options) -> None:
     _script_names.update(runpy.run_path(str(path), run_name="__main__"))
 
 
-def _is_python(path: Path) -> bool:
-    if path.suffix == ".py":
-        return True
-    try:
-        with path.open("rb") as file:
-            first = file.readline(256)
-    except OSError:  # programs can be run that cannot be read
-        return False
-    return first.startswith(b"#!") and b"python" in first
-
-
 def _start_distca(options: Options) -> None:
     os.environ |= options.environment(os.environ)
     begin(options)
 
 
-def _exec_script(path: Path, arguments: Sequence[str], options: Options) -> NoReturn:
-    environment = os.environ | options.environment(os.environ)
+def _execute(command: list[str], environment: Mapping[str, str], is_text: bool) -> NoReturn:
+    """Replace this process by a program, or by a shell for a text that names none, as shells do."""
     try:
-        try:
-            os.execve(path, [str(path), *arguments], environment)
-        except OSError as error:
-            shell = which("bash") or which("sh")
-            if error.errno != ENOEXEC or shell is None or not _is_text(path):
-                raise
-            # As a shell does with a script that names none.
-            os.execve(shell, [shell, str(path), *arguments], environment)
+        os.execve(command[0], command, environment)
     except OSError as error:
-        sys.stderr.write(f"hf-distca: {path} cannot be run: {error.strerror}.\n")
+        shell = which("bash") or which("sh")
+        if error.errno == ENOEXEC and is_text and shell is not None:
+            os.execve(shell, [shell, *command], environment)
+        sys.stderr.write(f"hf-distca: {command[0]} cannot be run: {error.strerror}.\n")
         raise SystemExit(2) from None
 
 
-def _is_text(path: Path) -> bool:
-    """Return whether a shell would take a file for a script: a program begins with other bytes."""
-    with path.open("rb") as file:
-        first = file.read(256)
-    return b"\0" not in first and not first.startswith(b"\x7fELF")
-
-
-def _configure(options: Options) -> None:
+def _prepare_models(options: Options) -> None:
+    """Do what the options ask for models, before the first one is made."""
     from hf_distca.config import DistCAConfig
+    from hf_distca.integration.attention_names import make_distca_default
     from hf_distca.integration.current_session import configure
 
-    configure(DistCAConfig(**(options.settings or {})), instead_of=options.instead_of)
+    if options.launched is not None or options.servers or options.server_address:
+        from hf_distca.pool.observer import PoolObserver
+
+        nodes, each_node, attempt = options.launched or (0, options.servers, "0")
+        PoolObserver(
+            tuple(options.server_address),
+            nodes,
+            each_node,
+            attempt,
+            options.server_wait,
+            options.spare_servers,
+        ).register()
+    if options.settings is not None or options.instead_of is not None:
+        configure(DistCAConfig(**(options.settings or {})), instead_of=options.instead_of)
+    if options.attn_implementation is not None:
+        make_distca_default()
 
 
-def _deal_before_training(tokens_per_rank: int, collator: Literal["check", "replace"]) -> None:
+def _prepare_trainers(options: Options) -> None:
+    """Do what the options ask for every Trainer, before the first one is made."""
+    from hf_distca.integration.training.callback import add_callbacks
     from hf_distca.integration.training.deal_trainer import deal_before_training
 
-    deal_before_training(tokens_per_rank, collator)
-
-
-def _make_default() -> None:
-    from hf_distca.integration.attention_names import make_distca_default
-
-    make_distca_default()
+    if options.tokens_per_rank is not None:
+        deal_before_training(options.tokens_per_rank, options.collator)
+    add_callbacks(options.summary)
 
 
 def _observe() -> None:
     """Watch the loops of this process."""
-    import atexit
-
     from hf_distca.observe.run_observer import Observer
 
     atexit.register(Observer().end)
@@ -417,20 +380,9 @@ def _observe_trainers() -> None:
     observe_trainers()
 
 
-def _add_callbacks(summary: bool) -> None:
-    from hf_distca.integration.training.callback import add_callbacks
-
-    add_callbacks(summary)
-
-
 def _print_summary() -> None:
-    """Print the balance, on the first rank of a process that balanced anything, unless that was
-    done before.
-    """
+    """Print the balance of a process that balanced anything, unless that was done before."""
     if "hf_distca.integration.current_session" in sys.modules:
-        from hf_distca.integration.current_session import current_session
-        from hf_distca.integration.training.reports import print_summary
+        from hf_distca.integration.training.reports import print_last_summary
 
-        session = current_session()
-        if not session.has_summary:
-            print_summary(session.planner.history.total, session)
+        print_last_summary()

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from hf_distca.errors import ReportError
 from hf_distca.input_files import read_file
@@ -60,9 +59,7 @@ class RunFolder:
                 " and hf_distca.DistCACallback() among the callbacks of the Trainer, and give the"
                 " output_dir of that run."
             )
-        folder = cls(
-            path, _read_record(record), sorted(_read_traces(path), key=lambda trace: trace.rank)
-        )
+        folder = cls(path, _read_record(record), _read_traces(path))
         if not folder.rows_of(StepsRow):
             raise ReportError(
                 f"{record} tells of no micro-batch yet: wait until the run has logged, or look at"
@@ -87,27 +84,25 @@ def _read_record(path: Path) -> list[Row]:
     return rows
 
 
-def _read_traces(path: Path) -> Iterator[RankTrace]:
+def _read_traces(path: Path) -> list[RankTrace]:
     """Read the timelines of the folder, within the run's, that has the newest one."""
     newest = max(path.rglob("rank_*.json"), key=lambda file: file.stat().st_mtime, default=None)
+    traces: list[RankTrace] = []
     for file in () if newest is None else newest.parent.glob("rank_*.json"):
-        yield from _read_trace(file)
+        data = read_json(read_file(file), str(file))
+        if isinstance(data, dict) and isinstance(data.get("traceEvents"), list):  # or another's
+            traces.append(_read_trace(file, data["traceEvents"]))
+    return sorted(traces, key=lambda trace: trace.rank)
 
 
-def _read_trace(path: Path) -> Iterator[RankTrace]:
-    data = read_json(read_file(path), str(path))
-    events = data.get("traceEvents") if isinstance(data, dict) else None
-    if not isinstance(events, list):  # of somebody else
-        return
+def _read_trace(path: Path, events: list[Any]) -> RankTrace:
     try:
-        spans = [event for event in events if event["ph"] == "X"]
-        travelled = sum(
-            float(span["dur"]) for span in spans if span["name"] in ("dispatch", "return")
-        )
-        waited = sum(float(span["dur"]) for span in spans if span["name"] == "wait")
+        spans = [(event["name"], float(event["dur"])) for event in events if event["ph"] == "X"]
         rank = int(path.stem.removeprefix("rank_"))
     except (KeyError, OverflowError, TypeError, ValueError) as error:
         raise ReportError(
             f"{path} is no timeline of hf_distca: {error!r}. Move the file away."
         ) from error
-    yield RankTrace(rank, 1 - waited / travelled if travelled > 0 else None)
+    travelled = sum(seconds for name, seconds in spans if name in ("dispatch", "return"))
+    waited = sum(seconds for name, seconds in spans if name == "wait")
+    return RankTrace(rank, 1 - waited / travelled if travelled > 0 else None)

@@ -94,14 +94,14 @@ class Picture(NamedTuple):
 
 def render(figures: Figures) -> str:
     """Render the page."""
-    text = files(__package__).joinpath("page.html").read_text(encoding="utf-8")
-    template = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(text)
+    environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    template = files(__package__).joinpath("page.html").read_text(encoding="utf-8")
     tiles = [
         (text.format(figures.total[name]), label)
         for name, label, text in _TILES
         if name in figures.total
     ]
-    page = template.render(
+    page = environment.from_string(template).render(
         figures=figures, pictures=pictures(figures), tiles=tiles, version=version("hf-distca")
     )
     return page.encode(errors="replace").decode()  # names of folders need not be text
@@ -135,15 +135,12 @@ def _seconds_by_rank(figures: PerRank) -> Picture:
         ]
         for rank in _changed_most(before, after)
     }
-    text = (
-        "Measured seconds in attention kernels, forward and backward, over the whole run. Before:"
-        " seconds given back to the rank whose documents they were spent"
-        f" on.{_not_drawn(len(before))}"
-    )
     return Picture(
         "ranks",
         "Attention seconds by rank",
-        text,
+        "Measured seconds in attention kernels, forward and backward, over the whole run. Before:"
+        " seconds given back to the rank whose documents they were spent"
+        f" on.{_not_drawn(len(before))}",
         _time(longest),
         {"": rows},
         legend={when: colour for when, (_, colour) in sides.items()},
@@ -153,16 +150,19 @@ def _seconds_by_rank(figures: PerRank) -> Picture:
 def _plan(plan: PlanFigures) -> Picture:
     before, after = plan.per_rank.estimated_before, plan.per_rank.estimated_after
     longest, ranks = max(*before, *after) or 1.0, _changed_most(before, after)
-    sides = {
-        "as the documents lie": _stacked(plan.before, ranks, longest),
-        "as planned": _stacked(plan.after, ranks, longest),
-    }
-    text = (
+    return Picture(
+        "plan",
+        "The plan of a step",
         f"Micro-batch {plan.micro_batch}, step {plan.step}: estimated seconds of one layer by rank,"
         " in pieces of documents, with the document's number. What a rank computes for another one"
-        f" is hatched.{_not_drawn(len(before))}"
+        f" is hatched.{_not_drawn(len(before))}",
+        _time(longest),
+        {
+            "as the documents lie": _stacked(plan.before, ranks, longest),
+            "as planned": _stacked(plan.after, ranks, longest),
+        },
+        legend={},
     )
-    return Picture("plan", "The plan of a step", text, _time(longest), sides, {})
 
 
 def _time(seconds: float) -> str:
@@ -188,14 +188,15 @@ def _stacked(pieces: Sequence[PlanPiece], ranks: Sequence[int], longest: float) 
     rows: Rows = {rank: [[]] for rank in ranks}
     for piece in pieces:
         for bars in rows.get(piece.rank, []):
-            tip = (
-                f"rank {piece.rank}: document {piece.document} of {piece.length} tokens,"
-                f" {piece.tokens} queries of rank {piece.home}, {_time(piece.seconds)}"
+            length = piece.seconds / longest
+            bar = Bar(
+                start=sum(bars[-1][:2]) if bars else 0.0,
+                length=length,
+                colour=DOCUMENTS[piece.document % len(DOCUMENTS)],
+                tip=f"rank {piece.rank}: document {piece.document} of {piece.length} tokens,"
+                f" {piece.tokens} queries of rank {piece.home}, {_time(piece.seconds)}",
+                label=str(piece.document) if length >= _LABELLED else "",
+                moved=piece.rank != piece.home,
             )
-            start, length = sum(bars[-1][:2]) if bars else 0.0, piece.seconds / longest
-            label, colour = (
-                str(piece.document) * (length >= _LABELLED),
-                DOCUMENTS[piece.document % len(DOCUMENTS)],
-            )
-            bars.append(Bar(start, length, colour, tip, label, piece.rank != piece.home))
+            bars.append(bar)
     return rows

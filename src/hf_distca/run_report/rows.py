@@ -9,7 +9,7 @@ own attention.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, astuple, dataclass, field, fields
 from typing import Any
 
@@ -32,7 +32,6 @@ __all__ = [
 ]
 
 RECORD_NAME = "_distca_run.jsonl"  # `Trainer.push_to_hub` leaves out what begins so
-_DIGITS = 5  # significant ones of what is estimated or measured
 
 
 @dataclass(frozen=True)
@@ -155,9 +154,8 @@ _NAMES = {kind: name for name, kind in _KINDS.items()}
 
 def write_row(row: Row) -> str:
     """Format a row as a line without its end; floats are rounded to five digits."""
-    return json.dumps(
-        {"row": _NAMES[type(row)], **_rounded(asdict(row))}, separators=(",", ":"), default=_as_json
-    )
+    exact = json.dumps({"row": _NAMES[type(row)], **asdict(row)}, default=_as_json)
+    return json.dumps(json.loads(exact, parse_float=_round_digits), separators=(",", ":"))
 
 
 def read_row(line: str, name: str) -> Row | None:
@@ -172,8 +170,16 @@ def read_row(line: str, name: str) -> Row | None:
     """
     data = read_json(line, name)
     try:
-        kind = _KINDS.get(data.pop("row"))
-        return None if kind is None else _row_of(kind, data)
+        kind = _KINDS.get(data["row"])
+        if kind is None:
+            return None
+        # A newer version may write more.
+        values = {part.name: data[part.name] for part in fields(kind) if part.name in data}
+        if "per_rank" in values:
+            values["per_rank"] = PerRank(**values["per_rank"])
+        if "parts" in values:
+            values["parts"] = [PlanPart(**part) for part in values["parts"]]
+        return kind(**{**values, "step": int(values["step"])})
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise ReportError(f"{name} is no row of a record: {error!r}.") from error
 
@@ -188,23 +194,9 @@ def read_json(text: str | bytes, name: str) -> Any:
         ) from error
 
 
-def _row_of(kind: type[Row], data: dict[str, Any]) -> Row:
-    # A newer version may write more.
-    values = {part.name: data[part.name] for part in fields(kind) if part.name in data}
-    if "per_rank" in values:
-        values["per_rank"] = PerRank(**values["per_rank"])
-    if "parts" in values:
-        values["parts"] = [PlanPart(**part) for part in values["parts"]]
-    return kind(**{**values, "step": int(values["step"])})
-
-
 def _as_json(value: Any) -> Any:
     return value.item() if isinstance(value, np.generic) else str(value)
 
 
-def _rounded(value: Any) -> Any:
-    if isinstance(value, float):
-        return float(f"{value:.{_DIGITS}g}")
-    if isinstance(value, Mapping):
-        return {key: _rounded(entry) for key, entry in value.items()}
-    return [_rounded(entry) for entry in value] if isinstance(value, list | tuple) else value
+def _round_digits(number: str) -> float:
+    return float(f"{float(number):.5g}")

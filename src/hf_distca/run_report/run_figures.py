@@ -149,10 +149,13 @@ def _totals(
         **({} if replaced is None else {"imbalance_estimated_replaced": replaced}),
         **({"hidden_share": sum(shares) / len(shares)} if shares else {}),
     }
-    losses = [{} if row.loss is None else {"loss": row.loss} for row in rows]
     return total, [
-        {"step": row.step, **_logged(tally), **loss}
-        for row, tally, loss in zip(rows, tallies, losses, strict=True)
+        {
+            "step": row.step,
+            **_logged(tally),
+            **({} if row.loss is None else {"loss": row.loss}),
+        }
+        for row, tally in zip(rows, tallies, strict=True)
     ]
 
 
@@ -178,7 +181,7 @@ def _unevenness(row: PlanRow) -> float:
 def _chosen(folder: RunFolder, plans: Sequence[PlanRow], step: int | None) -> PlanRow | None:
     """Choose the most uneven plan of a step, or of all steps."""
     steps = sorted({plan.step for plan in plans})
-    if step is not None and step not in steps:
+    if step not in (None, *steps):
         raise ReportError(
             f"there is no plan of step {step} in {folder.path}. Plans of these steps were kept: "
             f'{", ".join(map(str, steps)) or "none"}. DistCACallback(record="all") keeps all.'
@@ -208,9 +211,13 @@ def _drawn(row: PlanRow) -> PlanFigures:
     documents, homes, servers, home_speeds, server_speeds, rows, seconds = np.concatenate(
         tasks, axis=1
     )
-    at_home = _pieces(lengths, [homes, documents, homes], [rows, seconds / home_speeds])
-    as_planned = _pieces(lengths, [servers, documents, homes], [rows, seconds / server_speeds])
-    return PlanFigures(row.step, row.micro_batch, at_home, as_planned, row.per_rank)
+    return PlanFigures(
+        row.step,
+        row.micro_batch,
+        _pieces(lengths, [homes, documents, homes], [rows, seconds / home_speeds]),
+        _pieces(lengths, [servers, documents, homes], [rows, seconds / server_speeds]),
+        row.per_rank,
+    )
 
 
 def _pieces(
@@ -247,10 +254,9 @@ def _verdict(total: dict[str, float]) -> str:
         return text + " What ranks sent is of documents that lie on several of them." * bool(
             total.get("exchanged_mb_per_layer")
         )
-    subject = " The slowest rank" if in_order is None else " Dealt, the slowest rank"
     text += (
-        f"{subject} had {before:.2f} times the mean attention seconds before work was moved, and"
-        f" {after:.2f} after"
+        f" {'The' if in_order is None else 'Dealt, the'} slowest rank had {before:.2f} times the"
+        f" mean attention seconds before work was moved, and {after:.2f} after"
     )
     saved = total["slowest_seconds_before"] - total["slowest_seconds_after"]
     if saved <= 0:
@@ -276,18 +282,17 @@ def _compare_with_dealt(in_order: float, replaced: float | None) -> str:
 
 
 def _run(run: RunRow, rows: Sequence[StepsRow]) -> dict[str, dict[str, Any]]:
-    kernels = ", ".join(dict.fromkeys(kernel for row in rows for kernel in row.kernels))
-    facts = {
-        "started": run.started.replace("T", " ").replace("+00:00", " UTC"),
-        "ranks": run.ranks,
-        "nodes": run.nodes or "not known",
-        "device of rank 0": run.device,
-        "kernels": kernels,
-        **({"resumed after step": run.step} if run.step else {}),
-    }
     return {
-        "run": facts,
-        **{
-            name: dict(getattr(run, name)) for name in ("model", "settings", "training", "versions")
+        "run": {
+            "started": run.started.replace("T", " ").replace("+00:00", " UTC"),
+            "ranks": run.ranks,
+            "nodes": run.nodes or "not known",
+            "device of rank 0": run.device,
+            "kernels": ", ".join(dict.fromkeys(name for row in rows for name in row.kernels)),
+            **({"resumed after step": run.step} if run.step else {}),
         },
+        "model": dict(run.model),
+        "settings": dict(run.settings),
+        "training": dict(run.training),
+        "versions": dict(run.versions),
     }

@@ -14,6 +14,7 @@ from hf_distca.kernels.variants import late_compiles
 __all__ = [
     "Metrics",
     "nothing_moved_reason",
+    "print_last_summary",
     "print_summary",
     "read_metrics",
     "summarize_balance",
@@ -142,6 +143,13 @@ def print_summary(totals: BalanceTotals, session: Session, replaced: float | Non
     if text is not None and session.is_first_rank:
         print_lines(text)
         session.has_summary = True
+
+
+def print_last_summary() -> None:
+    """Print the balance of the session in use on the first rank, unless that was done before."""
+    session = current_session()
+    if not session.has_summary:
+        print_summary(session.planner.history.total, session)
 
 
 def nothing_moved_reason(totals: BalanceTotals, session: Session) -> str | None:
