@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 from hf_distca.agreement.announce import PlanKey
 from hf_distca.agreement.history import BalanceTotals
-from hf_distca.integration.processes import print_lines
 from hf_distca.integration.current_session import current_session
+from hf_distca.integration.processes import print_lines
 from hf_distca.integration.session import Session
 from hf_distca.kernels.variants import late_compiles
 
