@@ -63,11 +63,11 @@ class Metrics:
     def figures(self) -> dict[str, float]:
         """Return the figures that `DistCACallback` logs; those without data are left out."""
         count = self.balance.micro_batches
-        own = {
+        changes = {
             "distca/states_mb": self.state_bytes / max(count, 1) / 1e6,
             "distca/late_compiles": self.late_compiles,
         }
-        known = {name: figure for name, figure in own.items() if count and figure}
+        known = {name: figure for name, figure in changes.items() if count and figure}
         return {**self.balance.compute_figures(), **known}
 
 
