@@ -139,24 +139,11 @@ cpu_attention_backward: Any = (
 )
 
 
-def cuda_attention() -> Any:
-    """Return torch's own flash-attention 2, for sequences of several lengths."""
-    return torch.ops.aten._flash_attention_forward
-
-
-def cuda_attention_backward() -> Any:
-    """Return the backward of `cuda_attention`."""
-    return torch.ops.aten._flash_attention_backward
-
-
-def efficient_attention() -> Any:
-    """Return torch's own memory-efficient attention, for sequences of several lengths."""
-    return torch.ops.aten._efficient_attention_forward
-
-
-def efficient_attention_backward() -> Any:
-    """Return the backward of `efficient_attention`."""
-    return torch.ops.aten._efficient_attention_backward
+# torch's own flash-attention 2 and memory-efficient attention, for sequences of several lengths.
+cuda_attention: Any = torch.ops.aten._flash_attention_forward
+cuda_attention_backward: Any = torch.ops.aten._flash_attention_backward
+efficient_attention: Any = torch.ops.aten._efficient_attention_forward
+efficient_attention_backward: Any = torch.ops.aten._efficient_attention_backward
 
 
 def names_of_groups() -> set[str]:

@@ -36,20 +36,34 @@ class AtenFlash:
 
     def forward(self, pools: Operands, sequences: Sequences, scores: Scores) -> Outputs:
         """See `VarlenOp.forward`."""
-        flags = {"dropout_p": 0.0, "is_causal": True, "return_debug_mask": False}
-        o_THD, lse_HT, *_ = cuda_attention()(
-            *pools, *sequences, **flags, scale=scores.scale, **self._window(scores)
+        o_THD, lse_HT, *_ = cuda_attention(
+            *pools,
+            *sequences,
+            dropout_p=0.0,
+            is_causal=True,
+            return_debug_mask=False,
+            scale=scores.scale,
+            **self._window(scores),
         )
         return Outputs(o_THD, lse_HT.T)
 
     def backward(self, pools: Saved, sequences: Sequences, scores: Scores) -> Grads:
         """See `VarlenOp.backward`."""
         do_THD, q_THD, o_THD, lse_TH, k_TKD, v_TKD = pools
-        tensors = (do_THD, q_THD, k_TKD, v_TKD, o_THD, lse_TH.T.contiguous())
-        options = {"scale": scores.scale, **self._window(scores)}
         return Grads(
-            *cuda_attention_backward()(
-                *tensors, *sequences, 0.0, True, *_placeholder_random_state(q_THD.device), **options
+            *cuda_attention_backward(
+                do_THD,
+                q_THD,
+                k_TKD,
+                v_TKD,
+                o_THD,
+                lse_TH.T.contiguous(),
+                *sequences,
+                0.0,
+                True,
+                *_placeholder_random_state(q_THD.device),
+                scale=scores.scale,
+                **self._window(scores),
             )
         )
 

@@ -54,9 +54,16 @@ class AtenEfficient:
         q_THD, k_TKD, v_TKD = map(_align, pools)
         places, outputs, lses = _find_padded_rows(sequences, len(q_THD)), [], []
         for q_TKD in _split_query_groups(q_THD, k_TKD):
-            batch = (q_TKD[None], k_TKD[None], v_TKD[None], None, *sequences)
-            output, lse_BKM, *_ = efficient_attention()(
-                *batch, 0.0, _CAUSAL_BOTTOM_RIGHT, True, **_make_options(scores)
+            output, lse_BKM, *_ = efficient_attention(
+                q_TKD[None],
+                k_TKD[None],
+                v_TKD[None],
+                None,
+                *sequences,
+                0.0,
+                _CAUSAL_BOTTOM_RIGHT,
+                True,
+                **_make_options(scores),
             )
             outputs.append(output[0])
             lses.append(lse_BKM.transpose(1, 2).flatten(0, 1).index_select(0, places))
@@ -79,20 +86,18 @@ class AtenEfficient:
             *(_split_query_groups(x, k_TKD) for x in (do_THD, q_THD, o_THD, lse_RH)), strict=True
         ):
             lse_BKM = lse_RK.unflatten(0, (sequence_count, longest)).transpose(1, 2).contiguous()
-            tensors = (
+            grads = efficient_attention_backward(
                 do_TKD.contiguous()[None],
                 q_TKD[None],
                 k_TKD[None],
                 v_TKD[None],
                 None,
                 o_TKD.contiguous()[None],
-            )
-            random = (0.0, unused, unused)
-            grads = efficient_attention_backward()(
-                *tensors,
                 *sequences,
                 lse_BKM,
-                *random,
+                0.0,
+                unused,
+                unused,
                 _CAUSAL_BOTTOM_RIGHT,
                 False,
                 **_make_options(scores),
@@ -108,9 +113,9 @@ class AtenEfficient:
         """
         row, sequence = _number_rows(sequences, len(pools.q_THD))
         places = row + (sequences.cu_keys - sequences.cu_rows)[1:].index_select(0, sequence)
-        keys = len(pools.k_TKD)
         padded = (
-            x.new_zeros(keys, *x.shape[1:]).index_copy_(0, places, x) for x in pools.query_rows
+            x.new_zeros(len(pools.k_TKD), *x.shape[1:]).index_copy_(0, places, x)
+            for x in pools.query_rows
         )
         whole = Sequences(
             sequences.cu_keys, sequences.cu_keys, sequences.max_keys, sequences.max_keys
@@ -166,30 +171,31 @@ def _number_rows(sequences: Sequences, rows: int) -> tuple[torch.Tensor, torch.T
     return row, torch.bucketize(row, sequences.cu_rows[1:], right=True)
 
 
-class _EfficientKernel(VarlenKernel):
-    def unsupported_reason(self, case: Case) -> str | None:
-        """See `Kernel.unsupported_reason`."""
-        if case.device.type != "cuda":
-            return f"it runs on CUDA devices, the tensors are on {case.device.type!r}"
-        if torch.version.hip is not None:
-            return (
-                "on AMD GPUs memory-efficient attention has no causal mask that is aligned with the"
-                " last key"
-            )
-        if case.dtype not in _DTYPES:
-            return f"it computes in bfloat16, float16 and float32, not in {case.dtype}"
-        if case.scores.softcap is not None:
-            return "memory-efficient attention has no softcap"
-        if not torch.cuda.is_available():
-            return "torch finds no CUDA device"
-        capability = torch.cuda.get_device_capability(case.device)
-        if case.dtype == torch.bfloat16 and capability < (8, 0):
-            return (
-                f"bfloat16 needs compute capability 8.0 (Ampere) or later, {case.device} has"
-                f" {capability[0]}.{capability[1]}"
-            )
-        return None
+def _efficient_reason(case: Case) -> str | None:
+    """Return why this kernel cannot run a case; None if it can."""
+    if case.device.type != "cuda":
+        return f"it runs on CUDA devices, the tensors are on {case.device.type!r}"
+    if torch.version.hip is not None:
+        return (
+            "on AMD GPUs memory-efficient attention has no causal mask that is aligned with the"
+            " last key"
+        )
+    if case.dtype not in _DTYPES:
+        return f"it computes in bfloat16, float16 and float32, not in {case.dtype}"
+    if case.scores.softcap is not None:
+        return "memory-efficient attention has no softcap"
+    if not torch.cuda.is_available():
+        return "torch finds no CUDA device"
+    capability = torch.cuda.get_device_capability(case.device)
+    if case.dtype == torch.bfloat16 and capability < (8, 0):
+        return (
+            f"bfloat16 needs compute capability 8.0 (Ampere) or later, {case.device} has"
+            f" {capability[0]}.{capability[1]}"
+        )
+    return None
 
+
+class _EfficientKernel(VarlenKernel):
     def split(self, tasks: TaskBatch) -> list[list[int]]:
         """Split tasks into calls whose tasks differ in rows by less than a factor of two,
         for log-sum-exps are padded to the longest one.
@@ -206,4 +212,4 @@ class _EfficientKernel(VarlenKernel):
 
 
 # From torch itself; head dimensions of any width, no softcap.
-EFFICIENT = _EfficientKernel(AtenEfficient(), "efficient")
+EFFICIENT = _EfficientKernel(AtenEfficient(), "efficient", _efficient_reason)

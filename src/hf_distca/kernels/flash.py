@@ -16,9 +16,8 @@ device before it is taken.
 from __future__ import annotations
 
 import os
-import re
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from importlib import import_module
@@ -27,10 +26,11 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
+from packaging.version import Version
 
 from hf_distca.kernels.aten_flash import AtenFlash
 from hf_distca.kernels.base import Case, Grads, Kernel, Operands, Outputs, Saved, Scores
-from hf_distca.kernels.varlen import Sequences, VarlenKernel, VarlenOp
+from hf_distca.kernels.varlen import Sequences, VarlenKernel
 
 __all__ = [
     "CUDA",
@@ -48,7 +48,7 @@ __all__ = [
 
 _MAX_HEAD_DIM = 256
 _HALF_DTYPES = (torch.float16, torch.bfloat16)
-_MIN_FLASH_ATTN = (2, 6, 2)  # of flash-attn
+_MIN_FLASH_ATTN = (2, 7)  # of flash-attn: before, names and results are others
 # Major compute capabilities whose backward FlashAttention 4 has.
 _FA4_CAPABILITIES = (9, 10, 11, 12)
 # That FlashAttention 3, whose blocks stay to the end, leaves to messages. NCCL takes one for each
@@ -142,48 +142,46 @@ class _PackageFlash:
         package = self._package
         tensors = dict(zip("qkv", pools, strict=True))
         function = getattr(_import_once(package.module), package.forward)
-        results = function(**tensors, **package.forward_options, **self._options(sequences, scores))
-        # flash-attn before 2.7 gives out, q, k, v, padded out, lse, probabilities, rng state; all
-        # others begin with out, lse.
-        return Outputs(results[0], (results[5] if len(results) == 8 else results[1]).T)
+        o_THD, lse_HT, *_ = function(
+            **tensors, **package.forward_options, **self._options(sequences, scores)
+        )
+        return Outputs(o_THD, lse_HT.T)
 
     def backward(self, pools: Saved, sequences: Sequences, scores: Scores) -> Grads:
         """See `VarlenOp.backward`."""
         package = self._package
-        tensors = dict(zip(("dout", "q", "out", package.lse, "k", "v"), pools, strict=True))
-        tensors[package.lse] = pools.lse_TH.T.contiguous()
-        options = {**package.backward_options, **self._options(sequences, scores)}
-        options["deterministic"] = torch.are_deterministic_algorithms_enabled()
+        arguments = {
+            **dict(zip(("dout", "q", "out", package.lse, "k", "v"), pools, strict=True)),
+            package.lse: pools.lse_TH.T.contiguous(),
+            **package.backward_options,
+            **self._options(sequences, scores),
+            "deterministic": torch.are_deterministic_algorithms_enabled(),
+        }
         function = getattr(_import_once(package.module), package.backward)
         if not package.in_place:
-            return Grads(*function(**tensors, **options)[:3])
+            return Grads(*function(**arguments)[:3])
         grads = Grads(
             *(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in pools.operands)
         )
-        function(**tensors, **dict(zip(("dq", "dk", "dv"), grads, strict=True)), **options)
+        function(**arguments, **dict(zip(("dq", "dk", "dv"), grads, strict=True)))
         return grads
 
     def _options(self, sequences: Sequences, scores: Scores) -> dict[str, Any]:
         """Return the arguments that forward and backward have in common."""
-        left: int | None = self._package.no_limit
-        right = left
+        package, window = self._package, scores.window
         # Keys to the left of a row's own; causal attention sees none to the right.
-        if scores.window is not None:
-            left, right = scores.window - 1, 0
-        one_argument = self._package.module == _FLASH_ATTN.module and (
-            _installed_version() or _MIN_FLASH_ATTN
-        ) < (2, 7)
-        window = (
-            {"window_size": (left, right)}
-            if one_argument
-            else {"window_size_left": left, "window_size_right": right}
-        )
-        names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
-        least = self._package.least_longest
-        longest = max(sequences.max_rows, least), max(sequences.max_keys, least)
-        lengths = dict(zip(names, (*sequences[:2], *longest), strict=True))
-        scale = {"softmax_scale": scores.scale, "softcap": scores.softcap or 0.0}
-        return {**self._package.options, **lengths, **scale, **window}
+        left, right = (package.no_limit,) * 2 if window is None else (window - 1, 0)
+        return {
+            **package.options,
+            "cu_seqlens_q": sequences.cu_rows,
+            "cu_seqlens_k": sequences.cu_keys,
+            "max_seqlen_q": max(sequences.max_rows, package.least_longest),
+            "max_seqlen_k": max(sequences.max_keys, package.least_longest),
+            "softmax_scale": scores.scale,
+            "softcap": scores.softcap or 0.0,
+            "window_size_left": left,
+            "window_size_right": right,
+        }
 
 
 _FLASH_ATTN = _Package(
@@ -238,7 +236,7 @@ def _import_once(name: str) -> Any:
 
 @cache
 def _installed_version() -> tuple[int, ...] | None:
-    """Return major, minor and micro version of flash-attn; None if it is not installed."""
+    """Return the numbers of the version of flash-attn; None if it is not installed."""
     spec = find_spec("flash_attn")
     # flash-attn-4 alone has flash_attn.cute, which makes flash_attn a namespace.
     if spec is None or spec.origin is None:
@@ -248,9 +246,8 @@ def _installed_version() -> tuple[int, ...] | None:
     except (
         PackageNotFoundError
     ):  # a source tree on the path, or another distribution that provides the module
-        text = str(getattr(import_module("flash_attn"), "__version__", ""))
-    numbers = re.match(r"(\d+)\.(\d+)(?:\.(\d+))?", text)
-    return tuple(int(number or 0) for number in numbers.groups()) if numbers else (0, 0, 0)
+        text = str(getattr(import_module("flash_attn"), "__version__", "0"))
+    return Version(text).release
 
 
 def import_error(name: str = _INTERFACE_3) -> Exception | None:
@@ -278,11 +275,9 @@ def _flash_attn_reason(case: Case) -> str | None:
     if installed is None:
         return "the package flash-attn is not installed: pip install flash-attn"
     if installed < _MIN_FLASH_ATTN or installed[0] != _MIN_FLASH_ATTN[0]:
-        # Before 2.6 log-sum-exps are padded to (sequences, heads, longest); before 2.6.2 backward
-        # has no softcap.
         return (
-            f"flash-attn is installed in version {'.'.join(map(str, installed))}, it takes 2.6.2 or"
-            " a later 2.x"
+            f"flash-attn is installed in version {'.'.join(map(str, installed))}, it takes 2.7 or a"
+            " later 2.x"
         )
     return flash_reason(case)
 
@@ -316,43 +311,30 @@ def _flash_attn_4_reason(case: Case) -> str | None:
     return None
 
 
-class _FlashKernel(VarlenKernel):
-    """A kernel with a function that says which cases it cannot run.
-
-    All run bfloat16 and float16, on Ampere GPUs and later.
-    """
-
-    def __init__(self, name: str, op: VarlenOp, why_not: Callable[[Case], str | None]) -> None:
-        super().__init__(op, name)
-        self._why_not = why_not
-
-    def unsupported_reason(self, case: Case) -> str | None:
-        """See `Kernel.unsupported_reason`."""
-        return self._why_not(case)
-
+# All kernels run bfloat16 and float16, on Ampere GPUs and later.
 
 # From torch itself; head dimensions up to 256, no softcap.
-CUDA = _FlashKernel("cuda", AtenFlash(), _aten_reason)
+CUDA = VarlenKernel(AtenFlash(), "cuda", _aten_reason)
 # The package flash-attn; head dimensions up to 256.
-FLASH_ATTN = _FlashKernel("flash_attn", _PackageFlash(_FLASH_ATTN), _flash_attn_reason)
+FLASH_ATTN = VarlenKernel(_PackageFlash(_FLASH_ATTN), "flash_attn", _flash_attn_reason)
 # FlashAttention 3, from wheels of the PyTorch index or built from the folder hopper of the sources:
 # Hopper GPUs. Not run yet.
-FLASH_ATTN_3 = _FlashKernel("flash_attn_3", _PackageFlash(_FLASH_ATTN_3), _flash_attn_3_reason)
+FLASH_ATTN_3 = VarlenKernel(_PackageFlash(_FLASH_ATTN_3), "flash_attn_3", _flash_attn_3_reason)
 # The same beside messages.
-FLASH_ATTN_3_WITH_ROOM = _FlashKernel(
-    "flash_attn_3 beside messages",
+FLASH_ATTN_3_WITH_ROOM = VarlenKernel(
     _PackageFlash(replace(_FLASH_ATTN_3, options={"sm_margin": _MESSAGE_MULTIPROCESSORS})),
+    "flash_attn_3 beside messages",
     _flash_attn_3_reason,
 )
 # The same from a hub, only where it is asked for.
-FLASH_ATTN_3_HUB = _FlashKernel(
-    _HUB_3,
+FLASH_ATTN_3_HUB = VarlenKernel(
     _PackageFlash(replace(_FLASH_ATTN_3, module=_HUB_3)),
+    _HUB_3,
     partial(_flash_attn_3_reason, module=_HUB_3),
 )
 # flash-attn-4, which compiles its kernels (`hf_distca.kernels.variants`): Hopper, and Blackwell
 # with widths up to 128 and 256.
-FLASH_ATTN_4 = _FlashKernel("flash_attn_4", _PackageFlash(_FLASH_ATTN_4), _flash_attn_4_reason)
+FLASH_ATTN_4 = VarlenKernel(_PackageFlash(_FLASH_ATTN_4), "flash_attn_4", _flash_attn_4_reason)
 
 
 def leave_room_for_messages(kernel: Kernel) -> Kernel:
