@@ -21,7 +21,7 @@ from dense_attention import CASES, SCORES, SHAPES, exact, random_pools, relative
 from signatures import FLASH_ATTN_3, FLASH_ATTN_4
 from strict_varlen_op import StrictVarlenOp
 
-from hf_distca.kernels import Kernel, Scores, aten_flash, efficient, flash
+from hf_distca.kernels import Kernel, Scores, efficient, flash
 from hf_distca.kernels.base import Operands, Saved
 from hf_distca.kernels.flash import AtenFlash
 from hf_distca.kernels.varlen import Sequences
@@ -367,8 +367,8 @@ def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> K
         "flash_attn.cute.interface": Interface4(),
     }
     monkeypatch.setattr(flash, "_import_once", modules.__getitem__)
-    monkeypatch.setattr(aten_flash, "cuda_attention", aten_forward)
-    monkeypatch.setattr(aten_flash, "cuda_attention_backward", aten_backward)
+    monkeypatch.setattr(flash, "cuda_attention", aten_forward)
+    monkeypatch.setattr(flash, "cuda_attention_backward", aten_backward)
     monkeypatch.setattr(efficient, "efficient_attention", EFFICIENT_OP.forward)
     monkeypatch.setattr(efficient, "efficient_attention_backward", EFFICIENT_OP.backward)
     return {kernel.name: kernel for kernel in KERNELS}[request.param]

@@ -14,8 +14,6 @@ import torch
 from hf_distca.kernels.base import Case, Kernel, Operands, Saved, Scores, TaskBatch
 from hf_distca.kernels.plain_torch import ReferenceKernel
 
-__all__ = ["mismatch_reason"]
-
 # Slices that share keys, a slice with a long context, whole documents, rows that no task covers;
 # longer and shorter than a tile. Tasks of a call lie one after another, which makes it one of
 # views, or do not, which makes it one of gathered copies.

@@ -36,11 +36,12 @@ from hf_distca.kernels.base import (
     Saved,
     Scores,
     TaskBatch,
+    accumulation_dtype,
+    check_pools,
+    key_gradient_dtype,
+    pad_last,
     without_gradients,
 )
-from hf_distca.kernels.pools import accumulation_dtype, check_pools, key_gradient_dtype, pad_last
-
-__all__ = ["CpuKernel"]
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 

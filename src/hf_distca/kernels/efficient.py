@@ -26,11 +26,19 @@ from typing import Any
 import torch
 
 from hf_distca.borrowed import efficient_attention, efficient_attention_backward
-from hf_distca.kernels.base import Case, Grads, Operands, Outputs, Saved, Scores, TaskBatch
-from hf_distca.kernels.pools import accumulation_dtype
+from hf_distca.kernels.base import (
+    Case,
+    Grads,
+    Operands,
+    Outputs,
+    Saved,
+    Scores,
+    TaskBatch,
+    accumulation_dtype,
+    key_rows,
+    query_rows,
+)
 from hf_distca.kernels.varlen import Sequences, VarlenKernel
-
-__all__ = ["EFFICIENT", "AtenEfficient"]
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _CAUSAL_BOTTOM_RIGHT = 2
@@ -115,12 +123,12 @@ class AtenEfficient:
         places = row + (sequences.cu_keys - sequences.cu_rows)[1:].index_select(0, sequence)
         padded = (
             x.new_zeros(len(pools.k_TKD), *x.shape[1:]).index_copy_(0, places, x)
-            for x in pools.query_rows
+            for x in query_rows(pools)
         )
         whole = Sequences(
             sequences.cu_keys, sequences.cu_keys, sequences.max_keys, sequences.max_keys
         )
-        dq_THD, dk_TKD, dv_TKD = self.backward(Saved(*padded, *pools.key_rows), whole, scores)
+        dq_THD, dk_TKD, dv_TKD = self.backward(Saved(*padded, *key_rows(pools)), whole, scores)
         return Grads(dq_THD.index_select(0, places), dk_TKD, dv_TKD)
 
 

@@ -13,10 +13,18 @@ from typing import ClassVar
 
 import torch
 
-from hf_distca.kernels.base import Case, Grads, Operands, Outputs, Saved, Scores, TaskBatch
-from hf_distca.kernels.pools import accumulation_dtype, check_pools, key_gradient_dtype
-
-__all__ = ["ReferenceKernel"]
+from hf_distca.kernels.base import (
+    Case,
+    Grads,
+    Operands,
+    Outputs,
+    Saved,
+    Scores,
+    TaskBatch,
+    accumulation_dtype,
+    check_pools,
+    key_gradient_dtype,
+)
 
 # Scores held at a time, over all heads. 2**24 float32 scores are 64 MiB; a 16K document in one
 # piece would be 1 GiB a head.

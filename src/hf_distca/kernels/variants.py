@@ -37,8 +37,6 @@ import torch
 from hf_distca.kernels.base import Case, Kernel, Operands, Saved, Scores, TaskBatch
 from hf_distca.kernels.flash import FLASH_ATTN_4, INTERFACE_4
 
-__all__ = ["compile_failure_reason", "compile_variants", "compile_ahead", "late_compiles"]
-
 _logger = logging.getLogger("hf_distca")
 _LONG_SECONDS = 5.0
 _ROWS, _WINDOW = 600, 100  # several blocks, and a window that hides some of their keys

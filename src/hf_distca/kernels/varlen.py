@@ -33,11 +33,14 @@ from hf_distca.kernels.base import (
     Saved,
     Scores,
     TaskBatch,
+    accumulation_dtype,
+    check_pools,
+    key_gradient_dtype,
+    key_rows,
+    pad_last,
+    query_rows,
     without_gradients,
 )
-from hf_distca.kernels.pools import accumulation_dtype, check_pools, key_gradient_dtype, pad_last
-
-__all__ = ["Sequences", "VarlenKernel", "VarlenOp", "to_device"]
 
 _HEAD_DIM_MULTIPLE = 8
 
@@ -198,7 +201,7 @@ class VarlenKernel:
         o_THV = q_THD.new_zeros(*q_THD.shape[:2], value_width)
         lse_TH = q_THD.new_zeros(q_THD.shape[:2], dtype=accumulation_dtype(q_THD.dtype))
         for call in calls:
-            taken = Operands(call.rows.take(padded[0]), *map(call.keys.take, padded.key_rows))
+            taken = Operands(call.rows.take(padded[0]), *map(call.keys.take, key_rows(padded)))
             o, lse = self._op.forward(taken, call.sequences, call.drop_idle_window(scores))
             call.rows.put(o_THV, _narrow(o, value_width))
             call.rows.put(lse_TH, lse)
@@ -227,8 +230,8 @@ class VarlenKernel:
             *(x.new_zeros(x.shape, dtype=dtype) for x in (k_TKD, v_TKV)),
         )
         for call in calls:
-            do, q, o, lse = map(call.rows.take, padded.query_rows)
-            keys = map(call.keys.take, padded.key_rows)
+            do, q, o, lse = map(call.rows.take, query_rows(padded))
+            keys = map(call.keys.take, key_rows(padded))
             taken = Saved(do.contiguous(), q, o.contiguous(), lse, *keys)
             dq, dk, dv = self._op.backward(taken, call.sequences, call.drop_idle_window(scores))
             call.rows.put(dq_THD, _narrow(dq, key_width))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, fields, replace
 from functools import partial
 from operator import add
 
@@ -20,8 +20,6 @@ from hf_distca.kernels import Case, list_runnable
 from hf_distca.kernels.base import Kernel, Operands, Saved, Scores, TaskBatch
 from hf_distca.runtime.group import AttentionGroup
 from hf_distca.schedule.cost import AttentionShape, CostModel, FloatArray, KernelCost
-
-__all__ = ["BATCHES", "Documents", "calibrate", "fastest", "measure", "timed"]
 
 # The documents of a batch: of each the slices [start, end) that are tasks, in shares of the batch's
 # size in tokens.
@@ -62,15 +60,15 @@ def calibrate(
     """Return `analytic` with kernel coefficients measured on the first rank of the group, so that
     all ranks plan alike.
     """
-    ours = np.zeros(6)
+    ours = np.zeros((2, len(fields(KernelCost))))
     if group.rank == 0:
-        forward, backward = measure(analytic, kernel, dtype, device)
-        ours[:3] = forward.task_seconds, forward.bytes_per_second, forward.flops_per_second
-        ours[3:] = backward.task_seconds, backward.bytes_per_second, backward.flops_per_second
-    values = group.gather(
-        ours.view(np.int64), doing="waiting for rank 0 to time the attention kernel"
-    )[0].view(np.float64)
-    forward, backward = KernelCost(*values[:3].tolist()), KernelCost(*values[3:].tolist())
+        ours[:] = [astuple(cost) for cost in measure(analytic, kernel, dtype, device)]
+    rows = group.gather(
+        ours.ravel().view(np.int64), doing="waiting for rank 0 to time the attention kernel"
+    )
+    forward, backward = (
+        KernelCost(*cost) for cost in rows[0].view(np.float64).reshape(ours.shape).tolist()
+    )
     return replace(analytic, forward=forward, backward=backward, name=f"calibrated {kernel.name}")
 
 

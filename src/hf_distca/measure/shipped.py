@@ -11,8 +11,6 @@ from hf_distca.kernels import Kernel
 from hf_distca.runtime.group import AttentionGroup
 from hf_distca.schedule.profiles import Profile
 
-__all__ = ["shipped_profile"]
-
 
 def shipped_profile(device: torch.device, kernel: Kernel, group: AttentionGroup) -> Profile | None:
     """Return the shipped profile, equal on all ranks; None if there is none, or if GPUs or kernels

@@ -26,8 +26,6 @@ import torch.distributed as dist
 
 from hf_distca.runtime.monitor import BREAK_TAG, FailureMonitor, reserved_seconds
 
-__all__ = ["Channel", "Transfer", "wait_for_works"]
-
 
 @dataclass(eq=False)
 class Channel:
@@ -140,10 +138,8 @@ class Channel:
         self, transfer: Transfer, receive_bytes: Mapping[int, int], send_bytes: Mapping[int, int]
     ) -> Iterator[dist.Work | None]:
         group, rank_here = self.process_group, self.process_group.rank()
-        received, sent = (
-            _split_messages(transfer.received, receive_bytes),
-            _split_messages(transfer.sent, send_bytes),
-        )
+        received = _split_messages(transfer.received, receive_bytes)
+        sent = _split_messages(transfer.sent, send_bytes)
         if rank_here in sent:
             received.pop(rank_here).copy_(sent.pop(rank_here))
         for rank, message in received.items():
@@ -209,7 +205,7 @@ def wait_for_works(works: list[dist.Work | None], deadline: float | None) -> Non
     while works:
         work = works.pop(0)  # to be waited for once only
         if work is not None and deadline is not None:
-            work.wait(_time_left(deadline))
+            work.wait(datetime.timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
         elif work is not None:
             work.wait()
 
@@ -226,7 +222,3 @@ def _split_messages(buffer: torch.Tensor, sizes: Mapping[int, int]) -> dict[int,
         for (rank, size), start in zip(sizes.items(), starts, strict=False)
         if size
     }
-
-
-def _time_left(deadline: float) -> datetime.timedelta:
-    return datetime.timedelta(seconds=max(deadline - time.monotonic(), 0.001))

@@ -46,8 +46,6 @@ from hf_distca.kernels.base import Grads, Outputs, Saved
 from hf_distca.runtime.call import Call, Inputs, merge_head_groups
 from hf_distca.runtime.pingpong import yield_to_other_nano_batch
 
-__all__ = ["core_attention"]
-
 _Optional = torch.Tensor | None
 _Backward = Callable[..., tuple[_Optional, ...]]
 
@@ -82,11 +80,8 @@ def core_attention(inputs: Inputs, call: Call) -> torch.Tensor:
             "core attention runs while a CUDA graph is captured: a replay would repeat the plan of"
             " this batch for all others. Capture only code between attention layers, or nothing."
         )
-    if call.recomputed_outputs is None:
-        call.server.meter.count(calls=1)
-    else:
-        call.server.meter.count(recalls=1)
-    if not call.exchanges:
+    call.server.meter.count(**{"calls" if call.recomputed_outputs is None else "recalls": 1})
+    if not call.route.exchanges:
         o_THV = _apply(_Unmoved, call, *inputs)
         # To the other nano-batch, whose messages have had time to travel.
         yield_to_other_nano_batch()

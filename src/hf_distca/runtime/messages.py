@@ -28,24 +28,6 @@ from hf_distca.borrowed import copy_each
 from hf_distca.runtime.channel import Channel, Transfer
 from hf_distca.runtime.meter import Mark
 
-__all__ = [
-    "MessageLayout",
-    "MessageLayouts",
-    "MessagePart",
-    "Pending",
-    "PoolRun",
-    "Rows",
-    "RowRun",
-    "add_rows",
-    "side_stream",
-    "concat_rows",
-    "launch",
-    "pack",
-    "split_runs",
-    "put_rows",
-    "view_rows",
-]
-
 _ALIGNMENT = 16
 NOBODY = range(0)
 # What bytes are copied as: a GPU copies eight at a time about as fast as one.

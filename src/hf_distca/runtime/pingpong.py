@@ -20,8 +20,6 @@ from hf_distca import borrowed
 from hf_distca.borrowed import TorchDispatchMode
 from hf_distca.runtime.saved_tensors import SavedTensors
 
-__all__ = ["find_checkpointed_parts", "run_nano_batches", "yield_to_other_nano_batch"]
-
 T = TypeVar("T")
 
 
