@@ -158,12 +158,11 @@ def group_of_members(
     `dist.new_group` waits for all ranks.
     """
     world = c10d._get_default_group()
-    store = c10d._world.pg_map[world][1]
     return _new_group(
         world,
         (ranks, ranks.index(world.rank())),
         list(ranks),
-        (store, backend, timeout),
+        (store_of_world(), backend, timeout),
         (name, purpose),
     )
 

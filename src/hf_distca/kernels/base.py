@@ -120,9 +120,24 @@ class TaskBatch:
         return len(self.query_start)
 
     @cached_property
-    def rows(self) -> int:
-        """Query rows of all tasks together."""
-        return sum(self.query_length)
+    def runs(self) -> list[tuple[int, int, int, int]]:
+        """First row, number of rows, first key and number of keys of each task."""
+        return list(
+            zip(self.query_start, self.query_length, self.key_start, self.key_length, strict=True)
+        )
+
+    @cached_property
+    def required_sizes(self) -> tuple[float, float]:
+        """Query rows and keys of the smallest pools that hold all tasks; infinite if one of them is
+        no task.
+        """
+        fit = [row >= 0 <= key and 1 <= rows <= keys for row, rows, key, keys in self.runs]
+        if not all(fit):
+            return math.inf, math.inf
+        return (
+            max([row + rows for row, rows, _, _ in self.runs], default=0),
+            max([key + keys for _, _, key, keys in self.runs], default=0),
+        )
 
     @cached_property
     def shares_keys(self) -> bool:
@@ -189,6 +204,18 @@ def query_rows(tensors: Tensors) -> tuple[torch.Tensor, ...]:
 def key_rows(tensors: Tensors) -> tuple[torch.Tensor, ...]:
     """Return the tensors with one row per key: none of `Outputs`."""
     return tensors[_QUERY_TENSORS[type(tensors)] :]
+
+
+def first_that_holds(*reasons: tuple[bool, str]) -> str | None:
+    """Return the text of the first condition that holds; None if none does."""
+    return next((text for holds, text in reasons if holds), None)
+
+
+def find_capability(device: torch.device) -> tuple[int, int]:
+    """Return the compute capability of a GPU; (0, 0) of other devices, and without a GPU."""
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return 0, 0
+    return torch.cuda.get_device_capability(device)
 
 
 class Kernel(Protocol):
@@ -262,10 +289,11 @@ def check_pools(pools: Operands | Saved, tasks: TaskBatch) -> None:
         )
     if q[1] % max(k[1], 1):
         raise KernelError(f"Query heads must be a multiple of key/value heads, got {said}.")
-    runs = zip(
-        tasks.query_start, tasks.query_length, tasks.key_start, tasks.key_length, strict=True
-    )
-    for query_start, rows, key_start, keys in runs:
+    most_rows, most_keys = tasks.required_sizes
+    if most_rows <= q[0] and most_keys <= k[0]:
+        tasks.derived[check_pools] = shapes
+        return
+    for query_start, rows, key_start, keys in tasks.runs:
         if not 1 <= rows <= keys:
             raise KernelError(
                 f"A task has {rows} query rows and {keys} keys; it needs at least one row and a key"
@@ -277,7 +305,6 @@ def check_pools(pools: Operands | Saved, tasks: TaskBatch) -> None:
                 f" and keys [{key_start}, {key_start + keys}) of a pool of {k[0]}; the pools and"
                 " the tasks belong to different plans."
             )
-    tasks.derived[check_pools] = shapes
 
 
 def pad_last(x: torch.Tensor, size: int) -> torch.Tensor:

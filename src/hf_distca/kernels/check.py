@@ -56,11 +56,11 @@ def mismatch_reason(kernel: Kernel, case: Case) -> str | None:
         torch.OutOfMemoryError: if there was no memory for the check.
     """
     device, dtype, head_dim, value_head_dim, scores, ratio = case
-    window, softcap = (
+    seen = Scores(
+        _SCALE * head_dim**-0.5,
         None if scores.window is None else _WINDOW,
         None if scores.softcap is None else _SOFTCAP,
     )
-    seen = Scores(_SCALE * head_dim**-0.5, window, softcap)
     try:
         # Of its own: the random numbers of training stay what they are.
         generator = torch.Generator().manual_seed(0)

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import lru_cache
-from itertools import accumulate
+from itertools import accumulate, starmap
 from typing import ClassVar, NamedTuple, Self
 
 import torch
@@ -38,6 +38,7 @@ from hf_distca.kernels.base import (
     TaskBatch,
     accumulation_dtype,
     check_pools,
+    first_that_holds,
     key_gradient_dtype,
     pad_last,
     without_gradients,
@@ -97,7 +98,7 @@ class _WorkList(NamedTuple):
     def of(cls, tasks: TaskBatch, scores: Scores, dtype: torch.dtype) -> Self:
         """Build the work list of a task batch on pools of a dtype."""
         end, uncovered = 0, []
-        for start, rows in sorted(zip(tasks.query_start, tasks.query_length, strict=True)):
+        for start, rows, *_ in sorted(tasks.runs):
             uncovered += [slice(end, start)] if start > end else []
             end = start + rows
         parts = list(_cut_tasks(tasks, scores))
@@ -143,13 +144,17 @@ class CpuKernel:
         Supports float64, float32, bfloat16 and float16 on CPUs, any
         head dimensions and windows, no softcap.
         """
-        if case.device.type != "cpu":
-            return f"it runs on CPUs, the tensors are on {case.device.type!r}"
-        if case.dtype not in _DTYPES:
-            return f"it computes in {', '.join(map(str, _DTYPES))}, not in {case.dtype}"
-        if case.scores.softcap is not None:
-            return "torch's fused CPU kernel has no softcap"
-        return None
+        return first_that_holds(
+            (
+                case.device.type != "cpu",
+                f"it runs on CPUs, the tensors are on {case.device.type!r}",
+            ),
+            (
+                case.dtype not in _DTYPES,
+                f"it computes in {', '.join(map(str, _DTYPES))}, not in {case.dtype}",
+            ),
+            (case.scores.softcap is not None, "torch's fused CPU kernel has no softcap"),
+        )
 
     @without_gradients
     def forward(self, pools: Operands, tasks: TaskBatch, scores: Scores) -> Outputs:
@@ -293,9 +298,7 @@ def _move_tokens_first(x_BHTD: torch.Tensor, width: int | None = None) -> torch.
 
 def _cut_tasks(tasks: TaskBatch, scores: Scores) -> Iterator[_Task]:
     """Yield the tasks, in blocks of rows where a window hides keys from them."""
-    for task in map(
-        _Task, tasks.query_start, tasks.query_length, tasks.key_start, tasks.key_length
-    ):
+    for task in starmap(_Task, tasks.runs):
         window = scores.window_within(task.keys)
         yield from (task,) if window is None else _cut_blocks(task, window)
 
@@ -334,8 +337,10 @@ def _list_calls(task: _Task, scores: Scores, dtype: torch.dtype) -> list[_Call]:
             -task.rows :, -task.keys :
         ]
         return [(task.key, task.keys, False, mask)]
-    square = (task.key + task.prefix, task.rows, True, None)
-    return [square, (task.key, task.prefix, False, None)] if task.prefix else [square]
+    square = (task.key + task.keys - task.rows, task.rows, True, None)
+    if task.rows == task.keys:
+        return [square]
+    return [square, (task.key, task.prefix, False, None)]
 
 
 def _merge(

@@ -35,6 +35,8 @@ from hf_distca.kernels.base import (
     Scores,
     TaskBatch,
     accumulation_dtype,
+    find_capability,
+    first_that_holds,
     key_rows,
     query_rows,
 )
@@ -181,26 +183,29 @@ def _number_rows(sequences: Sequences, rows: int) -> tuple[torch.Tensor, torch.T
 
 def _efficient_reason(case: Case) -> str | None:
     """Return why this kernel cannot run a case; None if it can."""
-    if case.device.type != "cuda":
-        return f"it runs on CUDA devices, the tensors are on {case.device.type!r}"
-    if torch.version.hip is not None:
-        return (
+    capability = find_capability(case.device)
+    return first_that_holds(
+        (
+            case.device.type != "cuda",
+            f"it runs on CUDA devices, the tensors are on {case.device.type!r}",
+        ),
+        (
+            torch.version.hip is not None,
             "on AMD GPUs memory-efficient attention has no causal mask that is aligned with the"
-            " last key"
-        )
-    if case.dtype not in _DTYPES:
-        return f"it computes in bfloat16, float16 and float32, not in {case.dtype}"
-    if case.scores.softcap is not None:
-        return "memory-efficient attention has no softcap"
-    if not torch.cuda.is_available():
-        return "torch finds no CUDA device"
-    capability = torch.cuda.get_device_capability(case.device)
-    if case.dtype == torch.bfloat16 and capability < (8, 0):
-        return (
+            " last key",
+        ),
+        (
+            case.dtype not in _DTYPES,
+            f"it computes in bfloat16, float16 and float32, not in {case.dtype}",
+        ),
+        (case.scores.softcap is not None, "memory-efficient attention has no softcap"),
+        (not torch.cuda.is_available(), "torch finds no CUDA device"),
+        (
+            case.dtype == torch.bfloat16 and capability < (8, 0),
             f"bfloat16 needs compute capability 8.0 (Ampere) or later, {case.device} has"
-            f" {capability[0]}.{capability[1]}"
-        )
-    return None
+            f" {capability[0]}.{capability[1]}",
+        ),
+    )
 
 
 class _EfficientKernel(VarlenKernel):

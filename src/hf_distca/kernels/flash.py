@@ -29,7 +29,17 @@ import torch
 from packaging.version import Version
 
 from hf_distca.borrowed import cuda_attention, cuda_attention_backward
-from hf_distca.kernels.base import Case, Grads, Kernel, Operands, Outputs, Saved, Scores
+from hf_distca.kernels.base import (
+    Case,
+    Grads,
+    Kernel,
+    Operands,
+    Outputs,
+    Saved,
+    Scores,
+    find_capability,
+    first_that_holds,
+)
 from hf_distca.kernels.varlen import Sequences, VarlenKernel
 
 _MAX_HEAD_DIM = 256
@@ -51,38 +61,34 @@ _HUB_3 = "kernels-community/flash-attn3"  # of the package `kernels`, which down
 def flash_reason(case: Case) -> str | None:
     """Return why flash-attention 2, from wherever it comes, cannot run a case; None if it can."""
     device, width = case.device, max(case.head_dim, case.value_head_dim)
-    if device.type != "cuda":
-        return f"it runs on CUDA devices, the tensors are on {device.type!r}"
-    if case.dtype not in _HALF_DTYPES:
-        return (
+    capability, is_nvidia = find_capability(device), torch.version.hip is None
+    seen = f"{device} has {capability[0]}.{capability[1]}"
+    return first_that_holds(
+        (device.type != "cuda", f"it runs on CUDA devices, the tensors are on {device.type!r}"),
+        (
+            case.dtype not in _HALF_DTYPES,
             f"it computes in bfloat16 and float16, not in {case.dtype}: run the model in half"
-            " precision or under autocast"
-        )
-    if width > _MAX_HEAD_DIM:
-        return (
+            " precision or under autocast",
+        ),
+        (
+            width > _MAX_HEAD_DIM,
             f"head dimensions go up to {_MAX_HEAD_DIM}, got {case.head_dim} for queries and keys"
-            f" and {case.value_head_dim} for values"
-        )
-    if not torch.cuda.is_available():
-        return "torch finds no CUDA device"
-    capability = torch.cuda.get_device_capability(device)
-    if torch.version.hip is None and capability < (8, 0):
-        return (
-            f"it needs compute capability 8.0 (Ampere) or later, {device} has"
-            f" {capability[0]}.{capability[1]}"
-        )
-    if (
-        torch.version.hip is None
-        and 192 < width <= 224
-        and capability != (8, 0)
-        and capability[0] not in (9, 10)
-    ):
-        return (
+            f" and {case.value_head_dim} for values",
+        ),
+        (not torch.cuda.is_available(), "torch finds no CUDA device"),
+        (
+            is_nvidia and capability < (8, 0),
+            f"it needs compute capability 8.0 (Ampere) or later, {seen}",
+        ),
+        (
+            is_nvidia
+            and 192 < width <= 224
+            and capability != (8, 0)
+            and capability[0] not in (9, 10),
             "its backward runs head dimensions of 193 to 224 on GPUs of compute capability 8.0, 9"
-            f" and 10 only, {device} has {capability[0]}.{capability[1]} and the head dimension is"
-            f" {width}"
-        )
-    return None
+            f" and 10 only, {seen} and the head dimension is {width}",
+        ),
+    )
 
 
 @cache

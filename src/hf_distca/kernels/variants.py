@@ -103,14 +103,16 @@ def _compile_once(kernel: Kernel, case: Case, _deterministic: bool) -> str | Non
         return f"it cannot be compiled on {case.device} ({type(error).__name__}: {error})"
     seconds = time.perf_counter() - started
     first = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
-    # Seen without any setting.
-    level = logging.WARNING if first and seconds > _LONG_SECONDS else logging.INFO
-    count = _count_compiled_functions() - before
-    message = (
+    _logger.log(
+        # Seen without any setting.
+        logging.WARNING if first and seconds > _LONG_SECONDS else logging.INFO,
         "kernel %r compiled or loaded %d functions for %s before the first step, in %.1f s; steps"
-        " compile none"
+        " compile none",
+        kernel.name,
+        _count_compiled_functions() - before,
+        _describe(case),
+        seconds,
     )
-    _logger.log(level, message, kernel.name, count, _describe(case), seconds)
     return None
 
 
@@ -129,11 +131,11 @@ def compile_variants(kernel: Kernel, case: Case) -> None:
             starts = tuple(accumulate(lengths[:-1], initial=0))
             tasks = TaskBatch(starts, lengths, starts, lengths)
             q, do = (
-                torch.zeros(tasks.rows, ratio * _KEY_HEADS, n, dtype=dtype, device=device)
+                torch.zeros(sum(lengths), ratio * _KEY_HEADS, n, dtype=dtype, device=device)
                 for n in case[2:4]
             )
             k, v = (
-                torch.zeros(tasks.rows, _KEY_HEADS, n, dtype=dtype, device=device)
+                torch.zeros(sum(lengths), _KEY_HEADS, n, dtype=dtype, device=device)
                 for n in (head_dim, value_head_dim)
             )
             for window in windows:

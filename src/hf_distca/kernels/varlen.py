@@ -279,15 +279,12 @@ def _make_whole_call(
     lengths: list[tuple[int, int]] = []
     gaps: list[torch.Tensor] = []
     row = key = 0
-    ends = [
-        (tasks.query_start[i], tasks.key_start[i], tasks.query_length[i], tasks.key_length[i])
-        for i in members
-    ]
-    for next_row, next_key, *of_task in (*ends, (rows, keys, 0, 0)):
-        lengths += (next_row - row, 0), (0, next_key - key), (of_task[0], of_task[1])
+    in_order = (tasks.runs[i] for i in members)
+    for next_row, task_rows, next_key, task_keys in (*in_order, (rows, 0, keys, 0)):
+        lengths += (next_row - row, 0), (0, next_key - key), (task_rows, task_keys)
         if next_row > row:
             gaps.append(torch.arange(row, next_row, device="cpu"))
-        row, key = next_row + of_task[0], next_key + of_task[1]
+        row, key = next_row + task_rows, next_key + task_keys
     row_lengths, key_lengths = zip(*filter(any, lengths), strict=True)
     sequences = _make_sequences(row_lengths, key_lengths, device)
     whole = _PoolRows(0, rows, None), _PoolRows(0, keys, None)
@@ -295,10 +292,11 @@ def _make_whole_call(
 
 
 def _make_call(tasks: TaskBatch, members: list[int], device: torch.device) -> _OpCall:
-    row_lengths = [tasks.query_length[i] for i in members]
-    key_lengths = [tasks.key_length[i] for i in members]
-    rows = _make_rows([tasks.query_start[i] for i in members], row_lengths, device)
-    keys = _make_rows([tasks.key_start[i] for i in members], key_lengths, device)
+    row_starts, row_lengths, key_starts, key_lengths = zip(
+        *(tasks.runs[i] for i in members), strict=True
+    )
+    rows = _make_rows(row_starts, row_lengths, device)
+    keys = _make_rows(key_starts, key_lengths, device)
     return _OpCall(rows, keys, _make_sequences(row_lengths, key_lengths, device))
 
 

@@ -74,10 +74,8 @@ class ProfileRequest:
 
     def steps(self, ranks: int) -> int:
         """Return the number of progress messages, if all ranks are on one node."""
-        exchanges = len(_FITTED_BYTES) + len(_KEPT_ASIDE_BYTES)
-        return len(self.dtypes) * len(self.widths) * (len(self.heads) + 1) + exchanges * min(
-            ranks - 1, 2
-        )
+        kernels = len(self.dtypes) * len(self.widths) * (len(self.heads) + 1)
+        return kernels + len(_FITTED_BYTES + _KEPT_ASIDE_BYTES) * min(ranks - 1, 2)
 
 
 def count_launched_ranks() -> int:

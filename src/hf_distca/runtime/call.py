@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import NamedTuple, TypeVar, overload
+from typing import NamedTuple, TypeVar
 
 import torch
 
@@ -277,19 +277,15 @@ class Call:
             second.earlier_transfer = first
         return second
 
-    @overload
-    def run_local(self, home: Operands) -> Outputs: ...
-
-    @overload
-    def run_local(self, home: Saved) -> Grads: ...
-
     def run_local(self, home: Operands | Saved) -> Outputs | Grads:
         """Run this rank's own tasks, which wait for no message.
 
         Return results of all its tokens, in rows of head groups.
         """
         wave, groups = self.route.local_wave, self.route.groups
-        results = split_head_groups(self._run(home, self.route.local_tasks), groups)
+        results = self._run(home, self.route.local_tasks)
+        if groups > 1:
+            results = split_head_groups(results, groups)
         if wave is None:
             return results
         pools = self._run(

@@ -152,7 +152,8 @@ class Channel:
 class Transfer:
     """An exchange under way.
 
-    `wait` copies the received bytes from their buffer to `landing`, if there is one.
+    `works` are those of its parts that were not waited for yet. `wait` copies the received bytes
+    from their buffer to `landing`, if there is one.
     """
 
     channel: Channel
@@ -184,8 +185,9 @@ class Transfer:
             self.landing.copy_(self.received)
 
     def drain(self, deadline: float) -> None:
-        """Wait even if the exchange cannot succeed: gloo loses messages whose buffers are freed,
-        and other ranks' waits, while they are half-way.
+        """Wait until `time.monotonic()` reaches the deadline, even if the exchange cannot succeed:
+        gloo loses messages whose buffers are freed, and other ranks' waits, while they are
+        half-way. Never raises.
         """
         works, self.works = self.works, []
         for work in works if self.channel.is_gloo else []:

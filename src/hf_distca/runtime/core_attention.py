@@ -188,13 +188,13 @@ def _apply(function: type[torch.autograd.Function], *inputs: Any) -> torch.Tenso
 
 
 def _save_for_backward(
-    ctx: Any, call: Call, inputs: Inputs, compute: Callable[[], Outputs]
+    ctx: Any, call: Call, inputs: Inputs, compute: Callable[[], Outputs | Grads]
 ) -> torch.Tensor:
     """Save a call for backward, and its outputs for a recompute; in a recompute that finds them,
     use those. Return o_THV.
     """
     if call.recomputed_outputs is None:
-        outputs = merge_head_groups(compute(), call.route.groups)
+        outputs: tuple[torch.Tensor, ...] = merge_head_groups(compute(), call.route.groups)
         if inputs.sink_H is not None:
             outputs = _merge_sink(outputs, inputs.sink_H)
         if call.stored is not None:
@@ -206,7 +206,7 @@ def _save_for_backward(
         )
     ctx.call = call
     ctx.save_for_backward(*inputs, *outputs)
-    return outputs.o_THV
+    return outputs[0]
 
 
 def _begin_backward(ctx: Any, do_THV: torch.Tensor) -> tuple[Call, Inputs, Saved]:
@@ -220,7 +220,7 @@ def _begin_backward(ctx: Any, do_THV: torch.Tensor) -> tuple[Call, Inputs, Saved
     return ctx.call, inputs, Saved(do_THV.contiguous(), q_THD, o_THV, lse_TH, k_TKD, v_TKV)
 
 
-def _merge_sink(outputs: Outputs, sink_H: torch.Tensor) -> Outputs:
+def _merge_sink(outputs: tuple[torch.Tensor, ...], sink_H: torch.Tensor) -> Outputs:
     """Take the weight of the sinks out of the outputs."""
     o_THV, lse_TH = outputs
     merged_TH = torch.logaddexp(lse_TH, sink_H.to(lse_TH.dtype))

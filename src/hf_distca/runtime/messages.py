@@ -85,11 +85,7 @@ class Rows:
         in the order of arrival.
         """
         starts = accumulate(self.receive.values(), initial=0)
-        runs = [
-            RowRun(rank, start, rows)
-            for (rank, rows), start in zip(self.receive.items(), starts, strict=False)
-        ]
-        return Rows(tuple(runs), self.send)
+        return Rows(tuple(map(RowRun, self.receive, starts, self.receive.values())), self.send)
 
 
 def view_rows(tensor: torch.Tensor, start: int, rows: int, step: int = 1) -> torch.Tensor:
@@ -181,10 +177,8 @@ class _CopySpan(NamedTuple):
         if self.times == 1:
             return flat.narrow(0, self.start, self.size)
         rows = flat.narrow(0, self.start, (self.times - 1) * self.stride + self.size)
-        offsets = (rows.storage_offset(), self.stride, self.size)
-        word = next(
-            dtype for dtype in _WORDS if not any(offset % dtype.itemsize for offset in offsets)
-        )
+        divisor = math.gcd(rows.storage_offset(), self.stride, self.size)
+        word = next(dtype for dtype in _WORDS if divisor % dtype.itemsize == 0)
         words = rows.view(word)
         size, stride = self.size // word.itemsize, self.stride // word.itemsize
         return (
@@ -222,8 +216,14 @@ class MessageLayout:
         The ranks `near` are on this node.
         """
         sizes = [(rank, rows.send[rank] * size) for rows, size in parts for rank in rows.send]
-        between = sum(size for rank, size in sizes if rank not in near)
-        form = cls([], [[] for _ in parts], {}, {}, sum(size for _, size in sizes), between)
+        form = cls(
+            [],
+            [[] for _ in parts],
+            {},
+            {},
+            sum(size for _, size in sizes),
+            sum(size for rank, size in sizes if rank not in near),
+        )
         for rank in sorted({rank for rows, _ in parts for rank in rows.send}):
             form.send[rank] = 0
             for number, (rows, row_bytes) in enumerate(parts):

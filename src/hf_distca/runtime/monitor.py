@@ -31,13 +31,16 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
 
 from hf_distca.errors import DistCADesyncError
+
+if TYPE_CHECKING:
+    from hf_distca.runtime.channel import Transfer
 
 NO_NAMES: Mapping[int, str] = MappingProxyType({})
 
@@ -80,19 +83,6 @@ class AwaitedThread(threading.Thread):
         self.start()
 
 
-class Message(Protocol):
-    """An exchange under way between ranks; `works` are those of its parts that were not waited for
-    yet.
-    """
-
-    works: list[dist.Work | None]
-
-    def drain(self, deadline: float) -> None:
-        """Wait until it has arrived, or until `time.monotonic()` reaches the deadline. Never
-        raises.
-        """
-
-
 class FailureMonitor:
     """A rank's record of the last point that all ranks of its group reached together, and its
     reports of failures.
@@ -113,7 +103,7 @@ class FailureMonitor:
         names: Mapping[int, str] = NO_NAMES,
     ) -> None:
         self.last_collective = "making the attention group"
-        self.under_way: WeakSet[Message] = WeakSet()
+        self.under_way: WeakSet[Transfer] = WeakSet()
         self.pollers = max(len(ranks), dist.get_world_size() if dist.is_initialized() else 1)
         self.ranks, self._rank, self._timeout_seconds, self._links = (
             ranks,
@@ -179,8 +169,8 @@ class FailureMonitor:
         _query_store(
             lambda: self._store.set(_failure_key(self._store.add(_COUNT, 1)), entry), deadline
         )
-        for message in tuple(self.under_way):
-            message.drain(deadline)
+        for transfer in tuple(self.under_way):
+            transfer.drain(deadline)
         for link in self._links:
             _break_link(link)
 
