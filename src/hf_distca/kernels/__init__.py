@@ -205,11 +205,7 @@ def is_slow(name: str, dtype: torch.dtype) -> bool:
 
 def _describe_features(scores: Scores) -> str:
     """Name the features of the scores besides their scale, as the end of a phrase."""
-    present = [
-        word
-        for word, value in (("window", scores.window), ("softcap", scores.softcap))
-        if value is not None
-    ]
+    present = [name for name in ("window", "softcap") if getattr(scores, name) is not None]
     return f" with {' and '.join(present)}" if present else ""
 
 

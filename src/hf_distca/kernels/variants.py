@@ -130,13 +130,10 @@ def compile_variants(kernel: Kernel, case: Case) -> None:
             lengths = (_ROWS, *(1,) * (documents - 1))
             starts = tuple(accumulate(lengths[:-1], initial=0))
             tasks = TaskBatch(starts, lengths, starts, lengths)
-            q, do = (
-                torch.zeros(sum(lengths), ratio * _KEY_HEADS, n, dtype=dtype, device=device)
-                for n in case[2:4]
-            )
-            k, v = (
-                torch.zeros(sum(lengths), _KEY_HEADS, n, dtype=dtype, device=device)
-                for n in (head_dim, value_head_dim)
+            q, do, k, v = (
+                torch.zeros(sum(lengths), heads, width, dtype=dtype, device=device)
+                for heads in (ratio * _KEY_HEADS, _KEY_HEADS)
+                for width in (head_dim, value_head_dim)
             )
             for window in windows:
                 seen = Scores(scores.scale, window, scores.softcap)

@@ -245,7 +245,11 @@ class VarlenKernel:
         calls: tuple[_OpCall, ...] | None = tasks.derived.get((self, device, rows, keys))
         if calls is None:
             split = self.split(tasks)
-            if self._op.takes_gaps and len(split) == 1 and _are_in_order(tasks, split[0]):
+            # Rows of the tasks come in the order of their keys.
+            in_order = len(split) == 1 and all(
+                tasks.query_start[a] < tasks.query_start[b] for a, b in pairwise(split[0])
+            )
+            if self._op.takes_gaps and in_order:
                 calls = (_make_whole_call(tasks, split[0], rows, keys, device),)
             else:
                 calls = tuple(_make_call(tasks, members, device) for members in split)
@@ -261,13 +265,6 @@ def _narrow(x: torch.Tensor, width: int) -> torch.Tensor:
 def _call_width(q_THD: torch.Tensor, v_TKV: torch.Tensor) -> int:
     """Return the one head dim of a call: q's or v's, the larger, rounded up."""
     return -(-max(q_THD.shape[2], v_TKV.shape[2]) // _HEAD_DIM_MULTIPLE) * _HEAD_DIM_MULTIPLE
-
-
-def _are_in_order(tasks: TaskBatch, members: list[int]) -> bool:
-    """Return whether the rows of the tasks come in the order of their keys, which is that of
-    `members`.
-    """
-    return all(tasks.query_start[a] < tasks.query_start[b] for a, b in pairwise(members))
 
 
 def _make_whole_call(
@@ -304,9 +301,9 @@ def _make_sequences(
     row_lengths: Sequence[int], key_lengths: Sequence[int], device: torch.device
 ) -> Sequences:
     cu_rows = _make_bounds(row_lengths, device)
-    if row_lengths == key_lengths:  # whole documents, of most layers all tasks
-        return Sequences(cu_rows, cu_rows, max(row_lengths), max(key_lengths))
-    return Sequences(cu_rows, _make_bounds(key_lengths, device), max(row_lengths), max(key_lengths))
+    # Equal for whole documents, of most layers all tasks.
+    cu_keys = cu_rows if row_lengths == key_lengths else _make_bounds(key_lengths, device)
+    return Sequences(cu_rows, cu_keys, max(row_lengths), max(key_lengths))
 
 
 def _make_bounds(lengths: Sequence[int], device: torch.device) -> torch.Tensor:

@@ -298,13 +298,16 @@ def _processor(device: torch.device) -> str:
 
 
 def _versions() -> dict[str, str]:
-    versions = {"python": platform.python_version()}
-    for name in ("hf-distca", "torch", "numpy"):
-        try:
-            versions[name] = version(name)
-        except PackageNotFoundError:  # used from a clone
-            versions[name] = "not installed"
-    return versions
+    try:
+        ours = version("hf-distca")
+    except PackageNotFoundError:  # used from a clone
+        ours = "not installed"
+    return {
+        "python": platform.python_version(),
+        "hf-distca": ours,
+        "torch": str(torch.__version__),
+        "numpy": np.__version__,
+    }
 
 
 def measure_on_these_ranks(

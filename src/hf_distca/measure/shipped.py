@@ -19,11 +19,9 @@ def shipped_profile(device: torch.device, kernel: Kernel, group: AttentionGroup)
     All ranks must plan with one cost model. If their GPUs differ, they use the built-in figures,
     and learn speeds in training.
     """
-    # Not torch's own kernel.
-    active = torch.nn.attention.current_flash_attention_impl() if kernel.name == "cuda" else None
     profile = (
-        None
-        if active is not None
+        None  # not torch's own kernel
+        if kernel.name == "cuda" and torch.nn.attention.current_flash_attention_impl() is not None
         else Profile.find_gpu_profile(torch.cuda.get_device_name(device), kernel.name)
     )
     names = Profile.list_shipped()

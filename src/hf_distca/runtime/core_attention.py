@@ -200,10 +200,8 @@ def _save_for_backward(
         if call.stored is not None:
             call.stored.keep(*outputs)
     else:
-        outputs, call.recomputed_outputs = (
-            Outputs(*(tensor.detach() for tensor in call.recomputed_outputs)),
-            None,
-        )
+        outputs = tuple(tensor.detach() for tensor in call.recomputed_outputs)
+        call.recomputed_outputs = None
     ctx.call = call
     ctx.save_for_backward(*inputs, *outputs)
     return outputs[0]
