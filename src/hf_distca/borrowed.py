@@ -10,6 +10,7 @@ versions its names were seen. transformers is imported where needed.
 from __future__ import annotations
 
 import datetime
+import inspect
 from collections.abc import Callable, Sequence
 from functools import cache, wraps
 from importlib.metadata import version
@@ -340,14 +341,8 @@ def is_of_package(function: Callable[..., Any]) -> bool:
     """
     # With `kernels` installed it is a module.
     decorated = getattr(type(function), "forward", function)
-    while (closure := getattr(decorated, "__closure__", None)) is not None:
-        held = dict(
-            zip(
-                decorated.__code__.co_freevars,
-                (cell.cell_contents for cell in closure),
-                strict=True,
-            )
-        )
+    while getattr(decorated, "__closure__", None) is not None:
+        held = inspect.getclosurevars(decorated).nonlocals
         if "is_new_implementation" in held:
             return bool(held["is_new_implementation"])
         decorated = held.get("func")

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from importlib import import_module
@@ -339,33 +339,34 @@ def _flash_attn_reason(case: Case) -> str | None:
     return flash_reason(case)
 
 
-def _flash_attn_3_reason(case: Case, module: str = _INTERFACE_3) -> str | None:
+def _generation_reason(
+    case: Case, module: str, package: str, capabilities: Sequence[int], gpus: str
+) -> str | None:
+    """Return why a package of FlashAttention 3 or 4, for GPUs of these major compute capabilities,
+    cannot run a case.
+    """
     if (reason := flash_reason(case)) is not None:
         return reason
-    if torch.cuda.get_device_capability(case.device)[0] != 9:
-        return f"FlashAttention 3 is for Hopper GPUs (compute capability 9), {case.device} is none"
+    if (major := find_capability(case.device)[0]) not in capabilities:
+        return f"{package} is for {gpus} GPUs, {case.device} has compute capability {major}"
     if (error := import_error(module)) is not None:
-        return f"FlashAttention 3 cannot be imported ({type(error).__name__}: {error})"
+        return f"{package} cannot be imported ({type(error).__name__}: {error})"
     return None
+
+
+def _flash_attn_3_reason(case: Case, module: str = _INTERFACE_3) -> str | None:
+    return _generation_reason(case, module, "FlashAttention 3", (9,), "Hopper")
 
 
 def _flash_attn_4_reason(case: Case) -> str | None:
-    if (reason := flash_reason(case)) is not None:
-        return reason
-    major = torch.cuda.get_device_capability(case.device)[0]
-    if major not in _FA4_CAPABILITIES:
-        return (
-            f"FlashAttention 4 is for Hopper and Blackwell GPUs, {case.device} has compute"
-            f" capability {major}"
-        )
     width = max(case.head_dim, case.value_head_dim)
-    if major != 9 and 128 < width <= 248:
+    if find_capability(case.device)[0] in _FA4_CAPABILITIES[1:] and 128 < width <= 248:
         return (
             f"FlashAttention 4 has head dimensions up to 128 and 256 on {case.device}, not {width}"
         )
-    if (error := import_error(INTERFACE_4)) is not None:
-        return f"flash-attn-4 cannot be imported ({type(error).__name__}: {error})"
-    return None
+    return _generation_reason(
+        case, INTERFACE_4, "flash-attn-4", _FA4_CAPABILITIES, "Hopper and Blackwell"
+    )
 
 
 # All kernels run bfloat16 and float16, on Ampere GPUs and later.
