@@ -1,5 +1,5 @@
 """Timings of kernels on this machine, on batches of tasks as servers run them: a cost model, and
-the fastest kernel.
+the fastest kernel. Before anything is timed, the shipped profile of the GPU and the kernel.
 
 A task that is alone in its call pays the launch and, on a GPU, leaves most of the device idle.
 Among others it pays neither.
@@ -20,6 +20,7 @@ from hf_distca.kernels import Case, list_runnable
 from hf_distca.kernels.base import Kernel, Operands, Saved, Scores, TaskBatch
 from hf_distca.runtime.group import AttentionGroup
 from hf_distca.schedule.cost import AttentionShape, CostModel, FloatArray, KernelCost
+from hf_distca.schedule.profiles import Profile
 
 # The documents of a batch: of each the slices [start, end) that are tasks, in shares of the batch's
 # size in tokens.
@@ -170,6 +171,24 @@ def fastest(
     )
     total = np.sum([row.view(np.float64) for row in rows], axis=0)
     return names[int(np.argmin(total))] if np.isfinite(total).any() else None
+
+
+def shipped_profile(device: torch.device, kernel: Kernel, group: AttentionGroup) -> Profile | None:
+    """Return the shipped profile, equal on all ranks; None if there is none, or if GPUs or kernels
+    differ. Collective.
+
+    All ranks must plan with one cost model. If their GPUs differ, they use the built-in figures,
+    and learn speeds in training.
+    """
+    profile = (
+        None  # not torch's own kernel
+        if kernel.name == "cuda" and torch.nn.attention.current_flash_attention_impl() is not None
+        else Profile.find_gpu_profile(torch.cuda.get_device_name(device), kernel.name)
+    )
+    names = Profile.list_shipped()
+    place = -1 if profile is None else names.index(profile)
+    same = group.all_equal(np.array([place]), doing="comparing GPUs and attention kernels")
+    return Profile.load(names[place]) if same and place >= 0 else None
 
 
 def _seconds(shape: AttentionShape, kernel: Kernel, dtype: torch.dtype, timer: _Timer) -> float:
