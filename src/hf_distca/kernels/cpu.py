@@ -105,8 +105,10 @@ class _WorkList(NamedTuple):
         calls = [_list_calls(task, scores, dtype) for task in parts]
         lengths = [task.rows for task in parts]
         packed = all(
-            task.row == start and made == [(start, task.rows, True, None)]
-            for task, made, start in zip(parts, calls, accumulate(lengths, initial=0), strict=False)
+            task.row == start and listed == [(start, task.rows, True, None)]
+            for task, listed, start in zip(
+                parts, calls, accumulate(lengths, initial=0), strict=False
+            )
         )
         return cls(parts, calls, [*uncovered, slice(end, None)], lengths if packed else [])
 
