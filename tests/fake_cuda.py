@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_distca import kernels
-from hf_distca.kernels import aten_flash
+from hf_distca.kernels import flash
 
 CUDA = torch.device("cuda", 0)
 # A build for CUDA would look for the GPU.
@@ -167,9 +167,9 @@ def fake_cuda(
         patch.object(kernels, "_select_once", kernels._select_once.__wrapped__),
         patch.object(kernels, "_check_once", kernels._check_once.__wrapped__),
         patch.object(
-            aten_flash,
+            flash,
             "_placeholder_random_state",
-            cache(aten_flash._placeholder_random_state.__wrapped__),
+            cache(flash._placeholder_random_state.__wrapped__),
         ),
         FakeTensorMode(),
         _EfficientBackward(),

@@ -7,7 +7,6 @@ from __future__ import annotations
 import ast
 import inspect
 import sys
-from collections import defaultdict
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -149,8 +148,8 @@ def test_messages_over_nccl_have_a_stream_of_high_priority(
     monkeypatch.setattr(borrowed.c10d, "ProcessGroupNCCL", FakeNccl, raising=False)
     monkeypatch.setattr(borrowed.c10d, "_get_default_group", lambda: world)
     monkeypatch.setattr(borrowed.c10d, "_new_process_group_helper", make)
-    worlds = SimpleNamespace(pg_map=defaultdict(lambda: ("", None)), pg_group_ranks={})
-    monkeypatch.setattr(borrowed.c10d, "_world", worlds)
+    monkeypatch.setattr(borrowed.c10d, "_get_default_store", lambda: None)
+    monkeypatch.setattr(borrowed.c10d, "_world", SimpleNamespace(pg_group_ranks={}))
     assert (
         borrowed.group_of_members((0, 1), backend, timedelta(seconds=9), "a name", "a purpose")
         == "group"

@@ -10,6 +10,7 @@ versions its names were seen. transformers is imported where needed.
 from __future__ import annotations
 
 import datetime
+import inspect
 from collections.abc import Callable, Sequence
 from functools import cache, wraps
 from importlib.metadata import version
@@ -139,24 +140,11 @@ cpu_attention_backward: Any = (
 )
 
 
-def cuda_attention() -> Any:
-    """Return torch's own flash-attention 2, for sequences of several lengths."""
-    return torch.ops.aten._flash_attention_forward
-
-
-def cuda_attention_backward() -> Any:
-    """Return the backward of `cuda_attention`."""
-    return torch.ops.aten._flash_attention_backward
-
-
-def efficient_attention() -> Any:
-    """Return torch's own memory-efficient attention, for sequences of several lengths."""
-    return torch.ops.aten._efficient_attention_forward
-
-
-def efficient_attention_backward() -> Any:
-    """Return the backward of `efficient_attention`."""
-    return torch.ops.aten._efficient_attention_backward
+# torch's own flash-attention 2 and memory-efficient attention, for sequences of several lengths.
+cuda_attention: Any = torch.ops.aten._flash_attention_forward
+cuda_attention_backward: Any = torch.ops.aten._flash_attention_backward
+efficient_attention: Any = torch.ops.aten._efficient_attention_forward
+efficient_attention_backward: Any = torch.ops.aten._efficient_attention_backward
 
 
 def names_of_groups() -> set[str]:
@@ -171,12 +159,11 @@ def group_of_members(
     `dist.new_group` waits for all ranks.
     """
     world = c10d._get_default_group()
-    store = c10d._world.pg_map[world][1]
     return _new_group(
         world,
         (ranks, ranks.index(world.rank())),
         list(ranks),
-        (store, backend, timeout),
+        (store_of_world(), backend, timeout),
         (name, purpose),
     )
 
@@ -354,14 +341,8 @@ def is_of_package(function: Callable[..., Any]) -> bool:
     """
     # With `kernels` installed it is a module.
     decorated = getattr(type(function), "forward", function)
-    while (closure := getattr(decorated, "__closure__", None)) is not None:
-        held = dict(
-            zip(
-                decorated.__code__.co_freevars,
-                (cell.cell_contents for cell in closure),
-                strict=True,
-            )
-        )
+    while getattr(decorated, "__closure__", None) is not None:
+        held = inspect.getclosurevars(decorated).nonlocals
         if "is_new_implementation" in held:
             return bool(held["is_new_implementation"])
         decorated = held.get("func")

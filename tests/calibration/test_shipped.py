@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hf_distca.kernels.plain_torch import ReferenceKernel
-from hf_distca.measure.shipped import shipped_profile
+from hf_distca.measure.calibrate import shipped_profile
 from hf_distca.runtime.group import AttentionGroup
 from hf_distca.schedule.profiles import Profile
 from ranks import RankPool

@@ -210,8 +210,8 @@ class Efficient:
 EFFICIENT_OP = Efficient()
 
 
-def package(version: tuple[int, int, int]) -> dict[str, Callable[..., Any]]:
-    """The two functions of flash-attn in a version."""
+def package() -> dict[str, Callable[..., Any]]:
+    """The two functions of flash-attn."""
 
     def shared(options: dict[str, Any]) -> tuple[Sequences, Scores]:
         sizes = (
@@ -222,10 +222,7 @@ def package(version: tuple[int, int, int]) -> dict[str, Callable[..., Any]]:
         sequences = Sequences(*sizes)
         assert options.pop("dropout_p") == 0
         assert options.pop("alibi_slopes") is None
-        if version < (2, 7):
-            left, right = options.pop("window_size")
-        else:
-            left, right = options.pop("window_size_left"), options.pop("window_size_right")
+        left, right = options.pop("window_size_left"), options.pop("window_size_right")
         scores = scores_of(
             options.pop("softmax_scale"), left, right, options.pop("causal"), options.pop("softcap")
         )
@@ -234,7 +231,7 @@ def package(version: tuple[int, int, int]) -> dict[str, Callable[..., Any]]:
 
     def forward(*, q: Any, k: Any, v: Any, return_softmax: bool, **options: Any) -> tuple[Any, ...]:
         o, lse = OP.attend(q, k, v, *shared(options))
-        return (o, lse, None, None) if version >= (2, 7) else (o, q, k, v, o, lse, None, None)
+        return o, lse, None, None
 
     def backward(
         *,
@@ -355,8 +352,7 @@ class Interface4(Interface3):
     params=[
         "cuda",
         "efficient",
-        "flash_attn 2.6.2",
-        "flash_attn 2.8.3",
+        "flash_attn",
         "flash_attn_3",
         "flash_attn_3 beside messages",
         "kernels-community/flash-attn3",
@@ -364,22 +360,18 @@ class Interface4(Interface3):
     ]
 )
 def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Kernel:
-    name, _, numbers = request.param.partition(" ")
-    version = tuple(map(int, numbers.split("."))) if name == "flash_attn" else None
-    functions = SimpleNamespace(**package(version)) if version else None
     modules = {
-        "flash_attn.flash_attn_interface": functions,
+        "flash_attn.flash_attn_interface": SimpleNamespace(**package()),
         "flash_attn_interface": Interface3(16 if "beside" in request.param else 0),
         "kernels-community/flash-attn3": Interface3(),
         "flash_attn.cute.interface": Interface4(),
     }
     monkeypatch.setattr(flash, "_import_once", modules.__getitem__)
-    monkeypatch.setattr(flash, "_installed_version", lambda: version)
-    monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", aten_forward)
-    monkeypatch.setattr(torch.ops.aten, "_flash_attention_backward", aten_backward)
-    monkeypatch.setattr(torch.ops.aten, "_efficient_attention_forward", EFFICIENT_OP.forward)
-    monkeypatch.setattr(torch.ops.aten, "_efficient_attention_backward", EFFICIENT_OP.backward)
-    return {kernel.name: kernel for kernel in KERNELS}[name if version else request.param]
+    monkeypatch.setattr(flash, "cuda_attention", aten_forward)
+    monkeypatch.setattr(flash, "cuda_attention_backward", aten_backward)
+    monkeypatch.setattr(efficient, "efficient_attention", EFFICIENT_OP.forward)
+    monkeypatch.setattr(efficient, "efficient_attention_backward", EFFICIENT_OP.backward)
+    return {kernel.name: kernel for kernel in KERNELS}[request.param]
 
 
 @pytest.mark.parametrize("scores", SCORES)
@@ -414,8 +406,8 @@ PADDED_CASES = [
 def test_memory_efficient_attention_gets_padded_log_sum_exps(
     monkeypatch: pytest.MonkeyPatch, name: str, shape: str
 ) -> None:
-    monkeypatch.setattr(efficient, "efficient_attention", lambda: EFFICIENT_OP.forward)
-    monkeypatch.setattr(efficient, "efficient_attention_backward", lambda: EFFICIENT_OP.backward)
+    monkeypatch.setattr(efficient, "efficient_attention", EFFICIENT_OP.forward)
+    monkeypatch.setattr(efficient, "efficient_attention_backward", EFFICIENT_OP.backward)
     EFFICIENT_OP.padding.clear()
     case = CASES[name]
     pools = random_pools(case, SHAPES[shape], torch.float64)

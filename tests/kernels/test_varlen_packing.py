@@ -33,6 +33,10 @@ def calls(case: PooledTasks) -> tuple[dict[str, torch.Tensor], list[dict[str, to
     return pools, op.calls
 
 
+def pools(rows: int, keys: int) -> Operands:
+    return Operands(torch.empty(rows, 2, 8), *(torch.empty(keys, 1, 8) for _ in "kv"))
+
+
 def test_packed_documents_are_not_copied() -> None:
     pools, (forward, backward) = calls(CASES["whole documents"])
     for call in (forward, backward):
@@ -41,33 +45,25 @@ def test_packed_documents_are_not_copied() -> None:
     assert backward["do"].data_ptr() == pools["do"].data_ptr()
 
 
-def test_packed_documents_derive_what_tasks_with_gaps_do() -> None:
-    """Packed documents are seen to be such as a whole; sequences and runs are those of a look at
-    each, and bounds are shared.
-    """
+@pytest.mark.parametrize("takes_gaps", [False, True])
+def test_packed_documents_are_one_call_of_whole_pools(takes_gaps: bool) -> None:
+    """The bounds of rows and keys are one tensor."""
     lengths, starts = (3, 5, 2), (0, 3, 8)
-    packed, pools = (
-        TaskBatch(starts, lengths, starts, lengths),
-        varlen._PoolSizes(torch.device("cpu"), 10, 10),
-    )
-    (short,) = VarlenKernel(StrictVarlenOp())._new_calls(packed, pools)
-    for long in (
-        varlen._make_whole_call(packed, [0, 1, 2], pools),
-        varlen._make_call(packed, [0, 1, 2], pools.device),
-    ):
-        assert (short.rows, short.keys, short.gaps) == (long.rows, long.keys, long.gaps)
-        assert short.sequences.cu_rows.tolist() == long.sequences.cu_rows.tolist() == [0, 3, 8, 10]
-        assert short.sequences[2:] == long.sequences[2:]
-        assert short.sequences.cu_keys is short.sequences.cu_rows
+    op = StrictVarlenOp(takes_gaps=takes_gaps)
+    (call,) = VarlenKernel(op)._calls_of(TaskBatch(starts, lengths, starts, lengths), pools(10, 10))
+    assert call.rows == call.keys == varlen._PoolRows(0, 10, None)
+    assert call.gaps is None
+    assert call.sequences.cu_rows.tolist() == [0, 3, 8, 10]
+    assert call.sequences.cu_keys is call.sequences.cu_rows
+    assert call.sequences[2:] == (5, 5)
 
 
-@pytest.mark.parametrize("pools", [(11, 10), (10, 11)], ids=["a row more", "a key more"])
-def test_pools_beyond_packed_documents_are_not_taken_whole(pools: tuple[int, int]) -> None:
+@pytest.mark.parametrize("sizes", [(11, 10), (10, 11)], ids=["a row more", "a key more"])
+def test_pools_beyond_packed_documents_are_not_taken_whole(sizes: tuple[int, int]) -> None:
     """Pools with more than packed documents are not taken whole."""
     lengths, starts = (3, 5, 2), (0, 3, 8)
-    sizes = varlen._PoolSizes(torch.device("cpu"), *pools)
-    (call,) = VarlenKernel(StrictVarlenOp())._new_calls(
-        TaskBatch(starts, lengths, starts, lengths), sizes
+    (call,) = VarlenKernel(StrictVarlenOp())._calls_of(
+        TaskBatch(starts, lengths, starts, lengths), pools(*sizes)
     )
     assert (call.rows.length, call.keys.length) == (10, 10)
 

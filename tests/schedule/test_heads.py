@@ -175,9 +175,9 @@ def test_routes_send_what_the_load_says(ping_pong: bool) -> None:
         passed = sum(wave.passing.keys.send.values()) if wave.passing else 0
         assert (sum(wave.keys.send.values()) + passed) / groups == load.key_tokens[0][rank]
         here = (
-            route.local_tasks.rows * groups
-            + wave.arrived.rows
-            + (route.local_wave.arrived.rows if route.local_wave else 0)
+            sum(route.local_tasks.query_length) * groups
+            + sum(wave.arrived.query_length)
+            + sum(route.local_wave.arrived.query_length if route.local_wave else ())
         )
         rows = plan.end - plan.start
         mine = plan.server == rank

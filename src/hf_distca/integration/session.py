@@ -29,8 +29,7 @@ from hf_distca.integration.processes import (
     print_if_slow,
 )
 from hf_distca.kernels import Case, Kernel, Scores, select_kernel
-from hf_distca.measure.calibrate import calibrate, fastest
-from hf_distca.measure.shipped import shipped_profile
+from hf_distca.measure.calibrate import calibrate, fastest, shipped_profile
 from hf_distca.measure.timeline import Trace
 from hf_distca.runtime.call import AttentionServer, Call, Inputs
 from hf_distca.runtime.core_attention import core_attention

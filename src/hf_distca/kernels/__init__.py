@@ -65,7 +65,7 @@ _KERNELS: tuple[tuple[Kernel, str | None], ...] = (
 _MADE_FOR = {9: "Hopper", 10: "Blackwell"}
 
 # What has been said; a repeated case comes back for every micro-batch and says nothing.
-_said: set[tuple[str, str, torch.dtype, str]] = set()
+_said: set[str] = set()
 
 
 def select_kernel(name: KernelName, case: Case, *, first: str | None = None) -> Kernel:
@@ -98,16 +98,17 @@ def _select_once(name: KernelName, case: Case, first: str | None, _deterministic
         raise KernelError(
             f"There is no kernel {name!r}; choose one of {', '.join(map(repr, names))}."
         )
-    candidates.sort(key=lambda kernel: kernel.name != first)
     refused: list[str] = []
-    for kernel in candidates:
+    for kernel in sorted(candidates, key=lambda kernel: kernel.name != first):
         reason = unusable_reason(kernel, case) or compile_failure_reason(kernel, case)
         if reason is None:
             _announce(kernel.name, case, refused, automatic=automatic)
             return kernel
         refused.append(f"{kernel.name}: {reason}")
-    widths = f"head dim {case.head_dim} and value head dim {case.value_head_dim}"
-    words = f"{case.dtype} tensors on {case.device}{_describe_features(case.scores)}, with {widths}"
+    words = (
+        f"{case.dtype} tensors on {case.device}{_describe_features(case.scores)}, with head dim"
+        f" {case.head_dim} and value head dim {case.value_head_dim}"
+    )
     if automatic:
         raise KernelError(
             f"No kernel runs {words} ({'; '.join(refused)}). Convert q, k and v to a floating"
@@ -179,22 +180,20 @@ def _announce(name: str, case: Case, refused: list[str], *, automatic: bool) -> 
     """Log once which kernel runs; as a warning where "auto" found none of the fast ones of a
     GPU.
     """
-    device, dtype, scores = case.device, case.dtype, case.scores
-    saying = (name, device.type, dtype, _describe_features(scores))
-    if saying in _said:
-        return
-    _said.add(saying)
     message = (
-        f"core attention in {dtype} on {device.type}{_describe_features(scores)} runs in kernel"
-        f" {name!r}"
+        f"core attention in {case.dtype} on {case.device.type}{_describe_features(case.scores)}"
+        f" runs in kernel {name!r}"
     )
+    if message in _said:
+        return
+    _said.add(message)
     why = f" ({'; '.join(refused)})" if refused else ""
-    if refused and device.type == "cuda" and is_slow(name, dtype):
+    if refused and case.device.type == "cuda" and is_slow(name, case.dtype):
         _logger.warning(
             "%s, far slower than flash attention%s.%s", message, why, _suggest_speedup(case)
         )
     else:
-        _logger.info("%s%s%s", message, why, _note_on_kernel(name, device, automatic))
+        _logger.info("%s%s%s", message, why, _note_on_kernel(name, case.device, automatic))
 
 
 def is_slow(name: str, dtype: torch.dtype) -> bool:
@@ -206,11 +205,7 @@ def is_slow(name: str, dtype: torch.dtype) -> bool:
 
 def _describe_features(scores: Scores) -> str:
     """Name the features of the scores besides their scale, as the end of a phrase."""
-    present = [
-        word
-        for word, value in (("window", scores.window), ("softcap", scores.softcap))
-        if value is not None
-    ]
+    present = [name for name in ("window", "softcap") if getattr(scores, name) is not None]
     return f" with {' and '.join(present)}" if present else ""
 
 

@@ -1,4 +1,4 @@
-"""Types that every attention kernel takes and returns.
+"""Types that every attention kernel takes and returns, and functions on pools that kernels share.
 
 Shape suffixes: T tokens (query rows or keys of a pool), H query heads, K key/value heads, D head
 dim, V value head dim.
@@ -14,20 +14,9 @@ from functools import cached_property, wraps
 from typing import Any, NamedTuple, ParamSpec, Protocol, TypeVar
 
 import torch
+from torch.nn.functional import pad
 
 from hf_distca.errors import KernelError
-
-__all__ = [
-    "Case",
-    "Grads",
-    "Kernel",
-    "Operands",
-    "Outputs",
-    "Saved",
-    "Scores",
-    "TaskBatch",
-    "without_gradients",
-]
 
 Given = ParamSpec("Given")
 Result = TypeVar("Result")
@@ -131,28 +120,24 @@ class TaskBatch:
         return len(self.query_start)
 
     @cached_property
+    def runs(self) -> list[tuple[int, int, int, int]]:
+        """First row, number of rows, first key and number of keys of each task."""
+        return list(
+            zip(self.query_start, self.query_length, self.key_start, self.key_length, strict=True)
+        )
+
+    @cached_property
     def required_sizes(self) -> tuple[float, float]:
         """Query rows and keys of the smallest pools that hold all tasks; infinite if one of them is
         no task.
         """
-        rows = [
-            start + length
-            for start, length in zip(self.query_start, self.query_length, strict=True)
-        ]
-        keys = [
-            start + length for start, length in zip(self.key_start, self.key_length, strict=True)
-        ]
-        fit = [
-            1 <= query <= key for query, key in zip(self.query_length, self.key_length, strict=True)
-        ]
-        if not all(fit) or min(*self.query_start, *self.key_start, 0, 0) < 0:
+        fit = [row >= 0 <= key and 1 <= rows <= keys for row, rows, key, keys in self.runs]
+        if not all(fit):
             return math.inf, math.inf
-        return max(rows, default=0), max(keys, default=0)
-
-    @cached_property
-    def rows(self) -> int:
-        """Query rows of all tasks together."""
-        return sum(self.query_length)
+        return (
+            max([row + rows for row, rows, _, _ in self.runs], default=0),
+            max([key + keys for _, _, key, keys in self.runs], default=0),
+        )
 
     @cached_property
     def shares_keys(self) -> bool:
@@ -172,32 +157,12 @@ class Operands(NamedTuple):
     k_TKD: torch.Tensor
     v_TKV: torch.Tensor
 
-    @property
-    def query_rows(self) -> Sequence[torch.Tensor]:
-        """Tensors with one row per query."""
-        return self[:1]
-
-    @property
-    def key_rows(self) -> Sequence[torch.Tensor]:
-        """Tensors with one row per key."""
-        return self[1:]
-
 
 class Outputs(NamedTuple):
     """Results of a task in forward: output and log-sum-exp."""
 
     o_THV: torch.Tensor
     lse_TH: torch.Tensor
-
-    @property
-    def query_rows(self) -> Sequence[torch.Tensor]:
-        """Tensors with one row per query."""
-        return self
-
-    @property
-    def key_rows(self) -> Sequence[torch.Tensor]:
-        """Tensors with one row per key: none."""
-        return ()
 
 
 class Saved(NamedTuple):
@@ -215,16 +180,6 @@ class Saved(NamedTuple):
         """Tensors that forward read."""
         return Operands(self.q_THD, self.k_TKD, self.v_TKV)
 
-    @property
-    def query_rows(self) -> Sequence[torch.Tensor]:
-        """Tensors with one row per query."""
-        return self[:4]
-
-    @property
-    def key_rows(self) -> Sequence[torch.Tensor]:
-        """Tensors with one row per key."""
-        return self[4:]
-
 
 class Grads(NamedTuple):
     """Results of a task in backward; dk and dv may have a wider dtype than k and v, for they are
@@ -235,15 +190,32 @@ class Grads(NamedTuple):
     dk_TKD: torch.Tensor
     dv_TKV: torch.Tensor
 
-    @property
-    def query_rows(self) -> Sequence[torch.Tensor]:
-        """Tensors with one row per query."""
-        return self[:1]
 
-    @property
-    def key_rows(self) -> Sequence[torch.Tensor]:
-        """Tensors with one row per key."""
-        return self[1:]
+Tensors = Operands | Outputs | Saved | Grads
+# So many of them have a row per query, the others a row per key.
+_QUERY_TENSORS: dict[type, int] = {Operands: 1, Outputs: 2, Saved: 4, Grads: 1}
+
+
+def query_rows(tensors: Tensors) -> tuple[torch.Tensor, ...]:
+    """Return the tensors with one row per query."""
+    return tensors[: _QUERY_TENSORS[type(tensors)]]
+
+
+def key_rows(tensors: Tensors) -> tuple[torch.Tensor, ...]:
+    """Return the tensors with one row per key: none of `Outputs`."""
+    return tensors[_QUERY_TENSORS[type(tensors)] :]
+
+
+def first_that_holds(*reasons: tuple[bool, str]) -> str | None:
+    """Return the text of the first condition that holds; None if none does."""
+    return next((text for holds, text in reasons if holds), None)
+
+
+def find_capability(device: torch.device) -> tuple[int, int]:
+    """Return the compute capability of a GPU; (0, 0) of other devices, and without a GPU."""
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return 0, 0
+    return torch.cuda.get_device_capability(device)
 
 
 class Kernel(Protocol):
@@ -282,3 +254,66 @@ class Kernel(Protocol):
         dtype.
         """
         ...
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of log-sum-exps and of sums of gradients: float64 for float64, float32 for
+    everything else.
+    """
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def key_gradient_dtype(tasks: TaskBatch, dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of dk and dv: wide where several tasks add to the same key,
+    `dtype` where each key belongs to one task.
+    """
+    return accumulation_dtype(dtype) if tasks.shares_keys else dtype
+
+
+def check_pools(pools: Operands | Saved, tasks: TaskBatch) -> None:
+    """Raise if pools do not fit together or are shorter than the tasks need.
+
+    Without this check on the host, a kernel that takes raw offsets would read foreign memory where
+    a task ends outside its pool.
+    """
+    # Layers of a kind have the same shapes: those that fit were seen to fit.
+    shapes = q, k, v = pools.q_THD.shape, pools.k_TKD.shape, pools.v_TKV.shape
+    if tasks.derived.get(check_pools) == shapes:
+        return
+    said = f"q {tuple(q)}, k {tuple(k)}, v {tuple(v)}"
+    if not len(q) == len(k) == len(v) == 3:
+        raise KernelError(f"Pools must have the dimensions (tokens, heads, head dim), got {said}.")
+    if q[2] != k[2] or k[:2] != v[:2]:
+        raise KernelError(
+            f"q and k must agree in head dim, k and v in tokens and heads, got {said}."
+        )
+    if q[1] % max(k[1], 1):
+        raise KernelError(f"Query heads must be a multiple of key/value heads, got {said}.")
+    most_rows, most_keys = tasks.required_sizes
+    if most_rows <= q[0] and most_keys <= k[0]:
+        tasks.derived[check_pools] = shapes
+        return
+    for query_start, rows, key_start, keys in tasks.runs:
+        if not 1 <= rows <= keys:
+            raise KernelError(
+                f"A task has {rows} query rows and {keys} keys; it needs at least one row and a key"
+                " for each."
+            )
+        if min(query_start, key_start) < 0 or query_start + rows > q[0] or key_start + keys > k[0]:
+            raise KernelError(
+                f"A task has query rows [{query_start}, {query_start + rows}) of a pool of {q[0]}"
+                f" and keys [{key_start}, {key_start + keys}) of a pool of {k[0]}; the pools and"
+                " the tasks belong to different plans."
+            )
+
+
+def pad_last(x: torch.Tensor, size: int) -> torch.Tensor:
+    """Pad the last dimension of `x` with zeros to `size`, densely laid out; return `x` itself if it
+    is so already.
+
+    Zeros are exact here: they add nothing to a dot product, and value columns of zeros give output
+    columns of zeros.
+    """
+    if x.shape[-1] < size:
+        return pad(x, (0, size - x.shape[-1]))
+    return x if x.stride(-1) == 1 else x.contiguous()

@@ -14,8 +14,6 @@ import torch
 from hf_distca.kernels.base import Case, Kernel, Operands, Saved, Scores, TaskBatch
 from hf_distca.kernels.plain_torch import ReferenceKernel
 
-__all__ = ["mismatch_reason"]
-
 # Slices that share keys, a slice with a long context, whole documents, rows that no task covers;
 # longer and shorter than a tile. Tasks of a call lie one after another, which makes it one of
 # views, or do not, which makes it one of gathered copies.
@@ -58,11 +56,11 @@ def mismatch_reason(kernel: Kernel, case: Case) -> str | None:
         torch.OutOfMemoryError: if there was no memory for the check.
     """
     device, dtype, head_dim, value_head_dim, scores, ratio = case
-    window, softcap = (
+    seen = Scores(
+        _SCALE * head_dim**-0.5,
         None if scores.window is None else _WINDOW,
         None if scores.softcap is None else _SOFTCAP,
     )
-    seen = Scores(_SCALE * head_dim**-0.5, window, softcap)
     try:
         # Of its own: the random numbers of training stay what they are.
         generator = torch.Generator().manual_seed(0)

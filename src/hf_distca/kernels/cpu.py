@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import lru_cache
-from itertools import accumulate
+from itertools import accumulate, starmap
 from typing import ClassVar, NamedTuple, Self
 
 import torch
@@ -36,13 +36,14 @@ from hf_distca.kernels.base import (
     Saved,
     Scores,
     TaskBatch,
+    accumulation_dtype,
+    check_pools,
+    first_that_holds,
+    key_gradient_dtype,
+    pad_last,
     without_gradients,
 )
-from hf_distca.kernels.pools import accumulation_dtype, check_pools, key_gradient_dtype, pad_last
 
-__all__ = ["CpuKernel"]
-
-_FORWARD, _BACKWARD = cpu_attention, cpu_attention_backward
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 # Query rows of one masked call. Each of its rows also computes as many scores outside its window.
@@ -54,22 +55,8 @@ _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _BLOCK_ROWS = 192
 
 
-class _Pools(NamedTuple):
-    """Views of q, k and v in the kernel's layout: heads before tokens, one width for all three."""
-
-    q_BHTD: torch.Tensor
-    k_BKTD: torch.Tensor
-    v_BKTD: torch.Tensor
-
-
-class _Saved(NamedTuple):
-    """Further tensors that backward needs, for all rows: gradient of the output, output,
-    log-sum-exp.
-    """
-
-    do_BHTD: torch.Tensor
-    o_BHTD: torch.Tensor
-    lse_BHT: torch.Tensor
+# A call of the kernel: first key, number of keys, whether it is causal, and its mask.
+_Call = tuple[int, int, bool, torch.Tensor | None]
 
 
 class _Task(NamedTuple):
@@ -96,32 +83,34 @@ class _WorkList(NamedTuple):
 
     Attributes:
         tasks: the tasks or blocks to compute.
+        calls: calls of the kernel that make up each of them.
         uncovered: runs of query rows that no task has, up to the end of the pool.
         lengths: of whole documents, if the batch is such documents one after another from row 0 and
             key 0 on; else empty.
     """
 
     tasks: list[_Task]
+    calls: list[list[_Call]]
     uncovered: list[slice]
     lengths: list[int]
 
     @classmethod
-    def of(cls, tasks: TaskBatch, scores: Scores) -> Self:
-        """Build the work list of a task batch."""
+    def of(cls, tasks: TaskBatch, scores: Scores, dtype: torch.dtype) -> Self:
+        """Build the work list of a task batch on pools of a dtype."""
         end, uncovered = 0, []
-        for start, rows in sorted(zip(tasks.query_start, tasks.query_length, strict=True)):
+        for start, rows, *_ in sorted(tasks.runs):
             uncovered += [slice(end, start)] if start > end else []
             end = start + rows
         parts = list(_cut_tasks(tasks, scores))
-        starts = accumulate((task.rows for task in parts), initial=0)
-        # With a window that hides keys, what is computed are blocks of rows.
-        packed = len(parts) == len(tasks) and all(
-            task == (start, task.rows, start, task.rows) and scores.window_within(task.keys) is None
-            for task, start in zip(parts, starts, strict=False)
+        calls = [_list_calls(task, scores, dtype) for task in parts]
+        lengths = [task.rows for task in parts]
+        packed = all(
+            task.row == start and listed == [(start, task.rows, True, None)]
+            for task, listed, start in zip(
+                parts, calls, accumulate(lengths, initial=0), strict=False
+            )
         )
-        return cls(
-            parts, [*uncovered, slice(end, None)], [task.rows for task in parts] if packed else []
-        )
+        return cls(parts, calls, [*uncovered, slice(end, None)], lengths if packed else [])
 
     def allocate(
         self, rows: torch.Tensor, *shape: int, dtype: torch.dtype | None = None
@@ -157,25 +146,27 @@ class CpuKernel:
         Supports float64, float32, bfloat16 and float16 on CPUs, any
         head dimensions and windows, no softcap.
         """
-        if case.device.type != "cpu":
-            return f"it runs on CPUs, the tensors are on {case.device.type!r}"
-        if case.dtype not in _DTYPES:
-            return f"it computes in {', '.join(map(str, _DTYPES))}, not in {case.dtype}"
-        if case.scores.softcap is not None:
-            return "torch's fused CPU kernel has no softcap"
-        return None
+        return first_that_holds(
+            (
+                case.device.type != "cpu",
+                f"it runs on CPUs, the tensors are on {case.device.type!r}",
+            ),
+            (
+                case.dtype not in _DTYPES,
+                f"it computes in {', '.join(map(str, _DTYPES))}, not in {case.dtype}",
+            ),
+            (case.scores.softcap is not None, "torch's fused CPU kernel has no softcap"),
+        )
 
     @without_gradients
     def forward(self, pools: Operands, tasks: TaskBatch, scores: Scores) -> Outputs:
         """See `Kernel.forward`."""
         check_pools(pools, tasks)
-        q_THD, value_width, work = pools.q_THD, pools.v_TKV.shape[2], self._work_of(tasks, scores)
-        padded, documents = (
-            _pad_widths(pools.q_THD, pools.k_TKD, pools.v_TKV),
-            work.is_all_of(pools),
-        )
+        q_THD, value_width = pools.q_THD, pools.v_TKV.shape[2]
+        work = self._work_of(tasks, scores, q_THD.dtype)
+        padded, documents = _pad_widths(*pools), work.is_all_of(pools)
         if documents and len(work.lengths) == 1:
-            o_BHTD, lse_BHT = _FORWARD(
+            o_BHTD, lse_BHT = cpu_attention(
                 *map(_move_heads_first, padded), 0.0, True, attn_mask=None, scale=scores.scale
             )
             return Outputs(
@@ -186,17 +177,27 @@ class CpuKernel:
         lse_TH = work.allocate(q_THD, q_THD.shape[1], dtype=accumulation_dtype(q_THD.dtype))
         if documents:
             for q, k, v, o, lse in _split_by_document(work.lengths, *padded, o_THV, lse_TH):
-                o_BHTD, lse_BHT = _FORWARD(q, k, v, 0.0, True, attn_mask=None, scale=scores.scale)
-                o.copy_(o_BHTD[..., :value_width])
-                lse.copy_(lse_BHT)
+                results = cpu_attention(q, k, v, 0.0, True, attn_mask=None, scale=scores.scale)
+                o.copy_(results[0][..., :value_width])
+                lse.copy_(results[1])
             return Outputs(o_THV, lse_TH)
-        views, o_whole, lse_whole = (
-            _Pools(*map(_move_heads_first, padded)),
-            _move_heads_first(o_THV),
-            _move_heads_first(lse_TH),
-        )
-        for task in work.tasks:
-            o_BHTD, lse_BHT = _forward_task(views, task, scores)
+        q_BHTD, k_BKTD, v_BKTD = map(_move_heads_first, padded)
+        o_whole, lse_whole = _move_heads_first(o_THV), _move_heads_first(lse_TH)
+        for task, calls in zip(work.tasks, work.calls, strict=True):
+            rows_BHTD = q_BHTD.narrow(2, task.row, task.rows)
+            parts = [
+                cpu_attention(
+                    rows_BHTD,
+                    k_BKTD.narrow(2, start, length),
+                    v_BKTD.narrow(2, start, length),
+                    0.0,
+                    causal,
+                    attn_mask=mask,
+                    scale=scores.scale,
+                )
+                for start, length, causal, mask in calls
+            ]
+            o_BHTD, lse_BHT = parts[0] if len(parts) == 1 else _merge(*parts)
             o_whole.narrow(2, task.row, task.rows).copy_(o_BHTD[..., :value_width])
             lse_whole.narrow(2, task.row, task.rows).copy_(lse_BHT)
         return Outputs(o_THV, lse_TH)
@@ -206,59 +207,61 @@ class CpuKernel:
         """See `Kernel.backward`."""
         check_pools(pools, tasks)
         do_THV, q_THD, o_THV, lse_TH, k_TKD, v_TKV = pools
-        operands, work, padded = (
-            (q_THD, k_TKD, v_TKV),
-            self._work_of(tasks, scores),
-            _pad_widths(q_THD, k_TKD, v_TKV),
-        )
-        width, documents = padded[0].shape[2], work.is_all_of(pools)
-        saved = pad_last(do_THV, width), pad_last(o_THV, width), lse_TH
+        operands, work = (q_THD, k_TKD, v_TKV), self._work_of(tasks, scores, q_THD.dtype)
+        padded = _pad_widths(*operands)
+        width = padded[0].shape[2]
+        rows = pad_last(do_THV, width), pad_last(o_THV, width), lse_TH
+        documents = work.is_all_of(pools)
         if documents and len(work.lengths) == 1:
-            do_BHTD, o_BHTD, lse_BHT, *views_BHTD = map(_move_heads_first, (*saved, *padded))
-            grads = _BACKWARD(
+            do_BHTD, o_BHTD, lse_BHT, *views_BHTD = map(_move_heads_first, (*rows, *padded))
+            grads = cpu_attention_backward(
                 do_BHTD, *views_BHTD, o_BHTD, lse_BHT, 0.0, True, attn_mask=None, scale=scores.scale
             )
             return Grads(
                 *(_move_tokens_first(dx, x.shape[2]) for dx, x in zip(grads, operands, strict=True))
             )
         if documents:
-            dq_THD, dk_TKD, dv_TKD = totals = [torch.empty_like(x) for x in padded]
-            for do, o, lse, q, k, v, dq, dk, dv in _split_by_document(
-                work.lengths, *saved, *padded, *totals
+            totals = [torch.empty_like(x) for x in padded]
+            for do, o, lse, q, k, v, *into in _split_by_document(
+                work.lengths, *rows, *padded, *totals
             ):
-                grads = _BACKWARD(
+                grads = cpu_attention_backward(
                     do, q, k, v, o, lse, 0.0, True, attn_mask=None, scale=scores.scale
                 )
-                dq.copy_(grads[0])
-                dk.copy_(grads[1])
-                dv.copy_(grads[2])
-            return Grads(
-                dq_THD[..., : q_THD.shape[2]],
-                dk_TKD[..., : k_TKD.shape[2]],
-                dv_TKD[..., : v_TKV.shape[2]],
-            )
-        views, seen = (
-            _Pools(*map(_move_heads_first, padded)),
-            _Saved(*map(_move_heads_first, saved)),
-        )
+                for total, grad in zip(into, grads, strict=True):
+                    total.copy_(grad)
+            return Grads(*[dx[..., : x.shape[2]] for dx, x in zip(totals, operands, strict=True)])
+        do_BHTD, o_BHTD, lse_BHT, q_BHTD, k_BKTD, v_BKTD = map(_move_heads_first, (*rows, *padded))
         dtype = key_gradient_dtype(tasks, pools.k_TKD.dtype)
         # A key is in several blocks of a window, so its gradient is a sum even where no task shares
         # it.
         summed = dtype if scores.window is None else accumulation_dtype(dtype)
         sums = [work.allocate(pools.q_THD, pools.q_THD.shape[1], width)]
         sums += [x.new_zeros((*x.shape[:2], width), dtype=summed) for x in padded[1:]]
-        grads_BHTD = _Pools(*map(_move_heads_first, sums))
-        for task in work.tasks:
-            _backward_task(grads_BHTD, views, seen, task, scores)
+        sums_BHTD = list(map(_move_heads_first, sums))
+        of_rows = (do_BHTD, q_BHTD, o_BHTD, lse_BHT, sums_BHTD[0])
+        for task, calls in zip(work.tasks, work.calls, strict=True):
+            do, q, o, lse, dq = [x.narrow(2, task.row, task.rows) for x in of_rows]
+            for number, (start, length, causal, mask) in enumerate(calls):
+                k, v, dk, dv = [
+                    x.narrow(2, start, length) for x in (k_BKTD, v_BKTD, *sums_BHTD[1:])
+                ]
+                added = cpu_attention_backward(
+                    do, q, k, v, o, lse, 0.0, causal, attn_mask=mask, scale=scores.scale
+                )
+                (dq.add_ if number else dq.copy_)(added[0])
+                dk.add_(added[1])
+                dv.add_(added[2])
         dq_THD, dk_TKD, dv_TKV = (
             dx[..., : x.shape[2]] for dx, x in zip(sums, operands, strict=True)
         )
         return Grads(dq_THD, dk_TKD.to(dtype), dv_TKV.to(dtype))
 
-    def _work_of(self, tasks: TaskBatch, scores: Scores) -> _WorkList:
-        work: _WorkList | None = tasks.derived.get((self, scores.window))
+    def _work_of(self, tasks: TaskBatch, scores: Scores, dtype: torch.dtype) -> _WorkList:
+        work: _WorkList | None = tasks.derived.get((self, scores.window, dtype))
         if work is None:
-            work = tasks.derived[self, scores.window] = _WorkList.of(tasks, scores)
+            work = _WorkList.of(tasks, scores, dtype)
+            tasks.derived[self, scores.window, dtype] = work
         return work
 
 
@@ -297,9 +300,7 @@ def _move_tokens_first(x_BHTD: torch.Tensor, width: int | None = None) -> torch.
 
 def _cut_tasks(tasks: TaskBatch, scores: Scores) -> Iterator[_Task]:
     """Yield the tasks, in blocks of rows where a window hides keys from them."""
-    for task in map(
-        _Task, tasks.query_start, tasks.query_length, tasks.key_start, tasks.key_length
-    ):
+    for task in starmap(_Task, tasks.runs):
         window = scores.window_within(task.keys)
         yield from (task,) if window is None else _cut_blocks(task, window)
 
@@ -331,34 +332,24 @@ def _make_block_mask(window: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.zeros(hidden.shape, dtype=dtype, device="cpu").masked_fill_(hidden, float("-inf"))
 
 
-def _list_calls(
-    task: _Task, scores: Scores, dtype: torch.dtype
-) -> list[tuple[int, int, bool, torch.Tensor | None]]:
-    """List the calls that make up a task or block: first key, number of keys, whether the call is
-    causal, its mask.
-    """
+def _list_calls(task: _Task, scores: Scores, dtype: torch.dtype) -> list[_Call]:
+    """List the calls that make up a task or block: a causal one of its last keys first."""
     if scores.window is not None and task.keys > scores.window:
         mask = _make_block_mask(scores.window, accumulation_dtype(dtype))[
             -task.rows :, -task.keys :
         ]
         return [(task.key, task.keys, False, mask)]
-    square = (task.key + task.prefix, task.rows, True, None)
-    return [square, (task.key, task.prefix, False, None)] if task.prefix else [square]
+    square = (task.key + task.keys - task.rows, task.rows, True, None)
+    if task.rows == task.keys:
+        return [square]
+    return [square, (task.key, task.prefix, False, None)]
 
 
-def _forward_task(pools: _Pools, task: _Task, scores: Scores) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return output (1, H, rows, width) in q's dtype and log-sum-exp (1, H, rows) of one task."""
-    q_BHTD = pools.q_BHTD.narrow(2, task.row, task.rows)
-    results = []
-    for start, length, causal, mask in _list_calls(task, scores, q_BHTD.dtype):
-        k_BKTD, v_BKTD = (x.narrow(2, start, length) for x in pools[1:])
-        results.append(
-            _FORWARD(q_BHTD, k_BKTD, v_BKTD, 0.0, causal, attn_mask=mask, scale=scores.scale)
-        )
-    if len(results) == 1:
-        o_BHTD, lse_BHT = results[0]
-        return o_BHTD, lse_BHT
-    (square_o, square_lse), (rectangle_o, rectangle_lse) = results
+def _merge(
+    square: tuple[torch.Tensor, torch.Tensor], rectangle: tuple[torch.Tensor, torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Merge output and log-sum-exp of the two calls of a task."""
+    (square_o, square_lse), (rectangle_o, rectangle_lse) = square, rectangle
     # The rectangle's share is exp(rectangle_lse) / (exp(rectangle_lse) + exp(square_lse)), a
     # sigmoid of the difference. Multiplied in the log-sum-exp's dtype, so that half precision
     # rounds once more and not three times.
@@ -366,30 +357,3 @@ def _forward_task(pools: _Pools, task: _Task, scores: Scores) -> tuple[torch.Ten
     wide = share_BHT1.dtype
     o_BHTD = torch.lerp(square_o.to(wide), rectangle_o.to(wide), share_BHT1).to(square_o.dtype)
     return o_BHTD, torch.logaddexp(rectangle_lse, square_lse)
-
-
-def _backward_task(
-    grads: _Pools, pools: _Pools, saved: _Saved, task: _Task, scores: Scores
-) -> None:
-    """Write the gradients of one task's queries to those of the pools, and add those of its
-    keys.
-    """
-    q_BHTD, dq_BHTD = (x.narrow(2, task.row, task.rows) for x in (pools.q_BHTD, grads.q_BHTD))
-    do_BHTD, o_BHTD, lse_BHT = (x.narrow(2, task.row, task.rows) for x in saved)
-    for number, (start, length, causal, mask) in enumerate(_list_calls(task, scores, q_BHTD.dtype)):
-        k_BKTD, v_BKTD = (x.narrow(2, start, length) for x in pools[1:])
-        dq, dk, dv = _BACKWARD(
-            do_BHTD,
-            q_BHTD,
-            k_BKTD,
-            v_BKTD,
-            o_BHTD,
-            lse_BHT,
-            0.0,
-            causal,
-            attn_mask=mask,
-            scale=scores.scale,
-        )
-        (dq_BHTD.add_ if number else dq_BHTD.copy_)(dq)
-        grads.k_BKTD.narrow(2, start, length).add_(dk)
-        grads.v_BKTD.narrow(2, start, length).add_(dv)

@@ -26,11 +26,21 @@ from typing import Any
 import torch
 
 from hf_distca.borrowed import efficient_attention, efficient_attention_backward
-from hf_distca.kernels.base import Case, Grads, Operands, Outputs, Saved, Scores, TaskBatch
-from hf_distca.kernels.pools import accumulation_dtype
+from hf_distca.kernels.base import (
+    Case,
+    Grads,
+    Operands,
+    Outputs,
+    Saved,
+    Scores,
+    TaskBatch,
+    accumulation_dtype,
+    find_capability,
+    first_that_holds,
+    key_rows,
+    query_rows,
+)
 from hf_distca.kernels.varlen import Sequences, VarlenKernel
-
-__all__ = ["EFFICIENT", "AtenEfficient"]
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _CAUSAL_BOTTOM_RIGHT = 2
@@ -54,9 +64,16 @@ class AtenEfficient:
         q_THD, k_TKD, v_TKD = map(_align, pools)
         places, outputs, lses = _find_padded_rows(sequences, len(q_THD)), [], []
         for q_TKD in _split_query_groups(q_THD, k_TKD):
-            batch = (q_TKD[None], k_TKD[None], v_TKD[None], None, *sequences)
-            output, lse_BKM, *_ = efficient_attention()(
-                *batch, 0.0, _CAUSAL_BOTTOM_RIGHT, True, **_make_options(scores)
+            output, lse_BKM, *_ = efficient_attention(
+                q_TKD[None],
+                k_TKD[None],
+                v_TKD[None],
+                None,
+                *sequences,
+                0.0,
+                _CAUSAL_BOTTOM_RIGHT,
+                True,
+                **_make_options(scores),
             )
             outputs.append(output[0])
             lses.append(lse_BKM.transpose(1, 2).flatten(0, 1).index_select(0, places))
@@ -79,20 +96,18 @@ class AtenEfficient:
             *(_split_query_groups(x, k_TKD) for x in (do_THD, q_THD, o_THD, lse_RH)), strict=True
         ):
             lse_BKM = lse_RK.unflatten(0, (sequence_count, longest)).transpose(1, 2).contiguous()
-            tensors = (
+            grads = efficient_attention_backward(
                 do_TKD.contiguous()[None],
                 q_TKD[None],
                 k_TKD[None],
                 v_TKD[None],
                 None,
                 o_TKD.contiguous()[None],
-            )
-            random = (0.0, unused, unused)
-            grads = efficient_attention_backward()(
-                *tensors,
                 *sequences,
                 lse_BKM,
-                *random,
+                0.0,
+                unused,
+                unused,
                 _CAUSAL_BOTTOM_RIGHT,
                 False,
                 **_make_options(scores),
@@ -108,14 +123,14 @@ class AtenEfficient:
         """
         row, sequence = _number_rows(sequences, len(pools.q_THD))
         places = row + (sequences.cu_keys - sequences.cu_rows)[1:].index_select(0, sequence)
-        keys = len(pools.k_TKD)
         padded = (
-            x.new_zeros(keys, *x.shape[1:]).index_copy_(0, places, x) for x in pools.query_rows
+            x.new_zeros(len(pools.k_TKD), *x.shape[1:]).index_copy_(0, places, x)
+            for x in query_rows(pools)
         )
         whole = Sequences(
             sequences.cu_keys, sequences.cu_keys, sequences.max_keys, sequences.max_keys
         )
-        dq_THD, dk_TKD, dv_TKD = self.backward(Saved(*padded, *pools.key_rows), whole, scores)
+        dq_THD, dk_TKD, dv_TKD = self.backward(Saved(*padded, *key_rows(pools)), whole, scores)
         return Grads(dq_THD.index_select(0, places), dk_TKD, dv_TKD)
 
 
@@ -166,30 +181,34 @@ def _number_rows(sequences: Sequences, rows: int) -> tuple[torch.Tensor, torch.T
     return row, torch.bucketize(row, sequences.cu_rows[1:], right=True)
 
 
-class _EfficientKernel(VarlenKernel):
-    def unsupported_reason(self, case: Case) -> str | None:
-        """See `Kernel.unsupported_reason`."""
-        if case.device.type != "cuda":
-            return f"it runs on CUDA devices, the tensors are on {case.device.type!r}"
-        if torch.version.hip is not None:
-            return (
-                "on AMD GPUs memory-efficient attention has no causal mask that is aligned with the"
-                " last key"
-            )
-        if case.dtype not in _DTYPES:
-            return f"it computes in bfloat16, float16 and float32, not in {case.dtype}"
-        if case.scores.softcap is not None:
-            return "memory-efficient attention has no softcap"
-        if not torch.cuda.is_available():
-            return "torch finds no CUDA device"
-        capability = torch.cuda.get_device_capability(case.device)
-        if case.dtype == torch.bfloat16 and capability < (8, 0):
-            return (
-                f"bfloat16 needs compute capability 8.0 (Ampere) or later, {case.device} has"
-                f" {capability[0]}.{capability[1]}"
-            )
-        return None
+def _efficient_reason(case: Case) -> str | None:
+    """Return why this kernel cannot run a case; None if it can."""
+    capability = find_capability(case.device)
+    return first_that_holds(
+        (
+            case.device.type != "cuda",
+            f"it runs on CUDA devices, the tensors are on {case.device.type!r}",
+        ),
+        (
+            torch.version.hip is not None,
+            "on AMD GPUs memory-efficient attention has no causal mask that is aligned with the"
+            " last key",
+        ),
+        (
+            case.dtype not in _DTYPES,
+            f"it computes in bfloat16, float16 and float32, not in {case.dtype}",
+        ),
+        (case.scores.softcap is not None, "memory-efficient attention has no softcap"),
+        (not torch.cuda.is_available(), "torch finds no CUDA device"),
+        (
+            case.dtype == torch.bfloat16 and capability < (8, 0),
+            f"bfloat16 needs compute capability 8.0 (Ampere) or later, {case.device} has"
+            f" {capability[0]}.{capability[1]}",
+        ),
+    )
 
+
+class _EfficientKernel(VarlenKernel):
     def split(self, tasks: TaskBatch) -> list[list[int]]:
         """Split tasks into calls whose tasks differ in rows by less than a factor of two,
         for log-sum-exps are padded to the longest one.
@@ -206,4 +225,4 @@ class _EfficientKernel(VarlenKernel):
 
 
 # From torch itself; head dimensions of any width, no softcap.
-EFFICIENT = _EfficientKernel(AtenEfficient(), "efficient")
+EFFICIENT = _EfficientKernel(AtenEfficient(), "efficient", _efficient_reason)

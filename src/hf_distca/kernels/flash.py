@@ -16,9 +16,8 @@ device before it is taken.
 from __future__ import annotations
 
 import os
-import re
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from importlib import import_module
@@ -27,28 +26,25 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
+from packaging.version import Version
 
-from hf_distca.kernels.aten_flash import AtenFlash
-from hf_distca.kernels.base import Case, Grads, Kernel, Operands, Outputs, Saved, Scores
-from hf_distca.kernels.varlen import Sequences, VarlenKernel, VarlenOp
-
-__all__ = [
-    "CUDA",
-    "FLASH_ATTN",
-    "FLASH_ATTN_3",
-    "FLASH_ATTN_3_WITH_ROOM",
-    "FLASH_ATTN_3_HUB",
-    "FLASH_ATTN_4",
-    "INTERFACE_4",
-    "AtenFlash",
-    "leave_room_for_messages",
-    "import_error",
-    "flash_reason",
-]
+from hf_distca.borrowed import cuda_attention, cuda_attention_backward
+from hf_distca.kernels.base import (
+    Case,
+    Grads,
+    Kernel,
+    Operands,
+    Outputs,
+    Saved,
+    Scores,
+    find_capability,
+    first_that_holds,
+)
+from hf_distca.kernels.varlen import Sequences, VarlenKernel
 
 _MAX_HEAD_DIM = 256
 _HALF_DTYPES = (torch.float16, torch.bfloat16)
-_MIN_FLASH_ATTN = (2, 6, 2)  # of flash-attn
+_MIN_FLASH_ATTN = (2, 7)  # of flash-attn: before, names and results are others
 # Major compute capabilities whose backward FlashAttention 4 has.
 _FA4_CAPABILITIES = (9, 10, 11, 12)
 # That FlashAttention 3, whose blocks stay to the end, leaves to messages. NCCL takes one for each
@@ -65,38 +61,99 @@ _HUB_3 = "kernels-community/flash-attn3"  # of the package `kernels`, which down
 def flash_reason(case: Case) -> str | None:
     """Return why flash-attention 2, from wherever it comes, cannot run a case; None if it can."""
     device, width = case.device, max(case.head_dim, case.value_head_dim)
-    if device.type != "cuda":
-        return f"it runs on CUDA devices, the tensors are on {device.type!r}"
-    if case.dtype not in _HALF_DTYPES:
-        return (
+    capability, is_nvidia = find_capability(device), torch.version.hip is None
+    seen = f"{device} has {capability[0]}.{capability[1]}"
+    return first_that_holds(
+        (device.type != "cuda", f"it runs on CUDA devices, the tensors are on {device.type!r}"),
+        (
+            case.dtype not in _HALF_DTYPES,
             f"it computes in bfloat16 and float16, not in {case.dtype}: run the model in half"
-            " precision or under autocast"
-        )
-    if width > _MAX_HEAD_DIM:
-        return (
+            " precision or under autocast",
+        ),
+        (
+            width > _MAX_HEAD_DIM,
             f"head dimensions go up to {_MAX_HEAD_DIM}, got {case.head_dim} for queries and keys"
-            f" and {case.value_head_dim} for values"
-        )
-    if not torch.cuda.is_available():
-        return "torch finds no CUDA device"
-    capability = torch.cuda.get_device_capability(device)
-    if torch.version.hip is None and capability < (8, 0):
-        return (
-            f"it needs compute capability 8.0 (Ampere) or later, {device} has"
-            f" {capability[0]}.{capability[1]}"
-        )
-    if (
-        torch.version.hip is None
-        and 192 < width <= 224
-        and capability != (8, 0)
-        and capability[0] not in (9, 10)
-    ):
-        return (
+            f" and {case.value_head_dim} for values",
+        ),
+        (not torch.cuda.is_available(), "torch finds no CUDA device"),
+        (
+            is_nvidia and capability < (8, 0),
+            f"it needs compute capability 8.0 (Ampere) or later, {seen}",
+        ),
+        (
+            is_nvidia
+            and 192 < width <= 224
+            and capability != (8, 0)
+            and capability[0] not in (9, 10),
             "its backward runs head dimensions of 193 to 224 on GPUs of compute capability 8.0, 9"
-            f" and 10 only, {device} has {capability[0]}.{capability[1]} and the head dimension is"
-            f" {width}"
+            f" and 10 only, {seen} and the head dimension is {width}",
+        ),
+    )
+
+
+@cache
+def _placeholder_random_state(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Placeholders for the random state on a device.
+
+    They are never read, so no stream waits for them.
+    """
+    return torch.zeros(2, dtype=torch.uint64, device=device), torch.empty(
+        0, dtype=torch.uint64, device=device
+    )
+
+
+class AtenFlash:
+    """`VarlenOp` over ``aten::_flash_attention_forward`` and ``aten::_flash_attention_backward``.
+
+    The forward returns the output, the log-sum-exp and then, in a number that differs between
+    releases, what backward needs to repeat dropout. Without dropout backward ignores these, so
+    placeholders of the right dtype take their place and nothing needs to be kept from forward.
+    """
+
+    takes_gaps = torch.version.hip is None
+
+    def forward(self, pools: Operands, sequences: Sequences, scores: Scores) -> Outputs:
+        """See `VarlenOp.forward`."""
+        o_THD, lse_HT, *_ = cuda_attention(
+            *pools,
+            *sequences,
+            dropout_p=0.0,
+            is_causal=True,
+            return_debug_mask=False,
+            scale=scores.scale,
+            **self._window(scores),
         )
-    return None
+        return Outputs(o_THD, lse_HT.T)
+
+    def backward(self, pools: Saved, sequences: Sequences, scores: Scores) -> Grads:
+        """See `VarlenOp.backward`."""
+        do_THD, q_THD, o_THD, lse_TH, k_TKD, v_TKD = pools
+        return Grads(
+            *cuda_attention_backward(
+                do_THD,
+                q_THD,
+                k_TKD,
+                v_TKD,
+                o_THD,
+                lse_TH.T.contiguous(),
+                *sequences,
+                0.0,
+                True,
+                *_placeholder_random_state(q_THD.device),
+                scale=scores.scale,
+                **self._window(scores),
+            )
+        )
+
+    def _window(self, scores: Scores) -> dict[str, int]:
+        """Return the window arguments: the op counts keys to the left of a row's own, and without
+        arguments it hides none.
+        """
+        return (
+            {}
+            if scores.window is None
+            else {"window_size_left": scores.window - 1, "window_size_right": 0}
+        )
 
 
 @dataclass(frozen=True)
@@ -142,48 +199,46 @@ class _PackageFlash:
         package = self._package
         tensors = dict(zip("qkv", pools, strict=True))
         function = getattr(_import_once(package.module), package.forward)
-        results = function(**tensors, **package.forward_options, **self._options(sequences, scores))
-        # flash-attn before 2.7 gives out, q, k, v, padded out, lse, probabilities, rng state; all
-        # others begin with out, lse.
-        return Outputs(results[0], (results[5] if len(results) == 8 else results[1]).T)
+        o_THD, lse_HT, *_ = function(
+            **tensors, **package.forward_options, **self._options(sequences, scores)
+        )
+        return Outputs(o_THD, lse_HT.T)
 
     def backward(self, pools: Saved, sequences: Sequences, scores: Scores) -> Grads:
         """See `VarlenOp.backward`."""
         package = self._package
-        tensors = dict(zip(("dout", "q", "out", package.lse, "k", "v"), pools, strict=True))
-        tensors[package.lse] = pools.lse_TH.T.contiguous()
-        options = {**package.backward_options, **self._options(sequences, scores)}
-        options["deterministic"] = torch.are_deterministic_algorithms_enabled()
+        arguments = {
+            **dict(zip(("dout", "q", "out", package.lse, "k", "v"), pools, strict=True)),
+            package.lse: pools.lse_TH.T.contiguous(),
+            **package.backward_options,
+            **self._options(sequences, scores),
+            "deterministic": torch.are_deterministic_algorithms_enabled(),
+        }
         function = getattr(_import_once(package.module), package.backward)
         if not package.in_place:
-            return Grads(*function(**tensors, **options)[:3])
+            return Grads(*function(**arguments)[:3])
         grads = Grads(
             *(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in pools.operands)
         )
-        function(**tensors, **dict(zip(("dq", "dk", "dv"), grads, strict=True)), **options)
+        function(**arguments, **dict(zip(("dq", "dk", "dv"), grads, strict=True)))
         return grads
 
     def _options(self, sequences: Sequences, scores: Scores) -> dict[str, Any]:
         """Return the arguments that forward and backward have in common."""
-        left: int | None = self._package.no_limit
-        right = left
+        package, window = self._package, scores.window
         # Keys to the left of a row's own; causal attention sees none to the right.
-        if scores.window is not None:
-            left, right = scores.window - 1, 0
-        one_argument = self._package.module == _FLASH_ATTN.module and (
-            _installed_version() or _MIN_FLASH_ATTN
-        ) < (2, 7)
-        window = (
-            {"window_size": (left, right)}
-            if one_argument
-            else {"window_size_left": left, "window_size_right": right}
-        )
-        names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
-        least = self._package.least_longest
-        longest = max(sequences.max_rows, least), max(sequences.max_keys, least)
-        lengths = dict(zip(names, (*sequences[:2], *longest), strict=True))
-        scale = {"softmax_scale": scores.scale, "softcap": scores.softcap or 0.0}
-        return {**self._package.options, **lengths, **scale, **window}
+        left, right = (package.no_limit,) * 2 if window is None else (window - 1, 0)
+        return {
+            **package.options,
+            "cu_seqlens_q": sequences.cu_rows,
+            "cu_seqlens_k": sequences.cu_keys,
+            "max_seqlen_q": max(sequences.max_rows, package.least_longest),
+            "max_seqlen_k": max(sequences.max_keys, package.least_longest),
+            "softmax_scale": scores.scale,
+            "softcap": scores.softcap or 0.0,
+            "window_size_left": left,
+            "window_size_right": right,
+        }
 
 
 _FLASH_ATTN = _Package(
@@ -238,7 +293,7 @@ def _import_once(name: str) -> Any:
 
 @cache
 def _installed_version() -> tuple[int, ...] | None:
-    """Return major, minor and micro version of flash-attn; None if it is not installed."""
+    """Return the numbers of the version of flash-attn; None if it is not installed."""
     spec = find_spec("flash_attn")
     # flash-attn-4 alone has flash_attn.cute, which makes flash_attn a namespace.
     if spec is None or spec.origin is None:
@@ -248,9 +303,8 @@ def _installed_version() -> tuple[int, ...] | None:
     except (
         PackageNotFoundError
     ):  # a source tree on the path, or another distribution that provides the module
-        text = str(getattr(import_module("flash_attn"), "__version__", ""))
-    numbers = re.match(r"(\d+)\.(\d+)(?:\.(\d+))?", text)
-    return tuple(int(number or 0) for number in numbers.groups()) if numbers else (0, 0, 0)
+        text = str(getattr(import_module("flash_attn"), "__version__", "0"))
+    return Version(text).release
 
 
 def import_error(name: str = _INTERFACE_3) -> Exception | None:
@@ -278,81 +332,67 @@ def _flash_attn_reason(case: Case) -> str | None:
     if installed is None:
         return "the package flash-attn is not installed: pip install flash-attn"
     if installed < _MIN_FLASH_ATTN or installed[0] != _MIN_FLASH_ATTN[0]:
-        # Before 2.6 log-sum-exps are padded to (sequences, heads, longest); before 2.6.2 backward
-        # has no softcap.
         return (
-            f"flash-attn is installed in version {'.'.join(map(str, installed))}, it takes 2.6.2 or"
-            " a later 2.x"
+            f"flash-attn is installed in version {'.'.join(map(str, installed))}, it takes 2.7 or a"
+            " later 2.x"
         )
     return flash_reason(case)
 
 
-def _flash_attn_3_reason(case: Case, module: str = _INTERFACE_3) -> str | None:
+def _generation_reason(
+    case: Case, module: str, package: str, capabilities: Sequence[int], gpus: str
+) -> str | None:
+    """Return why a package of FlashAttention 3 or 4, for GPUs of these major compute capabilities,
+    cannot run a case.
+    """
     if (reason := flash_reason(case)) is not None:
         return reason
-    if torch.cuda.get_device_capability(case.device)[0] != 9:
-        return f"FlashAttention 3 is for Hopper GPUs (compute capability 9), {case.device} is none"
+    if (major := find_capability(case.device)[0]) not in capabilities:
+        return f"{package} is for {gpus} GPUs, {case.device} has compute capability {major}"
     if (error := import_error(module)) is not None:
-        return f"FlashAttention 3 cannot be imported ({type(error).__name__}: {error})"
+        return f"{package} cannot be imported ({type(error).__name__}: {error})"
     return None
+
+
+def _flash_attn_3_reason(case: Case, module: str = _INTERFACE_3) -> str | None:
+    return _generation_reason(case, module, "FlashAttention 3", (9,), "Hopper")
 
 
 def _flash_attn_4_reason(case: Case) -> str | None:
-    if (reason := flash_reason(case)) is not None:
-        return reason
-    major = torch.cuda.get_device_capability(case.device)[0]
-    if major not in _FA4_CAPABILITIES:
-        return (
-            f"FlashAttention 4 is for Hopper and Blackwell GPUs, {case.device} has compute"
-            f" capability {major}"
-        )
     width = max(case.head_dim, case.value_head_dim)
-    if major != 9 and 128 < width <= 248:
+    if find_capability(case.device)[0] in _FA4_CAPABILITIES[1:] and 128 < width <= 248:
         return (
             f"FlashAttention 4 has head dimensions up to 128 and 256 on {case.device}, not {width}"
         )
-    if (error := import_error(INTERFACE_4)) is not None:
-        return f"flash-attn-4 cannot be imported ({type(error).__name__}: {error})"
-    return None
+    return _generation_reason(
+        case, INTERFACE_4, "flash-attn-4", _FA4_CAPABILITIES, "Hopper and Blackwell"
+    )
 
 
-class _FlashKernel(VarlenKernel):
-    """A kernel with a function that says which cases it cannot run.
-
-    All run bfloat16 and float16, on Ampere GPUs and later.
-    """
-
-    def __init__(self, name: str, op: VarlenOp, why_not: Callable[[Case], str | None]) -> None:
-        super().__init__(op, name)
-        self._why_not = why_not
-
-    def unsupported_reason(self, case: Case) -> str | None:
-        """See `Kernel.unsupported_reason`."""
-        return self._why_not(case)
-
+# All kernels run bfloat16 and float16, on Ampere GPUs and later.
 
 # From torch itself; head dimensions up to 256, no softcap.
-CUDA = _FlashKernel("cuda", AtenFlash(), _aten_reason)
+CUDA = VarlenKernel(AtenFlash(), "cuda", _aten_reason)
 # The package flash-attn; head dimensions up to 256.
-FLASH_ATTN = _FlashKernel("flash_attn", _PackageFlash(_FLASH_ATTN), _flash_attn_reason)
+FLASH_ATTN = VarlenKernel(_PackageFlash(_FLASH_ATTN), "flash_attn", _flash_attn_reason)
 # FlashAttention 3, from wheels of the PyTorch index or built from the folder hopper of the sources:
 # Hopper GPUs. Not run yet.
-FLASH_ATTN_3 = _FlashKernel("flash_attn_3", _PackageFlash(_FLASH_ATTN_3), _flash_attn_3_reason)
+FLASH_ATTN_3 = VarlenKernel(_PackageFlash(_FLASH_ATTN_3), "flash_attn_3", _flash_attn_3_reason)
 # The same beside messages.
-FLASH_ATTN_3_WITH_ROOM = _FlashKernel(
-    "flash_attn_3 beside messages",
+FLASH_ATTN_3_WITH_ROOM = VarlenKernel(
     _PackageFlash(replace(_FLASH_ATTN_3, options={"sm_margin": _MESSAGE_MULTIPROCESSORS})),
+    "flash_attn_3 beside messages",
     _flash_attn_3_reason,
 )
 # The same from a hub, only where it is asked for.
-FLASH_ATTN_3_HUB = _FlashKernel(
-    _HUB_3,
+FLASH_ATTN_3_HUB = VarlenKernel(
     _PackageFlash(replace(_FLASH_ATTN_3, module=_HUB_3)),
+    _HUB_3,
     partial(_flash_attn_3_reason, module=_HUB_3),
 )
 # flash-attn-4, which compiles its kernels (`hf_distca.kernels.variants`): Hopper, and Blackwell
 # with widths up to 128 and 256.
-FLASH_ATTN_4 = _FlashKernel("flash_attn_4", _PackageFlash(_FLASH_ATTN_4), _flash_attn_4_reason)
+FLASH_ATTN_4 = VarlenKernel(_PackageFlash(_FLASH_ATTN_4), "flash_attn_4", _flash_attn_4_reason)
 
 
 def leave_room_for_messages(kernel: Kernel) -> Kernel:

@@ -13,10 +13,18 @@ from typing import ClassVar
 
 import torch
 
-from hf_distca.kernels.base import Case, Grads, Operands, Outputs, Saved, Scores, TaskBatch
-from hf_distca.kernels.pools import accumulation_dtype, check_pools, key_gradient_dtype
-
-__all__ = ["ReferenceKernel"]
+from hf_distca.kernels.base import (
+    Case,
+    Grads,
+    Operands,
+    Outputs,
+    Saved,
+    Scores,
+    TaskBatch,
+    accumulation_dtype,
+    check_pools,
+    key_gradient_dtype,
+)
 
 # Scores held at a time, over all heads. 2**24 float32 scores are 64 MiB; a 16K document in one
 # piece would be 1 GiB a head.
@@ -138,10 +146,7 @@ class ReferenceKernel:
 
 def _cut_chunks(tasks: TaskBatch, heads: int, scores: Scores) -> Iterator[_Chunk]:
     """Cut the tasks into pieces of at most `_SCORES_PER_CHUNK` scores."""
-    runs = zip(
-        tasks.query_start, tasks.query_length, tasks.key_start, tasks.key_length, strict=True
-    )
-    for query_start, query_length, key_start, key_length in runs:
+    for query_start, query_length, key_start, key_length in tasks.runs:
         window = scores.window_within(key_length) or key_length
         step = min(
             _ROWS_PER_CHUNK,
@@ -150,9 +155,8 @@ def _cut_chunks(tasks: TaskBatch, heads: int, scores: Scores) -> Iterator[_Chunk
         for first in range(0, query_length, step):
             last = min(first + step, query_length)
             before = key_length - query_length
-            rows = slice(query_start + first, query_start + last)
             yield _Chunk(
-                rows,
+                slice(query_start + first, query_start + last),
                 slice(key_start + max(0, before + first + 1 - window), key_start + before + last),
                 scores,
             )

@@ -37,8 +37,6 @@ import torch
 from hf_distca.kernels.base import Case, Kernel, Operands, Saved, Scores, TaskBatch
 from hf_distca.kernels.flash import FLASH_ATTN_4, INTERFACE_4
 
-__all__ = ["compile_failure_reason", "compile_variants", "compile_ahead", "late_compiles"]
-
 _logger = logging.getLogger("hf_distca")
 _LONG_SECONDS = 5.0
 _ROWS, _WINDOW = 600, 100  # several blocks, and a window that hides some of their keys
@@ -105,14 +103,16 @@ def _compile_once(kernel: Kernel, case: Case, _deterministic: bool) -> str | Non
         return f"it cannot be compiled on {case.device} ({type(error).__name__}: {error})"
     seconds = time.perf_counter() - started
     first = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
-    # Seen without any setting.
-    level = logging.WARNING if first and seconds > _LONG_SECONDS else logging.INFO
-    count = _count_compiled_functions() - before
-    message = (
+    _logger.log(
+        # Seen without any setting.
+        logging.WARNING if first and seconds > _LONG_SECONDS else logging.INFO,
         "kernel %r compiled or loaded %d functions for %s before the first step, in %.1f s; steps"
-        " compile none"
+        " compile none",
+        kernel.name,
+        _count_compiled_functions() - before,
+        _describe(case),
+        seconds,
     )
-    _logger.log(level, message, kernel.name, count, _describe(case), seconds)
     return None
 
 
@@ -130,13 +130,10 @@ def compile_variants(kernel: Kernel, case: Case) -> None:
             lengths = (_ROWS, *(1,) * (documents - 1))
             starts = tuple(accumulate(lengths[:-1], initial=0))
             tasks = TaskBatch(starts, lengths, starts, lengths)
-            q, do = (
-                torch.zeros(tasks.rows, ratio * _KEY_HEADS, n, dtype=dtype, device=device)
-                for n in case[2:4]
-            )
-            k, v = (
-                torch.zeros(tasks.rows, _KEY_HEADS, n, dtype=dtype, device=device)
-                for n in (head_dim, value_head_dim)
+            q, do, k, v = (
+                torch.zeros(sum(lengths), heads, width, dtype=dtype, device=device)
+                for heads in (ratio * _KEY_HEADS, _KEY_HEADS)
+                for width in (head_dim, value_head_dim)
             )
             for window in windows:
                 seen = Scores(scores.scale, window, scores.softcap)

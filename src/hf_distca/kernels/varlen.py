@@ -18,8 +18,7 @@ caller orders other streams after it.
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import NamedTuple, Protocol
@@ -34,11 +33,14 @@ from hf_distca.kernels.base import (
     Saved,
     Scores,
     TaskBatch,
+    accumulation_dtype,
+    check_pools,
+    key_gradient_dtype,
+    key_rows,
+    pad_last,
+    query_rows,
     without_gradients,
 )
-from hf_distca.kernels.pools import accumulation_dtype, check_pools, key_gradient_dtype, pad_last
-
-__all__ = ["Sequences", "VarlenKernel", "VarlenOp", "to_device"]
 
 _HEAD_DIM_MULTIPLE = 8
 
@@ -80,14 +82,6 @@ class VarlenOp(Protocol):
     def backward(self, pools: Saved, sequences: Sequences, scores: Scores) -> Grads:
         """Return gradients of q, k and v in their dtypes; do and o are contiguous."""
         ...
-
-
-class _PoolSizes(NamedTuple):
-    """Device and lengths of the pools."""
-
-    device: torch.device
-    rows: int
-    keys: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,14 +144,21 @@ class _OpCall:
 
 
 class VarlenKernel:
-    """A `Kernel` around a `VarlenOp`. Subclasses say which cases it cannot run."""
+    """A `Kernel` around a `VarlenOp`, with a function that says why it cannot run a case; without
+    one it runs all.
+    """
 
-    def __init__(self, op: VarlenOp, name: str = "varlen") -> None:
-        self._op, self.name = op, name
+    def __init__(
+        self,
+        op: VarlenOp,
+        name: str = "varlen",
+        why_not: Callable[[Case], str | None] | None = None,
+    ) -> None:
+        self._op, self.name, self._why_not = op, name, why_not
 
     def unsupported_reason(self, case: Case) -> str | None:
-        """Return None: the op decides."""
-        return None
+        """See `Kernel.unsupported_reason`."""
+        return None if self._why_not is None else self._why_not(case)
 
     def split(self, tasks: TaskBatch) -> list[list[int]]:
         """Group task indices by call, each in the order of their keys and without a
@@ -166,23 +167,15 @@ class VarlenKernel:
         Tasks join the first call whose keys end before their own begin. In the order of first keys,
         this needs no more calls than the most shared key has tasks.
         """
-        key_ends = [
-            start + length for start, length in zip(tasks.key_start, tasks.key_length, strict=True)
-        ]
-        if key_ends and all(map(operator.le, key_ends, tasks.key_start[1:])):
-            return [list(range(len(tasks)))]  # as documents are packed
+        starts, lengths = tasks.key_start, tasks.key_length
         calls: list[list[int]] = []
-        ends: list[int] = []
-        for task in sorted(
-            range(len(tasks)), key=lambda i: (tasks.key_start[i], tasks.query_start[i])
-        ):
-            start = tasks.key_start[task]
-            call = next((i for i, end in enumerate(ends) if end <= start), len(calls))
-            if call == len(calls):
-                calls.append([])
-                ends.append(0)
-            calls[call].append(task)
-            ends[call] = start + tasks.key_length[task]
+        for task in sorted(range(len(tasks)), key=lambda i: (starts[i], tasks.query_start[i])):
+            for call in calls:
+                if starts[call[-1]] + lengths[call[-1]] <= starts[task]:
+                    call.append(task)
+                    break
+            else:
+                calls.append([task])
         return calls
 
     @without_gradients
@@ -192,12 +185,15 @@ class VarlenKernel:
         q_THD, k_TKD, v_TKV = pools
         value_width, width = v_TKV.shape[2], _call_width(q_THD, v_TKV)
         padded = Operands(pad_last(q_THD, width), pad_last(k_TKD, width), pad_last(v_TKV, width))
-        calls = self._calls_of(tasks, _PoolSizes(q_THD.device, len(q_THD), len(k_TKD)))
+        calls = self._calls_of(tasks, pools)
         if len(calls) == 1 and calls[0].rows.covers(q_THD):
             # Packed documents lie in the order of the call.
-            call, keys, taken = calls[0], calls[0].keys, padded
-            if not keys.covers(k_TKD):
-                taken = Operands(padded.q_THD, keys.take(padded.k_TKD), keys.take(padded.v_TKV))
+            call, keys = calls[0], calls[0].keys
+            taken = (
+                padded
+                if keys.covers(k_TKD)
+                else Operands(padded.q_THD, keys.take(padded.k_TKD), keys.take(padded.v_TKV))
+            )
             o, lse = self._op.forward(taken, call.sequences, call.drop_idle_window(scores))
             return Outputs(
                 call.clear_gaps(_narrow(o, value_width).contiguous()), call.clear_gaps(lse)
@@ -205,9 +201,7 @@ class VarlenKernel:
         o_THV = q_THD.new_zeros(*q_THD.shape[:2], value_width)
         lse_TH = q_THD.new_zeros(q_THD.shape[:2], dtype=accumulation_dtype(q_THD.dtype))
         for call in calls:
-            taken = Operands(
-                call.rows.take(padded[0]), call.keys.take(padded[1]), call.keys.take(padded[2])
-            )
+            taken = Operands(call.rows.take(padded[0]), *map(call.keys.take, key_rows(padded)))
             o, lse = self._op.forward(taken, call.sequences, call.drop_idle_window(scores))
             call.rows.put(o_THV, _narrow(o, value_width))
             call.rows.put(lse_TH, lse)
@@ -221,7 +215,7 @@ class VarlenKernel:
         key_width, value_width, width = q_THD.shape[2], v_TKV.shape[2], _call_width(q_THD, v_TKV)
         rows = pad_last(do_THV, width), pad_last(q_THD, width), pad_last(o_THV, width), lse_TH
         padded = Saved(*rows, pad_last(k_TKD, width), pad_last(v_TKV, width))
-        calls = self._calls_of(tasks, _PoolSizes(q_THD.device, len(q_THD), len(k_TKD)))
+        calls = self._calls_of(tasks, pools)
         if len(calls) == 1 and calls[0].rows.covers(q_THD) and calls[0].keys.covers(k_TKD):
             taken = padded._replace(
                 do_THV=padded.do_THV.contiguous(), o_THV=padded.o_THV.contiguous()
@@ -236,40 +230,31 @@ class VarlenKernel:
             *(x.new_zeros(x.shape, dtype=dtype) for x in (k_TKD, v_TKV)),
         )
         for call in calls:
-            do, q, o, lse = (call.rows.take(x) for x in padded.query_rows)
-            taken = Saved(
-                do.contiguous(),
-                q,
-                o.contiguous(),
-                lse,
-                *(call.keys.take(x) for x in padded.key_rows),
-            )
+            do, q, o, lse = map(call.rows.take, query_rows(padded))
+            keys = map(call.keys.take, key_rows(padded))
+            taken = Saved(do.contiguous(), q, o.contiguous(), lse, *keys)
             dq, dk, dv = self._op.backward(taken, call.sequences, call.drop_idle_window(scores))
             call.rows.put(dq_THD, _narrow(dq, key_width))
             call.keys.add(dk_TKD, _narrow(dk, key_width))
             call.keys.add(dv_TKV, _narrow(dv, value_width))
         return Grads(dq_THD, dk_TKD, dv_TKV)
 
-    def _calls_of(self, tasks: TaskBatch, pools: _PoolSizes) -> tuple[_OpCall, ...]:
-        calls: tuple[_OpCall, ...] | None = tasks.derived.get((self, pools))
+    def _calls_of(self, tasks: TaskBatch, pools: Operands | Saved) -> tuple[_OpCall, ...]:
+        """Return the calls of a batch on pools of these lengths, made by the first layer."""
+        device, rows, keys = pools.q_THD.device, len(pools.q_THD), len(pools.k_TKD)
+        calls: tuple[_OpCall, ...] | None = tasks.derived.get((self, device, rows, keys))
         if calls is None:
-            calls = tasks.derived[self, pools] = self._new_calls(tasks, pools)
-        return calls
-
-    def _new_calls(self, tasks: TaskBatch, pools: _PoolSizes) -> tuple[_OpCall, ...]:
-        split = self.split(tasks)
-        if len(split) == 1 and _are_packed(tasks, pools):
-            whole = _PoolRows(0, pools.rows, None)
-            return (
-                _OpCall(
-                    whole,
-                    whole,
-                    _make_sequences(tasks.query_length, tasks.key_length, pools.device),
-                ),
+            split = self.split(tasks)
+            # Rows of the tasks come in the order of their keys.
+            in_order = len(split) == 1 and all(
+                tasks.query_start[a] < tasks.query_start[b] for a, b in pairwise(split[0])
             )
-        if self._op.takes_gaps and len(split) == 1 and _are_in_order(tasks, split[0]):
-            return (_make_whole_call(tasks, split[0], pools),)
-        return tuple(_make_call(tasks, members, pools.device) for members in split)
+            if self._op.takes_gaps and in_order:
+                calls = (_make_whole_call(tasks, split[0], rows, keys, device),)
+            else:
+                calls = tuple(_make_call(tasks, members, device) for members in split)
+            tasks.derived[self, device, rows, keys] = calls
+        return calls
 
 
 def _narrow(x: torch.Tensor, width: int) -> torch.Tensor:
@@ -282,54 +267,33 @@ def _call_width(q_THD: torch.Tensor, v_TKV: torch.Tensor) -> int:
     return -(-max(q_THD.shape[2], v_TKV.shape[2]) // _HEAD_DIM_MULTIPLE) * _HEAD_DIM_MULTIPLE
 
 
-def _are_packed(tasks: TaskBatch, pools: _PoolSizes) -> bool:
-    """Return whether the tasks are whole documents, one after another, that fill the pools."""
-    *starts, end = accumulate(tasks.query_length, initial=0)
-    same = tasks.query_start == tasks.key_start and tasks.query_length == tasks.key_length
-    return (
-        same
-        and bool(starts)
-        and pools.rows == pools.keys == end
-        and tuple(tasks.query_start) == tuple(starts)
-    )
-
-
-def _are_in_order(tasks: TaskBatch, members: list[int]) -> bool:
-    """Return whether the rows of the tasks come in the order of their keys, which is that of
-    `members`.
-    """
-    starts = [tasks.query_start[i] for i in members]
-    return all(a < b for a, b in pairwise(starts))
-
-
-def _make_whole_call(tasks: TaskBatch, members: list[int], pools: _PoolSizes) -> _OpCall:
+def _make_whole_call(
+    tasks: TaskBatch, members: list[int], rows: int, keys: int, device: torch.device
+) -> _OpCall:
     """Make one call of all rows and keys of the pools, where gaps between tasks are sequences of
     their own.
     """
-    row_lengths, key_lengths, gaps = [], [], []
+    lengths: list[tuple[int, int]] = []
+    gaps: list[torch.Tensor] = []
     row = key = 0
-    ends = [
-        (tasks.query_start[i], tasks.key_start[i], tasks.query_length[i], tasks.key_length[i])
-        for i in members
-    ]
-    for next_row, next_key, rows, keys in (*ends, (pools.rows, pools.keys, 0, 0)):
-        for lengths in ((next_row - row, 0), (0, next_key - key), (rows, keys)):
-            if any(lengths):
-                row_lengths.append(lengths[0])
-                key_lengths.append(lengths[1])
+    in_order = (tasks.runs[i] for i in members)
+    for next_row, task_rows, next_key, task_keys in (*in_order, (rows, 0, keys, 0)):
+        lengths += (next_row - row, 0), (0, next_key - key), (task_rows, task_keys)
         if next_row > row:
             gaps.append(torch.arange(row, next_row, device="cpu"))
-        row, key = next_row + rows, next_key + keys
-    sequences = _make_sequences(row_lengths, key_lengths, pools.device)
-    whole = _PoolRows(0, pools.rows, None), _PoolRows(0, pools.keys, None)
-    return _OpCall(*whole, sequences, to_device(torch.cat(gaps), pools.device) if gaps else None)
+        row, key = next_row + task_rows, next_key + task_keys
+    row_lengths, key_lengths = zip(*filter(any, lengths), strict=True)
+    sequences = _make_sequences(row_lengths, key_lengths, device)
+    whole = _PoolRows(0, rows, None), _PoolRows(0, keys, None)
+    return _OpCall(*whole, sequences, to_device(torch.cat(gaps), device) if gaps else None)
 
 
 def _make_call(tasks: TaskBatch, members: list[int], device: torch.device) -> _OpCall:
-    row_lengths = [tasks.query_length[i] for i in members]
-    key_lengths = [tasks.key_length[i] for i in members]
-    rows = _make_rows([tasks.query_start[i] for i in members], row_lengths, device)
-    keys = _make_rows([tasks.key_start[i] for i in members], key_lengths, device)
+    row_starts, row_lengths, key_starts, key_lengths = zip(
+        *(tasks.runs[i] for i in members), strict=True
+    )
+    rows = _make_rows(row_starts, row_lengths, device)
+    keys = _make_rows(key_starts, key_lengths, device)
     return _OpCall(rows, keys, _make_sequences(row_lengths, key_lengths, device))
 
 
@@ -337,9 +301,9 @@ def _make_sequences(
     row_lengths: Sequence[int], key_lengths: Sequence[int], device: torch.device
 ) -> Sequences:
     cu_rows = _make_bounds(row_lengths, device)
-    if row_lengths == key_lengths:  # whole documents, of most layers all tasks
-        return Sequences(cu_rows, cu_rows, max(row_lengths), max(key_lengths))
-    return Sequences(cu_rows, _make_bounds(key_lengths, device), max(row_lengths), max(key_lengths))
+    # Equal for whole documents, of most layers all tasks.
+    cu_keys = cu_rows if row_lengths == key_lengths else _make_bounds(key_lengths, device)
+    return Sequences(cu_rows, cu_keys, max(row_lengths), max(key_lengths))
 
 
 def _make_bounds(lengths: Sequence[int], device: torch.device) -> torch.Tensor:

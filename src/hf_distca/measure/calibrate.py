@@ -1,5 +1,5 @@
 """Timings of kernels on this machine, on batches of tasks as servers run them: a cost model, and
-the fastest kernel.
+the fastest kernel. Before anything is timed, the shipped profile of the GPU and the kernel.
 
 A task that is alone in its call pays the launch and, on a GPU, leaves most of the device idle.
 Among others it pays neither.
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, fields, replace
 from functools import partial
 from operator import add
 
@@ -20,8 +20,7 @@ from hf_distca.kernels import Case, list_runnable
 from hf_distca.kernels.base import Kernel, Operands, Saved, Scores, TaskBatch
 from hf_distca.runtime.group import AttentionGroup
 from hf_distca.schedule.cost import AttentionShape, CostModel, FloatArray, KernelCost
-
-__all__ = ["BATCHES", "Documents", "calibrate", "fastest", "measure", "timed"]
+from hf_distca.schedule.profiles import Profile
 
 # The documents of a batch: of each the slices [start, end) that are tasks, in shares of the batch's
 # size in tokens.
@@ -62,15 +61,15 @@ def calibrate(
     """Return `analytic` with kernel coefficients measured on the first rank of the group, so that
     all ranks plan alike.
     """
-    ours = np.zeros(6)
+    ours = np.zeros((2, len(fields(KernelCost))))
     if group.rank == 0:
-        forward, backward = measure(analytic, kernel, dtype, device)
-        ours[:3] = forward.task_seconds, forward.bytes_per_second, forward.flops_per_second
-        ours[3:] = backward.task_seconds, backward.bytes_per_second, backward.flops_per_second
-    values = group.gather(
-        ours.view(np.int64), doing="waiting for rank 0 to time the attention kernel"
-    )[0].view(np.float64)
-    forward, backward = KernelCost(*values[:3].tolist()), KernelCost(*values[3:].tolist())
+        ours[:] = [astuple(cost) for cost in measure(analytic, kernel, dtype, device)]
+    rows = group.gather(
+        ours.ravel().view(np.int64), doing="waiting for rank 0 to time the attention kernel"
+    )
+    forward, backward = (
+        KernelCost(*cost) for cost in rows[0].view(np.float64).reshape(ours.shape).tolist()
+    )
     return replace(analytic, forward=forward, backward=backward, name=f"calibrated {kernel.name}")
 
 
@@ -172,6 +171,24 @@ def fastest(
     )
     total = np.sum([row.view(np.float64) for row in rows], axis=0)
     return names[int(np.argmin(total))] if np.isfinite(total).any() else None
+
+
+def shipped_profile(device: torch.device, kernel: Kernel, group: AttentionGroup) -> Profile | None:
+    """Return the shipped profile, equal on all ranks; None if there is none, or if GPUs or kernels
+    differ. Collective.
+
+    All ranks must plan with one cost model. If their GPUs differ, they use the built-in figures,
+    and learn speeds in training.
+    """
+    profile = (
+        None  # not torch's own kernel
+        if kernel.name == "cuda" and torch.nn.attention.current_flash_attention_impl() is not None
+        else Profile.find_gpu_profile(torch.cuda.get_device_name(device), kernel.name)
+    )
+    names = Profile.list_shipped()
+    place = -1 if profile is None else names.index(profile)
+    same = group.all_equal(np.array([place]), doing="comparing GPUs and attention kernels")
+    return Profile.load(names[place]) if same and place >= 0 else None
 
 
 def _seconds(shape: AttentionShape, kernel: Kernel, dtype: torch.dtype, timer: _Timer) -> float:

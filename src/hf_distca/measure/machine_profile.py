@@ -37,16 +37,6 @@ from hf_distca.schedule.cost import (
 )
 from hf_distca.schedule.profiles import ExchangeRates, KernelRates, Profile
 
-__all__ = [
-    "LogFunction",
-    "ProfileRequest",
-    "find_device",
-    "dtypes",
-    "count_launched_ranks",
-    "measure_on_new_ranks",
-    "measure_on_these_ranks",
-]
-
 # Other documents, slices and numbers of heads than those that rates are fitted to.
 _KEPT_ASIDE: tuple[Documents, ...] = (
     [[(0, 0.7)], [(0, 0.3)]],
@@ -84,10 +74,8 @@ class ProfileRequest:
 
     def steps(self, ranks: int) -> int:
         """Return the number of progress messages, if all ranks are on one node."""
-        exchanges = len(_FITTED_BYTES) + len(_KEPT_ASIDE_BYTES)
-        return len(self.dtypes) * len(self.widths) * (len(self.heads) + 1) + exchanges * min(
-            ranks - 1, 2
-        )
+        kernels = len(self.dtypes) * len(self.widths) * (len(self.heads) + 1)
+        return kernels + len(_FITTED_BYTES + _KEPT_ASIDE_BYTES) * min(ranks - 1, 2)
 
 
 def count_launched_ranks() -> int:
@@ -145,10 +133,10 @@ def _measure(
     Returns:
         The profile on the first rank; None on the others.
     """
-    kernels: list[KernelRates] = []
-    if group.rank == 0:
-        for dtype in wanted.dtypes:
-            kernels += [_kernel_rates(wanted, dtype, width, say) for width in wanted.widths]
+    timed_here = wanted.dtypes if group.rank == 0 else ()
+    kernels = [
+        _kernel_rates(wanted, dtype, width, say) for dtype in timed_here for width in wanted.widths
+    ]
     group.gather(
         np.zeros(1, dtype=np.int64), doing="waiting for rank 0 to time the attention kernel"
     )
@@ -193,11 +181,10 @@ def _kernel_rates(
     counts, seconds = (np.concatenate(columns, axis=1) for columns in zip(*fitted, strict=True))
     forward, backward = map(KernelCost.fit, counts, seconds)
     others, measured = times(wanted.kept_aside, _KEPT_ASIDE)
-    errors: dict[str, float] = {}
-    for direction, cost, of, taken in zip(
-        ("forward", "backward"), (forward, backward), others, measured, strict=True
-    ):
-        errors |= _errors(direction, of @ cost.coefficients, taken)
+    errors = {
+        **_errors("forward", others[0] @ forward.coefficients, measured[0]),
+        **_errors("backward", others[1] @ backward.coefficients, measured[1]),
+    }
     return KernelRates(
         kernel.name,
         dtype.itemsize,
@@ -236,9 +223,8 @@ def _exchange_rates(
     for same, kind in ((True, "inside"), (False, "between")):
         peers = [rank for rank in others if (nodes[rank] == nodes[group.rank]) == same]
         counts = group.gather(np.array([len(peers)], dtype=np.int64), doing="counting peers")
-        least = min(int(row[0]) for row in counts)
         # Nodes of unequal size would not send and receive alike.
-        usable = least > 0 and len({int(row[0]) for row in counts}) == 1
+        usable = bool(peers) and all(int(row[0]) == len(peers) for row in counts)
         rates.append(_link(wanted, group, peers, kind, say) if usable else None)
     return rates[0], rates[1]
 
@@ -312,13 +298,16 @@ def _processor(device: torch.device) -> str:
 
 
 def _versions() -> dict[str, str]:
-    versions = {"python": platform.python_version()}
-    for name in ("hf-distca", "torch", "numpy"):
-        try:
-            versions[name] = version(name)
-        except PackageNotFoundError:  # used from a clone
-            versions[name] = "not installed"
-    return versions
+    try:
+        ours = version("hf-distca")
+    except PackageNotFoundError:  # used from a clone
+        ours = "not installed"
+    return {
+        "python": platform.python_version(),
+        "hf-distca": ours,
+        "torch": str(torch.__version__),
+        "numpy": np.__version__,
+    }
 
 
 def measure_on_these_ranks(

@@ -24,8 +24,6 @@ import torch
 
 from hf_distca.runtime.meter import Mark, Meter, mark_now
 
-__all__ = ["Span", "Trace"]
-
 _PARTS = ("whole layers", "nano-batch 1", "nano-batch 2")
 _EXCHANGES = ("dispatch", "return")
 
@@ -104,34 +102,37 @@ class Trace:
 
     def write(self, path: str | Path, rank: int) -> None:
         """Write the trace as JSON for Perfetto (ui.perfetto.dev) or chrome://tracing."""
-        lanes = {
-            (nano, exchange): 2 * nano + exchange
-            for nano in range(len(_PARTS))
-            for exchange in (0, 1)
-        }
         spans = self.spans
         events: list[dict[str, Any]] = [
             {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}}
         ]
-        for (nano, exchange), lane in lanes.items():
-            if any(span.nano == nano for span in spans):
-                name = _PARTS[nano] + (", messages" if exchange else "")
-                events.append(
-                    {
-                        "ph": "M",
-                        "name": "thread_name",
-                        "pid": rank,
-                        "tid": lane,
-                        "args": {"name": name},
-                    }
-                )
-        for span in spans:
-            lane = lanes[span.nano, int(span.name in _EXCHANGES)]
-            times = {"ts": span.start * 1e6, "dur": span.seconds * 1e6}
-            args = {"call": span.call, "direction": "backward" if span.backward else "forward"}
-            events.append(
-                {"ph": "X", "name": span.name, "pid": rank, "tid": lane, **times, "args": args}
-            )
+        # Two lanes of each nano-batch: what it computes, and its messages.
+        events += [
+            {
+                "ph": "M",
+                "name": "thread_name",
+                "pid": rank,
+                "tid": 2 * nano + lane,
+                "args": {"name": _PARTS[nano] + suffix},
+            }
+            for nano in sorted({span.nano for span in spans})
+            for lane, suffix in enumerate(("", ", messages"))
+        ]
+        events += [
+            {
+                "ph": "X",
+                "name": span.name,
+                "pid": rank,
+                "tid": 2 * span.nano + int(span.name in _EXCHANGES),
+                "ts": span.start * 1e6,
+                "dur": span.seconds * 1e6,
+                "args": {
+                    "call": span.call,
+                    "direction": "backward" if span.backward else "forward",
+                },
+            }
+            for span in spans
+        ]
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
 
@@ -163,15 +164,16 @@ def _linear(spans: Sequence[Span], borders: Sequence[float]) -> list[Span]:
     busy = sorted(
         (span for span in spans if span.name not in _EXCHANGES), key=lambda span: span.start
     )
-    linear = []
+    linear: list[Span] = []
     for before, after in itertools.pairwise(busy):
         if after.start <= before.end or after.backward != before.backward:
             continue
         owner = before if before.name == "unpack" else after
         border = next((border for border in borders if before.end < border < after.start), None)
-        if border is None:
-            linear.append(owner._replace(name="linear", start=before.end, end=after.start))
-        else:
-            linear.append(before._replace(name="linear", start=before.end, end=border))
-            linear.append(after._replace(name="linear", start=border, end=after.start))
+        parts = (
+            [(owner, before.end, after.start)]
+            if border is None
+            else [(before, before.end, border), (after, border, after.start)]
+        )
+        linear += [of._replace(name="linear", start=start, end=end) for of, start, end in parts]
     return linear

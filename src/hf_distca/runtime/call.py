@@ -14,11 +14,22 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import NamedTuple, TypeVar, overload
+from typing import NamedTuple, TypeVar
 
 import torch
 
-from hf_distca.kernels.base import Grads, Kernel, Operands, Outputs, Saved, Scores, TaskBatch
+from hf_distca.kernels.base import (
+    Grads,
+    Kernel,
+    Operands,
+    Outputs,
+    Saved,
+    Scores,
+    TaskBatch,
+    Tensors,
+    key_rows,
+    query_rows,
+)
 from hf_distca.kernels.flash import leave_room_for_messages
 from hf_distca.runtime.empty_rows import make_empty_results, make_empty_saved
 from hf_distca.runtime.group import AttentionGroup, Phase
@@ -35,12 +46,8 @@ from hf_distca.runtime.meter import Mark, Meter, mark_now
 from hf_distca.runtime.outputs import LayerOutputs
 from hf_distca.runtime.route import KeyRelay, Route, Wave
 
-__all__ = ["AttentionServer", "Call", "Inputs", "split_head_groups", "merge_head_groups"]
-
-Handed = TypeVar("Handed", bound=Operands | Outputs | Saved | Grads)
+Handed = TypeVar("Handed", bound=Tensors)
 Results = TypeVar("Results", bound=Outputs | Grads)
-# Keys and values, the last parts of a dispatch.
-_KEY_PARTS = 2
 
 
 def split_head_groups(tensors: Handed, groups: int) -> Handed:
@@ -173,17 +180,10 @@ class Call:
         recomputed = None if stored is None else stored.take()
         self.recomputed_outputs = None if recomputed is None else Outputs(*recomputed)
         self.backward, self._has_rows = False, True
-        self._stashed: tuple[Operands | Outputs | Saved | Grads, Pending | None] | None = None
+        self._stashed: tuple[Tensors, Pending | None] | None = None
         # Of relays: gradients of received queries; those of the key pool, wide enough for sums, and
         # the dtypes they travel in.
-        self._relayed: tuple[list[torch.Tensor], list[tuple[torch.Tensor, torch.dtype]]] | None = (
-            None
-        )
-
-    @property
-    def exchanges(self) -> bool:
-        """True if any rank moves anything, forward or backward."""
-        return self.route.exchanges
+        self._relayed: tuple[list[torch.Tensor], list[tuple[torch.Tensor, torch.dtype]]] = [], []
 
     def begin(self, tokens: Operands | Saved) -> None:
         """Launch the first dispatch, forward or, once that has begun, backward."""
@@ -247,8 +247,8 @@ class Call:
         if not self.route.exchanges:
             return None
         # Log-sum-exps lie as kernels give them.
-        parts = [MessagePart(t.contiguous(), wave.queries) for t in home.query_rows] + [
-            MessagePart(t, wave.keys) for t in home.key_rows
+        parts = [MessagePart(t.contiguous(), wave.queries) for t in query_rows(home)] + [
+            MessagePart(t, wave.keys) for t in key_rows(home)
         ]
         return self._launch(wave, parts, "dispatch", dispatches=1)
 
@@ -265,10 +265,9 @@ class Call:
         with side_stream(self.group.data, dispatch.device) as beside:
             first = dispatch.transfer
             came = self._await_sections(dispatch, "dispatch", beside)
-            keys = zip(came[-_KEY_PARTS:], home.key_rows, strict=True)
             parts = [
                 MessagePart(passing.copy_forwarded(sections, like), passing.keys)
-                for sections, like in keys
+                for sections, like in zip(came[-len(key_rows(home)) :], key_rows(home), strict=True)
             ]
             second = self._launch(
                 self.route.waves[-1], parts, "relays' dispatch", beside, dispatches=1
@@ -278,33 +277,23 @@ class Call:
             second.earlier_transfer = first
         return second
 
-    @overload
-    def run_local(self, home: Operands) -> Outputs: ...
-
-    @overload
-    def run_local(self, home: Saved) -> Grads: ...
-
     def run_local(self, home: Operands | Saved) -> Outputs | Grads:
         """Run this rank's own tasks, which wait for no message.
 
         Return results of all its tokens, in rows of head groups.
         """
-        wave, groups, results = (
-            self.route.local_wave,
-            self.route.groups,
-            self._run(home, self.route.local_tasks),
-        )
-        if groups == 1 and wave is None:
-            return results
-        results = split_head_groups(results, groups)
+        wave, groups = self.route.local_wave, self.route.groups
+        results = self._run(home, self.route.local_tasks)
+        if groups > 1:
+            results = split_head_groups(results, groups)
         if wave is None:
             return results
         pools = self._run(
             self._build_pools(wave, split_head_groups(home, groups), None), wave.arrived
         )
-        put_rows(results.query_rows, wave.own_queries, [[pool] for pool in pools.query_rows])
-        sums = map(wave.pool.add_own, results.key_rows, pools.key_rows)
-        return _remake(results, [*results.query_rows, *sums])
+        put_rows(query_rows(results), wave.own_queries, [[pool] for pool in query_rows(pools)])
+        sums = map(wave.pool.add_own, key_rows(results), key_rows(pools))
+        return _remake(results, [*query_rows(results), *sums])
 
     def run_arrived(
         self, wave: Wave, home: Operands | Saved, results: Results, dispatch: Pending | None
@@ -321,16 +310,14 @@ class Call:
         """
         if dispatch is None:
             return results, None
-        pools, passing = (
-            list(self._run(self._build_pools(wave, home, dispatch), wave.arrived)),
-            wave.passing,
-        )
-        queries = [pools.pop(0) for _ in results.query_rows]
+        pools = list(self._run(self._build_pools(wave, home, dispatch), wave.arrived))
+        passing = wave.passing
+        queries = [pools.pop(0) for _ in query_rows(results)]
         sums: list[torch.Tensor] = []
         copies: list[torch.Tensor] = []
         wide: list[tuple[torch.Tensor, torch.dtype]] = []
         # Outputs have no rows of keys.
-        for total, tensor in zip(results.key_rows, home.key_rows, strict=False):
+        for total, tensor in zip(key_rows(results), key_rows(home), strict=False):
             pool = pools.pop(0)
             sums.append(wave.pool.add_own(total, pool))
             # Copies travel in the dtype of k and v; sums of them do not.
@@ -345,8 +332,8 @@ class Call:
             parts = [MessagePart(t.contiguous(), passing.way_back) for t in copies]
             returned = self._launch(wave, parts, "return to relays", returns=1)
             self._relayed = received, wide
-        put_rows(results.query_rows, wave.own_queries, [[pool] for pool in queries])
-        return _remake(results, [*results.query_rows, *sums]), returned
+        put_rows(query_rows(results), wave.own_queries, [[pool] for pool in queries])
+        return _remake(results, [*query_rows(results), *sums]), returned
 
     def run_waves(
         self, home: Operands | Saved, results: Results, dispatch: Pending | None
@@ -370,14 +357,14 @@ class Call:
         """
         if returned is None:
             return results
-        if wave.passing is not None and results.key_rows:
+        if wave.passing is not None and key_rows(results):
             returned = self._send_home(wave, wave.passing, returned)
         came, begin = self._await_sections(returned, "return"), mark_now(returned.device)
-        queries = len(results.query_rows)
-        put_rows(results.query_rows, wave.queries.runs, came[:queries])
-        sums = list(map(wave.add_copies, results.key_rows, came[queries:]))
+        queries = len(query_rows(results))
+        put_rows(query_rows(results), wave.queries.runs, came[:queries])
+        sums = list(map(wave.add_copies, key_rows(results), came[queries:]))
         self._add_span("unpack", begin, mark_now(returned.device))
-        return _remake(results, [*results.query_rows, *sums])
+        return _remake(results, [*query_rows(results), *sums])
 
     def _run(self, pools: Operands | Saved, tasks: TaskBatch) -> Outputs | Grads:
         """Run tasks, leaving room for messages if any are under way, of this call or of the other
@@ -390,12 +377,7 @@ class Call:
         """Wait for gradients of the keys that this rank forwarded, add them up, and send all
         gradients to the homes.
         """
-        relayed, self._relayed = self._relayed, None
-        if relayed is None:
-            raise RuntimeError(
-                "core attention ran out of order: a relay has no gradients of its own pool"
-            )
-        queries, pools = relayed
+        (queries, pools), self._relayed = self._relayed, ([], [])
         keys = []
         for copies in self._await_sections(returned, "return"):
             pool_TKD, dtype = pools.pop(0)
@@ -429,8 +411,9 @@ class Call:
         pending.launched = mark_now(pending.device)
         if not beside:
             self._add_span("pack", begin, pending.launched)
-        sent, between = pending.sent_bytes, pending.between_bytes
-        self.server.meter.count(sent_bytes=sent, between_bytes=between, **counted)
+        self.server.meter.count(
+            sent_bytes=pending.sent_bytes, between_bytes=pending.between_bytes, **counted
+        )
         return pending
 
     def _await_sections(
@@ -464,11 +447,11 @@ class Call:
         )
         if wave.is_single_message:
             return _remake(home, [section for (section,) in received])
-        cut = len(home.query_rows)
+        cut = len(query_rows(home))
         queries = [
             concat_rows(
                 [*(view_rows(tensor, *run[1:]) for run in wave.own_queries), *sections], tensor
             )
-            for tensor, sections in zip(home.query_rows, received[:cut], strict=True)
+            for tensor, sections in zip(query_rows(home), received[:cut], strict=True)
         ]
-        return _remake(home, [*queries, *map(wave.pool.assemble, home.key_rows, received[cut:])])
+        return _remake(home, [*queries, *map(wave.pool.assemble, key_rows(home), received[cut:])])

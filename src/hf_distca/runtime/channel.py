@@ -26,8 +26,6 @@ import torch.distributed as dist
 
 from hf_distca.runtime.monitor import BREAK_TAG, FailureMonitor, reserved_seconds
 
-__all__ = ["Channel", "Transfer", "wait_for_works"]
-
 
 @dataclass(eq=False)
 class Channel:
@@ -140,10 +138,8 @@ class Channel:
         self, transfer: Transfer, receive_bytes: Mapping[int, int], send_bytes: Mapping[int, int]
     ) -> Iterator[dist.Work | None]:
         group, rank_here = self.process_group, self.process_group.rank()
-        received, sent = (
-            _split_messages(transfer.received, receive_bytes),
-            _split_messages(transfer.sent, send_bytes),
-        )
+        received = _split_messages(transfer.received, receive_bytes)
+        sent = _split_messages(transfer.sent, send_bytes)
         if rank_here in sent:
             received.pop(rank_here).copy_(sent.pop(rank_here))
         for rank, message in received.items():
@@ -156,7 +152,8 @@ class Channel:
 class Transfer:
     """An exchange under way.
 
-    `wait` copies the received bytes from their buffer to `landing`, if there is one.
+    `works` are those of its parts that were not waited for yet. `wait` copies the received bytes
+    from their buffer to `landing`, if there is one.
     """
 
     channel: Channel
@@ -188,8 +185,9 @@ class Transfer:
             self.landing.copy_(self.received)
 
     def drain(self, deadline: float) -> None:
-        """Wait even if the exchange cannot succeed: gloo loses messages whose buffers are freed,
-        and other ranks' waits, while they are half-way.
+        """Wait until `time.monotonic()` reaches the deadline, even if the exchange cannot succeed:
+        gloo loses messages whose buffers are freed, and other ranks' waits, while they are
+        half-way. Never raises.
         """
         works, self.works = self.works, []
         for work in works if self.channel.is_gloo else []:
@@ -209,7 +207,7 @@ def wait_for_works(works: list[dist.Work | None], deadline: float | None) -> Non
     while works:
         work = works.pop(0)  # to be waited for once only
         if work is not None and deadline is not None:
-            work.wait(_time_left(deadline))
+            work.wait(datetime.timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
         elif work is not None:
             work.wait()
 
@@ -226,7 +224,3 @@ def _split_messages(buffer: torch.Tensor, sizes: Mapping[int, int]) -> dict[int,
         for (rank, size), start in zip(sizes.items(), starts, strict=False)
         if size
     }
-
-
-def _time_left(deadline: float) -> datetime.timedelta:
-    return datetime.timedelta(seconds=max(deadline - time.monotonic(), 0.001))

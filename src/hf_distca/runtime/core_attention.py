@@ -46,8 +46,6 @@ from hf_distca.kernels.base import Grads, Outputs, Saved
 from hf_distca.runtime.call import Call, Inputs, merge_head_groups
 from hf_distca.runtime.pingpong import yield_to_other_nano_batch
 
-__all__ = ["core_attention"]
-
 _Optional = torch.Tensor | None
 _Backward = Callable[..., tuple[_Optional, ...]]
 
@@ -82,11 +80,8 @@ def core_attention(inputs: Inputs, call: Call) -> torch.Tensor:
             "core attention runs while a CUDA graph is captured: a replay would repeat the plan of"
             " this batch for all others. Capture only code between attention layers, or nothing."
         )
-    if call.recomputed_outputs is None:
-        call.server.meter.count(calls=1)
-    else:
-        call.server.meter.count(recalls=1)
-    if not call.exchanges:
+    call.server.meter.count(**{"calls" if call.recomputed_outputs is None else "recalls": 1})
+    if not call.route.exchanges:
         o_THV = _apply(_Unmoved, call, *inputs)
         # To the other nano-batch, whose messages have had time to travel.
         yield_to_other_nano_batch()
@@ -193,25 +188,23 @@ def _apply(function: type[torch.autograd.Function], *inputs: Any) -> torch.Tenso
 
 
 def _save_for_backward(
-    ctx: Any, call: Call, inputs: Inputs, compute: Callable[[], Outputs]
+    ctx: Any, call: Call, inputs: Inputs, compute: Callable[[], Outputs | Grads]
 ) -> torch.Tensor:
     """Save a call for backward, and its outputs for a recompute; in a recompute that finds them,
     use those. Return o_THV.
     """
     if call.recomputed_outputs is None:
-        outputs = merge_head_groups(compute(), call.route.groups)
+        outputs: tuple[torch.Tensor, ...] = merge_head_groups(compute(), call.route.groups)
         if inputs.sink_H is not None:
             outputs = _merge_sink(outputs, inputs.sink_H)
         if call.stored is not None:
             call.stored.keep(*outputs)
     else:
-        outputs, call.recomputed_outputs = (
-            Outputs(*(tensor.detach() for tensor in call.recomputed_outputs)),
-            None,
-        )
+        outputs = tuple(tensor.detach() for tensor in call.recomputed_outputs)
+        call.recomputed_outputs = None
     ctx.call = call
     ctx.save_for_backward(*inputs, *outputs)
-    return outputs.o_THV
+    return outputs[0]
 
 
 def _begin_backward(ctx: Any, do_THV: torch.Tensor) -> tuple[Call, Inputs, Saved]:
@@ -225,7 +218,7 @@ def _begin_backward(ctx: Any, do_THV: torch.Tensor) -> tuple[Call, Inputs, Saved
     return ctx.call, inputs, Saved(do_THV.contiguous(), q_THD, o_THV, lse_TH, k_TKD, v_TKV)
 
 
-def _merge_sink(outputs: Outputs, sink_H: torch.Tensor) -> Outputs:
+def _merge_sink(outputs: tuple[torch.Tensor, ...], sink_H: torch.Tensor) -> Outputs:
     """Take the weight of the sinks out of the outputs."""
     o_THV, lse_TH = outputs
     merged_TH = torch.logaddexp(lse_TH, sink_H.to(lse_TH.dtype))

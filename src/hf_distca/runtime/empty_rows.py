@@ -7,8 +7,6 @@ import torch
 from hf_distca.kernels.base import Grads, Operands, Outputs, Saved
 from hf_distca.schedule.cost import AttentionShape
 
-__all__ = ["make_empty_operands", "make_empty_results", "make_empty_saved"]
-
 
 def make_empty_operands(
     shape: AttentionShape, dtype: torch.dtype, device: torch.device

@@ -354,11 +354,9 @@ class AttentionGroup:
         """Start to gather rows padded to (ranks, 1 + `inline_row_capacity`); the first number of
         each is its true length.
         """
-        padded = torch.zeros(1 + self.inline_row_capacity, dtype=torch.int64, device="cpu")
-        first = torch.tensor(
-            [len(row), *row[: self.inline_row_capacity]], dtype=torch.int64, device="cpu"
-        )
-        padded[: len(first)] = first
+        first = [len(row), *row[: self.inline_row_capacity].tolist()]
+        first += [0] * (1 + self.inline_row_capacity - len(first))
+        padded = torch.tensor(first, dtype=torch.int64, device="cpu")
         if self.control is None:
             return padded[None], None
         rows = torch.empty((self.size, len(padded)), dtype=torch.int64, device="cpu")

@@ -25,15 +25,6 @@ from hf_distca.borrowed import group_of_members, names_of_groups, store_of_world
 from hf_distca.errors import ConfigError
 from hf_distca.schedule.layout import IntArray
 
-__all__ = [
-    "Members",
-    "make_communicator",
-    "launched_per_node",
-    "all_reduce_min",
-    "node_number",
-    "ranks_per_node",
-]
-
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 

@@ -28,24 +28,6 @@ from hf_distca.borrowed import copy_each
 from hf_distca.runtime.channel import Channel, Transfer
 from hf_distca.runtime.meter import Mark
 
-__all__ = [
-    "MessageLayout",
-    "MessageLayouts",
-    "MessagePart",
-    "Pending",
-    "PoolRun",
-    "Rows",
-    "RowRun",
-    "add_rows",
-    "side_stream",
-    "concat_rows",
-    "launch",
-    "pack",
-    "split_runs",
-    "put_rows",
-    "view_rows",
-]
-
 _ALIGNMENT = 16
 NOBODY = range(0)
 # What bytes are copied as: a GPU copies eight at a time about as fast as one.
@@ -103,11 +85,7 @@ class Rows:
         in the order of arrival.
         """
         starts = accumulate(self.receive.values(), initial=0)
-        runs = [
-            RowRun(rank, start, rows)
-            for (rank, rows), start in zip(self.receive.items(), starts, strict=False)
-        ]
-        return Rows(tuple(runs), self.send)
+        return Rows(tuple(map(RowRun, self.receive, starts, self.receive.values())), self.send)
 
 
 def view_rows(tensor: torch.Tensor, start: int, rows: int, step: int = 1) -> torch.Tensor:
@@ -199,10 +177,8 @@ class _CopySpan(NamedTuple):
         if self.times == 1:
             return flat.narrow(0, self.start, self.size)
         rows = flat.narrow(0, self.start, (self.times - 1) * self.stride + self.size)
-        offsets = (rows.storage_offset(), self.stride, self.size)
-        word = next(
-            dtype for dtype in _WORDS if not any(offset % dtype.itemsize for offset in offsets)
-        )
+        divisor = math.gcd(rows.storage_offset(), self.stride, self.size)
+        word = next(dtype for dtype in _WORDS if divisor % dtype.itemsize == 0)
         words = rows.view(word)
         size, stride = self.size // word.itemsize, self.stride // word.itemsize
         return (
@@ -240,8 +216,14 @@ class MessageLayout:
         The ranks `near` are on this node.
         """
         sizes = [(rank, rows.send[rank] * size) for rows, size in parts for rank in rows.send]
-        between = sum(size for rank, size in sizes if rank not in near)
-        form = cls([], [[] for _ in parts], {}, {}, sum(size for _, size in sizes), between)
+        form = cls(
+            [],
+            [[] for _ in parts],
+            {},
+            {},
+            sum(size for _, size in sizes),
+            sum(size for rank, size in sizes if rank not in near),
+        )
         for rank in sorted({rank for rows, _ in parts for rank in rows.send}):
             form.send[rank] = 0
             for number, (rows, row_bytes) in enumerate(parts):

@@ -11,8 +11,6 @@ from typing import NamedTuple
 
 import torch
 
-__all__ = ["Mark", "Meter", "mark_now"]
-
 # A moment: of the host's clock, or on a CUDA stream.
 Mark = float | torch.Event
 

@@ -31,7 +31,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
 import torch
@@ -39,14 +39,8 @@ import torch.distributed as dist
 
 from hf_distca.errors import DistCADesyncError
 
-__all__ = [
-    "BREAK_TAG",
-    "NO_NAMES",
-    "AwaitedThread",
-    "FailureMonitor",
-    "start_polling",
-    "reserved_seconds",
-]
+if TYPE_CHECKING:
+    from hf_distca.runtime.channel import Transfer
 
 NO_NAMES: Mapping[int, str] = MappingProxyType({})
 
@@ -89,19 +83,6 @@ class AwaitedThread(threading.Thread):
         self.start()
 
 
-class Message(Protocol):
-    """An exchange under way between ranks; `works` are those of its parts that were not waited for
-    yet.
-    """
-
-    works: list[dist.Work | None]
-
-    def drain(self, deadline: float) -> None:
-        """Wait until it has arrived, or until `time.monotonic()` reaches the deadline. Never
-        raises.
-        """
-
-
 class FailureMonitor:
     """A rank's record of the last point that all ranks of its group reached together, and its
     reports of failures.
@@ -122,7 +103,7 @@ class FailureMonitor:
         names: Mapping[int, str] = NO_NAMES,
     ) -> None:
         self.last_collective = "making the attention group"
-        self.under_way: WeakSet[Message] = WeakSet()
+        self.under_way: WeakSet[Transfer] = WeakSet()
         self.pollers = max(len(ranks), dist.get_world_size() if dist.is_initialized() else 1)
         self.ranks, self._rank, self._timeout_seconds, self._links = (
             ranks,
@@ -160,7 +141,7 @@ class FailureMonitor:
         except DistCADesyncError:
             raise  # raised on all ranks, or told already
         except Exception as error:
-            self._leave(f"raised {type(error).__name__} while {doing}: {error}", self.deadline())
+            self.leave(f"raised {type(error).__name__} while {doing}: {error}")
             raise
 
     def deadline(self) -> float:
@@ -174,11 +155,24 @@ class FailureMonitor:
         """True if this rank has left the group."""
         return self._word is not None
 
-    def leave(self, word: str) -> None:
+    def leave(self, word: str, deadline: float | None = None) -> None:
         """Leave the group for a reason that the others read, such as "was told to end"; do nothing
         if this rank has left.
+
+        Takes until the deadline, in the time of `time.monotonic()`: by default `self.deadline()`.
         """
-        self._leave(word, self.deadline())
+        if self._word is not None:
+            return
+        deadline = self.deadline() if deadline is None else deadline
+        self._word = word if len(word) <= _LONGEST_WORD else word[:_LONGEST_WORD] + "..."
+        entry = f"{self.ranks[self._rank]} {self._word}"
+        _query_store(
+            lambda: self._store.set(_failure_key(self._store.add(_COUNT, 1)), entry), deadline
+        )
+        for transfer in tuple(self.under_way):
+            transfer.drain(deadline)
+        for link in self._links:
+            _break_link(link)
 
     def leave_after_others(self) -> bool:
         """Leave the group if another rank is known to have left it. Return whether that is so."""
@@ -186,7 +180,7 @@ class FailureMonitor:
         _query_store(lambda: counts.append(self._store.add(_COUNT, 0)), self.deadline())
         if counts == [0]:
             return False
-        self._leave("left because another rank had", self.deadline())
+        self.leave("left because another rank had")
         return True
 
     def give_up(self, doing: str, error: Exception) -> DistCADesyncError:
@@ -196,12 +190,12 @@ class FailureMonitor:
             The error to raise, with what each rank was doing.
         """
         if self._found is not None:
-            self._leave(str(self._found), self.deadline())
+            self.leave(str(self._found))
             return self._found
         rank_here = self.ranks[self._rank]
         before = f" It had left the group: it {self._word}." if self._word else ""
         deadline = self.deadline()
-        self._leave(f"waited in vain while {doing}", deadline)
+        self.leave(f"waited in vain while {doing}", deadline)
         words: dict[int, tuple[int, str]] = {}
         _query_store(partial(self._read_words, words, deadline - _LATE_SECONDS), deadline)
         said = dict(tuple(words.values()))
@@ -324,19 +318,6 @@ class FailureMonitor:
             if not self._store.check([_failure_key(1)]):
                 self._store.set(_failure_key(1), f"{self.ranks[self._rank]} ")
         return True
-
-    def _leave(self, word: str, deadline: float) -> None:
-        if self._word is not None:
-            return
-        self._word = word if len(word) <= _LONGEST_WORD else word[:_LONGEST_WORD] + "..."
-        entry = f"{self.ranks[self._rank]} {self._word}"
-        _query_store(
-            lambda: self._store.set(_failure_key(self._store.add(_COUNT, 1)), entry), deadline
-        )
-        for message in tuple(self.under_way):
-            message.drain(deadline)
-        for link in self._links:
-            _break_link(link)
 
     def _read_words(self, words: dict[int, tuple[int, str]], deadline: float) -> None:
         """Collect the words of the ranks that have left, this one included, until all have or the

@@ -23,8 +23,6 @@ from hf_distca.borrowed import changes_in_place, in_backward, top_saved_tensor_h
 from hf_distca.errors import UnsupportedError
 from hf_distca.runtime.saved_tensors import Hooks, SavedTensors
 
-__all__ = ["LayerOutputs", "OutputStore"]
-
 
 class _StoredOutputs(NamedTuple):
     """Outputs of a forward, packed by `hooks` if there are any, and the in-place version of the
@@ -57,12 +55,13 @@ class OutputStore:
         if recorded and top_saved_tensor_hooks(True) is None:
             return None
         saved = SavedTensors.current()
-        if recorded:
-            # What is saved is dropped only by the hooks of a checkpoint. Reentrant ones run forward
-            # without gradients.
-            trained = any(tensor is not None and tensor.requires_grad for tensor in inputs)
-            if not (trained and saved.is_recomputed):
-                return None
+        # What is saved is dropped only by the hooks of a checkpoint. Reentrant ones run forward
+        # without gradients.
+        if recorded and not (
+            saved.is_recomputed
+            and any(tensor is not None and tensor.requires_grad for tensor in inputs)
+        ):
+            return None
         return LayerOutputs(
             weakref.ref(self), id(module), type(module).__name__, saved.hooks_outside_checkpoints
         )

@@ -20,8 +20,6 @@ from hf_distca import borrowed
 from hf_distca.borrowed import TorchDispatchMode
 from hf_distca.runtime.saved_tensors import SavedTensors
 
-__all__ = ["find_checkpointed_parts", "run_nano_batches", "yield_to_other_nano_batch"]
-
 T = TypeVar("T")
 
 
@@ -117,11 +115,13 @@ class _Modes(NamedTuple):
 
     @classmethod
     def current(cls, device_type: str) -> _Modes:
-        autocast = torch.is_autocast_enabled(device_type)
-        dtype, cache = torch.get_autocast_dtype(device_type), torch.is_autocast_cache_enabled()
-        dispatch = tuple(borrowed.dispatch_modes())
         return cls(
-            torch.is_grad_enabled(), autocast, dtype, cache, dispatch, SavedTensors.current()
+            torch.is_grad_enabled(),
+            torch.is_autocast_enabled(device_type),
+            torch.get_autocast_dtype(device_type),
+            torch.is_autocast_cache_enabled(),
+            tuple(borrowed.dispatch_modes()),
+            SavedTensors.current(),
         )
 
     def set(self, device_type: str) -> None:

@@ -11,8 +11,6 @@ from hf_distca.errors import DistCADesyncError
 from hf_distca.runtime.monitor import AwaitedThread, FailureMonitor
 from hf_distca.schedule.layout import IntArray
 
-__all__ = ["Rendezvous"]
-
 
 class Rendezvous:
     """Rows of integers on their way from all ranks.

@@ -32,8 +32,6 @@ from hf_distca.schedule.plan import Plan
 from hf_distca.schedule.share import Columns, RankMessage, RelayDuty, WaveShare, compute_share
 from hf_distca.schedule.waves import Waves
 
-__all__ = ["KeyPool", "KeyRelay", "Route", "Wave"]
-
 
 @dataclass(frozen=True, eq=False)
 class KeyPool:
@@ -160,10 +158,9 @@ class Wave:
     @cached_property
     def is_single_message(self) -> bool:
         """True if both pools are exactly what one rank sent."""
-        if self.passing is not None:
-            return False
         return (
-            not self.own_queries
+            self.passing is None
+            and not self.own_queries
             and len(self.queries.receive) == len(self.pool.pieces) == len(self.keys.receive) == 1
         )
 

@@ -10,8 +10,6 @@ import torch
 
 from hf_distca import borrowed
 
-__all__ = ["Hooks", "SavedTensors"]
-
 
 class Hooks(NamedTuple):
     """A pair that packs a tensor when it is saved and unpacks it in backward."""
