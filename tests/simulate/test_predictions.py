@@ -12,23 +12,26 @@ import pytest
 
 from benchmark_modules import import_benchmark
 from hf_distca.errors import ConfigError
+from hf_distca.model_shape import KNOWN_MODELS, find_model
 from hf_distca.schedule.cost import count_causal_pairs
 from hf_distca.simulate.advice import advise, assumptions
-from hf_distca.simulate.beside_attention import head_seconds
 from hf_distca.simulate.document_lengths import distribution, from_list
 from hf_distca.simulate.hardware import DEVICES, find_hardware
 from hf_distca.simulate.memory import activation_bytes, fullest
-from hf_distca.simulate.models import KNOWN_MODELS, find_model
-from hf_distca.simulate.predict import Prediction, best_alternative, best_of, predict_step, simulate
-from hf_distca.simulate.setting import Setting
-from hf_distca.simulate.strategies import OURS, STRATEGIES, Strategy
-from hf_distca.simulate.timelines import (
+from hf_distca.simulate.predict import (
+    Prediction,
+    best_alternative,
+    best_of,
     data_parallel,
     one_forward_one_backward,
+    predict_step,
     rank_seconds,
     same_phase,
+    simulate,
 )
-from hf_distca.simulate.work import MicroBatchWork
+from hf_distca.simulate.setting import Setting
+from hf_distca.simulate.strategies import OURS, STRATEGIES, Strategy
+from hf_distca.simulate.work import MicroBatchWork, head_seconds
 from turns import in_turn
 
 ideal_seconds = import_benchmark("ideal").ideal_seconds

@@ -14,11 +14,10 @@ import pytest
 
 from benchmark_modules import prepend_benchmarks
 from hf_distca.errors import ConfigError
-from hf_distca.model_shape import ModelShape
+from hf_distca.model_shape import ModelShape, find_model
 from hf_distca.simulate.hardware import find_hardware
 from hf_distca.simulate.longest import WAYS, LongestDocument, longest_documents
 from hf_distca.simulate.memory import TERMS, fullest
-from hf_distca.simulate.models import find_model
 from hf_distca.simulate.predict import Prediction, predict_step
 from hf_distca.simulate.setting import Setting
 from hf_distca.simulate.strategies import find_strategy

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from hf_distca.errors import ConfigError, LayoutError
+from hf_distca.model_shape import KNOWN_MODELS, find_model
 from hf_distca.schedule.cost import CostModel
 from hf_distca.schedule.profiles import Profile
 from hf_distca.simulate.document_lengths import distribution, from_list
 from hf_distca.simulate.hardware import find_hardware
-from hf_distca.simulate.models import KNOWN_MODELS, find_model
 from hf_distca.simulate.setting import Setting
 
 

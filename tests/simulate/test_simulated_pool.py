@@ -11,17 +11,21 @@ import numpy as np
 import pytest
 
 from benchmark_modules import import_benchmark
+from hf_distca.model_shape import find_model
 from hf_distca.schedule.cost import FloatArray
 from hf_distca.schedule.layout import IntArray
-from hf_distca.simulate.beside_attention import optimizer_seconds
 from hf_distca.simulate.document_lengths import distribution, from_list
 from hf_distca.simulate.memory import fullest
-from hf_distca.simulate.models import find_model
-from hf_distca.simulate.predict import Prediction, predict_step, simulate
+from hf_distca.simulate.predict import (
+    Prediction,
+    data_parallel,
+    linear_seconds,
+    predict_step,
+    simulate,
+)
 from hf_distca.simulate.setting import Setting
 from hf_distca.simulate.strategies import STRATEGIES, Strategy
-from hf_distca.simulate.timelines import data_parallel, linear_seconds
-from hf_distca.simulate.work import MicroBatchWork
+from hf_distca.simulate.work import MicroBatchWork, optimizer_seconds
 
 simulated_pool = import_benchmark("simulated_pool")
 COUNTED, Devices, Servers = simulated_pool.COUNTED, simulated_pool.Devices, simulated_pool.Servers

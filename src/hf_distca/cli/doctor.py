@@ -16,8 +16,6 @@ from hf_distca.cli.files import exit_with_error
 if TYPE_CHECKING:
     from hf_distca.doctor import Finding
 
-__all__ = ["doctor"]
-
 _WIDTH = 26
 _MARKS = {"good": " ", "note": "-", "bad": "!"}
 

@@ -14,17 +14,6 @@ from typing import Annotated
 
 import typer
 
-__all__ = [
-    "InJson",
-    "check_documents",
-    "check_place",
-    "exit_on_error",
-    "exit_with_error",
-    "input_name",
-    "read",
-    "write",
-]
-
 InJson = Annotated[bool, typer.Option("--json", help="Write everything as JSON.")]
 _STANDARD = Path("-")
 _MOST_BYTES = 2**24  # of a list: a placement on 4,096 ranks takes 7 MB

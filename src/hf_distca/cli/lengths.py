@@ -13,8 +13,6 @@ from hf_distca.cli.files import input_name, read
 if TYPE_CHECKING:
     from hf_distca.simulate.document_lengths import DocumentSource
 
-__all__ = ["open_documents", "read_lengths"]
-
 _TABLES = (".parquet", ".arrow")
 _LINES = (".jsonl", ".ndjson")
 # Columns that are looked for: the last one if there is a tokenizer.

@@ -24,8 +24,6 @@ import typer
 if TYPE_CHECKING:
     from hf_distca.schedule.cost import CostModel
 
-__all__ = ["Layer", "with_options"]
-
 Options = TypeVar("Options")
 Own = ParamSpec("Own")
 

@@ -26,8 +26,6 @@ from hf_distca.cli.options import Layer, with_options
 if TYPE_CHECKING:
     from hf_distca.schedule.layout import Layout
 
-__all__ = ["deal", "plan"]
-
 _MOST_RANKS = 65536
 _LONG_SECONDS = 1.0
 _Output = Annotated[

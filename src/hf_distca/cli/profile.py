@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from hf_distca.schedule.cost import KernelCost
     from hf_distca.schedule.profiles import Profile
 
-__all__ = ["profile", "summary"]
-
 
 def profile(
     output: Annotated[

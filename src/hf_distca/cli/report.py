@@ -11,8 +11,6 @@ import typer
 
 from hf_distca.cli.files import exit_on_error
 
-__all__ = ["report"]
-
 
 def report(
     run_dir: Annotated[

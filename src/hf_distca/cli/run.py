@@ -14,8 +14,6 @@ import typer
 from hf_distca.cli.files import exit_with_error
 from hf_distca.cli.options import with_options
 
-__all__ = ["run"]
-
 _option = partial(typer.Option, show_default=False)
 
 

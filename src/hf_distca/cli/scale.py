@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from hf_distca.simulate.predict import Prediction
     from hf_distca.simulate.setting import Setting
 
-__all__ = ["Scale"]
-
 
 @dataclass(frozen=True, slots=True)
 class Scale:
@@ -164,7 +162,7 @@ class Scale:
 
 def _find_shape(model: str) -> ModelShape:
     """Return a known shape by name, or that of a config.json, given as the file or its folder."""
-    from hf_distca.simulate.models import KNOWN_MODELS, find_model
+    from hf_distca.model_shape import KNOWN_MODELS, find_model
 
     path = Path(model)
     if model.lower() in KNOWN_MODELS or not (path.is_file() or (path / "config.json").is_file()):

@@ -8,8 +8,6 @@ import typer
 
 from hf_distca.cli.files import exit_with_error
 
-__all__ = ["serve"]
-
 
 def serve(
     address: Annotated[

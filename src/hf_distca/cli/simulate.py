@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from hf_distca.simulate.predict import Prediction
     from hf_distca.simulate.setting import Setting
 
-__all__ = ["advise", "simulate"]
-
 _WIDTH = 120  # columns of what is printed
 _SHOWN = (
     "ranks",

@@ -11,8 +11,6 @@ from hf_distca.simulate.predict import Prediction, best_alternative, best_of
 from hf_distca.simulate.setting import Setting
 from hf_distca.simulate.strategies import OURS, STRATEGIES, Strategy, find_strategy
 
-__all__ = ["Advice", "advise", "assumptions"]
-
 # Part of a step below which a gain is none: the scheduler moves nothing for less
 # (DistCAConfig.min_gain).
 _NOTHING = 0.02

@@ -17,30 +17,18 @@ import numpy.typing as npt
 
 from hf_distca.schedule.cost import CostModel, FloatArray, count_causal_pairs
 from hf_distca.schedule.layout import IntArray
-from hf_distca.simulate.beside_attention import Directions, gather_rate
 from hf_distca.simulate.memory import KernelBytes, in_flight
 from hf_distca.simulate.setting import Setting
 from hf_distca.simulate.work import (
+    Directions,
     MicroBatchWork,
     all_layers,
     copy_seconds,
     fixed_seconds,
+    gather_rate,
     in_calls,
     sums,
 )
-
-__all__ = [
-    "SharedRows",
-    "all_gather",
-    "comes_again",
-    "degrees",
-    "key_bytes",
-    "ring",
-    "shared_by_document",
-    "shared_by_row",
-    "ulysses",
-    "wlb",
-]
 
 
 class SharedRows(NamedTuple):

@@ -14,8 +14,6 @@ from hf_distca.schedule.cost import FloatArray
 from hf_distca.schedule.layout import IntArray, require_integers
 from hf_distca.simulate.loader_rules import shared_out
 
-__all__ = ["DISTRIBUTIONS", "DocumentSource", "distribution", "from_list"]
-
 _PIECE = 1024
 _MOST_PIECES = 2**15  # 33 million documents take some 10 s to draw, and far longer to place
 _LONGEST = 2**32  # tokens

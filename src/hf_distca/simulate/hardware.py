@@ -9,8 +9,6 @@ from hf_distca.errors import ConfigError
 from hf_distca.schedule.cost import KernelCost
 from hf_distca.schedule.profiles import Profile
 
-__all__ = ["DEVICES", "REACHED", "Hardware", "find_hardware"]
-
 REACHED = 0.85  # of the data sheet's rates of memory and of the link to the host: assumed
 # Of that, by copies into another order. pytorch issue 178066: heads are put in order for an
 # all-to-all in 0.38 of its time on H100 and 0.43 on A100. With the all-to-alls of the shipped

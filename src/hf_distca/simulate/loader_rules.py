@@ -9,17 +9,8 @@ import numpy as np
 from hf_distca.errors import LayoutError
 from hf_distca.schedule.cost import FloatArray
 from hf_distca.schedule.layout import IntArray, Layout
-from hf_distca.simulate.beside_attention import layer_seconds
 from hf_distca.simulate.setting import Setting
-
-__all__ = [
-    "batch_rebalance",
-    "cut_into_batches",
-    "document_seconds",
-    "longest_first",
-    "packed_rows",
-    "shared_out",
-]
+from hf_distca.simulate.work import layer_seconds
 
 # Weight of a square in transformers' cost of a sample (BatchRebalanceSampler.QUADRATIC_COST_COEF).
 _SQUARE = 0.001

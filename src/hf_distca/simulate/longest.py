@@ -18,8 +18,6 @@ from hf_distca.simulate.predict import Prediction, best_of, predict_step
 from hf_distca.simulate.setting import MOST_TOKENS, Setting
 from hf_distca.simulate.strategies import OURS, find_strategy
 
-__all__ = ["DEALT", "WAYS", "LongestDocument", "longest_documents"]
-
 DEALT = tuple(name for name in OURS if name.startswith("dealt"))
 _CHECKPOINTING = {"checkpointing": "full", "offload": False, "loss_tokens": None, "fused": False}
 # What each way sets, beside what the one before it does.

@@ -23,18 +23,6 @@ import numpy.typing as npt
 from hf_distca.schedule.cost import AttentionShape, FloatArray
 from hf_distca.simulate.setting import Setting
 
-__all__ = [
-    "TERMS",
-    "KernelBytes",
-    "RankMemory",
-    "activation_bytes",
-    "fullest",
-    "host_bytes",
-    "in_flight",
-    "most_tokens",
-    "state_of",
-]
-
 _MOMENT_BYTES = 8  # Adam's two moments in float32
 _WIDE = 4  # bytes of a float32
 # Of each logit: its log-softmax, that one's gradient and its own, all in float32 (torch's

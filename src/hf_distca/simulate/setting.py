@@ -17,8 +17,6 @@ from hf_distca.schedule.profiles import Profile
 from hf_distca.schedule.ranks import Ranks
 from hf_distca.simulate.hardware import Hardware
 
-__all__ = ["MOST_TOKENS", "TILE", "Checkpointing", "Setting", "Sharding"]
-
 Checkpointing = Literal["none", "selective", "full"]
 Sharding = Literal["fsdp", "zero1", "ddp"]
 TILE = DistCAConfig().tile  # query rows of a kernel tile

@@ -17,8 +17,6 @@ from hf_distca.simulate.memory import most_tokens
 from hf_distca.simulate.setting import Setting
 from hf_distca.simulate.work import Candidate, MicroBatchWork, of_documents
 
-__all__ = ["OURS", "STRATEGIES", "Strategy", "find_strategy"]
-
 Batches = Sequence[IntArray]
 
 
