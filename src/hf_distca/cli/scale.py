@@ -122,7 +122,6 @@ class Scale:
             "none" if self.checkpointing == "auto" else self.checkpointing,
             None if self.profile is None else _read_profile(self.profile),
         )
-        _ = setting.shape  # says which degrees heads do not allow
         full = (
             self.checkpointing == "auto"
             and fullest(setting, self.tokens_per_rank).total > device.memory_bytes

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from hf_distca.schedule.cost import CostModel, FloatArray, count_causal_pairs
 from hf_distca.schedule.layout import IntArray
-from hf_distca.simulate.memory import KernelBytes, in_flight
+from hf_distca.simulate.memory import in_flight, kernel_bytes
 from hf_distca.simulate.setting import Setting
 from hf_distca.simulate.work import (
     Directions,
@@ -161,34 +161,23 @@ def comes_again(setting: Setting, degree: int) -> bool:
     return degree > 1 and setting.checkpointing != "full"
 
 
-class KeyBytes(NamedTuple):
-    """Bytes of gathered keys for each token of a rank.
+def key_bytes(setting: Setting, degree: int, *, again: bool) -> tuple[float, float]:
+    """Compute the bytes of gathered keys for each token of a rank, which are gathered `again` in
+    backward or kept for it.
 
-    Attributes:
-        received: keys of the current layer, if they are not kept, their gradients in float32, and
-            bytes inside the kernel.
-        kept: keys of all layers in flight, if they are kept.
+    Returns:
+        Bytes that are received: keys of the current layer, if they are not kept, their gradients in
+        float32, and bytes inside the kernel; and bytes that are kept: keys of all layers in flight,
+        if they are.
     """
-
-    received: float
-    kept: float
-
-
-def key_bytes(setting: Setting, degree: int, *, again: bool) -> KeyBytes:
-    """Compute the bytes of gathered keys, which are gathered `again` in backward or kept for it."""
     if degree == 1:
-        return KeyBytes(0.0, 0.0)
-    keys, gradients = (float(degree * setting.shape.key_value_bytes * times) for times in (1, 2))
-    working = gradients + (degree - 1) * KernelBytes.of(setting.shape).key
+        return 0.0, 0.0
+    keys = float(degree * setting.shape.key_value_bytes)
+    working = 2 * keys + (degree - 1) * kernel_bytes(setting.shape)[1]
     if again or not comes_again(setting, degree):
-        return KeyBytes(keys + working, 0.0)
+        return keys + working, 0.0
     layers = setting.stage_layers * setting.model.attention_share
-    return KeyBytes(working, keys * layers * in_flight(setting))
-
-
-def _others_key_bytes(cost: CostModel, rows: SharedRows, degree: int) -> FloatArray:
-    """Compute the bytes of a row's keys and values that lie on the other ranks, by row."""
-    return rows.tokens * cost.shape.key_value_bytes * (degree - 1) / degree
+    return working, keys * layers * in_flight(setting)
 
 
 def _all_to_all_rate(setting: Setting, degree: int) -> float:
@@ -222,9 +211,8 @@ def _gathering(
     shape = setting.shape
 
     def of_rows(cost: CostModel) -> tuple[Directions, Directions]:
-        once = _others_key_bytes(cost, rows, degree) / gather_rate(setting, degree) + fixed_seconds(
-            cost, degree - 1
-        )
+        others_bytes = rows.tokens * shape.key_value_bytes * (degree - 1) / degree
+        once = others_bytes / gather_rate(setting, degree) + fixed_seconds(cost, degree - 1)
         order = copy_seconds(setting, rows.tokens * shape.key_value_bytes)
         # A call takes q and puts o, and in backward takes q, o and do and puts dq. The keys of both
         # are about those of the row.
@@ -237,8 +225,8 @@ def _gathering(
         ) * (degree > 1)
 
     work = _work(setting, rows, degree, of_rows)
-    keys = key_bytes(setting, degree, again=again)
-    return replace(work, received=work.tokens * keys.received, kept=work.tokens * keys.kept)
+    received, kept = key_bytes(setting, degree, again=again)
+    return replace(work, received=work.tokens * received, kept=work.tokens * kept)
 
 
 def all_gather(
@@ -273,8 +261,8 @@ def ring(setting: Setting, rows: SharedRows, degree: int) -> MicroBatchWork:
     rate = hardware.node_rate if inside else hardware.link_rate
 
     def of_rows(cost: CostModel) -> tuple[Directions, Directions]:
-        wire = _others_key_bytes(cost, rows, degree) / rate
-        once = wire + (degree - 1) * fixed_seconds(cost, 1)
+        others_bytes = rows.tokens * shape.key_value_bytes * (degree - 1) / degree
+        once = others_bytes / rate + (degree - 1) * fixed_seconds(cost, 1)
         # In backward gradients of keys travel with them.
         added = np.stack(
             [

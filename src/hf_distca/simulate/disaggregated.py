@@ -21,7 +21,7 @@ from hf_distca.schedule.plan import Plan
 from hf_distca.schedule.ranks import UNIFORM_RANKS, Ranks
 from hf_distca.schedule.waves import TransientBytes
 from hf_distca.simulate.loader_rules import packed_rows
-from hf_distca.simulate.memory import KernelBytes
+from hf_distca.simulate.memory import kernel_bytes
 from hf_distca.simulate.setting import TILE, Setting
 from hf_distca.simulate.work import (
     Candidate,
@@ -94,8 +94,8 @@ def moves_of(setting: Setting, plan: Plan, cost: CostModel, nodes: Ranks) -> Mov
     row_bytes = TransientBytes.of(shape)
     # Own rows that need keys from elsewhere go into a server's pools, too, with their own keys.
     waiting = sums(rows * (at_home & waits), plan.server, ranks)
-    kernel = KernelBytes.of(shape)
-    received = (row_bytes.query + kernel.row) * queries[1] + (row_bytes.key + kernel.key) * keys[1]
+    row, key = kernel_bytes(shape)
+    received = (row_bytes.query + row) * queries[1] + (row_bytes.key + key) * keys[1]
     received = received + row_bytes.sent_query * queries[0] + row_bytes.sent_key * keys[0]
     received = received + (row_bytes.query // 2 + shape.query_bytes + row_bytes.key) * waiting
     return Moves(

@@ -15,7 +15,6 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -92,23 +91,15 @@ def state_of(setting: Setting) -> RankMemory:
     )
 
 
-class KernelBytes(NamedTuple):
-    """Bytes that a kernel's backward needs inside, for each row and for each key.
+def kernel_bytes(shape: AttentionShape) -> tuple[float, float]:
+    """Compute the bytes that a kernel's backward needs inside, for each row and for each key.
 
     Flash-attention 2 sums gradients of rows in float32 and writes those of keys for every query
     head (`mha_varlen_bwd` in flash_api.cpp: dq_accum, dk_expanded, dv_expanded); torch's kernel for
     CPUs needs about as much.
     """
-
-    row: float
-    key: float
-
-    @classmethod
-    def of(cls, shape: AttentionShape) -> KernelBytes:
-        """Compute the bytes for an attention shape."""
-        return cls(
-            shape.query_bytes / shape.element_bytes * _WIDE, shape.query_bytes + shape.output_bytes
-        )
+    row_bytes = shape.query_bytes / shape.element_bytes * _WIDE
+    return row_bytes, shape.query_bytes + shape.output_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,18 +132,12 @@ class _LayerBytes:
         with three gradients (`LlamaMLP`); a fused one saves gate, up and the product
         (`LigerSiLUMul`).
         """
-        model, shape, element, fused = (
-            setting.model,
-            setting.shape,
-            setting.hardware.element_bytes,
-            setting.fused,
-        )
+        model, shape, fused = setting.model, setting.shape, setting.fused
+        element = setting.hardware.element_bytes
         hidden, wide = (
-            model.hidden / setting.tensor * element,
-            model.feed_forward / setting.tensor * element,
+            size / setting.tensor * element for size in (model.hidden, model.feed_forward)
         )
-        in_float = hidden if fused else hidden / element * _WIDE
-        norm = in_float + hidden * (1 if fused else 2)
+        norm = 2 * hidden if fused else hidden / element * _WIDE + 2 * hidden
         qkv = shape.query_bytes + shape.key_value_bytes
         heads = (shape.query_bytes + shape.key_value_bytes / 2) * model.head_norms
         outputs = (shape.output_bytes + shape.lse_bytes) * model.attention_share
@@ -162,7 +147,7 @@ class _LayerBytes:
             + (qkv + heads * (1 if fused else (_WIDE / element + 1))) * model.attention_share
             + outputs,
             feed_forward=norm + wide * (3 if fused else 4),
-            attention_work=hidden + shape.output_bytes + qkv + sum(KernelBytes.of(shape)),
+            attention_work=hidden + shape.output_bytes + qkv + sum(kernel_bytes(shape)),
             feed_forward_work=hidden + wide * (1 if fused else 2),
             outputs=outputs,
         )
@@ -204,13 +189,10 @@ def _gathered(setting: Setting, layers: int) -> float:
     """
     if setting.sharding != "fsdp" or setting.group == 1:
         return 0.0
-    model, head = setting.model, setting.model.hidden * setting.model.vocabulary
-    root = head * (1 if model.tied else 2)
-    return (
-        (root + head + layers * model.layer_parameters)
-        / setting.tensor
-        * setting.hardware.element_bytes
-    )
+    model = setting.model
+    heads = model.hidden * model.vocabulary * (2 if model.tied else 3)
+    weights = heads + layers * model.layer_parameters
+    return weights / setting.tensor * setting.hardware.element_bytes
 
 
 def _loss_bytes(setting: Setting, tokens: FloatArray) -> FloatArray:
@@ -220,19 +202,14 @@ def _loss_bytes(setting: Setting, tokens: FloatArray) -> FloatArray:
     In chunks, gradients of hidden states and of the output layer's weights are summed in float32
     (TRL's ChunkedLogProbFunction).
     """
-    model, element = setting.model, setting.hardware.element_bytes
-    logits, norm = (
-        model.vocabulary / setting.tensor * _LOGIT_BYTES,
-        model.hidden * (_WIDE + 2 * element),
-    )
+    model, vocabulary = setting.model, setting.model.vocabulary / setting.tensor
+    norm = sums = model.hidden * (_WIDE + 2 * setting.hardware.element_bytes)
     if setting.loss_tokens is None:
-        return tokens * (norm + logits)
-    sums = model.hidden * (_WIDE + 2 * element)
+        return tokens * (norm + vocabulary * _LOGIT_BYTES)
     weights = model.hidden * model.vocabulary / setting.tensor * _WIDE
     part = min(_CHUNK_WORDS * setting.tensor / model.vocabulary, 1.0)
-    return (
-        tokens * (norm + sums) + weights + np.minimum(tokens, setting.loss_tokens) * logits * part
-    )
+    logits = np.minimum(tokens, setting.loss_tokens) * (vocabulary * _LOGIT_BYTES) * part
+    return tokens * (norm + sums) + weights + logits
 
 
 def _moments(
@@ -243,18 +220,14 @@ def _moments(
     flying: int,
 ) -> Iterator[RankMemory]:
     """Yield moments that may be the fullest of a rank; for the arguments see `fullest`."""
-    count, layer, state = (
-        np.asarray(tokens, dtype=np.float64),
-        _LayerBytes.of(setting),
-        state_of(setting),
-    )
+    count, layer = np.asarray(tokens, dtype=np.float64), _LayerBytes.of(setting)
     repeated, all_layers = setting.checkpointing != "none", flying * setting.stage_layers
-    before, after = replace(state, gradients=0.0), state
-    if setting.micro_batches > 1:
-        before = state
-    elif setting.sharding == "fsdp":  # gradients of the root are reduced last
-        layers = setting.model.layers * setting.model.layer_parameters
-        after = replace(state, gradients=state.gradients * layers / setting.model.parameters)
+    before = after = state_of(setting)
+    if setting.micro_batches == 1:
+        before = replace(after, gradients=0.0)
+        if setting.sharding == "fsdp":  # gradients of the root are reduced last
+            layers = setting.model.layers * setting.model.layer_parameters
+            after = replace(after, gradients=after.gradients * layers / setting.model.parameters)
 
     def moment_with(held: RankMemory, waiting: int) -> RankMemory:
         on_device = min(waiting, 1) if setting.offload else waiting

@@ -78,28 +78,31 @@ class Setting:
             value = getattr(self, name)
             if type(value) is not int or not 1 <= value <= most:
                 raise ConfigError(f"{name}={value!r} must be a whole number from 1 to {most}.")
-        if self.ranks % (self.tensor * self.stages):
-            raise ConfigError(
+        for is_wrong, text in (
+            (
+                self.ranks % (self.tensor * self.stages),
                 f"ranks={self.ranks} must be a multiple of tensor * stages (--tp, --pp) ="
-                f" {self.tensor} * {self.stages}: what is left shares core attention."
-            )
-        if self.model.query_heads % self.tensor:
-            raise ConfigError(
+                f" {self.tensor} * {self.stages}: what is left shares core attention.",
+            ),
+            (
+                self.model.query_heads % self.tensor,
                 f"tensor={self.tensor} must divide the {self.model.query_heads} query heads of"
-                f" {self.model.name}."
-            )
-        if self.offload and self.checkpointing == "none":
-            raise ConfigError(
+                f" {self.model.name}.",
+            ),
+            (
+                self.offload and self.checkpointing == "none",
                 "offload=True moves what checkpointing keeps, and checkpointing='none' keeps"
-                " nothing."
-            )
-        if self.model.layers % self.stages:
-            raise ConfigError(
+                " nothing.",
+            ),
+            (
+                self.model.layers % self.stages,
                 f"stages={self.stages} must divide the {self.model.layers} layers of"
-                f" {self.model.name}."
-            )
-        if self.profile is not None:
-            self._check_rates(self.cost())
+                f" {self.model.name}.",
+            ),
+        ):
+            if is_wrong:
+                raise ConfigError(text)
+        self._check_rates(self.cost())
 
     def _check_rates(self, cost: CostModel) -> None:
         """Raise if rates make sums of seconds too large to compute with.

@@ -80,8 +80,6 @@ def tensor_seconds(setting: Setting, tokens: FloatArray) -> FloatArray:
     """Return the seconds in one direction of a layer for exchanges of hidden states in a
     tensor-parallel group, not hidden by anything.
     """
-    if setting.tensor == 1:
-        return np.zeros_like(tokens)
     hardware = setting.hardware
     rate = hardware.gather_rate if setting.tensor <= setting.ranks_per_node else hardware.link_rate
     share = (setting.tensor - 1) / setting.tensor
@@ -108,22 +106,17 @@ def weight_exchange(setting: Setting, forward: float, backward: float) -> tuple[
     ranks wait for, beside so many seconds of computing of a micro-batch in each direction.
     """
     group, count = setting.group, setting.micro_batches
-    if group == 1:
-        return 0.0, 0.0
     once = setting.rank_parameters * (group - 1) / group / gather_rate(setting, group)
-    element = setting.hardware.element_bytes
+    gather, reduce = once * setting.hardware.element_bytes, once * _GRADIENT_BYTES
     if setting.sharding == "fsdp":
         # Weights are gathered for both directions of each micro-batch and gradients reduced, a
         # layer ahead of computing.
-        gather, both = once * element, 2 * once * element
         first = gather / setting.stage_layers
-        exposed = max(gather - forward, first) + max(both - backward, first)
-        return count * (gather + both), count * exposed
+        exposed = max(gather - forward, first) + max(2 * gather - backward, first)
+        return 3 * count * gather, count * exposed
     if setting.sharding == "zero1":
-        gather, reduce = once * element, once * _GRADIENT_BYTES
         return gather + reduce, max(gather - forward, 0.0) + max(reduce - backward, 0.0)
-    reduce = 2 * once * _GRADIENT_BYTES
-    return reduce, max(reduce - backward, reduce / setting.stage_layers)
+    return 2 * reduce, max(2 * reduce - backward, 2 * reduce / setting.stage_layers)
 
 
 def optimizer_seconds(setting: Setting) -> float:
