@@ -144,19 +144,13 @@ class Scale:
                 "--lengths is missing: give the lengths of your documents, or a distribution such"
                 " as prolong."
             )
-        setting, documents = (
-            self.setting(),
-            open_documents(self.lengths, self.column, self.max_length, self.tokenizer),
-        )
+        setting = self.setting()
+        documents = open_documents(self.lengths, self.column, self.max_length, self.tokenizer)
+        documents = replace(documents, seed=self.seed)
         total = max(self.batches, 0) * len(names)
         with tqdm(total=total, desc="predicting", unit=" steps", delay=1.0, leave=False) as bar:
-            return (
-                setting,
-                documents,
-                simulate(
-                    setting, documents, names, batches=self.batches, seed=self.seed, told=bar.update
-                ),
-            )
+            predictions = simulate(setting, documents, names, batches=self.batches, told=bar.update)
+        return setting, documents, predictions
 
 
 def _find_shape(model: str) -> ModelShape:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
@@ -29,6 +29,7 @@ from hf_distca.simulate.work import (
 # A strategy that skips more than this part of the attention trains on other documents: it is shown,
 # and not compared.
 _SKIPPED = 0.01
+_MOST_BATCHES = 100_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,15 +89,13 @@ def predict_step(
     # hf-distca keeps attention's output.
     if strategy.disaggregated and setting.checkpointing == "full":
         setting = replace(setting, checkpointing="selective")
-    predictions = [
-        _of_candidate(setting, candidate, strategy, batches)
-        for candidate in strategy.candidates(setting, batches)
-    ]
-    if not predictions:
-        return None
     return min(
-        predictions,
+        (
+            _of_candidate(setting, candidate, strategy, batches)
+            for candidate in strategy.candidates(setting, batches)
+        ),
         key=lambda step: (not step.fits, step.attention_share < 1 - _SKIPPED, step.step_seconds),
+        default=None,
     )
 
 
@@ -119,10 +118,10 @@ def _of_candidate(
     exposed = sum(float(work.exposed.sum(axis=0).mean()) for work in works) / stages
     wire = sum(float(work.wire.mean()) for work in works) / stages
     tokens = np.max([work.tokens for work in works], axis=0)
-    exchanged = (
+    received, kept = (
         np.max([getattr(work, name) for work in works], axis=0) for name in ("received", "kept")
     )
-    memory = fullest(holders, tokens, *exchanged, same_phase=candidate.ticks)
+    memory = fullest(holders, tokens, received, kept, same_phase=candidate.ticks)
     peak = float(memory.total)
     whole = float(
         sum(
@@ -164,7 +163,6 @@ def simulate(
     strategies: Iterable[str | Strategy] = tuple(STRATEGIES),
     *,
     batches: int = 10,
-    seed: int = 0,
     told: Callable[[], object] = lambda: None,
 ) -> list[Prediction]:
     """Predict steps of several global batches under each strategy.
@@ -174,20 +172,17 @@ def simulate(
         documents: source of lengths.
         strategies: names of `STRATEGIES`, or strategies.
         batches: number of global batches.
-        seed: seed of the generator that draws them.
         told: called after each strategy of each batch.
 
     Raises:
-        ConfigError: if a strategy is not known, none can run, or `batches` or `seed` is out of its
-            range.
+        ConfigError: if a strategy is not known, none can run, or `batches` is out of its range.
         LayoutError: if a document is longer than a global batch.
     """
     chosen = list({strategy.name: strategy for strategy in map(find_strategy, strategies)}.values())
-    for name, value, least, most in (("batches", batches, 1, 100_000), ("seed", seed, 0, 2**63)):
-        if type(value) is not int or not least <= value <= most:
-            raise ConfigError(f"{name}={value!r} must be a whole number from {least} to {most}.")
+    if type(batches) is not int or not 1 <= batches <= _MOST_BATCHES:
+        raise ConfigError(f"{batches=} must be a whole number from 1 to {_MOST_BATCHES}.")
     predicted: dict[str, list[Prediction]] = {strategy.name: [] for strategy in chosen}
-    for lengths in documents.steps(setting.tokens, setting.micro_batches, batches, seed):
+    for lengths in documents.steps(setting.tokens, setting.micro_batches, batches):
         for strategy in chosen:
             step = predict_step(setting, lengths, strategy)
             told()
@@ -205,11 +200,10 @@ def simulate(
 def _mean(steps: list[Prediction]) -> Prediction:
     degrees = [step.degree for step in steps]
     fullest_step = max(steps, key=lambda step: step.peak_bytes)
-    names = [
-        field.name for field in fields(Prediction) if field.name.endswith(("_seconds", "_share"))
-    ]
     means: dict[str, Any] = {
-        name: float(np.mean([getattr(step, name) for step in steps])) for name in names
+        field.name: float(np.mean([getattr(step, field.name) for step in steps]))
+        for field in fields(Prediction)
+        if field.name.endswith(("_seconds", "_share"))
     }
     return replace(
         steps[0],
@@ -229,17 +223,15 @@ def _mean(steps: list[Prediction]) -> Prediction:
     )
 
 
-def best_of(predictions: Iterable[Prediction], names: Iterable[str]) -> Prediction | None:
+def best_of(predictions: Iterable[Prediction], names: Collection[str]) -> Prediction | None:
     """Return the fastest of these strategies that fits and computes the attention of whole
     documents; None if none does.
     """
-    chosen = set(names)
-    able = [
-        prediction
-        for prediction in predictions
-        if prediction.strategy in chosen and prediction.comparable
-    ]
-    return min(able, key=lambda prediction: prediction.step_seconds, default=None)
+    return min(
+        (step for step in predictions if step.strategy in names and step.comparable),
+        key=lambda step: step.step_seconds,
+        default=None,
+    )
 
 
 def best_alternative(predictions: Iterable[Prediction]) -> Prediction | None:
