@@ -142,8 +142,8 @@ def _between(setting: Setting, ours: Prediction, predictions: Sequence[Predictio
     least = min(near, key=gigabytes)
     if 2 * gigabytes(least) < gigabytes(ours):
         text += (
-            f"; {least.title} would take {least.step_seconds / ours.step_seconds - 1:.1%} longer and"
-            f" send {gigabytes(least):.2g} GB there"
+            f"; {least.title} would take {least.step_seconds / ours.step_seconds - 1:.1%} longer"
+            f" and send {gigabytes(least):.2g} GB there"
         )
     return text + "."
 
@@ -328,7 +328,8 @@ def _exchange(setting: Setting) -> str:
     if inside is not None and cost.node_bytes_per_second is not None:
         rates += (
             f" to other nodes, {cost.node_bytes_per_second / 1e9:.0f} GB/s to the {inside} of its"
-            " own, both at once; documents are dealt to nodes first, and work is moved inside them first"
+            " own, both at once; documents are dealt to nodes first, and work is moved inside them"
+            " first"
         )
     groups = setting.group // setting.shared
     apart = f", {groups} groups of hf-distca have documents of their own" if groups > 1 else ""

@@ -67,11 +67,8 @@ def shared_by_document(cost: CostModel, rows: SharedRows, degree: int, hops: int
     All ranks of a row take about as long. Chunks shorter than a tile still fill it. With `hops`, as
     many kernel calls see a part of the keys each, and read q and write o again. Shape (2, rows).
     """
-    shape, length, chunks = (
-        cost.shape,
-        rows.length,
-        np.minimum(2 * degree if degree > 1 else 1, rows.length),
-    )
+    shape, length = cost.shape, rows.length
+    chunks = np.minimum(2 * degree if degree > 1 else 1, length)
     chunk_rows = -(-length // chunks)
     tiled = -(-chunk_rows // cost.tile) * cost.tile
     pairs = (
@@ -89,16 +86,12 @@ def shared_by_document(cost: CostModel, rows: SharedRows, degree: int, hops: int
         2.5 * flops,
     )
     forward = tasks, moved * cost.forward.row_passes, flops
-    counts = [
-        np.stack([rows.sums(part / degree) for part in parts]) for parts in (forward, backward)
+    seconds = [
+        kernel.coefficients @ np.stack([rows.sums(part / degree) for part in parts])
+        for kernel, parts in ((cost.forward, forward), (cost.backward, backward))
     ]
     # Heads and tails are computed one after the other.
-    calls = 2 if hops == 1 and degree > 1 else hops
-    return in_calls(
-        cost,
-        np.stack([cost.forward.coefficients @ counts[0], cost.backward.coefficients @ counts[1]]),
-        calls,
-    )
+    return in_calls(cost, np.stack(seconds), 2 if hops == 1 and degree > 1 else hops)
 
 
 def shared_by_row(cost: CostModel, rows: SharedRows, degree: int) -> Directions:

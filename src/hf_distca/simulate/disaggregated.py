@@ -206,12 +206,14 @@ def halved(layout: Layout) -> tuple[Layout, Layout]:
     # The second nano-batch has of each segment the part before the cut, as context, where it
     # crosses, and the part after it.
     there = np.stack([crosses, after > 0], axis=1)
-    document, rank = (
-        np.stack([column, column], axis=1)[there] for column in (layout.document, layout.rank)
-    )
-    start, length = (
-        np.stack([layout.start, layout.start + before], axis=1)[there],
-        np.stack([before, after], axis=1)[there],
+    document, rank, start, length = (
+        np.stack(columns, axis=1)[there]
+        for columns in (
+            [layout.document, layout.document],
+            [layout.rank, layout.rank],
+            [layout.start, layout.start + before],
+            [before, after],
+        )
     )
     ranks = np.arange(layout.world_size + 1)
     context = np.bincount(layout.rank[crosses], minlength=layout.world_size)
