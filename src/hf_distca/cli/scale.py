@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from hf_distca.cli.files import input_name, read
+from hf_distca.errors import ConfigError
+from hf_distca.model_shape import KNOWN_MODELS, ModelShape, find_model
 
 if TYPE_CHECKING:
-    from hf_distca.model_shape import ModelShape
     from hf_distca.schedule.cost import CostModel
     from hf_distca.schedule.profiles import Profile as MeasuredProfile
     from hf_distca.simulate.document_lengths import DocumentSource
@@ -122,11 +123,11 @@ class Scale:
             "none" if self.checkpointing == "auto" else self.checkpointing,
             None if self.profile is None else _read_profile(self.profile),
         )
-        full = (
-            self.checkpointing == "auto"
-            and fullest(setting, self.tokens_per_rank).total > device.memory_bytes
-        )
-        return replace(setting, checkpointing="full") if full else setting
+        if self.checkpointing == "auto" and (
+            fullest(setting, self.tokens_per_rank).total > device.memory_bytes
+        ):
+            return replace(setting, checkpointing="full")
+        return setting
 
     def predict(self, names: list[str]) -> tuple[Setting, DocumentSource, list[Prediction]]:
         """Predict these strategies, with a progress bar if it takes over a second.
@@ -136,7 +137,6 @@ class Scale:
         from tqdm import tqdm
 
         from hf_distca.cli.lengths import open_documents
-        from hf_distca.errors import ConfigError
         from hf_distca.simulate.predict import simulate
 
         if self.lengths is None:
@@ -155,8 +155,6 @@ class Scale:
 
 def _find_shape(model: str) -> ModelShape:
     """Return a known shape by name, or that of a config.json, given as the file or its folder."""
-    from hf_distca.model_shape import KNOWN_MODELS, find_model
-
     path = Path(model)
     if model.lower() in KNOWN_MODELS or not (path.is_file() or (path / "config.json").is_file()):
         return find_model(model)
@@ -167,7 +165,6 @@ def _find_shape(model: str) -> ModelShape:
 
 def _read_profile(source: Path) -> CostModel | MeasuredProfile:
     """Read a profile, shipped or in a file, or the JSON of a cost model."""
-    from hf_distca.errors import ConfigError
     from hf_distca.schedule.cost import CostModel
     from hf_distca.schedule.profiles import Profile
 
