@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from hf_distca.cli.files import exit_with_error
+from hf_distca.errors import DistCAError
 
 
 def serve(
@@ -38,7 +39,6 @@ def serve(
 
     Ends with the ranks that it served, and says what it did.
     """
-    from hf_distca.errors import DistCAError
     from hf_distca.pool.addresses import parse_address
     from hf_distca.pool.launch import listen_at, serve_alone
 
