@@ -154,13 +154,13 @@ def _show_longest(setting: Setting, documents: list[LongestDocument]) -> None:
         return [name, *("" if step is None else text(step) for step in steps)]
 
     hardware = setting.hardware
-    tokens = (f"{each.tokens:,}" if each.tokens else "does not fit" for each in documents)
+    tokens = [document.tokens for document in documents]
     _print_table(
         f"the longest document of {setting.model.name} on {setting.ranks} {hardware.name}, all"
         " ranks together",
         ("", *WAYS),
         [
-            ["tokens", *tokens],
+            ["tokens", *(f"{count:,}" if count else "does not fit" for count in tokens)],
             row("tokens a rank", lambda step: f"{step.most_tokens:,}"),
             row("step, s", lambda step: f"{step.step_seconds:.0f}"),
             row("memory of a rank, GB", lambda step: f"{step.peak_bytes / 1e9:.1f}"),

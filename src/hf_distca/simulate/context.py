@@ -210,12 +210,10 @@ def _gathering(
         # A call takes q and puts o, and in backward takes q, o and do and puts dq. The keys of both
         # are about those of the row.
         taken = order + copy_seconds(setting, rows.tokens / degree * shape.row_bytes)
-        added = 2 * order  # set to zero, and then read with what is added, and written
-        back = once + order + added + 2 * taken
-        gather = once + order
-        return cut(cost, rows, degree), np.stack(
-            [gather + taken, gather + back if again else back]
-        ) * (degree > 1)
+        # Sums are set to zero, and then read with what is added, and written.
+        back = once + order + 2 * order + 2 * taken
+        exposed = [once + order + taken, once + order + back if again else back]
+        return cut(cost, rows, degree), np.stack(exposed) * (degree > 1)
 
     work = _work(setting, rows, degree, of_rows)
     received, kept = key_bytes(setting, degree, again=again)
@@ -250,8 +248,11 @@ def ring(setting: Setting, rows: SharedRows, degree: int) -> MicroBatchWork:
     previous ones.
     """
     shape, hardware = setting.shape, setting.hardware
-    inside = degree * setting.tensor <= setting.ranks_per_node
-    rate = hardware.node_rate if inside else hardware.link_rate
+    rate = (
+        hardware.node_rate
+        if degree * setting.tensor <= setting.ranks_per_node
+        else hardware.link_rate
+    )
 
     def of_rows(cost: CostModel) -> tuple[Directions, Directions]:
         others_bytes = rows.tokens * shape.key_value_bytes * (degree - 1) / degree

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from statistics import NormalDist
 
 import numpy as np
 import numpy.typing as npt
@@ -177,11 +178,7 @@ class _Mixture:
         """Compute the mean of a distribution cut off at the boundary: with `side` 1 it lies above,
         with -1 below.
         """
-        distance = side * (mean - math.log(self.boundary)) / width
-
-        def below(value: float) -> float:
-            return (1 + math.erf(value / math.sqrt(2))) / 2
-
+        distance, below = side * (mean - math.log(self.boundary)) / width, NormalDist().cdf
         return math.exp(mean + width**2 / 2) * below(distance + side * width) / below(distance)
 
 

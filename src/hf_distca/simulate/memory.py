@@ -278,8 +278,7 @@ def fullest(
         kept: bytes that exchanges keep for backward.
         same_phase: whether all stages run the same phase.
     """
-    flying = in_flight(setting, same_phase=same_phase)
-    moments = _moments(setting, tokens, received, kept, flying)
+    moments = _moments(setting, tokens, received, kept, in_flight(setting, same_phase=same_phase))
     moment = max(moments, key=lambda memory: float(np.max(memory.total)))
     return moment.of_rank(int(np.argmax(np.atleast_1d(moment.total))))
 
