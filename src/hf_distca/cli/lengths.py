@@ -92,10 +92,10 @@ def _count_rows(path: Path, column: str, tokenizer: str | None) -> list[int]:
                 value = row[_LENGTH if column == _TOKENS and _TOKENS not in row else column]
                 if isinstance(value, str) and tokenizer is not None:
                     texts.append(value)
-                    continue
-                lengths.append(
-                    len(value) if isinstance(value, list) else require_whole_number(value)
-                )
+                else:
+                    lengths.append(
+                        len(value) if isinstance(value, list) else require_whole_number(value)
+                    )
             except (KeyError, TypeError) as error:
                 has = (
                     f"only {', '.join(map(repr, row))}"

@@ -35,6 +35,7 @@ _LONG_SECONDS = 1.0
 
 
 @with_options(Layer)
+@exit_on_error()
 def plan(
     layer: Layer,
     placement: Annotated[
@@ -63,28 +64,28 @@ def plan(
     from hf_distca.config import DistCAConfig
     from hf_distca.schedule.placement import parse_placement
 
-    with exit_on_error():
-        config = DistCAConfig(
-            tolerance=tolerance, min_gain=min_gain, tile=layer.tile, head_groups=head_groups
+    config = DistCAConfig(
+        tolerance=tolerance, min_gain=min_gain, tile=layer.tile, head_groups=head_groups
+    )
+    model = layer.cost_model()
+    with _announce_if_slow():
+        layout = parse_placement(read(placement), input_name(placement))
+        check_documents(len(layout.document), placement)
+        if not layout.query_tokens.any():
+            exit_with_error(f"{input_name(placement)} has no tokens: there is nothing to plan.")
+        result, summary = _plan_layout(layer, layout, model, config)
+    lines = [f"{'cost model':<26} {model.name}"]
+    if layer.window is not None:
+        # Without, the plan is for layers that see all: no document is longer than the window.
+        lines.append(
+            f"{'sliding window':<26} {layer.window}"
+            f" keys{'' if result.window else ', as long as any document'}"
         )
-        model = layer.cost_model()
-        with _announce_if_slow():
-            layout = parse_placement(read(placement), input_name(placement))
-            check_documents(len(layout.document), placement)
-            if not layout.query_tokens.any():
-                exit_with_error(f"{input_name(placement)} has no tokens: there is nothing to plan.")
-            result, summary = _plan_layout(layer, layout, model, config)
-        lines = [f"{'cost model':<26} {model.name}"]
-        if layer.window is not None:
-            # Without, the plan is for layers that see all: no document is longer than the window.
-            lines.append(
-                f"{'sliding window':<26} {layer.window}"
-                f" keys{'' if result.window else ', as long as any document'}"
-            )
-        write(result.to_json(), "\n".join([*lines, summary]), layer.output)
+    write(result.to_json(), "\n".join([*lines, summary]), layer.output)
 
 
 @with_options(Layer)
+@exit_on_error()
 def deal(
     layer: Layer,
     lengths: Annotated[
@@ -110,31 +111,30 @@ def deal(
     from hf_distca.config import DistCAConfig
     from hf_distca.schedule import deal as dealing
 
-    with exit_on_error():
-        if not 1 <= ranks <= _MOST_RANKS:
-            raise ConfigError(f"ranks={ranks} must be a whole number from 1 to {_MOST_RANKS}.")
-        model = layer.cost_model()
-        config = DistCAConfig(tile=layer.tile, ping_pong=ping_pong)
-        documents = read_lengths(lengths)
-        check_documents(len(documents), lengths)
-        options: dict[str, Any] = {"tile": layer.tile, "ranks_per_node": layer.ranks_per_node}
-        deal_them = dealing.deal_nano_batches if ping_pong else dealing.deal
-        with _announce_if_slow():
-            dealt = deal_them(documents, ranks, tokens_per_rank, model, **options)
-            layouts = dealt if isinstance(dealt, tuple) else (dealt,)
-            lines = [f"{'cost model':<26} {model.name}"]
-            for number, layout in enumerate(layouts, 1):
-                _, summary = _plan_layout(layer, layout, model, config)
-                lines += [
-                    *[f"{'nano-batch':<26} {number}"] * ping_pong,
-                    *_describe_layout(layout),
-                    summary,
-                ]
-        write(
-            json.dumps(_make_placement(layouts, documents), separators=(",", ":")),
-            "\n".join(lines),
-            layer.output,
-        )
+    if not 1 <= ranks <= _MOST_RANKS:
+        raise ConfigError(f"ranks={ranks} must be a whole number from 1 to {_MOST_RANKS}.")
+    model = layer.cost_model()
+    config = DistCAConfig(tile=layer.tile, ping_pong=ping_pong)
+    documents = read_lengths(lengths)
+    check_documents(len(documents), lengths)
+    options: dict[str, Any] = {"tile": layer.tile, "ranks_per_node": layer.ranks_per_node}
+    deal_them = dealing.deal_nano_batches if ping_pong else dealing.deal
+    with _announce_if_slow():
+        dealt = deal_them(documents, ranks, tokens_per_rank, model, **options)
+        layouts = dealt if isinstance(dealt, tuple) else (dealt,)
+        lines = [f"{'cost model':<26} {model.name}"]
+        for number, layout in enumerate(layouts, 1):
+            _, summary = _plan_layout(layer, layout, model, config)
+            lines += [
+                *[f"{'nano-batch':<26} {number}"] * ping_pong,
+                *_describe_layout(layout),
+                summary,
+            ]
+    write(
+        json.dumps(_make_placement(layouts, documents), separators=(",", ":")),
+        "\n".join(lines),
+        layer.output,
+    )
 
 
 def _plan_layout(

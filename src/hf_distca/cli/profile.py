@@ -72,6 +72,7 @@ class ProfileOptions:
 
 
 @with_options(ProfileOptions)
+@exit_on_error()
 def profile(options: ProfileOptions) -> None:
     """Measure a profile: rates of the attention kernel and of exchanges, with their errors on
     shapes kept aside.
@@ -81,28 +82,27 @@ def profile(options: ProfileOptions) -> None:
     exchanges are estimated by built-in figures. Give the file to --cost-model of plan and deal, and
     to DistCAConfig(cost_model=...).
     """
-    with exit_on_error():
-        from hf_distca.measure import machine_profile
+    from hf_distca.measure import machine_profile
 
-        wanted = machine_profile.ProfileRequest(
-            machine_profile.find_device(options.device),
-            machine_profile.dtypes(options.dtype or ["float32", "bfloat16"]),
-            tuple(options.width or (64, 128)),
-            _parse_heads(options.heads or ["4:2", "8:1"]),
-            batch_seconds=options.batch_seconds,
-        )
-        check_place(options.output)  # before minutes of measuring are lost
-        say = _ProgressBar(wanted.steps(options.ranks or machine_profile.count_launched_ranks()))
-        made_by = shlex.join(["hf-distca", *sys.argv[1:]])
-        what = (wanted, options.threads, options.name, made_by, say)
-        measured = (
-            machine_profile.measure_on_these_ranks(*what)
-            if options.ranks is None
-            else machine_profile.measure_on_new_ranks(options.ranks, *what)
-        )
-        say.close()
-        if measured is not None:
-            write(measured.to_json(), summary(measured), options.output)
+    wanted = machine_profile.ProfileRequest(
+        machine_profile.find_device(options.device),
+        machine_profile.dtypes(options.dtype or ["float32", "bfloat16"]),
+        tuple(options.width or (64, 128)),
+        _parse_heads(options.heads or ["4:2", "8:1"]),
+        batch_seconds=options.batch_seconds,
+    )
+    check_place(options.output)  # before minutes of measuring are lost
+    say = _ProgressBar(wanted.steps(options.ranks or machine_profile.count_launched_ranks()))
+    made_by = shlex.join(["hf-distca", *sys.argv[1:]])
+    what = (wanted, options.threads, options.name, made_by, say)
+    measured = (
+        machine_profile.measure_on_these_ranks(*what)
+        if options.ranks is None
+        else machine_profile.measure_on_new_ranks(options.ranks, *what)
+    )
+    say.close()
+    if measured is not None:
+        write(measured.to_json(), summary(measured), options.output)
 
 
 class _ProgressBar:

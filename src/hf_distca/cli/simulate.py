@@ -46,6 +46,7 @@ _ABOUT_TOKENS = (
 
 
 @with_options(Scale)
+@exit_on_error()
 def simulate(
     scale: Scale,
     strategy: Annotated[
@@ -68,25 +69,25 @@ def simulate(
     from hf_distca.simulate.advice import assumptions as assumed
     from hf_distca.simulate.strategies import STRATEGIES
 
-    with exit_on_error():
-        names = strategy or list(STRATEGIES)
-        setting, documents, predictions = scale.predict(names)
-        facts = assumed(setting, documents, names)
-        if as_json:
+    names = strategy or list(STRATEGIES)
+    setting, documents, predictions = scale.predict(names)
+    facts = assumed(setting, documents, names)
+    if as_json:
+        typer.echo(
+            json.dumps(_collect_report(setting, documents, predictions, facts, scale), indent=1)
+        )
+        return
+    _show_predictions(setting, documents, predictions, scale.batches)
+    if assumptions:
+        typer.echo("Assumptions")
+        for what, text in facts:
             typer.echo(
-                json.dumps(_collect_report(setting, documents, predictions, facts, scale), indent=1)
+                fill(f"{what}: {text}", _WIDTH, initial_indent="  ", subsequent_indent="    ")
             )
-            return
-        _show_predictions(setting, documents, predictions, scale.batches)
-        if assumptions:
-            typer.echo("Assumptions")
-            for what, text in facts:
-                typer.echo(
-                    fill(f"{what}: {text}", _WIDTH, initial_indent="  ", subsequent_indent="    ")
-                )
 
 
 @with_options(Scale)
+@exit_on_error()
 def advise(
     scale: Scale,
     longest: Annotated[
@@ -113,35 +114,33 @@ def advise(
     from hf_distca.simulate import advice as advising
     from hf_distca.simulate.strategies import STRATEGIES
 
-    with exit_on_error():
-        setting, documents, predictions = scale.predict(list(STRATEGIES))
-        advice = advising.advise(setting, predictions)
-        if as_json:
-            facts = advising.assumptions(setting, documents)
-            report = _collect_report(setting, documents, predictions, facts, scale)
-            typer.echo(json.dumps({"advice": asdict(advice), **report}, indent=1))
-            return
-        typer.echo(fill(advice.text, _WIDTH) + "\n")
-        _show_predictions(setting, documents, predictions, scale.batches)
-        if any("tokens_per_rank" in line for line in advice.settings):
-            typer.echo("\n" + fill(_ABOUT_TOKENS, _WIDTH))
-        if advice.settings:
-            typer.echo("\nSettings\n" + "\n".join(f"  {line}" for line in advice.settings))
+    setting, documents, predictions = scale.predict(list(STRATEGIES))
+    advice = advising.advise(setting, predictions)
+    if as_json:
+        facts = advising.assumptions(setting, documents)
+        report = _collect_report(setting, documents, predictions, facts, scale)
+        typer.echo(json.dumps({"advice": asdict(advice), **report}, indent=1))
+        return
+    typer.echo(fill(advice.text, _WIDTH) + "\n")
+    _show_predictions(setting, documents, predictions, scale.batches)
+    if any("tokens_per_rank" in line for line in advice.settings):
+        typer.echo("\n" + fill(_ABOUT_TOKENS, _WIDTH))
+    if advice.settings:
+        typer.echo("\nSettings\n" + "\n".join(f"  {line}" for line in advice.settings))
 
 
 def _advise_longest(scale: Scale, as_json: bool) -> None:
     from hf_distca.simulate.longest import longest_documents
 
-    with exit_on_error():
-        setting = scale.setting()
-        documents = longest_documents(setting)
-        if not as_json:
-            _show_longest(setting, documents)
-            return
-        named = _name_setting(setting)
-        del named["tokens_per_rank"], named["checkpointing"]
-        report = {"setting": named, "longest": [asdict(document) for document in documents]}
-        typer.echo(json.dumps(report, indent=1))
+    setting = scale.setting()
+    documents = longest_documents(setting)
+    if not as_json:
+        _show_longest(setting, documents)
+        return
+    named = _name_setting(setting)
+    del named["tokens_per_rank"], named["checkpointing"]
+    report = {"setting": named, "longest": [asdict(document) for document in documents]}
+    typer.echo(json.dumps(report, indent=1))
 
 
 def _show_longest(setting: Setting, documents: list[LongestDocument]) -> None:
