@@ -56,15 +56,15 @@ def with_options(
 
     def decorate(verb: Callable[Concatenate[Options, Own], None]) -> Callable[..., None]:
         _, *rest = signature(verb, eval_str=True).parameters.values()
-        special = [parameter.replace(kind=Parameter.KEYWORD_ONLY) for parameter in rest]
 
         @wraps(verb)
         def command(**given: Any) -> None:
             filled = options(**{parameter.name: given.pop(parameter.name) for parameter in shared})
             verb(filled, **given)  # type: ignore[call-arg]
 
+        own = (parameter.replace(kind=Parameter.KEYWORD_ONLY) for parameter in rest)
         parameters = sorted(
-            (*shared, *special), key=lambda parameter: parameter.default is not Parameter.empty
+            (*shared, *own), key=lambda parameter: parameter.default is not Parameter.empty
         )
         vars(command)["__signature__"] = Signature(parameters)
         command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}

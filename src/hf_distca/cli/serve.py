@@ -43,7 +43,6 @@ def serve(
     from hf_distca.pool.launch import listen_at, serve_alone
 
     try:
-        status = serve_alone(listen_at(*parse_address(address)), device, wait)
+        raise SystemExit(serve_alone(listen_at(*parse_address(address)), device, wait))
     except DistCAError as error:
         exit_with_error(str(error))
-    raise SystemExit(status)

@@ -149,7 +149,7 @@ def _show_longest(setting: Setting, documents: list[LongestDocument]) -> None:
     from hf_distca.simulate.memory import TERMS
 
     def row(name: str, text: Callable[[Prediction], str]) -> list[str]:
-        steps = (document.step for document in documents)
+        steps = [document.step for document in documents]
         return [name, *("" if step is None else text(step) for step in steps)]
 
     hardware = setting.hardware

@@ -235,10 +235,9 @@ def assumptions(
     setting: Setting, documents: DocumentSource, strategies: Iterable[str | Strategy] = STRATEGIES
 ) -> list[tuple[str, str]]:
     """List the assumptions of predictions, with sources: pairs of subject and text."""
-    model = setting.model
     facts = [
         ("lengths", f"{documents.name}: {documents.source}"),
-        ("model", _model(model)),
+        ("model", _model(setting.model)),
         *((f"hardware, {what}", text) for what, text in setting.hardware.sources),
         ("exchange", _exchange(setting)),
         (

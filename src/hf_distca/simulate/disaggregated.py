@@ -216,7 +216,6 @@ def halved(layout: Layout) -> tuple[Layout, Layout]:
         )
     )
     ranks = np.arange(layout.world_size + 1)
-    context = np.bincount(layout.rank[crosses], minlength=layout.world_size)
     first = before > 0
     return (
         Layout(
@@ -225,7 +224,13 @@ def halved(layout: Layout) -> tuple[Layout, Layout]:
             before[first],
             np.searchsorted(layout.rank[first], ranks),
         ),
-        Layout(document, start, length, np.searchsorted(rank, ranks), context),
+        Layout(
+            document,
+            start,
+            length,
+            np.searchsorted(rank, ranks),
+            context=np.bincount(layout.rank[crosses], minlength=layout.world_size),
+        ),
     )
 
 
@@ -296,9 +301,11 @@ def _ticks(setting: Setting, placements: Sequence[Placement]) -> list[Placement]
         placements[0]
     )
     padded = [empty] * (setting.stages - 1) + [*placements] + [empty] * (setting.stages - 1)
-    ticks = range(len(placements) + setting.stages - 1)
     # A micro-batch is in the first stage first.
-    running = [padded[tick : tick + setting.stages][::-1] for tick in ticks]
+    running = [
+        padded[tick : tick + setting.stages][::-1]
+        for tick in range(len(placements) + setting.stages - 1)
+    ]
     return [
         tuple(_side_by_side(nano_batch) for nano_batch in zip(*stages, strict=True))
         for stages in running

@@ -76,8 +76,8 @@ def shared_out(lengths: IntArray, count: int, tokens: int) -> list[IntArray]:
 def document_seconds(setting: Setting, lengths: IntArray) -> FloatArray:
     """Compute the seconds that each document adds to its rank, all layers, both directions."""
     # A long row's seconds a token: alone, a short document would read all weights by itself.
-    row = layer_seconds(setting, np.full(1, float(setting.tokens_per_rank)))
-    token_seconds = float(row.sum()) / setting.tokens_per_rank
+    tokens = float(setting.tokens_per_rank)
+    token_seconds = float(layer_seconds(setting, np.full(1, tokens)).sum()) / tokens
     seconds = setting.model.layers * token_seconds * lengths.astype(np.float64)
     for window, layers in setting.model.kinds:
         seconds += layers * setting.cost(window).estimate_seconds(lengths, lengths)

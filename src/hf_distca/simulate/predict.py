@@ -131,7 +131,7 @@ def _of_candidate(
         )
     )
     between = [work.between for work in works if work.between is not None]
-    computed = sum(work.pairs for work in works) / (stages if candidate.ticks else 1)
+    counted = stages if candidate.ticks else 1
     return Prediction(
         strategy=strategy.name,
         title=strategy.title,
@@ -145,14 +145,12 @@ def _of_candidate(
         memory=memory,
         fits=peak <= setting.hardware.memory_bytes
         and float(memory.host) <= setting.hardware.host_bytes,
-        attention_share=computed / whole,
+        attention_share=sum(work.pairs for work in works) / counted / whole,
         most_tokens=int(tokens.max()),
         degree=candidate.degree,
         tokens_per_second=sum(int(n.sum()) for n in batches) / step,
         between_bytes=(
-            sum(between) * setting.tensor / (stages if candidate.ticks else 1)
-            if len(between) == len(works)
-            else None
+            sum(between) * setting.tensor / counted if len(between) == len(works) else None
         ),
     )
 

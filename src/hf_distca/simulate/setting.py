@@ -66,15 +66,14 @@ class Setting:
     fused: bool = True
 
     def __post_init__(self) -> None:
-        limits = {
-            "ranks": _MOST_RANKS,
-            "tokens_per_rank": MOST_TOKENS,
-            "tensor": _MOST_RANKS,
-            "stages": self.model.layers,
-            "micro_batches": 4096,
-            "ranks_per_node": _MOST_RANKS,
-        }
-        for name, most in limits.items():
+        for name, most in (
+            ("ranks", _MOST_RANKS),
+            ("tokens_per_rank", MOST_TOKENS),
+            ("tensor", _MOST_RANKS),
+            ("stages", self.model.layers),
+            ("micro_batches", 4096),
+            ("ranks_per_node", _MOST_RANKS),
+        ):
             value = getattr(self, name)
             if type(value) is not int or not 1 <= value <= most:
                 raise ConfigError(f"{name}={value!r} must be a whole number from 1 to {most}.")
@@ -112,11 +111,11 @@ class Setting:
                 number of seconds.
         """
         bytes_ = self.tokens * (cost.shape.moved_query_bytes + cost.shape.moved_key_bytes)
-        rates = (cost.exchange_bytes_per_second, cost.node_bytes_per_second or math.inf)
         with np.errstate(over="ignore", invalid="ignore"):
             seconds = (
                 float(cost.estimate_seconds(self.tokens, self.tokens)[0])
-                + bytes_ / min(rates)
+                + bytes_
+                / min(cost.exchange_bytes_per_second, cost.node_bytes_per_second or math.inf)
                 + cost.exchange_seconds
             )
         if not seconds < _MOST_SECONDS:

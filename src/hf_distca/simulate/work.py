@@ -36,10 +36,8 @@ def _products(setting: Setting, sizes: list[tuple[float, float]], tokens: FloatA
     hardware = setting.hardware
     inner, outer = np.array(sizes).T[..., None]
     moved = (tokens * (inner + outer) + inner * outer * (tokens > 0)) * hardware.element_bytes
-    seconds = np.maximum(
-        2 * tokens * inner * outer / hardware.matmul_flops, moved / hardware.memory_rate
-    )
-    return np.asarray(seconds.sum(axis=0))
+    arithmetic = 2 * tokens * inner * outer / hardware.matmul_flops
+    return np.asarray(np.maximum(arithmetic, moved / hardware.memory_rate).sum(axis=0))
 
 
 def layer_seconds(setting: Setting, tokens: FloatArray) -> Directions:
@@ -234,9 +232,9 @@ def all_layers(setting: Setting, of_layer: Callable[[CostModel], MicroBatchWork]
 
 def side_by_side(groups: Sequence[MicroBatchWork]) -> MicroBatchWork:
     """Concatenate the work of several groups of ranks."""
-    names = ("tokens", "attention", "exposed", "wire", "received")
     joined = {
-        name: np.concatenate([getattr(group, name) for group in groups], axis=-1) for name in names
+        name: np.concatenate([getattr(group, name) for group in groups], axis=-1)
+        for name in ("tokens", "attention", "exposed", "wire", "received")
     }
     return MicroBatchWork(
         **joined,
