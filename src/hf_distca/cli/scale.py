@@ -147,8 +147,8 @@ class Scale:
         setting = self.setting()
         documents = open_documents(self.lengths, self.column, self.max_length, self.tokenizer)
         documents = replace(documents, seed=self.seed)
-        steps = max(self.batches, 0) * len(names)
-        with tqdm(total=steps, desc="predicting", unit=" steps", delay=1.0, leave=False) as bar:
+        total = max(self.batches, 0) * len(names)
+        with tqdm(total=total, desc="predicting", unit=" steps", delay=1.0, leave=False) as bar:
             predictions = simulate(setting, documents, names, batches=self.batches, told=bar.update)
         return setting, documents, predictions
 
