@@ -47,15 +47,15 @@ class ModelShape:
     active: int | None = None
 
     def __post_init__(self) -> None:
-        sizes = (
+        for size in (
             self.hidden,
             self.layers,
             self.query_heads,
             self.key_value_heads,
             self.head_dim,
             self.feed_forward,
-        )
-        for size in (*sizes, self.vocabulary):
+            self.vocabulary,
+        ):
             if type(size) is not int or not 1 <= size < 2**31:
                 raise ConfigError(
                     f"{self.name}: {size!r} in {self} must be a whole number between 1 and 2**31."

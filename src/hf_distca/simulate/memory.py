@@ -111,7 +111,9 @@ class _LayerBytes:
         attention, feed_forward: bytes that autograd saves in its two halves, inputs of norms
             included.
         attention_work, feed_forward_work: other bytes in their backward.
-        outputs: o, which attention saves anyway, and the log-sum-exp.
+        waiting: bytes that wait for backward, without attention's outputs where checkpointing keeps
+            them.
+        kept: attention's outputs, o and the log-sum-exp, if checkpointing keeps them.
     """
 
     input: float
@@ -119,7 +121,8 @@ class _LayerBytes:
     feed_forward: float
     attention_work: float
     feed_forward_work: float
-    outputs: float
+    waiting: float
+    kept: float
 
     @classmethod
     def of(cls, setting: Setting) -> _LayerBytes:
@@ -141,26 +144,17 @@ class _LayerBytes:
         qkv = shape.query_bytes + shape.key_value_bytes
         heads = (shape.query_bytes + shape.key_value_bytes / 2) * model.head_norms
         outputs = (shape.output_bytes + shape.lse_bytes) * model.attention_share
+        saved = (qkv + heads * (1 if fused else (_WIDE / element + 1))) * model.attention_share
+        attention, feed_forward = norm + saved + outputs, norm + wide * (3 if fused else 4)
         return cls(
             input=hidden,
-            attention=norm
-            + (qkv + heads * (1 if fused else (_WIDE / element + 1))) * model.attention_share
-            + outputs,
-            feed_forward=norm + wide * (3 if fused else 4),
+            attention=attention,
+            feed_forward=feed_forward,
             attention_work=hidden + shape.output_bytes + qkv + sum(kernel_bytes(shape)),
             feed_forward_work=hidden + wide * (1 if fused else 2),
-            outputs=outputs,
+            waiting=attention + feed_forward if setting.checkpointing == "none" else hidden,
+            kept=outputs if setting.checkpointing == "selective" else 0.0,
         )
-
-    def waiting(self, setting: Setting) -> float:
-        """Return the bytes that a layer keeps for backward, without attention's outputs where
-        checkpointing keeps them.
-        """
-        return self.attention + self.feed_forward if setting.checkpointing == "none" else self.input
-
-    def kept(self, setting: Setting) -> float:
-        """Return the bytes of attention's outputs, if checkpointing keeps them."""
-        return self.outputs if setting.checkpointing == "selective" else 0.0
 
 
 def activation_bytes(setting: Setting) -> float:
@@ -168,7 +162,7 @@ def activation_bytes(setting: Setting) -> float:
     rank's layers, on the device or on the host.
     """
     layer = _LayerBytes.of(setting)
-    return setting.stage_layers * (layer.waiting(setting) + layer.kept(setting))
+    return setting.stage_layers * (layer.waiting + layer.kept)
 
 
 def host_bytes(setting: Setting) -> float:
@@ -233,8 +227,8 @@ def _moments(
         on_device = min(waiting, 1) if setting.offload else waiting
         return replace(
             held,
-            checkpoints=count * layer.waiting(setting) * on_device,
-            outputs=count * layer.kept(setting) * on_device,
+            checkpoints=count * layer.waiting * on_device,
+            outputs=count * layer.kept * on_device,
             exchange=np.asarray(kept),
             host=count * host_bytes(setting) * flying,
         )
@@ -246,7 +240,7 @@ def _moments(
     )
     # A layer that is repeated saves everything anew, but what of it waits anyway: outputs, and the
     # input if a norm saves that.
-    shared = layer.kept(setting) + (
+    shared = layer.kept + (
         layer.input if setting.fused or setting.hardware.element_bytes == _WIDE else 0.0
     )
     attention = (
