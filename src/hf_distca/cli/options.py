@@ -62,9 +62,9 @@ def with_options(
             filled = options(**{parameter.name: given.pop(parameter.name) for parameter in shared})
             verb(filled, **given)  # type: ignore[call-arg]
 
-        own = (parameter.replace(kind=Parameter.KEYWORD_ONLY) for parameter in rest)
+        special = (parameter.replace(kind=Parameter.KEYWORD_ONLY) for parameter in rest)
         parameters = sorted(
-            (*shared, *own), key=lambda parameter: parameter.default is not Parameter.empty
+            (*shared, *special), key=lambda parameter: parameter.default is not Parameter.empty
         )
         vars(command)["__signature__"] = Signature(parameters)
         command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
