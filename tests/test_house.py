@@ -26,7 +26,7 @@ class Bounds(NamedTuple):
 
 BOUNDS = {
     "agreement": Bounds(parameters=5),
-    "cli": Bounds(parameters=13),
+    "cli": Bounds(parameters=5),
     "data": Bounds(parameters=6),
     "doctor": Bounds(parameters=4),
     "integration": Bounds(parameters=16),
@@ -41,7 +41,7 @@ BOUNDS = {
     "run_report": Bounds(parameters=3),
     "runtime": Bounds(parameters=5),
     "schedule": Bounds(parameters=7),
-    "simulate": Bounds(parameters=6),
+    "simulate": Bounds(parameters=5),
     "top": Bounds(parameters=5),
 }
 # Statements of a file and of a function, in any room.

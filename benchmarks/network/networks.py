@@ -96,7 +96,8 @@ def cost_of(heads: int, slower: float, cable: float, *, nodes: bool) -> CostMode
 
 def lengths_of(text: str, tokens: int, seed: int) -> np.ndarray:
     """Tokens of the documents of a batch, in order; where a rank ends, one is cut in two."""
-    drawn = next(open_documents(text, "input_ids", LONGEST).batches(RANKS * LONGEST, 1, seed))
+    documents = replace(open_documents(text, "input_ids", LONGEST), seed=seed)
+    drawn = next(documents.batches(RANKS * LONGEST, 1))
     ends = np.concatenate([np.cumsum(drawn) * tokens // LONGEST, np.arange(1, RANKS) * tokens])
     return np.diff(np.unique(np.append(ends, 0)))
 

@@ -20,6 +20,7 @@ import itertools
 import statistics
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -131,7 +132,9 @@ def of_batches(arguments: argparse.Namespace, text: str, ranks: int, way: str) -
         open_documents(text, "input_ids", arguments.longest),
         ranks * arguments.tokens,
     )
-    batches = [next(documents.batches(total, 1, seed)) for seed in range(arguments.seeds)]
+    batches = [
+        next(replace(documents, seed=seed).batches(total, 1)) for seed in range(arguments.seeds)
+    ]
     for size in [*(n for n in arguments.sizes if n < ranks and ranks % n == 0), ranks]:
         groups = [groups_of(way, lengths, ranks, arguments.tokens, size) for lengths in batches]
         found[str(size)] = mean_of([figures(layouts, config) for layouts in groups])

@@ -172,7 +172,8 @@ def drawn(sizes: Sequence[tuple[int, int, int]], per_node: int) -> list[dict[str
     for (count, tokens, longest), text, seed in itertools.product(
         sizes, ("pretrain", "prolong"), range(3)
     ):
-        lengths = next(open_documents(text, "input_ids", longest).batches(count * tokens, 1, seed))
+        documents = replace(open_documents(text, "input_ids", longest), seed=seed)
+        lengths = next(documents.batches(count * tokens, 1))
         row: dict[str, Any] = {
             "ranks": count,
             "tokens": tokens,

@@ -19,6 +19,7 @@ import argparse
 import itertools
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,8 @@ from output import add_json_option, put_out
 
 def packed(text: str, tokens: int, rows: int, seed: int) -> list[np.ndarray]:
     """At least so many rows, as TRL packs documents: the tokens of the documents of each."""
-    lengths = next(open_documents(text, "input_ids", tokens).batches(tokens * rows, 1, seed))
+    drawn = replace(open_documents(text, "input_ids", tokens), seed=seed)
+    lengths = next(drawn.batches(tokens * rows, 1))
     documents = Dataset.from_dict(
         {"input_ids": [np.zeros(length, dtype=np.int8) for length in lengths]}
     )

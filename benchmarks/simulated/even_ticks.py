@@ -20,9 +20,9 @@ from hf_distca.schedule.layout import IntArray, Layout
 from hf_distca.schedule.plan import Plan
 from hf_distca.schedule.ranks import Ranks
 from hf_distca.simulate.disaggregated import candidates, dealt
+from hf_distca.simulate.predict import linear_seconds
 from hf_distca.simulate.setting import Setting
 from hf_distca.simulate.strategies import Strategy
-from hf_distca.simulate.timelines import linear_seconds
 from hf_distca.simulate.work import Candidate
 
 LEAST = 0.02  # of the mean attention, for ranks whose linear layers take longer than the tick

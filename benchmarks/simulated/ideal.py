@@ -9,9 +9,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from hf_distca.schedule.layout import IntArray
-from hf_distca.simulate.beside_attention import head_seconds
+from hf_distca.simulate.predict import linear_seconds
 from hf_distca.simulate.setting import Setting
-from hf_distca.simulate.timelines import linear_seconds
+from hf_distca.simulate.work import head_seconds
 
 
 def ideal_seconds(setting: Setting, batches: Sequence[IntArray]) -> float:

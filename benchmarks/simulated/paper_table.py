@@ -35,14 +35,13 @@ from tqdm import tqdm
 sys.path.extend(map(str, Path(__file__).resolve().parents[1].glob("*/")))
 
 from even_ticks import EVEN_TICKS
+from hf_distca.model_shape import find_model
 from hf_distca.simulate.advice import assumptions
 from hf_distca.simulate.document_lengths import DISTRIBUTIONS, DocumentSource, distribution
 from hf_distca.simulate.hardware import find_hardware
 from hf_distca.simulate.memory import fullest
-from hf_distca.simulate.models import find_model
-from hf_distca.simulate.predict import Prediction, simulate
+from hf_distca.simulate.predict import Prediction, linear_seconds, simulate
 from hf_distca.simulate.setting import Setting
-from hf_distca.simulate.timelines import linear_seconds
 from ideal import ideal_seconds
 from machine import describe
 from output import add_json_option, put_out

@@ -38,14 +38,13 @@ from tqdm import tqdm
 
 sys.path.extend(map(str, Path(__file__).resolve().parents[1].glob("*/")))
 
+from hf_distca.model_shape import find_model
 from hf_distca.schedule.layout import IntArray
 from hf_distca.simulate.document_lengths import DocumentSource, distribution, from_list
 from hf_distca.simulate.hardware import Hardware, find_hardware
-from hf_distca.simulate.models import find_model
-from hf_distca.simulate.predict import predict_step
+from hf_distca.simulate.predict import linear_seconds, predict_step
 from hf_distca.simulate.setting import Setting
 from hf_distca.simulate.strategies import Strategy
-from hf_distca.simulate.timelines import linear_seconds
 from ideal import ideal_seconds
 from machine import describe
 from output import add_json_option, put_out

@@ -22,10 +22,10 @@ from hf_distca.schedule.cost import CostModel, FloatArray
 from hf_distca.schedule.deal import deal, deal_nano_batches
 from hf_distca.schedule.layout import IntArray, Layout
 from hf_distca.schedule.ranks import Ranks
-from hf_distca.simulate.beside_attention import Directions
+from hf_distca.simulate.disaggregated import Moves, moves_of
+from hf_distca.simulate.predict import linear_seconds
 from hf_distca.simulate.setting import TILE, Setting
-from hf_distca.simulate.timelines import linear_seconds
-from hf_distca.simulate.work import Candidate, MicroBatchWork, Moves, all_layers, moves_of
+from hf_distca.simulate.work import Candidate, Directions, MicroBatchWork, all_layers
 
 # In ping-pong, parts of the seconds of a rank's own linear layers that plans count as its work.
 # With none, all ranks end their attention together, as in training. All of them would be right if

@@ -47,10 +47,10 @@ from dealt_step_time import WAYS, Steps, lengths_of
 from hf_distca.integration.current_session import current_session
 from hf_distca.model_shape import ModelShape
 from hf_distca.schedule.cost import CostModel
-from hf_distca.simulate.beside_attention import weight_exchange
 from hf_distca.simulate.disaggregated import work_of
+from hf_distca.simulate.predict import rank_seconds
 from hf_distca.simulate.setting import Setting
-from hf_distca.simulate.timelines import rank_seconds
+from hf_distca.simulate.work import weight_exchange
 from machine import describe
 from machine_rates import Machine, Sampler, planned
 from output import add_json_option, put_out
@@ -215,7 +215,7 @@ def predict(case: Case, arguments: argparse.Namespace, machine: Machine, steps: 
     # Nothing hides a message that is carried by those who compute.
     share = replace(share, exposed=np.stack([share.exposed[0], share.wire - share.exposed[0]]))
     forward, backward = rank_seconds(setting, share)
-    weights = weight_exchange(setting, float(forward.mean()), float(backward.mean())).seconds
+    weights, _ = weight_exchange(setting, float(forward.mean()), float(backward.mean()))
     phases = [forward, backward, np.full(ranks, machine.beside + weights)]
     busy = np.sum(phases, axis=0)
     # Ranks that exchange meet in every layer; others only at the end.

@@ -70,9 +70,9 @@ from hf_distca.integration.current_session import current_session
 from hf_distca.pipeline import Schedule, split
 from hf_distca.pipeline.ticks import order_ticks
 from hf_distca.runtime import meter
+from hf_distca.simulate.predict import one_forward_one_backward, rank_seconds, same_phase
 from hf_distca.simulate.setting import Setting
 from hf_distca.simulate.strategies import STRATEGIES
-from hf_distca.simulate.timelines import one_forward_one_backward, rank_seconds, same_phase
 from machine import describe
 from output import add_json_option, put_out
 from part_rates import PartRates, machine_of, message_seconds

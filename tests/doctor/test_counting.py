@@ -19,10 +19,10 @@ from transformers.masking_utils import sdpa_mask
 
 from hf_distca.doctor.counting import count_model
 from hf_distca.errors import ConfigError
-from hf_distca.simulate.beside_attention import layer_seconds
+from hf_distca.model_shape import KNOWN_MODELS
 from hf_distca.simulate.hardware import find_hardware
-from hf_distca.simulate.models import KNOWN_MODELS
 from hf_distca.simulate.setting import Setting
+from hf_distca.simulate.work import layer_seconds
 from turns import in_turn
 
 LLAMA = {

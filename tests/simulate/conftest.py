@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
+from hf_distca.model_shape import find_model
 from hf_distca.simulate.hardware import find_hardware
-from hf_distca.simulate.models import find_model
 from hf_distca.simulate.setting import Setting
 
 

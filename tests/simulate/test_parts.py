@@ -12,25 +12,26 @@ import pytest
 from hf_distca.agreement.documents import PackedDocuments, TokenBatch
 from hf_distca.config import DistCAConfig
 from hf_distca.integration.nano_batches import choose_cut
+from hf_distca.model_shape import find_model
 from hf_distca.schedule.balance import balance
 from hf_distca.schedule.cost import AttentionShape, CostModel
 from hf_distca.schedule.layout import Layout
 from hf_distca.schedule.load import PlanLoad
 from hf_distca.schedule.plan import Plan
 from hf_distca.simulate import context, loader_rules
-from hf_distca.simulate.beside_attention import (
+from hf_distca.simulate.disaggregated import halved, of_nano_batches, of_plan
+from hf_distca.simulate.hardware import find_hardware
+from hf_distca.simulate.memory import fullest, most_tokens, state_of
+from hf_distca.simulate.setting import TILE, Setting
+from hf_distca.simulate.strategies import STRATEGIES
+from hf_distca.simulate.work import (
     gather_rate,
+    in_calls,
     layer_seconds,
+    of_documents,
     tensor_seconds,
     weight_exchange,
 )
-from hf_distca.simulate.disaggregated import halved
-from hf_distca.simulate.hardware import find_hardware
-from hf_distca.simulate.memory import fullest, most_tokens, state_of
-from hf_distca.simulate.models import find_model
-from hf_distca.simulate.setting import TILE, Setting
-from hf_distca.simulate.strategies import STRATEGIES
-from hf_distca.simulate.work import in_calls, of_documents, of_nano_batches, of_plan
 
 LLAMA = AttentionShape(32, 8, 128, 128, 2)
 LENGTHS = np.array([9000, 700, 300, 5000, 1384, 12000, 129, 1, 4254])
@@ -66,10 +67,12 @@ def test_weights_are_hidden_beside_long_computing_only(setting: Setting) -> None
     """Weights are hidden beside long computing and not beside none."""
     for sharding in ("fsdp", "zero1", "ddp"):
         one = replace(setting, sharding=sharding)
-        free, none = weight_exchange(one, 1e3, 1e3), weight_exchange(one, 0.0, 0.0)
-        assert free.seconds == none.seconds == pytest.approx(none.exposed)
-        assert free.exposed < 0.1 * none.exposed
-    assert weight_exchange(replace(setting, ranks=1), 0.0, 0.0).seconds == 0
+        (seconds, waited), (same, exposed) = (
+            weight_exchange(one, computing, computing) for computing in (1e3, 0.0)
+        )
+        assert seconds == same == pytest.approx(exposed)
+        assert waited < 0.1 * exposed
+    assert weight_exchange(replace(setting, ranks=1), 0.0, 0.0) == (0, 0)
 
 
 def test_memory_is_full_at_the_tokens_that_fill_it(setting: Setting) -> None:

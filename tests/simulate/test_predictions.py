@@ -12,23 +12,26 @@ import pytest
 
 from benchmark_modules import import_benchmark
 from hf_distca.errors import ConfigError
+from hf_distca.model_shape import KNOWN_MODELS, find_model
 from hf_distca.schedule.cost import count_causal_pairs
 from hf_distca.simulate.advice import advise, assumptions
-from hf_distca.simulate.beside_attention import head_seconds
 from hf_distca.simulate.document_lengths import distribution, from_list
 from hf_distca.simulate.hardware import DEVICES, find_hardware
 from hf_distca.simulate.memory import activation_bytes, fullest
-from hf_distca.simulate.models import KNOWN_MODELS, find_model
-from hf_distca.simulate.predict import Prediction, best_alternative, best_of, predict_step, simulate
-from hf_distca.simulate.setting import Setting
-from hf_distca.simulate.strategies import OURS, STRATEGIES, Strategy
-from hf_distca.simulate.timelines import (
+from hf_distca.simulate.predict import (
+    Prediction,
+    best_alternative,
+    best_of,
     data_parallel,
     one_forward_one_backward,
+    predict_step,
     rank_seconds,
     same_phase,
+    simulate,
 )
-from hf_distca.simulate.work import MicroBatchWork
+from hf_distca.simulate.setting import Setting
+from hf_distca.simulate.strategies import OURS, STRATEGIES, Strategy
+from hf_distca.simulate.work import MicroBatchWork, head_seconds
 from turns import in_turn
 
 ideal_seconds = import_benchmark("ideal").ideal_seconds
@@ -87,12 +90,12 @@ def test_a_long_document_is_what_only_sharing_attention_helps(setting: Setting) 
 )
 def test_no_strategy_is_faster_than_the_ideal(setting: Setting, change: dict[str, object]) -> None:
     arranged = replace(setting, **change)
-    documents = distribution("prolong", 65536)
-    found = simulate(arranged, documents, batches=2, seed=3)
+    documents = replace(distribution("prolong", 65536), seed=3)
+    found = simulate(arranged, documents, batches=2)
     assert {one.strategy for one in found} >= {*OURS, "plain", "lpt", "wlb", "all-gather"}
     ideal = [
         ideal_seconds(arranged, step)
-        for step in documents.steps(arranged.tokens, arranged.micro_batches, 2, 3)
+        for step in documents.steps(arranged.tokens, arranged.micro_batches, 2)
     ]
     for one in found:
         assert math.isfinite(one.step_seconds)
@@ -102,7 +105,7 @@ def test_no_strategy_is_faster_than_the_ideal(setting: Setting, change: dict[str
         assert 0 < one.attention_share <= 1 + 1e-9
         if one.attention_share > 1 - 1e-9:
             assert one.step_seconds >= 0.999 * np.mean(ideal), one.strategy
-    assert found == simulate(arranged, documents, batches=2, seed=3)
+    assert found == simulate(arranged, documents, batches=2)
 
 
 def some_setting(generator: np.random.Generator) -> Setting:
@@ -147,7 +150,8 @@ def test_no_strategy_is_faster_than_the_ideal_in_any_setting(seed: int) -> None:
             "any",
             arranged.tokens,
         )
-        (step,) = documents.steps(arranged.tokens, arranged.micro_batches, 1, seed)
+        seeded = replace(documents, seed=seed)
+        (step,) = seeded.steps(arranged.tokens, arranged.micro_batches, 1)
         ideal = ideal_seconds(arranged, step)
         for name, strategy in STRATEGIES.items():
             found = predict_step(arranged, step, strategy)

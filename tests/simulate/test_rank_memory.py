@@ -14,11 +14,10 @@ import pytest
 
 from benchmark_modules import prepend_benchmarks
 from hf_distca.errors import ConfigError
-from hf_distca.model_shape import ModelShape
+from hf_distca.model_shape import ModelShape, find_model
 from hf_distca.simulate.hardware import find_hardware
-from hf_distca.simulate.longest import WAYS, LongestDocument, longest_documents
+from hf_distca.simulate.longest import WAYS, longest_documents
 from hf_distca.simulate.memory import TERMS, fullest
-from hf_distca.simulate.models import find_model
 from hf_distca.simulate.predict import Prediction, predict_step
 from hf_distca.simulate.setting import Setting
 from hf_distca.simulate.strategies import find_strategy
@@ -182,5 +181,4 @@ def test_a_model_that_does_not_fit_is_named_with_what_it_takes(setting: Setting)
         match=r"llama-3-70b on 8 h100 .* a document of 1024 tokens a rank needs .* are optimizer",
     ):
         longest_documents(large)
-    some: list[LongestDocument] = longest_documents(replace(large, ranks=24), ("dealt",))
-    assert all(document.tokens for document in some)
+    assert all(document.tokens for document in longest_documents(replace(large, ranks=24)))

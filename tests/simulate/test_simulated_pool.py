@@ -11,17 +11,21 @@ import numpy as np
 import pytest
 
 from benchmark_modules import import_benchmark
+from hf_distca.model_shape import find_model
 from hf_distca.schedule.cost import FloatArray
 from hf_distca.schedule.layout import IntArray
-from hf_distca.simulate.beside_attention import optimizer_seconds
 from hf_distca.simulate.document_lengths import distribution, from_list
 from hf_distca.simulate.memory import fullest
-from hf_distca.simulate.models import find_model
-from hf_distca.simulate.predict import Prediction, predict_step, simulate
+from hf_distca.simulate.predict import (
+    Prediction,
+    data_parallel,
+    linear_seconds,
+    predict_step,
+    simulate,
+)
 from hf_distca.simulate.setting import Setting
 from hf_distca.simulate.strategies import STRATEGIES, Strategy
-from hf_distca.simulate.timelines import data_parallel, linear_seconds
-from hf_distca.simulate.work import MicroBatchWork
+from hf_distca.simulate.work import MicroBatchWork, optimizer_seconds
 
 simulated_pool = import_benchmark("simulated_pool")
 COUNTED, Devices, Servers = simulated_pool.COUNTED, simulated_pool.Devices, simulated_pool.Servers
@@ -182,13 +186,13 @@ def test_no_pool_is_faster_than_the_ideal(
     setting: Setting, servers: int, each_node: bool, change: dict[str, Any]
 ) -> None:
     arranged = replace(setting, **change)
-    documents = distribution("prolong", 65536)
-    found = simulate(arranged, documents, pools(servers, each_node=each_node), batches=2, seed=3)
+    documents = replace(distribution("prolong", 65536), seed=3)
+    found = simulate(arranged, documents, pools(servers, each_node=each_node), batches=2)
     assert len(found) == 2
     ideal = np.mean(
         [
             ideal_seconds(arranged, step)
-            for step in documents.steps(arranged.tokens, arranged.micro_batches, 2, 3)
+            for step in documents.steps(arranged.tokens, arranged.micro_batches, 2)
         ]
     )
     for step in found:

@@ -22,8 +22,6 @@ from hf_distca.cli.run import run
 from hf_distca.cli.serve import serve
 from hf_distca.cli.simulate import advise, simulate
 
-__all__ = ["app"]
-
 # What is wrong with words after a verb. Its class has moved between releases of typer.
 _UsageError: type[Any] = typer.BadParameter.__mro__[1]
 

@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from hf_distca.cli.files import exit_with_error
+from hf_distca.errors import DistCAError
 
 if TYPE_CHECKING:
     from hf_distca.doctor import Finding
-
-__all__ = ["doctor"]
 
 _WIDTH = 26
 _MARKS = {"good": " ", "note": "-", "bad": "!"}
@@ -48,7 +47,6 @@ def doctor(
     with 1 if training would fail.
     """
     from hf_distca.doctor.diagnosis import diagnose, is_reporting_rank
-    from hf_distca.errors import DistCAError
 
     def say(text: str) -> None:
         if is_reporting_rank():

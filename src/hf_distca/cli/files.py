@@ -14,16 +14,8 @@ from typing import Annotated
 
 import typer
 
-__all__ = [
-    "InJson",
-    "check_documents",
-    "check_place",
-    "exit_on_error",
-    "exit_with_error",
-    "input_name",
-    "read",
-    "write",
-]
+from hf_distca.errors import DistCAError, LayoutError
+from hf_distca.input_files import read_file, read_stream
 
 InJson = Annotated[bool, typer.Option("--json", help="Write everything as JSON.")]
 _STANDARD = Path("-")
@@ -39,12 +31,9 @@ def input_name(path: Path) -> str:
 
 def read(path: Path) -> bytes:
     """Read all of a file, without the mark that some editors put before the first character."""
-    from hf_distca.input_files import read_file, read_stream
-
-    standard = path == _STANDARD
     content = (
         read_stream(sys.stdin.buffer, input_name(path), _MOST_BYTES)
-        if standard
+        if path == _STANDARD
         else read_file(path, _MOST_BYTES)
     )
     return content.removeprefix(BOM_UTF8)
@@ -52,8 +41,6 @@ def read(path: Path) -> bytes:
 
 def check_documents(count: int, path: Path) -> None:
     """Raise if there are more documents than can be planned in minutes."""
-    from hf_distca.errors import LayoutError
-
     if count > _MOST_DOCUMENTS:
         raise LayoutError(
             f"{input_name(path)} holds {count} documents or parts of documents: at most"
@@ -97,8 +84,6 @@ def exit_with_error(message: str) -> None:
 @contextmanager
 def exit_on_error() -> Iterator[None]:
     """End the command with one line if anything inside fails, in the input or with a file."""
-    from hf_distca.errors import DistCAError
-
     try:
         yield
     except DistCAError as error:

@@ -6,14 +6,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from hf_distca.cli.files import input_name, read
+from hf_distca.errors import LayoutError, UnsupportedError
+from hf_distca.input_files import check_file
 
 if TYPE_CHECKING:
     from hf_distca.simulate.document_lengths import DocumentSource
-
-__all__ = ["open_documents", "read_lengths"]
 
 _TABLES = (".parquet", ".arrow")
 _LINES = (".jsonl", ".ndjson")
@@ -23,7 +23,6 @@ _TOKENS, _LENGTH, _TEXT = "input_ids", "length", "text"
 
 def read_lengths(path: Path) -> list[int]:
     """Read the lengths of a JSON file with a list of them."""
-    from hf_distca.errors import LayoutError
     from hf_distca.schedule.placement import require_whole_number
 
     name = input_name(path)
@@ -80,8 +79,6 @@ def _count_rows(path: Path, column: str, tokenizer: str | None) -> list[int]:
     """Count the tokens of each row of a file with one row a line: lists are counted, texts are
     tokenized, numbers are lengths.
     """
-    from hf_distca.errors import LayoutError
-    from hf_distca.input_files import check_file
     from hf_distca.schedule.placement import require_whole_number
 
     check_file(path)
@@ -95,10 +92,10 @@ def _count_rows(path: Path, column: str, tokenizer: str | None) -> list[int]:
                 value = row[_LENGTH if column == _TOKENS and _TOKENS not in row else column]
                 if isinstance(value, str) and tokenizer is not None:
                     texts.append(value)
-                    continue
-                lengths.append(
-                    len(value) if isinstance(value, list) else require_whole_number(value)
-                )
+                else:
+                    lengths.append(
+                        len(value) if isinstance(value, list) else require_whole_number(value)
+                    )
             except (KeyError, TypeError) as error:
                 has = (
                     f"only {', '.join(map(repr, row))}"
@@ -135,15 +132,11 @@ def _list_tables(folder: Path) -> list[Path]:
         )
 
 
-def _count_column(path: Path, tables: list[Path], column: str, tokenizer: str | None) -> Any:
+def _count_column(path: Path, tables: list[Path], column: str, tokenizer: str | None) -> list[int]:
     """Count the tokens of each document of parquet or Arrow files: lists are counted, texts are
     tokenized, numbers are lengths.
     """
-    from hf_distca.errors import LayoutError, UnsupportedError
-    from hf_distca.input_files import check_file
-
     try:
-        import numpy as np
         import pyarrow as pa
         import pyarrow.compute as pc
         import pyarrow.parquet as pq
@@ -157,12 +150,12 @@ def _count_column(path: Path, tables: list[Path], column: str, tokenizer: str | 
             f"{path} has no {' or '.join(_TABLES)} files: name a data set saved by save_to_disk, or"
             " one such file."
         )
-    by_file = []
+    lengths = list[int]()
     for file in tables:
         check_file(file)  # pyarrow's own error names no file
         try:
             table = (
-                pq.read_table(file, columns=None)
+                pq.read_table(file)
                 if file.suffix == ".parquet"
                 else pa.ipc.open_stream(file).read_all()
             )
@@ -189,6 +182,6 @@ def _count_column(path: Path, tables: list[Path], column: str, tokenizer: str | 
                 f"column {column!r} of {file} holds {kind}: it must hold lists of tokens, or their"
                 " numbers; or text, with --tokenizer."
             )
-        by_file.append(np.asarray(values.drop_null().to_numpy()).astype(np.int64))
-    lengths = np.concatenate(by_file)
-    return lengths[lengths != 0] if (lengths >= 0).all() else lengths
+        lengths += values.drop_null().to_pylist()
+    # A negative one is named by its place among all.
+    return lengths if min(lengths, default=0) < 0 else [length for length in lengths if length]

@@ -5,9 +5,10 @@ them to a verb.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import MISSING, Field, dataclass, fields, replace
+from dataclasses import MISSING, dataclass, fields, replace
 from functools import wraps
 from inspect import Parameter, Signature, signature
+from pathlib import Path
 from typing import (
     TYPE_CHECKING,
     Annotated,
@@ -21,10 +22,10 @@ from typing import (
 
 import typer
 
+from hf_distca.errors import ConfigError
+
 if TYPE_CHECKING:
     from hf_distca.schedule.cost import CostModel
-
-__all__ = ["Layer", "with_options"]
 
 Options = TypeVar("Options")
 Own = ParamSpec("Own")
@@ -43,17 +44,25 @@ def with_options(
     fields; required ones come first.
     """
     hints = get_type_hints(options, include_extras=True)
-    shared = [_parameter(field, hints[field.name]) for field in fields(options)]  # type: ignore[arg-type]
+    shared = [
+        Parameter(
+            field.name,
+            Parameter.KEYWORD_ONLY,
+            default=Parameter.empty if field.default is MISSING else field.default,
+            annotation=hints[field.name],
+        )
+        for field in fields(options)  # type: ignore[arg-type]
+    ]
 
     def decorate(verb: Callable[Concatenate[Options, Own], None]) -> Callable[..., None]:
         _, *rest = signature(verb, eval_str=True).parameters.values()
-        special = [parameter.replace(kind=Parameter.KEYWORD_ONLY) for parameter in rest]
 
         @wraps(verb)
         def command(**given: Any) -> None:
             filled = options(**{parameter.name: given.pop(parameter.name) for parameter in shared})
             verb(filled, **given)  # type: ignore[call-arg]
 
+        special = (parameter.replace(kind=Parameter.KEYWORD_ONLY) for parameter in rest)
         parameters = sorted(
             (*shared, *special), key=lambda parameter: parameter.default is not Parameter.empty
         )
@@ -64,14 +73,11 @@ def with_options(
     return decorate
 
 
-def _parameter(field: Field[Any], annotation: Any) -> Parameter:
-    default = Parameter.empty if field.default is MISSING else field.default
-    return Parameter(field.name, Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
-
-
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """A layer of attention in bfloat16, and the devices and links that run it."""
+    """A layer of attention in bfloat16, the devices and links that run it, and the file of the
+    result.
+    """
 
     cost: Annotated[
         _CostName, typer.Option(help="What is balanced: seconds on a device, or causal pairs.")
@@ -112,6 +118,12 @@ class Layer:
     ranks_per_link: Annotated[
         int, typer.Option(help="Ranks of a node that share a link to other nodes.")
     ] = 1
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--output", "-o", help="Where the result goes, as JSON; else standard output."
+        ),
+    ] = None
 
     @property
     def has_seconds(self) -> bool:
@@ -122,7 +134,6 @@ class Layer:
         """Make the cost model of the measured profile, or else the built-in one of `cost`, with the
         links of the options.
         """
-        from hf_distca.errors import ConfigError
         from hf_distca.schedule.cost import AttentionShape, CostModel
         from hf_distca.schedule.profiles import Profile
 
@@ -135,9 +146,10 @@ class Layer:
             "ranks_per_node",
             "ranks_per_link",
         ):
-            number = getattr(self, name)
-            if number is not None and number >= _LIMIT:
-                raise ConfigError(f"--{name.replace('_', '-')} {number}: the limit is 2**31.")
+            if (getattr(self, name) or 0) >= _LIMIT:
+                raise ConfigError(
+                    f"--{name.replace('_', '-')} {getattr(self, name)}: the limit is 2**31."
+                )
         shape = AttentionShape(
             self.query_heads, self.key_value_heads, self.head_dim, self.head_dim, 2
         )

@@ -22,21 +22,20 @@ from hf_distca.cli.files import (
 )
 from hf_distca.cli.lengths import read_lengths
 from hf_distca.cli.options import Layer, with_options
+from hf_distca.errors import ConfigError
 
 if TYPE_CHECKING:
+    from hf_distca.config import DistCAConfig
+    from hf_distca.schedule.cost import CostModel
     from hf_distca.schedule.layout import Layout
-
-__all__ = ["deal", "plan"]
+    from hf_distca.schedule.plan import Plan
 
 _MOST_RANKS = 65536
 _LONG_SECONDS = 1.0
-_Output = Annotated[
-    Path | None,
-    typer.Option("--output", "-o", help="Where the result goes, as JSON; else standard output."),
-]
 
 
 @with_options(Layer)
+@exit_on_error()
 def plan(
     layer: Layer,
     placement: Annotated[
@@ -46,7 +45,6 @@ def plan(
             show_default=False,
         ),
     ],
-    output: _Output = None,
     tolerance: Annotated[
         float, typer.Option(help="How far a rank may lie from the mean, as a fraction.")
     ] = 0.01,
@@ -64,37 +62,30 @@ def plan(
     document crosses ranks. The default shape is that of Llama-3-8B in bfloat16.
     """
     from hf_distca.config import DistCAConfig
-    from hf_distca.schedule.balance import balance
-    from hf_distca.schedule.load import format_summary, summarize_plan
     from hf_distca.schedule.placement import parse_placement
-    from hf_distca.schedule.ranks import Ranks
 
-    with exit_on_error():
-        config = DistCAConfig(
-            tolerance=tolerance, min_gain=min_gain, tile=layer.tile, head_groups=head_groups
-        )
-        model = layer.cost_model()
-        ranks = Ranks(per_node=layer.ranks_per_node)
-        with _announce_if_slow():
-            layout = parse_placement(read(placement), input_name(placement))
-            check_documents(len(layout.document), placement)
-            if not layout.query_tokens.any():
-                exit_with_error(f"{input_name(placement)} has no tokens: there is nothing to plan.")
-            result = balance(layout, model, config, ranks)
-        lines = [f"{'cost model':<26} {model.name}"]
-        if layer.window is not None:
-            # Without, the plan is for layers that see all: no document is longer than the window.
-            lines.append(
-                f"{'sliding window':<26} {layer.window}"
-                f" keys{'' if result.window else ', as long as any document'}"
-            )
+    config = DistCAConfig(
+        tolerance=tolerance, min_gain=min_gain, tile=layer.tile, head_groups=head_groups
+    )
+    model = layer.cost_model()
+    with _announce_if_slow():
+        layout = parse_placement(read(placement), input_name(placement))
+        check_documents(len(layout.document), placement)
+        if not layout.query_tokens.any():
+            exit_with_error(f"{input_name(placement)} has no tokens: there is nothing to plan.")
+        result, summary = _plan_layout(layer, layout, model, config)
+    lines = [f"{'cost model':<26} {model.name}"]
+    if layer.window is not None:
+        # Without, the plan is for layers that see all: no document is longer than the window.
         lines.append(
-            format_summary(summarize_plan(result, model, ranks), seconds=layer.has_seconds)
+            f"{'sliding window':<26} {layer.window}"
+            f" keys{'' if result.window else ', as long as any document'}"
         )
-        write(result.to_json(), "\n".join(lines), output)
+    write(result.to_json(), "\n".join([*lines, summary]), layer.output)
 
 
 @with_options(Layer)
+@exit_on_error()
 def deal(
     layer: Layer,
     lengths: Annotated[
@@ -106,7 +97,6 @@ def deal(
     ],
     ranks: Annotated[int, typer.Option(help="Ranks to deal to, 1 to 65536.", show_default=False)],
     tokens_per_rank: Annotated[int, typer.Option(help="Tokens of each rank.", show_default=False)],
-    output: _Output = None,
     ping_pong: Annotated[
         bool, typer.Option("--ping-pong", help="Deal two nano-batches that share no document.")
     ] = False,
@@ -119,42 +109,45 @@ def deal(
     each rank has in its first half. The default shape is that of Llama-3-8B in bfloat16.
     """
     from hf_distca.config import DistCAConfig
-    from hf_distca.errors import ConfigError
+    from hf_distca.schedule import deal as dealing
+
+    if not 1 <= ranks <= _MOST_RANKS:
+        raise ConfigError(f"ranks={ranks} must be a whole number from 1 to {_MOST_RANKS}.")
+    model = layer.cost_model()
+    config = DistCAConfig(tile=layer.tile, ping_pong=ping_pong)
+    documents = read_lengths(lengths)
+    check_documents(len(documents), lengths)
+    options: dict[str, Any] = {"tile": layer.tile, "ranks_per_node": layer.ranks_per_node}
+    deal_them = dealing.deal_nano_batches if ping_pong else dealing.deal
+    with _announce_if_slow():
+        dealt = deal_them(documents, ranks, tokens_per_rank, model, **options)
+        layouts = dealt if isinstance(dealt, tuple) else (dealt,)
+        lines = [f"{'cost model':<26} {model.name}"]
+        for number, layout in enumerate(layouts, 1):
+            _, summary = _plan_layout(layer, layout, model, config)
+            lines += [
+                *[f"{'nano-batch':<26} {number}"] * ping_pong,
+                *_describe_layout(layout),
+                summary,
+            ]
+    write(
+        json.dumps(_make_placement(layouts, documents), separators=(",", ":")),
+        "\n".join(lines),
+        layer.output,
+    )
+
+
+def _plan_layout(
+    layer: Layer, layout: Layout, model: CostModel, config: DistCAConfig
+) -> tuple[Plan, str]:
+    """Plan a layout, and summarize the plan."""
     from hf_distca.schedule.balance import balance
-    from hf_distca.schedule.deal import deal as deal_documents
-    from hf_distca.schedule.deal import deal_nano_batches
     from hf_distca.schedule.load import format_summary, summarize_plan
     from hf_distca.schedule.ranks import Ranks
 
-    with exit_on_error():
-        if not 1 <= ranks <= _MOST_RANKS:
-            raise ConfigError(f"ranks={ranks} must be a whole number from 1 to {_MOST_RANKS}.")
-        model = layer.cost_model()
-        config = DistCAConfig(tile=layer.tile, ping_pong=ping_pong)
-        documents = read_lengths(lengths)
-        check_documents(len(documents), lengths)
-        options: dict[str, Any] = {"tile": layer.tile, "ranks_per_node": layer.ranks_per_node}
-        layouts: tuple[Layout, ...]
-        with _announce_if_slow():
-            if ping_pong:
-                layouts = deal_nano_batches(documents, ranks, tokens_per_rank, model, **options)
-            else:
-                layouts = (deal_documents(documents, ranks, tokens_per_rank, model, **options),)
-            lines = [f"{'cost model':<26} {model.name}"]
-            for number, layout in enumerate(layouts, 1):
-                if ping_pong:
-                    lines.append(f"{'nano-batch':<26} {number}")
-                nodes = Ranks(per_node=layer.ranks_per_node)
-                summary = summarize_plan(balance(layout, model, config, nodes), model, nodes)
-                lines += [
-                    *_describe_layout(layout),
-                    format_summary(summary, seconds=layer.has_seconds),
-                ]
-        write(
-            json.dumps(_make_placement(layouts, documents), separators=(",", ":")),
-            "\n".join(lines),
-            output,
-        )
+    ranks = Ranks(per_node=layer.ranks_per_node)
+    planned = balance(layout, model, config, ranks)
+    return planned, format_summary(summarize_plan(planned, model, ranks), seconds=layer.has_seconds)
 
 
 def _describe_layout(layout: Layout) -> list[str]:
@@ -174,14 +167,13 @@ def _describe_layout(layout: Layout) -> list[str]:
 
 def _make_placement(layouts: tuple[Layout, ...], lengths: list[int]) -> dict[str, Any]:
     """Return the rows of each rank, those of its first nano-batch first."""
-    ranks = range(layouts[0].world_size)
     rows = [
         [
             [s.document, s.start, s.end, lengths[s.document]]
             for layout in layouts
-            for s in layout.list_segments(r)
+            for s in layout.list_segments(rank)
         ]
-        for r in ranks
+        for rank in range(layouts[0].world_size)
     ]
     placement: dict[str, Any] = {"rank_segments": rows}
     if len(layouts) > 1:

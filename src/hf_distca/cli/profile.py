@@ -6,27 +6,31 @@ from __future__ import annotations
 
 import shlex
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from hf_distca.cli.files import check_place, exit_on_error, write
+from hf_distca.cli.options import with_options
+from hf_distca.errors import ConfigError
 
 if TYPE_CHECKING:
     from hf_distca.schedule.cost import KernelCost
     from hf_distca.schedule.profiles import Profile
 
-__all__ = ["profile", "summary"]
 
+@dataclass(frozen=True, slots=True)
+class ProfileOptions:
+    """Options of a profile: shapes and devices that are timed, and where the result goes."""
 
-def profile(
     output: Annotated[
         Path | None,
         typer.Option(
             "--output", "-o", help="Where the profile goes, as JSON; standard output if left out."
         ),
-    ] = None,
+    ] = None
     ranks: Annotated[
         int | None,
         typer.Option(
@@ -34,38 +38,42 @@ def profile(
             help="Start so many processes on this machine, to time exchanges over gloo.",
             show_default=False,
         ),
-    ] = None,
-    name: Annotated[str, typer.Option(help="What the profile is called.")] = "measured",
+    ] = None
+    name: Annotated[str, typer.Option(help="What the profile is called.")] = "measured"
     dtype: Annotated[
         list[str] | None,
         typer.Option(
             help="Dtype of q, k and v; may be repeated.", show_default="float32, bfloat16"
         ),
-    ] = None,
+    ] = None
     width: Annotated[
         list[int] | None,
         typer.Option(min=1, help="Width of a head; may be repeated.", show_default="64, 128"),
-    ] = None,
+    ] = None
     heads: Annotated[
         list[str] | None,
         typer.Option(
             help="Query and key/value heads, as 8:2; may be repeated.", show_default="4:2, 8:1"
         ),
-    ] = None,
+    ] = None
     device: Annotated[
         str | None, typer.Option(help="Device to time.", show_default="a GPU if there is one")
-    ] = None,
+    ] = None
     threads: Annotated[
         int | None,
         typer.Option(
             min=1, help="Threads of each process on a CPU.", show_default="as torch has it"
         ),
-    ] = None,
+    ] = None
     batch_seconds: Annotated[
         float,
         typer.Option(min=0.0, max=60.0, help="Batches of tasks grow until they take so long."),
-    ] = 0.04,
-) -> None:
+    ] = 0.04
+
+
+@with_options(ProfileOptions)
+@exit_on_error()
+def profile(options: ProfileOptions) -> None:
     """Measure a profile: rates of the attention kernel and of exchanges, with their errors on
     shapes kept aside.
 
@@ -74,28 +82,27 @@ def profile(
     exchanges are estimated by built-in figures. Give the file to --cost-model of plan and deal, and
     to DistCAConfig(cost_model=...).
     """
-    with exit_on_error():
-        from hf_distca.measure import machine_profile
+    from hf_distca.measure import machine_profile
 
-        wanted = machine_profile.ProfileRequest(
-            machine_profile.find_device(device),
-            machine_profile.dtypes(dtype or ["float32", "bfloat16"]),
-            tuple(width or (64, 128)),
-            _parse_heads(heads or ["4:2", "8:1"]),
-            batch_seconds=batch_seconds,
-        )
-        check_place(output)  # before minutes of measuring are lost
-        say = _ProgressBar(wanted.steps(ranks or machine_profile.count_launched_ranks()))
-        made_by = shlex.join(["hf-distca", *sys.argv[1:]])
-        what = (wanted, threads, name, made_by, say)
-        measured = (
-            machine_profile.measure_on_these_ranks(*what)
-            if ranks is None
-            else machine_profile.measure_on_new_ranks(ranks, *what)
-        )
-        say.close()
-        if measured is not None:
-            write(measured.to_json(), summary(measured), output)
+    wanted = machine_profile.ProfileRequest(
+        machine_profile.find_device(options.device),
+        machine_profile.dtypes(options.dtype or ["float32", "bfloat16"]),
+        tuple(options.width or (64, 128)),
+        _parse_heads(options.heads or ["4:2", "8:1"]),
+        batch_seconds=options.batch_seconds,
+    )
+    check_place(options.output)  # before minutes of measuring are lost
+    say = _ProgressBar(wanted.steps(options.ranks or machine_profile.count_launched_ranks()))
+    made_by = shlex.join(["hf-distca", *sys.argv[1:]])
+    what = (wanted, options.threads, options.name, made_by, say)
+    measured = (
+        machine_profile.measure_on_these_ranks(*what)
+        if options.ranks is None
+        else machine_profile.measure_on_new_ranks(options.ranks, *what)
+    )
+    say.close()
+    if measured is not None:
+        write(measured.to_json(), summary(measured), options.output)
 
 
 class _ProgressBar:
@@ -121,8 +128,6 @@ class _ProgressBar:
 
 
 def _parse_heads(names: list[str]) -> tuple[tuple[int, int], ...]:
-    from hf_distca.errors import ConfigError
-
     heads = []
     for name in names:
         query, _, key_value = name.partition(":")
@@ -145,11 +150,10 @@ def summary(profile: Profile) -> str:
     for kind, link in (("inside a node", profile.inside), ("between nodes", profile.between)):
         if link is not None:
             error = f"; median error {link.errors['exchange_median']:.1%}" if link.errors else ""
-            text = (
-                f"{link.bytes_per_second / 1e9:.3g} GB/s and {link.seconds * 1e3:.3g} ms an"
-                f" exchange, {link.ranks} ranks{error}"
+            lines.append(
+                f"{kind:<26} {link.bytes_per_second / 1e9:.3g} GB/s and"
+                f" {link.seconds * 1e3:.3g} ms an exchange, {link.ranks} ranks{error}"
             )
-            lines.append(f"{kind:<26} {text}")
     return "\n".join(lines)
 
 

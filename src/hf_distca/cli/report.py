@@ -11,9 +11,8 @@ import typer
 
 from hf_distca.cli.files import exit_on_error
 
-__all__ = ["report"]
 
-
+@exit_on_error()
 def report(
     run_dir: Annotated[
         Path,
@@ -44,13 +43,12 @@ def report(
     from hf_distca.run_report.page import render
     from hf_distca.run_report.run_figures import collect
 
-    with exit_on_error():
-        figures = collect(RunFolder.read(run_dir), step)
-        if as_json:
-            typer.echo(json.dumps(asdict(figures)))
-            return
-        output.write_text(render(figures), encoding="utf-8")
-        typer.echo(figures.verdict)
-        for missing in figures.missing:
-            typer.echo(f"Not on the page: {missing}")
-        typer.echo(os.fsencode(f"The page: {output}"))  # which need not be text
+    figures = collect(RunFolder.read(run_dir), step)
+    if as_json:
+        typer.echo(json.dumps(asdict(figures)))
+        return
+    output.write_text(render(figures), encoding="utf-8")
+    typer.echo(figures.verdict)
+    for missing in figures.missing:
+        typer.echo(f"Not on the page: {missing}")
+    typer.echo(os.fsencode(f"The page: {output}"))  # which need not be text

@@ -13,8 +13,7 @@ import typer
 
 from hf_distca.cli.files import exit_with_error
 from hf_distca.cli.options import with_options
-
-__all__ = ["run"]
+from hf_distca.errors import DistCAError
 
 _option = partial(typer.Option, show_default=False)
 
@@ -83,7 +82,6 @@ def run(
     script. Under a launcher of your own: accelerate launch -m hf_distca.run train.py
     --attn_implementation distca
     """
-    from hf_distca.errors import DistCAError
     from hf_distca.run import find_command, find_module, read_options, run_command, run_module
 
     path, given = None, asdict(options)

@@ -9,16 +9,15 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from hf_distca.cli.files import input_name, read
+from hf_distca.errors import ConfigError
+from hf_distca.model_shape import KNOWN_MODELS, ModelShape, find_model
 
 if TYPE_CHECKING:
-    from hf_distca.model_shape import ModelShape
     from hf_distca.schedule.cost import CostModel
     from hf_distca.schedule.profiles import Profile as MeasuredProfile
     from hf_distca.simulate.document_lengths import DocumentSource
     from hf_distca.simulate.predict import Prediction
     from hf_distca.simulate.setting import Setting
-
-__all__ = ["Scale"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,12 +123,11 @@ class Scale:
             "none" if self.checkpointing == "auto" else self.checkpointing,
             None if self.profile is None else _read_profile(self.profile),
         )
-        _ = setting.shape  # says which degrees heads do not allow
-        full = (
-            self.checkpointing == "auto"
-            and fullest(setting, self.tokens_per_rank).total > device.memory_bytes
-        )
-        return replace(setting, checkpointing="full") if full else setting
+        if self.checkpointing == "auto" and (
+            fullest(setting, self.tokens_per_rank).total > device.memory_bytes
+        ):
+            return replace(setting, checkpointing="full")
+        return setting
 
     def predict(self, names: list[str]) -> tuple[Setting, DocumentSource, list[Prediction]]:
         """Predict these strategies, with a progress bar if it takes over a second.
@@ -139,7 +137,6 @@ class Scale:
         from tqdm import tqdm
 
         from hf_distca.cli.lengths import open_documents
-        from hf_distca.errors import ConfigError
         from hf_distca.simulate.predict import simulate
 
         if self.lengths is None:
@@ -147,25 +144,17 @@ class Scale:
                 "--lengths is missing: give the lengths of your documents, or a distribution such"
                 " as prolong."
             )
-        setting, documents = (
-            self.setting(),
-            open_documents(self.lengths, self.column, self.max_length, self.tokenizer),
-        )
+        setting = self.setting()
+        documents = open_documents(self.lengths, self.column, self.max_length, self.tokenizer)
+        documents = replace(documents, seed=self.seed)
         total = max(self.batches, 0) * len(names)
         with tqdm(total=total, desc="predicting", unit=" steps", delay=1.0, leave=False) as bar:
-            return (
-                setting,
-                documents,
-                simulate(
-                    setting, documents, names, batches=self.batches, seed=self.seed, told=bar.update
-                ),
-            )
+            predictions = simulate(setting, documents, names, batches=self.batches, told=bar.update)
+        return setting, documents, predictions
 
 
 def _find_shape(model: str) -> ModelShape:
     """Return a known shape by name, or that of a config.json, given as the file or its folder."""
-    from hf_distca.simulate.models import KNOWN_MODELS, find_model
-
     path = Path(model)
     if model.lower() in KNOWN_MODELS or not (path.is_file() or (path / "config.json").is_file()):
         return find_model(model)
@@ -176,7 +165,6 @@ def _find_shape(model: str) -> ModelShape:
 
 def _read_profile(source: Path) -> CostModel | MeasuredProfile:
     """Read a profile, shipped or in a file, or the JSON of a cost model."""
-    from hf_distca.errors import ConfigError
     from hf_distca.schedule.cost import CostModel
     from hf_distca.schedule.profiles import Profile
 

@@ -7,8 +7,7 @@ from typing import Annotated
 import typer
 
 from hf_distca.cli.files import exit_with_error
-
-__all__ = ["serve"]
+from hf_distca.errors import DistCAError
 
 
 def serve(
@@ -40,12 +39,10 @@ def serve(
 
     Ends with the ranks that it served, and says what it did.
     """
-    from hf_distca.errors import DistCAError
     from hf_distca.pool.addresses import parse_address
     from hf_distca.pool.launch import listen_at, serve_alone
 
     try:
-        status = serve_alone(listen_at(*parse_address(address)), device, wait)
+        raise SystemExit(serve_alone(listen_at(*parse_address(address)), device, wait))
     except DistCAError as error:
         exit_with_error(str(error))
-    raise SystemExit(status)

@@ -8,7 +8,7 @@ import json
 from dataclasses import asdict
 from functools import partial
 from textwrap import fill
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -17,17 +17,12 @@ from hf_distca.cli.options import with_options
 from hf_distca.cli.scale import Scale
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from rich.console import Console
-    from rich.table import Table
+    from collections.abc import Callable, Iterable, Sequence
 
     from hf_distca.simulate.document_lengths import DocumentSource
     from hf_distca.simulate.longest import LongestDocument
     from hf_distca.simulate.predict import Prediction
     from hf_distca.simulate.setting import Setting
-
-__all__ = ["advise", "simulate"]
 
 _WIDTH = 120  # columns of what is printed
 _SHOWN = (
@@ -51,6 +46,7 @@ _ABOUT_TOKENS = (
 
 
 @with_options(Scale)
+@exit_on_error()
 def simulate(
     scale: Scale,
     strategy: Annotated[
@@ -73,25 +69,25 @@ def simulate(
     from hf_distca.simulate.advice import assumptions as assumed
     from hf_distca.simulate.strategies import STRATEGIES
 
-    with exit_on_error():
-        names = strategy or list(STRATEGIES)
-        setting, documents, predictions = scale.predict(names)
-        facts = assumed(setting, documents, names)
-        if as_json:
+    names = strategy or list(STRATEGIES)
+    setting, documents, predictions = scale.predict(names)
+    facts = assumed(setting, documents, names)
+    if as_json:
+        typer.echo(
+            json.dumps(_collect_report(setting, documents, predictions, facts, scale), indent=1)
+        )
+        return
+    _show_predictions(setting, documents, predictions, scale.batches)
+    if assumptions:
+        typer.echo("Assumptions")
+        for what, text in facts:
             typer.echo(
-                json.dumps(_collect_report(setting, documents, predictions, facts, scale), indent=1)
+                fill(f"{what}: {text}", _WIDTH, initial_indent="  ", subsequent_indent="    ")
             )
-            return
-        _show_predictions(setting, documents, predictions, scale.batches)
-        if assumptions:
-            typer.echo("Assumptions")
-            for what, text in facts:
-                typer.echo(
-                    fill(f"{what}: {text}", _WIDTH, initial_indent="  ", subsequent_indent="    ")
-                )
 
 
 @with_options(Scale)
+@exit_on_error()
 def advise(
     scale: Scale,
     longest: Annotated[
@@ -115,48 +111,36 @@ def advise(
     if longest:
         _advise_longest(scale, as_json)
         return
-    from hf_distca.simulate.advice import advise as advised
-    from hf_distca.simulate.advice import assumptions
+    from hf_distca.simulate import advice as advising
     from hf_distca.simulate.strategies import STRATEGIES
 
-    with exit_on_error():
-        setting, documents, predictions = scale.predict(list(STRATEGIES))
-        advice = advised(setting, predictions)
-        if as_json:
-            everything = _collect_report(
-                setting, documents, predictions, assumptions(setting, documents), scale
-            )
-            typer.echo(json.dumps({"advice": asdict(advice), **everything}, indent=1))
-            return
-        typer.echo(fill(advice.text, _WIDTH) + "\n")
-        _show_predictions(setting, documents, predictions, scale.batches)
-        if any("tokens_per_rank" in line for line in advice.settings):
-            typer.echo("\n" + fill(_ABOUT_TOKENS, _WIDTH))
-        if advice.settings:
-            typer.echo("\nSettings\n" + "\n".join(f"  {line}" for line in advice.settings))
+    setting, documents, predictions = scale.predict(list(STRATEGIES))
+    advice = advising.advise(setting, predictions)
+    if as_json:
+        facts = advising.assumptions(setting, documents)
+        report = _collect_report(setting, documents, predictions, facts, scale)
+        typer.echo(json.dumps({"advice": asdict(advice), **report}, indent=1))
+        return
+    typer.echo(fill(advice.text, _WIDTH) + "\n")
+    _show_predictions(setting, documents, predictions, scale.batches)
+    if any("tokens_per_rank" in line for line in advice.settings):
+        typer.echo("\n" + fill(_ABOUT_TOKENS, _WIDTH))
+    if advice.settings:
+        typer.echo("\nSettings\n" + "\n".join(f"  {line}" for line in advice.settings))
 
 
 def _advise_longest(scale: Scale, as_json: bool) -> None:
     from hf_distca.simulate.longest import longest_documents
 
-    with exit_on_error():
-        setting = scale.setting()
-        documents = longest_documents(setting)
-        if not as_json:
-            _show_longest(setting, documents)
-            return
-        named = {"model": setting.model.name, "hardware": setting.hardware.name}
-        named |= {
-            name: getattr(setting, name)
-            for name in _SHOWN
-            if name not in ("tokens_per_rank", "checkpointing")
-        }
-        typer.echo(
-            json.dumps(
-                {"setting": named, "longest": [asdict(document) for document in documents]},
-                indent=1,
-            )
-        )
+    setting = scale.setting()
+    documents = longest_documents(setting)
+    if not as_json:
+        _show_longest(setting, documents)
+        return
+    named = _name_setting(setting)
+    del named["tokens_per_rank"], named["checkpointing"]
+    report = {"setting": named, "longest": [asdict(document) for document in documents]}
+    typer.echo(json.dumps(report, indent=1))
 
 
 def _show_longest(setting: Setting, documents: list[LongestDocument]) -> None:
@@ -164,35 +148,28 @@ def _show_longest(setting: Setting, documents: list[LongestDocument]) -> None:
     from hf_distca.simulate.longest import WAYS
     from hf_distca.simulate.memory import TERMS
 
-    def row(name: str, text: Callable[[Prediction], str]) -> None:
-        table.add_row(
-            name, *("" if document.step is None else text(document.step) for document in documents)
-        )
+    def row(name: str, text: Callable[[Prediction], str]) -> list[str]:
+        steps = [document.step for document in documents]
+        return [name, *("" if step is None else text(step) for step in steps)]
 
-    console, table = _make_table(
-        f"the longest document of {setting.model.name} on {setting.ranks} {setting.hardware.name},"
-        " all ranks together"
-    )
-    for name in ("", *WAYS):
-        table.add_column(name, justify="right" if name else "left", no_wrap=True)
-    table.add_row(
-        "tokens",
-        *(f"{document.tokens:,}" if document.tokens else "does not fit" for document in documents),
-    )
-    row("tokens a rank", lambda step: f"{step.most_tokens:,}")
-    row("step, s", lambda step: f"{step.step_seconds:.0f}")
-    row("memory of a rank, GB", lambda step: f"{step.peak_bytes / 1e9:.1f}")
-    for term in (*TERMS, "host"):
-        row(f"  {term}", partial(_gigabytes, term))
-    table.add_row("full", *(document.limit for document in documents))
-    console.print(table)
     hardware = setting.hardware
-    console.print(
+    tokens = [document.tokens for document in documents]
+    _print_table(
+        f"the longest document of {setting.model.name} on {setting.ranks} {hardware.name}, all"
+        " ranks together",
+        ("", *WAYS),
+        [
+            ["tokens", *(f"{count:,}" if count else "does not fit" for count in tokens)],
+            row("tokens a rank", lambda step: f"{step.most_tokens:,}"),
+            row("step, s", lambda step: f"{step.step_seconds:.0f}"),
+            row("memory of a rank, GB", lambda step: f"{step.peak_bytes / 1e9:.1f}"),
+            *(row(f"  {term}", partial(_gigabytes, term)) for term in (*TERMS, "host")),
+            ["full", *(document.limit for document in documents)],
+        ],
         f"A rank has {hardware.memory_bytes / 1e9:.0f} GB, and {hardware.host_bytes / 1e9:.0f} GB"
         " of its host. Each column adds to the one before. checkpointing: of every layer,"
         " attention kept. offload: checkpoints wait in the host's memory. fused layers: Liger's"
         " norms and gated activation.",
-        style="dim",
     )
 
 
@@ -207,67 +184,70 @@ def _show_predictions(
     from hf_distca.simulate.predict import best_alternative
 
     best = best_alternative(predictions)
-    about = (
+    _print_table(
+        f"{setting.model.name} on {setting.ranks} {setting.hardware.name},"
+        f" {setting.tokens_per_rank} tokens a rank\n{documents.name}, {batches}"
+        f" batch{'es' if batches > 1 else ''}, checkpointing {setting.checkpointing}",
         (
-            f"{setting.model.name} on {setting.ranks} {setting.hardware.name},"
-            f" {setting.tokens_per_rank} tokens a rank"
+            "strategy",
+            "shared by",
+            "step, s",
+            "speed",
+            "idle",
+            "waits",
+            "hidden, s",
+            "memory, GB",
+            "attention",
         ),
-        (
-            f"{documents.name}, {batches} batch{'es' if batches > 1 else ''}, checkpointing"
-            f" {setting.checkpointing}"
-        ),
-    )
-    console, table = _make_table("\n".join(about))
-    for name in (
-        "strategy",
-        "shared by",
-        "step, s",
-        "speed",
-        "idle",
-        "waits",
-        "hidden, s",
-        "memory, GB",
-        "attention",
-    ):
-        table.add_column(name, justify="left" if name == "strategy" else "right", no_wrap=True)
-    for prediction in predictions:
-        speed = (
-            ""
-            if best is None or not prediction.comparable
-            else f"{best.step_seconds / prediction.step_seconds:.2f} x"
-        )
-        table.add_row(
-            prediction.title,
-            (
-                ""
-                if prediction.degree is None
-                else f"{prediction.degree} rank{'s' if prediction.degree > 1 else ''}"
-            ),
-            f"{prediction.step_seconds:{'.3f' if prediction.step_seconds >= 0.1 else '.3g'}}",
-            speed,
-            f"{prediction.idle_share:.1%}",
-            f"{prediction.exposed_share:.1%}",
-            f"{prediction.hidden_seconds:.2f}",
-            f"{prediction.peak_bytes / 1e9:.0f}{'' if prediction.fits else ' (full)'}",
-            f"{prediction.attention_share:.1%}",
-        )
-    console.print(table)
-    console.print(
+        (_cells(prediction, best) for prediction in predictions),
         "speed: against the fastest strategy that does not disaggregate attention; none where"
         " memory is full or cut documents lose attention. idle: waiting for slower ranks. waits:"
         " for messages of attention; hidden: messages beside computing.",
-        style="dim",
     )
 
 
-def _make_table(title: str) -> tuple[Console, Table]:
-    """Make a console for tables, and an empty table."""
+def _cells(step: Prediction, best: Prediction | None) -> list[str]:
+    """Format a prediction, with its speed against the best alternative."""
+    degree, seconds = step.degree, step.step_seconds
+    return [
+        step.title,
+        "" if degree is None else f"{degree} rank{'s' if degree > 1 else ''}",
+        f"{seconds:{'.3f' if seconds >= 0.1 else '.3g'}}",
+        "" if best is None or not step.comparable else f"{best.step_seconds / seconds:.2f} x",
+        f"{step.idle_share:.1%}",
+        f"{step.exposed_share:.1%}",
+        f"{step.hidden_seconds:.2f}",
+        f"{step.peak_bytes / 1e9:.0f}{'' if step.fits else ' (full)'}",
+        f"{step.attention_share:.1%}",
+    ]
+
+
+def _print_table(
+    title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], note: str
+) -> None:
+    """Print a table, its first column to the left, and a note below."""
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.table import Table
 
     console = Console(width=None if Console().is_terminal else _WIDTH)
-    return console, Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+    for column in columns:
+        justify: Literal["left", "right"] = "left" if column == columns[0] else "right"
+        table.add_column(column, justify=justify, no_wrap=True)
+    for row in rows:
+        table.add_row(*row)
+    console.print(table)
+    console.print(note, style="dim")
+
+
+def _name_setting(setting: Setting) -> dict[str, Any]:
+    """Name what a prediction is for, for `json`."""
+    return {
+        "model": setting.model.name,
+        "hardware": setting.hardware.name,
+        **{name: getattr(setting, name) for name in _SHOWN},
+    }
 
 
 def _collect_report(
@@ -280,9 +260,7 @@ def _collect_report(
     """Collect all predictions and assumptions, for `json`."""
     return {
         "setting": {
-            "model": setting.model.name,
-            "hardware": setting.hardware.name,
-            **{name: getattr(setting, name) for name in _SHOWN},
+            **_name_setting(setting),
             "lengths": documents.name,
             "batches": scale.batches,
             "seed": scale.seed,

@@ -11,8 +11,6 @@ from hf_distca.simulate.predict import Prediction, best_alternative, best_of
 from hf_distca.simulate.setting import Setting
 from hf_distca.simulate.strategies import OURS, STRATEGIES, Strategy, find_strategy
 
-__all__ = ["Advice", "advise", "assumptions"]
-
 # Part of a step below which a gain is none: the scheduler moves nothing for less
 # (DistCAConfig.min_gain).
 _NOTHING = 0.02
@@ -74,20 +72,26 @@ def advise(setting: Setting, predictions: Sequence[Prediction]) -> Advice:
     ours, other = best_of(predictions, OURS), best_alternative(predictions)
     names = ours.strategy if ours else None, other.strategy if other else None
     if ours is None:
-        text = (
+        return Advice(
+            False,
+            *names,
+            None,
             "hf-distca does not fit: every way needs more than the"
             f" {setting.hardware.memory_bytes / 1e9:.0f} GB of a device. Use fewer tokens a rank,"
-            " checkpointing, or tensor parallelism."
+            " checkpointing, or tensor parallelism.",
+            (),
         )
-        return Advice(False, *names, None, text, ())
     by_name = {prediction.strategy: prediction for prediction in predictions}
     about = _documents(by_name["lpt"]) + " " if "lpt" in by_name else ""
     if other is None:
-        text = (
-            f"Only hf-distca fits and keeps these documents whole: {ours.title} takes"
-            f" {ours.step_seconds:.3g} s a step."
+        return Advice(
+            True,
+            *names,
+            None,
+            f"{about}Only hf-distca fits and keeps these documents whole: {ours.title} takes"
+            f" {ours.step_seconds:.3g} s a step.",
+            _settings(setting, ours),
         )
-        return Advice(True, *names, None, about + text, _settings(setting, ours))
     gain = other.step_seconds / ours.step_seconds
     if gain < 1 + _NOTHING:
         text, settings = _instead(setting, ours, other, predictions)
@@ -105,10 +109,9 @@ def advise(setting: Setting, predictions: Sequence[Prediction]) -> Advice:
     text += _between(setting, ours, predictions)
     plain = by_name.get("plain")
     if plain is not None and not plain.comparable:
-        lost = 1 - plain.attention_share
         text += (
-            f" Packed rows take {plain.step_seconds:.3g} s, and their ends cut {lost:.0%} of the"
-            " attention off."
+            f" Packed rows take {plain.step_seconds:.3g} s, and their ends cut"
+            f" {1 - plain.attention_share:.0%} of the attention off."
         )
     if gain < 1 + _ERROR:
         text += (
@@ -122,7 +125,7 @@ def _between(setting: Setting, ours: Prediction, predictions: Sequence[Predictio
     """Say what crosses between nodes, and which way of ours sends far less and is nearly as
     fast.
     """
-    if setting.ranks <= setting.ranks_per_node or ours.between_bytes is None:
+    if setting.ranks <= setting.ranks_per_node:
         return ""
 
     def gigabytes(step: Prediction) -> float:
@@ -136,11 +139,11 @@ def _between(setting: Setting, ours: Prediction, predictions: Sequence[Predictio
         and step.comparable
         and step.step_seconds < ours.step_seconds * (1 + _NOTHING)
     ]
-    least = min(near, key=gigabytes, default=ours)
+    least = min(near, key=gigabytes)
     if 2 * gigabytes(least) < gigabytes(ours):
-        more = least.step_seconds / ours.step_seconds - 1
         text += (
-            f"; {least.title} would take {more:.1%} longer and send {gigabytes(least):.2g} GB there"
+            f"; {least.title} would take {least.step_seconds / ours.step_seconds - 1:.1%} longer"
+            f" and send {gigabytes(least):.2g} GB there"
         )
     return text + "."
 
@@ -153,20 +156,23 @@ def _instead(
     ready = [step for name in _HOW if (step := best_of(predictions, [name])) is not None]
     for step in ready:
         if step.step_seconds <= ours.step_seconds * (1 + _ERROR):
-            text = f"hf-distca gains nothing here: {step.title} {took.format(step.step_seconds)}."
-            return f"{text} Use {step.title}: {_HOW[step.strategy]}.", ()
-    text = f"hf-distca gains nothing over {other.title}: that {took.format(other.step_seconds)}."
-    text += " But no library for Hugging Face has it"
-    if not ready:
-        return f"{text}, nor another way that fits and keeps documents whole.", _settings(
-            setting, ours
-        )
-    best = min(ready, key=lambda step: step.step_seconds)
-    slower = best.step_seconds / ours.step_seconds
-    text += (
-        f"; the fastest that one has, {best.title}, takes {best.step_seconds:.3g} s: {slower:.2f}"
-        " times as long."
+            return (
+                f"hf-distca gains nothing here: {step.title} {took.format(step.step_seconds)}. Use"
+                f" {step.title}: {_HOW[step.strategy]}.",
+                (),
+            )
+    text = (
+        f"hf-distca gains nothing over {other.title}: that {took.format(other.step_seconds)}. But"
+        " no library for Hugging Face has it"
     )
+    if ready:
+        best = min(ready, key=lambda step: step.step_seconds)
+        text += (
+            f"; the fastest that one has, {best.title}, takes {best.step_seconds:.3g} s:"
+            f" {best.step_seconds / ours.step_seconds:.2f} times as long."
+        )
+    else:
+        text += ", nor another way that fits and keeps documents whole."
     return text, _settings(setting, ours)
 
 
@@ -184,18 +190,20 @@ def _documents(loader: Prediction) -> str:
 
 
 def _why(setting: Setting, ours: Prediction, other: Prediction) -> str:
-    reasons = []
-    if other.idle_share > ours.idle_share + _NOTHING:
-        reasons.append(f"ranks wait {other.idle_share:.0%} of a step for slower ones")
-    if other.exposed_share > ours.exposed_share + _NOTHING:
-        reasons.append(f"{other.exposed_share:.0%} of a step goes to waiting for messages")
-    if setting.checkpointing == "full":
-        reasons.append("checkpointing computes attention twice (hf-distca: once)")
-    return (
-        f"There, {' and '.join(reasons)}."
-        if reasons
-        else "Nothing single makes the difference: ranks are more even in all."
-    )
+    reasons = {
+        f"ranks wait {other.idle_share:.0%} of a step for slower ones": (
+            other.idle_share > ours.idle_share + _NOTHING
+        ),
+        f"{other.exposed_share:.0%} of a step goes to waiting for messages": (
+            other.exposed_share > ours.exposed_share + _NOTHING
+        ),
+        "checkpointing computes attention twice (hf-distca: once)": (
+            setting.checkpointing == "full"
+        ),
+    }
+    if not any(reasons.values()):
+        return "Nothing single makes the difference: ranks are more even in all."
+    return f"There, {' and '.join(reason for reason, holds in reasons.items() if holds)}."
 
 
 def _settings(setting: Setting, ours: Prediction) -> tuple[str, ...]:
@@ -227,10 +235,9 @@ def assumptions(
     setting: Setting, documents: DocumentSource, strategies: Iterable[str | Strategy] = STRATEGIES
 ) -> list[tuple[str, str]]:
     """List the assumptions of predictions, with sources: pairs of subject and text."""
-    model = setting.model
     facts = [
         ("lengths", f"{documents.name}: {documents.source}"),
-        ("model", _model(model)),
+        ("model", _model(setting.model)),
         *((f"hardware, {what}", text) for what, text in setting.hardware.sources),
         ("exchange", _exchange(setting)),
         (
@@ -320,10 +327,9 @@ def _exchange(setting: Setting) -> str:
     if inside is not None and cost.node_bytes_per_second is not None:
         rates += (
             f" to other nodes, {cost.node_bytes_per_second / 1e9:.0f} GB/s to the {inside} of its"
-            " own, both at once"
+            " own, both at once; documents are dealt to nodes first, and work is moved inside them"
+            " first"
         )
-        rates += "; documents are dealt to nodes first, and work is moved inside them first"
     groups = setting.group // setting.shared
-    shared = f"{setting.shared} ranks share attention"
     apart = f", {groups} groups of hf-distca have documents of their own" if groups > 1 else ""
-    return f"{rates}; {shared}{apart}"
+    return f"{rates}; {setting.shared} ranks share attention{apart}"

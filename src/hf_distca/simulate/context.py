@@ -17,30 +17,18 @@ import numpy.typing as npt
 
 from hf_distca.schedule.cost import CostModel, FloatArray, count_causal_pairs
 from hf_distca.schedule.layout import IntArray
-from hf_distca.simulate.beside_attention import Directions, gather_rate
-from hf_distca.simulate.memory import KernelBytes, in_flight
+from hf_distca.simulate.memory import in_flight, kernel_bytes
 from hf_distca.simulate.setting import Setting
 from hf_distca.simulate.work import (
+    Directions,
     MicroBatchWork,
     all_layers,
     copy_seconds,
     fixed_seconds,
+    gather_rate,
     in_calls,
     sums,
 )
-
-__all__ = [
-    "SharedRows",
-    "all_gather",
-    "comes_again",
-    "degrees",
-    "key_bytes",
-    "ring",
-    "shared_by_document",
-    "shared_by_row",
-    "ulysses",
-    "wlb",
-]
 
 
 class SharedRows(NamedTuple):
@@ -79,11 +67,8 @@ def shared_by_document(cost: CostModel, rows: SharedRows, degree: int, hops: int
     All ranks of a row take about as long. Chunks shorter than a tile still fill it. With `hops`, as
     many kernel calls see a part of the keys each, and read q and write o again. Shape (2, rows).
     """
-    shape, length, chunks = (
-        cost.shape,
-        rows.length,
-        np.minimum(2 * degree if degree > 1 else 1, rows.length),
-    )
+    shape, length = cost.shape, rows.length
+    chunks = np.minimum(2 * degree if degree > 1 else 1, length)
     chunk_rows = -(-length // chunks)
     tiled = -(-chunk_rows // cost.tile) * cost.tile
     pairs = (
@@ -101,16 +86,12 @@ def shared_by_document(cost: CostModel, rows: SharedRows, degree: int, hops: int
         2.5 * flops,
     )
     forward = tasks, moved * cost.forward.row_passes, flops
-    counts = [
-        np.stack([rows.sums(part / degree) for part in parts]) for parts in (forward, backward)
+    seconds = [
+        kernel.coefficients @ np.stack([rows.sums(part / degree) for part in parts])
+        for kernel, parts in ((cost.forward, forward), (cost.backward, backward))
     ]
     # Heads and tails are computed one after the other.
-    calls = 2 if hops == 1 and degree > 1 else hops
-    return in_calls(
-        cost,
-        np.stack([cost.forward.coefficients @ counts[0], cost.backward.coefficients @ counts[1]]),
-        calls,
-    )
+    return in_calls(cost, np.stack(seconds), 2 if hops == 1 and degree > 1 else hops)
 
 
 def shared_by_row(cost: CostModel, rows: SharedRows, degree: int) -> Directions:
@@ -173,34 +154,23 @@ def comes_again(setting: Setting, degree: int) -> bool:
     return degree > 1 and setting.checkpointing != "full"
 
 
-class KeyBytes(NamedTuple):
-    """Bytes of gathered keys for each token of a rank.
+def key_bytes(setting: Setting, degree: int, *, again: bool) -> tuple[float, float]:
+    """Compute the bytes of gathered keys for each token of a rank, which are gathered `again` in
+    backward or kept for it.
 
-    Attributes:
-        received: keys of the current layer, if they are not kept, their gradients in float32, and
-            bytes inside the kernel.
-        kept: keys of all layers in flight, if they are kept.
+    Returns:
+        Bytes that are received: keys of the current layer, if they are not kept, their gradients in
+        float32, and bytes inside the kernel; and bytes that are kept: keys of all layers in flight,
+        if they are.
     """
-
-    received: float
-    kept: float
-
-
-def key_bytes(setting: Setting, degree: int, *, again: bool) -> KeyBytes:
-    """Compute the bytes of gathered keys, which are gathered `again` in backward or kept for it."""
     if degree == 1:
-        return KeyBytes(0.0, 0.0)
-    keys, gradients = (float(degree * setting.shape.key_value_bytes * times) for times in (1, 2))
-    working = gradients + (degree - 1) * KernelBytes.of(setting.shape).key
+        return 0.0, 0.0
+    keys = float(degree * setting.shape.key_value_bytes)
+    working = 2 * keys + (degree - 1) * kernel_bytes(setting.shape)[1]
     if again or not comes_again(setting, degree):
-        return KeyBytes(keys + working, 0.0)
+        return keys + working, 0.0
     layers = setting.stage_layers * setting.model.attention_share
-    return KeyBytes(working, keys * layers * in_flight(setting))
-
-
-def _others_key_bytes(cost: CostModel, rows: SharedRows, degree: int) -> FloatArray:
-    """Compute the bytes of a row's keys and values that lie on the other ranks, by row."""
-    return rows.tokens * cost.shape.key_value_bytes * (degree - 1) / degree
+    return working, keys * layers * in_flight(setting)
 
 
 def _all_to_all_rate(setting: Setting, degree: int) -> float:
@@ -234,23 +204,20 @@ def _gathering(
     shape = setting.shape
 
     def of_rows(cost: CostModel) -> tuple[Directions, Directions]:
-        once = _others_key_bytes(cost, rows, degree) / gather_rate(setting, degree) + fixed_seconds(
-            cost, degree - 1
-        )
+        others_bytes = rows.tokens * shape.key_value_bytes * (degree - 1) / degree
+        once = others_bytes / gather_rate(setting, degree) + fixed_seconds(cost, degree - 1)
         order = copy_seconds(setting, rows.tokens * shape.key_value_bytes)
         # A call takes q and puts o, and in backward takes q, o and do and puts dq. The keys of both
         # are about those of the row.
         taken = order + copy_seconds(setting, rows.tokens / degree * shape.row_bytes)
-        added = 2 * order  # set to zero, and then read with what is added, and written
-        back = once + order + added + 2 * taken
-        gather = once + order
-        return cut(cost, rows, degree), np.stack(
-            [gather + taken, gather + back if again else back]
-        ) * (degree > 1)
+        # Sums are set to zero, and then read with what is added, and written.
+        back = once + order + 2 * order + 2 * taken
+        exposed = [once + order + taken, once + order + back if again else back]
+        return cut(cost, rows, degree), np.stack(exposed) * (degree > 1)
 
     work = _work(setting, rows, degree, of_rows)
-    keys = key_bytes(setting, degree, again=again)
-    return replace(work, received=work.tokens * keys.received, kept=work.tokens * keys.kept)
+    received, kept = key_bytes(setting, degree, again=again)
+    return replace(work, received=work.tokens * received, kept=work.tokens * kept)
 
 
 def all_gather(
@@ -281,12 +248,15 @@ def ring(setting: Setting, rows: SharedRows, degree: int) -> MicroBatchWork:
     previous ones.
     """
     shape, hardware = setting.shape, setting.hardware
-    inside = degree * setting.tensor <= setting.ranks_per_node
-    rate = hardware.node_rate if inside else hardware.link_rate
+    rate = (
+        hardware.node_rate
+        if degree * setting.tensor <= setting.ranks_per_node
+        else hardware.link_rate
+    )
 
     def of_rows(cost: CostModel) -> tuple[Directions, Directions]:
-        wire = _others_key_bytes(cost, rows, degree) / rate
-        once = wire + (degree - 1) * fixed_seconds(cost, 1)
+        others_bytes = rows.tokens * shape.key_value_bytes * (degree - 1) / degree
+        once = others_bytes / rate + (degree - 1) * fixed_seconds(cost, 1)
         # In backward gradients of keys travel with them.
         added = np.stack(
             [

@@ -7,28 +7,157 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 
 from hf_distca.config import DistCAConfig
 from hf_distca.schedule.balance import balance
-from hf_distca.schedule.cost import CostModel
+from hf_distca.schedule.cost import CostModel, FloatArray
 from hf_distca.schedule.deal import deal, deal_nano_batches
 from hf_distca.schedule.layout import IntArray, Layout
+from hf_distca.schedule.load import PlanLoad
 from hf_distca.schedule.plan import Plan
-from hf_distca.schedule.ranks import Ranks
+from hf_distca.schedule.ranks import UNIFORM_RANKS, Ranks
+from hf_distca.schedule.waves import TransientBytes
 from hf_distca.simulate.loader_rules import packed_rows
+from hf_distca.simulate.memory import kernel_bytes
 from hf_distca.simulate.setting import TILE, Setting
 from hf_distca.simulate.work import (
     Candidate,
+    Directions,
     MicroBatchWork,
     all_layers,
-    of_nano_batches,
-    of_plan,
+    copy_seconds,
+    in_calls,
+    layer_seconds,
     side_by_side,
+    sums,
+    tensor_seconds,
 )
 
-__all__ = ["Placement", "candidates", "dealt", "given", "halved", "in_groups", "work_of"]
+
+class Moves(NamedTuple):
+    """Seconds of each rank in one layer of a plan."""
+
+    attention: Directions
+    unblocked: Directions  # of tasks that wait for nothing
+    dispatch: Directions
+    back: Directions
+    received: FloatArray  # bytes
+    pairs: float
+    between: float = 0.0  # bytes that cross between nodes
+
+    @property
+    def wire(self) -> FloatArray:
+        """Seconds of messages, both directions together, shape (ranks,)."""
+        return np.asarray(np.concatenate([self.dispatch, self.back]).sum(axis=0))
+
+
+def moves_of(setting: Setting, plan: Plan, cost: CostModel, nodes: Ranks) -> Moves:
+    """Compute one layer of a plan, on ranks that compute equally fast."""
+    load = PlanLoad(plan, cost, ranks=nodes)
+    cost, shape, ranks = load.cost, load.cost.shape, plan.layout.world_size
+    rows = plan.end - plan.start
+    tasks = cost.estimate_directions(rows, plan.end, plan.heads)
+    attention, nothing = in_calls(cost, sums(tasks, plan.server, ranks)), np.zeros((2, ranks))
+    pairs = float(load.pairs.sum())
+    if not plan.moved:
+        return Moves(attention, attention, nothing, nothing, nothing[0], pairs)
+    queries, keys, transfers = load.query_tokens, load.key_tokens, load.needed_keys
+    at_home = plan.home == plan.server
+    # Where rows are given away, others no longer lie one after another: a call takes copies of
+    # them, and puts results back.
+    left = sums(rows * plan.heads * at_home, plan.server, ranks) * (queries[0] > 0)
+    taken = np.outer(
+        [1, 2], copy_seconds(setting, left * (shape.row_bytes + shape.key_value_bytes))
+    )
+
+    def seconds(query_bytes: int, key_bytes: int) -> FloatArray:
+        # The way back takes as long as the way there: what counts is the busier of a rank's two
+        # roles.
+        moved = load.count_node_bytes(query_bytes, key_bytes)
+        # Packed where they leave, and put in place where they come.
+        copied = copy_seconds(setting, np.sum(moved, axis=(0, 1)))
+        # Relays pass keys on, and get their gradients, in an exchange of their own.
+        exchanges = 2 if plan.relays is not None and key_bytes else 1
+        fixed = exchanges * (cost.exchange_seconds + cost.peer_seconds * load.peer_counts)
+        return np.asarray(moved.estimate_seconds(cost, load.ranks).max(axis=0) + copied + fixed)
+
+    saved_bytes = shape.query_bytes + 2 * shape.output_bytes + shape.lse_bytes
+    there = seconds(shape.query_bytes, shape.key_value_bytes)
+    remote = transfers.source != transfers.server
+    waits = np.isin(
+        plan.document * ranks + plan.server,
+        np.unique(transfers.document[remote] * ranks + transfers.server[remote]),
+    )
+    row_bytes = TransientBytes.of(shape)
+    # Own rows that need keys from elsewhere go into a server's pools, too, with their own keys.
+    waiting = sums(rows * (at_home & waits), plan.server, ranks)
+    row, key = kernel_bytes(shape)
+    received = (row_bytes.query + row) * queries[1] + (row_bytes.key + key) * keys[1]
+    received = received + row_bytes.sent_query * queries[0] + row_bytes.sent_key * keys[0]
+    received = received + (row_bytes.query // 2 + shape.query_bytes + row_bytes.key) * waiting
+    return Moves(
+        attention=attention + taken,
+        unblocked=sums(tasks * (at_home & ~waits), plan.server, ranks),
+        dispatch=np.stack([there, seconds(saved_bytes, shape.key_value_bytes)]),
+        # Gradients of queries and keys take as long as these do.
+        back=np.stack([seconds(shape.output_bytes + shape.lse_bytes, 0), there]),
+        received=received,
+        pairs=pairs,
+        between=float(load.node_bytes.inter_node[0].sum()),
+    )
+
+
+def of_plan(
+    setting: Setting, plan: Plan, cost: CostModel, nodes: Ranks = UNIFORM_RANKS
+) -> MicroBatchWork:
+    """Compute one layer of a plan in one stream: a rank computes its own tasks while messages
+    arrive, and waits for outputs.
+    """
+    layer = moves_of(setting, plan, cost, nodes)
+    return MicroBatchWork(
+        tokens=plan.layout.query_tokens.astype(np.float64),
+        attention=layer.attention,
+        exposed=np.maximum(layer.dispatch - layer.unblocked, 0) + layer.back,
+        wire=layer.wire,
+        received=layer.received,
+        pairs=layer.pairs,
+        meeting=plan.layout.world_size if plan.moved else 1,
+        between=layer.between,
+    )
+
+
+def of_nano_batches(
+    setting: Setting, plans: Sequence[Plan], cost: CostModel, nodes: Ranks = UNIFORM_RANKS
+) -> MicroBatchWork:
+    """Compute one layer of the plans of two nano-batches in ping-pong.
+
+    In turns: linear layers of A beside the return of B, those of B beside the dispatch of A,
+    attention of A beside the dispatch of B, attention of B beside the return of A. A rank waits for
+    the part of a message that is longer than the computation beside it.
+    """
+    first, second = (moves_of(setting, plan, cost, nodes) for plan in plans)
+    tokens = [plan.layout.query_tokens.astype(np.float64) for plan in plans]
+    linear = [layer_seconds(setting, count) + tensor_seconds(setting, count) for count in tokens]
+    beside = (
+        (first.dispatch, linear[1]),
+        (second.dispatch, first.attention),
+        (first.back, second.attention),
+        (second.back, linear[0]),
+    )
+    return MicroBatchWork(
+        tokens=tokens[0] + tokens[1],
+        attention=first.attention + second.attention,
+        exposed=np.asarray(sum(np.maximum(message - work, 0) for message, work in beside)),
+        wire=first.wire + second.wire,
+        received=np.maximum(first.received, second.received),
+        pairs=first.pairs + second.pairs,
+        meeting=len(tokens[0]) if any(plan.moved for plan in plans) else 1,
+        between=first.between + second.between,
+    )
+
 
 # Where the documents of a micro-batch lie: a layout, or those of both nano-batches of ping-pong.
 Placement = tuple[Layout, ...]
@@ -77,15 +206,16 @@ def halved(layout: Layout) -> tuple[Layout, Layout]:
     # The second nano-batch has of each segment the part before the cut, as context, where it
     # crosses, and the part after it.
     there = np.stack([crosses, after > 0], axis=1)
-    document, rank = (
-        np.stack([column, column], axis=1)[there] for column in (layout.document, layout.rank)
-    )
-    start, length = (
-        np.stack([layout.start, layout.start + before], axis=1)[there],
-        np.stack([before, after], axis=1)[there],
+    document, rank, start, length = (
+        np.stack(columns, axis=1)[there]
+        for columns in (
+            [layout.document, layout.document],
+            [layout.rank, layout.rank],
+            [layout.start, layout.start + before],
+            [before, after],
+        )
     )
     ranks = np.arange(layout.world_size + 1)
-    context = np.bincount(layout.rank[crosses], minlength=layout.world_size)
     first = before > 0
     return (
         Layout(
@@ -94,7 +224,13 @@ def halved(layout: Layout) -> tuple[Layout, Layout]:
             before[first],
             np.searchsorted(layout.rank[first], ranks),
         ),
-        Layout(document, start, length, np.searchsorted(rank, ranks), context),
+        Layout(
+            document,
+            start,
+            length,
+            np.searchsorted(rank, ranks),
+            context=np.bincount(layout.rank[crosses], minlength=layout.world_size),
+        ),
     )
 
 
@@ -165,9 +301,11 @@ def _ticks(setting: Setting, placements: Sequence[Placement]) -> list[Placement]
         placements[0]
     )
     padded = [empty] * (setting.stages - 1) + [*placements] + [empty] * (setting.stages - 1)
-    ticks = range(len(placements) + setting.stages - 1)
     # A micro-batch is in the first stage first.
-    running = [padded[tick : tick + setting.stages][::-1] for tick in ticks]
+    running = [
+        padded[tick : tick + setting.stages][::-1]
+        for tick in range(len(placements) + setting.stages - 1)
+    ]
     return [
         tuple(_side_by_side(nano_batch) for nano_batch in zip(*stages, strict=True))
         for stages in running

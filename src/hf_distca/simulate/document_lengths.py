@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from statistics import NormalDist
 
 import numpy as np
 import numpy.typing as npt
@@ -13,8 +14,6 @@ from hf_distca.errors import ConfigError, LayoutError
 from hf_distca.schedule.cost import FloatArray
 from hf_distca.schedule.layout import IntArray, require_integers
 from hf_distca.simulate.loader_rules import shared_out
-
-__all__ = ["DISTRIBUTIONS", "DocumentSource", "distribution", "from_list"]
 
 _PIECE = 1024
 _MOST_PIECES = 2**15  # 33 million documents take some 10 s to draw, and far longer to place
@@ -29,11 +28,17 @@ class DocumentSource:
         name: description.
         stream: draws an endless sequence of lengths, in pieces, from a generator.
         source: source of the figures.
+        seed: seed of the generator, from 0 to 2**63.
     """
 
     name: str
     stream: Callable[[np.random.Generator], Iterator[IntArray]]
     source: str
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if type(self.seed) is not int or not 0 <= self.seed <= 2**63:
+            raise ConfigError(f"seed={self.seed!r} must be a whole number from 0 to {2**63}.")
 
     @classmethod
     def drawn(
@@ -49,14 +54,14 @@ class DocumentSource:
 
         return cls(name, stream, source)
 
-    def batches(self, tokens: int, count: int, seed: int = 0) -> Iterator[IntArray]:
+    def batches(self, tokens: int, count: int) -> Iterator[IntArray]:
         """Yield `count` global batches of exactly so many tokens, in the order in
         which documents were drawn; the last one is cut.
 
         Raises:
             LayoutError: if a document is longer than a batch.
         """
-        stream = self.stream(np.random.default_rng(seed))
+        stream = self.stream(np.random.default_rng(self.seed))
         rest = np.zeros(0, dtype=np.int64)
         for _ in range(count):
             pieces, total = [rest], int(rest.sum())
@@ -77,9 +82,7 @@ class DocumentSource:
             yield batch
             rest = rest[last + 1 :]
 
-    def steps(
-        self, tokens: int, micro_batches: int, count: int, seed: int = 0
-    ) -> Iterator[list[IntArray]]:
+    def steps(self, tokens: int, micro_batches: int, count: int) -> Iterator[list[IntArray]]:
         """Yield `count` steps of so many micro-batches of exactly so many tokens each.
 
         For any number of micro-batches that share the tokens of a step, its documents are the same,
@@ -88,7 +91,7 @@ class DocumentSource:
         Raises:
             LayoutError: if a document is longer than a micro-batch.
         """
-        for batch in self.batches(tokens * micro_batches, count, seed):
+        for batch in self.batches(tokens * micro_batches, count):
             _check_longest(batch, tokens, "micro-batch")
             yield [batch] if micro_batches == 1 else shared_out(batch, micro_batches, tokens)
 
@@ -175,11 +178,7 @@ class _Mixture:
         """Compute the mean of a distribution cut off at the boundary: with `side` 1 it lies above,
         with -1 below.
         """
-        distance = side * (mean - math.log(self.boundary)) / width
-
-        def below(value: float) -> float:
-            return (1 + math.erf(value / math.sqrt(2))) / 2
-
+        distance, below = side * (mean - math.log(self.boundary)) / width, NormalDist().cdf
         return math.exp(mean + width**2 / 2) * below(distance + side * width) / below(distance)
 
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from hf_distca.errors import ConfigError
 from hf_distca.schedule.cost import KernelCost
 from hf_distca.schedule.profiles import Profile
-
-__all__ = ["DEVICES", "REACHED", "Hardware", "find_hardware"]
 
 REACHED = 0.85  # of the data sheet's rates of memory and of the link to the host: assumed
 # Of that, by copies into another order. pytorch issue 178066: heads are put in order for an
@@ -61,14 +59,10 @@ class Hardware:
     host_rate: float = REACHED * 6.4e10
 
     def __post_init__(self) -> None:
-        for part in fields(self):
-            value = getattr(self, part.name)
-            if (
-                isinstance(value, float | int)
-                and not 0 < value < float("inf")
-                and "seconds" not in part.name
-            ):
-                raise ConfigError(f"{self.name}: {part.name}={value!r} must be a positive number.")
+        if not 0 < self.link_gbps < float("inf"):
+            raise ConfigError(
+                f"{self.name}: link_gbps={self.link_gbps!r} must be a positive number."
+            )
 
     @property
     def copy_rate(self) -> float:
@@ -184,28 +178,32 @@ def _with_profile(device: str, profile: Profile) -> Hardware:
     )
     link_share = between.bytes_per_second / (figures["link_gbps"] * 1e9 / 8)
     matmul, gather = _SOURCES[timed]
-    sources = {
-        "matmul": matmul,
-        "memory": (
-            f"{figures['memory_rate'] / 1e12:.2f} TB/s, {figures['memory_bytes'] / 1e9:.0f} GB"
-            f" (data sheet); {REACHED:.0%} reached: assumed"
+    memory_rate, host_rate = figures["memory_rate"], figures["host_rate"]
+    sources = (
+        ("matmul", matmul),
+        (
+            "memory",
+            f"{memory_rate / 1e12:.2f} TB/s, {figures['memory_bytes'] / 1e9:.0f} GB (data sheet);"
+            f" {REACHED:.0%} reached: assumed",
         ),
-        "host": (
-            f"{figures['host_bytes'] / 1e9:.0f} GB a device, {figures['host_rate'] / 1e9:.0f} GB/s"
-            f" each way (data sheets), {100 * REACHED:.0f} % of it assumed"
+        (
+            "host",
+            f"{figures['host_bytes'] / 1e9:.0f} GB a device, {host_rate / 1e9:.0f} GB/s each way"
+            f" (data sheets), {100 * REACHED:.0f} % of it assumed",
         ),
-        "gather": gather,
-        "links": (
+        ("gather", gather),
+        (
+            "links",
             f"{figures['link_gbps']:.0f} Gbit/s a GPU, of which messages reach {link_share:.0%};"
-            f" {profile.sources['links']}"
+            f" {profile.sources['links']}",
         ),
-        "attention": (
+        (
+            "attention",
             f"profile {profile.name}, bytes {faster:.2f} times as fast, largest error of fitted"
             f" timings {rates.errors['fitted_forward_largest']:.0%} forward,"
-            f" {profile.sources['kernel']}"
+            f" {profile.sources['kernel']}",
         ),
-    }
-    reached = {name: REACHED * figures[name] for name in ("memory_rate", "host_rate")}
+    )
     return Hardware(
         name=device,
         node_rate=inside.bytes_per_second,
@@ -215,6 +213,6 @@ def _with_profile(device: str, profile: Profile) -> Hardware:
         forward=forward,
         backward=backward,
         element_bytes=rates.element_bytes,
-        sources=tuple(sources.items()),
-        **figures | reached,
+        sources=sources,
+        **figures | {"memory_rate": REACHED * memory_rate, "host_rate": REACHED * host_rate},
     )

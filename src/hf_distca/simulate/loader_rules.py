@@ -9,17 +9,8 @@ import numpy as np
 from hf_distca.errors import LayoutError
 from hf_distca.schedule.cost import FloatArray
 from hf_distca.schedule.layout import IntArray, Layout
-from hf_distca.simulate.beside_attention import layer_seconds
 from hf_distca.simulate.setting import Setting
-
-__all__ = [
-    "batch_rebalance",
-    "cut_into_batches",
-    "document_seconds",
-    "longest_first",
-    "packed_rows",
-    "shared_out",
-]
+from hf_distca.simulate.work import layer_seconds
 
 # Weight of a square in transformers' cost of a sample (BatchRebalanceSampler.QUADRATIC_COST_COEF).
 _SQUARE = 0.001
@@ -85,8 +76,8 @@ def shared_out(lengths: IntArray, count: int, tokens: int) -> list[IntArray]:
 def document_seconds(setting: Setting, lengths: IntArray) -> FloatArray:
     """Compute the seconds that each document adds to its rank, all layers, both directions."""
     # A long row's seconds a token: alone, a short document would read all weights by itself.
-    row = layer_seconds(setting, np.full(1, float(setting.tokens_per_rank)))
-    token_seconds = float(row.sum()) / setting.tokens_per_rank
+    tokens = float(setting.tokens_per_rank)
+    token_seconds = float(layer_seconds(setting, np.full(1, tokens)).sum()) / tokens
     seconds = setting.model.layers * token_seconds * lengths.astype(np.float64)
     for window, layers in setting.model.kinds:
         seconds += layers * setting.cost(window).estimate_seconds(lengths, lengths)
@@ -102,27 +93,14 @@ def longest_first(
     Returns:
         The bin of each document. Where nothing fits, it is the bin with the fewest tokens.
     """
-    order = np.argsort(-lengths, kind="stable")
-    room = [cap if cap is not None else int(lengths.sum())] * bins
-    loads, ready = [0.0] * bins, [(0.0, bin_index) for bin_index in range(bins)]
-    waiting: list[tuple[int, int]] = []  # bins without room for a document wait for a shorter one
-    chosen = []
-    for tokens, taken in zip(lengths[order].tolist(), seconds[order].tolist(), strict=True):
-        while waiting and -waiting[0][0] >= tokens:
-            bin_index = heapq.heappop(waiting)[1]
-            heapq.heappush(ready, (loads[bin_index], bin_index))
-        while ready and room[ready[0][1]] < tokens:
-            bin_index = heapq.heappop(ready)[1]
-            heapq.heappush(waiting, (-room[bin_index], bin_index))
-        if not ready:
-            heapq.heappush(ready, (0.0, heapq.heappop(waiting)[1]))
-        bin_index = ready[0][1]
-        chosen.append(bin_index)
-        room[bin_index] -= tokens
-        loads[bin_index] += taken
-        heapq.heapreplace(ready, (loads[bin_index], bin_index))
-    bin_of = np.empty(len(lengths), dtype=np.int64)
-    bin_of[order] = chosen
+    room = np.full(bins, int(lengths.sum()) if cap is None else cap)
+    loads, bin_of = np.zeros(bins), np.empty(len(lengths), dtype=np.int64)
+    for document in np.argsort(-lengths, kind="stable").tolist():
+        fits = room >= lengths[document]
+        chosen = np.where(fits, loads, np.inf).argmin() if fits.any() else room.argmax()
+        room[chosen] -= lengths[document]
+        loads[chosen] += seconds[document]
+        bin_of[document] = chosen
     return bin_of
 
 

@@ -18,9 +18,7 @@ from hf_distca.simulate.predict import Prediction, best_of, predict_step
 from hf_distca.simulate.setting import MOST_TOKENS, Setting
 from hf_distca.simulate.strategies import OURS, find_strategy
 
-__all__ = ["DEALT", "WAYS", "LongestDocument", "longest_documents"]
-
-DEALT = tuple(name for name in OURS if name.startswith("dealt"))
+_DEALT = tuple(name for name in OURS if name.startswith("dealt"))
 _CHECKPOINTING = {"checkpointing": "full", "offload": False, "loss_tokens": None, "fused": False}
 # What each way sets, beside what the one before it does.
 WAYS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
@@ -51,74 +49,56 @@ class LongestDocument:
     limit: str
 
 
-def longest_documents(
-    setting: Setting, strategies: tuple[str, ...] = DEALT
-) -> list[LongestDocument]:
-    """Find the longest document of each way, to within 1024 tokens a rank, by the fastest of these
-    strategies that fits.
+def longest_documents(setting: Setting) -> list[LongestDocument]:
+    """Find the longest document of each way, to within 1024 tokens a rank, by the faster of
+    hf-distca's ways to deal that fit.
 
     Every micro-batch is one document, dealt to all ranks.
 
     Raises:
         ConfigError: if not even 1024 tokens a rank fit.
     """
-    longest = [
-        _longest(replace(setting, **changes), way, strategies) for way, changes in WAYS.items()
-    ]
+    longest = [_longest(replace(setting, **changes), way) for way, changes in WAYS.items()]
     if all(document.step is None for document in longest):
-        least = _step(replace(setting, tokens_per_rank=_UNIT, **WAYS["+ fused layers"]), strategies)
-        needed = (
-            f"{least.peak_bytes / 1e9:.0f} GB, of which {_largest(least)}"
-            if least
-            else "more than one micro-batch can have"
-        )
+        least = _step(replace(setting, tokens_per_rank=_UNIT, **WAYS["+ fused layers"]))
+        largest = max(TERMS, key=lambda term: float(getattr(least.memory, term)))
         raise ConfigError(
             f"{setting.model.name} on {setting.ranks} {setting.hardware.name} with"
             f" {setting.hardware.memory_bytes / 1e9:.0f} GB each: a document of {_UNIT} tokens a"
-            f" rank needs {needed}. Use more ranks, --sharding fsdp, or a smaller model."
+            f" rank needs {least.peak_bytes / 1e9:.0f} GB, of which"
+            f" {float(getattr(least.memory, largest)) / 1e9:.0f} GB are {largest}. Use more ranks,"
+            " --sharding fsdp, or a smaller model."
         )
     return longest
 
 
-def _largest(step: Prediction) -> str:
-    """Name the largest term of a step's memory."""
-    name = max(TERMS, key=lambda term: float(getattr(step.memory, term)))
-    return f"{float(getattr(step.memory, name)) / 1e9:.0f} GB are {name}"
-
-
-def _longest(setting: Setting, way: str, strategies: tuple[str, ...]) -> LongestDocument:
+def _longest(setting: Setting, way: str) -> LongestDocument:
     # A token has at least one layer's input on the device, or on the host.
     hardware = setting.hardware
     least_bytes = setting.model.hidden / setting.tensor * hardware.element_bytes
     most_tokens = int(max(hardware.memory_bytes, hardware.host_bytes) / least_bytes)
 
-    def step(units: int) -> Prediction | None:
-        return _step(replace(setting, tokens_per_rank=units * _UNIT), strategies)
-
-    def is_full(units: int) -> bool:
-        prediction = step(units)
-        return prediction is None or not prediction.fits
+    def step(units: int) -> Prediction:
+        return _step(replace(setting, tokens_per_rank=units * _UNIT))
 
     most = min(most_tokens, MOST_TOKENS - _UNIT) // _UNIT
-    units = bisect_left(range(1, most + 1), True, key=is_full)
-    beyond = step(units + 1)
-    fits_device = beyond is not None and beyond.peak_bytes <= hardware.memory_bytes
+    units = bisect_left(range(1, most + 1), True, key=lambda units: not step(units).fits)
     return LongestDocument(
         way=way,
         tokens=units * _UNIT * setting.group,
         step=step(units) if units else None,
-        limit="host" if fits_device else "device",
+        limit="host" if step(units + 1).peak_bytes <= hardware.memory_bytes else "device",
     )
 
 
-def _step(setting: Setting, strategies: tuple[str, ...]) -> Prediction | None:
+def _step(setting: Setting) -> Prediction:
     """Predict the step of a document that fills all ranks: the fastest that fits, or else the one
     that needs the least.
     """
     batches = [np.array([setting.tokens])] * setting.micro_batches
     steps = [
         step
-        for name in strategies
+        for name in _DEALT
         if (step := predict_step(setting, batches, find_strategy(name))) is not None
     ]
-    return best_of(steps, strategies) or min(steps, key=lambda step: step.peak_bytes, default=None)
+    return best_of(steps, _DEALT) or min(steps, key=lambda step: step.peak_bytes)

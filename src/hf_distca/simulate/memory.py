@@ -15,25 +15,12 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from hf_distca.schedule.cost import AttentionShape, FloatArray
 from hf_distca.simulate.setting import Setting
-
-__all__ = [
-    "TERMS",
-    "KernelBytes",
-    "RankMemory",
-    "activation_bytes",
-    "fullest",
-    "host_bytes",
-    "in_flight",
-    "most_tokens",
-    "state_of",
-]
 
 _MOMENT_BYTES = 8  # Adam's two moments in float32
 _WIDE = 4  # bytes of a float32
@@ -104,23 +91,15 @@ def state_of(setting: Setting) -> RankMemory:
     )
 
 
-class KernelBytes(NamedTuple):
-    """Bytes that a kernel's backward needs inside, for each row and for each key.
+def kernel_bytes(shape: AttentionShape) -> tuple[float, float]:
+    """Compute the bytes that a kernel's backward needs inside, for each row and for each key.
 
     Flash-attention 2 sums gradients of rows in float32 and writes those of keys for every query
     head (`mha_varlen_bwd` in flash_api.cpp: dq_accum, dk_expanded, dv_expanded); torch's kernel for
     CPUs needs about as much.
     """
-
-    row: float
-    key: float
-
-    @classmethod
-    def of(cls, shape: AttentionShape) -> KernelBytes:
-        """Compute the bytes for an attention shape."""
-        return cls(
-            shape.query_bytes / shape.element_bytes * _WIDE, shape.query_bytes + shape.output_bytes
-        )
+    row_bytes = shape.query_bytes / shape.element_bytes * _WIDE
+    return row_bytes, shape.query_bytes + shape.output_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +111,9 @@ class _LayerBytes:
         attention, feed_forward: bytes that autograd saves in its two halves, inputs of norms
             included.
         attention_work, feed_forward_work: other bytes in their backward.
-        outputs: o, which attention saves anyway, and the log-sum-exp.
+        waiting: bytes that wait for backward, without attention's outputs where checkpointing keeps
+            them.
+        kept: attention's outputs, o and the log-sum-exp, if checkpointing keeps them.
     """
 
     input: float
@@ -140,7 +121,8 @@ class _LayerBytes:
     feed_forward: float
     attention_work: float
     feed_forward_work: float
-    outputs: float
+    waiting: float
+    kept: float
 
     @classmethod
     def of(cls, setting: Setting) -> _LayerBytes:
@@ -153,41 +135,26 @@ class _LayerBytes:
         with three gradients (`LlamaMLP`); a fused one saves gate, up and the product
         (`LigerSiLUMul`).
         """
-        model, shape, element, fused = (
-            setting.model,
-            setting.shape,
-            setting.hardware.element_bytes,
-            setting.fused,
-        )
+        model, shape, fused = setting.model, setting.shape, setting.fused
+        element = setting.hardware.element_bytes
         hidden, wide = (
-            model.hidden / setting.tensor * element,
-            model.feed_forward / setting.tensor * element,
+            size / setting.tensor * element for size in (model.hidden, model.feed_forward)
         )
-        in_float = hidden if fused else hidden / element * _WIDE
-        norm = in_float + hidden * (1 if fused else 2)
+        norm = 2 * hidden if fused else hidden / element * _WIDE + 2 * hidden
         qkv = shape.query_bytes + shape.key_value_bytes
         heads = (shape.query_bytes + shape.key_value_bytes / 2) * model.head_norms
         outputs = (shape.output_bytes + shape.lse_bytes) * model.attention_share
+        saved = (qkv + heads * (1 if fused else (_WIDE / element + 1))) * model.attention_share
+        attention, feed_forward = norm + saved + outputs, norm + wide * (3 if fused else 4)
         return cls(
             input=hidden,
-            attention=norm
-            + (qkv + heads * (1 if fused else (_WIDE / element + 1))) * model.attention_share
-            + outputs,
-            feed_forward=norm + wide * (3 if fused else 4),
-            attention_work=hidden + shape.output_bytes + qkv + sum(KernelBytes.of(shape)),
+            attention=attention,
+            feed_forward=feed_forward,
+            attention_work=hidden + shape.output_bytes + qkv + sum(kernel_bytes(shape)),
             feed_forward_work=hidden + wide * (1 if fused else 2),
-            outputs=outputs,
+            waiting=attention + feed_forward if setting.checkpointing == "none" else hidden,
+            kept=outputs if setting.checkpointing == "selective" else 0.0,
         )
-
-    def waiting(self, setting: Setting) -> float:
-        """Return the bytes that a layer keeps for backward, without attention's outputs where
-        checkpointing keeps them.
-        """
-        return self.attention + self.feed_forward if setting.checkpointing == "none" else self.input
-
-    def kept(self, setting: Setting) -> float:
-        """Return the bytes of attention's outputs, if checkpointing keeps them."""
-        return self.outputs if setting.checkpointing == "selective" else 0.0
 
 
 def activation_bytes(setting: Setting) -> float:
@@ -195,7 +162,7 @@ def activation_bytes(setting: Setting) -> float:
     rank's layers, on the device or on the host.
     """
     layer = _LayerBytes.of(setting)
-    return setting.stage_layers * (layer.waiting(setting) + layer.kept(setting))
+    return setting.stage_layers * (layer.waiting + layer.kept)
 
 
 def host_bytes(setting: Setting) -> float:
@@ -216,13 +183,10 @@ def _gathered(setting: Setting, layers: int) -> float:
     """
     if setting.sharding != "fsdp" or setting.group == 1:
         return 0.0
-    model, head = setting.model, setting.model.hidden * setting.model.vocabulary
-    root = head * (1 if model.tied else 2)
-    return (
-        (root + head + layers * model.layer_parameters)
-        / setting.tensor
-        * setting.hardware.element_bytes
-    )
+    model = setting.model
+    heads = model.hidden * model.vocabulary * (2 if model.tied else 3)
+    weights = heads + layers * model.layer_parameters
+    return weights / setting.tensor * setting.hardware.element_bytes
 
 
 def _loss_bytes(setting: Setting, tokens: FloatArray) -> FloatArray:
@@ -232,19 +196,14 @@ def _loss_bytes(setting: Setting, tokens: FloatArray) -> FloatArray:
     In chunks, gradients of hidden states and of the output layer's weights are summed in float32
     (TRL's ChunkedLogProbFunction).
     """
-    model, element = setting.model, setting.hardware.element_bytes
-    logits, norm = (
-        model.vocabulary / setting.tensor * _LOGIT_BYTES,
-        model.hidden * (_WIDE + 2 * element),
-    )
+    model, vocabulary = setting.model, setting.model.vocabulary / setting.tensor
+    norm = sums = model.hidden * (_WIDE + 2 * setting.hardware.element_bytes)
     if setting.loss_tokens is None:
-        return tokens * (norm + logits)
-    sums = model.hidden * (_WIDE + 2 * element)
+        return tokens * (norm + vocabulary * _LOGIT_BYTES)
     weights = model.hidden * model.vocabulary / setting.tensor * _WIDE
     part = min(_CHUNK_WORDS * setting.tensor / model.vocabulary, 1.0)
-    return (
-        tokens * (norm + sums) + weights + np.minimum(tokens, setting.loss_tokens) * logits * part
-    )
+    logits = np.minimum(tokens, setting.loss_tokens) * (vocabulary * _LOGIT_BYTES) * part
+    return tokens * (norm + sums) + weights + logits
 
 
 def _moments(
@@ -255,25 +214,21 @@ def _moments(
     flying: int,
 ) -> Iterator[RankMemory]:
     """Yield moments that may be the fullest of a rank; for the arguments see `fullest`."""
-    count, layer, state = (
-        np.asarray(tokens, dtype=np.float64),
-        _LayerBytes.of(setting),
-        state_of(setting),
-    )
+    count, layer = np.asarray(tokens, dtype=np.float64), _LayerBytes.of(setting)
     repeated, all_layers = setting.checkpointing != "none", flying * setting.stage_layers
-    before, after = replace(state, gradients=0.0), state
-    if setting.micro_batches > 1:
-        before = state
-    elif setting.sharding == "fsdp":  # gradients of the root are reduced last
-        layers = setting.model.layers * setting.model.layer_parameters
-        after = replace(state, gradients=state.gradients * layers / setting.model.parameters)
+    before = after = state_of(setting)
+    if setting.micro_batches == 1:
+        before = replace(after, gradients=0.0)
+        if setting.sharding == "fsdp":  # gradients of the root are reduced last
+            layers = setting.model.layers * setting.model.layer_parameters
+            after = replace(after, gradients=after.gradients * layers / setting.model.parameters)
 
     def moment_with(held: RankMemory, waiting: int) -> RankMemory:
         on_device = min(waiting, 1) if setting.offload else waiting
         return replace(
             held,
-            checkpoints=count * layer.waiting(setting) * on_device,
-            outputs=count * layer.kept(setting) * on_device,
+            checkpoints=count * layer.waiting * on_device,
+            outputs=count * layer.kept * on_device,
             exchange=np.asarray(kept),
             host=count * host_bytes(setting) * flying,
         )
@@ -285,7 +240,7 @@ def _moments(
     )
     # A layer that is repeated saves everything anew, but what of it waits anyway: outputs, and the
     # input if a norm saves that.
-    shared = layer.kept(setting) + (
+    shared = layer.kept + (
         layer.input if setting.fused or setting.hardware.element_bytes == _WIDE else 0.0
     )
     attention = (
@@ -317,8 +272,7 @@ def fullest(
         kept: bytes that exchanges keep for backward.
         same_phase: whether all stages run the same phase.
     """
-    flying = in_flight(setting, same_phase=same_phase)
-    moments = _moments(setting, tokens, received, kept, flying)
+    moments = _moments(setting, tokens, received, kept, in_flight(setting, same_phase=same_phase))
     moment = max(moments, key=lambda memory: float(np.max(memory.total)))
     return moment.of_rank(int(np.argmax(np.atleast_1d(moment.total))))
 

@@ -2,33 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from hf_distca.errors import ConfigError
-from hf_distca.schedule.cost import count_causal_pairs
+from hf_distca.schedule.cost import FloatArray, count_causal_pairs
 from hf_distca.schedule.layout import IntArray
-from hf_distca.simulate.beside_attention import optimizer_seconds, weight_exchange
 from hf_distca.simulate.document_lengths import DocumentSource
-from hf_distca.simulate.memory import RankMemory, fullest
+from hf_distca.simulate.memory import RankMemory, fullest, host_bytes
 from hf_distca.simulate.setting import Setting
 from hf_distca.simulate.strategies import STRATEGIES, Strategy, find_strategy
-from hf_distca.simulate.timelines import (
-    data_parallel,
-    one_forward_one_backward,
-    rank_seconds,
-    same_phase,
+from hf_distca.simulate.work import (
+    Candidate,
+    Directions,
+    MicroBatchWork,
+    head_seconds,
+    layer_seconds,
+    optimizer_seconds,
+    tensor_seconds,
+    weight_exchange,
 )
-from hf_distca.simulate.work import Candidate
-
-__all__ = ["Prediction", "best_alternative", "best_of", "predict_step", "simulate"]
 
 # A strategy that skips more than this part of the attention trains on other documents: it is shown,
 # and not compared.
 _SKIPPED = 0.01
+_MOST_BATCHES = 100_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,15 +89,13 @@ def predict_step(
     # hf-distca keeps attention's output.
     if strategy.disaggregated and setting.checkpointing == "full":
         setting = replace(setting, checkpointing="selective")
-    predictions = [
-        _of_candidate(setting, candidate, strategy, batches)
-        for candidate in strategy.candidates(setting, batches)
-    ]
-    if not predictions:
-        return None
     return min(
-        predictions,
+        (
+            _of_candidate(setting, candidate, strategy, batches)
+            for candidate in strategy.candidates(setting, batches)
+        ),
         key=lambda step: (not step.fits, step.attention_share < 1 - _SKIPPED, step.step_seconds),
+        default=None,
     )
 
 
@@ -112,17 +111,17 @@ def _of_candidate(
     forward, backward = (
         float(np.mean([part[direction].mean() for part in parts])) / stages for direction in (0, 1)
     )
-    weights = weight_exchange(holders, forward, backward)
-    step = timeline.seconds + weights.exposed + optimizer_seconds(holders)
+    _, weights_exposed = weight_exchange(holders, forward, backward)
+    step = timeline.seconds + weights_exposed + optimizer_seconds(holders)
     # Of a rank: in ticks all stages' ranks are in each work, and else each rank stands for a
     # pipeline.
     exposed = sum(float(work.exposed.sum(axis=0).mean()) for work in works) / stages
     wire = sum(float(work.wire.mean()) for work in works) / stages
     tokens = np.max([work.tokens for work in works], axis=0)
-    exchanged = (
+    received, kept = (
         np.max([getattr(work, name) for work in works], axis=0) for name in ("received", "kept")
     )
-    memory = fullest(holders, tokens, *exchanged, same_phase=candidate.ticks)
+    memory = fullest(holders, tokens, received, kept, same_phase=candidate.ticks)
     peak = float(memory.total)
     whole = float(
         sum(
@@ -132,7 +131,7 @@ def _of_candidate(
         )
     )
     between = [work.between for work in works if work.between is not None]
-    computed = sum(work.pairs for work in works) / (stages if candidate.ticks else 1)
+    counted = stages if candidate.ticks else 1
     return Prediction(
         strategy=strategy.name,
         title=strategy.title,
@@ -141,19 +140,17 @@ def _of_candidate(
         exposed_share=exposed / step,
         hidden_seconds=max(wire - exposed, 0.0),
         exposed_seconds=exposed,
-        weight_exposed_seconds=weights.exposed,
+        weight_exposed_seconds=weights_exposed,
         peak_bytes=peak,
         memory=memory,
         fits=peak <= setting.hardware.memory_bytes
         and float(memory.host) <= setting.hardware.host_bytes,
-        attention_share=computed / whole,
+        attention_share=sum(work.pairs for work in works) / counted / whole,
         most_tokens=int(tokens.max()),
         degree=candidate.degree,
         tokens_per_second=sum(int(n.sum()) for n in batches) / step,
         between_bytes=(
-            sum(between) * setting.tensor / (stages if candidate.ticks else 1)
-            if len(between) == len(works)
-            else None
+            sum(between) * setting.tensor / counted if len(between) == len(works) else None
         ),
     )
 
@@ -164,7 +161,6 @@ def simulate(
     strategies: Iterable[str | Strategy] = tuple(STRATEGIES),
     *,
     batches: int = 10,
-    seed: int = 0,
     told: Callable[[], object] = lambda: None,
 ) -> list[Prediction]:
     """Predict steps of several global batches under each strategy.
@@ -174,20 +170,17 @@ def simulate(
         documents: source of lengths.
         strategies: names of `STRATEGIES`, or strategies.
         batches: number of global batches.
-        seed: seed of the generator that draws them.
         told: called after each strategy of each batch.
 
     Raises:
-        ConfigError: if a strategy is not known, none can run, or `batches` or `seed` is out of its
-            range.
+        ConfigError: if a strategy is not known, none can run, or `batches` is out of its range.
         LayoutError: if a document is longer than a global batch.
     """
     chosen = list({strategy.name: strategy for strategy in map(find_strategy, strategies)}.values())
-    for name, value, least, most in (("batches", batches, 1, 100_000), ("seed", seed, 0, 2**63)):
-        if type(value) is not int or not least <= value <= most:
-            raise ConfigError(f"{name}={value!r} must be a whole number from {least} to {most}.")
+    if type(batches) is not int or not 1 <= batches <= _MOST_BATCHES:
+        raise ConfigError(f"{batches=} must be a whole number from 1 to {_MOST_BATCHES}.")
     predicted: dict[str, list[Prediction]] = {strategy.name: [] for strategy in chosen}
-    for lengths in documents.steps(setting.tokens, setting.micro_batches, batches, seed):
+    for lengths in documents.steps(setting.tokens, setting.micro_batches, batches):
         for strategy in chosen:
             step = predict_step(setting, lengths, strategy)
             told()
@@ -205,11 +198,10 @@ def simulate(
 def _mean(steps: list[Prediction]) -> Prediction:
     degrees = [step.degree for step in steps]
     fullest_step = max(steps, key=lambda step: step.peak_bytes)
-    names = [
-        field.name for field in fields(Prediction) if field.name.endswith(("_seconds", "_share"))
-    ]
     means: dict[str, Any] = {
-        name: float(np.mean([getattr(step, name) for step in steps])) for name in names
+        field.name: float(np.mean([getattr(step, field.name) for step in steps]))
+        for field in fields(Prediction)
+        if field.name.endswith(("_seconds", "_share"))
     }
     return replace(
         steps[0],
@@ -229,17 +221,15 @@ def _mean(steps: list[Prediction]) -> Prediction:
     )
 
 
-def best_of(predictions: Iterable[Prediction], names: Iterable[str]) -> Prediction | None:
+def best_of(predictions: Iterable[Prediction], names: Collection[str]) -> Prediction | None:
     """Return the fastest of these strategies that fits and computes the attention of whole
     documents; None if none does.
     """
-    chosen = set(names)
-    able = [
-        prediction
-        for prediction in predictions
-        if prediction.strategy in chosen and prediction.comparable
-    ]
-    return min(able, key=lambda prediction: prediction.step_seconds, default=None)
+    return min(
+        (step for step in predictions if step.strategy in names and step.comparable),
+        key=lambda step: step.step_seconds,
+        default=None,
+    )
 
 
 def best_alternative(predictions: Iterable[Prediction]) -> Prediction | None:
@@ -247,3 +237,119 @@ def best_alternative(predictions: Iterable[Prediction]) -> Prediction | None:
     return best_of(
         predictions, [name for name, strategy in STRATEGIES.items() if not strategy.disaggregated]
     )
+
+
+class Timeline(NamedTuple):
+    """A step, without exchanges of weights.
+
+    Attributes:
+        seconds: seconds until the last rank is done.
+        busy: seconds of each rank in which it computes or exchanges.
+    """
+
+    seconds: float
+    busy: FloatArray
+
+
+def linear_seconds(setting: Setting, tokens: FloatArray) -> Directions:
+    """Return the seconds of the linear layers of the whole model for so many tokens of each rank,
+    shape (ranks,).
+
+    With checkpointing, backward runs their forward once more.
+    """
+    forward, backward = setting.model.layers * (
+        layer_seconds(setting, tokens) + tensor_seconds(setting, tokens)
+    )
+    return np.stack([forward, backward if setting.checkpointing == "none" else backward + forward])
+
+
+def rank_seconds(setting: Setting, work: MicroBatchWork) -> Directions:
+    """Return the seconds of each rank for a micro-batch, all layers of the model, without the
+    output layer.
+
+    Nothing hides the copies of offloading, as in transformers (`activation_checkpointing_kwargs`).
+    """
+    copies = setting.stages * host_bytes(setting) * work.tokens / setting.hardware.host_rate
+    seconds = (
+        linear_seconds(setting, work.tokens) / work.linear_speed
+        + work.attention
+        + work.exposed
+        + copies
+    )
+    if setting.checkpointing == "full":
+        seconds[1] += work.attention[0] + work.exposed[0]
+    return seconds
+
+
+def data_parallel(
+    setting: Setting, works: Sequence[MicroBatchWork], parts: Sequence[Directions]
+) -> Timeline:
+    """Run the micro-batches of every rank, with `parts` from `rank_seconds`; all wait for the last
+    one at the end.
+
+    Ranks that exchange something in every layer wait for each other in each direction of a
+    micro-batch, too.
+    """
+    busy, ends = np.zeros((2, len(works[0].tokens)))
+    for work, (forward, backward) in zip(works, parts, strict=True):
+        head = head_seconds(setting, work.tokens) / work.linear_speed
+        for seconds, idle in ((forward, work.idle[0]), (head, 0.0), (backward, work.idle[1])):
+            busy, ends = busy + seconds, ends + seconds + idle
+            if work.meeting > 1:
+                ends = np.repeat(ends.reshape(-1, work.meeting).max(axis=1), work.meeting)
+    return Timeline(float(ends.max()), busy)
+
+
+def _hop_seconds(setting: Setting, tokens: FloatArray) -> FloatArray:
+    """Return the seconds that a stage's outputs travel to the next one."""
+    bytes_ = tokens * setting.model.hidden * setting.hardware.element_bytes / setting.tensor
+    return np.asarray(bytes_ / setting.hardware.link_rate + setting.hardware.exchange_seconds)
+
+
+def one_forward_one_backward(
+    setting: Setting, works: Sequence[MicroBatchWork], parts: Sequence[Directions]
+) -> Timeline:
+    """Run 1F1B: each rank of the group stands for a pipeline, whose stages have equally many
+    layers.
+
+    If all calls took one tick, stage s of p would run the forward of micro-batch m in tick 2 m + s
+    or before, and its backward in tick 2 (m + p) - 1 - s. In the order of these ticks every call
+    follows the calls that it waits for.
+    """
+    stages, count = setting.stages, len(works)
+    calls = [(2 * m + s, m, s, 0) for m in range(count) for s in range(stages)]
+    calls += [(2 * (m + stages) - 1 - s, m, s, 1) for m in range(count) for s in range(stages)]
+    heads = [head_seconds(setting, work.tokens) for work in works]
+    hops = [_hop_seconds(setting, work.tokens) for work in works]
+    free, busy = np.zeros((2, stages, len(works[0].tokens)))
+    ready = [np.zeros_like(hop) for hop in hops]  # when a micro-batch is where its next call runs
+    for _, number, stage, direction in sorted(calls):
+        seconds = parts[number][direction] / stages
+        last = stage == stages - 1
+        if last:
+            seconds = seconds + heads[number] * (2 / 3 if direction else 1 / 3)
+        free[stage] = np.maximum(free[stage], ready[number]) + seconds
+        busy[stage] += seconds
+        ready[number] = free[stage] + (0.0 if last and not direction else hops[number])
+    return Timeline(float(free.max()), busy.ravel())
+
+
+def same_phase(
+    setting: Setting, ticks: Sequence[MicroBatchWork], parts: Sequence[Directions]
+) -> Timeline:
+    """Run ticks: all stages in forward or all in backward, where stages without a micro-batch
+    serve.
+
+    `ticks` has, for each tick of one direction, the work of all stages' ranks, stage after stage,
+    in all layers of the model. The ticks of the other direction are the same.
+    """
+    seconds, busy = 0.0, np.zeros(len(ticks[0].tokens))
+    last = np.arange(len(busy)) >= len(busy) - setting.group
+    for tick, both in zip(ticks, parts, strict=True):
+        head = np.where(last, head_seconds(setting, tick.tokens), 0.0)
+        hop = _hop_seconds(setting, tick.tokens).max()
+        for part, share in zip(both, (1 / 3, 2 / 3), strict=True):
+            taken = part / setting.stages + head * share
+            busy += taken
+            seconds += float(taken.max() + hop)
+    return Timeline(seconds, busy)

@@ -17,8 +17,6 @@ from hf_distca.schedule.profiles import Profile
 from hf_distca.schedule.ranks import Ranks
 from hf_distca.simulate.hardware import Hardware
 
-__all__ = ["MOST_TOKENS", "TILE", "Checkpointing", "Setting", "Sharding"]
-
 Checkpointing = Literal["none", "selective", "full"]
 Sharding = Literal["fsdp", "zero1", "ddp"]
 TILE = DistCAConfig().tile  # query rows of a kernel tile
@@ -68,40 +66,42 @@ class Setting:
     fused: bool = True
 
     def __post_init__(self) -> None:
-        limits = {
-            "ranks": _MOST_RANKS,
-            "tokens_per_rank": MOST_TOKENS,
-            "tensor": _MOST_RANKS,
-            "stages": self.model.layers,
-            "micro_batches": 4096,
-            "ranks_per_node": _MOST_RANKS,
-        }
-        for name, most in limits.items():
+        for name, most in (
+            ("ranks", _MOST_RANKS),
+            ("tokens_per_rank", MOST_TOKENS),
+            ("tensor", _MOST_RANKS),
+            ("stages", self.model.layers),
+            ("micro_batches", 4096),
+            ("ranks_per_node", _MOST_RANKS),
+        ):
             value = getattr(self, name)
             if type(value) is not int or not 1 <= value <= most:
                 raise ConfigError(f"{name}={value!r} must be a whole number from 1 to {most}.")
-        if self.ranks % (self.tensor * self.stages):
-            raise ConfigError(
+        for is_wrong, text in (
+            (
+                self.ranks % (self.tensor * self.stages),
                 f"ranks={self.ranks} must be a multiple of tensor * stages (--tp, --pp) ="
-                f" {self.tensor} * {self.stages}: what is left shares core attention."
-            )
-        if self.model.query_heads % self.tensor:
-            raise ConfigError(
+                f" {self.tensor} * {self.stages}: what is left shares core attention.",
+            ),
+            (
+                self.model.query_heads % self.tensor,
                 f"tensor={self.tensor} must divide the {self.model.query_heads} query heads of"
-                f" {self.model.name}."
-            )
-        if self.offload and self.checkpointing == "none":
-            raise ConfigError(
+                f" {self.model.name}.",
+            ),
+            (
+                self.offload and self.checkpointing == "none",
                 "offload=True moves what checkpointing keeps, and checkpointing='none' keeps"
-                " nothing."
-            )
-        if self.model.layers % self.stages:
-            raise ConfigError(
+                " nothing.",
+            ),
+            (
+                self.model.layers % self.stages,
                 f"stages={self.stages} must divide the {self.model.layers} layers of"
-                f" {self.model.name}."
-            )
-        if self.profile is not None:
-            self._check_rates(self.cost())
+                f" {self.model.name}.",
+            ),
+        ):
+            if is_wrong:
+                raise ConfigError(text)
+        self._check_rates(self.cost())
 
     def _check_rates(self, cost: CostModel) -> None:
         """Raise if rates make sums of seconds too large to compute with.
@@ -111,11 +111,11 @@ class Setting:
                 number of seconds.
         """
         bytes_ = self.tokens * (cost.shape.moved_query_bytes + cost.shape.moved_key_bytes)
-        rates = (cost.exchange_bytes_per_second, cost.node_bytes_per_second or math.inf)
         with np.errstate(over="ignore", invalid="ignore"):
             seconds = (
                 float(cost.estimate_seconds(self.tokens, self.tokens)[0])
-                + bytes_ / min(rates)
+                + bytes_
+                / min(cost.exchange_bytes_per_second, cost.node_bytes_per_second or math.inf)
                 + cost.exchange_seconds
             )
         if not seconds < _MOST_SECONDS:

@@ -17,8 +17,6 @@ from hf_distca.simulate.memory import most_tokens
 from hf_distca.simulate.setting import Setting
 from hf_distca.simulate.work import Candidate, MicroBatchWork, of_documents
 
-__all__ = ["OURS", "STRATEGIES", "Strategy", "find_strategy"]
-
 Batches = Sequence[IntArray]
 
 
@@ -50,11 +48,11 @@ def _plain(setting: Setting, batches: Batches) -> list[Candidate]:
 
 
 def _lpt(setting: Setting, batches: Batches) -> list[Candidate]:
-    def place(lengths: IntArray) -> IntArray:
-        seconds = loader_rules.document_seconds(setting, lengths)
-        return loader_rules.longest_first(seconds, lengths, setting.group)
-
-    return [Candidate([of_documents(setting, lengths, place(lengths)) for lengths in batches])]
+    placed = (
+        (n, loader_rules.longest_first(loader_rules.document_seconds(setting, n), n, setting.group))
+        for n in batches
+    )
+    return [Candidate([of_documents(setting, lengths, rank) for lengths, rank in placed])]
 
 
 def _batch_rebalance(setting: Setting, batches: Batches) -> list[Candidate]:
@@ -83,14 +81,13 @@ def _context(
         count, tokens = setting.group // degree, setting.tokens_per_rank * degree
         packed = [loader_rules.packed_rows(lengths, count, tokens) for lengths in batches]
         rows = [context.SharedRows(layout.length, layout.rank, count) for layout in packed]
-        candidates.append(
-            Candidate([work_of_rows(setting, documents, degree) for documents in rows], degree)
-        )
+        ways = [work_of_rows]
         if work_of_rows is context.all_gather and context.comes_again(setting, degree):
-            works = [
-                context.all_gather(setting, documents, degree, again=True) for documents in rows
-            ]
-            candidates.append(Candidate(works, degree))
+            ways.append(partial(context.all_gather, again=True))
+        candidates += [
+            Candidate([way(setting, documents, degree) for documents in rows], degree)
+            for way in ways
+        ]
     return candidates
 
 
@@ -118,8 +115,8 @@ def _wlb(setting: Setting, batches: Batches) -> list[Candidate]:
                 context.SharedRows(lengths[batch == n], row[batch == n] - n * rows, rows)
                 for n in range(count)
             ]
-            works = [context.wlb(setting, documents, degree, again=again) for documents in shared]
-            candidates.append(Candidate(works, degree))
+            wlb = partial(context.wlb, setting, degree=degree, again=again)
+            candidates.append(Candidate([wlb(documents) for documents in shared], degree))
     return candidates
 
 

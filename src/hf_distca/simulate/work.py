@@ -1,40 +1,126 @@
-"""`MicroBatchWork`: the work of every rank for a micro-batch under a strategy, also derived from
-plans.
+"""Seconds of a rank beside core attention, and `MicroBatchWork`: the work of every rank for a
+micro-batch under a strategy.
+
+A matrix product takes the longer of its arithmetic at the rate of large products and of its reads
+and writes (the roofline model). Operations between products only read and write memory: per layer
+two norms, two residual additions, the rotary embedding and the gated activation. Backward takes
+twice as much of both.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from hf_distca.schedule.cost import CostModel, FloatArray, count_causal_pairs
 from hf_distca.schedule.layout import IntArray
-from hf_distca.schedule.load import PlanLoad
-from hf_distca.schedule.plan import Plan
-from hf_distca.schedule.ranks import UNIFORM_RANKS, Ranks
-from hf_distca.schedule.waves import TransientBytes
-from hf_distca.simulate.beside_attention import Directions, layer_seconds, tensor_seconds
-from hf_distca.simulate.memory import KernelBytes
 from hf_distca.simulate.setting import Setting
 
-__all__ = [
-    "Candidate",
-    "MicroBatchWork",
-    "all_layers",
-    "copy_seconds",
-    "fixed_seconds",
-    "in_calls",
-    "moves_of",
-    "of_documents",
-    "of_nano_batches",
-    "of_plan",
-    "side_by_side",
-    "sums",
-]
+Directions = FloatArray  # seconds of each rank, forward and backward: shape (2, ranks)
+
+# Exchanges of all hidden states in each direction of a layer with tensor and sequence parallelism:
+# an all-gather in front of attention and of the feed-forward layer, a reduce-scatter behind each
+# (arXiv 2205.05198, section 4.2.2).
+_TENSOR_EXCHANGES = 4
+_GRADIENT_BYTES = 4  # gradients that are kept whole are summed in float32
+# Adam with weights in float32: gradient, two moments and weights are read; moments and weights are
+# written, also in 16 bits.
+_UPDATE_BYTES = 30
+
+
+def _products(setting: Setting, sizes: list[tuple[float, float]], tokens: FloatArray) -> FloatArray:
+    hardware = setting.hardware
+    inner, outer = np.array(sizes).T[..., None]
+    moved = (tokens * (inner + outer) + inner * outer * (tokens > 0)) * hardware.element_bytes
+    arithmetic = 2 * tokens * inner * outer / hardware.matmul_flops
+    return np.asarray(np.maximum(arithmetic, moved / hardware.memory_rate).sum(axis=0))
+
+
+def layer_seconds(setting: Setting, tokens: FloatArray) -> Directions:
+    """Return the seconds of the linear layers of one decoder layer for so many tokens of each rank,
+    shape (ranks,).
+    """
+    model, tensor = setting.model, setting.tensor
+    queries, keys, wide = (
+        model.attention_width / tensor,
+        model.key_width / tensor,
+        model.feed_forward / tensor,
+    )
+    sizes = [
+        (model.hidden, queries + 2 * keys),
+        (queries, model.hidden),
+        (model.hidden, 2 * wide),
+        (wide, model.hidden),
+    ]
+    elements = 10 * model.hidden / tensor + 2 * (queries + keys) + 3 * wide
+    between = tokens * elements * setting.hardware.element_bytes / setting.hardware.memory_rate
+    forward = _products(setting, sizes, tokens) * model.active_share + between
+    return np.stack([forward, 2 * forward])
+
+
+def head_seconds(setting: Setting, tokens: FloatArray) -> FloatArray:
+    """Return forward and backward seconds of the output layer and the loss together on each rank,
+    shape (ranks,).
+    """
+    model = setting.model
+    outer = model.vocabulary / setting.tensor
+    # The loss reads the logits, and writes and reads them in float32 for the softmax and its
+    # gradient.
+    loss = tokens * outer * (setting.hardware.element_bytes + 8) / setting.hardware.memory_rate
+    return np.asarray(3 * _products(setting, [(model.hidden, outer)], tokens) + loss)
+
+
+def tensor_seconds(setting: Setting, tokens: FloatArray) -> FloatArray:
+    """Return the seconds in one direction of a layer for exchanges of hidden states in a
+    tensor-parallel group, not hidden by anything.
+    """
+    hardware = setting.hardware
+    rate = hardware.gather_rate if setting.tensor <= setting.ranks_per_node else hardware.link_rate
+    share = (setting.tensor - 1) / setting.tensor
+    return np.asarray(
+        _TENSOR_EXCHANGES * tokens * setting.model.hidden * hardware.element_bytes * share / rate
+    )
+
+
+def gather_rate(setting: Setting, ranks: int) -> float:
+    """Return the bytes per second that each rank gets in an all-gather, or gives in a
+    reduce-scatter, among neighbours of the group.
+
+    Between nodes, a byte enters each node once: its ranks of the group share their links.
+    """
+    hardware = setting.hardware
+    if ranks * setting.tensor <= setting.ranks_per_node:
+        return hardware.gather_rate
+    beside = max(1, min(ranks, setting.ranks_per_node // setting.tensor))
+    return min(hardware.gather_rate, hardware.link_rate * beside)
+
+
+def weight_exchange(setting: Setting, forward: float, backward: float) -> tuple[float, float]:
+    """Return the seconds on the wire of weights and gradients in a step, and those of them that
+    ranks wait for, beside so many seconds of computing of a micro-batch in each direction.
+    """
+    group, count = setting.group, setting.micro_batches
+    once = setting.rank_parameters * (group - 1) / group / gather_rate(setting, group)
+    gather, reduce = once * setting.hardware.element_bytes, once * _GRADIENT_BYTES
+    if setting.sharding == "fsdp":
+        # Weights are gathered for both directions of each micro-batch and gradients reduced, a
+        # layer ahead of computing.
+        first = gather / setting.stage_layers
+        exposed = max(gather - forward, first) + max(2 * gather - backward, first)
+        return 3 * count * gather, count * exposed
+    if setting.sharding == "zero1":
+        return gather + reduce, max(gather - forward, 0.0) + max(reduce - backward, 0.0)
+    return 2 * reduce, max(2 * reduce - backward, 2 * reduce / setting.stage_layers)
+
+
+def optimizer_seconds(setting: Setting) -> float:
+    """Return the seconds of the update of a rank's weights."""
+    shards = 1 if setting.sharding == "ddp" else setting.group
+    return setting.rank_parameters / shards * _UPDATE_BYTES / setting.hardware.memory_rate
 
 
 @dataclass(frozen=True)
@@ -146,9 +232,9 @@ def all_layers(setting: Setting, of_layer: Callable[[CostModel], MicroBatchWork]
 
 def side_by_side(groups: Sequence[MicroBatchWork]) -> MicroBatchWork:
     """Concatenate the work of several groups of ranks."""
-    names = ("tokens", "attention", "exposed", "wire", "received")
     joined = {
-        name: np.concatenate([getattr(group, name) for group in groups], axis=-1) for name in names
+        name: np.concatenate([getattr(group, name) for group in groups], axis=-1)
+        for name in ("tokens", "attention", "exposed", "wire", "received")
     }
     return MicroBatchWork(
         **joined,
@@ -177,124 +263,3 @@ def of_documents(setting: Setting, length: IntArray, rank: IntArray) -> MicroBat
         )
 
     return all_layers(setting, of_layer)
-
-
-class Moves(NamedTuple):
-    """Seconds of each rank in one layer of a plan."""
-
-    attention: Directions
-    unblocked: Directions  # of tasks that wait for nothing
-    dispatch: Directions
-    back: Directions
-    received: FloatArray  # bytes
-    pairs: float
-    between: float = 0.0  # bytes that cross between nodes
-
-    @property
-    def wire(self) -> FloatArray:
-        return np.asarray(np.concatenate([self.dispatch, self.back]).sum(axis=0))
-
-
-def moves_of(setting: Setting, plan: Plan, cost: CostModel, nodes: Ranks) -> Moves:
-    """Compute one layer of a plan, on ranks that compute equally fast."""
-    load = PlanLoad(plan, cost, ranks=nodes)
-    cost, shape, ranks = load.cost, load.cost.shape, plan.layout.world_size
-    rows = plan.end - plan.start
-    tasks = cost.estimate_directions(rows, plan.end, plan.heads)
-    attention, nothing = in_calls(cost, sums(tasks, plan.server, ranks)), np.zeros((2, ranks))
-    pairs = float(load.pairs.sum())
-    if not plan.moved:
-        return Moves(attention, attention, nothing, nothing, nothing[0], pairs)
-    queries, keys, transfers = load.query_tokens, load.key_tokens, load.needed_keys
-    at_home = plan.home == plan.server
-    # Where rows are given away, others no longer lie one after another: a call takes copies of
-    # them, and puts results back.
-    left = sums(rows * plan.heads * at_home, plan.server, ranks) * (queries[0] > 0)
-    taken = np.outer(
-        [1, 2], copy_seconds(setting, left * (shape.row_bytes + shape.key_value_bytes))
-    )
-
-    def seconds(query_bytes: int, key_bytes: int) -> FloatArray:
-        # The way back takes as long as the way there: what counts is the busier of a rank's two
-        # roles.
-        moved = load.count_node_bytes(query_bytes, key_bytes)
-        # Packed where they leave, and put in place where they come.
-        copied = copy_seconds(setting, np.sum(moved, axis=(0, 1)))
-        # Relays pass keys on, and get their gradients, in an exchange of their own.
-        exchanges = 2 if plan.relays is not None and key_bytes else 1
-        fixed = exchanges * (cost.exchange_seconds + cost.peer_seconds * load.peer_counts)
-        return np.asarray(moved.estimate_seconds(cost, load.ranks).max(axis=0) + copied + fixed)
-
-    saved_bytes = shape.query_bytes + 2 * shape.output_bytes + shape.lse_bytes
-    there = seconds(shape.query_bytes, shape.key_value_bytes)
-    remote = transfers.source != transfers.server
-    waits = np.isin(
-        plan.document * ranks + plan.server,
-        np.unique(transfers.document[remote] * ranks + transfers.server[remote]),
-    )
-    row_bytes = TransientBytes.of(shape)
-    # Own rows that need keys from elsewhere go into a server's pools, too, with their own keys.
-    waiting = sums(rows * (at_home & waits), plan.server, ranks)
-    kernel = KernelBytes.of(shape)
-    received = (row_bytes.query + kernel.row) * queries[1] + (row_bytes.key + kernel.key) * keys[1]
-    received = received + row_bytes.sent_query * queries[0] + row_bytes.sent_key * keys[0]
-    received = received + (row_bytes.query // 2 + shape.query_bytes + row_bytes.key) * waiting
-    return Moves(
-        attention=attention + taken,
-        unblocked=sums(tasks * (at_home & ~waits), plan.server, ranks),
-        dispatch=np.stack([there, seconds(saved_bytes, shape.key_value_bytes)]),
-        # Gradients of queries and keys take as long as these do.
-        back=np.stack([seconds(shape.output_bytes + shape.lse_bytes, 0), there]),
-        received=received,
-        pairs=pairs,
-        between=float(load.node_bytes.inter_node[0].sum()),
-    )
-
-
-def of_plan(
-    setting: Setting, plan: Plan, cost: CostModel, nodes: Ranks = UNIFORM_RANKS
-) -> MicroBatchWork:
-    """Compute one layer of a plan in one stream: a rank computes its own tasks while messages
-    arrive, and waits for outputs.
-    """
-    layer = moves_of(setting, plan, cost, nodes)
-    return MicroBatchWork(
-        tokens=plan.layout.query_tokens.astype(np.float64),
-        attention=layer.attention,
-        exposed=np.maximum(layer.dispatch - layer.unblocked, 0) + layer.back,
-        wire=layer.wire,
-        received=layer.received,
-        pairs=layer.pairs,
-        meeting=plan.layout.world_size if plan.moved else 1,
-        between=layer.between,
-    )
-
-
-def of_nano_batches(
-    setting: Setting, plans: Sequence[Plan], cost: CostModel, nodes: Ranks = UNIFORM_RANKS
-) -> MicroBatchWork:
-    """Compute one layer of the plans of two nano-batches in ping-pong.
-
-    In turns: linear layers of A beside the return of B, those of B beside the dispatch of A,
-    attention of A beside the dispatch of B, attention of B beside the return of A. A rank waits for
-    the part of a message that is longer than the computation beside it.
-    """
-    first, second = (moves_of(setting, plan, cost, nodes) for plan in plans)
-    tokens = [plan.layout.query_tokens.astype(np.float64) for plan in plans]
-    linear = [layer_seconds(setting, count) + tensor_seconds(setting, count) for count in tokens]
-    beside = (
-        (first.dispatch, linear[1]),
-        (second.dispatch, first.attention),
-        (first.back, second.attention),
-        (second.back, linear[0]),
-    )
-    return MicroBatchWork(
-        tokens=tokens[0] + tokens[1],
-        attention=first.attention + second.attention,
-        exposed=np.asarray(sum(np.maximum(message - work, 0) for message, work in beside)),
-        wire=first.wire + second.wire,
-        received=np.maximum(first.received, second.received),
-        pairs=first.pairs + second.pairs,
-        meeting=len(tokens[0]) if any(plan.moved for plan in plans) else 1,
-        between=first.between + second.between,
-    )
