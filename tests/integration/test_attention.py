@@ -28,6 +28,7 @@ from hf_distca.errors import LayoutError
 from hf_distca.integration.current_session import current_session
 from hf_distca.integration.handle import AttentionHandle
 from hf_distca.integration.hooks.mask import distca_mask
+from hf_distca.integration.work_planner import WorkPlanner
 
 
 def model_for(implementation: str, **changes: object) -> LlamaForCausalLM:
@@ -241,7 +242,11 @@ def call(**changes: object) -> None:
 
     module = torch.nn.Module().train()
     q = torch.randn(1, 4, 6, 16)
-    arguments = {"attention_mask": AttentionHandle(1, 6), "scaling": 0.25, **changes}
+    arguments = {
+        "attention_mask": AttentionHandle(WorkPlanner(current_session()), 1, 6),
+        "scaling": 0.25,
+        **changes,
+    }
     AttentionInterface()["distca"](module, q, q, q, **arguments)
 
 

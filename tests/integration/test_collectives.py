@@ -115,7 +115,7 @@ def operations_of_a_planned_call(rank: int, scale: int) -> Counter[str]:
     packed = batch(rank, scale)["distca_documents"]
     length = sum(packed.lengths)
     q, k, v = (torch.randn(1, heads, length, 16) for heads in (4, 2, 2))
-    handle = AttentionHandle(1, length)
+    handle = AttentionHandle(WorkPlanner(current_session()), 1, length)
     key = handle.make_key(AttentionShape(4, 2, 16, 16, 4), "cpu", None)
     work = WorkPlanner(session).plan_work(
         handle, {"distca_documents": packed}, q, key, training=True

@@ -12,8 +12,10 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from hf_distca.integration.current_session import current_session
 from hf_distca.integration.handle import AttentionHandle
 from hf_distca.integration.hooks.recomputed_masks import reuse_forward_handle
+from hf_distca.integration.work_planner import WorkPlanner
 
 
 class Masked:
@@ -25,7 +27,11 @@ class Masked:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         for _ in range(2):
-            self.seen.append(reuse_forward_handle(AttentionHandle(1, next(self.lengths))))
+            self.seen.append(
+                reuse_forward_handle(
+                    AttentionHandle(WorkPlanner(current_session()), 1, next(self.lengths))
+                )
+            )
             x = x.sin() * x
         return x
 

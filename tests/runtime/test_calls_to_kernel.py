@@ -12,8 +12,10 @@ import torch
 
 import hf_distca
 from hf_distca.agreement.documents import PackedDocuments
+from hf_distca.integration.current_session import current_session
 from hf_distca.integration.handle import AttentionHandle
 from hf_distca.integration.hooks.attention import distca_attention
+from hf_distca.integration.work_planner import WorkPlanner
 from hf_distca.kernels.cpu import CpuKernel
 
 
@@ -33,7 +35,10 @@ def nested(frame: FrameType | None) -> list[str]:
 
 def test_the_kernel_is_few_calls_away(monkeypatch: pytest.MonkeyPatch) -> None:
     hf_distca.configure()
-    module, handle = torch.nn.Linear(1, 1).train(), AttentionHandle(1, 50)
+    module, handle = (
+        torch.nn.Linear(1, 1).train(),
+        AttentionHandle(WorkPlanner(current_session()), 1, 50),
+    )
     q, k, v = (torch.randn(1, heads, 50, 16, requires_grad=True) for heads in (4, 2, 2))
     documents = PackedDocuments((30, 20))
     calls: list[str] = []

@@ -20,6 +20,7 @@ from hf_distca.agreement.documents import PackedDocuments
 from hf_distca.integration.current_session import current_session
 from hf_distca.integration.handle import AttentionHandle
 from hf_distca.integration.hooks.attention import distca_attention
+from hf_distca.integration.work_planner import WorkPlanner
 from hf_distca.kernels import Scores
 from hf_distca.kernels.flash import CUDA as CUDA_KERNEL
 from hf_distca.measure.timeline import Trace
@@ -155,7 +156,7 @@ def test_the_attention_function_stays_on_the_gpu(monkeypatch: pytest.MonkeyPatch
         q, k, v = (
             torch.empty(2, heads, 50, DIM, **made) for heads in (HEADS, KEY_HEADS, KEY_HEADS)
         )
-        handle = AttentionHandle(2, 50)
+        handle = AttentionHandle(WorkPlanner(current_session()), 2, 50)
         arguments = {
             "distca_documents": PackedDocuments((60, 40)),
             "scaling": 0.1,
@@ -238,7 +239,7 @@ def test_a_layer_alone_launches_what_plain_attention_does(monkeypatch: pytest.Mo
             return [name for name in forward.names if name != "detach"], backward.names
 
         gpu.launch(1.0)
-        handle = AttentionHandle(1, 100)
+        handle = AttentionHandle(WorkPlanner(current_session()), 1, 100)
         first, _ = layer(handle)
         assert first.count("_to_copy") == 1, (
             "rows and keys of whole documents end at the same places"
@@ -255,6 +256,6 @@ def test_a_layer_alone_launches_what_plain_attention_does(monkeypatch: pytest.Mo
             "nobody has asked for times"
         )
         hf_distca.metrics()
-        layer(AttentionHandle(1, 100))
+        layer(AttentionHandle(WorkPlanner(current_session()), 1, 100))
         assert gpu.events == 4
     hf_distca.configure()

@@ -35,8 +35,21 @@ from hf_distca.schedule.layout import Layout
 
 if TYPE_CHECKING:
     from hf_distca.integration.nano_batches import NanoBatches, SplitDocumentContext
+    from hf_distca.integration.work_planner import WorkPlanner
 
-__all__ = ["AttentionHandle", "CachedMask", "ForeignMask", "LayerSetup", "LayerWork", "MaskFacts"]
+__all__ = [
+    "PLANNER",
+    "AttentionHandle",
+    "CachedMask",
+    "ForeignMask",
+    "LayerSetup",
+    "LayerWork",
+    "MaskFacts",
+]
+
+# Keyword argument of a model's forward: the `WorkPlanner` of its handles, in place of one that
+# plans with the session; given by stages of a pipeline.
+PLANNER = "distca_planner"
 
 
 @dataclass(frozen=True, eq=False)
@@ -132,6 +145,7 @@ class AttentionHandle:
     them, for every layer that it wraps.
 
     Args:
+        planner: plans the layers, with the session of the mask function.
         batch_size, length: shape of the batch in tokens.
         mask: other facts from the mask function.
 
@@ -154,8 +168,11 @@ class AttentionHandle:
     # Generation with static caches makes masks ahead of the forward and takes them for 4-D tensors.
     ndim: ClassVar[int] = 4
 
-    def __init__(self, batch_size: int, length: int, mask: MaskFacts | None = None) -> None:
-        self.batch_size, self.length, self.mask = batch_size, length, mask or MaskFacts()
+    def __init__(
+        self, planner: WorkPlanner, batch_size: int, length: int, mask: MaskFacts | None = None
+    ) -> None:
+        self.planner, self.mask = planner, mask or MaskFacts()
+        self.batch_size, self.length = batch_size, length
         self.is_local = self.mask.is_local
         self.layer_work: dict[PlanKey, LayerWork] = {}
         self.layer_setups: dict[tuple[object, ...], LayerSetup] = {}
@@ -176,6 +193,7 @@ class AttentionHandle:
     ) -> AttentionHandle:
         """Make the handle of a nano-batch, 1 or 2, of (rows, tokens)."""
         handle = AttentionHandle(
+            self.planner,
             *shape,
             replace(
                 self.mask,

@@ -10,7 +10,7 @@ import torch
 from hf_distca.agreement.documents import DOCUMENT_KEYS, PACKING_KEYS, PackedDocuments
 from hf_distca.errors import UnsupportedError
 from hf_distca.integration.families import FAMILIES, PROVEN_GROUPS
-from hf_distca.integration.handle import AttentionHandle, CachedMask
+from hf_distca.integration.handle import PLANNER, AttentionHandle, CachedMask
 from hf_distca.integration.recurrent_rows import RECURRENT_ROWS
 
 __all__ = [
@@ -39,6 +39,7 @@ _LOADER_ARGUMENTS = {
     "labels",
     "shift_labels",
     RECURRENT_ROWS,
+    PLANNER,
 }
 _LOSS_ARGUMENTS = {
     "num_items_in_batch",

@@ -25,9 +25,7 @@ from hf_distca.integration.checks.attention_arguments import (
     check_layer,
     check_window,
 )
-from hf_distca.integration.current_session import current_session
 from hf_distca.integration.handle import AttentionHandle, CachedMask, ForeignMask, LayerSetup
-from hf_distca.integration.work_planner import WorkPlanner
 from hf_distca.kernels import Scores
 from hf_distca.runtime.call import Inputs
 from hf_distca.schedule.cost import AttentionShape
@@ -157,7 +155,7 @@ def _prepare_layers(
     query, key, value = states
     scaling, window, softcap = options
     check_layer(module, states, handle)
-    session = current_session()
+    session = handle.planner.session
     dtype = _choose_dtype(query, key, value)
     shape = AttentionShape(
         query.shape[1], key.shape[1], query.shape[-1], value.shape[-1], dtype.itemsize
@@ -165,7 +163,7 @@ def _prepare_layers(
     plan_key = handle.make_key(shape, query.device.type, window)
     work = handle.layer_work.get(plan_key)
     if work is None:
-        work = (session.work_provider or WorkPlanner(session)).plan_work(
+        work = handle.planner.plan_work(
             handle, kwargs, query.to(dtype), plan_key, training=module.training
         )
     scores = _make_scores(query, scaling, work.window, softcap)

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from hf_distca.agreement.document_starts import convert_mask
@@ -22,6 +22,7 @@ from hf_distca.errors import UnsupportedError
 from hf_distca.integration.attention_names import (
     check_not_replaced,
     find_distca_configs,
+    is_distca_model,
     iterate_models,
 )
 from hf_distca.integration.callers import MaskCall
@@ -34,7 +35,13 @@ from hf_distca.integration.families import (
     warn_of_unproven_family,
     whole_document_reason,
 )
-from hf_distca.integration.handle import AttentionHandle, CachedMask, ForeignMask, MaskFacts
+from hf_distca.integration.handle import (
+    PLANNER,
+    AttentionHandle,
+    CachedMask,
+    ForeignMask,
+    MaskFacts,
+)
 from hf_distca.integration.hooks.dealt_trainers import check_first_share
 from hf_distca.integration.hooks.nano_batch_layers import cut_layers
 from hf_distca.integration.hooks.positions import (
@@ -44,8 +51,9 @@ from hf_distca.integration.hooks.positions import (
     mark_document_starts,
 )
 from hf_distca.integration.hooks.recomputed_masks import reuse_forward_handle
+from hf_distca.integration.work_planner import WorkPlanner
 
-__all__ = ["distca_mask", "prepare"]
+__all__ = ["distca_mask", "find_planner", "prepare"]
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -98,7 +106,7 @@ def distca_mask(
         return torch.Tensor.as_subclass(dense, CachedMask)  # type: ignore[arg-type]  # never None without skips
     chunked = MASK_CHUNKS in parts
     facts = MaskFacts(
-        # As bool: see `_add_caller_facts`.
+        # As bool: see `_choose_padding`.
         padding=None if attention_mask is None else attention_mask[:, :length],
         window=None if chunked else local_size,
         chunk=local_size if chunked else None,
@@ -107,13 +115,15 @@ def distca_mask(
         # reentrant checkpointing record none in their first forward, but their mask is made before.
         can_recompute=torch.is_grad_enabled(),
     )
-    return reuse_forward_handle(
-        AttentionHandle(sizes["batch_size"], length, _add_caller_facts(facts, config))
-    )
+    return reuse_forward_handle(_make_handle(sizes["batch_size"], length, facts, config))
 
 
-def _add_caller_facts(facts: MaskFacts, config: PreTrainedConfig | None) -> MaskFacts:
-    """Add facts about the model that asks for the mask; check and prepare it, if nobody did."""
+def _make_handle(
+    batch_size: int, length: int, facts: MaskFacts, config: PreTrainedConfig | None
+) -> AttentionHandle:
+    """Make a handle, with facts about the model that asks for the mask; check and prepare the
+    model, if nobody did.
+    """
     call = MaskCall()
     if call.is_in_data_parallel:
         raise UnsupportedError(
@@ -123,7 +133,7 @@ def _add_caller_facts(facts: MaskFacts, config: PreTrainedConfig | None) -> Mask
         )
     warn_of_unproven_family(facts.model_type)
     model = next(call.iterate_models(), None)
-    packed = call.documents
+    packed = call.find_argument("distca_documents")
     position_ids = call.position_ids
     if torch.is_grad_enabled() if model is None else model.training:
         check_layerdrop(config)
@@ -133,7 +143,7 @@ def _add_caller_facts(facts: MaskFacts, config: PreTrainedConfig | None) -> Mask
     if session.config.ping_pong and model is not None:
         cut_layers(model)
     first = find_first_position(model)
-    if position_ids is None and (positions := call.model_position_ids) is not None:
+    if position_ids is None and (positions := call.find_tensor("position_ids")) is not None:
         position_ids = positions if first else mark_document_starts(positions)
     if model is not None and isinstance(packed, PackedDocuments):
         check_positions(
@@ -146,9 +156,9 @@ def _add_caller_facts(facts: MaskFacts, config: PreTrainedConfig | None) -> Mask
             check_first_share(call, packed.dealt_share, session)
     # A model can be left in training mode while one rank generates: the mode alone does not tell
     # that the others take part.
-    return replace(
+    facts = replace(
         facts,
-        padding=_choose_padding(call.attention_mask, facts.padding),
+        padding=_choose_padding(call.find_tensor("attention_mask"), facts.padding),
         position_ids=position_ids,
         packed_documents=packed,
         first_position=first,
@@ -157,6 +167,16 @@ def _add_caller_facts(facts: MaskFacts, config: PreTrainedConfig | None) -> Mask
         no_mask_numbers_reason=no_mask_numbers_reason(facts.model_type, config),
         is_local=call.is_generating,
     )
+    return AttentionHandle(
+        call.find_argument(PLANNER) or WorkPlanner(session), batch_size, length, facts
+    )
+
+
+def find_planner(model: PreTrainedModel) -> WorkPlanner | None:
+    """Return a planner for a forward of this model; None if the model does not run distca's
+    attention.
+    """
+    return WorkPlanner(current_session()) if is_distca_model(model) else None
 
 
 def _choose_padding(

@@ -18,12 +18,10 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from transformers.cache_utils import Cache
 
 from hf_distca.borrowed import in_backward
-from hf_distca.integration.current_session import current_session
 from hf_distca.integration.families import PING_PONG_FAMILIES
 from hf_distca.integration.handle import AttentionHandle
 from hf_distca.integration.nano_batches import NanoBatches
 from hf_distca.integration.processes import LOG, warn_once
-from hf_distca.integration.work_planner import WorkPlanner
 from hf_distca.runtime.pingpong import find_checkpointed_parts, run_nano_batches
 
 __all__ = ["can_cut_layers", "cut_layers"]
@@ -105,7 +103,7 @@ def _run_cut_layer(forward: Callable[..., Any], cut: NanoBatches, args: Any, kwa
         for tensor in _flatten_values((args, kwargs))
         if isinstance(tensor, torch.Tensor)
     )
-    trace = current_session().trace
+    trace = cut.handles[0].planner.session.trace
     if trace is not None:
         trace.mark_border(device)
     output = cut.merge_outputs(*run_nano_batches(first, second, device.type))
@@ -147,10 +145,8 @@ def _choose_nano_batches(
         layer.training and torch.is_grad_enabled()
     ):
         return None
-    session = current_session()
-    if handle.nano or not (session.work_provider or WorkPlanner(session)).uses_nano_batches(
-        handle, layer.training
-    ):
+    planner = handle.planner
+    if handle.nano or not planner.uses_nano_batches(handle, layer.training):
         return None
     if (reason := _separate_attention_reason(layer)) is not None:
         warn_once(
@@ -160,7 +156,7 @@ def _choose_nano_batches(
         )
         return None
     if handle.nano_batches is None:
-        documents = WorkPlanner(session).read_documents(handle, kwargs, layer.training)
+        documents = planner.read_documents(handle, kwargs, layer.training)
         if documents.span_ranks and (
             documents.dealt_share is None or documents.dealt_share.first_nano_tokens is None
         ):
@@ -169,7 +165,7 @@ def _choose_nano_batches(
                 " for it: give the same DistCAConfig to `document_shares`."
             )
             return None
-        handle.nano_batches = NanoBatches.cut_batch(handle, documents, session.config.tile)
+        handle.nano_batches = NanoBatches.cut_batch(handle, documents, planner.session.config.tile)
     if handle.nano_batches.cannot_overlap:
         return None
     handle.nano_batches.layer_ids.add(id(layer))

@@ -38,6 +38,7 @@ from hf_distca.errors import UnsupportedError
 from hf_distca.integration.families import check_cut_documents, no_segments_reason, warn_of_packing
 from hf_distca.integration.hooks.recurrent_segments import make_recurrent_rows
 from hf_distca.integration.recurrent_rows import RECURRENT_ROWS, RecurrentRows, get_recurrent_rows
+from hf_distca.integration.work_planner import WorkPlanner
 from hf_distca.late_imports import when_imported
 from hf_distca.recurrent.convolution import causal_convolution
 from hf_distca.recurrent.delta_rule import (
@@ -117,21 +118,26 @@ class _MixerCall(NamedTuple):
         return joined.view(self.rows.batch_size, self.rows.length, *joined.shape[2:])
 
 
-def reset_states_at_documents(is_distca_model: Callable[[PreTrainedModel], bool]) -> None:
+def reset_states_at_documents(
+    find_planner: Callable[[PreTrainedModel], WorkPlanner | None],
+) -> None:
     """Replace the forwards and functions named above, in each module now if it is imported, else
     right after its import.
 
     Args:
-        is_distca_model: predicate of models that run distca's attention.
+        find_planner: finds the planner of a model's forward; None for models that do not run
+            distca's attention.
     """
     for name in RECURRENT_MODULES:
         when_imported(
             f"transformers.models.{name}.modeling_{name}",
-            partial(_replace_functions, name, is_distca_model),
+            partial(_replace_functions, name, find_planner),
         )
 
 
-def _replace_functions(name: str, is_distca_model: Callable[[PreTrainedModel], bool]) -> None:
+def _replace_functions(
+    name: str, find_planner: Callable[[PreTrainedModel], WorkPlanner | None]
+) -> None:
     module = sys.modules[f"transformers.models.{name}.modeling_{name}"]
     model, functions = RECURRENT_MODULES[name]
     mixers = [owner for owner, names in _list_forwards(module) if names & set(functions)]
@@ -144,7 +150,7 @@ def _replace_functions(name: str, is_distca_model: Callable[[PreTrainedModel], b
         mixer.forward = _pass_rows_to_mixer(mixer.forward)
     model_class = getattr(module, model)
     model_class.forward = _pass_rows_to_model(
-        model_class.forward, is_distca_model, partial(_check_rows_used, tuple(mixers), functions)
+        model_class.forward, find_planner, partial(_check_rows_used, tuple(mixers), functions)
     )
 
 
@@ -162,7 +168,7 @@ def _list_forwards(module: ModuleType) -> Iterator[tuple[Any, set[str]]]:
 
 def _pass_rows_to_model(
     forward: Callable[..., Any],
-    is_distca_model: Callable[[PreTrainedModel], bool],
+    find_planner: Callable[[PreTrainedModel], WorkPlanner | None],
     check: Callable[[PreTrainedModel, RecurrentRows], None],
 ) -> Callable[..., Any]:
     """Wrap the forward of a model: add `RecurrentRows` to its keyword arguments, and check that
@@ -172,10 +178,11 @@ def _pass_rows_to_model(
 
     @wraps(forward)
     def forward_with_rows(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
-        if not is_distca_model(self):
+        planner = find_planner(self)
+        if planner is None:
             return forward(self, *args, **kwargs)
         arguments = dict(zip(names, args, strict=False)) | kwargs
-        rows = make_recurrent_rows(self, arguments)
+        rows = make_recurrent_rows(planner, self, arguments)
         if rows is None:
             return forward(self, **arguments)
         if rows.segments is not None:
