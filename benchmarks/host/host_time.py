@@ -304,7 +304,7 @@ def alone(count: int, tokens: int, repeats: int, session: Switch) -> dict[str, f
     shape = (1, tokens, ALONE.num_attention_heads, module.head_dim)
     leaves = [torch.randn(shape).transpose(1, 2).requires_grad_() for _ in range(3)]
     packed = PackedDocuments((tokens // count,) * count)
-    handle = AttentionHandle(WorkPlanner(session), 1, tokens)
+    handle = AttentionHandle(WorkPlanner(session), TokenBatch(1, tokens))
     functions = AttentionInterface()
     call = {"scaling": module.scaling, "dropout": 0.0}
 
@@ -335,7 +335,7 @@ def alone(count: int, tokens: int, repeats: int, session: Switch) -> dict[str, f
 
     def first(*tensors: torch.Tensor) -> torch.Tensor:
         nonlocal handle
-        handle = AttentionHandle(WorkPlanner(session), 1, tokens)
+        handle = AttentionHandle(WorkPlanner(session), TokenBatch(1, tokens))
         return distca(*tensors)
 
     def sdpa_without_kernel() -> None:

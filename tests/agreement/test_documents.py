@@ -11,12 +11,10 @@ from torch.distributed.utils import _apply_to_tensors
 
 import hf_distca
 from document_keys import say_documents
+from handles import make_handle
 from hf_distca.agreement.documents import DOCUMENT_KEYS, PackedDocuments, TokenBatch
 from hf_distca.errors import LayoutError
-from hf_distca.integration.current_session import current_session
-from hf_distca.integration.handle import AttentionHandle
 from hf_distca.integration.hooks.attention import distca_attention
-from hf_distca.integration.work_planner import WorkPlanner
 
 
 @pytest.mark.parametrize("key", DOCUMENT_KEYS)
@@ -30,7 +28,8 @@ def test_a_key_of_a_batch_says_where_documents_begin(key: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "given", [PackedDocuments((3, 4)), AttentionHandle(WorkPlanner(current_session()), 1, 7)]
+    "given",
+    [PackedDocuments((3, 4)), make_handle(1, 7)],
 )
 def test_engines_that_cast_layer_arguments_keep_the_object(given: object) -> None:
     """Engines that cast the arguments of layers hand on the same object."""
@@ -102,7 +101,7 @@ def test_the_same_document_twice_is_refused_by_a_rank_alone() -> None:
         distca_attention(
             module,
             *states,
-            AttentionHandle(WorkPlanner(current_session()), 1, 7),
+            make_handle(1, 7),
             distca_documents=packed,
         )
 

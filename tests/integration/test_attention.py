@@ -23,12 +23,12 @@ from transformers import (
 import hf_distca
 from checkpointed import checkpoint_layers
 from document_keys import say_documents
+from handles import make_handle
 from hf_distca.agreement.documents import DOCUMENT_KEYS, PackedDocuments
 from hf_distca.errors import LayoutError
 from hf_distca.integration.current_session import current_session
 from hf_distca.integration.handle import AttentionHandle
 from hf_distca.integration.hooks.mask import distca_mask
-from hf_distca.integration.work_planner import WorkPlanner
 
 
 def model_for(implementation: str, **changes: object) -> LlamaForCausalLM:
@@ -243,7 +243,7 @@ def call(**changes: object) -> None:
     module = torch.nn.Module().train()
     q = torch.randn(1, 4, 6, 16)
     arguments = {
-        "attention_mask": AttentionHandle(WorkPlanner(current_session()), 1, 6),
+        "attention_mask": make_handle(1, 6),
         "scaling": 0.25,
         **changes,
     }

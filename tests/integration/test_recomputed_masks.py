@@ -12,10 +12,9 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from hf_distca.integration.current_session import current_session
+from handles import make_handle
 from hf_distca.integration.handle import AttentionHandle
 from hf_distca.integration.hooks.recomputed_masks import reuse_forward_handle
-from hf_distca.integration.work_planner import WorkPlanner
 
 
 class Masked:
@@ -27,11 +26,7 @@ class Masked:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         for _ in range(2):
-            self.seen.append(
-                reuse_forward_handle(
-                    AttentionHandle(WorkPlanner(current_session()), 1, next(self.lengths))
-                )
-            )
+            self.seen.append(reuse_forward_handle(make_handle(1, next(self.lengths))))
             x = x.sin() * x
         return x
 
@@ -86,7 +81,7 @@ def test_a_mask_of_another_size_is_new() -> None:
     masked = Masked(7, 7, 7, 9)
     checkpoint(masked, leaf(), use_reentrant=False).sum().backward()
     assert masked.seen[2] is masked.seen[0]
-    assert masked.seen[3].length == 9
+    assert masked.seen[3].batch.length == 9
 
 
 def test_masks_go_with_their_checkpoint() -> None:

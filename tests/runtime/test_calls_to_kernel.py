@@ -11,11 +11,9 @@ import pytest
 import torch
 
 import hf_distca
+from handles import make_handle
 from hf_distca.agreement.documents import PackedDocuments
-from hf_distca.integration.current_session import current_session
-from hf_distca.integration.handle import AttentionHandle
 from hf_distca.integration.hooks.attention import distca_attention
-from hf_distca.integration.work_planner import WorkPlanner
 from hf_distca.kernels.cpu import CpuKernel
 
 
@@ -37,7 +35,7 @@ def test_the_kernel_is_few_calls_away(monkeypatch: pytest.MonkeyPatch) -> None:
     hf_distca.configure()
     module, handle = (
         torch.nn.Linear(1, 1).train(),
-        AttentionHandle(WorkPlanner(current_session()), 1, 50),
+        make_handle(1, 50),
     )
     q, k, v = (torch.randn(1, heads, 50, 16, requires_grad=True) for heads in (4, 2, 2))
     documents = PackedDocuments((30, 20))

@@ -105,16 +105,10 @@ class MaskFacts:
     """Facts that the mask function found about one forward and one kind of layer.
 
     Attributes:
-        padding: (batch_size, length) mask as the user gave it; see `TokenBatch`.
         window: keys that a row of this kind of layer sees at most, None for all.
         chunk: length of the chunks that documents are cut into in this kind of layer, None for no
             cuts.
-        position_ids: position ids that the mask was made with, for models that pass none to
-            attention.
-        packed_documents: the documents that the model was given, for models that pass none to
-            attention.
         model_type: type of the model that made the mask, for warnings about packed documents.
-        first_position: first position of a document, as this model counts.
         whole_document_reason: reason why documents must not be cut in this model, or None.
         no_mask_numbers_reason: reason why a mask must not number documents for this model, or None.
         is_local: whether no other rank may be asked to take part, because this forward is one of
@@ -123,17 +117,16 @@ class MaskFacts:
             were recorded.
     """
 
-    padding: torch.Tensor | None = None
     window: int | None = None
     chunk: int | None = None
-    position_ids: torch.Tensor | None = None
-    packed_documents: Any = None
     model_type: str | None = None
-    first_position: int = 0
     whole_document_reason: str | None = None
     no_mask_numbers_reason: str | None = None
     is_local: bool = False
     can_recompute: bool = True
+
+
+_NO_FACTS = MaskFacts()
 
 
 class AttentionHandle:
@@ -146,7 +139,8 @@ class AttentionHandle:
 
     Args:
         planner: plans the layers, with the session of the mask function.
-        batch_size, length: shape of the batch in tokens.
+        batch: the tokens, with the documents as the model got them, for models that pass none to
+            attention.
         mask: other facts from the mask function.
 
     Attributes:
@@ -169,10 +163,11 @@ class AttentionHandle:
     ndim: ClassVar[int] = 4
 
     def __init__(
-        self, planner: WorkPlanner, batch_size: int, length: int, mask: MaskFacts | None = None
+        self, planner: WorkPlanner, batch: TokenBatch, mask: MaskFacts = _NO_FACTS
     ) -> None:
-        self.planner, self.mask = planner, mask or MaskFacts()
-        self.batch_size, self.length = batch_size, length
+        self.planner = planner
+        self.batch = batch
+        self.mask = mask
         self.is_local = self.mask.is_local
         self.layer_work: dict[PlanKey, LayerWork] = {}
         self.layer_setups: dict[tuple[object, ...], LayerSetup] = {}
@@ -193,15 +188,7 @@ class AttentionHandle:
     ) -> AttentionHandle:
         """Make the handle of a nano-batch, 1 or 2, of (rows, tokens)."""
         handle = AttentionHandle(
-            self.planner,
-            *shape,
-            replace(
-                self.mask,
-                padding=None,
-                position_ids=None,
-                packed_documents=None,
-                is_local=self.is_local,
-            ),
+            self.planner, TokenBatch(*shape), replace(self.mask, is_local=self.is_local)
         )
         handle.nano = nano
         handle.documents = documents
@@ -225,26 +212,17 @@ class AttentionHandle:
     def read_documents(
         self, arguments: Mapping[str, Any], *, span_ranks: bool, training: bool
     ) -> Documents:
-        """Read the documents of the batch, once, from the keyword arguments of a layer or of
-        attention.
-        """
-        # Its model has read them.
-        if self.documents is None and (rows := get_recurrent_rows(arguments)) is not None:
-            self.documents = rows.documents.cut_into_chunks(self.mask.chunk)
-            self.has_segments = True
-        elif self.documents is None:
-            batch = TokenBatch(
-                self.batch_size,
-                self.length,
-                packed=self.mask.packed_documents,
-                position_ids=self.mask.position_ids,
-                padding=self.mask.padding,
-                first_position=self.mask.first_position,
-            ).with_documents(arguments)
+        """Read the documents of the batch from the keyword arguments of a layer or of attention."""
+        rows = get_recurrent_rows(arguments)
+        if rows is None:
+            batch = self.batch.with_documents(arguments)
             documents = batch.read_documents(span_ranks=span_ranks, training=training)
-            if documents.is_packed(self.length):
+            if documents.is_packed(batch.length):
                 warn_of_packing(self.mask.model_type)
-            self.documents = documents.cut_into_chunks(self.mask.chunk)
+        else:  # its model has read them
+            documents = rows.documents
+            self.has_segments = True
+        self.documents = documents.cut_into_chunks(self.mask.chunk)
         return self.documents
 
     def check_documents(self, layout: Layout | None, window: int | None) -> None:

@@ -81,7 +81,7 @@ class NanoBatches:
     @classmethod
     def cut_batch(cls, handle: AttentionHandle, documents: Documents, tile: int) -> NanoBatches:
         """Cut a batch whose documents each lie on one rank, or were dealt for ping-pong."""
-        rows, length = handle.batch_size, handle.length
+        rows, length = handle.batch.shape
         axis, border, parts = choose_cut(rows, length, documents, tile)
         sizes = max(border, 1), (length if axis else rows) - border
         context = SplitDocumentContext(parts[1].context_tokens)

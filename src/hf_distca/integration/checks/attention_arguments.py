@@ -142,14 +142,14 @@ def check_layer(
     name, (query, key, value) = type(module).__name__, states
     if (
         any(tensor.dim() != 4 for tensor in states)
-        or query.shape[::2] != (handle.batch_size, handle.length)
+        or query.shape[::2] != handle.batch.shape
         or (query.shape[0], query.shape[3]) != (key.shape[0], key.shape[3])
         or key.shape[:3] != value.shape[:3]
         or not 0 < key.shape[1] <= query.shape[1]
     ):
         raise UnsupportedError(
             f"{name} got query, key and value of shapes {tuple(query.shape)}, {tuple(key.shape)}"
-            f" and {tuple(value.shape)} with the mask of a ({handle.batch_size}, {handle.length})"
+            f" and {tuple(value.shape)} with the mask of a {handle.batch.shape}"
             " batch: distca takes (batch, heads, length, width)."
         )
     if query.shape[2] != key.shape[2]:

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from types import FunctionType
 from typing import Any, TypeVar
 
@@ -16,7 +15,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from hf_distca.agreement.document_starts import convert_mask
-from hf_distca.agreement.documents import PackedDocuments
+from hf_distca.agreement.documents import PackedDocuments, TokenBatch
 from hf_distca.borrowed import CAUSAL_MASK_PARTS, MASK_BLOCKS, MASK_CHUNKS, MASK_UNION
 from hf_distca.errors import UnsupportedError
 from hf_distca.integration.attention_names import (
@@ -80,8 +79,10 @@ def distca_mask(
     """
     if isinstance(attention_mask, (AttentionHandle, ForeignMask)):
         return attention_mask
-    model_type = getattr(config, "model_type", None)
-    check_family(model_type, encoder_decoder=getattr(config, "is_encoder_decoder", False))
+    check_family(
+        getattr(config, "model_type", None),
+        encoder_decoder=getattr(config, "is_encoder_decoder", False),
+    )
     check_not_replaced(config)
     parts = set(_list_mask_functions(mask_function))
     foreign = sorted(parts - CAUSAL_MASK_PARTS)
@@ -104,25 +105,21 @@ def distca_mask(
             config=config,
         )
         return torch.Tensor.as_subclass(dense, CachedMask)  # type: ignore[arg-type]  # never None without skips
-    chunked = MASK_CHUNKS in parts
-    facts = MaskFacts(
-        # As bool: see `_choose_padding`.
-        padding=None if attention_mask is None else attention_mask[:, :length],
-        window=None if chunked else local_size,
-        chunk=local_size if chunked else None,
-        model_type=model_type,
-        # Only what is computed while gradients are recorded can be recomputed. Layers under
-        # reentrant checkpointing record none in their first forward, but their mask is made before.
-        can_recompute=torch.is_grad_enabled(),
-    )
-    return reuse_forward_handle(_make_handle(sizes["batch_size"], length, facts, config))
+    # As bool: see `_choose_padding`.
+    padding = None if attention_mask is None else attention_mask[:, :length]
+    limits = (None, local_size) if MASK_CHUNKS in parts else (local_size, None)
+    shape = sizes["batch_size"], length
+    return reuse_forward_handle(_make_handle(shape, padding, limits, config))
 
 
 def _make_handle(
-    batch_size: int, length: int, facts: MaskFacts, config: PreTrainedConfig | None
+    shape: tuple[int, int],
+    padding: torch.Tensor | None,
+    limits: tuple[int | None, int | None],
+    config: PreTrainedConfig | None,
 ) -> AttentionHandle:
-    """Make a handle, with facts about the model that asks for the mask; check and prepare the
-    model, if nobody did.
+    """Make a handle for (rows, tokens) and layers with these limits, window and chunk; check and
+    prepare the model that asks for the mask, if nobody did.
     """
     call = MaskCall()
     if call.is_in_data_parallel:
@@ -131,7 +128,8 @@ def _make_handle(
             " shares attention between processes. Start one process for each GPU, with torchrun or"
             " accelerate launch; or make one GPU visible (CUDA_VISIBLE_DEVICES=0)."
         )
-    warn_of_unproven_family(facts.model_type)
+    model_type = getattr(config, "model_type", None)
+    warn_of_unproven_family(model_type)
     model = next(call.iterate_models(), None)
     packed = call.find_argument("distca_documents")
     position_ids = call.position_ids
@@ -154,22 +152,27 @@ def _make_handle(
         )
         if packed.dealt_share is not None:
             check_first_share(call, packed.dealt_share, session)
-    # A model can be left in training mode while one rank generates: the mode alone does not tell
-    # that the others take part.
-    facts = replace(
-        facts,
-        padding=_choose_padding(call.find_tensor("attention_mask"), facts.padding),
+    batch = TokenBatch(
+        *shape,
+        packed=packed,
         position_ids=position_ids,
-        packed_documents=packed,
+        padding=_choose_padding(call.find_tensor("attention_mask"), padding),
         first_position=first,
-        whole_document_reason=whole_document_reason(facts.model_type)
+    )
+    facts = MaskFacts(
+        *limits,
+        model_type=model_type,
+        whole_document_reason=whole_document_reason(model_type)
         or extend_rotary(model, config, packed),
-        no_mask_numbers_reason=no_mask_numbers_reason(facts.model_type, config),
+        no_mask_numbers_reason=no_mask_numbers_reason(model_type, config),
+        # A model can be left in training mode while one rank generates: the mode alone does not
+        # tell that the others take part.
         is_local=call.is_generating,
+        # Only what is computed while gradients are recorded can be recomputed. Layers under
+        # reentrant checkpointing record none in their first forward, but their mask is made before.
+        can_recompute=torch.is_grad_enabled(),
     )
-    return AttentionHandle(
-        call.find_argument(PLANNER) or WorkPlanner(session), batch_size, length, facts
-    )
+    return AttentionHandle(call.find_argument(PLANNER) or WorkPlanner(session), batch, facts)
 
 
 def find_planner(model: PreTrainedModel) -> WorkPlanner | None:

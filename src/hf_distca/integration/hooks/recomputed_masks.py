@@ -49,6 +49,6 @@ def reuse_forward_handle(new: AttentionHandle) -> AttentionHandle:
             masks.handles.append(handle)
         else:
             original = next(masks.remaining.setdefault(recompute, iter(masks.handles)), handle)
-            if (original.batch_size, original.length) == (new.batch_size, new.length):
+            if original.batch.shape == new.batch.shape:
                 handle = original
     return handle
