@@ -177,10 +177,8 @@ def find_distca_configs(model: torch.nn.Module | None) -> list[PreTrainedConfig]
     """Return the configurations of a model and its parts, such as a language tower, that ask for
     distca, under any name.
     """
-    configs = {
-        id(part.config): part.config for part in iterate_models(model) if is_distca_model(part)
-    }
-    return list(configs.values())
+    models = filter(is_distca_model, iterate_models(model))
+    return list({id(part.config): part.config for part in models}.values())
 
 
 def is_distca_model(model: PreTrainedModel) -> bool:

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, NoReturn
 
 import torch
+from transformers import PreTrainedConfig
 
 from hf_distca.agreement.announce import PlanKey
 from hf_distca.agreement.documents import Documents, TokenBatch
@@ -20,7 +21,6 @@ from hf_distca.errors import UnsupportedError
 from hf_distca.integration.families import (
     check_cut_documents,
     check_mask_numbers,
-    no_segments_reason,
     warn_of_packing,
 )
 from hf_distca.integration.recurrent_rows import get_recurrent_rows
@@ -108,9 +108,9 @@ class MaskFacts:
         window: keys that a row of this kind of layer sees at most, None for all.
         chunk: length of the chunks that documents are cut into in this kind of layer, None for no
             cuts.
-        model_type: type of the model that made the mask, for warnings about packed documents.
-        whole_document_reason: reason why documents must not be cut in this model, or None.
-        no_mask_numbers_reason: reason why a mask must not number documents for this model, or None.
+        config: config of the model that made the mask, for checks of its documents.
+        rotary_reason: reason why positions of this model do not allow documents in several parts,
+            or None.
         is_local: whether no other rank may be asked to take part, because this forward is one of
             `generate`.
         can_recompute: whether layers may run again in backward: the mask was made while gradients
@@ -119,11 +119,15 @@ class MaskFacts:
 
     window: int | None = None
     chunk: int | None = None
-    model_type: str | None = None
-    whole_document_reason: str | None = None
-    no_mask_numbers_reason: str | None = None
+    config: PreTrainedConfig | None = None
+    rotary_reason: str | None = None
     is_local: bool = False
     can_recompute: bool = True
+
+    @property
+    def model_type(self) -> str | None:
+        """Type of the model."""
+        return getattr(self.config, "model_type", None)
 
 
 _NO_FACTS = MaskFacts()
@@ -187,9 +191,7 @@ class AttentionHandle:
         split_context: SplitDocumentContext,
     ) -> AttentionHandle:
         """Make the handle of a nano-batch, 1 or 2, of (rows, tokens)."""
-        handle = AttentionHandle(
-            self.planner, TokenBatch(*shape), replace(self.mask, is_local=self.is_local)
-        )
+        handle = AttentionHandle(self.planner, TokenBatch(*shape), self.mask)
         handle.nano = nano
         handle.documents = documents
         handle.split_context = split_context
@@ -233,18 +235,14 @@ class AttentionHandle:
         `check_cut_documents` raises on all ranks or none, because all know the layout; other checks
         are about this rank's own mask.
         """
-        documents, model_type = self.documents, self.mask.model_type
+        documents, mask = self.documents, self.mask
         if documents is None:
             return
         documents.check_holes(window)
         if documents.has_mask_numbers:
-            check_mask_numbers(model_type, self.mask.no_mask_numbers_reason)
+            check_mask_numbers(mask.config)
         if layout is not None and documents.span_ranks and layout.is_scattered:
-            check_cut_documents(
-                model_type,
-                self.mask.whole_document_reason
-                or (None if self.has_segments else no_segments_reason(model_type)),
-            )
+            check_cut_documents(mask.model_type, mask.rotary_reason, has_segments=self.has_segments)
 
     def contiguous(self) -> AttentionHandle:
         """Return the handle itself, as for masks that are tensors."""

@@ -104,14 +104,10 @@ class WorkPlanner:
             for part in handles
         ]
         if group.size == 1:
-            # To time a layer on CUDA, the host records four events.
-            meter = Meter(
-                self.session.meter, timed=self.session.times_local_work or key.device != "cuda"
-            )
             evaluating = handle.is_local or not training
             works = [
-                _make_local_work(part, part_key, query.device, meter, evaluating=evaluating)
-                for part, (_, part_key) in zip(handles, requests, strict=True)
+                self._make_local_work(part, *request, query.device, evaluating=evaluating)
+                for part, request in zip(handles, requests, strict=True)
             ]
         else:
             with self._report_errors(group, "measuring costs"):
@@ -132,7 +128,44 @@ class WorkPlanner:
             part.layer_work[part_key] = (
                 work if part.mask.can_recompute and training else replace(work, outputs=None)
             )
-        return handle.layer_work[requests[0][1]]
+        return handle.layer_work[key]
+
+    def _make_local_work(
+        self,
+        handle: AttentionHandle,
+        documents: Documents,
+        key: PlanKey,
+        device: torch.device,
+        *,
+        evaluating: bool,
+    ) -> LayerWork:
+        """Make the work of a micro-batch for this rank alone; for whole documents, their lengths
+        suffice.
+
+        Raises:
+            LayoutError: if a part of a document is missing; an `UnsupportedError` while
+                `evaluating`.
+        """
+        layout = None
+        if documents.has_whole_documents:
+            lengths = documents.runs[:, 2].tolist()
+            window = _limit_window(key.window, max(lengths, default=0))
+            route = Route.for_whole_documents(lengths)
+        else:
+            layout = _build_local_layout(documents, evaluating=evaluating)
+            window = _limit_window(key.window, layout.longest)
+            route = Route.build(Plan.local(layout, window), 0)
+        handle.check_documents(layout, key.window)
+        return LayerWork(
+            _LOCAL_GROUP,
+            route,
+            _move_token_indices(documents, device),
+            window,
+            # To time a layer on CUDA, the host records four events.
+            Meter(self.session.meter, timed=self.session.times_local_work or key.device != "cuda"),
+            key.nano,
+            OutputStore(),
+        )
 
     @joint_step
     def learn_cost(self, key: PlanKey, query: torch.Tensor, group: AttentionGroup) -> None:
@@ -168,26 +201,24 @@ class WorkPlanner:
         self, documents: Documents, planned: BatchPlan, group: AttentionGroup, device: torch.device
     ) -> LayerWork:
         """Use a plan for the current micro-batch, which has these documents on this rank."""
-        meter, nano = self.planner.resume_progress().use_plan(planned, documents), planned.key.nano
-        plan, config = planned.plan, self.session.config
+        progress = self.planner.resume_progress()
+        meter = progress.use_plan(planned, documents)
+        plan, nano, config = planned.plan, planned.key.nano, self.session.config
         waves = Waves.of(
             plan, planned.key.shape, config.tile, config.max_transient_bytes, config.head_groups
         )
         self._warn_above_bound(waves, group)
-        route = Route.build(plan, group.rank, waves)
-        name = f"micro-batch {self.planner.resume_progress().number}" + (
-            f", nano-batch {nano}" if nano else ""
-        )
-        name += f" ({planned.source}, plan {plan.digest[:8]})" if planned.source else ""
+        part = f", nano-batch {nano}" if nano else ""
+        source = f" ({planned.source}, plan {plan.digest[:8]})" if planned.source else ""
         return LayerWork(
             group,
-            route,
+            Route.build(plan, group.rank, waves),
             _move_token_indices(documents, device),
             plan.window,
             meter,
             nano,
             OutputStore(),
-            name,
+            f"micro-batch {progress.number}{part}{source}",
         )
 
     @contextmanager
@@ -218,39 +249,6 @@ class WorkPlanner:
                 " Raise the bound, or cut documents so that each lies on one rank.",
                 stacklevel=2,
             )
-
-
-def _make_local_work(
-    handle: AttentionHandle, key: PlanKey, device: torch.device, meter: Meter, *, evaluating: bool
-) -> LayerWork:
-    """Make the work of a micro-batch whose documents were read; for whole documents, their lengths
-    suffice.
-
-    Raises:
-        LayoutError: if a part of a document is missing; an `UnsupportedError` while `evaluating`.
-    """
-    documents = handle.documents
-    if documents is None:
-        raise RuntimeError("a micro-batch was taken up before its documents were read")
-    if documents.has_whole_documents:
-        handle.check_documents(None, key.window)
-        lengths = documents.runs[:, 2].tolist()
-        window = _limit_window(key.window, max(lengths, default=0))
-        route = Route.for_whole_documents(lengths)
-    else:
-        layout = _build_local_layout(documents, evaluating=evaluating)
-        handle.check_documents(layout, key.window)
-        window = _limit_window(key.window, layout.longest)
-        route = Route.build(Plan.local(layout, window), 0)
-    return LayerWork(
-        _LOCAL_GROUP,
-        route,
-        _move_token_indices(documents, device),
-        window,
-        meter,
-        key.nano,
-        OutputStore(),
-    )
 
 
 def _move_token_indices(documents: Documents, device: torch.device) -> torch.Tensor | None:

@@ -30,9 +30,7 @@ from hf_distca.integration.families import (
     PING_PONG_FAMILIES,
     check_family,
     check_layerdrop,
-    no_mask_numbers_reason,
     warn_of_unproven_family,
-    whole_document_reason,
 )
 from hf_distca.integration.handle import (
     PLANNER,
@@ -128,8 +126,7 @@ def _make_handle(
             " shares attention between processes. Start one process for each GPU, with torchrun or"
             " accelerate launch; or make one GPU visible (CUDA_VISIBLE_DEVICES=0)."
         )
-    model_type = getattr(config, "model_type", None)
-    warn_of_unproven_family(model_type)
+    warn_of_unproven_family(getattr(config, "model_type", None))
     model = next(call.iterate_models(), None)
     packed = call.find_argument("distca_documents")
     position_ids = call.position_ids
@@ -161,10 +158,8 @@ def _make_handle(
     )
     facts = MaskFacts(
         *limits,
-        model_type=model_type,
-        whole_document_reason=whole_document_reason(model_type)
-        or extend_rotary(model, config, packed),
-        no_mask_numbers_reason=no_mask_numbers_reason(model_type, config),
+        config=config,
+        rotary_reason=extend_rotary(model, config, packed),
         # A model can be left in training mode while one rank generates: the mode alone does not
         # tell that the others take part.
         is_local=call.is_generating,

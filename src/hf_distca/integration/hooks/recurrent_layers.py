@@ -35,7 +35,7 @@ from transformers import PreTrainedModel
 from hf_distca.agreement.documents import PACKING_KEYS
 from hf_distca.borrowed import is_of_package
 from hf_distca.errors import UnsupportedError
-from hf_distca.integration.families import check_cut_documents, no_segments_reason, warn_of_packing
+from hf_distca.integration.families import check_cut_documents, warn_of_packing
 from hf_distca.integration.hooks.recurrent_segments import make_recurrent_rows
 from hf_distca.integration.recurrent_rows import RECURRENT_ROWS, RecurrentRows, get_recurrent_rows
 from hf_distca.integration.work_planner import WorkPlanner
@@ -97,25 +97,25 @@ class _MixerCall(NamedTuple):
         recompute can follow.
         """
         return (
-            self.rows.get_store(name).of(self.mixer, inputs)
+            self.rows.stores[name].of(self.mixer, inputs)
             if self.segments.exchanges and self.mixer.training
             else None
         )
 
     def merge_rows(self, states: torch.Tensor) -> torch.Tensor:
         """Join states (batch, length, ...) of rows into one row: (1, batch * length, ...)."""
-        shape = self.rows.batch_size, self.rows.length
+        shape = self.rows.shape
         if states.shape[:2] != shape:
             raise UnsupportedError(
                 f"{type(self.mixer).__name__} got {tuple(states.shape[:2])} rows and tokens of a"
                 f" batch of {shape} with packed documents: layers that mix tokens by more than"
                 " attention run whole. Set DistCAConfig(ping_pong=False)."
             )
-        return states.reshape(1, shape[0] * shape[1], *states.shape[2:])
+        return states.flatten(0, 1)[None]
 
     def split_rows(self, joined: torch.Tensor) -> torch.Tensor:
         """Split joined rows into those of a batch: (batch, length, ...)."""
-        return joined.view(self.rows.batch_size, self.rows.length, *joined.shape[2:])
+        return joined.view(*self.rows.shape, *joined.shape[2:])
 
 
 def reset_states_at_documents(
@@ -140,9 +140,11 @@ def _replace_functions(
 ) -> None:
     module = sys.modules[f"transformers.models.{name}.modeling_{name}"]
     model, functions = RECURRENT_MODULES[name]
-    mixers = [owner for owner, names in _list_forwards(module) if names & set(functions)]
-    used_names = {function for _, names in _list_forwards(module) for function in names}
-    if not hasattr(module, model) or not set(functions) <= vars(module).keys() & used_names:
+    used_names = dict(_list_forwards(module))
+    mixers = tuple(owner for owner, names in used_names.items() if names & set(functions))
+    if not hasattr(module, model) or not set(functions) <= vars(module).keys() & set().union(
+        *used_names.values()
+    ):
         return  # another version, whose layers mix tokens in another way
     for function in functions:
         setattr(module, function, _run_along_segments(getattr(module, function), function))
@@ -150,7 +152,7 @@ def _replace_functions(
         mixer.forward = _pass_rows_to_mixer(mixer.forward)
     model_class = getattr(module, model)
     model_class.forward = _pass_rows_to_model(
-        model_class.forward, find_planner, partial(_check_rows_used, tuple(mixers), functions)
+        model_class.forward, find_planner, partial(_check_rows_used, mixers, functions)
     )
 
 
@@ -220,7 +222,7 @@ def _check_rows_used(
         model_type = model.config.model_type
         warn_of_packing(model_type)
         if not rows.segments.has_only_whole_documents:
-            check_cut_documents(model_type, no_segments_reason(model_type))
+            check_cut_documents(model_type, has_segments=False)
 
 
 def _pass_rows_to_mixer(forward: Callable[..., Any]) -> Callable[..., Any]:

@@ -77,7 +77,7 @@ def make_recurrent_rows(
             f" documents in {batch_size} rows: a cache does not keep their states apart. Leave"
             " past_key_values out."
         )
-    return RecurrentRows(documents, batch_size, length, segments)
+    return RecurrentRows(documents, (batch_size, length), segments)
 
 
 def _select_text_positions(positions: torch.Tensor | None) -> torch.Tensor | None:
