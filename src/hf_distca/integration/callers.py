@@ -25,9 +25,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Iterator
-from functools import cache
 from itertools import islice
-from types import CodeType, FrameType
+from types import FrameType
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -89,7 +88,11 @@ class MaskCall:
     @property
     def is_generating(self) -> bool:
         """True if `generate` is among the callers."""
-        return _get_generate_code() in [frame.f_code for frame in self._frames]
+        return any(
+            frame.f_globals.get("__name__") == "transformers.generation.utils"
+            for frame in self._frames
+            if frame.f_code.co_name == "generate"
+        )
 
     @property
     def is_in_data_parallel(self) -> bool:
@@ -166,13 +169,6 @@ def find_trainer(callback: TrainerCallback) -> Trainer | None:
         if callback in getattr(getattr(trainer, "callback_handler", None), "callbacks", ()):
             return cast("Trainer", trainer)
     return None
-
-
-@cache
-def _get_generate_code() -> CodeType:
-    from transformers import GenerationMixin
-
-    return cast("CodeType", inspect.unwrap(GenerationMixin.generate).__code__)
 
 
 def _select_model_frames(frames: Iterable[FrameType]) -> Iterator[FrameType]:

@@ -94,10 +94,10 @@ def _make_blank(kind: Any, *arguments: Any) -> Any:
 
 
 def _run_cut_layer(forward: Callable[..., Any], cut: NanoBatches, args: Any, kwargs: Any) -> Any:
-    first, second = (
+    parts = [
         partial(forward, *cut.select_part(nano, args), **cut.select_part(nano, kwargs))
         for nano in (1, 2)
-    )
+    ]
     device = next(
         tensor.device
         for tensor in _flatten_values((args, kwargs))
@@ -106,17 +106,12 @@ def _run_cut_layer(forward: Callable[..., Any], cut: NanoBatches, args: Any, kwa
     trace = cut.handles[0].planner.session.trace
     if trace is not None:
         trace.mark_border(device)
-    output = cut.merge_outputs(*run_nano_batches(first, second, device.type))
-    output_tensor = next(
-        (
-            tensor
-            for tensor in _flatten_values((output,))
-            if isinstance(tensor, torch.Tensor) and tensor.requires_grad
-        ),
-        None,
-    )
-    if trace is not None and output_tensor is not None:
-        output_tensor.register_hook(lambda _: trace.mark_border(device))  # type: ignore[no-untyped-call]
+    output = cut.merge_outputs(*run_nano_batches(*parts, device.type))
+    if trace is not None:
+        outputs = filter(torch.is_tensor, _flatten_values(output))
+        first = next((tensor for tensor in outputs if tensor.requires_grad), None)
+        if first is not None:
+            first.register_hook(lambda _: trace.mark_border(device))
     return output
 
 
@@ -126,19 +121,13 @@ def _choose_nano_batches(
 ) -> NanoBatches | None:
     """Choose the cut of this call of a layer; None to run it whole."""
     arguments = list(_flatten_values((args, kwargs)))
-    handles = {
-        id(argument): argument for argument in arguments if isinstance(argument, AttentionHandle)
-    }
+    handles = {argument for argument in arguments if isinstance(argument, AttentionHandle)}
     if len(handles) != 1:
         return None
-    handle = next(iter(handles.values()))
+    (handle,) = handles
     if in_backward():  # a recompute, which must do what the forward did
-        nano_batches = handle.nano_batches
-        return (
-            nano_batches
-            if nano_batches is not None and id(layer) in nano_batches.layer_ids
-            else None
-        )
+        cut = handle.nano_batches
+        return cut if cut is not None and id(layer) in cut.layer_ids else None
     # Nano-batches fill no cache. Who trains does not read it; who generates does, also with a model
     # in training mode.
     if any(isinstance(argument, Cache) for argument in arguments) and not (
