@@ -10,14 +10,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 
 import torch
 from transformers import PreTrainedConfig
 
 from hf_distca.agreement.announce import PlanKey
 from hf_distca.agreement.documents import Documents, TokenBatch
-from hf_distca.errors import UnsupportedError
 from hf_distca.integration.families import (
     check_cut_documents,
     check_mask_numbers,
@@ -133,7 +132,18 @@ class MaskFacts:
 _NO_FACTS = MaskFacts()
 
 
-class AttentionHandle:
+class _MaskObject:
+    """Object in place of a mask tensor: the methods of tensors that transformers calls."""
+
+    # Generation with static caches makes masks ahead of the forward and takes them for 4-D tensors.
+    ndim: ClassVar[int] = 4
+
+    def contiguous(self) -> Self:
+        """Return the object itself."""
+        return self
+
+
+class AttentionHandle(_MaskObject):
     """Stand-in for the mask of one forward and one kind of layer.
 
     All layers, and their recomputes, get the same object.
@@ -162,9 +172,6 @@ class AttentionHandle:
         second_handle: in the handle of the first nano-batch, the handle of the second one, which is
             planned with it.
     """
-
-    # Generation with static caches makes masks ahead of the forward and takes them for 4-D tensors.
-    ndim: ClassVar[int] = 4
 
     def __init__(
         self, planner: WorkPlanner, batch: TokenBatch, mask: MaskFacts = _NO_FACTS
@@ -244,13 +251,9 @@ class AttentionHandle:
         if layout is not None and documents.span_ranks and layout.is_scattered:
             check_cut_documents(mask.model_type, mask.rotary_reason, has_segments=self.has_segments)
 
-    def contiguous(self) -> AttentionHandle:
-        """Return the handle itself, as for masks that are tensors."""
-        return self
-
 
 @dataclass(frozen=True, eq=False)
-class ForeignMask:
+class ForeignMask(_MaskObject):
     """A mask that distca does not compute: an error where attention is called with it, not where it
     is made.
 
@@ -262,18 +265,6 @@ class ForeignMask:
     """
 
     features: str
-    ndim: ClassVar[int] = 4  # as for handles
-
-    def contiguous(self) -> ForeignMask:
-        """Return the mask itself."""
-        return self
-
-    def raise_unsupported(self) -> NoReturn:
-        """Raise an `UnsupportedError` with the reason."""
-        raise UnsupportedError(
-            f"this model's attention mask uses {self.features}; distca computes causal attention"
-            ' within documents. Use attn_implementation="sdpa" for it.'
-        )
 
 
 class CachedMask(torch.Tensor):

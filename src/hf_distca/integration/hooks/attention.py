@@ -102,7 +102,10 @@ def distca_attention(
         UnsupportedError: names the argument that distca would compute wrongly, and a remedy.
     """
     if isinstance(attention_mask, ForeignMask):
-        attention_mask.raise_unsupported()
+        raise UnsupportedError(
+            f"this model's attention mask uses {attention_mask.features}; distca computes causal"
+            ' attention within documents. Use attn_implementation="sdpa" for it.'
+        )
     check_arguments(module, dropout, kwargs)
     if scaling is None:
         scaling = query.shape[-1] ** -0.5

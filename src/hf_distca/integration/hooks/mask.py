@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import chain
 from types import FunctionType
 from typing import Any, TypeVar
 
@@ -132,7 +133,8 @@ def _make_handle(
     position_ids = call.position_ids
     if torch.is_grad_enabled() if model is None else model.training:
         check_layerdrop(config)
-    session = current_session()  # what `prepare` does, for a model that nobody prepared
+    planner = call.find_argument(PLANNER) or WorkPlanner(current_session())
+    session = planner.session  # what `prepare` does, for a model that nobody prepared
     # From the inside out; the mesh is on the model that was loaded.
     session.find_mesh(call.iterate_models())
     if session.config.ping_pong and model is not None:
@@ -167,7 +169,7 @@ def _make_handle(
         # reentrant checkpointing record none in their first forward, but their mask is made before.
         can_recompute=torch.is_grad_enabled(),
     )
-    return AttentionHandle(call.find_argument(PLANNER) or WorkPlanner(session), batch, facts)
+    return AttentionHandle(planner, batch, facts)
 
 
 def find_planner(model: PreTrainedModel) -> WorkPlanner | None:
@@ -211,9 +213,7 @@ def _list_mask_functions(function: Callable[..., Any]) -> list[str]:
     if name == MASK_UNION:
         functions = [part for part in functions if not _is_empty_overlay(part)]
     names = [name] if name != MASK_UNION or len(functions) > 1 else []
-    for part in functions:
-        names += _list_mask_functions(part)
-    return names
+    return [*names, *chain.from_iterable(map(_list_mask_functions, functions))]
 
 
 def _read_closure(function: FunctionType) -> dict[str, Any]:
