@@ -107,14 +107,12 @@ def distca_attention(
             ' attention within documents. Use attn_implementation="sdpa" for it.'
         )
     check_arguments(module, dropout, kwargs)
-    if scaling is None:
-        scaling = query.shape[-1] ** -0.5
     sink_H = None if s_aux is None else _flatten_sink(module, s_aux, query.shape[1])
     if not isinstance(attention_mask, AttentionHandle):
         cached = check_cached_mask(module, attention_mask, kwargs.get("distca_documents"))
         inputs = Inputs(query, key, value, sink_H=sink_H)
-        # The mask has the window already.
-        return _attend_to_cache(module, inputs, cached, Scores(scaling, None, softcap)), None
+        scores = _make_scores(query, scaling, None, softcap)  # the mask has the window already
+        return _attend_to_cache(module, inputs, cached, scores), None
     handle = attention_mask
     if sliding_window is not None:
         check_window(module, sliding_window)
@@ -148,7 +146,7 @@ def _prepare_layers(
     module: torch.nn.Module,
     states: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     handle: AttentionHandle,
-    options: tuple[float, int | None, float | None],
+    options: tuple[float | None, int | None, float | None],
     kwargs: dict[str, Any],
 ) -> LayerSetup:
     """Prepare the plan and the kernel for the first of several layers that are called alike.
@@ -172,11 +170,17 @@ def _prepare_layers(
         work = handle.planner.plan_work(
             handle, kwargs, query.to(dtype), plan_key, training=module.training
         )
-    scores = Scores(scaling, work.window, softcap)
+    scores = _make_scores(query, scaling, work.window, softcap)
     if (attend := work.stage_attention) is not None:
         return LayerSetup(work, dtype, lambda module, inputs: attend(module, inputs, scores))
     server = session.make_server(work, query.to(dtype), shape, scores)
     return LayerSetup(work, dtype, partial(session.compute_attention, work, server))
+
+
+def _make_scores(
+    query: torch.Tensor, scaling: float | None, window: int | None, softcap: float | None
+) -> Scores:
+    return Scores(query.shape[-1] ** -0.5 if scaling is None else scaling, window, softcap)
 
 
 def _flatten_sink(module: torch.nn.Module, s_aux: torch.Tensor, heads: int) -> torch.Tensor:
