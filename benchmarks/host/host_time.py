@@ -45,7 +45,6 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -73,8 +72,8 @@ from hf_distca.agreement.documents import PackedDocuments, TokenBatch
 from hf_distca.agreement.history import History
 from hf_distca.config import DistCAConfig
 from hf_distca.integration.handle import AttentionHandle
-from hf_distca.integration.hooks import attention
 from hf_distca.integration.session import Session
+from hf_distca.integration.work_planner import WorkPlanner
 from hf_distca.kernels import Case, Scores, TaskBatch, select_kernel
 from hf_distca.kernels.base import Grads, Operands, Outputs, Saved
 from hf_distca.runtime.call import AttentionServer, Call, Inputs
@@ -306,7 +305,7 @@ def alone(count: int, tokens: int, repeats: int, session: Switch) -> dict[str, f
     shape = (1, tokens, ALONE.num_attention_heads, module.head_dim)
     leaves = [torch.randn(shape).transpose(1, 2).requires_grad_() for _ in range(3)]
     packed = PackedDocuments((tokens // count,) * count)
-    handle = AttentionHandle(1, tokens)
+    handle = AttentionHandle(WorkPlanner(session), TokenBatch(1, tokens))
     functions = AttentionInterface()
     call = {"scaling": module.scaling, "dropout": 0.0}
 
@@ -337,7 +336,7 @@ def alone(count: int, tokens: int, repeats: int, session: Switch) -> dict[str, f
 
     def first(*tensors: torch.Tensor) -> torch.Tensor:
         nonlocal handle
-        handle = AttentionHandle(1, tokens)
+        handle = AttentionHandle(WorkPlanner(session), TokenBatch(1, tokens))
         return distca(*tensors)
 
     def sdpa_without_kernel() -> None:
@@ -450,7 +449,6 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     session = Switch(DistCAConfig())
-    patch.object(attention, "current_session", lambda: session).start()
     by = partial(by_number, arguments.ranks)
     result: dict[str, Any] = {
         "machine": describe(),

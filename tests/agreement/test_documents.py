@@ -11,9 +11,9 @@ from torch.distributed.utils import _apply_to_tensors
 
 import hf_distca
 from document_keys import say_documents
+from handles import make_handle
 from hf_distca.agreement.documents import DOCUMENT_KEYS, PackedDocuments, TokenBatch
 from hf_distca.errors import LayoutError
-from hf_distca.integration.handle import AttentionHandle
 from hf_distca.integration.hooks.attention import distca_attention
 
 
@@ -27,7 +27,10 @@ def test_a_key_of_a_batch_says_where_documents_begin(key: str) -> None:
     assert documents.runs[:, 2].tolist() == [3, 6]
 
 
-@pytest.mark.parametrize("given", [PackedDocuments((3, 4)), AttentionHandle(1, 7)])
+@pytest.mark.parametrize(
+    "given",
+    [PackedDocuments((3, 4)), make_handle(1, 7)],
+)
 def test_engines_that_cast_layer_arguments_keep_the_object(given: object) -> None:
     """Engines that cast the arguments of layers hand on the same object."""
     casts = _apply_to_tensors(
@@ -95,7 +98,12 @@ def test_the_same_document_twice_is_refused_by_a_rank_alone() -> None:
     states = (torch.randn(1, heads, 7, 8) for heads in (2, 1, 1))
     hf_distca.configure()
     with pytest.raises(LayoutError, match="must cover it from 0"):
-        distca_attention(module, *states, AttentionHandle(1, 7), distca_documents=packed)
+        distca_attention(
+            module,
+            *states,
+            make_handle(1, 7),
+            distca_documents=packed,
+        )
 
 
 def test_a_training_row_that_another_tool_has_cut_is_refused() -> None:

@@ -15,9 +15,9 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 import hf_distca
+from handles import make_handle
 from hf_distca.agreement.documents import PackedDocuments, TokenBatch
 from hf_distca.errors import DistCAError
-from hf_distca.integration.handle import AttentionHandle
 from hf_distca.integration.hooks.attention import distca_attention
 from hf_distca.schedule.layout import Layout
 from hf_distca.schedule.plan import Plan
@@ -310,7 +310,7 @@ def attention(draw: Random) -> None:
     packed = (
         PackedDocuments(tuple(lengths)) if draw.random() < 0.9 else draw.choice([None, 3, [length]])
     )
-    handle = AttentionHandle(rows, length)
+    handle = make_handle(rows, length)
     output, _ = attempt(
         distca_attention, torch.nn.Module(), q, k, v, handle, distca_documents=packed, **chosen
     )

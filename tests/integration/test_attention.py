@@ -23,6 +23,7 @@ from transformers import (
 import hf_distca
 from checkpointed import checkpoint_layers
 from document_keys import say_documents
+from handles import make_handle
 from hf_distca.agreement.documents import DOCUMENT_KEYS, PackedDocuments
 from hf_distca.errors import LayoutError
 from hf_distca.integration.current_session import current_session
@@ -241,7 +242,11 @@ def call(**changes: object) -> None:
 
     module = torch.nn.Module().train()
     q = torch.randn(1, 4, 6, 16)
-    arguments = {"attention_mask": AttentionHandle(1, 6), "scaling": 0.25, **changes}
+    arguments = {
+        "attention_mask": make_handle(1, 6),
+        "scaling": 0.25,
+        **changes,
+    }
     AttentionInterface()["distca"](module, q, q, q, **arguments)
 
 

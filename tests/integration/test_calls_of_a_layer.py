@@ -13,6 +13,7 @@ import torch
 
 import hf_distca
 from benchmark_modules import import_benchmark
+from handles import make_handle
 from hf_distca.agreement.documents import PackedDocuments
 from hf_distca.errors import UnsupportedError
 from hf_distca.integration.handle import AttentionHandle
@@ -66,10 +67,10 @@ def test_layers_that_are_called_otherwise_share_nothing() -> None:
         )[0]
 
     hf_distca.configure()
-    shared = AttentionHandle(1, 24)
+    shared = make_handle(1, 24)
     together = [attend(shared, given) for given in calls] + [attend(shared, {}, torch.float64)]
-    alone = [attend(AttentionHandle(1, 24), given) for given in calls] + [
-        attend(AttentionHandle(1, 24), {}, torch.float64)
+    alone = [attend(make_handle(1, 24), given) for given in calls] + [
+        attend(make_handle(1, 24), {}, torch.float64)
     ]
     assert all(map(torch.equal, together, alone))
     assert len(shared.layer_setups) == len(calls) + 1

@@ -17,8 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import hf_distca
 from checkpointed import checkpoint_layers
+from handles import make_handle
 from hf_distca.integration.current_session import current_session
-from hf_distca.integration.handle import AttentionHandle
 from hf_distca.integration.work_planner import WorkPlanner
 from hf_distca.kernels import Scores
 from hf_distca.runtime.call import Inputs
@@ -115,7 +115,7 @@ def operations_of_a_planned_call(rank: int, scale: int) -> Counter[str]:
     packed = batch(rank, scale)["distca_documents"]
     length = sum(packed.lengths)
     q, k, v = (torch.randn(1, heads, length, 16) for heads in (4, 2, 2))
-    handle = AttentionHandle(1, length)
+    handle = make_handle(1, length)
     key = handle.make_key(AttentionShape(4, 2, 16, 16, 4), "cpu", None)
     work = WorkPlanner(session).plan_work(
         handle, {"distca_documents": packed}, q, key, training=True

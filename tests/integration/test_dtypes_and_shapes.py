@@ -14,8 +14,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 import hf_distca
+from handles import make_handle
 from hf_distca.integration.current_session import current_session
-from hf_distca.integration.handle import AttentionHandle, MaskFacts
 from hf_distca.schedule.cost import AttentionShape, CostModel
 from ranks import RankPool
 from turns import in_turn
@@ -110,7 +110,7 @@ def ours(
     for row, start, tokens in documents:
         positions[row, start : start + tokens] = torch.arange(tokens)
         padding[row, start : start + tokens] = True
-    handle = AttentionHandle(batch, length, MaskFacts(None if case.padding is None else padding))
+    handle = make_handle(batch, length, padding=None if case.padding is None else padding)
     attention = AttentionInterface()["distca"]
     module = torch.nn.Module().train()
     out, _ = attention(

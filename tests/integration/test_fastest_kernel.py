@@ -13,8 +13,10 @@ import torch
 
 import hf_distca
 from hf_distca.agreement.announce import PlanKey
-from hf_distca.integration import session as module
+from hf_distca.integration import work_planner as module
 from hf_distca.integration.current_session import current_session
+from hf_distca.integration.session import Session
+from hf_distca.integration.work_planner import WorkPlanner
 from hf_distca.kernels import Scores
 from hf_distca.runtime.group import AttentionGroup
 from hf_distca.schedule.cost import AttentionShape
@@ -45,7 +47,7 @@ def test_it_is_taken_and_calibrated(
     monkeypatch.setattr(module, "fastest", lambda *_: "reference")
     hf_distca.configure(hf_distca.DistCAConfig(cost_model=cost_model, kernel=kernel))
     session = current_session()
-    session.learn_cost(PlanKey(SHAPE, device, None), QUERY, AttentionGroup())
+    WorkPlanner(session).learn_cost(PlanKey(SHAPE, device, None), QUERY, AttentionGroup())
     assert (
         session.choose_kernel(QUERY, AttentionShape(2, 1, 16, 16, 4), Scores(1.0)).name == expected
     )
@@ -68,15 +70,15 @@ def test_a_gpu_begins_with_the_shipped_profile_of_its_kernel(
     monkeypatch: pytest.MonkeyPatch, cost_model: str, device: str, name: str
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: device)
-    monkeypatch.setattr(
-        module.Session, "choose_kernel", lambda *_: SimpleNamespace(name="flash_attn_3")
-    )
+    monkeypatch.setattr(Session, "choose_kernel", lambda *_: SimpleNamespace(name="flash_attn_3"))
     hf_distca.configure(hf_distca.DistCAConfig(cost_model=cost_model, tile=256))
     session, query = (
         current_session(),
         SimpleNamespace(device=torch.device("cuda", 0), dtype=torch.bfloat16),
     )
     shape = AttentionShape(32, 8, 128, 128, 2)
-    session.learn_cost(PlanKey(shape, "cuda", 4096), cast("torch.Tensor", query), AttentionGroup())
+    WorkPlanner(session).learn_cost(
+        PlanKey(shape, "cuda", 4096), cast("torch.Tensor", query), AttentionGroup()
+    )
     cost = session.planner.resume_progress().costs[shape, "cuda"]
     assert (cost.name, cost.tile, cost.window) == (name, 256, None)

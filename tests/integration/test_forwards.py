@@ -20,7 +20,7 @@ from transformers import LlamaForCausalLM
 import hf_distca
 from hf_distca.agreement.documents import PackedDocuments
 from hf_distca.errors import LayoutError
-from hf_distca.integration import session as session_module
+from hf_distca.integration import work_planner
 from hf_distca.integration.current_session import current_session
 from hf_distca.integration.training.mixin import plan_ahead
 from live_bytes import LiveBytes
@@ -160,7 +160,7 @@ def costs_under_autocast(rank: int) -> tuple[list[int], list[torch.dtype]]:
 
     hf_distca.configure(hf_distca.DistCAConfig(cost_model="calibrated"))
     with (
-        patch.object(session_module, "calibrate", calibrate),
+        patch.object(work_planner, "calibrate", calibrate),
         torch.autocast("cpu", torch.bfloat16),
     ):
         model_for(2, "distca", torch.float32)(

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from handles import make_handle
 from hf_distca.integration.handle import AttentionHandle
 from hf_distca.integration.hooks.recomputed_masks import reuse_forward_handle
 
@@ -25,7 +26,7 @@ class Masked:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         for _ in range(2):
-            self.seen.append(reuse_forward_handle(AttentionHandle(1, next(self.lengths))))
+            self.seen.append(reuse_forward_handle(make_handle(1, next(self.lengths))))
             x = x.sin() * x
         return x
 
@@ -80,7 +81,7 @@ def test_a_mask_of_another_size_is_new() -> None:
     masked = Masked(7, 7, 7, 9)
     checkpoint(masked, leaf(), use_reentrant=False).sum().backward()
     assert masked.seen[2] is masked.seen[0]
-    assert masked.seen[3].length == 9
+    assert masked.seen[3].batch.length == 9
 
 
 def test_masks_go_with_their_checkpoint() -> None:

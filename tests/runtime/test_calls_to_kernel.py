@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import hf_distca
+from handles import make_handle
 from hf_distca.agreement.documents import PackedDocuments
-from hf_distca.integration.handle import AttentionHandle
 from hf_distca.integration.hooks.attention import distca_attention
 from hf_distca.kernels.cpu import CpuKernel
 
@@ -33,7 +33,10 @@ def nested(frame: FrameType | None) -> list[str]:
 
 def test_the_kernel_is_few_calls_away(monkeypatch: pytest.MonkeyPatch) -> None:
     hf_distca.configure()
-    module, handle = torch.nn.Linear(1, 1).train(), AttentionHandle(1, 50)
+    module, handle = (
+        torch.nn.Linear(1, 1).train(),
+        make_handle(1, 50),
+    )
     q, k, v = (torch.randn(1, heads, 50, 16, requires_grad=True) for heads in (4, 2, 2))
     documents = PackedDocuments((30, 20))
     calls: list[str] = []

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import hf_distca
 from device_events import Device
 from fake_cuda import CUDA, Tape, fake_cuda, needs_cpu_build
+from handles import make_handle
 from hf_distca import kernels
 from hf_distca.agreement.documents import PackedDocuments
 from hf_distca.integration.current_session import current_session
@@ -155,7 +156,7 @@ def test_the_attention_function_stays_on_the_gpu(monkeypatch: pytest.MonkeyPatch
         q, k, v = (
             torch.empty(2, heads, 50, DIM, **made) for heads in (HEADS, KEY_HEADS, KEY_HEADS)
         )
-        handle = AttentionHandle(2, 50)
+        handle = make_handle(2, 50)
         arguments = {
             "distca_documents": PackedDocuments((60, 40)),
             "scaling": 0.1,
@@ -238,7 +239,7 @@ def test_a_layer_alone_launches_what_plain_attention_does(monkeypatch: pytest.Mo
             return [name for name in forward.names if name != "detach"], backward.names
 
         gpu.launch(1.0)
-        handle = AttentionHandle(1, 100)
+        handle = make_handle(1, 100)
         first, _ = layer(handle)
         assert first.count("_to_copy") == 1, (
             "rows and keys of whole documents end at the same places"
@@ -255,6 +256,6 @@ def test_a_layer_alone_launches_what_plain_attention_does(monkeypatch: pytest.Mo
             "nobody has asked for times"
         )
         hf_distca.metrics()
-        layer(AttentionHandle(1, 100))
+        layer(make_handle(1, 100))
         assert gpu.events == 4
     hf_distca.configure()

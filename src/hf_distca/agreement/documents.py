@@ -317,6 +317,11 @@ class TokenBatch:
     padding: torch.Tensor | None = None
     first_position: int = 0
 
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows, and tokens of a row."""
+        return self.batch_size, self.length
+
     @classmethod
     def of(cls, batch: Mapping[str, Any]) -> TokenBatch:
         """Read the arguments of a model's forward."""

@@ -56,13 +56,11 @@ def check_not_replaced(config: PreTrainedConfig | None) -> None:
             that cut sequences over ranks.
     """
     name = getattr(config, "_attn_implementation", None)
-    registered = _registered.get(name) if isinstance(name, str) else None
-    if registered is None:
+    if name not in _registered:
         return
-    registered_now = ALL_ATTENTION_FUNCTIONS[name]
-    changed = None if registered_now is registered else registered_now
-    if changed is None and "flash" in str(name):
-        changed = changed_flash_attention()
+    changed = ALL_ATTENTION_FUNCTIONS[name]
+    if changed is _registered[name]:
+        changed = changed_flash_attention() if "flash" in name else None
     if changed is not None:
         raise UnsupportedError(
             f'attn_implementation="{name}" is distca here, and {describe_origin(changed)} has been'
@@ -177,10 +175,8 @@ def find_distca_configs(model: torch.nn.Module | None) -> list[PreTrainedConfig]
     """Return the configurations of a model and its parts, such as a language tower, that ask for
     distca, under any name.
     """
-    configs = {
-        id(part.config): part.config for part in iterate_models(model) if is_distca_model(part)
-    }
-    return list(configs.values())
+    models = filter(is_distca_model, iterate_models(model))
+    return list({id(part.config): part.config for part in models}.values())
 
 
 def is_distca_model(model: PreTrainedModel) -> bool:

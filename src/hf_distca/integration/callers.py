@@ -25,9 +25,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Iterator
-from functools import cache
 from itertools import islice
-from types import CodeType, FrameType
+from types import FrameType
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -60,20 +59,13 @@ class MaskCall:
     """
 
     def __init__(self) -> None:
-        self._creator = next(
-            (
-                frame
-                for frame in _walk_callers(inspect.currentframe())
-                if frame.f_globals.get("__name__") == create_causal_mask.__module__
-            ),
-            None,
+        self._frames = list(islice(_walk_callers(inspect.currentframe()), 2, None))
+        creators = (
+            frame
+            for frame in self._frames
+            if frame.f_globals.get("__name__") == create_causal_mask.__module__
         )
-        above = (
-            islice(_walk_callers(inspect.currentframe()), 2, None)
-            if self._creator is None
-            else _walk_callers(self._creator)
-        )
-        self._frames = list(above)
+        self._creator = next(creators, None)
         self._models = list(_select_model_frames(self._frames))
 
     @property
@@ -86,18 +78,6 @@ class MaskCall:
         return positions if isinstance(positions, torch.Tensor) and positions.dim() == 2 else None
 
     @property
-    def model_position_ids(self) -> torch.Tensor | None:
-        """Position ids of the innermost model, for models that pass none to the mask (RoBERTa), or
-        none with three axes.
-        """
-        return self._find_tensor("position_ids")
-
-    @property
-    def attention_mask(self) -> torch.Tensor | None:
-        """Mask of the innermost model in its own numbers, which transformers makes bool."""
-        return self._find_tensor("attention_mask")
-
-    @property
     def has_no_positions(self) -> bool:
         """True if the outermost model with an argument position_ids got none; modules inside may
         have made their own.
@@ -106,17 +86,13 @@ class MaskCall:
         return bool(variables) and variables[-1]["position_ids"] is None
 
     @property
-    def documents(self) -> Any:
-        """Value of ``distca_documents`` passed to the model.
-
-        Not all models pass it on to attention (Nemotron, StableLM).
-        """
-        return _find_argument("distca_documents", self._models)
-
-    @property
     def is_generating(self) -> bool:
         """True if `generate` is among the callers."""
-        return _get_generate_code() in [frame.f_code for frame in self._frames]
+        return any(
+            frame.f_globals.get("__name__") == "transformers.generation.utils"
+            for frame in self._frames
+            if frame.f_code.co_name == "generate"
+        )
 
     @property
     def is_in_data_parallel(self) -> bool:
@@ -135,33 +111,35 @@ class MaskCall:
             for frame in self._frames
             if frame.f_code.co_name in _TRAINER_STEPS
         )
-        return cast(
-            "Trainer | None",
-            next((trainer for trainer in steps if hasattr(trainer, "callback_handler")), None),
-        )
+        return next((trainer for trainer in steps if hasattr(trainer, "callback_handler")), None)
 
     def iterate_models(self) -> Iterator[PreTrainedModel]:
         """Yield the models whose forwards are among the callers, from the inside out."""
         for frame in self._models:
             yield frame.f_locals["self"]
 
-    def _find_tensor(self, name: str) -> torch.Tensor | None:
-        """Return a variable of the innermost model, if it is a tensor."""
+    def find_argument(self, name: str) -> Any:
+        """Return a keyword argument of the innermost model that got it; else None.
+
+        Not all models pass ``distca_documents`` on to attention (Nemotron, StableLM).
+        """
+        return _find_argument(name, self._models)
+
+    def find_tensor(self, name: str) -> torch.Tensor | None:
+        """Return a variable of the innermost model, if it is a tensor: the mask in its own numbers,
+        which transformers makes bool; position ids of models that pass none to the mask (RoBERTa),
+        or none with three axes.
+        """
         value = self._models[0].f_locals.get(name) if self._models else None
         return value if isinstance(value, torch.Tensor) else None
 
 
-def find_model_argument(name: str, frame: FrameType | None = None) -> Any:
-    """Return an argument of the innermost model, above a frame or the caller, that got it; else
-    None.
-    """
-    return _find_argument(
-        name, _select_model_frames(_walk_callers(frame or inspect.currentframe()))
-    )
+def find_model_argument(name: str) -> Any:
+    """Return an argument of the innermost model above the caller that got it; else None."""
+    return _find_argument(name, _select_model_frames(_walk_callers(inspect.currentframe())))
 
 
 def _find_argument(name: str, models: Iterable[FrameType]) -> Any:
-    """Return a named argument of the first of these forwards of models that got it; else None."""
     for model in models:
         for value in model.f_locals.values():
             if isinstance(value, dict) and value.get(name) is not None:
@@ -186,19 +164,11 @@ def is_compiled() -> bool:
 
 def find_trainer(callback: TrainerCallback) -> Trainer | None:
     """Return the Trainer in which a callback is called."""
-    here = inspect.currentframe()
-    for frame in _walk_callers(None if here is None else here.f_back):
+    for frame in islice(_walk_callers(inspect.currentframe()), 1, None):
         trainer = frame.f_locals.get("self")
         if callback in getattr(getattr(trainer, "callback_handler", None), "callbacks", ()):
             return cast("Trainer", trainer)
     return None
-
-
-@cache
-def _get_generate_code() -> CodeType:
-    from transformers import GenerationMixin
-
-    return cast("CodeType", inspect.unwrap(GenerationMixin.generate).__code__)
 
 
 def _select_model_frames(frames: Iterable[FrameType]) -> Iterator[FrameType]:

@@ -26,8 +26,6 @@ __all__ = [
     "check_family",
     "check_layerdrop",
     "check_mask_numbers",
-    "no_mask_numbers_reason",
-    "no_segments_reason",
     "warn_of_packing",
     "warn_of_unproven_family",
     "whole_document_reason",
@@ -130,44 +128,31 @@ def whole_document_reason(model_type: str | None) -> str | None:
     return WHOLE_DOCUMENT_REASONS.get(WHOLE_DOCUMENT_FAMILIES.get(model_type or "", ""))
 
 
-def no_segments_reason(model_type: str | None) -> str | None:
-    """Return the reason as `whole_document_reason`, for a model that gave its recurrent layers no
-    document boundaries.
-    """
-    return (
-        WHOLE_DOCUMENT_REASONS["CARRIES_STATE"]
-        if FAMILIES.get(model_type or "") == "PACKED"
-        else whole_document_reason(model_type)
-    )
-
-
 # Types that make something else of a mask than which tokens are padding.
-_MASK_READERS = dict.fromkeys(("biogpt", "opt"), "they count positions by it")
+_MASK_READERS = ("biogpt", "opt")
 
 
-def no_mask_numbers_reason(model_type: str | None, config: PreTrainedConfig | None) -> str | None:
-    """Return why a mask must not number documents for a model; None if only attention reads it, and
-    keeps documents apart.
-    """
-    if FAMILIES.get(model_type or "") != "PROVEN":
-        return "it is not proven that attention alone reads it"
-    if getattr(config, "output_router_logits", False):
-        return "the loss of their routers (output_router_logits=True) weighs tokens by it"
-    return _MASK_READERS.get(model_type or "")
-
-
-def check_mask_numbers(model_type: str | None, unnumbered: str | None) -> None:
-    """Raise for a mask that numbers documents, if `no_mask_numbers_reason` gave a reason.
+def check_mask_numbers(config: PreTrainedConfig | None) -> None:
+    """Raise for a mask that numbers documents, unless attention alone reads it in models of this
+    config, and keeps documents apart.
 
     Raises:
         UnsupportedError: with the reason, and a remedy.
     """
-    if unnumbered is not None:
-        raise UnsupportedError(
-            f"attention_mask numbers the documents of a row, and must not for {model_type} models:"
-            f" {unnumbered}. Give a mask of 1 and 0, and position_ids that begin again with each"
-            " document; or PackingCollator, which reads such rows."
-        )
+    model_type = getattr(config, "model_type", None)
+    if FAMILIES.get(model_type or "") != "PROVEN":
+        reason = "it is not proven that attention alone reads it"
+    elif getattr(config, "output_router_logits", False):
+        reason = "the loss of their routers (output_router_logits=True) weighs tokens by it"
+    elif model_type in _MASK_READERS:
+        reason = "they count positions by it"
+    else:
+        return
+    raise UnsupportedError(
+        f"attention_mask numbers the documents of a row, and must not for {model_type} models:"
+        f" {reason}. Give a mask of 1 and 0, and position_ids that begin again with each document;"
+        " or PackingCollator, which reads such rows."
+    )
 
 
 # LayerDrop's names in the configs of transformers.
@@ -234,18 +219,24 @@ def warn_of_packing(model_type: str | None) -> None:
         warn_once(text, model_type)
 
 
-def check_cut_documents(model_type: str | None, whole: str | None) -> None:
+def check_cut_documents(
+    model_type: str | None, rotary_reason: str | None = None, *, has_segments: bool
+) -> None:
     """Raise for documents in several parts, if attention would be right but other parts of the
     model would not.
 
     Args:
         model_type: type of the model; for families never tried in this way, a warning is logged
             once.
-        whole: reason why its documents must not be cut; None if they may be.
+        rotary_reason: reason why positions of this model do not allow it; None if they do.
+        has_segments: whether its recurrent layers, if it has any, were given document boundaries.
 
     Raises:
         UnsupportedError: with the reason.
     """
+    whole = whole_document_reason(model_type) or rotary_reason
+    if FAMILIES.get(model_type or "") == "PACKED" and not has_segments:
+        whole = WHOLE_DOCUMENT_REASONS["CARRIES_STATE"]
     if whole is not None:
         raise UnsupportedError(
             f"a document of this batch is in several parts, and {model_type} models need whole"

@@ -9,18 +9,17 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, NoReturn
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 
 import torch
+from transformers import PreTrainedConfig
 
 from hf_distca.agreement.announce import PlanKey
 from hf_distca.agreement.documents import Documents, TokenBatch
-from hf_distca.errors import UnsupportedError
 from hf_distca.integration.families import (
     check_cut_documents,
     check_mask_numbers,
-    no_segments_reason,
     warn_of_packing,
 )
 from hf_distca.integration.recurrent_rows import get_recurrent_rows
@@ -35,8 +34,21 @@ from hf_distca.schedule.layout import Layout
 
 if TYPE_CHECKING:
     from hf_distca.integration.nano_batches import NanoBatches, SplitDocumentContext
+    from hf_distca.integration.work_planner import WorkPlanner
 
-__all__ = ["AttentionHandle", "CachedMask", "ForeignMask", "LayerSetup", "LayerWork", "MaskFacts"]
+__all__ = [
+    "PLANNER",
+    "AttentionHandle",
+    "CachedMask",
+    "ForeignMask",
+    "LayerSetup",
+    "LayerWork",
+    "MaskFacts",
+]
+
+# Keyword argument of a model's forward: the `WorkPlanner` of its handles, in place of one that
+# plans with the session; given by stages of a pipeline.
+PLANNER = "distca_planner"
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,38 +104,46 @@ class MaskFacts:
     """Facts that the mask function found about one forward and one kind of layer.
 
     Attributes:
-        padding: (batch_size, length) mask as the user gave it; see `TokenBatch`.
         window: keys that a row of this kind of layer sees at most, None for all.
         chunk: length of the chunks that documents are cut into in this kind of layer, None for no
             cuts.
-        position_ids: position ids that the mask was made with, for models that pass none to
-            attention.
-        packed_documents: the documents that the model was given, for models that pass none to
-            attention.
-        model_type: type of the model that made the mask, for warnings about packed documents.
-        first_position: first position of a document, as this model counts.
-        whole_document_reason: reason why documents must not be cut in this model, or None.
-        no_mask_numbers_reason: reason why a mask must not number documents for this model, or None.
+        config: config of the model that made the mask, for checks of its documents.
+        rotary_reason: reason why positions of this model do not allow documents in several parts,
+            or None.
         is_local: whether no other rank may be asked to take part, because this forward is one of
             `generate`.
         can_recompute: whether layers may run again in backward: the mask was made while gradients
             were recorded.
     """
 
-    padding: torch.Tensor | None = None
     window: int | None = None
     chunk: int | None = None
-    position_ids: torch.Tensor | None = None
-    packed_documents: Any = None
-    model_type: str | None = None
-    first_position: int = 0
-    whole_document_reason: str | None = None
-    no_mask_numbers_reason: str | None = None
+    config: PreTrainedConfig | None = None
+    rotary_reason: str | None = None
     is_local: bool = False
     can_recompute: bool = True
 
+    @property
+    def model_type(self) -> str | None:
+        """Type of the model."""
+        return getattr(self.config, "model_type", None)
 
-class AttentionHandle:
+
+_NO_FACTS = MaskFacts()
+
+
+class _MaskObject:
+    """Object in place of a mask tensor: the methods of tensors that transformers calls."""
+
+    # Generation with static caches makes masks ahead of the forward and takes them for 4-D tensors.
+    ndim: ClassVar[int] = 4
+
+    def contiguous(self) -> Self:
+        """Return the object itself."""
+        return self
+
+
+class AttentionHandle(_MaskObject):
     """Stand-in for the mask of one forward and one kind of layer.
 
     All layers, and their recomputes, get the same object.
@@ -132,7 +152,9 @@ class AttentionHandle:
     them, for every layer that it wraps.
 
     Args:
-        batch_size, length: shape of the batch in tokens.
+        planner: plans the layers, with the session of the mask function.
+        batch: the tokens, with the documents as the model got them, for models that pass none to
+            attention.
         mask: other facts from the mask function.
 
     Attributes:
@@ -151,11 +173,12 @@ class AttentionHandle:
             planned with it.
     """
 
-    # Generation with static caches makes masks ahead of the forward and takes them for 4-D tensors.
-    ndim: ClassVar[int] = 4
-
-    def __init__(self, batch_size: int, length: int, mask: MaskFacts | None = None) -> None:
-        self.batch_size, self.length, self.mask = batch_size, length, mask or MaskFacts()
+    def __init__(
+        self, planner: WorkPlanner, batch: TokenBatch, mask: MaskFacts = _NO_FACTS
+    ) -> None:
+        self.planner = planner
+        self.batch = batch
+        self.mask = mask
         self.is_local = self.mask.is_local
         self.layer_work: dict[PlanKey, LayerWork] = {}
         self.layer_setups: dict[tuple[object, ...], LayerSetup] = {}
@@ -175,16 +198,7 @@ class AttentionHandle:
         split_context: SplitDocumentContext,
     ) -> AttentionHandle:
         """Make the handle of a nano-batch, 1 or 2, of (rows, tokens)."""
-        handle = AttentionHandle(
-            *shape,
-            replace(
-                self.mask,
-                padding=None,
-                position_ids=None,
-                packed_documents=None,
-                is_local=self.is_local,
-            ),
-        )
+        handle = AttentionHandle(self.planner, TokenBatch(*shape), self.mask)
         handle.nano = nano
         handle.documents = documents
         handle.split_context = split_context
@@ -207,26 +221,17 @@ class AttentionHandle:
     def read_documents(
         self, arguments: Mapping[str, Any], *, span_ranks: bool, training: bool
     ) -> Documents:
-        """Read the documents of the batch, once, from the keyword arguments of a layer or of
-        attention.
-        """
-        # Its model has read them.
-        if self.documents is None and (rows := get_recurrent_rows(arguments)) is not None:
-            self.documents = rows.documents.cut_into_chunks(self.mask.chunk)
-            self.has_segments = True
-        elif self.documents is None:
-            batch = TokenBatch(
-                self.batch_size,
-                self.length,
-                packed=self.mask.packed_documents,
-                position_ids=self.mask.position_ids,
-                padding=self.mask.padding,
-                first_position=self.mask.first_position,
-            ).with_documents(arguments)
+        """Read the documents of the batch from the keyword arguments of a layer or of attention."""
+        rows = get_recurrent_rows(arguments)
+        if rows is None:
+            batch = self.batch.with_documents(arguments)
             documents = batch.read_documents(span_ranks=span_ranks, training=training)
-            if documents.is_packed(self.length):
+            if documents.is_packed(batch.length):
                 warn_of_packing(self.mask.model_type)
-            self.documents = documents.cut_into_chunks(self.mask.chunk)
+        else:  # its model has read them
+            documents = rows.documents
+            self.has_segments = True
+        self.documents = documents.cut_into_chunks(self.mask.chunk)
         return self.documents
 
     def check_documents(self, layout: Layout | None, window: int | None) -> None:
@@ -237,26 +242,18 @@ class AttentionHandle:
         `check_cut_documents` raises on all ranks or none, because all know the layout; other checks
         are about this rank's own mask.
         """
-        documents, model_type = self.documents, self.mask.model_type
+        documents, mask = self.documents, self.mask
         if documents is None:
             return
         documents.check_holes(window)
         if documents.has_mask_numbers:
-            check_mask_numbers(model_type, self.mask.no_mask_numbers_reason)
+            check_mask_numbers(mask.config)
         if layout is not None and documents.span_ranks and layout.is_scattered:
-            check_cut_documents(
-                model_type,
-                self.mask.whole_document_reason
-                or (None if self.has_segments else no_segments_reason(model_type)),
-            )
-
-    def contiguous(self) -> AttentionHandle:
-        """Return the handle itself, as for masks that are tensors."""
-        return self
+            check_cut_documents(mask.model_type, mask.rotary_reason, has_segments=self.has_segments)
 
 
 @dataclass(frozen=True, eq=False)
-class ForeignMask:
+class ForeignMask(_MaskObject):
     """A mask that distca does not compute: an error where attention is called with it, not where it
     is made.
 
@@ -268,18 +265,6 @@ class ForeignMask:
     """
 
     features: str
-    ndim: ClassVar[int] = 4  # as for handles
-
-    def contiguous(self) -> ForeignMask:
-        """Return the mask itself."""
-        return self
-
-    def raise_unsupported(self) -> NoReturn:
-        """Raise an `UnsupportedError` with the reason."""
-        raise UnsupportedError(
-            f"this model's attention mask uses {self.features}; distca computes causal attention"
-            ' within documents. Use attn_implementation="sdpa" for it.'
-        )
 
 
 class CachedMask(torch.Tensor):

@@ -60,7 +60,7 @@ class NanoBatches:
     """The cut of one batch, for one kind of layer. Nano-batches have the numbers 1 and 2.
 
     Attributes:
-        batch_size, length: shape of the batch.
+        shape: (rows, tokens) of the batch.
         axis: 0 if rows are cut, 1 if tokens are.
         border: index on that axis where the second nano-batch begins.
         sizes: sizes of both on that axis. A batch of one token is all in the second; the first
@@ -70,8 +70,7 @@ class NanoBatches:
         layer_ids: ids of the layers that ran as nano-batches, for recomputes.
     """
 
-    batch_size: int
-    length: int
+    shape: tuple[int, int]
     axis: int
     border: int
     sizes: tuple[int, int]
@@ -81,7 +80,7 @@ class NanoBatches:
     @classmethod
     def cut_batch(cls, handle: AttentionHandle, documents: Documents, tile: int) -> NanoBatches:
         """Cut a batch whose documents each lie on one rank, or were dealt for ping-pong."""
-        rows, length = handle.batch_size, handle.length
+        rows, length = handle.batch.shape
         axis, border, parts = choose_cut(rows, length, documents, tile)
         sizes = max(border, 1), (length if axis else rows) - border
         context = SplitDocumentContext(parts[1].context_tokens)
@@ -90,7 +89,7 @@ class NanoBatches:
             for nano, (size, part) in enumerate(zip(sizes, parts, strict=True), 1)
         )
         first.second_handle = second
-        return cls(rows, length, axis, border, sizes, (first, second))
+        return cls((rows, length), axis, border, sizes, (first, second))
 
     @property
     def cannot_overlap(self) -> bool:
@@ -103,10 +102,8 @@ class NanoBatches:
         dictionary.
         """
         if isinstance(value, torch.Tensor):
-            dim = self._find_dim(value)
-            if dim is None:
-                return value
-            return value.narrow(dim, 0 if nano == 1 else self.border, self.sizes[nano - 1])
+            dim, start = self._find_dim(value), 0 if nano == 1 else self.border
+            return value if dim is None else value.narrow(dim, start, self.sizes[nano - 1])
         if isinstance(value, AttentionHandle):
             return self.handles[nano - 1]
         if isinstance(value, Cache):
@@ -124,13 +121,8 @@ class NanoBatches:
             UnsupportedError: if an output has other parts than tensors with the cut axis.
         """
         if isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor):
-            if (
-                tuple(
-                    part.shape[self.axis] if part.dim() > self.axis else 0
-                    for part in (first, second)
-                )
-                == self.sizes
-            ):
+            cut = slice(self.axis, self.axis + 1)
+            if (*first.shape[cut], *second.shape[cut]) == self.sizes:
                 return torch.cat([first.narrow(self.axis, 0, self.border), second], self.axis)
         elif first is None and second is None:
             return None
@@ -161,27 +153,13 @@ class NanoBatches:
         all tokens.
         """
         shape = tuple(tensor.shape)
-        if self.axis == 0:
-            return next(
-                (
-                    d
-                    for d in range(len(shape) - 1)
-                    if shape[d : d + 2] == (self.batch_size, self.length)
-                ),
-                None,
-            )
-        if len(shape) == 1 and tensor.is_floating_point():
-            # A vector of the layer's width may be as long as the batch; what tokens have one by one
-            # are integers.
-            return None
-        return next(
-            (
-                d
-                for d in range(len(shape))
-                if shape[d] == self.length and (d == 0 or shape[d - 1] == 1)
-            ),
-            None,
-        )
+        # A vector of the layer's width may be as long as the batch; what tokens have one by one are
+        # integers.
+        is_vector = len(shape) == 1 and tensor.is_floating_point()
+        if self.axis == 1 and shape[:1] == self.shape[1:] and not is_vector:
+            return 0
+        starts = (d for d in range(len(shape) - 1) if shape[d : d + 2] == self.shape)
+        return next((start + self.axis for start in starts), None)
 
 
 def choose_cut(

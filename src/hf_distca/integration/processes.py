@@ -91,7 +91,7 @@ def find_data_parallel_ranks(mesh: DeviceMesh, extra_dimension: str | None = Non
     """Return the ranks of `mesh` that differ from this one only in their data-parallel coordinates;
     this rank alone if there are none.
 
-    With `also`, the name of a dimension, they may differ in that, too.
+    They may differ in `extra_dimension`, the name of a dimension, too.
 
     A mesh without any dimension whose name is known (those of data, and "tp", "pp", "cp", "sp",
     "ulysses") is taken whole.

@@ -4,6 +4,7 @@ from rank to rank.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -27,34 +28,25 @@ class RecurrentRows:
 
     Args:
         documents: documents of the batch.
-        batch_size, length: its shape in tokens.
+        shape: rows of the batch, and tokens of a row.
         segments: segments of its rows, one after another; None if each row is one, and layers run
             along rows as usual.
 
     Attributes:
         used_functions: names of the functions that have run along segments.
+        stores: stores for tensors that functions received in the layers of this micro-batch, by
+            the functions' names.
     """
 
-    __slots__ = (
-        "_stores",
-        "_tensors",
-        "batch_size",
-        "documents",
-        "length",
-        "segments",
-        "used_functions",
-    )
-
     def __init__(
-        self, documents: Documents, batch_size: int, length: int, segments: Segments | None
+        self, documents: Documents, shape: tuple[int, int], segments: Segments | None
     ) -> None:
         self.documents = documents
-        self.batch_size = batch_size
-        self.length = length
+        self.shape = shape
         self.segments = segments
         self.used_functions: set[str] = set()
         self._tensors: dict[Any, torch.Tensor] = {}
-        self._stores: dict[str, OutputStore] = {}
+        self.stores = defaultdict[str, OutputStore](OutputStore)
 
     def make_cu_seqlens(self, lengths: Sequence[int], device: torch.device) -> torch.Tensor:
         """Return the starts of documents of these lengths, and the end of the last: (documents +
@@ -65,16 +57,10 @@ class RecurrentRows:
     def make_seq_idx(self, device: torch.device) -> torch.Tensor:
         """Return the number of each token's segment: (batch, length) int32."""
         lengths = () if self.segments is None else self.segments.lengths
-        numbers, shape = np.arange(len(lengths), dtype=np.int32), (self.batch_size, self.length)
+        numbers = np.arange(len(lengths), dtype=np.int32)
         return self._make_once(
-            "seq_idx", device, lambda: np.repeat(numbers, lengths).reshape(shape)
+            "seq_idx", device, lambda: np.repeat(numbers, lengths).reshape(self.shape)
         )
-
-    def get_store(self, name: str) -> OutputStore:
-        """Return the store for tensors that the functions of that name received in the layers of
-        this micro-batch.
-        """
-        return self._stores.setdefault(name, OutputStore())
 
     def _make_once(
         self, name: Any, device: torch.device, make: Callable[[], np.ndarray[Any, Any]]

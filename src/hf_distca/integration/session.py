@@ -1,27 +1,24 @@
-"""`Session`: state that a process keeps between micro-batches: settings, group, kernels, costs.
+"""`Session`: state that a process keeps between micro-batches, and attention computed with it.
 
-Plans and routes are not among them: a `WorkPlanner` makes them, and they live in the handle of
-their micro-batch.
+Plans, costs and routes are made with it by a `WorkPlanner`, and live in the handle of their
+micro-batch.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Any, Protocol, get_args
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
-from hf_distca.agreement.announce import PlanKey
 from hf_distca.agreement.planner import Planner, get_current_world
 from hf_distca.borrowed import loaded_mesh
-from hf_distca.config import DistCAConfig, KernelName
-from hf_distca.integration.handle import AttentionHandle, LayerWork
-from hf_distca.integration.layer_kinds import choose_rate_source, make_initial_cost
+from hf_distca.config import DistCAConfig
+from hf_distca.integration.handle import LayerWork
 from hf_distca.integration.processes import (
     choose_group_size,
     find_data_parallel_ranks,
@@ -29,35 +26,14 @@ from hf_distca.integration.processes import (
     print_if_slow,
 )
 from hf_distca.kernels import Case, Kernel, Scores, select_kernel
-from hf_distca.measure.calibrate import calibrate, fastest, shipped_profile
 from hf_distca.measure.timeline import Trace
 from hf_distca.runtime.call import AttentionServer, Call, Inputs
 from hf_distca.runtime.core_attention import core_attention
-from hf_distca.runtime.group import AttentionGroup, Members, joint_step
+from hf_distca.runtime.group import AttentionGroup, Members
 from hf_distca.runtime.meter import Meter
 from hf_distca.schedule.cost import AttentionShape
 
 __all__ = ["Session"]
-
-
-class WorkProvider(Protocol):
-    """Substitute of a `WorkPlanner` while a schedule of pipeline stages runs forwards."""
-
-    def uses_nano_batches(self, handle: AttentionHandle, training: bool) -> bool:
-        """See `WorkPlanner.uses_nano_batches`; if this returns True, the handle has its
-        documents.
-        """
-
-    def plan_work(
-        self,
-        handle: AttentionHandle,
-        arguments: Mapping[str, Any],
-        query: torch.Tensor,
-        key: PlanKey,
-        *,
-        training: bool,
-    ) -> LayerWork:
-        """See `WorkPlanner.plan_work`."""
 
 
 class Session:
@@ -71,10 +47,10 @@ class Session:
         trace: records a timeline; None for no timeline.
         start_time: time at which the session was made, by `time.perf_counter`.
         given_group: the group that the user gave; None to find it.
+        fastest_kernels: names of the kernels to try first, by dtype and widths of heads, where
+            kernels were timed.
         kernel_names: names of the kernels that attention ran in, in the order of their first use.
         has_summary: whether the summary of the run was printed.
-        work_provider: plans in place of a `WorkPlanner` while a schedule of pipeline stages runs
-            forwards.
         times_local_work: whether kernels are timed on CUDA also if no other rank takes part: only
             once figures were read.
     """
@@ -89,8 +65,7 @@ class Session:
         self.given_group = members
         self.kernel_names: dict[str, None] = {}
         self.has_summary = self.times_local_work = False
-        self._fastest_kernels: dict[tuple[torch.dtype, tuple[int, int]], str | None] = {}
-        self.work_provider: WorkProvider | None = None
+        self.fastest_kernels: dict[tuple[torch.dtype, tuple[int, int]], str | None] = {}
         self._members = members
         self._group: AttentionGroup | None = None
         self._trainers: AttentionGroup | None = None  # once they were asked for
@@ -245,36 +220,7 @@ class Session:
         """Choose the kernel for the device and dtype of a tensor, and layers of this shape."""
         widths = shape.head_dim, shape.value_head_dim
         case = Case(query.device, query.dtype, *widths, scores, shape.heads_per_key_head)
-        fastest_name = self._fastest_kernels.get((query.dtype, widths))
+        fastest_name = self.fastest_kernels.get((query.dtype, widths))
         kernel = select_kernel(self.config.kernel, case, first=fastest_name)
         self.kernel_names[kernel.name] = None
         return kernel
-
-    @joint_step
-    def learn_cost(self, key: PlanKey, query: torch.Tensor, group: AttentionGroup) -> None:
-        """Make the cost model of a shape, at its first layer; all ranks of the group at the same
-        point. Collective.
-        """
-        costs = self.planner.resume_progress().costs
-        costs.dtypes[key.shape, key.device] = str(query.dtype)
-        if (key.shape, key.device) in costs:
-            return
-        cost = make_initial_cost(key._replace(window=None), self.config)
-        source = choose_rate_source(self.config)
-        if source == "analytic" and query.device.type == "cuda":
-            kernel = self.choose_kernel(query, key.shape, Scores(1.0))
-            if (profile := shipped_profile(query.device, kernel, group)) is not None:
-                cost = profile.make_cost_model(key.shape, tile=self.config.tile)
-        if source == "calibrated":
-            if self.config.kernel == "auto" and key.device == "cuda":
-                with print_if_slow("comparing attention kernels before the first plan"):
-                    widths = key.shape.head_dim, key.shape.value_head_dim
-                    self._fastest_kernels[query.dtype, widths] = fastest(
-                        key.shape, get_args(KernelName), query.dtype, query.device, group
-                    )
-            kernel = self.choose_kernel(query, key.shape, Scores(1.0))
-            with print_if_slow(
-                f"timing the attention kernel {kernel.name!r} before the first plan"
-            ):
-                cost = calibrate(cost, kernel, query.dtype, query.device, group)
-        costs[key.shape, key.device] = cost

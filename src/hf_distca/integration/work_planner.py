@@ -6,18 +6,22 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
 from hf_distca.agreement.announce import Announcement, Announcements, PlanKey, build_layout
 from hf_distca.agreement.batch_plan import BatchPlan
 from hf_distca.agreement.documents import Documents
+from hf_distca.config import KernelName
 from hf_distca.errors import LayoutError, UnsupportedError
 from hf_distca.integration.handle import AttentionHandle, LayerWork
+from hf_distca.integration.layer_kinds import choose_rate_source, make_initial_cost
 from hf_distca.integration.processes import print_if_slow
 from hf_distca.integration.session import Session
+from hf_distca.kernels import Scores
 from hf_distca.kernels.varlen import to_device
+from hf_distca.measure.calibrate import calibrate, fastest, shipped_profile
 from hf_distca.runtime.group import AttentionGroup, joint_step
 from hf_distca.runtime.meter import Meter
 from hf_distca.runtime.outputs import OutputStore
@@ -33,11 +37,15 @@ _LOCAL_GROUP = AttentionGroup()
 
 class WorkPlanner:
     """Plans micro-batches for layers of a model, with the state of a session: which ranks take
-    part, their documents, and the route of this rank.
+    part, their documents, the costs of layers, and the route of this rank.
+
+    Attributes:
+        session: computes what is planned.
+        planner: plans of the session's micro-batches.
     """
 
     def __init__(self, session: Session) -> None:
-        self._session, self.planner = session, session.planner
+        self.session, self.planner = session, session.planner
 
     def find_group(self, handle: AttentionHandle, training: bool) -> AttentionGroup:
         """Return the ranks that take part in a forward: this one alone if the others need not run
@@ -46,17 +54,15 @@ class WorkPlanner:
         if handle.group is None:
             # Making the group needs all ranks: a rank that evaluates or generates alone must not
             # ask for it.
-            is_shared = not handle.is_local and (
-                training or self._session.config.balance_evaluation
-            )
-            handle.group = self._session.join_group() if is_shared else _LOCAL_GROUP
+            is_shared = not handle.is_local and (training or self.session.config.balance_evaluation)
+            handle.group = self.session.join_group() if is_shared else _LOCAL_GROUP
             if handle.group.holds and (leaving := self.planner.resume_progress().leaving_ranks):
-                handle.group = self._session.leave_behind(leaving)
+                handle.group = self.session.leave_behind(leaving)
         return handle.group
 
     def uses_nano_batches(self, handle: AttentionHandle, training: bool) -> bool:
         """Return whether layers run as two nano-batches."""
-        return self._session.config.ping_pong and self.find_group(handle, training).size > 1
+        return self.session.config.ping_pong and self.find_group(handle, training).size > 1
 
     def read_documents(
         self, handle: AttentionHandle, arguments: Mapping[str, Any], training: bool
@@ -67,7 +73,7 @@ class WorkPlanner:
         group = handle.group or self.find_group(handle, training)
         with self._report_errors(group, "reading documents") if group.size > 1 else nullcontext():
             return handle.read_documents(
-                arguments, span_ranks=self._session.config.documents_span_ranks, training=training
+                arguments, span_ranks=self.session.config.documents_span_ranks, training=training
             )
 
     def plan_work(
@@ -97,18 +103,14 @@ class WorkPlanner:
             for part in handles
         ]
         if group.size == 1:
-            # To time a layer on CUDA, the host records four events.
-            meter = Meter(
-                self._session.meter, timed=self._session.times_local_work or key.device != "cuda"
-            )
             evaluating = handle.is_local or not training
             works = [
-                _make_local_work(part, part_key, query.device, meter, evaluating=evaluating)
-                for part, (_, part_key) in zip(handles, requests, strict=True)
+                self._make_local_work(part, *request, query.device, evaluating=evaluating)
+                for part, request in zip(handles, requests, strict=True)
             ]
         else:
             with self._report_errors(group, "measuring costs"):
-                self._session.learn_cost(key, query, group)
+                self.learn_cost(key, query, group)
             # The first plan after an installation compiles loops of the scheduler.
             is_first = self.planner.resume_progress().next_number == 1
             printing = print_if_slow("making the first plan") if is_first else nullcontext()
@@ -125,33 +127,97 @@ class WorkPlanner:
             part.layer_work[part_key] = (
                 work if part.mask.can_recompute and training else replace(work, outputs=None)
             )
-        return handle.layer_work[requests[0][1]]
+        return handle.layer_work[key]
+
+    def _make_local_work(
+        self,
+        handle: AttentionHandle,
+        documents: Documents,
+        key: PlanKey,
+        device: torch.device,
+        *,
+        evaluating: bool,
+    ) -> LayerWork:
+        """Make the work of a micro-batch for this rank alone; for whole documents, their lengths
+        suffice.
+
+        Raises:
+            LayoutError: if a part of a document is missing; an `UnsupportedError` while
+                `evaluating`.
+        """
+        layout = None
+        if documents.has_whole_documents:
+            lengths = documents.runs[:, 2].tolist()
+            window = _limit_window(key.window, max(lengths, default=0))
+            route = Route.for_whole_documents(lengths)
+        else:
+            layout = _build_local_layout(documents, evaluating=evaluating)
+            window = _limit_window(key.window, layout.longest)
+            route = Route.build(Plan.local(layout, window), 0)
+        handle.check_documents(layout, key.window)
+        return LayerWork(
+            _LOCAL_GROUP,
+            route,
+            _move_token_indices(documents, device),
+            window,
+            # To time a layer on CUDA, the host records four events.
+            Meter(self.session.meter, timed=self.session.times_local_work or key.device != "cuda"),
+            key.nano,
+            OutputStore(),
+        )
+
+    @joint_step
+    def learn_cost(self, key: PlanKey, query: torch.Tensor, group: AttentionGroup) -> None:
+        """Make the cost model of a shape, at its first layer; all ranks of the group at the same
+        point. Collective.
+        """
+        costs = self.planner.resume_progress().costs
+        costs.dtypes[key.shape, key.device] = str(query.dtype)
+        if (key.shape, key.device) in costs:
+            return
+        cost = make_initial_cost(key._replace(window=None), self.session.config)
+        source = choose_rate_source(self.session.config)
+        if source == "analytic" and query.device.type == "cuda":
+            kernel = self.session.choose_kernel(query, key.shape, Scores(1.0))
+            if (profile := shipped_profile(query.device, kernel, group)) is not None:
+                cost = profile.make_cost_model(key.shape, tile=self.session.config.tile)
+        if source == "calibrated":
+            if self.session.config.kernel == "auto" and key.device == "cuda":
+                with print_if_slow("comparing attention kernels before the first plan"):
+                    widths = key.shape.head_dim, key.shape.value_head_dim
+                    self.session.fastest_kernels[query.dtype, widths] = fastest(
+                        key.shape, get_args(KernelName), query.dtype, query.device, group
+                    )
+            kernel = self.session.choose_kernel(query, key.shape, Scores(1.0))
+            with print_if_slow(
+                f"timing the attention kernel {kernel.name!r} before the first plan"
+            ):
+                cost = calibrate(cost, kernel, query.dtype, query.device, group)
+        costs[key.shape, key.device] = cost
 
     @joint_step
     def use_plan(
         self, documents: Documents, planned: BatchPlan, group: AttentionGroup, device: torch.device
     ) -> LayerWork:
         """Use a plan for the current micro-batch, which has these documents on this rank."""
-        meter, nano = self.planner.resume_progress().use_plan(planned, documents), planned.key.nano
-        plan, config = planned.plan, self._session.config
+        progress = self.planner.resume_progress()
+        meter = progress.use_plan(planned, documents)
+        plan, nano, config = planned.plan, planned.key.nano, self.session.config
         waves = Waves.of(
             plan, planned.key.shape, config.tile, config.max_transient_bytes, config.head_groups
         )
         self._warn_above_bound(waves, group)
-        route = Route.build(plan, group.rank, waves)
-        name = f"micro-batch {self.planner.resume_progress().number}" + (
-            f", nano-batch {nano}" if nano else ""
-        )
-        name += f" ({planned.source}, plan {plan.digest[:8]})" if planned.source else ""
+        part = f", nano-batch {nano}" if nano else ""
+        source = f" ({planned.source}, plan {plan.digest[:8]})" if planned.source else ""
         return LayerWork(
             group,
-            route,
+            Route.build(plan, group.rank, waves),
             _move_token_indices(documents, device),
             plan.window,
             meter,
             nano,
             OutputStore(),
-            name,
+            f"micro-batch {progress.number}{part}{source}",
         )
 
     @contextmanager
@@ -173,7 +239,7 @@ class WorkPlanner:
         """Warn if a document over ranks needs more memory than the bound; it is computed exactly,
         and most likely fits.
         """
-        bound, rank = self._session.config.max_transient_bytes, group.rank
+        bound, rank = self.session.config.max_transient_bytes, group.rank
         if bound is not None and waves.bytes is not None and waves.bytes[rank] > bound:
             warnings.warn(
                 f"rank {group.ranks[rank]} needs about {waves.bytes[rank]} transient bytes for a"
@@ -182,39 +248,6 @@ class WorkPlanner:
                 " Raise the bound, or cut documents so that each lies on one rank.",
                 stacklevel=2,
             )
-
-
-def _make_local_work(
-    handle: AttentionHandle, key: PlanKey, device: torch.device, meter: Meter, *, evaluating: bool
-) -> LayerWork:
-    """Make the work of a micro-batch whose documents were read; for whole documents, their lengths
-    suffice.
-
-    Raises:
-        LayoutError: if a part of a document is missing; an `UnsupportedError` while `evaluating`.
-    """
-    documents = handle.documents
-    if documents is None:
-        raise RuntimeError("a micro-batch was taken up before its documents were read")
-    if documents.has_whole_documents:
-        handle.check_documents(None, key.window)
-        lengths = documents.runs[:, 2].tolist()
-        window = _limit_window(key.window, max(lengths, default=0))
-        route = Route.for_whole_documents(lengths)
-    else:
-        layout = _build_local_layout(documents, evaluating=evaluating)
-        handle.check_documents(layout, key.window)
-        window = _limit_window(key.window, layout.longest)
-        route = Route.build(Plan.local(layout, window), 0)
-    return LayerWork(
-        _LOCAL_GROUP,
-        route,
-        _move_token_indices(documents, device),
-        window,
-        meter,
-        key.nano,
-        OutputStore(),
-    )
 
 
 def _move_token_indices(documents: Documents, device: torch.device) -> torch.Tensor | None:

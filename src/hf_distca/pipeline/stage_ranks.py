@@ -27,6 +27,7 @@ from hf_distca.agreement.dealt_share import DealtShare
 from hf_distca.agreement.documents import Documents
 from hf_distca.config import DistCAConfig
 from hf_distca.errors import ConfigError, DistCADesyncError, LayoutError, UnsupportedError
+from hf_distca.integration.handle import PLANNER
 from hf_distca.integration.processes import find_data_parallel_ranks
 from hf_distca.integration.session import Session
 from hf_distca.pipeline.borrowed_pipelining import find_whole_mesh
@@ -157,10 +158,11 @@ def find_ranks(
         # NCCL asks that all ranks take part if messages between some are the first thing in a
         # group. All are here now.
         dist.all_reduce(torch.zeros(1, device=stage.device), group=stage.group)
+    attention = StageAttention(session, group, stage.device)
     with group.reporting("measuring costs"):
         for kind in dict.fromkeys(call.kind for call in pipeline.calls):
-            session.learn_cost(kind.key, kind.make_empty_operands(stage.device).q_THD, group)
-    return pipeline, StageAttention(session, group, stage.device)
+            attention.learn_cost(kind.key, kind.make_empty_operands(stage.device).q_THD, group)
+    return pipeline, attention
 
 
 def check_settings(config: DistCAConfig, group: AttentionGroup) -> None:
@@ -208,15 +210,15 @@ def _find_kinds(stage: Stage, session: Session) -> tuple[list[LayerKind], torch.
             (1, _TOKENS, model.width), device=device, dtype=next(model.parameters()).dtype
         )
     devices = [device] if device.type != "cpu" else []
-    session.work_provider = finder
     try:
         with (
             torch.no_grad(),
             torch.random.fork_rng(devices=devices, device_type=device.type if devices else "cuda"),
         ):
-            dtype: torch.dtype = stage.submod(inputs, position_ids=positions).dtype
+            dtype: torch.dtype = stage.submod(
+                inputs, position_ids=positions, **{PLANNER: finder}
+            ).dtype
     finally:
-        session.work_provider = None
         stage.reshard()
     if dtype not in DTYPES:
         raise UnsupportedError(f"stage {stage.stage_index} puts out {dtype}. {WHY_NOT_OTHERS}")

@@ -23,6 +23,7 @@ from hf_distca.agreement.document_starts import convert_mask
 from hf_distca.agreement.documents import Documents, PackedDocuments, TokenBatch
 from hf_distca.errors import ConfigError, DistCAError, LayoutError
 from hf_distca.integration.current_session import current_session
+from hf_distca.integration.handle import PLANNER
 from hf_distca.integration.hooks.nano_batch_layers import can_cut_layers
 from hf_distca.integration.nano_batches import choose_cut
 from hf_distca.pipeline.borrowed_pipelining import OneStageSchedule
@@ -172,8 +173,9 @@ class Schedule(OneStageSchedule):
                 return self.stage.run_backward(
                     number, arrived, loss, last=number == self.micro_batches - 1
                 )
+            arguments = {**kwargs[number], PLANNER: attention}
             output = self.stage.run_forward(
-                number, args[number][0] if arrived is None else arrived, kwargs[number]
+                number, args[number][0] if arrived is None else arrived, arguments
             )
             if self.stage.is_last:
                 self.add_loss(
@@ -184,14 +186,11 @@ class Schedule(OneStageSchedule):
             return output
 
         step = _Step(self.stage, attention, plans, documents, shape, compute)
-        self._session.work_provider, attention.nano_batches = attention, plans.config.ping_pong
-        try:
-            with _sum_tied_gradients(self.stage, attention.group, name, backward=self.is_training):
-                self.figures = step.run()
-                if self.is_training:
-                    self.stage.perform_reduce_grad(1)  # losses are scaled, not gradients
-        finally:
-            self._session.work_provider = None
+        attention.nano_batches = plans.config.ping_pong
+        with _sum_tied_gradients(self.stage, attention.group, name, backward=self.is_training):
+            self.figures = step.run()
+            if self.is_training:
+                self.stage.perform_reduce_grad(1)  # losses are scaled, not gradients
 
     def _check_session(self) -> None:
         if current_session() is not self._session:

@@ -269,15 +269,16 @@ class MicroBatch:
         return self.backward.serve_until(*call)
 
 
-class LayerKindRecorder:
+class LayerKindRecorder(WorkPlanner):
     """Records the kinds of a stage's calls of attention, in their order, in a forward without other
     ranks.
     """
 
     def __init__(self, session: Session) -> None:
-        self.session, self.kinds = session, list[LayerKind]()
+        super().__init__(session)
+        self.kinds = list[LayerKind]()
 
-    def uses_nano_batches(self, _handle: AttentionHandle, _training: bool) -> bool:
+    def uses_nano_batches(self, handle: AttentionHandle, training: bool) -> bool:
         """Return False: these layers run whole. See `WorkPlanner.uses_nano_batches`."""
         return False
 
@@ -292,7 +293,7 @@ class LayerKindRecorder:
     ) -> LayerWork:
         """See `WorkPlanner.plan_work`."""
         handle.is_local = True
-        work = WorkPlanner(self.session).plan_work(handle, arguments, query, key, training=False)
+        work = super().plan_work(handle, arguments, query, key, training=False)
         handle.layer_work[key] = replace(work, stage_attention=partial(self._attend, work, key))
         return handle.layer_work[key]
 
@@ -305,9 +306,8 @@ class LayerKindRecorder:
         )
 
 
-class StageAttention:
-    """Computes a stage's attention in the session's place while a schedule runs, and serves other
-    stages.
+class StageAttention(WorkPlanner):
+    """Plans and computes a stage's attention while a schedule runs, and serves other stages.
 
     Attributes:
         group: the ranks of all stages.
@@ -316,7 +316,8 @@ class StageAttention:
     """
 
     def __init__(self, session: Session, group: AttentionGroup, device: torch.device) -> None:
-        self.session, self.group, self.device = session, group, device
+        super().__init__(session)
+        self.group, self.device = group, device
         self.micro_batch: MicroBatch | None = None
         self.nano_batches = False
 

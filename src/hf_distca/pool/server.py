@@ -215,7 +215,7 @@ class Server:
     def learn_cost(self, session: str, key: Sequence[Any], query: str) -> None:
         """Make the cost model of a kind of layer, together with the ranks."""
         which = read_key(key)
-        self._known[session].learn_cost(
+        WorkPlanner(self._known[session]).learn_cost(
             which,
             make_empty_operands(which.shape, read_dtype(query), self._device).q_THD,
             self._group,

@@ -10,7 +10,7 @@ import torch
 from hf_distca.agreement.documents import DOCUMENT_KEYS, PACKING_KEYS, PackedDocuments
 from hf_distca.errors import UnsupportedError
 from hf_distca.integration.families import FAMILIES, PROVEN_GROUPS
-from hf_distca.integration.handle import AttentionHandle, CachedMask
+from hf_distca.integration.handle import PLANNER, AttentionHandle, CachedMask
 from hf_distca.integration.recurrent_rows import RECURRENT_ROWS
 
 __all__ = [
@@ -38,6 +38,7 @@ _HARMLESS_ARGUMENTS = {
     "labels",
     "shift_labels",
     RECURRENT_ROWS,
+    PLANNER,
     # Of losses, those of Liger and TRL among them.
     "num_items_in_batch",
     "ignore_index",
@@ -138,14 +139,14 @@ def check_layer(
     name, (query, key, value) = type(module).__name__, states
     if (
         any(tensor.dim() != 4 for tensor in states)
-        or query.shape[::2] != (handle.batch_size, handle.length)
+        or query.shape[::2] != handle.batch.shape
         or (query.shape[0], query.shape[3]) != (key.shape[0], key.shape[3])
         or key.shape[:3] != value.shape[:3]
         or not 0 < key.shape[1] <= query.shape[1]
     ):
         raise UnsupportedError(
             f"{name} got query, key and value of shapes {tuple(query.shape)}, {tuple(key.shape)}"
-            f" and {tuple(value.shape)} with the mask of a ({handle.batch_size}, {handle.length})"
+            f" and {tuple(value.shape)} with the mask of a {handle.batch.shape}"
             " batch: distca takes (batch, heads, length, width)."
         )
     if query.shape[2] != key.shape[2]:

@@ -25,9 +25,7 @@ from hf_distca.integration.checks.attention_arguments import (
     check_layer,
     check_window,
 )
-from hf_distca.integration.current_session import current_session
 from hf_distca.integration.handle import AttentionHandle, CachedMask, ForeignMask, LayerSetup
-from hf_distca.integration.work_planner import WorkPlanner
 from hf_distca.kernels import Scores
 from hf_distca.runtime.call import Inputs
 from hf_distca.schedule.cost import AttentionShape
@@ -104,15 +102,17 @@ def distca_attention(
         UnsupportedError: names the argument that distca would compute wrongly, and a remedy.
     """
     if isinstance(attention_mask, ForeignMask):
-        attention_mask.raise_unsupported()
+        raise UnsupportedError(
+            f"this model's attention mask uses {attention_mask.features}; distca computes causal"
+            ' attention within documents. Use attn_implementation="sdpa" for it.'
+        )
     check_arguments(module, dropout, kwargs)
     sink_H = None if s_aux is None else _flatten_sink(module, s_aux, query.shape[1])
     if not isinstance(attention_mask, AttentionHandle):
         cached = check_cached_mask(module, attention_mask, kwargs.get("distca_documents"))
+        inputs = Inputs(query, key, value, sink_H=sink_H)
         scores = _make_scores(query, scaling, None, softcap)  # the mask has the window already
-        return _attend_to_cache(
-            module, Inputs(query, key, value, sink_H=sink_H), cached, scores
-        ), None
+        return _attend_to_cache(module, inputs, cached, scores), None
     handle = attention_mask
     if sliding_window is not None:
         check_window(module, sliding_window)
@@ -121,8 +121,10 @@ def distca_attention(
     autocast = torch.is_autocast_enabled(query.device.type) and torch.get_autocast_dtype(
         query.device.type
     )
-    options = (type(module), scaling, sliding_window, softcap, query.device, autocast)
-    call = (*options, query.shape, key.shape, value.shape, query.dtype, key.dtype, value.dtype)
+    call = (
+        *(type(module), scaling, sliding_window, softcap, query.device, autocast),
+        *(query.shape, key.shape, value.shape, query.dtype, key.dtype, value.dtype),
+    )
     setup = handle.layer_setups.get(call)
     if setup is None:
         setup = handle.layer_setups[call] = _prepare_layers(
@@ -157,7 +159,7 @@ def _prepare_layers(
     query, key, value = states
     scaling, window, softcap = options
     check_layer(module, states, handle)
-    session = current_session()
+    session = handle.planner.session
     dtype = _choose_dtype(query, key, value)
     shape = AttentionShape(
         query.shape[1], key.shape[1], query.shape[-1], value.shape[-1], dtype.itemsize
@@ -165,7 +167,7 @@ def _prepare_layers(
     plan_key = handle.make_key(shape, query.device.type, window)
     work = handle.layer_work.get(plan_key)
     if work is None:
-        work = (session.work_provider or WorkPlanner(session)).plan_work(
+        work = handle.planner.plan_work(
             handle, kwargs, query.to(dtype), plan_key, training=module.training
         )
     scores = _make_scores(query, scaling, work.window, softcap)

@@ -6,22 +6,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from itertools import chain
 from types import FunctionType
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from hf_distca.agreement.document_starts import convert_mask
-from hf_distca.agreement.documents import PackedDocuments
+from hf_distca.agreement.documents import PackedDocuments, TokenBatch
 from hf_distca.borrowed import CAUSAL_MASK_PARTS, MASK_BLOCKS, MASK_CHUNKS, MASK_UNION
 from hf_distca.errors import UnsupportedError
 from hf_distca.integration.attention_names import (
     check_not_replaced,
     find_distca_configs,
+    is_distca_model,
     iterate_models,
 )
 from hf_distca.integration.callers import MaskCall
@@ -30,11 +31,15 @@ from hf_distca.integration.families import (
     PING_PONG_FAMILIES,
     check_family,
     check_layerdrop,
-    no_mask_numbers_reason,
     warn_of_unproven_family,
-    whole_document_reason,
 )
-from hf_distca.integration.handle import AttentionHandle, CachedMask, ForeignMask, MaskFacts
+from hf_distca.integration.handle import (
+    PLANNER,
+    AttentionHandle,
+    CachedMask,
+    ForeignMask,
+    MaskFacts,
+)
 from hf_distca.integration.hooks.dealt_trainers import check_first_share
 from hf_distca.integration.hooks.nano_batch_layers import cut_layers
 from hf_distca.integration.hooks.positions import (
@@ -44,8 +49,9 @@ from hf_distca.integration.hooks.positions import (
     mark_document_starts,
 )
 from hf_distca.integration.hooks.recomputed_masks import reuse_forward_handle
+from hf_distca.integration.work_planner import WorkPlanner
 
-__all__ = ["distca_mask", "prepare"]
+__all__ = ["distca_mask", "find_planner", "prepare"]
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -72,8 +78,10 @@ def distca_mask(
     """
     if isinstance(attention_mask, (AttentionHandle, ForeignMask)):
         return attention_mask
-    model_type = getattr(config, "model_type", None)
-    check_family(model_type, encoder_decoder=getattr(config, "is_encoder_decoder", False))
+    check_family(
+        getattr(config, "model_type", None),
+        encoder_decoder=getattr(config, "is_encoder_decoder", False),
+    )
     check_not_replaced(config)
     parts = set(_list_mask_functions(mask_function))
     foreign = sorted(parts - CAUSAL_MASK_PARTS)
@@ -96,24 +104,22 @@ def distca_mask(
             config=config,
         )
         return torch.Tensor.as_subclass(dense, CachedMask)  # type: ignore[arg-type]  # never None without skips
-    chunked = MASK_CHUNKS in parts
-    facts = MaskFacts(
-        # As bool: see `_add_caller_facts`.
-        padding=None if attention_mask is None else attention_mask[:, :length],
-        window=None if chunked else local_size,
-        chunk=local_size if chunked else None,
-        model_type=model_type,
-        # Only what is computed while gradients are recorded can be recomputed. Layers under
-        # reentrant checkpointing record none in their first forward, but their mask is made before.
-        can_recompute=torch.is_grad_enabled(),
-    )
-    return reuse_forward_handle(
-        AttentionHandle(sizes["batch_size"], length, _add_caller_facts(facts, config))
-    )
+    # As bool: see `_choose_padding`.
+    padding = None if attention_mask is None else attention_mask[:, :length]
+    limits = (None, local_size) if MASK_CHUNKS in parts else (local_size, None)
+    shape = sizes["batch_size"], length
+    return reuse_forward_handle(_make_handle(shape, padding, limits, config))
 
 
-def _add_caller_facts(facts: MaskFacts, config: PreTrainedConfig | None) -> MaskFacts:
-    """Add facts about the model that asks for the mask; check and prepare it, if nobody did."""
+def _make_handle(
+    shape: tuple[int, int],
+    padding: torch.Tensor | None,
+    limits: tuple[int | None, int | None],
+    config: PreTrainedConfig | None,
+) -> AttentionHandle:
+    """Make a handle for (rows, tokens) and layers with these limits, window and chunk; check and
+    prepare the model that asks for the mask, if nobody did.
+    """
     call = MaskCall()
     if call.is_in_data_parallel:
         raise UnsupportedError(
@@ -121,19 +127,20 @@ def _add_caller_facts(facts: MaskFacts, config: PreTrainedConfig | None) -> Mask
             " shares attention between processes. Start one process for each GPU, with torchrun or"
             " accelerate launch; or make one GPU visible (CUDA_VISIBLE_DEVICES=0)."
         )
-    warn_of_unproven_family(facts.model_type)
+    warn_of_unproven_family(getattr(config, "model_type", None))
     model = next(call.iterate_models(), None)
-    packed = call.documents
+    packed = call.find_argument("distca_documents")
     position_ids = call.position_ids
     if torch.is_grad_enabled() if model is None else model.training:
         check_layerdrop(config)
-    session = current_session()  # what `prepare` does, for a model that nobody prepared
+    planner = call.find_argument(PLANNER) or WorkPlanner(current_session())
+    session = planner.session  # what `prepare` does, for a model that nobody prepared
     # From the inside out; the mesh is on the model that was loaded.
     session.find_mesh(call.iterate_models())
     if session.config.ping_pong and model is not None:
         cut_layers(model)
     first = find_first_position(model)
-    if position_ids is None and (positions := call.model_position_ids) is not None:
+    if position_ids is None and (positions := call.find_tensor("position_ids")) is not None:
         position_ids = positions if first else mark_document_starts(positions)
     if model is not None and isinstance(packed, PackedDocuments):
         check_positions(
@@ -144,19 +151,32 @@ def _add_caller_facts(facts: MaskFacts, config: PreTrainedConfig | None) -> Mask
         )
         if packed.dealt_share is not None:
             check_first_share(call, packed.dealt_share, session)
-    # A model can be left in training mode while one rank generates: the mode alone does not tell
-    # that the others take part.
-    return replace(
-        facts,
-        padding=_choose_padding(call.attention_mask, facts.padding),
+    batch = TokenBatch(
+        *shape,
+        packed=packed,
         position_ids=position_ids,
-        packed_documents=packed,
+        padding=_choose_padding(call.find_tensor("attention_mask"), padding),
         first_position=first,
-        whole_document_reason=whole_document_reason(facts.model_type)
-        or extend_rotary(model, config, packed),
-        no_mask_numbers_reason=no_mask_numbers_reason(facts.model_type, config),
-        is_local=call.is_generating,
     )
+    facts = MaskFacts(
+        *limits,
+        config=config,
+        rotary_reason=extend_rotary(model, config, packed),
+        # A model can be left in training mode while one rank generates: the mode alone does not
+        # tell that the others take part.
+        is_local=call.is_generating,
+        # Only what is computed while gradients are recorded can be recomputed. Layers under
+        # reentrant checkpointing record none in their first forward, but their mask is made before.
+        can_recompute=torch.is_grad_enabled(),
+    )
+    return AttentionHandle(planner, batch, facts)
+
+
+def find_planner(model: PreTrainedModel) -> WorkPlanner | None:
+    """Return a planner for a forward of this model; None if the model does not run distca's
+    attention.
+    """
+    return WorkPlanner(current_session()) if is_distca_model(model) else None
 
 
 def _choose_padding(
@@ -193,9 +213,7 @@ def _list_mask_functions(function: Callable[..., Any]) -> list[str]:
     if name == MASK_UNION:
         functions = [part for part in functions if not _is_empty_overlay(part)]
     names = [name] if name != MASK_UNION or len(functions) > 1 else []
-    for part in functions:
-        names += _list_mask_functions(part)
-    return names
+    return [*names, *chain.from_iterable(map(_list_mask_functions, functions))]
 
 
 def _read_closure(function: FunctionType) -> dict[str, Any]:

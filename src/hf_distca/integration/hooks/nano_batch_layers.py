@@ -18,12 +18,10 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from transformers.cache_utils import Cache
 
 from hf_distca.borrowed import in_backward
-from hf_distca.integration.current_session import current_session
 from hf_distca.integration.families import PING_PONG_FAMILIES
 from hf_distca.integration.handle import AttentionHandle
 from hf_distca.integration.nano_batches import NanoBatches
 from hf_distca.integration.processes import LOG, warn_once
-from hf_distca.integration.work_planner import WorkPlanner
 from hf_distca.runtime.pingpong import find_checkpointed_parts, run_nano_batches
 
 __all__ = ["can_cut_layers", "cut_layers"]
@@ -96,29 +94,24 @@ def _make_blank(kind: Any, *arguments: Any) -> Any:
 
 
 def _run_cut_layer(forward: Callable[..., Any], cut: NanoBatches, args: Any, kwargs: Any) -> Any:
-    first, second = (
+    parts = [
         partial(forward, *cut.select_part(nano, args), **cut.select_part(nano, kwargs))
         for nano in (1, 2)
-    )
+    ]
     device = next(
         tensor.device
         for tensor in _flatten_values((args, kwargs))
         if isinstance(tensor, torch.Tensor)
     )
-    trace = current_session().trace
+    trace = cut.handles[0].planner.session.trace
     if trace is not None:
         trace.mark_border(device)
-    output = cut.merge_outputs(*run_nano_batches(first, second, device.type))
-    output_tensor = next(
-        (
-            tensor
-            for tensor in _flatten_values((output,))
-            if isinstance(tensor, torch.Tensor) and tensor.requires_grad
-        ),
-        None,
-    )
-    if trace is not None and output_tensor is not None:
-        output_tensor.register_hook(lambda _: trace.mark_border(device))  # type: ignore[no-untyped-call]
+    output = cut.merge_outputs(*run_nano_batches(*parts, device.type))
+    if trace is not None:
+        outputs = filter(torch.is_tensor, _flatten_values(output))
+        first = next((tensor for tensor in outputs if tensor.requires_grad), None)
+        if first is not None:
+            first.register_hook(lambda _: trace.mark_border(device))
     return output
 
 
@@ -128,29 +121,21 @@ def _choose_nano_batches(
 ) -> NanoBatches | None:
     """Choose the cut of this call of a layer; None to run it whole."""
     arguments = list(_flatten_values((args, kwargs)))
-    handles = {
-        id(argument): argument for argument in arguments if isinstance(argument, AttentionHandle)
-    }
+    handles = {argument for argument in arguments if isinstance(argument, AttentionHandle)}
     if len(handles) != 1:
         return None
-    handle = next(iter(handles.values()))
+    (handle,) = handles
     if in_backward():  # a recompute, which must do what the forward did
-        nano_batches = handle.nano_batches
-        return (
-            nano_batches
-            if nano_batches is not None and id(layer) in nano_batches.layer_ids
-            else None
-        )
+        cut = handle.nano_batches
+        return cut if cut is not None and id(layer) in cut.layer_ids else None
     # Nano-batches fill no cache. Who trains does not read it; who generates does, also with a model
     # in training mode.
     if any(isinstance(argument, Cache) for argument in arguments) and not (
         layer.training and torch.is_grad_enabled()
     ):
         return None
-    session = current_session()
-    if handle.nano or not (session.work_provider or WorkPlanner(session)).uses_nano_batches(
-        handle, layer.training
-    ):
+    planner = handle.planner
+    if handle.nano or not planner.uses_nano_batches(handle, layer.training):
         return None
     if (reason := _separate_attention_reason(layer)) is not None:
         warn_once(
@@ -160,7 +145,7 @@ def _choose_nano_batches(
         )
         return None
     if handle.nano_batches is None:
-        documents = WorkPlanner(session).read_documents(handle, kwargs, layer.training)
+        documents = planner.read_documents(handle, kwargs, layer.training)
         if documents.span_ranks and (
             documents.dealt_share is None or documents.dealt_share.first_nano_tokens is None
         ):
@@ -169,7 +154,7 @@ def _choose_nano_batches(
                 " for it: give the same DistCAConfig to `document_shares`."
             )
             return None
-        handle.nano_batches = NanoBatches.cut_batch(handle, documents, session.config.tile)
+        handle.nano_batches = NanoBatches.cut_batch(handle, documents, planner.session.config.tile)
     if handle.nano_batches.cannot_overlap:
         return None
     handle.nano_batches.layer_ids.add(id(layer))

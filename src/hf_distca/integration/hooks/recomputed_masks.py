@@ -10,7 +10,6 @@ their recompute plans anew, as all ranks do at the same time.
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
-from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
 
 from hf_distca.integration.handle import AttentionHandle
@@ -19,17 +18,11 @@ from hf_distca.runtime.saved_tensors import SavedTensors
 __all__ = ["reuse_forward_handle"]
 
 
-@dataclass(eq=False)
-class _CheckpointMasks:
-    """Handles that the forward of a checkpoint made, in order, and the rest of them for each
-    recompute.
-    """
-
-    handles: list[AttentionHandle] = field(default_factory=list)
-    remaining: dict[Hashable, Iterator[AttentionHandle]] = field(default_factory=dict)
-
-
-_masks: WeakKeyDictionary[object, _CheckpointMasks] = WeakKeyDictionary()  # by checkpoint
+# By checkpoint: the handles that its forward made, in order, and for each recompute the rest of
+# them.
+_masks: WeakKeyDictionary[
+    object, tuple[list[AttentionHandle], dict[Hashable, Iterator[AttentionHandle]]]
+] = WeakKeyDictionary()
 
 
 def reuse_forward_handle(new: AttentionHandle) -> AttentionHandle:
@@ -44,11 +37,11 @@ def reuse_forward_handle(new: AttentionHandle) -> AttentionHandle:
         if (running := hooks.checkpoint) is None:
             continue
         checkpoint, recompute = running
-        masks = _masks.setdefault(checkpoint, _CheckpointMasks())
+        handles, remaining = _masks.setdefault(checkpoint, ([], {}))
         if recompute is None:
-            masks.handles.append(handle)
+            handles.append(handle)
         else:
-            original = next(masks.remaining.setdefault(recompute, iter(masks.handles)), handle)
-            if (original.batch_size, original.length) == (new.batch_size, new.length):
+            original = next(remaining.setdefault(recompute, iter(handles)), handle)
+            if original.batch.shape == new.batch.shape:
                 handle = original
     return handle

@@ -35,9 +35,10 @@ from transformers import PreTrainedModel
 from hf_distca.agreement.documents import PACKING_KEYS
 from hf_distca.borrowed import is_of_package
 from hf_distca.errors import UnsupportedError
-from hf_distca.integration.families import check_cut_documents, no_segments_reason, warn_of_packing
+from hf_distca.integration.families import check_cut_documents, warn_of_packing
 from hf_distca.integration.hooks.recurrent_segments import make_recurrent_rows
 from hf_distca.integration.recurrent_rows import RECURRENT_ROWS, RecurrentRows, get_recurrent_rows
+from hf_distca.integration.work_planner import WorkPlanner
 from hf_distca.late_imports import when_imported
 from hf_distca.recurrent.convolution import causal_convolution
 from hf_distca.recurrent.delta_rule import (
@@ -96,47 +97,54 @@ class _MixerCall(NamedTuple):
         recompute can follow.
         """
         return (
-            self.rows.get_store(name).of(self.mixer, inputs)
+            self.rows.stores[name].of(self.mixer, inputs)
             if self.segments.exchanges and self.mixer.training
             else None
         )
 
     def merge_rows(self, states: torch.Tensor) -> torch.Tensor:
         """Join states (batch, length, ...) of rows into one row: (1, batch * length, ...)."""
-        shape = self.rows.batch_size, self.rows.length
+        shape = self.rows.shape
         if states.shape[:2] != shape:
             raise UnsupportedError(
                 f"{type(self.mixer).__name__} got {tuple(states.shape[:2])} rows and tokens of a"
                 f" batch of {shape} with packed documents: layers that mix tokens by more than"
                 " attention run whole. Set DistCAConfig(ping_pong=False)."
             )
-        return states.reshape(1, shape[0] * shape[1], *states.shape[2:])
+        return states.flatten(0, 1)[None]
 
     def split_rows(self, joined: torch.Tensor) -> torch.Tensor:
         """Split joined rows into those of a batch: (batch, length, ...)."""
-        return joined.view(self.rows.batch_size, self.rows.length, *joined.shape[2:])
+        return joined.view(*self.rows.shape, *joined.shape[2:])
 
 
-def reset_states_at_documents(is_distca_model: Callable[[PreTrainedModel], bool]) -> None:
+def reset_states_at_documents(
+    find_planner: Callable[[PreTrainedModel], WorkPlanner | None],
+) -> None:
     """Replace the forwards and functions named above, in each module now if it is imported, else
     right after its import.
 
     Args:
-        is_distca_model: predicate of models that run distca's attention.
+        find_planner: finds the planner of a model's forward; None for models that do not run
+            distca's attention.
     """
     for name in RECURRENT_MODULES:
         when_imported(
             f"transformers.models.{name}.modeling_{name}",
-            partial(_replace_functions, name, is_distca_model),
+            partial(_replace_functions, name, find_planner),
         )
 
 
-def _replace_functions(name: str, is_distca_model: Callable[[PreTrainedModel], bool]) -> None:
+def _replace_functions(
+    name: str, find_planner: Callable[[PreTrainedModel], WorkPlanner | None]
+) -> None:
     module = sys.modules[f"transformers.models.{name}.modeling_{name}"]
     model, functions = RECURRENT_MODULES[name]
-    mixers = [owner for owner, names in _list_forwards(module) if names & set(functions)]
-    used_names = {function for _, names in _list_forwards(module) for function in names}
-    if not hasattr(module, model) or not set(functions) <= vars(module).keys() & used_names:
+    used_names = dict(_list_forwards(module))
+    mixers = tuple(owner for owner, names in used_names.items() if names & set(functions))
+    if not hasattr(module, model) or not set(functions) <= vars(module).keys() & set().union(
+        *used_names.values()
+    ):
         return  # another version, whose layers mix tokens in another way
     for function in functions:
         setattr(module, function, _run_along_segments(getattr(module, function), function))
@@ -144,7 +152,7 @@ def _replace_functions(name: str, is_distca_model: Callable[[PreTrainedModel], b
         mixer.forward = _pass_rows_to_mixer(mixer.forward)
     model_class = getattr(module, model)
     model_class.forward = _pass_rows_to_model(
-        model_class.forward, is_distca_model, partial(_check_rows_used, tuple(mixers), functions)
+        model_class.forward, find_planner, partial(_check_rows_used, mixers, functions)
     )
 
 
@@ -162,7 +170,7 @@ def _list_forwards(module: ModuleType) -> Iterator[tuple[Any, set[str]]]:
 
 def _pass_rows_to_model(
     forward: Callable[..., Any],
-    is_distca_model: Callable[[PreTrainedModel], bool],
+    find_planner: Callable[[PreTrainedModel], WorkPlanner | None],
     check: Callable[[PreTrainedModel, RecurrentRows], None],
 ) -> Callable[..., Any]:
     """Wrap the forward of a model: add `RecurrentRows` to its keyword arguments, and check that
@@ -172,10 +180,11 @@ def _pass_rows_to_model(
 
     @wraps(forward)
     def forward_with_rows(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
-        if not is_distca_model(self):
+        planner = find_planner(self)
+        if planner is None:
             return forward(self, *args, **kwargs)
         arguments = dict(zip(names, args, strict=False)) | kwargs
-        rows = make_recurrent_rows(self, arguments)
+        rows = make_recurrent_rows(planner, self, arguments)
         if rows is None:
             return forward(self, **arguments)
         if rows.segments is not None:
@@ -213,7 +222,7 @@ def _check_rows_used(
         model_type = model.config.model_type
         warn_of_packing(model_type)
         if not rows.segments.has_only_whole_documents:
-            check_cut_documents(model_type, no_segments_reason(model_type))
+            check_cut_documents(model_type, has_segments=False)
 
 
 def _pass_rows_to_mixer(forward: Callable[..., Any]) -> Callable[..., Any]:

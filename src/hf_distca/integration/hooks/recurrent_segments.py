@@ -21,10 +21,10 @@ from hf_distca.agreement.announce import (
 from hf_distca.agreement.document_starts import convert_mask
 from hf_distca.agreement.documents import Documents, TokenBatch
 from hf_distca.errors import LayoutError, UnsupportedError
-from hf_distca.integration.current_session import current_session
 from hf_distca.integration.hooks.positions import mark_document_starts
 from hf_distca.integration.recurrent_rows import RecurrentRows
 from hf_distca.integration.session import Session
+from hf_distca.integration.work_planner import WorkPlanner
 from hf_distca.recurrent.segments import Segments
 from hf_distca.runtime.group import AttentionGroup
 from hf_distca.schedule.layout import Layout
@@ -34,12 +34,12 @@ __all__ = ["make_recurrent_rows"]
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # it reads documents
 def make_recurrent_rows(
-    model: PreTrainedModel, arguments: Mapping[str, Any]
+    planner: WorkPlanner, model: PreTrainedModel, arguments: Mapping[str, Any]
 ) -> RecurrentRows | None:
     """Make the rows of a batch; None if a cache is read, or if attention will raise for its
     documents.
     """
-    session = current_session()
+    session = planner.session
     tokens = arguments.get("inputs_embeds")
     if tokens is None:
         tokens = arguments.get("input_ids")
@@ -77,7 +77,7 @@ def make_recurrent_rows(
             f" documents in {batch_size} rows: a cache does not keep their states apart. Leave"
             " past_key_values out."
         )
-    return RecurrentRows(documents, batch_size, length, segments)
+    return RecurrentRows(documents, (batch_size, length), segments)
 
 
 def _select_text_positions(positions: torch.Tensor | None) -> torch.Tensor | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hf_distca.integration import attention_names
 from hf_distca.integration.hooks.attention import distca_attention
-from hf_distca.integration.hooks.mask import distca_mask
+from hf_distca.integration.hooks.mask import distca_mask, find_planner
 from hf_distca.integration.hooks.positions import accept_document_positions
 from hf_distca.integration.hooks.recurrent_layers import reset_states_at_documents
 
@@ -14,5 +14,5 @@ __all__ = ["register_distca"]
 def register_distca() -> None:
     """Give transformers the attention function and the mask function named "distca"."""
     attention_names.register_attention("distca", distca_attention, distca_mask)
-    reset_states_at_documents(attention_names.is_distca_model)
+    reset_states_at_documents(find_planner)
     accept_document_positions()
