@@ -217,7 +217,7 @@ def _find_kinds(stage: Stage, session: Session) -> tuple[list[LayerKind], torch.
             dtype: torch.dtype = stage.submod(inputs, position_ids=positions).dtype
     finally:
         session.work_provider = None
-        stage.reshard()
+        stage.clear_runtime_states()  # and shard weights again
     if dtype not in DTYPES:
         raise UnsupportedError(f"stage {stage.stage_index} puts out {dtype}. {WHY_NOT_OTHERS}")
     return finder.kinds, dtype
