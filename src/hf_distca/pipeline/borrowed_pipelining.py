@@ -8,12 +8,11 @@ It is apart from `hf_distca.borrowed` because importing torch.distributed.pipeli
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
 from hf_distca.errors import UnsupportedError
@@ -32,15 +31,10 @@ class OneStageSchedule(PipelineScheduleSingle):
     `run`.
     """
 
-    def __init__(
-        self,
-        stage: PipelineStage,
-        n_microbatches: int,
-        loss_fn: Callable[..., Any] | None,
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(stage, n_microbatches, loss_fn, **kwargs)
-        self.micro_batches = n_microbatches
+    @property
+    def micro_batches(self) -> int:
+        """Number of micro-batches of a step."""
+        return self._n_microbatches
 
     @property
     def is_training(self) -> bool:

@@ -24,29 +24,21 @@ from hf_distca.agreement.announce import (
     hash_settings,
 )
 from hf_distca.agreement.dealt_share import DealtShare
-from hf_distca.agreement.documents import Documents
 from hf_distca.config import DistCAConfig
 from hf_distca.errors import ConfigError, DistCADesyncError, LayoutError, UnsupportedError
 from hf_distca.integration.processes import find_data_parallel_ranks
 from hf_distca.integration.session import Session
 from hf_distca.pipeline.borrowed_pipelining import find_whole_mesh
+from hf_distca.pipeline.stage_attention import LayerKindRecorder, StageAttention
 from hf_distca.pipeline.stage_models import TIED
 from hf_distca.pipeline.stages import Stage
-from hf_distca.pipeline.tick_calls import (
-    DTYPES,
-    WHY_NOT_OTHERS,
-    LayerKind,
-    LayerKindRecorder,
-    StageAttention,
-)
+from hf_distca.pipeline.tick_calls import DTYPES, LayerKind
 from hf_distca.pipeline.ticks import Pipeline, merge_calls
 from hf_distca.runtime.group import AttentionGroup, Members
 from hf_distca.schedule.layout import IntArray
 
 __all__ = [
     "StepRow",
-    "check_copies",
-    "check_settings",
     "check_shares_of_copy",
     "check_steps",
     "checksum",
@@ -140,7 +132,7 @@ def find_ranks(
         "ranks do not run the same in the first step",
         _SAME,
     )
-    check_settings(session.config, group)
+    _check_settings(session.config, group)
     with group.reporting(f"looking at the attention of stage {stage.stage_index}"):
         kinds, dtype = _find_kinds(stage, session)
     copy = dist.get_process_group_ranks(stage.group or dist.GroupMember.WORLD)[0]
@@ -163,7 +155,7 @@ def find_ranks(
     return pipeline, StageAttention(session, group, stage.device)
 
 
-def check_settings(config: DistCAConfig, group: AttentionGroup) -> None:
+def _check_settings(config: DistCAConfig, group: AttentionGroup) -> None:
     """Raise `UnsupportedError` if settings ask for something that stages cannot do."""
     if AttentionGroup.observer is not None:
         raise UnsupportedError(
@@ -218,8 +210,6 @@ def _find_kinds(stage: Stage, session: Session) -> tuple[list[LayerKind], torch.
     finally:
         session.work_provider = None
         stage.clear_runtime_states()  # and shard weights again
-    if dtype not in DTYPES:
-        raise UnsupportedError(f"stage {stage.stage_index} puts out {dtype}. {WHY_NOT_OTHERS}")
     return finder.kinds, dtype
 
 
@@ -298,24 +288,6 @@ def check_shares_of_copy(shares: Sequence[DealtShare], pipeline: Pipeline) -> No
                 f" in copy {copy} of {copies} of the model: deal to as many ranks as there are"
                 " copies, and give all stages of a copy its share."
             )
-
-
-def check_copies(
-    documents: Sequence[Sequence[Documents]], pipeline: Pipeline, group: AttentionGroup
-) -> None:
-    """Raise `DistCADesyncError` unless the stages of a copy have the same micro-batches."""
-    for number, of_ranks in enumerate(documents):
-        for rank, copy in enumerate(pipeline.copies):
-            first = pipeline.copies.index(copy)
-            if not np.array_equal(of_ranks[rank].runs, of_ranks[first].runs):
-                lengths, other_lengths = (
-                    of_ranks[index].runs[:, 2].tolist() for index in (first, rank)
-                )
-                raise DistCADesyncError(
-                    f"ranks {group.ranks[first]} and {group.ranks[rank]} are stages of one copy of"
-                    f" the model and have different documents in micro-batch {number}, of {lengths}"
-                    f" and {other_lengths} tokens. Give all stages of a copy the same position_ids."
-                )
 
 
 def check_steps(

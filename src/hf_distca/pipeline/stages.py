@@ -43,9 +43,8 @@ class Stage(PipelineStage):
     """
 
     def __init__(self, model: StageModel, mesh: DeviceMesh) -> None:
-        super().__init__(
-            model, model.stage, model.stages, torch.device(mesh.device_type), group=mesh.get_group()
-        )
+        device = next(model.parameters()).device
+        super().__init__(model, model.stage, model.stages, device, group=mesh.get_group())
         self.mesh = mesh
 
     @property

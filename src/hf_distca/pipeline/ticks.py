@@ -12,21 +12,21 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from itertools import product
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from hf_distca.agreement.announce import AnnouncedBatch, PlanKey
-from hf_distca.agreement.dealt_share import DealtShare
-from hf_distca.agreement.documents import Documents, make_unknown_runs
+from hf_distca.agreement.announce import AnnouncedBatch, PlanKey, build_layout
 from hf_distca.config import DistCAConfig
-from hf_distca.pipeline.tick_calls import CallPart, LayerKind, MicroBatchPart
+from hf_distca.errors import DistCADesyncError
+from hf_distca.pipeline.tick_calls import CallPart, LayerKind, MicroBatchPart, OwnCall
 from hf_distca.runtime.route import Route
 from hf_distca.schedule.balance import balance
 from hf_distca.schedule.cost import CostModel
-from hf_distca.schedule.layout import Layout
+from hf_distca.schedule.layout import Layout, Segment
 from hf_distca.schedule.plan import Plan
 from hf_distca.schedule.waves import Waves
 
@@ -35,8 +35,7 @@ __all__ = [
     "Pipeline",
     "Tick",
     "TickPlans",
-    "read_shared_documents",
-    "read_announced_documents",
+    "build_layout_of_copies",
     "merge_calls",
     "order_ticks",
 ]
@@ -109,20 +108,15 @@ def merge_calls(stages: Sequence[Sequence[LayerKind]]) -> list[JointCall]:
             kinds[count] if count < len(kinds) else None
             for count, kinds in zip(done, stages, strict=True)
         ]
-        kind = max(
-            (candidate for candidate in dict.fromkeys(following) if candidate is not None),
-            key=following.count,
-        )
-        joins = [candidate == kind for candidate in following]
-        calls.append(
-            JointCall(
-                kind,
-                tuple(
-                    count if joining else None for count, joining in zip(done, joins, strict=True)
-                ),
-            )
-        )
-        done = [count + joining for count, joining in zip(done, joins, strict=True)]
+        kind = max(filter(None, following), key=following.count)
+        own = [
+            count if candidate == kind else None
+            for count, candidate in zip(done, following, strict=True)
+        ]
+        calls.append(JointCall(kind, tuple(own)))
+        done = [
+            count + (candidate == kind) for count, candidate in zip(done, following, strict=True)
+        ]
     return calls
 
 
@@ -161,43 +155,43 @@ class Pipeline:
         return list(dict.fromkeys(call.kind.key for call in self.calls))
 
 
-def read_announced_documents(stated: Sequence[AnnouncedBatch]) -> list[list[Documents]]:
-    """Return the documents of each micro-batch, or of a nano-batch of each, by rank, from the
-    announcements of all ranks.
-    """
-    documents = []
-    for micro_batch in stated:
-        spans = bool(micro_batch.span_ranks.any())
-        rows = micro_batch.numbers if spans else make_unknown_runs(micro_batch.numbers)
-        of_ranks = [
-            Documents(of_rank, spans)
-            for of_rank in np.split(rows, np.cumsum(micro_batch.counts)[:-1])
-        ]
-        # Its first document goes on in its second row.
-        for rank in np.flatnonzero(micro_batch.has_context).tolist():
-            of_ranks[rank] = replace(of_ranks[rank], context_tokens=int(of_ranks[rank].runs[0, 2]))
-            of_ranks[rank].runs[1, 1] = of_ranks[rank].context_tokens
-        documents.append(of_ranks)
-    return documents
+def build_layout_of_copies(
+    batch: AnnouncedBatch, copies: Sequence[int], ranks: Sequence[int], micro_batch: int
+) -> Layout:
+    """Build the layout of a micro-batch, or of a nano-batch of it, over the copies of the model,
+    from the documents that all ranks announced.
 
+    Args:
+        batch: the documents.
+        copies: copy of each rank.
+        ranks: global number of each rank, for errors.
+        micro_batch: its number, for errors.
 
-def read_shared_documents(
-    shares: Sequence[DealtShare], copies: Sequence[int], part: MicroBatchPart
-) -> list[list[Documents]]:
-    """Return the documents like `read_announced_documents`, from this rank's shares of dealt
-    batches, which hold the documents of all copies.
+    Raises:
+        DistCADesyncError: if the stages of a copy have different documents.
     """
-    documents = []
-    for dealt in shares:
-        layout = dealt.layouts[part.nano - 1] if part.nano else dealt.whole_layout
-        rows = [
-            np.array(layout.list_segments(copy), dtype=np.int64).reshape(-1, 3)
-            for copy in range(dealt.ranks)
-        ]
-        documents.append(
-            [Documents(rows[copy], span_ranks=True).cut_into_chunks(part.chunk) for copy in copies]
+    of_ranks = np.split(batch.numbers, np.cumsum(batch.counts)[:-1])
+    firsts = [copies.index(copy) for copy in range(1 + max(copies))]
+    for rank, copy in enumerate(copies):
+        first = firsts[copy]
+        if not np.array_equal(of_ranks[first], of_ranks[rank]):
+            lengths, other_lengths = (
+                np.atleast_2d(of_ranks[index].T)[-1].tolist() for index in (first, rank)
+            )
+            raise DistCADesyncError(
+                f"ranks {ranks[first]} and {ranks[rank]} are stages of one copy of the model and"
+                f" have different documents in micro-batch {micro_batch}, of {lengths} and"
+                f" {other_lengths} tokens. Give all stages of a copy the same position_ids."
+            )
+    return build_layout(
+        AnnouncedBatch(
+            batch.span_ranks[firsts],
+            batch.nano[firsts],
+            batch.has_context[firsts],
+            batch.counts[firsts],
+            np.concatenate([of_ranks[first] for first in firsts]),
         )
-    return documents
+    )
 
 
 class _PlanInputs(NamedTuple):
@@ -216,7 +210,7 @@ class TickPlans:
     Attributes:
         order: the ticks.
         pipeline: the stage of each rank.
-        documents: documents of each part of each micro-batch, by rank.
+        layouts: documents of each part of a micro-batch on the copies of the model.
         costs: cost model of each plan of whole micro-batches.
         config: the settings; with `ping_pong`, layers run as two nano-batches, which have plans of
             their own.
@@ -225,11 +219,10 @@ class TickPlans:
 
     order: Sequence[Tick]
     pipeline: Pipeline
-    documents: Mapping[MicroBatchPart, Sequence[Sequence[Documents]]]
+    layouts: Mapping[MicroBatchPart, Layout]
     costs: dict[PlanKey, CostModel]
     config: DistCAConfig
     name: str
-    _layouts: dict[tuple[Running, MicroBatchPart], Layout] = field(default_factory=dict)
     _plans: dict[_PlanInputs, Plan] = field(default_factory=dict)
     _routes: dict[_PlanInputs, Route] = field(default_factory=dict)
 
@@ -237,33 +230,29 @@ class TickPlans:
         """Make the plans of all ticks, in their order. Return a 60-bit digest of all of them."""
         digest = hashlib.sha256()
         for tick in self.order:
-            for _, plan_of in self._calls(tick):
-                digest.update(self._plan(plan_of).digest.encode())
+            for *_, inputs in self._calls(tick):
+                digest.update(self._plan(inputs).digest.encode())
         return int(digest.hexdigest()[:15], 16)
 
     def parts(self, tick: Tick) -> list[CallPart]:
         """Return this rank's part in the calls of a tick, in their order."""
-        stage, parts = self.pipeline.stage, []
-        for number, (call, plan_of) in enumerate(self._calls(tick)):
-            config, plan, nano = self.config, self._plan(plan_of), plan_of.key.nano
-            if plan_of not in self._routes:
-                waves = Waves.of(
-                    plan,
-                    plan_of.key.shape,
-                    config.tile,
-                    config.max_transient_bytes,
-                    config.head_groups,
-                )
-                self._routes[plan_of] = Route.build(plan, self.pipeline.rank, waves)
-            stage_call = None if plan_of.running[stage] is None else call.calls[stage]
-            kind = call.kind._replace(key=plan_of.key)
-            number //= 2 if nano else 1
+        parts = []
+        for number, call, inputs in self._calls(tick):
+            nano, stage = inputs.key.nano, self.pipeline.stage
+            own_number = None if inputs.running[stage] is None else call.calls[stage]
             name = (
                 f"attention call {number}{f', nano-batch {nano},' if nano else ''} of {tick} of"
                 f" {self.name}"
             )
             parts.append(
-                CallPart(number, name, kind, stage_call, self._routes[plan_of], plan.window)
+                CallPart(
+                    number,
+                    name,
+                    call.kind._replace(key=inputs.key),
+                    None if own_number is None else OwnCall(own_number, nano),
+                    self._route(inputs),
+                    self._plan(inputs).window,
+                )
             )
         return parts
 
@@ -271,67 +260,63 @@ class TickPlans:
         """Return this rank's part in the calls of the tick in which its stage runs the
         backward of a micro-batch; empty without a backward.
         """
-        for tick in self.order:
-            if tick.backward and tick.micro_batches[self.pipeline.stage] == micro_batch:
-                return self.parts(tick)
-        return []
-
-    def layouts_of(self, micro_batch: int) -> dict[MicroBatchPart, Layout]:
-        """Return the documents of each part of a micro-batch on the ranks of this rank's stage."""
-        running = tuple(
-            micro_batch if stage == self.pipeline.stage else None
-            for stage in range(self.pipeline.depth)
+        ticks = (
+            tick
+            for tick in self.order
+            if tick.backward and tick.micro_batches[self.pipeline.stage] == micro_batch
         )
-        return {part: self.layout(running, part) for part in self.documents}
+        return [part for tick in ticks for part in self.parts(tick)]
 
-    def layout(self, running: Running, part: MicroBatchPart) -> Layout:
-        """Return the documents of these micro-batches on the ranks that run them.
-
-        Each micro-batch is on at most one stage.
-        """
-        if (running, part) in self._layouts:
-            return self._layouts[running, part]
-        numbers: dict[tuple[int, int], int] = {}
-        ranks, context = list[list[tuple[int, int, int]]](), [0] * len(self.pipeline.stages)
-        for rank, stage in enumerate(self.pipeline.stages):
-            micro_batch, segments = running[stage], list[tuple[int, int, int]]()
-            if micro_batch is not None:
-                documents = self.documents[part][micro_batch][rank]
-                context[rank] = int(documents.context_tokens > 0)
-                for index, (document, start, length) in enumerate(documents.runs.tolist()):
-                    # Documents that span ranks have a number in their micro-batch; others are told
-                    # apart by where they are. With context, the first two rows are of one document.
-                    identity = (
-                        (stage, document)
-                        if documents.span_ranks
-                        else (-1 - rank, max(index, context[rank]))
-                    )
-                    segments.append((numbers.setdefault(identity, len(numbers)), start, length))
-            ranks.append(segments)
-        layout = self._layouts[running, part] = Layout.from_segments(ranks, context)
-        return layout
-
-    def _calls(self, tick: Tick) -> Iterator[tuple[JointCall, _PlanInputs]]:
-        """Yield the joint calls of a tick in their order, if a stage with a micro-batch has a part.
+    def _calls(self, tick: Tick) -> Iterator[tuple[int, JointCall, _PlanInputs]]:
+        """Yield the joint calls of a tick in their order, with their number in a forward, if a
+        stage with a micro-batch has a part.
 
         In backward the second nano-batch goes first, as in autograd.
         """
         nanos = (1, 2) if self.config.ping_pong else (0,)
-        for call in reversed(self.pipeline.calls) if tick.backward else self.pipeline.calls:
-            parts = zip(tick.micro_batches, call.calls, strict=True)
+        calls = product(enumerate(self.pipeline.calls), nanos)
+        for (number, call), nano in reversed(list(calls)) if tick.backward else calls:
             running = tuple(
-                None if number is None else micro_batch for micro_batch, number in parts
+                None if own is None else micro_batch
+                for micro_batch, own in zip(tick.micro_batches, call.calls, strict=True)
             )
-            if any(micro_batch is not None for micro_batch in running):
-                for nano in reversed(nanos) if tick.backward else nanos:
-                    yield call, _PlanInputs(running, call.kind.key._replace(nano=nano))
+            if running.count(None) < len(running):
+                yield number, call, _PlanInputs(running, call.kind.key._replace(nano=nano))
 
-    def _plan(self, plan_of: _PlanInputs) -> Plan:
+    def _plan(self, inputs: _PlanInputs) -> Plan:
         """Return the plan of a call, made once for calls whose plans depend on the same things."""
-        if plan_of not in self._plans:
-            layout = self.layout(
-                plan_of.running, MicroBatchPart(plan_of.key.chunk, plan_of.key.nano)
+        if inputs not in self._plans:
+            cost = self.costs[inputs.key._replace(nano=0)]
+            self._plans[inputs] = balance(self._layout(inputs), cost, self.config)
+        return self._plans[inputs]
+
+    def _layout(self, inputs: _PlanInputs) -> Layout:
+        """Return the documents of the running micro-batches on the ranks that run them.
+
+        Each micro-batch is on at most one stage.
+        """
+        pipeline, key = self.pipeline, inputs.key
+        ranks, context = list[list[tuple[int, int, int]]](), list[int]()
+        for stage, copy in zip(pipeline.stages, pipeline.copies, strict=True):
+            micro_batch, segments = inputs.running[stage], list[Segment]()
+            context.append(0)
+            if micro_batch is not None:
+                layout = self.layouts[MicroBatchPart(micro_batch, key.chunk, key.nano)]
+                segments, context[-1] = layout.list_segments(copy), int(layout.context[copy])
+            ranks.append(
+                [
+                    (document * pipeline.depth + stage, start, length)
+                    for document, start, length in segments
+                ]
             )
-            cost = self.costs[plan_of.key._replace(nano=0)]
-            self._plans[plan_of] = balance(layout, cost, self.config)
-        return self._plans[plan_of]
+        return Layout.from_segments(ranks, context)
+
+    def _route(self, inputs: _PlanInputs) -> Route:
+        """Return this rank's route of a call, built once."""
+        if inputs not in self._routes:
+            plan, config = self._plan(inputs), self.config
+            waves = Waves.of(
+                plan, inputs.key.shape, config.tile, config.max_transient_bytes, config.head_groups
+            )
+            self._routes[inputs] = Route.build(plan, self.pipeline.rank, waves)
+        return self._routes[inputs]
