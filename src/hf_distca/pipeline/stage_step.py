@@ -124,8 +124,8 @@ class StageStep:
             documents=self.documents[number],
             layouts=self.plans.layouts,
             forward=calls,
-            parts={part.own: part for part in parts},
-            moved={part.own for part in [*parts, *backward] if part.route.exchanges},
+            parts={part.own_call: part for part in parts},
+            moved={part.own_call for part in [*parts, *backward] if part.route.exchanges},
             outputs={part.kind.key.nano: OutputStore() for part in backward},
         )
 

@@ -122,7 +122,7 @@ class CallPart:
         number: number of the call among those of a forward; nano-batches have the same.
         name: description of the call, the same on all ranks.
         kind: kind of the layers, and the nano-batch.
-        own: the call of this rank's own micro-batch; None if the rank only serves.
+        own_call: the call of this rank's own micro-batch; None if the rank only serves.
         route: route of this rank.
         window: window of the plan.
     """
@@ -130,7 +130,7 @@ class CallPart:
     number: int
     name: str
     kind: LayerKind
-    own: OwnCall | None
+    own_call: OwnCall | None
     route: Route
     window: int | None
 
@@ -153,7 +153,7 @@ class TickCalls:
         its part.
         """
         part = next(self._own_parts, None)
-        if part is None or part.own != which:
+        if part is None or part.own_call != which:
             raise DistCADesyncError(
                 f"{self._doing} came to its attention call {which.number} where it has none:"
                 f" {_SAME_LAYERS}."
@@ -173,7 +173,7 @@ class TickCalls:
         """Yield this rank's parts with rows of its own; serve in the calls between them."""
         for _, nano_parts in groupby(parts, lambda part: part.number):
             together = list(nano_parts)
-            if together[0].own is not None:
+            if together[0].own_call is not None:
                 yield from together
             elif exchanged := [part for part in together if part.route.exchanges]:
                 serve(exchanged)

@@ -109,11 +109,11 @@ def merge_calls(stages: Sequence[Sequence[LayerKind]]) -> list[JointCall]:
             for count, kinds in zip(done, stages, strict=True)
         ]
         kind = max(filter(None, following), key=following.count)
-        own = [
+        numbers = [
             count if candidate == kind else None
             for count, candidate in zip(done, following, strict=True)
         ]
-        calls.append(JointCall(kind, tuple(own)))
+        calls.append(JointCall(kind, tuple(numbers)))
         done = [
             count + (candidate == kind) for count, candidate in zip(done, following, strict=True)
         ]
@@ -277,8 +277,8 @@ class TickPlans:
         calls = product(enumerate(self.pipeline.calls), nanos)
         for (number, call), nano in reversed(list(calls)) if tick.backward else calls:
             running = tuple(
-                None if own is None else micro_batch
-                for micro_batch, own in zip(tick.micro_batches, call.calls, strict=True)
+                None if stage_call is None else micro_batch
+                for micro_batch, stage_call in zip(tick.micro_batches, call.calls, strict=True)
             )
             if running.count(None) < len(running):
                 yield number, call, _PlanInputs(running, call.kind.key._replace(nano=nano))

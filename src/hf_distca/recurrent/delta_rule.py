@@ -100,11 +100,12 @@ def document_by_document(
         *,
         final_states: bool,
     ) -> RuleOutputs:
-        outputs, finals = [], []
-        documents = zip(*(torch.split(tensor, list(lengths), 1) for tensor in inputs), strict=True)
-        for number, (query, key, value, decay, beta) in enumerate(documents):
-            state = None if states is None else states[number : number + 1]
-            output, final = kernel(
+        starts = [None] * len(lengths) if states is None else torch.split(states, 1)
+        documents = zip(
+            starts, *(torch.split(tensor, list(lengths), 1) for tensor in inputs), strict=True
+        )
+        results = [
+            kernel(
                 query,
                 key,
                 value,
@@ -113,11 +114,10 @@ def document_by_document(
                 initial_state=state,
                 output_final_state=final_states,
             )
-            outputs.append(output)
-            if final is not None:
-                finals.append(final)
-        output = outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1)
-        return RuleOutputs(output, torch.cat(finals) if final_states else None)
+            for state, query, key, value, decay, beta in documents
+        ]
+        outputs, finals = zip(*results, strict=True)
+        return RuleOutputs(torch.cat(outputs, 1), torch.cat(finals) if final_states else None)
 
     return run
 
@@ -192,20 +192,13 @@ class _Layer(NamedTuple):
                 inputs.value, inputs.value, Summaries(none, none.new_zeros((0, heads, rows, rows)))
             )
         zeros = inputs.value.new_zeros((*inputs.value.shape[:3], rows))
-        wide = inputs._replace(value=torch.cat([inputs.value, zeros], -1))
-        start = torch.cat(
-            [
-                none.new_zeros((rows, columns)),
-                torch.eye(rows, dtype=none.dtype, device=none.device),
-            ],
-            -1,
-        )
-        states = start.expand(len(which), heads, rows, columns + rows)
+        wide = inputs._replace(value=torch.cat([zeros, inputs.value], -1))
+        start = torch.eye(rows, rows + columns, dtype=none.dtype, device=none.device)
+        states = start.expand(len(which), heads, rows, rows + columns)
         outputs = self.rule(wide, self.segments.lengths_of(which), states, final_states=True)
-        output, reader = torch.split(outputs.output, [columns, rows], -1)
-        return _SegmentStates(
-            output, reader, Summaries(*torch.split(outputs.states_like(none), [columns, rows], -1))
-        )
+        reader, output = torch.split(outputs.output, [rows, columns], -1)
+        transitions, biases = torch.split(outputs.states_like(none), [rows, columns], -1)
+        return _SegmentStates(output, reader, Summaries(biases, transitions))
 
 
 class _SegmentStates(NamedTuple):
@@ -226,13 +219,13 @@ def _with_states(layer: _Layer, stored: LayerOutputs | None) -> torch.Tensor:
     between = layer.run_between(segments.inner_segments)
     # 3. Biases and transitions travel to the ranks that hold later segments.
     biases = torch.cat([first.states_like(inputs.no_states()), between.summaries.biases])
-    needed = segments.summaries, segments.transitions
-    carried = exchange_states(
-        segments, (biases, between.summaries.transitions), needed, inputs, stored
+    held = biases, between.summaries.transitions
+    rows, anchor = exchange_states(
+        segments, held, (segments.summaries, segments.transitions), inputs, stored
     )
     # 4. They are composed, in the order of the document, to the state before each segment.
     with torch.autocast(biases.device.type, enabled=False):
-        states = compute_starting_states(segments, Summaries(*carried.rows), torch.matmul)
+        states = compute_starting_states(segments, Summaries(*rows), torch.matmul)
         # 5. It adds to the outputs of segments between others, and segments that end a document run
         # from it.
         outputs = segments.split(between.output, segments.inner_segments)
@@ -240,16 +233,9 @@ def _with_states(layer: _Layer, stored: LayerOutputs | None) -> torch.Tensor:
             added = torch.einsum("bthk,hkv->bthv", reader.to(biases.dtype), states[index])
             outputs[index] = (outputs[index] + added).to(reader.dtype)
     endings = [index for index in states if index not in outputs]
-    last, whole = (
-        layer.run(endings, [states[index] for index in endings]),
-        layer.run(segments.whole_documents),
-    )
-    for ran, which in (
-        (first, segments.first_segments),
-        (last, endings),
-        (whole, segments.whole_documents),
-    ):
-        outputs |= segments.split(ran.output, which)
-    return with_gradient_anchor(
-        segments.arrange(outputs) if outputs else layer.run_none(), carried.anchor
-    )
+    last = layer.run(endings, [states[index] for index in endings])
+    whole = layer.run(segments.whole_documents)
+    outputs |= segments.split(first.output, segments.first_segments)
+    outputs |= segments.split(last.output, endings)
+    outputs |= segments.split(whole.output, segments.whole_documents)
+    return with_gradient_anchor(segments.arrange(outputs) if outputs else layer.run_none(), anchor)

@@ -168,11 +168,11 @@ def _with_states(
     ]
     transitions = torch.stack(decays) if decays else none.new_zeros((0, none.shape[1]))
     # 3. Biases and transitions travel to the ranks that hold later segments.
-    carried = exchange_states(
+    rows, anchor = exchange_states(
         segments, (biases, transitions), (segments.summaries, segments.transitions), inputs, stored
     )
     # 4. They are composed, in the order of the document, to the state before each segment.
-    states = compute_starting_states(segments, Summaries(*carried.rows), _decay_state)
+    states = compute_starting_states(segments, Summaries(*rows), _decay_state)
     # 5. All other segments are scanned from zeros, and the state before a segment adds to its
     # outputs.
     ending = [index for index in range(len(segments.here)) if index not in handing_on]
@@ -182,7 +182,7 @@ def _with_states(
         added = _add_state(inputs.of(segments, [index]), state)
         outputs[index] = (outputs[index] + added).to(outputs[index].dtype)
     return with_gradient_anchor(
-        segments.arrange(outputs) if outputs else _scan_nothing(inputs, scan), carried.anchor
+        segments.arrange(outputs) if outputs else _scan_nothing(inputs, scan), anchor
     )
 
 
