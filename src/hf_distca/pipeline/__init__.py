@@ -7,9 +7,8 @@ May import `borrowed`, `schedule`, `kernels`, `runtime`, `agreement` and `integr
 from __future__ import annotations
 
 from hf_distca.pipeline.stage_checkpoints import save_pretrained
-from hf_distca.pipeline.stage_gradients import clip_grad_norm_
 from hf_distca.pipeline.stage_schedule import Schedule
-from hf_distca.pipeline.stage_step import TickFigures
+from hf_distca.pipeline.stage_step import TickFigures, clip_grad_norm_
 from hf_distca.pipeline.stages import Stage, from_pretrained, split
 
 __all__ = [

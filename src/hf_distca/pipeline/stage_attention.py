@@ -37,10 +37,13 @@ _NO_ROUTE = Route(TaskBatch((), (), (), ()), (), exchanges=True)
 class LayerKindRecorder:
     """Records the kinds of a stage's calls of attention, in their order, in a forward without other
     ranks, which computes no attention.
+
+    Attributes:
+        kinds: the kind of each call, by the id of its module.
     """
 
     def __init__(self, session: Session) -> None:
-        self.session, self.kinds = session, list[LayerKind]()
+        self.session, self.kinds = session, dict[int, LayerKind]()
 
     def uses_nano_batches(self, _handle: AttentionHandle, _training: bool) -> bool:
         """Return False: these layers run whole. See `WorkPlanner.uses_nano_batches`."""
@@ -67,10 +70,15 @@ class LayerKindRecorder:
         return work
 
     def _record(
-        self, key: PlanKey, _module: torch.nn.Module, inputs: Inputs, scores: Scores
+        self, key: PlanKey, module: torch.nn.Module, inputs: Inputs, scores: Scores
     ) -> torch.Tensor:
         """Record the kind of a call, and return zeros: nobody looks at the outputs."""
-        self.kinds.append(LayerKind.of(key, inputs, scores))
+        if id(module) in self.kinds:
+            raise UnsupportedError(
+                f"{type(module).__name__} computes attention twice in a forward, which stages of a"
+                " pipeline cannot."
+            )
+        self.kinds[id(module)] = LayerKind.of(key, inputs, scores)
         return inputs.q_THD.new_zeros((*inputs.q_THD.shape[:2], key.shape.value_head_dim))
 
 
@@ -80,12 +88,19 @@ class StageAttention:
 
     Attributes:
         group: the ranks of all stages.
+        modules: ids of the modules that call attention, in the order of their calls.
         micro_batch: the micro-batch whose forward runs.
         nano_batches: whether the layers of this step run as two nano-batches.
     """
 
-    def __init__(self, session: Session, group: AttentionGroup, device: torch.device) -> None:
-        self.session, self.group, self.device = session, group, device
+    def __init__(
+        self,
+        session: Session,
+        group: AttentionGroup,
+        device: torch.device,
+        modules: Sequence[int],
+    ) -> None:
+        self.session, self.group, self.device, self.modules = session, group, device, modules
         self.micro_batch: MicroBatch | None = None
         self.nano_batches = False
 
@@ -140,7 +155,11 @@ class StageAttention:
         """Make a call of a micro-batch, in its forward or in a recompute."""
         self.group.raise_pending()
         again, kind = in_backward(), LayerKind.of(key, inputs, scores)
-        which = micro_batch.identify_call(module, key.nano, again=again)
+        if id(module) not in self.modules:
+            raise UnsupportedError(
+                f"{type(module).__name__} computes attention that it did not in the first step."
+            )
+        which = OwnCall(self.modules.index(id(module)), key.nano)
         if not again:
             micro_batch.forward.serve_until(which)
         expected = micro_batch.parts[which].kind
@@ -211,12 +230,10 @@ class StageCall(Call):
 
     @property
     def exchanges(self) -> bool:
-        """True if any rank moves anything, forward or backward; always True for nano-batches.
-
-        So nano-batches take turns in the same places on all ranks, and launch their exchanges in
-        one order.
+        """True: the backward may exchange if the forward does not, and nano-batches take turns in
+        the same places on all ranks.
         """
-        return bool(self._which.nano) or self._which in self._micro_batch.moved
+        return True
 
     def begin_backward(self) -> None:
         """Switch to the plan of the tick in which the backward runs."""

@@ -23,22 +23,21 @@ from hf_distca.integration.hooks.nano_batch_layers import can_cut_layers
 from hf_distca.integration.nano_batches import choose_cut
 from hf_distca.pipeline.borrowed_pipelining import OneStageSchedule
 from hf_distca.pipeline.stage_attention import StageAttention
-from hf_distca.pipeline.stage_gradients import sum_tied_gradients
-from hf_distca.pipeline.stage_ranks import (
+from hf_distca.pipeline.stage_ranks import find_ranks
+from hf_distca.pipeline.stage_step import StageStep, TickFigures, sum_tied_gradients
+from hf_distca.pipeline.stages import Stage
+from hf_distca.pipeline.step_checks import (
     StepRow,
+    build_layout_of_copies,
     check_shares_of_copy,
     check_steps,
     checksum,
-    find_ranks,
 )
-from hf_distca.pipeline.stage_step import StageStep, TickFigures
-from hf_distca.pipeline.stages import Stage
 from hf_distca.pipeline.tick_calls import MicroBatchPart
 from hf_distca.pipeline.ticks import (
     Pipeline,
     Tick,
     TickPlans,
-    build_layout_of_copies,
     order_ticks,
 )
 from hf_distca.runtime.group import AttentionGroup

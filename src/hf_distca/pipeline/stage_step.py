@@ -1,30 +1,34 @@
-"""A step of a stage: its micro-batches run and serve tick by tick, and messages go to and come from
-the stages beside it.
+"""A step of a stage: its micro-batches run and serve tick by tick, messages go to and come from the
+stages beside it, and gradients are summed and clipped over stages.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from hf_distca.agreement.documents import Documents
 from hf_distca.errors import DistCAError
 from hf_distca.pipeline.stage_attention import StageAttention
 from hf_distca.pipeline.stages import Stage
-from hf_distca.pipeline.tick_calls import CallPart, MicroBatch, TickCalls
+from hf_distca.pipeline.tick_calls import MicroBatch, TickCalls
 from hf_distca.pipeline.ticks import Tick, TickPlans
 from hf_distca.runtime.channel import wait_for_works
 from hf_distca.runtime.group import AttentionGroup
 from hf_distca.runtime.monitor import reserved_seconds
 from hf_distca.runtime.outputs import OutputStore
 
-__all__ = ["Messages", "StageStep", "TickFigures"]
+__all__ = ["Messages", "StageStep", "TickFigures", "clip_grad_norm_", "sum_tied_gradients"]
 
 
 class TickFigures(NamedTuple):
@@ -91,7 +95,8 @@ class StageStep:
 
         Return the tensor for the next stage.
         """
-        number = tick.micro_batches[self.stage.stage_index]
+        index = self.stage.stage_index
+        number = tick.micro_batches[index]
         parts, attention = self.plans.parts(tick), self.attention
         serve = partial(attention.serve, backward=tick.backward)
         calls, leaving = TickCalls(parts, serve, self._named(tick)), None
@@ -100,9 +105,20 @@ class StageStep:
             if tick.backward:
                 self._micro_batches.pop(number).backward = calls
             else:
-                self._micro_batches[number] = attention.micro_batch = self._begin(
-                    number, parts, calls
+                micro_batch = attention.micro_batch = MicroBatch(
+                    number,
+                    name=f"micro-batch {number} of {self.plans.name} on stage {index}",
+                    documents=self.documents[number],
+                    layouts=self.plans.layouts,
+                    forward=calls,
+                    parts={part.own_call: part for part in parts},
+                    outputs=(
+                        {nano: OutputStore() for nano in range(3)}
+                        if self.stage.has_backward
+                        else {}
+                    ),
                 )
+                self._micro_batches[number] = micro_batch
             try:
                 leaving = self.compute(tick, number, arrived)
             except RuntimeError as error:
@@ -114,20 +130,6 @@ class StageStep:
                 attention.micro_batch = None
         calls.finish()
         return leaving
-
-    def _begin(self, number: int, parts: Sequence[CallPart], calls: TickCalls) -> MicroBatch:
-        """Make a micro-batch whose forward begins."""
-        backward = self.plans.backward_parts(number)
-        return MicroBatch(
-            number,
-            name=f"micro-batch {number} of {self.plans.name} on stage {self.stage.stage_index}",
-            documents=self.documents[number],
-            layouts=self.plans.layouts,
-            forward=calls,
-            parts={part.own_call: part for part in parts},
-            moved={part.own_call for part in [*parts, *backward] if part.route.exchanges},
-            outputs={part.kind.key.nano: OutputStore() for part in backward},
-        )
 
     def _receive(self, tick: Tick, number: int) -> torch.Tensor | None:
         """Wait for the tensor that a micro-batch begins with in a tick; None if it does not come
@@ -187,3 +189,62 @@ class Messages:
             wait_for_works(self._works, deadline if over_gloo else None)
         except RuntimeError as error:
             raise error if group.monitor is None else group.monitor.give_up(doing, error) from error
+
+
+@torch.no_grad()
+def clip_grad_norm_(stage: Stage, max_norm: float) -> torch.Tensor:
+    """Scale the gradients of all stages so that their norm together is at most `max_norm`.
+
+    This is `torch.nn.utils.clip_grad_norm_` over all stages.
+
+    All ranks must call it, after `Schedule.step` and before the optimizer's. A tied weight, of
+    which two stages have a copy, counts once. Gradients may be sharded (FSDP2, tensor parallelism).
+
+    Args:
+        stage: stage of this rank.
+        max_norm: the largest norm.
+
+    Returns:
+        The norm before scaling, of all gradients of one copy of the model: a float32 or float64
+            scalar, equal on all ranks.
+    """
+    weights = [weight for weight in stage.submod.parameters() if weight.grad is not None]
+    repeated = None if stage.is_first else stage.unwrapped.tied_weight
+    by_mesh: dict[object, list[Any]] = defaultdict(list)
+    for weight in weights:
+        if weight is not repeated:
+            by_mesh[getattr(weight.grad, "device_mesh", None)].append(weight.grad)
+    squares = torch.zeros((), dtype=torch.float64, device=stage.device)
+    for grads in by_mesh.values():
+        norm = get_total_norm(grads)
+        squares += (norm.full_tensor() if isinstance(norm, DTensor) else norm).double().square()
+    dist.all_reduce(squares, group=stage.group)
+    in_float64 = any(weight.dtype == torch.float64 for weight in weights)
+    total = squares.sqrt().to(torch.float64 if in_float64 else torch.float32)
+    clip_grads_with_norm_(weights, max_norm, total)
+    return total
+
+
+@contextmanager
+def sum_tied_gradients(
+    stage: Stage, group: AttentionGroup, name: str, *, backward: bool
+) -> Iterator[None]:
+    """Sum the gradients that both copies of a tied weight get inside, and add the sum to both."""
+    weight = stage.unwrapped.tied_weight if backward else None
+    if weight is None or not weight.requires_grad:
+        yield
+        return
+    before = weight.grad
+    weight.grad = None
+    yield
+    gradient: Any = weight.grad
+    local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+    arriving, peer = torch.empty_like(local), 0 if stage.is_last else stage.num_stages - 1
+    with group.reporting(doing := f"adding the gradients of the tied embedding in {name}"):
+        tensors = ((dist.isend, local), (dist.irecv, arriving))
+        Messages(
+            [dist.P2POp(way, tensor, group=stage.group, group_peer=peer) for way, tensor in tensors]
+        ).wait(group, doing)
+    local.add_(arriving)
+    if before is not None:
+        gradient.add_(before)

@@ -4,8 +4,8 @@ only.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from dataclasses import astuple, dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import astuple, dataclass
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -195,11 +195,8 @@ class MicroBatch:
         layouts: documents of the parts of all micro-batches on the copies of the model.
         forward, backward: the calls of its tick; backward once that has begun.
         parts: this rank's part in each of its calls in forward, by number and nano-batch.
-        moved: the calls in which anything is moved, forward or backward.
-        outputs: stored outputs of each nano-batch, or of nano-batch 0, for activation
-            checkpointing; empty if no backward follows.
-        numbers: number of the call of each module that has called attention, by the module's id and
-            nano-batch.
+        outputs: stored outputs by nano-batch, 0 for all of it, for activation checkpointing; empty
+            if no backward follows.
     """
 
     number: int
@@ -208,23 +205,8 @@ class MicroBatch:
     layouts: Mapping[MicroBatchPart, Layout]
     forward: TickCalls
     parts: Mapping[OwnCall | None, CallPart]
-    moved: Set[OwnCall | None]
     outputs: Mapping[int, OutputStore]
     backward: TickCalls | None = None
-    numbers: dict[tuple[int, int], int] = field(default_factory=dict)
-
-    def identify_call(self, module: torch.nn.Module, nano: int, *, again: bool) -> OwnCall:
-        """Identify the call of a module, in its forward or `again` in a recompute."""
-        known = (id(module), nano) in self.numbers
-        if known != again:
-            problem = (
-                "twice in a forward, which stages of a pipeline cannot"
-                if known
-                else "in backward that it did not in forward"
-            )
-            raise UnsupportedError(f"{type(module).__name__} computes attention {problem}.")
-        before = sum(other == nano for _, other in self.numbers)
-        return OwnCall(self.numbers.setdefault((id(module), nano), before), nano)
 
     def backward_part(self, call: OwnCall) -> CallPart:
         """Return this rank's part in the backward of one of its calls, which begins now."""

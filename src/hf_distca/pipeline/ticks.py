@@ -16,12 +16,10 @@ from dataclasses import dataclass, field
 from itertools import product
 from typing import NamedTuple
 
-import numpy as np
 import torch
 
-from hf_distca.agreement.announce import AnnouncedBatch, PlanKey, build_layout
+from hf_distca.agreement.announce import PlanKey
 from hf_distca.config import DistCAConfig
-from hf_distca.errors import DistCADesyncError
 from hf_distca.pipeline.tick_calls import CallPart, LayerKind, MicroBatchPart, OwnCall
 from hf_distca.runtime.route import Route
 from hf_distca.schedule.balance import balance
@@ -35,7 +33,6 @@ __all__ = [
     "Pipeline",
     "Tick",
     "TickPlans",
-    "build_layout_of_copies",
     "merge_calls",
     "order_ticks",
 ]
@@ -76,7 +73,7 @@ def order_ticks(stages: int, micro_batches: int, *, backward: bool = True) -> li
         backward_numbers = [round_ - 2 * (stages - 1) + stage for stage in range(stages)]
         for direction, numbers in ((False, forward_numbers), (True, backward_numbers)):
             running = tuple(number if 0 <= number < micro_batches else None for number in numbers)
-            if (backward or not direction) and any(number is not None for number in running):
+            if (backward or not direction) and running.count(None) < stages:
                 order.append(Tick(len(order), direction, running))
     return order
 
@@ -155,45 +152,6 @@ class Pipeline:
         return list(dict.fromkeys(call.kind.key for call in self.calls))
 
 
-def build_layout_of_copies(
-    batch: AnnouncedBatch, copies: Sequence[int], ranks: Sequence[int], micro_batch: int
-) -> Layout:
-    """Build the layout of a micro-batch, or of a nano-batch of it, over the copies of the model,
-    from the documents that all ranks announced.
-
-    Args:
-        batch: the documents.
-        copies: copy of each rank.
-        ranks: global number of each rank, for errors.
-        micro_batch: its number, for errors.
-
-    Raises:
-        DistCADesyncError: if the stages of a copy have different documents.
-    """
-    of_ranks = np.split(batch.numbers, np.cumsum(batch.counts)[:-1])
-    firsts = [copies.index(copy) for copy in range(1 + max(copies))]
-    for rank, copy in enumerate(copies):
-        first = firsts[copy]
-        if not np.array_equal(of_ranks[first], of_ranks[rank]):
-            lengths, other_lengths = (
-                np.atleast_2d(of_ranks[index].T)[-1].tolist() for index in (first, rank)
-            )
-            raise DistCADesyncError(
-                f"ranks {ranks[first]} and {ranks[rank]} are stages of one copy of the model and"
-                f" have different documents in micro-batch {micro_batch}, of {lengths} and"
-                f" {other_lengths} tokens. Give all stages of a copy the same position_ids."
-            )
-    return build_layout(
-        AnnouncedBatch(
-            batch.span_ranks[firsts],
-            batch.nano[firsts],
-            batch.has_context[firsts],
-            batch.counts[firsts],
-            np.concatenate([of_ranks[first] for first in firsts]),
-        )
-    )
-
-
 class _PlanInputs(NamedTuple):
     """Everything that the plan of a joint call depends on: the micro-batches that have a part in
     it, and the kind of plan.
@@ -255,17 +213,6 @@ class TickPlans:
                 )
             )
         return parts
-
-    def backward_parts(self, micro_batch: int) -> list[CallPart]:
-        """Return this rank's part in the calls of the tick in which its stage runs the
-        backward of a micro-batch; empty without a backward.
-        """
-        ticks = (
-            tick
-            for tick in self.order
-            if tick.backward and tick.micro_batches[self.pipeline.stage] == micro_batch
-        )
-        return [part for tick in ticks for part in self.parts(tick)]
 
     def _calls(self, tick: Tick) -> Iterator[tuple[int, JointCall, _PlanInputs]]:
         """Yield the joint calls of a tick in their order, with their number in a forward, if a
