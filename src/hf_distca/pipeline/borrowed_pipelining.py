@@ -66,8 +66,7 @@ class OneStageSchedule(PipelineScheduleSingle):
         With `scale_grads` the loss is divided by the number of micro-batches. torch's schedules
         divide gradients at the end of a step instead, including what earlier steps left in them.
         """
-        loss = self._internal_losses[number]
-        return loss / self.micro_batches if self.scale_grads else loss
+        return self._internal_losses[number] / (self.micro_batches if self.scale_grads else 1)
 
     def _step_microbatches(
         self,
@@ -103,10 +102,9 @@ def unwrap_peft(model: Any) -> Any:
     if not callable(getattr(model, "get_base_model", None)):
         return model
     if model.active_peft_config.is_prompt_learning:
-        kind = model.active_peft_config.peft_type.value
         raise UnsupportedError(
-            f"{kind} puts a prompt before the tokens, which no stage has. Use adapters of layers,"
-            " such as LoRA."
+            f"{model.active_peft_config.peft_type.value} puts a prompt before the tokens, which no"
+            " stage has. Use adapters of layers, such as LoRA."
         )
     base = model.get_base_model()
     base._hf_peft_config_loaded = True

@@ -161,7 +161,7 @@ class StageAttention:
             )
         which = OwnCall(self.modules.index(id(module)), key.nano)
         if not again:
-            micro_batch.forward.serve_until(which)
+            micro_batch.reach(which)
         expected = micro_batch.parts[which].kind
         if kind != expected:
             raise DistCADesyncError(
@@ -238,6 +238,6 @@ class StageCall(Call):
     def begin_backward(self) -> None:
         """Switch to the plan of the tick in which the backward runs."""
         super().begin_backward()
-        part = self._micro_batch.backward_part(self._which)
+        part = self._micro_batch.reach(self._which)
         self.route, self.server = part.route, self._attention.make_server(part)
         self.group = self._attention.group.at(part.name, 0)

@@ -124,11 +124,12 @@ def _members(stage: Stage, session: Session) -> dist.ProcessGroup | Members | No
     """Return the ranks that share attention: of all stages and all copies of the model, with equal
     heads.
     """
-    if session.given_group is not None and not isinstance(session.given_group, DeviceMesh):
-        return session.given_group
-    whole = session.given_group or find_whole_mesh(stage.mesh)
+    given = session.given_group
+    if given is not None and not isinstance(given, DeviceMesh):
+        return given
     return find_data_parallel_ranks(
-        whole, extra_dimension=(stage.mesh.mesh_dim_names or ("pp",))[0]
+        given or find_whole_mesh(stage.mesh),
+        extra_dimension=(stage.mesh.mesh_dim_names or ("pp",))[0],
     )
 
 
@@ -138,17 +139,18 @@ def _find_kinds(stage: Stage, session: Session) -> tuple[dict[int, LayerKind], t
     """
     model, device, finder = stage.unwrapped, stage.device, LayerKindRecorder(session)
     positions = torch.arange(_TOKENS, device=device)[None]
-    inputs = torch.zeros_like(positions)
+    inputs = positions  # as token ids, on the first stage
     if not stage.is_first:
         inputs = torch.zeros(
             (1, _TOKENS, model.width), device=device, dtype=next(model.parameters()).dtype
         )
-    devices = [device] if device.type != "cpu" else []
     session.work_provider = finder
     try:
         with (
             torch.no_grad(),
-            torch.random.fork_rng(devices=devices, device_type=device.type if devices else "cuda"),
+            torch.random.fork_rng(
+                devices=[] if device.type == "cpu" else [device], device_type=device.type
+            ),
         ):
             dtype: torch.dtype = stage.submod(inputs, position_ids=positions).dtype
     finally:
@@ -159,10 +161,8 @@ def _find_kinds(stage: Stage, session: Session) -> tuple[dict[int, LayerKind], t
 
 def _pipeline(stages: Sequence[StageFacts], group: AttentionGroup, device: str) -> Pipeline:
     """Combine the facts that all ranks sent about their stages."""
-    depth, copies = (
-        1 + max(facts.stage for facts in stages),
-        sorted({facts.copy for facts in stages}),
-    )
+    depth = 1 + max(facts.stage for facts in stages)
+    copies = sorted({facts.copy for facts in stages})
     expected = [(copy, stage) for copy in copies for stage in range(depth)]
     if sorted((facts.copy, facts.stage) for facts in stages) != expected:
         by_rank = ", ".join(

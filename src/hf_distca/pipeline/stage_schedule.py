@@ -7,20 +7,17 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from functools import partial
-from itertools import product
 from typing import Any
 
 import numpy as np
 import torch
 
-from hf_distca.agreement.announce import PlanKey, Request, SharedSettings, hash_settings
+from hf_distca.agreement.announce import SharedSettings, hash_settings
 from hf_distca.agreement.document_starts import convert_mask
 from hf_distca.agreement.documents import Documents, PackedDocuments, TokenBatch
-from hf_distca.config import DistCAConfig
 from hf_distca.errors import ConfigError, LayoutError
 from hf_distca.integration.current_session import current_session
 from hf_distca.integration.hooks.nano_batch_layers import can_cut_layers
-from hf_distca.integration.nano_batches import choose_cut
 from hf_distca.pipeline.borrowed_pipelining import OneStageSchedule
 from hf_distca.pipeline.stage_attention import StageAttention
 from hf_distca.pipeline.stage_ranks import find_ranks
@@ -33,7 +30,7 @@ from hf_distca.pipeline.step_checks import (
     check_steps,
     checksum,
 )
-from hf_distca.pipeline.tick_calls import MicroBatchPart
+from hf_distca.pipeline.tick_calls import make_requests
 from hf_distca.pipeline.ticks import (
     Pipeline,
     Tick,
@@ -226,7 +223,7 @@ class Schedule(OneStageSchedule):
         with group.reporting(f"planning {place}"):
             config = replace(config, ping_pong=self._uses_nano_batches(documents))
             facts = {**self._facts(), "nano-batches of a micro-batch": str(1 + config.ping_pong)}
-            requests = _make_requests(pipeline.keys, documents, shape, config)
+            requests = make_requests(pipeline.keys, documents, shape, config)
             if are_dealt:
                 check_shares_of_copy(shares, pipeline)
                 facts["the batch"] = str(shares[0])
@@ -249,7 +246,9 @@ class Schedule(OneStageSchedule):
                     for part, batch in zip(requests, announced, strict=True)
                 }
             costs = {key: progress.costs.get_cost(key) for key in pipeline.keys}
-            order = order_ticks(pipeline.depth, self.micro_batches, backward=self.is_training)
+            order = order_ticks(
+                self.stage.num_stages, self.micro_batches, backward=self.is_training
+            )
             plans = TickPlans(order, pipeline, layouts, costs, config, name)
             row = StepRow(
                 _SHARES if are_dealt else _STATED,
@@ -283,23 +282,6 @@ class Schedule(OneStageSchedule):
             or (read.dealt_share is not None and read.dealt_share.first_nano_tokens is not None)
             for read in documents
         )
-
-
-def _make_requests(
-    keys: Sequence[PlanKey],
-    documents: Sequence[Documents],
-    shape: tuple[int, int],
-    config: DistCAConfig,
-) -> dict[MicroBatchPart, Request]:
-    """Make the requests for the documents of all parts of micro-batches of (batch, tokens)."""
-    requests: dict[MicroBatchPart, Request] = {}
-    for key, nano in product(keys, (1, 2) if config.ping_pong else (0,)):
-        for number, whole in enumerate(documents):
-            part = whole.cut_into_chunks(key.chunk)
-            if nano:
-                part = choose_cut(*shape, part, config.tile)[2][nano - 1]
-            requests[MicroBatchPart(number, key.chunk, nano)] = part, keys[0]._replace(nano=nano)
-    return requests
 
 
 def _read_shape(*tensors: Any) -> tuple[int, int]:

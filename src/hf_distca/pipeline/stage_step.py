@@ -18,10 +18,10 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from hf_distca.agreement.documents import Documents
-from hf_distca.errors import DistCAError
+from hf_distca.errors import DistCADesyncError, DistCAError
 from hf_distca.pipeline.stage_attention import StageAttention
 from hf_distca.pipeline.stages import Stage
-from hf_distca.pipeline.tick_calls import MicroBatch, TickCalls
+from hf_distca.pipeline.tick_calls import SAME_LAYERS, MicroBatch, serve_others
 from hf_distca.pipeline.ticks import Tick, TickPlans
 from hf_distca.runtime.channel import wait_for_works
 from hf_distca.runtime.group import AttentionGroup
@@ -98,8 +98,8 @@ class StageStep:
         index = self.stage.stage_index
         number = tick.micro_batches[index]
         parts, attention = self.plans.parts(tick), self.attention
-        serve = partial(attention.serve, backward=tick.backward)
-        calls, leaving = TickCalls(parts, serve, self._named(tick)), None
+        calls = serve_others(parts, partial(attention.serve, backward=tick.backward))
+        leaving = None
         if number is not None:
             arrived = self._receive(tick, number)
             if tick.backward:
@@ -128,7 +128,11 @@ class StageStep:
                 raise
             finally:
                 attention.micro_batch = None
-        calls.finish()
+        part = next(calls, None)
+        if part is not None:
+            raise DistCADesyncError(
+                f"{self._named(tick)} never came to {part.name}: {SAME_LAYERS}."
+            )
         return leaving
 
     def _receive(self, tick: Tick, number: int) -> torch.Tensor | None:

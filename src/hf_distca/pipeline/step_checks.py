@@ -87,8 +87,8 @@ def checksum(weight: torch.Tensor | None) -> int:
     factors = torch.arange(1, min(len(bits), _CHUNK) + 1, device=bits.device) * _ODD
     factors = (factors ^ (factors >> 29)) * _ODD
     sums = torch.stack([(part * factors[: len(part)]).sum() for part in torch.split(bits, _CHUNK)])
-    digest = hashlib.sha256(sums.cpu().numpy().tobytes()).digest()
-    return 1 + int.from_bytes(digest[:8], "big") % ((1 << 60) - 1)
+    digest = hashlib.sha256(sums.cpu().numpy().tobytes()).hexdigest()
+    return 1 + int(digest[:16], 16) % ((1 << 60) - 1)
 
 
 def check_shares_of_copy(shares: Sequence[DealtShare], pipeline: Pipeline) -> None:

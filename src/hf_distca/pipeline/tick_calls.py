@@ -4,16 +4,18 @@ only.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass
-from itertools import groupby
+from itertools import groupby, product
 from typing import Any, NamedTuple
 
 import torch
 
-from hf_distca.agreement.announce import PlanKey
+from hf_distca.agreement.announce import PlanKey, Request
 from hf_distca.agreement.documents import Documents
+from hf_distca.config import DistCAConfig
 from hf_distca.errors import DistCADesyncError, UnsupportedError
+from hf_distca.integration.nano_batches import choose_cut
 from hf_distca.kernels.base import Operands, Scores
 from hf_distca.runtime.call import Inputs
 from hf_distca.runtime.empty_rows import make_empty_operands
@@ -29,7 +31,9 @@ __all__ = [
     "MicroBatch",
     "MicroBatchPart",
     "OwnCall",
-    "TickCalls",
+    "SAME_LAYERS",
+    "make_requests",
+    "serve_others",
 ]
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16)  # ranks tell each other the index
@@ -43,6 +47,23 @@ class MicroBatchPart(NamedTuple):
     micro_batch: int
     chunk: int | None
     nano: int
+
+
+def make_requests(
+    keys: Sequence[PlanKey],
+    documents: Sequence[Documents],
+    shape: tuple[int, int],
+    config: DistCAConfig,
+) -> dict[MicroBatchPart, Request]:
+    """Make the requests for the documents of all parts of micro-batches of (batch, tokens)."""
+    requests: dict[MicroBatchPart, Request] = {}
+    for key, nano in product(keys, (1, 2) if config.ping_pong else (0,)):
+        for number, whole in enumerate(documents):
+            part = whole.cut_into_chunks(key.chunk)
+            if nano:
+                part = choose_cut(*shape, part, config.tile)[2][nano - 1]
+            requests[MicroBatchPart(number, key.chunk, nano)] = part, keys[0]._replace(nano=nano)
+    return requests
 
 
 class LayerKind(NamedTuple):
@@ -135,51 +156,26 @@ class CallPart:
     window: int | None
 
 
-class TickCalls:
-    """The calls of a tick, in the order in which this rank reaches them: layers in forward order,
-    or reversed in backward.
+def serve_others(
+    parts: Iterable[CallPart], serve: Callable[[Sequence[CallPart]], None]
+) -> Iterator[CallPart]:
+    """Yield the calls of this rank's own micro-batch in a tick, and serve in those between them.
 
-    `serve` takes part in a call, or in calls of two nano-batches in turns, without rows of this
-    rank's own; `doing` describes this rank's work, for errors.
+    Args:
+        parts: this rank's part in the calls of the tick: layers in forward order, or reversed in
+            backward.
+        serve: takes part in a call, or in calls of two nano-batches in turns, without rows of this
+            rank's own.
     """
-
-    def __init__(
-        self, parts: Sequence[CallPart], serve: Callable[[Sequence[CallPart]], None], doing: str
-    ) -> None:
-        self._own_parts, self._doing = self._serve_others(parts, serve), doing
-
-    def serve_until(self, which: OwnCall) -> CallPart:
-        """Serve until this call of this rank's own micro-batch, or nano-batch, is next, and return
-        its part.
-        """
-        part = next(self._own_parts, None)
-        if part is None or part.own_call != which:
-            raise DistCADesyncError(
-                f"{self._doing} came to its attention call {which.number} where it has none:"
-                f" {_SAME_LAYERS}."
-            )
-        return part
-
-    def finish(self) -> None:
-        """Serve in the remaining calls, none of which may be of this rank's own micro-batch."""
-        part = next(self._own_parts, None)
-        if part is not None:
-            raise DistCADesyncError(f"{self._doing} never came to {part.name}: {_SAME_LAYERS}.")
-
-    @staticmethod
-    def _serve_others(
-        parts: Sequence[CallPart], serve: Callable[[Sequence[CallPart]], None]
-    ) -> Iterator[CallPart]:
-        """Yield this rank's parts with rows of its own; serve in the calls between them."""
-        for _, nano_parts in groupby(parts, lambda part: part.number):
-            together = list(nano_parts)
-            if together[0].own_call is not None:
-                yield from together
-            elif exchanged := [part for part in together if part.route.exchanges]:
-                serve(exchanged)
+    for _, nano_parts in groupby(parts, lambda part: part.number):
+        together = list(nano_parts)
+        if together[0].own_call is not None:
+            yield from together
+        elif exchanged := [part for part in together if part.route.exchanges]:
+            serve(exchanged)
 
 
-_SAME_LAYERS = (
+SAME_LAYERS = (
     "every micro-batch must run the same layers, forward and backward, as the first step found them"
 )
 
@@ -193,7 +189,8 @@ class MicroBatch:
         name: for errors.
         documents: documents of this rank.
         layouts: documents of the parts of all micro-batches on the copies of the model.
-        forward, backward: the calls of its tick; backward once that has begun.
+        forward, backward: its calls in the tick that runs it, from `serve_others`; backward once
+            that has begun.
         parts: this rank's part in each of its calls in forward, by number and nano-batch.
         outputs: stored outputs by nano-batch, 0 for all of it, for activation checkpointing; empty
             if no backward follows.
@@ -203,15 +200,17 @@ class MicroBatch:
     name: str
     documents: Documents
     layouts: Mapping[MicroBatchPart, Layout]
-    forward: TickCalls
+    forward: Iterator[CallPart]
     parts: Mapping[OwnCall | None, CallPart]
     outputs: Mapping[int, OutputStore]
-    backward: TickCalls | None = None
+    backward: Iterator[CallPart] | None = None
 
-    def backward_part(self, call: OwnCall) -> CallPart:
-        """Return this rank's part in the backward of one of its calls, which begins now."""
-        if self.backward is None:
+    def reach(self, which: OwnCall) -> CallPart:
+        """Serve other stages until this call of the micro-batch is next, and return its part."""
+        part = next(self.forward if self.backward is None else self.backward, None)
+        if part is None or part.own_call != which:
             raise DistCADesyncError(
-                f"the backward of {self.name} ran outside its schedule: let `Schedule.step` run it."
+                f"{self.name} came to its attention call {which.number} where its schedule has"
+                f" none: {SAME_LAYERS}, and `Schedule.step` must run them."
             )
-        return self.backward.serve_until(call)
+        return part

@@ -142,11 +142,6 @@ class Pipeline:
         return self.stages[self.rank]
 
     @property
-    def depth(self) -> int:
-        """Number of stages."""
-        return 1 + max(self.stages)
-
-    @property
     def keys(self) -> list[PlanKey]:
         """Keys of the plans that a tick may need."""
         return list(dict.fromkeys(call.kind.key for call in self.calls))
@@ -252,7 +247,7 @@ class TickPlans:
                 segments, context[-1] = layout.list_segments(copy), int(layout.context[copy])
             ranks.append(
                 [
-                    (document * pipeline.depth + stage, start, length)
+                    (document * len(pipeline.dtypes) + stage, start, length)
                     for document, start, length in segments
                 ]
             )

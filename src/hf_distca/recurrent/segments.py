@@ -250,11 +250,7 @@ class Segments:
 
     def split(self, tensor: torch.Tensor, which: Sequence[int]) -> dict[int, torch.Tensor]:
         """Split consecutive tokens, as from `select`, into those of each segment."""
-        return (
-            dict(zip(which, torch.split(tensor, self.lengths_of(which), 1), strict=True))
-            if which
-            else {}
-        )
+        return dict(zip(which, torch.split(tensor, self.lengths_of(which), 1), strict=True))
 
     def arrange(self, by_index: Mapping[int, torch.Tensor]) -> torch.Tensor:
         """Concatenate all segments here, at least one, in their order."""
