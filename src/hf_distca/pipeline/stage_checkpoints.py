@@ -120,9 +120,11 @@ def _merge_shards(folder: Path, parts: Sequence[Path]) -> None:
     weight_map, total = dict[str, str](), 0
     for number, shard in enumerate(shards, 1):
         name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        sizes = _read_sizes(shard)
-        weight_map |= dict.fromkeys(sizes, name)
-        total += sum(sizes.values())
+        with shard.open("rb") as opened:  # it begins with the size of its header
+            header = json.loads(opened.read(int.from_bytes(opened.read(8), "little")))
+        header.pop("__metadata__", None)
+        weight_map |= dict.fromkeys(header, name)
+        total += max(entry["data_offsets"][1] for entry in header.values())
         shard.replace(folder / name)
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
     (folder / _INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
@@ -132,13 +134,3 @@ def _merge_shards(folder: Path, parts: Sequence[Path]) -> None:
             _SHARD.fullmatch(file.name) and file.name not in weight_map.values()
         ):
             file.unlink()
-
-
-def _read_sizes(shard: Path) -> dict[str, int]:
-    """Read the weights of a file and their sizes in bytes from its header."""
-    with shard.open("rb") as file:
-        header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-    bounds = {
-        name: entry["data_offsets"] for name, entry in header.items() if name != "__metadata__"
-    }
-    return {name: end - begin for name, (begin, end) in bounds.items()}

@@ -188,7 +188,7 @@ class Messages:
         deadline = (
             time.monotonic() + group.timeout_seconds - reserved_seconds(group.timeout_seconds)
         )
-        over_gloo = bool(self._ops) and self._ops[0].group.name() == "gloo"
+        over_gloo = any(op.group.name() == "gloo" for op in self._ops)
         try:
             wait_for_works(self._works, deadline if over_gloo else None)
         except RuntimeError as error:

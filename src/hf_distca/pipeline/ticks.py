@@ -137,11 +137,6 @@ class Pipeline:
     dtypes: tuple[torch.dtype, ...]
 
     @property
-    def stage(self) -> int:
-        """Stage of this rank."""
-        return self.stages[self.rank]
-
-    @property
     def keys(self) -> list[PlanKey]:
         """Keys of the plans that a tick may need."""
         return list(dict.fromkeys(call.kind.key for call in self.calls))
@@ -191,7 +186,7 @@ class TickPlans:
         """Return this rank's part in the calls of a tick, in their order."""
         parts = []
         for number, call, inputs in self._calls(tick):
-            nano, stage = inputs.key.nano, self.pipeline.stage
+            nano, stage = inputs.key.nano, self.pipeline.stages[self.pipeline.rank]
             own_number = None if inputs.running[stage] is None else call.calls[stage]
             name = (
                 f"attention call {number}{f', nano-batch {nano},' if nano else ''} of {tick} of"

@@ -11,7 +11,7 @@ a gradient on every rank or on none, and returns an anchor: a scalar without mea
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -24,17 +24,13 @@ from hf_distca.runtime.outputs import LayerOutputs
 
 __all__ = [
     "RuleOutputs",
+    "SegmentKernel",
     "Summaries",
     "exchange_states",
     "compute_starting_states",
     "with_gradient_anchor",
-    "state_dtype",
+    "with_token",
 ]
-
-
-def state_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of states for a dtype of inputs: float64 for float64, float32 otherwise."""
-    return torch.promote_types(dtype, torch.float32)
 
 
 class Summaries(NamedTuple):
@@ -65,6 +61,65 @@ class RuleOutputs(NamedTuple):
     def states_like(self, none: torch.Tensor) -> torch.Tensor:
         """Return the states in the dtype of `none`; `none` itself if there are no states."""
         return none if self.states is None else self.states.to(none.dtype)
+
+
+def with_token(tensor: torch.Tensor, dim: int = 1) -> torch.Tensor:
+    """Append a token of zeros to no tokens.
+
+    A rank without tokens runs its kernels on this and drops the outputs, so that weights get a
+    gradient as on all other ranks.
+    """
+    shape = [1 if number == dim else size for number, size in enumerate(tensor.shape)]
+    return torch.cat([tensor, tensor.new_zeros(shape)], dim)
+
+
+class SegmentKernel(NamedTuple):
+    """A kernel, and the inputs of all segments of this rank.
+
+    Attributes:
+        inputs: named tuple of tensors (1, tokens, ...), and of such with one dimension, which have
+            no tokens.
+        segments: segments of this rank.
+        kernel: runs several documents, one after another: called with inputs, lengths, `states` and
+            ``final_states``.
+    """
+
+    inputs: Any
+    segments: Segments
+    kernel: Callable[..., RuleOutputs]
+
+    def convert_inputs(self, convert: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+        """Return the inputs with other tokens."""
+        return type(self.inputs)(
+            *(tensor if tensor.dim() == 1 else convert(tensor) for tensor in self.inputs)
+        )
+
+    def inputs_of(self, which: Sequence[int]) -> Any:
+        """Return the inputs of some segments."""
+        return self.convert_inputs(lambda tensor: self.segments.select(tensor, which))
+
+    def run(
+        self, which: Sequence[int], *states: torch.Tensor | None, final_states: bool = False
+    ) -> RuleOutputs:
+        """Run some segments."""
+        if not which:
+            return RuleOutputs(self.inputs[0][:, :0], None)
+        lengths = self.segments.lengths_of(which)
+        return self.kernel(self.inputs_of(which), lengths, *states, final_states=final_states)
+
+    def run_none(self, *states: None) -> torch.Tensor:
+        """Run the kernel of a rank without tokens, and return its empty output."""
+        inputs = self.convert_inputs(with_token)
+        return self.kernel(inputs, [1], *states, final_states=False).output[:, :0]
+
+    def join(
+        self, outputs: Mapping[int, torch.Tensor], anchor: torch.Tensor, *states: None
+    ) -> torch.Tensor:
+        """Join the outputs of all segments, by index, and tie them to an anchor."""
+        parts = [outputs[index] for index in range(len(outputs))]
+        return with_gradient_anchor(
+            torch.cat(parts, 1) if parts else self.run_none(*states), anchor
+        )
 
 
 class _Exchange:

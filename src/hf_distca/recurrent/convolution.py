@@ -16,8 +16,8 @@ from types import MappingProxyType
 import torch
 from torch.nn.functional import pad
 
-from hf_distca.recurrent.carryover import exchange_states, with_gradient_anchor
-from hf_distca.recurrent.segments import RowNeeds, Segments, StateKey, with_token
+from hf_distca.recurrent.carryover import exchange_states, with_gradient_anchor, with_token
+from hf_distca.recurrent.segments import RowNeeds, Segments, StateKey
 from hf_distca.runtime.outputs import LayerOutputs
 from hf_distca.schedule.layout import Segment
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
@@ -20,7 +20,7 @@ from hf_distca.runtime.messages import MessageLayouts, RowRun, Rows
 from hf_distca.runtime.meter import Meter
 from hf_distca.schedule.layout import Layout, Segment, mark_changes
 
-__all__ = ["HeldSegment", "StateKey", "RowNeeds", "Segments", "with_token"]
+__all__ = ["HeldSegment", "StateKey", "RowNeeds", "Segments"]
 
 
 class HeldSegment(NamedTuple):
@@ -252,10 +252,6 @@ class Segments:
         """Split consecutive tokens, as from `select`, into those of each segment."""
         return dict(zip(which, torch.split(tensor, self.lengths_of(which), 1), strict=True))
 
-    def arrange(self, by_index: Mapping[int, torch.Tensor]) -> torch.Tensor:
-        """Concatenate all segments here, at least one, in their order."""
-        return torch.cat([by_index[index] for index in range(len(self.here))], 1)
-
     @cached_property
     def summaries(self) -> RowNeeds:
         """Rows from which states are composed: those of segments that come before others of their
@@ -300,13 +296,3 @@ class Segments:
                             (segment.rank, before.rank, StateKey(document, position))
                             for position in range(first, before.end)
                         )
-
-
-def with_token(tensor: torch.Tensor, dim: int = 1) -> torch.Tensor:
-    """Append a token of zeros to no tokens.
-
-    A rank without tokens runs its kernels on this and drops the outputs, so that weights get a
-    gradient as on all other ranks.
-    """
-    shape = [1 if number == dim else size for number, size in enumerate(tensor.shape)]
-    return torch.cat([tensor, tensor.new_zeros(shape)], dim)
