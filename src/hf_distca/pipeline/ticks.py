@@ -171,6 +171,7 @@ class TickPlans:
     costs: dict[PlanKey, CostModel]
     config: DistCAConfig
     name: str
+    _layouts: dict[tuple[MicroBatchPart | None, ...], Layout] = field(default_factory=dict)
     _plans: dict[_PlanInputs, Plan] = field(default_factory=dict)
     _routes: dict[_PlanInputs, Route] = field(default_factory=dict)
 
@@ -224,29 +225,36 @@ class TickPlans:
         """Return the plan of a call, made once for calls whose plans depend on the same things."""
         if inputs not in self._plans:
             cost = self.costs[inputs.key._replace(nano=0)]
-            self._plans[inputs] = balance(self._layout(inputs), cost, self.config)
+            parts = tuple(
+                None
+                if number is None
+                else MicroBatchPart(number, inputs.key.chunk, inputs.key.nano)
+                for number in inputs.running
+            )
+            self._plans[inputs] = balance(self._layout(parts), cost, self.config)
         return self._plans[inputs]
 
-    def _layout(self, inputs: _PlanInputs) -> Layout:
-        """Return the documents of the running micro-batches on the ranks that run them.
+    def _layout(self, parts: tuple[MicroBatchPart | None, ...]) -> Layout:
+        """Return the documents of the part that each stage runs, on the ranks that run it.
 
         Each micro-batch is on at most one stage.
         """
-        pipeline, key = self.pipeline, inputs.key
-        ranks, context = list[list[tuple[int, int, int]]](), list[int]()
-        for stage, copy in zip(pipeline.stages, pipeline.copies, strict=True):
-            micro_batch, segments = inputs.running[stage], list[Segment]()
-            context.append(0)
-            if micro_batch is not None:
-                layout = self.layouts[MicroBatchPart(micro_batch, key.chunk, key.nano)]
-                segments, context[-1] = layout.list_segments(copy), int(layout.context[copy])
-            ranks.append(
-                [
-                    (document * len(pipeline.dtypes) + stage, start, length)
-                    for document, start, length in segments
-                ]
-            )
-        return Layout.from_segments(ranks, context)
+        if parts not in self._layouts:
+            ranks, context = list[list[tuple[int, int, int]]](), list[int]()
+            for stage, copy in zip(self.pipeline.stages, self.pipeline.copies, strict=True):
+                part, segments = parts[stage], list[Segment]()
+                context.append(0)
+                if part is not None:
+                    segments = self.layouts[part].list_segments(copy)
+                    context[-1] = int(self.layouts[part].context[copy])
+                ranks.append(
+                    [
+                        (document * len(parts) + stage, start, length)
+                        for document, start, length in segments
+                    ]
+                )
+            self._layouts[parts] = Layout.from_segments(ranks, context)
+        return self._layouts[parts]
 
     def _route(self, inputs: _PlanInputs) -> Route:
         """Return this rank's route of a call, built once."""
