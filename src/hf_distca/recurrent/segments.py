@@ -272,9 +272,10 @@ class Segments:
         for document, segments in self.cut.items():
             last = {segment.rank: number for number, segment in enumerate(segments)}
             for number, segment in enumerate(segments[first:], first):
+                key = StateKey(document, segment.start)
                 for rank in last if segment.rank == here else (here,):
                     if last[rank] > number:
-                        yield rank, segment.rank, StateKey(document, segment.start)
+                        yield rank, segment.rank, key
 
     def halo(self, rows: int) -> RowNeeds:
         """Return the tokens needed by segments which start up to `rows` tokens after them."""
