@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from hf_distca.pipeline import stage_schedule
+from hf_distca.pipeline import stage_step
 from hf_distca.runtime import channel
 
 Message = tuple[str, int, int]  # what it is, from which process and to which
@@ -43,8 +43,8 @@ class Recorder:
         self._expected: dict[int, tuple[Message, ...]] = {}
         self._around(channel.Channel, "start", self._exchange)
         self._around(channel.Transfer, "wait", self._wait)
-        self._around(stage_schedule.Messages, "__init__", self._mail)
-        self._around(stage_schedule.Messages, "wait", self._wait)
+        self._around(stage_step.Messages, "__init__", self._mail)
+        self._around(stage_step.Messages, "wait", self._wait)
 
     def start(self) -> None:
         self.events, self._from = [], time.process_time()

@@ -7,8 +7,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hf_distca.pipeline import stage_ranks
-from hf_distca.pipeline.stage_ranks import checksum
+from hf_distca.pipeline import step_checks
+from hf_distca.pipeline.step_checks import checksum
 
 
 def changed(weight: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -48,7 +48,7 @@ def changed(weight: torch.Tensor) -> dict[str, torch.Tensor]:
 def test_weights_that_differ_have_other_checksums(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, chunk: int
 ) -> None:
-    monkeypatch.setattr(stage_ranks, "_CHUNK", chunk)
+    monkeypatch.setattr(step_checks, "_CHUNK", chunk)
     weight = torch.randn(
         24, 24, generator=torch.Generator().manual_seed(1), dtype=torch.float32
     ).to(dtype)

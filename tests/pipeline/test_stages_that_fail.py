@@ -23,7 +23,7 @@ import hf_distca
 from hf_distca import PackingCollator, document_shares
 from hf_distca.errors import ConfigError, UnsupportedError
 from hf_distca.pipeline import Schedule, split
-from hf_distca.pipeline.stage_schedule import Messages
+from hf_distca.pipeline.stage_step import Messages
 from hf_distca.runtime.group import AttentionGroup
 from ranks import RankPool
 

@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from hf_distca.errors import ConfigError
-from hf_distca.pipeline.stage_models import layers_of_stages
+from hf_distca.pipeline.model_parts import layers_of_stages
 from hf_distca.pipeline.ticks import merge_calls, order_ticks
 
 SIZES = [(1, 1), (1, 3), (2, 1), (2, 2), (2, 5), (3, 8), (4, 3), (4, 8), (8, 32)]

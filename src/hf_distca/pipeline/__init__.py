@@ -6,8 +6,10 @@ May import `borrowed`, `schedule`, `kernels`, `runtime`, `agreement` and `integr
 
 from __future__ import annotations
 
-from hf_distca.pipeline.stage_schedule import Schedule, TickFigures, clip_grad_norm_
-from hf_distca.pipeline.stages import Stage, from_pretrained, save_pretrained, split
+from hf_distca.pipeline.stage_checkpoints import save_pretrained
+from hf_distca.pipeline.stage_schedule import Schedule
+from hf_distca.pipeline.stage_step import TickFigures, clip_grad_norm_
+from hf_distca.pipeline.stages import Stage, from_pretrained, split
 
 __all__ = [
     "Schedule",

@@ -8,12 +8,11 @@ It is apart from `hf_distca.borrowed` because importing torch.distributed.pipeli
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
 from hf_distca.errors import UnsupportedError
@@ -32,15 +31,10 @@ class OneStageSchedule(PipelineScheduleSingle):
     `run`.
     """
 
-    def __init__(
-        self,
-        stage: PipelineStage,
-        n_microbatches: int,
-        loss_fn: Callable[..., Any] | None,
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(stage, n_microbatches, loss_fn, **kwargs)
-        self.micro_batches = n_microbatches
+    @property
+    def micro_batches(self) -> int:
+        """Number of micro-batches of a step."""
+        return self._n_microbatches
 
     @property
     def is_training(self) -> bool:
@@ -72,8 +66,7 @@ class OneStageSchedule(PipelineScheduleSingle):
         With `scale_grads` the loss is divided by the number of micro-batches. torch's schedules
         divide gradients at the end of a step instead, including what earlier steps left in them.
         """
-        loss = self._internal_losses[number]
-        return loss / self.micro_batches if self.scale_grads else loss
+        return self._internal_losses[number] / (self.micro_batches if self.scale_grads else 1)
 
     def _step_microbatches(
         self,
@@ -109,10 +102,9 @@ def unwrap_peft(model: Any) -> Any:
     if not callable(getattr(model, "get_base_model", None)):
         return model
     if model.active_peft_config.is_prompt_learning:
-        kind = model.active_peft_config.peft_type.value
         raise UnsupportedError(
-            f"{kind} puts a prompt before the tokens, which no stage has. Use adapters of layers,"
-            " such as LoRA."
+            f"{model.active_peft_config.peft_type.value} puts a prompt before the tokens, which no"
+            " stage has. Use adapters of layers, such as LoRA."
         )
     base = model.get_base_model()
     base._hf_peft_config_loaded = True

@@ -1,68 +1,34 @@
-"""The ranks of all stages: checks that they agree, before the first step and before every step.
-
-Each rank sends a few numbers; one of them is a fingerprint of all facts that must be equal on all
-ranks. Only if fingerprints differ do ranks exchange the facts themselves.
-"""
+"""The ranks of all stages: they meet before the first step and learn about each other."""
 
 from __future__ import annotations
 
-import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
-from hf_distca.agreement.announce import (
-    SharedSettings,
-    check_equal,
-    check_shared_settings,
-    hash_settings,
-)
-from hf_distca.agreement.dealt_share import DealtShare
-from hf_distca.agreement.documents import Documents
+from hf_distca.agreement.announce import SharedSettings, hash_settings
 from hf_distca.config import DistCAConfig
-from hf_distca.errors import ConfigError, DistCADesyncError, LayoutError, UnsupportedError
+from hf_distca.errors import ConfigError, DistCADesyncError, UnsupportedError
 from hf_distca.integration.handle import PLANNER
 from hf_distca.integration.processes import find_data_parallel_ranks
 from hf_distca.integration.session import Session
 from hf_distca.pipeline.borrowed_pipelining import find_whole_mesh
-from hf_distca.pipeline.stage_models import TIED
+from hf_distca.pipeline.stage_attention import LayerKindRecorder, StageAttention
 from hf_distca.pipeline.stages import Stage
-from hf_distca.pipeline.tick_calls import (
-    DTYPES,
-    WHY_NOT_OTHERS,
-    LayerKind,
-    LayerKindRecorder,
-    StageAttention,
-)
+from hf_distca.pipeline.step_checks import check_facts
+from hf_distca.pipeline.tick_calls import DTYPES, LayerKind
 from hf_distca.pipeline.ticks import Pipeline, merge_calls
 from hf_distca.runtime.group import AttentionGroup, Members
 from hf_distca.schedule.layout import IntArray
 
-__all__ = [
-    "StepRow",
-    "check_copies",
-    "check_settings",
-    "check_shares_of_copy",
-    "check_steps",
-    "checksum",
-    "find_ranks",
-]
+__all__ = ["find_ranks"]
 
-_SAME = (
-    ". Give all ranks the same model, settings and micro-batches, or shares of one data set in one"
-    " order, and call the same of Schedule.step and Schedule.eval, train() and eval() on all of"
-    " them."
-)
 _TOKENS = 16  # of the forward in which a stage's kinds of attention are found
-_ODD = -0x61C8864680B583EB  # 2**64 by the golden ratio, as an int64
-_CHUNK = 1 << 22  # elements that are multiplied at once
-_BITS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
 
 
 class StageFacts(NamedTuple):
@@ -88,32 +54,6 @@ class StageFacts(NamedTuple):
         return np.frombuffer(text.ljust(-(-len(text) // 8) * 8), dtype=np.int64)
 
 
-class StepRow(NamedTuple):
-    """Numbers that a rank sends about a step before it begins.
-
-    Ranks that load batches in another way read them as an `Announcement`.
-
-    Attributes:
-        way: code of the way in which the batch was loaded; no announcement begins with it.
-        facts: `hash_settings` of all that must be equal on all ranks.
-        documents: checksum of the documents of a dealt global batch; 0 for other batches.
-        plans: digest of the plans.
-        batch, tokens: shape of a micro-batch, which the stages of a copy of the model must have in
-            common.
-        tied: `checksum` of this stage's copy of a tied weight, 0 if it has none.
-        leaves: 0, for no stage leaves.
-    """
-
-    way: int
-    facts: int
-    documents: int
-    plans: int
-    batch: int
-    tokens: int
-    tied: int
-    leaves: int = 0
-
-
 def find_ranks(
     stage: Stage, session: Session, facts: SharedSettings
 ) -> tuple[Pipeline, StageAttention]:
@@ -131,24 +71,20 @@ def find_ranks(
     group = AttentionGroup.of(
         _members(stage, session), timeout_seconds=session.config.timeout_seconds
     )
-    fingerprints = group.gather(
+    hashes = group.gather(
         np.array([hash_settings(facts)]), doing="comparing the models of the pipeline stages"
     )
-    check_shared_settings(
-        group,
-        np.concatenate(fingerprints),
-        facts,
-        "ranks do not run the same in the first step",
-        _SAME,
-    )
-    check_settings(session.config, group)
+    check_facts(group, [int(row[0]) for row in hashes], facts, "the first step")
+    _check_settings(session.config, group)
     with group.reporting(f"looking at the attention of stage {stage.stage_index}"):
         kinds, dtype = _find_kinds(stage, session)
-    copy = dist.get_process_group_ranks(stage.group or dist.GroupMember.WORLD)[0]
     weight = stage.unwrapped.tied_weight
-    trained = None if weight is None else weight.requires_grad
     facts_of_stage = StageFacts(
-        stage.stage_index, copy, DTYPES.index(dtype), trained, [kind.numbers for kind in kinds]
+        stage.stage_index,
+        dist.get_process_group_ranks(stage.group or dist.GroupMember.WORLD)[0],
+        DTYPES.index(dtype),
+        None if weight is None else weight.requires_grad,
+        [kind.numbers for kind in kinds.values()],
     )
     rows = group.gather(facts_of_stage.row(), doing="meeting the other pipeline stages")
     pipeline = _pipeline(
@@ -158,14 +94,14 @@ def find_ranks(
         # NCCL asks that all ranks take part if messages between some are the first thing in a
         # group. All are here now.
         dist.all_reduce(torch.zeros(1, device=stage.device), group=stage.group)
-    attention = StageAttention(session, group, stage.device)
+    attention = StageAttention(session, group, stage.device, list(kinds))
     with group.reporting("measuring costs"):
         for kind in dict.fromkeys(call.kind for call in pipeline.calls):
             attention.learn_cost(kind.key, kind.make_empty_operands(stage.device).q_THD, group)
     return pipeline, attention
 
 
-def check_settings(config: DistCAConfig, group: AttentionGroup) -> None:
+def _check_settings(config: DistCAConfig, group: AttentionGroup) -> None:
     """Raise `UnsupportedError` if settings ask for something that stages cannot do."""
     if AttentionGroup.observer is not None:
         raise UnsupportedError(
@@ -190,47 +126,43 @@ def _members(stage: Stage, session: Session) -> dist.ProcessGroup | Members | No
     """Return the ranks that share attention: of all stages and all copies of the model, with equal
     heads.
     """
-    if session.given_group is not None and not isinstance(session.given_group, DeviceMesh):
-        return session.given_group
-    whole = session.given_group or find_whole_mesh(stage.mesh)
+    given = session.given_group
+    if given is not None and not isinstance(given, DeviceMesh):
+        return given
     return find_data_parallel_ranks(
-        whole, extra_dimension=(stage.mesh.mesh_dim_names or ("pp",))[0]
+        given or find_whole_mesh(stage.mesh),
+        extra_dimension=(stage.mesh.mesh_dim_names or ("pp",))[0],
     )
 
 
-def _find_kinds(stage: Stage, session: Session) -> tuple[list[LayerKind], torch.dtype]:
-    """Find the kinds of a stage's calls of attention and the dtype of its output, from a forward of
-    a few tokens.
+def _find_kinds(stage: Stage, session: Session) -> tuple[dict[int, LayerKind], torch.dtype]:
+    """Find the kinds of a stage's calls of attention, by module, and the dtype of its output, from
+    a forward of a few tokens.
     """
     model, device, finder = stage.unwrapped, stage.device, LayerKindRecorder(session)
     positions = torch.arange(_TOKENS, device=device)[None]
-    inputs = torch.zeros_like(positions)
+    inputs = positions  # as token ids, on the first stage
     if not stage.is_first:
         inputs = torch.zeros(
             (1, _TOKENS, model.width), device=device, dtype=next(model.parameters()).dtype
         )
-    devices = [device] if device.type != "cpu" else []
     try:
         with (
             torch.no_grad(),
-            torch.random.fork_rng(devices=devices, device_type=device.type if devices else "cuda"),
+            torch.random.fork_rng(
+                devices=[] if device.type == "cpu" else [device], device_type=device.type
+            ),
         ):
-            dtype: torch.dtype = stage.submod(
-                inputs, position_ids=positions, **{PLANNER: finder}
-            ).dtype
+            output = stage.submod(inputs, position_ids=positions, **{PLANNER: finder})
     finally:
-        stage.reshard()
-    if dtype not in DTYPES:
-        raise UnsupportedError(f"stage {stage.stage_index} puts out {dtype}. {WHY_NOT_OTHERS}")
-    return finder.kinds, dtype
+        stage.clear_runtime_states()  # and shard weights again
+    return finder.kinds, output.dtype
 
 
 def _pipeline(stages: Sequence[StageFacts], group: AttentionGroup, device: str) -> Pipeline:
     """Combine the facts that all ranks sent about their stages."""
-    depth, copies = (
-        1 + max(facts.stage for facts in stages),
-        sorted({facts.copy for facts in stages}),
-    )
+    depth = 1 + max(facts.stage for facts in stages)
+    copies = sorted({facts.copy for facts in stages})
     expected = [(copy, stage) for copy in copies for stage in range(depth)]
     if sorted((facts.copy, facts.stage) for facts in stages) != expected:
         by_rank = ", ".join(
@@ -270,117 +202,3 @@ def _pipeline(stages: Sequence[StageFacts], group: AttentionGroup, device: str) 
         calls=tuple(merge_calls(kinds)),
         dtypes=tuple(DTYPES[by_stage[stage].dtype] for stage in range(depth)),
     )
-
-
-def checksum(weight: torch.Tensor | None) -> int:
-    """Return a 60-bit checksum of a weight's bits and their places; of a sharded weight, of this
-    rank's shard.
-
-    It is 0 only for None. Sums of bits times numbers without a pattern are equal by chance only:
-    neither permutations nor drifts that cancel are lost.
-    """
-    if weight is None:
-        return 0
-    local = weight.to_local() if isinstance(weight, DTensor) else weight
-    bits = local.detach().contiguous().view(_BITS[local.element_size()]).flatten()
-    factors = torch.arange(1, min(len(bits), _CHUNK) + 1, device=bits.device) * _ODD
-    factors = (factors ^ (factors >> 29)) * _ODD
-    sums = torch.stack([(part * factors[: len(part)]).sum() for part in torch.split(bits, _CHUNK)])
-    digest = hashlib.sha256(sums.cpu().numpy().tobytes()).digest()
-    return 1 + int.from_bytes(digest[:8], "big") % ((1 << 60) - 1)
-
-
-def check_shares_of_copy(shares: Sequence[DealtShare], pipeline: Pipeline) -> None:
-    """Raise `LayoutError` unless shares are those of this rank's copy of the model."""
-    copies, copy = 1 + max(pipeline.copies), pipeline.copies[pipeline.rank]
-    for dealt in shares:
-        if (dealt.ranks, dealt.rank) != (copies, copy):
-            raise LayoutError(
-                f"this rank has the share of rank {dealt.rank} of {dealt.ranks} of {dealt}, and is"
-                f" in copy {copy} of {copies} of the model: deal to as many ranks as there are"
-                " copies, and give all stages of a copy its share."
-            )
-
-
-def check_copies(
-    documents: Sequence[Sequence[Documents]], pipeline: Pipeline, group: AttentionGroup
-) -> None:
-    """Raise `DistCADesyncError` unless the stages of a copy have the same micro-batches."""
-    for number, of_ranks in enumerate(documents):
-        for rank, copy in enumerate(pipeline.copies):
-            first = pipeline.copies.index(copy)
-            if not np.array_equal(of_ranks[rank].runs, of_ranks[first].runs):
-                lengths, other_lengths = (
-                    of_ranks[index].runs[:, 2].tolist() for index in (first, rank)
-                )
-                raise DistCADesyncError(
-                    f"ranks {group.ranks[first]} and {group.ranks[rank]} are stages of one copy of"
-                    f" the model and have different documents in micro-batch {number}, of {lengths}"
-                    f" and {other_lengths} tokens. Give all stages of a copy the same position_ids."
-                )
-
-
-def check_steps(
-    group: AttentionGroup,
-    rows: Sequence[IntArray],
-    facts: SharedSettings,
-    copies: Sequence[int],
-    place: str,
-) -> None:
-    """Compare the `StepRow` of each rank. `copies` gives each rank's copy of the model.
-
-    Raises:
-        DistCADesyncError: if ranks do not run the same, if stages of one copy of the model have
-            micro-batches of different shapes, or if their copies of a tied weight differ.
-    """
-    if any(len(row) != len(StepRow._fields) or row[0] != rows[0][0] for row in rows):
-        raise DistCADesyncError(
-            f"some ranks have shares of dealt batches in {place} and others have not: give"
-            " Schedule.step distca_documents on all of them, or on none."
-        )
-    steps = [StepRow(*row.tolist()) for row in rows]
-    check_shared_settings(
-        group,
-        np.array([step.facts for step in steps]),
-        facts,
-        f"ranks do not run the same in {place}",
-        _SAME,
-    )
-    arguments = "give document_shares the same documents, seed and other arguments on every rank"
-    documents, plans = (
-        np.array(column)
-        for column in zip(*((step.documents, step.plans) for step in steps), strict=True)
-    )
-    check_equal(
-        group, documents, "documents in the same global batch (as checksums)", place, arguments
-    )
-    for copy in sorted(set(copies)):
-        members = {
-            rank: step
-            for rank, step, its_copy in zip(group.ranks, steps, copies, strict=True)
-            if its_copy == copy
-        }
-        _check_copy(members, facts, place)
-    check_equal(group, plans, "plans (as digests)", place, "use one version of hf_distca and numpy")
-
-
-def _check_copy(steps: Mapping[int, StepRow], facts: SharedSettings, place: str) -> None:
-    """Compare the rows that the stages of one copy of the model sent, by rank."""
-    shapes = {rank: (step.batch, step.tokens) for rank, step in steps.items()}
-    first = min(shapes)
-    for rank, shape in shapes.items():
-        if shape != shapes[first]:
-            raise DistCADesyncError(
-                f"ranks {first} and {rank} are stages of one copy of the model and have"
-                f" micro-batches of shapes {shapes[first]} and {shape} in {place}. Give all stages"
-                " of a copy the same position_ids."
-            )
-    checksums = {rank: step.tied for rank, step in steps.items() if step.tied}
-    if len(set(checksums.values())) > 1:
-        holders = " and ".join(map(str, checksums))
-        raise DistCADesyncError(
-            f"{facts[TIED]} are one weight, of which ranks {holders} have a copy each, and the"
-            f" copies differ in {place}. Make all stages from one model, give their optimizers the"
-            " same settings, and clip with hf_distca.pipeline.clip_grad_norm_, which takes the"
-            " norm over all stages."
-        )

@@ -12,21 +12,19 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from itertools import product
 from typing import NamedTuple
 
-import numpy as np
 import torch
 
-from hf_distca.agreement.announce import AnnouncedBatch, PlanKey
-from hf_distca.agreement.dealt_share import DealtShare
-from hf_distca.agreement.documents import Documents, make_unknown_runs
+from hf_distca.agreement.announce import PlanKey
 from hf_distca.config import DistCAConfig
-from hf_distca.pipeline.tick_calls import CallPart, LayerKind, MicroBatchPart
+from hf_distca.pipeline.tick_calls import CallPart, LayerKind, MicroBatchPart, OwnCall
 from hf_distca.runtime.route import Route
 from hf_distca.schedule.balance import balance
 from hf_distca.schedule.cost import CostModel
-from hf_distca.schedule.layout import Layout
+from hf_distca.schedule.layout import Layout, Segment
 from hf_distca.schedule.plan import Plan
 from hf_distca.schedule.waves import Waves
 
@@ -35,8 +33,6 @@ __all__ = [
     "Pipeline",
     "Tick",
     "TickPlans",
-    "read_shared_documents",
-    "read_announced_documents",
     "merge_calls",
     "order_ticks",
 ]
@@ -77,7 +73,7 @@ def order_ticks(stages: int, micro_batches: int, *, backward: bool = True) -> li
         backward_numbers = [round_ - 2 * (stages - 1) + stage for stage in range(stages)]
         for direction, numbers in ((False, forward_numbers), (True, backward_numbers)):
             running = tuple(number if 0 <= number < micro_batches else None for number in numbers)
-            if (backward or not direction) and any(number is not None for number in running):
+            if (backward or not direction) and running.count(None) < stages:
                 order.append(Tick(len(order), direction, running))
     return order
 
@@ -109,20 +105,15 @@ def merge_calls(stages: Sequence[Sequence[LayerKind]]) -> list[JointCall]:
             kinds[count] if count < len(kinds) else None
             for count, kinds in zip(done, stages, strict=True)
         ]
-        kind = max(
-            (candidate for candidate in dict.fromkeys(following) if candidate is not None),
-            key=following.count,
-        )
-        joins = [candidate == kind for candidate in following]
-        calls.append(
-            JointCall(
-                kind,
-                tuple(
-                    count if joining else None for count, joining in zip(done, joins, strict=True)
-                ),
-            )
-        )
-        done = [count + joining for count, joining in zip(done, joins, strict=True)]
+        kind = max(filter(None, following), key=following.count)
+        numbers = [
+            count if candidate == kind else None
+            for count, candidate in zip(done, following, strict=True)
+        ]
+        calls.append(JointCall(kind, tuple(numbers)))
+        done = [
+            count + (candidate == kind) for count, candidate in zip(done, following, strict=True)
+        ]
     return calls
 
 
@@ -146,58 +137,9 @@ class Pipeline:
     dtypes: tuple[torch.dtype, ...]
 
     @property
-    def stage(self) -> int:
-        """Stage of this rank."""
-        return self.stages[self.rank]
-
-    @property
-    def depth(self) -> int:
-        """Number of stages."""
-        return 1 + max(self.stages)
-
-    @property
     def keys(self) -> list[PlanKey]:
         """Keys of the plans that a tick may need."""
         return list(dict.fromkeys(call.kind.key for call in self.calls))
-
-
-def read_announced_documents(stated: Sequence[AnnouncedBatch]) -> list[list[Documents]]:
-    """Return the documents of each micro-batch, or of a nano-batch of each, by rank, from the
-    announcements of all ranks.
-    """
-    documents = []
-    for micro_batch in stated:
-        spans = bool(micro_batch.span_ranks.any())
-        rows = micro_batch.numbers if spans else make_unknown_runs(micro_batch.numbers)
-        of_ranks = [
-            Documents(of_rank, spans)
-            for of_rank in np.split(rows, np.cumsum(micro_batch.counts)[:-1])
-        ]
-        # Its first document goes on in its second row.
-        for rank in np.flatnonzero(micro_batch.has_context).tolist():
-            of_ranks[rank] = replace(of_ranks[rank], context_tokens=int(of_ranks[rank].runs[0, 2]))
-            of_ranks[rank].runs[1, 1] = of_ranks[rank].context_tokens
-        documents.append(of_ranks)
-    return documents
-
-
-def read_shared_documents(
-    shares: Sequence[DealtShare], copies: Sequence[int], part: MicroBatchPart
-) -> list[list[Documents]]:
-    """Return the documents like `read_announced_documents`, from this rank's shares of dealt
-    batches, which hold the documents of all copies.
-    """
-    documents = []
-    for dealt in shares:
-        layout = dealt.layouts[part.nano - 1] if part.nano else dealt.whole_layout
-        rows = [
-            np.array(layout.list_segments(copy), dtype=np.int64).reshape(-1, 3)
-            for copy in range(dealt.ranks)
-        ]
-        documents.append(
-            [Documents(rows[copy], span_ranks=True).cut_into_chunks(part.chunk) for copy in copies]
-        )
-    return documents
 
 
 class _PlanInputs(NamedTuple):
@@ -216,7 +158,7 @@ class TickPlans:
     Attributes:
         order: the ticks.
         pipeline: the stage of each rank.
-        documents: documents of each part of each micro-batch, by rank.
+        layouts: documents of each part of a micro-batch on the copies of the model.
         costs: cost model of each plan of whole micro-batches.
         config: the settings; with `ping_pong`, layers run as two nano-batches, which have plans of
             their own.
@@ -225,11 +167,11 @@ class TickPlans:
 
     order: Sequence[Tick]
     pipeline: Pipeline
-    documents: Mapping[MicroBatchPart, Sequence[Sequence[Documents]]]
+    layouts: Mapping[MicroBatchPart, Layout]
     costs: dict[PlanKey, CostModel]
     config: DistCAConfig
     name: str
-    _layouts: dict[tuple[Running, MicroBatchPart], Layout] = field(default_factory=dict)
+    _layouts: dict[tuple[MicroBatchPart | None, ...], Layout] = field(default_factory=dict)
     _plans: dict[_PlanInputs, Plan] = field(default_factory=dict)
     _routes: dict[_PlanInputs, Route] = field(default_factory=dict)
 
@@ -237,101 +179,89 @@ class TickPlans:
         """Make the plans of all ticks, in their order. Return a 60-bit digest of all of them."""
         digest = hashlib.sha256()
         for tick in self.order:
-            for _, plan_of in self._calls(tick):
-                digest.update(self._plan(plan_of).digest.encode())
+            for *_, inputs in self._calls(tick):
+                digest.update(self._plan(inputs).digest.encode())
         return int(digest.hexdigest()[:15], 16)
 
     def parts(self, tick: Tick) -> list[CallPart]:
         """Return this rank's part in the calls of a tick, in their order."""
-        stage, parts = self.pipeline.stage, []
-        for number, (call, plan_of) in enumerate(self._calls(tick)):
-            config, plan, nano = self.config, self._plan(plan_of), plan_of.key.nano
-            if plan_of not in self._routes:
-                waves = Waves.of(
-                    plan,
-                    plan_of.key.shape,
-                    config.tile,
-                    config.max_transient_bytes,
-                    config.head_groups,
-                )
-                self._routes[plan_of] = Route.build(plan, self.pipeline.rank, waves)
-            stage_call = None if plan_of.running[stage] is None else call.calls[stage]
-            kind = call.kind._replace(key=plan_of.key)
-            number //= 2 if nano else 1
+        parts = []
+        for number, call, inputs in self._calls(tick):
+            nano, stage = inputs.key.nano, self.pipeline.stages[self.pipeline.rank]
+            own_number = None if inputs.running[stage] is None else call.calls[stage]
             name = (
                 f"attention call {number}{f', nano-batch {nano},' if nano else ''} of {tick} of"
                 f" {self.name}"
             )
             parts.append(
-                CallPart(number, name, kind, stage_call, self._routes[plan_of], plan.window)
+                CallPart(
+                    number,
+                    name,
+                    call.kind._replace(key=inputs.key),
+                    None if own_number is None else OwnCall(own_number, nano),
+                    self._route(inputs),
+                    self._plan(inputs).window,
+                )
             )
         return parts
 
-    def backward_parts(self, micro_batch: int) -> list[CallPart]:
-        """Return this rank's part in the calls of the tick in which its stage runs the
-        backward of a micro-batch; empty without a backward.
-        """
-        for tick in self.order:
-            if tick.backward and tick.micro_batches[self.pipeline.stage] == micro_batch:
-                return self.parts(tick)
-        return []
-
-    def layouts_of(self, micro_batch: int) -> dict[MicroBatchPart, Layout]:
-        """Return the documents of each part of a micro-batch on the ranks of this rank's stage."""
-        running = tuple(
-            micro_batch if stage == self.pipeline.stage else None
-            for stage in range(self.pipeline.depth)
-        )
-        return {part: self.layout(running, part) for part in self.documents}
-
-    def layout(self, running: Running, part: MicroBatchPart) -> Layout:
-        """Return the documents of these micro-batches on the ranks that run them.
-
-        Each micro-batch is on at most one stage.
-        """
-        if (running, part) in self._layouts:
-            return self._layouts[running, part]
-        numbers: dict[tuple[int, int], int] = {}
-        ranks, context = list[list[tuple[int, int, int]]](), [0] * len(self.pipeline.stages)
-        for rank, stage in enumerate(self.pipeline.stages):
-            micro_batch, segments = running[stage], list[tuple[int, int, int]]()
-            if micro_batch is not None:
-                documents = self.documents[part][micro_batch][rank]
-                context[rank] = int(documents.context_tokens > 0)
-                for index, (document, start, length) in enumerate(documents.runs.tolist()):
-                    # Documents that span ranks have a number in their micro-batch; others are told
-                    # apart by where they are. With context, the first two rows are of one document.
-                    identity = (
-                        (stage, document)
-                        if documents.span_ranks
-                        else (-1 - rank, max(index, context[rank]))
-                    )
-                    segments.append((numbers.setdefault(identity, len(numbers)), start, length))
-            ranks.append(segments)
-        layout = self._layouts[running, part] = Layout.from_segments(ranks, context)
-        return layout
-
-    def _calls(self, tick: Tick) -> Iterator[tuple[JointCall, _PlanInputs]]:
-        """Yield the joint calls of a tick in their order, if a stage with a micro-batch has a part.
+    def _calls(self, tick: Tick) -> Iterator[tuple[int, JointCall, _PlanInputs]]:
+        """Yield the joint calls of a tick in their order, with their number in a forward, if a
+        stage with a micro-batch has a part.
 
         In backward the second nano-batch goes first, as in autograd.
         """
         nanos = (1, 2) if self.config.ping_pong else (0,)
-        for call in reversed(self.pipeline.calls) if tick.backward else self.pipeline.calls:
-            parts = zip(tick.micro_batches, call.calls, strict=True)
+        calls = product(enumerate(self.pipeline.calls), nanos)
+        for (number, call), nano in reversed(list(calls)) if tick.backward else calls:
             running = tuple(
-                None if number is None else micro_batch for micro_batch, number in parts
+                None if stage_call is None else micro_batch
+                for micro_batch, stage_call in zip(tick.micro_batches, call.calls, strict=True)
             )
-            if any(micro_batch is not None for micro_batch in running):
-                for nano in reversed(nanos) if tick.backward else nanos:
-                    yield call, _PlanInputs(running, call.kind.key._replace(nano=nano))
+            if running.count(None) < len(running):
+                yield number, call, _PlanInputs(running, call.kind.key._replace(nano=nano))
 
-    def _plan(self, plan_of: _PlanInputs) -> Plan:
+    def _plan(self, inputs: _PlanInputs) -> Plan:
         """Return the plan of a call, made once for calls whose plans depend on the same things."""
-        if plan_of not in self._plans:
-            layout = self.layout(
-                plan_of.running, MicroBatchPart(plan_of.key.chunk, plan_of.key.nano)
+        if inputs not in self._plans:
+            cost = self.costs[inputs.key._replace(nano=0)]
+            parts = tuple(
+                None
+                if number is None
+                else MicroBatchPart(number, inputs.key.chunk, inputs.key.nano)
+                for number in inputs.running
             )
-            cost = self.costs[plan_of.key._replace(nano=0)]
-            self._plans[plan_of] = balance(layout, cost, self.config)
-        return self._plans[plan_of]
+            self._plans[inputs] = balance(self._layout(parts), cost, self.config)
+        return self._plans[inputs]
+
+    def _layout(self, parts: tuple[MicroBatchPart | None, ...]) -> Layout:
+        """Return the documents of the part that each stage runs, on the ranks that run it.
+
+        Each micro-batch is on at most one stage.
+        """
+        if parts not in self._layouts:
+            ranks, context = list[list[tuple[int, int, int]]](), list[int]()
+            for stage, copy in zip(self.pipeline.stages, self.pipeline.copies, strict=True):
+                part, segments = parts[stage], list[Segment]()
+                context.append(0)
+                if part is not None:
+                    segments = self.layouts[part].list_segments(copy)
+                    context[-1] = int(self.layouts[part].context[copy])
+                ranks.append(
+                    [
+                        (document * len(parts) + stage, start, length)
+                        for document, start, length in segments
+                    ]
+                )
+            self._layouts[parts] = Layout.from_segments(ranks, context)
+        return self._layouts[parts]
+
+    def _route(self, inputs: _PlanInputs) -> Route:
+        """Return this rank's route of a call, built once."""
+        if inputs not in self._routes:
+            plan, config = self._plan(inputs), self.config
+            waves = Waves.of(
+                plan, inputs.key.shape, config.tile, config.max_transient_bytes, config.head_groups
+            )
+            self._routes[inputs] = Route.build(plan, self.pipeline.rank, waves)
+        return self._routes[inputs]

@@ -11,38 +11,26 @@ a gradient on every rank or on none, and returns an anchor: a scalar without mea
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.function import once_differentiable
 
 from hf_distca.recurrent.segments import RowNeeds, Segments, StateKey
-from hf_distca.runtime.channel import Channel
 from hf_distca.runtime.messages import MessagePart, add_rows, concat_rows, launch, split_runs
 from hf_distca.runtime.outputs import LayerOutputs
 
 __all__ = [
-    "ExchangedStates",
     "RuleOutputs",
+    "SegmentKernel",
     "Summaries",
     "exchange_states",
     "compute_starting_states",
     "with_gradient_anchor",
-    "state_dtype",
+    "with_token",
 ]
-
-
-class ExchangedStates(NamedTuple):
-    """Result of `exchange_states`: the held and received rows of each tensor, and the anchor."""
-
-    rows: tuple[torch.Tensor, ...]
-    anchor: torch.Tensor
-
-
-def state_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of states for a dtype of inputs: float64 for float64, float32 otherwise."""
-    return torch.promote_types(dtype, torch.float32)
 
 
 class Summaries(NamedTuple):
@@ -75,6 +63,65 @@ class RuleOutputs(NamedTuple):
         return none if self.states is None else self.states.to(none.dtype)
 
 
+def with_token(tensor: torch.Tensor, dim: int = 1) -> torch.Tensor:
+    """Append a token of zeros to no tokens.
+
+    A rank without tokens runs its kernels on this and drops the outputs, so that weights get a
+    gradient as on all other ranks.
+    """
+    shape = [1 if number == dim else size for number, size in enumerate(tensor.shape)]
+    return torch.cat([tensor, tensor.new_zeros(shape)], dim)
+
+
+class SegmentKernel(NamedTuple):
+    """A kernel, and the inputs of all segments of this rank.
+
+    Attributes:
+        inputs: named tuple of tensors (1, tokens, ...), and of such with one dimension, which have
+            no tokens.
+        segments: segments of this rank.
+        kernel: runs several documents, one after another: called with inputs, lengths, `states` and
+            ``final_states``.
+    """
+
+    inputs: Any
+    segments: Segments
+    kernel: Callable[..., RuleOutputs]
+
+    def convert_inputs(self, convert: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+        """Return the inputs with other tokens."""
+        return type(self.inputs)(
+            *(tensor if tensor.dim() == 1 else convert(tensor) for tensor in self.inputs)
+        )
+
+    def inputs_of(self, which: Sequence[int]) -> Any:
+        """Return the inputs of some segments."""
+        return self.convert_inputs(lambda tensor: self.segments.select(tensor, which))
+
+    def run(
+        self, which: Sequence[int], *states: torch.Tensor | None, final_states: bool = False
+    ) -> RuleOutputs:
+        """Run some segments."""
+        if not which:
+            return RuleOutputs(self.inputs[0][:, :0], None)
+        lengths = self.segments.lengths_of(which)
+        return self.kernel(self.inputs_of(which), lengths, *states, final_states=final_states)
+
+    def run_none(self, *states: None) -> torch.Tensor:
+        """Run the kernel of a rank without tokens, and return its empty output."""
+        inputs = self.convert_inputs(with_token)
+        return self.kernel(inputs, [1], *states, final_states=False).output[:, :0]
+
+    def join(
+        self, outputs: Mapping[int, torch.Tensor], anchor: torch.Tensor, *states: None
+    ) -> torch.Tensor:
+        """Join the outputs of all segments, by index, and tie them to an anchor."""
+        parts = [outputs[index] for index in range(len(outputs))]
+        return with_gradient_anchor(
+            torch.cat(parts, 1) if parts else self.run_none(*states), anchor
+        )
+
+
 class _Exchange:
     """An exchange of rows, forward and backward."""
 
@@ -83,8 +130,7 @@ class _Exchange:
     ) -> None:
         self.segments, self.needed, self.stored = segments, needed, stored
         name = f"exchange {next(segments.numbers)} of recurrent layers in {segments.name}"
-        data = segments.group.data
-        self.channel: Channel | None = None if data is None else data.at(name, forward_exchanges=1)
+        self.channel = segments.group.at(name, forward_exchanges=1).data
 
     def send(self, parts: Sequence[MessagePart]) -> list[list[torch.Tensor]]:
         pending = launch(self.channel, parts, self.segments.formats, "states")
@@ -115,18 +161,18 @@ class _Exchange:
             self.channel.begin_backward()
         if self.stored is not None:
             self.stored.drop()
-        counts = [len(needed.held) for needed in self.needed]
         parts = [
-            MessagePart(gradient[count:].contiguous(), needed.rows.way_back)
-            for gradient, needed, count in zip(gradients, self.needed, counts, strict=True)
+            MessagePart(gradient[len(needed.held) :].contiguous(), needed.rows.way_back)
+            for gradient, needed in zip(gradients, self.needed, strict=True)
         ]
-        came = self.send(parts)
         return [
             add_rows(
-                gradient[:count].clone(), needed.rows.runs, split_runs(needed.rows.runs, sections)
+                gradient[: len(needed.held)].clone(),
+                needed.rows.runs,
+                split_runs(needed.rows.runs, sections),
             )
-            for gradient, needed, count, sections in zip(
-                gradients, self.needed, counts, came, strict=True
+            for gradient, needed, sections in zip(
+                gradients, self.needed, self.send(parts), strict=True
             )
         ]
 
@@ -151,12 +197,11 @@ class _ExchangeStates(torch.autograd.Function):
 class _Tie(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, output: torch.Tensor, anchor: torch.Tensor) -> torch.Tensor:
-        ctx.anchor = anchor.new_zeros(())
         return output.view_as(output)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return gradient, ctx.anchor
+        return gradient, gradient.new_zeros(())
 
 
 def exchange_states(
@@ -165,7 +210,7 @@ def exchange_states(
     needed: Sequence[RowNeeds],
     inputs: Sequence[torch.Tensor],
     stored: LayerOutputs | None,
-) -> ExchangedStates:
+) -> tuple[Sequence[torch.Tensor], torch.Tensor]:
     """Bring rows to the ranks that need them; exchange nothing if no document of the micro-batch
     lies on several ranks.
 
@@ -178,17 +223,18 @@ def exchange_states(
         inputs: inputs of the layer; they need a gradient on every rank or on none.
         stored: keeps received rows for activation checkpointing: the recompute finds them and
             exchanges nothing.
+
+    Returns:
+        The held and received rows of each tensor, and the anchor.
     """
     if not segments.exchanges:
-        return ExchangedStates(tuple(held), held[0].new_zeros(()))
+        return held, held[0].new_zeros(())
     anchor, *rows = _ExchangeStates.apply(_Exchange(segments, needed, stored), *held, *inputs)  # type: ignore[no-untyped-call]
-    return ExchangedStates(tuple(rows), anchor)
+    return rows, anchor
 
 
 def with_gradient_anchor(output: torch.Tensor, anchor: torch.Tensor) -> torch.Tensor:
     """Return the output, tied to the anchor: its backward reaches the exchange of the anchor."""
-    if not anchor.requires_grad:
-        return output
     result: torch.Tensor = _Tie.apply(output, anchor)  # type: ignore[no-untyped-call]
     return result
 
@@ -207,21 +253,16 @@ def compute_starting_states(
         move: applies a transition to a state: (transition, state) -> state.
     """
     states: dict[int, torch.Tensor] = {}
+    here = segments.group.rank
     for document, held in segments.cut.items():
+        last = max(number for number, segment in enumerate(held) if segment.rank == here)
         state: torch.Tensor | None = None
-        last = max(
-            number for number, segment in enumerate(held) if segment.rank == segments.group.rank
-        )
-        for number, segment in enumerate(held[: last + 1]):
+        for segment, following in pairwise(held[: last + 1]):
             key = StateKey(document, segment.start)
-            if state is not None and segment.rank == segments.group.rank:
-                states[segments.index[key]] = state
-            if number == last:
-                break
             bias = carried.biases[segments.summaries.place[key]]
-            state = (
-                bias
-                if state is None
-                else move(carried.transitions[segments.transitions.place[key]], state) + bias
-            )
+            if state is not None:
+                bias = move(carried.transitions[segments.transitions.place[key]], state) + bias
+            state = bias
+            if following.rank == here:
+                states[segments.index[StateKey(document, following.start)]] = state
     return states

@@ -14,9 +14,10 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 import torch
+from torch.nn.functional import pad
 
-from hf_distca.recurrent.carryover import exchange_states, with_gradient_anchor
-from hf_distca.recurrent.segments import RowNeeds, Segments, StateKey, with_token
+from hf_distca.recurrent.carryover import exchange_states, with_gradient_anchor, with_token
+from hf_distca.recurrent.segments import RowNeeds, Segments, StateKey
 from hf_distca.runtime.outputs import LayerOutputs
 from hf_distca.schedule.layout import Segment
 
@@ -56,19 +57,18 @@ def causal_convolution(
         if segments.has_only_whole_documents:
             return _convolve_segments(x_BCT, convolve, segments, width - 1)
         needed = segments.halo(width - 1)
-        tokens = [segments.token(key) for key in needed.held]
+        tokens = map(segments.token, needed.held)
         held = torch.cat(
             [x_BCT[0, :, :0], *(x_BCT[0, :, token : token + 1] for token in tokens)], 1
         ).t()
-        carried = exchange_states(segments, (held,), (needed,), (x_BCT,), stored)
-        rows = carried.rows[0]
-        following = [index for index, segment in enumerate(segments.here) if segment.start > 0]
+        (rows,), anchor = exchange_states(segments, (held,), (needed,), (x_BCT,), stored)
         halos = {
-            index: _gather_halo(rows, needed, segments.here[index], width - 1)
-            for index in following
+            index: _gather_halo(rows, needed, segment, width - 1)
+            for index, segment in enumerate(segments.here)
+            if segment.start > 0
         }
         return with_gradient_anchor(
-            _convolve_segments(x_BCT, convolve, segments, width - 1, halos), carried.anchor
+            _convolve_segments(x_BCT, convolve, segments, width - 1, halos), anchor
         )
 
 
@@ -89,29 +89,13 @@ def _convolve_segments(
     halos: Mapping[int, torch.Tensor] = MappingProxyType({}),
 ) -> torch.Tensor:
     """Convolve all segments in one call, each behind `size` rows: its halo, or zeros."""
-    zeros = x_BCT.new_zeros((1, x_BCT.shape[1], size))
-    row, begins, begin = [], [], 0
-    for index, (offset, length) in enumerate(zip(segments.offsets, segments.lengths, strict=False)):
-        halo = halos.get(index)
-        front = [
-            zeros[..., : size - (0 if halo is None else halo.shape[2])],
-            *([] if halo is None else [halo]),
-        ]
-        if index == 0 and halo is None:
-            front = []  # zeros are in front of the first token anyway
-        row += [*front, x_BCT[..., offset : offset + length]]
-        begin += sum(tensor.shape[2] for tensor in front)
-        begins.append(begin)
-        begin += length
-    if not row:
+    if not segments.here:
         return convolve(with_token(x_BCT, 2))[..., :0]
-    if len(row) == 1:
+    if len(segments.here) == 1 and not halos:
         return convolve(x_BCT)
+    row, none = list[torch.Tensor](), x_BCT[..., :0]
+    for index, tokens in enumerate(torch.split(x_BCT, list(segments.lengths), 2)):
+        halo = halos.get(index, none)
+        row += [pad(halo, (size - halo.shape[2], 0)), tokens]
     output = convolve(torch.cat(row, 2))
-    return torch.cat(
-        [
-            output[..., begin : begin + length]
-            for begin, length in zip(begins, segments.lengths, strict=True)
-        ],
-        2,
-    )
+    return torch.cat(torch.split(output, [part.shape[2] for part in row], 2)[1::2], 2)

@@ -25,13 +25,12 @@ import torch
 
 from hf_distca.recurrent.carryover import (
     RuleOutputs,
+    SegmentKernel,
     Summaries,
     compute_starting_states,
     exchange_states,
-    state_dtype,
-    with_gradient_anchor,
 )
-from hf_distca.recurrent.segments import Segments, with_token
+from hf_distca.recurrent.segments import Segments
 from hf_distca.runtime.outputs import LayerOutputs
 
 __all__ = ["DeltaInputs", "DeltaRule", "RuleOutputs", "document_by_document", "gated_delta_rule"]
@@ -56,7 +55,9 @@ class DeltaInputs(NamedTuple):
     def no_states(self) -> torch.Tensor:
         """Make an empty batch of states (0, H, K, V), in float32, or float64 if the values are."""
         shape = 0, self.value.shape[2], self.key.shape[3], self.value.shape[3]
-        return self.value.new_zeros(shape, dtype=state_dtype(self.value.dtype))
+        return self.value.new_zeros(
+            shape, dtype=torch.promote_types(self.value.dtype, torch.float32)
+        )
 
 
 class DeltaRule(Protocol):
@@ -100,11 +101,12 @@ def document_by_document(
         *,
         final_states: bool,
     ) -> RuleOutputs:
-        outputs, finals = [], []
-        documents = zip(*(torch.split(tensor, list(lengths), 1) for tensor in inputs), strict=True)
-        for number, (query, key, value, decay, beta) in enumerate(documents):
-            state = None if states is None else states[number : number + 1]
-            output, final = kernel(
+        starts = [None] * len(lengths) if states is None else torch.split(states, 1)
+        documents = zip(
+            starts, *(torch.split(tensor, list(lengths), 1) for tensor in inputs), strict=True
+        )
+        results = [
+            kernel(
                 query,
                 key,
                 value,
@@ -113,11 +115,10 @@ def document_by_document(
                 initial_state=state,
                 output_final_state=final_states,
             )
-            outputs.append(output)
-            if final is not None:
-                finals.append(final)
-        output = outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1)
-        return RuleOutputs(output, torch.cat(finals) if final_states else None)
+            for state, query, key, value, decay, beta in documents
+        ]
+        outputs, finals = zip(*results, strict=True)
+        return RuleOutputs(torch.cat(outputs, 1), torch.cat(finals) if final_states else None)
 
     return run
 
@@ -146,66 +147,12 @@ def gated_delta_rule(
     """
     with segments.group.reporting(f"computing a delta rule of {segments.name}"):
         segments.check(inputs.value, 1)
-        layer = _Layer(inputs, segments, rule)
+        layer = SegmentKernel(inputs, segments, rule)
         if not segments.has_only_whole_documents:
             return _with_states(layer, stored)
-        return layer.run(segments.whole_documents).output if segments.here else layer.run_none()
-
-
-class _Layer(NamedTuple):
-    """A rule and the inputs of all segments of this rank."""
-
-    inputs: DeltaInputs
-    segments: Segments
-    rule: DeltaRule
-
-    def run(
-        self,
-        which: Sequence[int],
-        states: Sequence[torch.Tensor] = (),
-        *,
-        final_states: bool = False,
-    ) -> RuleOutputs:
-        """Run these segments, from states (H, K, V) if there are any, else from zeros."""
-        if not which:
-            return RuleOutputs(self.inputs.value[:, :0], None)
-        start = torch.stack(list(states)) if states else None
-        return self.rule(
-            self.inputs_of(which), self.segments.lengths_of(which), start, final_states=final_states
-        )
-
-    def run_none(self) -> torch.Tensor:
-        """Run the kernels of a rank without tokens, and return its empty output."""
-        inputs = DeltaInputs(*map(with_token, self.inputs))
-        return self.rule(inputs, [1], None, final_states=False).output[:, :0]
-
-    def inputs_of(self, which: Sequence[int]) -> DeltaInputs:
-        """Return the inputs of some segments."""
-        return DeltaInputs(*(self.segments.select(tensor, which) for tensor in self.inputs))
-
-    def run_between(self, which: Sequence[int]) -> _SegmentStates:
-        """Run segments whose initial state is not known yet."""
-        none, inputs = self.inputs.no_states(), self.inputs_of(which)
-        heads, rows, columns = none.shape[1:]
-        if not which:
-            return _SegmentStates(
-                inputs.value, inputs.value, Summaries(none, none.new_zeros((0, heads, rows, rows)))
-            )
-        zeros = inputs.value.new_zeros((*inputs.value.shape[:3], rows))
-        wide = inputs._replace(value=torch.cat([inputs.value, zeros], -1))
-        start = torch.cat(
-            [
-                none.new_zeros((rows, columns)),
-                torch.eye(rows, dtype=none.dtype, device=none.device),
-            ],
-            -1,
-        )
-        states = start.expand(len(which), heads, rows, columns + rows)
-        outputs = self.rule(wide, self.segments.lengths_of(which), states, final_states=True)
-        output, reader = torch.split(outputs.output, [columns, rows], -1)
-        return _SegmentStates(
-            output, reader, Summaries(*torch.split(outputs.states_like(none), [columns, rows], -1))
-        )
+        if not segments.here:
+            return layer.run_none(None)
+        return layer.run(segments.whole_documents, None).output
 
 
 class _SegmentStates(NamedTuple):
@@ -218,21 +165,40 @@ class _SegmentStates(NamedTuple):
     summaries: Summaries
 
 
-def _with_states(layer: _Layer, stored: LayerOutputs | None) -> torch.Tensor:
+def _run_between(layer: SegmentKernel, which: Sequence[int]) -> _SegmentStates:
+    """Run segments whose initial state is not known yet."""
+    inputs: DeltaInputs = layer.inputs_of(which)
+    none = inputs.no_states()
+    heads, rows, columns = none.shape[1:]
+    if not which:
+        return _SegmentStates(
+            inputs.value, inputs.value, Summaries(none, none.new_zeros((0, heads, rows, rows)))
+        )
+    zeros = inputs.value.new_zeros((*inputs.value.shape[:3], rows))
+    wide = inputs._replace(value=torch.cat([zeros, inputs.value], -1))
+    start = torch.eye(rows, rows + columns, dtype=none.dtype, device=none.device)
+    states = start.expand(len(which), heads, rows, rows + columns)
+    outputs = layer.kernel(wide, layer.segments.lengths_of(which), states, final_states=True)
+    reader, output = torch.split(outputs.output, [rows, columns], -1)
+    transitions, biases = torch.split(outputs.states_like(none), [rows, columns], -1)
+    return _SegmentStates(output, reader, Summaries(biases, transitions))
+
+
+def _with_states(layer: SegmentKernel, stored: LayerOutputs | None) -> torch.Tensor:
     inputs, segments, _ = layer
     # 1. Segments that begin a document which goes on run from zeros, and end with their bias.
-    first = layer.run(segments.first_segments, final_states=True)
+    first = layer.run(segments.first_segments, None, final_states=True)
     # 2. Segments between others run from zeros and from the identity.
-    between = layer.run_between(segments.inner_segments)
+    between = _run_between(layer, segments.inner_segments)
     # 3. Biases and transitions travel to the ranks that hold later segments.
     biases = torch.cat([first.states_like(inputs.no_states()), between.summaries.biases])
-    needed = segments.summaries, segments.transitions
-    carried = exchange_states(
-        segments, (biases, between.summaries.transitions), needed, inputs, stored
+    held = biases, between.summaries.transitions
+    rows, anchor = exchange_states(
+        segments, held, (segments.summaries, segments.transitions), inputs, stored
     )
     # 4. They are composed, in the order of the document, to the state before each segment.
     with torch.autocast(biases.device.type, enabled=False):
-        states = compute_starting_states(segments, Summaries(*carried.rows), torch.matmul)
+        states = compute_starting_states(segments, Summaries(*rows), torch.matmul)
         # 5. It adds to the outputs of segments between others, and segments that end a document run
         # from it.
         outputs = segments.split(between.output, segments.inner_segments)
@@ -240,16 +206,10 @@ def _with_states(layer: _Layer, stored: LayerOutputs | None) -> torch.Tensor:
             added = torch.einsum("bthk,hkv->bthv", reader.to(biases.dtype), states[index])
             outputs[index] = (outputs[index] + added).to(reader.dtype)
     endings = [index for index in states if index not in outputs]
-    last, whole = (
-        layer.run(endings, [states[index] for index in endings]),
-        layer.run(segments.whole_documents),
-    )
-    for ran, which in (
-        (first, segments.first_segments),
-        (last, endings),
-        (whole, segments.whole_documents),
-    ):
-        outputs |= segments.split(ran.output, which)
-    return with_gradient_anchor(
-        segments.arrange(outputs) if outputs else layer.run_none(), carried.anchor
-    )
+    starts = torch.stack([states[index] for index in endings]) if endings else None
+    last = layer.run(endings, starts)
+    whole = layer.run(segments.whole_documents, None)
+    outputs |= segments.split(first.output, segments.first_segments)
+    outputs |= segments.split(last.output, endings)
+    outputs |= segments.split(whole.output, segments.whole_documents)
+    return layer.join(outputs, anchor, None)

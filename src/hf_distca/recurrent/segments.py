@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
@@ -18,9 +18,9 @@ from hf_distca.errors import LayoutError
 from hf_distca.runtime.group import AttentionGroup
 from hf_distca.runtime.messages import MessageLayouts, RowRun, Rows
 from hf_distca.runtime.meter import Meter
-from hf_distca.schedule.layout import Layout, Segment
+from hf_distca.schedule.layout import Layout, Segment, mark_changes
 
-__all__ = ["HeldSegment", "StateKey", "RowNeeds", "Segments", "with_token"]
+__all__ = ["HeldSegment", "StateKey", "RowNeeds", "Segments"]
 
 
 class HeldSegment(NamedTuple):
@@ -143,42 +143,24 @@ class Segments:
                 f"a layout of {layout.world_size} ranks for a group of {group.size}: give the"
                 " layout of the group."
             )
-        document = layout.restore_numbers(layout.document)
-        order = np.lexsort((layout.end, layout.run_start, document))
-        columns = (
-            column[order]
-            for column in (document, layout.run_start, layout.end, layout.rank, layout.token)
-        )
-        document, start, end, rank, token = columns
-        fresh = np.flatnonzero(
-            np.append(True, (document[1:] != document[:-1]) | (start[1:] != start[:-1]))[
-                : len(order)
-            ]
-        )
-        last = np.append(fresh[1:], len(order))[: len(fresh)] - 1
-        document, start, end, rank, token = (
-            document[fresh],
-            start[fresh],
-            end[last],
-            rank[fresh],
-            token[fresh],
-        )
-        mine = np.flatnonzero(rank == group.rank)
-        mine = mine[np.argsort(token[mine])]
+        number = layout.restore_numbers(layout.document)
+        columns = [number, layout.run_start, layout.end, layout.rank, layout.token]
+        rows = np.stack(columns, 1)[np.lexsort((layout.end, layout.run_start, number))]
+        first = np.flatnonzero(mark_changes(rows[:, 0], rows[:, 1]))
+        # A run ends where the last of its segments does.
+        rows[first, 2] = rows[np.append(first, len(rows))[1:] - 1, 2]
+        rows = rows[first]
+        mine = rows[rows[:, 3] == group.rank]
         here = tuple(
-            map(
-                Segment, document[mine].tolist(), start[mine].tolist(), (end - start)[mine].tolist()
-            )
+            Segment(document, start, end - start)
+            for document, start, end, *_ in mine[np.argsort(mine[:, 4])].tolist()
         )
-        related = np.flatnonzero(np.isin(document, document[mine]))
-        held = zip(
-            *(column[related].tolist() for column in (document, rank, start, end)), strict=True
-        )
+        related = rows[np.isin(rows[:, 0], mine[:, 0])].tolist()
         by_document = {
-            number: tuple(HeldSegment(*row[1:]) for row in rows)
-            for number, rows in itertools.groupby(held, lambda row: row[0])
+            document: tuple(HeldSegment(rank, start, end) for _, start, end, rank, _ in held)
+            for document, held in itertools.groupby(related, lambda row: row[0])
         }
-        cut = {number: rows for number, rows in by_document.items() if len(rows) > 1}
+        cut = {document: held for document, held in by_document.items() if len(held) > 1}
         return cls(
             here,
             cut,
@@ -261,26 +243,14 @@ class Segments:
         """Return the tokens of some segments here, along dimension 1, one after another; a view
         where possible.
         """
-        spans: list[list[int]] = []
-        for index in which:
-            if spans and spans[-1][1] == self.offsets[index]:
-                spans[-1][1] = self.offsets[index + 1]
-            else:
-                spans.append([self.offsets[index], self.offsets[index + 1]])
-        parts = [tensor.narrow(1, begin, end - begin) for begin, end in spans]
-        return parts[0] if len(parts) == 1 else torch.cat(parts or [tensor[:, :0]], 1)
+        if which and list(which) == list(range(which[0], which[0] + len(which))):
+            return tensor[:, self.offsets[which[0]] : self.offsets[which[-1] + 1]]
+        parts = [tensor[:, self.offsets[index] : self.offsets[index + 1]] for index in which]
+        return torch.cat(parts or [tensor[:, :0]], 1)
 
     def split(self, tensor: torch.Tensor, which: Sequence[int]) -> dict[int, torch.Tensor]:
         """Split consecutive tokens, as from `select`, into those of each segment."""
-        return (
-            dict(zip(which, torch.split(tensor, self.lengths_of(which), 1), strict=True))
-            if which
-            else {}
-        )
-
-    def arrange(self, by_index: Mapping[int, torch.Tensor]) -> torch.Tensor:
-        """Concatenate all segments here, at least one, in their order."""
-        return torch.cat([by_index[index] for index in range(len(self.here))], 1)
+        return dict(zip(which, torch.split(tensor, self.lengths_of(which), 1), strict=True))
 
     @cached_property
     def summaries(self) -> RowNeeds:
@@ -301,16 +271,11 @@ class Segments:
         here = self.group.rank
         for document, segments in self.cut.items():
             last = {segment.rank: number for number, segment in enumerate(segments)}
-            for segment in segments[first : last[here]]:
-                yield here, segment.rank, StateKey(document, segment.start)
             for number, segment in enumerate(segments[first:], first):
-                if segment.rank == here:
-                    key = StateKey(document, segment.start)
-                    yield from (
-                        (rank, here, key)
-                        for rank, number_of_last in last.items()
-                        if number_of_last > number
-                    )
+                key = StateKey(document, segment.start)
+                for rank in last if segment.rank == here else (here,):
+                    if last[rank] > number:
+                        yield rank, segment.rank, key
 
     def halo(self, rows: int) -> RowNeeds:
         """Return the tokens needed by segments which start up to `rows` tokens after them."""
@@ -328,18 +293,7 @@ class Segments:
                     if first >= before.end:
                         break
                     if here in (before.rank, segment.rank):
-                        positions = range(first, before.end)
                         yield from (
                             (segment.rank, before.rank, StateKey(document, position))
-                            for position in positions
+                            for position in range(first, before.end)
                         )
-
-
-def with_token(tensor: torch.Tensor, dim: int = 1) -> torch.Tensor:
-    """Append a token of zeros to no tokens.
-
-    A rank without tokens runs its kernels on this and drops the outputs, so that weights get a
-    gradient as on all other ranks.
-    """
-    shape = [1 if number == dim else size for number, size in enumerate(tensor.shape)]
-    return torch.cat([tensor, tensor.new_zeros(shape)], dim)

@@ -22,13 +22,12 @@ import torch
 
 from hf_distca.recurrent.carryover import (
     RuleOutputs,
+    SegmentKernel,
     Summaries,
     compute_starting_states,
     exchange_states,
-    state_dtype,
-    with_gradient_anchor,
 )
-from hf_distca.recurrent.segments import Segments, with_token
+from hf_distca.recurrent.segments import Segments
 from hf_distca.runtime.outputs import LayerOutputs
 
 __all__ = ["Scan", "ScanInputs", "mamba2", "scan_by_document"]
@@ -50,17 +49,11 @@ class ScanInputs(NamedTuple):
     B: torch.Tensor
     C: torch.Tensor
 
-    def of(self, segments: Segments, which: Sequence[int]) -> ScanInputs:
-        """Return the inputs of some segments."""
-        x, dt, *projections = (
-            segments.select(tensor, which) for tensor in (self.x, self.dt, self.B, self.C)
-        )
-        return ScanInputs(x, dt, self.A, *projections)
-
     def no_states(self) -> torch.Tensor:
         """Make an empty batch of states (0, H, P, N), in float32, or float64 if x is."""
         return self.x.new_zeros(
-            (0, *self.x.shape[2:], self.B.shape[3]), dtype=state_dtype(self.x.dtype)
+            (0, *self.x.shape[2:], self.B.shape[3]),
+            dtype=torch.promote_types(self.x.dtype, torch.float32),
         )
 
 
@@ -126,64 +119,39 @@ def mamba2(
     """
     with segments.group.reporting(f"computing a state space of {segments.name}"):
         segments.check(inputs.x, 1)
+        layer = SegmentKernel(inputs, segments, scan)
         if not segments.has_only_whole_documents:
-            return _with_states(inputs, segments, scan, stored)
-        return (
-            _scan_segments(inputs, segments, scan, segments.whole_documents).output
-            if segments.here
-            else _scan_nothing(inputs, scan)
-        )
+            return _with_states(layer, stored)
+        return layer.run(segments.whole_documents).output if segments.here else layer.run_none()
 
 
-def _scan_segments(
-    inputs: ScanInputs,
-    segments: Segments,
-    scan: Scan,
-    which: Sequence[int],
-    *,
-    final_states: bool = False,
-) -> RuleOutputs:
-    """Scan some segments, from zeros."""
-    if not which:
-        return RuleOutputs(inputs.x[:, :0], None)
-    return scan(inputs.of(segments, which), segments.lengths_of(which), final_states=final_states)
-
-
-def _scan_nothing(inputs: ScanInputs, scan: Scan) -> torch.Tensor:
-    """Run the kernel of a rank without tokens, and return its empty output."""
-    x, dt, *projections = map(with_token, (inputs.x, inputs.dt, inputs.B, inputs.C))
-    return scan(ScanInputs(x, dt, inputs.A, *projections), [1], final_states=False).output[:, :0]
-
-
-def _with_states(
-    inputs: ScanInputs, segments: Segments, scan: Scan, stored: LayerOutputs | None
-) -> torch.Tensor:
+def _with_states(layer: SegmentKernel, stored: LayerOutputs | None) -> torch.Tensor:
+    inputs, segments, _ = layer
     # 1, 2. Segments that others come after are scanned from zeros, and end with their bias.
     # Transitions follow from decays.
     handing_on = (*segments.first_segments, *segments.inner_segments)
-    handed = _scan_segments(inputs, segments, scan, handing_on, final_states=True)
-    biases = handed.states_like(none := inputs.no_states())
+    handed = layer.run(handing_on, final_states=True)
+    none = inputs.no_states()
+    biases = handed.states_like(none)
     decays = [
-        _log_decays(inputs.of(segments, [index])).sum(0).exp() for index in segments.inner_segments
+        _log_decays(layer.inputs_of([index])).sum(0).exp() for index in segments.inner_segments
     ]
     transitions = torch.stack(decays) if decays else none.new_zeros((0, none.shape[1]))
     # 3. Biases and transitions travel to the ranks that hold later segments.
-    carried = exchange_states(
+    rows, anchor = exchange_states(
         segments, (biases, transitions), (segments.summaries, segments.transitions), inputs, stored
     )
     # 4. They are composed, in the order of the document, to the state before each segment.
-    states = compute_starting_states(segments, Summaries(*carried.rows), _decay_state)
+    states = compute_starting_states(segments, Summaries(*rows), _decay_state)
     # 5. All other segments are scanned from zeros, and the state before a segment adds to its
     # outputs.
     ending = [index for index in range(len(segments.here)) if index not in handing_on]
-    ended = _scan_segments(inputs, segments, scan, ending)
+    ended = layer.run(ending)
     outputs = segments.split(handed.output, handing_on) | segments.split(ended.output, ending)
     for index, state in states.items():
-        added = _add_state(inputs.of(segments, [index]), state)
+        added = _add_state(layer.inputs_of([index]), state)
         outputs[index] = (outputs[index] + added).to(outputs[index].dtype)
-    return with_gradient_anchor(
-        segments.arrange(outputs) if outputs else _scan_nothing(inputs, scan), carried.anchor
-    )
+    return layer.join(outputs, anchor)
 
 
 def _decay_state(transition_H: torch.Tensor, state_HPN: torch.Tensor) -> torch.Tensor:

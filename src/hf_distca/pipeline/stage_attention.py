@@ -1,0 +1,245 @@
+"""`StageAttention`: computes a stage's attention while a schedule runs, and serves other stages.
+
+A call has one plan for its forward and another for its backward, when other micro-batches are in
+the same tick. Rows travel again in backward anyway, so this costs nothing: when its backward
+begins, a call changes its route.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from hf_distca.agreement.announce import PlanKey
+from hf_distca.borrowed import in_backward
+from hf_distca.errors import DistCADesyncError, UnsupportedError
+from hf_distca.integration.handle import AttentionHandle, LayerWork
+from hf_distca.integration.session import Session
+from hf_distca.integration.work_planner import WorkPlanner
+from hf_distca.kernels.base import Grads, Outputs, Scores, TaskBatch
+from hf_distca.kernels.varlen import to_device
+from hf_distca.pipeline.tick_calls import CallPart, LayerKind, MicroBatch, MicroBatchPart, OwnCall
+from hf_distca.runtime.call import AttentionServer, Call, Inputs
+from hf_distca.runtime.core_attention import core_attention
+from hf_distca.runtime.group import AttentionGroup
+from hf_distca.runtime.outputs import LayerOutputs
+from hf_distca.runtime.route import Route
+
+__all__ = ["LayerKindRecorder", "StageAttention"]
+
+# Of work whose calls have their routes from elsewhere. They may exchange, so that there is
+# something to hide.
+_NO_ROUTE = Route(TaskBatch((), (), (), ()), (), exchanges=True)
+
+
+class LayerKindRecorder(WorkPlanner):
+    """Records the kinds of a stage's calls of attention, in their order, in a forward without other
+    ranks, which computes no attention.
+
+    Attributes:
+        kinds: the kind of each call, by the id of its module.
+    """
+
+    def __init__(self, session: Session) -> None:
+        super().__init__(session)
+        self.kinds = dict[int, LayerKind]()
+
+    def uses_nano_batches(self, handle: AttentionHandle, training: bool) -> bool:
+        """Return False: these layers run whole. See `WorkPlanner.uses_nano_batches`."""
+        return False
+
+    def plan_work(
+        self,
+        handle: AttentionHandle,
+        arguments: Mapping[str, Any],
+        query: torch.Tensor,
+        key: PlanKey,
+        *,
+        training: bool,
+    ) -> LayerWork:
+        """See `WorkPlanner.plan_work`."""
+        work = handle.layer_work[key] = LayerWork(
+            AttentionGroup(),
+            _NO_ROUTE,
+            None,
+            None,
+            self.session.meter,
+            stage_attention=partial(self._record, key),
+        )
+        return work
+
+    def _record(
+        self, key: PlanKey, module: torch.nn.Module, inputs: Inputs, scores: Scores
+    ) -> torch.Tensor:
+        """Record the kind of a call, and return zeros: nobody looks at the outputs."""
+        if id(module) in self.kinds:
+            raise UnsupportedError(
+                f"{type(module).__name__} computes attention twice in a forward, which stages of a"
+                " pipeline cannot."
+            )
+        self.kinds[id(module)] = LayerKind.of(key, inputs, scores)
+        return inputs.q_THD.new_zeros((*inputs.q_THD.shape[:2], key.shape.value_head_dim))
+
+
+class StageAttention(WorkPlanner):
+    """Plans and computes a stage's attention while a schedule runs, and serves other stages.
+
+    Attributes:
+        group: the ranks of all stages.
+        modules: ids of the modules that call attention, in the order of their calls.
+        micro_batch: the micro-batch whose forward runs.
+        nano_batches: whether the layers of this step run as two nano-batches.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        group: AttentionGroup,
+        device: torch.device,
+        modules: Sequence[int],
+    ) -> None:
+        super().__init__(session)
+        self.group, self.device, self.modules = group, device, modules
+        self.micro_batch: MicroBatch | None = None
+        self.nano_batches = False
+
+    def uses_nano_batches(self, handle: AttentionHandle, training: bool) -> bool:
+        """See `WorkPlanner.uses_nano_batches`."""
+        if self.nano_batches and self.micro_batch is not None:
+            handle.documents = self.micro_batch.documents.cut_into_chunks(handle.mask.chunk)
+        return self.nano_batches
+
+    def plan_work(
+        self,
+        handle: AttentionHandle,
+        arguments: Mapping[str, Any],
+        query: torch.Tensor,
+        key: PlanKey,
+        *,
+        training: bool,
+    ) -> LayerWork:
+        """See `WorkPlanner.plan_work`; calls get their routes when they are made."""
+        micro_batch = self.micro_batch
+        if micro_batch is None:
+            raise DistCADesyncError(
+                "a stage of a pipeline ran a forward outside its schedule: let `Schedule.step`"
+                " run it."
+            )
+        if not handle.nano:
+            handle.documents = micro_batch.documents.cut_into_chunks(handle.mask.chunk)
+        part = MicroBatchPart(micro_batch.number, key.chunk, key.nano)
+        handle.check_documents(micro_batch.layouts[part], key.window)
+        kept = None if handle.documents is None else handle.documents.token_indices
+        keep = None if kept is None else to_device(torch.from_numpy(kept), query.device)
+        work = handle.layer_work[key] = LayerWork(
+            self.group,
+            _NO_ROUTE,
+            keep,
+            None,
+            self.session.meter,
+            key.nano,
+            name=micro_batch.name,
+            stage_attention=partial(self._attend, micro_batch, key),
+        )
+        return work
+
+    def _attend(
+        self,
+        micro_batch: MicroBatch,
+        key: PlanKey,
+        module: torch.nn.Module,
+        inputs: Inputs,
+        scores: Scores,
+    ) -> torch.Tensor:
+        """Make a call of a micro-batch, in its forward or in a recompute."""
+        self.group.raise_pending()
+        again, kind = in_backward(), LayerKind.of(key, inputs, scores)
+        if id(module) not in self.modules:
+            raise UnsupportedError(
+                f"{type(module).__name__} computes attention that it did not in the first step."
+            )
+        which = OwnCall(self.modules.index(id(module)), key.nano)
+        if not again:
+            micro_batch.reach(which)
+        expected = micro_batch.parts[which].kind
+        if kind != expected:
+            raise DistCADesyncError(
+                f"{micro_batch.name} has {kind} where the first step found {expected}: layers must"
+                " stay as they are."
+            )
+        # Force a backward even if nothing before the layer is trained, because other stages expect
+        # its rows.
+        if torch.is_grad_enabled() and not any(tensor.requires_grad for tensor in inputs[:3]):
+            inputs = inputs._replace(q_THD=inputs.q_THD.detach().requires_grad_())
+        stored = micro_batch.outputs[key.nano].of(module, inputs) if micro_batch.outputs else None
+        call = StageCall(self, micro_batch, which, stored)
+        if again and call.recomputed_outputs is None:
+            raise UnsupportedError(
+                f"{type(module).__name__} computes attention in backward whose outputs were not"
+                " kept."
+            )
+        return core_attention(inputs, call)
+
+    def make_server(self, part: CallPart) -> AttentionServer:
+        """Make the server that runs the tasks of a call."""
+        kind, meter, trace = part.kind, self.session.meter, self.session.trace
+        scores = Scores(kind.scale, part.window, kind.softcap)
+        query = kind.make_empty_operands(self.device).q_THD
+        return AttentionServer(
+            self.session.choose_kernel(query, kind.key.shape, scores),
+            scores,
+            meter if trace is None else trace.meter(meter, kind.key.nano, part.number + 1),
+            partial(self.group.reporting, f"computing {part.name}"),
+        )
+
+    def serve(self, parts: Sequence[CallPart], *, backward: bool) -> None:
+        """Take part in a call, or in calls of two nano-batches in turns, without rows of this
+        rank's own.
+        """
+        with torch.no_grad():
+            begun = [self._begin_serving(part, backward=backward) for part in parts]
+            for call in begun:
+                call.serve()
+            for call in begun:
+                call.finish(Grads if backward else Outputs)
+
+    def _begin_serving(self, part: CallPart, *, backward: bool) -> Call:
+        """Launch the dispatch of a call."""
+        exchanges = 0 if backward else part.route.forward_exchanges
+        call = Call(part.route, self.group.at(part.name, exchanges), self.make_server(part))
+        call.backward = backward
+        call.begin_without_rows(part.kind.make_empty_operands(self.device))
+        return call
+
+
+class StageCall(Call):
+    """A call with rows of this rank's own."""
+
+    def __init__(
+        self,
+        attention: StageAttention,
+        micro_batch: MicroBatch,
+        which: OwnCall,
+        stored: LayerOutputs | None,
+    ) -> None:
+        part = micro_batch.parts[which]
+        group = attention.group.at(part.name, part.route.forward_exchanges)
+        super().__init__(part.route, group, attention.make_server(part), stored)
+        self._attention, self._micro_batch, self._which = attention, micro_batch, which
+
+    @property
+    def exchanges(self) -> bool:
+        """True: the backward may exchange if the forward does not, and nano-batches take turns in
+        the same places on all ranks.
+        """
+        return True
+
+    def begin_backward(self) -> None:
+        """Switch to the plan of the tick in which the backward runs."""
+        super().begin_backward()
+        part = self._micro_batch.reach(self._which)
+        self.route, self.server = part.route, self._attention.make_server(part)
+        self.group = self._attention.group.at(part.name, 0)

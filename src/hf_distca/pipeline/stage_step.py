@@ -1,0 +1,254 @@
+"""A step of a stage: its micro-batches run and serve tick by tick, messages go to and come from the
+stages beside it, and gradients are summed and clipped over stages.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+
+from hf_distca.agreement.documents import Documents
+from hf_distca.errors import DistCADesyncError, DistCAError
+from hf_distca.pipeline.stage_attention import StageAttention
+from hf_distca.pipeline.stages import Stage
+from hf_distca.pipeline.tick_calls import SAME_LAYERS, MicroBatch, serve_others
+from hf_distca.pipeline.ticks import Tick, TickPlans
+from hf_distca.runtime.channel import wait_for_works
+from hf_distca.runtime.group import AttentionGroup
+from hf_distca.runtime.monitor import reserved_seconds
+from hf_distca.runtime.outputs import OutputStore
+
+__all__ = ["Messages", "StageStep", "TickFigures", "clip_grad_norm_", "sum_tied_gradients"]
+
+
+class TickFigures(NamedTuple):
+    """Figures of one rank in a tick.
+
+    Attributes:
+        tick: the tick, with the micro-batches of each stage.
+        seconds: duration.
+        attention_seconds: time in attention kernels, for its own micro-batch and for others. On
+            CUDA, of those that have finished.
+        sent_bytes: bytes of rows sent to other ranks for their attention.
+    """
+
+    tick: Tick
+    seconds: float
+    attention_seconds: float
+    sent_bytes: int
+
+
+@dataclass(eq=False)
+class StageStep:
+    """The ticks of a step on this rank's stage.
+
+    Attributes:
+        documents: documents of each micro-batch on this rank.
+        shape: (batch, tokens) of a micro-batch.
+        compute: runs the micro-batch of this number in a tick, on the tensor from another stage;
+            returns the tensor for the next one.
+    """
+
+    stage: Stage
+    attention: StageAttention
+    plans: TickPlans
+    documents: Sequence[Documents]
+    shape: tuple[int, int]
+    compute: Callable[[Tick, int, torch.Tensor | None], torch.Tensor]
+    _micro_batches: dict[int, MicroBatch] = field(default_factory=dict)
+    _arriving: dict[tuple[bool, int], tuple[Messages, torch.Tensor]] = field(default_factory=dict)
+    _last: Messages = field(default_factory=lambda: Messages([]))
+
+    def run(self) -> list[TickFigures]:
+        """Run all ticks."""
+        figures, meter, group = [], self.attention.session.meter, self.attention.group
+        for tick in self.plans.order:
+            began, seconds, sent = time.perf_counter(), meter.seconds, meter.sent_bytes
+            with group.reporting(f"running {self._named(tick)}"):
+                self._send(tick, self._run_tick(tick))
+            figures.append(
+                TickFigures(
+                    tick,
+                    time.perf_counter() - began,
+                    meter.seconds - seconds,
+                    meter.sent_bytes - sent,
+                )
+            )
+        self._last.wait(group, f"sending to other stages at the end of {self.plans.name}")
+        return figures
+
+    def _named(self, tick: Tick) -> str:
+        return f"{tick} of {self.plans.name}, as stage {self.stage.stage_index}"
+
+    def _run_tick(self, tick: Tick) -> torch.Tensor | None:
+        """Run this stage's micro-batch, if it has one, and serve in the calls of others.
+
+        Return the tensor for the next stage.
+        """
+        index = self.stage.stage_index
+        number = tick.micro_batches[index]
+        parts, attention = self.plans.parts(tick), self.attention
+        calls = serve_others(parts, partial(attention.serve, backward=tick.backward))
+        leaving = None
+        if number is not None:
+            arrived = self._receive(tick, number)
+            if tick.backward:
+                self._micro_batches.pop(number).backward = calls
+            else:
+                micro_batch = attention.micro_batch = MicroBatch(
+                    number,
+                    name=f"micro-batch {number} of {self.plans.name} on stage {index}",
+                    documents=self.documents[number],
+                    layouts=self.plans.layouts,
+                    forward=calls,
+                    parts={part.own_call: part for part in parts},
+                    outputs=(
+                        {nano: OutputStore() for nano in range(3)}
+                        if self.stage.has_backward
+                        else {}
+                    ),
+                )
+                self._micro_batches[number] = micro_batch
+            try:
+                leaving = self.compute(tick, number, arrived)
+            except RuntimeError as error:
+                # Which torch has put into an error of its own.
+                if isinstance(error.__cause__, DistCAError):
+                    raise error.__cause__ from None
+                raise
+            finally:
+                attention.micro_batch = None
+        part = next(calls, None)
+        if part is not None:
+            raise DistCADesyncError(
+                f"{self._named(tick)} never came to {part.name}: {SAME_LAYERS}."
+            )
+        return leaving
+
+    def _receive(self, tick: Tick, number: int) -> torch.Tensor | None:
+        """Wait for the tensor that a micro-batch begins with in a tick; None if it does not come
+        from another stage.
+        """
+        if (tick.backward, number) not in self._arriving:
+            return None
+        messages, arrived = self._arriving.pop((tick.backward, number))
+        messages.wait(self.attention.group, f"waiting for what {self._named(tick)} begins with")
+        return arrived.requires_grad_(bool(self.stage.has_backward) and not tick.backward)
+
+    def _send(self, tick: Tick, leaving: torch.Tensor | None) -> None:
+        """Send this stage's output of a tick, and begin to receive its neighbour's."""
+        way = -1 if tick.backward else 1
+        source, target = self.stage.stage_index - way, self.stage.stage_index + way
+        ops = list[dist.P2POp]()
+        if leaving is not None and 0 <= target < self.stage.num_stages:
+            ops.append(
+                dist.P2POp(
+                    dist.isend,
+                    leaving.detach().contiguous(),
+                    group=self.stage.group,
+                    group_peer=target,
+                )
+            )
+        coming = (*tick.micro_batches, None)[source]  # None before the first and after the last
+        if coming is not None:
+            buffer = torch.empty(
+                (*self.shape, self.stage.unwrapped.width),
+                # Gradients have the dtype of what this stage handed on.
+                dtype=self.plans.pipeline.dtypes[min(source, self.stage.stage_index)],
+                device=self.stage.device,
+            )
+            ops.append(dist.P2POp(dist.irecv, buffer, group=self.stage.group, group_peer=source))
+        self._last.wait(self.attention.group, f"sending what was made before {self._named(tick)}")
+        self._last = Messages(ops)
+        if coming is not None:
+            self._arriving[tick.backward, coming] = self._last, buffer
+
+
+class Messages:
+    """Messages under way between stages."""
+
+    def __init__(self, ops: Sequence[dist.P2POp]) -> None:
+        self._ops = ops  # what is sent must stay until it has left
+        self._works = list[dist.Work | None](dist.batch_isend_irecv(list(ops)) if ops else ())
+
+    def wait(self, group: AttentionGroup, doing: str) -> None:
+        """Wait until all have arrived and left; over gloo no longer than the ranks of the group
+        wait for each other.
+        """
+        deadline = (
+            time.monotonic() + group.timeout_seconds - reserved_seconds(group.timeout_seconds)
+        )
+        over_gloo = any(op.group.name() == "gloo" for op in self._ops)
+        try:
+            wait_for_works(self._works, deadline if over_gloo else None)
+        except RuntimeError as error:
+            raise error if group.monitor is None else group.monitor.give_up(doing, error) from error
+
+
+@torch.no_grad()
+def clip_grad_norm_(stage: Stage, max_norm: float) -> torch.Tensor:
+    """Scale the gradients of all stages so that their norm together is at most `max_norm`.
+
+    This is `torch.nn.utils.clip_grad_norm_` over all stages.
+
+    All ranks must call it, after `Schedule.step` and before the optimizer's. A tied weight, of
+    which two stages have a copy, counts once. Gradients may be sharded (FSDP2, tensor parallelism).
+
+    Args:
+        stage: stage of this rank.
+        max_norm: the largest norm.
+
+    Returns:
+        The norm before scaling, of all gradients of one copy of the model: a float32 or float64
+            scalar, equal on all ranks.
+    """
+    weights = [weight for weight in stage.submod.parameters() if weight.grad is not None]
+    repeated = None if stage.is_first else stage.unwrapped.tied_weight
+    by_mesh: dict[object, list[Any]] = defaultdict(list)
+    for weight in weights:
+        if weight is not repeated:
+            by_mesh[getattr(weight.grad, "device_mesh", None)].append(weight.grad)
+    squares = torch.zeros((), dtype=torch.float64, device=stage.device)
+    for grads in by_mesh.values():
+        norm = get_total_norm(grads)
+        squares += (norm.full_tensor() if isinstance(norm, DTensor) else norm).double().square()
+    dist.all_reduce(squares, group=stage.group)
+    in_float64 = any(weight.dtype == torch.float64 for weight in weights)
+    total = squares.sqrt().to(torch.float64 if in_float64 else torch.float32)
+    clip_grads_with_norm_(weights, max_norm, total)
+    return total
+
+
+@contextmanager
+def sum_tied_gradients(
+    stage: Stage, group: AttentionGroup, name: str, *, backward: bool
+) -> Iterator[None]:
+    """Sum the gradients that both copies of a tied weight get inside, and add the sum to both."""
+    weight = stage.unwrapped.tied_weight if backward else None
+    if weight is None or not weight.requires_grad:
+        yield
+        return
+    before = weight.grad
+    weight.grad = None
+    yield
+    gradient: Any = weight.grad
+    local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+    arriving, peer = torch.empty_like(local), 0 if stage.is_last else stage.num_stages - 1
+    with group.reporting(doing := f"adding the gradients of the tied embedding in {name}"):
+        tensors = ((dist.isend, local), (dist.irecv, arriving))
+        Messages(
+            [dist.P2POp(way, tensor, group=stage.group, group_peer=peer) for way, tensor in tensors]
+        ).wait(group, doing)
+    local.add_(arriving)
+    if before is not None:
+        gradient.add_(before)

@@ -1,0 +1,210 @@
+"""Checks that the stages of all ranks agree, before every step.
+
+Each rank sends a few numbers; one of them is a fingerprint of all facts that must be equal on all
+ranks. Only if fingerprints differ do ranks exchange the facts themselves.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch.distributed.tensor import DTensor
+
+from hf_distca.agreement.announce import (
+    AnnouncedBatch,
+    SharedSettings,
+    build_layout,
+    check_equal,
+    check_shared_settings,
+)
+from hf_distca.agreement.dealt_share import DealtShare
+from hf_distca.errors import DistCADesyncError, LayoutError
+from hf_distca.pipeline.stage_models import TIED
+from hf_distca.pipeline.ticks import Pipeline
+from hf_distca.runtime.group import AttentionGroup
+from hf_distca.schedule.layout import IntArray, Layout
+
+__all__ = [
+    "StepRow",
+    "build_layout_of_copies",
+    "check_facts",
+    "check_shares_of_copy",
+    "check_steps",
+    "checksum",
+]
+
+_SAME = (
+    ". Give all ranks the same model, settings and micro-batches, or shares of one data set in one"
+    " order, and call the same of Schedule.step and Schedule.eval, train() and eval() on all of"
+    " them."
+)
+_ODD = -0x61C8864680B583EB  # 2**64 by the golden ratio, as an int64
+_CHUNK = 1 << 22  # elements that are multiplied at once
+_BITS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
+
+
+class StepRow(NamedTuple):
+    """Numbers that a rank sends about a step before it begins.
+
+    Ranks that load batches in another way read them as an `Announcement`.
+
+    Attributes:
+        way: code of the way in which the batch was loaded; no announcement begins with it.
+        facts: `hash_settings` of all that must be equal on all ranks.
+        documents: checksum of the documents of a dealt global batch; 0 for other batches.
+        plans: digest of the plans.
+        batch, tokens: shape of a micro-batch, which the stages of a copy of the model must have in
+            common.
+        tied: `checksum` of this stage's copy of a tied weight, 0 if it has none.
+        leaves: 0, for no stage leaves.
+    """
+
+    way: int
+    facts: int
+    documents: int
+    plans: int
+    batch: int
+    tokens: int
+    tied: int
+    leaves: int = 0
+
+
+def checksum(weight: torch.Tensor | None) -> int:
+    """Return a 60-bit checksum of a weight's bits and their places; of a sharded weight, of this
+    rank's shard.
+
+    It is 0 only for None. Sums of bits times numbers without a pattern are equal by chance only:
+    neither permutations nor drifts that cancel are lost.
+    """
+    if weight is None:
+        return 0
+    local = weight.to_local() if isinstance(weight, DTensor) else weight
+    bits = local.detach().contiguous().view(_BITS[local.element_size()]).flatten()
+    factors = torch.arange(1, min(len(bits), _CHUNK) + 1, device=bits.device) * _ODD
+    factors = (factors ^ (factors >> 29)) * _ODD
+    sums = torch.stack([(part * factors[: len(part)]).sum() for part in torch.split(bits, _CHUNK)])
+    digest = hashlib.sha256(sums.cpu().numpy().tobytes()).hexdigest()
+    return 1 + int(digest[:16], 16) % ((1 << 60) - 1)
+
+
+def check_shares_of_copy(shares: Sequence[DealtShare], pipeline: Pipeline) -> None:
+    """Raise `LayoutError` unless shares are those of this rank's copy of the model."""
+    copies, copy = 1 + max(pipeline.copies), pipeline.copies[pipeline.rank]
+    for dealt in shares:
+        if (dealt.ranks, dealt.rank) != (copies, copy):
+            raise LayoutError(
+                f"this rank has the share of rank {dealt.rank} of {dealt.ranks} of {dealt}, and is"
+                f" in copy {copy} of {copies} of the model: deal to as many ranks as there are"
+                " copies, and give all stages of a copy its share."
+            )
+
+
+def check_facts(
+    group: AttentionGroup, hashes: Sequence[int], facts: SharedSettings, place: str
+) -> None:
+    """Compare `hash_settings` of the facts of each rank, and raise `DistCADesyncError` with those
+    that differ; `facts` are this rank's.
+    """
+    description = f"ranks do not run the same in {place}"
+    check_shared_settings(group, np.array(hashes), facts, description, _SAME)
+
+
+def check_steps(
+    group: AttentionGroup,
+    rows: Sequence[IntArray],
+    facts: SharedSettings,
+    copies: Sequence[int],
+    place: str,
+) -> None:
+    """Compare the `StepRow` of each rank. `copies` gives each rank's copy of the model.
+
+    Raises:
+        DistCADesyncError: if ranks do not run the same, if stages of one copy of the model have
+            micro-batches of different shapes, or if their copies of a tied weight differ.
+    """
+    if any(len(row) != len(StepRow._fields) or row[0] != rows[0][0] for row in rows):
+        raise DistCADesyncError(
+            f"some ranks have shares of dealt batches in {place} and others have not: give"
+            " Schedule.step distca_documents on all of them, or on none."
+        )
+    steps = [StepRow(*row.tolist()) for row in rows]
+    check_facts(group, [step.facts for step in steps], facts, place)
+    arguments = "give document_shares the same documents, seed and other arguments on every rank"
+    documents = np.array([step.documents for step in steps])
+    check_equal(
+        group, documents, "documents in the same global batch (as checksums)", place, arguments
+    )
+    for copy in sorted(set(copies)):
+        members = {
+            rank: step
+            for rank, step, its_copy in zip(group.ranks, steps, copies, strict=True)
+            if its_copy == copy
+        }
+        _check_copy(members, facts, place)
+    plans = np.array([step.plans for step in steps])
+    check_equal(group, plans, "plans (as digests)", place, "use one version of hf_distca and numpy")
+
+
+def _check_copy(steps: Mapping[int, StepRow], facts: SharedSettings, place: str) -> None:
+    """Compare the rows that the stages of one copy of the model sent, by rank."""
+    shapes = {rank: (step.batch, step.tokens) for rank, step in steps.items()}
+    first = min(shapes)
+    for rank, shape in shapes.items():
+        if shape != shapes[first]:
+            raise DistCADesyncError(
+                f"ranks {first} and {rank} are stages of one copy of the model and have"
+                f" micro-batches of shapes {shapes[first]} and {shape} in {place}. Give all stages"
+                " of a copy the same position_ids."
+            )
+    checksums = {rank: step.tied for rank, step in steps.items() if step.tied}
+    if len(set(checksums.values())) > 1:
+        holders = " and ".join(map(str, checksums))
+        raise DistCADesyncError(
+            f"{facts[TIED]} are one weight, of which ranks {holders} have a copy each, and the"
+            f" copies differ in {place}. Make all stages from one model, give their optimizers the"
+            " same settings, and clip with hf_distca.pipeline.clip_grad_norm_, which takes the"
+            " norm over all stages."
+        )
+
+
+def build_layout_of_copies(
+    batch: AnnouncedBatch, copies: Sequence[int], ranks: Sequence[int], micro_batch: int
+) -> Layout:
+    """Build the layout of a micro-batch, or of a nano-batch of it, over the copies of the model,
+    from the documents that all ranks announced.
+
+    Args:
+        batch: the documents.
+        copies: copy of each rank.
+        ranks: global number of each rank, for errors.
+        micro_batch: its number, for errors.
+
+    Raises:
+        DistCADesyncError: if the stages of a copy have different documents.
+    """
+    of_ranks = np.split(batch.numbers, np.cumsum(batch.counts)[:-1])
+    firsts = [copies.index(copy) for copy in range(1 + max(copies))]
+    for rank, copy in enumerate(copies):
+        first = firsts[copy]
+        if not np.array_equal(of_ranks[first], of_ranks[rank]):
+            lengths, other_lengths = (
+                np.atleast_2d(of_ranks[index].T)[-1].tolist() for index in (first, rank)
+            )
+            raise DistCADesyncError(
+                f"ranks {ranks[first]} and {ranks[rank]} are stages of one copy of the model and"
+                f" have different documents in micro-batch {micro_batch}, of {lengths} and"
+                f" {other_lengths} tokens. Give all stages of a copy the same position_ids."
+            )
+    return build_layout(
+        AnnouncedBatch(
+            batch.span_ranks[firsts],
+            batch.nano[firsts],
+            batch.has_context[firsts],
+            batch.counts[firsts],
+            np.concatenate([of_ranks[first] for first in firsts]),
+        )
+    )
