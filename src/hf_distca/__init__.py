@@ -17,13 +17,13 @@ if TYPE_CHECKING:
     from hf_distca.data.collator import PackingCollator
     from hf_distca.integration.current_session import balancing, configure
     from hf_distca.integration.hooks.mask import prepare
+    from hf_distca.integration.reports import Metrics
     from hf_distca.integration.training.callback import DistCACallback
     from hf_distca.integration.training.deal_trainer import deal
     from hf_distca.integration.training.document_shares import document_shares
     from hf_distca.integration.training.mixin import DistCATrainerMixin, plan_ahead
     from hf_distca.integration.training.place_rows import place_rows
     from hf_distca.integration.training.process_figures import metrics, trace
-    from hf_distca.integration.training.reports import Metrics
     from hf_distca.integration.training.share_tokens import share_tokens
     from hf_distca.observe.imbalance_callback import ImbalanceCallback
 
@@ -68,7 +68,7 @@ _MODULES = {
     "integration.training.mixin": ("DistCATrainerMixin", "plan_ahead"),
     "integration.training.place_rows": ("place_rows",),
     "integration.training.process_figures": ("metrics", "trace"),
-    "integration.training.reports": ("Metrics",),
+    "integration.reports": ("Metrics",),
     "integration.current_session": ("balancing", "configure"),
     "integration.training.share_tokens": ("share_tokens",),
     "observe.imbalance_callback": ("ImbalanceCallback",),

@@ -22,12 +22,12 @@ from hf_distca.agreement.batch_plan import Observation
 from hf_distca.agreement.history import BalanceTotals
 from hf_distca.agreement.rates import Costs
 from hf_distca.integration import processes
-from hf_distca.integration.session import Session
-from hf_distca.integration.training.reports import (
+from hf_distca.integration.reports import (
     fewer_moves_reason,
     nothing_moved_reason,
     summarize_balance,
 )
+from hf_distca.integration.session import Session
 from hf_distca.schedule.cost import AttentionShape, CostModel
 from ranks import RankPool
 from tiny_runs import documents, make_trainer, rows, settings

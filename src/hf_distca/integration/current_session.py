@@ -12,9 +12,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from hf_distca.config import DistCAConfig
 from hf_distca.errors import ConfigError
 from hf_distca.integration.attention_names import replace_attention
+from hf_distca.integration.reports import print_summary
 from hf_distca.integration.session import Session
 
-__all__ = ["balancing", "configure", "current_session", "use_session"]
+__all__ = ["balancing", "configure", "current_session", "print_last_summary", "use_session"]
 
 _configured: Session | None = None  # by `configure`, or with the defaults
 _session: Session | None = None  # in use: that one, or one of a callback with settings of its own
@@ -103,3 +104,10 @@ def balancing(enabled: bool) -> Iterator[None]:
         yield
     finally:
         session.config = before
+
+
+def print_last_summary() -> None:
+    """Print the balance of the session in use on the first rank, unless that was done before."""
+    session = current_session()
+    if not session.has_summary:
+        print_summary(session.planner.history.total, session)

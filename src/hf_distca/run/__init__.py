@@ -383,6 +383,6 @@ def _observe_trainers() -> None:
 def _print_summary() -> None:
     """Print the balance of a process that balanced anything, unless that was done before."""
     if "hf_distca.integration.current_session" in sys.modules:
-        from hf_distca.integration.training.reports import print_last_summary
+        from hf_distca.integration.current_session import print_last_summary
 
         print_last_summary()

@@ -28,15 +28,15 @@ from hf_distca.integration.current_session import current_session, use_session
 from hf_distca.integration.hooks.dealt_trainers import wrap_trainers
 from hf_distca.integration.hooks.mask import prepare
 from hf_distca.integration.processes import LOG
-from hf_distca.integration.session import Session
-from hf_distca.integration.training.record import Recorder
-from hf_distca.integration.training.reports import (
+from hf_distca.integration.reports import (
     Metrics,
     fewer_moves_reason,
     nothing_moved_reason,
     print_summary,
     read_metrics,
 )
+from hf_distca.integration.session import Session
+from hf_distca.integration.training.record import Recorder
 
 __all__ = [
     "DistCACallback",

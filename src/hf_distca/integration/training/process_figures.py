@@ -8,8 +8,8 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from hf_distca.integration.reports import Metrics, read_metrics
 from hf_distca.integration.training.callback import find_session
-from hf_distca.integration.training.reports import Metrics, read_metrics
 from hf_distca.measure.timeline import Trace
 
 __all__ = ["metrics", "trace"]

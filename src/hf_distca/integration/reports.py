@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 
 from hf_distca.agreement.announce import PlanKey
 from hf_distca.agreement.history import BalanceTotals
-from hf_distca.integration.current_session import current_session
 from hf_distca.integration.processes import print_lines
 from hf_distca.integration.session import Session
 from hf_distca.kernels.variants import late_compiles
@@ -15,7 +14,6 @@ from hf_distca.kernels.variants import late_compiles
 __all__ = [
     "Metrics",
     "nothing_moved_reason",
-    "print_last_summary",
     "print_summary",
     "read_metrics",
     "summarize_balance",
@@ -144,13 +142,6 @@ def print_summary(totals: BalanceTotals, session: Session, replaced: float | Non
     if text is not None and session.is_first_rank:
         print_lines(text)
         session.has_summary = True
-
-
-def print_last_summary() -> None:
-    """Print the balance of the session in use on the first rank, unless that was done before."""
-    session = current_session()
-    if not session.has_summary:
-        print_summary(session.planner.history.total, session)
 
 
 def nothing_moved_reason(totals: BalanceTotals, session: Session) -> str | None:
