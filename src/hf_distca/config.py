@@ -17,18 +17,6 @@ from hf_distca.input_files import read_file
 from hf_distca.schedule.cost import CostModel
 from hf_distca.schedule.profiles import Profile
 
-__all__ = [
-    "REPLACEABLE_ATTENTION",
-    "CostSource",
-    "DistCAConfig",
-    "KernelName",
-    "check_replaceable",
-    "is_built_in",
-    "parse_values",
-    "read_values",
-    "split_settings",
-]
-
 # Names of the attentions that distca can stand in for.
 REPLACEABLE_ATTENTION = ("flash_attention_2", "flash_attention_3", "flash_attention_4", "sdpa")
 

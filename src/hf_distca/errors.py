@@ -17,17 +17,6 @@ Every message states the values that were seen and what to do about them.
 
 from __future__ import annotations
 
-__all__ = [
-    "ConfigError",
-    "DistCADesyncError",
-    "DistCAError",
-    "KernelError",
-    "LayoutError",
-    "PlanError",
-    "ReportError",
-    "UnsupportedError",
-]
-
 
 class DistCAError(Exception):
     """Base class of every error raised by hf_distca."""

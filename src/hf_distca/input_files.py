@@ -7,8 +7,6 @@ from pathlib import Path
 from stat import S_ISDIR, S_ISREG
 from typing import IO
 
-__all__ = ["check_file", "read_file", "read_stream"]
-
 _MOST_BYTES = 2**26
 
 

@@ -14,8 +14,6 @@ from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
-__all__ = ["when_imported", "when_models_load"]
-
 _MODELS = "transformers.modeling_utils"
 
 

@@ -28,25 +28,6 @@ from hf_distca.runtime.group import AttentionGroup
 from hf_distca.schedule.cost import AttentionShape, CostModel
 from hf_distca.schedule.layout import IntArray, Layout, enumerate_ranges
 
-__all__ = [
-    "FIGURE_COUNT",
-    "HEADER_SIZE",
-    "AnnouncedBatch",
-    "Announcement",
-    "Announcements",
-    "Figures",
-    "PlanKey",
-    "Request",
-    "SharedSettings",
-    "build_layout",
-    "check_agreement",
-    "check_equal",
-    "check_shared_settings",
-    "check_shares",
-    "collect_shared_settings",
-    "hash_settings",
-]
-
 # Layout of a row: these numbers; the figures of each measured plan; the share numbers; and each
 # request, as (documents span ranks, nano-batch, has context, runs) and its runs. A run is its
 # length alone, or a triple (document, start, length) where documents span ranks.

@@ -21,8 +21,6 @@ from hf_distca.schedule.plan import Plan
 from hf_distca.schedule.ranks import Ranks
 from hf_distca.schedule.waves import Waves
 
-__all__ = ["BatchPlan", "Observation", "PlanMeasurement", "PlanUse", "observe_plans"]
-
 # Exchanges count as hidden if attention takes at most this much longer than the slowest kernels.
 _HIDDEN_MARGIN = 0.05
 

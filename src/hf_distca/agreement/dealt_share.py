@@ -34,15 +34,6 @@ from hf_distca.schedule.load import compute_imbalance
 from hf_distca.schedule.plan import Plan
 from hf_distca.schedule.ranks import UNIFORM_RANKS, Ranks
 
-__all__ = [
-    "DealSettings",
-    "DealtShare",
-    "Placement",
-    "PlanJob",
-    "hash_numbers",
-    "register_share_planner",
-]
-
 Placement = Literal["dealt", "in order"]
 
 

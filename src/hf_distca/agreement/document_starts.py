@@ -10,8 +10,6 @@ import torch
 from hf_distca.errors import LayoutError, UnsupportedError
 from hf_distca.schedule.layout import BoolArray, IntArray, mark_changes
 
-__all__ = ["RowTokens", "convert_mask", "is_integer_tensor", "read_positions"]
-
 
 def is_integer_tensor(tensor: torch.Tensor) -> bool:
     """Return whether a tensor holds whole numbers."""

@@ -26,15 +26,6 @@ from hf_distca.schedule.layout import (
 if TYPE_CHECKING:
     from hf_distca.agreement.dealt_share import DealtShare
 
-__all__ = [
-    "DOCUMENT_KEYS",
-    "PACKING_KEYS",
-    "Documents",
-    "PackedDocuments",
-    "TokenBatch",
-    "make_unknown_runs",
-]
-
 # Keys of a batch, which are arguments of attention as well, that say where documents begin, each
 # with the attribute of `TokenBatch` that it fills. The first that is given decides.
 DOCUMENT_KEYS = {

@@ -18,8 +18,6 @@ import numpy as np
 if TYPE_CHECKING:  # reports of runs read totals without torch
     from hf_distca.agreement.batch_plan import PlanMeasurement, PlanUse
 
-__all__ = ["BalanceTotals", "History", "PlannedMicroBatch"]
-
 
 @dataclass(frozen=True)
 class BalanceTotals:

@@ -28,8 +28,6 @@ from hf_distca.runtime.monitor import AwaitedThread
 from hf_distca.schedule.balance import balance
 from hf_distca.schedule.plan import Plan
 
-__all__ = ["PendingPlans", "Planner", "get_current_world"]
-
 _log = logging.getLogger("hf_distca")
 
 

@@ -34,8 +34,6 @@ from hf_distca.config import DistCAConfig
 from hf_distca.schedule.cost import AttentionShape, CostModel, FloatArray, KernelCost
 from hf_distca.schedule.ranks import UNIFORM_RANKS, Ranks
 
-__all__ = ["Correction", "Costs"]
-
 # Kind of layer: shape and type of device. Layers of one kind share a cost model, with any window.
 Kind = tuple[AttentionShape, str]
 

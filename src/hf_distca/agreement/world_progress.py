@@ -38,8 +38,6 @@ from hf_distca.runtime.meter import Meter
 from hf_distca.runtime.rendezvous import Rendezvous
 from hf_distca.schedule.layout import IntArray
 
-__all__ = ["Progress"]
-
 _log = logging.getLogger("hf_distca")
 
 # Meetings that may go on at once: as many micro-batches a rank can be ahead of the slowest.

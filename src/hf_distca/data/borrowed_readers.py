@@ -11,9 +11,6 @@ from typing import Any
 
 from torch.utils.data._utils import worker
 
-__all__ = ["count_split_ranks", "get_row_indices", "hide_worker_info"]
-
-
 # ---- torch 2.13.0
 
 

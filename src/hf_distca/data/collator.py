@@ -23,14 +23,6 @@ from hf_distca.data.columns import (
 from hf_distca.errors import LayoutError
 from hf_distca.schedule.layout import IntArray
 
-__all__ = [
-    "IGNORED_LABEL",
-    "DocumentTokens",
-    "PackingCollator",
-    "make_labels",
-    "read_feature_documents",
-]
-
 _log = logging.getLogger("hf_distca")
 
 IGNORED_LABEL = -100

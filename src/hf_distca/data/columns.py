@@ -16,16 +16,6 @@ from hf_distca.agreement.documents import DOCUMENT_KEYS
 from hf_distca.errors import LayoutError
 from hf_distca.schedule.layout import IntArray
 
-__all__ = [
-    "ROW_COLUMNS",
-    "TARGET_MASKS",
-    "InputNames",
-    "check_column",
-    "check_columns",
-    "convert_integers",
-    "read_input_names",
-]
-
 _log = logging.getLogger("hf_distca")
 
 # Masks that are 1 for targets, read where a row has no labels.

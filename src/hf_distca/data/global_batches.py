@@ -19,8 +19,6 @@ from tqdm.auto import tqdm
 from hf_distca.errors import ConfigError, LayoutError
 from hf_distca.schedule.layout import IntArray, enumerate_ranges, require_integers
 
-__all__ = ["BatchPieces", "FillRule", "GlobalBatches", "LongerRule"]
-
 _log = logging.getLogger("hf_distca")
 
 FillRule = Literal["cut", "whole"]

@@ -14,8 +14,6 @@ from hf_distca.data.columns import TARGET_MASKS, convert_integers
 from hf_distca.errors import LayoutError
 from hf_distca.schedule.layout import IntArray
 
-__all__ = ["SAMPLE_COUNT", "DocumentPiece", "hash_pieces"]
-
 # Ranks compare tokens of some documents: of so many at most, and so many tokens at the beginning,
 # in the middle and at the end of each.
 SAMPLE_COUNT = 64

@@ -20,15 +20,6 @@ from hf_distca.data.pieces import SAMPLE_COUNT, DocumentPiece, hash_pieces
 from hf_distca.errors import LayoutError
 from hf_distca.schedule.layout import IntArray, require_integers
 
-__all__ = [
-    "DocumentReader",
-    "convert_document",
-    "count_tokens",
-    "is_datasets_class",
-    "is_stored_dataset",
-    "read_document_lengths",
-]
-
 _READ_COLUMNS = ROW_COLUMNS | {"position_ids"}
 _OTHER_COLUMNS = _READ_COLUMNS - {"input_ids"}  # beside the tokens, whose column may have any name
 

@@ -12,8 +12,6 @@ from hf_distca.data.reading import is_stored_dataset, read_document_lengths
 from hf_distca.errors import LayoutError
 from hf_distca.schedule.layout import IntArray
 
-__all__ = ["find_row_documents"]
-
 # Columns that say which documents a row has, as for `PackingCollator`; the first one decides.
 _DOCUMENT_COLUMNS = ("documents", "seq_lengths", "position_ids")
 _ROWS_PER_READ = 1024  # rows of a `datasets.Dataset` at once

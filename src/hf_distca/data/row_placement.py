@@ -18,8 +18,6 @@ from torch.utils.data import BatchSampler
 from hf_distca.errors import ConfigError
 from hf_distca.schedule.layout import IntArray
 
-__all__ = ["RowPlacement", "StepPlaces"]
-
 # Work is rounded to whole numbers up to this one: their sums are the same on every machine.
 _MAX_WORK = 2**32
 

@@ -16,8 +16,6 @@ from hf_distca.data.global_batches import GlobalBatches
 from hf_distca.data.pieces import DocumentPiece
 from hf_distca.data.reading import DocumentReader
 
-__all__ = ["EpochMixin", "Shares", "cut_share"]
-
 
 class EpochMixin:
     """Epoch number in shared memory: loader workers that already run see its changes."""

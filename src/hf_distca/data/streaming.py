@@ -19,8 +19,6 @@ from hf_distca.data.reading import convert_document, count_tokens, is_datasets_c
 from hf_distca.data.shares import EpochMixin, cut_share
 from hf_distca.errors import ConfigError
 
-__all__ = ["StreamedShares"]
-
 
 class StreamedShares(EpochMixin, torch.utils.data.IterableDataset[Mapping[str, Any]]):
     """Shares of global batches that are filled as documents arrive.

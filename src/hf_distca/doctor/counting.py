@@ -18,8 +18,6 @@ from hf_distca.integration.families import check_family
 from hf_distca.integration.layer_kinds import list_layer_keys
 from hf_distca.model_shape import ModelShape
 
-__all__ = ["count_model", "count_tokens"]
-
 _ACTIVE_EXPERTS = (
     "num_experts_per_tok",
     "num_experts_per_token",

@@ -13,8 +13,6 @@ from hf_distca.doctor.exchange import is_launched, try_launched, versions
 from hf_distca.doctor.model import family, find_dtype, kernels, read_config
 from hf_distca.errors import DistCAError
 
-__all__ = ["diagnose", "is_reporting_rank"]
-
 
 def is_reporting_rank() -> bool:
     """Return whether this process reports the findings: it is alone, or rank 0."""

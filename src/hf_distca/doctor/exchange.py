@@ -22,8 +22,6 @@ from hf_distca.integration.session import Session
 from hf_distca.runtime.group import AttentionGroup, joint_step
 from hf_distca.runtime.members import node_number
 
-__all__ = ["describe_ranks", "exchange", "is_launched", "try_launched", "versions"]
-
 _BYTES = 2**22  # of a message
 _ROUNDS = 5
 _PACKAGES = (

@@ -26,8 +26,6 @@ from hf_distca.integration.families import (
 from hf_distca.integration.layer_kinds import list_layer_keys
 from hf_distca.kernels import Case, Scores, is_slow, list_candidates, suggest_faster_kernel
 
-__all__ = ["find_dtype", "family", "kernels", "read_config"]
-
 _SHORT_NAMES = {
     "bf16": torch.bfloat16,
     "fp16": torch.float16,

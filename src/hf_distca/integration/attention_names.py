@@ -17,18 +17,6 @@ from hf_distca.errors import UnsupportedError
 from hf_distca.integration.families import FAMILIES, PROVEN_GROUPS
 from hf_distca.integration.processes import LOG, warn_once
 
-__all__ = [
-    "REPLACEABLE_ATTENTION",
-    "check_not_replaced",
-    "describe_origin",
-    "find_distca_configs",
-    "is_distca_model",
-    "iterate_models",
-    "make_distca_default",
-    "register_attention",
-    "replace_attention",
-]
-
 _registered: dict[str, Callable[..., Any]] = {}
 
 

@@ -39,14 +39,6 @@ if TYPE_CHECKING:
     from transformers import Trainer
     from transformers.trainer_callback import TrainerCallback
 
-__all__ = [
-    "MaskCall",
-    "find_model_argument",
-    "find_trainer",
-    "is_compiled",
-    "is_in_model",
-]
-
 _TRAINER_STEPS = ("training_step", "prediction_step")
 
 

@@ -15,8 +15,6 @@ from hf_distca.integration.attention_names import replace_attention
 from hf_distca.integration.reports import print_summary
 from hf_distca.integration.session import Session
 
-__all__ = ["balancing", "configure", "current_session", "print_last_summary", "use_session"]
-
 _configured: Session | None = None  # by `configure`, or with the defaults
 _session: Session | None = None  # in use: that one, or one of a callback with settings of its own
 

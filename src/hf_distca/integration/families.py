@@ -14,23 +14,6 @@ from transformers import PreTrainedConfig
 from hf_distca.errors import UnsupportedError
 from hf_distca.integration.processes import warn_once
 
-__all__ = [
-    "CUT_DOCUMENT_FAMILIES",
-    "FAMILIES",
-    "PING_PONG_FAMILIES",
-    "PROVEN_GROUPS",
-    "REFUSAL_REASONS",
-    "WHOLE_DOCUMENT_FAMILIES",
-    "WHOLE_DOCUMENT_REASONS",
-    "check_cut_documents",
-    "check_family",
-    "check_layerdrop",
-    "check_mask_numbers",
-    "warn_of_packing",
-    "warn_of_unproven_family",
-    "whole_document_reason",
-]
-
 
 def _read_table() -> dict[str, list[str]]:
     """Read the model types of each group."""

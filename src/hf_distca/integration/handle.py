@@ -36,16 +36,6 @@ if TYPE_CHECKING:
     from hf_distca.integration.nano_batches import NanoBatches, SplitDocumentContext
     from hf_distca.integration.work_planner import WorkPlanner
 
-__all__ = [
-    "PLANNER",
-    "AttentionHandle",
-    "CachedMask",
-    "ForeignMask",
-    "LayerSetup",
-    "LayerWork",
-    "MaskFacts",
-]
-
 # Keyword argument of a model's forward: the `WorkPlanner` of its handles, in place of one that
 # plans with the session; given by stages of a pipeline.
 PLANNER = "distca_planner"

@@ -15,8 +15,6 @@ from hf_distca.errors import ConfigError
 from hf_distca.schedule.cost import AttentionShape, CostModel
 from hf_distca.schedule.profiles import Profile
 
-__all__ = ["choose_rate_source", "count_layers", "list_layer_keys", "make_initial_cost"]
-
 _HEAD_FIELDS = ("num_attention_heads", "decoder_attention_heads", "n_head")
 _WIDTH_FIELDS = ("hidden_size", "d_model", "n_embd")
 

@@ -18,9 +18,6 @@ from hf_distca.agreement.documents import Documents
 from hf_distca.errors import UnsupportedError
 from hf_distca.integration.handle import AttentionHandle
 
-__all__ = ["NanoBatches", "SplitDocumentContext", "choose_cut"]
-
-
 # A cut between documents is taken if the smaller nano-batch then has at least this part of the
 # tokens.
 _MIN_PART = 3 / 8

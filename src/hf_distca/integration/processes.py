@@ -23,17 +23,7 @@ from transformers.utils.logging import is_progress_bar_enabled
 
 from hf_distca.config import DistCAConfig
 from hf_distca.errors import UnsupportedError
-from hf_distca.runtime.group import Members
-
-__all__ = [
-    "LOG",
-    "choose_group_size",
-    "find_data_parallel_ranks",
-    "find_members",
-    "print_if_slow",
-    "print_lines",
-    "warn_once",
-]
+from hf_distca.runtime.members import Members
 
 LOG = logging.getLogger("hf_distca")
 

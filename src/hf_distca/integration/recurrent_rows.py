@@ -16,8 +16,6 @@ from hf_distca.kernels.varlen import to_device
 from hf_distca.recurrent.segments import Segments
 from hf_distca.runtime.outputs import OutputStore
 
-__all__ = ["RECURRENT_ROWS", "RecurrentRows", "get_recurrent_rows"]
-
 RECURRENT_ROWS = "distca_rows"  # the keyword argument
 
 

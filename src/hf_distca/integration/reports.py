@@ -11,14 +11,6 @@ from hf_distca.integration.processes import print_lines
 from hf_distca.integration.session import Session
 from hf_distca.kernels.variants import late_compiles
 
-__all__ = [
-    "Metrics",
-    "nothing_moved_reason",
-    "print_summary",
-    "read_metrics",
-    "summarize_balance",
-]
-
 
 @dataclass(frozen=True)
 class Metrics:

@@ -29,11 +29,10 @@ from hf_distca.kernels import Case, Kernel, Scores, select_kernel
 from hf_distca.measure.timeline import Trace
 from hf_distca.runtime.call import AttentionServer, Call, Inputs
 from hf_distca.runtime.core_attention import core_attention
-from hf_distca.runtime.group import AttentionGroup, Members
+from hf_distca.runtime.group import AttentionGroup
+from hf_distca.runtime.members import Members
 from hf_distca.runtime.meter import Meter
 from hf_distca.schedule.cost import AttentionShape
-
-__all__ = ["Session"]
 
 
 class Session:

@@ -30,8 +30,6 @@ from hf_distca.schedule.layout import Layout
 from hf_distca.schedule.plan import Plan
 from hf_distca.schedule.waves import Waves
 
-__all__ = ["WorkPlanner"]
-
 _LOCAL_GROUP = AttentionGroup()
 
 

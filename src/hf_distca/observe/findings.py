@@ -25,8 +25,6 @@ from hf_distca.schedule.load import PlanLoad
 from hf_distca.schedule.profiles import Profile
 from hf_distca.schedule.ranks import Ranks
 
-__all__ = ["Findings", "find"]
-
 _DIFFERENT = 0.07  # relative, of ranks that are not alike; less is noise
 _FEWEST = 4  # micro-batches to compare
 _PLANNING_SHARE = 0.005  # of the watched time, after the first plan

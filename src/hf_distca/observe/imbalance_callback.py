@@ -13,8 +13,6 @@ from hf_distca.integration.training.callback import (
 )
 from hf_distca.observe.run_observer import Observer
 
-__all__ = ["ImbalanceCallback", "observe_trainers"]
-
 
 class ImbalanceCallback(TrainerCallback):
     """Adds the imbalance of attention over ranks to the logs of a Trainer, under whatever attention

@@ -19,8 +19,6 @@ from hf_distca.integration.processes import print_lines
 from hf_distca.observe.findings import Findings, find
 from hf_distca.observe.watch import BatchFacts, start_watch, stop_watch
 
-__all__ = ["Observer"]
-
 _PATIENCE = 5.0  # seconds that rank 0 waits for facts of the others
 _MOST_BATCHES = 256  # that wait for a log, before they are gathered without one
 

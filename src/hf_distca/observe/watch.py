@@ -23,8 +23,6 @@ from hf_distca.agreement.documents import TokenBatch
 from hf_distca.errors import DistCAError
 from hf_distca.runtime.meter import Mark, Meter, mark_now
 
-__all__ = ["DOCUMENTS", "MASKED_ROWS", "ROWS", "BatchFacts", "Watch", "start_watch", "stop_watch"]
-
 # Parts of a batch that a kernel computes: each document; each row; each row, and what the mask
 # hides.
 DOCUMENTS, ROWS, MASKED_ROWS = range(3)

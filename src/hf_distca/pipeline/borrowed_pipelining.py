@@ -17,14 +17,6 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
 from hf_distca.errors import UnsupportedError
 
-__all__ = [
-    "OneStageSchedule",
-    "select_adapter_weights",
-    "has_adapters",
-    "find_whole_mesh",
-    "unwrap_peft",
-]
-
 
 class OneStageSchedule(PipelineScheduleSingle):
     """torch's base class of schedules with one stage a rank, in which a schedule only implements

@@ -17,8 +17,6 @@ from hf_distca.errors import ConfigError, UnsupportedError
 from hf_distca.integration.attention_names import find_distca_configs
 from hf_distca.integration.families import check_family, check_layerdrop
 
-__all__ = ["SPLIT", "ModelParts", "check_split", "find_ends", "layers_of_stages"]
-
 # Two stages, one after the other, give the logits and gradients of the whole model.
 _SPLIT = """
     afmoe apertus arcee aria_text axk1 beam biogpt bitnet cohere cohere2 cohere2_moe

@@ -28,8 +28,6 @@ from hf_distca.runtime.group import AttentionGroup
 from hf_distca.runtime.outputs import LayerOutputs
 from hf_distca.runtime.route import Route
 
-__all__ = ["LayerKindRecorder", "StageAttention"]
-
 # Of work whose calls have their routes from elsewhere. They may exchange, so that there is
 # something to hide.
 _NO_ROUTE = Route(TaskBatch((), (), (), ()), (), exchanges=True)

@@ -23,8 +23,6 @@ from hf_distca.pipeline.borrowed_pipelining import (
 from hf_distca.pipeline.stage_models import StageModel
 from hf_distca.pipeline.stages import Stage
 
-__all__ = ["save_pretrained"]
-
 _WHOLE = "model.safetensors"
 _INDEX = f"{_WHOLE}.index.json"
 _SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")

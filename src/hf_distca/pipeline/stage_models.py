@@ -19,8 +19,6 @@ from transformers import PreTrainedModel
 from hf_distca.errors import ConfigError
 from hf_distca.pipeline.model_parts import ModelParts, find_ends
 
-__all__ = ["TIED", "StageModel"]
-
 TIED = "tied weights"  # the fact that names them
 
 

@@ -23,10 +23,9 @@ from hf_distca.pipeline.stages import Stage
 from hf_distca.pipeline.step_checks import check_facts
 from hf_distca.pipeline.tick_calls import DTYPES, LayerKind
 from hf_distca.pipeline.ticks import Pipeline, merge_calls
-from hf_distca.runtime.group import AttentionGroup, Members
+from hf_distca.runtime.group import AttentionGroup
+from hf_distca.runtime.members import Members
 from hf_distca.schedule.layout import IntArray
-
-__all__ = ["find_ranks"]
 
 _TOKENS = 16  # of the forward in which a stage's kinds of attention are found
 

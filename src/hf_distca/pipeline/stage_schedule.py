@@ -41,8 +41,6 @@ from hf_distca.pipeline.ticks import (
 from hf_distca.runtime.group import AttentionGroup
 from hf_distca.runtime.rendezvous import Rendezvous
 
-__all__ = ["Schedule"]
-
 # How a batch was loaded. They are no numbers that another announcement begins with.
 _STATED, _SHARES = -1, -2
 

@@ -28,8 +28,6 @@ from hf_distca.runtime.group import AttentionGroup
 from hf_distca.runtime.monitor import reserved_seconds
 from hf_distca.runtime.outputs import OutputStore
 
-__all__ = ["Messages", "StageStep", "TickFigures", "clip_grad_norm_", "sum_tied_gradients"]
-
 
 class TickFigures(NamedTuple):
     """Figures of one rank in a tick.

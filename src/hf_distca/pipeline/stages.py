@@ -18,8 +18,6 @@ from hf_distca.pipeline.borrowed_pipelining import unwrap_peft
 from hf_distca.pipeline.model_parts import ModelParts, check_split, layers_of_stages
 from hf_distca.pipeline.stage_models import StageModel
 
-__all__ = ["Stage", "from_pretrained", "split"]
-
 # Arguments of transformers that say where a checkpoint is, and so its config.
 _LOCATION = {
     "cache_dir",

@@ -28,15 +28,6 @@ from hf_distca.pipeline.ticks import Pipeline
 from hf_distca.runtime.group import AttentionGroup
 from hf_distca.schedule.layout import IntArray, Layout
 
-__all__ = [
-    "StepRow",
-    "build_layout_of_copies",
-    "check_facts",
-    "check_shares_of_copy",
-    "check_steps",
-    "checksum",
-]
-
 _SAME = (
     ". Give all ranks the same model, settings and micro-batches, or shares of one data set in one"
     " order, and call the same of Schedule.step and Schedule.eval, train() and eval() on all of"

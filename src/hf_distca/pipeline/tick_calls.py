@@ -24,18 +24,6 @@ from hf_distca.runtime.route import Route
 from hf_distca.schedule.cost import AttentionShape
 from hf_distca.schedule.layout import Layout
 
-__all__ = [
-    "DTYPES",
-    "CallPart",
-    "LayerKind",
-    "MicroBatch",
-    "MicroBatchPart",
-    "OwnCall",
-    "SAME_LAYERS",
-    "make_requests",
-    "serve_others",
-]
-
 DTYPES = (torch.float64, torch.float32, torch.bfloat16)  # ranks tell each other the index
 
 

@@ -28,15 +28,6 @@ from hf_distca.schedule.layout import Layout, Segment
 from hf_distca.schedule.plan import Plan
 from hf_distca.schedule.waves import Waves
 
-__all__ = [
-    "JointCall",
-    "Pipeline",
-    "Tick",
-    "TickPlans",
-    "merge_calls",
-    "order_ticks",
-]
-
 Running = tuple[int | None, ...]  # which micro-batch each stage runs
 
 

@@ -11,13 +11,11 @@ from pydantic import BaseModel
 from transformers import Trainer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from hf_distca.config import split_settings
+from hf_distca.config import REPLACEABLE_ATTENTION, split_settings
 from hf_distca.errors import UnsupportedError
-from hf_distca.integration.attention_names import REPLACEABLE_ATTENTION, replace_attention
+from hf_distca.integration.attention_names import replace_attention
 from hf_distca.integration.training.callback import DistCACallback
 from hf_distca.integration.training.deal_trainer import deal
-
-__all__ = ["DistCAInput", "DistCAPlugin"]
 
 _FLASH = tuple(name for name in REPLACEABLE_ATTENTION if name != "sdpa")
 

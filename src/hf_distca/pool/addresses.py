@@ -8,8 +8,6 @@ import os
 
 from hf_distca.errors import ConfigError
 
-__all__ = ["parse_address", "read_token", "store_key"]
-
 
 def parse_address(text: str) -> tuple[str, int]:
     """Split ``HOST:PORT`` into host and port.

@@ -34,8 +34,6 @@ from hf_distca.pool.words import JsonLineConnection
 from hf_distca.runtime.call import Call
 from hf_distca.runtime.group import AttentionGroup, Phase
 
-__all__ = ["ASK_SECONDS", "PoolController", "ServedGroup", "connect_server"]
-
 ASK_SECONDS = 0.2  # between two attempts to find a server
 # That a server has to answer, and may.
 _ANSWER_SECONDS, _ANSWER_BYTES = 30.0, 1 << 16

@@ -15,8 +15,6 @@ from typing import NamedTuple, NoReturn
 from hf_distca.errors import ConfigError
 from hf_distca.pool.addresses import read_token, store_key
 
-__all__ = ["QUIET", "LaunchPlace", "listen_at", "serve_alone", "serve_launched"]
-
 # What keeps torch from writing frames of C++ where a connection ends, as all do with rank 0.
 QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
 

@@ -30,9 +30,8 @@ from hf_distca.errors import ConfigError, DistCADesyncError, DistCAError, Unsupp
 from hf_distca.pool.addresses import read_token, store_key
 from hf_distca.pool.controller import ASK_SECONDS, PoolController, connect_server
 from hf_distca.runtime.call import Call
-from hf_distca.runtime.group import AttentionGroup, Members, Phase
-
-__all__ = ["PoolObserver", "PoolRanks"]
+from hf_distca.runtime.group import AttentionGroup, Phase
+from hf_distca.runtime.members import Members
 
 _log = logging.getLogger("hf_distca")
 

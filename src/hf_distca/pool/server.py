@@ -49,8 +49,6 @@ from hf_distca.runtime.call import Call
 from hf_distca.runtime.empty_rows import make_empty_operands
 from hf_distca.runtime.meter import Meter
 
-__all__ = ["EndedError", "Server", "serve"]
-
 _LOOK_SECONDS = 1.0  # between two looks whether another rank has left
 _END_SECONDS = 3.0  # that rank 0, which fails when others do not come, may take to say so
 # That whoever connects has to say what it wants.

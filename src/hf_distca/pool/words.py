@@ -29,15 +29,6 @@ from hf_distca.schedule.cost import AttentionShape, CostModel
 from hf_distca.schedule.layout import Layout
 from hf_distca.schedule.profiles import Profile
 
-__all__ = [
-    "JsonLineConnection",
-    "read_config",
-    "read_dtype",
-    "read_key",
-    "read_requests",
-    "read_shares",
-]
-
 _SOCKET_OPTIONS = {
     (socket.IPPROTO_TCP, socket.TCP_NODELAY): 1,
     # A node that is lost says nothing: TCP asks every 10 s whether it is there, 6 times in vain.

@@ -22,16 +22,6 @@ from hf_distca.recurrent.segments import RowNeeds, Segments, StateKey
 from hf_distca.runtime.messages import MessagePart, add_rows, concat_rows, launch, split_runs
 from hf_distca.runtime.outputs import LayerOutputs
 
-__all__ = [
-    "RuleOutputs",
-    "SegmentKernel",
-    "Summaries",
-    "exchange_states",
-    "compute_starting_states",
-    "with_gradient_anchor",
-    "with_token",
-]
-
 
 class Summaries(NamedTuple):
     """Effect of segments on a state: S_out = transition(S_in) + bias.

@@ -21,8 +21,6 @@ from hf_distca.recurrent.segments import RowNeeds, Segments, StateKey
 from hf_distca.runtime.outputs import LayerOutputs
 from hf_distca.schedule.layout import Segment
 
-__all__ = ["causal_convolution"]
-
 
 def causal_convolution(
     x_BCT: torch.Tensor,

@@ -33,8 +33,6 @@ from hf_distca.recurrent.carryover import (
 from hf_distca.recurrent.segments import Segments
 from hf_distca.runtime.outputs import LayerOutputs
 
-__all__ = ["DeltaInputs", "DeltaRule", "RuleOutputs", "document_by_document", "gated_delta_rule"]
-
 
 class DeltaInputs(NamedTuple):
     """The inputs of the rule in a layer.

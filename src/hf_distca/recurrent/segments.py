@@ -20,8 +20,6 @@ from hf_distca.runtime.messages import MessageLayouts, RowRun, Rows
 from hf_distca.runtime.meter import Meter
 from hf_distca.schedule.layout import Layout, Segment, mark_changes
 
-__all__ = ["HeldSegment", "StateKey", "RowNeeds", "Segments"]
-
 
 class HeldSegment(NamedTuple):
     """Positions [start, end) of a document, and the rank that holds them."""

@@ -30,8 +30,6 @@ from hf_distca.recurrent.carryover import (
 from hf_distca.recurrent.segments import Segments
 from hf_distca.runtime.outputs import LayerOutputs
 
-__all__ = ["Scan", "ScanInputs", "mamba2", "scan_by_document"]
-
 
 class ScanInputs(NamedTuple):
     """The inputs of the scan in a layer.

@@ -10,8 +10,6 @@ from hf_distca.errors import ReportError
 from hf_distca.input_files import read_file
 from hf_distca.run_report.rows import RECORD_NAME, Row, RunRow, StepsRow, read_json, read_row
 
-__all__ = ["RankTrace", "RunFolder"]
-
 RowKind = TypeVar("RowKind", bound=Row)
 _MOST_RECORD_BYTES = 2**30  # all plans of a long run
 

@@ -17,8 +17,6 @@ from jinja2 import Environment
 from hf_distca.run_report.rows import PerRank
 from hf_distca.run_report.run_figures import Figures, PlanFigures, PlanPiece
 
-__all__ = ["AFTER", "BEFORE", "DOCUMENTS", "Bar", "Picture", "pictures", "render"]
-
 _TILES = (
     ("step_seconds", "s a step", "{:.3g}"),
     ("imbalance_measured_before", "imbalance before, measured", "{:.2f}"),

@@ -17,20 +17,6 @@ import numpy as np
 
 from hf_distca.errors import ReportError
 
-__all__ = [
-    "RECORD_NAME",
-    "PerRank",
-    "PlanPart",
-    "PlanRow",
-    "Row",
-    "RunRow",
-    "StepsRow",
-    "WarningRow",
-    "read_json",
-    "read_row",
-    "write_row",
-]
-
 RECORD_NAME = "_distca_run.jsonl"  # `Trainer.push_to_hub` leaves out what begins so
 
 

@@ -16,8 +16,6 @@ from hf_distca.run_report.rows import RECORD_NAME, PerRank, PlanRow, RunRow, Ste
 from hf_distca.schedule.cost import FloatArray
 from hf_distca.schedule.plan import Plan
 
-__all__ = ["Figures", "PlanPiece", "PlanFigures", "collect"]
-
 _TALLY = [figure.name for figure in fields(BalanceTotals)]
 _LATER = {"estimated_in_order": 0.0, "dealt_mean": 0.0}  # older records do not have them
 _NO_TIMELINES = (

@@ -31,8 +31,6 @@ from hf_distca.runtime.monitor import NO_NAMES, FailureMonitor, reserved_seconds
 from hf_distca.runtime.rendezvous import Rendezvous
 from hf_distca.schedule.layout import IntArray
 
-__all__ = ["AttentionGroup", "GroupObserver", "Members", "Phase", "joint_step"]
-
 _log = logging.getLogger("hf_distca")
 
 P = ParamSpec("P")

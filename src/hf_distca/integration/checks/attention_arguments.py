@@ -13,13 +13,6 @@ from hf_distca.integration.families import FAMILIES, PROVEN_GROUPS
 from hf_distca.integration.handle import PLANNER, AttentionHandle, CachedMask
 from hf_distca.integration.recurrent_rows import RECURRENT_ROWS
 
-__all__ = [
-    "check_arguments",
-    "check_cached_mask",
-    "check_layer",
-    "check_window",
-]
-
 # Keyword arguments that reach attention functions and do not change the maths of causal attention
 # within documents.
 _HARMLESS_ARGUMENTS = {

@@ -18,8 +18,6 @@ from hf_distca.errors import UnsupportedError
 from hf_distca.integration.callers import find_model_argument, is_compiled
 from hf_distca.integration.checks.first_loss import TARGETS, LossWatch, SpyTensor
 
-__all__ = ["watch_gradient"]
-
 
 def watch_gradient(model: PreTrainedModel) -> None:
     """Raise if a loss gives the logits of a share no gradient, although it has targets that were

@@ -30,15 +30,6 @@ from hf_distca.integration.callers import is_in_model
 if TYPE_CHECKING:
     from transformers import Trainer
 
-__all__ = [
-    "TARGETS",
-    "LossWatch",
-    "SpyTensor",
-    "is_loss_watched",
-    "run_watched_step",
-    "wrap_method",
-]
-
 TARGETS, LABELS, ITEMS = "shift_labels", "labels", "num_items_in_batch"
 # A node of a graph, and which of its outputs: DDP has one node for all that a model returns.
 GraphPlace = tuple[Any, int]

@@ -18,8 +18,6 @@ from hf_distca.data.streaming import StreamedShares
 from hf_distca.errors import UnsupportedError
 from hf_distca.integration.checks.replaced_parts import get_collator_origin
 
-__all__ = ["Cases", "check_dispatch", "find_reading_cases", "find_shares"]
-
 # Whether something is wrong, what it is, and what to set.
 Cases = Iterable[tuple[object, str]]
 

@@ -15,14 +15,6 @@ from hf_distca.data.reading import DocumentReader
 from hf_distca.errors import ConfigError, UnsupportedError
 from hf_distca.integration.processes import LOG, warn_once
 
-__all__ = [
-    "CollatorRule",
-    "check_collator",
-    "describe_targets",
-    "get_collator_origin",
-    "warn_of_row_order",
-]
-
 CollatorRule = Literal["check", "replace"]
 _SAMPLE_SIZE = 256  # documents: they are read as training reads them, which takes a moment
 

@@ -23,8 +23,6 @@ from hf_distca.integration.families import whole_document_reason
 if TYPE_CHECKING:
     from transformers import Trainer, TrainingArguments
 
-__all__ = ["check_dealing", "check_evaluation", "check_loader", "check_sharing"]
-
 
 def check_loader(
     loader: object,

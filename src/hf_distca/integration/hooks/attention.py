@@ -30,8 +30,6 @@ from hf_distca.kernels import Scores
 from hf_distca.runtime.call import Inputs
 from hf_distca.schedule.cost import AttentionShape
 
-__all__ = ["distca_attention"]
-
 
 def _hide_from_compilers(attend: Callable[..., Any]) -> Callable[..., Any]:
     """Hide attention from compilers and checkpointing policies; without either this costs only two

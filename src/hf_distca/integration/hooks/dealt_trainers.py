@@ -39,8 +39,6 @@ if TYPE_CHECKING:
     from hf_distca.integration.callers import MaskCall
     from hf_distca.integration.session import Session
 
-__all__ = ["check_first_share", "wrap_trainers"]
-
 # Trainers and models, by whether they trained then.
 _checked_modes: WeakKeyDictionary[object, set[bool]] = WeakKeyDictionary()
 

@@ -51,8 +51,6 @@ from hf_distca.integration.hooks.positions import (
 from hf_distca.integration.hooks.recomputed_masks import reuse_forward_handle
 from hf_distca.integration.work_planner import WorkPlanner
 
-__all__ = ["distca_mask", "find_planner", "prepare"]
-
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def distca_mask(

@@ -24,8 +24,6 @@ from hf_distca.integration.nano_batches import NanoBatches
 from hf_distca.integration.processes import LOG, warn_once
 from hf_distca.runtime.pingpong import find_checkpointed_parts, run_nano_batches
 
-__all__ = ["can_cut_layers", "cut_layers"]
-
 _cut_models: WeakSet[torch.nn.Module] = WeakSet()
 
 

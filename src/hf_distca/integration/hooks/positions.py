@@ -24,14 +24,6 @@ from hf_distca.errors import LayoutError, UnsupportedError
 from hf_distca.integration.callers import find_model_argument
 from hf_distca.kernels.varlen import to_device
 
-__all__ = [
-    "accept_document_positions",
-    "check_positions",
-    "extend_rotary",
-    "find_first_position",
-    "mark_document_starts",
-]
-
 _checked_models: WeakSet[torch.nn.Module] = WeakSet()
 _first_positions: WeakKeyDictionary[torch.nn.Module, int] = WeakKeyDictionary()
 

@@ -15,9 +15,6 @@ from weakref import WeakKeyDictionary
 from hf_distca.integration.handle import AttentionHandle
 from hf_distca.runtime.saved_tensors import SavedTensors
 
-__all__ = ["reuse_forward_handle"]
-
-
 # By checkpoint: the handles that its forward made, in order, and for each recompute the rest of
 # them.
 _masks: WeakKeyDictionary[

@@ -40,18 +40,16 @@ from hf_distca.integration.hooks.recurrent_segments import make_recurrent_rows
 from hf_distca.integration.recurrent_rows import RECURRENT_ROWS, RecurrentRows, get_recurrent_rows
 from hf_distca.integration.work_planner import WorkPlanner
 from hf_distca.late_imports import when_imported
+from hf_distca.recurrent.carryover import RuleOutputs
 from hf_distca.recurrent.convolution import causal_convolution
 from hf_distca.recurrent.delta_rule import (
     DeltaInputs,
-    RuleOutputs,
     document_by_document,
     gated_delta_rule,
 )
 from hf_distca.recurrent.segments import Segments
 from hf_distca.recurrent.state_space import ScanInputs, mamba2, scan_by_document
 from hf_distca.runtime.outputs import LayerOutputs
-
-__all__ = ["RECURRENT_MODULES", "reset_states_at_documents"]
 
 _CONVOLUTION_FUNCTIONS = ("causal_conv1d_fn",)
 _DELTA_RULE_FUNCTIONS = (*_CONVOLUTION_FUNCTIONS, "torch_chunk_gated_delta_rule")

@@ -29,8 +29,6 @@ from hf_distca.recurrent.segments import Segments
 from hf_distca.runtime.group import AttentionGroup
 from hf_distca.schedule.layout import Layout
 
-__all__ = ["make_recurrent_rows"]
-
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # it reads documents
 def make_recurrent_rows(

@@ -8,8 +8,6 @@ from hf_distca.integration.hooks.mask import distca_mask, find_planner
 from hf_distca.integration.hooks.positions import accept_document_positions
 from hf_distca.integration.hooks.recurrent_layers import reset_states_at_documents
 
-__all__ = ["register_distca"]
-
 
 def register_distca() -> None:
     """Give transformers the attention function and the mask function named "distca"."""

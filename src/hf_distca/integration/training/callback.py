@@ -38,16 +38,6 @@ from hf_distca.integration.reports import (
 from hf_distca.integration.session import Session
 from hf_distca.integration.training.record import Recorder
 
-__all__ = [
-    "DistCACallback",
-    "add_callbacks",
-    "call_before_training",
-    "find_callback",
-    "find_or_add_callback",
-    "find_session",
-    "move_before_reporters",
-]
-
 _MIN_MICRO_BATCHES = 20  # micro-batches in which nothing was moved, to say so
 
 

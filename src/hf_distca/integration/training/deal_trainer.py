@@ -34,8 +34,6 @@ from hf_distca.integration.training.document_shares import document_shares
 from hf_distca.integration.training.pairs import check_deals_documents
 from hf_distca.schedule.layout import IntArray, Layout
 
-__all__ = ["deal", "deal_before_training"]
-
 _COMPARED_BATCHES = 4  # global batches of which orders are compared
 _REPLACED_BATCHES = 64  # batches of which the imbalance is estimated
 _PACKED_COLUMNS = {"seq_lengths", "position_ids"}  # columns that say which documents a row has

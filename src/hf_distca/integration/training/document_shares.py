@@ -33,8 +33,6 @@ from hf_distca.schedule.cost import AttentionShape
 if TYPE_CHECKING:
     from datasets import Dataset
 
-__all__ = ["document_shares", "make_lazy_dataset"]
-
 
 def document_shares(
     documents: Any,

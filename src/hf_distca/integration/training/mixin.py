@@ -23,8 +23,6 @@ from hf_distca.integration.training.callback import (
 )
 from hf_distca.integration.training.share_tokens import deal_drawn_batches
 
-__all__ = ["DistCATrainerMixin", "announce_step", "plan_ahead"]
-
 
 def plan_ahead(batches: Sequence[Any]) -> list[Any]:
     """Plan core attention for the micro-batches of an optimizer step at once: two small collectives

@@ -16,8 +16,6 @@ from hf_distca.data.reading import read_document_lengths
 from hf_distca.errors import UnsupportedError
 from hf_distca.schedule.layout import IntArray
 
-__all__ = ["ItemRules", "check_deals_documents"]
-
 # Columns that follow each other in a document, for each document of an item. KTO reads a prompt
 # again with an answer to another one, for losses that compare the two.
 _DOCUMENTS = {

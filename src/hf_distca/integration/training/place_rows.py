@@ -37,8 +37,6 @@ from hf_distca.runtime.members import node_number
 from hf_distca.schedule.cost import FloatArray
 from hf_distca.schedule.layout import IntArray
 
-__all__ = ["place_rows"]
-
 Reader = TypeVar("Reader")
 _SAMPLE_STEPS = 16  # that the estimate of the first line looks at
 

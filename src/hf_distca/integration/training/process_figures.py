@@ -12,8 +12,6 @@ from hf_distca.integration.reports import Metrics, read_metrics
 from hf_distca.integration.training.callback import find_session
 from hf_distca.measure.timeline import Trace
 
-__all__ = ["metrics", "trace"]
-
 
 def metrics(*, gather: bool = False) -> Metrics:
     """Return sums of estimates and measurements since `configure`; reading does not reset them.

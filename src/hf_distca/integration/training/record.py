@@ -39,8 +39,6 @@ from hf_distca.run_report.rows import (
     write_row,
 )
 
-__all__ = ["Recorder"]
-
 _PACKAGES = (
     "hf-distca",
     "torch",

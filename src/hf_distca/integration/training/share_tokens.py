@@ -25,8 +25,6 @@ from hf_distca.runtime.group import AttentionGroup
 from hf_distca.schedule.cost import AttentionShape, CostModel
 from hf_distca.schedule.layout import IntArray
 
-__all__ = ["deal_drawn_batches", "share_tokens"]
-
 _KNOWN_COLUMNS = {"input_ids", "labels", "shift_labels", "attention_mask", *DOCUMENT_KEYS}
 # What is dealt by until a layer has run: causal pairs, whatever the layer is.
 _PLACEHOLDER_SHAPE = AttentionShape(1, 1, 1, 1, 1)
