@@ -94,7 +94,7 @@ class PlanLoad:
 
     def with_relays(self, relays: Relays) -> PlanLoad:
         """Return the load of the plan with relays, reusing figures that these do not change."""
-        load = replace(self, plan=self.plan.with_relays(relays))
+        load = replace(self, plan=replace(self.plan, relays=relays))
         kept = {"compute_seconds", "query_tokens", "needed_keys"}
         vars(load).update({name: value for name, value in vars(self).items() if name in kept})
         return load
