@@ -158,7 +158,7 @@ class GreedyPlanner:
         self, steps: Sequence[BalanceStep], seconds: FloatArray, capacity: int
     ) -> PlanRows | None:
         """Make the moves and return the rows; None if there are more moves than room for them."""
-        segment, unmoved_pieces = self._pieces
+        segment, unmoved_pieces = self.pieces
         movable = np.minimum(
             unmoved_pieces.end, np.where(unmoved_pieces.heads < 1, *self.movable_ends)
         )
@@ -237,25 +237,8 @@ class GreedyPlanner:
         )
         return loads, np.lexsort((-seconds, np.arange(len(seconds)) // step.size))
 
-    def combine_rows(self, alternatives: Sequence[PlanRows], choice: IntArray) -> PlanRows:
-        """Combine rows: for the pieces of each rank, take one of several alternatives of moving
-        them inside groups.
-        """
-        piece_choice = choice[self.layout.rank[self._pieces[0]]]
-        parts = [
-            np.flatnonzero(piece_choice[rows.piece] == number)
-            for number, rows in enumerate(alternatives)
-        ]
-        columns = zip(*alternatives, strict=True)
-        return PlanRows(
-            *(
-                np.concatenate([c[p] for c, p in zip(column, parts, strict=True)])
-                for column in columns
-            )
-        )
-
     @cached_property
-    def _pieces(self) -> tuple[IntArray, QueryPieces]:
+    def pieces(self) -> tuple[IntArray, QueryPieces]:
         """The segment of each piece, and the pieces that ranks compute before anything moves,
         deepest first.
         """
@@ -279,7 +262,7 @@ class GreedyPlanner:
         Neighbours on one server become one task.
         """
         layout, parts = self.layout, self.heads.groups + 1
-        segment, pieces = self._pieces
+        segment, pieces = self.pieces
         home, place, group = layout.rank[segment], layout.place[segment], pieces.number % parts
         # A document of which no group is moved is not split.
         split_mask = np.zeros(len(layout.documents), dtype=np.bool_)
