@@ -325,9 +325,13 @@ class CostModel:
         """Make a model of one second per 2**30 causal pairs, nothing for anything
         else: balances pairs, as published planners do.
         """
-        forward = KernelCost(0.0, np.inf, 2.0**30 * shape.pair_flops)
         return cls(
-            shape, forward, KernelCost(0.0, np.inf, np.inf), np.inf, tile=1, name="causal pairs"
+            shape,
+            KernelCost(0.0, np.inf, 2.0**30 * shape.pair_flops),
+            KernelCost(0.0, np.inf, np.inf),
+            np.inf,
+            tile=1,
+            name="causal pairs",
         )
 
     def without_unused_window(self, longest: int) -> Self:
@@ -356,12 +360,13 @@ class CostModel:
         """
         try:
             data: Any = json.loads(text)
-            shape = AttentionShape(**data.pop("shape"))
-            forward, backward = (
-                KernelCost.from_json(data.pop(direction)) for direction in ("forward", "backward")
-            )
-            data["exchange_bytes_per_second"] = read_rate(data["exchange_bytes_per_second"])
-            model = cls(shape, forward, backward, **data)
+            data |= {
+                "shape": AttentionShape(**data["shape"]),
+                "forward": KernelCost.from_json(data["forward"]),
+                "backward": KernelCost.from_json(data["backward"]),
+                "exchange_bytes_per_second": read_rate(data["exchange_bytes_per_second"]),
+            }
+            model = cls(**data)
             numbers = (
                 model.exchange_bytes_per_second,
                 model.exchange_seconds,
@@ -412,8 +417,8 @@ class CostModel:
         """Return the three parts that add up to `estimate_directions`: of the task, of
         bytes and of flops, shape (2, tasks, 3).
         """
-        coefficients = np.stack([self.forward.coefficients, self.backward.coefficients])
-        return np.asarray(self.count_work(rows, keys, heads) * coefficients[:, None])
+        coefficients = [self.forward.coefficients, self.backward.coefficients]
+        return self.count_work(rows, keys, heads) * np.stack(coefficients)[:, None]
 
     def estimate_directions(
         self, rows: npt.ArrayLike, keys: npt.ArrayLike, heads: npt.ArrayLike = 1.0

@@ -334,12 +334,10 @@ class Dealer:
         long_count = int(
             np.searchsorted(-self.seconds[documents], -_SHORT_PART * level, side="right")
         )
-        unplaced = self._place_documents(
-            documents[:long_count].tolist(), places, home, per_token=False
-        )
-        return unplaced + self._place_documents(
-            documents[long_count:].tolist(), places, home, per_token=True
-        )
+        return [
+            *self._place_documents(documents[:long_count].tolist(), places, home, per_token=False),
+            *self._place_documents(documents[long_count:].tolist(), places, home, per_token=True),
+        ]
 
     def _place_documents(
         self, documents: list[int], places: _Receivers, home: list[int], *, per_token: bool
