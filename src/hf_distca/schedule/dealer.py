@@ -130,8 +130,11 @@ class Dealer:
         ranks, key_seconds = len(self.room), 0.0 if overlapped else cost.key_seconds
         self.key_travel_seconds = cost.key_seconds
         self.all_ranks = _RankGroup(0, ranks, per_node, key_seconds)
-        inside = cost.node_bytes_per_second or cost.exchange_bytes_per_second
-        node_key_seconds = min(key_seconds, cost.shape.moved_key_bytes / inside)
+        node_key_seconds = min(
+            key_seconds,
+            cost.shape.moved_key_bytes
+            / (cost.node_bytes_per_second or cost.exchange_bytes_per_second),
+        )
         self.nodes = [
             _RankGroup(first, first + per_node, per_node, node_key_seconds)
             for first in range(0, ranks, per_node)

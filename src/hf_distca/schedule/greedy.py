@@ -207,10 +207,9 @@ class GreedyPlanner:
             np.bincount(node, weights=seconds * speeds) / node_speed,
             np.bincount(node, weights=self.can_serve) > 0,
         )
-        groups = [slice(first, first + size) for first in range(0, len(node_seconds), size)]
-        capped = Levels(0.0, 0.95 * step.cap, 0.97 * step.cap, step.cap)
+        groups = (slice(first, first + size) for first in range(0, len(node_seconds), size))
         levels = [
-            capped
+            Levels(0.0, 0.95 * step.cap, 0.97 * step.cap, step.cap)
             if step.cap
             else Levels.of(node_seconds[g], node_speed[g], can_serve[g], step.tolerance)
             for g in groups
@@ -250,10 +249,12 @@ class GreedyPlanner:
         index, group = repeat_split_rows(heads.documents[layout.place[rows]], heads.groups)
         segment = rows[index]
         offsets = np.searchsorted(layout.rank[segment], np.arange(layout.world_size + 1))
-        part = np.where(group > 0, 1.0 / heads.groups, 1.0)
-        number = layout.place[segment] * (heads.groups + 1) + group
         return segment, QueryPieces(
-            number, layout.start[segment], layout.end[segment], part, offsets
+            layout.place[segment] * (heads.groups + 1) + group,
+            layout.start[segment],
+            layout.end[segment],
+            np.where(group > 0, 1.0 / heads.groups, 1.0),
+            offsets,
         )
 
     def make_plan(self, rows: PlanRows) -> Plan:
@@ -280,9 +281,8 @@ class GreedyPlanner:
         )
         begin = mark_changes(piece, server)
         last = np.append(begin, True)[1:]
-        split = layout.split_heads(split_mask, self.heads.groups) if split_mask.any() else layout
         return Plan(
-            split,
+            layout.split_heads(split_mask, self.heads.groups) if split_mask.any() else layout,
             number[begin],
             start[begin],
             end[last],
