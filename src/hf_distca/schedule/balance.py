@@ -204,23 +204,17 @@ class PlanTrials:
             layout, marginal, cost, self.unmoved_load.compute_seconds, config.head_groups
         )
         transient = TransientBytes.of(cost.shape)
-        ends = [
-            transient.find_last_row(config.max_transient_bytes, marginal, groups)
-            for groups in (heads.groups, 1)
-        ]
-        can_serve = (
-            np.ones(layout.world_size, dtype=np.bool_)
-            if config.serve_in_place
-            else layout.query_tokens == 0
-        )
         return GreedyPlanner(
             layout,
             heads,
             marginal,
             np.array(self.ranks.list_speeds(layout.world_size)),
-            ends,
+            [
+                transient.find_last_row(config.max_transient_bytes, marginal, groups)
+                for groups in (heads.groups, 1)
+            ],
             cost.window,
-            can_serve,
+            (layout.query_tokens == 0) | config.serve_in_place,
         )
 
     @property

@@ -285,20 +285,25 @@ class CostModel:
     peer_seconds: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.window is not None and self.window < 1:
-            raise ConfigError(
-                f"window={self.window}: a query position sees at least itself, or pass None for no"
-                " window."
-            )
-        if self.node_bytes_per_second is not None and not 0 < self.node_bytes_per_second < math.inf:
-            raise ConfigError(
-                f"node_bytes_per_second={self.node_bytes_per_second} must be a positive number, or"
-                " None for one rate everywhere."
-            )
-        if type(self.ranks_per_link) is not int or self.ranks_per_link < 1:
-            raise ConfigError(
-                f"ranks_per_link={self.ranks_per_link!r} must be a whole number of at least 1."
-            )
+        window, rate, per_link = self.window, self.node_bytes_per_second, self.ranks_per_link
+        for is_right, text in (
+            (
+                window is None or window >= 1,
+                f"window={window}: a query position sees at least itself, or pass None for no"
+                " window.",
+            ),
+            (
+                rate is None or 0 < rate < math.inf,
+                f"node_bytes_per_second={rate} must be a positive number, or None for one rate"
+                " everywhere.",
+            ),
+            (
+                type(per_link) is int and per_link >= 1,
+                f"ranks_per_link={per_link!r} must be a whole number of at least 1.",
+            ),
+        ):
+            if not is_right:
+                raise ConfigError(text)
 
     @classmethod
     def analytic(

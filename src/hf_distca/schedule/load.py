@@ -213,8 +213,6 @@ class PlanLoad:
         """Seconds that each rank sends and receives, without the fixed part of exchanges: shape (2,
         ranks).
         """
-        if not self.plan.moved:
-            return np.zeros((2, self.plan.layout.world_size))
         if self.ranks.per_node is not None and self.cost.node_bytes_per_second is not None:
             return self.node_bytes.estimate_seconds(self.cost, self.ranks)
         return np.asarray(self.exchange_bytes / self.cost.exchange_bytes_per_second)
@@ -224,8 +222,9 @@ class PlanLoad:
         """Seconds that each rank exchanges: the busier of its two roles, plus the fixed part of
         every exchange.
         """
-        exchanges = _EXCHANGES_PER_LAYER * (1 if self.waves is None else self.waves.count)
-        exchanges += _RELAY_EXCHANGES if self.plan.relays is not None else 0
+        exchanges = _EXCHANGES_PER_LAYER * (1 if self.waves is None else self.waves.count) + (
+            0 if self.plan.relays is None else _RELAY_EXCHANGES
+        )
         fixed = self.cost.exchange_seconds + self.cost.peer_seconds * self.peer_counts
         return np.asarray(self.wire_seconds.max(axis=0) + exchanges * fixed * self.plan.moved)
 
@@ -235,7 +234,7 @@ class PlanLoad:
         cost nothing.
         """
         ranks = self.plan.layout.world_size
-        if not (self.cost.peer_seconds and self.plan.moved):
+        if not self.cost.peer_seconds:
             return np.zeros(ranks)
         pairs = np.unique(self.traffic.source * ranks + self.traffic.server)
         return np.maximum(
