@@ -207,7 +207,6 @@ class PlanTrials:
         return GreedyPlanner(
             layout,
             heads,
-            marginal,
             np.array(self.ranks.list_speeds(layout.world_size)),
             [
                 transient.find_last_row(config.max_transient_bytes, marginal, groups)
@@ -294,7 +293,7 @@ class PlanTrials:
         """Make the step of moves in groups of so many ranks, where so much of an exchange
         counts.
         """
-        config, marginal = self.config, self.planner.marginal
+        config, marginal = self.config, MarginalCost.of(self.cost, self.config.tile)
         tolerance = max(
             config.tolerance, _FINEST_TOLERANCE_WITH_EXCHANGE if part else _FINEST_TOLERANCE
         )

@@ -16,7 +16,7 @@ from typing import NamedTuple, Self
 
 import numpy as np
 
-from hf_distca.schedule.cost import FloatArray, MarginalCost
+from hf_distca.schedule.cost import FloatArray
 from hf_distca.schedule.heads import HeadSplit
 from hf_distca.schedule.layout import BoolArray, IntArray, Layout, mark_changes, repeat_split_rows
 from hf_distca.schedule.moves import (
@@ -127,7 +127,6 @@ class GreedyPlanner:
     Attributes:
         layout: layout of all ranks.
         heads: documents that may be split by heads.
-        marginal: of tasks.
         speeds: (ranks,) how fast each is.
         movable_ends: where movable rows of a head group, and of all heads, end at most.
         window: of the plans.
@@ -136,7 +135,6 @@ class GreedyPlanner:
 
     layout: Layout
     heads: HeadSplit
-    marginal: MarginalCost
     speeds: FloatArray
     movable_ends: Sequence[int]
     window: int | None
