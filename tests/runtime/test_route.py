@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable
-from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -248,7 +247,7 @@ def test_every_task_finds_its_keys(
     plan = Plan.from_tasks(layout, tasks, kind if isinstance(kind, int) else None)
     waves = Waves.of(plan, AttentionShape(HEADS, KEY_HEADS, DIM, VALUE_DIM, 8), TILE, bound)
     if isinstance(kind, str) and bound is None:
-        waves = Waves(replace(plan, relays=some_relays(random_, plan)), waves.number)
+        waves = Waves(plan.with_relays(some_relays(random_, plan)), waves.number)
     plan, layout = waves.plan, waves.plan.layout
     routes = [Route.build(plan, rank, waves) for rank in range(world)]
     queries, keys = (

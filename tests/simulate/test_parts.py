@@ -284,7 +284,7 @@ def test_relays_pass_keys_on_in_exchanges_of_their_own(setting: Setting) -> None
     assert plan.relays is not None
     slow, fast = (
         of_plan(setting, one, replace(cost, exchange_seconds=1.0)).wire
-        for one in (plan, replace(plan, relays=None))
+        for one in (plan, plan.with_relays(None))
     )
     assert round(float(np.median(slow - fast))) == 3, (
         "keys again in both directions, and their gradients"

@@ -94,7 +94,7 @@ class PlanLoad:
 
     def with_relays(self, relays: Relays) -> PlanLoad:
         """Return the load of the plan with relays, reusing figures that these do not change."""
-        load = replace(self, plan=replace(self.plan, relays=relays))
+        load = replace(self, plan=self.plan.with_relays(relays))
         kept = {"compute_seconds", "query_tokens", "needed_keys"}
         vars(load).update({name: value for name, value in vars(self).items() if name in kept})
         return load
@@ -213,6 +213,8 @@ class PlanLoad:
         """Seconds that each rank sends and receives, without the fixed part of exchanges: shape (2,
         ranks).
         """
+        if not self.plan.moved:
+            return np.zeros((2, self.plan.layout.world_size))
         if self.ranks.per_node is not None and self.cost.node_bytes_per_second is not None:
             return self.node_bytes.estimate_seconds(self.cost, self.ranks)
         return np.asarray(self.exchange_bytes / self.cost.exchange_bytes_per_second)
@@ -234,7 +236,7 @@ class PlanLoad:
         cost nothing.
         """
         ranks = self.plan.layout.world_size
-        if not self.cost.peer_seconds:
+        if not (self.cost.peer_seconds and self.plan.moved):
             return np.zeros(ranks)
         pairs = np.unique(self.traffic.source * ranks + self.traffic.server)
         return np.maximum(

@@ -7,6 +7,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -117,10 +118,14 @@ class Plan:
         columns = [
             np.ascontiguousarray(getattr(self, name), dtype=np.int64) for name in CATask._fields
         ]
-        order = np.lexsort((columns[1], columns[0]))
-        vars(self).update(
-            (name, column[order]) for name, column in zip(CATask._fields, columns, strict=True)
-        )
+        document, start = columns[:2]
+        if (
+            (document[1:] < document[:-1])
+            | ((document[1:] == document[:-1]) & (start[1:] < start[:-1]))
+        ).any():
+            order = np.lexsort((start, document))
+            columns = [column[order] for column in columns]
+        vars(self).update(zip(CATask._fields, columns, strict=True))
         vars(self).update(
             segment=self._find_segments(),
             moved=self.layout.is_scattered or bool((self.home != self.server).any()),
@@ -214,6 +219,13 @@ class Plan:
             self.server[row],
             self.window,
         )
+
+    def with_relays(self, relays: Relays | None) -> Plan:
+        """Return the plan with these relays, which are not checked; nor are its tasks again."""
+        plan = copy(self)
+        vars(plan).update(relays=relays)
+        vars(plan).pop("digest", None)
+        return plan
 
     @property
     def tasks(self) -> list[CATask]:
