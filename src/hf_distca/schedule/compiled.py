@@ -32,18 +32,17 @@ def compile_function(function: F, *, keep: Path | None = None, inside: bool = Fa
         # numba names what it keeps by this, and otherwise looks at times of files, which copies may
         # share.
         function.__qualname__ += f"-{hashlib.sha256(keep.read_bytes()).hexdigest()[:16]}"
+    # Without the GIL, so that plans can be made beside training. The arrays outlive the call, so
+    # nothing counts references.
+    options: dict[str, Any] = {
+        "error_model": "numpy",
+        "nogil": True,
+        "_nrt": False,
+        "no_cfunc_wrapper": True,
+        "no_cpython_wrapper": inside,
+    }
     try:
-        # Without the GIL, so that plans can be made beside training. The arrays outlive the call,
-        # so nothing counts references.
-        return numba.njit(  # type: ignore[no-any-return]
-            function,
-            cache=keep is not None,
-            error_model="numpy",
-            nogil=True,
-            _nrt=False,
-            no_cfunc_wrapper=True,
-            no_cpython_wrapper=inside,
-        )
+        machine_code: F = numba.njit(cache=keep is not None, **options)(function)
     except RuntimeError:
         _log.warning(
             "numba finds no folder that it can write to, so every process compiles the moves of the"
@@ -51,6 +50,7 @@ def compile_function(function: F, *, keep: Path | None = None, inside: bool = Fa
             " written."
         )
         return compile_function(function)
+    return machine_code
 
 
 def compile_inner(function: F) -> F:

@@ -196,7 +196,10 @@ class Layout:
             "segments as (document, start, length)",
             (-1, 3),
         )
-        return cls(*rows.T, _find_offsets(ranks), require_integers(context, "context"))
+        document, start, length = rows.T
+        return cls(
+            document, start, length, _find_offsets(ranks), require_integers(context, "context")
+        )
 
     @classmethod
     def from_lengths(cls, ranks: Sequence[Sequence[int]]) -> Layout:
@@ -224,11 +227,12 @@ class Layout:
         it shares no document.
         """
         order = np.argsort(np.append(first.rank, second.rank), kind="stable")
-        columns = (
-            np.append(getattr(first, name), getattr(second, name))[order]
-            for name in ("document", "start", "length")
+        return cls(
+            np.append(first.document, second.document)[order],
+            np.append(first.start, second.start)[order],
+            np.append(first.length, second.length)[order],
+            first.offsets + second.offsets,
         )
-        return cls(*columns, first.offsets + second.offsets)
 
     def place_on_holders(self, holds: Sequence[bool]) -> Layout:
         """Place the tokens on more ranks: those of rank r move to the r-th rank that `holds`
