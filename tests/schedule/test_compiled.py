@@ -17,12 +17,9 @@ import hf_distca
 # Plans and layouts that pass through every compiled function: windows, bounds, head groups, relays,
 # nodes, speeds, dealing.
 CODE = """
-import hashlib, json, random, sys
-if sys.argv[1] == "interpreted":
-    sys.modules["numba"] = None
+import hashlib, json, random
 from dataclasses import replace
 from hf_distca.config import DistCAConfig
-from hf_distca.schedule import compiled
 from hf_distca.schedule.balance import balance
 from hf_distca.schedule.cost import AttentionShape, CostModel
 from hf_distca.schedule.deal import deal
@@ -31,7 +28,6 @@ from hf_distca.schedule.ranks import Ranks
 from hf_distca.schedule.share import compute_share
 from hf_distca.schedule.waves import Waves
 
-assert (compiled.numba is None) == (sys.argv[1] == "interpreted")
 shape = AttentionShape(32, 8, 128, 128, 2)
 cost = CostModel.analytic(shape, device_type="cuda")
 layout = Layout.from_lengths([[2**17], [2**16, 2**16], [2**15] * 4, *[[4096] * 32] * 13])
@@ -91,12 +87,11 @@ print(json.dumps([*(plan.digest for plan in plans), text]))
 LONG_AGO = 1_577_836_800
 
 
-def digests(how: str) -> list[str]:
+def digests(**environment: str) -> list[str]:
     source = Path(hf_distca.__file__).parents[1]
-    command = [sys.executable, "-c", CODE, how]
     run = subprocess.run(
-        command,
-        env={**os.environ, "PYTHONPATH": str(source)},
+        [sys.executable, "-c", CODE],
+        env={**os.environ, "PYTHONPATH": str(source), **environment},
         capture_output=True,
         text=True,
         timeout=240,
@@ -108,8 +103,7 @@ def digests(how: str) -> list[str]:
 
 @pytest.mark.slow
 def test_the_same_plans_compiled_or_not() -> None:
-    pytest.importorskip("numba")
-    compiled, interpreted = digests("compiled"), digests("interpreted")
+    compiled, interpreted = digests(), digests(NUMBA_DISABLE_JIT="1")
     assert len(set(compiled)) > 5
     assert compiled == interpreted
 
@@ -164,7 +158,6 @@ def test_what_was_compiled_of_other_sources_is_not_used(
     tmp_path: Path, loop: Path, elsewhere: bool
 ) -> None:
     """A change of the same size and time counts, as `cp -p` and unpacked archives make it."""
-    pytest.importorskip("numba")
     environment = {"NUMBA_CACHE_DIR": str(tmp_path / "kept")} if elsewhere else {}
 
     def called() -> list[str]:
@@ -186,7 +179,6 @@ def test_what_was_compiled_of_other_sources_is_not_used(
 
 @pytest.mark.slow
 def test_a_cache_that_cannot_be_written_is_said_once(tmp_path: Path, loop: Path) -> None:
-    pytest.importorskip("numba")
     taken = tmp_path / "file"
     taken.touch()
     (loop / "__pycache__").touch()
@@ -197,7 +189,6 @@ def test_a_cache_that_cannot_be_written_is_said_once(tmp_path: Path, loop: Path)
 
 
 def test_plans_are_made_where_numba_compiles_nothing() -> None:
-    pytest.importorskip("numba")
     code = "from hf_distca.schedule.moves import make_moves; print(type(make_moves).__name__)"
     run = run_in(Path(hf_distca.__file__).parents[1], code, NUMBA_DISABLE_JIT="1")
     assert run.stdout.strip() == "function", run.stderr

@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hf_distca.config import DistCAConfig
-from hf_distca.schedule.cost import CostModel, FloatArray, MarginalCost
+from hf_distca.schedule.cost import CostModel, MarginalCost
 from hf_distca.schedule.greedy import BalanceStep, GreedyPlanner
 from hf_distca.schedule.heads import HeadSplit, choose_grid
 from hf_distca.schedule.layout import Layout
@@ -35,12 +35,12 @@ from hf_distca.schedule.ranks import UNIFORM_RANKS, Ranks
 from hf_distca.schedule.relays import add_relays
 from hf_distca.schedule.waves import TransientBytes, Waves
 
-__all__ = ["balance"]
+__all__ = ["PlanTrials", "balance"]
 
 # The finest band that is aimed at: below, tiles are too coarse. And the finest for compute and
 # exchange together.
-FINEST_TOLERANCE = 0.002
-FINEST_TOLERANCE_WITH_EXCHANGE = 0.02
+_FINEST_TOLERANCE = 0.002
+_FINEST_TOLERANCE_WITH_EXCHANGE = 0.02
 # Part of the band of ranks that nodes are evened out to: what they differ by adds to what their
 # ranks do.
 _NODE_TOLERANCE_PART = 0.25
@@ -48,7 +48,7 @@ _NODE_TOLERANCE_PART = 0.25
 _HIDDEN_EXCHANGE_PARTS = (0.25, 0.5)
 # Part of the tolerance by which a plan has to end before those tried earlier, which exchange less
 # between nodes.
-TIE_PART = 0.2
+_TIE_PART = 0.2
 # Times the mean that a rank takes for plans with few servers to be tried.
 _EXTREME_RATIO = 12
 # Part of its seconds that a plan of nodes may end after the least: nothing else is tried then.
@@ -64,15 +64,12 @@ class _PlanStrategy(NamedTuple):
             may take.
         make_steps: its moves, for each of these.
         unmoved_exchange: what ranks exchange if nothing moves, as this strategy sees it.
-        picks_per_node: whether nodes are independent, so that each may have the best of several
-            plans.
     """
 
     lower_bound: float
     exchange_parts: Sequence[float]
     make_steps: Callable[[float], list[BalanceStep]]
     unmoved_exchange: npt.ArrayLike
-    picks_per_node: bool = False
 
 
 def balance(
@@ -115,7 +112,7 @@ def balance(
         )
     ranks = ranks.without_irrelevant_nodes(cost)
     cost = cost.without_unused_window(layout.longest)
-    trials = _PlanTrials(
+    trials = PlanTrials(
         layout,
         cost,
         config,
@@ -146,7 +143,7 @@ def balance(
 
 
 @dataclass(frozen=True)
-class _PlanTrials:
+class PlanTrials:
     """Plans for a layout, made and weighed; for the attributes see `balance`."""
 
     layout: Layout
@@ -180,7 +177,7 @@ class _PlanTrials:
     @property
     def improvement_factor(self) -> float:
         """Times the seconds of the best plan so far that another one has to end before."""
-        return 1 - self.config.tolerance * TIE_PART
+        return 1 - self.config.tolerance * _TIE_PART
 
     @property
     def cannot_gain(self) -> bool:
@@ -207,24 +204,25 @@ class _PlanTrials:
             layout, marginal, cost, self.unmoved_load.compute_seconds, config.head_groups
         )
         transient = TransientBytes.of(cost.shape)
-        ends = [
-            transient.find_last_row(config.max_transient_bytes, marginal, groups)
-            for groups in (heads.groups, 1)
-        ]
-        can_serve = (
-            np.ones(layout.world_size, dtype=np.bool_)
-            if config.serve_in_place
-            else layout.query_tokens == 0
-        )
         return GreedyPlanner(
             layout,
             heads,
-            marginal,
             np.array(self.ranks.list_speeds(layout.world_size)),
-            ends,
+            [
+                transient.find_last_row(config.max_transient_bytes, marginal, groups)
+                for groups in (heads.groups, 1)
+            ],
             cost.window,
-            can_serve,
+            (layout.query_tokens == 0) | config.serve_in_place,
         )
+
+    @property
+    def exchange_parts(self) -> tuple[float, ...]:
+        """Parts of exchanges that count in one plan after another: none, and all if they take
+        time.
+        """
+        is_free = self.config.ping_pong or math.isinf(self.cost.exchange_bytes_per_second)
+        return (0.0,) if is_free else (0.0, 1.0)
 
     def list_strategies(self) -> list[_PlanStrategy]:
         """List strategies, those that exchange the least between nodes first."""
@@ -233,16 +231,15 @@ class _PlanTrials:
             self.ranks.per_node,
             self.unmoved_load,
         )
-        bytes_per_second, longest = (
+        rate, longest = (
             self.cost.exchange_bytes_per_second,
             float(unmoved_load.compute_seconds.max()),
         )
-        parts = (0.0,) if self.config.ping_pong or math.isinf(bytes_per_second) else (0.0, 1.0)
         one_group = [
             _PlanStrategy(
                 self.mean_seconds,
-                parts,
-                lambda part: [self._make_step(bytes_per_second, part, world_size)],
+                self.exchange_parts,
+                lambda part: [self.make_step(rate, part, world_size)],
                 replace(unmoved_load, ranks=replace(self.ranks, per_node=None)).exchange_seconds,
             )
         ]
@@ -256,9 +253,7 @@ class _PlanTrials:
                 _PlanStrategy(
                     self.mean_seconds,
                     caps,
-                    lambda cap: [
-                        self._make_step(bytes_per_second, 0.0, world_size)._replace(cap=cap)
-                    ],
+                    lambda cap: [self.make_step(rate, 0.0, world_size)._replace(cap=cap)],
                     0.0,
                 )
             )
@@ -266,54 +261,41 @@ class _PlanTrials:
             return one_group
 
         def make_inner_steps(part: float) -> list[BalanceStep]:
-            return [
-                self._make_step(
-                    self.cost.node_bytes_per_second or bytes_per_second, part, node_size
-                )
-            ]
+            return [self.make_step(self.cost.node_bytes_per_second or rate, part, node_size)]
 
         def make_outer_steps(part: float) -> list[BalanceStep]:
-            step = self._make_step(bytes_per_second, part, world_size)
+            step = self.make_step(rate, part, world_size)
             return [
                 step._replace(tolerance=_NODE_TOLERANCE_PART * step.tolerance, per_node=node_size),
                 *make_inner_steps(part),
             ]
 
         speeds = self.planner.speeds.reshape(-1, node_size)
-        slowest_node_seconds = float(
-            (
-                (unmoved_load.compute_seconds.reshape(-1, node_size) * speeds).sum(axis=1)
-                / speeds.sum(axis=1)
-            ).max()
-        )
+        node_work = (unmoved_load.compute_seconds.reshape(-1, node_size) * speeds).sum(axis=1)
+        slowest_node_seconds = float((node_work / speeds.sum(axis=1)).max())
+        exchange = unmoved_load.exchange_seconds
         node_by_node = _PlanStrategy(
-            slowest_node_seconds,
-            parts,
-            make_inner_steps,
-            unmoved_load.exchange_seconds,
-            picks_per_node=True,
+            slowest_node_seconds, self.exchange_parts, make_inner_steps, exchange
         )
         nodes_first = _PlanStrategy(
-            self.mean_seconds, parts[-1:], make_outer_steps, unmoved_load.exchange_seconds
+            self.mean_seconds, self.exchange_parts[-1:], make_outer_steps, exchange
         )
         if slowest_node_seconds <= self.mean_seconds * (1 + self.config.tolerance):
             return [node_by_node, nodes_first, *one_group]
         prefers_node = nodes_first._replace(
             make_steps=lambda part: [
-                self._make_step(bytes_per_second, part, world_size)._replace(
-                    preferred_node_size=node_size
-                )
+                self.make_step(rate, part, world_size)._replace(preferred_node_size=node_size)
             ]
         )
         return [nodes_first, prefers_node, *one_group, node_by_node]
 
-    def _make_step(self, bytes_per_second: float, part: float, size: int) -> BalanceStep:
+    def make_step(self, bytes_per_second: float, part: float, size: int) -> BalanceStep:
         """Make the step of moves in groups of so many ranks, where so much of an exchange
         counts.
         """
-        config, marginal = self.config, self.planner.marginal
+        config, marginal = self.config, MarginalCost.of(self.cost, self.config.tile)
         tolerance = max(
-            config.tolerance, FINEST_TOLERANCE_WITH_EXCHANGE if part else FINEST_TOLERANCE
+            config.tolerance, _FINEST_TOLERANCE_WITH_EXCHANGE if part else _FINEST_TOLERANCE
         )
         if config.max_transient_bytes is None:  # which may allow no more than a tile of rows
             # Where nodes are evened out before ranks are and nothing else counts, both share the
@@ -335,43 +317,17 @@ class _PlanTrials:
         """Make and weigh the plans of a strategy: for compute alone, and with exchanges as far as
         these count.
         """
-        planner, compute, parts = (
-            self.planner,
-            self.unmoved_load.compute_seconds,
-            list(strategy.exchange_parts),
-        )
-        group = (self.ranks.per_node if strategy.picks_per_node else None) or len(compute)
-        rows, loads = [], list[PlanLoad]()
-
-        def find_latest(seconds: FloatArray) -> FloatArray:
-            return np.asarray(seconds.reshape(-1, group).max(axis=1))
-
+        parts, loads = list(strategy.exchange_parts), list[PlanLoad]()
         for part in parts:
-            rows.append(
-                planner.even_out(
-                    strategy.make_steps(part),
-                    compute + np.multiply(part, strategy.unmoved_exchange),
-                )
+            rows = self.planner.even_out(
+                strategy.make_steps(part),
+                self.unmoved_load.compute_seconds + np.multiply(part, strategy.unmoved_exchange),
             )
-            loads.append(self.weigh_plan(planner.make_plan(rows[-1])))
-            if not part and self.config.ping_pong:
-                latest = find_latest(loads[0].exchange_seconds) > find_latest(
-                    loads[0].compute_seconds
-                )
-                parts += _HIDDEN_EXCHANGE_PARTS if latest.any() else ()
-        ends = np.array([find_latest(load.end_seconds) for load in [*loads, self.unmoved_load]])
-        if (
-            strategy.picks_per_node
-            and ends.min(axis=0).max() < ends[:-1].max(axis=1).min() * self.improvement_factor
-        ):
-            rows.append(planner.even_out([], compute))
-            loads.append(
-                self.weigh_plan(
-                    planner.make_plan(
-                        planner.combine_rows(rows, np.repeat(ends.argmin(axis=0), group))
-                    )
-                )
-            )
+            load = self.weigh_plan(self.planner.make_plan(rows))
+            loads.append(load)
+            exceeds_compute = load.exchange_seconds.max() > load.compute_seconds.max()
+            if not part and self.config.ping_pong and exceeds_compute:
+                parts += _HIDDEN_EXCHANGE_PARTS
         return loads
 
     def weigh_plan(self, plan: Plan, min_gain: float = 0.0) -> PlanLoad:

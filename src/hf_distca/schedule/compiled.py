@@ -1,27 +1,20 @@
-"""Compilation of functions by numba for `schedule.moves`, and a substitute where it is not
-installed.
-"""
+"""Compilation of functions by numba for `schedule.moves`."""
 
 from __future__ import annotations
 
 import hashlib
 import logging
 from collections.abc import Callable
-from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeVar
+
+import numba
 
 __all__ = ["compile_function", "compile_inner"]
 
 _log = logging.getLogger("hf_distca")
 
 F = TypeVar("F", bound=Callable[..., Any])
-
-
-try:
-    numba: Any = import_module("numba")
-except ImportError:
-    numba = None
 
 
 def compile_function(function: F, *, keep: Path | None = None, inside: bool = False) -> F:
@@ -35,15 +28,13 @@ def compile_function(function: F, *, keep: Path | None = None, inside: bool = Fa
         inside: whether only compiled functions call it. A way in from Python takes as long to
             compile as the function.
     """
-    if numba is None:
-        return function
     if keep:
         # numba names what it keeps by this, and otherwise looks at times of files, which copies may
         # share.
         function.__qualname__ += f"-{hashlib.sha256(keep.read_bytes()).hexdigest()[:16]}"
     # Without the GIL, so that plans can be made beside training. The arrays outlive the call, so
     # nothing counts references.
-    options = {
+    options: dict[str, Any] = {
         "error_model": "numpy",
         "nogil": True,
         "_nrt": False,

@@ -285,20 +285,25 @@ class CostModel:
     peer_seconds: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.window is not None and self.window < 1:
-            raise ConfigError(
-                f"window={self.window}: a query position sees at least itself, or pass None for no"
-                " window."
-            )
-        if self.node_bytes_per_second is not None and not 0 < self.node_bytes_per_second < math.inf:
-            raise ConfigError(
-                f"node_bytes_per_second={self.node_bytes_per_second} must be a positive number, or"
-                " None for one rate everywhere."
-            )
-        if type(self.ranks_per_link) is not int or self.ranks_per_link < 1:
-            raise ConfigError(
-                f"ranks_per_link={self.ranks_per_link!r} must be a whole number of at least 1."
-            )
+        window, rate, per_link = self.window, self.node_bytes_per_second, self.ranks_per_link
+        for is_right, text in (
+            (
+                window is None or window >= 1,
+                f"window={window}: a query position sees at least itself, or pass None for no"
+                " window.",
+            ),
+            (
+                rate is None or 0 < rate < math.inf,
+                f"node_bytes_per_second={rate} must be a positive number, or None for one rate"
+                " everywhere.",
+            ),
+            (
+                type(per_link) is int and per_link >= 1,
+                f"ranks_per_link={per_link!r} must be a whole number of at least 1.",
+            ),
+        ):
+            if not is_right:
+                raise ConfigError(text)
 
     @classmethod
     def analytic(
@@ -325,9 +330,13 @@ class CostModel:
         """Make a model of one second per 2**30 causal pairs, nothing for anything
         else: balances pairs, as published planners do.
         """
-        forward = KernelCost(0.0, np.inf, 2.0**30 * shape.pair_flops)
         return cls(
-            shape, forward, KernelCost(0.0, np.inf, np.inf), np.inf, tile=1, name="causal pairs"
+            shape,
+            KernelCost(0.0, np.inf, 2.0**30 * shape.pair_flops),
+            KernelCost(0.0, np.inf, np.inf),
+            np.inf,
+            tile=1,
+            name="causal pairs",
         )
 
     def without_unused_window(self, longest: int) -> Self:
@@ -356,12 +365,13 @@ class CostModel:
         """
         try:
             data: Any = json.loads(text)
-            shape = AttentionShape(**data.pop("shape"))
-            forward, backward = (
-                KernelCost.from_json(data.pop(direction)) for direction in ("forward", "backward")
-            )
-            data["exchange_bytes_per_second"] = read_rate(data["exchange_bytes_per_second"])
-            model = cls(shape, forward, backward, **data)
+            data |= {
+                "shape": AttentionShape(**data["shape"]),
+                "forward": KernelCost.from_json(data["forward"]),
+                "backward": KernelCost.from_json(data["backward"]),
+                "exchange_bytes_per_second": read_rate(data["exchange_bytes_per_second"]),
+            }
+            model = cls(**data)
             numbers = (
                 model.exchange_bytes_per_second,
                 model.exchange_seconds,
@@ -412,8 +422,8 @@ class CostModel:
         """Return the three parts that add up to `estimate_directions`: of the task, of
         bytes and of flops, shape (2, tasks, 3).
         """
-        coefficients = np.stack([self.forward.coefficients, self.backward.coefficients])
-        return np.asarray(self.count_work(rows, keys, heads) * coefficients[:, None])
+        coefficients = [self.forward.coefficients, self.backward.coefficients]
+        return self.count_work(rows, keys, heads) * np.stack(coefficients)[:, None]
 
     def estimate_directions(
         self, rows: npt.ArrayLike, keys: npt.ArrayLike, heads: npt.ArrayLike = 1.0

@@ -178,9 +178,8 @@ def _deal_documents(
             )
         return layout if served is None else min(layout, served, key=find_slowest_seconds)
 
-    by_nodes = None
-    if ranks.per_node is not None and per_node < len(tokens):
-        by_nodes = make_dealer().deal_to_nodes()
+    has_nodes = ranks.per_node is not None and per_node < len(tokens)
+    by_nodes = make_dealer().deal_to_nodes() if has_nodes else None
     if by_nodes is None:
         return deal_to_all()
 

@@ -130,8 +130,11 @@ class Dealer:
         ranks, key_seconds = len(self.room), 0.0 if overlapped else cost.key_seconds
         self.key_travel_seconds = cost.key_seconds
         self.all_ranks = _RankGroup(0, ranks, per_node, key_seconds)
-        inside = cost.node_bytes_per_second or cost.exchange_bytes_per_second
-        node_key_seconds = min(key_seconds, cost.shape.moved_key_bytes / inside)
+        node_key_seconds = min(
+            key_seconds,
+            cost.shape.moved_key_bytes
+            / (cost.node_bytes_per_second or cost.exchange_bytes_per_second),
+        )
         self.nodes = [
             _RankGroup(first, first + per_node, per_node, node_key_seconds)
             for first in range(0, ranks, per_node)
@@ -334,12 +337,10 @@ class Dealer:
         long_count = int(
             np.searchsorted(-self.seconds[documents], -_SHORT_PART * level, side="right")
         )
-        unplaced = self._place_documents(
-            documents[:long_count].tolist(), places, home, per_token=False
-        )
-        return unplaced + self._place_documents(
-            documents[long_count:].tolist(), places, home, per_token=True
-        )
+        return [
+            *self._place_documents(documents[:long_count].tolist(), places, home, per_token=False),
+            *self._place_documents(documents[long_count:].tolist(), places, home, per_token=True),
+        ]
 
     def _place_documents(
         self, documents: list[int], places: _Receivers, home: list[int], *, per_token: bool

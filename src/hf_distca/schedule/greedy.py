@@ -16,7 +16,7 @@ from typing import NamedTuple, Self
 
 import numpy as np
 
-from hf_distca.schedule.cost import FloatArray, MarginalCost
+from hf_distca.schedule.cost import FloatArray
 from hf_distca.schedule.heads import HeadSplit
 from hf_distca.schedule.layout import BoolArray, IntArray, Layout, mark_changes, repeat_split_rows
 from hf_distca.schedule.moves import (
@@ -127,7 +127,6 @@ class GreedyPlanner:
     Attributes:
         layout: layout of all ranks.
         heads: documents that may be split by heads.
-        marginal: of tasks.
         speeds: (ranks,) how fast each is.
         movable_ends: where movable rows of a head group, and of all heads, end at most.
         window: of the plans.
@@ -136,7 +135,6 @@ class GreedyPlanner:
 
     layout: Layout
     heads: HeadSplit
-    marginal: MarginalCost
     speeds: FloatArray
     movable_ends: Sequence[int]
     window: int | None
@@ -158,7 +156,7 @@ class GreedyPlanner:
         self, steps: Sequence[BalanceStep], seconds: FloatArray, capacity: int
     ) -> PlanRows | None:
         """Make the moves and return the rows; None if there are more moves than room for them."""
-        segment, unmoved_pieces = self._pieces
+        segment, unmoved_pieces = self.pieces
         movable = np.minimum(
             unmoved_pieces.end, np.where(unmoved_pieces.heads < 1, *self.movable_ends)
         )
@@ -207,10 +205,9 @@ class GreedyPlanner:
             np.bincount(node, weights=seconds * speeds) / node_speed,
             np.bincount(node, weights=self.can_serve) > 0,
         )
-        groups = [slice(first, first + size) for first in range(0, len(node_seconds), size)]
-        capped = Levels(0.0, 0.95 * step.cap, 0.97 * step.cap, step.cap)
+        groups = (slice(first, first + size) for first in range(0, len(node_seconds), size))
         levels = [
-            capped
+            Levels(0.0, 0.95 * step.cap, 0.97 * step.cap, step.cap)
             if step.cap
             else Levels.of(node_seconds[g], node_speed[g], can_serve[g], step.tolerance)
             for g in groups
@@ -237,25 +234,8 @@ class GreedyPlanner:
         )
         return loads, np.lexsort((-seconds, np.arange(len(seconds)) // step.size))
 
-    def combine_rows(self, alternatives: Sequence[PlanRows], choice: IntArray) -> PlanRows:
-        """Combine rows: for the pieces of each rank, take one of several alternatives of moving
-        them inside groups.
-        """
-        piece_choice = choice[self.layout.rank[self._pieces[0]]]
-        parts = [
-            np.flatnonzero(piece_choice[rows.piece] == number)
-            for number, rows in enumerate(alternatives)
-        ]
-        columns = zip(*alternatives, strict=True)
-        return PlanRows(
-            *(
-                np.concatenate([c[p] for c, p in zip(column, parts, strict=True)])
-                for column in columns
-            )
-        )
-
     @cached_property
-    def _pieces(self) -> tuple[IntArray, QueryPieces]:
+    def pieces(self) -> tuple[IntArray, QueryPieces]:
         """The segment of each piece, and the pieces that ranks compute before anything moves,
         deepest first.
         """
@@ -267,10 +247,12 @@ class GreedyPlanner:
         index, group = repeat_split_rows(heads.documents[layout.place[rows]], heads.groups)
         segment = rows[index]
         offsets = np.searchsorted(layout.rank[segment], np.arange(layout.world_size + 1))
-        part = np.where(group > 0, 1.0 / heads.groups, 1.0)
-        number = layout.place[segment] * (heads.groups + 1) + group
         return segment, QueryPieces(
-            number, layout.start[segment], layout.end[segment], part, offsets
+            layout.place[segment] * (heads.groups + 1) + group,
+            layout.start[segment],
+            layout.end[segment],
+            np.where(group > 0, 1.0 / heads.groups, 1.0),
+            offsets,
         )
 
     def make_plan(self, rows: PlanRows) -> Plan:
@@ -279,7 +261,7 @@ class GreedyPlanner:
         Neighbours on one server become one task.
         """
         layout, parts = self.layout, self.heads.groups + 1
-        segment, pieces = self._pieces
+        segment, pieces = self.pieces
         home, place, group = layout.rank[segment], layout.place[segment], pieces.number % parts
         # A document of which no group is moved is not split.
         split_mask = np.zeros(len(layout.documents), dtype=np.bool_)
@@ -297,9 +279,8 @@ class GreedyPlanner:
         )
         begin = mark_changes(piece, server)
         last = np.append(begin, True)[1:]
-        split = layout.split_heads(split_mask, self.heads.groups) if split_mask.any() else layout
         return Plan(
-            split,
+            layout.split_heads(split_mask, self.heads.groups) if split_mask.any() else layout,
             number[begin],
             start[begin],
             end[last],

@@ -196,9 +196,9 @@ class Layout:
             "segments as (document, start, length)",
             (-1, 3),
         )
-        offsets = np.cumsum([0, *(len(rank) for rank in ranks)], dtype=np.int64)
+        document, start, length = rows.T
         return cls(
-            rows[:, 0], rows[:, 1], rows[:, 2], offsets, require_integers(context, "context")
+            document, start, length, _find_offsets(ranks), require_integers(context, "context")
         )
 
     @classmethod
@@ -207,8 +207,7 @@ class Layout:
         are numbered in order.
         """
         length = require_integers([n for rank in ranks for n in rank], "document lengths")
-        offsets = np.cumsum([0, *(len(rank) for rank in ranks)], dtype=np.int64)
-        return cls(np.arange(len(length)), np.zeros_like(length), length, offsets)
+        return cls(np.arange(len(length)), np.zeros_like(length), length, _find_offsets(ranks))
 
     @classmethod
     def from_runs(cls, ranks: Sequence[Sequence[tuple[int, int]]]) -> Layout:
@@ -228,26 +227,24 @@ class Layout:
         it shares no document.
         """
         order = np.argsort(np.append(first.rank, second.rank), kind="stable")
-        pairs = (
-            (first.document, second.document),
-            (first.start, second.start),
-            (first.length, second.length),
+        return cls(
+            np.append(first.document, second.document)[order],
+            np.append(first.start, second.start)[order],
+            np.append(first.length, second.length)[order],
+            first.offsets + second.offsets,
         )
-        document, start, length = (np.append(*pair)[order] for pair in pairs)
-        return cls(document, start, length, first.offsets + second.offsets)
 
     def place_on_holders(self, holds: Sequence[bool]) -> Layout:
         """Place the tokens on more ranks: those of rank r move to the r-th rank that `holds`
         marks.
         """
         ranks_before = np.cumsum(holds)
-        context = np.where(holds, self.context[ranks_before - 1], 0)
         return Layout(
             self.document,
             self.start,
             self.length,
             self.offsets[np.append(0, ranks_before)],
-            context,
+            np.where(holds, self.context[ranks_before - 1], 0),
         )
 
     def split_heads(self, split_mask: BoolArray, groups: int) -> Layout:
@@ -274,8 +271,13 @@ class Layout:
             )
         row, part = repeat_split_rows(split_mask[self.place], groups)
         number = self.document * (groups + 1) if self.groups == 1 else self.document
-        offsets = np.searchsorted(row, self.offsets)
-        return Layout(number[row] + part, self.start[row], self.length[row], offsets, groups=groups)
+        return Layout(
+            number[row] + part,
+            self.start[row],
+            self.length[row],
+            np.searchsorted(row, self.offsets),
+            groups=groups,
+        )
 
     def compute_head_fractions(self, document: IntArray) -> npt.NDArray[np.float64]:
         """Return the part of the heads that each of these documents has: 1, or ``1 / groups`` for a
@@ -351,6 +353,11 @@ class Layout:
                 self.length[rows].tolist(),
             )
         )
+
+
+def _find_offsets(ranks: Sequence[Sequence[Any]]) -> IntArray:
+    """Return where the rows of each rank begin and end, among those of all."""
+    return np.cumsum([0, *map(len, ranks)], dtype=np.int64)
 
 
 def mark_changes(*columns: npt.NDArray[Any]) -> BoolArray:

@@ -144,30 +144,25 @@ class PlanLoad:
             plan, is_exchanged = self.plan, self.plan.layout.has_many_ranks.copy()
             is_exchanged[plan.place[plan.home != plan.server]] = True
             return plan.list_key_transfers(np.flatnonzero(is_exchanged[plan.place]))
-        plan, number = self.waves.plan, self.waves.number
+        plan, number, ranks = self.waves.plan, self.waves.number, self.plan.layout.world_size
         tasks = np.flatnonzero(number >= 0)
-        keys = plan.list_key_transfers(
-            tasks, number[tasks] * plan.layout.world_size + plan.server[tasks]
-        )
-        return keys._replace(server=keys.server % plan.layout.world_size)
+        keys = plan.list_key_transfers(tasks, number[tasks] * ranks + plan.server[tasks])
+        return keys._replace(server=keys.server % ranks)
 
     @cached_property
     def traffic(self) -> Traffic:
         """All traffic: query rows, then keys, in the first hop or in the second."""
         plan, layout = self.plan, (self.waves or self).plan.layout
         sent = with_sending_ranks(self.needed_keys, plan.relays)
-        moved_tasks = np.flatnonzero(plan.home != plan.server)
-        rows = ((plan.end - plan.start) * plan.heads)[moved_tasks]
+        moved = np.flatnonzero(plan.home != plan.server)
+        rows = ((plan.end - plan.start) * plan.heads)[moved]
         keys = (sent.end - sent.start) * layout.compute_head_fractions(sent.document)
-        source, server = (
-            np.concatenate([plan.home[moved_tasks], sent.source]),
-            np.concatenate([plan.server[moved_tasks], sent.server]),
+        return Traffic(
+            np.append(plan.home[moved], sent.source),
+            np.append(plan.server[moved], sent.server),
+            np.append(rows, np.zeros_like(keys)),
+            np.append(np.zeros_like(rows), keys),
         )
-        tokens = (
-            np.concatenate([rows, np.zeros_like(keys)]),
-            np.concatenate([np.zeros_like(rows), keys]),
-        )
-        return Traffic(source, server, *tokens)
 
     @cached_property
     def query_tokens(self) -> FloatArray:
@@ -229,8 +224,9 @@ class PlanLoad:
         """Seconds that each rank exchanges: the busier of its two roles, plus the fixed part of
         every exchange.
         """
-        exchanges = _EXCHANGES_PER_LAYER * (1 if self.waves is None else self.waves.count)
-        exchanges += _RELAY_EXCHANGES if self.plan.relays is not None else 0
+        exchanges = _EXCHANGES_PER_LAYER * (1 if self.waves is None else self.waves.count) + (
+            0 if self.plan.relays is None else _RELAY_EXCHANGES
+        )
         fixed = self.cost.exchange_seconds + self.cost.peer_seconds * self.peer_counts
         return np.asarray(self.wire_seconds.max(axis=0) + exchanges * fixed * self.plan.moved)
 

@@ -15,8 +15,8 @@ with it.
 
 All ranks make the same moves: this is IEEE double arithmetic in the order in which it is written.
 numba compiles the loop when it is first called, and keeps the machine code beside the source or in
-the user's cache, under a name with a hash of this file. If numba cannot be imported, or is told to
-compile nothing, the loop runs in Python, and makes the same moves.
+the user's cache, under a name with a hash of this file. If numba is told to compile nothing, the
+loop runs in Python, and makes the same moves.
 """
 
 from __future__ import annotations

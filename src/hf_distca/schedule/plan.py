@@ -7,6 +7,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -140,15 +141,10 @@ class Plan:
             (self.server < 0) | (self.server >= layout.world_size),
             f"names a server outside the {layout.world_size} ranks of the layout",
         )
-        held, computed = (
-            int(layout.length[layout.has_queries].sum()),
-            int((self.end - self.start).sum()),
+        held = int(layout.length[layout.has_queries].sum())
+        self._check_tasks(
+            np.full(len(self.document), not held), "is in a plan for a layout without tokens"
         )
-        if not held and len(self.document):
-            raise PlanError(
-                f"{len(self.document)} task(s) for a layout without tokens, the first is"
-                f" {self.tasks[0]}."
-            )
         self._check_tasks(
             self.end > layout.longest,
             f"ends behind the longest document, which has {layout.longest} tokens",
@@ -156,15 +152,15 @@ class Plan:
         segment = layout.by_document[
             np.maximum(layout.find_segments(layout.find_places(self.document), self.start), 0)
         ]
-        outside = (
+        self._check_tasks(
             (self.start < 0)
             | (layout.document[segment] != self.document)
             | (self.start >= self.end)
             | (self.end > layout.end[segment])
             | (self.home != layout.rank[segment])
-            | ~layout.has_queries[segment]
+            | ~layout.has_queries[segment],
+            "does not lie in one segment of its home rank",
         )
-        self._check_tasks(outside, "does not lie in one segment of its home rank")
         expected = layout.start[segment]
         expected[1:] = np.where(segment[1:] == segment[:-1], self.end[:-1], expected[1:])
         wrong = self.start != expected
@@ -173,6 +169,7 @@ class Plan:
             wrong,
             f"starts where position {following} is next: every query token must be computed once",
         )
+        computed = int((self.end - self.start).sum())
         if computed != held:
             raise PlanError(f"the tasks compute {computed} query tokens, the layout holds {held}.")
         return segment
@@ -213,9 +210,8 @@ class Plan:
         """
         numbers = self.document if self.layout.groups == groups else self.document * (groups + 1)
         row, part = repeat_split_rows(split_mask[self.place], groups)
-        layout = self.layout.split_heads(split_mask, groups)
         return Plan(
-            layout,
+            self.layout.split_heads(split_mask, groups),
             numbers[row] + part,
             self.start[row],
             self.end[row],
@@ -225,9 +221,9 @@ class Plan:
         )
 
     def with_relays(self, relays: Relays | None) -> Plan:
-        """Return the plan with these relays, which are not checked."""
-        plan = object.__new__(Plan)
-        vars(plan).update({**vars(self), "relays": relays})
+        """Return the plan with these relays, which are not checked; nor are its tasks again."""
+        plan = copy(self)
+        vars(plan).update(relays=relays)
         vars(plan).pop("digest", None)
         return plan
 
@@ -317,19 +313,21 @@ class Plan:
 
         The keys ``"window"``, ``"context"`` and ``"groups"`` are there if the plan has them.
         """
-        ranks = [
-            [[s.document, s.start, s.end] for s in self.layout.list_segments(r)]
-            for r in range(self.layout.world_size)
-        ]
+        layout = self.layout
         data: dict[str, Any] = {
-            "tasks": [list(task) for task in self.tasks],
-            "rank_segments": ranks,
+            "tasks": self.tasks,
+            "rank_segments": [
+                [[s.document, s.start, s.end] for s in layout.list_segments(rank)]
+                for rank in range(layout.world_size)
+            ],
             "window": self.window,
-            "context": self.layout.context.tolist() if self.layout.context.any() else None,
-            "groups": self.layout.groups if self.layout.groups > 1 else None,
+            "context": layout.context.tolist() if layout.context.any() else None,
+            "groups": layout.groups if layout.groups > 1 else None,
         }
-        there = {name: value for name, value in data.items() if value is not None}
-        return json.dumps(there, separators=(",", ":"))
+        return json.dumps(
+            {name: value for name, value in data.items() if value is not None},
+            separators=(",", ":"),
+        )
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
@@ -353,33 +351,28 @@ class Plan:
                 "the head groups of a plan in JSON are a whole number of at least 1, found:"
                 f" {groups!r}."
             )
-        context = require_integers(data.get("context", ()), "context")
-        layout = replace(build_layout(data, "a plan in JSON"), context=context, groups=groups)
+        layout = replace(
+            build_layout(data, "a plan in JSON"),
+            context=require_integers(data.get("context", ()), "context"),
+            groups=groups,
+        )
         return cls.from_tasks(layout, data["tasks"], data.get("window"))
 
     @cached_property
     def digest(self) -> str:
-        """Hash of layout, tasks and window (SHA-256).
+        """Hash of layout, tasks, window and relays (SHA-256).
 
         Ranks with equal digests carry out the same plan.
         """
         layout = self.layout
-        columns = [
+        columns = (
             *(layout.document, layout.start, layout.length, layout.offsets, layout.context),
-            *(getattr(self, column) for column in CATask._fields),
-        ]
-        parts = [
+            *(getattr(self, name) for name in CATask._fields),
+            np.array([self.window or 0, layout.groups]),
+            *(self.relays or ()),
+        )
+        parts = (
             np.int64(len(column)).tobytes() + np.ascontiguousarray(column).tobytes()
             for column in columns
-        ]
-        numbers = {b"window": self.window, b"groups": layout.groups if layout.groups > 1 else None}
-        parts += [
-            name + np.int64(number).tobytes()
-            for name, number in numbers.items()
-            if number is not None
-        ]
-        parts += [
-            b"relays" + np.int64(len(column)).tobytes() + np.ascontiguousarray(column).tobytes()
-            for column in self.relays or ()
-        ]
+        )
         return hashlib.sha256(b"".join(parts)).hexdigest()

@@ -256,9 +256,9 @@ class Profile:
         try:
             text = read_file(Path(source)).decode("utf-8")
         except (OSError, ValueError) as error:
-            names = ", ".join(cls.list_shipped())
             raise ConfigError(
-                f"{source}: neither a profile in a file ({error}) nor a shipped one ({names})."
+                f"{source}: neither a profile in a file ({error}) nor a shipped one"
+                f" ({', '.join(cls.list_shipped())})."
             ) from error
         return cls.from_json(text)
 

@@ -32,8 +32,8 @@ document see the most keys, so its *tail* takes the most seconds along for the f
 5. `add_relays` (`schedule.relays`): keys that several servers need leave their holder once, and
   servers pass them on.
 6. `make_reference_plan` takes steps 3 to 5 twice, to even out compute alone, and compute and
-   exchange together (`list_objectives`); and with nodes for each node by itself, and again for all
-   ranks as one group. The plan whose last rank ends first is taken; if it gains less than
+   exchange together (`PlanTrials.make_step`); and with nodes for each node by itself, and again for
+   all ranks as one group. The plan whose last rank ends first is taken; if it gains less than
    `min_gain`, nothing moves.
 
 Left out are windows, unequal speeds, a bound of transient bytes, moves of first rows, moves that
@@ -46,28 +46,20 @@ import itertools
 import math
 from bisect import bisect_left
 from collections import defaultdict
-from dataclasses import dataclass, field, replace
-from operator import itemgetter
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
 
 from hf_distca.config import DistCAConfig
 from hf_distca.errors import ConfigError
-from hf_distca.schedule.balance import (
-    FINEST_TOLERANCE,
-    FINEST_TOLERANCE_WITH_EXCHANGE,
-    TIE_PART,
-)
+from hf_distca.schedule.balance import PlanTrials
 from hf_distca.schedule.cost import CostModel, MarginalCost
-from hf_distca.schedule.greedy import Levels
-from hf_distca.schedule.heads import HeadSplit, choose_grid
+from hf_distca.schedule.greedy import BalanceStep, GreedyPlanner, Levels, PlanRows
 from hf_distca.schedule.layout import Layout
-from hf_distca.schedule.load import PlanLoad
 from hf_distca.schedule.moves import MAX_HOLDERS, MIN_DEFICIT
 from hf_distca.schedule.plan import Plan
 from hf_distca.schedule.ranks import Ranks
-from hf_distca.schedule.relays import add_relays
 
 __all__ = ["make_reference_plan"]
 
@@ -85,8 +77,8 @@ def apply_formula(marginal: MarginalCost, heads: float, start: int, end: int) ->
 
 @dataclass(slots=True)
 class QueryPiece:
-    """Rows [start, end) of a document that their home still computes, and the slices (start, end,
-    server) that were moved.
+    """Rows [start, end) of a document or head group that their home still computes, and the slices
+    (start, end, server) that were moved.
     """
 
     document: int
@@ -118,23 +110,23 @@ class BalanceState:
     Attributes:
         pieces: what the ranks of the group compute; their tails become slices.
         work: seconds of all ranks, which are evened out.
-        tolerance: half the width of the band around the mean, as a part of it.
-        server_cost, home_cost: what a slice costs its server, and its home.
+        step: what slices cost their servers and homes, and half the width of the band around the
+            mean, as a part of it.
         group: the ranks that share work: those of a node, or all.
     """
 
     pieces: list[QueryPiece]
     work: list[float]
-    tolerance: float
-    server_cost: MarginalCost
-    home_cost: MarginalCost
+    step: BalanceStep
     group: range
 
-    def even_out(self, grid: int) -> None:
-        """Make all moves; pieces are cut at multiples of the grid."""
+    def even_out(self) -> None:
+        """Make all moves."""
         group_seconds = [self.work[rank] for rank in self.group]
         speeds = np.ones(len(group_seconds))
-        self.start_levels = Levels.of(np.array(group_seconds), speeds, speeds > 0, self.tolerance)
+        self.start_levels = Levels.of(
+            np.array(group_seconds), speeds, speeds > 0, self.step.tolerance
+        )
         excess = math.fsum(max(seconds - self.start_levels.high, 0.0) for seconds in group_seconds)
         # Nothing is divided by 0.
         removed, added_work, total_work = 1e-30, 0.0, math.fsum(group_seconds) or 1.0
@@ -150,7 +142,7 @@ class BalanceState:
         for (self.is_filling, expected), source in itertools.product(phases, order):
             self.rise = 1 + added_work * max(expected / removed, 1.0) / total_work
             mine = [piece for piece in self.pieces if piece.home == source]
-            while move := self.find_next_move(source, mine, grid):
+            while move := self.find_next_move(source, mine):
                 piece, holder_keys = move.piece, self.held_keys[move.piece.document]
                 # To the end of the order.
                 holder_keys[move.server] = max(holder_keys.pop(move.server, 0), piece.end)
@@ -161,7 +153,7 @@ class BalanceState:
                 removed, added_work = removed + move.removed, added_work + move.added - move.removed
                 self.rise = 1 + added_work * max(expected / removed, 1.0) / total_work
 
-    def find_next_move(self, source: int, pieces: list[QueryPiece], grid: int) -> TailMove | None:
+    def find_next_move(self, source: int, pieces: list[QueryPiece]) -> TailMove | None:
         """Find the move with the fewest bytes per second.
 
         If none fits the levels, a server may get up to half of the work of both.
@@ -197,7 +189,7 @@ class BalanceState:
                     and work[rank] < max_seconds
                 ]
                 tails = (
-                    self.cut_tail(piece, server, leeway, grid)
+                    self.cut_tail(piece, server, leeway)
                     for server in (emptiest, *candidates[:MAX_HOLDERS])
                 )
                 moves += [move for move in tails if move is not None]
@@ -206,17 +198,12 @@ class BalanceState:
                 return None if self.is_filling and move.added > 2 * move.removed else move
         return None
 
-    def cut_tail(self, piece: QueryPiece, server: int, leeway: float, grid: int) -> TailMove | None:
+    def cut_tail(self, piece: QueryPiece, server: int, leeway: float) -> TailMove | None:
         """Cut off the tail of a piece that its home should lose and a server lacks; None if none
         fits.
         """
-        home_cost, server_cost, levels, heads, end = (
-            self.home_cost,
-            self.server_cost,
-            self.levels,
-            piece.heads,
-            piece.end,
-        )
+        server_cost, home_cost = self.step.marginals
+        levels, heads, end, grid = self.levels, piece.heads, piece.end, home_cost.grid
         home, filled = self.work[piece.home], self.work[server]
         room = max(levels.cap, leeway * (home + filled)) - filled
         max_excess = room if leeway else home - levels.floor
@@ -270,58 +257,15 @@ class BalanceState:
         )
 
 
-def list_unmoved_pieces(layout: Layout) -> list[QueryPiece]:
-    """List the pieces of all ranks if nothing moves, the deepest in their documents first."""
-    local = Plan.local(layout)
-    pieces = [
-        QueryPiece(task.document, heads, task.start, task.end, task.home)
-        for task, heads in zip(local.tasks, local.heads.tolist(), strict=True)
+def build_plan(planner: GreedyPlanner, pieces: list[QueryPiece]) -> Plan:
+    """Build the plan of what was moved from pieces, and what is left of them."""
+    rows = [
+        (number, start, end, server)
+        for number, piece in enumerate(pieces)
+        for start, end, server in [(piece.start, piece.end, piece.home), *piece.slices]
+        if start < end
     ]
-    return sorted(pieces, key=lambda piece: (-piece.end, piece.document))
-
-
-def build_plan(layout: Layout, groups: int, pieces: list[QueryPiece]) -> Plan:
-    """Build a plan of pieces; a document of which no head group moved is not split, and neighbours
-    on one server are one task.
-    """
-    width = groups + 1 if groups > 1 else 1
-    split_documents = {
-        piece.document // width for piece in pieces if piece.slices and piece.document % width
-    }
-    tasks = []
-    for piece in pieces:
-        document, group = divmod(piece.document, width)
-        if document not in split_documents and group > 1:
-            continue
-        number = piece.document if document in split_documents else document * width
-        rows = [(piece.start, piece.end, piece.home), *reversed(piece.slices)]
-        for server, run in itertools.groupby(
-            [row for row in rows if row[0] < row[1]], key=itemgetter(2)
-        ):
-            start, end, _ = zip(*run, strict=True)
-            tasks.append((number, start[0], end[-1], piece.home, server))
-    split = np.isin(layout.documents, np.array(sorted(split_documents), dtype=np.int64))
-    return Plan.from_tasks(layout.split_heads(split, groups) if groups > 1 else layout, tasks)
-
-
-def list_objectives(
-    unmoved: PlanLoad, marginal: MarginalCost, config: DistCAConfig
-) -> list[tuple[list[float], float, MarginalCost]]:
-    """List seconds of ranks, tolerance, and the marginal cost of a slice on its server: for compute
-    alone, and with exchanges if they take time.
-    """
-    compute, rate = unmoved.compute_seconds, unmoved.cost.exchange_bytes_per_second
-    objectives = [(compute.tolist(), max(config.tolerance, FINEST_TOLERANCE), marginal)]
-    if not config.ping_pong and rate < math.inf:
-        both = compute + unmoved.exchange_seconds
-        objectives.append(
-            (
-                both.tolist(),
-                max(config.tolerance, FINEST_TOLERANCE_WITH_EXCHANGE),
-                marginal.with_exchange(rate),
-            )
-        )
-    return objectives
+    return planner.make_plan(PlanRows(*np.array(rows, dtype=np.int64).reshape(-1, 4).T))
 
 
 def make_reference_plan(
@@ -338,52 +282,42 @@ def make_reference_plan(
         ConfigError: if a document is longer than the cost model's window, or `config` bounds
             transient bytes.
     """
-    if config.max_transient_bytes is not None or (
-        cost.window is not None and cost.window < layout.longest
-    ):
+    cost = cost.without_unused_window(layout.longest)
+    if config.max_transient_bytes is not None or cost.window is not None:
         raise ConfigError(
             f"window={cost.window}, {config}: the reference knows no windows and no bound of"
             " transient bytes."
         )
-    cost, ranks, world = (
-        replace(cost, window=None),
-        Ranks(per_node=per_node).without_irrelevant_nodes(cost),
-        layout.world_size,
-    )
-    unmoved = add_relays(
-        PlanLoad(Plan.local(layout), cost, overlapped=config.ping_pong, ranks=ranks),
-        config.min_gain,
-    )
-    compute, marginal = unmoved.compute_seconds, MarginalCost.of(cost, config.tile)
-    mean = math.fsum(compute.tolist()) / len(compute)
-    is_even = np.abs(compute - mean).max() <= mean * config.tolerance
-    if not config.balance or world < 2 or not marginal.pair or is_even:
+    ranks = Ranks(per_node=per_node).without_irrelevant_nodes(cost)
+    trials = PlanTrials(layout, cost, config, ranks, allow_relays=True)
+    unmoved, world = trials.unmoved_load, layout.world_size
+    if not config.balance or world < 2 or trials.cannot_gain:
         return unmoved.plan
-    heads = HeadSplit.of(layout, marginal, cost, compute, config.head_groups)
-    split = layout if heads.groups == 1 else layout.split_heads(heads.documents, heads.groups)
-    best, required_seconds = unmoved, unmoved.slowest_seconds * (1 - config.min_gain)
-    objectives = list_objectives(unmoved, marginal, config)
-    for size, (work, tolerance, server_cost) in itertools.product(
-        sorted({ranks.per_node or world, world}), objectives
+    planner, best = trials.planner, unmoved
+    segment, unmoved_pieces = planner.pieces
+    for size, part in itertools.product(
+        sorted({ranks.per_node or world, world}), trials.exchange_parts
     ):
-        pieces = list_unmoved_pieces(split)
-        grid = choose_grid(
-            marginal, heads, layout.longest, (tolerance if config.tolerance else 0.0) * mean
-        )
+        step = trials.make_step(cost.exchange_bytes_per_second, part, size)
+        pieces = [
+            QueryPiece(number, heads, start, end, home)
+            for number, heads, start, end, home in zip(
+                unmoved_pieces.number.tolist(),
+                unmoved_pieces.heads.tolist(),
+                unmoved_pieces.start.tolist(),
+                unmoved_pieces.end.tolist(),
+                layout.rank[segment].tolist(),
+                strict=True,
+            )
+        ]
+        work = (unmoved.compute_seconds + part * unmoved.exchange_seconds).tolist()
         for group in (range(first, first + size) for first in range(0, world, size)):
             mine = [piece for piece in pieces if piece.home in group]
-            BalanceState(mine, list(work), tolerance, server_cost, marginal, group).even_out(grid)
-        load = add_relays(
-            PlanLoad(
-                build_plan(layout, heads.groups, pieces),
-                cost,
-                overlapped=config.ping_pong,
-                ranks=ranks,
-            )
-        )
+            BalanceState(mine, work, step, group).even_out()
+        load = trials.weigh_plan(build_plan(planner, pieces))
         if (
-            load.slowest_seconds < best.slowest_seconds * (1 - TIE_PART * config.tolerance)
-            and load.slowest_seconds <= required_seconds
+            load.slowest_seconds < best.slowest_seconds * trials.improvement_factor
+            and load.slowest_seconds <= unmoved.slowest_seconds * (1 - config.min_gain)
         ):
             best = load
     return best.plan

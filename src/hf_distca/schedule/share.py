@@ -79,22 +79,18 @@ def compute_share(waves: Waves, rank: int) -> tuple[Columns, list[WaveShare], Wa
     tasks = np.flatnonzero(is_concerned[plan.place])
     is_local = (plan.server[tasks] == rank) & ~plan.needs_exchange[tasks]
     in_groups = is_local & (plan.heads[tasks] < 1)
-    in_waves = [waves.number[tasks] == wave for wave in range(waves.count * plan.moved)]
-    shares = [
-        _compute_wave(plan, rank, tasks[in_wave], tasks[in_wave & ~is_local], plan.relays)
-        for in_wave in in_waves
-    ]
-    local_wave = (
-        _compute_wave(plan, rank, tasks[in_groups], tasks[in_groups], None)
-        if in_groups.any()
-        else None
-    )
+    in_waves = (waves.number[tasks] == wave for wave in range(waves.count * plan.moved))
     rows = _TokenRows.of_tasks(plan, tasks[is_local & ~in_groups], groups=1)
     rows = rows.select(np.argsort(rows.row))
     return (
         _merge_tasks(rows, rows.row - rows.start, rows.row - layout.context_tokens[rank]),
-        shares,
-        local_wave,
+        [
+            _compute_wave(plan, rank, tasks[in_wave], tasks[in_wave & ~is_local], plan.relays)
+            for in_wave in in_waves
+        ],
+        _compute_wave(plan, rank, tasks[in_groups], tasks[in_groups], None)
+        if in_groups.any()
+        else None,
     )
 
 
@@ -137,17 +133,9 @@ class _TokenRows(NamedTuple):
     @classmethod
     def of_tasks(cls, plan: Plan, tasks: IntArray, groups: int) -> Self:
         """Select the query rows of tasks."""
-        server, columns = (
-            plan.server[tasks],
-            (plan.document, plan.start, plan.end, plan.home, plan.server),
-        )
-        return cls.of(
-            plan,
-            KeyTransfers(*(column[tasks] for column in columns)),
-            server,
-            plan.first_key[tasks],
-            groups,
-        )
+        columns = (plan.document, plan.start, plan.end, plan.home, plan.server)
+        rows = KeyTransfers(*(column[tasks] for column in columns))
+        return cls.of(plan, rows, rows.server, plan.first_key[tasks], groups)
 
     @classmethod
     def of_keys(cls, plan: Plan, tasks: IntArray, rank: int, relays: Relays | None) -> Self:
@@ -186,17 +174,18 @@ def _compute_wave(
     pool = keys.select((keys.server == rank) & np.isin(keys.number, pool_tasks.number))
     in_pool = pool._replace(row=_sum_rows_before(pool.rows))
     direct = pool.relay == rank
-    # Sections of the second hop come after those of the first.
-    sender = np.where(
-        direct, np.where(pool.source == rank, -1, pool.source), pool.relay + layout.world_size
+    section, section_rows = _number_sections(
+        # Sections of the second hop come after those of the first.
+        np.where(
+            direct, np.where(pool.source == rank, -1, pool.source), pool.relay + layout.world_size
+        ),
+        pool.rows,
     )
-    section, section_rows = _number_sections(sender, pool.rows)
     local = section < 0
-    leaving = keys.select(
-        (keys.source == rank) & (keys.server != rank) & (keys.relay == keys.server)
-    )
     key_message, gradient_message = _describe_exchange(
-        leaving, in_pool.select(direct & ~local), groups
+        keys.select((keys.source == rank) & (keys.server != rank) & (keys.relay == keys.server)),
+        in_pool.select(direct & ~local),
+        groups,
     )
     own_first = pool_tasks.select(
         np.argsort(np.where(pool_tasks.source == rank, -1, pool_tasks.source), kind="stable")
@@ -226,19 +215,13 @@ def _compute_wave(
         np.zeros_like(pool.rows),
     )
     np.maximum.at(relayed_rows, pool_row, relayed_keys.rows)
-    is_relayed = relayed_rows > 0
-    pieces = _to_lists(
-        section[is_relayed],
-        section_rows[is_relayed],
-        relayed_rows[is_relayed],
-        in_pool.row[is_relayed],
-    )
-    relayed = in_pool._replace(source=pool.relay).select(~direct)
+    columns = (section, section_rows, relayed_rows, in_pool.row)
     return wave._replace(
         relay_duty=RelayDuty(
-            pieces,
+            _to_lists(*(column[relayed_rows > 0] for column in columns)),
             *_describe_exchange(
-                relayed_keys._replace(row=_sum_rows_before(relayed_rows)[pool_row]), relayed
+                relayed_keys._replace(row=_sum_rows_before(relayed_rows)[pool_row]),
+                in_pool._replace(source=pool.relay).select(~direct),
             ),
         )
     )

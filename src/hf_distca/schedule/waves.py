@@ -159,10 +159,14 @@ class Waves:
         wave, loads = _assign_waves(
             _compute_unit_bytes(cut, unit, transient), plan.layout.world_size, bound
         )
-        # The rest of a task that was cut may see no further than its home's own tokens, if there is
-        # a window.
-        number = np.where(cut.needs_exchange, np.append(wave, -1)[unit], -1)
-        return cls(cut, number, max(len(loads), 1), loads.max(axis=0, initial=0))
+        return cls(
+            cut,
+            # The rest of a task that was cut may see no further than its home's own tokens, if
+            # there is a window.
+            np.where(cut.needs_exchange, np.append(wave, -1)[unit], -1),
+            max(len(loads), 1),
+            loads.max(axis=0, initial=0),
+        )
 
 
 def _split_large_documents(
@@ -179,17 +183,16 @@ def _split_large_documents(
     )
     last = np.zeros(len(unit), dtype=np.int64)
     np.maximum.at(last, index, plan.end[tasks])
-    rows = np.bincount(index, weights=plan.end[tasks] - plan.start[tasks])
-    needed_bytes = transient.query * rows + transient.key * last
+    needed_bytes = transient.key * last + transient.query * np.bincount(
+        index, weights=plan.end[tasks] - plan.start[tasks]
+    )
     large = needed_bytes > bound
     if not large.any():
         return plan
-    groups = next(
-        (count for count in group_counts if needed_bytes.max() / count <= bound), group_counts[-1]
-    )
     split_mask = np.zeros(len(layout.documents), dtype=np.bool_)
     split_mask[unit[large] // layout.world_size] = True
-    return plan.split_heads(split_mask, groups)
+    fitting = (count for count in group_counts if needed_bytes.max() / count <= bound)
+    return plan.split_heads(split_mask, next(fitting, group_counts[-1]))
 
 
 def _cut_units(
@@ -208,10 +211,8 @@ def _cut_units(
     )
     tasks = np.flatnonzero(plan.needs_exchange)
     tasks = tasks[np.argsort(plan.server[tasks], kind="stable")]
-    columns = (
-        column[tasks] for column in (plan.server, plan.place, plan.heads == 1, plan.start, plan.end)
-    )
-    rows = zip(*(column.tolist() for column in columns), tasks.tolist(), strict=True)
+    columns = (plan.server, plan.place, plan.heads == 1, plan.start, plan.end)
+    rows = zip(*(column[tasks].tolist() for column in columns), tasks.tolist(), strict=True)
     units, turns = list[tuple[int, int, int, int]](), Counter[int]()
     group_transient = TransientBytes(*(count // groups for count in transient))
     for (server, _, whole), slices in itertools.groupby(rows, key=itemgetter(0, 1, 2)):
@@ -314,14 +315,13 @@ def _assign_waves(unit_bytes: IntArray, ranks: int, bound: int) -> tuple[IntArra
     # much for others.
     limit = np.full(ranks, bound)
     np.maximum.at(limit, holder, bytes_)
-    loads = np.zeros((16, ranks), dtype=np.int64)
     bounds = np.flatnonzero(np.diff(units, prepend=-1, append=-1)).tolist()
+    # Pages of waves that are not needed are never touched.
+    loads = np.zeros((len(bounds), ranks), dtype=np.int64)
     wave, count = np.zeros(max(len(bounds) - 1, 0), dtype=np.int64), 0
     for unit, (first, last) in enumerate(itertools.pairwise(bounds)):
         rank, amount = holder[first:last], bytes_[first:last]
         low = max(count - _OPEN_WAVES, 0)
-        if count == len(loads):
-            loads = np.concatenate([loads, np.zeros_like(loads)])
         # A wave in which nothing travels yet always fits.
         number = low + int(
             (loads[low : count + 1, rank] + amount <= limit[rank]).all(axis=1).argmax()
