@@ -15,8 +15,8 @@ import numpy as np
 
 from hf_distca.config import DistCAConfig
 from hf_distca.schedule.balance import balance
-from hf_distca.schedule.cost import CostModel, FloatArray
-from hf_distca.schedule.layout import IntArray, Layout
+from hf_distca.schedule.cost import CostModel
+from hf_distca.schedule.layout import FloatArray, IntArray, Layout
 from hf_distca.schedule.plan import Plan
 from hf_distca.schedule.ranks import Ranks
 from hf_distca.simulate.disaggregated import candidates, dealt

@@ -14,8 +14,8 @@ from dataclasses import replace
 import numpy as np
 
 from hf_distca.config import DistCAConfig
-from hf_distca.schedule.cost import AttentionShape, CostModel, FloatArray, count_causal_pairs
-from hf_distca.schedule.layout import IntArray, Layout
+from hf_distca.schedule.cost import AttentionShape, CostModel, count_causal_pairs
+from hf_distca.schedule.layout import FloatArray, IntArray, Layout
 from hf_distca.schedule.plan import Plan
 from hf_distca.schedule.ranks import Ranks
 from hf_distca.simulate.disaggregated import candidates

@@ -18,9 +18,9 @@ import numpy.typing as npt
 
 from hf_distca.config import DistCAConfig
 from hf_distca.schedule.balance import balance
-from hf_distca.schedule.cost import CostModel, FloatArray
+from hf_distca.schedule.cost import CostModel
 from hf_distca.schedule.deal import deal, deal_nano_batches
-from hf_distca.schedule.layout import IntArray, Layout
+from hf_distca.schedule.layout import FloatArray, IntArray, Layout
 from hf_distca.schedule.ranks import Ranks
 from hf_distca.simulate.disaggregated import Moves, moves_of
 from hf_distca.simulate.predict import linear_seconds

@@ -23,8 +23,8 @@ from hf_distca.agreement.rates import Costs
 from hf_distca.config import DistCAConfig
 from hf_distca.runtime.meter import Meter
 from hf_distca.schedule.balance import balance
-from hf_distca.schedule.cost import AttentionShape, CostModel, FloatArray
-from hf_distca.schedule.layout import Layout
+from hf_distca.schedule.cost import AttentionShape, CostModel
+from hf_distca.schedule.layout import FloatArray, Layout
 from hf_distca.schedule.load import PlanLoad
 from hf_distca.schedule.placement import read_placement
 from hf_distca.schedule.plan import Plan

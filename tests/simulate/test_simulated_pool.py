@@ -12,8 +12,7 @@ import pytest
 
 from benchmark_modules import import_benchmark
 from hf_distca.model_shape import find_model
-from hf_distca.schedule.cost import FloatArray
-from hf_distca.schedule.layout import IntArray
+from hf_distca.schedule.layout import FloatArray, IntArray
 from hf_distca.simulate.document_lengths import distribution, from_list
 from hf_distca.simulate.memory import fullest
 from hf_distca.simulate.predict import (

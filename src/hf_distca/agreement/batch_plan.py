@@ -14,8 +14,8 @@ import numpy as np
 from hf_distca.agreement.announce import Figures, PlanKey
 from hf_distca.config import DistCAConfig
 from hf_distca.runtime.meter import Meter
-from hf_distca.schedule.cost import CostModel, FloatArray
-from hf_distca.schedule.layout import IntArray
+from hf_distca.schedule.cost import CostModel
+from hf_distca.schedule.layout import FloatArray, IntArray
 from hf_distca.schedule.load import PlanLoad
 from hf_distca.schedule.plan import Plan
 from hf_distca.schedule.ranks import Ranks

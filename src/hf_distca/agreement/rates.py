@@ -31,7 +31,8 @@ import torch
 from hf_distca.agreement.announce import PlanKey
 from hf_distca.agreement.batch_plan import Observation, PlanMeasurement, observe_plans
 from hf_distca.config import DistCAConfig
-from hf_distca.schedule.cost import AttentionShape, CostModel, FloatArray, KernelCost
+from hf_distca.schedule.cost import AttentionShape, CostModel, KernelCost
+from hf_distca.schedule.layout import FloatArray
 from hf_distca.schedule.ranks import UNIFORM_RANKS, Ranks
 
 # Kind of layer: shape and type of device. Layers of one kind share a cost model, with any window.

@@ -19,7 +19,8 @@ import torch
 from hf_distca.kernels import Case, list_runnable
 from hf_distca.kernels.base import Kernel, Operands, Saved, Scores, TaskBatch
 from hf_distca.runtime.group import AttentionGroup
-from hf_distca.schedule.cost import AttentionShape, CostModel, FloatArray, KernelCost
+from hf_distca.schedule.cost import AttentionShape, CostModel, KernelCost
+from hf_distca.schedule.layout import FloatArray
 from hf_distca.schedule.profiles import Profile
 
 # The documents of a batch: of each the slices [start, end) that are tasks, in shares of the batch's

@@ -28,13 +28,8 @@ from hf_distca.kernels import Case, Scores, select_kernel
 from hf_distca.measure.calibrate import BATCHES, Documents, timed
 from hf_distca.runtime.group import AttentionGroup
 from hf_distca.runtime.members import node_number
-from hf_distca.schedule.cost import (
-    AttentionShape,
-    CostModel,
-    FloatArray,
-    KernelCost,
-    fit_coefficients,
-)
+from hf_distca.schedule.cost import AttentionShape, CostModel, KernelCost, fit_coefficients
+from hf_distca.schedule.layout import FloatArray
 from hf_distca.schedule.profiles import ExchangeRates, KernelRates, Profile
 
 # Other documents, slices and numbers of heads than those that rates are fitted to.

@@ -18,9 +18,9 @@ import numpy as np
 from hf_distca.config import REPLACEABLE_ATTENTION, DistCAConfig
 from hf_distca.observe.watch import DOCUMENTS, MASKED_ROWS, BatchFacts
 from hf_distca.schedule.balance import balance
-from hf_distca.schedule.cost import AttentionShape, CostModel, FloatArray
+from hf_distca.schedule.cost import AttentionShape, CostModel
 from hf_distca.schedule.deal import deal
-from hf_distca.schedule.layout import IntArray, Layout
+from hf_distca.schedule.layout import FloatArray, IntArray, Layout
 from hf_distca.schedule.load import PlanLoad
 from hf_distca.schedule.profiles import Profile
 from hf_distca.schedule.ranks import Ranks

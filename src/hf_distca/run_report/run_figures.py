@@ -13,7 +13,7 @@ from hf_distca.agreement.history import BalanceTotals
 from hf_distca.errors import ReportError
 from hf_distca.run_report.folder import RankTrace, RunFolder
 from hf_distca.run_report.rows import RECORD_NAME, PerRank, PlanRow, RunRow, StepsRow, WarningRow
-from hf_distca.schedule.cost import FloatArray
+from hf_distca.schedule.layout import FloatArray
 from hf_distca.schedule.plan import Plan
 
 _TALLY = [figure.name for figure in fields(BalanceTotals)]

@@ -35,8 +35,6 @@ from hf_distca.schedule.ranks import UNIFORM_RANKS, Ranks
 from hf_distca.schedule.relays import add_relays
 from hf_distca.schedule.waves import TransientBytes, Waves
 
-__all__ = ["PlanTrials", "balance"]
-
 # The finest band that is aimed at: below, tiles are too coarse. And the finest for compute and
 # exchange together.
 _FINEST_TOLERANCE = 0.002

@@ -10,8 +10,6 @@ from typing import Any, TypeVar
 
 import numba
 
-__all__ = ["compile_function", "compile_inner"]
-
 _log = logging.getLogger("hf_distca")
 
 F = TypeVar("F", bound=Callable[..., Any])

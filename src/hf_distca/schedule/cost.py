@@ -32,22 +32,8 @@ import numpy as np
 import numpy.typing as npt
 
 from hf_distca.errors import ConfigError
-from hf_distca.schedule.moves import FloatArray, count_task_work
-
-__all__ = [
-    "ALL_KEYS",
-    "AttentionShape",
-    "CostModel",
-    "FloatArray",
-    "KernelCost",
-    "MIN_RATE",
-    "MAX_SECONDS",
-    "MarginalCost",
-    "count_causal_pairs",
-    "fit_coefficients",
-    "read_rate",
-    "replace_infinities",
-]
+from hf_distca.schedule.layout import FloatArray
+from hf_distca.schedule.moves import count_task_work
 
 # What a device may be like; beyond, sums of seconds are infinite, and their ratios are no numbers.
 MIN_RATE = 1.0  # a second

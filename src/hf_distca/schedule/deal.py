@@ -25,8 +25,6 @@ from hf_distca.schedule.load import PlanLoad
 from hf_distca.schedule.plan import Plan
 from hf_distca.schedule.ranks import Ranks
 
-__all__ = ["deal", "deal_nano_batches", "deal_in_order"]
-
 # Tokens of the short documents that make the halves of a global batch equal, at most, and how many
 # documents at least.
 _SMALL_TOKENS = 2**19

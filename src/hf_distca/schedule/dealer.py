@@ -32,8 +32,6 @@ from hf_distca.schedule.cost import CostModel, MarginalCost
 from hf_distca.schedule.layout import IntArray, Layout, mark_changes
 from hf_distca.schedule.moves import estimate_slice_seconds
 
-__all__ = ["DealtPiece", "Dealer", "fill_rooms"]
-
 # Parts of the mean seconds of a rank: what documents take that only fill up ranks; and how much
 # more than a whole number of ranks a wide document may take.
 _SHORT_PART = 0.004

@@ -16,9 +16,15 @@ from typing import NamedTuple, Self
 
 import numpy as np
 
-from hf_distca.schedule.cost import FloatArray
 from hf_distca.schedule.heads import HeadSplit
-from hf_distca.schedule.layout import BoolArray, IntArray, Layout, mark_changes, repeat_split_rows
+from hf_distca.schedule.layout import (
+    BoolArray,
+    FloatArray,
+    IntArray,
+    Layout,
+    mark_changes,
+    repeat_split_rows,
+)
 from hf_distca.schedule.moves import (
     END,
     PIECE,
@@ -32,8 +38,6 @@ from hf_distca.schedule.moves import (
 )
 from hf_distca.schedule.plan import Plan
 from hf_distca.schedule.ranks import Ranks
-
-__all__ = ["GreedyPlanner", "Levels", "PlanRows", "BalanceStep"]
 
 # Levels are set inside the tolerated band, because slices end on a grid and seldom move exactly
 # what was wanted.

@@ -20,10 +20,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from hf_distca.schedule.cost import CostModel, FloatArray, MarginalCost
-from hf_distca.schedule.layout import Layout
-
-__all__ = ["HeadSplit", "choose_grid", "list_group_counts"]
+from hf_distca.schedule.cost import CostModel, MarginalCost
+from hf_distca.schedule.layout import FloatArray, Layout
 
 # The part of the mean seconds of a rank that a server typically lacks.
 _TYPICAL_DEFICIT = 0.25

@@ -19,20 +19,9 @@ import numpy.typing as npt
 
 from hf_distca.errors import DistCAError, LayoutError
 
-__all__ = [
-    "BoolArray",
-    "IntArray",
-    "Layout",
-    "Segment",
-    "require_integers",
-    "mark_changes",
-    "enumerate_ranges",
-    "lengths_from_cu_seqlens",
-    "repeat_split_rows",
-]
-
 IntArray = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]
+FloatArray = npt.NDArray[np.float64]
 
 # Position: sums and products of what is larger may not fit in 64 bits.
 _LARGEST_NUMBER = 2**48

@@ -15,14 +15,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from hf_distca.schedule.cost import CostModel, FloatArray, count_causal_pairs
-from hf_distca.schedule.layout import IntArray
+from hf_distca.schedule.cost import CostModel, count_causal_pairs
+from hf_distca.schedule.layout import FloatArray, IntArray
 from hf_distca.schedule.plan import KeyTransfers, Plan, Relays
 from hf_distca.schedule.ranks import UNIFORM_RANKS, Ranks
 from hf_distca.schedule.relays import with_sending_ranks
 from hf_distca.schedule.waves import Waves
-
-__all__ = ["NodeBytes", "PlanLoad", "compute_imbalance", "summarize_plan", "format_summary"]
 
 # Dispatch and return, forward and backward: what a rank that exchanges anything waits for at least.
 _EXCHANGES_PER_LAYER = 4

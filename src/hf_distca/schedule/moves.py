@@ -25,34 +25,11 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
-import numpy.typing as npt
-
 from hf_distca.schedule.compiled import compile_function, compile_inner
+from hf_distca.schedule.layout import BoolArray, FloatArray, IntArray
 
 if TYPE_CHECKING:
     from hf_distca.schedule.cost import MarginalCost  # which counts with `count_task_work`
-
-__all__ = [
-    "END",
-    "MAX_HOLDERS",
-    "MIN_DEFICIT",
-    "PIECE",
-    "SERVER",
-    "START",
-    "FloatArray",
-    "Ledger",
-    "RankLoads",
-    "MarginalCosts",
-    "QueryPieces",
-    "make_moves",
-    "estimate_slice_seconds",
-    "find_tail_start",
-    "count_task_work",
-]
-
-IntArray = npt.NDArray[np.int64]
-FloatArray = npt.NDArray[np.float64]
 
 # Places in `RankLoads.levels`: the edges of the tolerated band, and where ranks outside it should
 # end.
@@ -112,7 +89,7 @@ class RankLoads(NamedTuple):
 
     seconds: FloatArray
     speed: FloatArray
-    can_serve: npt.NDArray[np.bool_]
+    can_serve: BoolArray
     size: int
     start_levels: FloatArray
     levels: FloatArray

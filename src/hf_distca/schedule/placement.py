@@ -10,8 +10,6 @@ from typing import Any
 from hf_distca.errors import LayoutError
 from hf_distca.schedule.layout import Layout
 
-__all__ = ["build_layout", "parse_placement", "read_placement", "require_whole_number"]
-
 
 def read_placement(path: Path) -> Layout:
     """Read a placement from a JSON file.

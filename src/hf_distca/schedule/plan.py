@@ -27,8 +27,6 @@ from hf_distca.schedule.layout import (
 )
 from hf_distca.schedule.placement import build_layout
 
-__all__ = ["CATask", "KeyTransfers", "Plan", "Relays"]
-
 
 class CATask(NamedTuple):
     """Query tokens [start, end) of a document, owned by `home`, computed by `server` against keys

@@ -30,8 +30,6 @@ from hf_distca.schedule.cost import (
     replace_infinities,
 )
 
-__all__ = ["ExchangeRates", "KernelRates", "Profile"]
-
 _FORMAT = 2
 _SHIPPED_FOLDER = "profiles_data"
 _MAX_SIZE = 2**31  # of a width or a tile

@@ -9,9 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from hf_distca.errors import ConfigError
-from hf_distca.schedule.cost import CostModel, FloatArray
-
-__all__ = ["UNIFORM_RANKS", "Ranks"]
+from hf_distca.schedule.cost import CostModel
+from hf_distca.schedule.layout import FloatArray
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,8 +61,6 @@ from hf_distca.schedule.moves import MAX_HOLDERS, MIN_DEFICIT
 from hf_distca.schedule.plan import Plan
 from hf_distca.schedule.ranks import Ranks
 
-__all__ = ["make_reference_plan"]
-
 
 def apply_formula(marginal: MarginalCost, heads: float, start: int, end: int) -> float:
     """Return the seconds of rows [start, end), 0 if there are none."""

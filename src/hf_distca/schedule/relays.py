@@ -18,14 +18,18 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from hf_distca.schedule.cost import FloatArray
-from hf_distca.schedule.layout import BoolArray, IntArray, Layout, enumerate_ranges, mark_changes
+from hf_distca.schedule.layout import (
+    BoolArray,
+    FloatArray,
+    IntArray,
+    Layout,
+    enumerate_ranges,
+    mark_changes,
+)
 from hf_distca.schedule.plan import KeyTransfers, Relays
 
 if TYPE_CHECKING:
     from hf_distca.schedule.load import PlanLoad
-
-__all__ = ["add_relays", "with_relay_hops", "with_sending_ranks"]
 
 
 def with_sending_ranks(keys: KeyTransfers, relays: Relays | None) -> KeyTransfers:

@@ -16,8 +16,6 @@ from hf_distca.schedule.plan import KeyTransfers, Plan, Relays
 from hf_distca.schedule.relays import with_relay_hops
 from hf_distca.schedule.waves import Waves
 
-__all__ = ["Columns", "RankMessage", "RelayDuty", "WaveShare", "compute_share"]
-
 Columns = tuple[list[int], ...]
 # Runs that are sent: rank, first row, rows. And what comes: rank, rows.
 RankMessage = tuple[Columns, Columns]

@@ -27,9 +27,6 @@ from hf_distca.schedule.heads import list_group_counts
 from hf_distca.schedule.layout import IntArray
 from hf_distca.schedule.plan import Plan
 
-__all__ = ["TransientBytes", "Waves"]
-
-
 # Waves that units still go into. Servers take turns, so earlier ones are full on nearly all ranks.
 _OPEN_WAVES = 64
 

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from hf_distca.schedule.cost import CostModel, FloatArray, count_causal_pairs
-from hf_distca.schedule.layout import IntArray
+from hf_distca.schedule.cost import CostModel, count_causal_pairs
+from hf_distca.schedule.layout import FloatArray, IntArray
 from hf_distca.simulate.memory import in_flight, kernel_bytes
 from hf_distca.simulate.setting import Setting
 from hf_distca.simulate.work import (

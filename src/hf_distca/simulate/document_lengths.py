@@ -11,8 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hf_distca.errors import ConfigError, LayoutError
-from hf_distca.schedule.cost import FloatArray
-from hf_distca.schedule.layout import IntArray, require_integers
+from hf_distca.schedule.layout import FloatArray, IntArray, require_integers
 from hf_distca.simulate.loader_rules import shared_out
 
 _PIECE = 1024

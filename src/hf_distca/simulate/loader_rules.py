@@ -7,8 +7,7 @@ import heapq
 import numpy as np
 
 from hf_distca.errors import LayoutError
-from hf_distca.schedule.cost import FloatArray
-from hf_distca.schedule.layout import IntArray, Layout
+from hf_distca.schedule.layout import FloatArray, IntArray, Layout
 from hf_distca.simulate.setting import Setting
 from hf_distca.simulate.work import layer_seconds
 

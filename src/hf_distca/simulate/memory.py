@@ -19,7 +19,8 @@ from dataclasses import dataclass, fields, replace
 import numpy as np
 import numpy.typing as npt
 
-from hf_distca.schedule.cost import AttentionShape, FloatArray
+from hf_distca.schedule.cost import AttentionShape
+from hf_distca.schedule.layout import FloatArray
 from hf_distca.simulate.setting import Setting
 
 _MOMENT_BYTES = 8  # Adam's two moments in float32

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from hf_distca.errors import ConfigError
-from hf_distca.schedule.cost import FloatArray, count_causal_pairs
-from hf_distca.schedule.layout import IntArray
+from hf_distca.schedule.cost import count_causal_pairs
+from hf_distca.schedule.layout import FloatArray, IntArray
 from hf_distca.simulate.document_lengths import DocumentSource
 from hf_distca.simulate.memory import RankMemory, fullest, host_bytes
 from hf_distca.simulate.setting import Setting

@@ -34,8 +34,7 @@ from hf_distca.integration.processes import print_lines
 from hf_distca.integration.training.callback import find_session
 from hf_distca.integration.training.pairs import ItemRules
 from hf_distca.runtime.members import node_number
-from hf_distca.schedule.cost import FloatArray
-from hf_distca.schedule.layout import IntArray
+from hf_distca.schedule.layout import FloatArray, IntArray
 
 Reader = TypeVar("Reader")
 _SAMPLE_STEPS = 16  # that the estimate of the first line looks at
