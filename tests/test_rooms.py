@@ -262,3 +262,36 @@ def test_no_other_room_has_a_line_on_servers_of_a_pool() -> None:
         if room_of(path) not in OF_THE_POOL
         for line in said.findall(" ".join(path.read_text(encoding="utf-8").split()))
     ]
+
+
+def test_what_is_registered_imports_no_trainer() -> None:
+    """What registers distca runs while transformers imports a module of a model: the Trainer, and
+    all that waits for it, would begin in the middle of that.
+    """
+    inner = SOURCE / "integration"
+    registered = [path for path in inner.rglob("*.py") if path.parent.name != "training"]
+    assert not [
+        f"{path.relative_to(SOURCE)} imports {name} when it is imported"
+        for path in registered
+        for node in ast.parse(path.read_text(encoding="utf-8")).body
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("transformers")
+        for name in [node.module, *(alias.name for alias in node.names)]
+        if "trainer" in str(name).lower() or name == "TrainingArguments"
+    ]
+
+
+def test_at_most_three_files_ask_for_the_session() -> None:
+    asking = {
+        str(path.relative_to(SOURCE))
+        for path in FILES
+        if path.name != "current_session.py"
+        for node in nodes_of(path)
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Name)
+        and node.func.id == "current_session"
+    }
+    assert asking == {
+        "integration/hooks/mask.py",
+        "integration/training/callback.py",
+        "pipeline/stage_schedule.py",
+    }, "others get it handed down"

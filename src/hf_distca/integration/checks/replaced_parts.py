@@ -4,16 +4,18 @@ define other targets, an order of rows, and documents that may have no targets.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
-from transformers import Trainer
 
 from hf_distca.data.collator import IGNORED_LABEL
 from hf_distca.data.pieces import DocumentPiece
 from hf_distca.data.reading import DocumentReader
 from hf_distca.errors import ConfigError, UnsupportedError
 from hf_distca.integration.processes import LOG, warn_once
+
+if TYPE_CHECKING:
+    from transformers import Trainer  # models are loaded without it
 
 CollatorRule = Literal["check", "replace"]
 _SAMPLE_SIZE = 256  # documents: they are read as training reads them, which takes a moment
