@@ -14,9 +14,9 @@ from test_trainer import FIGURES
 
 import hf_distca
 from hf_distca.agreement.batch_plan import PlanMeasurement
+from hf_distca.integration import reports
 from hf_distca.integration.current_session import current_session
 from hf_distca.integration.reports import Metrics
-from hf_distca.integration.training import reports
 from hf_distca.schedule.load import PlanLoad
 from hf_distca.schedule.ranks import Ranks
 from ranks import RankPool

@@ -226,14 +226,10 @@ class StageCall(Call):
         part = micro_batch.parts[which]
         group = attention.group.at(part.name, part.route.forward_exchanges)
         super().__init__(part.route, group, attention.make_server(part), stored)
+        # The backward may exchange if the forward does not, and nano-batches take turns in the same
+        # places on all ranks.
+        self.exchanges = True
         self._attention, self._micro_batch, self._which = attention, micro_batch, which
-
-    @property
-    def exchanges(self) -> bool:
-        """True: the backward may exchange if the forward does not, and nano-batches take turns in
-        the same places on all ranks.
-        """
-        return True
 
     def begin_backward(self) -> None:
         """Switch to the plan of the tick in which the backward runs."""

@@ -167,6 +167,7 @@ class Call:
         recomputed_outputs: stored outputs, in a recompute that finds them: nothing is launched and
             no kernel runs.
         backward: whether backward has begun.
+        exchanges: whether any rank moves anything, forward or backward.
     """
 
     def __init__(
@@ -180,6 +181,7 @@ class Call:
         recomputed = None if stored is None else stored.take()
         self.recomputed_outputs = None if recomputed is None else Outputs(*recomputed)
         self.backward, self._has_rows = False, True
+        self.exchanges = route.exchanges
         self._stashed: tuple[Tensors, Pending | None] | None = None
         # Of relays: gradients of received queries; those of the key pool, wide enough for sums, and
         # the dtypes they travel in.

@@ -81,7 +81,7 @@ def core_attention(inputs: Inputs, call: Call) -> torch.Tensor:
             " this batch for all others. Capture only code between attention layers, or nothing."
         )
     call.server.meter.count(**{"calls" if call.recomputed_outputs is None else "recalls": 1})
-    if not call.route.exchanges:
+    if not call.exchanges:
         o_THV = _apply(_Unmoved, call, *inputs)
         # To the other nano-batch, whose messages have had time to travel.
         yield_to_other_nano_batch()
