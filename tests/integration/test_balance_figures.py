@@ -120,7 +120,7 @@ def on_two_nodes(rank: int) -> tuple[dict[str, float], list[int], float]:
             hf_distca.DistCAConfig(tile=8, min_gain=0.0, cost_model=PAIRS, timeout_seconds=61.0)
         )
         history = current_session().planner.history
-        history.observer = lambda micro_batch, tally: plans.extend(micro_batch.plans)
+        history.observer = lambda micro_batch, tally: plans.extend(micro_batch.measurements)
         model = model_for(2, "distca", torch.float32)
         model(
             **hf_distca.PackingCollator()([{"documents": texts}]), use_cache=False
