@@ -23,6 +23,8 @@ class StrictVarlenOp:
     the last to be causal.
     """
 
+    width_multiple = 8
+
     def __init__(self, *, takes_gaps: bool = False, window_from_first_key: bool = False) -> None:
         self.takes_gaps, self.window_from_first_key = takes_gaps, window_from_first_key
         self.calls: list[dict[str, torch.Tensor]] = []

@@ -329,7 +329,11 @@ class Interface4(Interface3):
         )
 
     def _flash_attn_bwd(self, **options: Any) -> tuple[Any, ...]:
+        """On Hopper its kernel counts widths in units of 16 and those around it in units of 32: an
+        H200 gave gradients of queries that were 67 to 85 % off for heads of 16, 40 and 80.
+        """
         assert options.keys() <= set(FLASH_ATTN_4["_flash_attn_bwd"])
+        assert {options[name].shape[2] % 32 for name in "qkv"} == {0}
         assert options.pop("deterministic") is False
         do, o, lse = (options.pop(name) for name in ("dout", "out", "lse"))
         return OP.differentiate(
@@ -378,10 +382,19 @@ def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> K
 def test_results(kernel: Kernel, scores: str) -> None:
     if kernel.name in ("cuda", "efficient") and SCORES[scores].softcap is not None:
         pytest.skip("the op has no softcap; test_select_kernel has the refusal")
+    check_results(kernel, "GQA", SCORES[scores])
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_results_of_every_shape(kernel: Kernel, shape: str) -> None:
+    check_results(kernel, shape, SCORES["plain"])
+
+
+def check_results(kernel: Kernel, shape: str, scores: Scores) -> None:
     case = CASES["shared keys with gaps"]
-    pools = random_pools(case, SHAPES["GQA"], torch.float64)
-    expected = exact(pools, case.tasks, SCORES[scores])
-    for name, value in run_kernel(kernel, pools, case.tasks, SCORES[scores]).items():
+    pools = random_pools(case, SHAPES[shape], torch.float64)
+    expected = exact(pools, case.tasks, scores)
+    for name, value in run_kernel(kernel, pools, case.tasks, scores).items():
         assert relative_error(value, expected[name]) <= 1e-10, name
 
 

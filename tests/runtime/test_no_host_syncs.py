@@ -43,7 +43,7 @@ SHAPE = AttentionShape(HEADS, KEY_HEADS, DIM, DIM, 4)
 class Op:
     """A varlen op of zeros: what it would compute is not the matter."""
 
-    takes_gaps = True  # as those for GPUs
+    takes_gaps, width_multiple = True, 8  # as those for GPUs
 
     def forward(self, pools: Operands, sequences: Sequences, scores: Scores) -> Outputs:
         q_THD = pools.q_THD

@@ -58,6 +58,7 @@ class AtenEfficient:
     """
 
     takes_gaps = False
+    width_multiple = 8
 
     def forward(self, pools: Operands, sequences: Sequences, scores: Scores) -> Outputs:
         """See `VarlenOp.forward`."""

@@ -42,8 +42,6 @@ from hf_distca.kernels.base import (
     without_gradients,
 )
 
-_HEAD_DIM_MULTIPLE = 8
-
 
 class Sequences(NamedTuple):
     """Cuts of the rows and keys of a call: sequence i has rows [cu_rows[i], cu_rows[i + 1]), and
@@ -62,8 +60,7 @@ class Sequences(NamedTuple):
 
 
 class VarlenOp(Protocol):
-    """A varlen flash-attention op: causal, aligned bottom right, H a multiple of K, D a multiple of
-    8 and equal to V.
+    """A varlen flash-attention op: causal, aligned bottom right, H a multiple of K, D equal to V.
 
     ``scores.window`` is None or less than the longest sequence of keys; ``scores.softcap`` is None
     unless the kernel supports it.
@@ -71,9 +68,11 @@ class VarlenOp(Protocol):
     Attributes:
         takes_gaps: whether sequences may have no rows, or no keys: their gradients are 0 then, and
             their outputs mean nothing.
+        width_multiple: D is a multiple of it.
     """
 
     takes_gaps: bool
+    width_multiple: int
 
     def forward(self, pools: Operands, sequences: Sequences, scores: Scores) -> Outputs:
         """Return output in q's dtype and log-sum-exp in the accumulation dtype, of any strides."""
@@ -183,7 +182,7 @@ class VarlenKernel:
         """See `Kernel.forward`."""
         check_pools(pools, tasks)
         q_THD, k_TKD, v_TKV = pools
-        value_width, width = v_TKV.shape[2], _call_width(q_THD, v_TKV)
+        value_width, width = v_TKV.shape[2], self._choose_width(q_THD, v_TKV)
         padded = Operands(pad_last(q_THD, width), pad_last(k_TKD, width), pad_last(v_TKV, width))
         calls = self._calls_of(tasks, pools)
         if len(calls) == 1 and calls[0].rows.covers(q_THD):
@@ -212,7 +211,11 @@ class VarlenKernel:
         """See `Kernel.backward`."""
         check_pools(pools, tasks)
         do_THV, q_THD, o_THV, lse_TH, k_TKD, v_TKV = pools
-        key_width, value_width, width = q_THD.shape[2], v_TKV.shape[2], _call_width(q_THD, v_TKV)
+        key_width, value_width, width = (
+            q_THD.shape[2],
+            v_TKV.shape[2],
+            self._choose_width(q_THD, v_TKV),
+        )
         rows = pad_last(do_THV, width), pad_last(q_THD, width), pad_last(o_THV, width), lse_TH
         padded = Saved(*rows, pad_last(k_TKD, width), pad_last(v_TKV, width))
         calls = self._calls_of(tasks, pools)
@@ -239,6 +242,13 @@ class VarlenKernel:
             call.keys.add(dv_TKV, _narrow(dv, value_width))
         return Grads(dq_THD, dk_TKD, dv_TKV)
 
+    def _choose_width(self, q_THD: torch.Tensor, v_TKV: torch.Tensor) -> int:
+        """Return the width that q, k and v are padded to for the op: that of the widest, rounded
+        up.
+        """
+        multiple = self._op.width_multiple
+        return -(-max(q_THD.shape[2], v_TKV.shape[2]) // multiple) * multiple
+
     def _calls_of(self, tasks: TaskBatch, pools: Operands | Saved) -> tuple[_OpCall, ...]:
         """Return the calls of a batch on pools of these lengths, made by the first layer."""
         device, rows, keys = pools.q_THD.device, len(pools.q_THD), len(pools.k_TKD)
@@ -260,11 +270,6 @@ class VarlenKernel:
 def _narrow(x: torch.Tensor, width: int) -> torch.Tensor:
     """Return the first `width` columns of the last dimension."""
     return x if x.shape[-1] == width else x[..., :width]
-
-
-def _call_width(q_THD: torch.Tensor, v_TKV: torch.Tensor) -> int:
-    """Return the one head dim of a call: q's or v's, the larger, rounded up."""
-    return -(-max(q_THD.shape[2], v_TKV.shape[2]) // _HEAD_DIM_MULTIPLE) * _HEAD_DIM_MULTIPLE
 
 
 def _make_whole_call(
