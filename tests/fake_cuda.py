@@ -169,7 +169,7 @@ def fake_cuda(
         patch.object(
             flash,
             "_placeholder_random_state",
-            cache(flash._placeholder_random_state.__wrapped__),
+            cache(flash._make_random_state.__wrapped__),
         ),
         FakeTensorMode(),
         _EfficientBackward(),

@@ -86,7 +86,7 @@ class Part:
 
 def tiny_settings() -> dict[str, Any]:
     """Settings with which tiny documents are moved, too: exchanges cost nothing."""
-    cost = CostModel.of_pairs(AttentionShape(4, 2, 16, 16, 4))
+    cost = CostModel.make_of_pairs(AttentionShape(4, 2, 16, 16, 4))
     return {"tile": 16, "min_gain": 0.0, "cost_model": cost}
 
 
@@ -210,7 +210,7 @@ class Rank:
             dist.all_reduce(peak, dist.ReduceOp.MAX)
             found["peak_gb"] = float(peak) / 1e9
         if self.arm.attention == "distca":
-            found |= (hf_distca.metrics(gather=True) - before).figures()
+            found |= (hf_distca.metrics(gather=True) - before).list_figures()
         return found
 
     def trace(self, path: Path) -> None:

@@ -53,7 +53,7 @@ def prepared(rank: int, prepares: bool) -> tuple[int, bool, int, int]:
     wrapped = DistributedDataParallel(model)
     with (
         unseen_callers(),
-        patch.object(AttentionGroup, "of", side_effect=AttentionGroup.of) as made,
+        patch.object(AttentionGroup, "of", side_effect=AttentionGroup.find_or_create) as made,
     ):
         if prepares:
             assert hf_distca.prepare(hf_distca.prepare(wrapped)) is wrapped

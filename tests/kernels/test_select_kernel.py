@@ -140,14 +140,14 @@ def test_flash_attn_4_alone_is_no_flash_attn(
     (tmp_path / "flash_attn" / "cute").mkdir(parents=True)
     (tmp_path / "flash_attn" / "cute" / "__init__.py").touch()
     monkeypatch.syspath_prepend(tmp_path)
-    flash._installed_version.cache_clear()
+    flash._find_version.cache_clear()
     try:
         with pytest.raises(
             KernelError, match="the package flash-attn is not installed: pip install flash-attn"
         ):
             select("flash_attn", CUDA, torch.bfloat16, 64, 64, PLAIN)
     finally:
-        flash._installed_version.cache_clear()
+        flash._find_version.cache_clear()
 
 
 @pytest.mark.usefixtures("_one_hopper")

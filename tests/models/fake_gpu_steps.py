@@ -176,7 +176,7 @@ def batch_of(way: Way, config: hf_distca.DistCAConfig) -> dict[str, Any]:
     if way.ranks > 1:
         shape = AttentionShape(4, 2, 32, 32, 2)
         dealing = DealSettings(
-            way.ranks, TOKENS, {PlanKey(shape, "cuda"): CostModel.of_pairs(shape)}, config
+            way.ranks, TOKENS, {PlanKey(shape, "cuda"): CostModel.make_of_pairs(shape)}, config
         )
         packed = dealing.make_share(np.array(LENGTHS), (0, 0), 0)
     ids = {
@@ -194,7 +194,7 @@ def batch_of(way: Way, config: hf_distca.DistCAConfig) -> dict[str, Any]:
 
 def step(family: str, way: Way) -> Step:
     """Two steps: in the first, kernels and plans are chosen."""
-    pairs = CostModel.of_pairs(AttentionShape(4, 2, 32, 32, 2))
+    pairs = CostModel.make_of_pairs(AttentionShape(4, 2, 32, 32, 2))
     config = hf_distca.DistCAConfig(ping_pong=way.ping_pong, min_gain=0.0, cost_model=pairs)
     hf_distca.configure(config)
     dtype = torch.float32 if way.autocast else torch.bfloat16

@@ -200,7 +200,7 @@ def _be_server(rank: int, join: Callable[[int], None], asked: Connection, output
 
         def _next(self, words: JsonLineConnection) -> Any:
             steps["waits"] = True
-            word = super()._next(words)
+            word = super()._receive_next(words)
             steps["waits"] = False
             steps["told"][word[0]] += 1
             return word

@@ -69,7 +69,7 @@ def make_again(rank: int) -> int:
     ):
         make()
     dist.barrier()
-    taken = members.names_of_groups()
+    taken = members.list_group_names()
     with patch.object(members, "names_of_groups", lambda: taken | set(() if rank else tried)):
         group = make()
     number = torch.tensor([rank + 1])

@@ -29,7 +29,7 @@ from hf_distca.schedule.share import compute_share
 from hf_distca.schedule.waves import Waves
 
 shape = AttentionShape(32, 8, 128, 128, 2)
-cost = CostModel.analytic(shape, device_type="cuda")
+cost = CostModel.make_analytic(shape, device_type="cuda")
 layout = Layout.from_lengths([[2**17], [2**16, 2**16], [2**15] * 4, *[[4096] * 32] * 13])
 lengths = [2**18, 2**17, *[40000] * 9, *[3000] * 180, *[517] * 400]
 lengths.append(-sum(lengths) % 16 + 16)
