@@ -101,7 +101,7 @@ def test_flash_attn_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel of torch runs, and it is said why the faster one does not; with a softcap only the
     slow one is left.
     """
-    monkeypatch.setattr(flash, "_installed_version", lambda: None)
+    monkeypatch.setattr(flash, "_find_version", lambda: None)
     runs, *others = check_model_kernels(LlamaConfig(), torch.bfloat16, CUDA)
     assert (runs.value, runs.state) == ("kernel 'cuda'", "good")
     assert str(runs.todo).endswith("is taken where it is installed: pip install flash-attn-4")

@@ -215,7 +215,7 @@ def test_each_kind_of_variant_has_to_be_foreseen(
     """Without one of them, something is compiled in a step."""
     case = CASES["window"]
     if left_out == "long calls":
-        monkeypatch.setattr(variants, "_sequence_counts", lambda: (2,))
+        monkeypatch.setattr(variants, "_list_sequence_counts", lambda: (2,))
     if left_out == "blocks":
         monkeypatch.setattr(
             flash.FLASH_ATTN_4._op, "_package", flash.replace(flash._FLASH_ATTN_4, least_longest=0)

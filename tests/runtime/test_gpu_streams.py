@@ -1,9 +1,9 @@
 """In which order the streams of a GPU get work, and that no two of them touch the same memory at
 once. No GPU is there.
 
-Each of these changes of the source makes a test here fail: `Pending.receive_sections` without its wait;
-`side_stream` without `wait_stream`; `forward_keys` without `side_stream`, or without keeping what
-the first hop sends; own tasks launched behind the dispatch's wait.
+Each of these changes of the source makes a test here fail: `Pending.receive_sections` without its
+wait; `side_stream` without `wait_stream`; `forward_keys` without `side_stream`, or without keeping
+what the first hop sends; own tasks launched behind the dispatch's wait.
 """
 
 from __future__ import annotations

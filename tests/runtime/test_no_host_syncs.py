@@ -1,10 +1,10 @@
 """That no layer makes the host wait: nothing between q, k, v and their gradients reads a tensor, on
 any way that rows can take.
 
-The mode is around `compute_core_attention` and its backward: packing, both exchanges, the server with its
-pools, the kernel's own host code, sums of gradients. Plans and routes were made before, once for
-all layers. What is inside the operation of a kernel is the device's, and so is not looked at; tests
-of kernels on a GPU are in tests/kernels/test_cuda_kernels.py.
+The mode is around `compute_core_attention` and its backward: packing, both exchanges, the server
+with its pools, the kernel's own host code, sums of gradients. Plans and routes were made before,
+once for all layers. What is inside the operation of a kernel is the device's, and so is not looked
+at; tests of kernels on a GPU are in tests/kernels/test_cuda_kernels.py.
 """
 
 from __future__ import annotations

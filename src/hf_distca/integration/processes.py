@@ -57,8 +57,8 @@ def find_members() -> Members | None:
 def choose_group_size(
     members: dist.ProcessGroup | Members | None, config: DistCAConfig
 ) -> int | None:
-    """Return how many of these ranks share core attention, for `AttentionGroup.find_or_create`; log it if the
-    user did not choose it.
+    """Return how many of these ranks share core attention, for `AttentionGroup.find_or_create`;
+    log it if the user did not choose it.
 
     A process group that the user made is one attention group, unless `config` has a size.
     """

@@ -425,8 +425,8 @@ class Call:
     def _await_sections(
         self, pending: Pending, name: str, beside: bool = False
     ) -> list[list[torch.Tensor]]:
-        """Wait for an exchange and return its `Pending.receive_sections`; `beside` says that a side stream
-        waits.
+        """Wait for an exchange and return its `Pending.receive_sections`; `beside` says that a
+        side stream waits.
         """
         begin = mark_now(pending.device)
         came = pending.receive_sections()

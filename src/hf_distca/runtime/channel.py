@@ -53,8 +53,8 @@ class Channel:
 
     @property
     def checksum(self) -> int:
-        """Number below 2**32 that depends on all launches so far, here and in all calls of `make_call_channel`,
-        but not on sizes.
+        """Number below 2**32 that depends on all launches so far, here and in all calls of
+        `make_call_channel`, but not on sizes.
 
         Equal on two ranks that launched the same exchanges in the same order. Layers of one
         micro-batch have messages of equal sizes: where they have no tags, nothing else shows that

@@ -1,9 +1,9 @@
 """Rows of several tensors from every rank to every rank, as one asynchronous exchange.
 
 Rows travel in contiguous runs: slices of documents. A step larger than 1 takes the rows of one head
-group. `launch` packs and starts, `Pending.receive_sections` finishes. The message to one rank holds the
-rows of each part one after another, each part padded to 16 bytes so that float32 and bfloat16 can
-share it::
+group. `launch` packs and starts, `Pending.receive_sections` finishes. The message to one rank
+holds the rows of each part one after another, each part padded to 16 bytes so that float32 and
+bfloat16 can share it::
 
     to rank 0: | part 0 rows | part 1 rows | ...   to rank 1: | part 0 rows | part 1 rows | ...
 

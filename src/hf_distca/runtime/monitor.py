@@ -159,7 +159,8 @@ class FailureMonitor:
         """Leave the group for a reason that the others read, such as "was told to end"; do nothing
         if this rank has left.
 
-        Takes until the deadline, in the time of `time.monotonic()`: by default `self.compute_deadline()`.
+        Takes until the deadline, in the time of `time.monotonic()`: by default
+        `self.compute_deadline()`.
         """
         if self._word is not None:
             return
@@ -184,7 +185,8 @@ class FailureMonitor:
         return True
 
     def give_up(self, doing: str, error: Exception) -> DistCADesyncError:
-        """Leave the group because others did not come. Takes up to `compute_reserved_seconds` seconds.
+        """Leave the group because others did not come. Takes up to `compute_reserved_seconds`
+        seconds.
 
         Returns:
             The error to raise, with what each rank was doing.

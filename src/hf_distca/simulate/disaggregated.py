@@ -284,8 +284,8 @@ def make_group_candidates(
     """Make the candidates of hf-distca: ranks of a large attention group share attention in smaller
     ones, each with its own documents.
 
-    `place` places the documents of a micro-batch, as `fill_given_rows` does; `share` divides a micro-batch
-    among so many groups, with so many tokens each.
+    `place` places the documents of a micro-batch, as `fill_given_rows` does; `share` divides a
+    micro-batch among so many groups, with so many tokens each.
     """
     count = setting.group // setting.shared
     if count == 1:

@@ -1,5 +1,5 @@
-"""`find_longest_documents`: the longest document that ranks hold together, and its step, under ways to
-save memory.
+"""`find_longest_documents`: the longest document that ranks hold together, and its step, under
+ways to save memory.
 """
 
 from __future__ import annotations

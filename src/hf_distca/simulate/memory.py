@@ -214,7 +214,9 @@ def _iterate_moments(
     kept: npt.ArrayLike,
     flying: int,
 ) -> Iterator[RankMemory]:
-    """Yield moments that may be the fullest of a rank; for the arguments see `find_fullest_moment`."""
+    """Yield moments that may be the fullest of a rank; for the arguments see
+    `find_fullest_moment`.
+    """
     count, layer = np.asarray(tokens, dtype=np.float64), _LayerBytes.from_setting(setting)
     repeated, all_layers = setting.checkpointing != "none", flying * setting.stage_layers
     before = after = compute_state_bytes(setting)

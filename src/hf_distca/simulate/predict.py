@@ -288,8 +288,8 @@ def estimate_rank_seconds(setting: Setting, work: MicroBatchWork) -> Directions:
 def run_data_parallel(
     setting: Setting, works: Sequence[MicroBatchWork], parts: Sequence[Directions]
 ) -> Timeline:
-    """Run the micro-batches of every rank, with `parts` from `estimate_rank_seconds`; all wait for the last
-    one at the end.
+    """Run the micro-batches of every rank, with `parts` from `estimate_rank_seconds`; all wait for
+    the last one at the end.
 
     Ranks that exchange something in every layer wait for each other in each direction of a
     micro-batch, too.
