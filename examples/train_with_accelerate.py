@@ -153,7 +153,7 @@ def train(model_arguments: ModelArguments, data: PackingArguments, loop: LoopArg
                 "learning_rate": schedule.get_last_lr()[0],
             }
             before, seen = seen, metrics(gather=True)
-            figures |= (seen - before).list_figures()
+            figures |= (seen - before).figures()
             accelerator.log(figures, step=step)
             if accelerator.is_main_process:
                 progress.write(

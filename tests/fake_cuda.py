@@ -168,7 +168,7 @@ def fake_cuda(
         patch.object(kernels, "_check_once", kernels._check_once.__wrapped__),
         patch.object(
             flash,
-            "_placeholder_random_state",
+            "_make_random_state",
             cache(flash._make_random_state.__wrapped__),
         ),
         FakeTensorMode(),

@@ -210,7 +210,7 @@ class Rank:
             dist.all_reduce(peak, dist.ReduceOp.MAX)
             found["peak_gb"] = float(peak) / 1e9
         if self.arm.attention == "distca":
-            found |= (hf_distca.metrics(gather=True) - before).list_figures()
+            found |= (hf_distca.metrics(gather=True) - before).figures()
         return found
 
     def trace(self, path: Path) -> None:

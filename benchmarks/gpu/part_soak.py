@@ -87,7 +87,7 @@ def work(rank: int, ranks: int, setting: Setting, keep: Any) -> None:
             if float(left) < 5.0:
                 break
     synchronize(setting.device)
-    figures = hf_distca.metrics().list_figures()
+    figures = hf_distca.metrics().figures()
     keep(
         steps=done,
         wanted=steps,

@@ -125,7 +125,7 @@ def on_two_nodes(rank: int) -> tuple[dict[str, float], list[int], float]:
         model(
             **hf_distca.PackingCollator()([{"documents": texts}]), use_cache=False
         ).loss.backward()
-        figures = hf_distca.metrics(gather=True).list_figures()
+        figures = hf_distca.metrics(gather=True).figures()
     (measured,) = plans
     made = measured.use.batch_plan
     load = PlanLoad(made.plan, replace(PAIRS, shape=made.key.shape), ranks=Ranks(per_node=2))
@@ -145,7 +145,7 @@ def test_late_compiles_are_a_figure_if_there_are_any(monkeypatch: pytest.MonkeyP
     hf_distca.configure()
     before = hf_distca.metrics()
     ran = replace(before, balance=replace(before.balance, micro_batches=1))
-    assert "distca/late_compiles" not in (ran - before).list_figures()
+    assert "distca/late_compiles" not in (ran - before).figures()
     monkeypatch.setattr(reports, "count_late_compiles", lambda: before.late_compiles + 2)
     later = replace(hf_distca.metrics(), balance=ran.balance)
-    assert (later - before).list_figures()["distca/late_compiles"] == 2
+    assert (later - before).figures()["distca/late_compiles"] == 2

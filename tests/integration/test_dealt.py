@@ -160,7 +160,7 @@ def together(
         dist.all_reduce(sums)
         for parameter in model.parameters():
             dist.all_reduce(parameter.grad)
-    figures = hf_distca.metrics(gather=True).list_figures()
+    figures = hf_distca.metrics(gather=True).figures()
     return (
         sums.tolist(),
         gradients(model),

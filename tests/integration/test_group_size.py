@@ -74,7 +74,7 @@ def loss_and_gradients(
         (
             worlds,
             current_session().join_group().ranks,
-            hf_distca.metrics(gather=True).list_figures(),
+            hf_distca.metrics(gather=True).figures(),
         ),
     )
 

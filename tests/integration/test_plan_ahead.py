@@ -77,7 +77,7 @@ def train(
         optimizer.step()
         optimizer.zero_grad()
         gathers.append(len(gather))
-        figures.append((hf_distca.metrics(gather=True) - before).list_figures())
+        figures.append((hf_distca.metrics(gather=True) - before).figures())
     return losses, figures, gathers, current_session().planner.resume_progress().number
 
 

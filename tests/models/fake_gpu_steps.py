@@ -121,7 +121,7 @@ class Group(AttentionGroup):
         on_arrival(rows)
         return Met(rows)
 
-    def at(self, where: str, forward_exchanges: int) -> AttentionGroup:
+    def with_call_channel(self, where: str, forward_exchanges: int) -> AttentionGroup:
         """The group itself: its link names nothing."""
         return self
 
@@ -256,7 +256,7 @@ _CHANGES: dict[str, tuple[Any, str, Any]] = {
     ),
     "a table stays on the host": (varlen, "to_device", lambda tensor, device: tensor),
     "a wait is left out": (Flight, "wait", lambda flight: None),
-    "outputs are not kept": (OutputStore, "of", lambda store, module, inputs: None),
+    "outputs are not kept": (OutputStore, "find_outputs", lambda store, module, inputs: None),
 }
 
 

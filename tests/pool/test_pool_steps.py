@@ -170,9 +170,7 @@ def calibrated(rank: int) -> tuple[list[float], bool]:
     hf_distca.configure(settings(cost_model="calibrated"))
     model = model_for("full")
     losses = [step(model, rank, number) for number in range(4)]
-    return losses, bool(
-        hf_distca.metrics(gather=True).list_figures()["distca/imbalance_measured_after"]
-    )
+    return losses, bool(hf_distca.metrics(gather=True).figures()["distca/imbalance_measured_after"])
 
 
 def test_costs_are_calibrated_and_corrected(launch: Callable[[int, int], Launch]) -> None:
@@ -197,7 +195,9 @@ def run_states(rank: int) -> list[int]:
     )
     for number in range(3):
         batch = hf_distca.PackingCollator()([shares[2 * number + rank]])
-        with patch.object(AttentionGroup, "of", side_effect=AttentionGroup.find_or_create) as made:
+        with patch.object(
+            AttentionGroup, "find_or_create", side_effect=AttentionGroup.find_or_create
+        ) as made:
             loss_of(model, batch).backward()
         counts.append(made.call_count)
     return counts

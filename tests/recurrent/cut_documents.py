@@ -225,7 +225,7 @@ class ThreadChannel:
     name: str = ""
     began: bool = False
 
-    def at(self, where: str, forward_exchanges: int) -> ThreadChannel:
+    def make_call_channel(self, where: str, forward_exchanges: int) -> ThreadChannel:
         return ThreadChannel(self.world, self.rank, where)
 
     def begin_backward(self) -> None:

@@ -114,10 +114,10 @@ class Kept:
         self.outputs: Any = None
         self.recomputes = False
 
-    def take(self) -> Any:
+    def pop(self) -> Any:
         return self.outputs if self.recomputes else None
 
-    def keep(self, *outputs: torch.Tensor) -> None:
+    def store_outputs(self, *outputs: torch.Tensor) -> None:
         self.outputs = outputs
 
     def drop(self) -> None:

@@ -77,7 +77,7 @@ shares = [
     for rank in range(plan.layout.world_size)
 ]
 for plan in plans[-60:]:
-    waves = Waves.of(plan, shape, 128, 2**27, 4)
+    waves = Waves.split_plan(plan, shape, 128, 2**27, 4)
     shares += [compute_share(waves, rank) for rank in range(plan.layout.world_size)]
 text = hashlib.sha256(json.dumps(shares).encode()).hexdigest()
 print(json.dumps([*(plan.digest for plan in plans), text]))

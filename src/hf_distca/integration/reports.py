@@ -50,7 +50,7 @@ class Metrics:
             self.late_compiles - earlier.late_compiles,
         )
 
-    def list_figures(self) -> dict[str, float]:
+    def figures(self) -> dict[str, float]:
         """Return the figures that `DistCACallback` logs; those without data are left out."""
         count = self.balance.micro_batches
         changes = {

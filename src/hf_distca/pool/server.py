@@ -277,9 +277,9 @@ class Server:
             key.shape,
             Scores(layer["scale"], used.window, layer["softcap"]),
         )
-        server.reporting = partial(used.group.reporting, f"computing {place}")
+        server.reporting = partial(used.group.report_errors, f"computing {place}")
         self._calls[call] = taken = Call(
-            used.route, used.group.at(place, used.route.forward_exchanges), server
+            used.route, used.group.with_call_channel(place, used.route.forward_exchanges), server
         )
         if backward:
             taken.begin_backward()

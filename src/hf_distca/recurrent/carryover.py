@@ -180,7 +180,7 @@ class _ExchangeStates(torch.autograd.Function):
     def backward(
         ctx: Any, _anchor: torch.Tensor, *gradients: torch.Tensor
     ) -> tuple[torch.Tensor | None, ...]:
-        returned = ctx.exchange.returned(gradients)
+        returned = ctx.exchange.return_gradients(gradients)
         return None, *returned, *[None] * (ctx.inputs - len(returned))
 
 

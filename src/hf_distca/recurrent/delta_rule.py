@@ -189,7 +189,7 @@ def _add_states(layer: SegmentKernel, stored: LayerOutputs | None) -> torch.Tens
     # 2. Segments between others run from zeros and from the identity.
     between = _run_between(layer, segments.inner_segments)
     # 3. Biases and transitions travel to the ranks that hold later segments.
-    biases = torch.cat([first.get_states(inputs.no_states()), between.summaries.biases])
+    biases = torch.cat([first.get_states(inputs.make_no_states()), between.summaries.biases])
     held = biases, between.summaries.transitions
     rows, anchor = exchange_states(
         segments, held, (segments.summaries, segments.transitions), inputs, stored

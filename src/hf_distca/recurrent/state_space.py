@@ -129,7 +129,7 @@ def _add_states(layer: SegmentKernel, stored: LayerOutputs | None) -> torch.Tens
     # Transitions follow from decays.
     handing_on = (*segments.first_segments, *segments.inner_segments)
     handed = layer.run(handing_on, final_states=True)
-    none = inputs.no_states()
+    none = inputs.make_no_states()
     biases = handed.get_states(none)
     decays = [
         _log_decays(layer.select_inputs([index])).sum(0).exp() for index in segments.inner_segments

@@ -243,7 +243,7 @@ class DistCACallback(TrainerCallback):
         metrics = read_metrics(current_session())
         figures = {
             name: round(value, 4)
-            for name, value in (metrics - self._logged_metrics).list_figures().items()
+            for name, value in (metrics - self._logged_metrics).figures().items()
         }
         self._logged_metrics = metrics
         logs.update(figures)
