@@ -168,8 +168,8 @@ def fake_cuda(
         patch.object(kernels, "_check_once", kernels._check_once.__wrapped__),
         patch.object(
             flash,
-            "_placeholder_random_state",
-            cache(flash._placeholder_random_state.__wrapped__),
+            "_make_random_state",
+            cache(flash._make_random_state.__wrapped__),
         ),
         FakeTensorMode(),
         _EfficientBackward(),

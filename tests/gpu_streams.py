@@ -88,7 +88,7 @@ class Streams(TorchDispatchMode):
             finally:
                 streams.current = before
 
-        messages._stream.cache_clear()
+        messages._make_stream.cache_clear()
         fakes = {
             "Stream": Stream,
             "stream": stream,
@@ -96,7 +96,7 @@ class Streams(TorchDispatchMode):
         }
         with patch.multiple(torch.cuda, **fakes), self:
             yield self
-        messages._stream.cache_clear()
+        messages._make_stream.cache_clear()
 
     def known(self, stream: str) -> Clock:
         """What is done when all that a stream was given until now is done."""

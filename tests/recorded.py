@@ -58,7 +58,7 @@ def counted_planning() -> Iterator[list[str]]:
         return call
 
     with ExitStack() as undo:
-        for name in ("gather", "all_equal"):
+        for name in ("gather", "is_equal_on_all"):
             undo.enter_context(
                 patch.object(AttentionGroup, name, spy(name, getattr(AttentionGroup, name)))
             )

@@ -71,12 +71,12 @@ def test_a_recompute_is_told_from_a_forward() -> None:
     class Identity(torch.autograd.Function):
         @staticmethod
         def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:
-            seen.append(borrowed.in_backward())
+            seen.append(borrowed.is_in_backward())
             return x.clone()
 
         @staticmethod
         def backward(ctx: object, grad: torch.Tensor) -> torch.Tensor:
-            seen.append(borrowed.in_backward())
+            seen.append(borrowed.is_in_backward())
             return grad
 
     Identity.apply(torch.ones(1, requires_grad=True)).sum().backward()
@@ -85,9 +85,9 @@ def test_a_recompute_is_told_from_a_forward() -> None:
 
 def test_changes_in_place_are_counted() -> None:
     tensor = torch.zeros(3)
-    before = borrowed.changes_in_place(tensor)
+    before = borrowed.get_version(tensor)
     tensor[1:].add_(1)
-    assert borrowed.changes_in_place(tensor) > before
+    assert borrowed.get_version(tensor) > before
 
 
 def test_masks_are_made_of_the_parts_that_are_named() -> None:
@@ -114,7 +114,7 @@ def test_models_ask_for_attention_names_where_borrowed_says() -> None:
 
     Asking._from_config(config, attn_implementation="sdpa")
     assert "sdpa" in asked
-    assert borrowed.changed_flash_attention() is None
+    assert borrowed.get_changed_flash_attention() is None
 
 
 class FakeWorld:

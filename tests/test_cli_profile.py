@@ -16,7 +16,7 @@ import torch
 
 import forks
 import scripts
-from hf_distca.cli.profile import summary
+from hf_distca.cli.profile import format_rates
 from hf_distca.config import DistCAConfig
 from hf_distca.errors import ConfigError
 from hf_distca.measure import machine_profile
@@ -58,7 +58,7 @@ def test_kernels_are_measured_and_their_errors_told(tmp_path: Path) -> None:
 def exchanges(rank: int) -> str | None:
     said: list[str] = []
     profile = machine_profile.measure_on_these_ranks(WANTED, 1, "two", "a test", said.append)
-    assert len(said) == WANTED.steps(2) - (0 if rank == 0 else 2)
+    assert len(said) == WANTED.count_steps(2) - (0 if rank == 0 else 2)
     return None if profile is None else profile.to_json()
 
 
@@ -135,7 +135,7 @@ def test_a_rate_that_nothing_limits_is_no_number() -> None:
     """Where bytes alone explain the seconds, the fit has no limit for flops."""
     found = Profile.load(Profile.list_shipped()[0])
     backward = replace(found.kernels[0].backward, flops_per_second=float("inf"))
-    line = summary(
+    line = format_rates(
         replace(found, kernels=(replace(found.kernels[0], backward=backward),))
     ).splitlines()[1]
     assert "Gflop/s forward, as fast as bytes come backward" in line
@@ -223,7 +223,7 @@ def addresses_of_new_ranks(rank: int, folder: Path) -> None:
     with patch.object(
         machine_profile, "measure_on_these_ranks", lambda *_: heard.extend(listening())
     ):
-        machine_profile._rank(rank, 2, folder, WANTED, 1, "", "", heard.append)
+        machine_profile._run_rank(rank, 2, folder, WANTED, 1, "", "", heard.append)
     (folder / f"heard {rank}").write_text(" ".join(heard))
 
 

@@ -244,7 +244,7 @@ def test_of_a_saved_data_set_only_its_own_files_count(tmp_path: Path) -> None:
 def test_a_profile_is_read(tmp_path: Path) -> None:
     profile = tmp_path / "profile.json"
     profile.write_text(
-        CostModel.analytic(AttentionShape(1, 1, 64, 64, 2), device_type="cpu").to_json()
+        CostModel.make_analytic(AttentionShape(1, 1, 64, 64, 2), device_type="cpu").to_json()
     )
     slow, fast = (
         json.loads(run("simulate", "--lengths", "equal:8192", *SMALL, *options, "--json").stdout)[
@@ -270,7 +270,9 @@ def test_a_profile_is_read(tmp_path: Path) -> None:
         profile.write_text(
             json.dumps(
                 {
-                    **json.loads(CostModel.analytic(AttentionShape(1, 1, 64, 64, 2)).to_json()),
+                    **json.loads(
+                        CostModel.make_analytic(AttentionShape(1, 1, 64, 64, 2)).to_json()
+                    ),
                     name: value,
                 }
             )

@@ -88,9 +88,9 @@ def test_a_call_waits_for_the_end_of_an_import_under_way(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "half_imported.py").write_text(
-        "from hf_distca.late_imports import when_imported\n"
+        "from hf_distca.late_imports import call_after_import\n"
         "seen = []\n"
-        "when_imported(__name__, lambda: seen.append(last_line))\n"
+        "call_after_import(__name__, lambda: seen.append(last_line))\n"
         "last_line = 1\n"
     )
     # Not of an import statement: it replaces itself in `sys.modules` while it is imported.

@@ -248,7 +248,8 @@ def test_marked_steps_are_those_that_servers_know() -> None:
         for node in nodes_outside_the_pool()
         if isinstance(node, ast.FunctionDef)
         and any(
-            isinstance(name, ast.Name) and name.id == "joint_step" for name in node.decorator_list
+            isinstance(name, ast.Name) and name.id == "mark_joint_step"
+            for name in node.decorator_list
         )
     ]
     assert sorted(marked) == sorted(JOINT_STEPS)

@@ -18,7 +18,7 @@ from hf_distca.schedule.cost import AttentionShape, CostModel
 VOCABULARY = 61
 # With real costs nothing this small is worth moving: here only causal pairs count, and moving is
 # free.
-PAIRS = CostModel.of_pairs(AttentionShape(4, 2, 16, 16, 8))
+PAIRS = CostModel.make_of_pairs(AttentionShape(4, 2, 16, 16, 8))
 
 # What `TrainingArguments` of all runs have in common: half precision, as people train, with DDP as
 # the Trainer makes it. Runs whose digits are compared have `bf16=False`.

@@ -13,7 +13,7 @@ from transformers.trainer_pt_utils import BatchRebalanceSampler
 from transformers.utils import is_flash_attn_3_available
 
 from hf_distca.data.row_placement import StepPlaces
-from hf_distca.simulate.loader_rules import longest_first
+from hf_distca.simulate.loader_rules import assign_longest_first
 
 Rows = list[list[int]]
 # Of the tokens of a row: a rank under a token cap takes no more.
@@ -133,7 +133,7 @@ def place_documents(
             for rank in range(ranks)
         )
         return [list(next(iter(of_rank))) for of_rank in sampler]
-    bins = longest_first(cost(lengths), lengths, ranks, int(CAP * tokens))
+    bins = assign_longest_first(cost(lengths), lengths, ranks, int(CAP * tokens))
     return [np.flatnonzero(bins == rank).tolist() for rank in range(ranks)]
 
 

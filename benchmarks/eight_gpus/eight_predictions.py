@@ -26,7 +26,12 @@ from hf_distca.simulate.hardware import Hardware, find_hardware
 from hf_distca.simulate.predict import predict_step
 from hf_distca.simulate.setting import Setting
 from hf_distca.simulate.strategies import Strategy
-from hf_distca.simulate.work import Candidate, MicroBatchWork, of_documents, side_by_side
+from hf_distca.simulate.work import (
+    Candidate,
+    MicroBatchWork,
+    compute_document_work,
+    concatenate_groups,
+)
 
 _CARDS = ("gb200", "b200", "h200", "h100", "a100")
 # Of a data sheet, for the share of it that is reached: dense bf16.
@@ -78,7 +83,7 @@ def find_rates(part: Part, shape: ModelShape, links: dict[str, Any]) -> Hardware
         found = find_hardware(card, "flash_attn_4" if fourth and hopper else None)
     else:
         attention = AttentionShape(*(shape.query_heads, shape.key_value_heads), *(16, 16), 4)
-        cost = CostModel.analytic(attention, device_type="cpu")
+        cost = CostModel.make_analytic(attention, device_type="cpu")
         found = replace(
             find_hardware("h100"),
             name="this processor",
@@ -113,11 +118,11 @@ def _work(setting: Setting, arm: Arm, rows: Rows, batches: Batches) -> MicroBatc
     ranks = setting.ranks
     if arm.attention == "ulysses":
         shared = context.SharedRows(lengths, np.zeros_like(lengths), 1)
-        return context.ulysses(setting, shared, ranks)
+        return context.compute_ulysses(setting, shared, ranks)
     if arm.place == "dealt":
         halves = bool(arm.settings.get("ping_pong"))
-        placed = disaggregated.dealt(setting, lengths, ping_pong=halves)
-        return disaggregated.work_of(setting, placed)
+        placed = disaggregated.deal_documents(setting, lengths, ping_pong=halves)
+        return disaggregated.compute_placement_work(setting, placed)
     numbers = place_documents(rows, arm.place, batches.tokens, batches.cost)
     if arm.attention == "distca" and arm.settings.get("balance", True):
         node = half_node(ranks) if arm.place == "placed" else ranks
@@ -126,10 +131,12 @@ def _work(setting: Setting, arm: Arm, rows: Rows, batches: Batches) -> MicroBatc
             np.concatenate([lengths[of_rank] for of_rank in numbers[first : first + node]])
             for first in range(0, ranks, node)
         ]
-        placements = [disaggregated.given(group, one, ping_pong=False) for one in groups]
-        return side_by_side([disaggregated.work_of(group, placed) for placed in placements])
+        placements = [disaggregated.fill_given_rows(group, one, ping_pong=False) for one in groups]
+        return concatenate_groups(
+            [disaggregated.compute_placement_work(group, placed) for placed in placements]
+        )
     rank = np.repeat(np.arange(ranks), [len(of_rank) for of_rank in numbers])
-    return of_documents(setting, lengths[np.concatenate(numbers).astype(int)], rank)
+    return compute_document_work(setting, lengths[np.concatenate(numbers).astype(int)], rank)
 
 
 def predict(part: Part, arms: dict[str, Arm], links: dict[str, Any]) -> dict[str, Any]:

@@ -86,7 +86,7 @@ class Part:
 
 def tiny_settings() -> dict[str, Any]:
     """Settings with which tiny documents are moved, too: exchanges cost nothing."""
-    cost = CostModel.of_pairs(AttentionShape(4, 2, 16, 16, 4))
+    cost = CostModel.make_of_pairs(AttentionShape(4, 2, 16, 16, 4))
     return {"tile": 16, "min_gain": 0.0, "cost_model": cost}
 
 

@@ -292,4 +292,4 @@ def cost_model(setting: Setting, shape: AttentionShape, kernel: Kernel) -> CostM
         is not None
     ):
         return Profile.load(name).make_cost_model(shape)
-    return CostModel.analytic(shape, device_type=setting.device.type)
+    return CostModel.make_analytic(shape, device_type=setting.device.type)

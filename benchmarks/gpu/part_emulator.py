@@ -127,7 +127,7 @@ def one_placement(
     before: dict[str, Any] | None,
 ) -> dict[str, Any] | None:
     """A plan beside its documents as they were given, which are measured once."""
-    local = Plan.local(layout)
+    local = Plan.make_local(layout)
     repeats = setting.size(quick=1, cpu=3, gpu=1)
     work = (
         float(cost.estimate_seconds(local.end - local.start, local.end).sum()) * 2 * (repeats + 0.4)

@@ -45,7 +45,7 @@ class Faulty:
     def __call__(self, rank: int, ranks: int, setting: Setting, keep: Any) -> None:
         model = stack(setting, LAYERS, small=True).to(torch.bfloat16)
         heads = model.config.num_attention_heads, model.config.num_key_value_heads
-        cost = CostModel.of_pairs(
+        cost = CostModel.make_of_pairs(
             AttentionShape(*heads, model.config.head_dim, model.config.head_dim, 2)
         )
         hf_distca.configure(hf_distca.DistCAConfig(cost_model=cost, tile=32, timeout_seconds=30.0))

@@ -96,7 +96,7 @@ def rebatched(
     """Some servers of each plan beside whole documents, which have as many keys as a task, weighed
     by pairs, has on average.
     """
-    cost = CostModel.analytic(shape, device_type=setting.device.type)
+    cost = CostModel.make_analytic(shape, device_type=setting.device.type)
     found = []
     for way, plan in plans(layout, cost):
         found += servers(setting, variant, label, shape, f"{name}, {way}", plan)
@@ -182,7 +182,7 @@ def orders(
     setting: Setting, variant: Variant, label: str, shape: AttentionShape, name: str, layout: Layout
 ) -> list[Any]:
     """The server with the most tasks of each plan, its tasks in three orders."""
-    cost = CostModel.analytic(shape, device_type=setting.device.type)
+    cost = CostModel.make_analytic(shape, device_type=setting.device.type)
     found = []
     for way, plan in plans(layout, cost):
         if not setting.time_for(

@@ -19,7 +19,7 @@ from gpu_models import documents_of, pairs
 from gpu_setting import Setting, free
 from hf_distca.model_shape import ModelShape
 from hf_distca.simulate.hardware import find_hardware
-from hf_distca.simulate.memory import fullest
+from hf_distca.simulate.memory import find_fullest_moment
 from hf_distca.simulate.setting import Setting as Simulated
 from part_checkpointing import set_checkpointing
 from part_model import arguments, batches
@@ -91,7 +91,7 @@ def simulated(
     case = Simulated(shape, hardware, 1, tokens, sharding="ddp", fused=False)
     kept = "selective" if checkpointing else "none"
     case = replace(case, checkpointing=kept, loss_tokens=None)  # as transformers' own loss
-    memory = fullest(case, tokens)
+    memory = find_fullest_moment(case, tokens)
     terms = {name: float(getattr(memory, name)) for name in memory.__dataclass_fields__}
     terms["gradients"] *= setting.dtype.itemsize / 4
     terms["optimizer"] = 0.0

@@ -28,7 +28,7 @@ from gpu_setting import Setting, seconds_once, synchronize
 from gpu_workloads import fastest, shapes
 from hf_distca.kernels import Kernel, Scores
 from hf_distca.runtime.call import AttentionServer, Call, Inputs
-from hf_distca.runtime.core_attention import core_attention
+from hf_distca.runtime.core_attention import compute_core_attention
 from hf_distca.runtime.group import AttentionGroup
 from hf_distca.runtime.meter import Meter
 from hf_distca.runtime.pingpong import run_nano_batches
@@ -139,7 +139,9 @@ class Layer(nn.Module):
         q_THD, k_TKD, v_TKD = (
             self.project(x_TW).unflatten(-1, (-1, self.shape.head_dim)).split(self.heads, dim=1)
         )
-        o_THD = core_attention(Inputs(q_THD, k_TKD, v_TKD), Call(route, self.group, self.server))
+        o_THD = compute_core_attention(
+            Inputs(q_THD, k_TKD, v_TKD), Call(route, self.group, self.server)
+        )
         x_TW = x_TW + self.out(o_THD.flatten(1))
         return x_TW + self.down(nn.functional.silu(self.up(x_TW)))
 

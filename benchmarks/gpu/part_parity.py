@@ -25,7 +25,7 @@ from hf_distca.kernels.efficient import EFFICIENT
 from hf_distca.kernels.flash import CUDA, FLASH_ATTN_4
 from hf_distca.kernels.plain_torch import ReferenceKernel
 from hf_distca.runtime.call import AttentionServer, Call, Inputs
-from hf_distca.runtime.core_attention import core_attention
+from hf_distca.runtime.core_attention import compute_core_attention
 from hf_distca.runtime.group import AttentionGroup
 from hf_distca.runtime.meter import Meter
 from hf_distca.runtime.route import Route
@@ -95,9 +95,11 @@ def with_sinks(
     attention sinks.
     """
     *leaves, sink_H = (x.detach().clone().requires_grad_() for x in (*pools[:3], sink_H))
-    route = Route.build(Plan.local(Layout.from_lengths([[len(leaves[0])]])), 0)
+    route = Route.build(Plan.make_local(Layout.from_lengths([[len(leaves[0])]])), 0)
     server = AttentionServer(kernel, Scores(leaves[0].shape[2] ** -0.5), Meter())
-    o_THV = core_attention(Inputs(*leaves, sink_H=sink_H), Call(route, AttentionGroup(), server))
+    o_THV = compute_core_attention(
+        Inputs(*leaves, sink_H=sink_H), Call(route, AttentionGroup(), server)
+    )
     grads = torch.autograd.grad(o_THV, [*leaves, sink_H], pools[3])
     return {"o": o_THV.detach(), **dict(zip(("dq", "dk", "dv", "dsink"), grads, strict=True))}
 

@@ -135,7 +135,7 @@ def simulated(setting: Setting, model: CostModel) -> list[dict[str, Any]]:
 def run(setting: Setting) -> None:
     """Put measurements, fits with their errors, and simulations; write the models beside them."""
     label, shape = next(iter(shapes(setting).items()))
-    analytic = CostModel.analytic(shape, device_type=setting.device.type)
+    analytic = CostModel.make_analytic(shape, device_type=setting.device.type)
     # On a GPU, thousands of tasks of a few rows would steer the fit, and plans have none of them.
     rows = setting.size(
         quick=(16, 128),

@@ -87,7 +87,7 @@ def one_dtype(setting: Setting, rank: int, dtype: torch.dtype, tokens: int) -> d
     expected = computed(exact, "sdpa")
     result: dict[str, Any] = {"sdpa": worst(computed(packed, "sdpa"), expected)}
     heads = model.config.num_attention_heads, model.config.num_key_value_heads
-    cost = CostModel.of_pairs(
+    cost = CostModel.make_of_pairs(
         AttentionShape(*heads, model.config.head_dim, model.config.head_dim, dtype.itemsize)
     )
     for mode, settings in MODES.items():
@@ -154,11 +154,12 @@ def world_of_one(setting: Setting) -> dict[str, Any]:
                 expected = torch.cat([x[2:5], x[:1]])
                 pending = launch(channel, [MessagePart(x, rows)])
                 x.fill_(float("nan"))
-                ((arrived,),) = pending.sections()
+                ((arrived,),) = pending.receive_sections()
                 equal &= bool(torch.equal(arrived, expected))
             tensor = torch.zeros(8, size, dtype=setting.dtype, device=setting.device)
             seconds = seconds_of(
-                lambda: launch(channel, [MessagePart(tensor, rows)]).sections(), setting.device
+                lambda: launch(channel, [MessagePart(tensor, rows)]).receive_sections(),
+                setting.device,
             )
         finally:
             dist.destroy_process_group()

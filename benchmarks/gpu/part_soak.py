@@ -41,7 +41,7 @@ def lengths_of(rank: int, step: int, tokens: int) -> list[int]:
 def work(rank: int, ranks: int, setting: Setting, keep: Any) -> None:
     model = stack(setting, LAYERS, small=True)
     heads = model.config.num_attention_heads, model.config.num_key_value_heads
-    cost = CostModel.of_pairs(
+    cost = CostModel.make_of_pairs(
         AttentionShape(*heads, model.config.head_dim, model.config.head_dim, 2)
     )
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)

@@ -122,7 +122,11 @@ def settings_of(model: LlamaForCausalLM, changes: dict[str, Any]) -> hf_distca.D
         config.num_attention_heads, config.num_key_value_heads, config.head_dim, config.head_dim, 2
     )
     return hf_distca.DistCAConfig(
-        cost_model=CostModel.of_pairs(shape), tile=32, min_gain=0.0, timeout_seconds=60.0, **changes
+        cost_model=CostModel.make_of_pairs(shape),
+        tile=32,
+        min_gain=0.0,
+        timeout_seconds=60.0,
+        **changes,
     )
 
 

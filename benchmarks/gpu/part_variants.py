@@ -79,7 +79,7 @@ def one_kind(setting: Setting, variant: Variant, scores: Scores) -> dict[str, An
         SHAPE.heads_per_key_head,
     )
     ahead = seconds_of_first(setting, lambda: variants.compile_failure_reason(variant.kernel, case))
-    reason, before, run = unusable_reason(variant.kernel, case), variants.late_compiles(), 0
+    reason, before, run = unusable_reason(variant.kernel, case), variants.count_late_compiles(), 0
     for batch in layouts(
         np.random.default_rng(7), *setting.size(quick=(3, 64), cpu=(10, 500), gpu=(25, 9000))
     ):
@@ -88,7 +88,7 @@ def one_kind(setting: Setting, variant: Variant, scores: Scores) -> dict[str, An
         calls.backward(variant.kernel, batch, calls.forward(variant.kernel, batch))
         run += 1
     synchronize(setting.device)
-    late = variants.late_compiles() - before
+    late = variants.count_late_compiles() - before
     return {"compile_seconds": ahead, "refused": reason, "layouts": run, "late_compiles": late}
 
 

@@ -77,7 +77,7 @@ from hf_distca.integration.work_planner import WorkPlanner
 from hf_distca.kernels import Case, Scores, TaskBatch, select_kernel
 from hf_distca.kernels.base import Grads, Operands, Outputs, Saved
 from hf_distca.runtime.call import AttentionServer, Call, Inputs
-from hf_distca.runtime.core_attention import core_attention
+from hf_distca.runtime.core_attention import compute_core_attention
 from hf_distca.runtime.group import AttentionGroup
 from hf_distca.runtime.meter import Meter
 from hf_distca.runtime.route import Route
@@ -94,7 +94,7 @@ from output import add_json_option, put_out
 LLAMA_8B = AttentionShape(
     query_heads=32, key_value_heads=8, head_dim=128, value_head_dim=128, element_bytes=2
 )
-COST = CostModel.analytic(LLAMA_8B, device_type="cuda")
+COST = CostModel.make_analytic(LLAMA_8B, device_type="cuda")
 CPU = torch.device("cpu")
 WIDTH = 1  # of the only head, in bfloat16
 # The layer of a small Llama on one rank.
@@ -195,7 +195,7 @@ def layer(plan: Plan, rank: int) -> Callable[[], object]:
     ]
     do_THV = torch.zeros_like(leaves[0])
     return lambda: torch.autograd.grad(
-        core_attention(Inputs(*leaves), Call(route, group, server)), leaves, do_THV
+        compute_core_attention(Inputs(*leaves), Call(route, group, server)), leaves, do_THV
     )
 
 
@@ -231,12 +231,14 @@ def planning(ranks: int, arguments: argparse.Namespace) -> dict[str, float]:
         )
     (stated,) = check_agreement(Announcements.from_rows(rows), facts, group, "here")
     plan = balance(build_layout(stated), COST, config)
-    waves = Waves.of(plan, LLAMA_8B, config.tile, config.max_transient_bytes, config.head_groups)
+    waves = Waves.split_plan(
+        plan, LLAMA_8B, config.tile, config.max_transient_bytes, config.head_groups
+    )
     history, figures = History(), np.full((ranks, FIGURE_COUNT), 10**9)
 
     def bookkeeping() -> None:
         planned = BatchPlan(key, plan, config, plan.layout.offsets, 1.0)
-        use = PlanUse.of(planned, 1, COST, UNIFORM_RANKS, Meter())
+        use = PlanUse.start(planned, 1, COST, UNIFORM_RANKS, Meter())
         history.record_use(use)
         history.end_micro_batch()
         history.record_measurement(PlanMeasurement(use, figures))
@@ -252,7 +254,7 @@ def planning(ranks: int, arguments: argparse.Namespace) -> dict[str, float]:
         ),
         "layout": lambda: build_layout(stated),
         "digest": digest,
-        "waves": lambda: Waves.of(
+        "waves": lambda: Waves.split_plan(
             plan, LLAMA_8B, config.tile, config.max_transient_bytes, config.head_groups
         ),
         "own route": lambda: Route.build(waves.plan, ranks // 2, waves),

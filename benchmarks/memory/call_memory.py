@@ -35,7 +35,7 @@ sys.path.extend(map(str, Path(__file__).resolve().parents[1].glob("*/")))
 from hf_distca.config import DistCAConfig
 from hf_distca.kernels import Case, Scores, select_kernel
 from hf_distca.runtime.call import AttentionServer, Call, Inputs
-from hf_distca.runtime.core_attention import core_attention
+from hf_distca.runtime.core_attention import compute_core_attention
 from hf_distca.runtime.group import AttentionGroup
 from hf_distca.runtime.meter import Meter
 from hf_distca.runtime.route import Route
@@ -97,12 +97,12 @@ class Layer:
         bound: int | None,
     ) -> None:
         self.shape = AttentionShape(arguments.heads, max(arguments.heads // 2, 1), DIM, DIM, 4)
-        self.cost = CostModel.analytic(self.shape, device_type="cpu")
+        self.cost = CostModel.make_analytic(self.shape, device_type="cpu")
         config = DistCAConfig(balance=balanced, max_transient_bytes=bound)
         plan = balance(
             Layout.from_lengths(lengths_of(group.size, arguments.tokens)), self.cost, config
         )
-        self.waves = Waves.of(plan, self.shape, config.tile, bound, config.head_groups)
+        self.waves = Waves.split_plan(plan, self.shape, config.tile, bound, config.head_groups)
         self.route, self.group = Route.build(self.waves.plan, rank, self.waves), group
         scores, self.meter = Scores(DIM**-0.5), Meter()
         kernel = select_kernel("auto", Case(torch.device("cpu"), torch.float32, DIM, DIM, scores))
@@ -112,7 +112,9 @@ class Layer:
         self.gradient = torch.randn(arguments.tokens, self.shape.query_heads, DIM)
 
     def call(self) -> torch.Tensor:
-        return core_attention(Inputs(*self.leaves), Call(self.route, self.group, self.server))
+        return compute_core_attention(
+            Inputs(*self.leaves), Call(self.route, self.group, self.server)
+        )
 
     def counted(self) -> dict[str, float]:
         """Bytes, of a call whose tensors are counted."""

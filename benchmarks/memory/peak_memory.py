@@ -98,7 +98,7 @@ class Case:
             checkpointing="full" if self.checkpointing else "none",
             offload=self.offload,
             loss_tokens=CHUNK if self.chunked else None,
-            profile=CostModel.analytic(setting.shape, device_type="cpu"),
+            profile=CostModel.make_analytic(setting.shape, device_type="cpu"),
         )
 
 

@@ -84,7 +84,7 @@ WAYS = {
 def cost_of(heads: int, slower: float, cable: float, *, nodes: bool) -> CostModel:
     """The figures of a slow CPU, in float32, with a cable of so many bytes per second."""
     shape = AttentionShape(heads, max(heads // 2, 1), 64, 64, 4)
-    model = CostModel.analytic(shape, device_type="cpu")
+    model = CostModel.make_analytic(shape, device_type="cpu")
     forward, backward = (
         KernelCost(one.task_seconds, one.bytes_per_second, one.flops_per_second / slower)
         for one in (model.forward, model.backward)
@@ -97,7 +97,7 @@ def cost_of(heads: int, slower: float, cable: float, *, nodes: bool) -> CostMode
 def lengths_of(text: str, tokens: int, seed: int) -> np.ndarray:
     """Tokens of the documents of a batch, in order; where a rank ends, one is cut in two."""
     documents = replace(open_documents(text, "input_ids", LONGEST), seed=seed)
-    drawn = next(documents.batches(RANKS * LONGEST, 1))
+    drawn = next(documents.draw_batches(RANKS * LONGEST, 1))
     ends = np.concatenate([np.cumsum(drawn) * tokens // LONGEST, np.arange(1, RANKS) * tokens])
     return np.diff(np.unique(np.append(ends, 0)))
 

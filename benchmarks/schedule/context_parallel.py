@@ -95,7 +95,7 @@ def measure(path: Path) -> dict[str, Any]:
     lengths, ranks = np.array(lengths_of(given)), given.world_size
     layout = deal(lengths, ranks, int(lengths.sum()) // ranks, CUDA)
     ways: dict[str, Callable[[], dict[str, Any] | None]] = {
-        "data parallel, as given": lambda: of_plan(Plan.local(given), lengths),
+        "data parallel, as given": lambda: of_plan(Plan.make_local(given), lengths),
         "hf-distca, as given": lambda: of_plan(balance(given, CUDA, SERIAL), lengths),
         "hf-distca, dealt": lambda: of_plan(balance(layout, CUDA, SERIAL), lengths),
         "context parallel": lambda: context_parallel(lengths, ranks),

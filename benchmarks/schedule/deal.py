@@ -47,7 +47,7 @@ from output import add_json_option, put_out
 LLAMA_3_8B = AttentionShape(
     query_heads=32, key_value_heads=8, head_dim=128, value_head_dim=128, element_bytes=2
 )
-CUDA = CostModel.analytic(LLAMA_3_8B, device_type="cuda")
+CUDA = CostModel.make_analytic(LLAMA_3_8B, device_type="cuda")
 SERIAL, PING_PONG = DistCAConfig(), DistCAConfig(ping_pong=True)
 # What every document over all ranks is made for: with more pieces, planning alone takes minutes.
 _MOST_PIECES = 2**17
@@ -194,11 +194,11 @@ def measure(path: Path, repeats: int) -> dict[str, Any]:
         "processor_seconds": processor,
         "nano_batches_seconds": halves_wall,
         "nano_batches_processor_seconds": halves_processor,
-        "given": figures(Plan.local(given)),
+        "given": figures(Plan.make_local(given)),
         "given_planned": figures(balance(given, CUDA, SERIAL)),
         "whole": figures(balance(whole_documents(lengths, ranks), CUDA, SERIAL)),
         "over_all_ranks": (
-            figures(Plan.local(over_all_ranks(lengths, ranks)))
+            figures(Plan.make_local(over_all_ranks(lengths, ranks)))
             if len(lengths) * ranks < _MOST_PIECES
             else None
         ),

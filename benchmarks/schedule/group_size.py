@@ -91,7 +91,7 @@ def figures(layouts: list[Layout], config: DistCAConfig) -> dict[str, float]:
         plans.append(balance(layout, CUDA, config, NODES))
         milliseconds.append((time.process_time() - started) * 1e3)
     loads = [PlanLoad(plan, CUDA, overlapped=config.ping_pong, ranks=NODES) for plan in plans]
-    local = [PlanLoad(Plan.local(layout), CUDA) for layout in layouts]
+    local = [PlanLoad(Plan.make_local(layout), CUDA) for layout in layouts]
     mean = float(np.mean([load.compute_seconds.mean() for load in local]))
     return {
         "unbalanced": max(load.slowest_seconds for load in local) / mean,
@@ -133,7 +133,8 @@ def of_batches(arguments: argparse.Namespace, text: str, ranks: int, way: str) -
         ranks * arguments.tokens,
     )
     batches = [
-        next(replace(documents, seed=seed).batches(total, 1)) for seed in range(arguments.seeds)
+        next(replace(documents, seed=seed).draw_batches(total, 1))
+        for seed in range(arguments.seeds)
     ]
     for size in [*(n for n in arguments.sizes if n < ranks and ranks % n == 0), ranks]:
         groups = [groups_of(way, lengths, ranks, arguments.tokens, size) for lengths in batches]

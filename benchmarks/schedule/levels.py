@@ -53,7 +53,7 @@ LLAMA_3_8B = AttentionShape(
     query_heads=32, key_value_heads=8, head_dim=128, value_head_dim=128, element_bytes=2
 )
 CUDA = replace(
-    CostModel.analytic(LLAMA_3_8B, device_type="cuda"),
+    CostModel.make_analytic(LLAMA_3_8B, device_type="cuda"),
     exchange_bytes_per_second=4e10,
     node_bytes_per_second=3e11,
 )
@@ -173,7 +173,7 @@ def drawn(sizes: Sequence[tuple[int, int, int]], per_node: int) -> list[dict[str
         sizes, ("pretrain", "prolong"), range(3)
     ):
         documents = replace(open_documents(text, "input_ids", longest), seed=seed)
-        lengths = next(documents.batches(count * tokens, 1))
+        lengths = next(documents.draw_batches(count * tokens, 1))
         row: dict[str, Any] = {
             "ranks": count,
             "tokens": tokens,

@@ -35,7 +35,7 @@ from hf_distca.schedule.ranks import Ranks
 from machine import describe
 from output import add_json_option, put_out
 
-COST = CostModel.analytic(AttentionShape(32, 8, 128, 128, 2), device_type="cuda")
+COST = CostModel.make_analytic(AttentionShape(32, 8, 128, 128, 2), device_type="cuda")
 MOST = 1.01
 
 Figures = dict[str, dict[str, float]]  # by kind, then by placement

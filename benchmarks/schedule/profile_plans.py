@@ -45,7 +45,7 @@ SHAPE = AttentionShape(32, 8, 128, 128, 2)
 NAMES = [name for name in Profile.list_shipped() if Profile.load(name).device == "cuda"]
 NODES = Ranks(per_node=8)
 CONFIG = DistCAConfig()
-BUILT_IN = CostModel.analytic(SHAPE)
+BUILT_IN = CostModel.make_analytic(SHAPE)
 
 
 def figures(plan: Plan, cost: CostModel) -> dict[str, float]:
@@ -80,7 +80,7 @@ def of_placement(layout: Layout, profiles: Path | None) -> dict[str, Any]:
     }
     for name in NAMES:
         cost = Profile.load(name).make_cost_model(SHAPE)
-        local = PlanLoad(Plan.local(layout), cost, ranks=NODES)
+        local = PlanLoad(Plan.make_local(layout), cost, ranks=NODES)
         plan, before = (
             balance(layout, made_with, CONFIG, NODES)
             for made_with in (cost, costs_before(name, profiles))

@@ -35,9 +35,9 @@ from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated
 sys.path.extend(map(str, Path(__file__).resolve().parents[1].glob("*/")))
 
 from hf_distca.config import DistCAConfig
-from hf_distca.recurrent.delta_rule import DeltaInputs, document_by_document, gated_delta_rule
+from hf_distca.recurrent.delta_rule import DeltaInputs, compute_gated_delta_rule, run_by_document
 from hf_distca.recurrent.segments import RowNeeds, Segments
-from hf_distca.recurrent.state_space import ScanInputs, mamba2, scan_by_document
+from hf_distca.recurrent.state_space import ScanInputs, compute_mamba2, scan_by_document
 from hf_distca.runtime.group import AttentionGroup
 from hf_distca.schedule.balance import balance
 from hf_distca.schedule.cost import AttentionShape, CostModel
@@ -49,7 +49,7 @@ from machine import describe
 from output import add_json_option, put_out
 
 # Attention layers of Qwen3-Next, for which documents are dealt.
-COST = CostModel.analytic(AttentionShape(16, 2, 256, 256, 2), device_type="cuda")
+COST = CostModel.make_analytic(AttentionShape(16, 2, 256, 256, 2), device_type="cuda")
 # Of a layer: bytes of a bias, of a transition, and of a row of the convolution, of which three are
 # needed.
 LAYERS = {
@@ -94,7 +94,7 @@ def bytes_of(layout: Layout) -> dict[str, Any]:
             sent_bytes(s.summaries, layer["bias"]) + sent_bytes(s.transitions, layer["transition"])
             for s in segments
         ]
-        halos = [sent_bytes(s.halo(3), layer["row"]) for s in segments]
+        halos = [sent_bytes(s.find_halo(3), layer["row"]) for s in segments]
         figures[name] = {
             "mean": statistics.mean(states),
             "most": max(states),
@@ -129,10 +129,10 @@ def delta_layer(heads: int, tokens: int, *, by_channel: bool) -> Callable[[Segme
     value = torch.randn(1, tokens, heads, 128, requires_grad=True)
     decay = (-0.1 * torch.rand(1, tokens, heads, *((128,) if by_channel else ()))).requires_grad_()
     beta = torch.rand(1, tokens, heads, requires_grad=True)
-    rule = document_by_document(
+    rule = run_by_document(
         chunk_kimi_delta_attention if by_channel else torch_chunk_gated_delta_rule
     )
-    return lambda segments: gated_delta_rule(
+    return lambda segments: compute_gated_delta_rule(
         DeltaInputs(query, key, value, decay, beta), segments, rule
     )
 
@@ -147,7 +147,7 @@ def scan_layer(heads: int, tokens: int) -> Callable[[Segments], torch.Tensor]:
     scan = scan_by_document(
         lambda *inputs, **options: mamba2_chunk_scan(*inputs, chunk_size=128, **options)
     )
-    return lambda segments: mamba2(
+    return lambda segments: compute_mamba2(
         ScanInputs(x, dt, -torch.rand(heads), *projections), segments, scan
     )
 
@@ -184,7 +184,7 @@ def of_segments(options: argparse.Namespace) -> dict[str, Any]:
                 if name == "mamba2"
                 else delta_layer(options.heads, tokens, by_channel=by_channel)
             )
-            whole = Segments.packed([options.tokens, 1] * count)
+            whole = Segments.from_lengths([options.tokens, 1] * count)
             seconds_of(layer, whole, 1)
             before, after = (
                 seconds_of(layer, segments, options.rounds)

@@ -49,7 +49,7 @@ from output import add_json_option, put_out
 def packed(text: str, tokens: int, rows: int, seed: int) -> list[np.ndarray]:
     """At least so many rows, as TRL packs documents: the tokens of the documents of each."""
     drawn = replace(open_documents(text, "input_ids", tokens), seed=seed)
-    lengths = next(drawn.batches(tokens * rows, 1))
+    lengths = next(drawn.draw_batches(tokens * rows, 1))
     documents = Dataset.from_dict(
         {"input_ids": [np.zeros(length, dtype=np.int8) for length in lengths]}
     )

@@ -85,8 +85,8 @@ def plan_and_time(
 
 def measure(path: Path, config: DistCAConfig, repeats: int, window: int | None) -> dict[str, Any]:
     layout = read_placement(path)
-    pairs = replace(CostModel.of_pairs(LLAMA_3_8B), window=window)
-    cuda = replace(CostModel.analytic(LLAMA_3_8B, device_type="cuda"), window=window)
+    pairs = replace(CostModel.make_of_pairs(LLAMA_3_8B), window=window)
+    cuda = replace(CostModel.make_analytic(LLAMA_3_8B, device_type="cuda"), window=window)
     plan, seconds = plan_and_time(layout, pairs, config, repeats)
     summary = summarize_plan(plan, pairs)
     cuda_plan, cuda_seconds = plan_and_time(layout, cuda, config, repeats)
@@ -105,7 +105,7 @@ def slowest(layout: Layout, kind: str) -> dict[str, Any]:
     """
     overlapped, cost = (
         kind.startswith("overlapped"),
-        CostModel.analytic(LLAMA_3_8B, device_type="cuda"),
+        CostModel.make_analytic(LLAMA_3_8B, device_type="cuda"),
     )
     config = DistCAConfig(ping_pong=overlapped)
     if kind.endswith("4 GB/s"):
@@ -173,7 +173,7 @@ def dealt(path: Path, copies: int) -> dict[str, Any]:
     """
     layout = read_placement(path)
     lengths, ranks = lengths_of(layout) * copies, layout.world_size * copies
-    cost = CostModel.analytic(LLAMA_3_8B, device_type="cuda")
+    cost = CostModel.make_analytic(LLAMA_3_8B, device_type="cuda")
     placed = deal(lengths, ranks, -(-sum(lengths) // ranks), cost)
     tracemalloc.start()
     Route.build(balance(placed, cost, DistCAConfig()), 0)

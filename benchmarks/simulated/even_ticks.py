@@ -19,8 +19,8 @@ from hf_distca.schedule.cost import CostModel
 from hf_distca.schedule.layout import FloatArray, IntArray, Layout
 from hf_distca.schedule.plan import Plan
 from hf_distca.schedule.ranks import Ranks
-from hf_distca.simulate.disaggregated import candidates, dealt
-from hf_distca.simulate.predict import linear_seconds
+from hf_distca.simulate.disaggregated import deal_documents, make_candidates
+from hf_distca.simulate.predict import estimate_linear_seconds
 from hf_distca.simulate.setting import Setting
 from hf_distca.simulate.strategies import Strategy
 from hf_distca.simulate.work import Candidate
@@ -34,15 +34,15 @@ def in_even_ticks(setting: Setting, batches: Sequence[IntArray]) -> list[Candida
     def planner(layout: Layout, cost: CostModel, config: DistCAConfig, nodes: Ranks) -> Plan:
         seconds = float(cost.estimate_seconds(layout.length, layout.end).sum())
         linear = (
-            linear_seconds(setting, layout.query_tokens.astype(np.float64)).sum(axis=0)
+            estimate_linear_seconds(setting, layout.query_tokens.astype(np.float64)).sum(axis=0)
             / setting.model.layers
         )
         if seconds and np.ptp(linear):
             nodes = replace(nodes, speeds=tuple(attention_beside(linear, seconds).tolist()))
         return balance(layout, cost, config, nodes)
 
-    return candidates(
-        setting, [dealt(setting, lengths, ping_pong=True) for lengths in batches], planner
+    return make_candidates(
+        setting, [deal_documents(setting, lengths, ping_pong=True) for lengths in batches], planner
     )
 
 

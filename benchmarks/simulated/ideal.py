@@ -9,9 +9,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from hf_distca.schedule.layout import IntArray
-from hf_distca.simulate.predict import linear_seconds
+from hf_distca.simulate.predict import estimate_linear_seconds
 from hf_distca.simulate.setting import Setting
-from hf_distca.simulate.work import head_seconds
+from hf_distca.simulate.work import estimate_head_seconds
 
 
 def ideal_seconds(setting: Setting, batches: Sequence[IntArray]) -> float:
@@ -23,12 +23,15 @@ def ideal_seconds(setting: Setting, batches: Sequence[IntArray]) -> float:
     for lengths in batches:
         tokens = np.full(1, float(lengths.sum()) / setting.group)
         total += (
-            float(linear_seconds(setting, tokens).sum() + head_seconds(setting, tokens)[0])
+            float(
+                estimate_linear_seconds(setting, tokens).sum()
+                + estimate_head_seconds(setting, tokens)[0]
+            )
             / setting.stages
         )
         total += (
             sum(
-                layers * float(setting.cost(w).estimate_seconds(lengths, lengths).sum())
+                layers * float(setting.make_cost_model(w).estimate_seconds(lengths, lengths).sum())
                 for w, layers in setting.model.kinds
             )
             / parts

@@ -31,7 +31,7 @@ from hf_distca.runtime import meter
 from hf_distca.schedule.balance import balance
 from hf_distca.schedule.cost import AttentionShape, CostModel, KernelCost
 from hf_distca.schedule.plan import Plan
-from hf_distca.simulate.disaggregated import of_plan
+from hf_distca.simulate.disaggregated import compute_plan_work
 from hf_distca.simulate.hardware import Hardware, find_hardware
 from hf_distca.simulate.setting import Setting
 
@@ -111,7 +111,7 @@ class Sampler:
         self.ranks, self.tokens, self.cost = (
             ranks,
             arguments.tokens,
-            CostModel.analytic(shape_of(arguments), device_type="cpu"),
+            CostModel.make_analytic(shape_of(arguments), device_type="cpu"),
         )
         self.samples = samples(arguments.tokens, ranks)
         self.configs = [
@@ -192,7 +192,10 @@ class Sampler:
         setting = Setting(find_model("llama-3-8b"), hardware, self.ranks, self.tokens)
         asked = np.array(
             [
-                [sum(of_plan(setting, plan, unit).wire for plan in step) for unit in (one, byte)]
+                [
+                    sum(compute_plan_work(setting, plan, unit).wire for plan in step)
+                    for unit in (one, byte)
+                ]
                 for step in plans
             ]
         )

@@ -33,7 +33,7 @@ from hf_distca.model_shape import ModelShape
 from hf_distca.schedule.cost import count_causal_pairs
 from hf_distca.schedule.deal import deal_in_order
 from hf_distca.simulate import context
-from hf_distca.simulate.disaggregated import dealt, work_of
+from hf_distca.simulate.disaggregated import compute_placement_work, deal_documents
 from hf_distca.simulate.hardware import find_hardware
 from hf_distca.simulate.setting import Setting
 from hf_distca.simulate.work import MicroBatchWork
@@ -70,27 +70,29 @@ def one_row(lengths: Lengths) -> context.SharedRows:
 
 
 def ulysses(setting: Setting, lengths: Lengths) -> MicroBatchWork:
-    return context.ulysses(setting, one_row(lengths), setting.ranks)
+    return context.compute_ulysses(setting, one_row(lengths), setting.ranks)
 
 
 def all_gather(setting: Setting, lengths: Lengths) -> MicroBatchWork:
-    return context.all_gather(setting, one_row(lengths), setting.ranks, again=True)
+    return context.compute_all_gather(setting, one_row(lengths), setting.ranks, again=True)
 
 
 def ring(setting: Setting, lengths: Lengths) -> MicroBatchWork:
-    return context.ring(setting, one_row(lengths), setting.ranks)
+    return context.compute_ring(setting, one_row(lengths), setting.ranks)
 
 
 def ours_in_order(setting: Setting, lengths: Lengths) -> MicroBatchWork:
-    return work_of(setting, (deal_in_order(lengths, setting.group, setting.tokens_per_rank),))
+    return compute_placement_work(
+        setting, (deal_in_order(lengths, setting.group, setting.tokens_per_rank),)
+    )
 
 
 def ours_dealt(setting: Setting, lengths: Lengths) -> MicroBatchWork:
-    return work_of(setting, dealt(setting, lengths, ping_pong=False))
+    return compute_placement_work(setting, deal_documents(setting, lengths, ping_pong=False))
 
 
 def ours_ping_pong(setting: Setting, lengths: Lengths) -> MicroBatchWork:
-    return work_of(setting, dealt(setting, lengths, ping_pong=True))
+    return compute_placement_work(setting, deal_documents(setting, lengths, ping_pong=True))
 
 
 STRATEGIES: dict[str, Callable[[Setting, Lengths], MicroBatchWork]] = {

@@ -36,11 +36,11 @@ sys.path.extend(map(str, Path(__file__).resolve().parents[1].glob("*/")))
 
 from even_ticks import EVEN_TICKS
 from hf_distca.model_shape import find_model
-from hf_distca.simulate.advice import assumptions
-from hf_distca.simulate.document_lengths import DISTRIBUTIONS, DocumentSource, distribution
+from hf_distca.simulate.advice import list_assumptions
+from hf_distca.simulate.document_lengths import DISTRIBUTIONS, DocumentSource, find_distribution
 from hf_distca.simulate.hardware import find_hardware
-from hf_distca.simulate.memory import fullest
-from hf_distca.simulate.predict import Prediction, linear_seconds, simulate
+from hf_distca.simulate.memory import find_fullest_moment
+from hf_distca.simulate.predict import Prediction, estimate_linear_seconds, simulate
 from hf_distca.simulate.setting import Setting
 from ideal import ideal_seconds
 from machine import describe
@@ -141,7 +141,7 @@ def arrangements(row: Row, *, stages: bool) -> list[Setting]:
         fit = [
             two
             for two in (one, replace(one, checkpointing="selective"))
-            if fullest(two, each).total <= one.hardware.memory_bytes
+            if find_fullest_moment(two, each).total <= one.hardware.memory_bytes
         ]
         found += fit
         if not stages and one in fit:
@@ -156,7 +156,7 @@ def best(row: Row, documents: DocumentSource, batches: int, *, stages: bool) -> 
     found: dict[str, tuple[Prediction, Setting]] = {}
     ideals, bounds = [], []
     for setting in arrangements(row, stages=stages):
-        steps = list(documents.steps(setting.tokens, setting.micro_batches, batches))
+        steps = list(documents.draw_steps(setting.tokens, setting.micro_batches, batches))
         ideals.append(float(np.mean([ideal_seconds(setting, one) for one in steps])))
         bounds.append(ideals[-1] + idle_linear_seconds(setting))
         for one in simulate(
@@ -202,13 +202,15 @@ def idle_linear_seconds(setting: Setting) -> float:
     """Seconds in which a device has no linear layers to run, as its stage has no micro-batch:
     warm-up, and the end of a step.
     """
-    seconds = float(linear_seconds(setting, np.full(1, float(setting.tokens_per_rank))).sum())
+    seconds = float(
+        estimate_linear_seconds(setting, np.full(1, float(setting.tokens_per_rank))).sum()
+    )
     return seconds / setting.stages * (setting.stages - 1)
 
 
 def case(row: Row, name: str, batches: int) -> dict[str, Any]:
     """A setting of the paper, with one of its distributions."""
-    documents = distribution(name, row.longest)
+    documents = find_distribution(name, row.longest)
     batches = max(batches // 10, 1) if row.pipeline else batches
     low, high = PUBLISHED[row.model, name, row.pipeline]
     found = {
@@ -236,7 +238,7 @@ def measure(batches: int, chosen: list[Row], jobs: int) -> dict[str, Any]:
         waiting = [pool.submit(case, row, name, batches) for row, name in cases]
         found = [one.result() for one in tqdm(waiting, "settings", file=sys.stderr)]
     setting = arrangements(chosen[0], stages=chosen[0].pipeline)[0]
-    facts = assumptions(setting, distribution("pretrain", chosen[0].longest), STRATEGIES)
+    facts = list_assumptions(setting, find_distribution("pretrain", chosen[0].longest), STRATEGIES)
     versions = {name: version(name) for name in ("hf-distca", "numpy")}
     return {
         "date": f"{datetime.now(UTC):%Y-%m-%d}",

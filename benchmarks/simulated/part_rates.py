@@ -66,7 +66,7 @@ class PartRates:
         kernel = select_kernel(
             "auto", Case(torch.device("cpu"), torch.float32, 64, 64, Scores(64**-0.5))
         )
-        model, device = CostModel.analytic(self.shape, device_type="cpu"), torch.device("cpu")
+        model, device = CostModel.make_analytic(self.shape, device_type="cpu"), torch.device("cpu")
         found = measure(model, kernel, torch.float32, device, clock=time.process_time)
         return [
             *seconds,

@@ -40,9 +40,9 @@ sys.path.extend(map(str, Path(__file__).resolve().parents[1].glob("*/")))
 
 from hf_distca.model_shape import find_model
 from hf_distca.schedule.layout import IntArray
-from hf_distca.simulate.document_lengths import DocumentSource, distribution, from_list
+from hf_distca.simulate.document_lengths import DocumentSource, find_distribution, from_list
 from hf_distca.simulate.hardware import Hardware, find_hardware
-from hf_distca.simulate.predict import linear_seconds, predict_step
+from hf_distca.simulate.predict import estimate_linear_seconds, predict_step
 from hf_distca.simulate.setting import Setting
 from hf_distca.simulate.strategies import Strategy
 from ideal import ideal_seconds
@@ -152,7 +152,7 @@ def attention_share(setting: Setting, steps: Batches) -> tuple[float, float]:
     """
     ideal = float(np.mean([ideal_seconds(setting, batches) for batches in steps]))
     seconds = [
-        sum(float(setting.cost().estimate_seconds(n, n).sum()) for n in batches)
+        sum(float(setting.make_cost_model().estimate_seconds(n, n).sum()) for n in batches)
         for batches in steps
     ]
     return (
@@ -167,7 +167,7 @@ def compared(
     """A setting in place, and with each pool."""
 
     def steps(setting: Setting) -> Batches:
-        return list(documents.steps(setting.tokens, setting.micro_batches, batches))
+        return list(documents.draw_steps(setting.tokens, setting.micro_batches, batches))
 
     def best(devices_of: Callable[[Setting], Devices]) -> Way:
         found = [way([one], steps(one), devices_of) for one in settings]
@@ -195,7 +195,7 @@ def compared(
 def alike(kernel: str, lengths: str, longest: int, tokens: int, batches: int) -> dict[str, Any]:
     found = compared(
         [arranged(hardware(kernel), tokens)],
-        distribution(LENGTHS[lengths], longest),
+        find_distribution(LENGTHS[lengths], longest),
         batches,
         POOLS,
     )
@@ -206,7 +206,10 @@ def paper(number: int, lengths: str, batches: int) -> dict[str, Any]:
     row = PAPER[number]
     pools = [Servers(part) for part in (row.gpus // 8, row.gpus // 4)]
     found = compared(
-        arrangements(row, stages=False), distribution(LENGTHS[lengths], row.longest), batches, pools
+        arrangements(row, stages=False),
+        find_distribution(LENGTHS[lengths], row.longest),
+        batches,
+        pools,
     )
     return {"table": "paper", **row._asdict(), "lengths": lengths, **found}
 
@@ -221,7 +224,9 @@ def longest(kernel: str) -> dict[str, Any]:
 def spare(kernel: str, lengths: str, longest: int, tokens: int, batches: int) -> dict[str, Any]:
     """As many documents as the devices that train hold, on more devices."""
     setting = arranged(hardware(kernel), tokens)
-    steps = list(distribution(LENGTHS[lengths], longest).steps(setting.tokens, 1, batches))
+    steps = list(
+        find_distribution(LENGTHS[lengths], longest).draw_steps(setting.tokens, 1, batches)
+    )
     alone, rows = way([setting], steps, Devices.all_training).step_seconds, []
     for more in SPARE:
         wider, serve = (
@@ -252,14 +257,18 @@ def unlike(
     fast, slow, many = names
     setting = arranged(hardware(fast), tokens)
     other = replace(setting, hardware=hardware(slow))
-    steps = list(distribution(LENGTHS[lengths], longest).steps(setting.tokens, 1, batches))
+    steps = list(
+        find_distribution(LENGTHS[lengths], longest).draw_steps(setting.tokens, 1, batches)
+    )
     documents = np.concatenate([n for step in steps for n in step])
     attention = float(
-        setting.cost().estimate_seconds(documents, documents).sum()
-        / other.cost().estimate_seconds(documents, documents).sum()
+        setting.make_cost_model().estimate_seconds(documents, documents).sum()
+        / other.make_cost_model().estimate_seconds(documents, documents).sum()
     )
     held = np.full(1, float(tokens))
-    linear = float(linear_seconds(setting, held).sum() / linear_seconds(other, held).sum())
+    linear = float(
+        estimate_linear_seconds(setting, held).sum() / estimate_linear_seconds(other, held).sum()
+    )
     slower = np.arange(RANKS) >= RANKS - many
 
     def devices(tokens_of_slower: float, _: Setting) -> Devices:

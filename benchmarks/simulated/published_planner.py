@@ -18,7 +18,7 @@ from hf_distca.schedule.cost import AttentionShape, CostModel, count_causal_pair
 from hf_distca.schedule.layout import FloatArray, IntArray, Layout
 from hf_distca.schedule.plan import Plan
 from hf_distca.schedule.ranks import Ranks
-from hf_distca.simulate.disaggregated import candidates
+from hf_distca.simulate.disaggregated import make_candidates
 from hf_distca.simulate.setting import Setting
 from hf_distca.simulate.strategies import Strategy
 from hf_distca.simulate.work import Candidate
@@ -132,7 +132,7 @@ def in_nano_batches(setting: Setting, batches: Sequence[IntArray]) -> list[Candi
                 one_after_another(lengths[first:], setting.group),
             )
         )
-    return candidates(setting, placements, planner)
+    return make_candidates(setting, placements, planner)
 
 
 def one_after_another(documents: IntArray, ranks: int) -> Layout:

@@ -259,7 +259,7 @@ def counts(
     (2, 1, 4).
     """
     n, m = np.asarray(rows), np.asarray(rows if keys is None else keys)
-    _, moved, flops = CostModel.analytic(shape).count_work(n, m).sum(axis=1).T
+    _, moved, flops = CostModel.make_analytic(shape).count_work(n, m).sum(axis=1).T
     own = n.sum() * shape.row_bytes * np.array([1.0, 2.0])
     seen = (
         (count_causal_pairs(n, m) if causal else n.astype(np.float64) * m).sum()

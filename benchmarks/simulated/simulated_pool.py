@@ -22,10 +22,10 @@ from hf_distca.schedule.cost import CostModel
 from hf_distca.schedule.deal import deal, deal_nano_batches
 from hf_distca.schedule.layout import FloatArray, IntArray, Layout
 from hf_distca.schedule.ranks import Ranks
-from hf_distca.simulate.disaggregated import Moves, moves_of
-from hf_distca.simulate.predict import linear_seconds
+from hf_distca.simulate.disaggregated import Moves, compute_moves
+from hf_distca.simulate.predict import estimate_linear_seconds
 from hf_distca.simulate.setting import TILE, Setting
-from hf_distca.simulate.work import Candidate, Directions, MicroBatchWork, all_layers
+from hf_distca.simulate.work import Candidate, Directions, MicroBatchWork, combine_layers
 
 # In ping-pong, parts of the seconds of a rank's own linear layers that plans count as its work.
 # With none, all ranks end their attention together, as in training. All of them would be right if
@@ -166,7 +166,9 @@ def _work(
 ) -> MicroBatchWork:
     layers, config = setting.model.attending, DistCAConfig(ping_pong=len(placement) > 1)
     tokens = [layout.query_tokens.astype(np.float64) for layout in placement]
-    linear = [linear_seconds(setting, count) / layers / devices.linear_speed for count in tokens]
+    linear = [
+        estimate_linear_seconds(setting, count) / layers / devices.linear_speed for count in tokens
+    ]
 
     def of_layer(cost: CostModel) -> MicroBatchWork:
         nodes, moves = setting.nodes.without_irrelevant_nodes(cost), []
@@ -177,7 +179,7 @@ def _work(
                 float(cost.estimate_seconds(layout.length, layout.end).sum()),
             )
             plan = balance(layout, cost, config, replace(nodes, speeds=ranks.speeds))
-            moves.append(moves_of(setting, plan, cost, nodes))
+            moves.append(compute_moves(setting, plan, cost, nodes))
         attention, exposed, idle = _followed(devices, linear, moves, layers)
         return MicroBatchWork(
             np.asarray(sum(tokens)),
@@ -190,7 +192,7 @@ def _work(
             linear_speed=devices.linear_speed,
         )
 
-    return all_layers(setting, of_layer)
+    return combine_layers(setting, of_layer)
 
 
 def _time_left(devices: Devices, linear: FloatArray, attention: float) -> Ranks:
@@ -209,7 +211,9 @@ def _time_left(devices: Devices, linear: FloatArray, attention: float) -> Ranks:
         devices.attention_speed.sum()
     )
     speeds = np.maximum(1 - linear / max(seconds, 1e-300), _LEAST_SPEED) * devices.attention_speed
-    return Ranks.of(None if np.ptp(speeds) < _SAME * speeds.max() else speeds / speeds.mean())
+    return Ranks.from_speeds(
+        None if np.ptp(speeds) < _SAME * speeds.max() else speeds / speeds.mean()
+    )
 
 
 def _followed(

@@ -23,7 +23,7 @@ sys.path.extend(map(str, Path(__file__).resolve().parents[1].glob("*/")))
 
 from hf_distca.model_shape import find_model
 from hf_distca.schedule.load import compute_imbalance
-from hf_distca.simulate.document_lengths import distribution
+from hf_distca.simulate.document_lengths import find_distribution
 from hf_distca.simulate.hardware import find_hardware
 from hf_distca.simulate.predict import simulate
 from hf_distca.simulate.setting import Setting
@@ -58,7 +58,7 @@ def setting_of(ranks: int, tokens: int = 64 * K) -> Setting:
 def imbalances(ranks: int, context: int, batches: int) -> dict[str, float]:
     """Attention seconds of the slowest rank over the mean, means over batches."""
     setting, found = setting_of(ranks), {name: [] for name in BALANCED}  # type: dict[str, list[float]]
-    for lengths in distribution("prolong", context).batches(setting.tokens, batches):
+    for lengths in find_distribution("prolong", context).draw_batches(setting.tokens, batches):
         for name, values in found.items():
             values.append(
                 compute_imbalance(
@@ -79,7 +79,9 @@ def speedups(ranks: int, context: int, batches: int) -> dict[str, float]:
     strategies = [STRATEGIES[name] for name in ("wlb", *COMPARED)]
     found = {
         one.strategy: one
-        for one in simulate(setting, distribution("prolong", context), strategies, batches=batches)
+        for one in simulate(
+            setting, find_distribution("prolong", context), strategies, batches=batches
+        )
     }
     # What does not fit, or cuts documents so that attention is lost, is not drawn.
     ratios = {

@@ -47,10 +47,10 @@ from dealt_step_time import WAYS, Steps, lengths_of
 from hf_distca.integration.current_session import current_session
 from hf_distca.model_shape import ModelShape
 from hf_distca.schedule.cost import CostModel
-from hf_distca.simulate.disaggregated import work_of
-from hf_distca.simulate.predict import rank_seconds
+from hf_distca.simulate.disaggregated import compute_placement_work
+from hf_distca.simulate.predict import estimate_rank_seconds
 from hf_distca.simulate.setting import Setting
-from hf_distca.simulate.work import weight_exchange
+from hf_distca.simulate.work import estimate_weight_exchange
 from machine import describe
 from machine_rates import Machine, Sampler, planned
 from output import add_json_option, put_out
@@ -204,18 +204,21 @@ def predict(case: Case, arguments: argparse.Namespace, machine: Machine, steps: 
     )
     plans = iter(
         planned(
-            steps, case.way, CostModel.analytic(setting.shape, device_type="cpu"), config_of(case)
+            steps,
+            case.way,
+            CostModel.make_analytic(setting.shape, device_type="cpu"),
+            config_of(case),
         )
     )
-    share = work_of(
+    share = compute_placement_work(
         setting,
         steps.dealings[WAYS[case.way][0]].deal_layouts(np.array(steps.lengths)),
         lambda *_: next(plans),
     )
     # Nothing hides a message that is carried by those who compute.
     share = replace(share, exposed=np.stack([share.exposed[0], share.wire - share.exposed[0]]))
-    forward, backward = rank_seconds(setting, share)
-    weights, _ = weight_exchange(setting, float(forward.mean()), float(backward.mean()))
+    forward, backward = estimate_rank_seconds(setting, share)
+    weights, _ = estimate_weight_exchange(setting, float(forward.mean()), float(backward.mean()))
     phases = [forward, backward, np.full(ranks, machine.beside + weights)]
     busy = np.sum(phases, axis=0)
     # Ranks that exchange meet in every layer; others only at the end.

@@ -70,7 +70,11 @@ from hf_distca.integration.current_session import current_session
 from hf_distca.pipeline import Schedule, split
 from hf_distca.pipeline.ticks import order_ticks
 from hf_distca.runtime import meter
-from hf_distca.simulate.predict import one_forward_one_backward, rank_seconds, same_phase
+from hf_distca.simulate.predict import (
+    estimate_rank_seconds,
+    run_one_forward_one_backward,
+    run_same_phase,
+)
 from hf_distca.simulate.setting import Setting
 from hf_distca.simulate.strategies import STRATEGIES
 from machine import describe
@@ -343,9 +347,11 @@ class Predictions:
         alone, shared = (
             STRATEGIES[name].candidates(setting, documents)[0].works for name in ("plain", "given")
         )
-        parts = [[rank_seconds(setting, work) for work in works] for works in (alone, shared)]
-        classic_ = one_forward_one_backward(setting, alone, parts[0])
-        ours = classic_ if one.stages == 1 else same_phase(setting, shared, parts[1])
+        parts = [
+            [estimate_rank_seconds(setting, work) for work in works] for works in (alone, shared)
+        ]
+        classic_ = run_one_forward_one_backward(setting, alone, parts[0])
+        ours = classic_ if one.stages == 1 else run_same_phase(setting, shared, parts[1])
         return {"1f1b": classic_.seconds, "shared": ours.seconds}
 
 

@@ -69,7 +69,7 @@ AT_MOST = 1.02  # times a step with balancing off, after them
 def profile(arguments: argparse.Namespace, task: float, flop: float) -> Profile:
     """The built-in figures of a CPU, with tasks that take so many times as long, and flops."""
     shape = AttentionShape(arguments.heads, max(arguments.heads // 2, 1), 64, 64, 4)
-    cost = CostModel.analytic(shape, device_type="cpu")
+    cost = CostModel.make_analytic(shape, device_type="cpu")
     forward, backward = (
         KernelCost(one.task_seconds * task, one.bytes_per_second, one.flops_per_second / flop)
         for one in (cost.forward, cost.backward)

@@ -8,7 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from hf_distca.errors import ConfigError, DistCADesyncError, DistCAError, UnsupportedError
-from hf_distca.late_imports import when_models_load
+from hf_distca.late_imports import call_after_models_load
 
 if TYPE_CHECKING:
     from hf_distca import pipeline
@@ -102,4 +102,4 @@ def _register() -> None:
     register_distca()
 
 
-when_models_load(_register)
+call_after_models_load(_register)

@@ -45,9 +45,9 @@ __all__ = [
     "TCPStore",
     "TorchDispatchMode",
     "allow_saved_tensor_hooks",
-    "changed_flash_attention",
-    "changes_in_place",
-    "checkpoints_itself",
+    "get_changed_flash_attention",
+    "get_version",
+    "is_checkpointed",
     "compiler_of_calls",
     "copy_each",
     "count_shifted_targets",
@@ -63,20 +63,20 @@ __all__ = [
     "group_of_members",
     "has_dispatch_modes",
     "has_partial_state",
-    "in_backward",
+    "is_in_backward",
     "is_of_package",
     "is_policy_mode",
     "leave_uncompiled",
     "let_names_pass",
-    "loaded_mesh",
-    "names_of_groups",
+    "get_mesh",
+    "list_group_names",
     "pop_dispatch_mode",
     "pop_saved_tensor_hooks",
     "push_dispatch_mode",
     "push_saved_tensor_hooks",
     "set_batch_size",
     "store_of_world",
-    "timeout_of",
+    "get_timeout",
     "top_saved_tensor_hooks",
     "why_saved_tensor_hooks_are_forbidden",
     "without_dispatch_modes",
@@ -103,12 +103,12 @@ pop_dispatch_mode = _python_dispatch._pop_mode
 without_dispatch_modes = _python_dispatch._disable_current_modes
 
 
-def in_backward() -> bool:
+def is_in_backward() -> bool:
     """Return whether this runs inside backward; a forward there is a recompute."""
     return torch._C._current_graph_task_id() != -1
 
 
-def changes_in_place(tensor: torch.Tensor) -> int:
+def get_version(tensor: torch.Tensor) -> int:
     """Return the version counter of a tensor, which every in-place change of any view increases.
 
     Documented by torch, but not public.
@@ -121,7 +121,7 @@ def copy_each(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) 
     torch._foreach_copy_(list(targets), list(sources))
 
 
-def checkpoints_itself(module: torch.nn.Module) -> bool:
+def is_checkpointed(module: torch.nn.Module) -> bool:
     """Return whether the activations of a module are checkpointed by a wrapper around it or by its
     hooks.
     """
@@ -147,7 +147,7 @@ efficient_attention: Any = torch.ops.aten._efficient_attention_forward
 efficient_attention_backward: Any = torch.ops.aten._efficient_attention_backward
 
 
-def names_of_groups() -> set[str]:
+def list_group_names() -> set[str]:
     """Return the names of the process groups that this rank is in."""
     return set(c10d._world.pg_names.values())
 
@@ -159,7 +159,7 @@ def group_of_members(
     `dist.new_group` waits for all ranks.
     """
     world = c10d._get_default_group()
-    return _new_group(
+    return _make_group(
         world,
         (ranks, ranks.index(world.rank())),
         list(ranks),
@@ -184,10 +184,10 @@ def group_in_store(
         name: name that no other group of this process has.
     """
     # Without global ranks, torch does not look for them in the world of this process.
-    return _new_group(c10d.GroupMember.WORLD, place, [], (store, backend, timeout), (name, name))
+    return _make_group(c10d.GroupMember.WORLD, place, [], (store, backend, timeout), (name, name))
 
 
-def _new_group(
+def _make_group(
     world: dist.ProcessGroup | None,
     place: tuple[tuple[int, ...], int],
     global_ranks: list[int],
@@ -210,7 +210,7 @@ def _new_group(
             c10d.Backend(backend),
             store,
             c10d.GroupName(names[0]),
-            backend_options=_options(backend, timeout),
+            backend_options=_make_options(backend, timeout),
             timeout=timeout,
             group_desc=names[1],
         )
@@ -221,7 +221,7 @@ def _new_group(
     return group
 
 
-def _options(backend: str, timeout: datetime.timedelta) -> Any:
+def _make_options(backend: str, timeout: datetime.timedelta) -> Any:
     """Return options of NCCL with a stream of high priority; None for other backends.
 
     Messages and the kernel of a rank's own tasks are ready at the same time: a kernel that began
@@ -241,7 +241,7 @@ def store_of_world() -> Store:
     return store
 
 
-def timeout_of(group: dist.ProcessGroup | None) -> datetime.timedelta:
+def get_timeout(group: dist.ProcessGroup | None) -> datetime.timedelta:
     """Return the timeout of collectives of a process group, the world if None; the longest of its
     backends.
     """
@@ -279,7 +279,7 @@ CAUSAL_MASK_PARTS = frozenset(
 )
 
 
-def loaded_mesh(model: PreTrainedModel) -> DeviceMesh | None:
+def get_mesh(model: PreTrainedModel) -> DeviceMesh | None:
     """Return the mesh of a model that was loaded with a `DistributedConfig`, else None.
 
     Seen in 5.23.0; 5.19.0 and older keep none, so there `hf_distca.configure` takes the group.
@@ -291,7 +291,7 @@ def loaded_mesh(model: PreTrainedModel) -> DeviceMesh | None:
     return mesh._get_root_mesh()  # with dimensions that were not asked for, if it has any
 
 
-def changed_flash_attention() -> Callable[..., Any] | None:
+def get_changed_flash_attention() -> Callable[..., Any] | None:
     """Return the function that another package has put in place of the one through
     which transformers calls flash-attn, if any.
     """

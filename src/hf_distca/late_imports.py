@@ -17,14 +17,14 @@ from types import ModuleType
 _MODELS = "transformers.modeling_utils"
 
 
-def when_models_load(act: Callable[[], None]) -> None:
+def call_after_models_load(act: Callable[[], None]) -> None:
     """Call a function now if transformers has imported the module that all models share, else right
     after it does.
     """
-    when_imported(_MODELS, act)
+    call_after_import(_MODELS, act)
 
 
-def when_imported(name: str, act: Callable[[], None]) -> None:
+def call_after_import(name: str, act: Callable[[], None]) -> None:
     """Call a function now if a module of transformers is imported, else right after its import.
 
     A module whose import is under way counts as not imported: it lacks what its last lines define.
@@ -63,7 +63,7 @@ class _ImportFinder:
         if spec is not None and spec.loader is not None:
             execute = spec.loader.exec_module
 
-            def and_act(module: ModuleType) -> None:
+            def act_once(module: ModuleType) -> None:
                 self.under_way.add(fullname)
                 try:
                     execute(module)
@@ -72,7 +72,7 @@ class _ImportFinder:
                 for act in self.acts.pop(fullname, ()):
                     act()
 
-            spec.loader.exec_module = and_act  # type: ignore[method-assign]
+            spec.loader.exec_module = act_once  # type: ignore[method-assign]
         return spec
 
 

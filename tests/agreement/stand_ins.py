@@ -24,6 +24,6 @@ class MadeUpGroup(AttentionGroup):
         self.gathered.append(doing)
         return self.others(row)
 
-    def all_equal(self, numbers: IntArray, *, doing: str) -> bool:
+    def is_equal_on_all(self, numbers: IntArray, *, doing: str) -> bool:
         self.gathered.append(doing)
         return all(np.array_equal(numbers, row) for row in self.others(numbers))

@@ -30,7 +30,7 @@ from hf_distca.schedule.layout import Layout
 
 SHAPE = AttentionShape(4, 2, 16, 16, 2)
 KEY = PlanKey(SHAPE, "cpu")
-SETTINGS = DistCAConfig(), (CostModel.of_pairs(SHAPE),), ("torch.bfloat16",)
+SETTINGS = DistCAConfig(), (CostModel.make_of_pairs(SHAPE),), ("torch.bfloat16",)
 FACTS = collect_shared_settings(*SETTINGS)
 LENGTHS = st.lists(st.lists(st.integers(1, 50), max_size=6), min_size=1, max_size=6)
 
@@ -139,7 +139,7 @@ def test_settings_and_costs_are_in_the_fingerprint() -> None:
         hash_settings(collect_shared_settings(*changed))
         for changed in (
             (DistCAConfig(tolerance=0.5), *SETTINGS[1:]),
-            (SETTINGS[0], (CostModel.analytic(SHAPE),), SETTINGS[2]),
+            (SETTINGS[0], (CostModel.make_analytic(SHAPE),), SETTINGS[2]),
             (*SETTINGS[:2], ("torch.float16",)),
             SETTINGS,
         )

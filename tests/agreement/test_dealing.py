@@ -25,7 +25,7 @@ from hf_distca.schedule.ranks import Ranks
 
 SHAPE = AttentionShape(4, 2, 16, 16, 2)
 KEY = PlanKey(SHAPE, "cpu")
-COST = CostModel.of_pairs(SHAPE)
+COST = CostModel.make_of_pairs(SHAPE)
 
 
 def dealing(ranks: int, tokens: int, placement: str = "dealt", **settings: object) -> DealSettings:
@@ -90,7 +90,7 @@ def test_shares_are_planned_for_the_nodes_they_are_dealt_to() -> None:
     """Plans that a loader made are taken in the step, where ranks need not have found the same
     nodes.
     """
-    cost = CostModel.analytic(SHAPE, device_type="cuda")
+    cost = CostModel.make_analytic(SHAPE, device_type="cuda")
     made = DealSettings(4, 4096, {KEY: cost}, DistCAConfig(ping_pong=False), ranks_per_node=2)
     share = made.make_share(np.array([9000, 4000, 3384]), (0, 0), 1)
     assert share.dealt_share is not None
@@ -111,7 +111,8 @@ def test_plans_begun_twice_in_background_are_made_once() -> None:
     assert dealt is not None
     (key, cost), made = next(iter(shares.costs.items())), []
     jobs = [
-        PlanJob.of(key, replace(cost, tile=tile), shares.config, Ranks()) for tile in (8, 16, 32)
+        PlanJob.from_settings(key, replace(cost, tile=tile), shares.config, Ranks())
+        for tile in (8, 16, 32)
     ]
 
     def slow(*given: object) -> object:

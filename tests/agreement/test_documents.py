@@ -23,7 +23,9 @@ def test_a_key_of_a_batch_says_where_documents_begin(key: str) -> None:
     batch = {"input_ids": torch.zeros(1, 9, dtype=torch.int64), **dict.fromkeys(DOCUMENT_KEYS)}
     rest = list(DOCUMENT_KEYS)[list(DOCUMENT_KEYS).index(key) + 1 :]
     later = {other: value for other, value in say_documents((5, 4)).items() if other in rest}
-    documents = TokenBatch.of(batch | later | {key: say_documents((3, 6))[key]}).read_documents()
+    documents = TokenBatch.from_batch(
+        batch | later | {key: say_documents((3, 6))[key]}
+    ).read_documents()
     assert documents.runs[:, 2].tolist() == [3, 6]
 
 

@@ -34,7 +34,7 @@ MADE_UP = Path(__file__).parents[2] / "benchmarks" / "placements"
 SHAPE = AttentionShape(
     query_heads=32, key_value_heads=8, head_dim=128, value_head_dim=128, element_bytes=2
 )
-COST = CostModel.analytic(SHAPE)
+COST = CostModel.make_analytic(SHAPE)
 TRUE_FACTOR = 3.0  # exchanges take so many times as long as the cost model says
 WORLDS = ["lined up elsewhere", "waiting for each other", "all but one late"]
 
@@ -56,7 +56,7 @@ class Truth:
 
     @classmethod
     def of(cls, plan: Plan, config: DistCAConfig) -> Truth:
-        load, local = PlanLoad(plan, COST), PlanLoad(Plan.local(plan.layout), COST)
+        load, local = PlanLoad(plan, COST), PlanLoad(Plan.make_local(plan.layout), COST)
         kernel, exchange = (
             load.compute_seconds,
             TRUE_FACTOR * load.exchange_seconds * load.wire_seconds.any(axis=0),
@@ -105,7 +105,7 @@ def observation(plan: Plan, config: DistCAConfig, truth: Truth, world: str) -> O
         [truth.kernel * 1e9, none, truth.waited(world) * 1e9, calls, none], axis=1
     ).astype(np.int64)
     plans = [BatchPlan(key, plan, config, plan.layout.offsets, 1.0) for key in keys]
-    uses = [PlanUse.of(planned, 1, COST, UNIFORM_RANKS, Meter()) for planned in plans]
+    uses = [PlanUse.start(planned, 1, COST, UNIFORM_RANKS, Meter()) for planned in plans]
     found = observe_plans([PlanMeasurement(use, figures) for use in uses], COST, config)
     assert found is not None
     return found

@@ -35,7 +35,7 @@ KEY = PlanKey(SHAPE, "cpu")
 
 def planner(device: str = "cpu", **settings: float) -> Planner:
     made = Planner(DistCAConfig(tile=1, min_gain=0.0, **settings), Meter())
-    made.resume_progress().costs[SHAPE, device] = CostModel.of_pairs(SHAPE)
+    made.resume_progress().costs[SHAPE, device] = CostModel.make_of_pairs(SHAPE)
     return made
 
 
@@ -58,7 +58,7 @@ def test_plans_are_made_beside_what_the_caller_does(monkeypatch: pytest.MonkeyPa
     def slow(layout: Layout, *_: object) -> Plan:
         thread.append(threading.current_thread())
         waits.wait(10)
-        return Plan.local(layout)
+        return Plan.make_local(layout)
 
     monkeypatch.setattr(planner_module, "balance", slow)
     group, ours = MadeUpGroup(2), planner()
@@ -197,10 +197,10 @@ def test_measurement_of_running_kernels_is_left_out_everywhere() -> None:
 def test_figures_of_4096_ranks_take_no_square_of_them() -> None:
     ranks = 4096
     layout = Layout.from_lengths([[64, 64, 128]] * ranks)
-    plan, cost = Plan.local(layout), CostModel.of_pairs(SHAPE)
+    plan, cost = Plan.make_local(layout), CostModel.make_of_pairs(SHAPE)
     tracemalloc.start()
     planned = BatchPlan(KEY, plan, DistCAConfig(), layout.offsets, 1.0)
-    use = PlanUse.of(planned, 1, cost, UNIFORM_RANKS, Meter())
+    use = PlanUse.start(planned, 1, cost, UNIFORM_RANKS, Meter())
     measured = PlanMeasurement(use, np.ones((ranks, 5), dtype=np.int64))
     _ = measured.measured_before
     peak = tracemalloc.get_traced_memory()[1]

@@ -33,7 +33,7 @@ from hf_distca.schedule.waves import Waves
 SHAPE = AttentionShape(4, 2, 64, 64, 4)
 KEY = PlanKey(SHAPE, "cpu")
 KIND = SHAPE, "cpu"
-TRUE = CostModel.analytic(SHAPE, device_type="cpu")
+TRUE = CostModel.make_analytic(SHAPE, device_type="cpu")
 RANKS = 4
 
 
@@ -142,7 +142,7 @@ class World:
         another.
         """
         bound = self.planner.config.max_transient_bytes
-        waves = Waves.of(plan, SHAPE, self.planner.config.tile, bound)
+        waves = Waves.split_plan(plan, SHAPE, self.planner.config.tile, bound)
         messages = PlanLoad(plan, TRUE, waves).exchange_seconds * self.exchange
         if waves.count == 1:
             return messages

@@ -17,7 +17,7 @@ from turns import in_turn
 SHAPE = AttentionShape(
     query_heads=2, key_value_heads=1, head_dim=8, value_head_dim=4, element_bytes=4
 )
-MODEL = CostModel.analytic(SHAPE, device_type="cpu")
+MODEL = CostModel.make_analytic(SHAPE, device_type="cpu")
 CPU = torch.device("cpu")
 FAST = KernelCost(2e-6, 5e10, 1e12), KernelCost(0.0, 3e10, 8e11)
 MEDIUM = KernelCost(1e-4, 2e9, 1.5e9), KernelCost(2e-4, 1e9, 1.2e9)

@@ -14,7 +14,7 @@ from hf_distca.kernels import TaskBatch
 from hf_distca.kernels.base import Grads, Operands, Outputs, Saved
 from hf_distca.kernels.plain_torch import ReferenceKernel
 from hf_distca.measure import calibrate as module
-from hf_distca.measure.calibrate import fastest
+from hf_distca.measure.calibrate import find_fastest_kernel
 from hf_distca.runtime.group import AttentionGroup
 from hf_distca.schedule.cost import AttentionShape
 from ranks import RankPool
@@ -46,8 +46,8 @@ def chosen(rank: int, seconds: list[dict[str, float]]) -> tuple[str | None, floa
     kernels = [Slow(name, one, clock) for name, one in seconds[rank].items()]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "list_runnable", lambda *case: kernels)
-        group = AttentionGroup.of(timeout_seconds=30)
-        return fastest(
+        group = AttentionGroup.find_or_create(timeout_seconds=30)
+        return find_fastest_kernel(
             AttentionShape(2, 1, 8, 8, 2), NAMES, torch.bfloat16, CPU, group, clock=lambda: clock[0]
         ), clock[0]
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hf_distca.kernels.plain_torch import ReferenceKernel
-from hf_distca.measure.calibrate import shipped_profile
+from hf_distca.measure.calibrate import find_shipped_profile
 from hf_distca.runtime.group import AttentionGroup
 from hf_distca.schedule.profiles import Profile
 from ranks import RankPool
@@ -40,8 +40,8 @@ def profile_of(rank: int, devices: list[str], kernels: list[str]) -> str | None:
     kernel.name = kernels[rank]  # type: ignore[misc]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "get_device_name", lambda device: devices[rank])
-        profile = shipped_profile(
-            torch.device("cuda", 0), kernel, AttentionGroup.of(timeout_seconds=30)
+        profile = find_shipped_profile(
+            torch.device("cuda", 0), kernel, AttentionGroup.find_or_create(timeout_seconds=30)
         )
     return None if profile is None else profile.name
 

@@ -20,7 +20,7 @@ ROWS = ("input_ids", "labels", "shift_labels", "position_ids")
 def dealing(ranks: int, tokens_per_rank: int, **settings: Any) -> DealSettings:
     key = PlanKey(SHAPE, "cpu")
     config = DistCAConfig(tile=8, min_gain=0.0, **settings)
-    return DealSettings(ranks, tokens_per_rank, {key: CostModel.of_pairs(SHAPE)}, config)
+    return DealSettings(ranks, tokens_per_rank, {key: CostModel.make_of_pairs(SHAPE)}, config)
 
 
 def some_lengths(count: int = 60, longest: int = 700, seed: int = 0) -> list[int]:

@@ -22,7 +22,7 @@ from hf_distca.errors import ConfigError
 from hf_distca.model_shape import KNOWN_MODELS
 from hf_distca.simulate.hardware import find_hardware
 from hf_distca.simulate.setting import Setting
-from hf_distca.simulate.work import layer_seconds
+from hf_distca.simulate.work import estimate_layer_seconds
 from turns import in_turn
 
 LLAMA = {
@@ -208,7 +208,8 @@ def test_experts_take_the_time_of_those_that_are_used(tmp_path: Path) -> None:
     ]
     tokens = torch.full((1,), 65536.0).numpy()
     sparse, dense = (
-        layer_seconds(Setting(shape, find_hardware("h100"), 8, 16384), tokens) for shape in shapes
+        estimate_layer_seconds(Setting(shape, find_hardware("h100"), 8, 16384), tokens)
+        for shape in shapes
     )
     assert sparse == pytest.approx(dense, rel=0.01)
     assert shapes[0].parameters / shapes[1].parameters == pytest.approx(46.7 / 12.9, rel=0.02)

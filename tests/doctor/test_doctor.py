@@ -19,8 +19,8 @@ import hf_distca.kernels
 from hf_distca.cli import app
 from hf_distca.config import DistCAConfig
 from hf_distca.doctor import Finding, State
-from hf_distca.doctor.exchange import describe_ranks, exchange, versions
-from hf_distca.doctor.model import family, find_dtype, kernels, read_config
+from hf_distca.doctor.exchange import describe_ranks, exchange, list_versions
+from hf_distca.doctor.model import check_model_family, check_model_kernels, find_dtype, read_config
 from hf_distca.errors import ConfigError
 from hf_distca.integration.session import Session
 from hf_distca.kernels import flash
@@ -69,7 +69,7 @@ def bad(findings: Sequence[Finding]) -> list[Finding]:
     ],
 )
 def test_families(config: Any, value: str, state: State, todo: str | None) -> None:
-    found = list(family(config))
+    found = list(check_model_family(config))
     worst = next((one for one in found if one.state != "good"), found[0])
     assert value in worst.value
     assert worst.state == state
@@ -78,7 +78,7 @@ def test_families(config: Any, value: str, state: State, todo: str | None) -> No
 
 def test_documents_over_ranks_and_ping_pong_are_told() -> None:
     llama, whole = (
-        {one.name: one.value for one in family(AutoConfig.for_model(kind))}
+        {one.name: one.value for one in check_model_family(AutoConfig.for_model(kind))}
         for kind in ("llama", "llama4_text")
     )
     assert llama["documents over ranks"] == "exact"
@@ -101,15 +101,15 @@ def test_flash_attn_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel of torch runs, and it is said why the faster one does not; with a softcap only the
     slow one is left.
     """
-    monkeypatch.setattr(flash, "_installed_version", lambda: None)
-    runs, *others = kernels(LlamaConfig(), torch.bfloat16, CUDA)
+    monkeypatch.setattr(flash, "_find_version", lambda: None)
+    runs, *others = check_model_kernels(LlamaConfig(), torch.bfloat16, CUDA)
     assert (runs.value, runs.state) == ("kernel 'cuda'", "good")
     assert str(runs.todo).endswith("is taken where it is installed: pip install flash-attn-4")
     reasons = {one.name: one.value for one in others}
     assert "install" in reasons["not 'flash_attn'"]
     capped = [
         one
-        for one in kernels(Gemma2Config(), torch.bfloat16, CUDA)
+        for one in check_model_kernels(Gemma2Config(), torch.bfloat16, CUDA)
         if one.value.startswith("kernel")
     ]
     assert {one.value for one in capped} == {"kernel 'reference'"}
@@ -119,15 +119,15 @@ def test_flash_attn_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("_one_hopper")
 def test_float32_on_a_gpu() -> None:
-    runs = next(kernels(None, torch.float32, CUDA))
+    runs = next(check_model_kernels(None, torch.float32, CUDA))
     assert (runs.value, runs.state) == ("kernel 'efficient'", "note")
     assert "train in bfloat16 or float16" in str(runs.todo)
 
 
 def test_kernels_on_a_cpu() -> None:
-    (runs,) = kernels(LlamaConfig(), torch.float32, CPU)
+    (runs,) = check_model_kernels(LlamaConfig(), torch.float32, CPU)
     assert (runs.name, runs.value) == ("heads of 128, float32 on cpu", "kernel 'cpu'")
-    slow = next(kernels(Gemma2Config(), torch.float32, CPU))
+    slow = next(check_model_kernels(Gemma2Config(), torch.float32, CPU))
     assert "torch's fused CPU kernel has no softcap" in str(slow.todo)
 
 
@@ -242,7 +242,7 @@ def test_ranks_of_a_launcher_exchange_and_compare_versions(
 
 
 def test_versions_are_of_what_is_installed() -> None:
-    has = versions()
+    has = list_versions()
     assert has["torch"] == torch.__version__
     assert None not in has.values()
 
@@ -311,7 +311,7 @@ def test_the_command_ends_with_what_to_do(tmp_path: Path) -> None:
 
 
 def bad_of(folder: Path) -> list[Finding]:
-    return bad(list(family(read_config(str(folder)))))
+    return bad(list(check_model_family(read_config(str(folder)))))
 
 
 def test_json() -> None:

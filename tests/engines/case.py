@@ -161,7 +161,7 @@ def counting_gathers() -> Iterator[list[str]]:
         return call
 
     with ExitStack() as stack:
-        for name in ("gather", "all_equal"):
+        for name in ("gather", "is_equal_on_all"):
             if hasattr(AttentionGroup, name):
                 stack.enter_context(
                     patch.object(AttentionGroup, name, counted(name, getattr(AttentionGroup, name)))

@@ -17,7 +17,7 @@ VOCABULARY = 61
 
 # With real costs nothing this small is worth moving: here only causal pairs count, and moving is
 # free.
-PAIRS = CostModel.of_pairs(AttentionShape(4, 2, 16, 16, 8))
+PAIRS = CostModel.make_of_pairs(AttentionShape(4, 2, 16, 16, 8))
 
 # Rank 0 holds long documents, the others equally many tokens in short ones.
 LONG, SHORT = (96,), (24, 1, 23, 24, 24)

@@ -8,7 +8,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from hf_distca.schedule.cost import AttentionShape, CostModel
 
 # Only causal pairs count, and moving is free: with real costs nothing this small is worth moving.
-PAIRS = CostModel.of_pairs(AttentionShape(4, 2, 16, 16, 4))
+PAIRS = CostModel.make_of_pairs(AttentionShape(4, 2, 16, 16, 4))
 
 
 def llama(

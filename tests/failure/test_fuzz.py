@@ -227,7 +227,7 @@ def plan(draw: Random) -> None:
     ranks = [
         [draw.randint(1, 6) for _ in range(draw.randint(0, 2))] for _ in range(draw.randint(1, 3))
     ]
-    data = json.loads(Plan.local(Layout.from_lengths(ranks)).to_json())
+    data = json.loads(Plan.make_local(Layout.from_lengths(ranks)).to_json())
     for _ in range(draw.randint(0, 2)):
         damage(draw, data)
     if draw.random() < 0.3:

@@ -221,7 +221,9 @@ def differs(rank: int, what: str) -> Found:
     data = batch(rank)
     changed: AbstractContextManager[object] = nullcontext()
     if what == "plans" and odd:
-        changed = patch.object(planner, "balance", lambda layout, *_: planner.Plan.local(layout))
+        changed = patch.object(
+            planner, "balance", lambda layout, *_: planner.Plan.make_local(layout)
+        )
     if what == "kinds of batch" and odd:
         del data["distca_documents"]
     if what == "nano-batches":

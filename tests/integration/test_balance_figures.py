@@ -146,6 +146,6 @@ def test_late_compiles_are_a_figure_if_there_are_any(monkeypatch: pytest.MonkeyP
     before = hf_distca.metrics()
     ran = replace(before, balance=replace(before.balance, micro_batches=1))
     assert "distca/late_compiles" not in (ran - before).figures()
-    monkeypatch.setattr(reports, "late_compiles", lambda: before.late_compiles + 2)
+    monkeypatch.setattr(reports, "count_late_compiles", lambda: before.late_compiles + 2)
     later = replace(hf_distca.metrics(), balance=ran.balance)
     assert (later - before).figures()["distca/late_compiles"] == 2

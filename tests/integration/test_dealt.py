@@ -33,7 +33,7 @@ VOCABULARY, WINDOW = 61, 24
 # Gemma's norms compute in float32, whatever the model is in.
 CLOSE = {"full": {"rtol": 1e-9, "atol": 1e-12}, "windows": {"rtol": 1e-4, "atol": 1e-8}}
 SHAPE = AttentionShape(4, 2, 16, 16, 8)
-PAIRS = CostModel.of_pairs(SHAPE)
+PAIRS = CostModel.make_of_pairs(SHAPE)
 TOKENS = 192  # of a global batch, on any number of ranks
 # Longer than a rank of two, three or four; one token; two long ones.
 BATCHES = ([180, 1, 11], [96, 95, 1], [7, 9, 150, 26], [12] * 16)

@@ -233,11 +233,11 @@ def test_dealing_follows_the_model_settings_and_place() -> None:
     )
     assert list(made.costs) == [PlanKey(half, "cuda"), PlanKey(half, "cuda", 40)]
     assert [cost.window for cost in made.costs.values()] == [None, 40]
-    assert made.costs[PlanKey(half, "cuda")] == CostModel.analytic(
+    assert made.costs[PlanKey(half, "cuda")] == CostModel.make_analytic(
         half, device_type="cuda", tile=64
     )
 
-    own = CostModel.of_pairs(AttentionShape(1, 1, 8, 8, 2))
+    own = CostModel.make_of_pairs(AttentionShape(1, 1, 8, 8, 2))
     hf_distca.configure(hf_distca.DistCAConfig(cost_model=own))
     made = dealing_of(model=tiny_runs.tiny_llama("sdpa"), dtype=torch.float64)
     (key,) = made.costs

@@ -124,7 +124,7 @@ def errors(rank: int, case: Case) -> tuple[dict[str, tuple[float, float]], bool,
     """Errors of (distca, sdpa) against float64 by name, whether padding got nothing, and bytes
     sent.
     """
-    pairs = CostModel.of_pairs(AttentionShape(4, 2, 16, 16, 8))
+    pairs = CostModel.make_of_pairs(AttentionShape(4, 2, 16, 16, 8))
     hf_distca.configure(hf_distca.DistCAConfig(tile=8, min_gain=0.0, cost_model=pairs))
     rows = PACKED[rank] if case.padding is None else PADDED[case.padding][rank]
     length, documents = where(rows, case.padding)

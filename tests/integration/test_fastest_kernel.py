@@ -44,7 +44,7 @@ def test_it_is_taken_and_calibrated(
         return replace(cost, name="measured")
 
     monkeypatch.setattr(module, "calibrate", calibrate)
-    monkeypatch.setattr(module, "fastest", lambda *_: "reference")
+    monkeypatch.setattr(module, "find_fastest_kernel", lambda *_: "reference")
     hf_distca.configure(hf_distca.DistCAConfig(cost_model=cost_model, kernel=kernel))
     session = current_session()
     WorkPlanner(session).learn_cost(PlanKey(SHAPE, device, None), QUERY, AttentionGroup())

@@ -71,7 +71,11 @@ def loss_and_gradients(
     return (
         loss.item(),
         gradients(model),
-        (worlds, current_session().join_group().ranks, hf_distca.metrics(gather=True).figures()),
+        (
+            worlds,
+            current_session().join_group().ranks,
+            hf_distca.metrics(gather=True).figures(),
+        ),
     )
 
 

@@ -18,7 +18,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import hf_distca
 from hf_distca import UnsupportedError
-from hf_distca.borrowed import loaded_mesh
+from hf_distca.borrowed import get_mesh
 from hf_distca.integration.current_session import current_session
 from hf_distca.integration.processes import find_data_parallel_ranks, find_members
 from ranks import RankPool
@@ -177,7 +177,7 @@ def refusal_of_a_model(rank: int) -> str:
         "cpu", (1, 1, 2, 1, 2), mesh_dim_names=("pp", "dp_replicate", "fsdp", "tp", "cp")
     )
     model._mesh_manager = TransformersDeviceMesh(mesh, mesh)
-    found = loaded_mesh(model)
+    found = get_mesh(model)
     assert found is not None
     with pytest.raises(UnsupportedError) as caught:
         find_data_parallel_ranks(found)

@@ -83,7 +83,7 @@ def dealt(rank: int) -> dict[str, Any]:
 
 def step(rank: int, way: dict[str, Any], batch: str, reentrant: bool | None) -> tuple[int, int]:
     """Returns the operations that were looked at, and the exchanges of the step."""
-    pairs = CostModel.of_pairs(AttentionShape(4, 2, 16, 16, 4))
+    pairs = CostModel.make_of_pairs(AttentionShape(4, 2, 16, 16, 4))
     hf_distca.configure(settings(cost_model=pairs, documents_span_ranks=batch == "dealt", **way))
     model = tiny_llama("distca", layers=2)
     if reentrant is not None:

@@ -24,7 +24,7 @@ Parts = list[tuple[int, int, int]]  # (document, start, end)
 
 # With real costs nothing this small is worth moving: here only causal pairs count, and moving is
 # free.
-PAIRS = CostModel.of_pairs(AttentionShape(4, 2, 16, 16, 8))
+PAIRS = CostModel.make_of_pairs(AttentionShape(4, 2, 16, 16, 8))
 
 # Documents of 1 token, odd lengths, equal and very unequal ones.
 LENGTHS = [150, 1, 33, 7, 64, 1, 129]

@@ -53,7 +53,9 @@ def prepared(rank: int, prepares: bool) -> tuple[int, bool, int, int]:
     wrapped = DistributedDataParallel(model)
     with (
         unseen_callers(),
-        patch.object(AttentionGroup, "of", side_effect=AttentionGroup.of) as made,
+        patch.object(
+            AttentionGroup, "find_or_create", side_effect=AttentionGroup.find_or_create
+        ) as made,
     ):
         if prepares:
             assert hf_distca.prepare(hf_distca.prepare(wrapped)) is wrapped
@@ -154,7 +156,9 @@ def test_a_refused_family_is_refused_by_prepare() -> None:
 
 def test_a_model_of_another_attention_makes_no_group() -> None:
     hf_distca.configure()
-    with patch.object(AttentionGroup, "of", side_effect=AssertionError("asked for a group")):
+    with patch.object(
+        AttentionGroup, "find_or_create", side_effect=AssertionError("asked for a group")
+    ):
         assert hf_distca.prepare(tiny_llama("sdpa")).training
     assert not dist.is_initialized()
 

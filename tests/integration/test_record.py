@@ -231,7 +231,7 @@ def test_tokens_count_once_and_pieces_are_as_long_as_the_bars(
         plan = balance(Layout.from_lengths(lengths), cost, settings(), ranks)
         key = PlanKey(PAIRS.shape, "cpu", window, nano=nano)
         planned = BatchPlan(key, plan, settings(), plan.layout.offsets, 1.0)
-        uses.append(PlanUse.of(planned, 1, cost, ranks, Meter()))
+        uses.append(PlanUse.start(planned, 1, cost, ranks, Meter()))
         history.record_use(uses[-1])
     history.end_micro_batch()
     for use in uses:

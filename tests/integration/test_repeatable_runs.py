@@ -114,7 +114,7 @@ def test_runs_repeat_to_the_bit_where_that_is_asked_for(
         assert exchanges > STEPS, "work is moved"
         assert learned == {}
         assert torch.equal(weights, again)
-    assert all(row.rates == {} for row in RunFolder.read(tmp_path / "3.0").rows_of(StepsRow))
+    assert all(row.rates == {} for row in RunFolder.read(tmp_path / "3.0").select_rows(StepsRow))
 
 
 def test_default_plans_follow_the_clock_and_record_rates(
@@ -127,5 +127,5 @@ def test_default_plans_follow_the_clock_and_record_rates(
     assert not torch.equal(runs[0][0][0], runs[1][0][0])
     learned = runs[1][0][2]
     assert learned["speeds"][0] > 1.5 * learned["speeds"][1]
-    rates = [row.rates for row in RunFolder.read(tmp_path / "3.0").rows_of(StepsRow)]
+    rates = [row.rates for row in RunFolder.read(tmp_path / "3.0").select_rows(StepsRow)]
     assert (rates[0], rates[-1]) == ({}, learned)

@@ -38,7 +38,7 @@ EVEN = [{"documents": documents(48, 48, seed=at)} for at in range(12)]
 
 def session(**changes: Any) -> Session:
     made = Session(hf_distca.DistCAConfig(**changes))
-    made.planner.resume_progress().costs[SHAPE, "cpu"] = CostModel.analytic(
+    made.planner.resume_progress().costs[SHAPE, "cpu"] = CostModel.make_analytic(
         SHAPE, device_type="cpu"
     )
     return made

@@ -76,7 +76,7 @@ def deliberate_times() -> Iterator[None]:
         return run(self, pools, tasks, **options)
 
     def swapped(layout: Any, *_: Any) -> Plan:
-        local = Plan.local(layout)
+        local = Plan.make_local(layout)
         server = (local.server + 1) % layout.world_size
         return Plan(layout, local.document, local.start, local.end, local.home, server)
 

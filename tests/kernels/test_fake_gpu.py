@@ -63,7 +63,7 @@ class Interface:
 
 @pytest.fixture(params=KERNELS)
 def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> VarlenKernel:
-    monkeypatch.setattr(flash, "_installed_version", lambda: (2, 8, 3))
+    monkeypatch.setattr(flash, "_find_version", lambda: (2, 8, 3))
     monkeypatch.setattr(flash, "_import_once", lambda name: Interface)
     return KERNELS[request.param]
 

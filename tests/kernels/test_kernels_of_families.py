@@ -41,7 +41,7 @@ def chosen(
     monkeypatch: pytest.MonkeyPatch, installed: tuple[int, int, int] | None
 ) -> dict[tuple[str, ...], set[str]]:
     """Families by the kernels of their layers, with this flash-attn."""
-    monkeypatch.setattr(flash, "_installed_version", lambda: installed)
+    monkeypatch.setattr(flash, "_find_version", lambda: installed)
     found = defaultdict(set)
     for name in FAMILIES:
         if wanted := cases(name):

@@ -71,14 +71,14 @@ def test_auto_on_other_devices() -> None:
 
 @pytest.mark.usefixtures("_one_hopper")
 def test_auto_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flash, "_installed_version", lambda: None)
+    monkeypatch.setattr(flash, "_find_version", lambda: None)
     assert select("auto", CUDA, torch.bfloat16, 192, 128, PLAIN).name == "cuda"
     assert select("auto", CUDA, torch.float32, 64, 64, PLAIN).name == "efficient"
     assert select("auto", CUDA, torch.float16, 512, 512, PLAIN).name == "efficient"
-    monkeypatch.setattr(flash, "_installed_version", lambda: (2, 8, 3))
+    monkeypatch.setattr(flash, "_find_version", lambda: (2, 8, 3))
     assert select("auto", CUDA, torch.bfloat16, 64, 64, PLAIN).name == "flash_attn"
     assert select("auto", CUDA, torch.bfloat16, 64, 64, BOTH).name == "flash_attn"
-    monkeypatch.setattr(flash, "_installed_version", lambda: (2, 6, 1))
+    monkeypatch.setattr(flash, "_find_version", lambda: (2, 6, 1))
     assert select("auto", CUDA, torch.bfloat16, 64, 64, WINDOW).name == "cuda"
     assert select("auto", CUDA, torch.bfloat16, 64, 64, BOTH).name == "reference"
 
@@ -126,7 +126,7 @@ def test_refusals(name: str, device: torch.device, dtype: torch.dtype, message: 
 
 
 def test_flash_attn_absent(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flash, "_installed_version", lambda: None)
+    monkeypatch.setattr(flash, "_find_version", lambda: None)
     with pytest.raises(KernelError, match=r"flash-attn is not installed: pip install flash-attn"):
         select("flash_attn", CUDA, torch.bfloat16, 64, 64, PLAIN)
 
@@ -140,14 +140,14 @@ def test_flash_attn_4_alone_is_no_flash_attn(
     (tmp_path / "flash_attn" / "cute").mkdir(parents=True)
     (tmp_path / "flash_attn" / "cute" / "__init__.py").touch()
     monkeypatch.syspath_prepend(tmp_path)
-    flash._installed_version.cache_clear()
+    flash._find_version.cache_clear()
     try:
         with pytest.raises(
             KernelError, match="the package flash-attn is not installed: pip install flash-attn"
         ):
             select("flash_attn", CUDA, torch.bfloat16, 64, 64, PLAIN)
     finally:
-        flash._installed_version.cache_clear()
+        flash._find_version.cache_clear()
 
 
 @pytest.mark.usefixtures("_one_hopper")
@@ -168,7 +168,7 @@ def test_head_dims_that_backward_has_on_some_gpus_only(
 ) -> None:
     """On the others the op raises in backward, after a forward that ran."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    monkeypatch.setattr(flash, "_installed_version", lambda: (2, 8, 3))
+    monkeypatch.setattr(flash, "_find_version", lambda: (2, 8, 3))
     everywhere = capability in ((8, 0), (9, 0), (10, 0))
     for head_dim, value_head_dim in ((193, 128), (224, 224), (64, 200)):
         reason = flash_reason(Case(CUDA, torch.bfloat16, head_dim, value_head_dim, PLAIN))
@@ -195,7 +195,7 @@ def test_every_kernel_can_be_set_and_is_on_the_page() -> None:
 def test_says_what_flash_attention_4_would_do(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(flash, "_installed_version", lambda: None)
+    monkeypatch.setattr(flash, "_find_version", lambda: None)
     with caplog.at_level(logging.INFO, logger="hf_distca"):
         select("auto", CUDA, torch.bfloat16, 64, 64, PLAIN)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
@@ -215,7 +215,7 @@ def test_says_what_flash_attention_4_would_do(
 def test_says_it_beside_the_package_flash_attn_too(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(flash, "_installed_version", lambda: (2, 8, 3))
+    monkeypatch.setattr(flash, "_find_version", lambda: (2, 8, 3))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
     with caplog.at_level(logging.INFO, logger="hf_distca"):
         assert select("auto", CUDA, torch.bfloat16, 64, 64, PLAIN).name == "flash_attn"
@@ -230,7 +230,7 @@ def test_says_nothing_of_flash_attention_4_where_it_is_installed(
     monkeypatch: pytest.MonkeyPatch,
     packages: dict[str, object],
 ) -> None:
-    monkeypatch.setattr(flash, "_installed_version", lambda: None)
+    monkeypatch.setattr(flash, "_find_version", lambda: None)
     if case != "named":
         packages["flash_attn.cute.interface"] = object()
     if case == "wrong":
@@ -251,7 +251,7 @@ def test_says_nothing_of_flash_attention_4_where_it_is_installed(
 def test_newer_flash_attentions_come_first_where_they_run(
     monkeypatch: pytest.MonkeyPatch, packages: dict[str, object]
 ) -> None:
-    monkeypatch.setattr(flash, "_installed_version", lambda: (2, 8, 3))
+    monkeypatch.setattr(flash, "_find_version", lambda: (2, 8, 3))
 
     def chosen(scores: Scores = PLAIN, width: int = 64, first: str | None = None) -> str:
         return select("auto", CUDA, torch.bfloat16, width, width, scores, first=first).name
@@ -316,7 +316,7 @@ def test_flash_attention_3_of_the_hub_is_loaded_on_request(monkeypatch: pytest.M
 
     hub = {"kernels": SimpleNamespace(get_kernel=get_kernel)}
     monkeypatch.setattr(flash, "import_module", hub.__getitem__)
-    monkeypatch.setattr(flash, "_installed_version", lambda: None)
+    monkeypatch.setattr(flash, "_find_version", lambda: None)
     monkeypatch.setattr(flash, "_import_once", cache(MODULE.__wrapped__))
     assert select("auto", CUDA, torch.bfloat16, 64, 64, PLAIN).name == "cuda"
     assert not asked, "nothing is downloaded unasked"
@@ -341,7 +341,7 @@ def test_a_kernel_that_is_wrong_on_the_gpu_is_not_taken(
             else None
         )
 
-    monkeypatch.setattr(flash, "_installed_version", lambda: None)
+    monkeypatch.setattr(flash, "_find_version", lambda: None)
     packages["flash_attn_interface"] = object()
     monkeypatch.setattr(kernels, "mismatch_reason", wrong)
     with caplog.at_level(logging.INFO, logger="hf_distca"):
@@ -376,7 +376,7 @@ def test_a_kernel_that_is_wrong_on_the_gpu_is_not_taken(
 def test_a_kernel_that_is_wrong_beside_messages_is_not_taken(
     monkeypatch: pytest.MonkeyPatch, packages: dict[str, object]
 ) -> None:
-    monkeypatch.setattr(flash, "_installed_version", lambda: None)
+    monkeypatch.setattr(flash, "_find_version", lambda: None)
     packages["flash_attn_interface"] = object()
     reason = "its check on cuda:0 raised TypeError: unexpected keyword argument 'sm_margin'"
     monkeypatch.setattr(
@@ -389,7 +389,7 @@ def test_a_kernel_that_is_wrong_beside_messages_is_not_taken(
 def test_a_kernel_whose_variants_do_not_compile_is_not_taken(
     monkeypatch: pytest.MonkeyPatch, packages: dict[str, object]
 ) -> None:
-    monkeypatch.setattr(flash, "_installed_version", lambda: None)
+    monkeypatch.setattr(flash, "_find_version", lambda: None)
     packages["flash_attn.cute.interface"] = object()
     reason = "it cannot be compiled on cuda:0 (RuntimeError: no compiler)"
     monkeypatch.setattr(
@@ -419,7 +419,7 @@ def test_head_ratio_and_determinism_are_checked_once(monkeypatch: pytest.MonkeyP
     def chosen(ratio: int) -> str:
         return select("auto", CUDA, torch.bfloat16, 64, 64, PLAIN, ratio=ratio).name
 
-    monkeypatch.setattr(flash, "_installed_version", lambda: (2, 8, 3))
+    monkeypatch.setattr(flash, "_find_version", lambda: (2, 8, 3))
     monkeypatch.setattr(kernels, "mismatch_reason", wrong)
     assert [chosen(ratio) for ratio in (1, 4, 8, 1, 4, 8)] == [
         "flash_attn",
@@ -499,7 +499,7 @@ def test_a_softcap_asks_for_the_kernel_of_the_gpu(
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(flash, "_installed_version", lambda: None)
+    monkeypatch.setattr(flash, "_find_version", lambda: None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     for module in (kernels, flash):
         monkeypatch.setattr(module, "import_error", lambda name=None: package)
@@ -511,7 +511,7 @@ def test_a_softcap_asks_for_the_kernel_of_the_gpu(
 def test_warns_of_the_reference_on_a_gpu(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(flash, "_installed_version", lambda: None)
+    monkeypatch.setattr(flash, "_find_version", lambda: None)
     with caplog.at_level(logging.INFO, logger="hf_distca"):
         for width in (64, 64, 512):
             select("auto", CUDA, torch.float32, width, width, BOTH)

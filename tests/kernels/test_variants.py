@@ -148,7 +148,7 @@ def run(case: Case, lengths: list[list[int]]) -> None:
         Layout.from_lengths(lengths),
         AttentionShape(4 * case.gqa_ratio, 4, case.head_dim, case.value_head_dim, 2),
     )
-    cost = replace(CostModel.analytic(shape, device_type="cuda"), window=case.scores.window)
+    cost = replace(CostModel.make_analytic(shape, device_type="cuda"), window=case.scores.window)
     plan = balance(layout, cost, DistCAConfig(min_gain=0.0))
     for rank in range(plan.layout.world_size):
         route = Route.build(plan, rank)
@@ -191,7 +191,7 @@ def test_plans_of_random_layouts_compile_nothing_more(case: Case) -> None:
     def check(lengths: list[list[int]], many: tuple[int, int]) -> None:
         run(case, lengths)
         run(case, [[40_000], [many[1]] * many[0]])
-        assert variants.late_compiles() == 0
+        assert variants.count_late_compiles() == 0
 
     check()
     for tasks in (
@@ -204,7 +204,7 @@ def test_plans_of_random_layouts_compile_nothing_more(case: Case) -> None:
     ):
         for key_heads in (1, 2, 8):
             attend(case, *tasks, key_heads)
-    assert variants.late_compiles() == 0
+    assert variants.count_late_compiles() == 0
 
 
 @pytest.mark.usefixtures("package")
@@ -215,7 +215,7 @@ def test_each_kind_of_variant_has_to_be_foreseen(
     """Without one of them, something is compiled in a step."""
     case = CASES["window"]
     if left_out == "long calls":
-        monkeypatch.setattr(variants, "_sequence_counts", lambda: (2,))
+        monkeypatch.setattr(variants, "_list_sequence_counts", lambda: (2,))
     if left_out == "blocks":
         monkeypatch.setattr(
             flash.FLASH_ATTN_4._op, "_package", flash.replace(flash._FLASH_ATTN_4, least_longest=0)
@@ -224,7 +224,7 @@ def test_each_kind_of_variant_has_to_be_foreseen(
     attend(case, *one_call((900,)))
     attend(case, *one_call((900,) * 2 + (1,) * 300))
     attend(case, *one_call((1,)))
-    assert variants.late_compiles() > 0
+    assert variants.count_late_compiles() > 0
 
 
 def test_ahead_is_said_and_counted_and_warnings_are_not(
@@ -239,10 +239,10 @@ def test_ahead_is_said_and_counted_and_warnings_are_not(
     named = "heads of 128, 4 query heads a key head, with window"
     assert begin == f"kernel 'flash_attn_4' compiles its variants for {named}, on all ranks at once"
     assert "compiled or loaded 8 functions for heads of 128" in end
-    assert variants.late_compiles() == 0
+    assert variants.count_late_compiles() == 0
     with pytest.warns(UserWarning, match="a compiler's own"):
         attend(CASES["narrow heads"], *one_call((10,)))
-    assert variants.late_compiles() == 2
+    assert variants.count_late_compiles() == 2
 
 
 def test_variants_that_cannot_be_compiled_are_a_reason(take: Callable[[Any], None]) -> None:

@@ -50,7 +50,9 @@ def test_packed_documents_are_one_call_of_whole_pools(takes_gaps: bool) -> None:
     """The bounds of rows and keys are one tensor."""
     lengths, starts = (3, 5, 2), (0, 3, 8)
     op = StrictVarlenOp(takes_gaps=takes_gaps)
-    (call,) = VarlenKernel(op)._calls_of(TaskBatch(starts, lengths, starts, lengths), pools(10, 10))
+    (call,) = VarlenKernel(op)._get_calls(
+        TaskBatch(starts, lengths, starts, lengths), pools(10, 10)
+    )
     assert call.rows == call.keys == varlen._PoolRows(0, 10, None)
     assert call.gaps is None
     assert call.sequences.cu_rows.tolist() == [0, 3, 8, 10]
@@ -62,7 +64,7 @@ def test_packed_documents_are_one_call_of_whole_pools(takes_gaps: bool) -> None:
 def test_pools_beyond_packed_documents_are_not_taken_whole(sizes: tuple[int, int]) -> None:
     """Pools with more than packed documents are not taken whole."""
     lengths, starts = (3, 5, 2), (0, 3, 8)
-    (call,) = VarlenKernel(StrictVarlenOp())._calls_of(
+    (call,) = VarlenKernel(StrictVarlenOp())._get_calls(
         TaskBatch(starts, lengths, starts, lengths), pools(*sizes)
     )
     assert (call.rows.length, call.keys.length) == (10, 10)

@@ -53,7 +53,7 @@ def ends_with_a_late_thread(rank: int, folder: Path) -> None:
         (folder / f"{rank} let go").touch()
 
     threading.Thread(target=let_go, daemon=True).start()
-    AttentionGroup.of().gather(np.arange(5), doing="a test")
+    AttentionGroup.find_or_create().gather(np.arange(5), doing="a test")
     last.set()
 
 
@@ -76,7 +76,7 @@ class SlowStore:
 def ends_while_a_store_is_asked(rank: int, folder: Path) -> None:
     """The rank has waited long enough, and its threads that ask the store have not come back."""
     join_world(rank, 2, folder / "store")
-    group = AttentionGroup.of(timeout_seconds=1.0)
+    group = AttentionGroup.find_or_create(timeout_seconds=1.0)
     assert group.monitor is not None
     patch.object(
         group.monitor, "_store", SlowStore(group.monitor._store, folder / f"{rank} came back")
@@ -108,7 +108,7 @@ def ends_where_no_thread_starts(rank: int, folder: Path) -> None:
 
     store = dist.TCPStore("127.0.0.1", int((folder / "port").read_text()), 2, rank == 0)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
-    AttentionGroup.of()
+    AttentionGroup.find_or_create()
     atexit.register(refuse)
     ends_while_rows_are_compared(rank, folder)
 

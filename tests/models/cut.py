@@ -43,7 +43,7 @@ from ranks import RankPool
 Parts = tuple[tuple[tuple[int, int, int], ...], ...]  # (document, start, end) on each rank
 CUT: Parts = (((0, 0, 17), (0, 40, 61), (2, 0, 1), (3, 5, 14)), ((1, 0, 9), (0, 17, 40), (3, 0, 5)))
 WHOLE: Parts = (((0, 0, 61),), ((1, 0, 9),))
-PAIRS = CostModel.of_pairs(AttentionShape(4, 2, 16, 16, 8))
+PAIRS = CostModel.make_of_pairs(AttentionShape(4, 2, 16, 16, 8))
 
 
 @dataclass(frozen=True)

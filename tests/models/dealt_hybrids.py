@@ -148,7 +148,7 @@ def train(
 ) -> Run:
     """Train on this rank; every rank of the world must call it."""
     disable_progress_bars()
-    pairs = CostModel.of_pairs(AttentionShape(4, 2, 16, 16, 4))
+    pairs = CostModel.make_of_pairs(AttentionShape(4, 2, 16, 16, 4))
     hf_distca.configure(
         hf_distca.DistCAConfig(tile=8, min_gain=0.0, cost_model=pairs, ping_pong=case.ping_pong)
     )
@@ -212,7 +212,7 @@ def draw_and_share(
     """Loss and gradients, both summed over ranks, of documents that this rank has drawn and then
     dealt with the others.
     """
-    pairs = CostModel.of_pairs(AttentionShape(4, 2, 16, 16, 4))
+    pairs = CostModel.make_of_pairs(AttentionShape(4, 2, 16, 16, 4))
     hf_distca.configure(hf_distca.DistCAConfig(tile=8, min_gain=0.0, cost_model=pairs))
     docs = documents(tuple(length for drawn in lengths for length in drawn))
     first = sum(map(len, lengths[:rank]))
@@ -246,7 +246,7 @@ BATCHES = {
 
 def train_on_other_documents(rank: int, model_type: str, what: str) -> str:
     """What a rank says if the second reads other documents than the first."""
-    pairs = CostModel.of_pairs(AttentionShape(4, 2, 16, 16, 4))
+    pairs = CostModel.make_of_pairs(AttentionShape(4, 2, 16, 16, 4))
     hf_distca.configure(
         hf_distca.DistCAConfig(tile=8, min_gain=0.0, cost_model=pairs, timeout_seconds=20)
     )

@@ -121,7 +121,7 @@ class Group(AttentionGroup):
         on_arrival(rows)
         return Met(rows)
 
-    def at(self, where: str, forward_exchanges: int) -> AttentionGroup:
+    def with_call_channel(self, where: str, forward_exchanges: int) -> AttentionGroup:
         """The group itself: its link names nothing."""
         return self
 
@@ -176,7 +176,7 @@ def batch_of(way: Way, config: hf_distca.DistCAConfig) -> dict[str, Any]:
     if way.ranks > 1:
         shape = AttentionShape(4, 2, 32, 32, 2)
         dealing = DealSettings(
-            way.ranks, TOKENS, {PlanKey(shape, "cuda"): CostModel.of_pairs(shape)}, config
+            way.ranks, TOKENS, {PlanKey(shape, "cuda"): CostModel.make_of_pairs(shape)}, config
         )
         packed = dealing.make_share(np.array(LENGTHS), (0, 0), 0)
     ids = {
@@ -194,7 +194,7 @@ def batch_of(way: Way, config: hf_distca.DistCAConfig) -> dict[str, Any]:
 
 def step(family: str, way: Way) -> Step:
     """Two steps: in the first, kernels and plans are chosen."""
-    pairs = CostModel.of_pairs(AttentionShape(4, 2, 32, 32, 2))
+    pairs = CostModel.make_of_pairs(AttentionShape(4, 2, 32, 32, 2))
     config = hf_distca.DistCAConfig(ping_pong=way.ping_pong, min_gain=0.0, cost_model=pairs)
     hf_distca.configure(config)
     dtype = torch.float32 if way.autocast else torch.bfloat16
@@ -256,7 +256,7 @@ _CHANGES: dict[str, tuple[Any, str, Any]] = {
     ),
     "a table stays on the host": (varlen, "to_device", lambda tensor, device: tensor),
     "a wait is left out": (Flight, "wait", lambda flight: None),
-    "outputs are not kept": (OutputStore, "of", lambda store, module, inputs: None),
+    "outputs are not kept": (OutputStore, "find_outputs", lambda store, module, inputs: None),
 }
 
 

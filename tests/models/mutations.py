@@ -153,7 +153,11 @@ MUTATIONS: dict[str, tuple[str, str, Callable[[Original], Original]]] = {
     "scale wrong by 1 %": (_ATTENTION, "_make_scores", _scores(scale=lambda scale: 1.01 * scale)),
     "softcap dropped": (_ATTENTION, "_make_scores", _scores(softcap=lambda _: None)),
     "sink dropped": (_ATTENTION, "_flatten_sink", lambda _: lambda *_: None),
-    "gradient of the sink dropped": ("runtime.core_attention", "_sink_gradient", _no_gradient),
+    "gradient of the sink dropped": (
+        "runtime.core_attention",
+        "_compute_sink_gradient",
+        _no_gradient,
+    ),
     "documents of a row leak": (_DOCUMENTS, "TokenBatch.read_documents", _one_document_a_row),
     "convolutions see the document before": (
         "recurrent.convolution",
@@ -162,18 +166,18 @@ MUTATIONS: dict[str, tuple[str, str, Callable[[Original], Original]]] = {
     ),
     "states go on in the next document": (
         "recurrent.segments",
-        "Segments.lengths_of",
+        "Segments.count_tokens",
         lambda original: lambda self, which: [sum(original(self, which))],
     ),
-    "states of other ranks lost": ("recurrent.carryover", "_Exchange.received", _lost(2)),
+    "states of other ranks lost": ("recurrent.carryover", "_Exchange.get_received", _lost(2)),
     "rows of convolutions of other ranks lost": (
         "recurrent.carryover",
-        "_Exchange.received",
+        "_Exchange.get_received",
         _lost(1),
     ),
     "gradients of states and rows of other ranks lost": (
         "recurrent.carryover",
-        "_Exchange.returned",
+        "_Exchange.return_gradients",
         _gradients_lost,
     ),
     "documents leak over ranks": ("agreement.planner", "build_layout", _one_document_over_ranks),

@@ -49,7 +49,7 @@ def step(model_type: str, implementation: str, lengths: tuple[int, ...]) -> dict
 
 def compared(rank: int, model_type: str) -> tuple[dict[str, float], int]:
     """Relative differences on this rank, and bytes it sent."""
-    pairs = CostModel.of_pairs(AttentionShape(4, 2, 16, 16, 8))
+    pairs = CostModel.make_of_pairs(AttentionShape(4, 2, 16, 16, 8))
     hf_distca.configure(hf_distca.DistCAConfig(tile=8, min_gain=0.0, cost_model=pairs))
     other = TYPES[model_type]
     lengths = (PACKED if other == "sdpa" else WHOLE)[rank]

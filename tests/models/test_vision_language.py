@@ -147,7 +147,7 @@ def balanced(rank: int, kind: str, world: int) -> tuple[Outcome, list[str], list
     """This rank's documents in one row, gradients summed over ranks; who called distca and sdpa;
     bytes sent.
     """
-    pairs = CostModel.of_pairs(AttentionShape(4, 2, 16, 16, 8))
+    pairs = CostModel.make_of_pairs(AttentionShape(4, 2, 16, 16, 8))
     hf_distca.configure(hf_distca.DistCAConfig(tile=8, min_gain=0.0, cost_model=pairs))
     model = build(kind, {"text_config": "distca", "vision_config": "sdpa"})
     docs = documents(kind, model)

@@ -22,7 +22,7 @@ def share(
     """This rank's documents under distca with gradients summed over ranks, bytes sent, and calls of
     attention.
     """
-    pairs = CostModel.of_pairs(AttentionShape(4, 2, 16, 16, 8))
+    pairs = CostModel.make_of_pairs(AttentionShape(4, 2, 16, 16, 8))
     hf_distca.configure(
         hf_distca.DistCAConfig(tile=8, min_gain=0.0, cost_model=pairs, ping_pong=ping_pong)
     )

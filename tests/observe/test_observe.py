@@ -318,7 +318,7 @@ def add_up(*ranks: BatchFacts, count: int = 8) -> Findings:
 
 def test_work_and_plans_of_documents() -> None:
     found = add_up(FACTS, SHORT)
-    cost = CostModel.analytic(AttentionShape(32, 8, 128, 128, 2), device_type="cuda")
+    cost = CostModel.make_analytic(AttentionShape(32, 8, 128, 128, 2), device_type="cuda")
     work = [float(cost.estimate_seconds(n, n).sum()) for n in ([4096], [512] * 8)]
     figures = found.compute_figures()
     assert figures["distca/observed_documents"] == pytest.approx(2 * work[0] / sum(work))
@@ -341,7 +341,7 @@ def test_a_slow_rank_is_explained(ranks: tuple[BatchFacts, ...], said: str) -> N
 
 
 def test_data_make_a_rank_slow_where_work_and_seconds_agree() -> None:
-    cost = CostModel.analytic(AttentionShape(32, 8, 128, 128, 2), device_type="cuda")
+    cost = CostModel.make_analytic(AttentionShape(32, 8, 128, 128, 2), device_type="cuda")
     seconds = [float(cost.estimate_seconds(n, n).sum()) * 1e3 for n in ([4096], [512] * 8)]
     ranks = [fact._replace(seconds=s) for fact, s in zip((FACTS, SHORT), seconds, strict=True)]
     said = "\n".join(add_up(*ranks, count=20).describe("flash_attention_2"))

@@ -21,7 +21,7 @@ from hf_distca.schedule.cost import AttentionShape, CostModel
 
 # With real costs nothing this small is worth moving: here only causal pairs count, and moving is
 # free.
-PAIRS = CostModel.of_pairs(AttentionShape(4, 2, 16, 16, 8))
+PAIRS = CostModel.make_of_pairs(AttentionShape(4, 2, 16, 16, 8))
 
 
 class Case(NamedTuple):

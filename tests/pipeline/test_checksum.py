@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hf_distca.pipeline import step_checks
-from hf_distca.pipeline.step_checks import checksum
+from hf_distca.pipeline.step_checks import compute_checksum
 
 
 def changed(weight: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -52,14 +52,16 @@ def test_weights_that_differ_have_other_checksums(
     weight = torch.randn(
         24, 24, generator=torch.Generator().manual_seed(1), dtype=torch.float32
     ).to(dtype)
-    found = {name: checksum(other) for name, other in changed(weight).items()}
-    assert checksum(weight) not in found.values()
+    found = {name: compute_checksum(other) for name, other in changed(weight).items()}
+    assert compute_checksum(weight) not in found.values()
     assert len(set(found.values())) == len(found)
-    assert checksum(weight.clone()) == checksum(weight)
-    assert checksum(weight.T.clone().T) == checksum(weight), "strides are no part of a weight"
+    assert compute_checksum(weight.clone()) == compute_checksum(weight)
+    assert compute_checksum(weight.T.clone().T) == compute_checksum(weight), (
+        "strides are no part of a weight"
+    )
 
 
 def test_only_a_rank_without_a_copy_has_zero() -> None:
-    assert checksum(None) == 0
+    assert compute_checksum(None) == 0
     for rows in (0, 3):
-        assert 0 < checksum(torch.zeros(rows, 4)) < 1 << 60
+        assert 0 < compute_checksum(torch.zeros(rows, 4)) < 1 << 60

@@ -333,7 +333,7 @@ def counted() -> Iterator[list[str]]:
 
         return patch.object(AttentionGroup, name, call)
 
-    with counting("gather"), counting("all_equal"):
+    with counting("gather"), counting("is_equal_on_all"):
         yield calls
 
 

@@ -18,7 +18,7 @@ from hf_distca.pipeline.model_parts import (
     SPLIT,
     ModelParts,
     check_split,
-    layers_of_stages,
+    divide_layers,
 )
 from hf_distca.pipeline.stage_models import StageModel
 
@@ -30,7 +30,7 @@ POSITIONS = torch.arange(24)[None]
 def compare(family: str) -> None:
     """Raises unless two stages are the whole model."""
     whole: Any = build(family, "distca", torch.float64)
-    layers = len(ModelParts.of(whole).layers)
+    layers = len(ModelParts.from_model(whole).layers)
     logits = whole(input_ids=IDS, position_ids=POSITIONS, use_cache=False).logits
     logits.square().sum().backward()
     gradients = {
@@ -121,20 +121,20 @@ def test_a_head_that_an_adapter_trains_is_the_head() -> None:
 
     model = build("llama", "distca", torch.float32)
     model.add_adapter(LoraConfig(target_modules=["down_proj"], modules_to_save=["lm_head"]))
-    assert ModelParts.of(model).after == ("model.norm", "lm_head")
+    assert ModelParts.from_model(model).after == ("model.norm", "lm_head")
     model = build("llama", "distca", torch.float32)
     model.add_adapter(LoraConfig(target_modules=["down_proj"], modules_to_save=["embed_tokens"]))
     with pytest.raises(
         UnsupportedError, match=r"embed_tokens\.original_module is neither in its layers"
     ):
-        ModelParts.of(model)
+        ModelParts.from_model(model)
 
 
 def test_the_head_counts() -> None:
     """A vocabulary as large as layers leaves the last stage fewer of them."""
     model = build("llama", "distca", torch.float32)
-    costs = ModelParts.of(model).costs(model)
+    costs = ModelParts.from_model(model).estimate_layer_costs(model)
     layer = sum(weight.numel() for weight in model.model.layers[0].parameters())
     head = model.lm_head.weight.numel() + model.model.norm.weight.numel()
     assert costs == [layer, layer + head]
-    assert layers_of_stages([costs[0], layer, layer, layer + 2.5 * layer], 2) == [3, 1]
+    assert divide_layers([costs[0], layer, layer, layer + 2.5 * layer], 2) == [3, 1]

@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from hf_distca.errors import ConfigError
-from hf_distca.pipeline.model_parts import layers_of_stages
+from hf_distca.pipeline.model_parts import divide_layers
 from hf_distca.pipeline.ticks import merge_calls, order_ticks
 
 SIZES = [(1, 1), (1, 3), (2, 1), (2, 2), (2, 5), (3, 8), (4, 3), (4, 8), (8, 32)]
@@ -82,7 +82,7 @@ def test_calls_of_one_kind_are_made_together(stages: list[str], expected: list[s
 def test_the_most_expensive_stage_is_as_cheap_as_can_be(
     costs: list[float], stages: int, expected: list[int]
 ) -> None:
-    found = layers_of_stages(costs, stages)
+    found = divide_layers(costs, stages)
     assert (len(found), sum(found), min(found) >= 1) == (stages, len(costs), True)
 
     def worst(layers: list[int]) -> float:
@@ -94,4 +94,4 @@ def test_the_most_expensive_stage_is_as_cheap_as_can_be(
 
 def test_more_stages_than_layers_are_refused() -> None:
     with pytest.raises(ConfigError, match="2 layers cannot be split into 3 stages"):
-        layers_of_stages([1.0, 1.0], 3)
+        divide_layers([1.0, 1.0], 3)

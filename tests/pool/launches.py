@@ -198,9 +198,9 @@ def _be_server(rank: int, join: Callable[[int], None], asked: Connection, output
             Thread(target=_answer, args=(self, words, asked, steps), daemon=True).start()
             super().run(words)
 
-        def _next(self, words: JsonLineConnection) -> Any:
+        def _receive_next(self, words: JsonLineConnection) -> Any:
             steps["waits"] = True
-            word = super()._next(words)
+            word = super()._receive_next(words)
             steps["waits"] = False
             steps["told"][word[0]] += 1
             return word

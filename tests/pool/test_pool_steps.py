@@ -195,7 +195,9 @@ def run_states(rank: int) -> list[int]:
     )
     for number in range(3):
         batch = hf_distca.PackingCollator()([shares[2 * number + rank]])
-        with patch.object(AttentionGroup, "of", side_effect=AttentionGroup.of) as made:
+        with patch.object(
+            AttentionGroup, "find_or_create", side_effect=AttentionGroup.find_or_create
+        ) as made:
             loss_of(model, batch).backward()
         counts.append(made.call_count)
     return counts

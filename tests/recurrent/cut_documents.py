@@ -14,10 +14,10 @@ import torch
 from by_token import convolution_by_token, delta_rule_by_token, scan_by_token
 from torch.nn.functional import conv1d, normalize, softplus
 
-from hf_distca.recurrent.convolution import causal_convolution
-from hf_distca.recurrent.delta_rule import DeltaInputs, document_by_document, gated_delta_rule
+from hf_distca.recurrent.convolution import compute_causal_convolution
+from hf_distca.recurrent.delta_rule import DeltaInputs, compute_gated_delta_rule, run_by_document
 from hf_distca.recurrent.segments import Segments
-from hf_distca.recurrent.state_space import ScanInputs, mamba2, scan_by_document
+from hf_distca.recurrent.state_space import ScanInputs, compute_mamba2, scan_by_document
 from hf_distca.runtime.group import AttentionGroup
 from hf_distca.runtime.meter import Meter
 from hf_distca.runtime.outputs import LayerOutputs
@@ -107,7 +107,7 @@ def cut_row(
         def convolve(x: torch.Tensor) -> torch.Tensor:
             return conv1d(x, weight[:, None], padding=WIDTH - 1, groups=HEADS)[..., : x.shape[2]]
 
-        return causal_convolution(
+        return compute_causal_convolution(
             given["x"].t()[None], kernel or convolve, WIDTH, segments, stored
         )[0].t()
     row = {
@@ -116,11 +116,11 @@ def cut_row(
         if name != "gradient"
     }
     if kind == "mamba2":
-        return mamba2(
+        return compute_mamba2(
             ScanInputs(**row), segments, scan_by_document(kernel or scan_kernel_by_token), stored
         )[0]
-    return gated_delta_rule(
-        DeltaInputs(**row), segments, document_by_document(kernel or kernel_by_token), stored
+    return compute_gated_delta_rule(
+        DeltaInputs(**row), segments, run_by_document(kernel or kernel_by_token), stored
     )[0]
 
 
@@ -225,7 +225,7 @@ class ThreadChannel:
     name: str = ""
     began: bool = False
 
-    def at(self, where: str, forward_exchanges: int) -> ThreadChannel:
+    def make_call_channel(self, where: str, forward_exchanges: int) -> ThreadChannel:
         return ThreadChannel(self.world, self.rank, where)
 
     def begin_backward(self) -> None:

@@ -101,7 +101,11 @@ def of_rank(
 ) -> Ran:
     if rank >= len(placement):
         return Ran({}, {}, Meter())
-    group = AttentionGroup.of(timeout_seconds=60) if len(placement) > 1 else AttentionGroup()
+    group = (
+        AttentionGroup.find_or_create(timeout_seconds=60)
+        if len(placement) > 1
+        else AttentionGroup()
+    )
     options = {} if kernel is None else {"kernel": transformers_kernel(kernel)}
     return run_rank(kind, placement, group, dtype, **options)
 
@@ -258,7 +262,7 @@ def test_a_recompute_exchanges_nothing_if_what_came_was_kept(
         } | weights_of(kind)
 
         def layer(*tensors: torch.Tensor) -> torch.Tensor:
-            stored = store.of(module, tensors) if kept else None
+            stored = store.find_outputs(module, tensors) if kept else None
             return cut_row(kind, dict(zip(leaves, tensors, strict=True)), segments, stored=stored)
 
         output = checkpoint(layer, *leaves.values(), use_reentrant=use_reentrant)
@@ -305,7 +309,8 @@ def test_whole_documents_are_one_call_of_the_rule() -> None:
         *(torch.ones(1, 9, *shape) for shape in ((2, 3), (2, 3), (4, 5), (4,), (4,)))
     )
     assert torch.equal(
-        delta_rule.gated_delta_rule(inputs, Segments.packed([4, 1, 4]), rule), inputs.value
+        delta_rule.compute_gated_delta_rule(inputs, Segments.from_lengths([4, 1, 4]), rule),
+        inputs.value,
     )
     assert calls == [([4, 1, 4], None, False)]
 
@@ -335,7 +340,9 @@ def test_wrong_inputs_are_named() -> None:
                 rf"shape \({shape[0]}, 3, {shape[2]}\), and the segments of this rank have 8 tokens"
             ),
         ):
-            convolution.causal_convolution(torch.ones(shape), torch.relu, 4, Segments.packed([8]))
+            convolution.compute_causal_convolution(
+                torch.ones(shape), torch.relu, 4, Segments.from_lengths([8])
+            )
 
 
 def one_stays_away(rank: int) -> str:

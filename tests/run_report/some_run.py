@@ -26,7 +26,7 @@ from hf_distca.schedule.cost import AttentionShape, CostModel
 from hf_distca.schedule.layout import Layout
 from hf_distca.schedule.plan import Plan
 
-COST = CostModel.analytic(AttentionShape(8, 2, 64, 64, 2), device_type="cpu", tile=128)
+COST = CostModel.make_analytic(AttentionShape(8, 2, 64, 64, 2), device_type="cpu", tile=128)
 
 
 def plan_of(lengths: list[list[int]]) -> Plan:

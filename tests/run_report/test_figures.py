@@ -19,7 +19,7 @@ from some_run import RUN, documents, plan_row, some_rows, steps_row, write_recor
 from hf_distca.agreement.history import BalanceTotals
 from hf_distca.errors import ReportError
 from hf_distca.run_report.folder import RunFolder
-from hf_distca.run_report.page import pictures
+from hf_distca.run_report.page import draw_pictures
 from hf_distca.run_report.rows import RECORD_NAME, PlanRow, StepsRow, read_row, write_row
 from hf_distca.run_report.run_figures import Figures, collect
 
@@ -290,7 +290,7 @@ def test_a_record_with_anything_in_it_is_read_or_refused(tmp_path: Path, seed: i
         changed[number] = json.dumps(row)
         record.write_text("\n".join(changed) + "\n")
         try:
-            assert pictures(figures(tmp_path))
+            assert draw_pictures(figures(tmp_path))
         except ReportError:
             refused += 1
     assert 10 < refused < 90

@@ -11,7 +11,7 @@ import pytest
 from some_run import plan_row, some_rows, write_record, write_trace
 
 from hf_distca.run_report.folder import RunFolder
-from hf_distca.run_report.page import Picture, pictures, render
+from hf_distca.run_report.page import Picture, draw_pictures, render
 from hf_distca.run_report.run_figures import Figures, collect
 
 
@@ -23,7 +23,7 @@ def figures(folder: Path, ranks: int = 4) -> Figures:
 
 
 def by_name(found: Figures) -> dict[str, Picture]:
-    return {picture.name: picture for picture in pictures(found)}
+    return {picture.name: picture for picture in draw_pictures(found)}
 
 
 def test_seconds_by_rank_are_in_proportion(tmp_path: Path) -> None:

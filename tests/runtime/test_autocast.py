@@ -8,7 +8,7 @@ from test_core_attention import dense
 
 from hf_distca.kernels import Case, Scores, select_kernel
 from hf_distca.runtime.call import AttentionServer, Call, Inputs
-from hf_distca.runtime.core_attention import core_attention
+from hf_distca.runtime.core_attention import compute_core_attention
 from hf_distca.runtime.group import AttentionGroup
 from hf_distca.runtime.meter import Meter
 from hf_distca.runtime.route import Route
@@ -46,12 +46,12 @@ def test_kernels_under_autocast_are_as_exact_as_without(
     leaves = [tensor.clone().requires_grad_() for tensor in (q, k, v)]
     kernel = select_kernel(name, Case(CPU, dtype, DIM, DIM, scores))
     call = Call(
-        Route.build(Plan.local(Layout.from_lengths([[TOKENS]]), scores.window), 0),
+        Route.build(Plan.make_local(Layout.from_lengths([[TOKENS]]), scores.window), 0),
         AttentionGroup(),
         AttentionServer(kernel, scores, Meter()),
     )
     with torch.autocast("cpu", torch.bfloat16):
-        o = core_attention(Inputs(*leaves), call)
+        o = compute_core_attention(Inputs(*leaves), call)
         saved = next(
             tensor
             for tensor in o.grad_fn.saved_tensors

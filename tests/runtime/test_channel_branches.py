@@ -96,7 +96,7 @@ BRANCHES = {"as it is": as_it_is, "untagged": untagged, "staged": staged}
 def gradients(rank: int, way: dict[str, Any], checkpointing: bool) -> list[torch.Tensor]:
     """Of a model of two layers, the output first."""
     hf_distca.configure(
-        settings(cost_model=CostModel.of_pairs(AttentionShape(4, 2, 16, 16, 4)), **way)
+        settings(cost_model=CostModel.make_of_pairs(AttentionShape(4, 2, 16, 16, 4)), **way)
     )
     model = tiny_llama("distca")
     if checkpointing:
@@ -156,7 +156,7 @@ def staged_exchange(rank: int) -> list[list[int]]:
     the start.
     """
     with staged():
-        group = AttentionGroup.of(timeout_seconds=30)
+        group = AttentionGroup.find_or_create(timeout_seconds=30)
         assert group.data is not None
         sent = torch.full((64,), 10 + rank, dtype=torch.uint8)
         received = torch.full((64,), 99, dtype=torch.uint8)

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from hf_distca.kernels import Case, Scores, select_kernel
 from hf_distca.runtime.call import AttentionServer, Call, Inputs
 from hf_distca.runtime.channel import Channel
-from hf_distca.runtime.core_attention import core_attention
+from hf_distca.runtime.core_attention import compute_core_attention
 from hf_distca.runtime.group import AttentionGroup
 from hf_distca.runtime.meter import Meter
 from hf_distca.runtime.outputs import OutputStore
@@ -93,7 +93,7 @@ def run_plan(
     )
     plan = Plan.from_tasks(layout, tasks, scores.window)
     plan = replace(plan, relays=relays)
-    group = AttentionGroup.of(timeout_seconds=60)
+    group = AttentionGroup.find_or_create(timeout_seconds=60)
     lengths: dict[int, int] = {}
     for row in ranks:
         for document, start, length in row:
@@ -116,8 +116,8 @@ def run_plan(
     meter = Meter()
     kernel = select_kernel("auto", Case(q.device, dtype, DIM, VALUE_DIM, scores))
     shape = AttentionShape(HEADS, KEY_HEADS, DIM, VALUE_DIM, q.element_size())
-    route = Route.build(plan, rank, Waves.of(plan, shape, TILE, bound, head_groups))
-    out = core_attention(
+    route = Route.build(plan, rank, Waves.split_plan(plan, shape, TILE, bound, head_groups))
+    out = compute_core_attention(
         Inputs(*leaves, sink_H=sink), Call(route, group, AttentionServer(kernel, scores, meter))
     )
     out.backward(do)
@@ -250,14 +250,14 @@ def recomputed(
     """
     plan = Plan.from_tasks(Layout.from_lengths([[40], [24]]), tasks)
     group, meter, store, layer = (
-        AttentionGroup.of(timeout_seconds=60),
+        AttentionGroup.find_or_create(timeout_seconds=60),
         Meter(),
         OutputStore(),
         torch.nn.Identity(),
     )
     if group.data is not None:
         place = f"layer 0, kept {kept}, reentrant {reentrant}, moved {plan.moved}"
-        group = replace(group, data=group.data.at(place, 2))
+        group = replace(group, data=group.data.make_call_channel(place, 2))
     server = AttentionServer(
         select_kernel("auto", Case(torch.device("cpu"), torch.float64, DIM, DIM, Scores(1.0))),
         Scores(1.0),
@@ -267,9 +267,14 @@ def recomputed(
     leaves = [t.clone().requires_grad_() for t in (q, k, v)]
 
     def forward(*inputs: torch.Tensor) -> torch.Tensor:
-        return core_attention(
+        return compute_core_attention(
             Inputs(*inputs),
-            Call(Route.build(plan, rank), group, server, store.of(layer, inputs) if kept else None),
+            Call(
+                Route.build(plan, rank),
+                group,
+                server,
+                store.find_outputs(layer, inputs) if kept else None,
+            ),
         )
 
     checkpoint(forward, *leaves, use_reentrant=reentrant).backward(do)

@@ -17,7 +17,7 @@ from hf_distca.kernels import Scores, TaskBatch
 from hf_distca.kernels.cpu import CpuKernel, _make_block_mask
 from hf_distca.kernels.varlen import _make_call
 from hf_distca.runtime.call import AttentionServer, Call, Inputs
-from hf_distca.runtime.core_attention import core_attention
+from hf_distca.runtime.core_attention import compute_core_attention
 from hf_distca.runtime.group import AttentionGroup
 from hf_distca.runtime.meter import Meter
 from hf_distca.runtime.route import Route
@@ -93,8 +93,8 @@ def step(rank: int, window: int | None, device: str | None) -> list[object]:
         )
         shape = AttentionShape(HEADS, KEY_HEADS, DIM, DIM, 4)
         server = AttentionServer(CpuKernel(), Scores(0.2, window), Meter())
-        route = Route.build(plan, rank, Waves.of(plan, shape, 8, None))
-        out = core_attention(Inputs(*leaves), Call(route, group, server))
+        route = Route.build(plan, rank, Waves.split_plan(plan, shape, 8, None))
+        out = compute_core_attention(Inputs(*leaves), Call(route, group, server))
         out.backward(do)
     finally:
         torch.set_default_device(None)

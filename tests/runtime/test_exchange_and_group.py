@@ -51,7 +51,7 @@ def send_and_return(rank: int, world: int) -> None:
     for pending in (first, second):
         received = [
             torch.cat([part.tensor[:0], *came])
-            for part, came in zip(parts, pending.sections(), strict=True)
+            for part, came in zip(parts, pending.receive_sections(), strict=True)
         ]
         for got, (dtype, width) in zip(received, kinds, strict=True):
             expected = torch.cat(
@@ -61,7 +61,7 @@ def send_and_return(rank: int, world: int) -> None:
     back = launch(
         group.data,
         [MessagePart(t, part.rows.way_back) for t, part in zip(received, parts, strict=True)],
-    ).sections()
+    ).receive_sections()
     for sections, part in zip(back, parts, strict=True):
         sent = [part.tensor[run.start : run.start + run.rows] for run in part.rows.runs]
         assert torch.equal(
@@ -99,7 +99,7 @@ def checksums(rank: int, skipped: list[int]) -> list[int]:
     found = [group.data.checksum]
     nothing = torch.empty(0, dtype=torch.uint8)
     for layer in range(3):
-        channel = group.data.at(f"layer {layer} of micro-batch 1", 2)
+        channel = group.data.make_call_channel(f"layer {layer} of micro-batch 1", 2)
         for _ in range(4 if layer != skipped[rank] else 0):
             channel.start(nothing, nothing, {}, {}).wait()
         found.append(group.data.checksum)
@@ -127,7 +127,7 @@ def directions(rank: int) -> list[str]:
     assert group.data is not None
     nothing, found = torch.empty(0, dtype=torch.uint8), []
     for launched in (2, 0):
-        channel = group.data.at("layer 1", 2)
+        channel = group.data.make_call_channel("layer 1", 2)
         for _ in range(launched):
             channel.start(nothing, nothing, {}, {})
         channel.begin_backward()
@@ -160,7 +160,7 @@ def test_uneven_rows_of_several_dtypes_travel_there_and_back(
 def test_a_group_of_one_needs_no_torch_distributed() -> None:
     rows = Rows((RowRun(0, 2, 1), RowRun(0, 0, 1)), {0: 2})
     tensor = torch.arange(6.0).view(3, 2)
-    ((section,),) = launch(None, [MessagePart(tensor, rows)]).sections()
+    ((section,),) = launch(None, [MessagePart(tensor, rows)]).receive_sections()
     assert torch.equal(section, tensor[[2, 0]])
     group = AttentionGroup.create()
     assert (group.size, group.rank, group.data) == (1, 0, None)
@@ -198,21 +198,21 @@ def test_ranks_with_the_same_tensor_parallel_coordinate(
 
 
 def gather_or_fail(group: AttentionGroup) -> None:
-    with group.reporting("testing"):
+    with group.report_errors("testing"):
         if group.rank == 0:
             raise ValueError("unlucky")
         group.gather(np.array([1]), doing="testing")
 
 
 def reused(rank: int) -> list[bool]:
-    group = AttentionGroup.of(timeout_seconds=30)
+    group = AttentionGroup.find_or_create(timeout_seconds=30)
     same = [
-        AttentionGroup.of(timeout_seconds=30) is group,
-        AttentionGroup.of(timeout_seconds=31) is group,
+        AttentionGroup.find_or_create(timeout_seconds=30) is group,
+        AttentionGroup.find_or_create(timeout_seconds=31) is group,
     ]
     with pytest.raises(DistCADesyncError if rank else ValueError):
         gather_or_fail(group)
-    after = AttentionGroup.of(timeout_seconds=30)
+    after = AttentionGroup.find_or_create(timeout_seconds=30)
     rows = after.gather(np.array([rank]), doing="testing again")
     return [*same, after is group, [row.tolist() for row in rows] == [[0], [1]]]
 
@@ -235,7 +235,7 @@ def exchanges_or_raises(
     group.gather(np.array([0]), doing="testing")
     began = time.monotonic()
     try:
-        with group.reporting("testing"):
+        with group.report_errors("testing"):
             if start is not None:
                 time.sleep(start)
                 transfer = group.data.start(received, sent, sizes, sizes)

@@ -26,7 +26,7 @@ from hf_distca.kernels.flash import CUDA as CUDA_KERNEL
 from hf_distca.measure.timeline import Trace
 from hf_distca.runtime import core_attention as module
 from hf_distca.runtime.call import AttentionServer, Call, Inputs
-from hf_distca.runtime.core_attention import core_attention
+from hf_distca.runtime.core_attention import compute_core_attention
 from hf_distca.runtime.group import AttentionGroup
 from hf_distca.runtime.meter import Meter
 from hf_distca.runtime.route import Route
@@ -101,19 +101,21 @@ def test_a_layer_stays_on_the_gpu(
     )
     plan = Plan.from_tasks(layout, SPANNING if spans else TASKS)
     route = Route.build(
-        plan, rank, Waves.of(plan, AttentionShape(HEADS, KEY_HEADS, DIM, DIM, 2), 128, bound)
+        plan,
+        rank,
+        Waves.split_plan(plan, AttentionShape(HEADS, KEY_HEADS, DIM, DIM, 2), 128, bound),
     )
     tokens = int(layout.query_tokens[rank])
     gpu, meter, peers, trace, tape = Device(), Meter(), Peers(), Trace(), Tape()
     monkeypatch.setattr(module, "_apply", tape.apply)
     with fake_cuda(), gpu.installed():
         group = AttentionGroup((0, 1), rank, data=peers)  # type: ignore[arg-type]
-        server = AttentionServer(CUDA_KERNEL, Scores(DIM**-0.5), trace.meter(meter, 0, 1))
+        server = AttentionServer(CUDA_KERNEL, Scores(DIM**-0.5), trace.make_call_meter(meter, 0, 1))
         q, k, v = leaves(tokens, dtype)
         sink = torch.empty(HEADS, dtype=torch.float32, device=CUDA)
 
         def layer() -> list[torch.Tensor | None]:
-            out = core_attention(Inputs(q, k, v, sink_H=sink), Call(route, group, server))
+            out = compute_core_attention(Inputs(q, k, v, sink_H=sink), Call(route, group, server))
             after, _, before = tape.backward(torch.empty_like(out))
             return [out, *before[1:4], after[5]]
 

@@ -1,9 +1,9 @@
 """In which order the streams of a GPU get work, and that no two of them touch the same memory at
 once. No GPU is there.
 
-Each of these changes of the source makes a test here fail: `Pending.sections` without its wait;
-`side_stream` without `wait_stream`; `forward_keys` without `side_stream`, or without keeping what
-the first hop sends; own tasks launched behind the dispatch's wait.
+Each of these changes of the source makes a test here fail: `Pending.receive_sections` without its
+wait; `side_stream` without `wait_stream`; `forward_keys` without `side_stream`, or without keeping
+what the first hop sends; own tasks launched behind the dispatch's wait.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from hf_distca.kernels.flash import CUDA as CUDA_KERNEL
 from hf_distca.kernels.flash import FLASH_ATTN_3, FLASH_ATTN_3_WITH_ROOM
 from hf_distca.runtime import core_attention as module
 from hf_distca.runtime.call import AttentionServer, Call, Inputs
-from hf_distca.runtime.core_attention import core_attention
+from hf_distca.runtime.core_attention import compute_core_attention
 from hf_distca.runtime.group import AttentionGroup
 from hf_distca.runtime.messages import Pending
 from hf_distca.runtime.meter import Meter
@@ -114,10 +114,10 @@ class Kept:
         self.outputs: Any = None
         self.recomputes = False
 
-    def take(self) -> Any:
+    def pop(self) -> Any:
         return self.outputs if self.recomputes else None
 
-    def keep(self, *outputs: torch.Tensor) -> None:
+    def store_outputs(self, *outputs: torch.Tensor) -> None:
         self.outputs = outputs
 
     def drop(self) -> None:
@@ -136,7 +136,7 @@ def half(
     streams: Streams, link: Link, plan: Plan, rank: int, nano: str = "", bound: int | None = None
 ) -> Callable[..., Any]:
     """A layer on new tensors: gives its call and its output."""
-    route = Route.build(plan, rank, Waves.of(plan, SHAPE, 128, bound))
+    route = Route.build(plan, rank, Waves.split_plan(plan, SHAPE, 128, bound))
     group = AttentionGroup((0, 1, 2), rank, data=link)  # type: ignore[arg-type]
     server = AttentionServer(Named(streams, route, nano), Scores(DIM**-0.5), Meter())  # type: ignore[arg-type]
     tokens = int(plan.layout.query_tokens[rank])
@@ -144,7 +144,7 @@ def half(
 
     def run(stored: Any = None) -> tuple[Call, torch.Tensor]:
         call = Call(route, group, server, stored)
-        return call, core_attention(
+        return call, compute_core_attention(
             Inputs(*(torch.empty(s, dtype=torch.bfloat16, device=CUDA) for s in tuple(sizes))), call
         )
 
@@ -280,7 +280,7 @@ def test_nano_batches_launch_before_the_other_one_waits(
 def test_a_captured_step_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """A graph would replay one batch's plan for all others, and nothing would tell."""
     with gpu(monkeypatch) as (streams, _):
-        run = half(streams, Link(streams), Plan.local(LAYOUT), 0)
+        run = half(streams, Link(streams), Plan.make_local(LAYOUT), 0)
         run()
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
         with pytest.raises(UnsupportedError, match="while a CUDA graph is captured"):
@@ -330,12 +330,12 @@ def test_flash_attention_3_leaves_room_for_messages_under_way() -> None:
 
     assert FLASH_ATTN_3_WITH_ROOM is not FLASH_ATTN_3
     with pytest.MonkeyPatch.context() as patch, gpu(patch) as (streams, tapes):
-        for plan, expected in ((PLAN, [True, False]), (Plan.local(LAYOUT), [False])):
+        for plan, expected in ((PLAN, [True, False]), (Plan.make_local(LAYOUT), [False])):
             route = Route.build(plan, 0)
             group = AttentionGroup((0, 1, 2), 0, data=Link(streams))  # type: ignore[arg-type]
             call = Call(route, group, Server(CUDA_KERNEL, Scores(DIM**-0.5), Meter()))
             shapes = ((600, heads, DIM) for heads in (HEADS, KEY_HEADS, KEY_HEADS))
-            out = core_attention(
+            out = compute_core_attention(
                 Inputs(*(torch.empty(s, dtype=torch.bfloat16, device=CUDA) for s in shapes)), call
             )
             backward(tapes, (call, out))

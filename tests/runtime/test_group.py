@@ -42,7 +42,7 @@ def bytes_received() -> int:
 
 
 def gathered(rank: int, lengths: list[int]) -> int:
-    group = AttentionGroup.of(timeout_seconds=30)
+    group = AttentionGroup.find_or_create(timeout_seconds=30)
     row = np.arange(lengths[rank]) - 2**40
     row.flags.writeable = False
     expected = [(np.arange(length) - 2**40).tolist() for length in lengths]
@@ -80,7 +80,7 @@ def test_rows_about_as_long_as_the_first_step(
 
 def compared(rank: int) -> list[bool]:
     group, ends = (
-        AttentionGroup.of(timeout_seconds=30),
+        AttentionGroup.find_or_create(timeout_seconds=30),
         [np.iinfo(np.int64).min, np.iinfo(np.int64).max],
     )
     sizes = []
@@ -93,7 +93,7 @@ def compared(rank: int) -> list[bool]:
 
     with patch.object(dist, "all_reduce", all_reduce):
         same = [
-            group.all_equal(np.array(numbers), doing="testing")
+            group.is_equal_on_all(np.array(numbers), doing="testing")
             for numbers in (
                 [7],
                 [rank],
@@ -115,7 +115,7 @@ def test_numbers_are_compared_in_one_collective(
 
 
 def test_a_rank_alone_agrees_with_itself() -> None:
-    assert AttentionGroup().all_equal(np.array([1, 2]), doing="testing")
+    assert AttentionGroup().is_equal_on_all(np.array([1, 2]), doing="testing")
 
 
 def one_compares(rank: int) -> str:
@@ -123,7 +123,7 @@ def one_compares(rank: int) -> str:
     if rank == 1:
         return ""
     with pytest.raises(DistCADesyncError) as caught:
-        group.all_equal(np.array([1]), doing="comparing plans of micro-batch 7")
+        group.is_equal_on_all(np.array([1]), doing="comparing plans of micro-batch 7")
     return str(caught.value)
 
 
@@ -362,13 +362,13 @@ def test_ranks_of_a_group_are_in_order(rank_pool: Callable[[int], RankPool]) -> 
 
 
 def fails_late(rank: int) -> list[bool]:
-    first = AttentionGroup.of(timeout_seconds=20)
-    again = AttentionGroup.of(timeout_seconds=20)
+    first = AttentionGroup.find_or_create(timeout_seconds=20)
+    again = AttentionGroup.find_or_create(timeout_seconds=20)
     if rank == 1:  # the others ask for the group before they can know
         time.sleep(0.5)
-        with pytest.raises(ValueError, match="unlucky"), first.reporting("testing"):
+        with pytest.raises(ValueError, match="unlucky"), first.report_errors("testing"):
             raise ValueError("unlucky")
-    made = AttentionGroup.of(timeout_seconds=20)
+    made = AttentionGroup.find_or_create(timeout_seconds=20)
     rows = made.gather(np.array([rank]), doing="testing again")
     return [again is first, made is first, len(rows) == dist.get_world_size()]
 
@@ -410,11 +410,11 @@ def test_no_rank_goes_on_before_all_have_made_the_group(
 
 
 def nobody_else_asks(rank: int) -> str:
-    AttentionGroup.of(timeout_seconds=2)
+    AttentionGroup.find_or_create(timeout_seconds=2)
     if rank == 1:
         return ""
     with pytest.raises(DistCADesyncError) as caught:
-        AttentionGroup.of(timeout_seconds=2)
+        AttentionGroup.find_or_create(timeout_seconds=2)
     return str(caught.value)
 
 
@@ -426,7 +426,11 @@ def test_a_rank_that_asks_alone_whether_the_group_stands_says_so(
 
 
 def patient(rank: int) -> list[float]:
-    groups = [AttentionGroup.of(), AttentionGroup.create(), AttentionGroup.of(timeout_seconds=7)]
+    groups = [
+        AttentionGroup.find_or_create(),
+        AttentionGroup.create(),
+        AttentionGroup.find_or_create(timeout_seconds=7),
+    ]
     return [group.timeout_seconds for group in groups]
 
 

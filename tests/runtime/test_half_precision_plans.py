@@ -31,7 +31,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from hf_distca.kernels import Case, Scores, select_kernel
 from hf_distca.runtime.call import AttentionServer, Call, Inputs
-from hf_distca.runtime.core_attention import core_attention
+from hf_distca.runtime.core_attention import compute_core_attention
 from hf_distca.runtime.group import AttentionGroup
 from hf_distca.runtime.meter import Meter
 from hf_distca.runtime.route import Route
@@ -78,9 +78,9 @@ def errors(
     server = AttentionServer(
         select_kernel("auto", Case(leaves[0].device, dtype, DIM, DIM, scores)), scores, Meter()
     )
-    route = Route.build(plan, rank, Waves.of(plan, shape, TILE, bound, 1))
-    out = core_attention(
-        Inputs(*leaves), Call(route, AttentionGroup.of(timeout_seconds=60), server)
+    route = Route.build(plan, rank, Waves.split_plan(plan, shape, TILE, bound, 1))
+    out = compute_core_attention(
+        Inputs(*leaves), Call(route, AttentionGroup.find_or_create(timeout_seconds=60), server)
     )
     out.backward(rows[3])
     found = [out.detach(), *(leaf.grad for leaf in leaves)]

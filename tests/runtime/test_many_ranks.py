@@ -23,7 +23,7 @@ from test_core_attention import DIM, HEADS, KEY_HEADS, dense, document_tensors
 from hf_distca.config import DistCAConfig
 from hf_distca.kernels import Case, Scores, select_kernel
 from hf_distca.runtime.call import AttentionServer, Call, Inputs
-from hf_distca.runtime.core_attention import core_attention
+from hf_distca.runtime.core_attention import compute_core_attention
 from hf_distca.runtime.group import AttentionGroup
 from hf_distca.runtime.meter import Meter
 from hf_distca.runtime.route import Route
@@ -141,7 +141,7 @@ class World:
             group,
             AttentionServer(kernel, SCORES, Meter()),
         )
-        out = core_attention(Inputs(*leaves), call)
+        out = compute_core_attention(Inputs(*leaves), call)
         out.backward(self.rows(rank, 3, self.documents))
         return [out.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
 
@@ -163,7 +163,7 @@ def world_of(ranks: int, way: str) -> World:
     """
     lengths = [[LONG] if rank % 32 == 0 else [40, 17, 7] for rank in range(ranks)]
     layout = Layout.from_lengths(lengths)
-    cost = replace(CostModel.of_pairs(SHAPE), tile=TILE, exchange_bytes_per_second=1e11)
+    cost = replace(CostModel.make_of_pairs(SHAPE), tile=TILE, exchange_bytes_per_second=1e11)
     if way == "dealt":
         flat = np.array([length for row in lengths for length in row])
         layout = deal(flat, ranks, layout.query_tokens.tolist(), cost)
@@ -173,7 +173,7 @@ def world_of(ranks: int, way: str) -> World:
     waves = None
     if way == "waves":
         plan = replace(plan, relays=None)
-        waves = Waves.of(plan, SHAPE, TILE, 60_000)
+        waves = Waves.split_plan(plan, SHAPE, TILE, 60_000)
         assert waves.count > 1
     assert way == "dealt" or (plan.relays is not None) == (way in ("relays", "head groups"))
     assert (plan.layout.groups > 1) == (way == "head groups")

@@ -19,7 +19,7 @@ from hf_distca.config import DistCAConfig
 from hf_distca.kernels import Case, Scores, select_kernel
 from hf_distca.runtime import call as runtime
 from hf_distca.runtime.call import AttentionServer, Inputs
-from hf_distca.runtime.core_attention import core_attention
+from hf_distca.runtime.core_attention import compute_core_attention
 from hf_distca.runtime.group import AttentionGroup
 from hf_distca.runtime.meter import Meter
 from hf_distca.runtime.route import Route
@@ -58,11 +58,14 @@ class Call:
         self.kernel = OutsideKernel(
             select_kernel("auto", Case(torch.device("cpu"), dtype, DIM, DIM, scores)), self.live
         )
-        self.waves = Waves.of(plan, shape_of(dtype), 16, bound)
-        group = AttentionGroup.of(timeout_seconds=60)
+        self.waves = Waves.split_plan(plan, shape_of(dtype), 16, bound)
+        group = AttentionGroup.find_or_create(timeout_seconds=60)
         # A place of its own: calls that ended early have left messages in the others.
         if group.data is not None:
-            group = replace(group, data=group.data.at(f"call {next(_CALLS)}", 2 * self.waves.count))
+            group = replace(
+                group,
+                data=group.data.make_call_channel(f"call {next(_CALLS)}", 2 * self.waves.count),
+            )
         self.arguments = {
             "route": Route.build(plan, rank, self.waves),
             "group": group,
@@ -78,7 +81,7 @@ class Call:
             leaf.requires_grad_()
 
     def forward(self) -> torch.Tensor:
-        return core_attention(Inputs(*self.leaves), runtime.Call(**self.arguments))
+        return compute_core_attention(Inputs(*self.leaves), runtime.Call(**self.arguments))
 
     def grads(self, out: torch.Tensor, **options: Any) -> tuple[torch.Tensor, ...]:
         return torch.autograd.grad(out, self.leaves, self.do, **options)
@@ -112,7 +115,7 @@ def measure(rank: int, plan: Plan, dtype: torch.dtype, bound: int | None) -> dic
 def balanced(lengths: list[list[int]], bound: int | None = None) -> Plan:
     config = DistCAConfig(tile=16, max_transient_bytes=bound)
     return balance(
-        Layout.from_lengths(lengths), CostModel.of_pairs(shape_of(torch.float32)), config
+        Layout.from_lengths(lengths), CostModel.make_of_pairs(shape_of(torch.float32)), config
     )
 
 
@@ -122,7 +125,7 @@ def test_kept_memory_is_balanced_and_the_rest_bounded(
 ) -> None:
     """What is kept is as balanced as tokens and the rest is bounded."""
     pool = rank_pool(world)
-    local = pool(measure, Plan.local(Layout.from_lengths(SKEWED[world])), torch.float32, None)
+    local = pool(measure, Plan.make_local(Layout.from_lengths(SKEWED[world])), torch.float32, None)
     free = pool(measure, balanced(SKEWED[world]), torch.float32, None)
     bound = max(result["transient"] for result in free) // 3
     waves = pool(measure, balanced(SKEWED[world], bound), torch.float32, bound)
@@ -209,7 +212,7 @@ def test_gradients_of_copies_are_summed_in_float32(rank_pool: Callable[[int], Ra
     tasks = [CATask(0, a, a + 32, 0, (a // 32) % 4) for a in range(0, 1024, 32)]
     layout = Layout.from_lengths([[1024], [], [], []])
     error = rank_pool(4)(bfloat16_sums, Plan.from_tasks(layout, tasks))
-    alone = rank_pool(4)(bfloat16_sums, Plan.local(layout))
+    alone = rank_pool(4)(bfloat16_sums, Plan.make_local(layout))
     # Copies are rounded before they travel, and so is the sum at the end; partial sums are not.
     assert max(error) < 1.5 * max(alone), (error, alone)
 
@@ -294,5 +297,7 @@ def test_calls_that_end_early_leave_nothing(
 ) -> None:
     plan = balanced([[640], [64] * 10], bound)
     assert plan.moved
-    assert (Waves.of(plan, shape_of(torch.float64), 16, bound).count > 1) == (bound is not None)
+    assert (Waves.split_plan(plan, shape_of(torch.float64), 16, bound).count > 1) == (
+        bound is not None
+    )
     rank_pool(2)(function, plan, bound)

@@ -52,7 +52,7 @@ def watches(ranks: int) -> tuple[list[FailureMonitor], list[NcclLink]]:
 
 
 def raises(monitor: FailureMonitor) -> None:
-    with pytest.raises(MemoryError), monitor.reporting("computing layer 3 of micro-batch 7"):
+    with pytest.raises(MemoryError), monitor.report_errors("computing layer 3 of micro-batch 7"):
         raise MemoryError("no room")
 
 
@@ -130,11 +130,14 @@ def reduce_in_vain(rank: int, folder: Path, ended: Connection) -> None:
     stderr = os.open(folder / f"stderr of rank {rank}", os.O_CREAT | os.O_WRONLY)
     os.dup2(stderr, 2)
     join_world(rank, 2, folder / "store")
-    group = AttentionGroup.of(timeout_seconds=30)
+    group = AttentionGroup.find_or_create(timeout_seconds=30)
     if rank == 0:
         dist.all_reduce(torch.zeros(1))
         return
-    with pytest.raises(ZeroDivisionError), group.reporting("computing layer 0 of micro-batch 1"):
+    with (
+        pytest.raises(ZeroDivisionError),
+        group.report_errors("computing layer 0 of micro-batch 1"),
+    ):
         raise ZeroDivisionError("1 / 0")
     ended.poll(LIMIT)
     os._exit(0)
@@ -170,7 +173,7 @@ def end_in_turn(rank: int, port: int, folder: Path) -> None:
     stderr = os.open(folder / f"stderr of rank {rank}", os.O_CREAT | os.O_WRONLY)
     os.dup2(stderr, 2)
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
-    AttentionGroup.of(timeout_seconds=30)
+    AttentionGroup.find_or_create(timeout_seconds=30)
     time.sleep(1.5 * rank)
 
 

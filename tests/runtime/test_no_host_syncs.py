@@ -1,10 +1,10 @@
 """That no layer makes the host wait: nothing between q, k, v and their gradients reads a tensor, on
 any way that rows can take.
 
-The mode is around `core_attention` and its backward: packing, both exchanges, the server with its
-pools, the kernel's own host code, sums of gradients. Plans and routes were made before, once for
-all layers. What is inside the operation of a kernel is the device's, and so is not looked at; tests
-of kernels on a GPU are in tests/kernels/test_cuda_kernels.py.
+The mode is around `compute_core_attention` and its backward: packing, both exchanges, the server
+with its pools, the kernel's own host code, sums of gradients. Plans and routes were made before,
+once for all layers. What is inside the operation of a kernel is the device's, and so is not looked
+at; tests of kernels on a GPU are in tests/kernels/test_cuda_kernels.py.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from hf_distca.kernels.base import Grads, Operands, Outputs, Saved
 from hf_distca.kernels.varlen import Sequences, VarlenKernel
 from hf_distca.measure.timeline import Trace
 from hf_distca.runtime.call import AttentionServer, Call, Inputs
-from hf_distca.runtime.core_attention import core_attention
+from hf_distca.runtime.core_attention import compute_core_attention
 from hf_distca.runtime.group import AttentionGroup
 from hf_distca.runtime.meter import Meter
 from hf_distca.runtime.outputs import OutputStore
@@ -111,15 +111,15 @@ def layer(
     plan = Plan.from_tasks(
         Layout.from_segments(rows, context), [CATask(*task) for task in tasks], scores.window
     )
-    route = Route.build(plan, rank, Waves.of(plan, SHAPE, 8, bound))
+    route = Route.build(plan, rank, Waves.split_plan(plan, SHAPE, 8, bound))
     group, meter, module, store = (
-        AttentionGroup.of(timeout_seconds=60),
+        AttentionGroup.find_or_create(timeout_seconds=60),
         Meter(),
         torch.nn.Identity(),
         OutputStore(),
     )
     server = AttentionServer(
-        kernel_of(name, scores), scores, Trace().meter(meter, 0, 1) if traced else meter
+        kernel_of(name, scores), scores, Trace().make_call_meter(meter, 0, 1) if traced else meter
     )
     keys = sum(length for *_, length in rows[rank])
     before = sum(length for *_, length in rows[rank][: context[rank]])
@@ -134,9 +134,14 @@ def layer(
 
     def attend(*leaves: torch.Tensor) -> torch.Tensor:
         inputs = Inputs(*leaves, sink, *given)
-        return core_attention(
+        return compute_core_attention(
             inputs,
-            Call(route, group, server, None if reentrant is None else store.of(module, inputs)),
+            Call(
+                route,
+                group,
+                server,
+                None if reentrant is None else store.find_outputs(module, inputs),
+            ),
         )
 
     with NoHostSyncs() as mode:

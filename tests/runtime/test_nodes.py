@@ -14,7 +14,7 @@ import pytest
 
 from hf_distca import ConfigError
 from hf_distca.runtime.group import AttentionGroup, Members
-from hf_distca.runtime.members import launched_per_node, node_number, ranks_per_node
+from hf_distca.runtime.members import find_launched_per_node, find_node_number, find_ranks_per_node
 from ranks import RankPool
 
 
@@ -31,26 +31,26 @@ from ranks import RankPool
     ],
 )
 def test_nodes_are_equally_many_neighbours(nodes: list[int], expected: int | None) -> None:
-    assert ranks_per_node(nodes) == expected
+    assert find_ranks_per_node(nodes) == expected
 
 
 def test_what_tells_nodes_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("GROUP_RANK", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
-    here = node_number()
+    here = find_node_number()
     assert 0 <= here < 2**56
     # torchrun and accelerate launch with several ranks a node.
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     numbers = []
     for node in ("0", "0", "1"):
         monkeypatch.setenv("GROUP_RANK", node)
-        numbers.append(node_number())
+        numbers.append(find_node_number())
     assert numbers[0] == numbers[1] != numbers[2]
     # A launcher for each rank, as some start torchrun once for every GPU.
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
-    assert node_number() == here
+    assert find_node_number() == here
     with patch.object(socket, "gethostname", return_value="another"):
-        assert node_number() != here
+        assert find_node_number() != here
 
 
 def found(rank: int, nodes: list[int], members: tuple[int, ...]) -> tuple[int | None, list[str]]:
@@ -103,8 +103,8 @@ def test_other_orders_of_nodes_are_one_level_which_is_said_once(
 
 
 def in_parts(rank: int, size: int) -> tuple[tuple[int, ...], int]:
-    group = AttentionGroup.of(timeout_seconds=30, size=size)
-    assert AttentionGroup.of(timeout_seconds=30, size=size) is group
+    group = AttentionGroup.find_or_create(timeout_seconds=30, size=size)
+    assert AttentionGroup.find_or_create(timeout_seconds=30, size=size) is group
     return group.ranks, group.rank
 
 
@@ -122,7 +122,7 @@ def test_ranks_are_cut_into_groups(
 
 def refused(rank: int) -> str:
     with pytest.raises(ConfigError) as caught:
-        AttentionGroup.of(timeout_seconds=30, size=3)
+        AttentionGroup.find_or_create(timeout_seconds=30, size=3)
     return str(caught.value)
 
 
@@ -143,4 +143,4 @@ def test_what_a_launcher_says_of_nodes(
         monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     else:
         monkeypatch.setenv("LOCAL_WORLD_SIZE", launched)
-    assert launched_per_node(ranks) == expected
+    assert find_launched_per_node(ranks) == expected

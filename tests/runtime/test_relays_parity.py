@@ -33,7 +33,7 @@ from hf_distca.schedule.plan import Plan
 from hf_distca.schedule.relays import with_sending_ranks
 from ranks import RankPool
 
-COST = CostModel.analytic(AttentionShape(32, 8, 128, 128, 2))
+COST = CostModel.make_analytic(AttentionShape(32, 8, 128, 128, 2))
 
 
 def relayed_case(random_: random.Random, world: int) -> tuple[Segments, list[int], Tasks, Plan]:

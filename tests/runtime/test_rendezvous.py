@@ -61,7 +61,7 @@ def disagree(rank: int) -> tuple[str, str, float]:
     received, peer = torch.empty(8, dtype=torch.uint8), 1 - rank
     found: list[Any] = []
     with pytest.raises(DistCADesyncError) as caught:
-        group.data.at(f"something of rank {rank}", 1).start(
+        group.data.make_call_channel(f"something of rank {rank}", 1).start(
             received, received.clone(), {peer: 8}, {peer: 8}
         ).wait()
     found.append(str(caught.value))
@@ -109,7 +109,7 @@ def disagree_over_nccl(rank: int, host_waits_for_gpu: bool) -> tuple[str, str]:
     group, data, shown = AttentionGroup.create(timeout_seconds=60), NcclData(), StringIO()
     watch = group.monitor
     watch._links = (data, group.control)
-    channel = Channel(data, watch, 60).at("layer 3 of micro-batch 7", 2)  # type: ignore[arg-type]
+    channel = Channel(data, watch, 60).make_call_channel("layer 3 of micro-batch 7", 2)  # type: ignore[arg-type]
 
     def agree(rows: Sequence[IntArray]) -> None:
         raise DistCADesyncError(

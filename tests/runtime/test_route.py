@@ -81,7 +81,7 @@ def test_the_route_alone_is_that_of_the_plan_that_moves_nothing(
 ) -> None:
     alone, planned = (
         Route.for_whole_documents(lengths),
-        Route.build(Plan.local(Layout.from_lengths([lengths]), window), 0),
+        Route.build(Plan.make_local(Layout.from_lengths([lengths]), window), 0),
     )
     columns = ("query_start", "query_length", "key_start", "key_length")
     for column in columns:
@@ -109,7 +109,7 @@ def test_neighbouring_tasks_become_one() -> None:
 @pytest.mark.parametrize("rank", [0, 1])
 def test_local_plan_is_one_batch_of_whole_documents_in_order(rank: int) -> None:
     """A local plan is one batch of whole documents in token order."""
-    route = Route.build(Plan.local(Layout.from_lengths([[5, 1, 7], [3]])), rank)
+    route = Route.build(Plan.make_local(Layout.from_lengths([[5, 1, 7], [3]])), rank)
     assert not route.exchanges
     assert len(route.waves[0].arrived) == 0
     assert list(route.local_tasks.query_length) == [[5, 1, 7], [3]][rank]
@@ -245,7 +245,7 @@ def test_every_task_finds_its_keys(
         split, tasks = split_case(random_, world, whole_tasks(ranks))
         layout = layout.split_heads(np.isin(layout.documents, split), KEY_HEADS)
     plan = Plan.from_tasks(layout, tasks, kind if isinstance(kind, int) else None)
-    waves = Waves.of(plan, AttentionShape(HEADS, KEY_HEADS, DIM, VALUE_DIM, 8), TILE, bound)
+    waves = Waves.split_plan(plan, AttentionShape(HEADS, KEY_HEADS, DIM, VALUE_DIM, 8), TILE, bound)
     if isinstance(kind, str) and bound is None:
         waves = Waves(plan.with_relays(some_relays(random_, plan)), waves.number)
     plan, layout = waves.plan, waves.plan.layout

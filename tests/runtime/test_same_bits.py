@@ -12,7 +12,8 @@ changes of the source, each of which makes a test here fail:
   show and two cannot.
 - poisoned: a buffer of which not all is written, or that is summed into without zeros
   (`KeyRelay.add_copies` with `new_empty`).
-- strided: rows that are taken to lie one after another (`core_attention`, or `_begin_backward`,
+- strided: rows that are taken to lie one after another (`compute_core_attention`, or
+`_begin_backward`,
   without `contiguous`).
 """
 
@@ -37,7 +38,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hf_distca.kernels import Case, Scores, select_kernel
 from hf_distca.runtime.call import AttentionServer, Call, Inputs
 from hf_distca.runtime.channel import Channel, Transfer
-from hf_distca.runtime.core_attention import core_attention
+from hf_distca.runtime.core_attention import compute_core_attention
 from hf_distca.runtime.group import AttentionGroup
 from hf_distca.runtime.meter import Meter
 from hf_distca.runtime.pingpong import run_nano_batches
@@ -81,7 +82,7 @@ def some_plan(random_: random.Random, way: str, world: int) -> tuple[Plan, Waves
         if "relays" in way:
             plan = replace(plan, relays=some_relays(random_, plan))
         elif "waves" in way:
-            waves = Waves.of(
+            waves = Waves.split_plan(
                 plan, SHAPE, TILE, WAVE_BYTES, KEY_HEADS if "head groups" in way else 1
             )
         if (
@@ -195,7 +196,7 @@ class Stack:
 
     def __init__(self, rank: int, world: int, way: str, seed: int) -> None:
         random_ = random.Random(seed)
-        self.rank, self.group = rank, AttentionGroup.of(timeout_seconds=60)
+        self.rank, self.group = rank, AttentionGroup.find_or_create(timeout_seconds=60)
         self.plans = [
             some_plan(random_, way, world) for _ in range(1 + way.startswith("ping-pong"))
         ]
@@ -221,7 +222,7 @@ class Stack:
             q, k, v = x[:, :HEADS], x[:, HEADS:-1], x[:, -1:].expand(-1, KEY_HEADS, -1)
             for _ in range(2):
                 q, k, v = (lay_out(one) for one in (q, k, v))
-                q = core_attention(Inputs(q, k, v), Call(route, self.group, server))
+                q = compute_core_attention(Inputs(q, k, v), Call(route, self.group, server))
                 k, v = q[:, ::2], q[:, 1::2]
             return q
 

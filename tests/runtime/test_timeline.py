@@ -28,7 +28,7 @@ def recorded(device: Device) -> Trace:
     messages of B behind both.
     """
     trace = Trace()
-    first, second = (trace.meter(Meter(), half, half) for half in (1, 2))
+    first, second = (trace.make_call_meter(Meter(), half, half) for half in (1, 2))
 
     def launched(meter: Meter, name: str, seconds: float) -> Mark:
         begin = mark_now(CUDA)

@@ -69,8 +69,8 @@ def make_again(rank: int) -> int:
     ):
         make()
     dist.barrier()
-    taken = members.names_of_groups()
-    with patch.object(members, "names_of_groups", lambda: taken | set(() if rank else tried)):
+    taken = members.list_group_names()
+    with patch.object(members, "list_group_names", lambda: taken | set(() if rank else tried)):
         group = make()
     number = torch.tensor([rank + 1])
     dist.all_reduce(number, group=group)
@@ -99,7 +99,7 @@ def test_no_message_has_the_tag_that_breaks_connections(
         tags.append(transfer.tag)
         return []
 
-    monkeypatch.setattr(channel, "_checksum", lambda *_: checksum)
+    monkeypatch.setattr(channel, "_compute_checksum", lambda *_: checksum)
     monkeypatch.setattr(channel.Channel, "_start_tagged", launch)
     group = SimpleNamespace(name=lambda: "gloo", rank=lambda: 0)
     alone = channel.Channel(group, SimpleNamespace(under_way=set()), 1.0)  # type: ignore[arg-type]

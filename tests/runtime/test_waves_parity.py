@@ -31,7 +31,7 @@ from ranks import RankPool
 
 SHAPE = AttentionShape(HEADS, KEY_HEADS, DIM, VALUE_DIM, 8)
 # From a tile of rows at a time to all at once: the least is what one row takes with one key.
-LEAST = sum(TransientBytes.of(SHAPE)[:2])
+LEAST = sum(TransientBytes.from_shape(SHAPE)[:2])
 BOUNDS = [LEAST, 10_000, 60_000, 200_000, 10**9]
 
 
@@ -44,7 +44,7 @@ def test_random_plans_in_waves_are_exact(rank_pool: Callable[[int], RankPool], w
     ) -> int:
         ranks, context, tasks = random_case(random_, world)
         plan = Plan.from_tasks(Layout.from_segments(ranks, context), tasks, window)
-        waves = Waves.of(plan, SHAPE, TILE, bound, groups).count
+        waves = Waves.split_plan(plan, SHAPE, TILE, bound, groups).count
         scores = Scores(DIM**-0.5, window)
         results = pool(
             run_plan,
@@ -97,7 +97,7 @@ def test_waves_are_exact_without_tags(rank_pool: Callable[[int], RankPool]) -> N
     for seed in range(10):
         ranks, context, tasks = random_case(random.Random(seed), 2)
         counts.append(
-            Waves.of(
+            Waves.split_plan(
                 Plan.from_tasks(Layout.from_segments(ranks, context), tasks), SHAPE, TILE, LEAST
             ).count
         )
@@ -125,11 +125,11 @@ def test_waves_cover_the_plan_and_keep_the_bound(
 ) -> None:
     ranks, context, tasks = random_case(random_, world)
     plan = Plan.from_tasks(Layout.from_segments(ranks, context), tasks, window)
-    waves = Waves.of(plan, SHAPE, TILE, bound)
+    waves = Waves.split_plan(plan, SHAPE, TILE, bound)
     routes = [Route.build(waves.plan, rank, waves) for rank in range(world)]
     assert {len(route.waves) for route in routes} == {waves.count}
     whole = [Route.build(plan, rank) for rank in range(world)]
-    each = TransientBytes.of(SHAPE)
+    each = TransientBytes.from_shape(SHAPE)
     for rank, (route, one) in enumerate(zip(routes, whole, strict=True)):
         rows = [
             sum(either.local_tasks.query_length)
@@ -170,10 +170,10 @@ def test_slices_of_one_document_travel_together_if_they_fit() -> None:
         for a, b, s in ((0, 20, 0), (20, 40, 1), (40, 60, 0), (60, 80, 1), (80, 100, 0))
     ]
     plan = Plan.from_tasks(layout, tasks)
-    each = TransientBytes.of(SHAPE)
+    each = TransientBytes.from_shape(SHAPE)
 
     def moved(bound: int) -> dict[tuple[int, int], int]:
-        waves = Waves.of(plan, SHAPE, 10, bound)
+        waves = Waves.split_plan(plan, SHAPE, 10, bound)
         rows = zip(waves.plan.tasks, waves.number.tolist(), strict=True)
         return {(task.start, task.end): number for task, number in rows if number >= 0}
 
@@ -188,6 +188,6 @@ def test_no_bound_is_one_wave_of_the_same_plan() -> None:
     plan = Plan.from_tasks(
         Layout.from_lengths([[64], []]), [CATask(0, 0, 32, 0, 0), CATask(0, 32, 64, 0, 1)]
     )
-    waves = Waves.of(plan, SHAPE, TILE, None)
+    waves = Waves.split_plan(plan, SHAPE, TILE, None)
     assert (waves.count, waves.bytes) == (1, None)
     assert waves.plan is plan

@@ -29,7 +29,7 @@ from hf_distca.schedule.share import compute_share
 from hf_distca.schedule.waves import Waves
 
 shape = AttentionShape(32, 8, 128, 128, 2)
-cost = CostModel.analytic(shape, device_type="cuda")
+cost = CostModel.make_analytic(shape, device_type="cuda")
 layout = Layout.from_lengths([[2**17], [2**16, 2**16], [2**15] * 4, *[[4096] * 32] * 13])
 lengths = [2**18, 2**17, *[40000] * 9, *[3000] * 180, *[517] * 400]
 lengths.append(-sum(lengths) % 16 + 16)
@@ -77,7 +77,7 @@ shares = [
     for rank in range(plan.layout.world_size)
 ]
 for plan in plans[-60:]:
-    waves = Waves.of(plan, shape, 128, 2**27, 4)
+    waves = Waves.split_plan(plan, shape, 128, 2**27, 4)
     shares += [compute_share(waves, rank) for rank in range(plan.layout.world_size)]
 text = hashlib.sha256(json.dumps(shares).encode()).hexdigest()
 print(json.dumps([*(plan.digest for plan in plans), text]))

@@ -28,9 +28,14 @@ from hf_distca.schedule.plan import Plan
 SHAPE = AttentionShape(
     query_heads=32, key_value_heads=8, head_dim=128, value_head_dim=128, element_bytes=2
 )
-CUDA = CostModel.analytic(SHAPE, device_type="cuda")
+CUDA = CostModel.make_analytic(SHAPE, device_type="cuda")
 PASSES = replace(CUDA, name="rows move again", backward=replace(CUDA.backward, row_passes=1.75))
-MODELS = [CostModel.of_pairs(SHAPE), CostModel.analytic(SHAPE, device_type="cpu"), CUDA, PASSES]
+MODELS = [
+    CostModel.make_of_pairs(SHAPE),
+    CostModel.make_analytic(SHAPE, device_type="cpu"),
+    CUDA,
+    PASSES,
+]
 
 
 @given(st.integers(0, 300), st.integers(1, 300))
@@ -45,7 +50,7 @@ def test_a_window_counts_what_a_banded_mask_shows(start: int, rows: int, window:
     band = (key <= query) & (key > query - window)
     assert count_causal_pairs(rows, start + rows, window) == band.sum()
 
-    cost = replace(CostModel.analytic(SHAPE, tile=1), window=window)
+    cost = replace(CostModel.make_analytic(SHAPE, tile=1), window=window)
     forward, backward = cost.count_work(rows, start + rows)[:, 0]
     assert forward.tolist() == [
         1,
@@ -77,7 +82,7 @@ def test_whole_tiles_are_computed(tiles_before: int, rows: int) -> None:
     query, key = np.arange(start, start + rows)[:, None], np.arange(start + rows + tile)[None, :]
     computed = int((key // tile <= query // tile).sum())
     flops = (
-        CostModel.analytic(SHAPE, tile=tile).count_work(rows, start + rows)[0, 0, 2]
+        CostModel.make_analytic(SHAPE, tile=tile).count_work(rows, start + rows)[0, 0, 2]
         / SHAPE.pair_flops
     )
     if rows % tile == 0:
@@ -124,7 +129,7 @@ def test_fit_recovers_coefficients(truth: tuple[float, float, float]) -> None:
         np.array([1, 64, 128, 512, 4096, 128, 8192]),
         np.array([64, 64, 4096, 512, 4096, 65536, 65536]),
     )
-    counts = CostModel.analytic(SHAPE).count_work(rows, keys)[1]
+    counts = CostModel.make_analytic(SHAPE).count_work(rows, keys)[1]
     seconds = counts @ np.array([truth[0], 1 / truth[1], 1 / truth[2]])
     fitted = KernelCost.fit(counts, seconds)
     assert fitted.task_seconds == pytest.approx(truth[0], rel=1e-6, abs=1e-12)
@@ -134,7 +139,7 @@ def test_fit_recovers_coefficients(truth: tuple[float, float, float]) -> None:
 
 def test_fit_is_never_negative() -> None:
     generator = np.random.default_rng(0)
-    counts = CostModel.analytic(SHAPE).count_work(
+    counts = CostModel.make_analytic(SHAPE).count_work(
         generator.integers(1, 5000, 20), np.full(20, 5000)
     )[0]
     fitted = KernelCost.fit(counts, generator.random(20) + 0.1)
@@ -177,25 +182,28 @@ def test_more_rows_and_more_keys_never_cost_less(
 @pytest.mark.parametrize("model", MODELS, ids=lambda model: model.name)
 @given(start=st.integers(0, 10**6), rows=st.integers(1, 10**5))
 def test_scalar_prices_agree_with_the_model(model: CostModel, start: int, rows: int) -> None:
-    seconds = estimate_slice_seconds(MarginalCost.of(model, 128), 1.0, start, start + rows)
+    seconds = estimate_slice_seconds(
+        MarginalCost.from_cost_model(model, 128), 1.0, start, start + rows
+    )
     assert seconds == pytest.approx(model.estimate_seconds(rows, start + rows)[0], rel=1e-12)
 
 
 def test_slivers_are_slow() -> None:
-    model = CostModel.analytic(SHAPE, tile=128)
+    model = CostModel.make_analytic(SHAPE, tile=128)
     assert model.estimate_seconds(1, 10**5) > 0.9 * model.estimate_seconds(128, 10**5)
 
 
 def test_a_long_document_costs_more_than_as_many_short_tokens() -> None:
     seconds = PlanLoad(
-        Plan.local(Layout.from_lengths([[65536], [4096] * 16, []])), CostModel.of_pairs(SHAPE)
+        Plan.make_local(Layout.from_lengths([[65536], [4096] * 16, []])),
+        CostModel.make_of_pairs(SHAPE),
     ).compute_seconds
     assert seconds[0] / seconds[1] == pytest.approx(16, rel=1e-3)
     assert seconds[2] == 0
 
 
 def test_no_tokens_cost_nothing() -> None:
-    seconds = PlanLoad(Plan.local(Layout.from_lengths([[], []])), MODELS[2]).compute_seconds
+    seconds = PlanLoad(Plan.make_local(Layout.from_lengths([[], []])), MODELS[2]).compute_seconds
     assert seconds.tolist() == [0.0, 0.0]
     assert seconds.dtype == np.float64
 
@@ -253,7 +261,7 @@ def test_call_takes_at_least_its_launch_beside_its_tasks() -> None:
         [0.0, 5e-5, 1.1e-4]
     )
     assert kernel.add_call_overhead([1e-5, 1e-3], 3).tolist() == pytest.approx([1.5e-4, 1.03e-3])
-    model = replace(CostModel.analytic(SHAPE), forward=kernel)
+    model = replace(CostModel.make_analytic(SHAPE), forward=kernel)
     assert CostModel.from_json(model.to_json()) == model
     assert model.estimate_seconds(512, 512) == replace(
         model, forward=KernelCost(0.0, 1e12, 1e14)

@@ -31,12 +31,12 @@ from turns import in_turn
 SHAPE = AttentionShape(
     query_heads=32, key_value_heads=8, head_dim=128, value_head_dim=128, element_bytes=2
 )
-CUDA = CostModel.analytic(SHAPE, device_type="cuda")
-PAIRS = CostModel.of_pairs(SHAPE)
+CUDA = CostModel.make_analytic(SHAPE, device_type="cuda")
+PAIRS = CostModel.make_of_pairs(SHAPE)
 MODELS = [
     CUDA,
     PAIRS,
-    CostModel.analytic(SHAPE, device_type="cpu"),
+    CostModel.make_analytic(SHAPE, device_type="cpu"),
     replace(CUDA, window=100),
     replace(PAIRS, window=4096),
 ]
@@ -282,7 +282,7 @@ def test_slowest_rank(name: str) -> None:
 )
 def test_a_single_document_over_all_ranks(ranks: int, tokens: int, bound: float) -> None:
     layout = deal([ranks * tokens], ranks, tokens, CUDA)
-    assert slowest(Plan.local(layout)) <= bound
+    assert slowest(Plan.make_local(layout)) <= bound
 
 
 def test_one_huge_document_among_short_ones() -> None:
@@ -320,7 +320,7 @@ def test_documents_of_two_to_the_32_tokens_are_dealt() -> None:
 
 def test_dealing_again_is_the_same() -> None:
     lengths = fill(lambda rng: rng.lognormal(7, 1.8), 32 * 16384, seed=5)
-    one, other = (Plan.local(deal(lengths, 32, 16384, CUDA)) for _ in range(2))
+    one, other = (Plan.make_local(deal(lengths, 32, 16384, CUDA)) for _ in range(2))
     assert one.digest == other.digest
     # The order of the documents is not what decides: only their numbers change.
     assert sorted(deal(lengths[::-1], 32, 16384, CUDA).length.tolist()) == sorted(
@@ -331,7 +331,7 @@ def test_dealing_again_is_the_same() -> None:
 def test_documents_given_as_any_integers() -> None:
     lengths = [5000, 3000, 192]
     digests = {
-        Plan.local(deal(kind, 2, 4096, CUDA)).digest
+        Plan.make_local(deal(kind, 2, 4096, CUDA)).digest
         for kind in (lengths, np.array(lengths, np.int32))
     }  # type: ignore[list-item]
     assert len(digests) == 1
@@ -385,7 +385,7 @@ def test_a_plan_is_never_later_than_moving_nothing(
     config = DistCAConfig(ping_pong=overlapped, tile=16)
     layout = deal(lengths, ranks, tokens, cost, tile=16, overlapped=overlapped)
     plan = balance(layout, cost, config)
-    local = Plan.local(layout, plan.window)
+    local = Plan.make_local(layout, plan.window)
     assert (
         PlanLoad(plan, cost, overlapped=overlapped).slowest_seconds
         <= PlanLoad(local, cost, overlapped=overlapped).slowest_seconds
@@ -393,7 +393,7 @@ def test_a_plan_is_never_later_than_moving_nothing(
 
 
 # Many key/value heads: keys travel longer than ranks compute.
-MANY_KEYS = CostModel.analytic(replace(SHAPE, key_value_heads=32), device_type="cuda")
+MANY_KEYS = CostModel.make_analytic(replace(SHAPE, key_value_heads=32), device_type="cuda")
 
 
 @pytest.mark.parametrize(

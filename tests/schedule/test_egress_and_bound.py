@@ -19,9 +19,9 @@ from hf_distca.schedule.waves import TransientBytes, Waves
 SHAPE = AttentionShape(
     query_heads=32, key_value_heads=8, head_dim=128, value_head_dim=128, element_bytes=2
 )
-CUDA = CostModel.analytic(SHAPE, device_type="cuda")
-PAIRS = CostModel.of_pairs(SHAPE)
-EACH = TransientBytes.of(SHAPE)
+CUDA = CostModel.make_analytic(SHAPE, device_type="cuda")
+PAIRS = CostModel.make_of_pairs(SHAPE)
+EACH = TransientBytes.from_shape(SHAPE)
 # What one row takes with one key.
 LEAST = EACH.query + EACH.key
 
@@ -67,15 +67,15 @@ def test_one_long_document_is_not_sent_to_everyone(
 def test_moved_slices_fit_the_bound(window: int | None) -> None:
     layout = Layout.from_lengths([[65536], [4096] * 16, [1024] * 64, [32768, 16384, 8192, 8192]])
     cost = replace(PAIRS, window=window)
-    each = TransientBytes.of(SHAPE)
+    each = TransientBytes.from_shape(SHAPE)
     bound = 8192 * each.query + 8192 * each.key
     config = DistCAConfig(max_transient_bytes=bound)
     plan = balance(layout, cost, config)
-    waves = Waves.of(plan, SHAPE, config.tile, bound)
+    waves = Waves.split_plan(plan, SHAPE, config.tile, bound)
     assert plan.moved
     assert waves.bytes is not None
     assert waves.bytes.max() <= bound
-    assert waves.count == Waves.of(plan, SHAPE, config.tile, bound).count
+    assert waves.count == Waves.split_plan(plan, SHAPE, config.tile, bound).count
     before, after = (
         summarize_plan(p, cost) for p in (balance(layout, cost, DistCAConfig(balance=False)), plan)
     )
@@ -84,9 +84,12 @@ def test_moved_slices_fit_the_bound(window: int | None) -> None:
 
 def test_documents_that_do_not_fit_are_split_by_heads_first() -> None:
     layout = Layout.from_segments([[(0, 0, 32768)], [(0, 32768, 32768)], [(1, 0, 32768)]])
-    plan, each = Plan.local(layout), TransientBytes.of(SHAPE)
+    plan, each = Plan.make_local(layout), TransientBytes.from_shape(SHAPE)
     bound = (32768 * each.query + 65536 * each.key) // 4
-    rows, heads = Waves.of(plan, SHAPE, 128, bound), Waves.of(plan, SHAPE, 128, bound, 8)
+    rows, heads = (
+        Waves.split_plan(plan, SHAPE, 128, bound),
+        Waves.split_plan(plan, SHAPE, 128, bound, 8),
+    )
     assert heads.plan.layout.groups == 4
     assert heads.bytes is not None
     assert heads.bytes.max() <= bound
@@ -97,7 +100,7 @@ def test_documents_that_do_not_fit_are_split_by_heads_first() -> None:
     assert by_heads == whole
     assert by_rows > 1.9 * whole
     # Of a plan that has split documents already, the others are split alike.
-    again = Waves.of(heads.plan, SHAPE, 128, bound // 4, 8).plan.layout
+    again = Waves.split_plan(heads.plan, SHAPE, 128, bound // 4, 8).plan.layout
     assert again.groups == 4
     assert set(again.document.tolist()) == {1, 2, 3, 4, 5}
 
@@ -105,12 +108,13 @@ def test_documents_that_do_not_fit_are_split_by_heads_first() -> None:
 def test_keys_beyond_the_bound_do_not_make_tiles_waves() -> None:
     """Keys that are more than the bound do not make each tile a wave."""
     layout = Layout.from_segments([[(0, 0, 32768)], [(0, 32768, 32768)]])
-    waves = Waves.of(Plan.local(layout), SHAPE, 128, LEAST, 1)
+    waves = Waves.split_plan(Plan.make_local(layout), SHAPE, 128, LEAST, 1)
     assert waves.count <= 8
     assert waves.bytes is not None
     assert (
         waves.bytes.max()
-        <= 2.01 * 65536 * TransientBytes.of(SHAPE).key + 65536 * TransientBytes.of(SHAPE).sent_key
+        <= 2.01 * 65536 * TransientBytes.from_shape(SHAPE).key
+        + 65536 * TransientBytes.from_shape(SHAPE).sent_key
     )
 
 
@@ -129,13 +133,13 @@ def test_a_bound_that_no_row_fits_is_refused(lengths: list[list[int]]) -> None:
 def test_many_waves_take_little_time_and_are_well_filled(
     layout: Layout, window: int | None, bound: int
 ) -> None:
-    plan = Plan.local(layout, window)
+    plan = Plan.make_local(layout, window)
     begin = time.process_time()
-    waves = Waves.of(plan, SHAPE, 128, bound, 8)
+    waves = Waves.split_plan(plan, SHAPE, 128, bound, 8)
     assert time.process_time() - begin < 1.5
     assert waves.bytes is not None
     # Bytes of the busiest rank if all travelled at once: no more waves than if each were half full.
-    alone = Waves.of(plan, SHAPE, 128, 2**62, 8)
+    alone = Waves.split_plan(plan, SHAPE, 128, 2**62, 8)
     assert alone.bytes is not None
     again = 1 if window is None else 1 + window / 128
     assert waves.count <= 1 + 4 * again * int(alone.bytes.max()) / bound
@@ -147,7 +151,7 @@ def test_a_bounded_plan_of_many_ranks_takes_little_time() -> None:
     )
     plan = balance(layout, CUDA, DistCAConfig(ping_pong=True))
     begin = time.process_time()
-    waves = Waves.of(plan, SHAPE, 128, 2**26, 8)
+    waves = Waves.split_plan(plan, SHAPE, 128, 2**26, 8)
     assert time.process_time() - begin < 0.5
     assert waves.count > 10
 
@@ -156,8 +160,8 @@ def test_a_bound_that_is_large_enough_changes_nothing() -> None:
     layout = Layout.from_lengths([[65536], [4096] * 16])
     free = balance(layout, PAIRS, DistCAConfig())
     assert balance(layout, PAIRS, DistCAConfig(max_transient_bytes=2**40)).digest == free.digest
-    assert Waves.of(free, SHAPE, 128, 2**40).count == 1
-    assert compute_imbalance(Waves.of(free, SHAPE, 128, 2**40).bytes.astype(float)) >= 1
+    assert Waves.split_plan(free, SHAPE, 128, 2**40).count == 1
+    assert compute_imbalance(Waves.split_plan(free, SHAPE, 128, 2**40).bytes.astype(float)) >= 1
 
 
 def test_a_bound_is_a_positive_number_of_bytes() -> None:
@@ -172,7 +176,7 @@ def test_documents_on_all_ranks_get_few_waves_fast() -> None:
         [[(document, rank * 512, 512) for document in range(ranks)] for rank in range(ranks)]
     )
     started = time.process_time()
-    waves = Waves.of(Plan.local(layout), CUDA.shape, 128, 2**26, 8)
+    waves = Waves.split_plan(Plan.make_local(layout), CUDA.shape, 128, 2**26, 8)
     seconds = time.process_time() - started
     assert waves.count <= 600, "1,527 when all units of a server went before those of the next"
     assert seconds < 6, "1.5 s on a free core; going through all waves takes three times as long"

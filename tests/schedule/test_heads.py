@@ -24,7 +24,7 @@ from hf_distca.schedule.plan import Plan
 SHAPE = AttentionShape(
     query_heads=32, key_value_heads=8, head_dim=128, value_head_dim=128, element_bytes=2
 )
-CUDA = CostModel.analytic(SHAPE, device_type="cuda")
+CUDA = CostModel.make_analytic(SHAPE, device_type="cuda")
 FAST = replace(CUDA, exchange_bytes_per_second=3e11)  # exchanges are hidden behind compute
 
 WHOLE = DistCAConfig(ping_pong=True, head_groups=1)
@@ -74,7 +74,7 @@ def test_a_split_layout_is_the_same_tokens(layout: Layout) -> None:
         forward=replace(CUDA.forward, task_seconds=0.0),
         backward=replace(CUDA.backward, task_seconds=0.0),
     )
-    one, other = (PlanLoad(Plan.local(each), free) for each in (layout, split))
+    one, other = (PlanLoad(Plan.make_local(each), free) for each in (layout, split))
     for name in ("compute_seconds", "exchange_seconds", "pairs"):
         assert getattr(one, name) == pytest.approx(getattr(other, name))
 
@@ -125,7 +125,7 @@ def test_only_documents_that_are_moved_are_split() -> None:
 def test_how_many_groups(shape: AttentionShape, config: DistCAConfig, groups: int) -> None:
     assert (
         balance(
-            long_and_short(8), CostModel.analytic(shape, device_type="cuda"), config
+            long_and_short(8), CostModel.make_analytic(shape, device_type="cuda"), config
         ).layout.groups
         == groups
     )
@@ -133,10 +133,16 @@ def test_how_many_groups(shape: AttentionShape, config: DistCAConfig, groups: in
 
 def test_more_groups_where_the_keys_of_four_travel_too_long() -> None:
     layout = deal([2**19, *[1024] * 1536], 32, 65536, CUDA)
-    seconds = PlanLoad(Plan.local(layout), CUDA).compute_seconds
+    seconds = PlanLoad(Plan.make_local(layout), CUDA).compute_seconds
     slow = replace(CUDA, exchange_bytes_per_second=CUDA.exchange_bytes_per_second / 16)
-    assert HeadSplit.of(layout, MarginalCost.of(CUDA, 128), CUDA, seconds, 8).groups == 4
-    assert HeadSplit.of(layout, MarginalCost.of(slow, 128), slow, seconds, 8).groups == 8
+    assert (
+        HeadSplit.find(layout, MarginalCost.from_cost_model(CUDA, 128), CUDA, seconds, 8).groups
+        == 4
+    )
+    assert (
+        HeadSplit.find(layout, MarginalCost.from_cost_model(slow, 128), slow, seconds, 8).groups
+        == 8
+    )
 
 
 def test_windows_and_context_are_not_split() -> None:
@@ -155,7 +161,7 @@ def test_windows_and_context_are_not_split() -> None:
     with pytest.raises(LayoutError, match="2 head groups"):
         split.split_heads(np.array([False, False, True]), 4)
     with pytest.raises(PlanError, match="only documents of layers without a window"):
-        Plan.local(split, window=4)
+        Plan.make_local(split, window=4)
     with pytest.raises(ConfigError, match="head_groups=0"):
         DistCAConfig(head_groups=0)
 
@@ -191,7 +197,7 @@ def test_a_document_that_outweighs_all_others_gains_by_heads() -> None:
         lengths = [300_000, *[others] * ((ranks * tokens - 300_000) // others)]
         lengths.append(ranks * tokens - sum(lengths))
         layout = deal(lengths, ranks, tokens, CUDA, overlapped=True)
-        mean = PlanLoad(Plan.local(layout), CUDA).compute_seconds.mean()
+        mean = PlanLoad(Plan.make_local(layout), CUDA).compute_seconds.mean()
         assert 300_000 * CUDA.key_seconds > mean
         load = PlanLoad(balance(layout, CUDA, SPLIT), CUDA, overlapped=True)
         alone = PlanLoad(balance(layout, CUDA, WHOLE), CUDA, overlapped=True)

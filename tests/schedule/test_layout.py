@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from layouts import layouts
 
 from hf_distca.errors import LayoutError
-from hf_distca.schedule.layout import Layout, Segment, lengths_from_cu_seqlens
+from hf_distca.schedule.layout import Layout, Segment, compute_lengths
 
 LENGTHS = st.lists(st.lists(st.integers(1, 40), max_size=6), min_size=1, max_size=5)
 
@@ -50,7 +50,7 @@ def test_no_tokens_at_all(ranks: list[list[int]]) -> None:
 
 @given(st.lists(st.integers(0, 40), max_size=8))
 def test_cu_seqlens_say_the_same_as_lengths(lengths: list[int]) -> None:
-    assert lengths_from_cu_seqlens([0, *np.cumsum(lengths).tolist()]) == [n for n in lengths if n]
+    assert compute_lengths([0, *np.cumsum(lengths).tolist()]) == [n for n in lengths if n]
 
 
 def test_run_that_starts_above_zero_continues_a_document() -> None:
@@ -120,4 +120,4 @@ def test_positions_that_leave_the_chain_open() -> None:
 @pytest.mark.parametrize("bounds", [[], [1, 2], [0, 3, 2]])
 def test_cu_seqlens_that_are_none(bounds: list[int]) -> None:
     with pytest.raises(LayoutError, match="must start at 0 and never fall"):
-        lengths_from_cu_seqlens(bounds)
+        compute_lengths(bounds)

@@ -20,12 +20,12 @@ from hf_distca.schedule.layout import Layout
 from hf_distca.schedule.load import PlanLoad
 from hf_distca.schedule.plan import CATask, Plan
 from hf_distca.schedule.ranks import Ranks
-from hf_distca.simulate.document_lengths import distribution
+from hf_distca.simulate.document_lengths import find_distribution
 
 SHAPE = AttentionShape(
     query_heads=32, key_value_heads=8, head_dim=128, value_head_dim=128, element_bytes=2
 )
-CUDA = CostModel.analytic(SHAPE, device_type="cuda")
+CUDA = CostModel.make_analytic(SHAPE, device_type="cuda")
 NODES = Ranks(per_node=8)
 
 
@@ -90,7 +90,7 @@ def test_no_plan_of_nodes_or_of_one_group_ends_earlier(
 
 
 def drawn(name: str, longest: int, ranks: int, tokens: int) -> np.ndarray:
-    return next(distribution(name, longest).batches(ranks * tokens, 1))
+    return next(find_distribution(name, longest).draw_batches(ranks * tokens, 1))
 
 
 @pytest.mark.parametrize("name", ["pretrain", "prolong"])

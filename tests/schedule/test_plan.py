@@ -16,7 +16,7 @@ from hf_distca.schedule.plan import CATask, Plan
 
 LAYOUT = Layout.from_segments([[(0, 0, 4), (0, 8, 2)], [(0, 4, 4), (1, 0, 3)]])
 TASKS = [(0, 0, 4, 0, 0), (0, 4, 6, 1, 1), (0, 6, 8, 1, 0), (0, 8, 10, 0, 0), (1, 0, 3, 1, 1)]
-COST = CostModel.analytic(AttentionShape(32, 8, 128, 128, 2))
+COST = CostModel.make_analytic(AttentionShape(32, 8, 128, 128, 2))
 
 
 def keys_by_hand(plan: Plan) -> set[tuple[int, int, int, int]]:
@@ -64,7 +64,7 @@ def test_summary_counts_what_the_tasks_say(plan: Plan) -> None:
     summary = summarize_plan(plan, COST)
     sent = [key for key in keys_by_hand(plan) if key[2] != key[3]]
     unplanned = [
-        key for key in keys_by_hand(Plan.local(plan.layout, plan.window)) if key[2] != key[3]
+        key for key in keys_by_hand(Plan.make_local(plan.layout, plan.window)) if key[2] != key[3]
     ]
     moved = [task for task in plan.tasks if task.home != task.server]
     assert summary["key_tokens_sent"] == len(sent)
@@ -133,7 +133,7 @@ def test_a_window_leaves_keys_out() -> None:
 @pytest.mark.parametrize("window", [0, -4])
 def test_windows_that_are_none(window: int) -> None:
     with pytest.raises(PlanError, match=f"window={window}"):
-        Plan.local(LAYOUT, window)
+        Plan.make_local(LAYOUT, window)
 
 
 @pytest.mark.parametrize("window", ["4", 4.5, True, [4]])
@@ -188,21 +188,21 @@ def test_a_task_twice_or_not_at_all() -> None:
 def test_tasks_for_no_tokens() -> None:
     empty = Layout.from_lengths([[], []])
     assert Plan.from_tasks(empty, []).tasks == []
-    assert not Plan.local(empty).moved
+    assert not Plan.make_local(empty).moved
     with pytest.raises(PlanError, match="layout without tokens"):
         Plan.from_tasks(empty, [(0, 0, 1, 0, 0)])
 
 
 def test_document_numbers_may_be_anything() -> None:
     layout = Layout.from_segments([[(2**62, 0, 10**6)], [(-5, 0, 3), (2**62 - 1, 0, 2)]])
-    plan = Plan.local(layout)
+    plan = Plan.make_local(layout)
     assert [task.document for task in plan.tasks] == [-5, 2**62 - 1, 2**62]
 
 
 def test_moved_says_whether_ranks_need_each_other() -> None:
     whole = Layout.from_lengths([[4], [4]])
-    assert not Plan.local(whole).moved
-    assert Plan.local(LAYOUT).moved
+    assert not Plan.make_local(whole).moved
+    assert Plan.make_local(LAYOUT).moved
     assert Plan.from_tasks(whole, [(0, 0, 4, 0, 0), (1, 0, 4, 1, 0)]).moved
 
 
@@ -213,8 +213,8 @@ def test_json_without_its_keys() -> None:
 
 def test_exchange_is_only_paid_where_there_is_one() -> None:
     whole = Layout.from_lengths([[400], [400]])
-    assert PlanLoad(Plan.local(whole), COST).exchange_seconds.tolist() == [0.0, 0.0]
-    spanning = PlanLoad(Plan.local(LAYOUT), COST).exchange_seconds
+    assert PlanLoad(Plan.make_local(whole), COST).exchange_seconds.tolist() == [0.0, 0.0]
+    spanning = PlanLoad(Plan.make_local(LAYOUT), COST).exchange_seconds
     assert (spanning >= 4 * COST.exchange_seconds).all()
     assert np.isfinite(spanning).all()
 

@@ -64,7 +64,7 @@ def test_unmeasured_links_are_those_of_the_device_type() -> None:
     cost = replace(PROFILE, inside=None).make_cost_model(shape(64))
     assert (
         cost.exchange_bytes_per_second
-        == CostModel.analytic(shape(64), device_type="cpu").exchange_bytes_per_second
+        == CostModel.make_analytic(shape(64), device_type="cpu").exchange_bytes_per_second
     )
     between = replace(PROFILE, between=ExchangeRates(1e9, 1e-4)).make_cost_model(shape(64))
     assert (between.exchange_bytes_per_second, between.node_bytes_per_second) == (1e9, 3e10)

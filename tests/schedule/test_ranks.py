@@ -21,7 +21,7 @@ from hf_distca.schedule.ranks import Ranks
 SHAPE = AttentionShape(
     query_heads=32, key_value_heads=8, head_dim=128, value_head_dim=128, element_bytes=2
 )
-CUDA, CPU = (CostModel.analytic(SHAPE, device_type=kind) for kind in ("cuda", "cpu"))
+CUDA, CPU = (CostModel.make_analytic(SHAPE, device_type=kind) for kind in ("cuda", "cpu"))
 ALIKE = Layout.from_segments([[(8 * rank + i, 0, 8192) for i in range(8)] for rank in range(8)])
 LONG_AND_SHORT = [
     [65536],
@@ -51,10 +51,10 @@ def test_a_slower_rank_gets_less(layout: Layout, slow: int, cost: CostModel) -> 
     """
     speeds = np.ones(8)
     speeds[slow] = 1 / 1.5
-    ranks = Ranks.of(speeds)
+    ranks = Ranks.from_speeds(speeds)
     plan = balance(layout, cost, DistCAConfig(ping_pong=True), ranks)
     load = PlanLoad(plan, cost, overlapped=True, ranks=ranks)
-    work = PlanLoad(Plan.local(layout), cost).compute_seconds.sum()
+    work = PlanLoad(Plan.make_local(layout), cost).compute_seconds.sum()
     assert load.slowest_seconds <= 1.02 * work / speeds.sum()
     blind = PlanLoad(
         balance(layout, cost, DistCAConfig(ping_pong=True)), cost, overlapped=True, ranks=ranks
@@ -68,23 +68,23 @@ def test_a_slower_rank_gets_less(layout: Layout, slow: int, cost: CostModel) -> 
 @settings(max_examples=40)
 def test_ranks_of_any_speeds(speeds: list[float]) -> None:
     """Of 3,000 random speeds the median is 1.010, and the worst 1.050."""
-    ranks = Ranks.of(speeds)
+    ranks = Ranks.from_speeds(speeds)
     load = PlanLoad(balance(mixed(), CUDA, DistCAConfig(ping_pong=True), ranks), CUDA, ranks=ranks)
-    work = PlanLoad(Plan.local(mixed()), CUDA).compute_seconds.sum()
+    work = PlanLoad(Plan.make_local(mixed()), CUDA).compute_seconds.sum()
     assert load.compute_seconds.max() <= 1.06 * work / sum(speeds)
 
 
-@given(layouts(), st.booleans(), st.sampled_from([CPU, CUDA, CostModel.of_pairs(SHAPE)]))
+@given(layouts(), st.booleans(), st.sampled_from([CPU, CUDA, CostModel.make_of_pairs(SHAPE)]))
 @settings(max_examples=40)
 def test_equal_speeds_are_none(layout: Layout, ping_pong: bool, cost: CostModel) -> None:
     config = DistCAConfig(ping_pong=ping_pong)
-    ones = Ranks.of(np.ones(layout.world_size))
+    ones = Ranks.from_speeds(np.ones(layout.world_size))
     assert balance(layout, cost, config, ones).digest == balance(layout, cost, config).digest
 
 
 def test_a_fast_rank_that_has_most_to_do_keeps_it() -> None:
     layout = Layout.from_segments([[(0, 0, 16384)], [(1, 0, 11585)]])
-    ranks = Ranks.of([2.0, 1.0])
+    ranks = Ranks.from_speeds([2.0, 1.0])
     config = DistCAConfig(ping_pong=True)
     assert not balance(layout, CUDA, config, ranks).moved
     assert balance(layout, CUDA, config).moved
@@ -96,7 +96,7 @@ def test_a_dealt_layout_on_a_slower_rank_is_balanced_again() -> None:
     """
     layout = deal([8192] * 64, 8, 65536, CUDA)
     assert not balance(layout, CUDA, DistCAConfig(ping_pong=True)).moved
-    ranks = Ranks.of([1, 1, 1, 1 / 1.5, 1, 1, 1, 1])
+    ranks = Ranks.from_speeds([1, 1, 1, 1 / 1.5, 1, 1, 1, 1])
     load = PlanLoad(
         balance(layout, CUDA, DistCAConfig(ping_pong=True), ranks),
         CUDA,
@@ -107,7 +107,7 @@ def test_a_dealt_layout_on_a_slower_rank_is_balanced_again() -> None:
 
 
 def test_the_summary_speaks_of_what_ranks_take() -> None:
-    ranks = Ranks.of([1, 1, 1, 1 / 1.5, 1, 1, 1, 1])
+    ranks = Ranks.from_speeds([1, 1, 1, 1 / 1.5, 1, 1, 1, 1])
     summary = summarize_plan(balance(ALIKE, CPU, DistCAConfig(), ranks), CPU, ranks)
     assert summary["seconds_imbalance_before"] == pytest.approx(1.5 / (8.5 / 8))
     assert summary["seconds_imbalance_after"] <= 1.02
@@ -117,6 +117,6 @@ def test_the_summary_speaks_of_what_ranks_take() -> None:
 def test_wrong_speeds_are_refused() -> None:
     for wrong in ([1.0, 0.0], [1.0, -1.0], [float("nan")], [float("inf")]):
         with pytest.raises(ConfigError, match="positive number"):
-            Ranks.of(wrong)
+            Ranks.from_speeds(wrong)
     with pytest.raises(ConfigError, match="7 speeds were given for 8 ranks"):
-        balance(ALIKE, CUDA, DistCAConfig(), Ranks.of(np.ones(7)))
+        balance(ALIKE, CUDA, DistCAConfig(), Ranks.from_speeds(np.ones(7)))

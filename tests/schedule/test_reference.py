@@ -24,8 +24,8 @@ SHAPE = AttentionShape(
     query_heads=32, key_value_heads=8, head_dim=128, value_head_dim=128, element_bytes=2
 )
 MODELS = [
-    CostModel.of_pairs(SHAPE),
-    *(CostModel.analytic(SHAPE, device_type=device) for device in ("cpu", "cuda")),
+    CostModel.make_of_pairs(SHAPE),
+    *(CostModel.make_analytic(SHAPE, device_type=device) for device in ("cpu", "cuda")),
 ]
 # How much later the last rank of one planner may end than that of the other, and how many more
 # bytes one may move. What the reference leaves out makes a few plans slower.
@@ -82,7 +82,7 @@ def test_any_layout(
     layout: Layout, cost: CostModel, min_gain: float, ping_pong: bool, tile: int
 ) -> None:
     config = DistCAConfig(tolerance=0.01, min_gain=min_gain, ping_pong=ping_pong, tile=tile)
-    plan, local = make_reference_plan(layout, cost, config), Plan.local(layout)
+    plan, local = make_reference_plan(layout, cost, config), Plan.make_local(layout)
     segment_ends = set(zip(plan.layout.document.tolist(), plan.layout.end.tolist(), strict=True))
     for task, following in itertools.pairwise(plan.tasks):
         cut = (task.document, task.end) not in segment_ends
@@ -99,7 +99,7 @@ def test_any_layout(
 @pytest.mark.parametrize("cost", MODELS, ids=lambda cost: cost.name)
 def test_small_worlds_stay(ranks: list[list[int]], cost: CostModel) -> None:
     plan = make_reference_plan(Layout.from_lengths(ranks), cost, DistCAConfig())
-    assert plan.digest == Plan.local(plan.layout).digest
+    assert plan.digest == Plan.make_local(plan.layout).digest
 
 
 def test_the_formula_is_the_cost_model() -> None:
@@ -107,7 +107,7 @@ def test_the_formula_is_the_cost_model() -> None:
         for heads in (1.0, 0.25):
             seconds = float(cost.estimate_seconds(end - start, end, heads)[0])
             assert apply_formula(
-                MarginalCost.of(cost, cost.tile), heads, start, end
+                MarginalCost.from_cost_model(cost, cost.tile), heads, start, end
             ) == pytest.approx(seconds)
 
 
@@ -125,7 +125,7 @@ def test_windows_and_bounds_of_bytes_are_left_to_balance() -> None:
 def test_both_planners_know_of_nodes(ping_pong: bool) -> None:
     """Nodes are even among themselves, so both keep all work inside them."""
     layout = Layout.from_lengths([[65536], [4096] * 16, [8192] * 8, [32768] * 2] * 3)
-    cost = CostModel.analytic(SHAPE, device_type="cuda")
+    cost = CostModel.make_analytic(SHAPE, device_type="cuda")
     config, nodes = DistCAConfig(ping_pong=ping_pong), Ranks(per_node=4)
     plans = (
         make_reference_plan(layout, cost, config, per_node=4),

@@ -20,7 +20,7 @@ from hf_distca.schedule.relays import add_relays
 SHAPE = AttentionShape(
     query_heads=32, key_value_heads=8, head_dim=128, value_head_dim=128, element_bytes=2
 )
-CUDA = CostModel.analytic(SHAPE, device_type="cuda")
+CUDA = CostModel.make_analytic(SHAPE, device_type="cuda")
 SLOW = replace(CUDA, exchange_bytes_per_second=1e6)
 
 
@@ -68,7 +68,7 @@ def test_an_exchange_more_must_pay() -> None:
         PlanLoad(shared_by(1), SLOW),
         PlanLoad(replace(shared_by(8), window=4096), SLOW),
         PlanLoad(shared_by(16), replace(CUDA, exchange_bytes_per_second=float("inf"))),
-        PlanLoad(Plan.local(Layout.from_lengths([[4096]] * 4)), SLOW),
+        PlanLoad(Plan.make_local(Layout.from_lengths([[4096]] * 4)), SLOW),
     ],
     ids=["one server", "window", "free network", "nothing moved"],
 )

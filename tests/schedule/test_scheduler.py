@@ -23,11 +23,11 @@ PLACEMENTS = Path(__file__).parents[2] / "benchmarks" / "placements"
 SHAPE = AttentionShape(
     query_heads=32, key_value_heads=8, head_dim=128, value_head_dim=128, element_bytes=2
 )
-PAIRS = CostModel.of_pairs(SHAPE)
+PAIRS = CostModel.make_of_pairs(SHAPE)
 MODELS = [
     PAIRS,
-    CostModel.analytic(SHAPE, device_type="cpu"),
-    CostModel.analytic(SHAPE, device_type="cuda"),
+    CostModel.make_analytic(SHAPE, device_type="cpu"),
+    CostModel.make_analytic(SHAPE, device_type="cuda"),
 ]
 CONFIGS = st.builds(
     DistCAConfig,
@@ -82,7 +82,7 @@ def check_plan(plan: Plan, local: Plan, cost: CostModel, config: DistCAConfig) -
 @given(layouts(), CONFIGS, st.sampled_from(MODELS))
 def test_any_layout(layout: Layout, config: DistCAConfig, cost: CostModel) -> None:
     plan = balance(layout, cost, config)
-    local = Plan.local(layout)
+    local = Plan.make_local(layout)
 
     check_plan(plan, local, cost, config)
 
@@ -115,7 +115,7 @@ def test_no_rank_above_or_below_the_tolerance(
 def test_what_ping_pong_hides_is_moved_for_less() -> None:
     # With a window, a row takes longer to send than to compute, and still not longer than all the
     # compute beside it.
-    cost = replace(CostModel.analytic(SHAPE, device_type="cuda"), window=8192)
+    cost = replace(CostModel.make_analytic(SHAPE, device_type="cuda"), window=8192)
     layout = Layout.from_lengths([[65536], [2048] * 32, [2048] * 32, [2048] * 32])
     plain, halves = (
         balance(layout, cost, DistCAConfig(ping_pong=ping_pong)) for ping_pong in (False, True)
@@ -123,7 +123,9 @@ def test_what_ping_pong_hides_is_moved_for_less() -> None:
     load = PlanLoad(halves, cost, overlapped=True)
     assert halves.moved
     assert load.slowest_seconds < PlanLoad(plain, cost, overlapped=True).slowest_seconds
-    assert load.slowest_seconds < 0.8 * PlanLoad(Plan.local(layout, 8192), cost).slowest_seconds
+    assert (
+        load.slowest_seconds < 0.8 * PlanLoad(Plan.make_local(layout, 8192), cost).slowest_seconds
+    )
 
 
 def test_a_wider_tolerance_moves_less() -> None:
@@ -157,7 +159,7 @@ def test_a_whole_tail_takes_its_keys_along() -> None:
         runs = zip(*(column.tolist() for column in plan.list_key_transfers()), strict=True)
         return [run for document, *run in runs if document == 0 and run[2] != run[3]]
 
-    local, plan = Plan.local(layout), balance(layout, PAIRS, DistCAConfig())
+    local, plan = Plan.make_local(layout), balance(layout, PAIRS, DistCAConfig())
     assert keys_of_document_0(local) == [[0, 8192, 1, 0]]
     assert keys_of_document_0(plan) == [[8192, 9216, 0, 1]]
     received = [PlanLoad(one, PAIRS).key_tokens[1, 0] for one in (local, plan)]
@@ -172,7 +174,7 @@ def test_a_whole_tail_takes_its_keys_along() -> None:
 @pytest.mark.parametrize("cost", MODELS, ids=lambda cost: cost.name)
 def test_small_worlds(ranks: list[list[int]], cost: CostModel) -> None:
     plan = balance(Layout.from_lengths(ranks), cost, DistCAConfig())
-    assert plan.digest == Plan.local(plan.layout).digest
+    assert plan.digest == Plan.make_local(plan.layout).digest
 
 
 def test_ranks_without_tokens_serve() -> None:
@@ -183,12 +185,14 @@ def test_ranks_without_tokens_serve() -> None:
 
 def test_balanced_layouts_stay() -> None:
     layout = Layout.from_lengths([[4096, 1000], [1000, 4096], [4096, 1001]])
-    assert balance(layout, PAIRS, DistCAConfig()).digest == Plan.local(layout).digest
+    assert balance(layout, PAIRS, DistCAConfig()).digest == Plan.make_local(layout).digest
 
 
 def test_balance_off_stays() -> None:
     layout = Layout.from_lengths(LONG)
-    assert balance(layout, PAIRS, DistCAConfig(balance=False)).digest == Plan.local(layout).digest
+    assert (
+        balance(layout, PAIRS, DistCAConfig(balance=False)).digest == Plan.make_local(layout).digest
+    )
 
 
 def load_of(layout: Layout, min_gain: float) -> PlanLoad:
@@ -223,7 +227,7 @@ def test_a_coarser_plan_where_the_fine_one_does_not_pay() -> None:
 
 
 def test_no_cost_per_pair_is_nothing_to_balance() -> None:
-    free = CostModel.analytic(SHAPE)
+    free = CostModel.make_analytic(SHAPE)
     kernel = type(free.forward)(1e-6, 1e12, np.inf)
     layout = Layout.from_lengths(LONG)
     assert not balance(layout, CostModel(SHAPE, kernel, kernel, 1e10), DistCAConfig()).moved

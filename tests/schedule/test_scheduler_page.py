@@ -36,8 +36,8 @@ def rows_of_table(heading: str) -> list[list[str]]:
 def test_the_example_is_what_the_planner_does() -> None:
     names: dict[str, Any] = {}
     exec(PAGE.split("```python\n")[1].split("```")[0], names)
-    plan, cost = names["plan"], CostModel.analytic(names["shape"])
-    before, after = PlanLoad(Plan.local(names["layout"]), cost), PlanLoad(plan, cost)
+    plan, cost = names["plan"], CostModel.make_analytic(names["shape"])
+    before, after = PlanLoad(Plan.make_local(names["layout"]), cost), PlanLoad(plan, cost)
     slices = [
         (task.server, f"[{task.start}, {task.end})") for task in plan.tasks if task.document == 0
     ]
@@ -72,9 +72,9 @@ def test_the_example_of_two_nodes_prints_what_stands_on_the_page(
         exec(code.split("```")[0], names)
     printed = PAGE.split("### Two nodes")[1].split("```\n")[2].split("```")[0]
     assert capsys.readouterr().out.strip() == printed.strip()
-    plan, cost, nodes = names["plan"], CostModel.analytic(names["shape"]), Ranks(per_node=2)
+    plan, cost, nodes = names["plan"], CostModel.make_analytic(names["shape"]), Ranks(per_node=2)
     before, after = (
-        PlanLoad(one, cost, ranks=nodes) for one in (Plan.local(names["layout"]), plan)
+        PlanLoad(one, cost, ranks=nodes) for one in (Plan.make_local(names["layout"]), plan)
     )
     text = " ".join(PAGE.split("### Two nodes")[1].split())
     assert (

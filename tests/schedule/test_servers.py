@@ -13,7 +13,7 @@ from hf_distca.schedule.cost import AttentionShape, CostModel
 from hf_distca.schedule.layout import Layout
 from hf_distca.schedule.ranks import Ranks
 
-COST = CostModel.of_pairs(AttentionShape(8, 4, 64, 64, 2))
+COST = CostModel.make_of_pairs(AttentionShape(8, 4, 64, 64, 2))
 LENGTHS = st.lists(st.integers(1, 4000), min_size=1, max_size=6)
 RANKS = st.lists(st.one_of(LENGTHS, st.just([])), min_size=2, max_size=8).filter(
     lambda ranks: any(ranks)
@@ -27,7 +27,7 @@ def test_without_serving_in_place_empty_ranks_get_slices(
     """Without serving in place, only ranks without tokens get slices."""
     layout = Layout.from_lengths(ranks)
     config = DistCAConfig(serve_in_place=False, min_gain=0.0)
-    plan = balance(layout, COST, config, Ranks.of(speeds[: len(ranks)]))
+    plan = balance(layout, COST, config, Ranks.from_speeds(speeds[: len(ranks)]))
     moved = plan.home != plan.server
     assert not any(ranks[server] for server in plan.server[moved].tolist())
 

@@ -30,7 +30,9 @@ def check_tokens(plan: Plan) -> None:
         np.bincount(rank[away], weights=tokens, minlength=ranks)
         for rank in (runs.source, runs.server)
     ]
-    np.testing.assert_array_equal(PlanLoad(plan, CostModel.analytic(SHAPE)).key_tokens, expected)
+    np.testing.assert_array_equal(
+        PlanLoad(plan, CostModel.make_analytic(SHAPE)).key_tokens, expected
+    )
 
 
 @settings(max_examples=50, deadline=None)
@@ -46,14 +48,14 @@ def test_tokens_of_any_plan(layout: Layout, config: DistCAConfig, cost: CostMode
 @settings(max_examples=50, deadline=None)
 @given(layouts(), st.randoms(use_true_random=False))
 def test_tokens_of_tasks_anywhere(layout: Layout, random_: random.Random) -> None:
-    local = Plan.local(layout)
+    local = Plan.make_local(layout)
     tasks = [CATask(*task[:4], random_.randrange(layout.world_size)) for task in local.tasks]
     check_tokens(Plan.from_tasks(layout, tasks))
 
 
 def test_relays_of_head_groups_are_counted_as_they_are_sent() -> None:
     layout = Layout.from_lengths([[2**18], *[[4096] * 8] * 15])
-    cost = CostModel.analytic(SHAPE, device_type="cuda")
+    cost = CostModel.make_analytic(SHAPE, device_type="cuda")
     relieved = add_relays(PlanLoad(balance(layout, cost, DistCAConfig(), allow_relays=False), cost))
     assert relieved.plan.relays is not None
     assert relieved.plan.layout.groups > 1
@@ -62,5 +64,5 @@ def test_relays_of_head_groups_are_counted_as_they_are_sent() -> None:
 
 def test_context_alone_is_no_traffic() -> None:
     layout = Layout.from_segments([[(0, 0, 1), (1, 0, 1)], [(1, 1, 1)], []], [0, 1, 0])
-    assert PlanLoad(Plan.local(layout), MODELS[0]).key_tokens[0].tolist() == [0, 0, 0]
-    add_relays(PlanLoad(Plan.local(layout), MODELS[0]))
+    assert PlanLoad(Plan.make_local(layout), MODELS[0]).key_tokens[0].tolist() == [0, 0, 0]
+    add_relays(PlanLoad(Plan.make_local(layout), MODELS[0]))

@@ -25,7 +25,7 @@ from hf_distca.schedule.waves import Waves
 SHAPE = AttentionShape(
     query_heads=32, key_value_heads=8, head_dim=128, value_head_dim=128, element_bytes=2
 )
-CUDA = CostModel.analytic(SHAPE, device_type="cuda")
+CUDA = CostModel.make_analytic(SHAPE, device_type="cuda")
 ONE_RATE = replace(CUDA, node_bytes_per_second=None)
 # Bytes of a query and of a key are 38 and 12; 10 bytes a second between nodes, 100 inside.
 SMALL = AttentionShape(1, 1, 1, 1, 2)
@@ -163,7 +163,7 @@ def test_any_layout_on_nodes(layout: Layout, ping_pong: bool, per_node: int) -> 
     plan = balance(layout, CUDA, config, ranks)
     before, after = (
         PlanLoad(one, CUDA, overlapped=ping_pong, ranks=ranks).slowest_seconds
-        for one in (Plan.local(layout), plan)
+        for one in (Plan.make_local(layout), plan)
     )
     assert after <= before
     assert balance(layout, CUDA, config, ranks).digest == plan.digest

@@ -42,7 +42,9 @@ def test_scalar_prices_agree_with_the_model(
     model: CostModel, start: int, rows: int, window: int
 ) -> None:
     cost = replace(model, window=window)
-    seconds = estimate_slice_seconds(MarginalCost.of(cost, 128), 1.0, start, start + rows)
+    seconds = estimate_slice_seconds(
+        MarginalCost.from_cost_model(cost, 128), 1.0, start, start + rows
+    )
     assert seconds == pytest.approx(cost.estimate_seconds(rows, start + rows)[0], rel=1e-12)
 
 
@@ -57,7 +59,7 @@ def test_scalar_prices_agree_with_the_model(
 def test_tails_begin_on_tiles_and_take_what_is_wanted(
     start: int, rows: int, window: int, part: float, room: float, model: CostModel
 ) -> None:
-    price, end = MarginalCost.of(replace(model, window=window), 128), start + rows
+    price, end = MarginalCost.from_cost_model(replace(model, window=window), 128), start + rows
     want = estimate_slice_seconds(price, 1.0, start, end) * part
     x = find_tail_start(price, 1.0, start, end, want, want * room)
     assert start <= x < end
@@ -82,7 +84,7 @@ def test_any_layout(layout: Layout, config: DistCAConfig, model: CostModel, wind
         assert plan.digest == balance(layout, model, config).digest
         assert plan.window is None
         return
-    local = Plan.local(layout, window)
+    local = Plan.make_local(layout, window)
     assert plan.window == window
     check_plan(plan, local, cost, config)
 
@@ -137,7 +139,7 @@ def test_long_documents_move_in_one_run() -> None:
 
 def test_rows_that_take_longer_to_send_than_to_compute_stay() -> None:
     layout = Layout.from_lengths([[65536], [512] * 128])
-    cost = CostModel.analytic(SHAPE, device_type="cuda")
+    cost = CostModel.make_analytic(SHAPE, device_type="cuda")
     for window, moves in ((4096, False), (32768, True)):
         plan = balance(layout, replace(cost, window=window), DistCAConfig())
         assert plan.moved == moves
@@ -146,7 +148,7 @@ def test_rows_that_take_longer_to_send_than_to_compute_stay() -> None:
 def test_figures_are_those_of_the_plans_window() -> None:
     layout = Layout.from_lengths(LONG)
     for window in (None, 100):
-        plan = Plan.local(layout, window)
+        plan = Plan.make_local(layout, window)
         figures = [
             PlanLoad(plan, replace(PAIRS, window=other)).compute_seconds.tolist()
             for other in (None, 100, 4096)
@@ -159,7 +161,7 @@ def test_a_window_and_one_rank_or_balance_off() -> None:
     cost = replace(PAIRS, window=100)
     for ranks, config in (([[4000]], DistCAConfig()), ([[4000], []], DistCAConfig(balance=False))):
         plan = balance(Layout.from_lengths(ranks), cost, config)
-        assert plan.digest == Plan.local(plan.layout, 100).digest
+        assert plan.digest == Plan.make_local(plan.layout, 100).digest
 
 
 @pytest.mark.parametrize("window", [1024, 4096])

@@ -14,24 +14,24 @@ from benchmark_modules import import_benchmark
 from hf_distca.errors import ConfigError
 from hf_distca.model_shape import KNOWN_MODELS, find_model
 from hf_distca.schedule.cost import count_causal_pairs
-from hf_distca.simulate.advice import advise, assumptions
-from hf_distca.simulate.document_lengths import distribution, from_list
+from hf_distca.simulate.advice import advise, list_assumptions
+from hf_distca.simulate.document_lengths import find_distribution, from_list
 from hf_distca.simulate.hardware import DEVICES, find_hardware
-from hf_distca.simulate.memory import activation_bytes, fullest
+from hf_distca.simulate.memory import compute_activation_bytes, find_fullest_moment
 from hf_distca.simulate.predict import (
     Prediction,
-    best_alternative,
-    best_of,
-    data_parallel,
-    one_forward_one_backward,
+    estimate_rank_seconds,
+    find_best,
+    find_best_alternative,
     predict_step,
-    rank_seconds,
-    same_phase,
+    run_data_parallel,
+    run_one_forward_one_backward,
+    run_same_phase,
     simulate,
 )
 from hf_distca.simulate.setting import Setting
 from hf_distca.simulate.strategies import OURS, STRATEGIES, Strategy
-from hf_distca.simulate.work import MicroBatchWork, head_seconds
+from hf_distca.simulate.work import MicroBatchWork, estimate_head_seconds
 from turns import in_turn
 
 ideal_seconds = import_benchmark("ideal").ideal_seconds
@@ -44,7 +44,7 @@ SINGLE = [name for name in STRATEGIES if name not in ("given-ping-pong", "dealt-
 def test_equal_documents_leave_nothing_to_gain(setting: Setting) -> None:
     found = {
         one.strategy: one
-        for one in simulate(setting, distribution("equal:2048", 16384), SINGLE, batches=1)
+        for one in simulate(setting, find_distribution("equal:2048", 16384), SINGLE, batches=1)
     }
     assert len(found) == len(SINGLE)
     for one in found.values():
@@ -65,10 +65,10 @@ def test_a_long_document_is_what_only_sharing_attention_helps(setting: Setting) 
     assert found["lpt"].idle_share > 0.5
     assert found["plain"].attention_share < 0.5
     assert not found["plain"].comparable
-    other = best_alternative(found.values())
+    other = find_best_alternative(found.values())
     assert other is not None
     assert other.strategy not in {"plain", *OURS}
-    ours = best_of(found.values(), OURS)
+    ours = find_best(found.values(), OURS)
     assert ours is not None
     assert ours.strategy.startswith("dealt")
 
@@ -90,12 +90,12 @@ def test_a_long_document_is_what_only_sharing_attention_helps(setting: Setting) 
 )
 def test_no_strategy_is_faster_than_the_ideal(setting: Setting, change: dict[str, object]) -> None:
     arranged = replace(setting, **change)
-    documents = replace(distribution("prolong", 65536), seed=3)
+    documents = replace(find_distribution("prolong", 65536), seed=3)
     found = simulate(arranged, documents, batches=2)
     assert {one.strategy for one in found} >= {*OURS, "plain", "lpt", "wlb", "all-gather"}
     ideal = [
         ideal_seconds(arranged, step)
-        for step in documents.steps(arranged.tokens, arranged.micro_batches, 2)
+        for step in documents.draw_steps(arranged.tokens, arranged.micro_batches, 2)
     ]
     for one in found:
         assert math.isfinite(one.step_seconds)
@@ -151,7 +151,7 @@ def test_no_strategy_is_faster_than_the_ideal_in_any_setting(seed: int) -> None:
             arranged.tokens,
         )
         seeded = replace(documents, seed=seed)
-        (step,) = seeded.steps(arranged.tokens, arranged.micro_batches, 1)
+        (step,) = seeded.draw_steps(arranged.tokens, arranged.micro_batches, 1)
         ideal = ideal_seconds(arranged, step)
         for name, strategy in STRATEGIES.items():
             found = predict_step(arranged, step, strategy)
@@ -165,7 +165,7 @@ def test_no_strategy_is_faster_than_the_ideal_in_any_setting(seed: int) -> None:
 
 def test_equal_documents_are_advised_to_stay_as_they_are(setting: Setting) -> None:
     narrow = replace(setting, checkpointing="full")
-    found = advise(narrow, simulate(narrow, distribution("equal:1024", 16384), batches=1))
+    found = advise(narrow, simulate(narrow, find_distribution("equal:1024", 16384), batches=1))
     assert not found.worthwhile
     assert found.settings == ()
     assert "gains nothing" in found.text
@@ -197,7 +197,7 @@ def predicted(setting: Setting, **seconds: float) -> list[Prediction]:
     """Steps that take so long, each in a way that fits and keeps documents whole."""
     steps = simulate(
         setting,
-        distribution("equal:2048", 16384),
+        find_distribution("equal:2048", 16384),
         [name.replace("_", "-") for name in seconds],
         batches=1,
     )
@@ -262,13 +262,15 @@ def test_what_the_trainer_cannot_do_is_not_advised_for_it(setting: Setting) -> N
 
 def test_what_fits_nowhere_is_said(setting: Setting) -> None:
     full = replace(setting, tokens_per_rank=2**20)
-    found = advise(full, simulate(full, distribution("equal:1024", 16384), batches=1))
+    found = advise(full, simulate(full, find_distribution("equal:1024", 16384), batches=1))
     assert not found.worthwhile
     assert "does not fit" in found.text
 
 
 def test_dealt_ranks_hold_equally_many_tokens(setting: Setting) -> None:
-    found = simulate(setting, distribution("prolong", 32768), ["dealt", "lpt", "wlb"], batches=2)
+    found = simulate(
+        setting, find_distribution("prolong", 32768), ["dealt", "lpt", "wlb"], batches=2
+    )
     assert [one.most_tokens > 16384 for one in found] == [False, True, True]
 
 
@@ -309,7 +311,7 @@ def test_every_told_step_is_one(setting: Setting) -> None:
     told: list[int] = []
     simulate(
         setting,
-        distribution("equal:64", 64),
+        find_distribution("equal:64", 64),
         ["plain", "lpt"],
         batches=3,
         told=lambda: told.append(1),
@@ -318,7 +320,7 @@ def test_every_told_step_is_one(setting: Setting) -> None:
 
 
 def test_unknown_strategies_and_no_batches(setting: Setting) -> None:
-    documents = distribution("equal:64", 64)
+    documents = find_distribution("equal:64", 64)
     with pytest.raises(ConfigError, match="strategy 'magic' is not known"):
         simulate(setting, documents, ["magic"])
     for batches in (0, -1, 10**9):
@@ -327,11 +329,11 @@ def test_unknown_strategies_and_no_batches(setting: Setting) -> None:
 
 
 def test_assumptions_name_what_is_used(setting: Setting) -> None:
-    found = dict(assumptions(setting, distribution("pretrain", 65536), ["plain"]))
+    found = dict(list_assumptions(setting, find_distribution("pretrain", 65536), ["plain"]))
     assert {"lengths", "model", "exchange", "weights", "checkpointing", "packed rows"} <= set(found)
     assert "pipeline" not in found
     assert "pipeline" in dict(
-        assumptions(replace(setting, stages=2), distribution("pretrain", 65536))
+        list_assumptions(replace(setting, stages=2), find_distribution("pretrain", 65536))
     )
 
 
@@ -355,7 +357,7 @@ def test_exchanging_ranks_wait_for_each_other_each_direction(
     nothing = np.zeros((2, 4))
     work = MicroBatchWork(nothing[0], nothing, nothing, nothing[0], nothing[0], 0.0, meeting)
     part = np.array([[1.0, 2.0, 1.0, 0.0], [2.0, 1.0, 0.0, 6.0]])
-    timeline = data_parallel(setting, [work], [part])
+    timeline = run_data_parallel(setting, [work], [part])
     assert timeline.seconds == seconds
     assert timeline.busy.tolist() == [3.0, 3.0, 1.0, 6.0]
 
@@ -367,10 +369,10 @@ def test_equal_micro_batches_leave_the_bubble_of_1f1b(
     """Equal micro-batches leave the bubble of one forward, one backward."""
     arranged = pipeline(setting, stages)
     works = [micro_batch(8, 1.0)] * count
-    parts = rank_seconds(arranged, works[0])
+    parts = estimate_rank_seconds(arranged, works[0])
     each = parts[:, 0].sum() / stages
-    head = head_seconds(arranged, works[0].tokens)[0]
-    found = one_forward_one_backward(arranged, works, [parts] * count)
+    head = estimate_head_seconds(arranged, works[0].tokens)[0]
+    found = run_one_forward_one_backward(arranged, works, [parts] * count)
     assert (count + stages - 1) * each <= found.seconds + 1e-9
     assert found.seconds <= (count + stages - 1) * (each + head)
     assert found.busy.sum() == pytest.approx(8 * count * (stages * each + head))
@@ -379,7 +381,7 @@ def test_equal_micro_batches_leave_the_bubble_of_1f1b(
 def test_ticks_in_which_idle_stages_serve_are_all_busy(setting: Setting) -> None:
     arranged = pipeline(setting, 2)
     tick = replace(micro_batch(16, 1.0), tokens=np.zeros(16))
-    found = same_phase(arranged, [tick] * 3, [rank_seconds(arranged, tick)] * 3)
+    found = run_same_phase(arranged, [tick] * 3, [estimate_rank_seconds(arranged, tick)] * 3)
     assert found.seconds == pytest.approx(3 * 3.0 / 2)
     assert found.busy.tolist() == pytest.approx([4.5] * 16)
 
@@ -387,12 +389,12 @@ def test_ticks_in_which_idle_stages_serve_are_all_busy(setting: Setting) -> None
 def test_simulated_pipelines_run_and_hold_what_real_stages_do(setting: Setting) -> None:
     """Pipelines run what hf-distca runs in stages and hold what its ticks hold."""
     staged = replace(setting, ranks=16, stages=4, micro_batches=8, sharding="zero1")
-    documents = distribution("equal:2048", 16384)
+    documents = find_distribution("equal:2048", 16384)
     found = {one.strategy: one for one in simulate(staged, documents, ("plain", *OURS), batches=1)}
     assert set(found) == {"plain", *OURS}
-    least = fullest(staged, staged.tokens_per_rank).total
+    least = find_fullest_moment(staged, staged.tokens_per_rank).total
     assert found["plain"].peak_bytes == least
-    each = activation_bytes(staged) * staged.tokens_per_rank
+    each = compute_activation_bytes(staged) * staged.tokens_per_rank
     assert found["dealt"].peak_bytes - least >= 3 * each, (
         "the first of four stages holds seven micro-batches, not four"
     )
@@ -401,7 +403,7 @@ def test_simulated_pipelines_run_and_hold_what_real_stages_do(setting: Setting) 
 def test_ping_pong_hides_messages_in_stages(setting: Setting) -> None:
     staged = replace(setting, ranks=16, stages=2, micro_batches=4, sharding="zero1")
     one_stream, in_turns = simulate(
-        staged, distribution("prolong", 65536), ("dealt", "dealt-ping-pong"), batches=1
+        staged, find_distribution("prolong", 65536), ("dealt", "dealt-ping-pong"), batches=1
     )
     assert in_turns.exposed_seconds < 0.5 * one_stream.exposed_seconds
     assert in_turns.step_seconds < one_stream.step_seconds
@@ -410,7 +412,7 @@ def test_ping_pong_hides_messages_in_stages(setting: Setting) -> None:
 def test_strategies_of_which_none_can_run(setting: Setting) -> None:
     never = Strategy("never", "runs nothing", lambda *_: [], "no way to run a step")
     with pytest.raises(ConfigError, match="none of never can run 1 such batch: name another"):
-        simulate(setting, distribution("equal:2048", 16384), (never,), batches=1)
+        simulate(setting, find_distribution("equal:2048", 16384), (never,), batches=1)
 
 
 @pytest.mark.parametrize("lengths", [[131072], [131071, 1], [65536, 65533, 3]])

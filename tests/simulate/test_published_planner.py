@@ -13,7 +13,7 @@ import pytest
 from benchmark_modules import import_benchmark
 from hf_distca.schedule.cost import AttentionShape, count_causal_pairs
 from hf_distca.schedule.deal import deal_in_order
-from hf_distca.simulate.document_lengths import distribution, from_list
+from hf_distca.simulate.document_lengths import find_distribution, from_list
 from hf_distca.simulate.predict import simulate
 from hf_distca.simulate.setting import Setting
 
@@ -42,9 +42,9 @@ def test_even_ticks_are_faster_if_messages_take_no_time(setting: Setting) -> Non
         setting.hardware, node_rate=1e15, link_gbps=1e7, exchange_seconds=0.0, peer_seconds=0.0
     )
     staged = replace(setting, ranks=16, stages=2, micro_batches=2, sharding="zero1", hardware=fast)
-    documents = distribution("prolong", 65536)
+    documents = find_distribution("prolong", 65536)
     built, even = simulate(staged, documents, ("dealt-ping-pong", even_ticks.EVEN_TICKS), batches=1)
-    (lengths,) = documents.steps(staged.tokens, staged.micro_batches, 1)
+    (lengths,) = documents.draw_steps(staged.tokens, staged.micro_batches, 1)
     assert ideal_seconds(staged, lengths) <= even.step_seconds < built.step_seconds
 
 
@@ -72,7 +72,7 @@ def test_a_document_may_fill_a_batch_and_a_nano_batch_be_empty(
 
 
 def test_it_is_no_faster_than_the_ideal(setting: Setting) -> None:
-    documents = distribution("prolong", 65536)
+    documents = find_distribution("prolong", 65536)
     (step,) = simulate(setting, documents, [published_planner.PUBLISHED], batches=1)
-    (lengths,) = documents.steps(setting.tokens, setting.micro_batches, 1)
+    (lengths,) = documents.draw_steps(setting.tokens, setting.micro_batches, 1)
     assert step.step_seconds >= 0.999 * ideal_seconds(setting, lengths)

@@ -16,8 +16,8 @@ from benchmark_modules import prepend_benchmarks
 from hf_distca.errors import ConfigError
 from hf_distca.model_shape import ModelShape, find_model
 from hf_distca.simulate.hardware import find_hardware
-from hf_distca.simulate.longest import WAYS, longest_documents
-from hf_distca.simulate.memory import TERMS, fullest
+from hf_distca.simulate.longest import WAYS, find_longest_documents
+from hf_distca.simulate.memory import TERMS, find_fullest_moment
 from hf_distca.simulate.predict import Prediction, predict_step
 from hf_distca.simulate.setting import Setting
 from hf_distca.simulate.strategies import find_strategy
@@ -83,10 +83,13 @@ def test_terms_add_to_the_peak_and_are_those_of_the_fullest_rank(setting: Settin
     tokens, received = np.array([100, 20000, 300, 0]), np.array([0.0, 0.0, 2e11, 0.0])
     for checkpointing in ("none", "selective", "full"):
         arranged = replace(setting, checkpointing=checkpointing)
-        memory = fullest(arranged, tokens, received)
+        memory = find_fullest_moment(arranged, tokens, received)
         assert memory.total == pytest.approx(sum(getattr(memory, term) for term in TERMS))
         assert memory.total == pytest.approx(
-            max(fullest(arranged, *pair).total for pair in zip(tokens, received, strict=True))
+            max(
+                find_fullest_moment(arranged, *pair).total
+                for pair in zip(tokens, received, strict=True)
+            )
         )
         assert memory.exchange == 2e11
 
@@ -111,7 +114,7 @@ def test_layers_without_attention_keep_no_outputs_of_it(setting: Setting) -> Non
     model, tokens = setting.model, 16384
     dense, hybrid = (
         {
-            way: fullest(replace(setting, model=one, checkpointing=way), tokens)
+            way: find_fullest_moment(replace(setting, model=one, checkpointing=way), tokens)
             for way in ("selective", "none")
         }
         for one in (model, replace(model, attention_layers=model.layers // 4))
@@ -130,7 +133,10 @@ def test_layers_without_attention_keep_no_outputs_of_it(setting: Setting) -> Non
 def test_two_micro_batches_hold_gradients_beside_checkpoints(setting: Setting) -> None:
     """With two micro-batches, gradients are there when checkpoints are."""
     arranged = replace(setting, checkpointing="full")
-    once, twice = fullest(arranged, 16384), fullest(replace(arranged, micro_batches=2), 16384)
+    once, twice = (
+        find_fullest_moment(arranged, 16384),
+        find_fullest_moment(replace(arranged, micro_batches=2), 16384),
+    )
     assert once.gradients == 0
     assert twice.gradients == pytest.approx(setting.model.parameters * 4 / 8)
 
@@ -146,7 +152,7 @@ def test_offloading_nothing_is_refused(setting: Setting) -> None:
 )
 def test_the_longest_document_fits_and_a_longer_one_does_not(model: str, hardware: str) -> None:
     setting = Setting(find_model(model), find_hardware(hardware), 8, 65536)
-    found = longest_documents(setting)
+    found = find_longest_documents(setting)
     assert [document.way for document in found] == list(WAYS)
     tokens = [document.tokens for document in found]
     assert tokens == sorted(set(tokens)), "each way saves more than the one before"
@@ -165,7 +171,7 @@ def test_the_longest_document_fits_and_a_longer_one_does_not(model: str, hardwar
 
 def test_the_host_may_be_full_first(setting: Setting) -> None:
     small = replace(setting, hardware=replace(setting.hardware, host_bytes=1e10))
-    limits = {document.way: document.limit for document in longest_documents(small)}
+    limits = {document.way: document.limit for document in find_longest_documents(small)}
     assert limits == {
         "checkpointing": "device",
         "+ chunked loss": "device",
@@ -180,5 +186,5 @@ def test_a_model_that_does_not_fit_is_named_with_what_it_takes(setting: Setting)
         ConfigError,
         match=r"llama-3-70b on 8 h100 .* a document of 1024 tokens a rank needs .* are optimizer",
     ):
-        longest_documents(large)
-    assert all(document.tokens for document in longest_documents(replace(large, ranks=24)))
+        find_longest_documents(large)
+    assert all(document.tokens for document in find_longest_documents(replace(large, ranks=24)))

@@ -12,7 +12,7 @@ from hf_distca.errors import ConfigError, LayoutError
 from hf_distca.model_shape import KNOWN_MODELS, find_model
 from hf_distca.schedule.cost import CostModel
 from hf_distca.schedule.profiles import Profile
-from hf_distca.simulate.document_lengths import distribution, from_list
+from hf_distca.simulate.document_lengths import find_distribution, from_list
 from hf_distca.simulate.hardware import find_hardware
 from hf_distca.simulate.setting import Setting
 
@@ -69,7 +69,7 @@ def test_attention_and_links_are_those_of_a_shipped_profile(
 ) -> None:
     hardware = find_hardware(name, kernel)
     simulated, shipped = (
-        replace(setting, hardware=hardware).cost(),
+        replace(setting, hardware=hardware).make_cost_model(),
         Profile.load(profile).make_cost_model(setting.shape),
     )
     faster = 4.8 / 3.35 if name == "h200" else 1  # its memory, than that of the GPU that was timed
@@ -133,8 +133,8 @@ def test_groups_and_nodes_are_those_of_training(
 
 
 def test_a_profile_replaces_attention_and_exchange(setting: Setting) -> None:
-    measured = CostModel.analytic(setting.shape, device_type="cpu")
-    found = replace(setting, profile=measured, tensor=8).cost(4096)
+    measured = CostModel.make_analytic(setting.shape, device_type="cpu")
+    found = replace(setting, profile=measured, tensor=8).make_cost_model(4096)
     assert (found.forward, found.exchange_bytes_per_second, found.window) == (
         measured.forward,
         1e9,
@@ -171,9 +171,9 @@ def test_links_have_a_positive_rate(rate: float) -> None:
 @pytest.mark.parametrize("text", ["pretrain", "prolong", "equal:1000", "lognormal:2000:1.5"])
 def test_batches_have_their_exact_tokens_and_repeat(text: str) -> None:
     """Batches have exactly their tokens and are the same every time."""
-    documents = distribution(text, 65536)
+    documents = find_distribution(text, 65536)
     first, again, other = (
-        [n.tolist() for n in replace(documents, seed=seed).batches(300_000, 3)]
+        [n.tolist() for n in replace(documents, seed=seed).draw_batches(300_000, 3)]
         for seed in (1, 1, 2)
     )
     assert first == again
@@ -185,10 +185,10 @@ def test_batches_have_their_exact_tokens_and_repeat(text: str) -> None:
 
 @pytest.mark.parametrize("text", ["prolong", "pretrain"])
 def test_a_step_has_the_same_work_in_any_number_of_micro_batches(text: str) -> None:
-    documents = replace(distribution(text, 32768), seed=1)
+    documents = replace(find_distribution(text, 32768), seed=1)
     work = []
     for count in (1, 4, 16):
-        for step in itertools.islice(documents.steps(2**20 // count, count, 2), 1, 2):
+        for step in itertools.islice(documents.draw_steps(2**20 // count, count, 2), 1, 2):
             assert [int(one.sum()) for one in step] == [2**20 // count] * count
             assert min(int(one.min()) for one in step) >= 1
             work.append(sum(float(np.square(one, dtype=np.float64).sum()) for one in step))
@@ -199,22 +199,22 @@ def test_a_document_longer_than_a_micro_batch() -> None:
     with pytest.raises(
         LayoutError, match="a document of 9000 tokens is longer than a micro-batch of 8192"
     ):
-        list(from_list([9000], "one").steps(8192, 2, 1))
+        list(from_list([9000], "one").draw_steps(8192, 2, 1))
 
 
 def test_long_documents_hold_the_promised_share_of_tokens() -> None:
     """Long documents hold the share of tokens that is promised."""
     for name, share, boundary in (("pretrain", 0.5, 8192), ("prolong", 0.6, 16384)):
-        lengths = next(distribution(name, 65536).batches(50_000_000, 1))
+        lengths = next(find_distribution(name, 65536).draw_batches(50_000_000, 1))
         assert lengths[lengths > boundary].sum() / lengths.sum() == pytest.approx(share, abs=0.08)
 
 
 def test_a_list_is_gone_through_and_begins_anew() -> None:
-    batch = next(from_list([3, 5], "two").batches(80, 1))
+    batch = next(from_list([3, 5], "two").draw_batches(80, 1))
     assert sorted(set(batch[:-1].tolist())) == [3, 5]
     assert np.bincount(batch[:20])[[3, 5]].tolist() == [10, 10]
-    assert from_list([3, 500], "two", 10).batches(80, 1)
-    assert max(next(from_list([3, 500], "two", 10).batches(80, 1))) == 10
+    assert from_list([3, 500], "two", 10).draw_batches(80, 1)
+    assert max(next(from_list([3, 500], "two", 10).draw_batches(80, 1))) == 10
 
 
 @pytest.mark.parametrize(
@@ -235,7 +235,7 @@ def test_lists_that_hold_no_lengths(lengths: list[int], message: str) -> None:
 
 def test_a_document_longer_than_a_batch() -> None:
     with pytest.raises(LayoutError, match="5000 tokens is longer than a global batch of 4096"):
-        next(from_list([5000], "one").batches(4096, 1))
+        next(from_list([5000], "one").draw_batches(4096, 1))
 
 
 @pytest.mark.parametrize(
@@ -253,10 +253,10 @@ def test_a_document_longer_than_a_batch() -> None:
 )
 def test_distributions_that_are_none(text: str) -> None:
     with pytest.raises(ConfigError, match="neither a file nor one of pretrain, prolong"):
-        distribution(text, 65536)
+        find_distribution(text, 65536)
 
 
 @pytest.mark.parametrize("longest", [0, -1, 2**60])
 def test_longest_documents_have_a_length(longest: int) -> None:
     with pytest.raises(ConfigError, match="max_length"):
-        distribution("pretrain", longest)
+        find_distribution("pretrain", longest)

@@ -13,18 +13,18 @@ import pytest
 from benchmark_modules import import_benchmark
 from hf_distca.model_shape import find_model
 from hf_distca.schedule.layout import FloatArray, IntArray
-from hf_distca.simulate.document_lengths import distribution, from_list
-from hf_distca.simulate.memory import fullest
+from hf_distca.simulate.document_lengths import find_distribution, from_list
+from hf_distca.simulate.memory import find_fullest_moment
 from hf_distca.simulate.predict import (
     Prediction,
-    data_parallel,
-    linear_seconds,
+    estimate_linear_seconds,
     predict_step,
+    run_data_parallel,
     simulate,
 )
 from hf_distca.simulate.setting import Setting
 from hf_distca.simulate.strategies import STRATEGIES, Strategy
-from hf_distca.simulate.work import MicroBatchWork, optimizer_seconds
+from hf_distca.simulate.work import MicroBatchWork, estimate_optimizer_seconds
 
 simulated_pool = import_benchmark("simulated_pool")
 COUNTED, Devices, Servers = simulated_pool.COUNTED, simulated_pool.Devices, simulated_pool.Servers
@@ -141,7 +141,7 @@ def test_who_sends_nothing_waits_for_nobody() -> None:
 @pytest.mark.parametrize("name", ["dealt", "dealt-ping-pong"])
 def test_in_place_layer_by_layer_is_what_sums_of_ranks_say(setting: Setting, name: str) -> None:
     wide = replace(setting, ranks=16, tokens_per_rank=32768, checkpointing="selective")
-    (lengths,) = distribution("pretrain", 131072).batches(wide.tokens, 1)
+    (lengths,) = find_distribution("pretrain", 131072).draw_batches(wide.tokens, 1)
     summed = predict_step(wide, [lengths], STRATEGIES[name])
     followed = predicted(
         Devices.all_training(wide), wide, lengths, ping_pong=name.endswith("ping-pong")
@@ -185,13 +185,13 @@ def test_no_pool_is_faster_than_the_ideal(
     setting: Setting, servers: int, each_node: bool, change: dict[str, Any]
 ) -> None:
     arranged = replace(setting, **change)
-    documents = replace(distribution("prolong", 65536), seed=3)
+    documents = replace(find_distribution("prolong", 65536), seed=3)
     found = simulate(arranged, documents, pools(servers, each_node=each_node), batches=2)
     assert len(found) == 2
     ideal = np.mean(
         [
             ideal_seconds(arranged, step)
-            for step in documents.steps(arranged.tokens, arranged.micro_batches, 2)
+            for step in documents.draw_steps(arranged.tokens, arranged.micro_batches, 2)
         ]
     )
     for step in found:
@@ -215,18 +215,18 @@ def test_what_servers_do_not_train_others_do(setting: Setting) -> None:
     the linear layers.
     """
     half = replace(setting, sharding="ddp")
-    (step,) = simulate(half, distribution("equal:256", 256), pools(4)[:1], batches=1)
+    (step,) = simulate(half, find_distribution("equal:256", 256), pools(4)[:1], batches=1)
     assert step.step_seconds == pytest.approx(2 * ideal_seconds(half, [np.full(512, 256)]), rel=0.1)
     assert step.idle_share == pytest.approx(0.5, abs=0.1)
-    (place,) = simulate(half, distribution("equal:256", 256), ["dealt"], batches=1)
+    (place,) = simulate(half, find_distribution("equal:256", 256), ["dealt"], batches=1)
     assert step.most_tokens == 2 * place.most_tokens
     assert step.peak_bytes > 1.2 * place.peak_bytes
 
 
 def test_weights_are_sharded_over_those_that_train(setting: Setting) -> None:
-    (step,) = simulate(setting, distribution("equal:256", 256), pools(4)[:1], batches=1)
+    (step,) = simulate(setting, find_distribution("equal:256", 256), pools(4)[:1], batches=1)
     half = replace(setting, ranks=4, tokens_per_rank=2 * setting.tokens_per_rank)
-    assert step.peak_bytes == fullest(half, half.tokens_per_rank).total
+    assert step.peak_bytes == find_fullest_moment(half, half.tokens_per_rank).total
 
 
 def test_seconds_without_work_make_a_step_longer_and_nobody_busy(setting: Setting) -> None:
@@ -234,7 +234,7 @@ def test_seconds_without_work_make_a_step_longer_and_nobody_busy(setting: Settin
     work = MicroBatchWork(
         nothing[0], nothing, nothing, nothing[0], nothing[0], 0.0, meeting=2, idle=idle
     )
-    timeline = data_parallel(setting, [work], [np.array([[1.0, 3.0], [4.0, 1.0]])])
+    timeline = run_data_parallel(setting, [work], [np.array([[1.0, 3.0], [4.0, 1.0]])])
     assert timeline.seconds == 3 + 6
     assert timeline.busy.tolist() == [5, 4]
 
@@ -285,7 +285,7 @@ def unlike(setting: Setting, tokens: FloatArray, speed: float) -> Any:
 def test_slow_devices_delay_steps_unless_given_fewer_tokens(setting: Setting) -> None:
     """Slow devices hold a step up unless they hold fewer tokens."""
     wide = replace(setting, checkpointing="selective", sharding="ddp")
-    (lengths,) = distribution("pretrain", 8192).batches(wide.tokens, 1)
+    (lengths,) = find_distribution("pretrain", 8192).draw_batches(wide.tokens, 1)
     ones, slower = np.ones(8), np.where(np.arange(8) < 4, 1.0, 0.5)
     even = predicted(Devices.all_training(wide), wide, lengths, ping_pong=True).step_seconds
     equal, by_speed = (
@@ -293,20 +293,20 @@ def test_slow_devices_delay_steps_unless_given_fewer_tokens(setting: Setting) ->
         for tokens in (ones, slower)
     )
     assert 0.97 * even / 0.75 < by_speed.step_seconds < 0.85 * equal.step_seconds
-    linear = linear_seconds(wide, np.full(1, float(wide.tokens_per_rank))).sum()
+    linear = estimate_linear_seconds(wide, np.full(1, float(wide.tokens_per_rank))).sum()
     assert equal.step_seconds > 2 * linear, "that is what the linear layers of the slow ones take"
     assert by_speed.idle_share < 0.1 < equal.idle_share
 
 
 def test_devices_half_as_fast_take_twice_as_long(setting: Setting) -> None:
     wide = replace(setting, checkpointing="selective")
-    (lengths,) = distribution("pretrain", 16384).batches(wide.tokens, 1)
+    (lengths,) = find_distribution("pretrain", 16384).draw_batches(wide.tokens, 1)
     ones = np.ones(8)
     even, slow = (
         predicted(Devices(ones, ones * speed, ones * speed), wide, lengths, ping_pong=True)
         for speed in (1.0, 0.5)
     )
-    rest = optimizer_seconds(wide)
+    rest = estimate_optimizer_seconds(wide)
     assert even.exposed_seconds == pytest.approx(0, abs=0.01 * even.step_seconds)
     assert slow.step_seconds - slow.weight_exposed_seconds - rest == pytest.approx(
         2 * (even.step_seconds - even.weight_exposed_seconds - rest), rel=0.01

@@ -80,7 +80,7 @@ class PlanUse:
     meter: Meter
 
     @classmethod
-    def of(
+    def start(
         cls, batch_plan: BatchPlan, number: int, cost: CostModel, ranks: Ranks, meter: Meter
     ) -> PlanUse:
         """Begin the use of a plan, and estimate its tasks by a cost model."""
@@ -245,7 +245,7 @@ def observe_plans(
         return None
     seconds = figures.sum(axis=0) / (1e9 * layers)
     pairs = [(plan.use.batch_plan.plan, plan.use.ranks) for plan in plans]
-    local = [(Plan.local(plan.layout, plan.window), ranks) for plan, ranks in pairs]
+    local = [(Plan.make_local(plan.layout, plan.window), ranks) for plan, ranks in pairs]
     return Observation(
         parts=np.sum([_sum_parts(plan, cost) for plan, _ in pairs], axis=0),
         kernel=seconds[:, 0],
@@ -277,6 +277,8 @@ def _estimate_exchange(
     """Estimate the seconds of exchanges, (ranks,); 0 on ranks that send and receive nothing."""
     if not plan.moved:
         return np.zeros(plan.layout.world_size)
-    waves = Waves.of(plan, cost.shape, config.tile, config.max_transient_bytes, config.head_groups)
+    waves = Waves.split_plan(
+        plan, cost.shape, config.tile, config.max_transient_bytes, config.head_groups
+    )
     load = PlanLoad(plan, cost, waves, ranks=ranks)
     return np.where(load.wire_seconds.any(axis=0), load.exchange_seconds, 0.0)

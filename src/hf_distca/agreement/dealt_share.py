@@ -69,7 +69,7 @@ class PlanJob(NamedTuple):
     holds: tuple[bool, ...] | None = None
 
     @classmethod
-    def of(
+    def from_settings(
         cls,
         key: PlanKey,
         cost: CostModel,
@@ -357,7 +357,7 @@ class DealSettings:
             ranks = Ranks(per_node=share.per_node)
             nanos = (0,) if share.first_nano_tokens is None else (1, 2)
             for (key, cost), nano in product(self.costs.items(), nanos):
-                share.plan(PlanJob.of(key._replace(nano=nano), cost, self.config, ranks))
+                share.plan(PlanJob.from_settings(key._replace(nano=nano), cost, self.config, ranks))
             share.pop_local_plan_count()
         runs = share.whole_layout.list_segments(rank)
         return PackedDocuments(

@@ -81,7 +81,7 @@ class RowTokens:
     row_length: int
 
     @classmethod
-    def of(
+    def from_rows(
         cls, position: IntArray, mask: IntArray | None, row_length: int, first_position: int = 0
     ) -> RowTokens:
         """Read the tokens of flat rows.

@@ -18,8 +18,8 @@ from hf_distca.agreement.document_starts import (
 from hf_distca.errors import LayoutError, UnsupportedError
 from hf_distca.schedule.layout import (
     IntArray,
+    compute_lengths,
     enumerate_ranges,
-    lengths_from_cu_seqlens,
     require_integers,
 )
 
@@ -314,7 +314,7 @@ class TokenBatch:
         return self.batch_size, self.length
 
     @classmethod
-    def of(cls, batch: Mapping[str, Any]) -> TokenBatch:
+    def from_batch(cls, batch: Mapping[str, Any]) -> TokenBatch:
         """Read the arguments of a model's forward."""
         batch_size, length = batch["input_ids"].shape
         return cls(
@@ -405,7 +405,7 @@ class TokenBatch:
     def _read_from_positions(self, span_ranks: bool, training: bool) -> Documents:
         first_position = 0 if self.position_ids is None else self.first_position
         shape = (self.batch_size, self.length)
-        tokens = RowTokens.of(
+        tokens = RowTokens.from_rows(
             *read_positions(self.position_ids, self.padding, shape), self.length, first_position
         )
         begin = (
@@ -449,4 +449,4 @@ def _read_bounds(cu_seq_lens: torch.Tensor) -> list[int]:
             f"cu_seq_lens_q has shape {tuple(cu_seq_lens.shape)} and {cu_seq_lens.dtype}: it must "
             "be a flat tensor of integers."
         )
-    return lengths_from_cu_seqlens(cu_seq_lens.tolist())
+    return compute_lengths(cu_seq_lens.tolist())

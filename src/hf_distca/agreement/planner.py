@@ -22,7 +22,7 @@ from hf_distca.agreement.dealt_share import DealtShare, PlanJob, register_share_
 from hf_distca.agreement.history import History
 from hf_distca.agreement.world_progress import Progress
 from hf_distca.config import DistCAConfig
-from hf_distca.runtime.group import AttentionGroup, joint_step
+from hf_distca.runtime.group import AttentionGroup, mark_joint_step
 from hf_distca.runtime.meter import Meter
 from hf_distca.runtime.monitor import AwaitedThread
 from hf_distca.schedule.balance import balance
@@ -92,7 +92,7 @@ class Planner:
         self.history.reset()
         self._progress = Progress(self._meter, self.history)
 
-    @joint_step
+    @mark_joint_step
     def gather_measurements(self, group: AttentionGroup) -> None:
         """Gather the measurements of all ranks up to here. Collective."""
         self.resume_progress().gather_measurements(group)
@@ -129,7 +129,7 @@ class Planner:
             return self.plan_shares(shares, requests, group)
         return self.finish_plans(self.begin_plans(requests, group))
 
-    @joint_step
+    @mark_joint_step
     def begin_plans(
         self,
         requests: Sequence[Request],
@@ -171,7 +171,7 @@ class Planner:
             pending.complete(make_plans)
         return pending
 
-    @joint_step
+    @mark_joint_step
     def finish_plans(self, pending: PendingPlans) -> list[BatchPlan]:
         """Wait for plans, and compare them between ranks with one collective.
 
@@ -184,7 +184,7 @@ class Planner:
         # Plans come from equal inputs, but an exchange with unequal plans would hang.
         digests = np.array([_shorten_digest(plan) for plan in plans], dtype=np.int64)
         doing = f"comparing plans of {pending.place}"
-        if not group.all_equal(digests, doing=doing):
+        if not group.is_equal_on_all(digests, doing=doing):
             for column in np.stack(group.gather(digests, doing=doing)).T:
                 check_equal(
                     group,
@@ -207,7 +207,7 @@ class Planner:
             for (documents, key), plan in zip(pending.requests, plans, strict=True)
         ]
 
-    @joint_step
+    @mark_joint_step
     def plan_shares(
         self, shares: Sequence[DealtShare], requests: Sequence[Request], group: AttentionGroup
     ) -> list[BatchPlan]:
@@ -292,7 +292,7 @@ class Planner:
         """Make the current inputs of a plan with this key, for a group of this size."""
         costs = self.resume_progress().costs
         ranks = costs.make_ranks(size, per_node)
-        return PlanJob.of(key, costs.get_cost(key), self.config, ranks, holds)
+        return PlanJob.from_settings(key, costs.get_cost(key), self.config, ranks, holds)
 
 
 def get_current_world() -> object:

@@ -262,7 +262,7 @@ class Costs(dict[Kind, CostModel]):
             factors = _fit_factors(samples, np.ones(count))
             self.measured_ranks = UNIFORM_RANKS
         else:
-            self.measured_ranks = Ranks.of([_round_rate(speed) for speed in speeds])
+            self.measured_ranks = Ranks.from_speeds([_round_rate(speed) for speed in speeds])
         task, byte, flop = map(_round_rate, np.clip(factors, *_FACTOR_RANGE))
         rates.correction = replace(correction_before, task=task, byte=byte, flop=flop)
         rates.new_samples.clear()

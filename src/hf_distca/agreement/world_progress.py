@@ -126,7 +126,7 @@ class Progress:
         self._recent_keys[batch_plan.key] = None
         ranks = self.costs.make_ranks(batch_plan.plan.layout.world_size, batch_plan.per_node)
         cost = self.costs.get_cost(batch_plan.key)
-        use = PlanUse.of(batch_plan, number, cost, ranks, Meter(self._meter))
+        use = PlanUse.start(batch_plan, number, cost, ranks, Meter(self._meter))
         self._history.record_use(use)
         self._unannounced_uses.append(use)
         return use.meter

@@ -24,7 +24,7 @@ _MOST_DOCUMENTS = 2**18  # of a micro-batch that is planned, which takes minutes
 _MOST_CHARACTERS = 600
 
 
-def input_name(path: Path) -> str:
+def get_input_name(path: Path) -> str:
     """Return the name of a file in errors."""
     return "standard input" if path == _STANDARD else str(path)
 
@@ -32,7 +32,7 @@ def input_name(path: Path) -> str:
 def read(path: Path) -> bytes:
     """Read all of a file, without the mark that some editors put before the first character."""
     content = (
-        read_stream(sys.stdin.buffer, input_name(path), _MOST_BYTES)
+        read_stream(sys.stdin.buffer, get_input_name(path), _MOST_BYTES)
         if path == _STANDARD
         else read_file(path, _MOST_BYTES)
     )
@@ -43,7 +43,7 @@ def check_documents(count: int, path: Path) -> None:
     """Raise if there are more documents than can be planned in minutes."""
     if count > _MOST_DOCUMENTS:
         raise LayoutError(
-            f"{input_name(path)} holds {count} documents or parts of documents: at most"
+            f"{get_input_name(path)} holds {count} documents or parts of documents: at most"
             f" {_MOST_DOCUMENTS} can be planned as one micro-batch."
         )
 

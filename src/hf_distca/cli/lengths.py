@@ -8,7 +8,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hf_distca.cli.files import input_name, read
+from hf_distca.cli.files import get_input_name, read
 from hf_distca.errors import LayoutError, UnsupportedError
 from hf_distca.input_files import check_file
 
@@ -25,7 +25,7 @@ def read_lengths(path: Path) -> list[int]:
     """Read the lengths of a JSON file with a list of them."""
     from hf_distca.schedule.placement import require_whole_number
 
-    name = input_name(path)
+    name = get_input_name(path)
     try:
         data = json.loads(read(path).decode("utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
@@ -54,7 +54,7 @@ def open_documents(
 
     With a tokenizer, the column may hold text; it is ``text`` if it is not named.
     """
-    from hf_distca.simulate.document_lengths import distribution, from_list
+    from hf_distca.simulate.document_lengths import find_distribution, from_list
 
     path = Path(text)
     column = _TEXT if tokenizer is not None and column == _TOKENS else column
@@ -63,10 +63,10 @@ def open_documents(
         counts = _count_column(path, tables, column, tokenizer)
         return from_list(counts, f"{text}, column {column!r}", longest)
     if path.suffix in _LINES:
-        return from_list(_count_rows(path, column, tokenizer), input_name(path), longest)
+        return from_list(_count_rows(path, column, tokenizer), get_input_name(path), longest)
     if text == "-" or (text and path.exists()) or path.suffix == ".json":
-        return from_list(read_lengths(path), input_name(path), longest)
-    return distribution(text, 131072 if longest is None else longest)
+        return from_list(read_lengths(path), get_input_name(path), longest)
+    return find_distribution(text, 131072 if longest is None else longest)
 
 
 def _count_texts(texts: list[str], tokenizer: str) -> list[int]:

@@ -130,7 +130,7 @@ class Layer:
         """True if figures are seconds of a device, and not causal pairs."""
         return self.measured is not None or self.cost != "pairs"
 
-    def cost_model(self) -> CostModel:
+    def make_cost_model(self) -> CostModel:
         """Make the cost model of the measured profile, or else the built-in one of `cost`, with the
         links of the options.
         """
@@ -162,9 +162,9 @@ class Layer:
                 ) from error
             model = profile.make_cost_model(shape, self.window, tile=self.tile)
         elif self.cost == "pairs":
-            model = CostModel.of_pairs(shape)
+            model = CostModel.make_of_pairs(shape)
         else:
-            model = CostModel.analytic(shape, device_type=self.cost, tile=self.tile)
+            model = CostModel.make_analytic(shape, device_type=self.cost, tile=self.tile)
         links: dict[str, Any] = {}
         for option, rate in (
             ("link_gigabytes", self.link_gigabytes),

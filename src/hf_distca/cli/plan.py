@@ -16,7 +16,7 @@ from hf_distca.cli.files import (
     check_documents,
     exit_on_error,
     exit_with_error,
-    input_name,
+    get_input_name,
     read,
     write,
 )
@@ -67,12 +67,12 @@ def plan(
     config = DistCAConfig(
         tolerance=tolerance, min_gain=min_gain, tile=layer.tile, head_groups=head_groups
     )
-    model = layer.cost_model()
+    model = layer.make_cost_model()
     with _announce_if_slow():
-        layout = parse_placement(read(placement), input_name(placement))
+        layout = parse_placement(read(placement), get_input_name(placement))
         check_documents(len(layout.document), placement)
         if not layout.query_tokens.any():
-            exit_with_error(f"{input_name(placement)} has no tokens: there is nothing to plan.")
+            exit_with_error(f"{get_input_name(placement)} has no tokens: there is nothing to plan.")
         result, summary = _plan_layout(layer, layout, model, config)
     lines = [f"{'cost model':<26} {model.name}"]
     if layer.window is not None:
@@ -113,7 +113,7 @@ def deal(
 
     if not 1 <= ranks <= _MOST_RANKS:
         raise ConfigError(f"ranks={ranks} must be a whole number from 1 to {_MOST_RANKS}.")
-    model = layer.cost_model()
+    model = layer.make_cost_model()
     config = DistCAConfig(tile=layer.tile, ping_pong=ping_pong)
     documents = read_lengths(lengths)
     check_documents(len(documents), lengths)

@@ -86,13 +86,13 @@ def profile(options: ProfileOptions) -> None:
 
     wanted = machine_profile.ProfileRequest(
         machine_profile.find_device(options.device),
-        machine_profile.dtypes(options.dtype or ["float32", "bfloat16"]),
+        machine_profile.parse_dtypes(options.dtype or ["float32", "bfloat16"]),
         tuple(options.width or (64, 128)),
         _parse_heads(options.heads or ["4:2", "8:1"]),
         batch_seconds=options.batch_seconds,
     )
     check_place(options.output)  # before minutes of measuring are lost
-    say = _ProgressBar(wanted.steps(options.ranks or machine_profile.count_launched_ranks()))
+    say = _ProgressBar(wanted.count_steps(options.ranks or machine_profile.count_launched_ranks()))
     made_by = shlex.join(["hf-distca", *sys.argv[1:]])
     what = (wanted, options.threads, options.name, made_by, say)
     measured = (
@@ -102,7 +102,7 @@ def profile(options: ProfileOptions) -> None:
     )
     say.close()
     if measured is not None:
-        write(measured.to_json(), summary(measured), options.output)
+        write(measured.to_json(), format_rates(measured), options.output)
 
 
 class _ProgressBar:
@@ -139,7 +139,7 @@ def _parse_heads(names: list[str]) -> tuple[tuple[int, int], ...]:
     return tuple(heads)
 
 
-def summary(profile: Profile) -> str:
+def format_rates(profile: Profile) -> str:
     """Format the rates in a few lines."""
     lines = [f"{'device':<26} {profile.processor}"]
     for rates in profile.kernels:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from hf_distca.cli.files import input_name, read
+from hf_distca.cli.files import get_input_name, read
 from hf_distca.errors import ConfigError
 from hf_distca.model_shape import KNOWN_MODELS, ModelShape, find_model
 
@@ -98,10 +98,10 @@ class Scale:
     batches: Annotated[int, typer.Option(help="Global batches to predict; figures are means.")] = 10
     seed: Annotated[int, typer.Option(help="Seed of the drawn documents.")] = 0
 
-    def setting(self) -> Setting:
+    def make_setting(self) -> Setting:
         """Make the setting that the options describe; raise for options out of their ranges."""
         from hf_distca.simulate.hardware import find_hardware
-        from hf_distca.simulate.memory import fullest
+        from hf_distca.simulate.memory import find_fullest_moment
         from hf_distca.simulate.setting import Setting
 
         device = find_hardware(self.hardware, self.kernel)
@@ -124,7 +124,7 @@ class Scale:
             None if self.profile is None else _read_profile(self.profile),
         )
         if self.checkpointing == "auto" and (
-            fullest(setting, self.tokens_per_rank).total > device.memory_bytes
+            find_fullest_moment(setting, self.tokens_per_rank).total > device.memory_bytes
         ):
             return replace(setting, checkpointing="full")
         return setting
@@ -144,7 +144,7 @@ class Scale:
                 "--lengths is missing: give the lengths of your documents, or a distribution such"
                 " as prolong."
             )
-        setting = self.setting()
+        setting = self.make_setting()
         documents = open_documents(self.lengths, self.column, self.max_length, self.tokenizer)
         documents = replace(documents, seed=self.seed)
         total = max(self.batches, 0) * len(names)
@@ -173,8 +173,8 @@ def _read_profile(source: Path) -> CostModel | MeasuredProfile:
     try:
         text = read(source).decode("utf-8")
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{input_name(source)} is not text: {error}.") from error
+        raise ConfigError(f"{get_input_name(source)} is not text: {error}.") from error
     try:
         return Profile.from_json(text) if '"format"' in text else CostModel.from_json(text)
     except ConfigError as error:
-        raise ConfigError(f"{input_name(source)}: {error}") from error
+        raise ConfigError(f"{get_input_name(source)}: {error}") from error

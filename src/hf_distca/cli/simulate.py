@@ -66,7 +66,7 @@ def simulate(
     Nothing is run and no GPU is needed. Strategies are compared on the same documents: packed rows,
     balancing in the loader, context parallelism, Ulysses, WLB-LLM, and hf-distca.
     """
-    from hf_distca.simulate.advice import assumptions as assumed
+    from hf_distca.simulate.advice import list_assumptions as assumed
     from hf_distca.simulate.strategies import STRATEGIES
 
     names = strategy or list(STRATEGIES)
@@ -117,7 +117,7 @@ def advise(
     setting, documents, predictions = scale.predict(list(STRATEGIES))
     advice = advising.advise(setting, predictions)
     if as_json:
-        facts = advising.assumptions(setting, documents)
+        facts = advising.list_assumptions(setting, documents)
         report = _collect_report(setting, documents, predictions, facts, scale)
         typer.echo(json.dumps({"advice": asdict(advice), **report}, indent=1))
         return
@@ -130,10 +130,10 @@ def advise(
 
 
 def _advise_longest(scale: Scale, as_json: bool) -> None:
-    from hf_distca.simulate.longest import longest_documents
+    from hf_distca.simulate.longest import find_longest_documents
 
-    setting = scale.setting()
-    documents = longest_documents(setting)
+    setting = scale.make_setting()
+    documents = find_longest_documents(setting)
     if not as_json:
         _show_longest(setting, documents)
         return
@@ -148,7 +148,7 @@ def _show_longest(setting: Setting, documents: list[LongestDocument]) -> None:
     from hf_distca.simulate.longest import WAYS
     from hf_distca.simulate.memory import TERMS
 
-    def row(name: str, text: Callable[[Prediction], str]) -> list[str]:
+    def add_row(name: str, text: Callable[[Prediction], str]) -> list[str]:
         steps = [document.step for document in documents]
         return [name, *("" if step is None else text(step) for step in steps)]
 
@@ -160,10 +160,10 @@ def _show_longest(setting: Setting, documents: list[LongestDocument]) -> None:
         ("", *WAYS),
         [
             ["tokens", *(f"{count:,}" if count else "does not fit" for count in tokens)],
-            row("tokens a rank", lambda step: f"{step.most_tokens:,}"),
-            row("step, s", lambda step: f"{step.step_seconds:.0f}"),
-            row("memory of a rank, GB", lambda step: f"{step.peak_bytes / 1e9:.1f}"),
-            *(row(f"  {term}", partial(_gigabytes, term)) for term in (*TERMS, "host")),
+            add_row("tokens a rank", lambda step: f"{step.most_tokens:,}"),
+            add_row("step, s", lambda step: f"{step.step_seconds:.0f}"),
+            add_row("memory of a rank, GB", lambda step: f"{step.peak_bytes / 1e9:.1f}"),
+            *(add_row(f"  {term}", partial(_format_gigabytes, term)) for term in (*TERMS, "host")),
             ["full", *(document.limit for document in documents)],
         ],
         f"A rank has {hardware.memory_bytes / 1e9:.0f} GB, and {hardware.host_bytes / 1e9:.0f} GB"
@@ -173,7 +173,7 @@ def _show_longest(setting: Setting, documents: list[LongestDocument]) -> None:
     )
 
 
-def _gigabytes(term: str, step: Prediction) -> str:
+def _format_gigabytes(term: str, step: Prediction) -> str:
     return f"{getattr(step.memory, term) / 1e9:.1f}"
 
 
@@ -181,9 +181,9 @@ def _show_predictions(
     setting: Setting, documents: DocumentSource, predictions: list[Prediction], batches: int
 ) -> None:
     """Print a table with one line per strategy."""
-    from hf_distca.simulate.predict import best_alternative
+    from hf_distca.simulate.predict import find_best_alternative
 
-    best = best_alternative(predictions)
+    best = find_best_alternative(predictions)
     _print_table(
         f"{setting.model.name} on {setting.ranks} {setting.hardware.name},"
         f" {setting.tokens_per_rank} tokens a rank\n{documents.name}, {batches}"
@@ -199,14 +199,14 @@ def _show_predictions(
             "memory, GB",
             "attention",
         ),
-        (_cells(prediction, best) for prediction in predictions),
+        (_format_cells(prediction, best) for prediction in predictions),
         "speed: against the fastest strategy that does not disaggregate attention; none where"
         " memory is full or cut documents lose attention. idle: waiting for slower ranks. waits:"
         " for messages of attention; hidden: messages beside computing.",
     )
 
 
-def _cells(step: Prediction, best: Prediction | None) -> list[str]:
+def _format_cells(step: Prediction, best: Prediction | None) -> list[str]:
     """Format a prediction, with its speed against the best alternative."""
     degree, seconds = step.degree, step.step_seconds
     return [

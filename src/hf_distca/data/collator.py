@@ -234,7 +234,7 @@ def _find_starts(positions: IntArray | None, mask_numbers: IntArray | None) -> I
             "from 0. Rows of which other ranks hold the rest are not packed here."
         )
     positions = np.arange(count) if positions is None else positions
-    return RowTokens.of(positions, mask_numbers, count).find_document_starts(training=True)
+    return RowTokens.from_rows(positions, mask_numbers, count).find_document_starts(training=True)
 
 
 def _choose_starts(

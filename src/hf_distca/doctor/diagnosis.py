@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 from hf_distca.doctor import Finding
-from hf_distca.doctor.exchange import is_launched, try_launched, versions
-from hf_distca.doctor.model import family, find_dtype, kernels, read_config
+from hf_distca.doctor.exchange import is_launched, list_versions, try_launched
+from hf_distca.doctor.model import check_model_family, check_model_kernels, find_dtype, read_config
 from hf_distca.errors import DistCAError
 
 
@@ -40,8 +40,8 @@ def diagnose(
     """
     config = None if model is None else read_config(model, say)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    findings = [] if config is None else list(family(config))
-    findings += kernels(config, find_dtype(dtype, config, device), device)
+    findings = [] if config is None else list(check_model_family(config))
+    findings += check_model_kernels(config, find_dtype(dtype, config, device), device)
     backends = [
         name
         for name in ("nccl", "gloo", "mpi")
@@ -65,7 +65,7 @@ def diagnose(
 
 def _check_launcher(timeout_seconds: float) -> list[Finding]:
     try:
-        return try_launched(versions(), timeout_seconds)
+        return try_launched(list_versions(), timeout_seconds)
     except (DistCAError, RuntimeError) as error:
         return [
             Finding(

@@ -19,8 +19,8 @@ import torch.distributed as dist
 from hf_distca.config import DistCAConfig
 from hf_distca.doctor import Finding
 from hf_distca.integration.session import Session
-from hf_distca.runtime.group import AttentionGroup, joint_step
-from hf_distca.runtime.members import node_number
+from hf_distca.runtime.group import AttentionGroup, mark_joint_step
+from hf_distca.runtime.members import find_node_number
 
 _BYTES = 2**22  # of a message
 _ROUNDS = 5
@@ -43,7 +43,7 @@ def is_launched() -> bool:
     return int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ
 
 
-def versions() -> dict[str, str]:
+def list_versions() -> dict[str, str]:
     """Return the versions of installed packages that ranks must have in common, by package."""
     installed = {"python": platform.python_version()}
     for package in _PACKAGES:
@@ -82,14 +82,14 @@ def try_launched(has: Mapping[str, str], timeout_seconds: float) -> list[Finding
         dist.destroy_process_group()
 
 
-@joint_step
+@mark_joint_step
 def exchange(has: Mapping[str, str], device: torch.device, group: AttentionGroup) -> list[Finding]:
     """Send one message from every rank to each other, which names both, through the communicators
     that training uses; compare the versions of all ranks.
     """
     # As JSON and not as objects, which would be unpickled: whoever sends a pickle runs code in the
     # process that reads it.
-    text = json.dumps([node_number(), dict(has)]).encode()
+    text = json.dumps([find_node_number(), dict(has)]).encode()
     rows = group.gather(
         np.frombuffer(text, dtype=np.uint8).astype(np.int64), doing="telling node and versions"
     )

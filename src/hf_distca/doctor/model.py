@@ -135,7 +135,7 @@ def find_dtype(
     return _DTYPES[name]
 
 
-def family(config: PreTrainedConfig) -> Iterator[Finding]:
+def check_model_family(config: PreTrainedConfig) -> Iterator[Finding]:
     """Yield findings on whether distca computes this family exactly, and which features work with
     it.
     """
@@ -196,7 +196,7 @@ def _check_config(config: PreTrainedConfig) -> Iterator[Finding]:
             )
 
 
-def kernels(
+def check_model_kernels(
     config: PreTrainedConfig | None, dtype: torch.dtype, device: torch.device
 ) -> Iterator[Finding]:
     """Yield findings on the kernel that runs each kind of layers of a model, and on why earlier

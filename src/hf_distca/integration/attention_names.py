@@ -11,7 +11,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
-from hf_distca.borrowed import changed_flash_attention, let_names_pass
+from hf_distca.borrowed import get_changed_flash_attention, let_names_pass
 from hf_distca.config import REPLACEABLE_ATTENTION, check_replaceable
 from hf_distca.errors import UnsupportedError
 from hf_distca.integration.families import FAMILIES, PROVEN_GROUPS
@@ -48,7 +48,7 @@ def check_not_replaced(config: PreTrainedConfig | None) -> None:
         return
     changed = ALL_ATTENTION_FUNCTIONS[name]
     if changed is _registered[name]:
-        changed = changed_flash_attention() if "flash" in name else None
+        changed = get_changed_flash_attention() if "flash" in name else None
     if changed is not None:
         raise UnsupportedError(
             f'attn_implementation="{name}" is distca here, and {describe_origin(changed)} has been'
@@ -88,7 +88,7 @@ def replace_attention(name: str) -> None:
             f"distca cannot stand in for {name!r}: this version of transformers does not have it."
         )
     replaced = ALL_ATTENTION_FUNCTIONS[name]
-    for function in (replaced, changed_flash_attention() if "flash" in name else None):
+    for function in (replaced, get_changed_flash_attention() if "flash" in name else None):
         if function is not None and not describe_origin(function).startswith("transformers."):
             raise UnsupportedError(
                 f"distca cannot stand in for {name!r}: {describe_origin(function)} has been put in"

@@ -83,7 +83,8 @@ def make_initial_cost(key: PlanKey, config: DistCAConfig) -> CostModel:
     if isinstance(config.cost_model, Profile):
         return config.cost_model.make_cost_model(key.shape, key.window, tile=config.tile)
     return replace(
-        CostModel.analytic(key.shape, device_type=key.device, tile=config.tile), window=key.window
+        CostModel.make_analytic(key.shape, device_type=key.device, tile=config.tile),
+        window=key.window,
     )
 
 

@@ -57,14 +57,14 @@ def find_members() -> Members | None:
 def choose_group_size(
     members: dist.ProcessGroup | Members | None, config: DistCAConfig
 ) -> int | None:
-    """Return how many of these ranks share core attention, for `AttentionGroup.of`; log it if the
-    user did not choose it.
+    """Return how many of these ranks share core attention, for `AttentionGroup.find_or_create`;
+    log it if the user did not choose it.
 
     A process group that the user made is one attention group, unless `config` has a size.
     """
     if config.group_size is not None or isinstance(members, dist.ProcessGroup):
         return config.group_size
-    ranks = (members or Members.of(None)).ranks
+    ranks = (members or Members.from_group(None)).ranks
     size = config.group_ranks(len(ranks))
     if size == len(ranks):
         return None

@@ -9,7 +9,7 @@ from hf_distca.agreement.announce import PlanKey
 from hf_distca.agreement.history import BalanceTotals
 from hf_distca.integration.processes import print_lines
 from hf_distca.integration.session import Session
-from hf_distca.kernels.variants import late_compiles
+from hf_distca.kernels.variants import count_late_compiles
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ def read_metrics(session: Session) -> Metrics:
         time.perf_counter() - session.start_time,
         session.start_time,
         session.meter.state_bytes,
-        late_compiles(),
+        count_late_compiles(),
     )
 
 

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
 from hf_distca.agreement.planner import Planner, get_current_world
-from hf_distca.borrowed import loaded_mesh
+from hf_distca.borrowed import get_mesh
 from hf_distca.config import DistCAConfig
 from hf_distca.integration.handle import LayerWork
 from hf_distca.integration.processes import (
@@ -28,7 +28,7 @@ from hf_distca.integration.processes import (
 from hf_distca.kernels import Case, Kernel, Scores, select_kernel
 from hf_distca.measure.timeline import Trace
 from hf_distca.runtime.call import AttentionServer, Call, Inputs
-from hf_distca.runtime.core_attention import core_attention
+from hf_distca.runtime.core_attention import compute_core_attention
 from hf_distca.runtime.group import AttentionGroup
 from hf_distca.runtime.members import Members
 from hf_distca.runtime.meter import Meter
@@ -106,7 +106,9 @@ class Session:
         if group.holds is None:
             return group
         if self._trainers is None:
-            self._trainers = AttentionGroup.of(timeout_seconds=self.config.timeout_seconds)
+            self._trainers = AttentionGroup.find_or_create(
+                timeout_seconds=self.config.timeout_seconds
+            )
         return self._trainers
 
     def leave_behind(self, leaving: Sequence[int]) -> AttentionGroup:
@@ -125,7 +127,7 @@ class Session:
     ) -> AttentionGroup:
         observer, seconds = AttentionGroup.observer, self.config.timeout_seconds
         if observer is None:
-            return AttentionGroup.of(members, timeout_seconds=seconds, size=size)
+            return AttentionGroup.find_or_create(members, timeout_seconds=seconds, size=size)
         return observer.make_group(members, size, seconds, leaving)
 
     def adopt_group(self, group: AttentionGroup) -> None:
@@ -176,7 +178,7 @@ class Session:
         """
         if self._members is None and self._group is None:
             self._members = next(
-                (mesh for model in models if (mesh := loaded_mesh(model)) is not None), None
+                (mesh for model in models if (mesh := get_mesh(model)) is not None), None
             )
 
     def make_server(
@@ -185,7 +187,7 @@ class Session:
         """Make a server for the tasks of layers of this shape and these scores, which compute in
         the dtype of `query`.
         """
-        with work.group.reporting(f"choosing a kernel for {work.name}"):
+        with work.group.report_errors(f"choosing a kernel for {work.name}"):
             return AttentionServer(self.choose_kernel(query, shape, scores), scores, work.meter)
 
     def compute_attention(
@@ -195,22 +197,22 @@ class Session:
         all layers like it.
         """
         group, route, number = work.group, work.route, next(work.call_numbers)
-        outputs = None if work.outputs is None else work.outputs.of(module, inputs)
+        outputs = None if work.outputs is None else work.outputs.find_outputs(module, inputs)
         # Nobody waits for this rank.
         if group.monitor is None and self.trace is None:
-            return core_attention(inputs, Call(route, group, server, outputs))
+            return compute_core_attention(inputs, Call(route, group, server, outputs))
         group.raise_pending()
         place = f"layer {getattr(module, 'layer_idx', number)} of {work.name}"
         meter = work.meter
         if self.trace is not None:
-            meter = self.trace.meter(meter, work.nano, number + 1)
+            meter = self.trace.make_call_meter(meter, work.nano, number + 1)
         server = AttentionServer(
-            server.kernel, server.scores, meter, partial(group.reporting, f"computing {place}")
+            server.kernel, server.scores, meter, partial(group.report_errors, f"computing {place}")
         )
         if route.exchanges:
-            group = group.at(place, route.forward_exchanges)
+            group = group.with_call_channel(place, route.forward_exchanges)
         try:
-            return core_attention(inputs, Call(route, group, server, outputs))
+            return compute_core_attention(inputs, Call(route, group, server, outputs))
         except Exception:
             with server.reporting():
                 raise

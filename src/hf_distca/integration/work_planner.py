@@ -21,8 +21,8 @@ from hf_distca.integration.processes import print_if_slow
 from hf_distca.integration.session import Session
 from hf_distca.kernels import Scores
 from hf_distca.kernels.varlen import to_device
-from hf_distca.measure.calibrate import calibrate, fastest, shipped_profile
-from hf_distca.runtime.group import AttentionGroup, joint_step
+from hf_distca.measure.calibrate import calibrate, find_fastest_kernel, find_shipped_profile
+from hf_distca.runtime.group import AttentionGroup, mark_joint_step
 from hf_distca.runtime.meter import Meter
 from hf_distca.runtime.outputs import OutputStore
 from hf_distca.runtime.route import Route
@@ -151,7 +151,7 @@ class WorkPlanner:
         else:
             layout = _build_local_layout(documents, evaluating=evaluating)
             window = _limit_window(key.window, layout.longest)
-            route = Route.build(Plan.local(layout, window), 0)
+            route = Route.build(Plan.make_local(layout, window), 0)
         handle.check_documents(layout, key.window)
         return LayerWork(
             _LOCAL_GROUP,
@@ -164,7 +164,7 @@ class WorkPlanner:
             OutputStore(),
         )
 
-    @joint_step
+    @mark_joint_step
     def learn_cost(self, key: PlanKey, query: torch.Tensor, group: AttentionGroup) -> None:
         """Make the cost model of a shape, at its first layer; all ranks of the group at the same
         point. Collective.
@@ -177,13 +177,13 @@ class WorkPlanner:
         source = choose_rate_source(self.session.config)
         if source == "analytic" and query.device.type == "cuda":
             kernel = self.session.choose_kernel(query, key.shape, Scores(1.0))
-            if (profile := shipped_profile(query.device, kernel, group)) is not None:
+            if (profile := find_shipped_profile(query.device, kernel, group)) is not None:
                 cost = profile.make_cost_model(key.shape, tile=self.session.config.tile)
         if source == "calibrated":
             if self.session.config.kernel == "auto" and key.device == "cuda":
                 with print_if_slow("comparing attention kernels before the first plan"):
                     widths = key.shape.head_dim, key.shape.value_head_dim
-                    self.session.fastest_kernels[query.dtype, widths] = fastest(
+                    self.session.fastest_kernels[query.dtype, widths] = find_fastest_kernel(
                         key.shape, get_args(KernelName), query.dtype, query.device, group
                     )
             kernel = self.session.choose_kernel(query, key.shape, Scores(1.0))
@@ -193,7 +193,7 @@ class WorkPlanner:
                 cost = calibrate(cost, kernel, query.dtype, query.device, group)
         costs[key.shape, key.device] = cost
 
-    @joint_step
+    @mark_joint_step
     def use_plan(
         self, documents: Documents, planned: BatchPlan, group: AttentionGroup, device: torch.device
     ) -> LayerWork:
@@ -201,7 +201,7 @@ class WorkPlanner:
         progress = self.planner.resume_progress()
         meter = progress.use_plan(planned, documents)
         plan, nano, config = planned.plan, planned.key.nano, self.session.config
-        waves = Waves.of(
+        waves = Waves.split_plan(
             plan, planned.key.shape, config.tile, config.max_transient_bytes, config.head_groups
         )
         self._warn_above_bound(waves, group)
@@ -224,7 +224,7 @@ class WorkPlanner:
         for it.
         """
         try:
-            with group.reporting(
+            with group.report_errors(
                 f"{doing} for micro-batch {self.planner.resume_progress().next_number}"
             ):
                 yield

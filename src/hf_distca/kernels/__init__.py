@@ -216,7 +216,7 @@ def _suggest_speedup(case: Case) -> str:
     ways = []
     if case.dtype not in (torch.bfloat16, torch.float16):
         ways.append("train in bfloat16 or float16 (bf16=True or fp16=True)")
-    package = "flash-attn-4" if _made_for(case.device) else "flash-attn"
+    package = "flash-attn-4" if _name_gpu_kind(case.device) else "flash-attn"
     if case.scores.softcap is not None and (
         package == "flash-attn" or import_error(INTERFACE_4) is not None
     ):
@@ -240,7 +240,7 @@ def _note_on_kernel(name: str, device: torch.device, automatic: bool) -> str:
     return f"; {advice}" if advice else ""
 
 
-def _made_for(device: torch.device) -> str | None:
+def _name_gpu_kind(device: torch.device) -> str | None:
     """Name the kind of GPUs that FlashAttention 4 is made for, if this is one."""
     return (
         None
@@ -253,7 +253,9 @@ def suggest_faster_kernel(name: str, device: torch.device) -> str | None:
     """Say how to get a kernel that is faster than the one that runs on a GPU; None if there is none
     to install.
     """
-    kind = _made_for(device) if name in ("cuda", "flash_attn") and device.type == "cuda" else None
+    kind = (
+        _name_gpu_kind(device) if name in ("cuda", "flash_attn") and device.type == "cuda" else None
+    )
     if kind is None or import_error(INTERFACE_4) is None:
         return None
     return (

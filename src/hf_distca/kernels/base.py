@@ -22,7 +22,7 @@ Given = ParamSpec("Given")
 Result = TypeVar("Result")
 
 
-def without_gradients(method: Callable[Given, Result]) -> Callable[Given, Result]:
+def disable_gradients(method: Callable[Given, Result]) -> Callable[Given, Result]:
     """Make a method record no gradients.
 
     Layers call it mostly where none are recorded; testing for that first saves time.
@@ -70,7 +70,7 @@ class Scores:
                 " None switches it off."
             )
 
-    def window_within(self, keys: int) -> int | None:
+    def find_hiding_window(self, keys: int) -> int | None:
         """The window if it hides any of `keys` keys from the last of their rows, else None."""
         return self.window if self.window is not None and self.window < keys else None
 
@@ -196,17 +196,17 @@ Tensors = Operands | Outputs | Saved | Grads
 _QUERY_TENSORS: dict[type, int] = {Operands: 1, Outputs: 2, Saved: 4, Grads: 1}
 
 
-def query_rows(tensors: Tensors) -> tuple[torch.Tensor, ...]:
+def get_query_rows(tensors: Tensors) -> tuple[torch.Tensor, ...]:
     """Return the tensors with one row per query."""
     return tensors[: _QUERY_TENSORS[type(tensors)]]
 
 
-def key_rows(tensors: Tensors) -> tuple[torch.Tensor, ...]:
+def get_key_rows(tensors: Tensors) -> tuple[torch.Tensor, ...]:
     """Return the tensors with one row per key: none of `Outputs`."""
     return tensors[_QUERY_TENSORS[type(tensors)] :]
 
 
-def first_that_holds(*reasons: tuple[bool, str]) -> str | None:
+def find_first_reason(*reasons: tuple[bool, str]) -> str | None:
     """Return the text of the first condition that holds; None if none does."""
     return next((text for holds, text in reasons if holds), None)
 
@@ -256,18 +256,18 @@ class Kernel(Protocol):
         ...
 
 
-def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+def choose_accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype of log-sum-exps and of sums of gradients: float64 for float64, float32 for
     everything else.
     """
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def key_gradient_dtype(tasks: TaskBatch, dtype: torch.dtype) -> torch.dtype:
+def choose_key_gradient_dtype(tasks: TaskBatch, dtype: torch.dtype) -> torch.dtype:
     """Return the dtype of dk and dv: wide where several tasks add to the same key,
     `dtype` where each key belongs to one task.
     """
-    return accumulation_dtype(dtype) if tasks.shares_keys else dtype
+    return choose_accumulation_dtype(dtype) if tasks.shares_keys else dtype
 
 
 def check_pools(pools: Operands | Saved, tasks: TaskBatch) -> None:

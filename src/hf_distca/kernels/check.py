@@ -79,7 +79,7 @@ def mismatch_reason(kernel: Kernel, case: Case) -> str | None:
         with torch.autocast(device.type, enabled=False):
             results = _compute_results(kernel, pools, seen)
             expected = _compute_results(ReferenceKernel(), [pool.double() for pool in pools], seen)
-        errors = {name: _relative_error(results[name], expected[name]) for name in expected}
+        errors = {name: _compute_relative_error(results[name], expected[name]) for name in expected}
     except torch.OutOfMemoryError:
         raise  # of this moment: it says nothing of the kernel
     except Exception as error:  # whatever the packages raise where they do not fit
@@ -109,6 +109,6 @@ def _compute_results(
     return dict(zip((*names, *(f"{name} with gaps" for name in names)), results, strict=True))
 
 
-def _relative_error(results: torch.Tensor, expected: torch.Tensor) -> float:
+def _compute_relative_error(results: torch.Tensor, expected: torch.Tensor) -> float:
     """Norm of the difference, divided by the norm; NaN if any result is NaN."""
     return float((results.double() - expected).norm() / expected.norm())

@@ -36,12 +36,12 @@ from hf_distca.kernels.base import (
     Saved,
     Scores,
     TaskBatch,
-    accumulation_dtype,
     check_pools,
-    first_that_holds,
-    key_gradient_dtype,
+    choose_accumulation_dtype,
+    choose_key_gradient_dtype,
+    disable_gradients,
+    find_first_reason,
     pad_last,
-    without_gradients,
 )
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -95,7 +95,7 @@ class _WorkList(NamedTuple):
     lengths: list[int]
 
     @classmethod
-    def of(cls, tasks: TaskBatch, scores: Scores, dtype: torch.dtype) -> Self:
+    def from_tasks(cls, tasks: TaskBatch, scores: Scores, dtype: torch.dtype) -> Self:
         """Build the work list of a task batch on pools of a dtype."""
         end, uncovered = 0, []
         for start, rows, *_ in sorted(tasks.runs):
@@ -146,7 +146,7 @@ class CpuKernel:
         Supports float64, float32, bfloat16 and float16 on CPUs, any
         head dimensions and windows, no softcap.
         """
-        return first_that_holds(
+        return find_first_reason(
             (
                 case.device.type != "cpu",
                 f"it runs on CPUs, the tensors are on {case.device.type!r}",
@@ -158,12 +158,12 @@ class CpuKernel:
             (case.scores.softcap is not None, "torch's fused CPU kernel has no softcap"),
         )
 
-    @without_gradients
+    @disable_gradients
     def forward(self, pools: Operands, tasks: TaskBatch, scores: Scores) -> Outputs:
         """See `Kernel.forward`."""
         check_pools(pools, tasks)
         q_THD, value_width = pools.q_THD, pools.v_TKV.shape[2]
-        work = self._work_of(tasks, scores, q_THD.dtype)
+        work = self._get_work(tasks, scores, q_THD.dtype)
         padded, documents = _pad_widths(*pools), work.is_all_of(pools)
         if documents and len(work.lengths) == 1:
             o_BHTD, lse_BHT = cpu_attention(
@@ -174,7 +174,7 @@ class CpuKernel:
                 _move_tokens_first(lse_BHT).contiguous(),
             )
         o_THV = work.allocate(q_THD, q_THD.shape[1], value_width)
-        lse_TH = work.allocate(q_THD, q_THD.shape[1], dtype=accumulation_dtype(q_THD.dtype))
+        lse_TH = work.allocate(q_THD, q_THD.shape[1], dtype=choose_accumulation_dtype(q_THD.dtype))
         if documents:
             for q, k, v, o, lse in _split_by_document(work.lengths, *padded, o_THV, lse_TH):
                 results = cpu_attention(q, k, v, 0.0, True, attn_mask=None, scale=scores.scale)
@@ -202,12 +202,12 @@ class CpuKernel:
             lse_whole.narrow(2, task.row, task.rows).copy_(lse_BHT)
         return Outputs(o_THV, lse_TH)
 
-    @without_gradients
+    @disable_gradients
     def backward(self, pools: Saved, tasks: TaskBatch, scores: Scores) -> Grads:
         """See `Kernel.backward`."""
         check_pools(pools, tasks)
         do_THV, q_THD, o_THV, lse_TH, k_TKD, v_TKV = pools
-        operands, work = (q_THD, k_TKD, v_TKV), self._work_of(tasks, scores, q_THD.dtype)
+        operands, work = (q_THD, k_TKD, v_TKV), self._get_work(tasks, scores, q_THD.dtype)
         padded = _pad_widths(*operands)
         width = padded[0].shape[2]
         rows = pad_last(do_THV, width), pad_last(o_THV, width), lse_TH
@@ -232,10 +232,10 @@ class CpuKernel:
                     total.copy_(grad)
             return Grads(*[dx[..., : x.shape[2]] for dx, x in zip(totals, operands, strict=True)])
         do_BHTD, o_BHTD, lse_BHT, q_BHTD, k_BKTD, v_BKTD = map(_move_heads_first, (*rows, *padded))
-        dtype = key_gradient_dtype(tasks, pools.k_TKD.dtype)
+        dtype = choose_key_gradient_dtype(tasks, pools.k_TKD.dtype)
         # A key is in several blocks of a window, so its gradient is a sum even where no task shares
         # it.
-        summed = dtype if scores.window is None else accumulation_dtype(dtype)
+        summed = dtype if scores.window is None else choose_accumulation_dtype(dtype)
         sums = [work.allocate(pools.q_THD, pools.q_THD.shape[1], width)]
         sums += [x.new_zeros((*x.shape[:2], width), dtype=summed) for x in padded[1:]]
         sums_BHTD = list(map(_move_heads_first, sums))
@@ -257,10 +257,10 @@ class CpuKernel:
         )
         return Grads(dq_THD, dk_TKD.to(dtype), dv_TKV.to(dtype))
 
-    def _work_of(self, tasks: TaskBatch, scores: Scores, dtype: torch.dtype) -> _WorkList:
+    def _get_work(self, tasks: TaskBatch, scores: Scores, dtype: torch.dtype) -> _WorkList:
         work: _WorkList | None = tasks.derived.get((self, scores.window, dtype))
         if work is None:
-            work = _WorkList.of(tasks, scores, dtype)
+            work = _WorkList.from_tasks(tasks, scores, dtype)
             tasks.derived[self, scores.window, dtype] = work
         return work
 
@@ -301,7 +301,7 @@ def _move_tokens_first(x_BHTD: torch.Tensor, width: int | None = None) -> torch.
 def _cut_tasks(tasks: TaskBatch, scores: Scores) -> Iterator[_Task]:
     """Yield the tasks, in blocks of rows where a window hides keys from them."""
     for task in starmap(_Task, tasks.runs):
-        window = scores.window_within(task.keys)
+        window = scores.find_hiding_window(task.keys)
         yield from (task,) if window is None else _cut_blocks(task, window)
 
 
@@ -335,7 +335,7 @@ def _make_block_mask(window: int, dtype: torch.dtype) -> torch.Tensor:
 def _list_calls(task: _Task, scores: Scores, dtype: torch.dtype) -> list[_Call]:
     """List the calls that make up a task or block: a causal one of its last keys first."""
     if scores.window is not None and task.keys > scores.window:
-        mask = _make_block_mask(scores.window, accumulation_dtype(dtype))[
+        mask = _make_block_mask(scores.window, choose_accumulation_dtype(dtype))[
             -task.rows :, -task.keys :
         ]
         return [(task.key, task.keys, False, mask)]

@@ -34,11 +34,11 @@ from hf_distca.kernels.base import (
     Saved,
     Scores,
     TaskBatch,
-    accumulation_dtype,
+    choose_accumulation_dtype,
     find_capability,
-    first_that_holds,
-    key_rows,
-    query_rows,
+    find_first_reason,
+    get_key_rows,
+    get_query_rows,
 )
 from hf_distca.kernels.varlen import Sequences, VarlenKernel
 
@@ -83,7 +83,7 @@ class AtenEfficient:
     def backward(self, pools: Saved, sequences: Sequences, scores: Scores) -> Grads:
         """See `VarlenOp.backward`."""
         if scores.window is not None and len(pools.q_THD) != len(pools.k_TKD):
-            return self._backward_of_slices(pools, sequences, scores)
+            return self._run_backward_of_slices(pools, sequences, scores)
         do_THD, q_THD, o_THD, lse_TH, k_TKD, v_TKD = (
             x if x is pools.lse_TH else _align(x) for x in pools
         )
@@ -92,7 +92,9 @@ class AtenEfficient:
         lse_RH.index_copy_(0, _find_padded_rows(sequences, len(q_THD)), lse_TH)
         unused = torch.empty((), dtype=torch.int64, device=q_THD.device)  # where dropout began
         dq: list[torch.Tensor] = []
-        sums = [x.new_zeros(x.shape, dtype=accumulation_dtype(x.dtype)) for x in (k_TKD, v_TKD)]
+        sums = [
+            x.new_zeros(x.shape, dtype=choose_accumulation_dtype(x.dtype)) for x in (k_TKD, v_TKD)
+        ]
         for do_TKD, q_TKD, o_TKD, lse_RK in zip(
             *(_split_query_groups(x, k_TKD) for x in (do_THD, q_THD, o_THD, lse_RH)), strict=True
         ):
@@ -118,7 +120,7 @@ class AtenEfficient:
                 total.add_(grad[0])
         return Grads(_merge_query_groups(dq), sums[0].to(k_TKD.dtype), sums[1].to(v_TKD.dtype))
 
-    def _backward_of_slices(self, pools: Saved, sequences: Sequences, scores: Scores) -> Grads:
+    def _run_backward_of_slices(self, pools: Saved, sequences: Sequences, scores: Scores) -> Grads:
         """Compute gradients with a window where some sequences have more keys than
         rows: such sequences get rows of 0 in front.
         """
@@ -126,12 +128,12 @@ class AtenEfficient:
         places = row + (sequences.cu_keys - sequences.cu_rows)[1:].index_select(0, sequence)
         padded = (
             x.new_zeros(len(pools.k_TKD), *x.shape[1:]).index_copy_(0, places, x)
-            for x in query_rows(pools)
+            for x in get_query_rows(pools)
         )
         whole = Sequences(
             sequences.cu_keys, sequences.cu_keys, sequences.max_keys, sequences.max_keys
         )
-        dq_THD, dk_TKD, dv_TKD = self.backward(Saved(*padded, *key_rows(pools)), whole, scores)
+        dq_THD, dk_TKD, dv_TKD = self.backward(Saved(*padded, *get_key_rows(pools)), whole, scores)
         return Grads(dq_THD.index_select(0, places), dk_TKD, dv_TKD)
 
 
@@ -185,7 +187,7 @@ def _number_rows(sequences: Sequences, rows: int) -> tuple[torch.Tensor, torch.T
 def _efficient_reason(case: Case) -> str | None:
     """Return why this kernel cannot run a case; None if it can."""
     capability = find_capability(case.device)
-    return first_that_holds(
+    return find_first_reason(
         (
             case.device.type != "cuda",
             f"it runs on CUDA devices, the tensors are on {case.device.type!r}",
@@ -215,13 +217,13 @@ class _EfficientKernel(VarlenKernel):
         for log-sum-exps are padded to the longest one.
         """
 
-        def size(task: int) -> int:
+        def measure_task(task: int) -> int:
             return tasks.query_length[task].bit_length()
 
         return [
             list(alike)
             for members in super().split(tasks)
-            for _, alike in groupby(sorted(members, key=size), key=size)
+            for _, alike in groupby(sorted(members, key=measure_task), key=measure_task)
         ]
 
 

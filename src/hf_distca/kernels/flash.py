@@ -38,7 +38,7 @@ from hf_distca.kernels.base import (
     Saved,
     Scores,
     find_capability,
-    first_that_holds,
+    find_first_reason,
 )
 from hf_distca.kernels.varlen import Sequences, VarlenKernel
 
@@ -63,7 +63,7 @@ def flash_reason(case: Case) -> str | None:
     device, width = case.device, max(case.head_dim, case.value_head_dim)
     capability, is_nvidia = find_capability(device), torch.version.hip is None
     seen = f"{device} has {capability[0]}.{capability[1]}"
-    return first_that_holds(
+    return find_first_reason(
         (device.type != "cuda", f"it runs on CUDA devices, the tensors are on {device.type!r}"),
         (
             case.dtype not in _HALF_DTYPES,
@@ -92,7 +92,7 @@ def flash_reason(case: Case) -> str | None:
 
 
 @cache
-def _placeholder_random_state(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+def _make_random_state(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Placeholders for the random state on a device.
 
     They are never read, so no stream waits for them.
@@ -122,7 +122,7 @@ class AtenFlash:
             is_causal=True,
             return_debug_mask=False,
             scale=scores.scale,
-            **self._window(scores),
+            **self._make_window(scores),
         )
         return Outputs(o_THD, lse_HT.T)
 
@@ -140,13 +140,13 @@ class AtenFlash:
                 *sequences,
                 0.0,
                 True,
-                *_placeholder_random_state(q_THD.device),
+                *_make_random_state(q_THD.device),
                 scale=scores.scale,
-                **self._window(scores),
+                **self._make_window(scores),
             )
         )
 
-    def _window(self, scores: Scores) -> dict[str, int]:
+    def _make_window(self, scores: Scores) -> dict[str, int]:
         """Return the window arguments: the op counts keys to the left of a row's own, and without
         arguments it hides none.
         """
@@ -203,7 +203,7 @@ class _PackageFlash:
         tensors = dict(zip("qkv", pools, strict=True))
         function = getattr(_import_once(package.module), package.forward)
         o_THD, lse_HT, *_ = function(
-            **tensors, **package.forward_options, **self._options(sequences, scores)
+            **tensors, **package.forward_options, **self._make_options(sequences, scores)
         )
         return Outputs(o_THD, lse_HT.T)
 
@@ -214,7 +214,7 @@ class _PackageFlash:
             **dict(zip(("dout", "q", "out", package.lse, "k", "v"), pools, strict=True)),
             package.lse: pools.lse_TH.T.contiguous(),
             **package.backward_options,
-            **self._options(sequences, scores),
+            **self._make_options(sequences, scores),
             "deterministic": torch.are_deterministic_algorithms_enabled(),
         }
         function = getattr(_import_once(package.module), package.backward)
@@ -226,7 +226,7 @@ class _PackageFlash:
         function(**arguments, **dict(zip(("dq", "dk", "dv"), grads, strict=True)))
         return grads
 
-    def _options(self, sequences: Sequences, scores: Scores) -> dict[str, Any]:
+    def _make_options(self, sequences: Sequences, scores: Scores) -> dict[str, Any]:
         """Return the arguments that forward and backward have in common."""
         package, window = self._package, scores.window
         # Keys to the left of a row's own; causal attention sees none to the right.
@@ -298,7 +298,7 @@ def _import_once(name: str) -> Any:
 
 
 @cache
-def _installed_version() -> tuple[int, ...] | None:
+def _find_version() -> tuple[int, ...] | None:
     """Return the numbers of the version of flash-attn; None if it is not installed."""
     spec = find_spec("flash_attn")
     # flash-attn-4 alone has flash_attn.cute, which makes flash_attn a namespace.
@@ -334,7 +334,7 @@ def _aten_reason(case: Case) -> str | None:
 
 
 def _flash_attn_reason(case: Case) -> str | None:
-    installed = _installed_version()
+    installed = _find_version()
     if installed is None:
         return "the package flash-attn is not installed: pip install flash-attn"
     if installed < _MIN_FLASH_ATTN or installed[0] != _MIN_FLASH_ATTN[0]:

@@ -21,9 +21,9 @@ from hf_distca.kernels.base import (
     Saved,
     Scores,
     TaskBatch,
-    accumulation_dtype,
     check_pools,
-    key_gradient_dtype,
+    choose_accumulation_dtype,
+    choose_key_gradient_dtype,
 )
 
 # Scores held at a time, over all heads. 2**24 float32 scores are 64 MiB; a 16K document in one
@@ -50,7 +50,7 @@ class _Chunk:
             scores_KGT.div_(self.scores.softcap).tanh_().mul_(self.scores.softcap)
         return scores_KGT
 
-    def mask(self, scores_KGT: torch.Tensor) -> torch.Tensor:
+    def mask_scores(self, scores_KGT: torch.Tensor) -> torch.Tensor:
         """Write -inf into `scores_KGT` where a row would see a key behind its own position or
         before its window.
         """
@@ -58,7 +58,7 @@ class _Chunk:
         by_row = scores_KGT.view(scores_KGT.shape[0], -1, rows, keys)
         behind = torch.ones(rows, rows, dtype=torch.bool, device=scores_KGT.device).triu_(1)
         by_row[..., keys - rows :].masked_fill_(behind, float("-inf"))
-        window = self.scores.window_within(keys)
+        window = self.scores.find_hiding_window(keys)
         if window is not None:
             before = torch.ones(
                 rows, keys - window, dtype=torch.bool, device=scores_KGT.device
@@ -91,14 +91,14 @@ class ReferenceKernel:
         """See `Kernel.forward`."""
         check_pools(pools, tasks)
         q_THD, k_TKD, v_TKV = pools
-        wide = accumulation_dtype(q_THD.dtype)
+        wide = choose_accumulation_dtype(q_THD.dtype)
         heads, key_heads = q_THD.shape[1], k_TKD.shape[1]
         o_THV = q_THD.new_zeros(q_THD.shape[0], heads, v_TKV.shape[2])
         lse_TH = q_THD.new_zeros(q_THD.shape[:2], dtype=wide)
         for chunk in _cut_chunks(tasks, heads, scores):
             q_KGD = _group_heads(q_THD[chunk.rows], key_heads, wide)
             k_KTD, v_KTV = (x[chunk.keys].to(wide).transpose(0, 1) for x in (k_TKD, v_TKV))
-            scores_KGT = chunk.mask(chunk.compute_scores(q_KGD, k_KTD))
+            scores_KGT = chunk.mask_scores(chunk.compute_scores(q_KGD, k_KTD))
             # Every row sees its own key, so the largest score is finite. One exponential, where
             # logsumexp would take a second.
             largest_KG1 = scores_KGT.amax(-1, keepdim=True)
@@ -115,7 +115,7 @@ class ReferenceKernel:
         """See `Kernel.backward`."""
         check_pools(pools.operands, tasks)
         do_THV, q_THD, o_THV, lse_TH, k_TKD, v_TKV = pools
-        wide = accumulation_dtype(q_THD.dtype)
+        wide = choose_accumulation_dtype(q_THD.dtype)
         heads, key_heads = q_THD.shape[1], k_TKD.shape[1]
         dq_THD, dk_TKD, dv_TKV = (
             torch.zeros_like(q_THD),
@@ -135,19 +135,19 @@ class ReferenceKernel:
             )
             scores_KGT = chunk.compute_scores(q_KGD, k_KTD)
             chunk.multiply_by_slope(ds_KGT, scores_KGT)
-            p_KGT = chunk.mask(scores_KGT).sub_(lse_KG1).exp_()
+            p_KGT = chunk.mask_scores(scores_KGT).sub_(lse_KG1).exp_()
             ds_KGT.mul_(p_KGT)
             dq_THD[chunk.rows] = _ungroup_heads(ds_KGT @ k_KTD, heads).to(dq_THD.dtype)
             dk_TKD[chunk.keys] += (ds_KGT.mT @ q_KGD).transpose(0, 1)
             dv_TKV[chunk.keys] += (p_KGT.mT @ do_KGV).transpose(0, 1)
-        dtype = key_gradient_dtype(tasks, k_TKD.dtype)
+        dtype = choose_key_gradient_dtype(tasks, k_TKD.dtype)
         return Grads(dq_THD, dk_TKD.to(dtype), dv_TKV.to(dtype))
 
 
 def _cut_chunks(tasks: TaskBatch, heads: int, scores: Scores) -> Iterator[_Chunk]:
     """Cut the tasks into pieces of at most `_SCORES_PER_CHUNK` scores."""
     for query_start, query_length, key_start, key_length in tasks.runs:
-        window = scores.window_within(key_length) or key_length
+        window = scores.find_hiding_window(key_length) or key_length
         step = min(
             _ROWS_PER_CHUNK,
             max(1, _SCORES_PER_CHUNK // (heads * min(key_length, window + _ROWS_PER_CHUNK))),

@@ -44,7 +44,7 @@ _KEY_HEADS = 2
 _ahead = 0  # functions that were compiled before a step asked for them
 
 
-def late_compiles() -> int:
+def count_late_compiles() -> int:
     """Count functions that this process compiled when a step needed them; each kept all ranks
     waiting.
     """
@@ -126,7 +126,7 @@ def compile_variants(kernel: Kernel, case: Case) -> None:
     device, dtype, head_dim, value_head_dim, scores, ratio = case
     windows = (None,) if scores.window is None else (None, _WINDOW)
     with compile_ahead(), torch.autocast(device.type, enabled=False):
-        for documents in _sequence_counts():
+        for documents in _list_sequence_counts():
             lengths = (_ROWS, *(1,) * (documents - 1))
             starts = tuple(accumulate(lengths[:-1], initial=0))
             tasks = TaskBatch(starts, lengths, starts, lengths)
@@ -141,7 +141,7 @@ def compile_variants(kernel: Kernel, case: Case) -> None:
                 kernel.backward(Saved(do, q, *outputs, k, v), tasks, seen)
 
 
-def _sequence_counts() -> tuple[int, int]:
+def _list_sequence_counts() -> tuple[int, int]:
     """Return the numbers of sequences of two calls: one without a lookup table of sequences, and
     one with it.
     """

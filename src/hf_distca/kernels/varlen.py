@@ -33,13 +33,13 @@ from hf_distca.kernels.base import (
     Saved,
     Scores,
     TaskBatch,
-    accumulation_dtype,
     check_pools,
-    key_gradient_dtype,
-    key_rows,
+    choose_accumulation_dtype,
+    choose_key_gradient_dtype,
+    disable_gradients,
+    get_key_rows,
+    get_query_rows,
     pad_last,
-    query_rows,
-    without_gradients,
 )
 
 
@@ -93,7 +93,7 @@ class _PoolRows:
     length: int
     index: torch.Tensor | None
 
-    def covers(self, pool: torch.Tensor) -> bool:
+    def is_whole(self, pool: torch.Tensor) -> bool:
         """Return whether the run is the whole pool in its own order."""
         return self.index is None and self.length == pool.shape[0]
 
@@ -177,36 +177,36 @@ class VarlenKernel:
                 calls.append([task])
         return calls
 
-    @without_gradients
+    @disable_gradients
     def forward(self, pools: Operands, tasks: TaskBatch, scores: Scores) -> Outputs:
         """See `Kernel.forward`."""
         check_pools(pools, tasks)
         q_THD, k_TKD, v_TKV = pools
         value_width, width = v_TKV.shape[2], self._choose_width(q_THD, v_TKV)
         padded = Operands(pad_last(q_THD, width), pad_last(k_TKD, width), pad_last(v_TKV, width))
-        calls = self._calls_of(tasks, pools)
-        if len(calls) == 1 and calls[0].rows.covers(q_THD):
+        calls = self._get_calls(tasks, pools)
+        if len(calls) == 1 and calls[0].rows.is_whole(q_THD):
             # Packed documents lie in the order of the call.
             call, keys = calls[0], calls[0].keys
             taken = (
                 padded
-                if keys.covers(k_TKD)
+                if keys.is_whole(k_TKD)
                 else Operands(padded.q_THD, keys.take(padded.k_TKD), keys.take(padded.v_TKV))
             )
             o, lse = self._op.forward(taken, call.sequences, call.drop_idle_window(scores))
             return Outputs(
-                call.clear_gaps(_narrow(o, value_width).contiguous()), call.clear_gaps(lse)
+                call.clear_gaps(_cut_width(o, value_width).contiguous()), call.clear_gaps(lse)
             )
         o_THV = q_THD.new_zeros(*q_THD.shape[:2], value_width)
-        lse_TH = q_THD.new_zeros(q_THD.shape[:2], dtype=accumulation_dtype(q_THD.dtype))
+        lse_TH = q_THD.new_zeros(q_THD.shape[:2], dtype=choose_accumulation_dtype(q_THD.dtype))
         for call in calls:
-            taken = Operands(call.rows.take(padded[0]), *map(call.keys.take, key_rows(padded)))
+            taken = Operands(call.rows.take(padded[0]), *map(call.keys.take, get_key_rows(padded)))
             o, lse = self._op.forward(taken, call.sequences, call.drop_idle_window(scores))
-            call.rows.put(o_THV, _narrow(o, value_width))
+            call.rows.put(o_THV, _cut_width(o, value_width))
             call.rows.put(lse_TH, lse)
         return Outputs(o_THV, lse_TH)
 
-    @without_gradients
+    @disable_gradients
     def backward(self, pools: Saved, tasks: TaskBatch, scores: Scores) -> Grads:
         """See `Kernel.backward`."""
         check_pools(pools, tasks)
@@ -218,28 +218,30 @@ class VarlenKernel:
         )
         rows = pad_last(do_THV, width), pad_last(q_THD, width), pad_last(o_THV, width), lse_TH
         padded = Saved(*rows, pad_last(k_TKD, width), pad_last(v_TKV, width))
-        calls = self._calls_of(tasks, pools)
-        if len(calls) == 1 and calls[0].rows.covers(q_THD) and calls[0].keys.covers(k_TKD):
+        calls = self._get_calls(tasks, pools)
+        if len(calls) == 1 and calls[0].rows.is_whole(q_THD) and calls[0].keys.is_whole(k_TKD):
             taken = padded._replace(
                 do_THV=padded.do_THV.contiguous(), o_THV=padded.o_THV.contiguous()
             )
             dq, dk, dv = self._op.backward(
                 taken, calls[0].sequences, calls[0].drop_idle_window(scores)
             )
-            return Grads(_narrow(dq, key_width), _narrow(dk, key_width), _narrow(dv, value_width))
-        dtype = key_gradient_dtype(tasks, k_TKD.dtype)
+            return Grads(
+                _cut_width(dq, key_width), _cut_width(dk, key_width), _cut_width(dv, value_width)
+            )
+        dtype = choose_key_gradient_dtype(tasks, k_TKD.dtype)
         dq_THD, dk_TKD, dv_TKV = (
             q_THD.new_zeros(q_THD.shape),
             *(x.new_zeros(x.shape, dtype=dtype) for x in (k_TKD, v_TKV)),
         )
         for call in calls:
-            do, q, o, lse = map(call.rows.take, query_rows(padded))
-            keys = map(call.keys.take, key_rows(padded))
+            do, q, o, lse = map(call.rows.take, get_query_rows(padded))
+            keys = map(call.keys.take, get_key_rows(padded))
             taken = Saved(do.contiguous(), q, o.contiguous(), lse, *keys)
             dq, dk, dv = self._op.backward(taken, call.sequences, call.drop_idle_window(scores))
-            call.rows.put(dq_THD, _narrow(dq, key_width))
-            call.keys.add(dk_TKD, _narrow(dk, key_width))
-            call.keys.add(dv_TKV, _narrow(dv, value_width))
+            call.rows.put(dq_THD, _cut_width(dq, key_width))
+            call.keys.add(dk_TKD, _cut_width(dk, key_width))
+            call.keys.add(dv_TKV, _cut_width(dv, value_width))
         return Grads(dq_THD, dk_TKD, dv_TKV)
 
     def _choose_width(self, q_THD: torch.Tensor, v_TKV: torch.Tensor) -> int:
@@ -249,7 +251,7 @@ class VarlenKernel:
         multiple = self._op.width_multiple
         return -(-max(q_THD.shape[2], v_TKV.shape[2]) // multiple) * multiple
 
-    def _calls_of(self, tasks: TaskBatch, pools: Operands | Saved) -> tuple[_OpCall, ...]:
+    def _get_calls(self, tasks: TaskBatch, pools: Operands | Saved) -> tuple[_OpCall, ...]:
         """Return the calls of a batch on pools of these lengths, made by the first layer."""
         device, rows, keys = pools.q_THD.device, len(pools.q_THD), len(pools.k_TKD)
         calls: tuple[_OpCall, ...] | None = tasks.derived.get((self, device, rows, keys))
@@ -267,7 +269,7 @@ class VarlenKernel:
         return calls
 
 
-def _narrow(x: torch.Tensor, width: int) -> torch.Tensor:
+def _cut_width(x: torch.Tensor, width: int) -> torch.Tensor:
     """Return the first `width` columns of the last dimension."""
     return x if x.shape[-1] == width else x[..., :width]
 

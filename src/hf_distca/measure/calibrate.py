@@ -90,12 +90,12 @@ def measure(
         clock: returns seconds since an arbitrary moment.
     """
     forward, backward = map(
-        KernelCost.fit, *timed(model, kernel, dtype, device, BATCHES, clock=clock)
+        KernelCost.fit, *measure_batches(model, kernel, dtype, device, BATCHES, clock=clock)
     )
     return forward, backward
 
 
-def timed(
+def measure_batches(
     model: CostModel,
     kernel: Kernel,
     dtype: torch.dtype,
@@ -118,12 +118,12 @@ def timed(
     """
     timer = _Timer(device, clock)
     # The first call of a process loads code.
-    times(model.shape, kernel, _make_batch(batches[0], _SIZES[0]), dtype, timer)
+    time_tasks(model.shape, kernel, _make_batch(batches[0], _SIZES[0]), dtype, timer)
     counts, taken = [], []
     for documents in batches:
         for size in _SIZES:
             tasks = _make_batch(documents, size)
-            seconds = times(model.shape, kernel, tasks, dtype, timer)
+            seconds = time_tasks(model.shape, kernel, tasks, dtype, timer)
             if sum(seconds) >= enough:
                 break
         counts.append(model.count_work(tasks.query_length, tasks.key_length).sum(axis=1))
@@ -131,7 +131,7 @@ def timed(
     return np.stack(counts, axis=1), np.array(taken).T
 
 
-def fastest(
+def find_fastest_kernel(
     shape: AttentionShape,
     names: tuple[str, ...],
     dtype: torch.dtype,
@@ -166,7 +166,7 @@ def fastest(
     if group.rank == 0 and len(kernels) > 1:
         for place, name in enumerate(names):
             if name in kernels:
-                ours[place] = _seconds(shape, kernels[name], dtype, _Timer(device, clock))
+                ours[place] = _time_kernel(shape, kernels[name], dtype, _Timer(device, clock))
     rows = group.gather(
         ours.view(np.int64), doing="waiting for rank 0 to compare attention kernels"
     )
@@ -174,7 +174,9 @@ def fastest(
     return names[int(np.argmin(total))] if np.isfinite(total).any() else None
 
 
-def shipped_profile(device: torch.device, kernel: Kernel, group: AttentionGroup) -> Profile | None:
+def find_shipped_profile(
+    device: torch.device, kernel: Kernel, group: AttentionGroup
+) -> Profile | None:
     """Return the shipped profile, equal on all ranks; None if there is none, or if GPUs or kernels
     differ. Collective.
 
@@ -188,14 +190,14 @@ def shipped_profile(device: torch.device, kernel: Kernel, group: AttentionGroup)
     )
     names = Profile.list_shipped()
     place = -1 if profile is None else names.index(profile)
-    same = group.all_equal(np.array([place]), doing="comparing GPUs and attention kernels")
+    same = group.is_equal_on_all(np.array([place]), doing="comparing GPUs and attention kernels")
     return Profile.load(names[place]) if same and place >= 0 else None
 
 
-def _seconds(shape: AttentionShape, kernel: Kernel, dtype: torch.dtype, timer: _Timer) -> float:
+def _time_kernel(shape: AttentionShape, kernel: Kernel, dtype: torch.dtype, timer: _Timer) -> float:
     """Time the tasks that kernels are compared by, forward and backward."""
-    times(shape, kernel, _COMPARED, dtype, timer)
-    return sum(times(shape, kernel, _COMPARED, dtype, timer))
+    time_tasks(shape, kernel, _COMPARED, dtype, timer)
+    return sum(time_tasks(shape, kernel, _COMPARED, dtype, timer))
 
 
 def _make_batch(documents: Documents, size: int) -> TaskBatch:
@@ -211,7 +213,7 @@ def _make_batch(documents: Documents, size: int) -> TaskBatch:
     return TaskBatch(*zip(*tasks, strict=True))
 
 
-def times(
+def time_tasks(
     shape: AttentionShape, kernel: Kernel, tasks: TaskBatch, dtype: torch.dtype, timer: _Timer
 ) -> tuple[float, float]:
     """Time a batch, forward and backward.
@@ -231,7 +233,7 @@ def times(
     backward = partial(
         kernel.backward, Saved(o_THV, q_THD, o_THV, lse_TH, k_TKD, v_TKV), tasks, scores
     )
-    return timer.seconds(forward), timer.seconds(backward)
+    return timer.time_call(forward), timer.time_call(backward)
 
 
 @dataclass(frozen=True)
@@ -241,7 +243,7 @@ class _Timer:
     device: torch.device
     clock: Callable[[], float]
 
-    def seconds(self, call: Callable[[], object]) -> float:
+    def time_call(self, call: Callable[[], object]) -> float:
         """Time a call: the minimum of up to three rounds, because anything else that runs on the
         machine only adds time.
         """

@@ -25,9 +25,9 @@ from torch.multiprocessing.spawn import start_processes
 
 from hf_distca.errors import ConfigError
 from hf_distca.kernels import Case, Scores, select_kernel
-from hf_distca.measure.calibrate import BATCHES, Documents, timed
+from hf_distca.measure.calibrate import BATCHES, Documents, measure_batches
 from hf_distca.runtime.group import AttentionGroup
-from hf_distca.runtime.members import node_number
+from hf_distca.runtime.members import find_node_number
 from hf_distca.schedule.cost import AttentionShape, CostModel, KernelCost, fit_coefficients
 from hf_distca.schedule.layout import FloatArray
 from hf_distca.schedule.profiles import ExchangeRates, KernelRates, Profile
@@ -67,7 +67,7 @@ class ProfileRequest:
     kept_aside: tuple[int, int] = (6, 3)
     batch_seconds: float = 0.04
 
-    def steps(self, ranks: int) -> int:
+    def count_steps(self, ranks: int) -> int:
         """Return the number of progress messages, if all ranks are on one node."""
         kernels = len(self.dtypes) * len(self.widths) * (len(self.heads) + 1)
         return kernels + len(_FITTED_BYTES + _KEPT_ASIDE_BYTES) * min(ranks - 1, 2)
@@ -102,7 +102,7 @@ def find_device(name: str | None) -> torch.device:
     return device
 
 
-def dtypes(names: Sequence[str]) -> tuple[torch.dtype, ...]:
+def parse_dtypes(names: Sequence[str]) -> tuple[torch.dtype, ...]:
     """Return dtypes by name.
 
     Raises:
@@ -130,20 +130,22 @@ def _measure(
     """
     timed_here = wanted.dtypes if group.rank == 0 else ()
     kernels = [
-        _kernel_rates(wanted, dtype, width, say) for dtype in timed_here for width in wanted.widths
+        _measure_kernel(wanted, dtype, width, say)
+        for dtype in timed_here
+        for width in wanted.widths
     ]
     group.gather(
         np.zeros(1, dtype=np.int64), doing="waiting for rank 0 to time the attention kernel"
     )
-    inside, between = _exchange_rates(wanted, group, say)
+    inside, between = _measure_links(wanted, group, say)
     if group.rank > 0:
         return None
     return Profile(
         name,
         wanted.device.type,
-        _processor(wanted.device),
+        _name_processor(wanted.device),
         datetime.datetime.now(datetime.UTC).date().isoformat(),
-        _versions(),
+        _list_versions(),
         made_by,
         tuple(kernels),
         inside,
@@ -152,33 +154,33 @@ def _measure(
     )
 
 
-def _kernel_rates(
+def _measure_kernel(
     wanted: ProfileRequest, dtype: torch.dtype, width: int, say: LogFunction
 ) -> KernelRates:
     """Measure the rates of one dtype and width, fitted to batches with several numbers of heads."""
     kernel = select_kernel("auto", Case(wanted.device, dtype, width, width, Scores(width**-0.5)))
 
-    def times(
+    def time_batches(
         heads: tuple[int, int], batches: Sequence[Documents]
     ) -> tuple[FloatArray, FloatArray]:
         shape = AttentionShape(*heads, width, width, dtype.itemsize)
-        model = CostModel.analytic(shape, device_type=wanted.device.type)
+        model = CostModel.make_analytic(shape, device_type=wanted.device.type)
         # With one thread, what other programs take from it does not count.
         alone = wanted.device.type == "cpu" and torch.get_num_threads() == 1
         clock = time.process_time if alone else time.perf_counter
-        seconds = timed(
+        seconds = measure_batches(
             model, kernel, dtype, wanted.device, batches, enough=wanted.batch_seconds, clock=clock
         )
         say(f"{str(dtype).removeprefix('torch.')}, width {width}, {heads[0]} heads")
         return seconds
 
-    fitted = [times(heads, BATCHES) for heads in wanted.heads]
+    fitted = [time_batches(heads, BATCHES) for heads in wanted.heads]
     counts, seconds = (np.concatenate(columns, axis=1) for columns in zip(*fitted, strict=True))
     forward, backward = map(KernelCost.fit, counts, seconds)
-    others, measured = times(wanted.kept_aside, _KEPT_ASIDE)
+    others, measured = time_batches(wanted.kept_aside, _KEPT_ASIDE)
     errors = {
-        **_errors("forward", others[0] @ forward.coefficients, measured[0]),
-        **_errors("backward", others[1] @ backward.coefficients, measured[1]),
+        **_compare_seconds("forward", others[0] @ forward.coefficients, measured[0]),
+        **_compare_seconds("backward", others[1] @ backward.coefficients, measured[1]),
     }
     return KernelRates(
         kernel.name,
@@ -193,7 +195,7 @@ def _kernel_rates(
     )
 
 
-def _errors(name: str, estimated: FloatArray, measured: FloatArray) -> dict[str, float]:
+def _compare_seconds(name: str, estimated: FloatArray, measured: FloatArray) -> dict[str, float]:
     off = np.abs(estimated / measured - 1)
     return {
         f"{name}_median": round(float(np.median(off)), 4),
@@ -201,7 +203,7 @@ def _errors(name: str, estimated: FloatArray, measured: FloatArray) -> dict[str,
     }
 
 
-def _exchange_rates(
+def _measure_links(
     wanted: ProfileRequest, group: AttentionGroup, say: LogFunction
 ) -> tuple[ExchangeRates | None, ExchangeRates | None]:
     """Measure the rates inside a node and between nodes, each None without two ranks of the
@@ -210,7 +212,7 @@ def _exchange_rates(
     if group.size == 1:
         return None, None
     rows = group.gather(
-        np.array([node_number()], dtype=np.int64), doing="telling which node this is"
+        np.array([find_node_number()], dtype=np.int64), doing="telling which node this is"
     )
     nodes = [int(row[0]) for row in rows]
     others = [rank for rank in range(group.size) if rank != group.rank]
@@ -220,11 +222,11 @@ def _exchange_rates(
         counts = group.gather(np.array([len(peers)], dtype=np.int64), doing="counting peers")
         # Nodes of unequal size would not send and receive alike.
         usable = bool(peers) and all(int(row[0]) == len(peers) for row in counts)
-        rates.append(_link(wanted, group, peers, kind, say) if usable else None)
+        rates.append(_measure_link(wanted, group, peers, kind, say) if usable else None)
     return rates[0], rates[1]
 
 
-def _link(
+def _measure_link(
     wanted: ProfileRequest, group: AttentionGroup, peers: list[int], kind: str, say: LogFunction
 ) -> ExchangeRates:
     """Measure the rates of exchanges with these ranks: with all of them and, inside a node, with
@@ -236,24 +238,28 @@ def _link(
         place = ring.index(group.rank)
         patterns.append(([ring[(place + 1) % len(ring)]], [ring[place - 1]]))
 
-    def times(sizes: Sequence[int]) -> tuple[FloatArray, FloatArray]:
+    def time_sizes(sizes: Sequence[int]) -> tuple[FloatArray, FloatArray]:
         cases = [(size, pattern) for size in sizes for pattern in patterns]
         taken = []
         for size, (to, from_) in cases:
-            taken.append(_exchange(wanted.device, group, size, to, from_))
+            taken.append(_time_exchange(wanted.device, group, size, to, from_))
             say(
                 f"{size} bytes to {len(to)} rank{'s' if len(to) > 1 else ''} {kind}"
                 f" node{'s' if kind == 'between' else ''}"
             )
         return np.array([[1.0, size] for size, _ in cases]).reshape(-1, 2), np.array(taken)
 
-    fixed, byte = fit_coefficients(*times(_FITTED_BYTES)).tolist()
-    others, measured = times(_KEPT_ASIDE_BYTES)
-    errors = _errors("exchange", others @ np.array([fixed, byte]), measured) if len(others) else {}
+    fixed, byte = fit_coefficients(*time_sizes(_FITTED_BYTES)).tolist()
+    others, measured = time_sizes(_KEPT_ASIDE_BYTES)
+    errors = (
+        _compare_seconds("exchange", others @ np.array([fixed, byte]), measured)
+        if len(others)
+        else {}
+    )
     return ExchangeRates(1 / byte if byte else math.inf, fixed, group.size, errors)
 
 
-def _exchange(
+def _time_exchange(
     device: torch.device, group: AttentionGroup, size: int, to: list[int], from_: list[int]
 ) -> float:
     """Time an exchange in which every rank sends so many bytes: the slowest rank of the fastest
@@ -267,7 +273,9 @@ def _exchange(
     )
     nanoseconds = []
     for _ in range(_ROUNDS):
-        group.all_equal(np.zeros(1, dtype=np.int64), doing="timing exchanges")  # all begin at once
+        group.is_equal_on_all(
+            np.zeros(1, dtype=np.int64), doing="timing exchanges"
+        )  # all begin at once
         started = time.perf_counter()
         group.data.start(
             received, sent, dict.fromkeys(from_, share), dict.fromkeys(to, share)
@@ -279,7 +287,7 @@ def _exchange(
     return float(rows.max(axis=0).min()) / 1e9
 
 
-def _processor(device: torch.device) -> str:
+def _name_processor(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     info = Path("/proc/cpuinfo")
@@ -292,7 +300,7 @@ def _processor(device: torch.device) -> str:
     return f"{name}, {os.cpu_count()} cores"
 
 
-def _versions() -> dict[str, str]:
+def _list_versions() -> dict[str, str]:
     try:
         ours = version("hf-distca")
     except PackageNotFoundError:  # used from a clone
@@ -332,7 +340,7 @@ def measure_on_new_ranks(
     """Run `_measure` on so many new processes of this machine, which exchange over gloo."""
     with tempfile.TemporaryDirectory() as folder:
         start_processes(  # type: ignore[no-untyped-call]
-            _rank,
+            _run_rank,
             (ranks, Path(folder), wanted, threads, name, made_by, say),
             nprocs=ranks,
             start_method="spawn",
@@ -340,7 +348,7 @@ def measure_on_new_ranks(
         return Profile.load(Path(folder, "profile.json"))
 
 
-def _rank(
+def _run_rank(
     rank: int,
     ranks: int,
     folder: Path,
@@ -357,7 +365,7 @@ def _rank(
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
     try:
         profile = measure_on_these_ranks(
-            wanted, threads, name, made_by, say if rank == 0 else _no_log
+            wanted, threads, name, made_by, say if rank == 0 else _log_nothing
         )
         if profile is not None:
             (folder / "profile.json").write_text(profile.to_json(), encoding="utf-8")
@@ -365,5 +373,5 @@ def _rank(
         dist.destroy_process_group()
 
 
-def _no_log(_: str) -> None:
+def _log_nothing(_: str) -> None:
     """Say nothing, on ranks other than the first."""

@@ -64,7 +64,7 @@ class Trace:
         self._borders.append(mark_now(device))
         self._begin(self._borders[-1])
 
-    def meter(self, whole: Meter, nano: int, call: int) -> Meter:
+    def make_call_meter(self, whole: Meter, nano: int, call: int) -> Meter:
         """Make a meter for one call of core attention, whose spans are recorded; for `nano` and
         `call` see `Span`.
         """
@@ -84,11 +84,13 @@ class Trace:
         device.
         """
         spans = [
-            span._replace(start=self._seconds(begin), end=self._seconds(end))
+            span._replace(start=self._read_mark(begin), end=self._read_mark(end))
             for begin, end, span in self._recorded
         ]
-        borders = [self._seconds(mark) for mark in self._borders]
-        return sorted([*spans, *_linear(spans, borders)], key=lambda span: (span.start, -span.end))
+        borders = [self._read_mark(mark) for mark in self._borders]
+        return sorted(
+            [*spans, *_find_linear_spans(spans, borders)], key=lambda span: (span.start, -span.end)
+        )
 
     @property
     def hidden(self) -> float | None:
@@ -136,7 +138,7 @@ class Trace:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
 
-    def _seconds(self, mark: Mark) -> float:
+    def _read_mark(self, mark: Mark) -> float:
         origin = self._origin
         if isinstance(mark, float) and isinstance(origin, float):
             return mark - origin
@@ -159,7 +161,7 @@ class _CallMeter(Meter):
         self._trace.record(begin, end, Span(name, 0.0, 0.0, self._nano, self._call, backward))
 
 
-def _linear(spans: Sequence[Span], borders: Sequence[float]) -> list[Span]:
+def _find_linear_spans(spans: Sequence[Span], borders: Sequence[float]) -> list[Span]:
     """Find the gaps between spans in which a rank worked on attention or waited for it."""
     busy = sorted(
         (span for span in spans if span.name not in _EXCHANGES), key=lambda span: span.start

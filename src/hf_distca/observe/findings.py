@@ -218,7 +218,7 @@ def _make_cost(shape: AttentionShape, device: str, attention: str) -> CostModel:
     profile = Profile.find_gpu_profile(device, kernel)
     if profile is not None:
         return Profile.load(profile).make_cost_model(shape)
-    return CostModel.analytic(shape, device_type=device)
+    return CostModel.make_analytic(shape, device_type=device)
 
 
 def _sum_work(layers: Sequence[tuple[CostModel, int]], lengths: list[list[int]]) -> FloatArray:

@@ -152,7 +152,7 @@ class Watch:
             tokens = arguments["inputs_embeds"][..., 0]
         readable = isinstance(tokens, torch.Tensor) and tokens.dim() == 2
         self._open = _WatchedBatch(
-            TokenBatch.of({**arguments, "input_ids": tokens}) if readable else None, now
+            TokenBatch.from_batch({**arguments, "input_ids": tokens}) if readable else None, now
         )
         self._batches.append(self._open)
 
@@ -227,7 +227,7 @@ def _follow_models() -> None:
     call, find = PreTrainedModel.__call__, AttentionInterface.get_interface
 
     @wraps(call)
-    def watched_call(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
+    def call_and_note(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
         global _depth
         if _watch is None or torch.compiler.is_compiling():
             return call(self, *args, **kwargs)
@@ -241,14 +241,14 @@ def _follow_models() -> None:
             _depth -= 1
 
     @wraps(find)
-    def watched_interface(self: AttentionInterface, name: str, default: Any) -> Any:
+    def get_interface(self: AttentionInterface, name: str, default: Any) -> Any:
         function = find(self, name, default)
         if _watch is None or torch.compiler.is_compiling():
             return function
         return partial(_watch.attend, name, function)
 
-    PreTrainedModel.__call__ = watched_call  # type: ignore[method-assign]
-    AttentionInterface.get_interface = watched_interface  # type: ignore[method-assign, assignment]
+    PreTrainedModel.__call__ = call_and_note  # type: ignore[method-assign]
+    AttentionInterface.get_interface = get_interface  # type: ignore[method-assign, assignment]
 
 
 @cache

@@ -52,7 +52,7 @@ class OneStageSchedule(PipelineScheduleSingle):
         if self._loss_fn is not None:
             self._internal_losses.append(self._compute_loss(output, target, loss_kwargs))  # type: ignore[no-untyped-call]
 
-    def loss(self, number: int) -> torch.Tensor:
+    def get_loss(self, number: int) -> torch.Tensor:
         """Return the loss of a micro-batch, from which backward begins.
 
         With `scale_grads` the loss is divided by the number of micro-batches. torch's schedules

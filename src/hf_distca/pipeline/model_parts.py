@@ -85,7 +85,7 @@ class ModelParts:
     head: Any
 
     @classmethod
-    def of(cls, model: PreTrainedModel) -> ModelParts:
+    def from_model(cls, model: PreTrainedModel) -> ModelParts:
         """Find the parts of a model, which must be layers between an embedding and a head."""
         # It imports what registers distca.
         from transformers.modeling_layers import GradientCheckpointingLayer
@@ -129,13 +129,15 @@ class ModelParts:
         """True if embedding and head have the same weight."""
         return self.embedding.weight is self.head.weight
 
-    def costs(self, model: PreTrainedModel) -> list[float]:
+    def estimate_layer_costs(self, model: PreTrainedModel) -> list[float]:
         """Return the multiplications per token, by layer; the last layer includes the head's.
 
         Core attention is left out: stages share it. Looking up an embedding costs next to nothing.
         """
         config = model.config.get_text_config(decoder=True)
-        active = min(1.0, _first_number(config, _ACTIVE_EXPERTS) / _first_number(config, _EXPERTS))
+        active = min(
+            1.0, _find_first_number(config, _ACTIVE_EXPERTS) / _find_first_number(config, _EXPERTS)
+        )
         # The weights of all experts are one tensor of three dimensions.
         costs = [
             sum(
@@ -164,7 +166,7 @@ def _split_error(model: PreTrainedModel, why: str) -> UnsupportedError:
     )
 
 
-def _first_number(config: object, names: Sequence[str]) -> int:
+def _find_first_number(config: object, names: Sequence[str]) -> int:
     """Return the first of these settings that is a positive number; 1 if none is."""
     return next(
         (
@@ -176,7 +178,7 @@ def _first_number(config: object, names: Sequence[str]) -> int:
     )
 
 
-def layers_of_stages(costs: Sequence[float], stages: int) -> list[int]:
+def divide_layers(costs: Sequence[float], stages: int) -> list[int]:
     """Return the number of layers of each stage, at least one, such that the most expensive stage
     is as cheap as possible.
     """

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from hf_distca.agreement.announce import PlanKey
-from hf_distca.borrowed import in_backward
+from hf_distca.borrowed import is_in_backward
 from hf_distca.errors import DistCADesyncError, UnsupportedError
 from hf_distca.integration.handle import AttentionHandle, LayerWork
 from hf_distca.integration.session import Session
@@ -23,7 +23,7 @@ from hf_distca.kernels.base import Grads, Outputs, Scores, TaskBatch
 from hf_distca.kernels.varlen import to_device
 from hf_distca.pipeline.tick_calls import CallPart, LayerKind, MicroBatch, MicroBatchPart, OwnCall
 from hf_distca.runtime.call import AttentionServer, Call, Inputs
-from hf_distca.runtime.core_attention import core_attention
+from hf_distca.runtime.core_attention import compute_core_attention
 from hf_distca.runtime.group import AttentionGroup
 from hf_distca.runtime.outputs import LayerOutputs
 from hf_distca.runtime.route import Route
@@ -78,7 +78,7 @@ class LayerKindRecorder(WorkPlanner):
                 f"{type(module).__name__} computes attention twice in a forward, which stages of a"
                 " pipeline cannot."
             )
-        self.kinds[id(module)] = LayerKind.of(key, inputs, scores)
+        self.kinds[id(module)] = LayerKind.from_call(key, inputs, scores)
         return inputs.q_THD.new_zeros((*inputs.q_THD.shape[:2], key.shape.value_head_dim))
 
 
@@ -154,7 +154,7 @@ class StageAttention(WorkPlanner):
     ) -> torch.Tensor:
         """Make a call of a micro-batch, in its forward or in a recompute."""
         self.group.raise_pending()
-        again, kind = in_backward(), LayerKind.of(key, inputs, scores)
+        again, kind = is_in_backward(), LayerKind.from_call(key, inputs, scores)
         if id(module) not in self.modules:
             raise UnsupportedError(
                 f"{type(module).__name__} computes attention that it did not in the first step."
@@ -172,14 +172,18 @@ class StageAttention(WorkPlanner):
         # its rows.
         if torch.is_grad_enabled() and not any(tensor.requires_grad for tensor in inputs[:3]):
             inputs = inputs._replace(q_THD=inputs.q_THD.detach().requires_grad_())
-        stored = micro_batch.outputs[key.nano].of(module, inputs) if micro_batch.outputs else None
+        stored = (
+            micro_batch.outputs[key.nano].find_outputs(module, inputs)
+            if micro_batch.outputs
+            else None
+        )
         call = StageCall(self, micro_batch, which, stored)
         if again and call.recomputed_outputs is None:
             raise UnsupportedError(
                 f"{type(module).__name__} computes attention in backward whose outputs were not"
                 " kept."
             )
-        return core_attention(inputs, call)
+        return compute_core_attention(inputs, call)
 
     def make_server(self, part: CallPart) -> AttentionServer:
         """Make the server that runs the tasks of a call."""
@@ -189,8 +193,10 @@ class StageAttention(WorkPlanner):
         return AttentionServer(
             self.session.choose_kernel(query, kind.key.shape, scores),
             scores,
-            meter if trace is None else trace.meter(meter, kind.key.nano, part.number + 1),
-            partial(self.group.reporting, f"computing {part.name}"),
+            meter
+            if trace is None
+            else trace.make_call_meter(meter, kind.key.nano, part.number + 1),
+            partial(self.group.report_errors, f"computing {part.name}"),
         )
 
     def serve(self, parts: Sequence[CallPart], *, backward: bool) -> None:
@@ -207,7 +213,9 @@ class StageAttention(WorkPlanner):
     def _begin_serving(self, part: CallPart, *, backward: bool) -> Call:
         """Launch the dispatch of a call."""
         exchanges = 0 if backward else part.route.forward_exchanges
-        call = Call(part.route, self.group.at(part.name, exchanges), self.make_server(part))
+        call = Call(
+            part.route, self.group.with_call_channel(part.name, exchanges), self.make_server(part)
+        )
         call.backward = backward
         call.begin_without_rows(part.kind.make_empty_operands(self.device))
         return call
@@ -224,7 +232,7 @@ class StageCall(Call):
         stored: LayerOutputs | None,
     ) -> None:
         part = micro_batch.parts[which]
-        group = attention.group.at(part.name, part.route.forward_exchanges)
+        group = attention.group.with_call_channel(part.name, part.route.forward_exchanges)
         super().__init__(part.route, group, attention.make_server(part), stored)
         # The backward may exchange if the forward does not, and nano-batches take turns in the same
         # places on all ranks.
@@ -236,4 +244,4 @@ class StageCall(Call):
         super().begin_backward()
         part = self._micro_batch.reach(self._which)
         self.route, self.server = part.route, self._attention.make_server(part)
-        self.group = self._attention.group.at(part.name, 0)
+        self.group = self._attention.group.with_call_channel(part.name, 0)

@@ -79,7 +79,7 @@ class StageModel(torch.nn.Module):
         self, model: PreTrainedModel, stage: int, layers: Sequence[int], *, tied: bool | None = None
     ) -> None:
         super().__init__()
-        parts = ModelParts.of(model)
+        parts = ModelParts.from_model(model)
         if sum(layers) != len(parts.layers) or min(layers) < 1:
             raise ConfigError(
                 f"layers={list(layers)} must be at least 1 for each stage, {len(parts.layers)} in"
@@ -87,7 +87,7 @@ class StageModel(torch.nn.Module):
             )
         self.stage, self.stages = stage, len(layers)
         self.tied = parts.tied if tied is None else tied
-        self.facts = _shared_facts(model, parts, layers, tied=self.tied)
+        self.facts = _collect_shared_facts(model, parts, layers, tied=self.tied)
         begin, end = sum(layers[:stage]), sum(layers[: stage + 1])
         for number, layer in enumerate(parts.layers):
             if not begin <= number < end:
@@ -165,7 +165,7 @@ class StageModel(torch.nn.Module):
         return output
 
 
-def _shared_facts(
+def _collect_shared_facts(
     model: PreTrainedModel, parts: ModelParts, layers: Sequence[int], *, tied: bool
 ) -> dict[str, str]:
     """Return the properties that must be equal on the stages of all ranks: the model and its

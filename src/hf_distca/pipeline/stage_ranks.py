@@ -47,7 +47,7 @@ class StageFacts(NamedTuple):
     trained: bool | None
     kinds: list[list[int | float | None]]
 
-    def row(self) -> IntArray:
+    def to_row(self) -> IntArray:
         """Return the facts as int64 numbers, which ranks gather: JSON in bytes."""
         text = json.dumps(self).encode()
         return np.frombuffer(text.ljust(-(-len(text) // 8) * 8), dtype=np.int64)
@@ -67,15 +67,15 @@ def find_ranks(
         UnsupportedError: if attention is computed in a way that stages cannot share, or settings
             ask for what they cannot do.
     """
-    group = AttentionGroup.of(
-        _members(stage, session), timeout_seconds=session.config.timeout_seconds
+    group = AttentionGroup.find_or_create(
+        _find_members(stage, session), timeout_seconds=session.config.timeout_seconds
     )
     hashes = group.gather(
         np.array([hash_settings(facts)]), doing="comparing the models of the pipeline stages"
     )
     check_facts(group, [int(row[0]) for row in hashes], facts, "the first step")
     _check_settings(session.config, group)
-    with group.reporting(f"looking at the attention of stage {stage.stage_index}"):
+    with group.report_errors(f"looking at the attention of stage {stage.stage_index}"):
         kinds, dtype = _find_kinds(stage, session)
     weight = stage.unwrapped.tied_weight
     facts_of_stage = StageFacts(
@@ -85,16 +85,16 @@ def find_ranks(
         None if weight is None else weight.requires_grad,
         [kind.numbers for kind in kinds.values()],
     )
-    rows = group.gather(facts_of_stage.row(), doing="meeting the other pipeline stages")
-    pipeline = _pipeline(
+    rows = group.gather(facts_of_stage.to_row(), doing="meeting the other pipeline stages")
+    pipeline = _make_pipeline(
         [StageFacts(*json.loads(row.tobytes())) for row in rows], group, stage.device.type
     )
-    with group.reporting("connecting the pipeline stages"):
+    with group.report_errors("connecting the pipeline stages"):
         # NCCL asks that all ranks take part if messages between some are the first thing in a
         # group. All are here now.
         dist.all_reduce(torch.zeros(1, device=stage.device), group=stage.group)
     attention = StageAttention(session, group, stage.device, list(kinds))
-    with group.reporting("measuring costs"):
+    with group.report_errors("measuring costs"):
         for kind in dict.fromkeys(call.kind for call in pipeline.calls):
             attention.learn_cost(kind.key, kind.make_empty_operands(stage.device).q_THD, group)
     return pipeline, attention
@@ -121,7 +121,7 @@ def _check_settings(config: DistCAConfig, group: AttentionGroup) -> None:
         )
 
 
-def _members(stage: Stage, session: Session) -> dist.ProcessGroup | Members | None:
+def _find_members(stage: Stage, session: Session) -> dist.ProcessGroup | Members | None:
     """Return the ranks that share attention: of all stages and all copies of the model, with equal
     heads.
     """
@@ -158,7 +158,7 @@ def _find_kinds(stage: Stage, session: Session) -> tuple[dict[int, LayerKind], t
     return finder.kinds, output.dtype
 
 
-def _pipeline(stages: Sequence[StageFacts], group: AttentionGroup, device: str) -> Pipeline:
+def _make_pipeline(stages: Sequence[StageFacts], group: AttentionGroup, device: str) -> Pipeline:
     """Combine the facts that all ranks sent about their stages."""
     depth = 1 + max(facts.stage for facts in stages)
     copies = sorted({facts.copy for facts in stages})

@@ -29,7 +29,7 @@ from hf_distca.pipeline.step_checks import (
     build_layout_of_copies,
     check_shares_of_copy,
     check_steps,
-    checksum,
+    compute_checksum,
 )
 from hf_distca.pipeline.tick_calls import make_requests
 from hf_distca.pipeline.ticks import (
@@ -120,11 +120,11 @@ class Schedule(OneStageSchedule):
     ) -> None:
         """Run the micro-batches of a step; torch calls it."""
         if self._ranks is None:
-            self._ranks = find_ranks(self.stage, self._session, self._facts())
+            self._ranks = find_ranks(self.stage, self._session, self._collect_facts())
         pipeline, attention = self._ranks
         self._steps += 1
         name = f"step {self._steps}"
-        with attention.group.reporting(f"reading the documents of {name}"):
+        with attention.group.report_errors(f"reading the documents of {name}"):
             if current_session() is not self._session:
                 raise ConfigError(
                     "hf_distca.configure was called after this Schedule was made: make the Schedule"
@@ -135,7 +135,7 @@ class Schedule(OneStageSchedule):
 
         def compute(tick: Tick, number: int, arrived: torch.Tensor | None) -> torch.Tensor:
             if tick.backward:
-                loss = self.loss(number) if self.stage.is_last else None
+                loss = self.get_loss(number) if self.stage.is_last else None
                 return self.stage.run_backward(
                     number, arrived, loss, last=number == self.micro_batches - 1
                 )
@@ -158,7 +158,7 @@ class Schedule(OneStageSchedule):
             if self.is_training:
                 self.stage.perform_reduce_grad(1)  # losses are scaled, not gradients
 
-    def _facts(self) -> SharedSettings:
+    def _collect_facts(self) -> SharedSettings:
         """Return all that must be equal on all ranks in a step, by name."""
         model, config = self.stage.unwrapped, self._session.config
         return {
@@ -217,9 +217,12 @@ class Schedule(OneStageSchedule):
         shares = [read.dealt_share for read in documents if read.dealt_share is not None]
         are_dealt = len(shares) == len(documents)
         place = f"{name}, {self.micro_batches} micro-batches in {self.stage.num_stages} stages"
-        with group.reporting(f"planning {place}"):
+        with group.report_errors(f"planning {place}"):
             config = replace(config, ping_pong=self._uses_nano_batches(documents))
-            facts = {**self._facts(), "nano-batches of a micro-batch": str(1 + config.ping_pong)}
+            facts = {
+                **self._collect_facts(),
+                "nano-batches of a micro-batch": str(1 + config.ping_pong),
+            }
             requests = make_requests(pipeline.keys, documents, shape, config)
             if are_dealt:
                 check_shares_of_copy(shares, pipeline)
@@ -253,7 +256,7 @@ class Schedule(OneStageSchedule):
                 shares[0].digest if are_dealt else 0,
                 plans.make(),
                 *shape,
-                checksum(self.stage.unwrapped.tied_weight),
+                compute_checksum(self.stage.unwrapped.tied_weight),
             )
             check = partial(check_steps, group, facts=facts, copies=pipeline.copies, place=place)
             if not are_dealt:

@@ -25,7 +25,7 @@ from hf_distca.pipeline.tick_calls import SAME_LAYERS, MicroBatch, serve_others
 from hf_distca.pipeline.ticks import Tick, TickPlans
 from hf_distca.runtime.channel import wait_for_works
 from hf_distca.runtime.group import AttentionGroup
-from hf_distca.runtime.monitor import reserved_seconds
+from hf_distca.runtime.monitor import compute_reserved_seconds
 from hf_distca.runtime.outputs import OutputStore
 
 
@@ -72,7 +72,7 @@ class StageStep:
         figures, meter, group = [], self.attention.session.meter, self.attention.group
         for tick in self.plans.order:
             began, seconds, sent = time.perf_counter(), meter.seconds, meter.sent_bytes
-            with group.reporting(f"running {self._named(tick)}"):
+            with group.report_errors(f"running {self._name_tick(tick)}"):
                 self._send(tick, self._run_tick(tick))
             figures.append(
                 TickFigures(
@@ -85,7 +85,7 @@ class StageStep:
         self._last.wait(group, f"sending to other stages at the end of {self.plans.name}")
         return figures
 
-    def _named(self, tick: Tick) -> str:
+    def _name_tick(self, tick: Tick) -> str:
         return f"{tick} of {self.plans.name}, as stage {self.stage.stage_index}"
 
     def _run_tick(self, tick: Tick) -> torch.Tensor | None:
@@ -95,7 +95,7 @@ class StageStep:
         """
         index = self.stage.stage_index
         number = tick.micro_batches[index]
-        parts, attention = self.plans.parts(tick), self.attention
+        parts, attention = self.plans.list_parts(tick), self.attention
         calls = serve_others(parts, partial(attention.serve, backward=tick.backward))
         leaving = None
         if number is not None:
@@ -129,7 +129,7 @@ class StageStep:
         part = next(calls, None)
         if part is not None:
             raise DistCADesyncError(
-                f"{self._named(tick)} never came to {part.name}: {SAME_LAYERS}."
+                f"{self._name_tick(tick)} never came to {part.name}: {SAME_LAYERS}."
             )
         return leaving
 
@@ -140,7 +140,7 @@ class StageStep:
         if (tick.backward, number) not in self._arriving:
             return None
         messages, arrived = self._arriving.pop((tick.backward, number))
-        messages.wait(self.attention.group, f"waiting for what {self._named(tick)} begins with")
+        messages.wait(self.attention.group, f"waiting for what {self._name_tick(tick)} begins with")
         return arrived.requires_grad_(bool(self.stage.has_backward) and not tick.backward)
 
     def _send(self, tick: Tick, leaving: torch.Tensor | None) -> None:
@@ -166,7 +166,9 @@ class StageStep:
                 device=self.stage.device,
             )
             ops.append(dist.P2POp(dist.irecv, buffer, group=self.stage.group, group_peer=source))
-        self._last.wait(self.attention.group, f"sending what was made before {self._named(tick)}")
+        self._last.wait(
+            self.attention.group, f"sending what was made before {self._name_tick(tick)}"
+        )
         self._last = Messages(ops)
         if coming is not None:
             self._arriving[tick.backward, coming] = self._last, buffer
@@ -184,7 +186,9 @@ class Messages:
         wait for each other.
         """
         deadline = (
-            time.monotonic() + group.timeout_seconds - reserved_seconds(group.timeout_seconds)
+            time.monotonic()
+            + group.timeout_seconds
+            - compute_reserved_seconds(group.timeout_seconds)
         )
         over_gloo = any(op.group.name() == "gloo" for op in self._ops)
         try:
@@ -242,7 +246,7 @@ def sum_tied_gradients(
     gradient: Any = weight.grad
     local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
     arriving, peer = torch.empty_like(local), 0 if stage.is_last else stage.num_stages - 1
-    with group.reporting(doing := f"adding the gradients of the tied embedding in {name}"):
+    with group.report_errors(doing := f"adding the gradients of the tied embedding in {name}"):
         tensors = ((dist.isend, local), (dist.irecv, arriving))
         Messages(
             [dist.P2POp(way, tensor, group=stage.group, group_peer=peer) for way, tensor in tensors]

@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from hf_distca.errors import ConfigError
 from hf_distca.pipeline.borrowed_pipelining import unwrap_peft
-from hf_distca.pipeline.model_parts import ModelParts, check_split, layers_of_stages
+from hf_distca.pipeline.model_parts import ModelParts, check_split, divide_layers
 from hf_distca.pipeline.stage_models import StageModel
 
 # Arguments of transformers that say where a checkpoint is, and so its config.
@@ -146,11 +146,11 @@ def split(
             f"split() got a {type(model).__name__} that DDP or FSDP have wrapped, with the weights"
             " of other stages: split it first, then wrap stage.submod."
         )
-    layers = _layers_by_stage(model, mesh, layers)
+    layers = _choose_layer_counts(model, mesh, layers)
     return Stage(StageModel(model, mesh.get_local_rank(), layers), mesh)
 
 
-def _layers_by_stage(
+def _choose_layer_counts(
     model: PreTrainedModel, mesh: DeviceMesh, layers: Sequence[int] | None
 ) -> Sequence[int]:
     """Return the number of layers of each stage, after a check that the model can be split over the
@@ -164,7 +164,7 @@ def _layers_by_stage(
     check_split(model)
     stages = dist.get_world_size(mesh.get_group())
     if layers is None:
-        layers = layers_of_stages(ModelParts.of(model).costs(model), stages)
+        layers = divide_layers(ModelParts.from_model(model).estimate_layer_costs(model), stages)
     if len(layers) != stages:
         raise ConfigError(
             f"layers={list(layers)} are for {len(layers)} stages, and the mesh has {stages} ranks."
@@ -193,8 +193,8 @@ def from_pretrained(
     with torch.device("meta"):
         auto: Any = AutoModelForCausalLM
         whole = auto.from_config(config, attn_implementation=implementation)
-    layers = _layers_by_stage(whole, mesh, layers)
-    base, tied, stage = type(whole), ModelParts.of(whole).tied, mesh.get_local_rank()
+    layers = _choose_layer_counts(whole, mesh, layers)
+    base, tied, stage = type(whole), ModelParts.from_model(whole).tied, mesh.get_local_rank()
     stage_models: list[StageModel] = []
 
     def __init__(self: Any, *args: Any, **more: Any) -> None:  # noqa: N807

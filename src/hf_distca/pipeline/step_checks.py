@@ -64,7 +64,7 @@ class StepRow(NamedTuple):
     leaves: int = 0
 
 
-def checksum(weight: torch.Tensor | None) -> int:
+def compute_checksum(weight: torch.Tensor | None) -> int:
     """Return a 60-bit checksum of a weight's bits and their places; of a sharded weight, of this
     rank's shard.
 

@@ -69,7 +69,7 @@ class LayerKind(NamedTuple):
     softcap: float | None
 
     @classmethod
-    def of(cls, key: PlanKey, inputs: Inputs, scores: Scores) -> LayerKind:
+    def from_call(cls, key: PlanKey, inputs: Inputs, scores: Scores) -> LayerKind:
         """Return the kind of a call; raise if stages cannot run in its dtype."""
         dtype = inputs.q_THD.dtype
         if dtype not in DTYPES:

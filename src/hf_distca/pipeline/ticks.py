@@ -170,14 +170,14 @@ class TickPlans:
         """Make the plans of all ticks, in their order. Return a 60-bit digest of all of them."""
         digest = hashlib.sha256()
         for tick in self.order:
-            for *_, inputs in self._calls(tick):
+            for *_, inputs in self._iterate_calls(tick):
                 digest.update(self._plan(inputs).digest.encode())
         return int(digest.hexdigest()[:15], 16)
 
-    def parts(self, tick: Tick) -> list[CallPart]:
+    def list_parts(self, tick: Tick) -> list[CallPart]:
         """Return this rank's part in the calls of a tick, in their order."""
         parts = []
-        for number, call, inputs in self._calls(tick):
+        for number, call, inputs in self._iterate_calls(tick):
             nano, stage = inputs.key.nano, self.pipeline.stages[self.pipeline.rank]
             own_number = None if inputs.running[stage] is None else call.calls[stage]
             name = (
@@ -196,7 +196,7 @@ class TickPlans:
             )
         return parts
 
-    def _calls(self, tick: Tick) -> Iterator[tuple[int, JointCall, _PlanInputs]]:
+    def _iterate_calls(self, tick: Tick) -> Iterator[tuple[int, JointCall, _PlanInputs]]:
         """Yield the joint calls of a tick in their order, with their number in a forward, if a
         stage with a micro-batch has a part.
 
@@ -222,10 +222,10 @@ class TickPlans:
                 else MicroBatchPart(number, inputs.key.chunk, inputs.key.nano)
                 for number in inputs.running
             )
-            self._plans[inputs] = balance(self._layout(parts), cost, self.config)
+            self._plans[inputs] = balance(self._build_layout(parts), cost, self.config)
         return self._plans[inputs]
 
-    def _layout(self, parts: tuple[MicroBatchPart | None, ...]) -> Layout:
+    def _build_layout(self, parts: tuple[MicroBatchPart | None, ...]) -> Layout:
         """Return the documents of the part that each stage runs, on the ranks that run it.
 
         Each micro-batch is on at most one stage.
@@ -251,7 +251,7 @@ class TickPlans:
         """Return this rank's route of a call, built once."""
         if inputs not in self._routes:
             plan, config = self._plan(inputs), self.config
-            waves = Waves.of(
+            waves = Waves.split_plan(
                 plan, inputs.key.shape, config.tile, config.max_transient_bytes, config.head_groups
             )
             self._routes[inputs] = Route.build(plan, self.pipeline.rank, waves)

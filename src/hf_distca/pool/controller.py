@@ -1,9 +1,9 @@
 """Announcements of rank 0: every step that ranks take together is named to the servers, right
 before this rank takes it. On other ranks there are no servers to name it to.
 
-A step of another room that is marked by `joint_step` is a step of `Server`, with the same name and
-arguments. Of an argument that servers have, too, its name is sent; of a tensor, its dtype; and no
-group, device or documents, of which servers have their own.
+A step of another room that is marked by `mark_joint_step` is a step of `Server`, with the same
+name and arguments. Of an argument that servers have, too, its name is sent; of a tensor, its
+dtype; and no group, device or documents, of which servers have their own.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ class LaunchPlace(NamedTuple):
     servers: int
 
     @classmethod
-    def of(cls, environment: Mapping[str, str], servers: int) -> LaunchPlace | None:
+    def from_environment(cls, environment: Mapping[str, str], servers: int) -> LaunchPlace | None:
         """Read the place from the variables of torchrun and `accelerate launch`; None in a process
         that they did not start.
 
@@ -74,7 +74,7 @@ class LaunchPlace(NamedTuple):
         number = self.local - self.trainers
         return None if number < 0 else self.node * self.servers + number
 
-    def trainer_environment(self) -> dict[str, str]:
+    def make_trainer_environment(self) -> dict[str, str]:
         """Return the variables that a launcher would give this process if there were no servers."""
         rank, size = str(self.node * self.trainers + self.local), str(self.nodes * self.trainers)
         return {

@@ -22,9 +22,9 @@ from hf_distca.borrowed import (
     PrefixStore,
     Store,
     TCPStore,
+    get_timeout,
     group_in_store,
     store_of_world,
-    timeout_of,
 )
 from hf_distca.errors import ConfigError, DistCADesyncError, DistCAError, UnsupportedError
 from hf_distca.pool.addresses import read_token, store_key
@@ -72,7 +72,7 @@ class PoolRanks:
             PrefixStore(invitation["meeting"], _launch_store(store)),
         )
 
-    def without(self, leaving: Sequence[int]) -> PoolRanks:
+    def remove_ranks(self, leaving: Sequence[int]) -> PoolRanks:
         """Return the others, once those of these indices have left; this process is none of
         them.
         """
@@ -98,7 +98,7 @@ class PoolRanks:
                 make("gloo", timeout, f"distca-control of {group.size}"),
             )
 
-        return group.connected(connect, self.names)
+        return group.with_communicators(connect, self.names)
 
 
 @dataclass(eq=False)
@@ -174,7 +174,7 @@ class PoolObserver:
             )
         else:
             seconds, rank, ranks = (
-                timeout_seconds or timeout_of(world).total_seconds(),
+                timeout_seconds or get_timeout(world).total_seconds(),
                 dist.get_rank(),
                 dist.get_world_size(),
             )
@@ -199,7 +199,7 @@ class PoolObserver:
         if self.controller.groups[-1].servers:
             _log.warning("%s was told to end: training goes on without it", ", ".join(names))
         self.controller.leave_behind(leaving, names)
-        return self._join(world, before.without(leaving), group.timeout_seconds)
+        return self._join(world, before.remove_ranks(leaving), group.timeout_seconds)
 
     def _join(self, world: object, ranks: PoolRanks, seconds: float) -> AttentionGroup:
         group = ranks.join(seconds)
@@ -305,7 +305,7 @@ def _check_members(members: dist.ProcessGroup | Members | None, size: int | None
         range(dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1)
     )
     if isinstance(members, dist.ProcessGroup):
-        members = Members.of(members)
+        members = Members.from_group(members)
     ranks = world if members is None else members.ranks
     if size is not None or tuple(sorted(ranks)) != world:
         raise UnsupportedError(

@@ -30,7 +30,7 @@ from hf_distca.agreement.batch_plan import BatchPlan
 from hf_distca.agreement.documents import Documents
 from hf_distca.agreement.planner import PendingPlans, Planner
 from hf_distca.borrowed import Store, TCPStore
-from hf_distca.doctor.exchange import exchange, versions
+from hf_distca.doctor.exchange import exchange, list_versions
 from hf_distca.errors import DistCADesyncError
 from hf_distca.integration.handle import LayerWork
 from hf_distca.integration.session import Session
@@ -155,8 +155,8 @@ class Server:
         """
         try:
             while True:
-                step, arguments, serial, forgotten = self._next(words)
-                with self._group.reporting(f"taking the step {step!r}"), torch.no_grad():
+                step, arguments, serial, forgotten = self._receive_next(words)
+                with self._group.report_errors(f"taking the step {step!r}"), torch.no_grad():
                     for name in forgotten:
                         self._known.pop(name, None)
                     result = STEPS[step](self, **arguments)
@@ -195,7 +195,7 @@ class Server:
 
     def regroup(self, leaving: Sequence[int]) -> None:
         """Join the smaller group that ranks form once other servers have left."""
-        self._ranks = self._ranks.without(leaving)
+        self._ranks = self._ranks.remove_ranks(leaving)
         self._group = self._ranks.join(self._group.timeout_seconds)
         for known in self._known.values():
             if isinstance(known, Session):
@@ -227,7 +227,7 @@ class Server:
         in_background: bool = False,
     ) -> PendingPlans:
         """Take part when ranks announce documents and begin to plan them."""
-        return self._planner(session).begin_plans(
+        return self._make_planner(session).begin_plans(
             read_requests(requests, [None] * len(requests)),
             self._group,
             place,
@@ -236,20 +236,24 @@ class Server:
 
     def finish_plans(self, session: str, pending: str) -> list[BatchPlan]:
         """Take part when ranks compare their plans."""
-        return self._planner(session).finish_plans(self._known.pop(pending))
+        return self._make_planner(session).finish_plans(self._known.pop(pending))
 
     def plan_shares(
         self, session: str, shares: Sequence[Mapping[str, Any]], requests: Sequence[Any]
     ) -> list[BatchPlan]:
         """Plan a dealt batch, as each rank does alone."""
         known = read_shares(shares)
-        return self._planner(session).plan_shares(
+        return self._make_planner(session).plan_shares(
             known, read_requests(requests, known), self._group
         )
 
     def use_plan(self, session: str, planned: str) -> _UsedPlan:
         """Use a plan for a micro-batch."""
-        plan, user, planner = self._known.pop(planned), self._known[session], self._planner(session)
+        plan, user, planner = (
+            self._known.pop(planned),
+            self._known[session],
+            self._make_planner(session),
+        )
         before = planner.resume_progress().number
         work = WorkPlanner(user).use_plan(Documents(plan.runs), plan, self._group, self._device)
         self._micro_batches += planner.resume_progress().number - before
@@ -257,11 +261,11 @@ class Server:
 
     def gather_measurements(self, session: str) -> None:
         """Take part when ranks gather their measurements."""
-        self._planner(session).gather_measurements(self._group)
+        self._make_planner(session).gather_measurements(self._group)
 
     def exchange(self, has: Mapping[str, str]) -> None:
         """Take part in the trial exchange of `hf-distca doctor`, of ranks with these versions."""
-        exchange(versions(), self._device, self._group)
+        exchange(list_versions(), self._device, self._group)
 
     def begin(self, call: int, work: str, place: str, backward: bool, **layer: Any) -> None:
         """Begin a call, when a layer sends its queries, keys and values."""
@@ -273,9 +277,9 @@ class Server:
             key.shape,
             Scores(layer["scale"], used.window, layer["softcap"]),
         )
-        server.reporting = partial(used.group.reporting, f"computing {place}")
+        server.reporting = partial(used.group.report_errors, f"computing {place}")
         self._calls[call] = taken = Call(
-            used.route, used.group.at(place, used.route.forward_exchanges), server
+            used.route, used.group.with_call_channel(place, used.route.forward_exchanges), server
         )
         if backward:
             taken.begin_backward()
@@ -293,12 +297,12 @@ class Server:
         taken = self._calls.pop(call)
         taken.finish(Grads if taken.backward else Outputs)
 
-    def _planner(self, session: str) -> Planner:
+    def _make_planner(self, session: str) -> Planner:
         planner: Planner = self._known[session].planner
         planner.resume_progress().is_leaving = self.is_leaving
         return planner
 
-    def _next(self, words: JsonLineConnection) -> Any:
+    def _receive_next(self, words: JsonLineConnection) -> Any:
         """Return the next word of rank 0.
 
         End if another rank leaves the group before, for rank 0 may hear of that late, or never.

@@ -48,12 +48,12 @@ class RuleOutputs(NamedTuple):
     output: torch.Tensor
     states: torch.Tensor | None
 
-    def states_like(self, none: torch.Tensor) -> torch.Tensor:
+    def get_states(self, none: torch.Tensor) -> torch.Tensor:
         """Return the states in the dtype of `none`; `none` itself if there are no states."""
         return none if self.states is None else self.states.to(none.dtype)
 
 
-def with_token(tensor: torch.Tensor, dim: int = 1) -> torch.Tensor:
+def append_token(tensor: torch.Tensor, dim: int = 1) -> torch.Tensor:
     """Append a token of zeros to no tokens.
 
     A rank without tokens runs its kernels on this and drops the outputs, so that weights get a
@@ -84,7 +84,7 @@ class SegmentKernel(NamedTuple):
             *(tensor if tensor.dim() == 1 else convert(tensor) for tensor in self.inputs)
         )
 
-    def inputs_of(self, which: Sequence[int]) -> Any:
+    def select_inputs(self, which: Sequence[int]) -> Any:
         """Return the inputs of some segments."""
         return self.convert_inputs(lambda tensor: self.segments.select(tensor, which))
 
@@ -94,12 +94,12 @@ class SegmentKernel(NamedTuple):
         """Run some segments."""
         if not which:
             return RuleOutputs(self.inputs[0][:, :0], None)
-        lengths = self.segments.lengths_of(which)
-        return self.kernel(self.inputs_of(which), lengths, *states, final_states=final_states)
+        lengths = self.segments.count_tokens(which)
+        return self.kernel(self.select_inputs(which), lengths, *states, final_states=final_states)
 
     def run_none(self, *states: None) -> torch.Tensor:
         """Run the kernel of a rank without tokens, and return its empty output."""
-        inputs = self.convert_inputs(with_token)
+        inputs = self.convert_inputs(append_token)
         return self.kernel(inputs, [1], *states, final_states=False).output[:, :0]
 
     def join(
@@ -120,18 +120,18 @@ class _Exchange:
     ) -> None:
         self.segments, self.needed, self.stored = segments, needed, stored
         name = f"exchange {next(segments.numbers)} of recurrent layers in {segments.name}"
-        self.channel = segments.group.at(name, forward_exchanges=1).data
+        self.channel = segments.group.with_call_channel(name, forward_exchanges=1).data
 
     def send(self, parts: Sequence[MessagePart]) -> list[list[torch.Tensor]]:
         pending = launch(self.channel, parts, self.segments.formats, "states")
         self.segments.meter.count(state_exchanges=1, state_bytes=pending.sent_bytes)
-        return pending.sections()
+        return pending.receive_sections()
 
-    def received(self, held: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def get_received(self, held: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return rows from other ranks; in a recompute those of the forward before, if they were
         kept.
         """
-        if self.stored is not None and (kept := self.stored.take()) is not None:
+        if self.stored is not None and (kept := self.stored.pop()) is not None:
             return [rows.detach() for rows in kept]
         parts = [
             MessagePart(tensor.contiguous(), needed.rows)
@@ -142,10 +142,10 @@ class _Exchange:
             for sections, tensor in zip(self.send(parts), held, strict=True)
         ]
         if self.stored is not None:
-            self.stored.keep(*came)
+            self.stored.store_outputs(*came)
         return came
 
-    def returned(self, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def return_gradients(self, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return gradients of the held rows, given those of held and received rows."""
         if self.channel is not None:
             self.channel.begin_backward()
@@ -172,7 +172,7 @@ class _ExchangeStates(torch.autograd.Function):
     def forward(ctx: Any, exchange: _Exchange, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.exchange, ctx.inputs = exchange, len(tensors)
         held = tensors[: len(exchange.needed)]
-        came = exchange.received(held)
+        came = exchange.get_received(held)
         return held[0].new_zeros(()), *(torch.cat(pair) for pair in zip(held, came, strict=True))
 
     @staticmethod
@@ -180,7 +180,7 @@ class _ExchangeStates(torch.autograd.Function):
     def backward(
         ctx: Any, _anchor: torch.Tensor, *gradients: torch.Tensor
     ) -> tuple[torch.Tensor | None, ...]:
-        returned = ctx.exchange.returned(gradients)
+        returned = ctx.exchange.return_gradients(gradients)
         return None, *returned, *[None] * (ctx.inputs - len(returned))
 
 

@@ -16,13 +16,13 @@ from types import MappingProxyType
 import torch
 from torch.nn.functional import pad
 
-from hf_distca.recurrent.carryover import exchange_states, with_gradient_anchor, with_token
+from hf_distca.recurrent.carryover import append_token, exchange_states, with_gradient_anchor
 from hf_distca.recurrent.segments import RowNeeds, Segments, StateKey
 from hf_distca.runtime.outputs import LayerOutputs
 from hf_distca.schedule.layout import Segment
 
 
-def causal_convolution(
+def compute_causal_convolution(
     x_BCT: torch.Tensor,
     convolve: Callable[[torch.Tensor], torch.Tensor],
     width: int,
@@ -50,12 +50,12 @@ def causal_convolution(
         LayoutError: if the input has another number of tokens than the segments.
         DistCADesyncError: if other ranks do not take part in time.
     """
-    with segments.group.reporting(f"computing a convolution of {segments.name}"):
+    with segments.group.report_errors(f"computing a convolution of {segments.name}"):
         segments.check(x_BCT, 2)
         if segments.has_only_whole_documents:
             return _convolve_segments(x_BCT, convolve, segments, width - 1)
-        needed = segments.halo(width - 1)
-        tokens = map(segments.token, needed.held)
+        needed = segments.find_halo(width - 1)
+        tokens = map(segments.find_token, needed.held)
         held = torch.cat(
             [x_BCT[0, :, :0], *(x_BCT[0, :, token : token + 1] for token in tokens)], 1
         ).t()
@@ -88,7 +88,7 @@ def _convolve_segments(
 ) -> torch.Tensor:
     """Convolve all segments in one call, each behind `size` rows: its halo, or zeros."""
     if not segments.here:
-        return convolve(with_token(x_BCT, 2))[..., :0]
+        return convolve(append_token(x_BCT, 2))[..., :0]
     if len(segments.here) == 1 and not halos:
         return convolve(x_BCT)
     row, none = list[torch.Tensor](), x_BCT[..., :0]

@@ -50,7 +50,7 @@ class DeltaInputs(NamedTuple):
     decay: torch.Tensor
     beta: torch.Tensor
 
-    def no_states(self) -> torch.Tensor:
+    def make_no_states(self) -> torch.Tensor:
         """Make an empty batch of states (0, H, K, V), in float32, or float64 if the values are."""
         shape = 0, self.value.shape[2], self.key.shape[3], self.value.shape[3]
         return self.value.new_zeros(
@@ -81,7 +81,7 @@ class DeltaRule(Protocol):
         """
 
 
-def document_by_document(
+def run_by_document(
     kernel: Callable[..., tuple[torch.Tensor, torch.Tensor | None]],
 ) -> DeltaRule:
     """Make a rule of a kernel that runs one document.
@@ -121,7 +121,7 @@ def document_by_document(
     return run
 
 
-def gated_delta_rule(
+def compute_gated_delta_rule(
     inputs: DeltaInputs, segments: Segments, rule: DeltaRule, stored: LayerOutputs | None = None
 ) -> torch.Tensor:
     """Compute the rule for this rank's tokens: each document from no state to its end, wherever its
@@ -143,11 +143,11 @@ def gated_delta_rule(
         LayoutError: if the inputs have another number of tokens than the segments.
         DistCADesyncError: if other ranks do not take part in time.
     """
-    with segments.group.reporting(f"computing a delta rule of {segments.name}"):
+    with segments.group.report_errors(f"computing a delta rule of {segments.name}"):
         segments.check(inputs.value, 1)
         layer = SegmentKernel(inputs, segments, rule)
         if not segments.has_only_whole_documents:
-            return _with_states(layer, stored)
+            return _add_states(layer, stored)
         if not segments.here:
             return layer.run_none(None)
         return layer.run(segments.whole_documents, None).output
@@ -165,8 +165,8 @@ class _SegmentStates(NamedTuple):
 
 def _run_between(layer: SegmentKernel, which: Sequence[int]) -> _SegmentStates:
     """Run segments whose initial state is not known yet."""
-    inputs: DeltaInputs = layer.inputs_of(which)
-    none = inputs.no_states()
+    inputs: DeltaInputs = layer.select_inputs(which)
+    none = inputs.make_no_states()
     heads, rows, columns = none.shape[1:]
     if not which:
         return _SegmentStates(
@@ -176,20 +176,20 @@ def _run_between(layer: SegmentKernel, which: Sequence[int]) -> _SegmentStates:
     wide = inputs._replace(value=torch.cat([zeros, inputs.value], -1))
     start = torch.eye(rows, rows + columns, dtype=none.dtype, device=none.device)
     states = start.expand(len(which), heads, rows, rows + columns)
-    outputs = layer.kernel(wide, layer.segments.lengths_of(which), states, final_states=True)
+    outputs = layer.kernel(wide, layer.segments.count_tokens(which), states, final_states=True)
     reader, output = torch.split(outputs.output, [rows, columns], -1)
-    transitions, biases = torch.split(outputs.states_like(none), [rows, columns], -1)
+    transitions, biases = torch.split(outputs.get_states(none), [rows, columns], -1)
     return _SegmentStates(output, reader, Summaries(biases, transitions))
 
 
-def _with_states(layer: SegmentKernel, stored: LayerOutputs | None) -> torch.Tensor:
+def _add_states(layer: SegmentKernel, stored: LayerOutputs | None) -> torch.Tensor:
     inputs, segments, _ = layer
     # 1. Segments that begin a document which goes on run from zeros, and end with their bias.
     first = layer.run(segments.first_segments, None, final_states=True)
     # 2. Segments between others run from zeros and from the identity.
     between = _run_between(layer, segments.inner_segments)
     # 3. Biases and transitions travel to the ranks that hold later segments.
-    biases = torch.cat([first.states_like(inputs.no_states()), between.summaries.biases])
+    biases = torch.cat([first.get_states(inputs.make_no_states()), between.summaries.biases])
     held = biases, between.summaries.transitions
     rows, anchor = exchange_states(
         segments, held, (segments.summaries, segments.transitions), inputs, stored

@@ -53,7 +53,7 @@ class RowNeeds:
     place: dict[StateKey, int]
 
     @classmethod
-    def of(cls, rank: int, needs: Iterable[tuple[int, int, StateKey]]) -> RowNeeds:
+    def from_triples(cls, rank: int, needs: Iterable[tuple[int, int, StateKey]]) -> RowNeeds:
         """Build from triples (rank that needs a row, rank that holds it, row), in any
         order; triples without this rank may be left out.
         """
@@ -105,7 +105,7 @@ class Segments:
     _halos: dict[int, RowNeeds] = field(default_factory=dict, repr=False)
 
     @classmethod
-    def packed(cls, lengths: Sequence[int]) -> Segments:
+    def from_lengths(cls, lengths: Sequence[int]) -> Segments:
         """Make segments of whole documents of these lengths one after another.
 
         Nothing is exchanged.
@@ -212,7 +212,7 @@ class Segments:
             index for index, segment in enumerate(self.here) if segment.document not in self.cut
         )
 
-    def token(self, key: StateKey) -> int:
+    def find_token(self, key: StateKey) -> int:
         """Return the index of a token among the tokens here."""
         return next(
             offset + key.position - segment.start
@@ -220,7 +220,7 @@ class Segments:
             if segment.document == key.document and segment.start <= key.position < segment.end
         )
 
-    def lengths_of(self, which: Sequence[int]) -> list[int]:
+    def count_tokens(self, which: Sequence[int]) -> list[int]:
         """Return the numbers of tokens of some segments here."""
         return [self.lengths[index] for index in which]
 
@@ -248,23 +248,23 @@ class Segments:
 
     def split(self, tensor: torch.Tensor, which: Sequence[int]) -> dict[int, torch.Tensor]:
         """Split consecutive tokens, as from `select`, into those of each segment."""
-        return dict(zip(which, torch.split(tensor, self.lengths_of(which), 1), strict=True))
+        return dict(zip(which, torch.split(tensor, self.count_tokens(which), 1), strict=True))
 
     @cached_property
     def summaries(self) -> RowNeeds:
         """Rows from which states are composed: those of segments that come before others of their
         document.
         """
-        return RowNeeds.of(self.group.rank, self._summaries(0))
+        return RowNeeds.from_triples(self.group.rank, self._iterate_needs(0))
 
     @cached_property
     def transitions(self) -> RowNeeds:
         """Same as `summaries`, without the first segments of documents: there is no state before
         them.
         """
-        return RowNeeds.of(self.group.rank, self._summaries(1))
+        return RowNeeds.from_triples(self.group.rank, self._iterate_needs(1))
 
-    def _summaries(self, first: int) -> Iterator[tuple[int, int, StateKey]]:
+    def _iterate_needs(self, first: int) -> Iterator[tuple[int, int, StateKey]]:
         """Yield the needs of each document's segments from this number on."""
         here = self.group.rank
         for document, segments in self.cut.items():
@@ -275,13 +275,13 @@ class Segments:
                     if last[rank] > number:
                         yield rank, segment.rank, key
 
-    def halo(self, rows: int) -> RowNeeds:
+    def find_halo(self, rows: int) -> RowNeeds:
         """Return the tokens needed by segments which start up to `rows` tokens after them."""
         if rows not in self._halos:
-            self._halos[rows] = RowNeeds.of(self.group.rank, self._halo(rows))
+            self._halos[rows] = RowNeeds.from_triples(self.group.rank, self._find_halo(rows))
         return self._halos[rows]
 
-    def _halo(self, rows: int) -> Iterator[tuple[int, int, StateKey]]:
+    def _find_halo(self, rows: int) -> Iterator[tuple[int, int, StateKey]]:
         here = self.group.rank
         for document, segments in self.cut.items():
             for number, segment in enumerate(segments):

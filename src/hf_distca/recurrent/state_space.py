@@ -47,7 +47,7 @@ class ScanInputs(NamedTuple):
     B: torch.Tensor
     C: torch.Tensor
 
-    def no_states(self) -> torch.Tensor:
+    def make_no_states(self) -> torch.Tensor:
         """Make an empty batch of states (0, H, P, N), in float32, or float64 if x is."""
         return self.x.new_zeros(
             (0, *self.x.shape[2:], self.B.shape[3]),
@@ -93,7 +93,7 @@ def scan_by_document(kernel: Callable[..., tuple[torch.Tensor, torch.Tensor]]) -
     return run
 
 
-def mamba2(
+def compute_mamba2(
     inputs: ScanInputs, segments: Segments, scan: Scan, stored: LayerOutputs | None = None
 ) -> torch.Tensor:
     """Compute the scan for this rank's tokens: each document from no state to its end, wherever its
@@ -115,24 +115,24 @@ def mamba2(
         LayoutError: if the inputs have another number of tokens than the segments.
         DistCADesyncError: if other ranks do not take part in time.
     """
-    with segments.group.reporting(f"computing a state space of {segments.name}"):
+    with segments.group.report_errors(f"computing a state space of {segments.name}"):
         segments.check(inputs.x, 1)
         layer = SegmentKernel(inputs, segments, scan)
         if not segments.has_only_whole_documents:
-            return _with_states(layer, stored)
+            return _add_states(layer, stored)
         return layer.run(segments.whole_documents).output if segments.here else layer.run_none()
 
 
-def _with_states(layer: SegmentKernel, stored: LayerOutputs | None) -> torch.Tensor:
+def _add_states(layer: SegmentKernel, stored: LayerOutputs | None) -> torch.Tensor:
     inputs, segments, _ = layer
     # 1, 2. Segments that others come after are scanned from zeros, and end with their bias.
     # Transitions follow from decays.
     handing_on = (*segments.first_segments, *segments.inner_segments)
     handed = layer.run(handing_on, final_states=True)
-    none = inputs.no_states()
-    biases = handed.states_like(none)
+    none = inputs.make_no_states()
+    biases = handed.get_states(none)
     decays = [
-        _log_decays(layer.inputs_of([index])).sum(0).exp() for index in segments.inner_segments
+        _log_decays(layer.select_inputs([index])).sum(0).exp() for index in segments.inner_segments
     ]
     transitions = torch.stack(decays) if decays else none.new_zeros((0, none.shape[1]))
     # 3. Biases and transitions travel to the ranks that hold later segments.
@@ -147,7 +147,7 @@ def _with_states(layer: SegmentKernel, stored: LayerOutputs | None) -> torch.Ten
     ended = layer.run(ending)
     outputs = segments.split(handed.output, handing_on) | segments.split(ended.output, ending)
     for index, state in states.items():
-        added = _add_state(layer.inputs_of([index]), state)
+        added = _add_state(layer.select_inputs([index]), state)
         outputs[index] = (outputs[index] + added).to(outputs[index].dtype)
     return layer.join(outputs, anchor)
 
@@ -158,7 +158,7 @@ def _decay_state(transition_H: torch.Tensor, state_HPN: torch.Tensor) -> torch.T
 
 def _log_decays(inputs: ScanInputs) -> torch.Tensor:
     """Return the logarithms of the decays of one segment, (T, H), in the dtype of states."""
-    dtype = inputs.no_states().dtype
+    dtype = inputs.make_no_states().dtype
     return inputs.A.to(dtype) * inputs.dt[0].to(dtype)
 
 

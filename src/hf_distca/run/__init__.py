@@ -28,7 +28,7 @@ from shutil import which
 from typing import Any, Literal, NamedTuple, NoReturn
 
 from hf_distca.errors import ConfigError, DistCAError
-from hf_distca.late_imports import when_imported, when_models_load
+from hf_distca.late_imports import call_after_import, call_after_models_load
 from hf_distca.pool.addresses import parse_address
 
 __all__ = [
@@ -87,7 +87,7 @@ class Options(NamedTuple):
     spare_servers: bool = False
     launched: tuple[int, int, str] | None = None
 
-    def environment(self, environment: Mapping[str, str]) -> dict[str, str]:
+    def make_environment(self, environment: Mapping[str, str]) -> dict[str, str]:
         """Return the variables that give the options to Python processes.
 
         Args:
@@ -193,11 +193,11 @@ def begin(options: Options) -> None:
             sys.stderr.write(f"hf-distca: {error}\n")
             os._exit(2)
     if options.observe:
-        when_models_load(_observe)
-        when_imported("transformers.trainer", _observe_trainers)
+        call_after_models_load(_observe)
+        call_after_import("transformers.trainer", _observe_trainers)
         return
-    when_models_load(partial(_prepare_models, options))
-    when_imported("transformers.trainer", partial(_prepare_trainers, options))
+    call_after_models_load(partial(_prepare_models, options))
+    call_after_import("transformers.trainer", partial(_prepare_trainers, options))
     if options.summary:
         atexit.register(_print_summary)
 
@@ -209,7 +209,7 @@ def _become_launched(options: Options) -> Options:
     """
     from hf_distca.pool.launch import QUIET, LaunchPlace
 
-    place = LaunchPlace.of(os.environ, options.servers)
+    place = LaunchPlace.from_environment(os.environ, options.servers)
     if place is None:
         return options
     os.environ.pop(_OPTIONS, None)  # each process has its own from here on
@@ -217,11 +217,11 @@ def _become_launched(options: Options) -> Options:
     if place.server is not None:
         arguments = f"{place.server}, {attempt!r}, {options.server_wait}, {place.local}"
         code = f"from hf_distca.pool.launch import serve_launched; serve_launched({arguments})"
-        nothing = Options(summary=False).environment(os.environ)
+        nothing = Options(summary=False).make_environment(os.environ)
         os.execve(sys.executable, [sys.executable, "-c", code], os.environ | QUIET | nothing)
     options = options._replace(servers=0, launched=(place.nodes, options.servers, attempt))
     # What this process starts is of the smaller world, too.
-    os.environ |= place.trainer_environment() | options.environment(os.environ)
+    os.environ |= place.make_trainer_environment() | options.make_environment(os.environ)
     return options
 
 
@@ -308,7 +308,9 @@ def run_command(path: Path, arguments: Sequence[str], options: Options) -> None:
     first_line = beginning.partition(b"\n")[0]
     if path.suffix != ".py" and not (first_line.startswith(b"#!") and b"python" in first_line):
         is_text = b"\0" not in beginning and not beginning.startswith(b"\x7fELF")
-        _execute([str(path), *arguments], os.environ | options.environment(os.environ), is_text)
+        _execute(
+            [str(path), *arguments], os.environ | options.make_environment(os.environ), is_text
+        )
     _start_distca(options)
     sys.argv = [str(path), *arguments]
     if not sys.flags.safe_path:  # as Python does for a script: what lies beside it can be imported
@@ -317,7 +319,7 @@ def run_command(path: Path, arguments: Sequence[str], options: Options) -> None:
 
 
 def _start_distca(options: Options) -> None:
-    os.environ |= options.environment(os.environ)
+    os.environ |= options.make_environment(os.environ)
     begin(options)
 
 

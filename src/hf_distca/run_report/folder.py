@@ -38,7 +38,7 @@ class RunFolder:
     rows: list[Row]
     traces: list[RankTrace]
 
-    def rows_of(self, kind: type[RowKind]) -> list[RowKind]:
+    def select_rows(self, kind: type[RowKind]) -> list[RowKind]:
         """Return the rows of one kind."""
         return [row for row in self.rows if isinstance(row, kind)]
 
@@ -58,7 +58,7 @@ class RunFolder:
                 " output_dir of that run."
             )
         folder = cls(path, _read_record(record), _read_traces(path))
-        if not folder.rows_of(StepsRow):
+        if not folder.select_rows(StepsRow):
             raise ReportError(
                 f"{record} tells of no micro-batch yet: wait until the run has logged, or look at"
                 " what ended it."

@@ -100,20 +100,20 @@ def render(figures: Figures) -> str:
         if name in figures.total
     ]
     page = environment.from_string(template).render(
-        figures=figures, pictures=pictures(figures), tiles=tiles, version=version("hf-distca")
+        figures=figures, pictures=draw_pictures(figures), tiles=tiles, version=version("hf-distca")
     )
     return page.encode(errors="replace").decode()  # names of folders need not be text
 
 
-def pictures(figures: Figures) -> list[Picture]:
+def draw_pictures(figures: Figures) -> list[Picture]:
     """Draw all pictures for which there are data."""
     return [
-        _seconds_by_rank(figures.per_rank),
+        _draw_seconds(figures.per_rank),
         *([] if figures.plan is None else [_plan(figures.plan)]),
     ]
 
 
-def _seconds_by_rank(figures: PerRank) -> Picture:
+def _draw_seconds(figures: PerRank) -> Picture:
     before, after = figures.measured_before, figures.measured_after
     longest, sides = (
         max(*before, *after) or 1.0,
@@ -126,20 +126,20 @@ def _seconds_by_rank(figures: PerRank) -> Picture:
                     0.0,
                     seconds[rank] / longest,
                     colour,
-                    f"rank {rank}, {when}: {_time(seconds[rank])}",
+                    f"rank {rank}, {when}: {_format_time(seconds[rank])}",
                 )
             ]
             for when, (seconds, colour) in sides.items()
         ]
-        for rank in _changed_most(before, after)
+        for rank in _choose_ranks(before, after)
     }
     return Picture(
         "ranks",
         "Attention seconds by rank",
         "Measured seconds in attention kernels, forward and backward, over the whole run. Before:"
         " seconds given back to the rank whose documents they were spent"
-        f" on.{_not_drawn(len(before))}",
-        _time(longest),
+        f" on.{_describe_ranks_left_out(len(before))}",
+        _format_time(longest),
         {"": rows},
         legend={when: colour for when, (_, colour) in sides.items()},
     )
@@ -147,34 +147,34 @@ def _seconds_by_rank(figures: PerRank) -> Picture:
 
 def _plan(plan: PlanFigures) -> Picture:
     before, after = plan.per_rank.estimated_before, plan.per_rank.estimated_after
-    longest, ranks = max(*before, *after) or 1.0, _changed_most(before, after)
+    longest, ranks = max(*before, *after) or 1.0, _choose_ranks(before, after)
     return Picture(
         "plan",
         "The plan of a step",
         f"Micro-batch {plan.micro_batch}, step {plan.step}: estimated seconds of one layer by rank,"
         " in pieces of documents, with the document's number. What a rank computes for another one"
-        f" is hatched.{_not_drawn(len(before))}",
-        _time(longest),
+        f" is hatched.{_describe_ranks_left_out(len(before))}",
+        _format_time(longest),
         {
-            "as the documents lie": _stacked(plan.before, ranks, longest),
-            "as planned": _stacked(plan.after, ranks, longest),
+            "as the documents lie": _draw_stacked(plan.before, ranks, longest),
+            "as planned": _draw_stacked(plan.after, ranks, longest),
         },
         legend={},
     )
 
 
-def _time(seconds: float) -> str:
+def _format_time(seconds: float) -> str:
     return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
 
 
-def _changed_most(before: Sequence[float], after: Sequence[float]) -> list[int]:
+def _choose_ranks(before: Sequence[float], after: Sequence[float]) -> list[int]:
     """Choose the ranks to draw, in order: those whose work changes most."""
     return sorted(
         sorted(range(len(before)), key=lambda rank: -abs(before[rank] - after[rank]))[:_MOST_DRAWN]
     )
 
 
-def _not_drawn(ranks: int) -> str:
+def _describe_ranks_left_out(ranks: int) -> str:
     return (
         f" {_MOST_DRAWN} of {ranks} ranks are drawn: those whose work changes most."
         if ranks > _MOST_DRAWN
@@ -182,7 +182,7 @@ def _not_drawn(ranks: int) -> str:
     )
 
 
-def _stacked(pieces: Sequence[PlanPiece], ranks: Sequence[int], longest: float) -> Rows:
+def _draw_stacked(pieces: Sequence[PlanPiece], ranks: Sequence[int], longest: float) -> Rows:
     rows: Rows = {rank: [[]] for rank in ranks}
     for piece in pieces:
         for bars in rows.get(piece.rank, []):
@@ -192,7 +192,7 @@ def _stacked(pieces: Sequence[PlanPiece], ranks: Sequence[int], longest: float) 
                 length=length,
                 colour=DOCUMENTS[piece.document % len(DOCUMENTS)],
                 tip=f"rank {piece.rank}: document {piece.document} of {piece.length} tokens,"
-                f" {piece.tokens} queries of rank {piece.home}, {_time(piece.seconds)}",
+                f" {piece.tokens} queries of rank {piece.home}, {_format_time(piece.seconds)}",
                 label=str(piece.document) if length >= _LABELLED else "",
                 moved=piece.rank != piece.home,
             )

@@ -102,23 +102,24 @@ def collect(folder: RunFolder, step: int | None = None) -> Figures:
     Raises:
         ReportError: if there is no plan of that step, or if it cannot be read.
     """
-    rows, plans = folder.rows_of(StepsRow), folder.rows_of(PlanRow)
-    chosen = _chosen(folder, plans, step)
+    rows, plans = folder.select_rows(StepsRow), folder.select_rows(PlanRow)
+    chosen = _choose_plan(folder, plans, step)
     try:
         with np.errstate(all="raise"):
-            total, steps = _totals(folder, rows)
+            total, steps = _sum_up_run(folder, rows)
             return Figures(
                 name=folder.path.resolve().name,
-                verdict=_verdict(total),
+                verdict=_describe_run(total),
                 total=total,
                 steps=steps,
-                per_rank=_summed(rows),
+                per_rank=_sum_rows(rows),
                 hidden=folder.traces,
-                plan=None if chosen is None else _drawn(chosen),
+                plan=None if chosen is None else _describe_plan(chosen),
                 plan_steps=sorted({plan.step for plan in plans}),
-                run=_run(folder.rows_of(RunRow)[-1], rows),
+                run=_run(folder.select_rows(RunRow)[-1], rows),
                 warnings=[
-                    f"step {warning.step}: {warning.text}" for warning in folder.rows_of(WarningRow)
+                    f"step {warning.step}: {warning.text}"
+                    for warning in folder.select_rows(WarningRow)
                 ],
                 missing=[] if "hidden_share" in total else [_NO_TIMELINES],
             )
@@ -128,18 +129,18 @@ def collect(folder: RunFolder, step: int | None = None) -> Figures:
         ) from error
 
 
-def _totals(
+def _sum_up_run(
     folder: RunFolder, rows: Sequence[StepsRow]
 ) -> tuple[dict[str, float], list[dict[str, float]]]:
     """Return the figures of the whole run, and those of each row."""
     known = [_LATER | row.tally for row in rows]
     tallies = [BalanceTotals(**{name: float(row[name]) for name in _TALLY}) for row in known]  # type: ignore[arg-type]
-    whole, runs = sum(tallies, BalanceTotals()), folder.rows_of(RunRow)
+    whole, runs = sum(tallies, BalanceTotals()), folder.select_rows(RunRow)
     began, replaced = runs[0].step, runs[-1].replaced_imbalance
     shares = [trace.share for trace in folder.traces if trace.share is not None]
     total = {
         "step_seconds": whole.elapsed_seconds / max(rows[-1].step - began, 1),
-        **_logged(whole),
+        **_read_logged(whole),
         "moved_micro_batches": whole.moved,
         "last_step": rows[-1].step,
         "slowest_seconds_before": whole.measured_before,
@@ -150,18 +151,18 @@ def _totals(
     return total, [
         {
             "step": row.step,
-            **_logged(tally),
+            **_read_logged(tally),
             **({} if row.loss is None else {"loss": row.loss}),
         }
         for row, tally in zip(rows, tallies, strict=True)
     ]
 
 
-def _logged(tally: BalanceTotals) -> dict[str, float]:
+def _read_logged(tally: BalanceTotals) -> dict[str, float]:
     return {name.removeprefix("distca/"): value for name, value in tally.compute_figures().items()}
 
 
-def _summed(rows: Sequence[StepsRow]) -> PerRank:
+def _sum_rows(rows: Sequence[StepsRow]) -> PerRank:
     """Sum figures over the run; if the number of ranks changed, over the newest rows with the same
     number.
     """
@@ -171,12 +172,12 @@ def _summed(rows: Sequence[StepsRow]) -> PerRank:
     )
 
 
-def _unevenness(row: PlanRow) -> float:
+def _compute_unevenness(row: PlanRow) -> float:
     before = row.per_rank.estimated_before
     return max(before) * len(before) / (sum(before) or 1.0)
 
 
-def _chosen(folder: RunFolder, plans: Sequence[PlanRow], step: int | None) -> PlanRow | None:
+def _choose_plan(folder: RunFolder, plans: Sequence[PlanRow], step: int | None) -> PlanRow | None:
     """Choose the most uneven plan of a step, or of all steps."""
     steps = sorted({plan.step for plan in plans})
     if step not in (None, *steps):
@@ -184,10 +185,12 @@ def _chosen(folder: RunFolder, plans: Sequence[PlanRow], step: int | None) -> Pl
             f"there is no plan of step {step} in {folder.path}. Plans of these steps were kept: "
             f'{", ".join(map(str, steps)) or "none"}. DistCACallback(record="all") keeps all.'
         )
-    return max((plan for plan in plans if step in (None, plan.step)), key=_unevenness, default=None)
+    return max(
+        (plan for plan in plans if step in (None, plan.step)), key=_compute_unevenness, default=None
+    )
 
 
-def _drawn(row: PlanRow) -> PlanFigures:
+def _describe_plan(row: PlanRow) -> PlanFigures:
     tasks, lengths = [], dict[int, int]()
     for part in row.parts:
         plan = Plan.from_json(json.dumps(part.plan))
@@ -212,13 +215,13 @@ def _drawn(row: PlanRow) -> PlanFigures:
     return PlanFigures(
         row.step,
         row.micro_batch,
-        _pieces(lengths, [homes, documents, homes], [rows, seconds / home_speeds]),
-        _pieces(lengths, [servers, documents, homes], [rows, seconds / server_speeds]),
+        _sum_pieces(lengths, [homes, documents, homes], [rows, seconds / home_speeds]),
+        _sum_pieces(lengths, [servers, documents, homes], [rows, seconds / server_speeds]),
         row.per_rank,
     )
 
 
-def _pieces(
+def _sum_pieces(
     lengths: dict[int, int], keys: Sequence[FloatArray], figures: Sequence[FloatArray]
 ) -> list[PlanPiece]:
     """Sum queries and seconds of tasks with the same rank, document and home."""
@@ -230,7 +233,7 @@ def _pieces(
     ]
 
 
-def _verdict(total: dict[str, float]) -> str:
+def _describe_run(total: dict[str, float]) -> str:
     """Say what a step took, and what balancing did to the slowest rank."""
     text = (
         f"A step took {total['step_seconds']:.3g} s, of which rank 0 spent"

@@ -27,8 +27,8 @@ from hf_distca.kernels.base import (
     Scores,
     TaskBatch,
     Tensors,
-    key_rows,
-    query_rows,
+    get_key_rows,
+    get_query_rows,
 )
 from hf_distca.kernels.flash import leave_room_for_messages
 from hf_distca.runtime.empty_rows import make_empty_results, make_empty_saved
@@ -37,9 +37,9 @@ from hf_distca.runtime.messages import (
     MessagePart,
     Pending,
     concat_rows,
+    enter_side_stream,
     launch,
     put_rows,
-    side_stream,
     view_rows,
 )
 from hf_distca.runtime.meter import Mark, Meter, mark_now
@@ -178,7 +178,7 @@ class Call:
         stored: LayerOutputs | None = None,
     ) -> None:
         self.route, self.group, self.server, self.stored = route, group, server, stored
-        recomputed = None if stored is None else stored.take()
+        recomputed = None if stored is None else stored.pop()
         self.recomputed_outputs = None if recomputed is None else Outputs(*recomputed)
         self.backward, self._has_rows = False, True
         self.exchanges = route.exchanges
@@ -249,8 +249,8 @@ class Call:
         if not self.route.exchanges:
             return None
         # Log-sum-exps lie as kernels give them.
-        parts = [MessagePart(t.contiguous(), wave.queries) for t in query_rows(home)] + [
-            MessagePart(t, wave.keys) for t in key_rows(home)
+        parts = [MessagePart(t.contiguous(), wave.queries) for t in get_query_rows(home)] + [
+            MessagePart(t, wave.keys) for t in get_key_rows(home)
         ]
         return self._launch(wave, parts, "dispatch", dispatches=1)
 
@@ -264,12 +264,14 @@ class Call:
         passing = self.route.waves[-1].passing
         if passing is None or dispatch is None:
             return dispatch
-        with side_stream(self.group.data, dispatch.device) as beside:
+        with enter_side_stream(self.group.data, dispatch.device) as beside:
             first = dispatch.transfer
             came = self._await_sections(dispatch, "dispatch", beside)
             parts = [
                 MessagePart(passing.copy_forwarded(sections, like), passing.keys)
-                for sections, like in zip(came[-len(key_rows(home)) :], key_rows(home), strict=True)
+                for sections, like in zip(
+                    came[-len(get_key_rows(home)) :], get_key_rows(home), strict=True
+                )
             ]
             second = self._launch(
                 self.route.waves[-1], parts, "relays' dispatch", beside, dispatches=1
@@ -293,9 +295,11 @@ class Call:
         pools = self._run(
             self._build_pools(wave, split_head_groups(home, groups), None), wave.arrived
         )
-        put_rows(query_rows(results), wave.own_queries, [[pool] for pool in query_rows(pools)])
-        sums = map(wave.pool.add_own, key_rows(results), key_rows(pools))
-        return _remake(results, [*query_rows(results), *sums])
+        put_rows(
+            get_query_rows(results), wave.own_queries, [[pool] for pool in get_query_rows(pools)]
+        )
+        sums = map(wave.pool.add_own, get_key_rows(results), get_key_rows(pools))
+        return _remake(results, [*get_query_rows(results), *sums])
 
     def run_arrived(
         self, wave: Wave, home: Operands | Saved, results: Results, dispatch: Pending | None
@@ -314,12 +318,12 @@ class Call:
             return results, None
         pools = list(self._run(self._build_pools(wave, home, dispatch), wave.arrived))
         passing = wave.passing
-        queries = [pools.pop(0) for _ in query_rows(results)]
+        queries = [pools.pop(0) for _ in get_query_rows(results)]
         sums: list[torch.Tensor] = []
         copies: list[torch.Tensor] = []
         wide: list[tuple[torch.Tensor, torch.dtype]] = []
         # Outputs have no rows of keys.
-        for total, tensor in zip(key_rows(results), key_rows(home), strict=False):
+        for total, tensor in zip(get_key_rows(results), get_key_rows(home), strict=False):
             pool = pools.pop(0)
             sums.append(wave.pool.add_own(total, pool))
             # Copies travel in the dtype of k and v; sums of them do not.
@@ -334,8 +338,8 @@ class Call:
             parts = [MessagePart(t.contiguous(), passing.way_back) for t in copies]
             returned = self._launch(wave, parts, "return to relays", returns=1)
             self._relayed = received, wide
-        put_rows(query_rows(results), wave.own_queries, [[pool] for pool in queries])
-        return _remake(results, [*query_rows(results), *sums]), returned
+        put_rows(get_query_rows(results), wave.own_queries, [[pool] for pool in queries])
+        return _remake(results, [*get_query_rows(results), *sums]), returned
 
     def run_waves(
         self, home: Operands | Saved, results: Results, dispatch: Pending | None
@@ -359,14 +363,14 @@ class Call:
         """
         if returned is None:
             return results
-        if wave.passing is not None and key_rows(results):
+        if wave.passing is not None and get_key_rows(results):
             returned = self._send_home(wave, wave.passing, returned)
         came, begin = self._await_sections(returned, "return"), mark_now(returned.device)
-        queries = len(query_rows(results))
-        put_rows(query_rows(results), wave.queries.runs, came[:queries])
-        sums = list(map(wave.add_copies, key_rows(results), came[queries:]))
+        queries = len(get_query_rows(results))
+        put_rows(get_query_rows(results), wave.queries.runs, came[:queries])
+        sums = list(map(wave.add_copies, get_key_rows(results), came[queries:]))
         self._add_span("unpack", begin, mark_now(returned.device))
-        return _remake(results, [*query_rows(results), *sums])
+        return _remake(results, [*get_query_rows(results), *sums])
 
     def _run(self, pools: Operands | Saved, tasks: TaskBatch) -> Outputs | Grads:
         """Run tasks, leaving room for messages if any are under way, of this call or of the other
@@ -409,7 +413,7 @@ class Call:
         travels beside what this rank computes.
         """
         begin = mark_now(parts[0].tensor.device)
-        pending = launch(self.group.data, parts, wave.formats, name, self.group.near)
+        pending = launch(self.group.data, parts, wave.formats, name, self.group.is_near)
         pending.launched = mark_now(pending.device)
         if not beside:
             self._add_span("pack", begin, pending.launched)
@@ -421,11 +425,11 @@ class Call:
     def _await_sections(
         self, pending: Pending, name: str, beside: bool = False
     ) -> list[list[torch.Tensor]]:
-        """Wait for an exchange and return its `Pending.sections`; `beside` says that a side stream
-        waits.
+        """Wait for an exchange and return its `Pending.receive_sections`; `beside` says that a
+        side stream waits.
         """
         begin = mark_now(pending.device)
-        came = pending.sections()
+        came = pending.receive_sections()
         end = mark_now(pending.device)
         if not beside:
             self._add_span("wait", begin, end)
@@ -449,11 +453,13 @@ class Call:
         )
         if wave.is_single_message:
             return _remake(home, [section for (section,) in received])
-        cut = len(query_rows(home))
+        cut = len(get_query_rows(home))
         queries = [
             concat_rows(
                 [*(view_rows(tensor, *run[1:]) for run in wave.own_queries), *sections], tensor
             )
-            for tensor, sections in zip(query_rows(home), received[:cut], strict=True)
+            for tensor, sections in zip(get_query_rows(home), received[:cut], strict=True)
         ]
-        return _remake(home, [*queries, *map(wave.pool.assemble, key_rows(home), received[cut:])])
+        return _remake(
+            home, [*queries, *map(wave.pool.assemble, get_key_rows(home), received[cut:])]
+        )

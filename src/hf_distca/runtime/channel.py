@@ -24,7 +24,7 @@ from itertools import accumulate
 import torch
 import torch.distributed as dist
 
-from hf_distca.runtime.monitor import BREAK_TAG, FailureMonitor, reserved_seconds
+from hf_distca.runtime.monitor import BREAK_TAG, FailureMonitor, compute_reserved_seconds
 
 
 @dataclass(eq=False)
@@ -47,12 +47,14 @@ class Channel:
     where: str = "core attention"
     forward_exchanges: int | None = None
     launched: int = 0
-    _sum: list[int] = field(default_factory=lambda: [0])  # the checksum, one for all calls of `at`
+    _sum: list[int] = field(
+        default_factory=lambda: [0]
+    )  # the checksum, one for all calls of `make_call_channel`
 
     @property
     def checksum(self) -> int:
-        """Number below 2**32 that depends on all launches so far, here and in all calls of `at`,
-        but not on sizes.
+        """Number below 2**32 that depends on all launches so far, here and in all calls of
+        `make_call_channel`, but not on sizes.
 
         Equal on two ranks that launched the same exchanges in the same order. Layers of one
         micro-batch have messages of equal sizes: where they have no tags, nothing else shows that
@@ -60,7 +62,7 @@ class Channel:
         """
         return self._sum[0]
 
-    def at(self, where: str, forward_exchanges: int) -> Channel:
+    def make_call_channel(self, where: str, forward_exchanges: int) -> Channel:
         """Return the channel of a call with this many exchanges in forward."""
         return replace(self, where=where, forward_exchanges=forward_exchanges, launched=0)
 
@@ -91,8 +93,8 @@ class Channel:
         if self.forward_exchanges is not None:
             direction = " in forward" if self.launched < self.forward_exchanges else " in backward"
         doing = f"waiting for the {name or 'exchange'}{direction} of {self.where}"
-        tag = _checksum(doing, self.launched) % BREAK_TAG
-        self._sum[0] = _checksum(doing, self.launched, self._sum[0])
+        tag = _compute_checksum(doing, self.launched) % BREAK_TAG
+        self._sum[0] = _compute_checksum(doing, self.launched, self._sum[0])
         self.launched += 1
         landing = received if self._is_staged(received) else None
         received = received if landing is None else torch.empty_like(received, device="cpu")
@@ -175,7 +177,7 @@ class Transfer:
         try:
             wait_for_works(
                 self.works,
-                time.monotonic() + seconds - reserved_seconds(seconds)
+                time.monotonic() + seconds - compute_reserved_seconds(seconds)
                 if self.channel.is_gloo
                 else None,
             )
@@ -196,7 +198,7 @@ class Transfer:
 
     def __del__(self) -> None:
         if self.works:  # after an exception nobody waits
-            self.drain(self.channel.monitor.deadline())
+            self.drain(self.channel.monitor.compute_deadline())
 
 
 def wait_for_works(works: list[dist.Work | None], deadline: float | None) -> None:
@@ -212,7 +214,7 @@ def wait_for_works(works: list[dist.Work | None], deadline: float | None) -> Non
             work.wait()
 
 
-def _checksum(text: str, number: int, before: int = 0) -> int:
+def _compute_checksum(text: str, number: int, before: int = 0) -> int:
     return zlib.crc32(f"{text} {number}".encode(), before)
 
 

@@ -50,7 +50,7 @@ _Optional = torch.Tensor | None
 _Backward = Callable[..., tuple[_Optional, ...]]
 
 
-def _once_differentiable(backward: _Backward) -> _Backward:
+def _forbid_second_derivative(backward: _Backward) -> _Backward:
     """Apply torch's `once_differentiable` only where a graph of backward is recorded."""
     recorded: _Backward = once_differentiable(backward)
 
@@ -61,7 +61,7 @@ def _once_differentiable(backward: _Backward) -> _Backward:
     return call
 
 
-def core_attention(inputs: Inputs, call: Call) -> torch.Tensor:
+def compute_core_attention(inputs: Inputs, call: Call) -> torch.Tensor:
     """Compute causal attention within documents, for the tokens of this rank, on the ranks that the
     call's route names.
 
@@ -115,11 +115,11 @@ class _Dispatch(torch.autograd.Function):
         return inputs.q_THD.new_zeros(())
 
     @staticmethod
-    @_once_differentiable
+    @_forbid_second_derivative
     def backward(ctx: Any, _anchor: torch.Tensor) -> tuple[_Optional, ...]:
         call: Call = ctx.call
         grads = merge_head_groups(call.finish(Grads), call.route.groups)
-        return None, *_input_gradients(grads, ctx.context_tokens)
+        return None, *_split_gradients(grads, ctx.context_tokens)
 
 
 class _Serve(torch.autograd.Function):
@@ -131,7 +131,7 @@ class _Serve(torch.autograd.Function):
         return anchor.clone()
 
     @staticmethod
-    @_once_differentiable
+    @_forbid_second_derivative
     def backward(ctx: Any, anchor: torch.Tensor) -> tuple[_Optional, ...]:
         ctx.call.serve()
         return None, torch.zeros_like(anchor)
@@ -143,14 +143,14 @@ class _Return(torch.autograd.Function):
         return _save_for_backward(ctx, call, Inputs(*tensors), partial(call.finish, Outputs))
 
     @staticmethod
-    @_once_differentiable
+    @_forbid_second_derivative
     def backward(ctx: Any, do_THV: torch.Tensor) -> tuple[_Optional, ...]:
         call, inputs, saved = _begin_backward(ctx, do_THV)
         # If only sinks are trained, q, k and v need no gradient: `_Serve.backward` never runs, and
         # nobody would take a dispatch.
         if ctx.needs_input_grad[1]:
             call.begin(saved)
-        d_sink_H = _sink_gradient(saved, inputs.sink_H)
+        d_sink_H = _compute_sink_gradient(saved, inputs.sink_H)
         return None, do_THV.new_zeros(()), None, None, None, d_sink_H, None, None
 
 
@@ -161,16 +161,16 @@ class _Unmoved(torch.autograd.Function):
         return _save_for_backward(ctx, call, inputs, lambda: call.run_local(inputs.operands))
 
     @staticmethod
-    @_once_differentiable
+    @_forbid_second_derivative
     def backward(ctx: Any, do_THV: torch.Tensor) -> tuple[_Optional, ...]:
         call, inputs, saved = _begin_backward(ctx, do_THV)
         grads = merge_head_groups(call.run_local(saved), call.route.groups)
-        return None, *_input_gradients(
-            grads, inputs.context_tokens, _sink_gradient(saved, inputs.sink_H)
+        return None, *_split_gradients(
+            grads, inputs.context_tokens, _compute_sink_gradient(saved, inputs.sink_H)
         )
 
 
-def _input_gradients(
+def _split_gradients(
     grads: Sequence[torch.Tensor], context: int, d_sink_H: _Optional = None
 ) -> tuple[_Optional, ...]:
     """Split gradients of operands into gradients of `Inputs` with so many tokens of context."""
@@ -198,7 +198,7 @@ def _save_for_backward(
         if inputs.sink_H is not None:
             outputs = _merge_sink(outputs, inputs.sink_H)
         if call.stored is not None:
-            call.stored.keep(*outputs)
+            call.stored.store_outputs(*outputs)
     else:
         outputs = tuple(tensor.detach() for tensor in call.recomputed_outputs)
         call.recomputed_outputs = None
@@ -225,7 +225,7 @@ def _merge_sink(outputs: tuple[torch.Tensor, ...], sink_H: torch.Tensor) -> Outp
     return Outputs((o_THV * (lse_TH - merged_TH).exp().unsqueeze(-1)).to(o_THV.dtype), merged_TH)
 
 
-def _sink_gradient(saved: Saved, sink_H: _Optional) -> _Optional:
+def _compute_sink_gradient(saved: Saved, sink_H: _Optional) -> _Optional:
     if sink_H is None:
         return None
     weight_TH = (sink_H.to(saved.lse_TH.dtype) - saved.lse_TH).exp()

@@ -17,17 +17,22 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from hf_distca.borrowed import timeout_of
+from hf_distca.borrowed import get_timeout
 from hf_distca.errors import ConfigError, DistCADesyncError
 from hf_distca.runtime.channel import Channel
 from hf_distca.runtime.members import (
     Members,
     all_reduce_min,
+    find_node_number,
+    find_ranks_per_node,
     make_communicator,
-    node_number,
-    ranks_per_node,
 )
-from hf_distca.runtime.monitor import NO_NAMES, FailureMonitor, reserved_seconds, start_polling
+from hf_distca.runtime.monitor import (
+    NO_NAMES,
+    FailureMonitor,
+    compute_reserved_seconds,
+    start_polling,
+)
 from hf_distca.runtime.rendezvous import Rendezvous
 from hf_distca.schedule.layout import IntArray
 
@@ -59,13 +64,13 @@ class GroupObserver(Protocol):
         timeout_seconds: float | None,
         leaving: Sequence[int],
     ) -> AttentionGroup:
-        """Make the group of a session; for other arguments see `AttentionGroup.of`.
+        """Make the group of a session; for other arguments see `AttentionGroup.find_or_create`.
 
         With `leaving`, make the group of the others, once ranks of these indices have left.
         """
 
     def take_step(self, step: Callable[P, R], *args: P.args, **options: P.kwargs) -> R:
-        """Take a step that is marked by `joint_step`, and return its result."""
+        """Take a step that is marked by `mark_joint_step`, and return its result."""
 
     def enter_phase(self, call: Any, phase: Phase, dtype: torch.dtype | None = None) -> None:
         """Hear that a `Call` enters a phase, in which it launches exchanges or waits for them; with
@@ -73,7 +78,7 @@ class GroupObserver(Protocol):
         """
 
 
-def joint_step(step: Callable[P, R]) -> Callable[P, R]:
+def mark_joint_step(step: Callable[P, R]) -> Callable[P, R]:
     """Mark a step that all ranks of a group take at the same point; `AttentionGroup.observer` hears
     of it.
     """
@@ -130,13 +135,13 @@ class AttentionGroup:
         return len(self.ranks)
 
     @cached_property
-    def near(self) -> range:
+    def is_near(self) -> range:
         """The ranks of this one's node, itself among them; none if nodes are not told apart."""
         first = self.rank - self.rank % (self.per_node or 1)
         return range(first, first + (self.per_node or 0))
 
     @classmethod
-    def of(
+    def find_or_create(
         cls,
         members: dist.ProcessGroup | Members | None = None,
         *,
@@ -162,8 +167,10 @@ class AttentionGroup:
             del _groups[key]
         if world is None:
             return cls()
-        timeout_seconds = timeout_seconds or timeout_of(world).total_seconds()
-        who = (members if isinstance(members, Members) else Members.of(members)).subset(size)
+        timeout_seconds = timeout_seconds or get_timeout(world).total_seconds()
+        who = (members if isinstance(members, Members) else Members.from_group(members)).subset(
+            size
+        )
         group = _groups.get((world, who, timeout_seconds))
         if group is None or group.has_left or not _has_all_ranks(group):
             group = _groups[world, who, timeout_seconds] = cls.create(
@@ -196,8 +203,8 @@ class AttentionGroup:
         """
         if not (dist.is_available() and dist.is_initialized()):
             return cls()
-        timeout_seconds = timeout_seconds or timeout_of(None).total_seconds()
-        who = members if isinstance(members, Members) else Members.of(members)
+        timeout_seconds = timeout_seconds or get_timeout(None).total_seconds()
+        who = members if isinstance(members, Members) else Members.from_group(members)
         ranks, rank = tuple(sorted(who.ranks)), dist.get_rank()
         if rank not in ranks:
             raise ConfigError(
@@ -207,14 +214,14 @@ class AttentionGroup:
         if len(ranks) == 1:
             return cls(ranks)
         group = cls(ranks, ranks.index(rank), timeout_seconds=timeout_seconds)
-        return group.connected(
+        return group.with_communicators(
             lambda timeout: (
                 make_communicator(ranks, who.backend, timeout, "distca-data"),
                 make_communicator(ranks, "gloo", timeout, "distca-control"),
             )
         )
 
-    def connected(
+    def with_communicators(
         self,
         connect: Callable[[datetime.timedelta], tuple[dist.ProcessGroup, dist.ProcessGroup]],
         names: Mapping[int, str] = NO_NAMES,
@@ -227,9 +234,11 @@ class AttentionGroup:
         """
         ranks, rank, seconds = self.ranks, self.rank, self.timeout_seconds
         try:
-            data, control = connect(datetime.timedelta(seconds=seconds - reserved_seconds(seconds)))
+            data, control = connect(
+                datetime.timedelta(seconds=seconds - compute_reserved_seconds(seconds))
+            )
             nodes = torch.empty(len(ranks), dtype=torch.int64, device="cpu")
-            dist.all_to_all_single(nodes, torch.full_like(nodes, node_number()), group=control)
+            dist.all_to_all_single(nodes, torch.full_like(nodes, find_node_number()), group=control)
             # A barrier: a rank that fails right after this must not break connections that others
             # are still making.
             all_reduce_min(np.zeros(1, dtype=np.int64), control)
@@ -239,7 +248,7 @@ class AttentionGroup:
                 f" their attention group, and not all came ({error}). {_NOT_ALL_CAME}"
             ) from error
         start_polling(monitor := FailureMonitor(ranks, rank, seconds, (data, control), names))
-        per_node = ranks_per_node(nodes.tolist())
+        per_node = find_ranks_per_node(nodes.tolist())
         if per_node is None and rank == 0:
             _log.warning(_UNEQUAL_NODES, len(ranks), len(set(nodes.tolist())))
         return replace(
@@ -255,19 +264,19 @@ class AttentionGroup:
         """True if this rank has left the group: it failed, or heard that another did."""
         return self.monitor is not None and self.monitor.has_left
 
-    def at(self, where: str, forward_exchanges: int) -> AttentionGroup:
-        """Return the group with the channel of one call, from `Channel.at`."""
+    def with_call_channel(self, where: str, forward_exchanges: int) -> AttentionGroup:
+        """Return the group with the channel of one call, from `Channel.make_call_channel`."""
         return (
             self
             if self.data is None
-            else replace(self, data=self.data.at(where, forward_exchanges))
+            else replace(self, data=self.data.make_call_channel(where, forward_exchanges))
         )
 
-    def reporting(self, doing: str) -> AbstractContextManager[None]:
+    def report_errors(self, doing: str) -> AbstractContextManager[None]:
         """Return a context manager that reports an exception inside to the other ranks, so that
         they do not wait for this one.
         """
-        return nullcontext() if self.monitor is None else self.monitor.reporting(doing)
+        return nullcontext() if self.monitor is None else self.monitor.report_errors(doing)
 
     def gather(self, row: IntArray, *, doing: str) -> list[IntArray]:
         """Gather one row of integers, a flat int64 array, from every rank, in rank order.
@@ -276,7 +285,7 @@ class AttentionGroup:
         """
         if self.monitor is None:
             return [row]
-        with self.monitor.collective(doing):
+        with self.monitor.watch_collective(doing):
             first, work = self._start_gathering(row)
             if work is not None:
                 work.wait()
@@ -292,14 +301,14 @@ class AttentionGroup:
             for pair in zip(rows, np.split(rests.numpy(), np.cumsum(more)[:-1]), strict=True)
         ]
 
-    def all_equal(self, numbers: IntArray, *, doing: str) -> bool:
+    def is_equal_on_all(self, numbers: IntArray, *, doing: str) -> bool:
         """Return whether every rank has equal numbers, a flat int64 array of one length.
 
         One collective of twice their size.
         """
         if self.control is None or self.monitor is None:
             return True
-        with self.monitor.collective(doing):
+        with self.monitor.watch_collective(doing):
             # ~x = -x - 1 turns the order round.
             smallest = all_reduce_min(np.concatenate([numbers, ~numbers]), self.control)
         return bool((smallest[: len(numbers)] == ~smallest[len(numbers) :]).all())
@@ -326,7 +335,7 @@ class AttentionGroup:
         if self.control is None or self.monitor is None:
             return sent
         received = sent.new_empty((sum(receive), *sent.shape[1:]))
-        with self.monitor.collective(doing):
+        with self.monitor.watch_collective(doing):
             dist.all_to_all_single(
                 received, sent.contiguous(), list(receive), list(send), group=self.control
             )
@@ -364,7 +373,7 @@ class AttentionGroup:
         )
 
 
-# The groups that `AttentionGroup.of` made in the world of now.
+# The groups that `AttentionGroup.find_or_create` made in the world of now.
 _groups: dict[tuple[dist.ProcessGroup, Members, float], AttentionGroup] = {}
 
 

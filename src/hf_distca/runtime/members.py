@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from hf_distca.borrowed import group_of_members, names_of_groups, store_of_world
+from hf_distca.borrowed import group_of_members, list_group_names, store_of_world
 from hf_distca.errors import ConfigError
 from hf_distca.schedule.layout import IntArray
 
@@ -41,7 +41,7 @@ class Members:
     backend: str
 
     @classmethod
-    def of(cls, group: dist.ProcessGroup | None) -> Members:
+    def from_group(cls, group: dist.ProcessGroup | None) -> Members:
         """Return the members of a process group, the world if None."""
         return cls(
             tuple(dist.get_process_group_ranks(group or dist.GroupMember.WORLD)),
@@ -79,7 +79,7 @@ def make_communicator(
     If that fails on some ranks, all of them take another name the next time: the store of the world
     tells those of the failure that have made the group, or did not come.
     """
-    taken, store = names_of_groups(), store_of_world()
+    taken, store = list_group_names(), store_of_world()
     stem = f"{purpose} {hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]}"
     names = (f"{stem} {number}" for number in count(1))
     name = next(name for name in names if name not in taken and not store.check([f"{name} failed"]))
@@ -98,7 +98,7 @@ def all_reduce_min(numbers: IntArray, control: dist.ProcessGroup) -> IntArray:
     return smallest.numpy()
 
 
-def node_number() -> int:
+def find_node_number() -> int:
     """Return a number that identifies the node that this process runs on: 56 bits."""
     # A host's name may be that of several machines, as "localhost" is; their boots differ.
     # Containers on one have the same boot.
@@ -108,7 +108,7 @@ def node_number() -> int:
     return int.from_bytes(hashlib.sha256("\n".join(words).encode()).digest()[:7], "big")
 
 
-def launched_per_node(ranks: int) -> int | None:
+def find_launched_per_node(ranks: int) -> int | None:
     """Return the launcher's number of ranks a node among so many neighbours; None if it is unknown
     or does not divide them.
     """
@@ -117,7 +117,7 @@ def launched_per_node(ranks: int) -> int | None:
     return ranks_of_node if ranks_of_node and ranks % ranks_of_node == 0 else None
 
 
-def ranks_per_node(nodes: Sequence[int]) -> int | None:
+def find_ranks_per_node(nodes: Sequence[int]) -> int | None:
     """Return the number of ranks of every node, if ranks [0, n), [n, 2n), ... are the nodes; else
     None. `nodes` holds the number of each rank's node.
     """

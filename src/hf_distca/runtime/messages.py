@@ -1,9 +1,9 @@
 """Rows of several tensors from every rank to every rank, as one asynchronous exchange.
 
 Rows travel in contiguous runs: slices of documents. A step larger than 1 takes the rows of one head
-group. `launch` packs and starts, `Pending.sections` finishes. The message to one rank holds the
-rows of each part one after another, each part padded to 16 bytes so that float32 and bfloat16 can
-share it::
+group. `launch` packs and starts, `Pending.receive_sections` finishes. The message to one rank
+holds the rows of each part one after another, each part padded to 16 bytes so that float32 and
+bfloat16 can share it::
 
     to rank 0: | part 0 rows | part 1 rows | ...   to rank 1: | part 0 rows | part 1 rows | ...
 
@@ -166,7 +166,7 @@ class _CopySpan(NamedTuple):
     stride: int = 0
 
     @classmethod
-    def of(cls, part: int, run: RowRun, row_bytes: int) -> _CopySpan:
+    def from_run(cls, part: int, run: RowRun, row_bytes: int) -> _CopySpan:
         """Return the bytes of a run's rows."""
         if run.step == 1:
             return cls(part, run.start * row_bytes, run.rows * row_bytes)
@@ -210,7 +210,7 @@ class MessageLayout:
     between: int
 
     @classmethod
-    def of(cls, parts: Sequence[tuple[Rows, int]], near: range = NOBODY) -> MessageLayout:
+    def from_parts(cls, parts: Sequence[tuple[Rows, int]], near: range = NOBODY) -> MessageLayout:
         """Compute the layout of parts, given by their rows and the bytes of a row.
 
         The ranks `near` are on this node.
@@ -228,7 +228,8 @@ class MessageLayout:
             form.send[rank] = 0
             for number, (rows, row_bytes) in enumerate(parts):
                 form.pieces.extend(
-                    _CopySpan.of(number, run, row_bytes) for run in rows.runs_by_rank.get(rank, [])
+                    _CopySpan.from_run(number, run, row_bytes)
+                    for run in rows.runs_by_rank.get(rank, [])
                 )
                 size = rows.send.get(rank, 0) * row_bytes
                 if padding := -size % _ALIGNMENT:
@@ -285,7 +286,7 @@ class Pending:
         self._kinds = [(part.tensor.dtype, part.tensor.shape[1:]) for part in parts]
         self._sections, self._received = form.sections, received
 
-    def sections(self) -> list[list[torch.Tensor]]:
+    def receive_sections(self) -> list[list[torch.Tensor]]:
         """Wait, and return the received rows of each part as views of one message, rank
         after rank, senders only. May be called once.
 
@@ -310,7 +311,7 @@ class Pending:
 
 
 @contextmanager
-def side_stream(channel: Channel | None, device: torch.device) -> Iterator[bool]:
+def enter_side_stream(channel: Channel | None, device: torch.device) -> Iterator[bool]:
     """Run work on a side stream on CUDA, which starts after the current stream's work.
 
     Yields whether there is such a stream.
@@ -322,14 +323,14 @@ def side_stream(channel: Channel | None, device: torch.device) -> Iterator[bool]
     if device.type != "cuda" or channel is None or channel.is_gloo:
         yield False
         return
-    stream = _stream(device)
+    stream = _make_stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
         yield True
 
 
 @cache
-def _stream(device: torch.device) -> torch.cuda.Stream:
+def _make_stream(device: torch.device) -> torch.cuda.Stream:
     """Make a stream of high priority: packing there is short, and other ranks wait for it."""
     return torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
 
@@ -353,7 +354,7 @@ def launch(
     formats = {} if formats is None else formats
     kinds = tuple((part.rows, part.row_bytes) for part in parts)
     if (form := formats.get(kinds)) is None:
-        form = formats[kinds] = MessageLayout.of(kinds, near)
+        form = formats[kinds] = MessageLayout.from_parts(kinds, near)
     sent = pack([part.tensor for part in parts], form.pieces)
     if channel is None:
         return Pending(parts, form, None, sent)

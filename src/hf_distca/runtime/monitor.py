@@ -65,7 +65,7 @@ _NAMED_SILENT = (
 _NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
-def reserved_seconds(timeout_seconds: float) -> float:
+def compute_reserved_seconds(timeout_seconds: float) -> float:
     """Return the seconds of the timeout that are reserved for reading the words of other ranks."""
     return min(timeout_seconds / 10, 5.0)
 
@@ -121,7 +121,7 @@ class FailureMonitor:
         self._told = 0
 
     @contextmanager
-    def collective(self, doing: str) -> Iterator[None]:
+    def watch_collective(self, doing: str) -> Iterator[None]:
         """Return a context manager for a collective of all ranks.
 
         Raises:
@@ -134,7 +134,7 @@ class FailureMonitor:
         self.last_collective = doing
 
     @contextmanager
-    def reporting(self, doing: str) -> Iterator[None]:
+    def report_errors(self, doing: str) -> Iterator[None]:
         """Report an exception inside to the other ranks, which nothing else would do."""
         try:
             yield
@@ -144,11 +144,11 @@ class FailureMonitor:
             self.leave(f"raised {type(error).__name__} while {doing}: {error}")
             raise
 
-    def deadline(self) -> float:
-        """Return the end of a `reserved_seconds` that begins now, in the time of
+    def compute_deadline(self) -> float:
+        """Return the end of a `compute_reserved_seconds` that begins now, in the time of
         `time.monotonic()`.
         """
-        return time.monotonic() + reserved_seconds(self._timeout_seconds)
+        return time.monotonic() + compute_reserved_seconds(self._timeout_seconds)
 
     @property
     def has_left(self) -> bool:
@@ -159,15 +159,16 @@ class FailureMonitor:
         """Leave the group for a reason that the others read, such as "was told to end"; do nothing
         if this rank has left.
 
-        Takes until the deadline, in the time of `time.monotonic()`: by default `self.deadline()`.
+        Takes until the deadline, in the time of `time.monotonic()`: by default
+        `self.compute_deadline()`.
         """
         if self._word is not None:
             return
-        deadline = self.deadline() if deadline is None else deadline
+        deadline = self.compute_deadline() if deadline is None else deadline
         self._word = word if len(word) <= _LONGEST_WORD else word[:_LONGEST_WORD] + "..."
         entry = f"{self.ranks[self._rank]} {self._word}"
         _query_store(
-            lambda: self._store.set(_failure_key(self._store.add(_COUNT, 1)), entry), deadline
+            lambda: self._store.set(_make_failure_key(self._store.add(_COUNT, 1)), entry), deadline
         )
         for transfer in tuple(self.under_way):
             transfer.drain(deadline)
@@ -177,14 +178,15 @@ class FailureMonitor:
     def leave_after_others(self) -> bool:
         """Leave the group if another rank is known to have left it. Return whether that is so."""
         counts: list[int] = []
-        _query_store(lambda: counts.append(self._store.add(_COUNT, 0)), self.deadline())
+        _query_store(lambda: counts.append(self._store.add(_COUNT, 0)), self.compute_deadline())
         if counts == [0]:
             return False
         self.leave("left because another rank had")
         return True
 
     def give_up(self, doing: str, error: Exception) -> DistCADesyncError:
-        """Leave the group because others did not come. Takes up to `reserved_seconds` seconds.
+        """Leave the group because others did not come. Takes up to `compute_reserved_seconds`
+        seconds.
 
         Returns:
             The error to raise, with what each rank was doing.
@@ -194,7 +196,7 @@ class FailureMonitor:
             return self._found
         rank_here = self.ranks[self._rank]
         before = f" It had left the group: it {self._word}." if self._word else ""
-        deadline = self.deadline()
+        deadline = self.compute_deadline()
         self.leave(f"waited in vain while {doing}", deadline)
         words: dict[int, tuple[int, str]] = {}
         _query_store(partial(self._read_words, words, deadline - _LATE_SECONDS), deadline)
@@ -243,7 +245,9 @@ class FailureMonitor:
         keys = [f"distca said {self._told} {rank}" for rank in range(len(self.ranks))]
         self._store.set(keys[self._rank], text)
         deadline, said = (
-            time.monotonic() + self._timeout_seconds - reserved_seconds(self._timeout_seconds),
+            time.monotonic()
+            + self._timeout_seconds
+            - compute_reserved_seconds(self._timeout_seconds),
             [""] * len(keys),
         )
         for rank, key in enumerate(keys):
@@ -261,7 +265,7 @@ class FailureMonitor:
         ended as they should, or if it is unknown.
         """
         said: list[tuple[int, str] | None] = []
-        _query_store(lambda: said.append(self._read(1)), self.deadline())
+        _query_store(lambda: said.append(self._read(1)), self.compute_deadline())
         rank, word = next(iter(said), None) or (0, "")
         return f"{self._names[rank]} {word}" if word else ""
 
@@ -312,11 +316,11 @@ class FailureMonitor:
 
         Return whether that was done.
         """
-        if self.has_left or not _served_by_a_process(self._store):
+        if self.has_left or not is_served_by_process(self._store):
             return False
         with suppress(RuntimeError):
-            if not self._store.check([_failure_key(1)]):
-                self._store.set(_failure_key(1), f"{self.ranks[self._rank]} ")
+            if not self._store.check([_make_failure_key(1)]):
+                self._store.set(_make_failure_key(1), f"{self.ranks[self._rank]} ")
         return True
 
     def _read_words(self, words: dict[int, tuple[int, str]], deadline: float) -> None:
@@ -335,7 +339,7 @@ class FailureMonitor:
 
     def _read(self, number: int) -> tuple[int, str] | None:
         """Return the number-th word and its rank; None if it is not there."""
-        key = _failure_key(number)
+        key = _make_failure_key(number)
         if not self._store.check([key]):
             return None
         rank, word = self._store.get(key).decode(errors="replace").split(" ", 1)
@@ -354,7 +358,7 @@ def _query_store(question: Callable[[], None], deadline: float) -> None:
     AwaitedThread(ask, "question").join(max(deadline - time.monotonic(), _ANSWER_SECONDS))
 
 
-def _served_by_a_process(store: Any) -> bool:
+def is_served_by_process(store: Any) -> bool:
     """Return whether a store ends with one of the processes: a store over TCP, under any
     prefixes.
     """
@@ -363,7 +367,7 @@ def _served_by_a_process(store: Any) -> bool:
     return type(store).__name__ == "TCPStore"
 
 
-def _failure_key(number: int) -> str:
+def _make_failure_key(number: int) -> str:
     return f"distca word {number}"
 
 

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from hf_distca.borrowed import changes_in_place, in_backward, top_saved_tensor_hooks
+from hf_distca.borrowed import get_version, is_in_backward, top_saved_tensor_hooks
 from hf_distca.errors import UnsupportedError
 from hf_distca.runtime.saved_tensors import Hooks, SavedTensors
 
@@ -45,16 +45,16 @@ class OutputStore:
     by_layer: dict[int, _StoredOutputs] = field(default_factory=dict)
     repeated: set[int] = field(default_factory=set)
 
-    def of(
+    def find_outputs(
         self, module: torch.nn.Module, inputs: Sequence[torch.Tensor | None]
     ) -> LayerOutputs | None:
         """Return the place of one attention module with these inputs in the current
         forward; None if no recompute can follow.
         """
-        recorded = torch.is_grad_enabled() and not in_backward()
+        recorded = torch.is_grad_enabled() and not is_in_backward()
         if recorded and top_saved_tensor_hooks(True) is None:
             return None
-        saved = SavedTensors.current()
+        saved = SavedTensors.get_current()
         # What is saved is dropped only by the hooks of a checkpoint. Reentrant ones run forward
         # without gradients.
         if recorded and not (
@@ -78,7 +78,7 @@ class LayerOutputs:
     name: str
     hooks: Hooks | None
 
-    def take(self) -> tuple[torch.Tensor, ...] | None:
+    def pop(self) -> tuple[torch.Tensor, ...] | None:
         """Return the outputs of the first forward, if this is a recompute: a forward that runs
         inside backward.
 
@@ -87,7 +87,11 @@ class LayerOutputs:
                 is lost.
         """
         store = self.store()
-        if store is None or not in_backward() or (kept := store.by_layer.get(self.layer)) is None:
+        if (
+            store is None
+            or not is_in_backward()
+            or (kept := store.by_layer.get(self.layer)) is None
+        ):
             return None
         if kept.hooks is not None:
             return tuple(map(kept.hooks.unpack, kept.outputs))
@@ -99,7 +103,7 @@ class LayerOutputs:
             )
         return kept.outputs
 
-    def keep(self, *outputs: torch.Tensor) -> None:
+    def store_outputs(self, *outputs: torch.Tensor) -> None:
         """Keep the outputs of a forward: o_THV and lse_TH, or the tensors that a recurrent layer
         received.
         """
@@ -130,4 +134,4 @@ def _count_changes(tensor: torch.Tensor) -> int:
 
     Tensors made in inference mode have no count, and no backward either.
     """
-    return 0 if tensor.is_inference() else changes_in_place(tensor)
+    return 0 if tensor.is_inference() else get_version(tensor)

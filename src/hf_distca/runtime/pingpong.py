@@ -34,7 +34,7 @@ class _NanoBatch(greenlet):
         # nano-batches see the caller's.
         self.gr_context = contextvars.copy_context()
         self.compute, self.device_type = compute, device_type
-        self.modes = _Modes.current(device_type)
+        self.modes = _Modes.get_current(device_type)
 
     def run(self) -> None:
         self.result = self.compute()
@@ -43,14 +43,14 @@ class _NanoBatch(greenlet):
         """Continue by a step such as `switch`, with its own modes in place, until it yields or
         ends.
         """
-        outside = _Modes.current(self.device_type)
+        outside = _Modes.get_current(self.device_type)
         self.modes.set(self.device_type)
         try:
             # Its result is dropped here: a `GreenletExit` holds frames, and those what
             # checkpointing leaves when they go.
             step()
         finally:
-            self.modes = _Modes.current(self.device_type)
+            self.modes = _Modes.get_current(self.device_type)
             outside.set(self.device_type)
 
 
@@ -99,7 +99,7 @@ def find_checkpointed_parts(layer: torch.nn.Module) -> list[torch.nn.Module]:
     return [
         module
         for module in layer.modules()
-        if module is not layer and borrowed.checkpoints_itself(module)
+        if module is not layer and borrowed.is_checkpointed(module)
     ]
 
 
@@ -114,14 +114,14 @@ class _Modes(NamedTuple):
     saved: SavedTensors
 
     @classmethod
-    def current(cls, device_type: str) -> _Modes:
+    def get_current(cls, device_type: str) -> _Modes:
         return cls(
             torch.is_grad_enabled(),
             torch.is_autocast_enabled(device_type),
             torch.get_autocast_dtype(device_type),
             torch.is_autocast_cache_enabled(),
             tuple(borrowed.dispatch_modes()),
-            SavedTensors.current(),
+            SavedTensors.get_current(),
         )
 
     def set(self, device_type: str) -> None:

@@ -202,11 +202,15 @@ class Route:
         local_tasks, shares, local = compute_share(waves, rank)
         groups, moved = waves.plan.layout.groups, waves.plan.moved
         built, local_wave = (
-            (_wave(share, groups) for share in shares),
-            None if local is None else _wave(local, groups),
+            (_make_wave(share, groups) for share in shares),
+            None if local is None else _make_wave(local, groups),
         )
         return cls(
-            _batch(local_tasks), tuple(built) or (_make_empty_wave(),), moved, groups, local_wave
+            _make_batch(local_tasks),
+            tuple(built) or (_make_empty_wave(),),
+            moved,
+            groups,
+            local_wave,
         )
 
     @classmethod
@@ -226,7 +230,7 @@ def _make_empty_wave() -> Wave:
     return Wave(nothing, nothing, (), KeyPool((), nothing), TaskBatch((), (), (), ()))
 
 
-def _wave(share: WaveShare, groups: int) -> Wave:
+def _make_wave(share: WaveShare, groups: int) -> Wave:
     sections, starts, rows = share.pool
     pool = map(
         PoolRun,
@@ -236,11 +240,11 @@ def _wave(share: WaveShare, groups: int) -> Wave:
         (groups if s < 0 else 1 for s in sections),
     )
     return Wave(
-        _rows(share.queries, groups),
-        _rows(share.keys, groups),
-        _runs(share.own_queries, groups),
-        KeyPool(tuple(pool), _rows(share.gradients)),
-        _batch(share.pool_tasks),
+        _read_rows(share.queries, groups),
+        _read_rows(share.keys, groups),
+        _read_runs(share.own_queries, groups),
+        KeyPool(tuple(pool), _read_rows(share.gradients)),
+        _make_batch(share.pool_tasks),
         None if share.relay_duty is None else _relay(share.relay_duty),
     )
 
@@ -248,17 +252,19 @@ def _wave(share: WaveShare, groups: int) -> Wave:
 def _relay(duty: RelayDuty) -> KeyRelay:
     sections, starts, rows, places = duty.pieces
     pieces, in_pool = map(PoolRun, sections, starts, rows), map(PoolRun, repeat(None), places, rows)
-    return KeyRelay(tuple(pieces), tuple(in_pool), _rows(duty.keys), _rows(duty.gradients))
+    return KeyRelay(
+        tuple(pieces), tuple(in_pool), _read_rows(duty.keys), _read_rows(duty.gradients)
+    )
 
 
-def _rows(message: RankMessage, step: int = 1) -> Rows:
+def _read_rows(message: RankMessage, step: int = 1) -> Rows:
     runs, receive = message
-    return Rows(_runs(runs, step), dict(zip(*receive, strict=True)))
+    return Rows(_read_runs(runs, step), dict(zip(*receive, strict=True)))
 
 
-def _runs(columns: Columns, step: int) -> tuple[RowRun, ...]:
+def _read_runs(columns: Columns, step: int) -> tuple[RowRun, ...]:
     return tuple(map(RowRun, *columns, repeat(step)))
 
 
-def _batch(columns: Columns) -> TaskBatch:
+def _make_batch(columns: Columns) -> TaskBatch:
     return TaskBatch(*map(tuple, columns))

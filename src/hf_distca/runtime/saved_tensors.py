@@ -54,7 +54,7 @@ class SavedTensors(NamedTuple):
     forbidden_reason: str | None
 
     @classmethod
-    def current(cls) -> SavedTensors:
+    def get_current(cls) -> SavedTensors:
         """Return the hooks that are set now."""
         hooks = tuple(reversed(list(_suspend_hooks())))
         current = cls(hooks, borrowed.why_saved_tensor_hooks_are_forbidden())

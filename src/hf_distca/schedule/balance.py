@@ -155,7 +155,7 @@ class PlanTrials:
         """Load of the plan that moves nothing, except that keys are forwarded if that alone gains
         enough.
         """
-        return self.weigh_plan(Plan.local(self.layout, self.cost.window), self.config.min_gain)
+        return self.weigh_plan(Plan.make_local(self.layout, self.cost.window), self.config.min_gain)
 
     @cached_property
     def mean_seconds(self) -> float:
@@ -186,7 +186,7 @@ class PlanTrials:
             or self.unmoved_load.slowest_seconds * (1 - self.config.min_gain) < self.lower_bound
             # Without a cost per pair, attention is as long as its tokens are many: there is nothing
             # that moving could gain.
-            or not MarginalCost.of(self.cost, self.config.tile).pair
+            or not MarginalCost.from_cost_model(self.cost, self.config.tile).pair
         )
 
     @cached_property
@@ -196,12 +196,12 @@ class PlanTrials:
             self.config,
             self.cost,
             self.layout,
-            MarginalCost.of(self.cost, self.config.tile),
+            MarginalCost.from_cost_model(self.cost, self.config.tile),
         )
-        heads = HeadSplit.of(
+        heads = HeadSplit.find(
             layout, marginal, cost, self.unmoved_load.compute_seconds, config.head_groups
         )
-        transient = TransientBytes.of(cost.shape)
+        transient = TransientBytes.from_shape(cost.shape)
         return GreedyPlanner(
             layout,
             heads,
@@ -291,7 +291,7 @@ class PlanTrials:
         """Make the step of moves in groups of so many ranks, where so much of an exchange
         counts.
         """
-        config, marginal = self.config, MarginalCost.of(self.cost, self.config.tile)
+        config, marginal = self.config, MarginalCost.from_cost_model(self.cost, self.config.tile)
         tolerance = max(
             config.tolerance, _FINEST_TOLERANCE_WITH_EXCHANGE if part else _FINEST_TOLERANCE
         )
@@ -331,7 +331,7 @@ class PlanTrials:
     def weigh_plan(self, plan: Plan, min_gain: float = 0.0) -> PlanLoad:
         """Weigh a plan, with forwarded keys if they gain at least so much."""
         config = self.config
-        waves = Waves.of(
+        waves = Waves.split_plan(
             plan, self.cost.shape, config.tile, config.max_transient_bytes, config.head_groups
         )
         load = PlanLoad(plan, self.cost, waves, overlapped=config.ping_pong, ranks=self.ranks)

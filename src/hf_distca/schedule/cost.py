@@ -292,7 +292,7 @@ class CostModel:
                 raise ConfigError(text)
 
     @classmethod
-    def analytic(
+    def make_analytic(
         cls, shape: AttentionShape, *, device_type: str = "cuda", tile: int = 128
     ) -> CostModel:
         """Make a model of built-in figures for a device type (``"cpu"`` or ``"cuda"``; anything
@@ -312,7 +312,7 @@ class CostModel:
         )
 
     @classmethod
-    def of_pairs(cls, shape: AttentionShape) -> CostModel:
+    def make_of_pairs(cls, shape: AttentionShape) -> CostModel:
         """Make a model of one second per 2**30 causal pairs, nothing for anything
         else: balances pairs, as published planners do.
         """
@@ -458,7 +458,7 @@ class MarginalCost(NamedTuple):
     window: int
 
     @classmethod
-    def of(cls, cost: CostModel, grid: int) -> Self:
+    def from_cost_model(cls, cost: CostModel, grid: int) -> Self:
         """Convert a cost model to marginal costs, for documents cut at multiples of `grid`."""
         shape, forward, backward = cost.shape, cost.forward, cost.backward
         passes = (

@@ -183,7 +183,7 @@ def _deal_documents(
 
     end, unmoved = (
         find_slowest_seconds(by_nodes),
-        PlanLoad(Plan.local(by_nodes, cost.window), cost, overlapped=overlapped, ranks=ranks),
+        PlanLoad(Plan.make_local(by_nodes, cost.window), cost, overlapped=overlapped, ranks=ranks),
     )
     ends = unmoved.compute_seconds if overlapped else unmoved.end_seconds
     # No other layout ends much before what ranks take on average.

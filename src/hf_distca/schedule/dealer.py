@@ -111,11 +111,15 @@ class Dealer:
         *,
         overlapped: bool,
     ) -> None:
-        if not MarginalCost.of(cost, tile).pair:
+        if not MarginalCost.from_cost_model(cost, tile).pair:
             # Attention that costs nothing a pair is as long as its tokens are many: pairs decide
             # then.
-            cost = replace(CostModel.of_pairs(cost.shape), window=cost.window)
-        self.length, self.marginal, self.tile = length, MarginalCost.of(cost, tile), tile
+            cost = replace(CostModel.make_of_pairs(cost.shape), window=cost.window)
+        self.length, self.marginal, self.tile = (
+            length,
+            MarginalCost.from_cost_model(cost, tile),
+            tile,
+        )
         self.seconds = cost.estimate_seconds(length, length)
         self.tokens, self._seconds = length.tolist(), self.seconds.tolist()
         self.documents = documents[np.argsort(-length[documents], kind="stable")]

@@ -63,7 +63,7 @@ class Levels(NamedTuple):
     cap: float
 
     @classmethod
-    def of(
+    def choose(
         cls, seconds: FloatArray, speeds: FloatArray, can_serve: BoolArray, tolerance: float
     ) -> Self:
         """Choose levels such that total excess equals total deficit: the side with more to do stops
@@ -78,10 +78,10 @@ class Levels(NamedTuple):
             can_serve: whether each may get slices.
             tolerance: half the width of the band, as a part of the mean.
         """
-        mean = Ranks.of(speeds).compute_even_seconds(seconds)
+        mean = Ranks.from_speeds(speeds).compute_even_seconds(seconds)
         counts = can_serve | (seconds >= mean)
         if not counts.all():
-            return cls.of(seconds[counts], speeds[counts], can_serve[counts], tolerance)
+            return cls.choose(seconds[counts], speeds[counts], can_serve[counts], tolerance)
         low, high = mean * (1 - tolerance * _INNER_BAND), mean * (1 + tolerance * _INNER_BAND)
         excess, deficit = (
             math.fsum((np.maximum(gap, 0) * speeds).tolist())
@@ -213,7 +213,7 @@ class GreedyPlanner:
         levels = [
             Levels(0.0, 0.95 * step.cap, 0.97 * step.cap, step.cap)
             if step.cap
-            else Levels.of(node_seconds[g], node_speed[g], can_serve[g], step.tolerance)
+            else Levels.choose(node_seconds[g], node_speed[g], can_serve[g], step.tolerance)
             for g in groups
         ]
         high = np.repeat([of_group.high for of_group in levels], size)

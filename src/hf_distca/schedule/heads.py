@@ -51,7 +51,7 @@ class HeadSplit(NamedTuple):
     documents: npt.NDArray[np.bool_]
 
     @classmethod
-    def of(
+    def find(
         cls,
         layout: Layout,
         marginal: MarginalCost,

@@ -408,7 +408,7 @@ def require_integers(
     return array.astype(np.int64)
 
 
-def lengths_from_cu_seqlens(cu_seqlens: Iterable[int]) -> list[int]:
+def compute_lengths(cu_seqlens: Iterable[int]) -> list[int]:
     """Return document lengths from cumulative sequence lengths ``[0, n0, n0 + n1, ...]``; empty
     documents are dropped.
     """

@@ -272,7 +272,7 @@ def summarize_plan(
     """
     before, after = (
         PlanLoad(weighed_plan, cost, ranks=ranks)
-        for weighed_plan in (Plan.local(plan.layout, plan.window), plan)
+        for weighed_plan in (Plan.make_local(plan.layout, plan.window), plan)
     )
     nodes = after.node_bytes
     return {

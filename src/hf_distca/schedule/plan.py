@@ -178,7 +178,7 @@ class Plan:
             raise PlanError(f"{self.tasks[int(wrong.argmax())]} {what}.")
 
     @classmethod
-    def local(cls, layout: Layout, window: int | None = None) -> Plan:
+    def make_local(cls, layout: Layout, window: int | None = None) -> Plan:
         """Make the plan that moves nothing: every rank computes its own segments."""
         rows = layout.by_document[layout.has_queries[layout.by_document]]
         rank = layout.rank[rows]

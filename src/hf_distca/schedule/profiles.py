@@ -168,7 +168,7 @@ class Profile:
         Raises:
             ConfigError: if the window is below 1.
         """
-        built_in = CostModel.analytic(shape, device_type=self.device)
+        built_in = CostModel.make_analytic(shape, device_type=self.device)
         rates, links = self.find_rates(shape), self.between or self.inside
         return CostModel(
             shape,

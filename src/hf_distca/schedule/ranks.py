@@ -46,7 +46,7 @@ class Ranks:
             )
 
     @classmethod
-    def of(cls, speeds: npt.ArrayLike | None, per_node: int | None = None) -> Ranks:
+    def from_speeds(cls, speeds: npt.ArrayLike | None, per_node: int | None = None) -> Ranks:
         """Make ranks with these speeds, an array of shape (ranks,) or array-like."""
         return cls(
             (

@@ -122,7 +122,7 @@ class BalanceState:
         """Make all moves."""
         group_seconds = [self.work[rank] for rank in self.group]
         speeds = np.ones(len(group_seconds))
-        self.start_levels = Levels.of(
+        self.start_levels = Levels.choose(
             np.array(group_seconds), speeds, speeds > 0, self.step.tolerance
         )
         excess = math.fsum(max(seconds - self.start_levels.high, 0.0) for seconds in group_seconds)

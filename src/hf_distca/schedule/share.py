@@ -78,7 +78,7 @@ def compute_share(waves: Waves, rank: int) -> tuple[Columns, list[WaveShare], Wa
     is_local = (plan.server[tasks] == rank) & ~plan.needs_exchange[tasks]
     in_groups = is_local & (plan.heads[tasks] < 1)
     in_waves = (waves.number[tasks] == wave for wave in range(waves.count * plan.moved))
-    rows = _TokenRows.of_tasks(plan, tasks[is_local & ~in_groups], groups=1)
+    rows = _TokenRows.select_queries(plan, tasks[is_local & ~in_groups], groups=1)
     rows = rows.select(np.argsort(rows.row))
     return (
         _merge_tasks(rows, rows.row - rows.start, rows.row - layout.context_tokens[rank]),
@@ -113,7 +113,7 @@ class _TokenRows(NamedTuple):
     first_key: IntArray
 
     @classmethod
-    def of(
+    def select_tokens(
         cls, plan: Plan, tokens: KeyTransfers, relay: IntArray, first_key: IntArray, groups: int
     ) -> Self:
         """Select tokens of documents, with all of so many head groups or of one."""
@@ -129,14 +129,14 @@ class _TokenRows(NamedTuple):
         return rows.select(np.lexsort((rows.start, rows.number)))
 
     @classmethod
-    def of_tasks(cls, plan: Plan, tasks: IntArray, groups: int) -> Self:
+    def select_queries(cls, plan: Plan, tasks: IntArray, groups: int) -> Self:
         """Select the query rows of tasks."""
         columns = (plan.document, plan.start, plan.end, plan.home, plan.server)
         rows = KeyTransfers(*(column[tasks] for column in columns))
-        return cls.of(plan, rows, rows.server, plan.first_key[tasks], groups)
+        return cls.select_tokens(plan, rows, rows.server, plan.first_key[tasks], groups)
 
     @classmethod
-    def of_keys(cls, plan: Plan, tasks: IntArray, rank: int, relays: Relays | None) -> Self:
+    def select_keys(cls, plan: Plan, tasks: IntArray, rank: int, relays: Relays | None) -> Self:
         """Select the keys that tasks need, as far as a rank sends, forwards, gets, or holds them
         for itself.
         """
@@ -147,7 +147,7 @@ class _TokenRows(NamedTuple):
         )
         rows = np.flatnonzero((keys.source == rank) | (keys.server == rank) | (relay == rank))
         keys = KeyTransfers(*(column[rows] for column in keys))
-        return cls.of(plan, keys, relay[rows], keys.start, plan.layout.groups)
+        return cls.select_tokens(plan, keys, relay[rows], keys.start, plan.layout.groups)
 
     def select(self, which: npt.NDArray[Any]) -> Self:
         """Select some of the rows."""
@@ -161,12 +161,12 @@ def _compute_wave(
     on pools.
     """
     layout, groups = plan.layout, plan.layout.groups
-    queries = _TokenRows.of_tasks(
+    queries = _TokenRows.select_queries(
         plan, run_tasks[(plan.server[run_tasks] == rank) | (plan.home[run_tasks] == rank)], groups
     )
     queries = queries._replace(row=queries.row - layout.context_tokens[rank] * groups)
     keys, pool_tasks = (
-        _TokenRows.of_keys(plan, needed_tasks, rank, relays),
+        _TokenRows.select_keys(plan, needed_tasks, rank, relays),
         queries.select(queries.server == rank),
     )
     pool = keys.select((keys.server == rank) & np.isin(keys.number, pool_tasks.number))

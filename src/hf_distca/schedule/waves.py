@@ -51,7 +51,7 @@ class TransientBytes(NamedTuple):
     sent_key: int
 
     @classmethod
-    def of(cls, shape: AttentionShape) -> TransientBytes:
+    def from_shape(cls, shape: AttentionShape) -> TransientBytes:
         """Compute the bytes for an attention shape."""
         wide = max(4, shape.element_bytes)  # log-sum-exps and sums of key gradients
         row = shape.query_bytes + 2 * shape.output_bytes + shape.query_heads * wide
@@ -100,7 +100,7 @@ class Waves:
     bytes: IntArray | None = None
 
     @classmethod
-    def of(
+    def split_plan(
         cls, plan: Plan, shape: AttentionShape, tile: int, bound: int | None, head_groups: int = 1
     ) -> Waves:
         """Split `plan`, cut on tiles, so that no rank has more than `bound` transient bytes in a
@@ -113,7 +113,7 @@ class Waves:
         Raises:
             ConfigError: if one row and one key are more than the bound.
         """
-        transient = TransientBytes.of(shape)
+        transient = TransientBytes.from_shape(shape)
         min_bytes = transient.query + transient.key
         if bound is not None and bound < min_bytes:
             raise ConfigError(

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from hf_distca.model_shape import ModelShape
 from hf_distca.simulate.document_lengths import DocumentSource
-from hf_distca.simulate.predict import Prediction, best_alternative, best_of
+from hf_distca.simulate.predict import Prediction, find_best, find_best_alternative
 from hf_distca.simulate.setting import Setting
 from hf_distca.simulate.strategies import OURS, STRATEGIES, Strategy, find_strategy
 
@@ -69,7 +69,7 @@ class Advice:
 
 def advise(setting: Setting, predictions: Sequence[Prediction]) -> Advice:
     """Advise by the predictions of all strategies, made by `simulate` for this setting."""
-    ours, other = best_of(predictions, OURS), best_alternative(predictions)
+    ours, other = find_best(predictions, OURS), find_best_alternative(predictions)
     names = ours.strategy if ours else None, other.strategy if other else None
     if ours is None:
         return Advice(
@@ -82,7 +82,7 @@ def advise(setting: Setting, predictions: Sequence[Prediction]) -> Advice:
             (),
         )
     by_name = {prediction.strategy: prediction for prediction in predictions}
-    about = _documents(by_name["lpt"]) + " " if "lpt" in by_name else ""
+    about = _describe_loader(by_name["lpt"]) + " " if "lpt" in by_name else ""
     if other is None:
         return Advice(
             True,
@@ -90,11 +90,11 @@ def advise(setting: Setting, predictions: Sequence[Prediction]) -> Advice:
             None,
             f"{about}Only hf-distca fits and keeps these documents whole: {ours.title} takes"
             f" {ours.step_seconds:.3g} s a step.",
-            _settings(setting, ours),
+            _format_settings(setting, ours),
         )
     gain = other.step_seconds / ours.step_seconds
     if gain < 1 + _NOTHING:
-        text, settings = _instead(setting, ours, other, predictions)
+        text, settings = _name_alternative(setting, ours, other, predictions)
         return Advice(False, *names, gain, about + text, settings)
     ranks = (
         ""
@@ -104,9 +104,9 @@ def advise(setting: Setting, predictions: Sequence[Prediction]) -> Advice:
     text = (
         f"{ours.title} takes {ours.step_seconds:.3g} s a step; the best of the others,"
         f" {other.title}{ranks}, takes {other.step_seconds:.3g} s: {gain:.2f} times as long."
-        f" {_why(setting, ours, other)}"
+        f" {_explain_choice(setting, ours, other)}"
     )
-    text += _between(setting, ours, predictions)
+    text += _describe_node_traffic(setting, ours, predictions)
     plain = by_name.get("plain")
     if plain is not None and not plain.comparable:
         text += (
@@ -118,20 +118,25 @@ def advise(setting: Setting, predictions: Sequence[Prediction]) -> Advice:
             f" Predictions are that far off ({_ERROR:.0%} in the median of the steps that were"
             " measured): try it first."
         )
-    return Advice(gain >= 1 + _ERROR, *names, gain, about + text, _settings(setting, ours))
+    return Advice(gain >= 1 + _ERROR, *names, gain, about + text, _format_settings(setting, ours))
 
 
-def _between(setting: Setting, ours: Prediction, predictions: Sequence[Prediction]) -> str:
+def _describe_node_traffic(
+    setting: Setting, ours: Prediction, predictions: Sequence[Prediction]
+) -> str:
     """Say what crosses between nodes, and which way of ours sends far less and is nearly as
     fast.
     """
     if setting.ranks <= setting.ranks_per_node:
         return ""
 
-    def gigabytes(step: Prediction) -> float:
+    def format_gigabytes(step: Prediction) -> float:
         return (step.between_bytes or 0.0) / setting.ranks / 1e9
 
-    text = f" Of hf-distca's messages, {gigabytes(ours):.2g} GB a rank and step go to other nodes"
+    text = (
+        f" Of hf-distca's messages, {format_gigabytes(ours):.2g} GB a rank and step go to other"
+        " nodes"
+    )
     near = [
         step
         for step in predictions
@@ -139,21 +144,21 @@ def _between(setting: Setting, ours: Prediction, predictions: Sequence[Predictio
         and step.comparable
         and step.step_seconds < ours.step_seconds * (1 + _NOTHING)
     ]
-    least = min(near, key=gigabytes)
-    if 2 * gigabytes(least) < gigabytes(ours):
+    least = min(near, key=format_gigabytes)
+    if 2 * format_gigabytes(least) < format_gigabytes(ours):
         text += (
             f"; {least.title} would take {least.step_seconds / ours.step_seconds - 1:.1%} longer"
-            f" and send {gigabytes(least):.2g} GB there"
+            f" and send {format_gigabytes(least):.2g} GB there"
         )
     return text + "."
 
 
-def _instead(
+def _name_alternative(
     setting: Setting, ours: Prediction, other: Prediction, predictions: Sequence[Prediction]
 ) -> tuple[str, tuple[str, ...]]:
     """Name another way that is as fast, and its settings."""
     took = f"takes {{:.3g}} s a step, {ours.title} {ours.step_seconds:.3g} s"
-    ready = [step for name in _HOW if (step := best_of(predictions, [name])) is not None]
+    ready = [step for name in _HOW if (step := find_best(predictions, [name])) is not None]
     for step in ready:
         if step.step_seconds <= ours.step_seconds * (1 + _ERROR):
             return (
@@ -173,10 +178,10 @@ def _instead(
         )
     else:
         text += ", nor another way that fits and keeps documents whole."
-    return text, _settings(setting, ours)
+    return text, _format_settings(setting, ours)
 
 
-def _documents(loader: Prediction) -> str:
+def _describe_loader(loader: Prediction) -> str:
     """Describe a step in which a loader balances whole documents."""
     if loader.idle_share > 0.5:
         return (
@@ -189,7 +194,7 @@ def _documents(loader: Prediction) -> str:
     )
 
 
-def _why(setting: Setting, ours: Prediction, other: Prediction) -> str:
+def _explain_choice(setting: Setting, ours: Prediction, other: Prediction) -> str:
     reasons = {
         f"ranks wait {other.idle_share:.0%} of a step for slower ones": (
             other.idle_share > ours.idle_share + _NOTHING
@@ -206,7 +211,7 @@ def _why(setting: Setting, ours: Prediction, other: Prediction) -> str:
     return f"There, {' and '.join(reason for reason, holds in reasons.items() if holds)}."
 
 
-def _settings(setting: Setting, ours: Prediction) -> tuple[str, ...]:
+def _format_settings(setting: Setting, ours: Prediction) -> tuple[str, ...]:
     """Return lines to paste into a script; if the Trainer supports it, also the command for an
     unchanged script.
     """
@@ -231,15 +236,15 @@ def _settings(setting: Setting, ours: Prediction) -> tuple[str, ...]:
     )
 
 
-def assumptions(
+def list_assumptions(
     setting: Setting, documents: DocumentSource, strategies: Iterable[str | Strategy] = STRATEGIES
 ) -> list[tuple[str, str]]:
     """List the assumptions of predictions, with sources: pairs of subject and text."""
     facts = [
         ("lengths", f"{documents.name}: {documents.source}"),
-        ("model", _model(setting.model)),
+        ("model", _describe_model(setting.model)),
         *((f"hardware, {what}", text) for what, text in setting.hardware.sources),
-        ("exchange", _exchange(setting)),
+        ("exchange", _describe_exchange(setting)),
         (
             "linear layers",
             (
@@ -249,7 +254,7 @@ def assumptions(
         ),
         ("weights", _SHARDING[setting.sharding]),
         ("checkpointing", _CHECKPOINTING[setting.checkpointing]),
-        ("memory", _memory(setting)),
+        ("memory", _describe_memory(setting)),
     ]
     if setting.profile is not None:
         facts.append(
@@ -296,7 +301,7 @@ def assumptions(
     ]
 
 
-def _model(model: ModelShape) -> str:
+def _describe_model(model: ModelShape) -> str:
     text = (
         f"{model.name}: {model.parameters / 1e9:.1f} billion weights, {model.layers} layers, bf16"
     )
@@ -311,7 +316,7 @@ def _model(model: ModelShape) -> str:
     return text
 
 
-def _memory(setting: Setting) -> str:
+def _describe_memory(setting: Setting) -> str:
     loss = "of all tokens" if setting.loss_tokens is None else f"of {setting.loss_tokens} tokens"
     layers = "fused" if setting.fused else "transformers'"
     return (
@@ -320,8 +325,8 @@ def _memory(setting: Setting) -> str:
     )
 
 
-def _exchange(setting: Setting) -> str:
-    cost = setting.cost()
+def _describe_exchange(setting: Setting) -> str:
+    cost = setting.make_cost_model()
     inside = setting.nodes.without_irrelevant_nodes(cost).per_node
     rates = f"{cost.exchange_bytes_per_second / 1e9:.0f} GB/s from each rank"
     if inside is not None and cost.node_bytes_per_second is not None:

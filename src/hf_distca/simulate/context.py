@@ -17,17 +17,17 @@ import numpy.typing as npt
 
 from hf_distca.schedule.cost import CostModel, count_causal_pairs
 from hf_distca.schedule.layout import FloatArray, IntArray
-from hf_distca.simulate.memory import in_flight, kernel_bytes
+from hf_distca.simulate.memory import compute_kernel_bytes, count_in_flight
 from hf_distca.simulate.setting import Setting
 from hf_distca.simulate.work import (
     Directions,
     MicroBatchWork,
-    all_layers,
+    combine_layers,
+    compute_fixed_seconds,
     copy_seconds,
-    fixed_seconds,
+    divide_into_calls,
     gather_rate,
-    in_calls,
-    sums,
+    sum_by_index,
 )
 
 
@@ -43,24 +43,24 @@ class SharedRows(NamedTuple):
     row: IntArray
     row_count: int
 
-    def sums(self, values: npt.NDArray[Any]) -> FloatArray:
+    def sum_by_row(self, values: npt.NDArray[Any]) -> FloatArray:
         """Sum values of documents by row: shape (row_count,), or (2, row_count) for both
         directions.
         """
-        return sums(values, self.row, self.row_count)
+        return sum_by_index(values, self.row, self.row_count)
 
     @property
     def tokens(self) -> FloatArray:
         """Number of tokens of each row."""
-        return self.sums(self.length)
+        return self.sum_by_row(self.length)
 
 
-def degrees(group: int) -> list[int]:
+def list_degrees(group: int) -> list[int]:
     """List the powers of two that divide the attention group."""
     return [2**power for power in range(group.bit_length()) if group % 2**power == 0]
 
 
-def shared_by_document(cost: CostModel, rows: SharedRows, degree: int, hops: int = 1) -> Directions:
+def share_documents(cost: CostModel, rows: SharedRows, degree: int, hops: int = 1) -> Directions:
     """Compute the seconds of each rank if each document is cut into 2 * degree chunks, a head and a
     tail for each rank of its row.
 
@@ -87,14 +87,14 @@ def shared_by_document(cost: CostModel, rows: SharedRows, degree: int, hops: int
     )
     forward = tasks, moved * cost.forward.row_passes, flops
     seconds = [
-        kernel.coefficients @ np.stack([rows.sums(part / degree) for part in parts])
+        kernel.coefficients @ np.stack([rows.sum_by_row(part / degree) for part in parts])
         for kernel, parts in ((cost.forward, forward), (cost.backward, backward))
     ]
     # Heads and tails are computed one after the other.
-    return in_calls(cost, np.stack(seconds), 2 if hops == 1 and degree > 1 else hops)
+    return divide_into_calls(cost, np.stack(seconds), 2 if hops == 1 and degree > 1 else hops)
 
 
-def shared_by_row(cost: CostModel, rows: SharedRows, degree: int) -> Directions:
+def share_rows(cost: CostModel, rows: SharedRows, degree: int) -> Directions:
     """Compute the seconds of the slowest rank of each row that is cut as one sequence, a
     head and a tail chunk for each rank: (2, rows).
     """
@@ -114,15 +114,15 @@ def shared_by_row(cost: CostModel, rows: SharedRows, degree: int) -> Directions:
         2 * degree
     )
     rank = np.minimum(chunk, 2 * degree - 1 - chunk)
-    seconds = sums(
+    seconds = sum_by_index(
         cost.estimate_directions(end - piece, end - starts[document]),
         owner * degree + rank,
         rows.row_count * degree,
     )
-    return in_calls(cost, seconds.reshape(2, rows.row_count, degree).max(axis=2))
+    return divide_into_calls(cost, seconds.reshape(2, rows.row_count, degree).max(axis=2))
 
 
-def _work(
+def _compute_work(
     setting: Setting,
     rows: SharedRows,
     degree: int,
@@ -133,7 +133,7 @@ def _work(
     """
     tokens, nothing = np.repeat(rows.tokens / degree, degree), np.zeros(rows.row_count * degree)
 
-    def of_layer(cost: CostModel) -> MicroBatchWork:
+    def compute_layer(cost: CostModel) -> MicroBatchWork:
         attention, exposed = (np.repeat(seconds, degree, axis=1) for seconds in of_rows(cost))
         return MicroBatchWork(
             tokens=tokens,
@@ -144,17 +144,17 @@ def _work(
             pairs=float(count_causal_pairs(rows.length, rows.length, cost.window).sum()),
         )
 
-    return all_layers(setting, of_layer)
+    return combine_layers(setting, compute_layer)
 
 
-def comes_again(setting: Setting, degree: int) -> bool:
+def is_gathered_again(setting: Setting, degree: int) -> bool:
     """Return whether keys that are not kept must be gathered again; a layer that is repeated in
     backward gathers them anyway.
     """
     return degree > 1 and setting.checkpointing != "full"
 
 
-def key_bytes(setting: Setting, degree: int, *, again: bool) -> tuple[float, float]:
+def compute_key_bytes(setting: Setting, degree: int, *, again: bool) -> tuple[float, float]:
     """Compute the bytes of gathered keys for each token of a rank, which are gathered `again` in
     backward or kept for it.
 
@@ -166,14 +166,14 @@ def key_bytes(setting: Setting, degree: int, *, again: bool) -> tuple[float, flo
     if degree == 1:
         return 0.0, 0.0
     keys = float(degree * setting.shape.key_value_bytes)
-    working = 2 * keys + (degree - 1) * kernel_bytes(setting.shape)[1]
-    if again or not comes_again(setting, degree):
+    working = 2 * keys + (degree - 1) * compute_kernel_bytes(setting.shape)[1]
+    if again or not is_gathered_again(setting, degree):
         return keys + working, 0.0
     layers = setting.stage_layers * setting.model.attention_share
-    return working, keys * layers * in_flight(setting)
+    return working, keys * layers * count_in_flight(setting)
 
 
-def _all_to_all_rate(setting: Setting, degree: int) -> float:
+def _estimate_all_to_all_rate(setting: Setting, degree: int) -> float:
     """Return the bytes per second from a rank to all others of its row, some of them in its node:
     both links carry at once.
     """
@@ -186,7 +186,7 @@ def _all_to_all_rate(setting: Setting, degree: int) -> float:
     return 1 / seconds if seconds else setting.hardware.node_rate
 
 
-def _gathering(
+def _compute_gathering(
     setting: Setting,
     rows: SharedRows,
     degree: int,
@@ -203,9 +203,9 @@ def _gathering(
     """
     shape = setting.shape
 
-    def of_rows(cost: CostModel) -> tuple[Directions, Directions]:
+    def compute_rows(cost: CostModel) -> tuple[Directions, Directions]:
         others_bytes = rows.tokens * shape.key_value_bytes * (degree - 1) / degree
-        once = others_bytes / gather_rate(setting, degree) + fixed_seconds(cost, degree - 1)
+        once = others_bytes / gather_rate(setting, degree) + compute_fixed_seconds(cost, degree - 1)
         order = copy_seconds(setting, rows.tokens * shape.key_value_bytes)
         # A call takes q and puts o, and in backward takes q, o and do and puts dq. The keys of both
         # are about those of the row.
@@ -215,35 +215,35 @@ def _gathering(
         exposed = [once + order + taken, once + order + back if again else back]
         return cut(cost, rows, degree), np.stack(exposed) * (degree > 1)
 
-    work = _work(setting, rows, degree, of_rows)
-    received, kept = key_bytes(setting, degree, again=again)
+    work = _compute_work(setting, rows, degree, compute_rows)
+    received, kept = compute_key_bytes(setting, degree, again=again)
     return replace(work, received=work.tokens * received, kept=work.tokens * kept)
 
 
-def all_gather(
+def compute_all_gather(
     setting: Setting, rows: SharedRows, degree: int, *, again: bool = False
 ) -> MicroBatchWork:
     """Compute the work if each rank gets all keys of its row before it computes its head and tail
     of every document.
     """
-    return _gathering(setting, rows, degree, shared_by_document, again=again)
+    return _compute_gathering(setting, rows, degree, share_documents, again=again)
 
 
-def wlb(setting: Setting, rows: SharedRows, degree: int, *, again: bool = False) -> MicroBatchWork:
+def compute_wlb(
+    setting: Setting, rows: SharedRows, degree: int, *, again: bool = False
+) -> MicroBatchWork:
     """Compute the work of all-gather with each row cut by document or as one sequence,
     whichever is faster (arXiv 2503.17924, section 5).
     """
 
-    def faster(cost: CostModel, rows: SharedRows, degree: int) -> Directions:
-        by_document, by_row = (
-            cut(cost, rows, degree) for cut in (shared_by_document, shared_by_row)
-        )
+    def is_faster_by_document(cost: CostModel, rows: SharedRows, degree: int) -> Directions:
+        by_document, by_row = (cut(cost, rows, degree) for cut in (share_documents, share_rows))
         return np.where(by_document.sum(axis=0) <= by_row.sum(axis=0), by_document, by_row)
 
-    return _gathering(setting, rows, degree, faster, again=again)
+    return _compute_gathering(setting, rows, degree, is_faster_by_document, again=again)
 
 
-def ring(setting: Setting, rows: SharedRows, degree: int) -> MicroBatchWork:
+def compute_ring(setting: Setting, rows: SharedRows, degree: int) -> MicroBatchWork:
     """Compute the work if keys travel from neighbour to neighbour, hidden by the attention to the
     previous ones.
     """
@@ -254,9 +254,9 @@ def ring(setting: Setting, rows: SharedRows, degree: int) -> MicroBatchWork:
         else hardware.link_rate
     )
 
-    def of_rows(cost: CostModel) -> tuple[Directions, Directions]:
+    def compute_rows(cost: CostModel) -> tuple[Directions, Directions]:
         others_bytes = rows.tokens * shape.key_value_bytes * (degree - 1) / degree
-        once = others_bytes / rate + (degree - 1) * fixed_seconds(cost, 1)
+        once = others_bytes / rate + (degree - 1) * compute_fixed_seconds(cost, 1)
         # In backward gradients of keys travel with them.
         added = np.stack(
             [
@@ -267,11 +267,9 @@ def ring(setting: Setting, rows: SharedRows, degree: int) -> MicroBatchWork:
         # Each of `degree` calls on as many ranks reads and adds to sums in float32, which are read
         # and written.
         merged = copy_seconds(setting, added * (1 + 8 / shape.element_bytes) / 2) * (degree > 1)
-        return shared_by_document(cost, rows, degree, hops=degree) + merged, np.stack(
-            [once, 2 * once]
-        )
+        return share_documents(cost, rows, degree, hops=degree) + merged, np.stack([once, 2 * once])
 
-    work = _work(setting, rows, degree, of_rows)
+    work = _compute_work(setting, rows, degree, compute_rows)
     return replace(
         work,
         exposed=np.maximum(work.exposed - work.attention, 0),
@@ -280,7 +278,7 @@ def ring(setting: Setting, rows: SharedRows, degree: int) -> MicroBatchWork:
     )
 
 
-def ulysses(setting: Setting, rows: SharedRows, degree: int) -> MicroBatchWork:
+def compute_ulysses(setting: Setting, rows: SharedRows, degree: int) -> MicroBatchWork:
     """Compute the work if each rank of a row computes some heads of all its documents: q, k, v and
     o of all tokens change ranks.
     """
@@ -290,15 +288,15 @@ def ulysses(setting: Setting, rows: SharedRows, degree: int) -> MicroBatchWork:
     held = shape.query_bytes + keys + shape.output_bytes
     moved = held * (degree - 1) / degree
 
-    def of_rows(cost: CostModel) -> tuple[Directions, Directions]:
+    def compute_rows(cost: CostModel) -> tuple[Directions, Directions]:
         tokens = rows.tokens / degree
         # q, k, v and o each go by themselves, and are put in order before and after.
-        once = tokens * moved / _all_to_all_rate(setting, degree) + 4 * fixed_seconds(
-            cost, degree - 1
-        )
+        once = tokens * moved / _estimate_all_to_all_rate(
+            setting, degree
+        ) + 4 * compute_fixed_seconds(cost, degree - 1)
         once = once + 2 * copy_seconds(setting, tokens * held) * (degree > 1)
-        attention = rows.sums(cost.estimate_directions(rows.length, rows.length, 1 / degree))
-        return in_calls(cost, attention), np.stack([once, once])
+        attention = rows.sum_by_row(cost.estimate_directions(rows.length, rows.length, 1 / degree))
+        return divide_into_calls(cost, attention), np.stack([once, once])
 
-    work = _work(setting, rows, degree, of_rows)
+    work = _compute_work(setting, rows, degree, compute_rows)
     return replace(work, received=work.tokens * (moved + shape.output_bytes) * (degree > 1))

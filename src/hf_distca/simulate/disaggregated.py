@@ -20,20 +20,20 @@ from hf_distca.schedule.load import PlanLoad
 from hf_distca.schedule.plan import Plan
 from hf_distca.schedule.ranks import UNIFORM_RANKS, Ranks
 from hf_distca.schedule.waves import TransientBytes
-from hf_distca.simulate.loader_rules import packed_rows
-from hf_distca.simulate.memory import kernel_bytes
+from hf_distca.simulate.loader_rules import pack_rows
+from hf_distca.simulate.memory import compute_kernel_bytes
 from hf_distca.simulate.setting import TILE, Setting
 from hf_distca.simulate.work import (
     Candidate,
     Directions,
     MicroBatchWork,
-    all_layers,
+    combine_layers,
+    concatenate_groups,
     copy_seconds,
-    in_calls,
-    layer_seconds,
-    side_by_side,
-    sums,
-    tensor_seconds,
+    divide_into_calls,
+    estimate_layer_seconds,
+    estimate_tensor_seconds,
+    sum_by_index,
 )
 
 
@@ -54,13 +54,16 @@ class Moves(NamedTuple):
         return np.asarray(np.concatenate([self.dispatch, self.back]).sum(axis=0))
 
 
-def moves_of(setting: Setting, plan: Plan, cost: CostModel, nodes: Ranks) -> Moves:
+def compute_moves(setting: Setting, plan: Plan, cost: CostModel, nodes: Ranks) -> Moves:
     """Compute one layer of a plan, on ranks that compute equally fast."""
     load = PlanLoad(plan, cost, ranks=nodes)
     cost, shape, ranks = load.cost, load.cost.shape, plan.layout.world_size
     rows = plan.end - plan.start
     tasks = cost.estimate_directions(rows, plan.end, plan.heads)
-    attention, nothing = in_calls(cost, sums(tasks, plan.server, ranks)), np.zeros((2, ranks))
+    attention, nothing = (
+        divide_into_calls(cost, sum_by_index(tasks, plan.server, ranks)),
+        np.zeros((2, ranks)),
+    )
     pairs = float(load.pairs.sum())
     if not plan.moved:
         return Moves(attention, attention, nothing, nothing, nothing[0], pairs)
@@ -68,12 +71,12 @@ def moves_of(setting: Setting, plan: Plan, cost: CostModel, nodes: Ranks) -> Mov
     at_home = plan.home == plan.server
     # Where rows are given away, others no longer lie one after another: a call takes copies of
     # them, and puts results back.
-    left = sums(rows * plan.heads * at_home, plan.server, ranks) * (queries[0] > 0)
+    left = sum_by_index(rows * plan.heads * at_home, plan.server, ranks) * (queries[0] > 0)
     taken = np.outer(
         [1, 2], copy_seconds(setting, left * (shape.row_bytes + shape.key_value_bytes))
     )
 
-    def seconds(query_bytes: int, key_bytes: int) -> FloatArray:
+    def estimate_seconds(query_bytes: int, key_bytes: int) -> FloatArray:
         # The way back takes as long as the way there: what counts is the busier of a rank's two
         # roles.
         moved = load.count_node_bytes(query_bytes, key_bytes)
@@ -85,38 +88,38 @@ def moves_of(setting: Setting, plan: Plan, cost: CostModel, nodes: Ranks) -> Mov
         return np.asarray(moved.estimate_seconds(cost, load.ranks).max(axis=0) + copied + fixed)
 
     saved_bytes = shape.query_bytes + 2 * shape.output_bytes + shape.lse_bytes
-    there = seconds(shape.query_bytes, shape.key_value_bytes)
+    there = estimate_seconds(shape.query_bytes, shape.key_value_bytes)
     remote = transfers.source != transfers.server
     waits = np.isin(
         plan.document * ranks + plan.server,
         np.unique(transfers.document[remote] * ranks + transfers.server[remote]),
     )
-    row_bytes = TransientBytes.of(shape)
+    row_bytes = TransientBytes.from_shape(shape)
     # Own rows that need keys from elsewhere go into a server's pools, too, with their own keys.
-    waiting = sums(rows * (at_home & waits), plan.server, ranks)
-    row, key = kernel_bytes(shape)
+    waiting = sum_by_index(rows * (at_home & waits), plan.server, ranks)
+    row, key = compute_kernel_bytes(shape)
     received = (row_bytes.query + row) * queries[1] + (row_bytes.key + key) * keys[1]
     received = received + row_bytes.sent_query * queries[0] + row_bytes.sent_key * keys[0]
     received = received + (row_bytes.query // 2 + shape.query_bytes + row_bytes.key) * waiting
     return Moves(
         attention=attention + taken,
-        unblocked=sums(tasks * (at_home & ~waits), plan.server, ranks),
-        dispatch=np.stack([there, seconds(saved_bytes, shape.key_value_bytes)]),
+        unblocked=sum_by_index(tasks * (at_home & ~waits), plan.server, ranks),
+        dispatch=np.stack([there, estimate_seconds(saved_bytes, shape.key_value_bytes)]),
         # Gradients of queries and keys take as long as these do.
-        back=np.stack([seconds(shape.output_bytes + shape.lse_bytes, 0), there]),
+        back=np.stack([estimate_seconds(shape.output_bytes + shape.lse_bytes, 0), there]),
         received=received,
         pairs=pairs,
         between=float(load.node_bytes.inter_node[0].sum()),
     )
 
 
-def of_plan(
+def compute_plan_work(
     setting: Setting, plan: Plan, cost: CostModel, nodes: Ranks = UNIFORM_RANKS
 ) -> MicroBatchWork:
     """Compute one layer of a plan in one stream: a rank computes its own tasks while messages
     arrive, and waits for outputs.
     """
-    layer = moves_of(setting, plan, cost, nodes)
+    layer = compute_moves(setting, plan, cost, nodes)
     return MicroBatchWork(
         tokens=plan.layout.query_tokens.astype(np.float64),
         attention=layer.attention,
@@ -129,7 +132,7 @@ def of_plan(
     )
 
 
-def of_nano_batches(
+def compute_nano_batch_work(
     setting: Setting, plans: Sequence[Plan], cost: CostModel, nodes: Ranks = UNIFORM_RANKS
 ) -> MicroBatchWork:
     """Compute one layer of the plans of two nano-batches in ping-pong.
@@ -138,9 +141,12 @@ def of_nano_batches(
     attention of A beside the dispatch of B, attention of B beside the return of A. A rank waits for
     the part of a message that is longer than the computation beside it.
     """
-    first, second = (moves_of(setting, plan, cost, nodes) for plan in plans)
+    first, second = (compute_moves(setting, plan, cost, nodes) for plan in plans)
     tokens = [plan.layout.query_tokens.astype(np.float64) for plan in plans]
-    linear = [layer_seconds(setting, count) + tensor_seconds(setting, count) for count in tokens]
+    linear = [
+        estimate_layer_seconds(setting, count) + estimate_tensor_seconds(setting, count)
+        for count in tokens
+    ]
     beside = (
         (first.dispatch, linear[1]),
         (second.dispatch, first.attention),
@@ -167,15 +173,15 @@ _SMALLEST = 3 / 8
 Planner = Callable[[Layout, CostModel, DistCAConfig, Ranks], Plan]
 
 
-def given(setting: Setting, lengths: IntArray, *, ping_pong: bool) -> Placement:
+def fill_given_rows(setting: Setting, lengths: IntArray, *, ping_pong: bool) -> Placement:
     """Fill rows like a packing loader: documents are cut at the end of a row, and each part is a
     document of its own.
     """
-    layout = packed_rows(lengths, setting.group, setting.tokens_per_rank)
-    return halved(layout) if ping_pong else (layout,)
+    layout = pack_rows(lengths, setting.group, setting.tokens_per_rank)
+    return split_in_halves(layout) if ping_pong else (layout,)
 
 
-def dealt(setting: Setting, lengths: IntArray, *, ping_pong: bool) -> Placement:
+def deal_documents(setting: Setting, lengths: IntArray, *, ping_pong: bool) -> Placement:
     """Deal documents by hf-distca, to ranks of one node if there is room."""
     model = setting.dealing_cost
     arguments = (lengths, setting.group, setting.tokens_per_rank, model)
@@ -185,7 +191,7 @@ def dealt(setting: Setting, lengths: IntArray, *, ping_pong: bool) -> Placement:
     return (deal(*arguments, tile=TILE, ranks_per_node=nodes),)
 
 
-def halved(layout: Layout) -> tuple[Layout, Layout]:
+def split_in_halves(layout: Layout) -> tuple[Layout, Layout]:
     """Split a layout in which every document lies on one rank into nano-batches, between documents
     near the middle of a rank.
 
@@ -234,36 +240,41 @@ def halved(layout: Layout) -> tuple[Layout, Layout]:
     )
 
 
-def work_of(setting: Setting, placement: Placement, planner: Planner = balance) -> MicroBatchWork:
+def compute_placement_work(
+    setting: Setting, placement: Placement, planner: Planner = balance
+) -> MicroBatchWork:
     """Compute the work of a micro-batch with this placement, in all layers."""
     config = DistCAConfig(ping_pong=len(placement) > 1)
 
-    def of_layer(cost: CostModel) -> MicroBatchWork:
+    def compute_layer(cost: CostModel) -> MicroBatchWork:
         nodes = setting.nodes.without_irrelevant_nodes(cost)
         plans = [planner(layout, cost, config, nodes) for layout in placement]
         return (
-            of_plan(setting, plans[0], cost, nodes)
+            compute_plan_work(setting, plans[0], cost, nodes)
             if len(plans) == 1
-            else of_nano_batches(setting, plans, cost, nodes)
+            else compute_nano_batch_work(setting, plans, cost, nodes)
         )
 
-    return all_layers(setting, of_layer)
+    return combine_layers(setting, compute_layer)
 
 
-def candidates(
+def make_candidates(
     setting: Setting, placements: Sequence[Placement], planner: Planner = balance
 ) -> list[Candidate]:
     """Make the only candidate for micro-batches with these placements; with stages, idle ones
     serve.
     """
     staged = setting.stages > 1
-    placements = _ticks(setting, placements) if staged else placements
+    placements = _list_ticks(setting, placements) if staged else placements
     return [
-        Candidate([work_of(setting, placement, planner) for placement in placements], ticks=staged)
+        Candidate(
+            [compute_placement_work(setting, placement, planner) for placement in placements],
+            ticks=staged,
+        )
     ]
 
 
-def in_groups(
+def make_group_candidates(
     place: Callable[..., Placement],
     share: Callable[[IntArray, int, int], list[IntArray]],
     ping_pong: bool,
@@ -273,26 +284,29 @@ def in_groups(
     """Make the candidates of hf-distca: ranks of a large attention group share attention in smaller
     ones, each with its own documents.
 
-    `place` places the documents of a micro-batch, as `given` does; `share` divides a micro-batch
-    among so many groups, with so many tokens each.
+    `place` places the documents of a micro-batch, as `fill_given_rows` does; `share` divides a
+    micro-batch among so many groups, with so many tokens each.
     """
     count = setting.group // setting.shared
     if count == 1:
-        return candidates(
+        return make_candidates(
             setting, [place(setting, lengths, ping_pong=ping_pong) for lengths in batches]
         )
     group, works = replace(setting, ranks=setting.ranks // count), []
     for lengths in batches:
         parts = share(lengths, count, group.tokens)
         works.append(
-            side_by_side(
-                [work_of(group, place(group, part, ping_pong=ping_pong)) for part in parts]
+            concatenate_groups(
+                [
+                    compute_placement_work(group, place(group, part, ping_pong=ping_pong))
+                    for part in parts
+                ]
             )
         )
     return [Candidate(works)]
 
 
-def _ticks(setting: Setting, placements: Sequence[Placement]) -> list[Placement]:
+def _list_ticks(setting: Setting, placements: Sequence[Placement]) -> list[Placement]:
     """Return the placements on the ranks of all stages in each tick of one direction; stages
     without a micro-batch have nothing.
     """
@@ -307,12 +321,12 @@ def _ticks(setting: Setting, placements: Sequence[Placement]) -> list[Placement]
         for tick in range(len(placements) + setting.stages - 1)
     ]
     return [
-        tuple(_side_by_side(nano_batch) for nano_batch in zip(*stages, strict=True))
+        tuple(_concatenate_layouts(nano_batch) for nano_batch in zip(*stages, strict=True))
         for stages in running
     ]
 
 
-def _side_by_side(layouts: Sequence[Layout]) -> Layout:
+def _concatenate_layouts(layouts: Sequence[Layout]) -> Layout:
     """Concatenate the ranks of several layouts, which have different documents."""
     documents, first = [], 0
     for layout in layouts:

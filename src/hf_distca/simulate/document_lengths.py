@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from hf_distca.errors import ConfigError, LayoutError
 from hf_distca.schedule.layout import FloatArray, IntArray, require_integers
-from hf_distca.simulate.loader_rules import shared_out
+from hf_distca.simulate.loader_rules import distribute_documents
 
 _PIECE = 1024
 _MOST_PIECES = 2**15  # 33 million documents take some 10 s to draw, and far longer to place
@@ -40,20 +40,20 @@ class DocumentSource:
             raise ConfigError(f"seed={self.seed!r} must be a whole number from 0 to {2**63}.")
 
     @classmethod
-    def drawn(
+    def from_distribution(
         cls, name: str, draw: Callable[[np.random.Generator], FloatArray], longest: int, source: str
     ) -> DocumentSource:
         """Make a source from a distribution; lengths are rounded down to whole tokens from 1 to
         `longest`.
         """
 
-        def stream(generator: np.random.Generator) -> Iterator[IntArray]:
+        def draw_lengths(generator: np.random.Generator) -> Iterator[IntArray]:
             while True:
                 yield np.clip(draw(generator), 1, longest).astype(np.int64)
 
-        return cls(name, stream, source)
+        return cls(name, draw_lengths, source)
 
-    def batches(self, tokens: int, count: int) -> Iterator[IntArray]:
+    def draw_batches(self, tokens: int, count: int) -> Iterator[IntArray]:
         """Yield `count` global batches of exactly so many tokens, in the order in
         which documents were drawn; the last one is cut.
 
@@ -81,7 +81,7 @@ class DocumentSource:
             yield batch
             rest = rest[last + 1 :]
 
-    def steps(self, tokens: int, micro_batches: int, count: int) -> Iterator[list[IntArray]]:
+    def draw_steps(self, tokens: int, micro_batches: int, count: int) -> Iterator[list[IntArray]]:
         """Yield `count` steps of so many micro-batches of exactly so many tokens each.
 
         For any number of micro-batches that share the tokens of a step, its documents are the same,
@@ -90,9 +90,13 @@ class DocumentSource:
         Raises:
             LayoutError: if a document is longer than a micro-batch.
         """
-        for batch in self.batches(tokens * micro_batches, count):
+        for batch in self.draw_batches(tokens * micro_batches, count):
             _check_longest(batch, tokens, "micro-batch")
-            yield [batch] if micro_batches == 1 else shared_out(batch, micro_batches, tokens)
+            yield (
+                [batch]
+                if micro_batches == 1
+                else distribute_documents(batch, micro_batches, tokens)
+            )
 
 
 def _check_longest(lengths: IntArray, tokens: int, what: str) -> None:
@@ -121,15 +125,15 @@ def from_list(lengths: npt.ArrayLike, name: str, longest: int | None = None) -> 
             " at least 1 token, and the limit is 2**32."
         )
     if longest is not None:
-        length = np.minimum(length, _checked(longest))
+        length = np.minimum(length, _require_longest(longest))
 
-    def stream(generator: np.random.Generator) -> Iterator[IntArray]:
+    def draw_lengths(generator: np.random.Generator) -> Iterator[IntArray]:
         while True:
             yield from np.split(generator.permutation(length), range(_PIECE, len(length), _PIECE))
 
     return DocumentSource(
         name,
-        stream,
+        draw_lengths,
         f"{len(length)} lengths, mean {length.mean():.0f}, longest {length.max()}, shuffled",
     )
 
@@ -157,10 +161,13 @@ class _Mixture:
     long_tokens: float
     source: str
 
-    def documents(self, longest: int) -> DocumentSource:
+    def make_source(self, longest: int) -> DocumentSource:
         """Make a source of documents of at most `longest` tokens."""
         stretch = longest / 65536
-        short, long = self._mean(*self.short, side=-1), self._mean(*self.long, side=1) * stretch
+        short, long = (
+            self._compute_mean(*self.short, side=-1),
+            self._compute_mean(*self.long, side=1) * stretch,
+        )
         share = self.long_tokens / long / (self.long_tokens / long + (1 - self.long_tokens) / short)
 
         def draw(generator: np.random.Generator) -> FloatArray:
@@ -171,9 +178,11 @@ class _Mixture:
                 logs[wrong] = generator.normal(mean[wrong], width[wrong])
             return np.asarray(np.exp(logs) * np.where(is_long, stretch, 1.0))
 
-        return DocumentSource.drawn(f"{self.name} up to {longest}", draw, longest, self.source)
+        return DocumentSource.from_distribution(
+            f"{self.name} up to {longest}", draw, longest, self.source
+        )
 
-    def _mean(self, mean: float, width: float, *, side: int) -> float:
+    def _compute_mean(self, mean: float, width: float, *, side: int) -> float:
         """Compute the mean of a distribution cut off at the boundary: with `side` 1 it lies above,
         with -1 below.
         """
@@ -200,16 +209,16 @@ DISTRIBUTIONS = {
 }
 
 
-def distribution(text: str, longest: int) -> DocumentSource:
+def find_distribution(text: str, longest: int) -> DocumentSource:
     """Find a distribution by name: ``pretrain``, ``prolong``, ``equal:TOKENS`` or
     ``lognormal:MEDIAN:SIGMA``.
 
     Raises:
         ConfigError: if there is none of this name, or its numbers are out of range.
     """
-    _checked(longest)
+    _require_longest(longest)
     if text in DISTRIBUTIONS:
-        return DISTRIBUTIONS[text].documents(longest)
+        return DISTRIBUTIONS[text].make_source(longest)
     name, *numbers = text.split(":")
     try:
         values = [float(number) for number in numbers]
@@ -217,10 +226,12 @@ def distribution(text: str, longest: int) -> DocumentSource:
         values = [math.nan]
     good = all(0 < value <= _LONGEST for value in values)  # no comparison with NaN is true
     if name == "equal" and len(values) == 1 and good and values[0] >= 1:
-        return DocumentSource.drawn(text, lambda _: np.full(_PIECE, values[0]), longest, "as given")
+        return DocumentSource.from_distribution(
+            text, lambda _: np.full(_PIECE, values[0]), longest, "as given"
+        )
     if name == "lognormal" and len(values) == 2 and good and values[1] <= 10:
         logs = (math.log(values[0]), values[1])
-        return DocumentSource.drawn(
+        return DocumentSource.from_distribution(
             text, lambda generator: generator.lognormal(*logs, _PIECE), longest, "as given"
         )
     raise ConfigError(
@@ -229,7 +240,7 @@ def distribution(text: str, longest: int) -> DocumentSource:
     )
 
 
-def _checked(longest: int) -> int:
+def _require_longest(longest: int) -> int:
     if type(longest) is not int or not 1 <= longest <= _LONGEST:
         raise ConfigError(f"max_length={longest!r} must be a whole number from 1 to 2**32.")
     return longest

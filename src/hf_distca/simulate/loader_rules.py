@@ -9,13 +9,13 @@ import numpy as np
 from hf_distca.errors import LayoutError
 from hf_distca.schedule.layout import FloatArray, IntArray, Layout
 from hf_distca.simulate.setting import Setting
-from hf_distca.simulate.work import layer_seconds
+from hf_distca.simulate.work import estimate_layer_seconds
 
 # Weight of a square in transformers' cost of a sample (BatchRebalanceSampler.QUADRATIC_COST_COEF).
 _SQUARE = 0.001
 
 
-def packed_rows(lengths: IntArray, ranks: int, tokens: int) -> Layout:
+def pack_rows(lengths: IntArray, ranks: int, tokens: int) -> Layout:
     """Fill rows of so many tokens with documents in order.
 
     The part after the end of a row is a document of its own.
@@ -39,11 +39,11 @@ def cut_into_batches(lengths: IntArray, count: int, tokens: int) -> list[IntArra
 
     The part after the end of a batch is a document of its own.
     """
-    rows = packed_rows(lengths, count, tokens)
+    rows = pack_rows(lengths, count, tokens)
     return np.split(rows.length, rows.offsets[1:-1])
 
 
-def shared_out(lengths: IntArray, count: int, tokens: int) -> list[IntArray]:
+def distribute_documents(lengths: IntArray, count: int, tokens: int) -> list[IntArray]:
     """Distribute documents to `count` batches of so many tokens: longest first, each where most
     room is left. The rest is cut.
 
@@ -72,18 +72,18 @@ def shared_out(lengths: IntArray, count: int, tokens: int) -> list[IntArray]:
     return [np.array([length for _, length in sorted(batch)], dtype=np.int64) for batch in batches]
 
 
-def document_seconds(setting: Setting, lengths: IntArray) -> FloatArray:
+def estimate_document_seconds(setting: Setting, lengths: IntArray) -> FloatArray:
     """Compute the seconds that each document adds to its rank, all layers, both directions."""
     # A long row's seconds a token: alone, a short document would read all weights by itself.
     tokens = float(setting.tokens_per_rank)
-    token_seconds = float(layer_seconds(setting, np.full(1, tokens)).sum()) / tokens
+    token_seconds = float(estimate_layer_seconds(setting, np.full(1, tokens)).sum()) / tokens
     seconds = setting.model.layers * token_seconds * lengths.astype(np.float64)
     for window, layers in setting.model.kinds:
-        seconds += layers * setting.cost(window).estimate_seconds(lengths, lengths)
+        seconds += layers * setting.make_cost_model(window).estimate_seconds(lengths, lengths)
     return seconds
 
 
-def longest_first(
+def assign_longest_first(
     seconds: FloatArray, lengths: IntArray, bins: int, cap: int | None = None
 ) -> IntArray:
     """Assign each document, longest first, to the bin with the least seconds, of those where its
@@ -103,7 +103,7 @@ def longest_first(
     return bin_of
 
 
-def batch_rebalance(lengths: IntArray, bins: int) -> IntArray:
+def assign_by_equal_cost(lengths: IntArray, bins: int) -> IntArray:
     """Assign documents to bins by transformers' rule: sorted by length, in runs of equal cost.
 
     A run of n documents costs n * (longest + 0.001 * longest ** 2). transformers climbs towards
@@ -113,7 +113,7 @@ def batch_rebalance(lengths: IntArray, bins: int) -> IntArray:
     falling = lengths[order].astype(np.float64)
     sample_costs = falling + _SQUARE * falling**2
 
-    def runs(cap: float) -> list[int]:
+    def find_runs(cap: float) -> list[int]:
         """Find the beginnings of runs if none costs more than the cap."""
         starts: list[int] = []
         start = 0
@@ -127,8 +127,8 @@ def batch_rebalance(lengths: IntArray, bins: int) -> IntArray:
     low, high = dearest, dearest * (len(sample_costs) + 1)
     while high - low > 1e-3 * high:
         cap = (low + high) / 2
-        low, high = (low, cap) if len(runs(cap)) <= bins else (cap, high)
-    starts = runs(high)
+        low, high = (low, cap) if len(find_runs(cap)) <= bins else (cap, high)
+    starts = find_runs(high)
     bin_of = np.zeros(len(lengths), dtype=np.int64)
     bin_of[order] = np.searchsorted(starts, np.arange(len(order)), side="right") - 1
     return bin_of

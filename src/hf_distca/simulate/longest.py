@@ -1,5 +1,5 @@
-"""`longest_documents`: the longest document that ranks hold together, and its step, under ways to
-save memory.
+"""`find_longest_documents`: the longest document that ranks hold together, and its step, under
+ways to save memory.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 
 from hf_distca.errors import ConfigError
 from hf_distca.simulate.memory import TERMS
-from hf_distca.simulate.predict import Prediction, best_of, predict_step
+from hf_distca.simulate.predict import Prediction, find_best, predict_step
 from hf_distca.simulate.setting import MOST_TOKENS, Setting
 from hf_distca.simulate.strategies import OURS, find_strategy
 
@@ -49,7 +49,7 @@ class LongestDocument:
     limit: str
 
 
-def longest_documents(setting: Setting) -> list[LongestDocument]:
+def find_longest_documents(setting: Setting) -> list[LongestDocument]:
     """Find the longest document of each way, to within 1024 tokens a rank, by the faster of
     hf-distca's ways to deal that fit.
 
@@ -58,7 +58,7 @@ def longest_documents(setting: Setting) -> list[LongestDocument]:
     Raises:
         ConfigError: if not even 1024 tokens a rank fit.
     """
-    longest = [_longest(replace(setting, **changes), way) for way, changes in WAYS.items()]
+    longest = [_find_longest(replace(setting, **changes), way) for way, changes in WAYS.items()]
     if all(document.step is None for document in longest):
         least = _step(replace(setting, tokens_per_rank=_UNIT, **WAYS["+ fused layers"]))
         largest = max(TERMS, key=lambda term: float(getattr(least.memory, term)))
@@ -72,7 +72,7 @@ def longest_documents(setting: Setting) -> list[LongestDocument]:
     return longest
 
 
-def _longest(setting: Setting, way: str) -> LongestDocument:
+def _find_longest(setting: Setting, way: str) -> LongestDocument:
     # A token has at least one layer's input on the device, or on the host.
     hardware = setting.hardware
     least_bytes = setting.model.hidden / setting.tensor * hardware.element_bytes
@@ -101,4 +101,4 @@ def _step(setting: Setting) -> Prediction:
         for name in _DEALT
         if (step := predict_step(setting, batches, find_strategy(name))) is not None
     ]
-    return best_of(steps, _DEALT) or min(steps, key=lambda step: step.peak_bytes)
+    return find_best(steps, _DEALT) or min(steps, key=lambda step: step.peak_bytes)

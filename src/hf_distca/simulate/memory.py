@@ -66,7 +66,7 @@ class RankMemory:
         """Bytes of the device."""
         return np.asarray(sum(getattr(self, term) for term in TERMS))
 
-    def of_rank(self, rank: int) -> RankMemory:
+    def select_rank(self, rank: int) -> RankMemory:
         """Return the figures of one rank, as numbers."""
         values = (np.atleast_1d(getattr(self, part.name)) for part in fields(self))
         return RankMemory(*(float(value[rank if len(value) > 1 else 0]) for value in values))
@@ -76,7 +76,7 @@ class RankMemory:
 TERMS = tuple(part.name for part in fields(RankMemory) if part.name != "host")
 
 
-def state_of(setting: Setting) -> RankMemory:
+def compute_state_bytes(setting: Setting) -> RankMemory:
     """Compute the bytes of weights, gradients and optimizer, which is Adam's.
 
     Under FSDP2 all are sharded and in float32, as accelerate has them in mixed precision. Otherwise
@@ -92,7 +92,7 @@ def state_of(setting: Setting) -> RankMemory:
     )
 
 
-def kernel_bytes(shape: AttentionShape) -> tuple[float, float]:
+def compute_kernel_bytes(shape: AttentionShape) -> tuple[float, float]:
     """Compute the bytes that a kernel's backward needs inside, for each row and for each key.
 
     Flash-attention 2 sums gradients of rows in float32 and writes those of keys for every query
@@ -126,7 +126,7 @@ class _LayerBytes:
     kept: float
 
     @classmethod
-    def of(cls, setting: Setting) -> _LayerBytes:
+    def from_setting(cls, setting: Setting) -> _LayerBytes:
         """Compute the bytes of transformers' decoder layers, or of layers with fused norms and
         gated activations.
 
@@ -151,34 +151,34 @@ class _LayerBytes:
             input=hidden,
             attention=attention,
             feed_forward=feed_forward,
-            attention_work=hidden + shape.output_bytes + qkv + sum(kernel_bytes(shape)),
+            attention_work=hidden + shape.output_bytes + qkv + sum(compute_kernel_bytes(shape)),
             feed_forward_work=hidden + wide * (1 if fused else 2),
             waiting=attention + feed_forward if setting.checkpointing == "none" else hidden,
             kept=outputs if setting.checkpointing == "selective" else 0.0,
         )
 
 
-def activation_bytes(setting: Setting) -> float:
+def compute_activation_bytes(setting: Setting) -> float:
     """Return the bytes that each token of a micro-batch keeps for the backward of a
     rank's layers, on the device or on the host.
     """
-    layer = _LayerBytes.of(setting)
+    layer = _LayerBytes.from_setting(setting)
     return setting.stage_layers * (layer.waiting + layer.kept)
 
 
-def host_bytes(setting: Setting) -> float:
+def compute_host_bytes(setting: Setting) -> float:
     """Return the activation bytes that are offloaded to the host."""
-    return activation_bytes(setting) if setting.offload else 0.0
+    return compute_activation_bytes(setting) if setting.offload else 0.0
 
 
-def in_flight(setting: Setting, *, same_phase: bool = False) -> int:
+def count_in_flight(setting: Setting, *, same_phase: bool = False) -> int:
     """Return the micro-batches that wait for backward on the first of p stages: p in
     1F1B, and 2 p - 1 if all run the same phase.
     """
     return min(2 * setting.stages - 1 if same_phase else setting.stages, setting.micro_batches)
 
 
-def _gathered(setting: Setting, layers: int) -> float:
+def _compute_gathered_bytes(setting: Setting, layers: int) -> float:
     """Return the bytes of whole weights beside those of so many layers, and gradients of the output
     layer and of a layer.
     """
@@ -190,7 +190,7 @@ def _gathered(setting: Setting, layers: int) -> float:
     return weights / setting.tensor * setting.hardware.element_bytes
 
 
-def _loss_bytes(setting: Setting, tokens: FloatArray) -> FloatArray:
+def _compute_loss_bytes(setting: Setting, tokens: FloatArray) -> FloatArray:
     """Return the bytes of the last norm, and of logits and their gradients for all tokens or a
     chunk.
 
@@ -207,37 +207,39 @@ def _loss_bytes(setting: Setting, tokens: FloatArray) -> FloatArray:
     return tokens * (norm + sums) + weights + logits
 
 
-def _moments(
+def _iterate_moments(
     setting: Setting,
     tokens: npt.ArrayLike,
     received: npt.ArrayLike,
     kept: npt.ArrayLike,
     flying: int,
 ) -> Iterator[RankMemory]:
-    """Yield moments that may be the fullest of a rank; for the arguments see `fullest`."""
-    count, layer = np.asarray(tokens, dtype=np.float64), _LayerBytes.of(setting)
+    """Yield moments that may be the fullest of a rank; for the arguments see
+    `find_fullest_moment`.
+    """
+    count, layer = np.asarray(tokens, dtype=np.float64), _LayerBytes.from_setting(setting)
     repeated, all_layers = setting.checkpointing != "none", flying * setting.stage_layers
-    before = after = state_of(setting)
+    before = after = compute_state_bytes(setting)
     if setting.micro_batches == 1:
         before = replace(after, gradients=0.0)
         if setting.sharding == "fsdp":  # gradients of the root are reduced last
             layers = setting.model.layers * setting.model.layer_parameters
             after = replace(after, gradients=after.gradients * layers / setting.model.parameters)
 
-    def moment_with(held: RankMemory, waiting: int) -> RankMemory:
+    def make_moment(held: RankMemory, waiting: int) -> RankMemory:
         on_device = min(waiting, 1) if setting.offload else waiting
         return replace(
             held,
             checkpoints=count * layer.waiting * on_device,
             outputs=count * layer.kept * on_device,
             exchange=np.asarray(kept),
-            host=count * host_bytes(setting) * flying,
+            host=count * compute_host_bytes(setting) * flying,
         )
 
     yield replace(
-        moment_with(before, all_layers),
-        gathered=_gathered(setting, 0),
-        loss=_loss_bytes(setting, count),
+        make_moment(before, all_layers),
+        gathered=_compute_gathered_bytes(setting, 0),
+        loss=_compute_loss_bytes(setting, count),
     )
     # A layer that is repeated saves everything anew, but what of it waits anyway: outputs, and the
     # input if a norm saves that.
@@ -251,12 +253,12 @@ def _moments(
         layer.attention + layer.feed_forward - shared if repeated else 0.0
     ) + layer.feed_forward_work
     for held, waiting in ((before, all_layers), (after, all_layers - setting.stage_layers + 1)):
-        held = replace(moment_with(held, waiting), gathered=_gathered(setting, 4))
+        held = replace(make_moment(held, waiting), gathered=_compute_gathered_bytes(setting, 4))
         yield replace(held, layer=count * feed_forward)
         yield replace(held, layer=count * attention, exchange=held.exchange + np.asarray(received))
 
 
-def fullest(
+def find_fullest_moment(
     setting: Setting,
     tokens: npt.ArrayLike,
     received: npt.ArrayLike = 0.0,
@@ -273,20 +275,22 @@ def fullest(
         kept: bytes that exchanges keep for backward.
         same_phase: whether all stages run the same phase.
     """
-    moments = _moments(setting, tokens, received, kept, in_flight(setting, same_phase=same_phase))
+    moments = _iterate_moments(
+        setting, tokens, received, kept, count_in_flight(setting, same_phase=same_phase)
+    )
     moment = max(moments, key=lambda memory: float(np.max(memory.total)))
-    return moment.of_rank(int(np.argmax(np.atleast_1d(moment.total))))
+    return moment.select_rank(int(np.argmax(np.atleast_1d(moment.total))))
 
 
-def most_tokens(setting: Setting, received: float = 0.0, kept: float = 0.0) -> int:
+def find_most_tokens(setting: Setting, received: float = 0.0, kept: float = 0.0) -> int:
     """Return the tokens of a micro-batch that fill a rank's memory, if exchanges hold so many bytes
     for each.
     """
     # A token has at least a layer's input.
-    limit = int(setting.hardware.memory_bytes / _LayerBytes.of(setting).input) + 1
+    limit = int(setting.hardware.memory_bytes / _LayerBytes.from_setting(setting).input) + 1
     fitting = bisect_right(
         range(limit),
         setting.hardware.memory_bytes,
-        key=lambda n: float(fullest(setting, n, n * received, n * kept).total),
+        key=lambda n: float(find_fullest_moment(setting, n, n * received, n * kept).total),
     )
     return max(fitting - 1, 0)

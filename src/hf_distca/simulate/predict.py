@@ -12,18 +12,18 @@ from hf_distca.errors import ConfigError
 from hf_distca.schedule.cost import count_causal_pairs
 from hf_distca.schedule.layout import FloatArray, IntArray
 from hf_distca.simulate.document_lengths import DocumentSource
-from hf_distca.simulate.memory import RankMemory, fullest, host_bytes
+from hf_distca.simulate.memory import RankMemory, compute_host_bytes, find_fullest_moment
 from hf_distca.simulate.setting import Setting
 from hf_distca.simulate.strategies import STRATEGIES, Strategy, find_strategy
 from hf_distca.simulate.work import (
     Candidate,
     Directions,
     MicroBatchWork,
-    head_seconds,
-    layer_seconds,
-    optimizer_seconds,
-    tensor_seconds,
-    weight_exchange,
+    estimate_head_seconds,
+    estimate_layer_seconds,
+    estimate_optimizer_seconds,
+    estimate_tensor_seconds,
+    estimate_weight_exchange,
 )
 
 # A strategy that skips more than this part of the attention trains on other documents: it is shown,
@@ -91,7 +91,7 @@ def predict_step(
         setting = replace(setting, checkpointing="selective")
     return min(
         (
-            _of_candidate(setting, candidate, strategy, batches)
+            _predict_candidate(setting, candidate, strategy, batches)
             for candidate in strategy.candidates(setting, batches)
         ),
         key=lambda step: (not step.fits, step.attention_share < 1 - _SKIPPED, step.step_seconds),
@@ -99,20 +99,24 @@ def predict_step(
     )
 
 
-def _of_candidate(
+def _predict_candidate(
     setting: Setting, candidate: Candidate, strategy: Strategy, batches: Sequence[IntArray]
 ) -> Prediction:
     works, stages, holders = candidate.works, setting.stages, candidate.holders or setting
-    parts = [rank_seconds(setting, work) for work in works]
+    parts = [estimate_rank_seconds(setting, work) for work in works]
     timeline_of = (
-        same_phase if candidate.ticks else one_forward_one_backward if stages > 1 else data_parallel
+        run_same_phase
+        if candidate.ticks
+        else run_one_forward_one_backward
+        if stages > 1
+        else run_data_parallel
     )
     timeline = timeline_of(setting, works, parts)
     forward, backward = (
         float(np.mean([part[direction].mean() for part in parts])) / stages for direction in (0, 1)
     )
-    _, weights_exposed = weight_exchange(holders, forward, backward)
-    step = timeline.seconds + weights_exposed + optimizer_seconds(holders)
+    _, weights_exposed = estimate_weight_exchange(holders, forward, backward)
+    step = timeline.seconds + weights_exposed + estimate_optimizer_seconds(holders)
     # Of a rank: in ticks all stages' ranks are in each work, and else each rank stands for a
     # pipeline.
     exposed = sum(float(work.exposed.sum(axis=0).mean()) for work in works) / stages
@@ -121,7 +125,7 @@ def _of_candidate(
     received, kept = (
         np.max([getattr(work, name) for work in works], axis=0) for name in ("received", "kept")
     )
-    memory = fullest(holders, tokens, received, kept, same_phase=candidate.ticks)
+    memory = find_fullest_moment(holders, tokens, received, kept, same_phase=candidate.ticks)
     peak = float(memory.total)
     whole = float(
         sum(
@@ -180,13 +184,13 @@ def simulate(
     if type(batches) is not int or not 1 <= batches <= _MOST_BATCHES:
         raise ConfigError(f"{batches=} must be a whole number from 1 to {_MOST_BATCHES}.")
     predicted: dict[str, list[Prediction]] = {strategy.name: [] for strategy in chosen}
-    for lengths in documents.steps(setting.tokens, setting.micro_batches, batches):
+    for lengths in documents.draw_steps(setting.tokens, setting.micro_batches, batches):
         for strategy in chosen:
             step = predict_step(setting, lengths, strategy)
             told()
             if step is not None:
                 predicted[step.strategy].append(step)
-    able = [_mean(steps) for steps in predicted.values() if len(steps) == batches]
+    able = [_average_steps(steps) for steps in predicted.values() if len(steps) == batches]
     if not able:
         raise ConfigError(
             f"none of {', '.join(predicted) or 'no strategies'} can run {batches} such"
@@ -195,7 +199,7 @@ def simulate(
     return able
 
 
-def _mean(steps: list[Prediction]) -> Prediction:
+def _average_steps(steps: list[Prediction]) -> Prediction:
     degrees = [step.degree for step in steps]
     fullest_step = max(steps, key=lambda step: step.peak_bytes)
     means: dict[str, Any] = {
@@ -221,7 +225,7 @@ def _mean(steps: list[Prediction]) -> Prediction:
     )
 
 
-def best_of(predictions: Iterable[Prediction], names: Collection[str]) -> Prediction | None:
+def find_best(predictions: Iterable[Prediction], names: Collection[str]) -> Prediction | None:
     """Return the fastest of these strategies that fits and computes the attention of whole
     documents; None if none does.
     """
@@ -232,9 +236,9 @@ def best_of(predictions: Iterable[Prediction], names: Collection[str]) -> Predic
     )
 
 
-def best_alternative(predictions: Iterable[Prediction]) -> Prediction | None:
+def find_best_alternative(predictions: Iterable[Prediction]) -> Prediction | None:
     """Return the fastest strategy that does not disaggregate attention."""
-    return best_of(
+    return find_best(
         predictions, [name for name, strategy in STRATEGIES.items() if not strategy.disaggregated]
     )
 
@@ -251,27 +255,27 @@ class Timeline(NamedTuple):
     busy: FloatArray
 
 
-def linear_seconds(setting: Setting, tokens: FloatArray) -> Directions:
+def estimate_linear_seconds(setting: Setting, tokens: FloatArray) -> Directions:
     """Return the seconds of the linear layers of the whole model for so many tokens of each rank,
     shape (ranks,).
 
     With checkpointing, backward runs their forward once more.
     """
     forward, backward = setting.model.layers * (
-        layer_seconds(setting, tokens) + tensor_seconds(setting, tokens)
+        estimate_layer_seconds(setting, tokens) + estimate_tensor_seconds(setting, tokens)
     )
     return np.stack([forward, backward if setting.checkpointing == "none" else backward + forward])
 
 
-def rank_seconds(setting: Setting, work: MicroBatchWork) -> Directions:
+def estimate_rank_seconds(setting: Setting, work: MicroBatchWork) -> Directions:
     """Return the seconds of each rank for a micro-batch, all layers of the model, without the
     output layer.
 
     Nothing hides the copies of offloading, as in transformers (`activation_checkpointing_kwargs`).
     """
-    copies = setting.stages * host_bytes(setting) * work.tokens / setting.hardware.host_rate
+    copies = setting.stages * compute_host_bytes(setting) * work.tokens / setting.hardware.host_rate
     seconds = (
-        linear_seconds(setting, work.tokens) / work.linear_speed
+        estimate_linear_seconds(setting, work.tokens) / work.linear_speed
         + work.attention
         + work.exposed
         + copies
@@ -281,18 +285,18 @@ def rank_seconds(setting: Setting, work: MicroBatchWork) -> Directions:
     return seconds
 
 
-def data_parallel(
+def run_data_parallel(
     setting: Setting, works: Sequence[MicroBatchWork], parts: Sequence[Directions]
 ) -> Timeline:
-    """Run the micro-batches of every rank, with `parts` from `rank_seconds`; all wait for the last
-    one at the end.
+    """Run the micro-batches of every rank, with `parts` from `estimate_rank_seconds`; all wait for
+    the last one at the end.
 
     Ranks that exchange something in every layer wait for each other in each direction of a
     micro-batch, too.
     """
     busy, ends = np.zeros((2, len(works[0].tokens)))
     for work, (forward, backward) in zip(works, parts, strict=True):
-        head = head_seconds(setting, work.tokens) / work.linear_speed
+        head = estimate_head_seconds(setting, work.tokens) / work.linear_speed
         for seconds, idle in ((forward, work.idle[0]), (head, 0.0), (backward, work.idle[1])):
             busy, ends = busy + seconds, ends + seconds + idle
             if work.meeting > 1:
@@ -300,13 +304,13 @@ def data_parallel(
     return Timeline(float(ends.max()), busy)
 
 
-def _hop_seconds(setting: Setting, tokens: FloatArray) -> FloatArray:
+def _estimate_hop_seconds(setting: Setting, tokens: FloatArray) -> FloatArray:
     """Return the seconds that a stage's outputs travel to the next one."""
     bytes_ = tokens * setting.model.hidden * setting.hardware.element_bytes / setting.tensor
     return np.asarray(bytes_ / setting.hardware.link_rate + setting.hardware.exchange_seconds)
 
 
-def one_forward_one_backward(
+def run_one_forward_one_backward(
     setting: Setting, works: Sequence[MicroBatchWork], parts: Sequence[Directions]
 ) -> Timeline:
     """Run 1F1B: each rank of the group stands for a pipeline, whose stages have equally many
@@ -319,8 +323,8 @@ def one_forward_one_backward(
     stages, count = setting.stages, len(works)
     calls = [(2 * m + s, m, s, 0) for m in range(count) for s in range(stages)]
     calls += [(2 * (m + stages) - 1 - s, m, s, 1) for m in range(count) for s in range(stages)]
-    heads = [head_seconds(setting, work.tokens) for work in works]
-    hops = [_hop_seconds(setting, work.tokens) for work in works]
+    heads = [estimate_head_seconds(setting, work.tokens) for work in works]
+    hops = [_estimate_hop_seconds(setting, work.tokens) for work in works]
     free, busy = np.zeros((2, stages, len(works[0].tokens)))
     ready = [np.zeros_like(hop) for hop in hops]  # when a micro-batch is where its next call runs
     for _, number, stage, direction in sorted(calls):
@@ -334,7 +338,7 @@ def one_forward_one_backward(
     return Timeline(float(free.max()), busy.ravel())
 
 
-def same_phase(
+def run_same_phase(
     setting: Setting, ticks: Sequence[MicroBatchWork], parts: Sequence[Directions]
 ) -> Timeline:
     """Run ticks: all stages in forward or all in backward, where stages without a micro-batch
@@ -346,8 +350,8 @@ def same_phase(
     seconds, busy = 0.0, np.zeros(len(ticks[0].tokens))
     last = np.arange(len(busy)) >= len(busy) - setting.group
     for tick, both in zip(ticks, parts, strict=True):
-        head = np.where(last, head_seconds(setting, tick.tokens), 0.0)
-        hop = _hop_seconds(setting, tick.tokens).max()
+        head = np.where(last, estimate_head_seconds(setting, tick.tokens), 0.0)
+        hop = _estimate_hop_seconds(setting, tick.tokens).max()
         for part, share in zip(both, (1 / 3, 2 / 3), strict=True):
             taken = part / setting.stages + head * share
             busy += taken

@@ -101,7 +101,7 @@ class Setting:
         ):
             if is_wrong:
                 raise ConfigError(text)
-        self._check_rates(self.cost())
+        self._check_rates(self.make_cost_model())
 
     def _check_rates(self, cost: CostModel) -> None:
         """Raise if rates make sums of seconds too large to compute with.
@@ -148,7 +148,7 @@ class Setting:
     @property
     def dealing_cost(self) -> CostModel:
         """Cost model of the layers whose rows see the most keys, used to deal documents."""
-        return self.cost(None if None in dict(self.model.kinds) else self.model.window)
+        return self.make_cost_model(None if None in dict(self.model.kinds) else self.model.window)
 
     @property
     def tokens(self) -> int:
@@ -179,7 +179,7 @@ class Setting:
             heads, keys, model.head_dim, model.head_dim, self.hardware.element_bytes
         )
 
-    def cost(self, window: int | None = None) -> CostModel:
+    def make_cost_model(self, window: int | None = None) -> CostModel:
         """Return the cost model that the scheduler gets."""
         if isinstance(self.profile, Profile):
             return self.profile.make_cost_model(self.shape, window, tile=TILE)

@@ -12,10 +12,10 @@ import numpy as np
 from hf_distca.errors import ConfigError
 from hf_distca.schedule.layout import IntArray
 from hf_distca.simulate import context, loader_rules
-from hf_distca.simulate.disaggregated import dealt, given, in_groups
-from hf_distca.simulate.memory import most_tokens
+from hf_distca.simulate.disaggregated import deal_documents, fill_given_rows, make_group_candidates
+from hf_distca.simulate.memory import find_most_tokens
 from hf_distca.simulate.setting import Setting
-from hf_distca.simulate.work import Candidate, MicroBatchWork, of_documents
+from hf_distca.simulate.work import Candidate, MicroBatchWork, compute_document_work
 
 Batches = Sequence[IntArray]
 
@@ -39,34 +39,45 @@ class Strategy:
     disaggregated: bool = False
 
 
-def _plain(setting: Setting, batches: Batches) -> list[Candidate]:
+def _make_plain(setting: Setting, batches: Batches) -> list[Candidate]:
     layouts = [
-        loader_rules.packed_rows(lengths, setting.group, setting.tokens_per_rank)
+        loader_rules.pack_rows(lengths, setting.group, setting.tokens_per_rank)
         for lengths in batches
     ]
-    return [Candidate([of_documents(setting, layout.length, layout.rank) for layout in layouts])]
+    return [
+        Candidate(
+            [compute_document_work(setting, layout.length, layout.rank) for layout in layouts]
+        )
+    ]
 
 
-def _lpt(setting: Setting, batches: Batches) -> list[Candidate]:
+def _make_lpt(setting: Setting, batches: Batches) -> list[Candidate]:
     placed = (
-        (n, loader_rules.longest_first(loader_rules.document_seconds(setting, n), n, setting.group))
+        (
+            n,
+            loader_rules.assign_longest_first(
+                loader_rules.estimate_document_seconds(setting, n), n, setting.group
+            ),
+        )
         for n in batches
     )
-    return [Candidate([of_documents(setting, lengths, rank) for lengths, rank in placed])]
+    return [Candidate([compute_document_work(setting, lengths, rank) for lengths, rank in placed])]
 
 
-def _batch_rebalance(setting: Setting, batches: Batches) -> list[Candidate]:
+def _make_batch_rebalance(setting: Setting, batches: Batches) -> list[Candidate]:
     return [
         Candidate(
             [
-                of_documents(setting, n, loader_rules.batch_rebalance(n, setting.group))
+                compute_document_work(
+                    setting, n, loader_rules.assign_by_equal_cost(n, setting.group)
+                )
                 for n in batches
             ]
         )
     ]
 
 
-def _context(
+def _make_context(
     work_of_rows: Callable[[Setting, context.SharedRows, int], MicroBatchWork],
     setting: Setting,
     batches: Batches,
@@ -75,15 +86,17 @@ def _context(
     cut at the end of a row.
     """
     candidates = []
-    for degree in context.degrees(setting.group):
-        if work_of_rows is context.ulysses and setting.shape.query_heads % degree:
+    for degree in context.list_degrees(setting.group):
+        if work_of_rows is context.compute_ulysses and setting.shape.query_heads % degree:
             continue
         count, tokens = setting.group // degree, setting.tokens_per_rank * degree
-        packed = [loader_rules.packed_rows(lengths, count, tokens) for lengths in batches]
+        packed = [loader_rules.pack_rows(lengths, count, tokens) for lengths in batches]
         rows = [context.SharedRows(layout.length, layout.rank, count) for layout in packed]
         ways = [work_of_rows]
-        if work_of_rows is context.all_gather and context.comes_again(setting, degree):
-            ways.append(partial(context.all_gather, again=True))
+        if work_of_rows is context.compute_all_gather and context.is_gathered_again(
+            setting, degree
+        ):
+            ways.append(partial(context.compute_all_gather, again=True))
         candidates += [
             Candidate([way(setting, documents, degree) for documents in rows], degree)
             for way in ways
@@ -91,31 +104,33 @@ def _context(
     return candidates
 
 
-def _wlb(setting: Setting, batches: Batches) -> list[Candidate]:
+def _make_wlb(setting: Setting, batches: Batches) -> list[Candidate]:
     """Make candidates of rows with about equal seconds, as many tokens as memory allows, over all
     micro-batches of a step.
     """
     lengths = np.concatenate(batches)
-    seconds = loader_rules.document_seconds(setting, lengths)
+    seconds = loader_rules.estimate_document_seconds(setting, lengths)
     candidates = []
-    for degree in context.degrees(setting.group):
+    for degree in context.list_degrees(setting.group):
         rows, count = setting.group // degree, len(batches)
         row, fullest = np.zeros(0, dtype=np.int64), math.inf
-        for again in (True, False) if context.comes_again(setting, degree) else (False,):
-            room = most_tokens(setting, *context.key_bytes(setting, degree, again=again))
+        for again in (True, False) if context.is_gathered_again(setting, degree) else (False,):
+            room = find_most_tokens(
+                setting, *context.compute_key_bytes(setting, degree, again=again)
+            )
             cap = max(room, setting.tokens_per_rank) * degree
             if int(lengths.max()) > cap:
                 continue
             # Else rows that were not filled to this cap are as they would be under it.
             if fullest > cap:
-                row = loader_rules.longest_first(seconds, lengths, rows * count, cap)
+                row = loader_rules.assign_longest_first(seconds, lengths, rows * count, cap)
                 fullest = float(np.bincount(row, weights=lengths).max())
             batch = row // rows
             shared = [
                 context.SharedRows(lengths[batch == n], row[batch == n] - n * rows, rows)
                 for n in range(count)
             ]
-            wlb = partial(context.wlb, setting, degree=degree, again=again)
+            wlb = partial(context.compute_wlb, setting, degree=degree, again=again)
             candidates.append(Candidate([wlb(documents) for documents in shared], degree))
     return candidates
 
@@ -123,8 +138,8 @@ def _wlb(setting: Setting, batches: Batches) -> list[Candidate]:
 _CUT = "a row's end cuts documents, and each part attends to itself alone"
 _BEST = "the fastest degree that fits in memory, for each batch anew"
 _KEPT = "gathered keys are kept for backward if that fits, or come again"
-_GIVEN = partial(in_groups, given, loader_rules.cut_into_batches)
-_DEALT = partial(in_groups, dealt, loader_rules.shared_out)
+_GIVEN = partial(make_group_candidates, fill_given_rows, loader_rules.cut_into_batches)
+_DEALT = partial(make_group_candidates, deal_documents, loader_rules.distribute_documents)
 _ONE_STREAM, _IN_TURNS = "; one stream", "; two nano-batches in turns"
 _AS_GIVEN, _AS_DEALT = f"rows as packed; {_CUT}", "whole documents dealt with equal tokens"
 
@@ -132,44 +147,47 @@ STRATEGIES = {
     strategy.name: strategy
     for strategy in (
         Strategy(
-            "plain", "packed rows", _plain, f"documents in order in rows of equal tokens; {_CUT}"
+            "plain",
+            "packed rows",
+            _make_plain,
+            f"documents in order in rows of equal tokens; {_CUT}",
         ),
         Strategy(
             "lpt",
             "loader: longest first",
-            _lpt,
+            _make_lpt,
             "whole documents, each to the rank with the least to do",
         ),
         Strategy(
             "batch-rebalance",
             "loader: batch_rebalance",
-            _batch_rebalance,
+            _make_batch_rebalance,
             "transformers' rule at its best: documents sorted by length in runs of equal cost, not"
             " padded",
         ),
         Strategy(
             "ring",
             "context parallel: ring",
-            partial(_context, context.ring),
+            partial(_make_context, context.compute_ring),
             f"head and tail of each document; {_BEST}; {_CUT}",
         ),
         Strategy(
             "all-gather",
             "context parallel: all-gather",
-            partial(_context, context.all_gather),
+            partial(_make_context, context.compute_all_gather),
             f"head and tail of each document, keys gathered before attention; {_KEPT}; {_BEST};"
             f" {_CUT}",
         ),
         Strategy(
             "ulysses",
             "Ulysses",
-            partial(_context, context.ulysses),
+            partial(_make_context, context.compute_ulysses),
             f"heads instead of tokens in attention; {_BEST}; {_CUT}",
         ),
         Strategy(
             "wlb",
             "WLB-LLM",
-            _wlb,
+            _make_wlb,
             f"rows of equal seconds, tokens as memory allows, cut by document or by row; {_KEPT};"
             f" {_BEST}; nothing is deferred",
         ),

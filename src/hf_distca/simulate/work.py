@@ -32,7 +32,9 @@ _GRADIENT_BYTES = 4  # gradients that are kept whole are summed in float32
 _UPDATE_BYTES = 30
 
 
-def _products(setting: Setting, sizes: list[tuple[float, float]], tokens: FloatArray) -> FloatArray:
+def _time_products(
+    setting: Setting, sizes: list[tuple[float, float]], tokens: FloatArray
+) -> FloatArray:
     hardware = setting.hardware
     inner, outer = np.array(sizes).T[..., None]
     moved = (tokens * (inner + outer) + inner * outer * (tokens > 0)) * hardware.element_bytes
@@ -40,7 +42,7 @@ def _products(setting: Setting, sizes: list[tuple[float, float]], tokens: FloatA
     return np.asarray(np.maximum(arithmetic, moved / hardware.memory_rate).sum(axis=0))
 
 
-def layer_seconds(setting: Setting, tokens: FloatArray) -> Directions:
+def estimate_layer_seconds(setting: Setting, tokens: FloatArray) -> Directions:
     """Return the seconds of the linear layers of one decoder layer for so many tokens of each rank,
     shape (ranks,).
     """
@@ -58,11 +60,11 @@ def layer_seconds(setting: Setting, tokens: FloatArray) -> Directions:
     ]
     elements = 10 * model.hidden / tensor + 2 * (queries + keys) + 3 * wide
     between = tokens * elements * setting.hardware.element_bytes / setting.hardware.memory_rate
-    forward = _products(setting, sizes, tokens) * model.active_share + between
+    forward = _time_products(setting, sizes, tokens) * model.active_share + between
     return np.stack([forward, 2 * forward])
 
 
-def head_seconds(setting: Setting, tokens: FloatArray) -> FloatArray:
+def estimate_head_seconds(setting: Setting, tokens: FloatArray) -> FloatArray:
     """Return forward and backward seconds of the output layer and the loss together on each rank,
     shape (ranks,).
     """
@@ -71,10 +73,10 @@ def head_seconds(setting: Setting, tokens: FloatArray) -> FloatArray:
     # The loss reads the logits, and writes and reads them in float32 for the softmax and its
     # gradient.
     loss = tokens * outer * (setting.hardware.element_bytes + 8) / setting.hardware.memory_rate
-    return np.asarray(3 * _products(setting, [(model.hidden, outer)], tokens) + loss)
+    return np.asarray(3 * _time_products(setting, [(model.hidden, outer)], tokens) + loss)
 
 
-def tensor_seconds(setting: Setting, tokens: FloatArray) -> FloatArray:
+def estimate_tensor_seconds(setting: Setting, tokens: FloatArray) -> FloatArray:
     """Return the seconds in one direction of a layer for exchanges of hidden states in a
     tensor-parallel group, not hidden by anything.
     """
@@ -99,7 +101,9 @@ def gather_rate(setting: Setting, ranks: int) -> float:
     return min(hardware.gather_rate, hardware.link_rate * beside)
 
 
-def weight_exchange(setting: Setting, forward: float, backward: float) -> tuple[float, float]:
+def estimate_weight_exchange(
+    setting: Setting, forward: float, backward: float
+) -> tuple[float, float]:
     """Return the seconds on the wire of weights and gradients in a step, and those of them that
     ranks wait for, beside so many seconds of computing of a micro-batch in each direction.
     """
@@ -117,7 +121,7 @@ def weight_exchange(setting: Setting, forward: float, backward: float) -> tuple[
     return 2 * reduce, max(2 * reduce - backward, 2 * reduce / setting.stage_layers)
 
 
-def optimizer_seconds(setting: Setting) -> float:
+def estimate_optimizer_seconds(setting: Setting) -> float:
     """Return the seconds of the update of a rank's weights."""
     shards = 1 if setting.sharding == "ddp" else setting.group
     return setting.rank_parameters / shards * _UPDATE_BYTES / setting.hardware.memory_rate
@@ -178,13 +182,13 @@ class Candidate:
     holders: Setting | None = None
 
 
-def sums(values: npt.NDArray[Any], index: IntArray, count: int) -> FloatArray:
+def sum_by_index(values: npt.NDArray[Any], index: IntArray, count: int) -> FloatArray:
     """Sum values that have the same index, along the last axis, which then has `count` places."""
     rows = [np.bincount(index, weights=row, minlength=count) for row in np.atleast_2d(values)]
     return np.reshape(rows, (*values.shape[:-1], count)).astype(np.float64)
 
 
-def in_calls(cost: CostModel, seconds: Directions, calls: int = 1) -> Directions:
+def divide_into_calls(cost: CostModel, seconds: Directions, calls: int = 1) -> Directions:
     """Return the seconds of tasks, shape (2, ranks), in so many calls of the kernel."""
     return np.stack(
         [
@@ -201,36 +205,41 @@ def copy_seconds(setting: Setting, bytes_: npt.ArrayLike) -> FloatArray:
     return np.asarray(2 * np.asarray(bytes_) / setting.hardware.copy_rate)
 
 
-def fixed_seconds(cost: CostModel, peers: int) -> float:
+def compute_fixed_seconds(cost: CostModel, peers: int) -> float:
     """Return the fixed seconds of an exchange with so many other ranks."""
     return cost.exchange_seconds + cost.peer_seconds * peers if peers else 0.0
 
 
-def all_layers(setting: Setting, of_layer: Callable[[CostModel], MicroBatchWork]) -> MicroBatchWork:
+def combine_layers(
+    setting: Setting, of_layer: Callable[[CostModel], MicroBatchWork]
+) -> MicroBatchWork:
     """Combine the work of all layers of the model, from that of a layer of each kind; kinds differ
     in their cost models.
     """
-    kinds = [(layers, of_layer(setting.cost(window))) for window, layers in setting.model.kinds]
+    kinds = [
+        (layers, of_layer(setting.make_cost_model(window)))
+        for window, layers in setting.model.kinds
+    ]
     works = [work for _, work in kinds]
 
-    def total(name: str) -> FloatArray:
+    def add_up(name: str) -> FloatArray:
         return np.asarray(np.sum([layers * getattr(work, name) for layers, work in kinds], axis=0))
 
     return MicroBatchWork(
         tokens=works[0].tokens,
-        attention=total("attention"),
-        exposed=total("exposed"),
-        wire=total("wire"),
+        attention=add_up("attention"),
+        exposed=add_up("exposed"),
+        wire=add_up("wire"),
         received=np.max([work.received for work in works], axis=0),
         pairs=sum(work.pairs for work in works),
         meeting=max(work.meeting for work in works),
-        between=None if works[0].between is None else float(total("between")),
-        idle=total("idle"),
+        between=None if works[0].between is None else float(add_up("between")),
+        idle=add_up("idle"),
         linear_speed=works[0].linear_speed,
     )
 
 
-def side_by_side(groups: Sequence[MicroBatchWork]) -> MicroBatchWork:
+def concatenate_groups(groups: Sequence[MicroBatchWork]) -> MicroBatchWork:
     """Concatenate the work of several groups of ranks."""
     joined = {
         name: np.concatenate([getattr(group, name) for group in groups], axis=-1)
@@ -244,22 +253,22 @@ def side_by_side(groups: Sequence[MicroBatchWork]) -> MicroBatchWork:
     )
 
 
-def of_documents(setting: Setting, length: IntArray, rank: IntArray) -> MicroBatchWork:
+def compute_document_work(setting: Setting, length: IntArray, rank: IntArray) -> MicroBatchWork:
     """Compute the work of whole documents, each on one rank of the attention group, without
     exchanges.
     """
     ranks = setting.group
     nothing = np.zeros((2, ranks))
 
-    def of_layer(cost: CostModel) -> MicroBatchWork:
-        seconds = sums(cost.estimate_directions(length, length), rank, ranks)
+    def compute_layer(cost: CostModel) -> MicroBatchWork:
+        seconds = sum_by_index(cost.estimate_directions(length, length), rank, ranks)
         return MicroBatchWork(
-            tokens=sums(length, rank, ranks),
-            attention=in_calls(cost, seconds),
+            tokens=sum_by_index(length, rank, ranks),
+            attention=divide_into_calls(cost, seconds),
             exposed=nothing,
             wire=nothing[0],
             received=nothing[0],
             pairs=float(count_causal_pairs(length, length, cost.window).sum()),
         )
 
-    return all_layers(setting, of_layer)
+    return combine_layers(setting, compute_layer)

@@ -97,7 +97,7 @@ def find_reading_cases(loader: Any, shares: Shares | StreamedShares, *, training
         " per_device_eval_batch_size=1; tokens_per_rank says how large a batch is.",
     )
     yield (
-        not _fits_ranks(processes, shares),
+        not _is_for_ranks(processes, shares),
         f"{processes} {'process reads' if processes == 1 else 'processes read'} them. Make them"
         " for as many ranks as there are data-parallel processes, and let accelerate prepare"
         " the loader.",
@@ -118,7 +118,7 @@ def find_reading_cases(loader: Any, shares: Shares | StreamedShares, *, training
     )
 
 
-def _fits_ranks(processes: int, shares: Shares | StreamedShares) -> bool:
+def _is_for_ranks(processes: int, shares: Shares | StreamedShares) -> bool:
     """Return whether shares are made for as many ranks as read them."""
     ranks, config = shares.deal_settings.ranks, shares.deal_settings.config
     if getattr(shares, "rank", None) is not None:  # a stream of the shares of one rank alone

@@ -17,7 +17,7 @@ import torch
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from transformers.cache_utils import Cache
 
-from hf_distca.borrowed import in_backward
+from hf_distca.borrowed import is_in_backward
 from hf_distca.integration.families import PING_PONG_FAMILIES
 from hf_distca.integration.handle import AttentionHandle
 from hf_distca.integration.nano_batches import NanoBatches
@@ -123,7 +123,7 @@ def _choose_nano_batches(
     if len(handles) != 1:
         return None
     (handle,) = handles
-    if in_backward():  # a recompute, which must do what the forward did
+    if is_in_backward():  # a recompute, which must do what the forward did
         cut = handle.nano_batches
         return cut if cut is not None and id(layer) in cut.layer_ids else None
     # Nano-batches fill no cache. Who trains does not read it; who generates does, also with a model

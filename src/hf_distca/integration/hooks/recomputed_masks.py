@@ -30,7 +30,7 @@ def reuse_forward_handle(new: AttentionHandle) -> AttentionHandle:
     one.
     """
     handle = new
-    for hooks in SavedTensors.current().hooks:
+    for hooks in SavedTensors.get_current().hooks:
         if (running := hooks.checkpoint) is None:
             continue
         checkpoint, recompute = running

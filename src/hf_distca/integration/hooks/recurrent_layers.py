@@ -39,16 +39,16 @@ from hf_distca.integration.families import check_cut_documents, warn_of_packing
 from hf_distca.integration.hooks.recurrent_segments import make_recurrent_rows
 from hf_distca.integration.recurrent_rows import RECURRENT_ROWS, RecurrentRows, get_recurrent_rows
 from hf_distca.integration.work_planner import WorkPlanner
-from hf_distca.late_imports import when_imported
+from hf_distca.late_imports import call_after_import
 from hf_distca.recurrent.carryover import RuleOutputs
-from hf_distca.recurrent.convolution import causal_convolution
+from hf_distca.recurrent.convolution import compute_causal_convolution
 from hf_distca.recurrent.delta_rule import (
     DeltaInputs,
-    document_by_document,
-    gated_delta_rule,
+    compute_gated_delta_rule,
+    run_by_document,
 )
 from hf_distca.recurrent.segments import Segments
-from hf_distca.recurrent.state_space import ScanInputs, mamba2, scan_by_document
+from hf_distca.recurrent.state_space import ScanInputs, compute_mamba2, scan_by_document
 from hf_distca.runtime.outputs import LayerOutputs
 
 _CONVOLUTION_FUNCTIONS = ("causal_conv1d_fn",)
@@ -95,7 +95,7 @@ class _MixerCall(NamedTuple):
         recompute can follow.
         """
         return (
-            self.rows.stores[name].of(self.mixer, inputs)
+            self.rows.stores[name].find_outputs(self.mixer, inputs)
             if self.segments.exchanges and self.mixer.training
             else None
         )
@@ -127,7 +127,7 @@ def reset_states_at_documents(
             distca's attention.
     """
     for name in RECURRENT_MODULES:
-        when_imported(
+        call_after_import(
             f"transformers.models.{name}.modeling_{name}",
             partial(_replace_functions, name, find_planner),
         )
@@ -248,7 +248,7 @@ def _run_along_segments(original: Callable[..., Any], name: str) -> Callable[...
         return output
 
     @wraps(original)
-    def along_segments(*args: Any, **kwargs: Any) -> Any:
+    def run_along_segments(*args: Any, **kwargs: Any) -> Any:
         call = kwargs.pop(RECURRENT_ROWS, None)
         if call is None:
             return original(*args, **kwargs)
@@ -259,7 +259,7 @@ def _run_along_segments(original: Callable[..., Any], name: str) -> Callable[...
             else original(*args, **kwargs)
         )
 
-    return along_segments
+    return run_along_segments
 
 
 def _convolve(
@@ -278,7 +278,7 @@ def _convolve(
         )
     row_BCT = call.merge_rows(hidden_states.transpose(1, 2)).transpose(1, 2)
     stored = call.get_outputs("convolution", (row_BCT,))
-    out = causal_convolution(
+    out = compute_causal_convolution(
         row_BCT,
         lambda x_BCT: original(x_BCT, weight, *args, **kwargs),
         weight.shape[-1],
@@ -308,9 +308,9 @@ def _compute_delta_rule(
     rule = (
         partial(_run_package_rule, kernel, call.rows)
         if is_of_package(original)
-        else document_by_document(kernel)
+        else run_by_document(kernel)
     )
-    out = gated_delta_rule(inputs, call.segments, rule, call.get_outputs("state", inputs))
+    out = compute_gated_delta_rule(inputs, call.segments, rule, call.get_outputs("state", inputs))
     return call.split_rows(out), None
 
 
@@ -371,7 +371,9 @@ def _compute_scan(
     )
     inputs = ScanInputs(x, steps, decay, *projections)
     scan = scan_by_document(partial(original, **kwargs))
-    return call.split_rows(mamba2(inputs, call.segments, scan, call.get_outputs("state", inputs)))
+    return call.split_rows(
+        compute_mamba2(inputs, call.segments, scan, call.get_outputs("state", inputs))
+    )
 
 
 def _compute_steps(dt: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:

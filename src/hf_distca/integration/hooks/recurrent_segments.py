@@ -95,7 +95,7 @@ def _make_packed_segments(documents: Documents, batch_size: int, length: int) ->
         return None
     starts = documents.first_token_indices
     starts[0] = 0  # with the padding before it
-    return Segments.packed(np.diff(starts, append=batch_size * length).tolist())
+    return Segments.from_lengths(np.diff(starts, append=batch_size * length).tolist())
 
 
 def _make_rank_segments(documents: Documents, session: Session, training: bool) -> Segments:

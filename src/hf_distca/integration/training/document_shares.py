@@ -27,7 +27,7 @@ from hf_distca.errors import ConfigError
 from hf_distca.integration.hooks.dealt_trainers import wrap_trainers
 from hf_distca.integration.layer_kinds import list_layer_keys, make_initial_cost
 from hf_distca.integration.training.callback import find_session
-from hf_distca.runtime.members import launched_per_node
+from hf_distca.runtime.members import find_launched_per_node
 from hf_distca.schedule.cost import AttentionShape
 
 if TYPE_CHECKING:
@@ -119,7 +119,7 @@ def document_shares(
     config = config or find_session().config
     if ranks is None:
         ranks = config.group_size or config.group_ranks(_count_processes())
-        ranks_per_node = launched_per_node(ranks) if ranks_per_node is None else ranks_per_node
+        ranks_per_node = find_launched_per_node(ranks) if ranks_per_node is None else ranks_per_node
     device_type = torch.device(_find_device() if device is None else device).type
     wrap_trainers()
     if shapes is not None and not shapes:

@@ -83,7 +83,7 @@ def announce_step(
         return None
     first = session.planner.resume_progress().next_number + after
     place = f"micro-batches {first} to {first + len(batches) - 1}, ahead"
-    with session.join_group().reporting(f"planning {place}"):
+    with session.join_group().report_errors(f"planning {place}"):
         pending = session.planner.begin_plans(
             [
                 request
@@ -96,7 +96,7 @@ def announce_step(
         )
 
     def finish_plans() -> list[Any]:
-        with pending.group.reporting(f"planning {pending.place}"):
+        with pending.group.report_errors(f"planning {pending.place}"):
             plans = iter(session.planner.finish_plans(pending))
         planned = [copy(batch) for batch in batches]
         for batch in planned:
@@ -110,7 +110,7 @@ def announce_step(
 def _make_requests(batch: Mapping[str, Any], keys: Sequence[PlanKey], tile: int) -> list[Request]:
     """Return the documents of a batch, in the form that the attention of each key will find."""
     shape: tuple[int, int] = batch["input_ids"].shape
-    documents = TokenBatch.of(batch).read_documents()
+    documents = TokenBatch.from_batch(batch).read_documents()
     chunked = {chunk: documents.cut_into_chunks(chunk) for chunk in {key.chunk for key in keys}}
     nano_parts = {
         chunk: choose_cut(*shape, chunked[chunk], tile)[2]

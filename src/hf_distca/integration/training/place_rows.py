@@ -33,7 +33,7 @@ from hf_distca.integration.layer_kinds import count_layers, make_initial_cost
 from hf_distca.integration.processes import print_lines
 from hf_distca.integration.training.callback import find_session
 from hf_distca.integration.training.pairs import ItemRules
-from hf_distca.runtime.members import node_number
+from hf_distca.runtime.members import find_node_number
 from hf_distca.schedule.layout import FloatArray, IntArray
 
 Reader = TypeVar("Reader")
@@ -191,7 +191,7 @@ def _make_placer(
         config: settings, which say which ranks share attention.
     """
     node_numbers, digests = zip(
-        *gather_object([(node_number(), zlib.crc32(work.tobytes()))]), strict=True
+        *gather_object([(find_node_number(), zlib.crc32(work.tobytes()))]), strict=True
     )
     if len(set(digests)) > 1:
         other = next(rank for rank, digest in enumerate(digests) if digest != digests[0])

@@ -68,7 +68,7 @@ def deal_drawn_batches(session: Session, batches: Sequence[Any]) -> list[Any]:
     if group.size == 1 or not batches:
         return list(batches)
     place = f"sharing tokens from micro-batch {progress.next_number} on"
-    with group.reporting(place):
+    with group.report_errors(place):
         drawn = [_read_batch(batch) for batch in batches]
         lengths = [batch_lengths for batch_lengths, _ in drawn]
         rows = group.gather(
@@ -121,7 +121,7 @@ def _read_batch(batch: Mapping[str, Any]) -> tuple[IntArray, torch.Tensor]:
             f" {', '.join(sorted(_KNOWN_COLUMNS))} only: tokens go to other ranks, so leave the"
             " rest out."
         )
-    documents = TokenBatch.of(batch).read_documents(training=True)
+    documents = TokenBatch.from_batch(batch).read_documents(training=True)
     if documents.span_ranks:
         raise UnsupportedError(
             "a batch is a share of dealt documents already: share_tokens is for batches that"
@@ -186,7 +186,7 @@ def _deal_batch(
     dealing = DealSettings(
         group.size,
         [tokens + (rank < remainder) for rank in range(group.size)],
-        costs or {PlanKey(_PLACEHOLDER_SHAPE, "cpu"): CostModel.of_pairs(_PLACEHOLDER_SHAPE)},
+        costs or {PlanKey(_PLACEHOLDER_SHAPE, "cpu"): CostModel.make_of_pairs(_PLACEHOLDER_SHAPE)},
         session.config,
         group.per_node,
     )
