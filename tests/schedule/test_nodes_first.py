@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from hf_distca.config import DistCAConfig
@@ -70,6 +70,7 @@ def node_by_node(ranks: list[list[int]], size: int, cost: CostModel, config: Dis
 @given(
     nodes(), st.booleans(), st.sampled_from([1e9, 4e9, 4e10, 3e11]), st.sampled_from([1, 10, 100])
 )
+@example(([[], [], [1, 14151], [], [], [15890]], 3), False, 1e9, 100)  # each node has its own best
 @settings(max_examples=60)
 def test_no_plan_of_nodes_or_of_one_group_ends_earlier(
     case: tuple[list[list[int]], int], ping_pong: bool, rate: float, times: int

@@ -25,9 +25,9 @@ import numpy.typing as npt
 
 from hf_distca.config import DistCAConfig
 from hf_distca.schedule.cost import CostModel, MarginalCost
-from hf_distca.schedule.greedy import BalanceStep, GreedyPlanner
+from hf_distca.schedule.greedy import BalanceStep, GreedyPlanner, PlanRows
 from hf_distca.schedule.heads import HeadSplit, choose_grid
-from hf_distca.schedule.layout import Layout
+from hf_distca.schedule.layout import FloatArray, Layout
 from hf_distca.schedule.load import PlanLoad
 from hf_distca.schedule.moves import MarginalCosts
 from hf_distca.schedule.plan import Plan
@@ -62,12 +62,15 @@ class _PlanStrategy(NamedTuple):
             may take.
         make_steps: its moves, for each of these.
         unmoved_exchange: what ranks exchange if nothing moves, as this strategy sees it.
+        picks_per_node: whether nodes are independent, so that each may have the best of several
+            plans.
     """
 
     lower_bound: float
     exchange_parts: Sequence[float]
     make_steps: Callable[[float], list[BalanceStep]]
     unmoved_exchange: npt.ArrayLike
+    picks_per_node: bool = False
 
 
 def balance(
@@ -273,7 +276,11 @@ class PlanTrials:
         slowest_node_seconds = float((node_work / speeds.sum(axis=1)).max())
         exchange = unmoved_load.exchange_seconds
         node_by_node = _PlanStrategy(
-            slowest_node_seconds, self.exchange_parts, make_inner_steps, exchange
+            slowest_node_seconds,
+            self.exchange_parts,
+            make_inner_steps,
+            exchange,
+            picks_per_node=True,
         )
         nodes_first = _PlanStrategy(
             self.mean_seconds, self.exchange_parts[-1:], make_outer_steps, exchange
@@ -315,17 +322,28 @@ class PlanTrials:
         """Make and weigh the plans of a strategy: for compute alone, and with exchanges as far as
         these count.
         """
-        parts, loads = list(strategy.exchange_parts), list[PlanLoad]()
+        planner, compute = self.planner, self.unmoved_load.compute_seconds
+        group = (self.ranks.per_node if strategy.picks_per_node else None) or len(compute)
+        parts, rows, loads = list(strategy.exchange_parts), list[PlanRows](), list[PlanLoad]()
+
+        def find_latest(seconds: FloatArray) -> FloatArray:
+            return np.asarray(seconds.reshape(-1, group).max(axis=1))
+
         for part in parts:
-            rows = self.planner.even_out(
-                strategy.make_steps(part),
-                self.unmoved_load.compute_seconds + np.multiply(part, strategy.unmoved_exchange),
-            )
-            load = self.weigh_plan(self.planner.make_plan(rows))
+            seconds = compute + np.multiply(part, strategy.unmoved_exchange)
+            rows.append(planner.even_out(strategy.make_steps(part), seconds))
+            load = self.weigh_plan(planner.make_plan(rows[-1]))
             loads.append(load)
-            exceeds_compute = load.exchange_seconds.max() > load.compute_seconds.max()
-            if not part and self.config.ping_pong and exceeds_compute:
+            exceeds_compute = find_latest(load.exchange_seconds) > find_latest(load.compute_seconds)
+            if not part and self.config.ping_pong and exceeds_compute.any():
                 parts += _HIDDEN_EXCHANGE_PARTS
+        if strategy.picks_per_node:
+            ends = np.array([find_latest(load.end_seconds) for load in [*loads, self.unmoved_load]])
+            # The best plan of each node, if they end before the best plan of all.
+            if ends.min(axis=0).max() < ends[:-1].max(axis=1).min() * self.improvement_factor:
+                rows.append(planner.even_out([], compute))
+                best = planner.combine_rows(rows, np.repeat(ends.argmin(axis=0), group))
+                loads.append(self.weigh_plan(planner.make_plan(best)))
         return loads
 
     def weigh_plan(self, plan: Plan, min_gain: float = 0.0) -> PlanLoad:

@@ -238,6 +238,23 @@ class GreedyPlanner:
         )
         return loads, np.lexsort((-seconds, np.arange(len(seconds)) // step.size))
 
+    def combine_rows(self, alternatives: Sequence[PlanRows], choice: IntArray) -> PlanRows:
+        """Combine rows: for the pieces of each rank, take one of several alternatives of moving
+        them inside groups.
+        """
+        piece_choice = choice[self.layout.rank[self.pieces[0]]]
+        parts = [
+            np.flatnonzero(piece_choice[rows.piece] == number)
+            for number, rows in enumerate(alternatives)
+        ]
+        columns = zip(*alternatives, strict=True)
+        return PlanRows(
+            *(
+                np.concatenate([c[p] for c, p in zip(column, parts, strict=True)])
+                for column in columns
+            )
+        )
+
     @cached_property
     def pieces(self) -> tuple[IntArray, QueryPieces]:
         """The segment of each piece, and the pieces that ranks compute before anything moves,
