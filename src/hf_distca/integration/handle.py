@@ -148,7 +148,6 @@ class AttentionHandle(_MaskObject):
         mask: other facts from the mask function.
 
     Attributes:
-        is_local: as in `mask`; a pipeline schedule sets it for forwards that it plans itself.
         layer_work: filled by the first layer of each kind: some models pass the window only to the
             attention function.
         layer_setups: common properties of layers that are called alike, by the arguments that
@@ -169,7 +168,6 @@ class AttentionHandle(_MaskObject):
         self.planner = planner
         self.batch = batch
         self.mask = mask
-        self.is_local = self.mask.is_local
         self.layer_work: dict[PlanKey, LayerWork] = {}
         self.layer_setups: dict[tuple[object, ...], LayerSetup] = {}
         self.group: AttentionGroup | None = None

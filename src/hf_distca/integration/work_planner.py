@@ -52,7 +52,9 @@ class WorkPlanner:
         if handle.group is None:
             # Making the group needs all ranks: a rank that evaluates or generates alone must not
             # ask for it.
-            is_shared = not handle.is_local and (training or self.session.config.balance_evaluation)
+            is_shared = not handle.mask.is_local and (
+                training or self.session.config.balance_evaluation
+            )
             handle.group = self.session.join_group() if is_shared else _LOCAL_GROUP
             if handle.group.holds and (leaving := self.planner.resume_progress().leaving_ranks):
                 handle.group = self.session.leave_behind(leaving)
@@ -101,7 +103,7 @@ class WorkPlanner:
             for part in handles
         ]
         if group.size == 1:
-            evaluating = handle.is_local or not training
+            evaluating = handle.mask.is_local or not training
             works = [
                 self._make_local_work(part, *request, query.device, evaluating=evaluating)
                 for part, request in zip(handles, requests, strict=True)
