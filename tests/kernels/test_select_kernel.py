@@ -183,7 +183,9 @@ def test_head_dims_that_backward_has_on_some_gpus_only(
 
 def test_every_kernel_can_be_set_and_is_on_the_page() -> None:
     names = ["auto", *(kernel.name for kernel, _ in kernels._KERNELS)]
-    assert sorted(get_args(KernelName)) == sorted(names), "KernelName and _KERNELS differ"
+    assert sorted(get_args(KernelName)) == sorted(names), (
+        "KernelName (config.py) and _KERNELS (kernels/__init__.py) differ"
+    )
     section = (
         (ROOT / "docs" / "settings.md").read_text().split("\n## kernel\n")[1].split("\n## ")[0]
     )
