@@ -334,9 +334,9 @@ class PlanTrials:
             rows.append(planner.even_out(strategy.make_steps(part), seconds))
             load = self.weigh_plan(planner.make_plan(rows[-1]))
             loads.append(load)
-            exceeds_compute = find_latest(load.exchange_seconds) > find_latest(load.compute_seconds)
-            if not part and self.config.ping_pong and exceeds_compute.any():
-                parts += _HIDDEN_EXCHANGE_PARTS
+            if not part and self.config.ping_pong:
+                exceeds = find_latest(load.exchange_seconds) > find_latest(load.compute_seconds)
+                parts += _HIDDEN_EXCHANGE_PARTS if exceeds.any() else ()
         if strategy.picks_per_node:
             ends = np.array([find_latest(load.end_seconds) for load in [*loads, self.unmoved_load]])
             # The best plan of each node, if they end before the best plan of all.
