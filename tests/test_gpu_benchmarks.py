@@ -30,9 +30,10 @@ PARTS = (
         "kernels",
         "memory",
         "ranks",
+        "transient",
         "soak",
     ),
-    *("parity", "profile", "overlap", "faults", "families"),
+    *("parity", "profile", "overlap", "faults", "families", "hybrids"),
 )
 slow = pytest.mark.slow
 
@@ -217,9 +218,24 @@ def test_steps_of_the_soak_and_ranks_that_fail(folder: Path) -> None:
 
 
 @slow
+def test_bounded_exchanges_take_fewer_bytes_at_a_time(folder: Path) -> None:
+    modes = figures(folder, "transient")["modes"]
+    balanced, bounded = modes["balanced"], modes["bound of 4 MiB"]
+    assert bounded["waves"][0] > balanced["waves"][0] == 1
+    assert max(bounded["transient"]) < max(balanced["transient"])
+
+
+@slow
 def test_families_in_half_precision(folder: Path) -> None:
     found = figures(folder, "families")
     assert found["passed"] == len(found["rows"]) == 2
+
+
+@slow
+def test_hybrids_run_and_name_the_functions_of_packages(folder: Path) -> None:
+    found = figures(folder, "hybrids")
+    assert found["passed"] == len(found["rows"]) == 1
+    assert found["rows"][0]["functions"] == [], "no package is installed here"
 
 
 @slow

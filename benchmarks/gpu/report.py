@@ -14,7 +14,7 @@ from pathlib import Path
 
 from report_kernels import emulator, kernels, parity, profile, variants
 from report_layout import Figures, percent, table
-from report_training import families, faults, first_script, model, soak, trainer
+from report_training import families, faults, first_script, hybrids, model, soak, trainer, transient
 
 
 def checkpointing(data: Figures) -> list[str]:
@@ -276,12 +276,14 @@ PARTS: dict[str, Callable[[Figures], list[str]]] = {
     "variants": variants,
     "memory": memory,
     "ranks": ranks,
+    "transient": transient,
     "soak": soak,
     "faults": faults,
     "parity": parity,
     "profile": profile,
     "overlap": overlap,
     "families": families,
+    "hybrids": hybrids,
 }
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from report_layout import Figures, percent, table
 
+_ERRORS = ("distca", "eager")
+
 
 def model(data: Figures) -> list[str]:
     rows = []
@@ -109,6 +111,25 @@ def soak(data: Figures) -> list[str]:
     return [*text, f"by at most {data['off']:.1e} (bound {data['bound']}).", ""]
 
 
+def transient(data: Figures) -> list[str]:
+    rows = [
+        (
+            mode,
+            ", ".join(f"{value / 2**20:.1f}" for value in found["transient"]),
+            found["waves"][0],
+            f"{sum(found['sent']) / 2**20:.0f}",
+        )
+        for mode, found in data.get("modes", {}).items()
+    ]
+    text = ["## Bounded exchanges", "", "MiB of a call beyond what it keeps, by rank, over NCCL."]
+    if rows:
+        text.append(
+            f"{data['tokens']} tokens a rank, {data['heads']} heads of {data['width']}, one long"
+            " document on rank 0."
+        )
+    return [*text, "", *table(("mode", "transient", "waves", "MiB sent"), rows)]
+
+
 def faults(data: Figures) -> list[str]:
     rows = []
     for fault, found in data.get("faults", {}).items():
@@ -151,3 +172,17 @@ def families(data: Figures) -> list[str]:
             wrong.append((row["family"], *pairs))
     columns = ("family", *(f"{name}: logits, gradients" for name in ("distca", "eager", "sdpa")))
     return text + (table(columns, wrong) if wrong else [])
+
+
+def hybrids(data: Figures) -> list[str]:
+    rows = []
+    for row in data.get("rows", []):
+        if "failed" in row:
+            rows.append((row["family"], row["failed"], "", "", ""))
+            continue
+        pairs = (f"{row[name]['logits']:.4f}, {row[name]['gradients']:.4f}" for name in _ERRORS)
+        rows.append((row["family"], ", ".join(row["functions"]), *pairs, row["passed"]))
+    columns = (f"{name}: logits, gradients" for name in _ERRORS)
+    head = ("family", "functions of a package", *columns, "passed")
+    text = "In bfloat16, packed under distca with packages, alone under eager without them."
+    return ["## Hybrids with kernels of packages", "", text, "", *table(head, rows)]

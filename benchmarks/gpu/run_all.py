@@ -66,12 +66,14 @@ PARTS = {
     "kernels": Part(90, "rates of whole documents, slices, rebatched tasks, orders of tasks"),
     "memory": Part(25, "peak bytes at 64K tokens beside plain attention and the simulator"),
     "ranks": Part(60, "two and four ranks over NCCL beside sdpa"),
+    "transient": Part(45, "bytes of a call over NCCL, with bounds and without"),
     "soak": Part(60, "200 steps of FSDP2's prefetch beside ping-pong over NCCL"),
     "parity": Part(60, "kernels beside float32"),
     "profile": Part(30, "seconds of tasks, and the cost model fitted to them"),
     "overlap": Part(25, "the share of artificial exchanges that is hidden"),
     "faults": Part(60, "a rank that fails or is killed while the other one waits over NCCL"),
     "families": Part(60, "families of models in bfloat16 beside float32"),
+    "hybrids": Part(90, "hybrids in bfloat16 with kernels of fla and mamba-ssm, beside float32"),
 }
 # A part that takes longer than expected is not stopped before so many times its seconds, if there
 # is time.
@@ -183,9 +185,11 @@ def work(setting: Any, turn: Connection) -> None:
         ready = [part.prepare(setting)] if hasattr(part, "prepare") else []
         seconds = turn.recv()
         part.run(replace(setting, seconds=seconds, started=time.monotonic()), *ready)
+        if setting.figures.get("failed"):
+            sys.exit(1)  # its ranks failed, and its file says why
     except EOFError:  # the turn never comes
         os.killpg(0, signal.SIGKILL)  # and what was started beforehand is not needed
-    except BaseException:
+    except Exception:
         setting.put(failed=traceback.format_exc()[-4000:])
         raise
 

@@ -18,6 +18,7 @@ import argparse
 import statistics
 import sys
 import time
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -76,9 +77,38 @@ class LiveBytes(TorchDispatchMode):
             )
         self.peak = max(self.peak, self.alive())
 
+    def forget_peak(self) -> None:
+        self.peak = 0
+
     def alive(self) -> int:
         self.known = {key: entry for key, entry in self.known.items() if not entry[0].expired()}
         return sum(size for _, size in self.known.values())
+
+
+class CudaBytes(AbstractContextManager["CudaBytes"]):
+    """The same of a GPU, by torch's allocator: bytes beyond those that lived at the start."""
+
+    def __enter__(self) -> CudaBytes:
+        torch.cuda.synchronize()
+        self.before = torch.cuda.memory_allocated()
+        self.forget_peak()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        torch.cuda.synchronize()
+
+    @property
+    def peak(self) -> int:
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated() - self.before
+
+    def forget_peak(self) -> None:
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+
+    def alive(self) -> int:
+        torch.cuda.synchronize()
+        return torch.cuda.memory_allocated() - self.before
 
 
 def lengths_of(ranks: int, tokens: int) -> list[list[int]]:
@@ -96,8 +126,12 @@ class Layer:
         balanced: bool,
         bound: int | None,
     ) -> None:
-        self.shape = AttentionShape(arguments.heads, max(arguments.heads // 2, 1), DIM, DIM, 4)
-        self.cost = CostModel.make_analytic(self.shape, device_type="cpu")
+        self.device = torch.device(arguments.device)
+        dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
+        self.shape = AttentionShape(
+            arguments.heads, max(arguments.heads // 2, 1), DIM, DIM, dtype.itemsize
+        )
+        self.cost = CostModel.make_analytic(self.shape, device_type=self.device.type)
         config = DistCAConfig(balance=balanced, max_transient_bytes=bound)
         plan = balance(
             Layout.from_lengths(lengths_of(group.size, arguments.tokens)), self.cost, config
@@ -105,11 +139,14 @@ class Layer:
         self.waves = Waves.split_plan(plan, self.shape, config.tile, bound, config.head_groups)
         self.route, self.group = Route.build(self.waves.plan, rank, self.waves), group
         scores, self.meter = Scores(DIM**-0.5), Meter()
-        kernel = select_kernel("auto", Case(torch.device("cpu"), torch.float32, DIM, DIM, scores))
+        kernel = select_kernel("auto", Case(self.device, dtype, DIM, DIM, scores))
         self.server = AttentionServer(kernel, scores, self.meter)
         heads = (self.shape.query_heads, self.shape.key_value_heads, self.shape.key_value_heads)
-        self.leaves = [torch.randn(arguments.tokens, n, DIM).requires_grad_() for n in heads]
-        self.gradient = torch.randn(arguments.tokens, self.shape.query_heads, DIM)
+        like = {"dtype": dtype, "device": self.device}
+        self.leaves = [
+            torch.randn(arguments.tokens, n, DIM, **like).requires_grad_() for n in heads
+        ]
+        self.gradient = torch.randn(arguments.tokens, self.shape.query_heads, DIM, **like)
 
     def call(self) -> torch.Tensor:
         return compute_core_attention(
@@ -119,12 +156,12 @@ class Layer:
     def counted(self) -> dict[str, float]:
         """Bytes, of a call whose tensors are counted."""
         dist.barrier()
-        live = LiveBytes()
+        live = CudaBytes() if self.device.type == "cuda" else LiveBytes()
         with live:
             out = self.call()
             time.sleep(0.05)  # gloo's thread holds the last message for a moment
             kept, peak = live.alive(), live.peak
-            live.peak = 0
+            live.forget_peak()
             grads = torch.autograd.grad(out, self.leaves, self.gradient, retain_graph=True)
             dist.barrier()
             transient = max(peak - kept, live.peak - kept - sum(grad.nbytes for grad in grads))
@@ -227,6 +264,7 @@ def main() -> None:
         default=3,
         help="timed calls of each mode; 0 to count only (default: %(default)s)",
     )
+    parser.set_defaults(device="cpu")
     add_json_option(parser)
     arguments = parser.parse_args()
     result: dict[str, Any] = {

@@ -1,0 +1,113 @@
+"""Hybrids in bfloat16, packed under distca with the kernels of fla and mamba-ssm, beside float32
+without these packages.
+
+Both are found when modeling modules are imported: what runs without them does so in a process of
+its own. Of mamba-ssm only what Triton compiles is needed, as its sources install it with
+`MAMBA_SKIP_CUDA_BUILD=TRUE`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import torch
+
+from gpu_setting import Setting
+from part_families import ABOVE, TESTS, TIMES, norms_apart
+
+PACKAGES = ("fla", "mamba_ssm")
+
+
+def hide_packages() -> None:
+    for package in PACKAGES:
+        sys.modules[package] = None  # type: ignore[assignment]
+
+
+def show_packages() -> None:
+    """Let mamba-ssm be imported without the parts that need a build of it, and let kernels take the
+    first of their settings: compiling each of them takes minutes a family.
+    """
+    try:
+        autotuner = importlib.import_module("triton.runtime.autotuner")
+    except ImportError:
+        return
+    autotuner.Autotuner._bench = lambda *_, **__: [0.0] * 3  # noqa: SLF001
+    sys.modules["selective_scan_cuda"] = ModuleType("selective_scan_cuda")
+    try:
+        scans = importlib.import_module("mamba_ssm.ops.triton.ssd_combined")
+    except ImportError:
+        return
+    del scans.mamba_split_conv1d_scan_combined
+
+
+def compute(
+    model_type: str, implementation: str, dtype: torch.dtype, how: str, device: torch.device
+) -> tuple[Any, list[str]]:
+    """Return logits and gradients, and the functions that were of a package."""
+    sys.path[:0] = [str(TESTS), str(TESTS / "models")]
+    import compare
+    import tiny
+
+    from hf_distca.borrowed import is_of_package
+    from hf_distca.integration.hooks.recurrent_layers import RECURRENT_MODULES
+
+    with compare.quiet():
+        model = tiny.build(model_type, implementation, dtype).to(device)
+        documents = [document.to(device) for document in compare.documents(compare.PACKED)]
+        with torch.device(device):
+            outcome = getattr(compare, how)(model, documents)
+    result = SimpleNamespace(
+        logits=[logits.cpu() for logits in outcome.logits],
+        grads={name: None if grad is None else grad.cpu() for name, grad in outcome.grads.items()},
+    )
+    module = importlib.import_module(tiny.class_of(model_type).__module__)
+    functions = [
+        name
+        for name in RECURRENT_MODULES[model_type][1]
+        if is_of_package(getattr(getattr(module, name, None), "__wrapped__", None))
+    ]
+    return result, functions
+
+
+def run(setting: Setting) -> None:
+    """Put one row a family."""
+    from hf_distca.integration.hooks.recurrent_layers import RECURRENT_MODULES
+
+    rows: list[dict[str, Any]] = []
+    context = get_context("spawn")
+    with (
+        ProcessPoolExecutor(1, context, hide_packages) as without,
+        ProcessPoolExecutor(1, context, show_packages) as with_packages,
+    ):
+        for name in list(RECURRENT_MODULES)[: setting.size(quick=1, cpu=3, gpu=99)]:
+            if not setting.time_for(name, setting.size(quick=0.0, cpu=10.0, gpu=5.0)):
+                continue
+            half = (torch.bfloat16, "packed", setting.device)
+            ours = with_packages.submit(compute, name, "distca", *half)
+            alone = [
+                without.submit(compute, name, "eager", dtype, "alone", setting.device)
+                for dtype in (torch.float32, torch.bfloat16)
+            ]
+            try:
+                (expected, _), (plain, _) = (future.result() for future in alone)
+                found, functions = ours.result()
+            except Exception as error:  # one family that fails is a figure as well
+                rows.append({"family": name, "failed": f"{type(error).__name__}: {error}"[:300]})
+            else:
+                row = {
+                    "distca": norms_apart(found, expected),
+                    "eager": norms_apart(plain, expected),
+                }
+                passed = all(
+                    row["distca"][figure] <= TIMES * row["eager"][figure] + ABOVE
+                    for figure in row["eager"]
+                )
+                rows.append({"family": name, "functions": functions, **row, "passed": passed})
+            setting.put(rows=rows, passed=sum(row.get("passed", False) for row in rows))
+    if rows and all("failed" in row for row in rows):
+        raise RuntimeError(f"no family ran, the first because of {rows[0]['failed']}")
