@@ -22,8 +22,8 @@ from hf_distca.schedule.cost import (
 )
 from hf_distca.schedule.layout import Layout
 from hf_distca.schedule.load import PlanLoad
-from hf_distca.schedule.moves import estimate_slice_seconds
 from hf_distca.schedule.plan import Plan
+from hf_distca.schedule.slice_cost import estimate_slice_seconds
 
 SHAPE = AttentionShape(
     query_heads=32, key_value_heads=8, head_dim=128, value_head_dim=128, element_bytes=2

@@ -26,9 +26,9 @@ from hf_distca.schedule.balance import balance
 from hf_distca.schedule.cost import CostModel, KernelCost, MarginalCost
 from hf_distca.schedule.layout import Layout
 from hf_distca.schedule.load import PlanLoad, summarize_plan
-from hf_distca.schedule.moves import estimate_slice_seconds, find_tail_start
 from hf_distca.schedule.placement import read_placement
 from hf_distca.schedule.plan import Plan
+from hf_distca.schedule.slice_cost import estimate_slice_seconds, find_tail_start
 
 WINDOWS = st.one_of(st.integers(1, 300), st.sampled_from([512, 1000, 4096]), st.integers(1, 20_000))
 # Kernel tiles of one row: seconds rise with every row, so that closed forms can be checked to the

@@ -84,7 +84,8 @@ def run(
     """
     from hf_distca.run import find_command, find_module, read_options, run_command, run_module
 
-    path, given = None, asdict(options)
+    path = None
+    given = asdict(options)
     try:
         run_options = read_options(given.pop("config"), given.pop("changes") or [], **given)
         if module:

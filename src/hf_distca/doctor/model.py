@@ -228,7 +228,9 @@ def check_model_kernels(
 
 
 def _check_case(asked: Case) -> Iterator[Finding]:
-    looked_at, dtype, device = list_candidates(asked), asked.dtype, asked.device
+    looked_at = list_candidates(asked)
+    dtype = asked.dtype
+    device = asked.device
     window = f", window {asked.scores.window}" if asked.scores.window else ""
     softcap = ", softcap" if asked.scores.softcap else ""
     on = f"{str(dtype).removeprefix('torch.')} on {device.type}"

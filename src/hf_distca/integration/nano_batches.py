@@ -99,7 +99,8 @@ class NanoBatches:
         dictionary.
         """
         if isinstance(value, torch.Tensor):
-            dim, start = self._find_dim(value), 0 if nano == 1 else self.border
+            dim = self._find_dim(value)
+            start = 0 if nano == 1 else self.border
             return value if dim is None else value.narrow(dim, start, self.sizes[nano - 1])
         if isinstance(value, AttentionHandle):
             return self.handles[nano - 1]

@@ -142,10 +142,8 @@ def print_if_slow(activity: str) -> Iterator[None]:
     ):
         yield
         return
-    started, timer = (
-        time.perf_counter(),
-        Timer(_SLOW_SECONDS, print_lines, [f"distca: {activity} ..."]),
-    )
+    started = time.perf_counter()
+    timer = Timer(_SLOW_SECONDS, print_lines, [f"distca: {activity} ..."])
     timer.daemon = True
     timer.start()
     try:

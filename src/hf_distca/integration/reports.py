@@ -142,7 +142,8 @@ def nothing_moved_reason(totals: BalanceTotals, session: Session) -> str | None:
     """
     if totals.moved or totals.busiest_bytes or not totals.estimated_mean:
         return None
-    config, ratio = session.config, totals.estimated_before / totals.estimated_mean
+    config = session.config
+    ratio = totals.estimated_before / totals.estimated_mean
     finding = f"distca moved nothing in {totals.micro_batches} micro-batches"
     uneven = f"the slowest rank has {ratio:.3f} times the mean attention seconds, by estimate"
     if not config.balance:

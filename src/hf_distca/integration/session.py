@@ -132,7 +132,8 @@ class Session:
 
     def adopt_group(self, group: AttentionGroup) -> None:
         """Use a group that was made elsewhere, and restart counting."""
-        self._group, self._world = group, get_current_world()
+        self._group = group
+        self._world = get_current_world()
         self.planner.reset()
 
     @property
@@ -196,7 +197,9 @@ class Session:
         """Compute core attention of one layer for this rank's tokens; `server` runs the tasks of
         all layers like it.
         """
-        group, route, number = work.group, work.route, next(work.call_numbers)
+        group = work.group
+        route = work.route
+        number = next(work.call_numbers)
         outputs = None if work.outputs is None else work.outputs.find_outputs(module, inputs)
         # Nobody waits for this rank.
         if group.monitor is None and self.trace is None:

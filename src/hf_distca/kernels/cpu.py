@@ -162,9 +162,11 @@ class CpuKernel:
     def forward(self, pools: Operands, tasks: TaskBatch, scores: Scores) -> Outputs:
         """See `Kernel.forward`."""
         check_pools(pools, tasks)
-        q_THD, value_width = pools.q_THD, pools.v_TKV.shape[2]
+        q_THD = pools.q_THD
+        value_width = pools.v_TKV.shape[2]
         work = self._get_work(tasks, scores, q_THD.dtype)
-        padded, documents = _pad_widths(*pools), work.is_all_of(pools)
+        padded = _pad_widths(*pools)
+        documents = work.is_all_of(pools)
         if documents and len(work.lengths) == 1:
             o_BHTD, lse_BHT = cpu_attention(
                 *map(_move_heads_first, padded), 0.0, True, attn_mask=None, scale=scores.scale
@@ -207,7 +209,8 @@ class CpuKernel:
         """See `Kernel.backward`."""
         check_pools(pools, tasks)
         do_THV, q_THD, o_THV, lse_TH, k_TKD, v_TKV = pools
-        operands, work = (q_THD, k_TKD, v_TKV), self._get_work(tasks, scores, q_THD.dtype)
+        operands = (q_THD, k_TKD, v_TKV)
+        work = self._get_work(tasks, scores, q_THD.dtype)
         padded = _pad_widths(*operands)
         width = padded[0].shape[2]
         rows = pad_last(do_THV, width), pad_last(o_THV, width), lse_TH

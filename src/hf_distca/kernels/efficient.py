@@ -63,7 +63,9 @@ class AtenEfficient:
     def forward(self, pools: Operands, sequences: Sequences, scores: Scores) -> Outputs:
         """See `VarlenOp.forward`."""
         q_THD, k_TKD, v_TKD = map(_align, pools)
-        places, outputs, lses = _find_padded_rows(sequences, len(q_THD)), [], []
+        places = _find_padded_rows(sequences, len(q_THD))
+        outputs = []
+        lses = []
         for q_TKD in _split_query_groups(q_THD, k_TKD):
             output, lse_BKM, *_ = efficient_attention(
                 q_TKD[None],
@@ -87,7 +89,8 @@ class AtenEfficient:
         do_THD, q_THD, o_THD, lse_TH, k_TKD, v_TKD = (
             x if x is pools.lse_TH else _align(x) for x in pools
         )
-        sequence_count, longest = len(sequences.cu_rows) - 1, _round_up(sequences.max_rows)
+        sequence_count = len(sequences.cu_rows) - 1
+        longest = _round_up(sequences.max_rows)
         lse_RH = lse_TH.new_full((sequence_count * longest, lse_TH.shape[1]), math.inf)
         lse_RH.index_copy_(0, _find_padded_rows(sequences, len(q_THD)), lse_TH)
         unused = torch.empty((), dtype=torch.int64, device=q_THD.device)  # where dropout began

@@ -60,8 +60,10 @@ _HUB_3 = "kernels-community/flash-attn3"  # of the package `kernels`, which down
 
 def flash_reason(case: Case) -> str | None:
     """Return why flash-attention 2, from wherever it comes, cannot run a case; None if it can."""
-    device, width = case.device, max(case.head_dim, case.value_head_dim)
-    capability, is_nvidia = find_capability(device), torch.version.hip is None
+    device = case.device
+    width = max(case.head_dim, case.value_head_dim)
+    capability = find_capability(device)
+    is_nvidia = torch.version.hip is None
     seen = f"{device} has {capability[0]}.{capability[1]}"
     return find_first_reason(
         (device.type != "cuda", f"it runs on CUDA devices, the tensors are on {device.type!r}"),

@@ -117,11 +117,9 @@ class ReferenceKernel:
         do_THV, q_THD, o_THV, lse_TH, k_TKD, v_TKV = pools
         wide = choose_accumulation_dtype(q_THD.dtype)
         heads, key_heads = q_THD.shape[1], k_TKD.shape[1]
-        dq_THD, dk_TKD, dv_TKV = (
-            torch.zeros_like(q_THD),
-            torch.zeros_like(k_TKD, dtype=wide),
-            torch.zeros_like(v_TKV, dtype=wide),
-        )
+        dq_THD = torch.zeros_like(q_THD)
+        dk_TKD = torch.zeros_like(k_TKD, dtype=wide)
+        dv_TKV = torch.zeros_like(v_TKV, dtype=wide)
         for chunk in _cut_chunks(tasks, heads, scores):
             q_KGD, o_KGV, do_KGV = (
                 _group_heads(x[chunk.rows], key_heads, wide) for x in (q_THD, o_THV, do_THV)

@@ -91,7 +91,8 @@ def compile_failure_reason(kernel: Kernel, case: Case) -> str | None:
 
 @lru_cache(maxsize=256)
 def _compile_once(kernel: Kernel, case: Case, _deterministic: bool) -> str | None:
-    started, before = time.perf_counter(), _count_compiled_functions()
+    started = time.perf_counter()
+    before = _count_compiled_functions()
     _logger.info(
         "kernel %r compiles its variants for %s, on all ranks at once", kernel.name, _describe(case)
     )

@@ -182,12 +182,14 @@ class VarlenKernel:
         """See `Kernel.forward`."""
         check_pools(pools, tasks)
         q_THD, k_TKD, v_TKV = pools
-        value_width, width = v_TKV.shape[2], self._choose_width(q_THD, v_TKV)
+        value_width = v_TKV.shape[2]
+        width = self._choose_width(q_THD, v_TKV)
         padded = Operands(pad_last(q_THD, width), pad_last(k_TKD, width), pad_last(v_TKV, width))
         calls = self._get_calls(tasks, pools)
         if len(calls) == 1 and calls[0].rows.is_whole(q_THD):
             # Packed documents lie in the order of the call.
-            call, keys = calls[0], calls[0].keys
+            call = calls[0]
+            keys = calls[0].keys
             taken = (
                 padded
                 if keys.is_whole(k_TKD)
@@ -211,11 +213,9 @@ class VarlenKernel:
         """See `Kernel.backward`."""
         check_pools(pools, tasks)
         do_THV, q_THD, o_THV, lse_TH, k_TKD, v_TKV = pools
-        key_width, value_width, width = (
-            q_THD.shape[2],
-            v_TKV.shape[2],
-            self._choose_width(q_THD, v_TKV),
-        )
+        key_width = q_THD.shape[2]
+        value_width = v_TKV.shape[2]
+        width = self._choose_width(q_THD, v_TKV)
         rows = pad_last(do_THV, width), pad_last(q_THD, width), pad_last(o_THV, width), lse_TH
         padded = Saved(*rows, pad_last(k_TKD, width), pad_last(v_TKV, width))
         calls = self._get_calls(tasks, pools)
@@ -253,7 +253,9 @@ class VarlenKernel:
 
     def _get_calls(self, tasks: TaskBatch, pools: Operands | Saved) -> tuple[_OpCall, ...]:
         """Return the calls of a batch on pools of these lengths, made by the first layer."""
-        device, rows, keys = pools.q_THD.device, len(pools.q_THD), len(pools.k_TKD)
+        device = pools.q_THD.device
+        rows = len(pools.q_THD)
+        keys = len(pools.k_TKD)
         calls: tuple[_OpCall, ...] | None = tasks.derived.get((self, device, rows, keys))
         if calls is None:
             split = self.split(tasks)

@@ -206,7 +206,8 @@ def _make_batch(documents: Documents, size: int) -> TaskBatch:
     row = key = 0
     for slices in documents:
         for start, end in slices:
-            rows, keys = int(end * size) - int(start * size), int(end * size)
+            rows = int(end * size) - int(start * size)
+            keys = int(end * size)
             tasks.append((row, rows, key, keys))
             row += rows
         key += keys
@@ -220,7 +221,8 @@ def time_tasks(
 
     The first batch of a kernel may load or compile code, so its time does not count.
     """
-    rows, keys = sum(tasks.query_length), max(map(add, tasks.key_start, tasks.key_length))
+    rows = sum(tasks.query_length)
+    keys = max(map(add, tasks.key_start, tasks.key_length))
     random = partial(torch.randn, dtype=dtype, device=timer.device)
     q_THD = random(rows, shape.query_heads, shape.head_dim)
     k_TKD, v_TKV = (

@@ -111,7 +111,8 @@ class Findings:
         Args:
             attention: name of the attention that was watched.
         """
-        figures, ranks = self.compute_figures(), len(self.work)
+        figures = self.compute_figures()
+        ranks = len(self.work)
         lines = ["  attention, slowest rank / mean"]
         for name, label in (
             ("documents", "by documents and built-in rates"),
@@ -146,8 +147,10 @@ class Findings:
 
     def _explain_slowest(self) -> str:
         """Name the rank that is slow, and say whether its data or its hardware is different."""
-        rank, hardware = int(self.slowest.argmax()), self.slow_hardware
-        count, expected = self.slowest[rank], self.batches / len(self.slowest)
+        rank = int(self.slowest.argmax())
+        hardware = self.slow_hardware
+        count = self.slowest[rank]
+        expected = self.batches / len(self.slowest)
         text = f"rank {rank}, in {count} of {self.batches} micro-batches"
         if hardware:
             slow = ", ".join(f"rank {n} takes {hardware[n]:.2f} x" for n in list(hardware)[:8])
@@ -167,7 +170,8 @@ def find(facts: Sequence[BatchFacts], per_node: int | None, *, plans: bool) -> F
         per_node: ranks of a node; None if nodes are not told apart.
         plans: whether to plan it, too.
     """
-    first, ranks = facts[0], len(facts)
+    first = facts[0]
+    ranks = len(facts)
     cost = _make_cost(AttentionShape(*first.shape), first.device, first.attention)
     layers = [(replace(cost, window=window), count) for window, count in first.layers]
     work = _sum_work(layers, [fact.lengths for fact in facts])
@@ -234,7 +238,8 @@ def _plan(
     layers: Sequence[tuple[CostModel, int]], lengths: list[list[int]], per_node: int | None
 ) -> tuple[float, float]:
     """Estimate the seconds of the slowest rank in all layers, with messages: as given and dealt."""
-    ranks, config = Ranks(per_node=per_node), DistCAConfig()
+    ranks = Ranks(per_node=per_node)
+    config = DistCAConfig()
     documents = [count for row in lengths for count in row]
     tokens, rest = divmod(sum(documents), len(lengths))
     cost = next((cost for cost, _ in layers if cost.window is None), layers[0][0])

@@ -50,7 +50,8 @@ class Observer:
             end: wait for what the device computes.
         """
         facts = self._watch.take(end=end)
-        part, self._parts = self._parts, self._parts + 1
+        part = self._parts
+        self._parts = self._parts + 1
         with suppress(RuntimeError):  # of a store whose process has ended
             if self._rank:
                 if self._store is not None:
@@ -67,14 +68,16 @@ class Observer:
 
     def take_figures(self) -> dict[str, float]:
         """Return the figures since they were last taken, for a log of rank 0."""
-        findings, self._since = self._since, Findings()
+        findings = self._since
+        self._since = Findings()
         return {name: round(value, 4) for name, value in findings.compute_figures().items()}
 
     def end(self) -> None:
         """Watch no more; say on rank 0 what was found, if any model was seen to train."""
         self.gather(end=True)
         stop_watch(self._watch)
-        ranks, total = len(self._queues), self._total
+        ranks = len(self._queues)
+        total = self._total
         notes = (
             (self._unread, f"  unread    {self._unread} micro-batches: {self._reason}"),
             (
@@ -104,7 +107,8 @@ class Observer:
         if self._store is None and dist.is_available() and dist.is_initialized():
             self._rank, ranks = dist.get_rank(), dist.get_world_size()
             self._store = PrefixStore(self._name, store_of_world())
-            self._queues, self._read = [deque() for _ in range(ranks)], [0] * ranks
+            self._queues = [deque() for _ in range(ranks)]
+            self._read = [0] * ranks
         if len(self._watch) > _MOST_BATCHES:
             self.gather(wait=False)
 
@@ -128,7 +132,8 @@ class Observer:
         unread = next((fact.unread for fact in facts if fact.unread), "")
         self._attention = facts[0].attention
         if unread:
-            self._unread, self._reason = self._unread + 1, self._reason or unread
+            self._unread = self._unread + 1
+            self._reason = self._reason or unread
             return
         per_node = int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
         findings = find(

@@ -72,7 +72,9 @@ class _WatchedBatch:
 
     def to_facts(self) -> BatchFacts:
         """Read documents and times, with a copy from the device."""
-        lengths, unread, tokens = list[int](), "", self.tokens
+        lengths = list[int]()
+        unread = ""
+        tokens = self.tokens
         try:
             if tokens is None:
                 unread = "the model got neither input_ids nor inputs_embeds"
@@ -160,7 +162,8 @@ class Watch:
         self, name: str, function: Callable[..., Any], module: Any, *args: Any, **kwargs: Any
     ) -> Any:
         """Call an attention function of transformers, and time it if it is causal."""
-        batch, tensors = self._open, args[:3]
+        batch = self._open
+        tensors = args[:3]
         if batch is None or not getattr(module, "is_causal", True) or len(tensors) < 3:
             return function(module, *args, **kwargs)
         query, key, value = tensors

@@ -103,7 +103,8 @@ class ModelParts:
         if len(lists) != 1:
             raise _split_error(model, f"it has {len(lists)} lists of layers, not one")
         ((layers_name, layers),) = lists.items()
-        decoder, known = layers_name.rpartition(".")[0], set(layers.parameters())
+        decoder = layers_name.rpartition(".")[0]
+        known = set(layers.parameters())
         before, after = list[str](), list[str]()
         for name, module in model.named_modules():
             parent, _, child = name.rpartition(".")

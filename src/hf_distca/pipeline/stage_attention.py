@@ -154,7 +154,8 @@ class StageAttention(WorkPlanner):
     ) -> torch.Tensor:
         """Make a call of a micro-batch, in its forward or in a recompute."""
         self.group.raise_pending()
-        again, kind = is_in_backward(), LayerKind.from_call(key, inputs, scores)
+        again = is_in_backward()
+        kind = LayerKind.from_call(key, inputs, scores)
         if id(module) not in self.modules:
             raise UnsupportedError(
                 f"{type(module).__name__} computes attention that it did not in the first step."

@@ -46,9 +46,11 @@ def save_pretrained(stage: Stage, directory: str | Path, **kwargs: Any) -> None:
     Raises:
         UnsupportedError: if the model has several adapters.
     """
-    folder, model = Path(directory), stage.unwrapped
+    folder = Path(directory)
+    model = stage.unwrapped
     # Of sharded ones, all copies together.
-    adapted, weights = has_adapters(model.model), _collect_weights(model)
+    adapted = has_adapters(model.model)
+    weights = _collect_weights(model)
     if adapted:
         weights = select_adapter_weights(model.model, weights)
     parts = [folder / f".stage-{number}" for number in range(model.stages)]
@@ -115,7 +117,8 @@ def _merge_adapters(folder: Path, parts: Sequence[Path]) -> None:
 def _merge_shards(folder: Path, parts: Sequence[Path]) -> None:
     """Merge the files of all stages into one checkpoint."""
     shards = [shard for part in parts for shard in sorted(part.glob("*.safetensors"))]
-    weight_map, total = dict[str, str](), 0
+    weight_map = dict[str, str]()
+    total = 0
     for number, shard in enumerate(shards, 1):
         name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         with shard.open("rb") as opened:  # it begins with the size of its header

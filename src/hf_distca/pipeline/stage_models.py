@@ -85,10 +85,12 @@ class StageModel(torch.nn.Module):
                 f"layers={list(layers)} must be at least 1 for each stage, {len(parts.layers)} in"
                 " all."
             )
-        self.stage, self.stages = stage, len(layers)
+        self.stage = stage
+        self.stages = len(layers)
         self.tied = parts.tied if tied is None else tied
         self.facts = _collect_shared_facts(model, parts, layers, tied=self.tied)
-        begin, end = sum(layers[:stage]), sum(layers[: stage + 1])
+        begin = sum(layers[:stage])
+        end = sum(layers[: stage + 1])
         for number, layer in enumerate(parts.layers):
             if not begin <= number < end:
                 kind = Gate if number in (begin - 1, end) else SkippedLayer

@@ -138,7 +138,9 @@ def _find_kinds(stage: Stage, session: Session) -> tuple[dict[int, LayerKind], t
     """Find the kinds of a stage's calls of attention, by module, and the dtype of its output, from
     a forward of a few tokens.
     """
-    model, device, finder = stage.unwrapped, stage.device, LayerKindRecorder(session)
+    model = stage.unwrapped
+    device = stage.device
+    finder = LayerKindRecorder(session)
     positions = torch.arange(_TOKENS, device=device)[None]
     inputs = positions  # as token ids, on the first stage
     if not stage.is_first:

@@ -81,7 +81,8 @@ class Schedule(OneStageSchedule):
                 " hf_distca.pipeline.split made."
             )
         super().__init__(stage, n_microbatches, loss_fn, **kwargs)
-        self.stage, self.figures = stage, list[TickFigures]()
+        self.stage = stage
+        self.figures = list[TickFigures]()
         self._session = current_session()
         self._ranks: tuple[Pipeline, StageAttention] | None = None  # found in the first step
         self._packed: Sequence[PackedDocuments] | None = None
@@ -182,7 +183,8 @@ class Schedule(OneStageSchedule):
                 f"distca_documents are of {len(packed)} micro-batches, and the schedule has"
                 f" {self.micro_batches}."
             )
-        documents, shapes = list[Documents](), set[tuple[int, int]]()
+        documents = list[Documents]()
+        shapes = set[tuple[int, int]]()
         for inputs, arguments, packed_documents in zip(args, kwargs, packed, strict=True):
             if packed_documents is not None:
                 arguments["distca_documents"] = packed_documents
@@ -213,7 +215,8 @@ class Schedule(OneStageSchedule):
         """Plan all ticks: from one announcement, or from dealt shares, which hold all documents, so
         that no rank waits.
         """
-        progress, config = self._session.planner.resume_progress(), self._session.config
+        progress = self._session.planner.resume_progress()
+        config = self._session.config
         shares = [read.dealt_share for read in documents if read.dealt_share is not None]
         are_dealt = len(shares) == len(documents)
         place = f"{name}, {self.micro_batches} micro-batches in {self.stage.num_stages} stages"

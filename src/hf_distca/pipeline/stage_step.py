@@ -71,7 +71,9 @@ class StageStep:
         """Run all ticks."""
         figures, meter, group = [], self.attention.session.meter, self.attention.group
         for tick in self.plans.order:
-            began, seconds, sent = time.perf_counter(), meter.seconds, meter.sent_bytes
+            began = time.perf_counter()
+            seconds = meter.seconds
+            sent = meter.sent_bytes
             with group.report_errors(f"running {self._name_tick(tick)}"):
                 self._send(tick, self._run_tick(tick))
             figures.append(
@@ -95,7 +97,8 @@ class StageStep:
         """
         index = self.stage.stage_index
         number = tick.micro_batches[index]
-        parts, attention = self.plans.list_parts(tick), self.attention
+        parts = self.plans.list_parts(tick)
+        attention = self.attention
         calls = serve_others(parts, partial(attention.serve, backward=tick.backward))
         leaving = None
         if number is not None:
@@ -245,7 +248,8 @@ def sum_tied_gradients(
     yield
     gradient: Any = weight.grad
     local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
-    arriving, peer = torch.empty_like(local), 0 if stage.is_last else stage.num_stages - 1
+    arriving = torch.empty_like(local)
+    peer = 0 if stage.is_last else stage.num_stages - 1
     with group.report_errors(doing := f"adding the gradients of the tied embedding in {name}"):
         tensors = ((dist.isend, local), (dist.irecv, arriving))
         Messages(

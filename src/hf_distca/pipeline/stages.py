@@ -132,7 +132,8 @@ def split(
         ConfigError: if the mesh has several dimensions, the attention is not distca's, the layers
             are not those of the model, or DDP or FSDP have wrapped it already.
     """
-    outer, model = model, unwrap_peft(model)
+    outer = model
+    model = unwrap_peft(model)
     if not isinstance(model, PreTrainedModel):
         raise ConfigError(
             f"split() got a {type(model).__name__}: give it the model of transformers itself, and"
@@ -194,7 +195,9 @@ def from_pretrained(
         auto: Any = AutoModelForCausalLM
         whole = auto.from_config(config, attn_implementation=implementation)
     layers = _choose_layer_counts(whole, mesh, layers)
-    base, tied, stage = type(whole), ModelParts.from_model(whole).tied, mesh.get_local_rank()
+    base = type(whole)
+    tied = ModelParts.from_model(whole).tied
+    stage = mesh.get_local_rank()
     stage_models: list[StageModel] = []
 
     def __init__(self: Any, *args: Any, **more: Any) -> None:  # noqa: N807

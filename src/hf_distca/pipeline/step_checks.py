@@ -84,7 +84,8 @@ def compute_checksum(weight: torch.Tensor | None) -> int:
 
 def check_shares_of_copy(shares: Sequence[DealtShare], pipeline: Pipeline) -> None:
     """Raise `LayoutError` unless shares are those of this rank's copy of the model."""
-    copies, copy = 1 + max(pipeline.copies), pipeline.copies[pipeline.rank]
+    copies = 1 + max(pipeline.copies)
+    copy = pipeline.copies[pipeline.rank]
     for dealt in shares:
         if (dealt.ranks, dealt.rank) != (copies, copy):
             raise LayoutError(

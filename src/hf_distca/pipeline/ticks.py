@@ -90,7 +90,8 @@ def merge_calls(stages: Sequence[Sequence[LayerKind]]) -> list[JointCall]:
     That gives the fewest joint calls where stages have the same kinds of layers in the same order,
     whatever their number; elsewhere it may give more.
     """
-    done, calls = [0] * len(stages), list[JointCall]()
+    done = [0] * len(stages)
+    calls = list[JointCall]()
     while any(count < len(kinds) for count, kinds in zip(done, stages, strict=True)):
         following = [
             kinds[count] if count < len(kinds) else None
@@ -178,7 +179,8 @@ class TickPlans:
         """Return this rank's part in the calls of a tick, in their order."""
         parts = []
         for number, call, inputs in self._iterate_calls(tick):
-            nano, stage = inputs.key.nano, self.pipeline.stages[self.pipeline.rank]
+            nano = inputs.key.nano
+            stage = self.pipeline.stages[self.pipeline.rank]
             own_number = None if inputs.running[stage] is None else call.calls[stage]
             name = (
                 f"attention call {number}{f', nano-batch {nano},' if nano else ''} of {tick} of"
@@ -231,9 +233,11 @@ class TickPlans:
         Each micro-batch is on at most one stage.
         """
         if parts not in self._layouts:
-            ranks, context = list[list[tuple[int, int, int]]](), list[int]()
+            ranks = list[list[tuple[int, int, int]]]()
+            context = list[int]()
             for stage, copy in zip(self.pipeline.stages, self.pipeline.copies, strict=True):
-                part, segments = parts[stage], list[Segment]()
+                part = parts[stage]
+                segments = list[Segment]()
                 context.append(0)
                 if part is not None:
                     segments = self.layouts[part].list_segments(copy)
@@ -250,7 +254,8 @@ class TickPlans:
     def _route(self, inputs: _PlanInputs) -> Route:
         """Return this rank's route of a call, built once."""
         if inputs not in self._routes:
-            plan, config = self._plan(inputs), self.config
+            plan = self._plan(inputs)
+            config = self.config
             waves = Waves.split_plan(
                 plan, inputs.key.shape, config.tile, config.max_transient_bytes, config.head_groups
             )

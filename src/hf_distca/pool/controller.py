@@ -36,7 +36,8 @@ from hf_distca.runtime.group import AttentionGroup, Phase
 
 ASK_SECONDS = 0.2  # between two attempts to find a server
 # That a server has to answer, and may.
-_ANSWER_SECONDS, _ANSWER_BYTES = 30.0, 1 << 16
+_ANSWER_SECONDS = 30.0
+_ANSWER_BYTES = 1 << 16
 # Steps that begin something: as long as it is known, the group that it is of is needed.
 _UNDER_WAY = ("use_plan", "begin_plans")
 
@@ -85,7 +86,8 @@ class PoolController:
 
     def __init__(self) -> None:
         self.groups = [ServedGroup()]
-        self._count, self._forgotten = count(1), deque[str]()
+        self._count = count(1)
+        self._forgotten = deque[str]()
         self._names = dict[int, str]()  # by the id of what is named
         self._configs = WeakKeyDictionary[Planner, DistCAConfig]()  # as announced
         atexit.register(self.end)

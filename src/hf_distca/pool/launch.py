@@ -76,7 +76,8 @@ class LaunchPlace(NamedTuple):
 
     def make_trainer_environment(self) -> dict[str, str]:
         """Return the variables that a launcher would give this process if there were no servers."""
-        rank, size = str(self.node * self.trainers + self.local), str(self.nodes * self.trainers)
+        rank = str(self.node * self.trainers + self.local)
+        size = str(self.nodes * self.trainers)
         return {
             "RANK": rank,
             "WORLD_SIZE": size,
@@ -131,7 +132,8 @@ def serve_launched(number: int, attempt: str, wait_seconds: float, local: int) -
     from hf_distca.borrowed import TCPStore
     from hf_distca.pool.server import serve
 
-    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    host = os.environ["MASTER_ADDR"]
+    port = int(os.environ["MASTER_PORT"])
     store = TCPStore(
         host, port, None, False, timedelta(seconds=wait_seconds), wait_for_workers=False
     )

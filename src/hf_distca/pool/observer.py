@@ -167,21 +167,19 @@ class PoolObserver:
         if world is None and int(os.environ.get("WORLD_SIZE", "1")) > 1:
             return AttentionGroup()  # before ranks have met: this one is alone, as without servers
         if world is None:
-            seconds, rank, ranks = timeout_seconds or _ALONE_SECONDS, 0, 1
+            seconds = timeout_seconds or _ALONE_SECONDS
+            rank = 0
+            ranks = 1
             backend = "nccl" if torch.cuda.is_available() else "gloo"
             store: Store = TCPStore(
                 "0.0.0.0", 0, None, True, timedelta(seconds=seconds), wait_for_workers=False
             )
         else:
-            seconds, rank, ranks = (
-                timeout_seconds or get_timeout(world).total_seconds(),
-                dist.get_rank(),
-                dist.get_world_size(),
-            )
-            backend, store = (
-                dist.get_backend(members if isinstance(members, dist.ProcessGroup) else None),
-                store_of_world(),
-            )
+            seconds = timeout_seconds or get_timeout(world).total_seconds()
+            rank = dist.get_rank()
+            ranks = dist.get_world_size()
+            backend = dist.get_backend(members if isinstance(members, dist.ProcessGroup) else None)
+            store = store_of_world()
         self.controller = PoolController()
         if rank == 0:
             try:
@@ -215,7 +213,8 @@ class PoolObserver:
                 f"torch.distributed was started with a {type(tcp).__name__}, which servers cannot"
                 " reach: start it over TCP, as torchrun and accelerate launch do."
             )
-        deadline, servers = time.monotonic() + self.wait_seconds, self.controller.groups[-1].servers
+        deadline = time.monotonic() + self.wait_seconds
+        servers = self.controller.groups[-1].servers
         published = [
             *(
                 self._find_published(store, number, deadline)

@@ -52,7 +52,8 @@ from hf_distca.runtime.meter import Meter
 _LOOK_SECONDS = 1.0  # between two looks whether another rank has left
 _END_SECONDS = 3.0  # that rank 0, which fails when others do not come, may take to say so
 # That whoever connects has to say what it wants.
-_HANDSHAKE_SECONDS, _HANDSHAKE_BYTES = 5.0, 1 << 16
+_HANDSHAKE_SECONDS = 5.0
+_HANDSHAKE_BYTES = 1 << 16
 _LONGER_SECONDS = 30.0  # that a server may run after rank 0 has ended
 
 
@@ -178,11 +179,9 @@ class Server:
     @property
     def done(self) -> str:
         """Work that it did, in words."""
-        lasted, seconds, sent = (
-            max(time.perf_counter() - self._began, 1e-9),
-            self._meter.seconds,
-            self._meter.sent_bytes / 1e9,
-        )
+        lasted = max(time.perf_counter() - self._began, 1e-9)
+        seconds = self._meter.seconds
+        sent = self._meter.sent_bytes / 1e9
         return (
             f"served {self._served} calls of attention in {self._micro_batches} micro-batches:"
             f" {seconds:.1f} s in kernels of {lasted:.1f} s ({seconds / lasted:.0%}), {sent:.2f} GB"
@@ -249,11 +248,9 @@ class Server:
 
     def use_plan(self, session: str, planned: str) -> _UsedPlan:
         """Use a plan for a micro-batch."""
-        plan, user, planner = (
-            self._known.pop(planned),
-            self._known[session],
-            self._make_planner(session),
-        )
+        plan = self._known.pop(planned)
+        user = self._known[session]
+        planner = self._make_planner(session)
         before = planner.resume_progress().number
         work = WorkPlanner(user).use_plan(Documents(plan.runs), plan, self._group, self._device)
         self._micro_batches += planner.resume_progress().number - before
@@ -364,7 +361,9 @@ def _refusal_reason(
     token: str, device: torch.device, say: Callable[[str], None], asked: Mapping[str, Any]
 ) -> str | None:
     """Return why this server cannot serve a client that sent this greeting; None if it can."""
-    here, there, wanted = version("hf-distca"), asked.get("version"), asked.get("device")
+    here = version("hf-distca")
+    there = asked.get("version")
+    wanted = asked.get("device")
     conditions = (
         (
             hmac.compare_digest(str(asked.get("token", "")).encode(), token.encode()),

@@ -57,7 +57,9 @@ class JsonLineConnection:
         for (level, option), value in _SOCKET_OPTIONS.items():
             connected.setsockopt(level, option, value)
         self.here = connected.getsockname()[0]
-        self._socket, self._seconds, self._came = connected, seconds, bytearray()
+        self._socket = connected
+        self._seconds = seconds
+        self._came = bytearray()
 
     def send(self, word: Any) -> None:
         """Send a word. Raise `OSError` if the other side has ended, or does not read."""
@@ -73,7 +75,8 @@ class JsonLineConnection:
             EOFError, OSError: if the other side has ended.
             ValueError: if it is not JSON, or too long.
         """
-        deadline, read = math.inf if seconds is None else time.monotonic() + seconds, 0
+        deadline = math.inf if seconds is None else time.monotonic() + seconds
+        read = 0
         while (end := self._came.find(b"\n", read)) < 0:
             read = len(self._came)
             if read > most_bytes:

@@ -170,7 +170,8 @@ class _Exchange:
 class _ExchangeStates(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, exchange: _Exchange, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.exchange, ctx.inputs = exchange, len(tensors)
+        ctx.exchange = exchange
+        ctx.inputs = len(tensors)
         held = tensors[: len(exchange.needed)]
         came = exchange.get_received(held)
         return held[0].new_zeros(()), *(torch.cat(pair) for pair in zip(held, came, strict=True))

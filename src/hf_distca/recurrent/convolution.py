@@ -91,7 +91,8 @@ def _convolve_segments(
         return convolve(append_token(x_BCT, 2))[..., :0]
     if len(segments.here) == 1 and not halos:
         return convolve(x_BCT)
-    row, none = list[torch.Tensor](), x_BCT[..., :0]
+    row = list[torch.Tensor]()
+    none = x_BCT[..., :0]
     for index, tokens in enumerate(torch.split(x_BCT, list(segments.lengths), 2)):
         halo = halos.get(index, none)
         row += [pad(halo, (size - halo.shape[2], 0)), tokens]

@@ -169,10 +169,8 @@ def read_options(file: Path | None, changes: Sequence[str], **given: Any) -> Opt
                 Options(**beside).check()
             except DistCAError as error:
                 raise ConfigError(f"{source}: {error}") from error
-            options, settings = (
-                options | beside,
-                settings | {n: v for n, v in (values or {}).items() if n not in names},
-            )
+            options = options | beside
+            settings = settings | {n: v for n, v in (values or {}).items() if n not in names}
         # Children may run in other folders.
         if not is_built_in(settings.get("cost_model", "analytic")):
             settings["cost_model"] = str(Path(settings["cost_model"]).absolute())
@@ -234,7 +232,8 @@ def find_command(command: str) -> Path:
     Raises:
         FileNotFoundError: if there is none.
     """
-    path, is_path = Path(command), os.sep in command
+    path = Path(command)
+    is_path = os.sep in command
     if (is_path or path.suffix == ".py") and path.is_file():
         return path.absolute()
     on_the_path = None if is_path else which(command)

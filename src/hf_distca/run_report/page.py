@@ -115,10 +115,8 @@ def draw_pictures(figures: Figures) -> list[Picture]:
 
 def _draw_seconds(figures: PerRank) -> Picture:
     before, after = figures.measured_before, figures.measured_after
-    longest, sides = (
-        max(*before, *after) or 1.0,
-        {"before": (before, BEFORE), "after": (after, AFTER)},
-    )
+    longest = max(*before, *after) or 1.0
+    sides = {"before": (before, BEFORE), "after": (after, AFTER)}
     rows = {
         rank: [
             [
@@ -147,7 +145,8 @@ def _draw_seconds(figures: PerRank) -> Picture:
 
 def _plan(plan: PlanFigures) -> Picture:
     before, after = plan.per_rank.estimated_before, plan.per_rank.estimated_after
-    longest, ranks = max(*before, *after) or 1.0, _choose_ranks(before, after)
+    longest = max(*before, *after) or 1.0
+    ranks = _choose_ranks(before, after)
     return Picture(
         "plan",
         "The plan of a step",

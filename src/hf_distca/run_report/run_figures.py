@@ -135,8 +135,10 @@ def _sum_up_run(
     """Return the figures of the whole run, and those of each row."""
     known = [_LATER | row.tally for row in rows]
     tallies = [BalanceTotals(**{name: float(row[name]) for name in _TALLY}) for row in known]  # type: ignore[arg-type]
-    whole, runs = sum(tallies, BalanceTotals()), folder.select_rows(RunRow)
-    began, replaced = runs[0].step, runs[-1].replaced_imbalance
+    whole = sum(tallies, BalanceTotals())
+    runs = folder.select_rows(RunRow)
+    began = runs[0].step
+    replaced = runs[-1].replaced_imbalance
     shares = [trace.share for trace in folder.traces if trace.share is not None]
     total = {
         "step_seconds": whole.elapsed_seconds / max(rows[-1].step - began, 1),
@@ -191,10 +193,12 @@ def _choose_plan(folder: RunFolder, plans: Sequence[PlanRow], step: int | None) 
 
 
 def _describe_plan(row: PlanRow) -> PlanFigures:
-    tasks, lengths = [], dict[int, int]()
+    tasks = []
+    lengths = dict[int, int]()
     for part in row.parts:
         plan = Plan.from_json(json.dumps(part.plan))
-        layout, rows = plan.layout, (plan.end - plan.start) * plan.heads
+        layout = plan.layout
+        rows = (plan.end - plan.start) * plan.heads
         for document, end in zip(
             layout.restore_numbers(layout.document).tolist(), layout.end.tolist(), strict=True
         ):

@@ -136,7 +136,8 @@ class AttentionServer:
 
         With `beside` the kernel leaves room for messages.
         """
-        device, backward = pools.q_THD.device, isinstance(pools, Saved)
+        device = pools.q_THD.device
+        backward = isinstance(pools, Saved)
         self.meter.count(kernel_calls=1, backward_calls=int(backward))
         begin = mark_now(device) if self.meter.timed else None
         kernel = leave_room_for_messages(self.kernel) if beside else self.kernel
@@ -365,7 +366,8 @@ class Call:
             return results
         if wave.passing is not None and get_key_rows(results):
             returned = self._send_home(wave, wave.passing, returned)
-        came, begin = self._await_sections(returned, "return"), mark_now(returned.device)
+        came = self._await_sections(returned, "return")
+        begin = mark_now(returned.device)
         queries = len(get_query_rows(results))
         put_rows(get_query_rows(results), wave.queries.runs, came[:queries])
         sums = list(map(wave.add_copies, get_key_rows(results), came[queries:]))
@@ -383,7 +385,8 @@ class Call:
         """Wait for gradients of the keys that this rank forwarded, add them up, and send all
         gradients to the homes.
         """
-        (queries, pools), self._relayed = self._relayed, ([], [])
+        queries, pools = self._relayed
+        self._relayed = ([], [])
         keys = []
         for copies in self._await_sections(returned, "return"):
             pool_TKD, dtype = pools.pop(0)

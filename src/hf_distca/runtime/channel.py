@@ -139,7 +139,8 @@ class Channel:
     def _start_tagged(
         self, transfer: Transfer, receive_bytes: Mapping[int, int], send_bytes: Mapping[int, int]
     ) -> Iterator[dist.Work | None]:
-        group, rank_here = self.process_group, self.process_group.rank()
+        group = self.process_group
+        rank_here = self.process_group.rank()
         received = _split_messages(transfer.received, receive_bytes)
         sent = _split_messages(transfer.sent, send_bytes)
         if rank_here in sent:

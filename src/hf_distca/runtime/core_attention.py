@@ -88,10 +88,8 @@ def compute_core_attention(inputs: Inputs, call: Call) -> torch.Tensor:
         return o_THV
     # Messages are packed as runs of bytes.
     q_THD, k_TKD, v_TKV = (tensor.contiguous() for tensor in inputs[:3])
-    sink_H, inputs = (
-        inputs.sink_H,
-        inputs._replace(q_THD=q_THD, k_TKD=k_TKD, v_TKV=v_TKV, sink_H=None),
-    )
+    sink_H = inputs.sink_H
+    inputs = inputs._replace(q_THD=q_THD, k_TKD=k_TKD, v_TKV=v_TKV, sink_H=None)
     # In ping-pong, the other nano-batch computes while these messages travel.
     anchor = _apply(_Dispatch, call, *inputs)
     yield_to_other_nano_batch()

@@ -205,7 +205,8 @@ class AttentionGroup:
             return cls()
         timeout_seconds = timeout_seconds or get_timeout(None).total_seconds()
         who = members if isinstance(members, Members) else Members.from_group(members)
-        ranks, rank = tuple(sorted(who.ranks)), dist.get_rank()
+        ranks = tuple(sorted(who.ranks))
+        rank = dist.get_rank()
         if rank not in ranks:
             raise ConfigError(
                 f"rank {rank} is not in its attention group {ranks}: pass each rank the group it"

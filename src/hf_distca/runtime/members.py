@@ -54,7 +54,8 @@ class Members:
         Raises:
             ConfigError: if parts would not be equally large.
         """
-        ranks, rank = sorted(self.ranks), dist.get_rank()
+        ranks = sorted(self.ranks)
+        rank = dist.get_rank()
         if size is None or rank not in ranks:
             return self
         if len(ranks) % size:

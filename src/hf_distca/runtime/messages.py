@@ -108,7 +108,8 @@ def split_runs(
     runs: Sequence[RowRun | PoolRun], sections: Sequence[torch.Tensor]
 ) -> Iterator[torch.Tensor]:
     """Cut consecutive sections into the rows of each run. No run is in two of them."""
-    left, rest = iter(sections), 0
+    left = iter(sections)
+    rest = 0
     for run in runs:
         if not rest:
             section = next(left)

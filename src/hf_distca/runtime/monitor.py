@@ -111,10 +111,8 @@ class FailureMonitor:
             timeout_seconds,
             links,
         )
-        self._names, self._named = (
-            {rank: names.get(rank, f"rank {rank}") for rank in ranks},
-            frozenset(names),
-        )
+        self._names = {rank: names.get(rank, f"rank {rank}") for rank in ranks}
+        self._named = frozenset(names)
         self._store = links[-1].get_group_store()
         self._word: str | None = None
         self._found: DistCADesyncError | None = None
@@ -244,12 +242,12 @@ class FailureMonitor:
         self._told += 1
         keys = [f"distca said {self._told} {rank}" for rank in range(len(self.ranks))]
         self._store.set(keys[self._rank], text)
-        deadline, said = (
+        deadline = (
             time.monotonic()
             + self._timeout_seconds
-            - compute_reserved_seconds(self._timeout_seconds),
-            [""] * len(keys),
+            - compute_reserved_seconds(self._timeout_seconds)
         )
+        said = [""] * len(keys)
         for rank, key in enumerate(keys):
             with suppress(RuntimeError):
                 # Not `Store.wait`: no other thread could use the store meanwhile.

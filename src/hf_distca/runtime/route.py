@@ -201,10 +201,8 @@ class Route:
         waves = waves or Waves(plan, np.zeros_like(plan.start))
         local_tasks, shares, local = compute_share(waves, rank)
         groups, moved = waves.plan.layout.groups, waves.plan.moved
-        built, local_wave = (
-            (_make_wave(share, groups) for share in shares),
-            None if local is None else _make_wave(local, groups),
-        )
+        built = (_make_wave(share, groups) for share in shares)
+        local_wave = None if local is None else _make_wave(local, groups)
         return cls(
             _make_batch(local_tasks),
             tuple(built) or (_make_empty_wave(),),
@@ -251,7 +249,8 @@ def _make_wave(share: WaveShare, groups: int) -> Wave:
 
 def _relay(duty: RelayDuty) -> KeyRelay:
     sections, starts, rows, places = duty.pieces
-    pieces, in_pool = map(PoolRun, sections, starts, rows), map(PoolRun, repeat(None), places, rows)
+    pieces = map(PoolRun, sections, starts, rows)
+    in_pool = map(PoolRun, repeat(None), places, rows)
     return KeyRelay(
         tuple(pieces), tuple(in_pool), _read_rows(duty.keys), _read_rows(duty.gradients)
     )

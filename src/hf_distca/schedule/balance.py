@@ -107,10 +107,8 @@ def balance(
     ranks.check_count(layout.world_size)
     # All links are those inside a node.
     if ranks.per_node == layout.world_size and cost.node_bytes_per_second is not None:
-        cost, ranks = (
-            replace(cost, exchange_bytes_per_second=cost.node_bytes_per_second),
-            replace(ranks, per_node=None),
-        )
+        cost = replace(cost, exchange_bytes_per_second=cost.node_bytes_per_second)
+        ranks = replace(ranks, per_node=None)
     ranks = ranks.without_irrelevant_nodes(cost)
     cost = cost.without_unused_window(layout.longest)
     trials = PlanTrials(
@@ -123,7 +121,8 @@ def balance(
     unmoved_load = trials.unmoved_load
     if not config.balance or layout.world_size < 2 or trials.cannot_gain:
         return unmoved_load.plan
-    best, required_seconds = unmoved_load, unmoved_load.slowest_seconds * (1 - config.min_gain)
+    best = unmoved_load
+    required_seconds = unmoved_load.slowest_seconds * (1 - config.min_gain)
     close_part = max(config.min_gain, _CLOSE_PART) if config.min_gain else 0.0
     for strategy in trials.list_strategies():
         if (
@@ -195,12 +194,10 @@ class PlanTrials:
     @cached_property
     def planner(self) -> GreedyPlanner:
         """The greedy planner of the layout."""
-        config, cost, layout, marginal = (
-            self.config,
-            self.cost,
-            self.layout,
-            MarginalCost.from_cost_model(self.cost, self.config.tile),
-        )
+        config = self.config
+        cost = self.cost
+        layout = self.layout
+        marginal = MarginalCost.from_cost_model(self.cost, self.config.tile)
         heads = HeadSplit.find(
             layout, marginal, cost, self.unmoved_load.compute_seconds, config.head_groups
         )
@@ -227,15 +224,11 @@ class PlanTrials:
 
     def list_strategies(self) -> list[_PlanStrategy]:
         """List strategies, those that exchange the least between nodes first."""
-        world_size, node_size, unmoved_load = (
-            self.layout.world_size,
-            self.ranks.per_node,
-            self.unmoved_load,
-        )
-        rate, longest = (
-            self.cost.exchange_bytes_per_second,
-            float(unmoved_load.compute_seconds.max()),
-        )
+        world_size = self.layout.world_size
+        node_size = self.ranks.per_node
+        unmoved_load = self.unmoved_load
+        rate = self.cost.exchange_bytes_per_second
+        longest = float(unmoved_load.compute_seconds.max())
         one_group = [
             _PlanStrategy(
                 self.mean_seconds,
@@ -298,7 +291,8 @@ class PlanTrials:
         """Make the step of moves in groups of so many ranks, where so much of an exchange
         counts.
         """
-        config, marginal = self.config, MarginalCost.from_cost_model(self.cost, self.config.tile)
+        config = self.config
+        marginal = MarginalCost.from_cost_model(self.cost, self.config.tile)
         tolerance = max(
             config.tolerance, _FINEST_TOLERANCE_WITH_EXCHANGE if part else _FINEST_TOLERANCE
         )
@@ -324,7 +318,9 @@ class PlanTrials:
         """
         planner, compute = self.planner, self.unmoved_load.compute_seconds
         group = (self.ranks.per_node if strategy.picks_per_node else None) or len(compute)
-        parts, rows, loads = list(strategy.exchange_parts), list[PlanRows](), list[PlanLoad]()
+        parts = list(strategy.exchange_parts)
+        rows = list[PlanRows]()
+        loads = list[PlanLoad]()
 
         def find_latest(seconds: FloatArray) -> FloatArray:
             return np.asarray(seconds.reshape(-1, group).max(axis=1))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,21 +15,23 @@ _log = logging.getLogger("hf_distca")
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def compile_function(function: F, *, keep: Path | None = None, inside: bool = False) -> F:
+def compile_function(function: F, *, keep: Sequence[str] = (), inside: bool = False) -> F:
     """Compile a function, which may call only compiled functions.
 
     Divisions by zero behave as in numpy.
 
     Args:
         function: to be compiled when it is first called.
-        keep: the function's file, if the machine code is kept for other processes.
+        keep: the sources of the function and of those it calls, if the machine code is kept for
+            other processes.
         inside: whether only compiled functions call it. A way in from Python takes as long to
             compile as the function.
     """
     if keep:
         # numba names what it keeps by this, and otherwise looks at times of files, which copies may
         # share.
-        function.__qualname__ += f"-{hashlib.sha256(keep.read_bytes()).hexdigest()[:16]}"
+        sources = b"".join(Path(source).read_bytes() for source in keep)
+        function.__qualname__ += f"-{hashlib.sha256(sources).hexdigest()[:16]}"
     # Without the GIL, so that plans can be made beside training. The arrays outlive the call, so
     # nothing counts references.
     options: dict[str, Any] = {
@@ -40,7 +42,7 @@ def compile_function(function: F, *, keep: Path | None = None, inside: bool = Fa
         "no_cpython_wrapper": inside,
     }
     try:
-        machine_code: F = numba.njit(cache=keep is not None, **options)(function)
+        machine_code: F = numba.njit(cache=bool(keep), **options)(function)
     except RuntimeError:
         _log.warning(
             "numba finds no folder that it can write to, so every process compiles the moves of the"

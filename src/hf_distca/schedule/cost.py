@@ -33,7 +33,7 @@ import numpy.typing as npt
 
 from hf_distca.errors import ConfigError
 from hf_distca.schedule.layout import FloatArray
-from hf_distca.schedule.moves import count_task_work
+from hf_distca.schedule.slice_cost import count_task_work
 
 # What a device may be like; beyond, sums of seconds are infinite, and their ratios are no numbers.
 MIN_RATE = 1.0  # a second
@@ -391,7 +391,8 @@ class CostModel:
         read, pairs = count_task_work(
             n, m, self.tile, ALL_KEYS if self.window is None else self.window
         )
-        tasks, flops = np.ones(n.shape), pairs * (self.shape.pair_flops * np.asarray(heads))
+        tasks = np.ones(n.shape)
+        flops = pairs * (self.shape.pair_flops * np.asarray(heads))
         rows_moved = n * (self.shape.row_bytes * np.asarray(heads, dtype=np.float64))
         forward = rows_moved * self.forward.row_passes
         backward = (

@@ -164,7 +164,8 @@ def _deal_documents(
         return PlanLoad(plan, cost, overlapped=overlapped, ranks=ranks).slowest_seconds
 
     def deal_to_all() -> Layout:
-        layout, served = make_dealer().deal_to_ranks(), None
+        layout = make_dealer().deal_to_ranks()
+        served = None
         if (
             overlapped
             and len(tokens) > 2
@@ -181,9 +182,9 @@ def _deal_documents(
     if by_nodes is None:
         return deal_to_all()
 
-    end, unmoved = (
-        find_slowest_seconds(by_nodes),
-        PlanLoad(Plan.make_local(by_nodes, cost.window), cost, overlapped=overlapped, ranks=ranks),
+    end = find_slowest_seconds(by_nodes)
+    unmoved = PlanLoad(
+        Plan.make_local(by_nodes, cost.window), cost, overlapped=overlapped, ranks=ranks
     )
     ends = unmoved.compute_seconds if overlapped else unmoved.end_seconds
     # No other layout ends much before what ranks take on average.
@@ -231,8 +232,10 @@ def _choose_half(
         len(length),
     )
     first = np.zeros(len(length), dtype=np.bool_)
-    rooms, loads = [tokens, int(length.sum()) - tokens], [0.0, 0.0]
-    large, small = order[: len(order) - small_count], order[len(order) - small_count :]
+    rooms = [tokens, int(length.sum()) - tokens]
+    loads = [0.0, 0.0]
+    large = order[: len(order) - small_count]
+    small = order[len(order) - small_count :]
     reserve = int(length[small].sum()) // 3
     for document in large.tolist():
         count = int(length[document])
@@ -254,8 +257,10 @@ def _find_closest_subset(lengths: list[int], target: int) -> list[int]:
     sums = list(
         accumulate(lengths, lambda reachable, length: reachable | reachable << length, initial=1)
     )
-    digits, target = f"{sums[-1]:b}"[::-1], max(target, 0)
-    below, above = digits.rfind("1", 0, target + 1), digits.find("1", target)
+    digits = f"{sums[-1]:b}"[::-1]
+    target = max(target, 0)
+    below = digits.rfind("1", 0, target + 1)
+    above = digits.find("1", target)
     total = below if above < 0 or target - below <= above - target else above
     chosen = []
     for index in range(len(lengths) - 1, -1, -1):
@@ -297,7 +302,8 @@ def _check_arguments(
             " limit is 2**32."
         )
     tokens = [given] * ranks if type(given) is int else by_rank
-    total, expected = sum(length.tolist()), sum(tokens)
+    total = sum(length.tolist())
+    expected = sum(tokens)
     if total != expected or len(tokens) != ranks:
         raise LayoutError(
             f"{len(length)} documents have {total} tokens, {ranks} ranks with {tokens_per_rank}"

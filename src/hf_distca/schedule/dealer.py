@@ -30,7 +30,7 @@ import numpy as np
 
 from hf_distca.schedule.cost import CostModel, MarginalCost
 from hf_distca.schedule.layout import IntArray, Layout, mark_changes
-from hf_distca.schedule.moves import estimate_slice_seconds
+from hf_distca.schedule.slice_cost import estimate_slice_seconds
 
 # Parts of the mean seconds of a rank: what documents take that only fill up ranks; and how much
 # more than a whole number of ranks a wide document may take.
@@ -55,7 +55,8 @@ class DealtPiece(NamedTuple):
 def _divide_tokens(length: int, rooms: list[int], tile: int) -> list[int]:
     """Divide tokens among ranks, in proportion to the rooms and in whole tiles where possible."""
     tokens: list[int] = []
-    scale, target = length / sum(rooms), 0.0
+    scale = length / sum(rooms)
+    target = 0.0
     for room in rooms:
         target += room * scale
         count = max(int(target / tile + 0.5) * tile - sum(tokens), 0)
@@ -115,11 +116,9 @@ class Dealer:
             # Attention that costs nothing a pair is as long as its tokens are many: pairs decide
             # then.
             cost = replace(CostModel.make_of_pairs(cost.shape), window=cost.window)
-        self.length, self.marginal, self.tile = (
-            length,
-            MarginalCost.from_cost_model(cost, tile),
-            tile,
-        )
+        self.length = length
+        self.marginal = MarginalCost.from_cost_model(cost, tile)
+        self.tile = tile
         self.seconds = cost.estimate_seconds(length, length)
         self.tokens, self._seconds = length.tolist(), self.seconds.tolist()
         self.documents = documents[np.argsort(-length[documents], kind="stable")]
@@ -129,7 +128,8 @@ class Dealer:
         # Which rank has all of a document, or -1: so many tuples would make Python look for
         # garbage, in all there is.
         self.home = [-1] * len(length)
-        ranks, key_seconds = len(self.room), 0.0 if overlapped else cost.key_seconds
+        ranks = len(self.room)
+        key_seconds = 0.0 if overlapped else cost.key_seconds
         self.key_travel_seconds = cost.key_seconds
         self.all_ranks = _RankGroup(0, ranks, per_node, key_seconds)
         node_key_seconds = min(
@@ -154,11 +154,11 @@ class Dealer:
         Returns None if such documents have most of the seconds: the others could not make nodes
         even.
         """
-        nodes, size, documents = len(self.nodes), self.all_ranks.per_node, self.documents
-        fair_seconds, max_tokens = (
-            math.fsum(self.seconds[documents].tolist()) / nodes,
-            int(self._sum_by_node(self.room).max()),
-        )
+        nodes = len(self.nodes)
+        size = self.all_ranks.per_node
+        documents = self.documents
+        fair_seconds = math.fsum(self.seconds[documents].tolist()) / nodes
+        max_tokens = int(self._sum_by_node(self.room).max())
         is_wide = (self.seconds[documents] > fair_seconds) | (self.length[documents] > max_tokens)
         if (
             math.fsum(self.seconds[documents[is_wide]].tolist())
@@ -169,10 +169,8 @@ class Dealer:
         documents = documents[~is_wide]
         work = self._sum_by_node(self.work)
         level = (math.fsum(work.tolist()) + math.fsum(self.seconds[documents].tolist())) / nodes
-        places, home = (
-            _Receivers(0, self._sum_by_node(self.room).tolist(), (level - work).tolist()),
-            [-1] * len(self.tokens),
-        )
+        places = _Receivers(0, self._sum_by_node(self.room).tolist(), (level - work).tolist())
+        home = [-1] * len(self.tokens)
         cut: list[list[DealtPiece]] = [[] for _ in self.nodes]
         for piece in fill_rooms(
             self._place_all_documents(documents, level, places, home), places.tokens
@@ -196,7 +194,9 @@ class Dealer:
         Returns:
             The layout; None without such documents.
         """
-        ranks, documents, most_tokens = len(self.room), self.documents, int(self.room.max())
+        ranks = len(self.room)
+        documents = self.documents
+        most_tokens = int(self.room.max())
         mean = math.fsum(self.seconds[documents].tolist()) / ranks
         is_late = self.length[documents] * self.key_travel_seconds > mean
         if not is_late.any():
@@ -225,7 +225,8 @@ class Dealer:
         self, group: _RankGroup, documents: IntArray, cut: Sequence[DealtPiece] = ()
     ) -> None:
         """Deal documents, the longest first, and then pieces of others, to the ranks of a group."""
-        group_ranks, size = slice(group.first, group.last), group.last - group.first
+        group_ranks = slice(group.first, group.last)
+        size = group.last - group.first
         # The mean of ranks, with the documents that they are to get.
         level = max(
             math.fsum(self.work[group_ranks].tolist() + self.seconds[documents].tolist()) / size,
@@ -253,7 +254,8 @@ class Dealer:
         Returns:
             Seconds that ranks take to receive keys.
         """
-        tokens, keys = max(int(self.room[group.first : group.last].max()), 1), 0
+        tokens = max(int(self.room[group.first : group.last].max()), 1)
+        keys = 0
         for document in documents.tolist():
             parts = max(
                 -(-self.tokens[document] // tokens),
@@ -276,7 +278,8 @@ class Dealer:
         length = self.tokens[document]
         head, tail, received = 0, length, 0
         for rank, part in zip(ranks, _divide_tokens(length, rooms, self.tile), strict=True):
-            front, back = part // 2, part - part // 2
+            front = part // 2
+            back = part - part // 2
             tail -= back
             for start, size in ((head, front), (tail, back)):
                 if size:
@@ -301,7 +304,8 @@ class Dealer:
         share = -(-length // parts)
         # Work that differs by what rounds off is equal: then the emptiest.
         group_ranks = slice(group.first, group.last)
-        work, rooms = np.round(self.work[group_ranks] / level, 3), self.room[group_ranks]
+        work = np.round(self.work[group_ranks] / level, 3)
+        rooms = self.room[group_ranks]
         room, nodes = rooms.reshape(-1, group.per_node), work.reshape(-1, group.per_node)
         candidates = np.arange(len(work))
         # Nodes in which enough ranks have room for a part; if there is none, those with room for
@@ -392,7 +396,8 @@ class Dealer:
     def _build_layout(self) -> Layout:
         """Merge all pieces into a layout, in order of ranks, documents and positions."""
         home = np.array(self.home, dtype=np.int64)
-        whole, cut = np.flatnonzero(home >= 0), np.array(self.pieces, dtype=np.int64).reshape(-1, 4)
+        whole = np.flatnonzero(home >= 0)
+        cut = np.array(self.pieces, dtype=np.int64).reshape(-1, 4)
         rows = np.concatenate(
             [np.column_stack([home[whole], whole, np.zeros_like(whole), self.length[whole]]), cut]
         )

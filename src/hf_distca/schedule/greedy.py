@@ -165,17 +165,16 @@ class GreedyPlanner:
             unmoved_pieces.end, np.where(unmoved_pieces.heads < 1, *self.movable_ends)
         )
         pieces = unmoved_pieces._replace(start=unmoved_pieces.start.copy(), end=movable.copy())
-        ledger, count = _make_ledger(self.layout, segment, unmoved_pieces, capacity), 0
+        ledger = _make_ledger(self.layout, segment, unmoved_pieces, capacity)
+        count = 0
         for step in steps:
             loads, order = self._prepare_loads(step, seconds)
             count = make_moves(pieces, step.marginals, loads, ledger, (order, count))
             if count < 0:
                 return None
         moves = ledger.moves[:count]
-        left, stayed = (
-            np.flatnonzero(pieces.start < pieces.end),
-            np.flatnonzero(movable < unmoved_pieces.end),
-        )
+        left = np.flatnonzero(pieces.start < pieces.end)
+        stayed = np.flatnonzero(movable < unmoved_pieces.end)
         return PlanRows(
             np.concatenate([moves[:, PIECE], left, stayed]),
             np.concatenate(
@@ -199,16 +198,12 @@ class GreedyPlanner:
         """Return seconds of ranks before a step and the levels to end at; and the order in which
         they give.
         """
-        speeds, size, node = (
-            self.speeds,
-            step.size // step.per_node,
-            np.arange(len(seconds)) // step.per_node,
-        )
+        speeds = self.speeds
+        size = step.size // step.per_node
+        node = np.arange(len(seconds)) // step.per_node
         node_speed = np.bincount(node, weights=speeds).astype(np.float64)
-        node_seconds, can_serve = (
-            np.bincount(node, weights=seconds * speeds) / node_speed,
-            np.bincount(node, weights=self.can_serve) > 0,
-        )
+        node_seconds = np.bincount(node, weights=seconds * speeds) / node_speed
+        can_serve = np.bincount(node, weights=self.can_serve) > 0
         groups = (slice(first, first + size) for first in range(0, len(node_seconds), size))
         levels = [
             Levels(0.0, 0.95 * step.cap, 0.97 * step.cap, step.cap)
@@ -217,10 +212,8 @@ class GreedyPlanner:
             for g in groups
         ]
         high = np.repeat([of_group.high for of_group in levels], size)
-        excess, total_work = (
-            _sum_groups(np.maximum(node_seconds - high, 0.0) * node_speed, size),
-            _sum_groups(node_seconds * node_speed, size),
-        )
+        excess = _sum_groups(np.maximum(node_seconds - high, 0.0) * node_speed, size)
+        total_work = _sum_groups(node_seconds * node_speed, size)
         loads = RankLoads(
             seconds,
             speeds,
@@ -281,9 +274,12 @@ class GreedyPlanner:
 
         Neighbours on one server become one task.
         """
-        layout, parts = self.layout, self.heads.groups + 1
+        layout = self.layout
+        parts = self.heads.groups + 1
         segment, pieces = self.pieces
-        home, place, group = layout.rank[segment], layout.place[segment], pieces.number % parts
+        home = layout.rank[segment]
+        place = layout.place[segment]
+        group = pieces.number % parts
         # A document of which no group is moved is not split.
         split_mask = np.zeros(len(layout.documents), dtype=np.bool_)
         split_mask[
@@ -336,7 +332,8 @@ def _make_ledger(layout: Layout, segment: IntArray, pieces: QueryPieces, capacit
     shared_pieces = shared_pieces[
         np.lexsort((pieces.end[shared_pieces], pieces.number[shared_pieces]))
     ]
-    number, count = pieces.number[shared_pieces], len(shared_pieces)
+    number = pieces.number[shared_pieces]
+    count = len(shared_pieces)
     holders = np.empty((count + capacity, 3), dtype=np.int64)
     holders[:count] = np.column_stack(
         [

@@ -118,10 +118,8 @@ def choose_grid(
         longest: rows of the longest document, whose last rows take longest.
         tolerated_seconds: seconds by which ranks may differ from their mean.
     """
-    grid, max_slice_seconds = (
-        marginal.grid,
-        _TOLERANCES_PER_SLICE * min(heads.groups, _USUAL_GROUPS) * tolerated_seconds,
-    )
+    grid = marginal.grid
+    max_slice_seconds = _TOLERANCES_PER_SLICE * min(heads.groups, _USUAL_GROUPS) * tolerated_seconds
     while (
         grid < _LONG_TILES * marginal.tile
         and marginal.key > _KEY_SECONDS_PART * marginal.pair * grid

@@ -126,11 +126,9 @@ class Layout:
 
     def _build_index(self, counts: IntArray) -> dict[str, Any]:
         """Derive the other attributes from the columns; `counts` are the segments of each rank."""
-        length, end, rank = (
-            self.length,
-            self.start + self.length,
-            np.repeat(np.arange(len(counts)), counts),
-        )
+        length = self.length
+        end = self.start + self.length
+        rank = np.repeat(np.arange(len(counts)), counts)
         # Head groups of a document follow each other and are the same tokens.
         is_repeated_group = self._find_head_group(self.document) > 1
         tokens = np.append(0, np.cumsum(np.where(is_repeated_group, 0, length)))
@@ -151,10 +149,8 @@ class Layout:
             )
         starts_run = mark_changes(document, rank[order], token[order] - start)
         place, run = np.empty_like(order), np.empty_like(order)
-        place[order], run[order] = (
-            np.cumsum(starts_document) - 1,
-            start[starts_run][np.cumsum(starts_run) - 1],
-        )
+        place[order] = np.cumsum(starts_document) - 1
+        run[order] = start[starts_run][np.cumsum(starts_run) - 1]
         return {
             "longest": int(end.max(initial=0)),
             "is_scattered": bool((starts_run & ~starts_document).any()),

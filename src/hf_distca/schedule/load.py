@@ -139,7 +139,8 @@ class PlanLoad:
         exchanges.
         """
         if self.waves is None or self.waves.bytes is None:
-            plan, is_exchanged = self.plan, self.plan.layout.has_many_ranks.copy()
+            plan = self.plan
+            is_exchanged = self.plan.layout.has_many_ranks.copy()
             is_exchanged[plan.place[plan.home != plan.server]] = True
             return plan.list_key_transfers(np.flatnonzero(is_exchanged[plan.place]))
         plan, number, ranks = self.waves.plan, self.waves.number, self.plan.layout.world_size
@@ -150,7 +151,8 @@ class PlanLoad:
     @cached_property
     def traffic(self) -> Traffic:
         """All traffic: query rows, then keys, in the first hop or in the second."""
-        plan, layout = self.plan, (self.waves or self).plan.layout
+        plan = self.plan
+        layout = (self.waves or self).plan.layout
         sent = with_sending_ranks(self.needed_keys, plan.relays)
         moved = np.flatnonzero(plan.home != plan.server)
         rows = ((plan.end - plan.start) * plan.heads)[moved]
@@ -199,7 +201,8 @@ class PlanLoad:
         """Return the bytes that ranks send and receive, given the bytes of a query row and of a
         key.
         """
-        traffic, per_node = self.traffic, self.ranks.per_node or 1
+        traffic = self.traffic
+        per_node = self.ranks.per_node or 1
         amount = traffic.query_tokens * query_bytes + traffic.key_tokens * key_bytes
         is_intra_node = traffic.source // per_node == traffic.server // per_node
         return NodeBytes(

@@ -15,21 +15,22 @@ with it.
 
 All ranks make the same moves: this is IEEE double arithmetic in the order in which it is written.
 numba compiles the loop when it is first called, and keeps the machine code beside the source or in
-the user's cache, under a name with a hash of this file. If numba is told to compile nothing, the
+the user's cache, under a name with a hash of the sources. If numba is told to compile nothing, the
 loop runs in Python, and makes the same moves.
 """
 
 from __future__ import annotations
 
 import math
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
+from hf_distca.schedule import slice_cost
 from hf_distca.schedule.compiled import compile_function, compile_inner
 from hf_distca.schedule.layout import BoolArray, FloatArray, IntArray
+from hf_distca.schedule.slice_cost import estimate_slice_seconds, find_tail_start
 
 if TYPE_CHECKING:
-    from hf_distca.schedule.cost import MarginalCost  # which counts with `count_task_work`
+    from hf_distca.schedule.cost import MarginalCost  # which counts with `slice_cost`
 
 # Places in `RankLoads.levels`: the edges of the tolerated band, and where ranks outside it should
 # end.
@@ -162,77 +163,13 @@ class _Move(NamedTuple):
     keys: int
 
 
-def count_task_work(rows: Any, keys: Any, tile: int, window: int) -> tuple[Any, Any]:
-    """Count keys that tasks read, and query-key pairs that they compute: in whole
-    kernel tiles, with the keys behind a row in its own.
-
-    Args:
-        rows: query rows; numbers or arrays, like the results.
-        keys: position after the last of them, which sees as many keys, or the last `window` of
-            them.
-        tile: rows of a kernel tile.
-        window: keys that a row sees, its own included; 2**62 for all.
-    """
-    tiled = -(-rows // tile) * tile
-    # Rows that see a whole window, and those before them, which see all there is.
-    # No `numpy.maximum`: of numbers, numba takes long to compile it.
-    rest = rows - (keys - window) * (keys > window)
-    rest = rest * (rest > 0)
-    full, unseen = rows - rest, keys - rows - (window - 1)
-    pairs = 1.0 * full * window + rest * (keys - full - (rest - 1) / 2)
-    return keys - unseen * (unseen > 0), pairs * (tiled / (rows + (rows == 0))) + tiled * (
-        tile - 1
-    ) / 2
-
-
-_count_task_work = compile_function(count_task_work)
-
-
-@compile_function
-def estimate_slice_seconds(marginal: MarginalCost, heads: float, start: int, end: int) -> float:
-    """Return the seconds of query rows [start, end) of a document, 0 if there are none."""
-    if start >= end:
-        return 0.0
-    read, pairs = _count_task_work(end - start, end, marginal.tile, marginal.window)
-    return float(
-        marginal.task
-        + heads * (marginal.row * (end - start) + marginal.key * read + marginal.pair * pairs)
-    )
-
-
-@compile_function
-def find_tail_start(
-    marginal: MarginalCost, heads: float, start: int, end: int, target: float, max_seconds: float
-) -> int:
-    """Return the start of the tail of rows [start, end) that is nearest to `target` seconds, up to
-    `max_seconds`, or the shortest; `start`, for all rows, if no multiple of the grid lies between.
-    """
-    grid = marginal.grid
-    # At last, `first` takes no more than `target`.
-    first, last = start // grid + 1, (end - 1) // grid
-    if first > last:
-        return start
-    while first < last:
-        middle = (first + last) // 2
-        if estimate_slice_seconds(marginal, heads, middle * grid, end) > target:
-            first = middle + 1
-        else:
-            last = middle
-    before = max((first - 1) * grid, start)
-    more = estimate_slice_seconds(marginal, heads, before, end)
-    if more <= max_seconds and more - target < target - estimate_slice_seconds(
-        marginal, heads, first * grid, end
-    ):
-        return before
-    return first * grid
-
-
 @compile_inner
 def _compute_deficit(loads: RankLoads, rank: int) -> float:
     """Compute the seconds of work that a rank lacks to the lower level; between nodes, as far as
     its node does, too.
     """
-    level, node = loads.levels[LOW], rank // loads.per_node
+    level = loads.levels[LOW]
+    node = rank // loads.per_node
     return float(
         min(
             (level - loads.seconds[rank]) * loads.speed[rank],
@@ -246,7 +183,8 @@ def _compute_excess(loads: RankLoads, rank: int, place: int) -> float:
     """Compute the seconds of work that a rank has above a level; between nodes, as far as its node
     does, too.
     """
-    level, node = loads.levels[place], rank // loads.per_node
+    level = loads.levels[place]
+    node = rank // loads.per_node
     return float(
         min(
             (loads.seconds[rank] - level) * loads.speed[rank],
@@ -312,10 +250,8 @@ def _cut_slice(
     )
     removable = home_seconds - send_seconds * (end - start)
     scale = server_seconds / removable if removable > 0 else 0.0
-    max_seconds, target = (
-        min(candidate.max_excess * scale, candidate.room),
-        min(min(candidate.excess * scale, candidate.room), candidate.deficit),
-    )
+    max_seconds = min(candidate.max_excess * scale, candidate.room)
+    target = min(min(candidate.excess * scale, candidate.room), candidate.deficit)
     x, y, removed, added, byte_cost = start, end, 0.0, 0.0, math.inf
     if target <= 0:
         return _Slice(x, y, removed, added, byte_cost)
@@ -341,10 +277,8 @@ def _cut_slice(
             break
         if x == start or target < candidate.min_target:
             break
-        x, y = (
-            start,
-            find_tail_start(server_cost, heads, start, end, server_seconds - target, math.inf),
-        )
+        x = start
+        y = find_tail_start(server_cost, heads, start, end, server_seconds - target, math.inf)
         # Where they are more than may go, up to the line of the grid before.
         y = (
             y
@@ -352,6 +286,21 @@ def _cut_slice(
             else max((y - 1) // server_cost.grid * server_cost.grid, start)
         )
     return _Slice(x, y, removed, added, byte_cost)
+
+
+@compile_inner
+def _make_candidate(
+    loads: RankLoads, source: int, server: int, excess: float, leeway: float
+) -> _MoveCandidate:
+    """Compute how many seconds a source should give to a server; `leeway` as `_find_best_move` has
+    it.
+    """
+    work, level = loads.seconds, loads.levels
+    highest = max(level[CAP], leeway * (work[source] + work[server]))
+    room = (highest - work[server]) * loads.speed[server]
+    max_excess = room if leeway > 0 else _compute_excess(loads, source, FLOOR)
+    deficit = _compute_deficit(loads, server) if work[server] < level[FLOOR] else math.inf
+    return _MoveCandidate(excess, max_excess, deficit, room, level[CAP] - level[HIGH])
 
 
 @compile_inner
@@ -369,19 +318,18 @@ def _find_best_move(
     below the band. Another server that has keys of a document may get a slice of it instead.
     """
     source, asked_server, target_place, leeway = request
-    work, speed, level, holders = loads.seconds, loads.speed, loads.levels, ledger.holders
-    move, best = _Move(-1, -1, 0), _Slice(0, 0, 0.0, 0.0, math.inf)
+    work, level, holders = loads.seconds, loads.levels, ledger.holders
+    move = _Move(-1, -1, 0)
+    best = _Slice(0, 0, 0.0, 0.0, math.inf)
     looked_at = 0
     # Holders that lack much less than the server that was asked would get slivers, in very many
     # moves.
     excess = _compute_excess(loads, source, target_place)
     enough = MIN_DEFICIT * min(excess, _compute_deficit(loads, asked_server))
     for piece in range(pieces.offsets[source], pieces.offsets[source + 1]):
-        start, end, last = (
-            pieces.start[piece],
-            pieces.end[piece],
-            ledger.last_holder[pieces.number[piece]],
-        )
+        start = pieces.start[piece]
+        end = pieces.end[piece]
+        last = ledger.last_holder[pieces.number[piece]]
         if start >= end:
             continue
         if looked_at >= _MAX_PIECES and move.piece >= 0:
@@ -389,18 +337,17 @@ def _find_best_move(
         row = last
         while row >= 0 and holders[row, RANK] != asked_server:
             row = holders[row, PREVIOUS]
-        server, held = asked_server, holders[row, KEYS] if row >= 0 else 0
-        row, tried, looked_at = last, 0, looked_at + 1
+        server = asked_server
+        held = holders[row, KEYS] if row >= 0 else 0
+        row = last
+        tried = 0
+        looked_at = looked_at + 1
         while server >= 0:
-            room = (max(level[CAP], leeway * (work[source] + work[server])) - work[server]) * speed[
-                server
-            ]
-            max_excess = room if leeway > 0 else _compute_excess(loads, source, FLOOR)
-            deficit = _compute_deficit(loads, server) if work[server] < level[FLOOR] else math.inf
-            candidate = _MoveCandidate(excess, max_excess, deficit, room, level[CAP] - level[HIGH])
+            candidate = _make_candidate(loads, source, server, excess, leeway)
             cut = _cut_slice(marginals, pieces.heads[piece], (start, end), held, candidate)
             if cut.byte_cost < best.byte_cost:
-                move, best = _Move(piece, server, max(held, cut.end)), cut
+                move = _Move(piece, server, max(held, cut.end))
+                best = cut
             server = -1
             while row >= 0 and server < 0 and tried < MAX_HOLDERS:
                 rank, held, row = holders[row, RANK], holders[row, KEYS], holders[row, PREVIOUS]
@@ -415,7 +362,8 @@ def _find_best_move(
                     and loads.can_serve[rank]
                     and loads.group_span[0] <= rank < loads.group_span[1]
                 ):
-                    server, tried = rank, tried + 1
+                    server = rank
+                    tried = tried + 1
     return move, best
 
 
@@ -426,6 +374,40 @@ def _raise_levels(loads: RankLoads, group: int, added_work: float) -> None:
         loads.levels[place] = loads.start_levels[group, place] * (
             1 + added_work / loads.total_work[group]
         )
+
+
+@compile_inner
+def _apply_move(
+    pieces: QueryPieces,
+    loads: RankLoads,
+    ledger: Ledger,
+    chosen: tuple[_Move, _Slice],
+    place: tuple[int, int],
+) -> None:
+    """Take a slice from its piece, note it in the ledger, and update the loads.
+
+    `place` holds the rank that gives the slice, and the number of earlier moves.
+    """
+    move, cut = chosen
+    source, count = place
+    ledger.moves[count, PIECE], ledger.moves[count, SERVER] = move.piece, move.server
+    ledger.moves[count, START], ledger.moves[count, END] = cut.start, cut.end
+    row = len(ledger.holders) - len(ledger.moves) + count
+    number = pieces.number[move.piece]
+    ledger.holders[row, RANK] = move.server
+    ledger.holders[row, KEYS] = move.keys
+    ledger.holders[row, PREVIOUS] = ledger.last_holder[number]
+    ledger.last_holder[number] = row
+    if cut.end < pieces.end[move.piece]:
+        pieces.start[move.piece] = cut.end
+    else:
+        pieces.end[move.piece] = cut.start
+    loads.seconds[source] -= cut.removed / loads.speed[source]
+    loads.seconds[move.server] += cut.added / loads.speed[move.server]
+    home = source // loads.per_node
+    node = move.server // loads.per_node
+    loads.node_seconds[home] -= cut.removed / loads.node_speed[home]
+    loads.node_seconds[node] += cut.added / loads.node_speed[node]
 
 
 @compile_inner
@@ -442,7 +424,6 @@ def _make_group_moves(
     ranks, its number, and the moves so far.
     """
     order, group, count = group_state
-    work, speed, moves, holders = loads.seconds, loads.speed, ledger.moves, ledger.holders
     # Nothing is divided by 0.
     removed, added_work = 1e-30, 0.0
     # First ranks above the band give, at levels that rise as if all excess were moved at the rate
@@ -471,28 +452,13 @@ def _make_group_moves(
                         break
                     leeway = 0.5
                     continue
-                if count == len(moves):
+                if count == len(ledger.moves):
                     return -1
-                row, number = len(holders) - len(moves) + count, pieces.number[move.piece]
-                moves[count, PIECE], moves[count, SERVER] = move.piece, move.server
-                moves[count, START], moves[count, END] = cut.start, cut.end
-                holders[row, RANK], holders[row, KEYS], holders[row, PREVIOUS] = (
-                    move.server,
-                    move.keys,
-                    ledger.last_holder[number],
-                )
-                ledger.last_holder[number] = row
-                if cut.end < pieces.end[move.piece]:
-                    pieces.start[move.piece] = cut.end
-                else:
-                    pieces.end[move.piece] = cut.start
-                leeway, count = 0.0, count + 1
-                work[source] -= cut.removed / speed[source]
-                work[move.server] += cut.added / speed[move.server]
-                home, node = source // loads.per_node, move.server // loads.per_node
-                loads.node_seconds[home] -= cut.removed / loads.node_speed[home]
-                loads.node_seconds[node] += cut.added / loads.node_speed[node]
-                removed, added_work = removed + cut.removed, added_work + cut.added - cut.removed
+                _apply_move(pieces, loads, ledger, (move, cut), (source, count))
+                leeway = 0.0
+                count = count + 1
+                removed = removed + cut.removed
+                added_work = added_work + cut.added - cut.removed
                 _raise_levels(loads, group, added_work * max(expected / removed, 1.0))
     return count
 
@@ -520,7 +486,8 @@ def _make_moves(
     """
     order, count = progress
     for group in range(len(loads.excess)):
-        first, last = group * loads.size, (group + 1) * loads.size
+        first = group * loads.size
+        last = (group + 1) * loads.size
         loads.group_span[0], loads.group_span[1] = first, last
         count = _make_group_moves(
             pieces, marginals, loads, ledger, (order[first:last], group, count)
@@ -530,4 +497,4 @@ def _make_moves(
     return count
 
 
-make_moves = compile_function(_make_moves, keep=Path(__file__))
+make_moves = compile_function(_make_moves, keep=(__file__, slice_cost.__file__))

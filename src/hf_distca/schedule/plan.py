@@ -279,22 +279,18 @@ class Plan:
         # order of their ends.
         order = np.argsort(server, kind="stable")
         tasks, server = tasks[order], server[order]
-        layout, place, first, end = (
-            self.layout,
-            self.place[tasks],
-            self.first_key[tasks],
-            self.end[tasks],
-        )
+        layout = self.layout
+        place = self.place[tasks]
+        first = self.first_key[tasks]
+        end = self.end[tasks]
         # Rows that follow each other share a run if the second needs a key that the first needs, or
         # the next one.
         starts_range = mark_changes(server, place)
         starts_range[1:] |= first[1:] > end[:-1]
-        server, place, first, end = (
-            server[starts_range],
-            place[starts_range],
-            first[starts_range],
-            end[np.append(starts_range, True)[1:]],
-        )
+        server = server[starts_range]
+        place = place[starts_range]
+        first = first[starts_range]
+        end = end[np.append(starts_range, True)[1:]]
         run, segment = enumerate_ranges(
             layout.find_segments(place, first), layout.find_segments(place, end - 1) + 1
         )

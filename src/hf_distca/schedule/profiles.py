@@ -169,7 +169,8 @@ class Profile:
             ConfigError: if the window is below 1.
         """
         built_in = CostModel.make_analytic(shape, device_type=self.device)
-        rates, links = self.find_rates(shape), self.between or self.inside
+        rates = self.find_rates(shape)
+        links = self.between or self.inside
         return CostModel(
             shape,
             rates.forward,

@@ -127,7 +127,9 @@ class BalanceState:
         )
         excess = math.fsum(max(seconds - self.start_levels.high, 0.0) for seconds in group_seconds)
         # Nothing is divided by 0.
-        removed, added_work, total_work = 1e-30, 0.0, math.fsum(group_seconds) or 1.0
+        removed = 1e-30
+        added_work = 0.0
+        total_work = math.fsum(group_seconds) or 1.0
         # By document: how many keys ranks have there anyway, in the order in which they came by
         # them.
         self.held_keys: dict[int, dict[int, int]] = defaultdict(dict)
@@ -141,14 +143,16 @@ class BalanceState:
             self.rise = 1 + added_work * max(expected / removed, 1.0) / total_work
             mine = [piece for piece in self.pieces if piece.home == source]
             while move := self.find_next_move(source, mine):
-                piece, holder_keys = move.piece, self.held_keys[move.piece.document]
+                piece = move.piece
+                holder_keys = self.held_keys[move.piece.document]
                 # To the end of the order.
                 holder_keys[move.server] = max(holder_keys.pop(move.server, 0), piece.end)
                 piece.slices.append((move.start, piece.end, move.server))
                 piece.end = move.start
                 self.work[source] -= move.removed
                 self.work[move.server] += move.added
-                removed, added_work = removed + move.removed, added_work + move.added - move.removed
+                removed = removed + move.removed
+                added_work = added_work + move.added - move.removed
                 self.rise = 1 + added_work * max(expected / removed, 1.0) / total_work
 
     def find_next_move(self, source: int, pieces: list[QueryPiece]) -> TailMove | None:
@@ -156,7 +160,8 @@ class BalanceState:
 
         If none fits the levels, a server may get up to half of the work of both.
         """
-        work, levels = self.work, Levels(*(self.rise * level for level in self.start_levels))
+        work = self.work
+        levels = Levels(*(self.rise * level for level in self.start_levels))
         giving_level, target_level = (
             (levels.low, levels.floor) if self.is_filling else (levels.cap, levels.high)
         )
@@ -202,7 +207,8 @@ class BalanceState:
         """
         server_cost, home_cost = self.step.marginals
         levels, heads, end, grid = self.levels, piece.heads, piece.end, home_cost.grid
-        home, filled = self.work[piece.home], self.work[server]
+        home = self.work[piece.home]
+        filled = self.work[server]
         room = max(levels.cap, leeway * (home + filled)) - filled
         max_excess = room if leeway else home - levels.floor
         send, receive = (
@@ -225,7 +231,8 @@ class BalanceState:
         max_seconds = room if leeway else min(max_excess * scale, room)
         if target <= 0:
             return None
-        start, starts = piece.start, range(piece.start // grid * grid + grid, end, grid)
+        start = piece.start
+        starts = range(piece.start // grid * grid + grid, end, grid)
         if starts and server_seconds > target and server_seconds > min(max_seconds, 1.1 * target):
             first = bisect_left(
                 starts, -target, key=lambda start: -apply_formula(server_cost, heads, start, end)

@@ -52,26 +52,24 @@ def with_relay_hops(keys: KeyTransfers, relays: Relays | None) -> tuple[KeyTrans
         return keys, np.full(len(keys.document), -1)
     # The keys of a document that have no relay are its last run. Positions count on from one
     # document to the next.
-    documents, width = (
-        np.union1d(keys.document, relays.document),
-        int(max(relays.end.max(), keys.end.max(initial=0))) + 1,
-    )
+    documents = np.union1d(keys.document, relays.document)
+    width = int(max(relays.end.max(), keys.end.max(initial=0))) + 1
     base, relayed = (
         np.searchsorted(documents, document) * width
         for document in (keys.document, relays.document)
     )
     end = np.append(relayed + relays.end, np.arange(1, len(documents) + 1) * width - 1)
     order = np.argsort(end, kind="stable")
-    end, relay = end[order], np.append(relays.relay, np.full(len(documents), -1))[order]
+    end = end[order]
+    relay = np.append(relays.relay, np.full(len(documents), -1))[order]
     row, run = enumerate_ranges(
         np.searchsorted(end, base + keys.start, side="right"),
         np.searchsorted(end, base + keys.end) + 1,
     )
-    cut, base = KeyTransfers(*(column[row] for column in keys)), base[row]
-    start, end = (
-        np.maximum(cut.start, np.append(0, end)[run] - base),
-        np.minimum(cut.end, end[run] - base),
-    )
+    cut = KeyTransfers(*(column[row] for column in keys))
+    base = base[row]
+    start = np.maximum(cut.start, np.append(0, end)[run] - base)
+    end = np.minimum(cut.end, end[run] - base)
     return cut._replace(start=start, end=end), relay[run]
 
 
@@ -115,11 +113,9 @@ def _choose_relays(load: PlanLoad, other_seconds: FloatArray, unchanged: float) 
     Each forwards in proportion to the seconds that it has left before `unchanged`.
     """
     layout, keys = load.plan.layout, load.needed_keys
-    seconds, place, late = (
-        other_seconds + load.wire_seconds[0],
-        layout.find_places(keys.document),
-        np.zeros_like(layout.has_many_ranks),
-    )
+    seconds = other_seconds + load.wire_seconds[0]
+    place = layout.find_places(keys.document)
+    late = np.zeros_like(layout.has_many_ranks)
     late[place[(keys.source != keys.server) & (seconds[keys.source] > unchanged)]] = True
     if not late.any():
         return None
@@ -137,10 +133,8 @@ def _choose_relays(load: PlanLoad, other_seconds: FloatArray, unchanged: float) 
         + load.cost.key_seconds
         * _count_resent(_select_rows(keys, keys.source != keys.server), layout)
     )
-    weight, place = (
-        np.maximum(spare_seconds, 0.0)[server] / np.bincount(server)[server],
-        np.cumsum(mark_changes(document)) - 1,
-    )
+    weight = np.maximum(spare_seconds, 0.0)[server] / np.bincount(server)[server]
+    place = np.cumsum(mark_changes(document)) - 1
     total = np.bincount(place, weights=weight)[place]
     weight = np.where(np.bincount(place)[place] > 1, np.where(total > 0, weight, 1.0), 0.0)
     return _divide_keys(document, server, key_end, weight)
@@ -177,10 +171,8 @@ def _divide_keys(
         key_end[forwarding],
         place[forwarding],
     )
-    parts, last = (
-        _sum_running(place, weight[forwarding]),
-        np.searchsorted(place, place, side="right") - 1,
-    )
+    parts = _sum_running(place, weight[forwarding])
+    last = np.searchsorted(place, place, side="right") - 1
     end = np.minimum(second, key_end[last])
     # Weights that are lost in the rounding of larger ones before them add up to 0.
     total = np.maximum(parts[last], np.finfo(np.float64).tiny)

@@ -165,10 +165,8 @@ def _compute_wave(
         plan, run_tasks[(plan.server[run_tasks] == rank) | (plan.home[run_tasks] == rank)], groups
     )
     queries = queries._replace(row=queries.row - layout.context_tokens[rank] * groups)
-    keys, pool_tasks = (
-        _TokenRows.select_keys(plan, needed_tasks, rank, relays),
-        queries.select(queries.server == rank),
-    )
+    keys = _TokenRows.select_keys(plan, needed_tasks, rank, relays)
+    pool_tasks = queries.select(queries.server == rank)
     pool = keys.select((keys.server == rank) & np.isin(keys.number, pool_tasks.number))
     in_pool = pool._replace(row=_sum_rows_before(pool.rows))
     direct = pool.relay == rank
@@ -208,10 +206,8 @@ def _compute_wave(
         return wave
     relayed_keys = keys.select((keys.relay == rank) & (keys.server != rank))
     # Each run of the pool is passed on as far as the server needs it that needs most of it.
-    pool_row, relayed_rows = (
-        _find_pool_rows(pool, relayed_keys.number, relayed_keys.start),
-        np.zeros_like(pool.rows),
-    )
+    pool_row = _find_pool_rows(pool, relayed_keys.number, relayed_keys.start)
+    relayed_rows = np.zeros_like(pool.rows)
     np.maximum.at(relayed_rows, pool_row, relayed_keys.rows)
     columns = (section, section_rows, relayed_rows, in_pool.row)
     return wave._replace(
@@ -227,10 +223,8 @@ def _compute_wave(
 
 def _find_pool_rows(pool: _TokenRows, number: IntArray, position: IntArray) -> IntArray:
     """Find the row of a pool that holds the key of each position."""
-    starts_run, width = (
-        mark_changes(pool.number),
-        int(max(pool.start.max(initial=0), position.max(initial=0))) + 1,
-    )
+    starts_run = mark_changes(pool.number)
+    width = int(max(pool.start.max(initial=0), position.max(initial=0))) + 1
     wanted = np.searchsorted(pool.number[starts_run], number) * width + position
     return (
         np.searchsorted((np.cumsum(starts_run) - 1) * width + pool.start, wanted, side="right") - 1
@@ -248,11 +242,9 @@ def _merge_tasks(rows: _TokenRows, place: IntArray, query: IntArray) -> Columns:
     end = rows.start + rows.rows
     starts_run = mark_changes(rows.number, place)
     starts_run[1:] |= rows.start[1:] != end[:-1]
-    start, end, first_key = (
-        rows.start[starts_run],
-        end[np.append(starts_run, True)[1:]],
-        rows.first_key[starts_run],
-    )
+    start = rows.start[starts_run]
+    end = end[np.append(starts_run, True)[1:]]
+    first_key = rows.first_key[starts_run]
     return _to_lists(query[starts_run], end - start, place[starts_run] + first_key, end - first_key)
 
 
@@ -293,7 +285,8 @@ def _number_sections(sender: IntArray, rows: IntArray) -> tuple[IntArray, IntArr
     """
     section = np.unique(np.append(-1, sender), return_inverse=True)[1][1:] - 1
     order = np.argsort(section, kind="stable")
-    before, row = _sum_rows_before(rows[order]), np.empty_like(rows)
+    before = _sum_rows_before(rows[order])
+    row = np.empty_like(rows)
     row[order] = before - before[np.searchsorted(section[order], section[order])]
     return section, row
 

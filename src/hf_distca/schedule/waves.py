@@ -55,7 +55,8 @@ class TransientBytes(NamedTuple):
         """Compute the bytes for an attention shape."""
         wide = max(4, shape.element_bytes)  # log-sum-exps and sums of key gradients
         row = shape.query_bytes + 2 * shape.output_bytes + shape.query_heads * wide
-        key, wide_key = shape.key_value_bytes, shape.key_value_bytes * wide // shape.element_bytes
+        key = shape.key_value_bytes
+        wide_key = shape.key_value_bytes * wide // shape.element_bytes
         # Gradients of copies that are not wide yet become so when they are added up at home.
         return cls(
             2 * row, key + wide_key, row, key + (wide_key if wide > shape.element_bytes else 0)
@@ -201,16 +202,15 @@ def _cut_units(
     Units are numbered in their order, with gaps: servers take turns, and each begins with the first
     of its own.
     """
-    groups, ranks, window = (
-        plan.layout.groups,
-        plan.layout.world_size,
-        ALL_KEYS if plan.window is None else plan.window,
-    )
+    groups = plan.layout.groups
+    ranks = plan.layout.world_size
+    window = ALL_KEYS if plan.window is None else plan.window
     tasks = np.flatnonzero(plan.needs_exchange)
     tasks = tasks[np.argsort(plan.server[tasks], kind="stable")]
     columns = (plan.server, plan.place, plan.heads == 1, plan.start, plan.end)
     rows = zip(*(column[tasks].tolist() for column in columns), tasks.tolist(), strict=True)
-    units, turns = list[tuple[int, int, int, int]](), Counter[int]()
+    units = list[tuple[int, int, int, int]]()
+    turns = Counter[int]()
     group_transient = TransientBytes(*(count // groups for count in transient))
     for (server, _, whole), slices in itertools.groupby(rows, key=itemgetter(0, 1, 2)):
         unit_slices = list(
@@ -242,7 +242,9 @@ def _fill_units(
 
     Slices are given as start, end and task, in order.
     """
-    last, query, key = slices[-1][1], transient.query, transient.key
+    last = slices[-1][1]
+    query = transient.query
+    key = transient.key
     keys = min(last, window + tile)
     if key * keys + query * min(tile, last) > bound:
         # A tile of rows with its keys is more than the bound: that many bytes again for rows, or
@@ -262,7 +264,9 @@ def _fill_units(
                 used += query * (slice_end - start) + key * (slice_end - first)
                 start = keys_end = slice_end
             if start < end:
-                unit, used, keys_end = unit + 1, 0, 0
+                unit = unit + 1
+                used = 0
+                keys_end = 0
 
 
 def _compute_unit_bytes(plan: Plan, unit: IntArray, transient: TransientBytes) -> IntArray:
@@ -276,7 +280,9 @@ def _compute_unit_bytes(plan: Plan, unit: IntArray, transient: TransientBytes) -
         unit: number of the unit of each task, -1 if the task does not travel.
         transient: bytes of a token, of all heads.
     """
-    tasks, ranks, groups = np.flatnonzero(unit >= 0), plan.layout.world_size, plan.layout.groups
+    tasks = np.flatnonzero(unit >= 0)
+    ranks = plan.layout.world_size
+    groups = plan.layout.groups
     unit, rows, home, server = (
         column[tasks] for column in (unit, plan.end - plan.start, plan.home, plan.server)
     )
@@ -285,9 +291,11 @@ def _compute_unit_bytes(plan: Plan, unit: IntArray, transient: TransientBytes) -
         np.where(heads == 1, 1, groups)
         for heads in (plan.heads[tasks], plan.layout.compute_head_fractions(keys.document))
     )
-    tokens, held_by = keys.end - keys.start, np.zeros(int(unit.max(initial=-1)) + 1, dtype=np.int64)
+    tokens = keys.end - keys.start
+    held_by = np.zeros(int(unit.max(initial=-1)) + 1, dtype=np.int64)
     held_by[unit] = server
-    receiver, away = held_by[keys.server], home != server
+    receiver = held_by[keys.server]
+    away = home != server
     sent = keys.source != receiver
     units = np.concatenate([unit, keys.server, unit[away], keys.server[sent]])
     rank = np.concatenate([server, receiver, home[away], keys.source[sent]])
@@ -315,7 +323,8 @@ def _assign_waves(unit_bytes: IntArray, ranks: int, bound: int) -> tuple[IntArra
     bounds = np.flatnonzero(np.diff(units, prepend=-1, append=-1)).tolist()
     # Pages of waves that are not needed are never touched.
     loads = np.zeros((len(bounds), ranks), dtype=np.int64)
-    wave, count = np.zeros(max(len(bounds) - 1, 0), dtype=np.int64), 0
+    wave = np.zeros(max(len(bounds) - 1, 0), dtype=np.int64)
+    count = 0
     for unit, (first, last) in enumerate(itertools.pairwise(bounds)):
         rank, amount = holder[first:last], bytes_[first:last]
         low = max(count - _OPEN_WAVES, 0)

@@ -69,7 +69,8 @@ class Advice:
 
 def advise(setting: Setting, predictions: Sequence[Prediction]) -> Advice:
     """Advise by the predictions of all strategies, made by `simulate` for this setting."""
-    ours, other = find_best(predictions, OURS), find_best_alternative(predictions)
+    ours = find_best(predictions, OURS)
+    other = find_best_alternative(predictions)
     names = ours.strategy if ours else None, other.strategy if other else None
     if ours is None:
         return Advice(

@@ -79,7 +79,9 @@ def share_documents(cost: CostModel, rows: SharedRows, degree: int, hops: int = 
     if cost.window is not None:
         read = np.minimum(read, length + (chunks - 1) * (cost.window - 1.0))
     # As `CostModel.counts`; each key is in one of the calls.
-    tasks, moved, flops = chunks * hops, length * shape.row_bytes * hops, shape.pair_flops * pairs
+    tasks = chunks * hops
+    moved = length * shape.row_bytes * hops
+    flops = shape.pair_flops * pairs
     backward = (
         tasks,
         2 * moved * cost.backward.row_passes + read * shape.backward_key_bytes,
@@ -105,7 +107,8 @@ def share_rows(cost: CostModel, rows: SharedRows, degree: int) -> Directions:
     starts = np.cumsum(length) - length
     cuts = (begins[:, None] + sizes[:, None] * np.arange(2 * degree + 1) // (2 * degree)).ravel()
     edges = np.unique(np.concatenate([starts, cuts]))
-    piece, end = edges[:-1], edges[1:]
+    piece = edges[:-1]
+    end = edges[1:]
     document = np.searchsorted(starts, piece, side="right") - 1
     owner = row[document]
     # A cut rounds down, so the piece that begins at it may seem to lie in the chunk before.
@@ -131,7 +134,8 @@ def _compute_work(
     """Compute the work of rows that `degree` ranks share, from the seconds of attention and of
     waiting of each row in a layer.
     """
-    tokens, nothing = np.repeat(rows.tokens / degree, degree), np.zeros(rows.row_count * degree)
+    tokens = np.repeat(rows.tokens / degree, degree)
+    nothing = np.zeros(rows.row_count * degree)
 
     def compute_layer(cost: CostModel) -> MicroBatchWork:
         attention, exposed = (np.repeat(seconds, degree, axis=1) for seconds in of_rows(cost))
@@ -178,7 +182,8 @@ def _estimate_all_to_all_rate(setting: Setting, degree: int) -> float:
     both links carry at once.
     """
     beside = min(degree, max(setting.ranks_per_node // setting.tensor, 1))
-    away, others = degree - beside, max(degree - 1, 1)
+    away = degree - beside
+    others = max(degree - 1, 1)
     seconds = max(
         away / others / setting.hardware.link_rate,
         (beside - 1) / others / setting.hardware.node_rate,

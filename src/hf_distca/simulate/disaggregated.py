@@ -60,10 +60,8 @@ def compute_moves(setting: Setting, plan: Plan, cost: CostModel, nodes: Ranks) -
     cost, shape, ranks = load.cost, load.cost.shape, plan.layout.world_size
     rows = plan.end - plan.start
     tasks = cost.estimate_directions(rows, plan.end, plan.heads)
-    attention, nothing = (
-        divide_into_calls(cost, sum_by_index(tasks, plan.server, ranks)),
-        np.zeros((2, ranks)),
-    )
+    attention = divide_into_calls(cost, sum_by_index(tasks, plan.server, ranks))
+    nothing = np.zeros((2, ranks))
     pairs = float(load.pairs.sum())
     if not plan.moved:
         return Moves(attention, attention, nothing, nothing, nothing[0], pairs)
@@ -292,7 +290,8 @@ def make_group_candidates(
         return make_candidates(
             setting, [place(setting, lengths, ping_pong=ping_pong) for lengths in batches]
         )
-    group, works = replace(setting, ranks=setting.ranks // count), []
+    group = replace(setting, ranks=setting.ranks // count)
+    works = []
     for lengths in batches:
         parts = share(lengths, count, group.tokens)
         works.append(

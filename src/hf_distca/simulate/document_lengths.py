@@ -63,7 +63,8 @@ class DocumentSource:
         stream = self.stream(np.random.default_rng(self.seed))
         rest = np.zeros(0, dtype=np.int64)
         for _ in range(count):
-            pieces, total = [rest], int(rest.sum())
+            pieces = [rest]
+            total = int(rest.sum())
             while total < tokens:
                 if len(pieces) > _MOST_PIECES:
                     raise LayoutError(
@@ -164,10 +165,8 @@ class _Mixture:
     def make_source(self, longest: int) -> DocumentSource:
         """Make a source of documents of at most `longest` tokens."""
         stretch = longest / 65536
-        short, long = (
-            self._compute_mean(*self.short, side=-1),
-            self._compute_mean(*self.long, side=1) * stretch,
-        )
+        short = self._compute_mean(*self.short, side=-1)
+        long = self._compute_mean(*self.long, side=1) * stretch
         share = self.long_tokens / long / (self.long_tokens / long + (1 - self.long_tokens) / short)
 
         def draw(generator: np.random.Generator) -> FloatArray:
@@ -186,7 +185,8 @@ class _Mixture:
         """Compute the mean of a distribution cut off at the boundary: with `side` 1 it lies above,
         with -1 below.
         """
-        distance, below = side * (mean - math.log(self.boundary)) / width, NormalDist().cdf
+        distance = side * (mean - math.log(self.boundary)) / width
+        below = NormalDist().cdf
         return math.exp(mean + width**2 / 2) * below(distance + side * width) / below(distance)
 
 

@@ -164,7 +164,9 @@ def find_hardware(name: str, kernel: str | None = None) -> Hardware:
 def _with_profile(device: str, profile: Profile) -> Hardware:
     """Join the figures of a device with the attention kernel and links of a profile."""
     figures, timed = _FIGURES[device], _TIMED[device]
-    rates, inside, between = profile.kernels[0], profile.inside, profile.between
+    rates = profile.kernels[0]
+    inside = profile.inside
+    between = profile.between
     if inside is None or between is None:
         raise ConfigError(
             f"profile {profile.name} has inside={inside} and between={between}: of a GPU, it needs"

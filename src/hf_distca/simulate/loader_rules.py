@@ -93,7 +93,8 @@ def assign_longest_first(
         The bin of each document. Where nothing fits, it is the bin with the fewest tokens.
     """
     room = np.full(bins, int(lengths.sum()) if cap is None else cap)
-    loads, bin_of = np.zeros(bins), np.empty(len(lengths), dtype=np.int64)
+    loads = np.zeros(bins)
+    bin_of = np.empty(len(lengths), dtype=np.int64)
     for document in np.argsort(-lengths, kind="stable").tolist():
         fits = room >= lengths[document]
         chosen = np.where(fits, loads, np.inf).argmin() if fits.any() else room.argmax()
@@ -124,7 +125,8 @@ def assign_by_equal_cost(lengths: IntArray, bins: int) -> IntArray:
 
     dearest = float(sample_costs.max(initial=0))
     # A single run of all documents costs less, however that is rounded.
-    low, high = dearest, dearest * (len(sample_costs) + 1)
+    low = dearest
+    high = dearest * (len(sample_costs) + 1)
     while high - low > 1e-3 * high:
         cap = (low + high) / 2
         low, high = (low, cap) if len(find_runs(cap)) <= bins else (cap, high)

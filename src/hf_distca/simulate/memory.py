@@ -146,7 +146,8 @@ class _LayerBytes:
         heads = (shape.query_bytes + shape.key_value_bytes / 2) * model.head_norms
         outputs = (shape.output_bytes + shape.lse_bytes) * model.attention_share
         saved = (qkv + heads * (1 if fused else (_WIDE / element + 1))) * model.attention_share
-        attention, feed_forward = norm + saved + outputs, norm + wide * (3 if fused else 4)
+        attention = norm + saved + outputs
+        feed_forward = norm + wide * (3 if fused else 4)
         return cls(
             input=hidden,
             attention=attention,
@@ -197,7 +198,8 @@ def _compute_loss_bytes(setting: Setting, tokens: FloatArray) -> FloatArray:
     In chunks, gradients of hidden states and of the output layer's weights are summed in float32
     (TRL's ChunkedLogProbFunction).
     """
-    model, vocabulary = setting.model, setting.model.vocabulary / setting.tensor
+    model = setting.model
+    vocabulary = setting.model.vocabulary / setting.tensor
     norm = sums = model.hidden * (_WIDE + 2 * setting.hardware.element_bytes)
     if setting.loss_tokens is None:
         return tokens * (norm + vocabulary * _LOGIT_BYTES)
@@ -217,8 +219,10 @@ def _iterate_moments(
     """Yield moments that may be the fullest of a rank; for the arguments see
     `find_fullest_moment`.
     """
-    count, layer = np.asarray(tokens, dtype=np.float64), _LayerBytes.from_setting(setting)
-    repeated, all_layers = setting.checkpointing != "none", flying * setting.stage_layers
+    count = np.asarray(tokens, dtype=np.float64)
+    layer = _LayerBytes.from_setting(setting)
+    repeated = setting.checkpointing != "none"
+    all_layers = flying * setting.stage_layers
     before = after = compute_state_bytes(setting)
     if setting.micro_batches == 1:
         before = replace(after, gradients=0.0)

@@ -102,7 +102,9 @@ def predict_step(
 def _predict_candidate(
     setting: Setting, candidate: Candidate, strategy: Strategy, batches: Sequence[IntArray]
 ) -> Prediction:
-    works, stages, holders = candidate.works, setting.stages, candidate.holders or setting
+    works = candidate.works
+    stages = setting.stages
+    holders = candidate.holders or setting
     parts = [estimate_rank_seconds(setting, work) for work in works]
     timeline_of = (
         run_same_phase
@@ -298,7 +300,8 @@ def run_data_parallel(
     for work, (forward, backward) in zip(works, parts, strict=True):
         head = estimate_head_seconds(setting, work.tokens) / work.linear_speed
         for seconds, idle in ((forward, work.idle[0]), (head, 0.0), (backward, work.idle[1])):
-            busy, ends = busy + seconds, ends + seconds + idle
+            busy = busy + seconds
+            ends = ends + seconds + idle
             if work.meeting > 1:
                 ends = np.repeat(ends.reshape(-1, work.meeting).max(axis=1), work.meeting)
     return Timeline(float(ends.max()), busy)
@@ -320,7 +323,8 @@ def run_one_forward_one_backward(
     or before, and its backward in tick 2 (m + p) - 1 - s. In the order of these ticks every call
     follows the calls that it waits for.
     """
-    stages, count = setting.stages, len(works)
+    stages = setting.stages
+    count = len(works)
     calls = [(2 * m + s, m, s, 0) for m in range(count) for s in range(stages)]
     calls += [(2 * (m + stages) - 1 - s, m, s, 1) for m in range(count) for s in range(stages)]
     heads = [estimate_head_seconds(setting, work.tokens) for work in works]
@@ -347,7 +351,8 @@ def run_same_phase(
     `ticks` has, for each tick of one direction, the work of all stages' ranks, stage after stage,
     in all layers of the model. The ticks of the other direction are the same.
     """
-    seconds, busy = 0.0, np.zeros(len(ticks[0].tokens))
+    seconds = 0.0
+    busy = np.zeros(len(ticks[0].tokens))
     last = np.arange(len(busy)) >= len(busy) - setting.group
     for tick, both in zip(ticks, parts, strict=True):
         head = np.where(last, estimate_head_seconds(setting, tick.tokens), 0.0)

@@ -169,7 +169,8 @@ class Setting:
     def shape(self) -> AttentionShape:
         """Core attention of one rank of a tensor-parallel group."""
         model = self.model
-        heads, keys = model.query_heads // self.tensor, max(model.key_value_heads // self.tensor, 1)
+        heads = model.query_heads // self.tensor
+        keys = max(model.key_value_heads // self.tensor, 1)
         if heads % keys:
             raise ConfigError(
                 f"tensor={self.tensor} leaves {heads} query and {keys} key/value heads: choose a"

@@ -112,8 +112,10 @@ def _make_wlb(setting: Setting, batches: Batches) -> list[Candidate]:
     seconds = loader_rules.estimate_document_seconds(setting, lengths)
     candidates = []
     for degree in context.list_degrees(setting.group):
-        rows, count = setting.group // degree, len(batches)
-        row, fullest = np.zeros(0, dtype=np.int64), math.inf
+        rows = setting.group // degree
+        count = len(batches)
+        row = np.zeros(0, dtype=np.int64)
+        fullest = math.inf
         for again in (True, False) if context.is_gathered_again(setting, degree) else (False,):
             room = find_most_tokens(
                 setting, *context.compute_key_bytes(setting, degree, again=again)
@@ -141,7 +143,8 @@ _KEPT = "gathered keys are kept for backward if that fits, or come again"
 _GIVEN = partial(make_group_candidates, fill_given_rows, loader_rules.cut_into_batches)
 _DEALT = partial(make_group_candidates, deal_documents, loader_rules.distribute_documents)
 _ONE_STREAM, _IN_TURNS = "; one stream", "; two nano-batches in turns"
-_AS_GIVEN, _AS_DEALT = f"rows as packed; {_CUT}", "whole documents dealt with equal tokens"
+_AS_GIVEN = f"rows as packed; {_CUT}"
+_AS_DEALT = "whole documents dealt with equal tokens"
 
 STRATEGIES = {
     strategy.name: strategy

@@ -109,7 +109,8 @@ def estimate_weight_exchange(
     """
     group, count = setting.group, setting.micro_batches
     once = setting.rank_parameters * (group - 1) / group / gather_rate(setting, group)
-    gather, reduce = once * setting.hardware.element_bytes, once * _GRADIENT_BYTES
+    gather = once * setting.hardware.element_bytes
+    reduce = once * _GRADIENT_BYTES
     if setting.sharding == "fsdp":
         # Weights are gathered for both directions of each micro-batch and gradients reduced, a
         # layer ahead of computing.

@@ -129,7 +129,8 @@ def check_layer(
     Raises:
         UnsupportedError: names the module and what it passes.
     """
-    name, (query, key, value) = type(module).__name__, states
+    name = type(module).__name__
+    query, key, value = states
     if (
         any(tensor.dim() != 4 for tensor in states)
         or query.shape[::2] != handle.batch.shape

@@ -31,7 +31,8 @@ def watch_gradient(model: PreTrainedModel) -> None:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def watch_logits(_: torch.nn.Module, args: Any, logits: Any) -> None:
-        targets, watch = find_model_argument(TARGETS), LossWatch()
+        targets = find_model_argument(TARGETS)
+        watch = LossWatch()
         if (
             isinstance(targets, torch.Tensor)
             and isinstance(logits, torch.Tensor)

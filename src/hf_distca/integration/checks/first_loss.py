@@ -292,7 +292,8 @@ def wrap_method(owner: object, name: str, around: Callable[..., Any]) -> Iterato
     """Wrap a function around a method of one object: the function gets the method before its
     arguments.
     """
-    method, before = getattr(owner, name), vars(owner).get(name)
+    method = getattr(owner, name)
+    before = vars(owner).get(name)
     setattr(owner, name, wraps(method)(partial(around, method)))
     try:
         yield

@@ -113,7 +113,9 @@ def describe_targets(documents: Any, count: int) -> str:
         for row in DocumentReader(documents, "input_ids").read_rows(numbers)
     ]
     counts = [int((row_labels[1:] != IGNORED_LABEL).sum()) for row_labels in labels]
-    tokens, targets, is_sample = sum(map(len, labels)), sum(counts), len(numbers) < count
+    tokens = sum(map(len, labels))
+    targets = sum(counts)
+    is_sample = len(numbers) < count
     if labels and not targets:
         finding = f"none of the {tokens:,} tokens of {len(numbers):,} documents is a target"
         cause = (

@@ -230,7 +230,8 @@ def _attend_to_cache(
 
     The inputs are in transformers' layout: (batch, heads, length, width).
     """
-    dense, (query, key, value, sink_H, *_) = mask.as_subclass(torch.Tensor), inputs
+    dense = mask.as_subclass(torch.Tensor)
+    query, key, value, sink_H, *_ = inputs
     if scores.softcap is None and sink_H is None:
         return sdpa_attention_forward(module, query, key, value, dense, scaling=scores.scale)[0]
     key, value = (t.repeat_interleave(query.shape[1] // t.shape[1], dim=1) for t in (key, value))

@@ -85,7 +85,8 @@ def distca_mask(
     foreign = sorted(parts - CAUSAL_MASK_PARTS)
     if sizes.get("use_vmap") or foreign:
         return ForeignMask(", ".join(foreign) or "a custom mask function")
-    length, offset = sizes["q_length"], sizes.get("q_offset", 0)
+    length = sizes["q_length"]
+    offset = sizes.get("q_offset", 0)
     if (
         sizes.get("kv_offset")
         or sizes["kv_length"] != length

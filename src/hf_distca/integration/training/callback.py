@@ -112,7 +112,8 @@ class DistCACallback(TrainerCallback):
                 documents for all ranks, or shares would not come to every rank, or not give the
                 loss of whole documents.
         """
-        model, trainer = kwargs.get("model"), find_trainer(self)
+        model = kwargs.get("model")
+        trainer = find_trainer(self)
         wrap_trainers()
         check_loader(kwargs.get("train_dataloader"), model=model, args=args, trainer=trainer)
         session = self.apply_settings()
@@ -161,7 +162,8 @@ class DistCACallback(TrainerCallback):
     ) -> None:
         """Start recording at the first step: on rank 0, if there are ranks to share with."""
         if not self._steps:
-            session, model = self._apply_late_settings(), kwargs.get("model")
+            session = self._apply_late_settings()
+            model = kwargs.get("model")
             self._calls_before = session.meter.calls
             self._move_before_reporters(find_trainer(self))
             if self._recorder is not None:  # of a training that failed

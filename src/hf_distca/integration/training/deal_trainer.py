@@ -196,7 +196,8 @@ def _unpack_rows(rows: Mapping[str, list[Any]], inputs: InputNames) -> dict[str,
 def _replace_data(trainer: Trainer, shares: Any) -> None:
     """Make the Trainer read shares: one in each batch, in their order, and each rank for itself."""
     args = trainer.args
-    trainer.train_dataset, trainer.data_collator = shares, PackingCollator()
+    trainer.train_dataset = shares
+    trainer.data_collator = PackingCollator()
     args.per_device_train_batch_size = 1
     set_batch_size(trainer, 1)
     args.train_sampling_strategy = "sequential"

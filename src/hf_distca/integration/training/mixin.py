@@ -203,5 +203,7 @@ class DistCATrainerMixin:
                 return
 
     def _reset_step(self) -> None:
-        self._iterator, self._drawn_batches, self._finish_plans = None, iter(()), None
+        self._iterator = None
+        self._drawn_batches = iter(())
+        self._finish_plans = None
         self._announced_batches = ()

@@ -89,10 +89,13 @@ class Recorder(logging.Filter):
 
     def __init__(self, folder: Path, session: Session, *, every_plan: bool) -> None:
         super().__init__()
-        self._path, self._session, self._every_plan = folder / RECORD_NAME, session, every_plan
+        self._path = folder / RECORD_NAME
+        self._session = session
+        self._every_plan = every_plan
         self._first_number = session.planner.resume_progress().number
         # Since the last time.
-        self._totals, self._figures = BalanceTotals(), np.zeros(())
+        self._totals = BalanceTotals()
+        self._figures = np.zeros(())
         # With its imbalance: seconds of the slowest rank by the mean.
         self._worst_plan: tuple[float, PlannedMicroBatch] | None = None
         self._plan_bytes = 0
@@ -141,7 +144,9 @@ class Recorder(logging.Filter):
             self._session.planner.resume_progress().costs.learned_corrections,
         )
         self._append_rows([*worst, counts])
-        self._totals, self._figures, self._worst_plan = BalanceTotals(), np.zeros(()), None
+        self._totals = BalanceTotals()
+        self._figures = np.zeros(())
+        self._worst_plan = None
 
     def stop(self) -> None:
         """Stop recording."""

@@ -64,7 +64,8 @@ def share_tokens(batches: Sequence[Any]) -> list[Any]:
 def deal_drawn_batches(session: Session, batches: Sequence[Any]) -> list[Any]:
     """Deal the tokens of micro-batches as `share_tokens` does, for a session."""
     wrap_trainers()
-    group, progress = session.join_trainers(), session.planner.resume_progress()
+    group = session.join_trainers()
+    progress = session.planner.resume_progress()
     if group.size == 1 or not batches:
         return list(batches)
     place = f"sharing tokens from micro-batch {progress.next_number} on"
@@ -181,7 +182,8 @@ def _deal_batch(
         The share of this rank; and the runs of each rank, (runs, 3) int64 with columns rank that
         drew it, index among what that drew, and number of tokens.
     """
-    group, planner = session.join_trainers(), session.planner
+    group = session.join_trainers()
+    planner = session.planner
     tokens, remainder = divmod(int(documents[:, 3].sum()), group.size)
     dealing = DealSettings(
         group.size,
@@ -205,7 +207,8 @@ def _exchange_tokens(
     """Exchange tokens, by the runs of each rank, and return the (tokens, 2) columns of this rank's
     runs.
     """
-    sent, wanted = [part[part[:, 0] == group.rank] for part in runs], runs[group.rank]
+    sent = [part[part[:, 0] == group.rank] for part in runs]
+    wanted = runs[group.rank]
     arrived = group.all_to_all(
         torch.cat(
             [

@@ -1,0 +1,77 @@
+"""Work and seconds of a slice of a document, for arrays and for the compiled loop of moves."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from hf_distca.schedule.compiled import compile_function
+
+if TYPE_CHECKING:
+    from hf_distca.schedule.cost import MarginalCost  # which counts with `count_task_work`
+
+
+def count_task_work(rows: Any, keys: Any, tile: int, window: int) -> tuple[Any, Any]:
+    """Count keys that tasks read, and query-key pairs that they compute: in whole
+    kernel tiles, with the keys behind a row in its own.
+
+    Args:
+        rows: query rows; numbers or arrays, like the results.
+        keys: position after the last of them, which sees as many keys, or the last `window` of
+            them.
+        tile: rows of a kernel tile.
+        window: keys that a row sees, its own included; 2**62 for all.
+    """
+    tiled = -(-rows // tile) * tile
+    # Rows that see a whole window, and those before them, which see all there is.
+    # No `numpy.maximum`: of numbers, numba takes long to compile it.
+    rest = rows - (keys - window) * (keys > window)
+    rest = rest * (rest > 0)
+    full = rows - rest
+    unseen = keys - rows - (window - 1)
+    pairs = 1.0 * full * window + rest * (keys - full - (rest - 1) / 2)
+    return keys - unseen * (unseen > 0), pairs * (tiled / (rows + (rows == 0))) + tiled * (
+        tile - 1
+    ) / 2
+
+
+_count_task_work = compile_function(count_task_work)
+
+
+@compile_function
+def estimate_slice_seconds(marginal: MarginalCost, heads: float, start: int, end: int) -> float:
+    """Return the seconds of query rows [start, end) of a document, 0 if there are none."""
+    if start >= end:
+        return 0.0
+    read, pairs = _count_task_work(end - start, end, marginal.tile, marginal.window)
+    return float(
+        marginal.task
+        + heads * (marginal.row * (end - start) + marginal.key * read + marginal.pair * pairs)
+    )
+
+
+@compile_function
+def find_tail_start(
+    marginal: MarginalCost, heads: float, start: int, end: int, target: float, max_seconds: float
+) -> int:
+    """Return the start of the tail of rows [start, end) that is nearest to `target` seconds, up to
+    `max_seconds`, or the shortest; `start`, for all rows, if no multiple of the grid lies between.
+    """
+    grid = marginal.grid
+    # At last, `first` takes no more than `target`.
+    first = start // grid + 1
+    last = (end - 1) // grid
+    if first > last:
+        return start
+    while first < last:
+        middle = (first + last) // 2
+        if estimate_slice_seconds(marginal, heads, middle * grid, end) > target:
+            first = middle + 1
+        else:
+            last = middle
+    before = max((first - 1) * grid, start)
+    more = estimate_slice_seconds(marginal, heads, before, end)
+    if more <= max_seconds and more - target < target - estimate_slice_seconds(
+        marginal, heads, first * grid, end
+    ):
+        return before
+    return first * grid
