@@ -23,6 +23,7 @@ ARROWS = {
     "errors": set(),
     "input_files": set(),
     "model_shape": set(),
+    "package_versions": set(),
     "borrowed": set(),
     "late_imports": set(),
     "schedule": set(),
@@ -90,6 +91,8 @@ ARROWS = {
     },
     "run": {"late_imports", "integration", "observe", "cli", "pool"},
 }
+# Files beside the rooms that each may use.
+SHARED = ("config", "errors", "input_files", "package_versions")
 # Folders of `integration`, and the others that each may import besides files beside the folders.
 INNER_ARROWS = {
     "integration": set(),
@@ -141,7 +144,7 @@ FILES = sorted(path for path in SOURCE.rglob("*.py") if path != SOURCE / "__init
 def is_allowed(room: str, name: str) -> bool:
     """Whether a room may import a module."""
     inner = name.removeprefix("hf_distca.")
-    allowed = {room, "config", "errors", "input_files", *ARROWS[room]}
+    allowed = {room, *SHARED, *ARROWS[room]}
     return name == inner or any(inner == one or inner.startswith(f"{one}.") for one in allowed)
 
 

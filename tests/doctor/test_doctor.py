@@ -19,11 +19,12 @@ import hf_distca.kernels
 from hf_distca.cli import app
 from hf_distca.config import DistCAConfig
 from hf_distca.doctor import Finding, State
-from hf_distca.doctor.exchange import describe_ranks, exchange, list_versions
+from hf_distca.doctor.exchange import describe_ranks, exchange
 from hf_distca.doctor.model import check_model_family, check_model_kernels, find_dtype, read_config
 from hf_distca.errors import ConfigError
 from hf_distca.integration.session import Session
 from hf_distca.kernels import flash
+from hf_distca.package_versions import list_versions
 from pages import words_of
 from ranks import RankPool
 from scripts import run as run_script

@@ -9,9 +9,10 @@ import torch
 import torch.distributed as dist
 
 from hf_distca.doctor import Finding
-from hf_distca.doctor.exchange import is_launched, list_versions, try_launched
+from hf_distca.doctor.exchange import is_launched, try_launched
 from hf_distca.doctor.model import check_model_family, check_model_kernels, find_dtype, read_config
 from hf_distca.errors import DistCAError
+from hf_distca.package_versions import list_versions
 
 
 def is_reporting_rank() -> bool:

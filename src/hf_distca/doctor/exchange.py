@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from datetime import timedelta
-from importlib.metadata import PackageNotFoundError, version
 
 import numpy as np
 import torch
@@ -24,32 +21,11 @@ from hf_distca.runtime.members import find_node_number
 
 _BYTES = 2**22  # of a message
 _ROUNDS = 5
-_PACKAGES = (
-    "hf-distca",
-    "torch",
-    "transformers",
-    "accelerate",
-    "numpy",
-    "numba",
-    "flash-attn",
-    "deepspeed",
-    "peft",
-    "trl",
-)
 
 
 def is_launched() -> bool:
     """Return whether a launcher started this process, and others."""
     return int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ
-
-
-def list_versions() -> dict[str, str]:
-    """Return the versions of installed packages that ranks must have in common, by package."""
-    installed = {"python": platform.python_version()}
-    for package in _PACKAGES:
-        with suppress(PackageNotFoundError):
-            installed[package] = version(package)
-    return installed
 
 
 def try_launched(has: Mapping[str, str], timeout_seconds: float) -> list[Finding]:

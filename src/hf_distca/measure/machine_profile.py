@@ -15,7 +15,6 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import numpy as np
@@ -26,6 +25,7 @@ from torch.multiprocessing.spawn import start_processes
 from hf_distca.errors import ConfigError
 from hf_distca.kernels import Case, Scores, select_kernel
 from hf_distca.measure.calibrate import BATCHES, Documents, measure_batches
+from hf_distca.package_versions import list_versions
 from hf_distca.runtime.group import AttentionGroup
 from hf_distca.runtime.members import find_node_number
 from hf_distca.schedule.cost import AttentionShape, CostModel, KernelCost, fit_coefficients
@@ -145,7 +145,7 @@ def _measure(
         wanted.device.type,
         _name_processor(wanted.device),
         datetime.datetime.now(datetime.UTC).date().isoformat(),
-        _list_versions(),
+        list_versions(),
         made_by,
         tuple(kernels),
         inside,
@@ -298,19 +298,6 @@ def _name_processor(device: torch.device) -> str:
     )
     name = models[0].split(":", 1)[1].strip() if models else platform.processor()
     return f"{name}, {os.cpu_count()} cores"
-
-
-def _list_versions() -> dict[str, str]:
-    try:
-        ours = version("hf-distca")
-    except PackageNotFoundError:  # used from a clone
-        ours = "not installed"
-    return {
-        "python": platform.python_version(),
-        "hf-distca": ours,
-        "torch": str(torch.__version__),
-        "numpy": np.__version__,
-    }
 
 
 def measure_on_these_ranks(

@@ -30,12 +30,13 @@ from hf_distca.agreement.batch_plan import BatchPlan
 from hf_distca.agreement.documents import Documents
 from hf_distca.agreement.planner import PendingPlans, Planner
 from hf_distca.borrowed import Store, TCPStore
-from hf_distca.doctor.exchange import exchange, list_versions
+from hf_distca.doctor.exchange import exchange
 from hf_distca.errors import DistCADesyncError
 from hf_distca.integration.handle import LayerWork
 from hf_distca.integration.session import Session
 from hf_distca.integration.work_planner import WorkPlanner
 from hf_distca.kernels.base import Grads, Outputs, Scores
+from hf_distca.package_versions import list_versions
 from hf_distca.pool.observer import PoolRanks
 from hf_distca.pool.words import (
     JsonLineConnection,

@@ -10,12 +10,10 @@ import json
 import logging
 import math
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import asdict, fields
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from platform import machine, python_version
+from platform import machine
 from typing import Any
 
 import numpy as np
@@ -27,6 +25,7 @@ from hf_distca.agreement.history import BalanceTotals, PlannedMicroBatch
 from hf_distca.integration.attention_names import find_distca_configs
 from hf_distca.integration.processes import LOG
 from hf_distca.integration.session import Session
+from hf_distca.package_versions import list_versions
 from hf_distca.run_report.rows import (
     RECORD_NAME,
     PerRank,
@@ -39,17 +38,6 @@ from hf_distca.run_report.rows import (
     write_row,
 )
 
-_PACKAGES = (
-    "hf-distca",
-    "torch",
-    "transformers",
-    "accelerate",
-    "numpy",
-    "flash-attn",
-    "deepspeed",
-    "peft",
-    "trl",
-)
 _TRAINING_FIELDS = (
     "per_device_train_batch_size",
     "gradient_accumulation_steps",
@@ -121,7 +109,7 @@ class Recorder(logging.Filter):
             model=_describe_model(model),
             settings={**asdict(session.config), "cost_model": str(getattr(cost, "name", cost))},
             training={name: getattr(args, name, None) for name in _TRAINING_FIELDS},
-            versions={"python": python_version(), **_read_versions()},
+            versions=list_versions(),
             replaced_imbalance=replaced_imbalance,
         )
         self._append_rows([run], mode="a" if step else "w")
@@ -242,11 +230,3 @@ def _describe_model(model: torch.nn.Module | None) -> dict[str, Any]:
         known = {name: size for name, size in sizes.items() if size is not None}
         return {"type": config.model_type, **known, "dtype": str(getattr(model, "dtype", ""))}
     return {}
-
-
-def _read_versions() -> dict[str, str]:
-    versions = {}
-    for package in _PACKAGES:
-        with suppress(PackageNotFoundError):
-            versions[package] = version(package)
-    return versions
