@@ -51,7 +51,7 @@ class Observer:
         """
         facts = self._watch.take(end=end)
         part = self._parts
-        self._parts = self._parts + 1
+        self._parts += 1
         with suppress(RuntimeError):  # of a store whose process has ended
             if self._rank:
                 if self._store is not None:
@@ -132,7 +132,7 @@ class Observer:
         unread = next((fact.unread for fact in facts if fact.unread), "")
         self._attention = facts[0].attention
         if unread:
-            self._unread = self._unread + 1
+            self._unread += 1
             self._reason = self._reason or unread
             return
         per_node = int(os.environ.get("LOCAL_WORLD_SIZE", "0"))

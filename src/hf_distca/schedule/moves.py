@@ -341,7 +341,7 @@ def _find_best_move(
         held = holders[row, KEYS] if row >= 0 else 0
         row = last
         tried = 0
-        looked_at = looked_at + 1
+        looked_at += 1
         while server >= 0:
             candidate = _make_candidate(loads, source, server, excess, leeway)
             cut = _cut_slice(marginals, pieces.heads[piece], (start, end), held, candidate)
@@ -363,7 +363,7 @@ def _find_best_move(
                     and loads.group_span[0] <= rank < loads.group_span[1]
                 ):
                     server = rank
-                    tried = tried + 1
+                    tried += 1
     return move, best
 
 
@@ -456,8 +456,8 @@ def _make_group_moves(
                     return -1
                 _apply_move(pieces, loads, ledger, (move, cut), (source, count))
                 leeway = 0.0
-                count = count + 1
-                removed = removed + cut.removed
+                count += 1
+                removed += cut.removed
                 added_work = added_work + cut.added - cut.removed
                 _raise_levels(loads, group, added_work * max(expected / removed, 1.0))
     return count

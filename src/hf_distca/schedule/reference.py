@@ -151,7 +151,7 @@ class BalanceState:
                 piece.end = move.start
                 self.work[source] -= move.removed
                 self.work[move.server] += move.added
-                removed = removed + move.removed
+                removed += move.removed
                 added_work = added_work + move.added - move.removed
                 self.rise = 1 + added_work * max(expected / removed, 1.0) / total_work
 

@@ -264,7 +264,7 @@ def _fill_units(
                 used += query * (slice_end - start) + key * (slice_end - first)
                 start = keys_end = slice_end
             if start < end:
-                unit = unit + 1
+                unit += 1
                 used = 0
                 keys_end = 0
 
