@@ -15,12 +15,14 @@ echo $oldest
 "$environment/bin/pip" install --quiet $oldest -e . datasets hypothesis matplotlib packaging parameterized peft pytest pytest-timeout pytest-xdist
 
 # Not here: what has other names in the Trainer's arguments; a rotary embedding that these versions of transformers do not reset
-# after a long row; what needs names of newer versions (overlays of masks that they do not have), and a resume on CPUs, where
-# these versions of transformers fail to load their own optimizer state.
+# after a long row; what needs names of newer versions (an overlay of masks, families that they do not have), and a resume on CPUs,
+# where these versions of transformers fail to load their own optimizer state.
 "$environment/bin/python" -m pytest tests/schedule tests/kernels tests/agreement tests/integration tests/test_borrowed.py \
     --ignore tests/integration/test_loaders.py --ignore tests/integration/test_log_rows.py \
     --deselect "tests/integration/test_rotary.py::test_what_comes_after_a_share_is_left_alone[llama dynamic]" \
-    --ignore tests/integration/test_foreign_models.py --deselect tests/integration/test_plan_ahead.py::test_a_run_planned_ahead_is_resumed \
+    --ignore tests/kernels/test_kernels_of_families.py \
+    --deselect tests/integration/test_foreign_models.py::test_bidirectional_blocks_are_refused_when_present \
+    --deselect tests/integration/test_plan_ahead.py::test_a_run_planned_ahead_is_resumed \
     --deselect tests/integration/test_record.py::test_a_resumed_run_goes_on_with_its_record
 for engine in FSDP1 "DDP, torch.compile"; do
     "$environment/bin/python" tests/engines/matrix.py --quick --engine "$engine"

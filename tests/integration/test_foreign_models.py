@@ -23,7 +23,6 @@ from transformers import (
 from transformers.masking_utils import (
     ALL_MASK_ATTENTION_FUNCTIONS,
     and_masks,
-    blockwise_overlay,
     causal_mask_function,
     create_causal_mask,
     or_masks,
@@ -60,7 +59,11 @@ class Mine(PreTrainedModel):
 
     def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
         x = self.embed(input_ids)
-        mask = create_causal_mask(self.config, x, None, None, position_ids) if self.masked else None
+        mask = None
+        if self.masked:
+            mask = create_causal_mask(
+                self.config, x, None, past_key_values=None, position_ids=position_ids
+            )
         attention = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, None)
         for qkv in self.qkv:
             q, k, v = (t.unflatten(-1, (4, 16)).transpose(1, 2) for t in qkv(x).chunk(3, -1))
@@ -184,6 +187,8 @@ def test_a_bidirectional_encoder_is_refused() -> None:
 
 
 def mask_with_blocks(ids: torch.Tensor) -> object:
+    from transformers.masking_utils import blockwise_overlay
+
     function = or_masks(causal_mask_function, blockwise_overlay(ids))
     return ALL_MASK_ATTENTION_FUNCTIONS["distca"](
         batch_size=1, q_length=6, kv_length=6, mask_function=function

@@ -7,6 +7,7 @@ transformers' own attention.
 
 from __future__ import annotations
 
+import inspect
 import tempfile
 from collections.abc import Callable
 from functools import cache
@@ -18,6 +19,7 @@ import torch
 import torch.distributed as dist
 from datasets import Dataset, disable_progress_bars
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+from transformers.distributed import DistributedConfig
 
 import hf_distca
 from checkpointed import ARGUMENT
@@ -40,6 +42,9 @@ WAYS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "compiled": ({"torch_compile": True}, {}),
     "evaluation": ({"eval_strategy": "steps", "eval_steps": 2}, {}),
 }
+if "fsdp_size" not in inspect.signature(DistributedConfig).parameters:
+    # Older releases of transformers load no model in parts.
+    WAYS = {way: said for way, said in WAYS.items() if not way.startswith("FSDP2")}
 
 
 class OfLabels(Trainer):
@@ -65,8 +70,6 @@ def make_model(ranks: int, implementation: str, way: str) -> Any:
         return get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
     if not way.startswith("FSDP2") or ranks == 1:
         return model
-    from transformers.distributed import DistributedConfig
-
     with tempfile.TemporaryDirectory() as folder:
         folders = [folder]  # only rank 0 writes
         dist.broadcast_object_list(folders)

@@ -220,12 +220,18 @@ def test_loops_of_ones_own(rank_pool: Callable[[int], RankPool], split: bool) ->
         ]
 
 
+@pytest.fixture(autouse=True)
+def _no_accumulation_of_other_tests() -> None:
+    GradientState._reset_state()
+
+
 def loader_of(rank: int, count: int = 24, ranks: int = 4, **given: Any) -> DataLoaderShard:
     """A loader as accelerate makes it on one of several processes."""
+    # accelerate fills up batches of one size alone.
+    even = "batches" not in given
     batches = given.pop("batches", BatchSampler(SequentialSampler(range(count)), 1, False))
-    return DataLoaderShard(
-        given.pop("dataset", rows(count)), batch_sampler=BatchSamplerShard(batches, ranks, rank)
-    )
+    sampler = BatchSamplerShard(batches, ranks, rank, even_batches=even)
+    return DataLoaderShard(given.pop("dataset", rows(count)), batch_sampler=sampler)
 
 
 def order_of(loader: DataLoaderShard) -> list[int]:
