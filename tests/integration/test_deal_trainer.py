@@ -24,6 +24,7 @@ from datasets import Dataset, IterableDataset, disable_progress_bars
 from tokenizers import Tokenizer, models
 from transformers import (
     DataCollatorForLanguageModeling,
+    DataCollatorForSeq2Seq,
     DataCollatorWithFlattening,
     DataCollatorWithPadding,
     PreTrainedTokenizerFast,
@@ -423,6 +424,65 @@ def test_evaluation_sets_with_names_are_dealt_each() -> None:
         "eval_second_loss",
     ]
     assert trainer.args.per_device_eval_batch_size == 1
+
+
+def test_an_evaluation_set_without_an_end_is_refused() -> None:
+    trainer = make(Trainer, "distca", rows(), {})
+    trainer.eval_dataset = stream()
+    with pytest.raises(hf_distca.ConfigError, match="the eval_dataset is a stream"):
+        hf_distca.deal(trainer, TOKENS, evaluation=True)
+
+
+def evaluate(rank: int, ranks: int, dealt: bool, padding: bool) -> tuple[list[Any], float]:
+    """Shapes and targets of predictions of an evaluation that is not dealt, and its loss."""
+    hf_distca.configure(settings(cost_model="analytic"))
+    seen: list[Any] = []
+
+    def compute_metrics(found: Any) -> dict[str, float]:
+        seen.append((found.predictions.shape, int((found.label_ids != -100).sum())))
+        return {}
+
+    trainer = make(Trainer, "distca", rows(labels=documents(*LENGTHS)), {})
+    trainer.compute_metrics = compute_metrics
+    if padding:
+        trainer.data_collator = DataCollatorForSeq2Seq(tokenizer())
+    if dealt:
+        hf_distca.deal(trainer, TOKENS // ranks)
+    # Of another number than batches have.
+    short = trainer.eval_dataset.select(range(1, 10))
+    loss = trainer.evaluate(short.add_column("labels", documents(*LENGTHS)[1:]))["eval_loss"]
+    trainer.predict(short.add_column("labels", documents(*LENGTHS)[1:]))
+    return seen, loss
+
+
+@pytest.mark.parametrize("padding", [True, False], ids=["padded", "by default"])
+def test_evaluation_that_is_not_dealt_counts_documents_once(
+    rank_pool: Callable[[int], RankPool], padding: bool
+) -> None:
+    (seen, loss), *_ = rank_pool(2)(evaluate, 2, True, padding)
+    targets = sum(LENGTHS[1:]) - (0 if padding else len(LENGTHS[1:]))
+    assert [(shape[0], count) for shape, count in seen] == [(9, targets)] * 2
+    if padding:  # by default, no batch can be made of them before
+        assert rank_pool(2)(evaluate, 2, False, padding)[0] == (seen, pytest.approx(loss))
+
+
+def train_with_empty_documents(rank: int, ranks: int) -> list[float]:
+    hf_distca.configure(settings(cost_model="analytic"))
+    ids = documents(*LENGTHS)
+    trainer = make(
+        Trainer,
+        "distca",
+        Dataset.from_dict({"input_ids": [[], *ids[:5], [], *ids[5:], []]}),
+        {"max_steps": 2, "per_device_train_batch_size": 1},
+    )
+    hf_distca.deal(trainer, TOKENS // ranks)
+    trainer.train()
+    return losses(trainer)
+
+
+def test_empty_documents_are_left_out(rank_pool: Callable[[int], RankPool]) -> None:
+    one = train_with_empty_documents(0, 1)
+    assert rank_pool(2)(train_with_empty_documents, 2)[0] == pytest.approx(one, rel=1e-4)
 
 
 def tokenizer() -> PreTrainedTokenizerFast:

@@ -100,6 +100,25 @@ def test_evaluation_and_generation_are_local(rank_pool: Callable[[int], RankPool
     assert rank_pool(2)(evaluate_alone, timeout=60) == [0, 0]
 
 
+def train_with_a_frozen_layer(rank: int, frozen: int | None) -> int:
+    hf_distca.configure(hf_distca.DistCAConfig(tile=8, min_gain=0.0, cost_model=PAIRS))
+    model = model_for(2, "distca", torch.float32).train()
+    if frozen is not None:
+        model.get_decoder().layers[frozen].eval().requires_grad_(False)
+    model(**batch(rank), use_cache=False).logits.sum().backward()
+    return current_session().meter.dispatches
+
+
+@pytest.mark.parametrize("frozen", [0, 1])
+def test_frozen_layers_in_evaluation_mode_are_balanced(
+    rank_pool: Callable[[int], RankPool], frozen: int
+) -> None:
+    """The model is in training mode, and all ranks run it."""
+    pool = rank_pool(2)
+    assert pool(train_with_a_frozen_layer, frozen) == pool(train_with_a_frozen_layer, None)
+    assert pool(train_with_a_frozen_layer, frozen)[0] > 0
+
+
 def evaluate_together(rank: int) -> tuple[int, torch.Tensor, torch.Tensor]:
     config = hf_distca.DistCAConfig(tile=8, min_gain=0.0, cost_model=PAIRS, balance_evaluation=True)
     hf_distca.configure(config)

@@ -342,12 +342,25 @@ def test_a_slow_rank_is_explained(ranks: tuple[BatchFacts, ...], said: str) -> N
 
 def test_data_make_a_rank_slow_where_work_and_seconds_agree() -> None:
     cost = CostModel.make_analytic(AttentionShape(32, 8, 128, 128, 2), device_type="cuda")
-    seconds = [float(cost.estimate_seconds(n, n).sum()) * 1e3 for n in ([4096], [512] * 8)]
-    ranks = [fact._replace(seconds=s) for fact, s in zip((FACTS, SHORT), seconds, strict=True)]
+    ranks = [
+        FACTS._replace(lengths=n, seconds=float(cost.estimate_seconds(n, n).sum()) * 1e3)
+        for n in ([65536], [2048] * 32)
+    ]
     said = "\n".join(add_up(*ranks, count=20).describe("flash_attention_2"))
     assert "slowest   rank 0, in 20 of 20 micro-batches; by data" in said
     assert "hf-distca run --instead-of flash_attention_2 in front of your command" in said
-    assert "--tokens-per-rank 4096" in said
+    assert "--tokens-per-rank 65536" in said
+    assert "estimated in 1 of 20, by documents" in said
+
+
+def test_what_costs_more_than_it_saves_is_not_advised() -> None:
+    """At built-in rates, 4,096 tokens are not worth their messages."""
+    found = add_up(FACTS, SHORT, count=1)
+    said = "\n".join(found.describe("flash_attention_2"))
+    assert found.compute_figures()["distca/observed_documents"] > 1.5
+    assert "messages take longer than balancing saves here" in said
+    assert "in front of your command" not in said
+    assert "estimated in" not in said, "all were planned"
 
 
 def test_ranks_that_are_slow_in_turns_are_alike() -> None:

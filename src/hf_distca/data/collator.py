@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import InitVar, dataclass, field
 from typing import Any, NamedTuple
 
@@ -126,6 +126,25 @@ class PackingCollator:
             "position_ids": torch.from_numpy(positions)[None],
             "distca_documents": packed,
         }
+
+
+@dataclass(frozen=True)
+class ShareCollator:
+    """Collator of shares that leaves all other rows to another collator.
+
+    Attributes:
+        others: collator of rows that were not dealt, as those of an evaluation.
+    """
+
+    others: Callable[[Sequence[Any]], dict[str, Any]]
+
+    def __call__(self, features: Sequence[Any]) -> dict[str, Any]:
+        """Make a batch of one share, or of other rows.
+
+        Raises:
+            LayoutError: if features are several shares.
+        """
+        return _make_share_batch(features) if _is_share(features[0]) else self.others(features)
 
 
 _warnings_given: set[str] = set()

@@ -104,6 +104,7 @@ class MaskFacts:
             `generate`.
         can_recompute: whether layers may run again in backward: the mask was made while gradients
             were recorded.
+        training: whether the model that made the mask is in training mode; None if it is not known.
     """
 
     window: int | None = None
@@ -112,6 +113,7 @@ class MaskFacts:
     rotary_reason: str | None = None
     is_local: bool = False
     can_recompute: bool = True
+    training: bool | None = None
 
     @property
     def model_type(self) -> str | None:
@@ -177,6 +179,14 @@ class AttentionHandle(_MaskObject):
         self.nano_batches: NanoBatches | None = None
         self.split_context: SplitDocumentContext | None = None
         self.second_handle: AttentionHandle | None = None
+
+    def is_training(self, module: torch.nn.Module) -> bool:
+        """Return whether this is a forward of training, which all ranks run.
+
+        The model says it, not the layer at hand: frozen layers may be in evaluation mode. Where no
+        model is known, `module` says it.
+        """
+        return module.training if self.mask.training is None else self.mask.training
 
     def make_nano_handle(
         self,

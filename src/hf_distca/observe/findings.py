@@ -47,8 +47,9 @@ class Findings:
         slowest_work, slowest_measured: of the slowest rank of each micro-batch.
         elapsed: of a mean rank.
         tokens: of all ranks.
-        planned_mean, given, dealt: of micro-batches that were planned, work of the mean rank, and
-            of the slowest one with its messages.
+        planned: number of micro-batches that were planned.
+        planned_mean, planned_slowest, given, dealt: of these, work of the mean rank and of the
+            slowest one, and of the slowest one with its messages.
         planning: seconds of planning.
     """
 
@@ -65,7 +66,9 @@ class Findings:
     slowest_measured: float = 0.0
     elapsed: float = 0.0
     tokens: int = 0
+    planned: int = 0
     planned_mean: float = 0.0
+    planned_slowest: float = 0.0
     given: float = 0.0
     dealt: float = 0.0
     planning: float = 0.0
@@ -122,6 +125,10 @@ class Findings:
         ):
             if (value := figures.get(f"distca/observed_{name}")) is not None:
                 lines.append(f"    {label:<36}{value:>8.3f}")
+        if self.planned_mean and self.planned < self.batches:
+            before = self.planned_slowest / self.planned_mean
+            label = f"estimated in {self.planned} of {self.batches}, by documents"
+            lines.insert(-2, f"    {label:<36}{before:>8.3f}")
         if share := figures.get("distca/observed_attention_share"):
             waits = self.slowest_measured / self.elapsed - share
             lines.append(
@@ -139,10 +146,16 @@ class Findings:
             is_known = attention in REPLACEABLE_ATTENTION
             way = f"--instead-of {attention}" if is_known else "--attn-implementation distca"
             tokens = round(self.tokens / (ranks * self.batches))
-            lines += [
-                f"  balance   put hf-distca run {way} in front of your command",
-                f"  deal      the same with --tokens-per-rank {tokens}: a step has as many as now",
-            ]
+            if min(self.given, self.dealt) < self.planned_slowest or not self.planned:
+                lines += [
+                    f"  balance   put hf-distca run {way} in front of your command",
+                    f"  deal      the same with --tokens-per-rank {tokens}: a step has as many as"
+                    " now",
+                ]
+            else:
+                lines.append(
+                    "  note      by built-in rates, messages take longer than balancing saves here"
+                )
         return lines
 
     def _explain_slowest(self) -> str:
@@ -206,7 +219,9 @@ def find(facts: Sequence[BatchFacts], per_node: int | None, *, plans: bool) -> F
     given, dealt = _plan(layers, [fact.lengths for fact in facts], per_node)
     return replace(
         findings,
+        planned=1,
         planned_mean=float(work.mean()),
+        planned_slowest=float(work.max()),
         given=given,
         dealt=dealt,
         planning=time.perf_counter() - began,

@@ -80,7 +80,7 @@ def distca_attention(
     """Causal attention within documents, balanced over the attention group while the module trains.
 
     Args:
-        module: the attention module; ``module.training`` decides whether other ranks take part.
+        module: the attention module.
         query, key, value: (batch, heads, length, width); key and value have un-repeated heads for
             GQA.
         attention_mask: the handle made by the mask function.
@@ -166,7 +166,7 @@ def _prepare_layers(
     work = handle.layer_work.get(plan_key)
     if work is None:
         work = handle.planner.plan_work(
-            handle, kwargs, query.to(dtype), plan_key, training=module.training
+            handle, kwargs, query.to(dtype), plan_key, training=handle.is_training(module)
         )
     scores = _make_scores(query, scaling, work.window, softcap)
     if (attend := work.stage_attention) is not None:

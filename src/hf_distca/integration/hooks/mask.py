@@ -167,6 +167,7 @@ def _make_handle(
         # Only what is computed while gradients are recorded can be recomputed. Layers under
         # reentrant checkpointing record none in their first forward, but their mask is made before.
         can_recompute=torch.is_grad_enabled(),
+        training=None if model is None else model.training,
     )
     return AttentionHandle(planner, batch, facts)
 

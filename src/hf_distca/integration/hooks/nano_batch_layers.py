@@ -133,7 +133,7 @@ def _choose_nano_batches(
     ):
         return None
     planner = handle.planner
-    if handle.nano or not planner.uses_nano_batches(handle, layer.training):
+    if handle.nano or not planner.uses_nano_batches(handle, handle.is_training(layer)):
         return None
     if (reason := _separate_attention_reason(layer)) is not None:
         warn_once(
@@ -143,7 +143,7 @@ def _choose_nano_batches(
         )
         return None
     if handle.nano_batches is None:
-        documents = planner.read_documents(handle, kwargs, layer.training)
+        documents = planner.read_documents(handle, kwargs, handle.is_training(layer))
         if documents.span_ranks and (
             documents.dealt_share is None or documents.dealt_share.first_nano_tokens is None
         ):

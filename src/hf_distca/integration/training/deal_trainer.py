@@ -8,12 +8,17 @@ from typing import Any, TypeVar, cast, get_args
 
 import numpy as np
 import torch
-from transformers import Trainer
+from transformers import (
+    DataCollatorWithPadding,
+    DefaultDataCollator,
+    Trainer,
+    default_data_collator,
+)
 from transformers.integrations.deepspeed import propagate_args_to_deepspeed
 
 from hf_distca.agreement.dealt_share import DealSettings
 from hf_distca.borrowed import set_batch_size
-from hf_distca.data.collator import PackingCollator, read_feature_documents
+from hf_distca.data.collator import PackingCollator, ShareCollator, read_feature_documents
 from hf_distca.data.columns import InputNames, read_input_names
 from hf_distca.data.global_batches import FillRule, LongerRule
 from hf_distca.data.reading import read_document_lengths
@@ -35,6 +40,7 @@ from hf_distca.integration.training.pairs import check_deals_documents
 from hf_distca.schedule.layout import IntArray, Layout
 
 _COMPARED_BATCHES = 4  # global batches of which orders are compared
+_COLLATORS_OF_EQUAL_ROWS = (DataCollatorWithPadding, DefaultDataCollator)
 _REPLACED_BATCHES = 64  # batches of which the imbalance is estimated
 _PACKED_COLUMNS = {"seq_lengths", "position_ids"}  # columns that say which documents a row has
 
@@ -143,13 +149,22 @@ def deal(
 
 def _deal_evaluation(trainer: Trainer, make: Callable[[Any], Any]) -> None:
     """Deal the evaluation set, or each of several named ones."""
+
+    def deal_rows(rows: Any) -> Any:
+        documents = _read_documents(trainer, rows)
+        if not hasattr(documents, "__len__"):
+            raise ConfigError(
+                f"evaluation=True, and the eval_dataset is a stream ({type(documents).__name__}),"
+                " whose end ranks would not know: give one with a length, such as a"
+                " datasets.Dataset, or leave evaluation=True out."
+            )
+        return make(documents)
+
     data = trainer.eval_dataset
     if isinstance(data, dict):
-        trainer.eval_dataset = {
-            name: make(_read_documents(trainer, rows)) for name, rows in data.items()
-        }
+        trainer.eval_dataset = {name: deal_rows(rows) for name, rows in data.items()}
     else:
-        trainer.eval_dataset = make(_read_documents(trainer, data))
+        trainer.eval_dataset = deal_rows(data)
     trainer.args.per_device_eval_batch_size = 1
 
 
@@ -197,7 +212,7 @@ def _replace_data(trainer: Trainer, shares: Any) -> None:
     """Make the Trainer read shares: one in each batch, in their order, and each rank for itself."""
     args = trainer.args
     trainer.train_dataset = shares
-    trainer.data_collator = PackingCollator()
+    trainer.data_collator = _keep_collator(trainer)
     args.per_device_train_batch_size = 1
     set_batch_size(trainer, 1)
     args.train_sampling_strategy = "sequential"
@@ -208,6 +223,19 @@ def _replace_data(trainer: Trainer, shares: Any) -> None:
         args.remove_unused_columns = False
     if trainer.is_deepspeed_enabled:  # it was told of the batch size before
         propagate_args_to_deepspeed(trainer.accelerator, args, auto_find_batch_size=True)  # type: ignore[no-untyped-call]
+
+
+def _keep_collator(trainer: Trainer) -> ShareCollator:
+    """Leave rows that are not dealt, as those of an evaluation, to the Trainer's collator.
+
+    Those that the Trainer takes by default cannot make batches of documents: `PackingCollator`
+    does, one document a batch, because what evaluates counts rows.
+    """
+    collator: Any = trainer.data_collator
+    if collator is default_data_collator or type(collator) in _COLLATORS_OF_EQUAL_ROWS:
+        trainer.args.per_device_eval_batch_size = 1
+        collator = PackingCollator()
+    return ShareCollator(collator)
 
 
 def _describe_shares(
@@ -257,7 +285,7 @@ def _estimate_batches(args: Any, lengths: IntArray, dealing: DealSettings) -> fl
         np.mean(
             [
                 dealing.estimate_imbalance((Layout.from_lengths(batch),))
-                for batch in batches.tolist()
+                for batch in ([[n for n in row if n] for row in rows] for rows in batches.tolist())
             ]
         )
     )
