@@ -85,6 +85,34 @@ def test_ranks_with_other_settings_all_get_an_error(rank_pool: Callable[[int], R
         )
 
 
+def go_on_after_an_error(rank: int) -> tuple[str, int]:
+    """All ranks catch an error of the same batch, and go on; then after `configure`."""
+    settings = hf_distca.DistCAConfig(tile=8, min_gain=0.0, cost_model=PAIRS, timeout_seconds=20.0)
+    hf_distca.configure(settings)
+    model = model_for(2, "distca", torch.float32)
+    given = batch(rank)
+    model(**given, use_cache=False)
+    wrong = {"cu_seq_lens_q": torch.tensor([0, -3, given["input_ids"].shape[1]])}
+    with pytest.raises(LayoutError):
+        model(input_ids=given["input_ids"], **wrong, use_cache=False)
+    with pytest.raises(hf_distca.DistCADesyncError) as caught:
+        model(**given, use_cache=False)
+    hf_distca.configure(settings)
+    before = current_session().meter.dispatches
+    model(**given, use_cache=False)
+    return str(caught.value), current_session().meter.dispatches - before
+
+
+def test_a_rank_that_left_says_so_and_how_to_go_on(rank_pool: Callable[[int], RankPool]) -> None:
+    for rank, (said, dispatches) in enumerate(rank_pool(2)(go_on_after_an_error, timeout=60)):
+        assert said.startswith(f"rank {rank} had left the group of ranks (0, 1) before"), said
+        assert "it raised LayoutError while reading documents" in said
+        assert "hf_distca.configure, on all ranks, makes a new one" in said
+        assert "waited up to" not in said
+        assert ".." not in said.replace("...", "")
+        assert dispatches > 0
+
+
 def evaluate_alone(rank: int) -> int:
     hf_distca.configure(hf_distca.DistCAConfig(tile=8, min_gain=0.0, cost_model=PAIRS))
     model = model_for(2, "distca", torch.float32).eval()

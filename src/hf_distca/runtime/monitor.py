@@ -193,7 +193,16 @@ class FailureMonitor:
             self.leave(str(self._found))
             return self._found
         rank_here = self.ranks[self._rank]
-        before = f" It had left the group: it {self._word}." if self._word else ""
+        if self._word:
+            happened = (
+                f"had left the group of ranks {self.ranks} before {doing}: it"
+                f" {self._word.rstrip('.')}. hf_distca.configure, on all ranks, makes a new one"
+            )
+        else:
+            happened = (
+                f"waited up to {self._timeout_seconds:g} s for ranks {self.ranks} while {doing},"
+                " and not all came"
+            )
         deadline = self.compute_deadline()
         self.leave(f"waited in vain while {doing}", deadline)
         words: dict[int, tuple[int, str]] = {}
@@ -207,9 +216,8 @@ class FailureMonitor:
             if rank != rank_here
         )
         return DistCADesyncError(
-            f"{self._names[rank_here]} waited up to {self._timeout_seconds:g} s for ranks"
-            f" {self.ranks} while {doing}, and not all came.{before} The others: {others}. All"
-            f" ranks were last together when {self.last_collective}. Every rank must run the same"
+            f"{self._names[rank_here]} {happened}. The others: {others.rstrip('.')}. All ranks were"
+            f" last together when {self.last_collective}. Every rank must run the same"
             " number of training forwards and backwards through the same layers: look at the other"
             " ranks' logs for one that failed, stopped early or is still in another step."
             f" ({first_line})"
