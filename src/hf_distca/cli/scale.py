@@ -29,8 +29,9 @@ class Scale:
         str | None,
         typer.Option(
             help=(
-                "Document lengths: a JSON list, - for standard input, a .jsonl or .parquet file or"
-                " saved data set, or pretrain, prolong, equal:TOKENS, lognormal:MEDIAN:SIGMA."
+                "Document lengths: a file with a JSON list, - for standard input, a .jsonl or"
+                " .parquet file or saved data set, or pretrain, prolong, equal:TOKENS,"
+                " lognormal:MEDIAN:SIGMA."
             ),
             show_default=False,
         ),

@@ -55,7 +55,7 @@ class RunFolder:
             raise ReportError(
                 f'{path} is no folder with {RECORD_NAME}. Train with attn_implementation="distca"'
                 " and hf_distca.DistCACallback() among the callbacks of the Trainer, and give the"
-                " output_dir of that run."
+                " output_dir of that run. A run on one rank, or under --observe, leaves no record."
             )
         folder = cls(path, _read_record(record), _read_traces(path))
         if not folder.select_rows(StepsRow):
