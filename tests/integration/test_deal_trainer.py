@@ -426,6 +426,34 @@ def test_evaluation_sets_with_names_are_dealt_each() -> None:
     assert trainer.args.per_device_eval_batch_size == 1
 
 
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_other_batches_are_warned_of_in_a_resumed_training(
+    accumulation: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    changes = {
+        "output_dir": str(tmp_path),
+        "save_strategy": "steps",
+        "save_steps": 1,
+        "gradient_accumulation_steps": accumulation,
+    }
+
+    def resume(step: int | None, tokens: int, max_steps: int) -> list[str]:
+        caplog.clear()
+        hf_distca.configure(settings(cost_model="analytic"))
+        trainer = make(Trainer, "distca", rows(), {**changes, "max_steps": max_steps})
+        hf_distca.deal(trainer, tokens)
+        checkpoint = None if step is None else str(tmp_path / f"checkpoint-{step}")
+        trainer.train(resume_from_checkpoint=checkpoint)
+        return [text for text in caplog.messages if "resumes after step" in text]
+
+    assert resume(None, TOKENS, 2) == []
+    assert resume(2, TOKENS, 5) == []
+    assert [resume(step, TOKENS, 7) for step in (3, 4, 5)] == [[]] * 3, "over an epoch's end"
+    (said,) = resume(2, TOKENS // 2, 4)
+    assert f"global batches of {TOKENS // 2} tokens an epoch" in said
+    assert "with the tokens_per_rank, number of ranks, fill and documents of before" in said
+
+
 def test_an_evaluation_set_without_an_end_is_refused() -> None:
     trainer = make(Trainer, "distca", rows(), {})
     trainer.eval_dataset = stream()

@@ -4,12 +4,14 @@ another loss of them.
 
 from __future__ import annotations
 
+import math
 from itertools import chain
 from typing import TYPE_CHECKING
 
 import torch
 
 from hf_distca.config import DistCAConfig
+from hf_distca.data.shares import Shares
 from hf_distca.errors import UnsupportedError
 from hf_distca.integration.attention_names import find_distca_configs
 from hf_distca.integration.checks.reading_order import (
@@ -19,9 +21,10 @@ from hf_distca.integration.checks.reading_order import (
     find_shares,
 )
 from hf_distca.integration.families import whole_document_reason
+from hf_distca.integration.processes import LOG
 
 if TYPE_CHECKING:
-    from transformers import Trainer, TrainingArguments
+    from transformers import Trainer, TrainerState, TrainingArguments
 
 
 def check_loader(
@@ -90,6 +93,32 @@ def check_evaluation(trainer: Trainer | None, config: DistCAConfig) -> None:
                 ],
                 _find_evaluation_cases(trainer, ranks, config),
             )
+
+
+def warn_of_other_batches(loader: object, args: TrainingArguments, state: TrainerState) -> None:
+    """Warn in a resumed training if the steps before it were on other global batches: batches are
+    skipped by their number, so documents would be trained on again, or left out.
+
+    The checkpoint has the step and the part of the epoch; both tell how many batches an epoch had.
+    """
+    if not state.global_step or not isinstance(shares := find_shares(loader), Shares):
+        return
+    count = len(shares.batches)
+    accumulation = args.gradient_accumulation_steps
+    epochs, steps = divmod(state.global_step, -(-count // accumulation))
+    epoch = epochs + min(steps * accumulation / count, 1.0)
+    is_told = state.is_world_process_zero and state.epoch is not None
+    if is_told and not math.isclose(state.epoch, epoch, abs_tol=1e-6):
+        LOG.warning(
+            "this training resumes after step %d, which was at epoch %.4g; with %d global batches"
+            " of %d tokens an epoch it is at %.4g. Documents are trained on again or left out:"
+            " resume with the tokens_per_rank, number of ranks, fill and documents of before.",
+            state.global_step,
+            state.epoch,
+            count,
+            shares.deal_settings.tokens,
+            epoch,
+        )
 
 
 def check_sharing(trainer: Trainer, ranks: int) -> None:

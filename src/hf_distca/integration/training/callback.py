@@ -23,7 +23,11 @@ from hf_distca.config import DistCAConfig
 from hf_distca.errors import UnsupportedError
 from hf_distca.integration.attention_names import find_distca_configs
 from hf_distca.integration.callers import find_trainer
-from hf_distca.integration.checks.share_readers import check_evaluation, check_loader
+from hf_distca.integration.checks.share_readers import (
+    check_evaluation,
+    check_loader,
+    warn_of_other_batches,
+)
 from hf_distca.integration.current_session import current_session, use_session
 from hf_distca.integration.hooks.dealt_trainers import wrap_trainers
 from hf_distca.integration.hooks.mask import prepare
@@ -116,6 +120,7 @@ class DistCACallback(TrainerCallback):
         trainer = find_trainer(self)
         wrap_trainers()
         check_loader(kwargs.get("train_dataloader"), model=model, args=args, trainer=trainer)
+        warn_of_other_batches(kwargs.get("train_dataloader"), args, state)
         session = self.apply_settings()
         check_evaluation(trainer, session.config)
         self._move_before_reporters(trainer)
