@@ -25,17 +25,17 @@ BUILD = Path(__file__).parents[1] / "build" / "cuda_autograd"
 
 
 def library() -> Path:
-    """The library, which a compiler makes once for each version of torch, in a few seconds; skips
-    where there is none.
+    """The library, which a compiler makes once for each torch, whose folder it names, in a few
+    seconds; skips where there is no compiler.
     """
     compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++")
     if compiler is None:
         pytest.skip("there is no C++ compiler, which autograd on a GPU that is not there needs")
-    content = SOURCE.read_bytes() + torch.__version__.encode()
+    here = Path(torch.__file__).parent
+    content = SOURCE.read_bytes() + f"{torch.__version__} {here}".encode()
     path = BUILD / f"{hashlib.sha256(content).hexdigest()[:16]}.so"
     if not path.exists():
         BUILD.mkdir(parents=True, exist_ok=True)
-        here = Path(torch.__file__).parent
         partial = path.with_suffix(f".{os.getpid()}")  # another process may make it, too
         options = [
             "-std=c++20",
