@@ -101,7 +101,8 @@ def warn_of_other_batches(loader: object, args: TrainingArguments, state: Traine
 
     The checkpoint has the step and the part of the epoch; both tell how many batches an epoch had.
     """
-    if not state.global_step or not isinstance(shares := find_shares(loader), Shares):
+    shares = find_shares(loader)
+    if not isinstance(shares, Shares) or not state.global_step:
         return
     count = len(shares.batches)
     accumulation = args.gradient_accumulation_steps
