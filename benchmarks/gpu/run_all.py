@@ -72,6 +72,9 @@ PARTS = {
     "profile": Part(30, "seconds of tasks, and the cost model fitted to them"),
     "overlap": Part(25, "the share of artificial exchanges that is hidden"),
     "faults": Part(60, "a rank that fails or is killed while the other one waits over NCCL"),
+    "blocks": Part(50, "attention of images in a document, and of a prompt that answers share"),
+    "widths": Part(60, "rates of gpt-oss's and Gemma's heads, and of their short slices"),
+    "curves": Part(330, "1.3 billion weights, 200 steps of 16K tokens: losses beside sdpa's"),
     "families": Part(60, "families of models in bfloat16 beside float32"),
     "hybrids": Part(90, "hybrids in bfloat16 with kernels of fla and mamba-ssm, beside float32"),
 }

@@ -104,7 +104,7 @@ def warn_of_other_batches(loader: object, args: TrainingArguments, state: Traine
     shares = find_shares(loader)
     if not isinstance(shares, Shares) or not state.global_step:
         return
-    count = len(shares.batches)
+    count = len(loader)  # type: ignore[arg-type]  # groups of ranks take global batches in turns
     accumulation = args.gradient_accumulation_steps
     epochs, steps = divmod(state.global_step, -(-count // accumulation))
     epoch = epochs + min(steps * accumulation / count, 1.0)
