@@ -12,9 +12,19 @@ import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from report_kernels import emulator, kernels, parity, profile, variants
+from report_kernels import blocks, emulator, kernels, parity, profile, variants, widths
 from report_layout import Figures, percent, table
-from report_training import families, faults, first_script, hybrids, model, soak, trainer, transient
+from report_training import (
+    curves,
+    families,
+    faults,
+    first_script,
+    hybrids,
+    model,
+    soak,
+    trainer,
+    transient,
+)
 
 
 def checkpointing(data: Figures) -> list[str]:
@@ -284,6 +294,9 @@ PARTS: dict[str, Callable[[Figures], list[str]]] = {
     "overlap": overlap,
     "families": families,
     "hybrids": hybrids,
+    "blocks": blocks,
+    "widths": widths,
+    "curves": curves,
 }
 
 

@@ -135,6 +135,13 @@ def kernels(data: Figures) -> list[str]:
     text += table(
         ("kernel", "model", "placement", "rank", "tasks", "document", "forward", "backward"), rows
     )
+    text += slices(data)
+    return text + [f"{name}: {data[name]}\n" for name in ("cudnn", "not_run") if name in data]
+
+
+def slices(data: Figures) -> list[str]:
+    """Curves of rates by the rows of a slice."""
+    text: list[str] = []
     for curve in data.get("curves", []):
         whole = curve["whole"]
         text += [
@@ -166,7 +173,47 @@ def kernels(data: Figures) -> list[str]:
                 ("rows", "many, forward", "many, backward", "one, forward", "one, backward"), rows
             ),
         ]
-    return text + [f"{name}: {data[name]}\n" for name in ("cudnn", "not_run") if name in data]
+    return text
+
+
+def widths(data: Figures) -> list[str]:
+    text = ["## Heads of gpt-oss and Gemma 3", "", "TFLOP/s of whole documents.", ""]
+    rows = [
+        (row["model"], row["kernel"], row["length"], tera(row["forward"]), tera(row["backward"]))
+        for row in sorted(data.get("whole", []), key=lambda row: row["model"])
+    ]
+    text += table(("model", "kernel", "document", "forward", "backward"), rows)
+    return text + slices(data)
+
+
+def blocks(data: Figures) -> list[str]:
+    text = ["## Blocks and shared prompts", ""]
+    text += ["Milliseconds of one layer's attention, heads of Gemma 3 4B.", ""]
+    ways = ("causal alone", "blocks", "sdpa with a mask")
+    rows = [
+        (
+            row["kernel"],
+            f"{row['images']} of {row['size']} in {row['tokens']}",
+            *(milliseconds(row[way]) for way in ways),
+            f"{max(row['apart']):.1e}",
+        )
+        for row in data.get("images", [])
+    ]
+    head = ("kernel", "images", *(f"{way}, forward + backward" for way in ways))
+    text += table((*head, "worst difference from sdpa"), rows)
+    rows = [
+        (
+            row["kernel"],
+            f"{row['prompt']} + {len(row['answers'])} of {row['answers'][0]}",
+            *(milliseconds(row[way]) for way in ("shared", "copies")),
+        )
+        for row in data.get("prompts", [])
+    ]
+    return text + table(("kernel", "prompt and answers", "shared", "copies of the prompt"), rows)
+
+
+def milliseconds(seconds: dict[str, float]) -> str:
+    return f"{1e3 * seconds['forward']:.2f} + {1e3 * seconds['backward']:.2f}"
 
 
 def emulator(data: Figures) -> list[str]:

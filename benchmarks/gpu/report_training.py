@@ -186,3 +186,35 @@ def hybrids(data: Figures) -> list[str]:
     head = ("family", "functions of a package", *columns, "passed")
     text = "In bfloat16, packed under distca with packages, alone under eager without them."
     return ["## Hybrids with kernels of packages", "", text, "", *table(head, rows)]
+
+
+def curves(data: Figures) -> list[str]:
+    runs = data.get("runs", {})
+    weights = next((run["weights"] for run in runs.values()), 0)
+    text = ["## Three curves", ""]
+    text += [
+        (
+            f"A model of {weights / 1e9:.2f} billion weights, documents of {data.get('documents')}"
+            f" tokens a step, {data.get('steps')} steps in bfloat16; distca and plain varlen"
+            f" attention with checkpointing, by the kernel {data.get('kernel')}, sdpa without."
+        ),
+        "",
+        "![Losses, and how far they are apart](curves.png)",
+        "",
+    ]
+    rows = []
+    plain = {f"{data['plain']['attention']}, first steps": data["plain"]} if "plain" in data else {}
+    for name, run in {**runs, **plain}.items():
+        apart = data.get("apart", {}).get(name)
+        cells = (
+            [f"{apart[key]:.1e}" for key in ("first", "median", "largest")] if apart else [""] * 3
+        )
+        peak = f"{run['peak_bytes'] / 2**30:.1f}" if "peak_bytes" in run else ""
+        losses = run["losses"]
+        last = f"{losses[-1]:.4f}"
+        rows.append(
+            (name, len(losses), f"{losses[0]:.4f}", last, *cells, f"{run['seconds']:.3f}", peak)
+        )
+    away = ("first step", "median", "largest")
+    head = ("attention", "steps", "first loss", "last loss", *(f"from sdpa, {x}" for x in away))
+    return text + table((*head, "seconds a step", "peak, GiB"), rows)
