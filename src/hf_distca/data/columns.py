@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import re
 from array import array
 from collections.abc import Collection, Mapping
 from functools import cache
@@ -13,7 +14,7 @@ import numpy as np
 import torch
 
 from hf_distca.agreement.documents import DOCUMENT_KEYS
-from hf_distca.errors import LayoutError
+from hf_distca.errors import LayoutError, UnsupportedError
 from hf_distca.schedule.layout import IntArray
 
 _log = logging.getLogger("hf_distca")
@@ -35,6 +36,9 @@ def read_input_names(model: Any) -> InputNames:
     """Read the arguments of a model's forward, or of the model inside an adapter or a wrapper.
 
     They are unknown for anything else, such as a config.
+
+    Raises:
+        UnsupportedError: see `check_head`.
     """
     if not isinstance(model, torch.nn.Module):
         return None
@@ -44,12 +48,36 @@ def read_input_names(model: Any) -> InputNames:
     inner = getattr(model, "module", None)  # of engines
     if isinstance(inner, torch.nn.Module):
         return read_input_names(inner)
+    check_head(model)
     names = tuple(
         parameter.name
         for parameter in inspect.signature(model.forward).parameters.values()
         if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
     )
     return names or None
+
+
+# Heads whose labels are not those of the next token, in the names of transformers' classes.
+_OTHER_HEADS = re.compile(
+    r"For(\w*(Classification|Regression|Prediction)|QuestionAnswering|MultipleChoice|MaskedLM)"
+)
+
+
+def check_head(model: object) -> None:
+    """Raise for a model with one label for each row, or for each token itself: batches of documents
+    have those of the next token.
+
+    Raises:
+        UnsupportedError: names the class that says so, and a remedy.
+    """
+    for kind in type(model).__mro__:
+        if _OTHER_HEADS.search(kind.__name__):
+            raise UnsupportedError(
+                f"{kind.__name__} learns labels of rows or of tokens, and documents are dealt and "
+                "packed with the labels of next tokens, on which it would train as if they were "
+                "its own. Give it padded batches, made by DataCollatorWithPadding or "
+                'DataCollatorForTokenClassification: attn_implementation="distca" balances those.'
+            )
 
 
 def check_columns(

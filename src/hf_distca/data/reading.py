@@ -59,7 +59,7 @@ class DocumentReader:
             ]
         table = self._documents[numbers.tolist()]
         names = {name: "input_ids" if name == self.column else name for name in table.column_names}
-        columns = [_view_lists(table.column(name)) for name in names]
+        columns = [_view_lists(table.column(name), name) for name in names]
         return [dict(zip(names.values(), row, strict=True)) for row in zip(*columns, strict=True)]
 
     def compute_digest(self) -> int:
@@ -141,11 +141,19 @@ def _is_list_of_numbers(arrow_type: Any) -> bool:
     return bool(is_number and _is_list(stored))
 
 
-def _view_lists(column: Any) -> list[np.ndarray | None]:
+def _view_lists(column: Any, name: str) -> list[np.ndarray | None]:
     """Return each list of an Arrow column as an array, without a copy where no value is missing.
 
     A missing list is None.
+
+    Raises:
+        LayoutError: if the column, of this name, holds something else than lists.
     """
+    if not _is_list(column.type) and column.null_count < len(column):
+        raise LayoutError(
+            f"the {name} of a document must be a flat list of integers; here they are "
+            f"{column.type}."
+        )
     lists = [getattr(row, "values", None) for row in column]
     return [None if row is None else row.to_numpy(zero_copy_only=False) for row in lists]
 

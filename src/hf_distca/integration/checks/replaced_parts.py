@@ -12,12 +12,16 @@ from hf_distca.data.collator import IGNORED_LABEL
 from hf_distca.data.pieces import DocumentPiece
 from hf_distca.data.reading import DocumentReader
 from hf_distca.errors import ConfigError, UnsupportedError
+from hf_distca.integration.attention_names import find_distca_configs, iterate_models
+from hf_distca.integration.families import FAMILIES
 from hf_distca.integration.processes import LOG, warn_once
 
 if TYPE_CHECKING:
+    import torch
     from transformers import Trainer  # models are loaded without it
 
 CollatorRule = Literal["check", "replace"]
+_RECURRENT_GROUPS = {"PACKED", "CARRIES_STATE"}  # of model families
 _SAMPLE_SIZE = 256  # documents: they are read as training reads them, which takes a moment
 
 # Collators that make of rows what is read of rows here (ids, labels, masks, lengths, positions), by
@@ -97,6 +101,21 @@ def warn_of_row_order(trainer: Trainer) -> None:
             " their own, shuffled by seed and epoch, and every rank gets the same number of"
             " tokens.",
             strategy,
+        )
+
+
+def warn_of_carried_states(model: torch.nn.Module) -> None:
+    """Warn of recurrent layers under other attention than distca: they carry states on from
+    document to document of a row, so such a run is none to compare with.
+    """
+    kinds = {part.config.model_type for part in iterate_models(model)}
+    recurrent = sorted(kind for kind in kinds if FAMILIES.get(kind) in _RECURRENT_GROUPS)
+    if recurrent and not find_distca_configs(model):
+        warn_once(
+            "recurrent layers of this %s model carry states on from document to document of a"
+            ' share, unless it has attn_implementation="distca". For a run to compare with, load'
+            " it with distca, on one process.",
+            recurrent[0],
         )
 
 
