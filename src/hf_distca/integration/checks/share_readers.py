@@ -182,6 +182,8 @@ def check_sharing(trainer: Trainer, ranks: int) -> None:
     Raises:
         UnsupportedError: names the cause, and the setting to change.
     """
+    if ranks == 1:
+        return
     remedy = "leave shares_tokens out"
     _raise_first(
         f"shares_tokens = True, which deals what {ranks} ranks have drawn among them",
@@ -270,7 +272,16 @@ def _find_model_cases(
         model, ranks: the model, if it is known, and the ranks that documents are cut for.
         local_remedy, whole_remedy: how to train on one rank, and how to keep documents whole.
     """
-    if model is None or ranks == 1:
+    if model is None:
+        return
+    for adapter in iterate_adapters(model):
+        kind = getattr(adapter, "peft_type", None)
+        yield (
+            getattr(adapter, "is_prompt_learning", False),
+            f"{getattr(kind, 'value', kind)} puts virtual tokens in front of a row, and"
+            " rows hold parts of several documents. Use another adapter, such as LoRA.",
+        )
+    if ranks == 1:
         return
     configs = find_distca_configs(model)
     yield (
@@ -281,13 +292,6 @@ def _find_model_cases(
     for config in configs:
         reason = whole_document_reason(config.model_type)
         yield reason, f"{config.model_type} models need whole documents: {reason}. {whole_remedy}."
-    for adapter in iterate_adapters(model):
-        kind = getattr(adapter, "peft_type", None)
-        yield (
-            getattr(adapter, "is_prompt_learning", False),
-            f"{getattr(kind, 'value', kind)} puts virtual tokens in front of the tokens of"
-            " every rank. Use another adapter, such as LoRA.",
-        )
 
 
 def _find_evaluation_cases(
