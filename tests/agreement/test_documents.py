@@ -12,6 +12,7 @@ from torch.distributed.utils import _apply_to_tensors
 import hf_distca
 from document_keys import say_documents
 from handles import make_handle
+from hf_distca.agreement import documents as documents_module
 from hf_distca.agreement.documents import DOCUMENT_KEYS, PackedDocuments, TokenBatch
 from hf_distca.errors import LayoutError
 from hf_distca.integration.hooks.attention import distca_attention
@@ -27,6 +28,16 @@ def test_a_key_of_a_batch_says_where_documents_begin(key: str) -> None:
         batch | later | {key: say_documents((3, 6))[key]}
     ).read_documents()
     assert documents.runs[:, 2].tolist() == [3, 6]
+
+
+def test_the_order_of_the_keys_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+    said, other = say_documents((5, 4)), say_documents((3, 6))
+    batch = {"input_ids": torch.zeros(1, 9, dtype=torch.int64)}
+    batch |= {**other, "position_ids": said["position_ids"]}
+    for keys, lengths in ((list(DOCUMENT_KEYS), [3, 6]), (list(reversed(DOCUMENT_KEYS)), [5, 4])):
+        order = {key: DOCUMENT_KEYS[key] for key in keys}
+        monkeypatch.setattr(documents_module, "DOCUMENT_KEYS", order)
+        assert TokenBatch.from_batch(batch).read_documents().runs[:, 2].tolist() == lengths
 
 
 @pytest.mark.parametrize(

@@ -357,9 +357,144 @@ def test_an_order_of_rows_is_replaced_by_name(caplog: pytest.LogCaptureFixture) 
     )
     assert "hf_distca.deal replaces train_sampling_strategy='group_by_length'" in caplog.text
     with pytest.raises(
-        hf_distca.UnsupportedError, match="RandomSampler reads them in an order of its own"
+        hf_distca.UnsupportedError,
+        match=r"RandomSampler reads them in an order of its own.*leave out .*_get_train_sampler",
     ):
         hf_distca.deal(make(OwnOrder, "distca", rows(), {}), TOKENS).train()
+
+
+def test_rows_in_their_order_stay_in_it(capfd: pytest.CaptureFixture[str]) -> None:
+    """Also of a second Trainer with the same arguments, which `deal` has changed."""
+    ordered = {"train_sampling_strategy": "sequential"}
+    first = make(Trainer, "distca", rows(), ordered)
+    second = Trainer(tiny_llama("distca"), first.args, train_dataset=rows())
+    for trainer in (first, second):
+        hf_distca.deal(trainer, TOKENS)
+        assert "6 global batches of 96 tokens, in the order of rows." in capfd.readouterr().err
+        read = [share["input_ids"] for share in trainer.train_dataset]
+        ids = torch.cat([torch.tensor(some) for some in documents(*LENGTHS)])
+        batches = zip(torch.cat(read).split(TOKENS), ids.split(TOKENS), strict=False)
+        assert all(batch.sort()[0].equal(in_order.sort()[0]) for batch, in_order in batches)
+    shuffled = make(Trainer, "distca", rows(), {})
+    again = Trainer(tiny_llama("distca"), shuffled.args, train_dataset=rows())
+    for trainer in (shuffled, again):
+        hf_distca.deal(trainer, TOKENS)
+    assert "in the order of rows" not in capfd.readouterr().err
+
+
+class OwnLoader(Trainer):
+    def get_train_dataloader(self) -> Any:
+        other = [{"input_ids": torch.tensor(ids), "labels": torch.tensor(ids)} for ids in self.mine]
+        return self.accelerator.prepare(torch.utils.data.DataLoader(other))
+
+    mine = documents(20, 20)
+
+
+class DropsDocuments(Trainer):
+    def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        del inputs["distca_documents"]
+        return super().training_step(model, inputs, *args, **kwargs)
+
+
+@pytest.mark.parametrize("kind", [OwnLoader, DropsDocuments])
+def test_batches_that_were_not_dealt_are_refused(kind: type[Trainer]) -> None:
+    trainer = make(kind, "distca", rows(), {})
+    with pytest.raises(
+        hf_distca.UnsupportedError,
+        match=f"train_dataset of this {kind.__name__} is dealt, and its batches are not",
+    ):
+        hf_distca.deal(trainer, TOKENS).train()
+    assert not trainer.state.global_step
+
+
+def test_evaluation_of_other_rows_says_what_its_loss_is(caplog: pytest.LogCaptureFixture) -> None:
+    trainer = make(Trainer, "distca", rows(labels=documents(*LENGTHS)), {})
+    hf_distca.deal(trainer, TOKENS, evaluation=True)
+    processes.warn_once.cache_clear()
+    trainer.evaluate()
+    assert "rows that are not dealt" not in caplog.text
+    trainer.predict(rows(labels=documents(*LENGTHS)))
+    assert "reads rows that are not dealt, though eval_dataset is dealt" in caplog.text
+
+
+def evaluate_and_train(rank: int, first: str) -> str:
+    """transformers 5.23 then trains without DistributedDataParallel."""
+    hf_distca.configure(settings())
+    trainer = make(Trainer, "distca", rows(), {"max_steps": 1})
+    hf_distca.deal(trainer, TOKENS // 2, evaluation=True)
+    if first == "predict":
+        trainer.predict(rows(labels=documents(*LENGTHS)))
+    elif first:
+        trainer.evaluate()
+    try:
+        trainer.train()
+    except hf_distca.UnsupportedError as error:
+        assert not trainer.state.global_step
+        return str(error)
+    wrapped = trainer.model_wrapped
+    assert isinstance(wrapped, torch.nn.parallel.DistributedDataParallel)
+    return "trained"
+
+
+@pytest.mark.parametrize("first", ["evaluate", "predict", ""])
+def test_ranks_that_average_no_gradients_train_on_nothing_dealt(
+    rank_pool: Callable[[int], RankPool], first: str
+) -> None:
+    """Other releases may wrap the model."""
+    for said in rank_pool(2)(evaluate_and_train, first):
+        assert said == "trained" or (first and "nothing averages the gradients of 2 ranks" in said)
+
+
+def refuse_with_a_half_done(kind: str) -> tuple[Trainer, dict[str, Any]]:
+    """A Trainer that is refused, and what it is told."""
+    data: Any = rows()
+    changes: dict[str, Any] = {"per_device_eval_batch_size": 4}
+    if kind == "no targets":
+        data = rows(labels=[[-100] * length for length in LENGTHS])
+    trainer = make(Trainer, "distca", data, changes)
+    if kind == "evaluation is a stream":
+        trainer.eval_dataset = {"first": rows(), "second": stream()}
+    if kind == "no room":
+        trainer.eval_dataset = Dataset.from_dict({"input_ids": [[1] * (TOKENS + 1)]})
+    return trainer, {"longer": "refuse"} if kind == "no room" else {}
+
+
+@pytest.mark.parametrize("kind", ["no targets", "evaluation is a stream", "no room"])
+def test_a_trainer_that_is_refused_is_as_it_was(kind: str) -> None:
+    hf_distca.configure(settings())
+    trainer, told = refuse_with_a_half_done(kind)
+
+    def look() -> list[Any]:
+        args = {**vars(trainer.args)}
+        parts = [trainer.train_dataset, trainer.eval_dataset, trainer.data_collator]
+        callbacks = list(trainer.callback_handler.callbacks)
+        return [args, *map(id, parts), callbacks, current_session().config]
+
+    before = look()
+    with pytest.raises(hf_distca.DistCAError):
+        hf_distca.deal(trainer, TOKENS, evaluation=True, **told)
+    assert look() == before
+
+
+@pytest.mark.parametrize("tokens", [None, "96", 1.5])
+def test_tokens_that_are_no_number_are_refused(tokens: Any) -> None:
+    with pytest.raises(hf_distca.ConfigError, match=r"tokens_per_rank=.* must be a whole number"):
+        hf_distca.deal(make(Trainer, "distca", rows(), {}), tokens)
+    with pytest.raises(hf_distca.ConfigError, match=r"DistCACallback\(\) got .* a DistCAConfig"):
+        hf_distca.DistCACallback(tokens or {"tile": 8})
+
+
+def test_recurrent_layers_under_other_attention_are_said(caplog: pytest.LogCaptureFixture) -> None:
+    """They carry states on where nothing was cut, so nothing can be compared with them."""
+    for name, model_type in (("sdpa", "qwen3_next"), ("distca", "qwen3_next"), ("sdpa", "llama")):
+        caplog.clear()
+        processes.warn_once.cache_clear()
+        trainer = make(Trainer, name, rows(), {})
+        trainer.model.config.model_type = model_type
+        hf_distca.deal(trainer, TOKENS)
+        assert ("recurrent layers of this qwen3_next model carry states on" in caplog.text) == (
+            (name, model_type) == ("sdpa", "qwen3_next")
+        )
 
 
 def test_a_word_that_is_none_is_refused() -> None:

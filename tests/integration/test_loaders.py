@@ -406,7 +406,8 @@ def test_models_of_whole_documents_are_refused_over_ranks(
     model = make()
     with pytest.raises(hf_distca.UnsupportedError, match=named):
         check_loader(loader_of(shares()), model=model)
-    check_loader(loader_of(shares(1), processes=1), model=model)
+    if make is not prompted:  # in front of a row, which holds several documents
+        check_loader(loader_of(shares(1), processes=1), model=model)
 
 
 def test_a_part_of_shares_may_evaluate_in_any_epoch() -> None:

@@ -53,6 +53,8 @@ def drawn(rank: int, form: str) -> list[dict[str, Any]]:
         made.append(
             {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
         )
+        if len(set(lengths)) == 1:  # one row of positions stands for all
+            made[-1]["position_ids"] = torch.arange(longest)[None]
     return made
 
 
@@ -276,6 +278,10 @@ def wrong(rank: int, what: str) -> str:
         batches[0]["token_type_ids"] = torch.zeros(1)
     elif what == "positions":
         batches[0]["position_ids"][0, 2:4] += 100
+    elif what == "tokens":
+        ids = torch.tensor([[7] * (1 - rank)], dtype=torch.int64)
+        packed = PackedDocuments([1] * (1 - rank))
+        batches[0] = {"input_ids": ids, "distca_documents": packed}
     elif rank == 1:
         batches.pop()
     with pytest.raises(hf_distca.DistCAError) as caught:
@@ -288,6 +294,7 @@ def wrong(rank: int, what: str) -> str:
     [
         ("column", "a batch holds token_type_ids, and share_tokens deals"),
         ("positions", "position_ids of a batch change by 101 after token"),
+        ("tokens", "micro-batch 0 has 1 tokens for 2 ranks: share_tokens gives each at least one"),
         ("count", "different numbers of micro-batches in sharing tokens"),
     ],
 )

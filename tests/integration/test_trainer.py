@@ -316,7 +316,10 @@ def test_groups_given_to_the_callback_and_to_configure(
 
 @pytest.mark.parametrize(
     ("implementation", "said"),
-    [("sdpa", "no part of this LlamaForCausalLM"), ("distca", "this process alone")],
+    [
+        ("sdpa", "LlamaForCausalLM has attn_implementation='sdpa', which is right for"),
+        ("distca", "this process alone"),
+    ],
 )
 def test_a_callback_with_nothing_to_do_says_so(
     implementation: str, said: str, caplog: pytest.LogCaptureFixture

@@ -359,11 +359,19 @@ class TokenBatch:
                 "batch: attention_mask must be 0 for padding and 1 for tokens, or the number of "
                 "their document, one number for each token."
             )
-        if packed is None and self.cu_seq_lens is not None and not span_ranks:
+        deciding = self._choose_attribute(span_ranks)
+        if deciding == "cu_seq_lens" and self.cu_seq_lens is not None:
             packed = PackedDocuments(_read_bounds(self.cu_seq_lens))
-        if packed is None:
+        if packed is None or deciding == "position_ids":
             return self._read_from_positions(span_ranks, training)
         return self._remove_padding(_read_lengths(packed))
+
+    def _choose_attribute(self, span_ranks: bool) -> str:
+        """Choose the attribute that says where documents begin: the first that is given, and can
+        say so.
+        """
+        given = (name for name in DOCUMENT_KEYS.values() if getattr(self, name) is not None)
+        return next((name for name in given if not (span_ranks and name == "cu_seq_lens")), "")
 
     def _remove_padding(self, documents: Documents) -> Documents:
         """Remove padding from documents that cover the batch, with padding or without."""

@@ -94,7 +94,10 @@ class DocumentPiece:
         return self.row.get(name) is not None
 
     def _read_slice(self, name: str, begin: int, end: int) -> IntArray:
-        values = convert_integers(self.row[name][self.start + begin : self.start + end], name)
+        column = self.row[name]
+        if hasattr(column, "__len__") and getattr(column, "shape", None) != ():
+            column = column[self.start + begin : self.start + end]
+        values = convert_integers(column, name)  # refuses a single number
         if len(values) != end - begin:
             raise LayoutError(
                 f"the {name} of a document end before token {self.start + end}: they are fewer "

@@ -151,7 +151,8 @@ def _view_lists(column: Any, name: str) -> list[np.ndarray | None]:
     """
     if not _is_list(column.type) and column.null_count < len(column):
         raise LayoutError(
-            f"the {name} of a document must be a flat list of integers; here they are {column.type}."
+            f"the {name} of a document must be a flat list of integers; here they are "
+            f"{column.type}."
         )
     lists = [getattr(row, "values", None) for row in column]
     return [None if row is None else row.to_numpy(zero_copy_only=False) for row in lists]

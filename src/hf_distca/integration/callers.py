@@ -133,7 +133,8 @@ def find_model_argument(name: str) -> Any:
 
 def _find_argument(name: str, models: Iterable[FrameType]) -> Any:
     for model in models:
-        for value in model.f_locals.values():
+        variables = model.f_locals
+        for value in (variables, *variables.values()):
             if isinstance(value, dict) and value.get(name) is not None:
                 return value[name]
     return None

@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from hf_distca.config import DistCAConfig
+from hf_distca.config import DistCAConfig, check_settings
 from hf_distca.errors import ConfigError
 from hf_distca.integration.attention_names import replace_attention
 from hf_distca.integration.reports import print_summary
@@ -73,11 +73,7 @@ def configure(
         UnsupportedError: if `instead_of` is another name, or a package has put its own function in
             its place.
     """
-    if config is not None and not isinstance(config, DistCAConfig):
-        raise ConfigError(
-            f"configure() got {config!r}: give it a DistCAConfig, such as"
-            " DistCAConfig(tolerance=0.02)."
-        )
+    check_settings(config, "configure()")
     if group is not None and not isinstance(group, (dist.ProcessGroup, DeviceMesh)):
         raise ConfigError(
             f"group={group!r}: give it a process group (torch.distributed.new_group), a mesh, or"

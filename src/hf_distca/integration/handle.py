@@ -17,6 +17,7 @@ from transformers import PreTrainedConfig
 
 from hf_distca.agreement.announce import PlanKey
 from hf_distca.agreement.documents import Documents, TokenBatch
+from hf_distca.errors import UnsupportedError
 from hf_distca.integration.families import (
     check_cut_documents,
     check_mask_numbers,
@@ -133,6 +134,16 @@ class _MaskObject:
     def contiguous(self) -> Self:
         """Return the object itself."""
         return self
+
+    @classmethod
+    def __torch_function__(cls, function: Any, *_: Any) -> Any:
+        """Raise for a function of torch that is to compute with it."""
+        raise UnsupportedError(
+            f"a layer gave {cls.__name__}, which distca has as attention_mask, to"
+            f" {getattr(function, '__name__', function)}: its attention is another than that of"
+            " the model. Load the model with one attention for all its layers (their"
+            " config._attn_implementation)."
+        )
 
 
 class AttentionHandle(_MaskObject):

@@ -1,5 +1,5 @@
-"""Check of the first gradient of a share's logits, which must not be zero, for loops
-without a Trainer whose loss could be checked.
+"""Check of the first gradient of a share's logits, which must not be zero: in a loop of one's own,
+and under a Trainer, which cannot tell what the loss of a model itself is made of.
 
 A loss of `labels`, which are -100 in shares, gives logits no gradient. So does one that gives all
 documents of a share the weight 0, and that is right: it has read ``shift_labels``.
@@ -16,29 +16,36 @@ from transformers import PreTrainedModel
 from hf_distca.data.collator import IGNORED_LABEL
 from hf_distca.errors import UnsupportedError
 from hf_distca.integration.callers import find_model_argument, is_compiled
-from hf_distca.integration.checks.first_loss import TARGETS, LossWatch, SpyTensor
+from hf_distca.integration.checks.loss_watch import TARGETS, LossWatch, SpyTensor
 
 
-def watch_gradient(model: PreTrainedModel) -> None:
+def watch_gradient(model: PreTrainedModel, trainers_watch: LossWatch | None = None) -> None:
     """Raise if a loss gives the logits of a share no gradient, although it has targets that were
-    never read, until one does.
+    never read outside the model, until one does.
 
     The logits are the output of the output embedding: gradients come back to these from any copies
     that the model, accelerate or a loss makes. A fused loss has none; it takes ``shift_labels``
-    from the model.
+    from the model. Of a model without an output embedding, hidden states take the place of logits.
+
+    Args:
+        model: the model that trains.
+        trainers_watch: the record of its Trainer's own reads; None to record reads here.
     """
-    head: torch.nn.Module | None = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+    head: torch.nn.Module = model.get_output_embeddings() or model.base_model  # type: ignore[no-untyped-call]
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def watch_logits(_: torch.nn.Module, args: Any, logits: Any) -> None:
-        targets = find_model_argument(TARGETS)
-        watch = LossWatch()
+    def watch_logits(_: torch.nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        targets = kwargs.get(TARGETS, find_model_argument(TARGETS))
+        watch = trainers_watch or LossWatch()
+        logits = output if isinstance(output, torch.Tensor) else output[0]
         if (
             isinstance(targets, torch.Tensor)
             and isinstance(logits, torch.Tensor)
             and logits.requires_grad
+            and logits.dim() > 1
         ):
-            if type(targets) is torch.Tensor and not is_compiled():  # else it would be traced
+            is_plain = type(targets) is torch.Tensor
+            if trainers_watch is None and is_plain and not is_compiled():  # else it would be traced
                 # Any code outside the model reads this very tensor.
                 targets.__class__ = SpyTensor
                 targets.report_read = partial(watch.record_read, TARGETS)  # type: ignore[attr-defined]
@@ -49,7 +56,7 @@ def watch_gradient(model: PreTrainedModel) -> None:
     ) -> None:
         if isinstance(targets, SpyTensor):
             targets.__class__ = torch.Tensor  # type: ignore[assignment]
-        if watch.names_read or (gradient is not None and gradient.any()):
+        if TARGETS in watch.names_read or (gradient is not None and gradient.any()):
             hook.remove()
         elif (targets != IGNORED_LABEL).any():
             raise UnsupportedError(
@@ -59,5 +66,4 @@ def watch_gradient(model: PreTrainedModel) -> None:
                 " shifted already."
             )
 
-    if head is not None:
-        hook = head.register_forward_hook(watch_logits)
+    hook = head.register_forward_hook(watch_logits, with_kwargs=True)

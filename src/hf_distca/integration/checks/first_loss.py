@@ -15,221 +15,25 @@ every rank alike.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial, wraps
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
 import torch
 
 from hf_distca.errors import UnsupportedError
-from hf_distca.integration.callers import is_in_model
+from hf_distca.integration.attention_names import iterate_models
+from hf_distca.integration.checks.first_gradient import watch_gradient
+from hf_distca.integration.checks.loss_watch import ITEMS, LABELS, TARGETS, LossWatch
 
 if TYPE_CHECKING:
     from transformers import Trainer
 
-TARGETS, LABELS, ITEMS = "shift_labels", "labels", "num_items_in_batch"
-# A node of a graph, and which of its outputs: DDP has one node for all that a model returns.
-GraphPlace = tuple[Any, int]
-# What a model returns that does not depend on targets. Anything else may.
-_TARGET_FREE_OUTPUTS = {
-    "attentions",
-    "aux_loss",
-    "hidden_states",
-    "last_hidden_state",
-    "logits",
-    "past_key_values",
-    "router_logits",
-    "z_loss",
-}
-# Torch functions that hand values on without looking at them, or ask for a shape.
-_value_free = """
-    __format__ __get__ __getitem__ __hash__ __len__ __repr__ __set__ __setitem__
-    clone contiguous cpu cuda detach dim element_size expand flatten get_device int is_contiguous
-    is_floating_point is_pinned long ndimension numel pin_memory ravel record_stream reshape size
-    squeeze storage_offset stride to type unsqueeze untyped_storage view view_as
-"""
-_VALUE_FREE_FUNCTIONS = frozenset(_value_free.split())
-
-
-class SpyTensor(torch.Tensor):
-    """A tensor that calls `report_read`, which is set on it, when its values are read."""
-
-    report_read: Callable[[], object] = bool  # which does nothing
-
-    @classmethod
-    def wrap_tensor(cls, tensor: torch.Tensor, report_read: Callable[[], object]) -> SpyTensor:
-        """Return the tensor in a form that reports reads."""
-        spy = tensor.as_subclass(cls)
-        spy.report_read = report_read
-        return spy
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call a function of torch.
-
-        A result with the same values is a spy, too; any other is a plain tensor.
-        """
-        call: Callable[..., Any] = super().__torch_function__
-        result = call(func, types, args, kwargs or {})
-        spies = list(_find_spies((args, kwargs)))
-        if getattr(func, "__name__", "") in _VALUE_FREE_FUNCTIONS:
-            return (
-                cls.wrap_tensor(result, spies[0].report_read)
-                if isinstance(result, torch.Tensor) and spies
-                else result
-            )
-        for spy in spies:
-            spy.report_read()
-        return (
-            type(result)(map(_strip_spy, result))
-            if isinstance(result, (tuple, list))
-            else _strip_spy(result)
-        )
-
-
-def _find_spies(values: Any) -> Iterator[SpyTensor]:
-    if isinstance(values, SpyTensor):
-        yield values
-    elif isinstance(values, (tuple, list, dict)):
-        for value in values.values() if isinstance(values, dict) else values:
-            yield from _find_spies(value)
-
-
-def _strip_spy(value: Any) -> Any:
-    return value.as_subclass(torch.Tensor) if isinstance(value, SpyTensor) else value
-
-
-@dataclass(eq=False)
-class LossWatch:
-    """Record of a loss: its use of the targets of a batch and of their number.
-
-    Attributes:
-        ids: the tokens of the batch, if they are known.
-        names_read: names of those that it read itself.
-        names_given: names of those that a model got, by the places in the graph of its results.
-    """
-
-    ids: torch.Tensor | None = None
-    names_read: set[str] = field(default_factory=set)
-    names_given: dict[GraphPlace, set[str]] = field(default_factory=dict)
-
-    def watch_value(self, value: Any, name: str) -> Any:
-        """Return the value in a form that reports reads; a value that cannot counts as read."""
-        if isinstance(value, torch.Tensor):
-            return SpyTensor.wrap_tensor(value, partial(self.record_read, name))
-        self.names_read.add(name)
-        return value
-
-    def record_read(self, name: str) -> None:
-        """Record that values of this name were read, unless a model reads them for a loss of its
-        own.
-        """
-        if not is_in_model():  # another one, such as a teacher
-            self.names_read.add(name)
-
-    @contextmanager
-    def record_calls(self, models: Iterable[torch.nn.Module]) -> Iterator[None]:
-        """Record calls of models, which get plain tensors: reads inside a model are not its
-        caller's.
-        """
-        calls: list[set[str]] = []
-
-        @torch.compiler.disable  # type: ignore[untyped-decorator]
-        def begin_call(
-            _: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-        ) -> tuple[Any, Any]:
-            self._check_call((*args, *kwargs.values()), kwargs)
-            calls.append({name for name, value in kwargs.items() if isinstance(value, SpyTensor)})
-            return tuple(map(_strip_spy, args)), {
-                name: _strip_spy(value) for name, value in kwargs.items()
-            }
-
-        @torch.compiler.disable  # type: ignore[untyped-decorator]
-        def end_call(_: torch.nn.Module, args: tuple[Any, ...], output: Any) -> None:
-            self.names_given |= dict.fromkeys(_find_target_places(output), calls.pop())
-
-        with ExitStack() as hooks:
-            for model in models:
-                hooks.enter_context(model.register_forward_pre_hook(begin_call, with_kwargs=True))
-                hooks.enter_context(model.register_forward_hook(end_call))
-            yield
-
-    def _check_call(self, values: Iterable[Any], keywords: Mapping[str, Any]) -> None:
-        if keywords.get("distca_documents") is None and any(value is self.ids for value in values):
-            other_names = ", ".join(sorted(keywords.keys() - {"input_ids"})) or "nothing else"
-            raise UnsupportedError(
-                f"the model is called with input_ids and {other_names}, and dealt batches have more"
-                " than that: distca_documents say which documents the tokens are of, and on which"
-                " ranks the rest is. Call model(**inputs)."
-            )
-
-    def find_loss_reason(self, loss: torch.Tensor) -> str | None:
-        """Describe the mistake in the loss of one of several ranks; None if there is none."""
-        reached = _collect_places(loss) & self.names_given.keys()
-        from_targets = {place for place in reached if TARGETS in self.names_given[place]}
-        names = self.names_read.union(*(self.names_given[place] for place in reached))
-        if not names & {TARGETS, LABELS}:
-            return None
-        if TARGETS not in names:
-            return (
-                "is not made of `shift_labels`: it reads `labels`, which are -100 in shares, as"
-                " they could not be shifted where documents are cut. Hand shift_labels to the model"
-                " under this name and use its loss, or read shift_labels, which are shifted"
-                " already."
-            )
-        is_models_loss = _get_place(loss) in from_targets
-        if not any(ITEMS in self.names_given[place] for place in from_targets) and (
-            is_models_loss or ITEMS not in self.names_read
-        ):
-            return (
-                "is not divided by `num_items_in_batch`, the number of targets of all ranks: each"
-                " rank would divide by its own number, and ranks differ. Hand num_items_in_batch to"
-                " the model, or take super().compute_loss(model, inputs,"
-                " num_items_in_batch=num_items_in_batch)."
-            )
-        if is_models_loss:
-            return (
-                "is the model's as it is: a sum divided by the targets of all ranks, over which"
-                " gradients are averaged then. Multiply it by self.accelerator.num_processes, or"
-                " take super().compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)."
-            )
-        return None
-
-
-def _find_target_places(output: Any) -> list[GraphPlace]:
-    """Find the places in the graph of outputs of a model that may depend on targets."""
-    values: Iterable[Any] = [output]
-    if isinstance(output, Mapping):
-        values = [value for name, value in output.items() if name not in _TARGET_FREE_OUTPUTS]
-    elif isinstance(output, (tuple, list)):  # a loss comes first, and is one number
-        values = [value for value in output[:1] if getattr(value, "shape", None) == ()]
-    return [
-        _get_place(value)
-        for value in values
-        if isinstance(value, torch.Tensor) and value.grad_fn is not None
-    ]
-
-
-def _get_place(value: torch.Tensor) -> GraphPlace:
-    return value.grad_fn, value.output_nr
-
-
-def _collect_places(loss: torch.Tensor) -> set[GraphPlace]:
-    """Collect the places in the graph to which a loss leads."""
-    reached = {_get_place(loss)}
-    remaining = list(reached)
-    while remaining:
-        node, _ = remaining.pop()
-        next_places = {place for place in node.next_functions if place[0] is not None} - reached
-        reached |= next_places
-        remaining += next_places
-    return reached
-
-
-_watched_trainers: WeakSet[Trainer] = WeakSet()  # Trainers whose first loss was looked at, or is
+# Trainers whose first loss was looked at, or is.
+_watched_trainers: WeakSet[Trainer] = WeakSet()
 
 
 def is_loss_watched(trainer: object) -> bool:
@@ -238,13 +42,13 @@ def is_loss_watched(trainer: object) -> bool:
 
 
 def run_watched_step(
-    trainer: Trainer, step: Callable[..., torch.Tensor], inputs: Any
+    trainer: Trainer, model: torch.nn.Module, step: Callable[..., torch.Tensor], inputs: Any
 ) -> torch.Tensor:
     """Run a training step of a Trainer, and check its loss if it is the first on a share of several
     ranks.
 
     Args:
-        trainer, inputs: the Trainer, and its micro-batch.
+        trainer, model, inputs: the Trainer, its model, and its micro-batch.
         step: the step, which needs no arguments.
 
     Raises:
@@ -254,6 +58,9 @@ def run_watched_step(
     share = getattr(batch.get("distca_documents"), "dealt_share", None)
     if share is None or share.ranks == 1 or trainer in _watched_trainers:
         return step()
+    watch = LossWatch()
+    for part in islice(iterate_models(model), 1):  # the outermost
+        watch_gradient(part, watch)
 
     def check_loss(
         compute_loss: Callable[..., Any],
@@ -262,7 +69,7 @@ def run_watched_step(
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        watch = LossWatch(inputs.get("input_ids"))
+        watch.ids = inputs.get("input_ids")
         for name in {TARGETS, LABELS} & inputs.keys():
             inputs[name] = watch.watch_value(inputs[name], name)
         kwargs[ITEMS] = watch.watch_value(kwargs.get(ITEMS), ITEMS)
@@ -285,6 +92,8 @@ def run_watched_step(
     except BaseException:
         _watched_trainers.discard(trainer)
         raise
+    finally:
+        watch.forget_batch()
 
 
 @contextmanager

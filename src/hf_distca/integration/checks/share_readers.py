@@ -5,15 +5,18 @@ another loss of them.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from itertools import chain
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 from hf_distca.config import DistCAConfig
 from hf_distca.data.shares import Shares
 from hf_distca.errors import UnsupportedError
-from hf_distca.integration.attention_names import find_distca_configs
+from hf_distca.integration.attention_names import find_distca_configs, iterate_adapters
 from hf_distca.integration.checks.reading_order import (
     Cases,
     check_dispatch,
@@ -21,7 +24,7 @@ from hf_distca.integration.checks.reading_order import (
     find_shares,
 )
 from hf_distca.integration.families import whole_document_reason
-from hf_distca.integration.processes import LOG
+from hf_distca.integration.processes import LOG, warn_once
 
 if TYPE_CHECKING:
     from transformers import Trainer, TrainerState, TrainingArguments
@@ -78,8 +81,7 @@ def check_evaluation(trainer: Trainer | None, config: DistCAConfig) -> None:
     Raises:
         UnsupportedError: names the cause, and the setting to change.
     """
-    data = getattr(trainer, "eval_dataset", None)
-    for dataset in data.values() if isinstance(data, dict) else (data,):
+    for dataset in _list_evaluation_sets(trainer):
         if trainer is not None and (shares := find_shares(dataset)) is not None:
             rows, ranks = trainer.args.per_device_eval_batch_size, shares.deal_settings.ranks
             _raise_first(
@@ -93,6 +95,23 @@ def check_evaluation(trainer: Trainer | None, config: DistCAConfig) -> None:
                 ],
                 _find_evaluation_cases(trainer, ranks, config),
             )
+
+
+def warn_of_rows_not_dealt(trainer: Trainer) -> None:
+    """Warn about an evaluation of other rows than those that a Trainer has dealt."""
+    if any(find_shares(rows) is not None for rows in _list_evaluation_sets(trainer)):
+        warn_once(
+            "this evaluation reads rows that are not dealt, though eval_dataset is dealt: its loss"
+            " is the Trainer's mean over batches, which depends on their size and on the number of"
+            " ranks. For the mean over all targets, give it"
+            ' hf_distca.document_shares(rows, ..., seed=None, fill="whole").'
+        )
+
+
+def _list_evaluation_sets(trainer: Trainer | None) -> list[Any]:
+    """List the evaluation sets of a Trainer, with names or without."""
+    data: Any = getattr(trainer, "eval_dataset", None)
+    return list(data.values()) if isinstance(data, dict) else [data]
 
 
 def warn_of_other_batches(loader: object, args: TrainingArguments, state: TrainerState) -> None:
@@ -122,6 +141,36 @@ def warn_of_other_batches(loader: object, args: TrainingArguments, state: Traine
         )
 
 
+def check_step(trainer: Trainer, model: torch.nn.Module, inputs: Any) -> None:
+    """Raise if a Trainer of shares trains on other batches, or if each of several ranks trains a
+    model of its own on parts of documents.
+
+    Raises:
+        UnsupportedError: names the Trainer, and a remedy.
+    """
+    packed = inputs.get("distca_documents") if isinstance(inputs, Mapping) else None
+    share = getattr(packed, "dealt_share", None)
+    if share is None and find_shares(trainer.train_dataset) is not None:
+        raise UnsupportedError(
+            f"the train_dataset of this {type(trainer).__name__} is dealt, and its batches are not"
+            " of it: get_train_dataloader reads other rows, or a collator drops distca_documents."
+            " Let it read self.train_dataset; or train without dealing."
+        )
+    if (
+        share is not None
+        and share.ranks > 1
+        and trainer.accelerator.distributed_type.value.startswith("MULTI")
+        and not any(isinstance(parameter, DTensor) for parameter in model.parameters())
+        and not any(isinstance(part, DistributedDataParallel) for part in model.modules())
+    ):
+        raise UnsupportedError(
+            f"nothing averages the gradients of {share.ranks} ranks, which share documents: the"
+            f" model of this {type(trainer).__name__} is not in DistributedDataParallel. After"
+            " evaluate() or predict(), transformers does not put it there: call train() first, or"
+            " evaluate with another Trainer."
+        )
+
+
 def check_sharing(trainer: Trainer, ranks: int) -> None:
     """Raise if a Trainer would train differently on micro-batches that `share_tokens` deals than on
     those its ranks drew.
@@ -133,6 +182,8 @@ def check_sharing(trainer: Trainer, ranks: int) -> None:
     Raises:
         UnsupportedError: names the cause, and the setting to change.
     """
+    if ranks == 1:
+        return
     remedy = "leave shares_tokens out"
     _raise_first(
         f"shares_tokens = True, which deals what {ranks} ranks have drawn among them",
@@ -221,7 +272,16 @@ def _find_model_cases(
         model, ranks: the model, if it is known, and the ranks that documents are cut for.
         local_remedy, whole_remedy: how to train on one rank, and how to keep documents whole.
     """
-    if model is None or ranks == 1:
+    if model is None:
+        return
+    for adapter in iterate_adapters(model):
+        kind = getattr(adapter, "peft_type", None)
+        yield (
+            getattr(adapter, "is_prompt_learning", False),
+            f"{getattr(kind, 'value', kind)} puts virtual tokens in front of a row, and"
+            " rows hold parts of several documents. Use another adapter, such as LoRA.",
+        )
+    if ranks == 1:
         return
     configs = find_distca_configs(model)
     yield (
@@ -232,14 +292,6 @@ def _find_model_cases(
     for config in configs:
         reason = whole_document_reason(config.model_type)
         yield reason, f"{config.model_type} models need whole documents: {reason}. {whole_remedy}."
-    for adapters in (getattr(part, "peft_config", None) for part in model.modules()):
-        for adapter in adapters.values() if isinstance(adapters, dict) else ():
-            kind = getattr(adapter, "peft_type", None)
-            yield (
-                getattr(adapter, "is_prompt_learning", False),
-                f"{getattr(kind, 'value', kind)} puts virtual tokens in front of the tokens of"
-                " every rank. Use another adapter, such as LoRA.",
-            )
 
 
 def _find_evaluation_cases(

@@ -28,6 +28,8 @@ from hf_distca.integration.checks.share_readers import (
     check_evaluation,
     check_loader,
     check_sharing,
+    check_step,
+    warn_of_rows_not_dealt,
 )
 from hf_distca.integration.processes import LOG
 
@@ -112,7 +114,10 @@ def _wrap_trainer_methods() -> None:
     def training_step(
         self: Trainer, model: torch.nn.Module, inputs: Any, *args: Any, **kwargs: Any
     ) -> torch.Tensor:
-        return run_watched_step(self, partial(step, self, model, inputs, *args, **kwargs), inputs)
+        check_step(self, model, inputs)
+        return run_watched_step(
+            self, model, partial(step, self, model, inputs, *args, **kwargs), inputs
+        )
 
     @wraps(loop)
     def evaluation_loop(
@@ -120,6 +125,7 @@ def _wrap_trainer_methods() -> None:
     ) -> EvalLoopOutput:
         run = partial(loop, self, dataloader, *args, **kwargs)
         if find_shares(dataloader) is None:
+            warn_of_rows_not_dealt(self)
             return run()
         bound = parameters.bind(self, dataloader, *args, **kwargs)
         bound.apply_defaults()

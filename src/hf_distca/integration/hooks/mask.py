@@ -26,6 +26,7 @@ from hf_distca.integration.attention_names import (
     iterate_models,
 )
 from hf_distca.integration.callers import MaskCall
+from hf_distca.integration.checks.packed_rows import check_packed_row
 from hf_distca.integration.current_session import current_session
 from hf_distca.integration.families import (
     PING_PONG_FAMILIES,
@@ -148,6 +149,7 @@ def _make_handle(
             position_ids,
             counts_itself=call.has_no_positions and not (first and position_ids is not None),
         )
+        check_packed_row(call, packed)
         if packed.dealt_share is not None:
             check_first_share(call, packed.dealt_share, session)
     batch = TokenBatch(

@@ -19,7 +19,7 @@ from transformers import (
     TrainingArguments,
 )
 
-from hf_distca.config import DistCAConfig
+from hf_distca.config import DistCAConfig, check_settings
 from hf_distca.errors import UnsupportedError
 from hf_distca.integration.attention_names import find_distca_configs
 from hf_distca.integration.callers import find_trainer
@@ -70,6 +70,9 @@ class DistCACallback(TrainerCallback):
             ``hf-distca report`` makes a page: the logged figures, by rank, and the plans of the
             first micro-batch and of the worst one between two logs, about a megabyte in all; "all"
             for every plan. This takes no collective, and reads nothing from the device.
+
+    Raises:
+        ConfigError: if `config` is not a `DistCAConfig`.
     """
 
     def __init__(
@@ -80,6 +83,7 @@ class DistCACallback(TrainerCallback):
         summary: bool = True,
         record: bool | Literal["all"] = True,
     ) -> None:
+        check_settings(config, "DistCACallback()")
         self.config, self.group, self.summary = config, group, summary
         self.record: bool | Literal["all"] = record
         # Estimate for the batches that `deal` replaced, if it did.
@@ -128,9 +132,12 @@ class DistCACallback(TrainerCallback):
             prepare(model)
             if not find_distca_configs(model):
                 LOG.warning(
-                    "DistCACallback has nothing to do now: no part of this %s has"
-                    ' attn_implementation="distca". Load the model with it.',
+                    "DistCACallback has nothing to balance: this %s has attn_implementation=%r,"
+                    " which is right for a run to compare with. Load it with"
+                    ' attn_implementation="distca" (hf-distca run --attn-implementation distca) to'
+                    " share attention.",
                     type(model).__name__,
+                    getattr(getattr(model, "config", None), "_attn_implementation", None),
                 )
             elif session.join_group().size == 1:
                 LOG.warning(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar, cast, get_args
 
@@ -30,11 +31,16 @@ from hf_distca.integration.checks.replaced_parts import (
     CollatorRule,
     check_collator,
     describe_targets,
+    warn_of_carried_states,
     warn_of_row_order,
 )
 from hf_distca.integration.checks.share_readers import check_dealing
 from hf_distca.integration.processes import LOG, print_lines
-from hf_distca.integration.training.callback import call_before_training, find_or_add_callback
+from hf_distca.integration.training.callback import (
+    call_before_training,
+    find_or_add_callback,
+    find_session,
+)
 from hf_distca.integration.training.document_shares import document_shares
 from hf_distca.integration.training.pairs import check_deals_documents
 from hf_distca.schedule.layout import IntArray, Layout
@@ -42,6 +48,8 @@ from hf_distca.schedule.layout import IntArray, Layout
 _COMPARED_BATCHES = 4  # global batches of which orders are compared
 _COLLATORS_OF_EQUAL_ROWS = (DataCollatorWithPadding, DefaultDataCollator)
 _REPLACED_BATCHES = 64  # batches of which the imbalance is estimated
+# Attribute of arguments that `deal` has changed: their train_sampling_strategy.
+_STRATEGY_BEFORE = "distca_strategy_before"
 _PACKED_COLUMNS = {"seq_lengths", "position_ids"}  # columns that say which documents a row has
 
 AnyTrainer = TypeVar("AnyTrainer", bound=Trainer)
@@ -105,8 +113,9 @@ def deal(
             f"collator={collator!r} is none of {', '.join(map(repr, get_args(CollatorRule)))}."
         )
     check_collator(trainer, collator)
-    callback = find_or_add_callback(trainer)
-    config = callback.apply_settings(balance_evaluation=evaluation).config
+    config = find_session(trainer).config
+    if evaluation:
+        config = replace(config, balance_evaluation=True)
     make = partial(
         document_shares,
         tokens_per_rank=tokens_per_rank,
@@ -118,22 +127,31 @@ def deal(
     facts: dict[str, Any] = {}  # of a stream, nothing is known
     if hasattr(documents, "__len__"):
         facts = {
-            "seed": args.seed if args.data_seed is None else args.data_seed,
+            "seed": _choose_seed(args),
             "lengths": read_document_lengths(documents, quiet=not trainer.is_world_process_zero()),
         }
     dataset = make(documents, fill=fill, longer=longer, **facts)
     shares = cast("Shares | StreamedShares", find_shares(dataset))
     check_dealing(trainer, shares.deal_settings.ranks, config if evaluation else None)
-    if evaluation:
+    eval_dataset = (
         _deal_evaluation(trainer, partial(make, seed=None, fill="whole", longer=longer))
+        if evaluation
+        else None
+    )
     targets = describe_targets(documents, len(facts["lengths"])) if facts else ""
+    # Nothing is refused from here on, and nothing was changed before.
     warn_of_row_order(trainer)
+    warn_of_carried_states(trainer.model)
     steps_before = _count_steps(trainer, rows) if facts else 0
-    if facts and documents is rows:
-        callback.replaced_imbalance = _estimate_batches(
-            args, facts["lengths"], shares.deal_settings
-        )
-    _replace_data(trainer, dataset)
+    imbalance = (
+        _estimate_batches(args, facts["lengths"], shares.deal_settings)
+        if facts and documents is rows
+        else None
+    )
+    _replace_data(trainer, dataset, eval_dataset)
+    callback = find_or_add_callback(trainer)
+    callback.apply_settings(balance_evaluation=evaluation)
+    callback.replaced_imbalance = imbalance
     if trainer.is_world_process_zero():
         print_lines(
             _describe_shares(
@@ -142,13 +160,26 @@ def deal(
         )
         if isinstance(shares, Shares):
             steps = f"{steps_before:,} before, {_count_steps(trainer, dataset):,} dealt"
-            print_lines(_compare_orders(shares, callback.replaced_imbalance, steps, fill))
+            print_lines(_compare_orders(shares, imbalance, steps, fill))
             _warn_of_cut(int(facts["lengths"].max()), args)
     return trainer
 
 
-def _deal_evaluation(trainer: Trainer, make: Callable[[Any], Any]) -> None:
-    """Deal the evaluation set, or each of several named ones."""
+def _choose_seed(args: Any) -> int | None:
+    """Choose the seed by which documents are shuffled; None if rows are read in their order.
+
+    `deal` sets this strategy itself, so arguments that several Trainers share keep what they said
+    before.
+    """
+    strategy = getattr(args, _STRATEGY_BEFORE, args.train_sampling_strategy)
+    if strategy == "sequential":
+        return None
+    seed: int = args.seed if args.data_seed is None else args.data_seed
+    return seed
+
+
+def _deal_evaluation(trainer: Trainer, make: Callable[[Any], Any]) -> Any:
+    """Deal the evaluation set, or each of several named ones, and return the result."""
 
     def deal_rows(rows: Any) -> Any:
         documents = _read_documents(trainer, rows)
@@ -162,10 +193,8 @@ def _deal_evaluation(trainer: Trainer, make: Callable[[Any], Any]) -> None:
 
     data = trainer.eval_dataset
     if isinstance(data, dict):
-        trainer.eval_dataset = {name: deal_rows(rows) for name, rows in data.items()}
-    else:
-        trainer.eval_dataset = deal_rows(data)
-    trainer.args.per_device_eval_batch_size = 1
+        return {name: deal_rows(rows) for name, rows in data.items()}
+    return deal_rows(data)
 
 
 def deal_before_training(tokens_per_rank: int, collator: CollatorRule = "check") -> None:
@@ -208,13 +237,22 @@ def _unpack_rows(rows: Mapping[str, list[Any]], inputs: InputNames) -> dict[str,
     }
 
 
-def _replace_data(trainer: Trainer, shares: Any) -> None:
-    """Make the Trainer read shares: one in each batch, in their order, and each rank for itself."""
+def _replace_data(trainer: Trainer, shares: Any, eval_dataset: Any) -> None:
+    """Make the Trainer read shares: one in each batch, in their order, and each rank for itself.
+
+    Args:
+        trainer, shares: the Trainer, and the data set that it trains on.
+        eval_dataset: its dealt evaluation sets; None to leave evaluation as it is.
+    """
     args = trainer.args
     trainer.train_dataset = shares
+    if eval_dataset is not None:
+        trainer.eval_dataset = eval_dataset
+        args.per_device_eval_batch_size = 1
     trainer.data_collator = _keep_collator(trainer)
     args.per_device_train_batch_size = 1
     set_batch_size(trainer, 1)
+    setattr(args, _STRATEGY_BEFORE, getattr(args, _STRATEGY_BEFORE, args.train_sampling_strategy))
     args.train_sampling_strategy = "sequential"
     args.dataloader_in_order = True
     loading = trainer.accelerator.dataloader_config
@@ -251,6 +289,8 @@ def _describe_shares(
         f" {dealing.tokens_per_rank:,} tokens each"
     )
     accumulated = "" if accumulation == 1 else f", {accumulation} in each optimizer step"
+    if isinstance(shares, Shares) and shares.batches.seed is None:
+        accumulated += ", in the order of rows"
     if lengths is None or not isinstance(shares, Shares):
         return (
             f"distca deals a stream of documents to {ranks}.\n"

@@ -17,7 +17,7 @@ from accelerate.utils import get_int_from_env, parse_choice_from_env, parse_flag
 from hf_distca.agreement.announce import PlanKey
 from hf_distca.agreement.dealt_share import DealSettings, Placement
 from hf_distca.borrowed import has_partial_state
-from hf_distca.config import DistCAConfig
+from hf_distca.config import DistCAConfig, check_settings
 from hf_distca.data.columns import read_input_names
 from hf_distca.data.global_batches import FillRule, GlobalBatches, LongerRule
 from hf_distca.data.reading import read_document_lengths
@@ -116,6 +116,7 @@ def document_shares(
             shapes are given.
         LayoutError: if documents have no tokens, too few for one global batch, or no such column.
     """
+    check_settings(config, "document_shares()")
     config = config or find_session().config
     if ranks is None:
         ranks = config.group_size or config.group_ranks(_count_processes())
@@ -140,6 +141,10 @@ def document_shares(
         placement,
     )
     # What is wrong with these numbers is raised here, not in a worker.
+    if not isinstance(tokens_per_rank, int):
+        raise ConfigError(
+            f"tokens_per_rank={tokens_per_rank!r} must be a whole number of at least 1."
+        )
     dealing.deal_layouts(np.array([ranks * tokens_per_rank]))
     inputs = read_input_names(model)
     if not hasattr(documents, "__len__"):

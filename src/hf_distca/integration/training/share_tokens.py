@@ -130,7 +130,10 @@ def _read_batch(batch: Mapping[str, Any]) -> tuple[IntArray, torch.Tensor]:
         )
     lengths = documents.runs[:, 2]
     columns = {
-        name: batch[name].reshape(-1).cpu()
+        name: batch[name]
+        .expand(batch["input_ids"].shape)
+        .reshape(-1)
+        .cpu()  # a row may stand for all
         for name in ("input_ids", "labels", "shift_labels", "position_ids")
         if batch.get(name) is not None
     }
@@ -185,6 +188,11 @@ def _deal_batch(
     group = session.join_trainers()
     planner = session.planner
     tokens, remainder = divmod(int(documents[:, 3].sum()), group.size)
+    if not tokens:
+        raise UnsupportedError(
+            f"micro-batch {number} has {remainder} tokens for {group.size} ranks: share_tokens"
+            " gives each at least one. Draw longer micro-batches."
+        )
     dealing = DealSettings(
         group.size,
         [tokens + (rank < remainder) for rank in range(group.size)],

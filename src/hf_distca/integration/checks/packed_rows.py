@@ -1,0 +1,49 @@
+"""Check of what acts once a row, in a forward on a row that holds more than one document, or a part
+of one.
+
+Heads of rows pool their last token. NEFTune divides its noise by the root of a row's tokens.
+Adapters that begin at a mark, as PEFT's aLoRA does, look for the last one of a row.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from hf_distca.agreement.documents import PackedDocuments
+from hf_distca.data.columns import check_head
+from hf_distca.errors import UnsupportedError
+from hf_distca.integration.attention_names import iterate_adapters
+
+if TYPE_CHECKING:
+    from hf_distca.integration.callers import MaskCall
+
+
+def check_packed_row(call: MaskCall, packed: PackedDocuments) -> None:
+    """Raise if the model of a forward would compute documents of a row otherwise than each in a row
+    of its own.
+
+    Raises:
+        UnsupportedError: names what acts once a row, and a remedy.
+    """
+    *_, model = call.iterate_models()
+    if call.find_argument("labels") is not None:
+        check_head(model)
+    if packed.dealt_share is None and len(packed.lengths) == 1:
+        return
+    remedy = "or train on padded batches, one document a row."
+    embedding = model.get_input_embeddings()  # type: ignore[no-untyped-call]
+    alpha = getattr(embedding, "neftune_noise_alpha", None)
+    if model.training and alpha is not None:
+        raise UnsupportedError(
+            f"neftune_noise_alpha={alpha}: NEFTune's noise depends on the length of a row, and rows"
+            " hold packed or dealt documents, so it would be another one with every"
+            f" tokens_per_rank. Leave neftune_noise_alpha out, {remedy}"
+        )
+    for adapter in iterate_adapters(model):
+        tokens = getattr(adapter, "alora_invocation_tokens", None)
+        if tokens is not None:
+            raise UnsupportedError(
+                f"alora_invocation_tokens={list(tokens)}: the adapter looks for them once in a row,"
+                " and rows hold packed or dealt documents, most of which it would leave as they"
+                f" are. Use LoRA without them, {remedy}"
+            )

@@ -1,0 +1,277 @@
+"""Heads and losses that are not of next tokens, on dealt and packed documents: refused by name
+before anything is trained, in every door.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset, disable_progress_bars
+from peft import LoraConfig, get_peft_model
+from torch.nn.functional import cross_entropy
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForQuestionAnswering,
+    LlamaForSequenceClassification,
+    LlamaForTokenClassification,
+    LlamaModel,
+    LlamaPreTrainedModel,
+    Trainer,
+    TrainingArguments,
+)
+from transformers.modeling_outputs import CausalLMOutput, TokenClassifierOutput
+
+import hf_distca
+from hf_distca.errors import LayoutError
+from ranks import RankPool
+from tiny_runs import COMMON, PAIRS, VOCABULARY, documents, settings
+
+LENGTHS = (60, 7, 33, 28)
+TOKENS = 64  # of a global batch
+
+
+def config(**changes: Any) -> LlamaConfig:
+    return LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        attn_implementation="distca",
+        pad_token_id=0,
+        **changes,
+    )
+
+
+class Tagger(LlamaForTokenClassification):
+    """A user's subclass, whose own name says nothing."""
+
+
+class OwnHead(LlamaPreTrainedModel):
+    """A head of one label a token that no name tells: it reads `labels`, and has no output
+    embedding.
+    """
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__(config)
+        self.model = LlamaModel(config)
+        self.score = torch.nn.Linear(config.hidden_size, 3)
+        self.post_init()
+
+    def forward(
+        self,
+        input_ids: Any = None,
+        labels: Any = None,
+        num_items_in_batch: Any = None,
+        **kwargs: Any,
+    ) -> TokenClassifierOutput:
+        logits = self.score(self.model(input_ids, **kwargs).last_hidden_state)
+        loss = cross_entropy(logits.flatten(0, 1), labels.flatten() % 3, reduction="none")
+        loss = (loss * (labels.flatten() != -100)).sum() / num_items_in_batch
+        return TokenClassifierOutput(loss=loss, logits=logits)
+
+
+class AroundModel(torch.nn.Module):
+    """The same head around a model, in a module that is no model of transformers."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.config, self.lm = config, LlamaModel(config)
+        self.score = torch.nn.Linear(config.hidden_size, 3)
+
+    def forward(
+        self,
+        input_ids: Any = None,
+        labels: Any = None,
+        num_items_in_batch: Any = None,
+        **kwargs: Any,
+    ) -> TokenClassifierOutput:
+        logits = self.score(self.lm(input_ids, **kwargs).last_hidden_state)
+        loss = cross_entropy(
+            logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum"
+        )
+        return TokenClassifierOutput(loss=loss / num_items_in_batch, logits=logits)
+
+
+class ShiftsLabels(LlamaForCausalLM):
+    """A forward of one's own that shifts `labels`; it takes `shift_labels`, and reads none."""
+
+    def forward(
+        self,
+        input_ids: Any = None,
+        labels: Any = None,
+        shift_labels: Any = None,
+        num_items_in_batch: Any = None,
+        **kwargs: Any,
+    ) -> CausalLMOutput:
+        logits = self.lm_head(self.model(input_ids, **kwargs).last_hidden_state)
+        return CausalLMOutput(loss=shifted(logits, labels, num_items_in_batch), logits=logits)
+
+
+def shifted(logits: torch.Tensor, labels: torch.Tensor, num_items_in_batch: Any) -> torch.Tensor:
+    return (
+        cross_entropy(
+            logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten(), reduction="sum"
+        )
+        / num_items_in_batch
+    )
+
+
+def of_own_loss(config: LlamaConfig) -> LlamaForCausalLM:
+    model = LlamaForCausalLM(config)
+    model.loss_function = lambda logits, labels, num_items_in_batch, **kwargs: shifted(
+        logits, labels, num_items_in_batch
+    )
+    return model
+
+
+def adapted(config: LlamaConfig) -> torch.nn.Module:
+    return get_peft_model(Tagger(config), LoraConfig(r=2, task_type="TOKEN_CLS"))
+
+
+# Models, and the class that a refusal names.
+OTHER_HEADS: dict[str, tuple[Callable[[LlamaConfig], torch.nn.Module], str]] = {
+    "tokens": (LlamaForTokenClassification, "LlamaForTokenClassification"),
+    "tokens, subclass": (Tagger, "LlamaForTokenClassification"),
+    "tokens, adapter": (adapted, "LlamaForTokenClassification"),
+    "rows": (LlamaForSequenceClassification, "LlamaForSequenceClassification"),
+    "spans": (LlamaForQuestionAnswering, "LlamaForQuestionAnswering"),
+}
+OWN_LOSSES: dict[str, Callable[[LlamaConfig], torch.nn.Module]] = {
+    "loss_function": of_own_loss,
+    "forward": ShiftsLabels,
+    "head": OwnHead,
+    "around": AroundModel,
+}
+
+
+def rows(**columns: Any) -> Dataset:
+    return Dataset.from_dict({"input_ids": documents(*LENGTHS), **columns})
+
+
+def trainer_of(model: torch.nn.Module, data: Any, **changes: Any) -> Trainer:
+    disable_progress_bars()
+    hf_distca.configure(settings())
+    arguments = {
+        **COMMON,
+        "bf16": False,
+        "max_steps": 1,
+        "output_dir": tempfile.gettempdir(),
+        **changes,
+    }
+    return Trainer(model, TrainingArguments(**arguments), train_dataset=data)
+
+
+def shares(ranks: int) -> Dataset:
+    """Made without a model that could be looked at."""
+    return hf_distca.document_shares(
+        rows(), TOKENS // ranks, shapes=[(PAIRS.shape, None)], ranks=ranks, config=settings()
+    )
+
+
+def train_shares(model: torch.nn.Module) -> Any:
+    trainer = trainer_of(model, shares(1), train_sampling_strategy="sequential")
+    trainer.data_collator = hf_distca.PackingCollator()
+    return trainer.train()
+
+
+def train_packed(model: torch.nn.Module) -> Any:
+    trainer = trainer_of(model, rows(), per_device_train_batch_size=2)
+    trainer.data_collator = hf_distca.PackingCollator()
+    return trainer.train()
+
+
+DOORS: dict[str, Callable[[Any], Any]] = {
+    "deal": lambda model: hf_distca.deal(trainer_of(model, rows()), TOKENS),
+    "document_shares": lambda model: hf_distca.document_shares(rows(), TOKENS, model=model),
+    "shares without a model": train_shares,
+    "PackingCollator": hf_distca.PackingCollator,
+    "PackingCollator without a model": train_packed,
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed:FutureWarning")
+@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("head", OTHER_HEADS)
+def test_heads_of_other_labels_are_refused_by_name(head: str, door: str) -> None:
+    make, named = OTHER_HEADS[head]
+    if "without" in door and head == "spans":
+        pytest.skip("it takes no labels, and fails without its own")
+    with pytest.raises(hf_distca.UnsupportedError, match=f"{named} learns labels of rows or of"):
+        DOORS[door](make(config(num_labels=3)))
+
+
+def test_such_a_head_may_still_compute_and_train_on_padded_rows() -> None:
+    model = LlamaForTokenClassification(config(num_labels=3))
+    batch = hf_distca.PackingCollator()(list(rows()))
+    del batch["labels"]
+    assert model(**batch).logits.shape == (1, sum(LENGTHS), 3)
+    same = Dataset.from_dict({"input_ids": documents(9, 9), "labels": [[0, 1, 2] * 3] * 2})
+    assert trainer_of(model, same).train().training_loss > 0.5
+
+
+def train_own_losses(rank: int) -> dict[str, str]:
+    found = {}
+    for name, make in OWN_LOSSES.items():
+        torch.manual_seed(0)
+        trainer = trainer_of(make(config()), rows())
+        trainer.model_accepts_loss_kwargs = True
+        try:
+            hf_distca.deal(trainer, TOKENS // 2).train()
+            found[name] = f"trained: {trainer.state.log_history}"
+        except hf_distca.UnsupportedError as error:
+            found[name] = str(error)
+        assert not trainer.state.global_step or found[name].startswith("trained"), name
+    return found
+
+
+def test_a_model_whose_own_loss_reads_labels_is_refused(
+    rank_pool: Callable[[int], RankPool],
+) -> None:
+    for found in rank_pool(2)(train_own_losses):
+        assert found.keys() == OWN_LOSSES.keys()
+        for name, said in found.items():
+            assert "gives its logits no gradient, though shift_labels has targets" in said, name
+
+
+class Stream:
+    def __init__(self, some: list[dict[str, Any]]) -> None:
+        self.some = some
+
+    def __iter__(self) -> Any:
+        return iter(self.some)
+
+
+SINGLE = list(range(len(LENGTHS)))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: rows(labels=SINGLE),
+        lambda: rows(labels=SINGLE).with_format("torch"),
+        lambda: list(rows(labels=SINGLE)),
+        lambda: list(rows(labels=SINGLE).with_format("torch")),
+        lambda: rows(labels=SINGLE).to_iterable_dataset(),
+        lambda: rows(completion_mask=SINGLE),
+        lambda: rows(labels=[0.5] * len(LENGTHS)),
+    ],
+    ids=["stored", "tensors", "list", "list of tensors", "stream", "mask", "scores"],
+)
+def test_a_label_for_each_row_is_refused_as_the_collator_does(make: Callable[[], Any]) -> None:
+    model, data = LlamaForCausalLM(config()), make()
+    refused = partial(pytest.raises, LayoutError, match="of a document must be a flat list of int")
+    with refused():
+        hf_distca.PackingCollator(model)(list(data))
+    with refused():
+        for share in hf_distca.document_shares(data, TOKENS, model=model):
+            assert share["labels"] is not None
+    with refused():
+        hf_distca.deal(trainer_of(model, data), TOKENS).train()

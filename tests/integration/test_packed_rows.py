@@ -1,0 +1,125 @@
+"""What acts once a row, on rows that hold several documents: refused by name, and right on rows of
+one document.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset, disable_progress_bars
+from peft import LoraConfig, PrefixTuningConfig, PromptTuningConfig, get_peft_model
+from transformers import Trainer, TrainingArguments
+
+import hf_distca
+from ranks import RankPool
+from tiny_runs import COMMON, documents, settings, tiny_llama
+
+LENGTHS = (40, 24, 30, 34)
+TOKENS = 64
+MARK = [5, 6]
+
+
+def rows() -> Dataset:
+    ids = [[*some[:9], *MARK, *some[11:]] for some in documents(*LENGTHS)]
+    return Dataset.from_dict({"input_ids": ids})
+
+
+def invoked() -> torch.nn.Module:
+    return get_peft_model(
+        tiny_llama("distca"),
+        LoraConfig(r=2, task_type="CAUSAL_LM", alora_invocation_tokens=MARK),
+    )
+
+
+def prompted() -> torch.nn.Module:
+    return get_peft_model(
+        tiny_llama("distca"), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    )
+
+
+def prefixed() -> torch.nn.Module:
+    return get_peft_model(
+        tiny_llama("distca"), PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    )
+
+
+NOISE, ADAPTER = "neftune_noise_alpha=5.0: ", r"alora_invocation_tokens=\[5, 6\]: the adapter looks"
+# A model, changes of arguments, and what a refusal names.
+CASES: dict[str, tuple[Callable[[], torch.nn.Module], dict[str, Any], str]] = {
+    "noise": (lambda: tiny_llama("distca"), {"neftune_noise_alpha": 5.0}, NOISE),
+    "noise and adapter": (
+        lambda: get_peft_model(tiny_llama("distca"), LoraConfig(r=2, task_type="CAUSAL_LM")),
+        {"neftune_noise_alpha": 5.0},
+        NOISE,
+    ),
+    "mark": (invoked, {}, ADAPTER),
+    "prompt": (prompted, {}, "PROMPT_TUNING puts virtual tokens"),
+    "prefix": (prefixed, {}, "PREFIX_TUNING puts virtual tokens"),
+}
+
+
+def make(name: str, **changes: Any) -> Trainer:
+    disable_progress_bars()
+    hf_distca.configure(settings())
+    model, of_case, _ = CASES[name]
+    arguments = {**COMMON, "max_steps": 1, "output_dir": tempfile.gettempdir(), "bf16": False}
+    args = TrainingArguments(**{**arguments, **of_case, **changes})
+    return Trainer(model(), args, train_dataset=rows())
+
+
+def deal(name: str, ranks: int = 1) -> Trainer:
+    return hf_distca.deal(make(name), TOKENS // ranks)
+
+
+def pack(name: str, size: int = 2) -> Trainer:
+    trainer = make(name, per_device_train_batch_size=size)
+    trainer.data_collator = hf_distca.PackingCollator()
+    return trainer
+
+
+@pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed:FutureWarning")
+@pytest.mark.filterwarnings("ignore:Position ids are not supported:UserWarning")
+@pytest.mark.parametrize("door", [deal, pack])
+@pytest.mark.parametrize("name", CASES)
+def test_what_acts_once_a_row_is_refused(name: str, door: Callable[[str], Trainer]) -> None:
+    named = CASES[name][2]
+    if name == "prompt" and door is pack:
+        named = "the documents have 64 tokens and the batch has 1 x 67"
+    elif name == "prefix" and door is pack:
+        named = "in place of prefix tuning use another adapter"
+    with pytest.raises(hf_distca.DistCAError, match=named):
+        door(name).train()
+
+
+@pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed:FutureWarning")
+@pytest.mark.parametrize("name", ["noise", "mark"])
+def test_a_row_of_one_document_is_right(name: str) -> None:
+    assert pack(name, size=1).train().training_loss > 0
+
+
+def refusal(rank: int, name: str) -> str:
+    with pytest.raises(hf_distca.UnsupportedError) as refused:
+        deal(name, ranks=2).train()
+    return str(refused.value)
+
+
+def test_it_is_refused_on_all_ranks(rank_pool: Callable[[int], RankPool]) -> None:
+    for said in rank_pool(2)(refusal, "noise"):
+        assert said.startswith(NOISE)
+
+
+@pytest.mark.parametrize("name", ["sdpa", "eager"])
+def test_a_layer_of_another_attention_is_named(name: str) -> None:
+    hf_distca.configure(settings())
+    model = tiny_llama("distca")
+    other = type(model.config)(**model.config.to_dict())
+    other._attn_implementation = name
+    model.model.layers[1].self_attn.config = other
+    with pytest.raises(
+        hf_distca.UnsupportedError, match="its attention is another than that of the model"
+    ):
+        model(torch.tensor(documents(12)))
