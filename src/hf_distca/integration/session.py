@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
 import torch
@@ -161,6 +162,12 @@ class Session:
         if self._group is None:
             return get_current_world() is None or dist.get_rank() == 0
         return self._group.ranks[self._group.rank] == 0
+
+    def report_errors(self, doing: str) -> AbstractContextManager[None]:
+        """Return a context manager that reports an exception inside to the ranks of the group, if
+        it was made: in what this rank does alone, while they go on to what needs all.
+        """
+        return nullcontext() if self._group is None else self._group.report_errors(doing)
 
     def gather_measurements(self) -> None:
         """Gather the measurements up to here, on all ranks of the group. Collective."""
