@@ -17,6 +17,7 @@ from transformers import PreTrainedConfig
 
 from hf_distca.agreement.announce import PlanKey
 from hf_distca.agreement.documents import Documents, TokenBatch
+from hf_distca.errors import UnsupportedError
 from hf_distca.integration.families import (
     check_cut_documents,
     check_mask_numbers,
@@ -133,6 +134,14 @@ class _MaskObject:
     def contiguous(self) -> Self:
         """Return the object itself."""
         return self
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Raise where another attention computes with this object as its mask."""
+        raise UnsupportedError(
+            f"{getattr(func, '__name__', func)} of torch got distca's mask: a layer has another"
+            " attn_implementation than its model. Give all layers the one of the model."
+        )
 
 
 class AttentionHandle(_MaskObject):
