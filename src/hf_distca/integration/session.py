@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
 from hf_distca.agreement.planner import Planner, get_current_world
-from hf_distca.borrowed import get_mesh
+from hf_distca.borrowed import get_mesh, get_timeout
 from hf_distca.config import DistCAConfig
 from hf_distca.integration.handle import LayerWork
 from hf_distca.integration.processes import (
@@ -31,7 +31,7 @@ from hf_distca.measure.timeline import Trace
 from hf_distca.runtime.call import AttentionServer, Call, Inputs
 from hf_distca.runtime.core_attention import compute_core_attention
 from hf_distca.runtime.group import AttentionGroup
-from hf_distca.runtime.members import Members
+from hf_distca.runtime.members import Members, check_group_size
 from hf_distca.runtime.meter import Meter
 from hf_distca.schedule.cost import AttentionShape
 
@@ -128,6 +128,9 @@ class Session:
     ) -> AttentionGroup:
         observer, seconds = AttentionGroup.observer, self.config.timeout_seconds
         if observer is None:
+            if get_current_world() is not None:
+                who = members if isinstance(members, Members) else Members.from_group(members)
+                check_group_size(who, size, seconds or get_timeout(None).total_seconds())
             return AttentionGroup.find_or_create(members, timeout_seconds=seconds, size=size)
         return observer.make_group(members, size, seconds, leaving)
 
