@@ -114,7 +114,8 @@ class DistCAConfig:
             rank's document. Off, every run of positions is a document of its own, as it is for
             transformers.
         balance_evaluation: let ranks share attention also while the model is in evaluation mode.
-            Only where every rank evaluates the same number of batches.
+            Only where every rank evaluates the same number of batches. Shares whose documents are
+            cut are computed by all ranks in either case.
         serve_in_place: let ranks that hold tokens compute slices of others. Off, only ranks that
             hold none do.
         ping_pong: run every decoder layer as two nano-batches in turns, so that one computes while

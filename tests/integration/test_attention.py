@@ -4,6 +4,7 @@ refused.
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -259,6 +260,8 @@ def call(**changes: object) -> None:
         ({"output_attentions": True}, "output_attentions"),
         ({"is_causal": False}, "bidirectional"),
         ({"s_aux": torch.zeros(2)}, r"s_aux of shape \(2,\) for 4 query heads"),
+        ({"scaling": torch.ones(6)}, r"scaling of shape \(6,\) for 4 query heads"),
+        ({"softcap": torch.nn.Parameter(torch.ones(()))}, "softcap"),
         ({"position_bias": torch.zeros(1)}, "position_bias"),
         ({"position_ids": torch.zeros(3, 1, 6, dtype=torch.long)}, r"\(3, 1, 6\)"),
     ],
@@ -266,6 +269,34 @@ def call(**changes: object) -> None:
 def test_refused_by_name(changes: dict[str, object], named: str) -> None:
     with pytest.raises(hf_distca.UnsupportedError, match=named):
         call(**changes)
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (4, 1, 1), (1, 4, 1, 1)])
+def test_a_scale_that_is_learned(shape: tuple[int, ...]) -> None:
+    """One for all heads or one for each; also with a cache that is read."""
+    found = []
+    for name in ("distca", "eager"):
+        model = model_for(name).double()
+        scales = torch.linspace(0.2, 0.4, 4 if 4 in shape else 1, dtype=torch.float64)
+        scale = torch.nn.Parameter(scales.view(shape))
+        for layer in model.model.layers:
+            layer.self_attn.scaling = scale
+        head = model(input_ids=tokens(2, 9), use_cache=True)
+        tail = model(input_ids=tokens(2, 3), past_key_values=head.past_key_values)
+        torch.cat([head.logits, tail.logits], 1).sin().sum().backward()
+        found.append([scale.grad, *(p.grad for p in model.parameters())])
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-6)  # eager: softmax in float32
+
+
+@pytest.mark.parametrize("name", ["sdpa", "eager"])
+@pytest.mark.parametrize("layer", [0, 1])
+def test_a_layer_of_another_attention_is_refused(name: str, layer: int) -> None:
+    model = model_for("distca")
+    attention: Any = model.model.layers[layer].self_attn
+    attention.config = copy.deepcopy(attention.config)
+    attention.config._attn_implementation = name
+    with pytest.raises(hf_distca.UnsupportedError, match="another attn_implementation than"):
+        model(input_ids=tokens(2, 9), use_cache=False)
 
 
 def small(kind: str) -> Any:

@@ -5,6 +5,7 @@ them.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -199,3 +200,26 @@ def test_global_batches_are_dealt_per_group(rank_pool: Callable[[int], RankPool]
         assert total == pytest.approx(sum(losses), rel=1e-12)
         for name, grad in grads.items():
             torch.testing.assert_close(same_grads[name], grad, **CLOSE["full"])
+
+
+def unequal_sizes(rank: int, sizes: tuple[int | None, ...], prepared: bool) -> tuple[str, float]:
+    """What ends the first step of ranks that make groups of different sizes, and when."""
+    began = time.monotonic()
+    hf_distca.configure(settings(group_size=sizes[rank]))
+    model = model_for("full", "distca")
+    with pytest.raises(hf_distca.DistCADesyncError) as caught:
+        (hf_distca.prepare(model) if prepared else model(**drawn(rank), use_cache=False))
+    return str(caught.value), time.monotonic() - began
+
+
+@pytest.mark.parametrize(
+    ("sizes", "prepared"), [((None, 1), False), ((1, None), True), ((2, 1, 1, 4), False)]
+)
+def test_ranks_with_another_group_size_are_told(
+    rank_pool: Callable[[int], RankPool], sizes: tuple[int | None, ...], prepared: bool
+) -> None:
+    """On all ranks, before any of them computes alone."""
+    by_rank = ", ".join(f"rank {rank}: {size}" for rank, size in enumerate(sizes))
+    for said, seconds in rank_pool(len(sizes))(unequal_sizes, sizes, prepared):
+        assert f"different group_size: {by_rank}" in said
+        assert seconds < 10

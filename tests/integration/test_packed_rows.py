@@ -120,6 +120,6 @@ def test_a_layer_of_another_attention_is_named(name: str) -> None:
     other._attn_implementation = name
     model.model.layers[1].self_attn.config = other
     with pytest.raises(
-        hf_distca.UnsupportedError, match="its attention is another than that of the model"
+        hf_distca.UnsupportedError, match="a layer has another attn_implementation than its model"
     ):
         model(torch.tensor(documents(12)))

@@ -21,6 +21,8 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 )
 from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
+from transformers import AutoModelForCausalLM
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import hf_distca
 from checkpointed import checkpoint_layers
@@ -315,6 +317,44 @@ def generated(rank: int, ping_pong: bool) -> list[int]:
 
 def test_generating_in_training_mode_fills_its_cache(rank_pool: Callable[[int], RankPool]) -> None:
     assert rank_pool(3)(generated, True) == rank_pool(3)(generated, False)
+
+
+def prefix_tuned(
+    rank: int, family: str, ping_pong: bool, several_rows: bool
+) -> tuple[torch.Tensor, list[Any]]:
+    """Logits of a prefix and of what reads it from a cache, and gradients through both."""
+    configure(ping_pong=ping_pong)
+    torch.manual_seed(0)
+    config = CONFIG_MAPPING[family](
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=61,
+        head_dim=16,
+        sliding_window=24,
+    )
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="distca").double().train()
+    ids = torch.stack([tokens_of(row + rank, 60) % 61 for row in range(3 if several_rows else 1)])
+    head = model(input_ids=ids[:, :40], use_cache=True)
+    tail = model(input_ids=ids[:, 40:], past_key_values=head.past_key_values, use_cache=True)
+    logits = torch.cat([head.logits, tail.logits], 1)
+    logits.sin().sum().backward()
+    return logits.detach(), [p.grad for p in model.parameters()]
+
+
+@pytest.mark.parametrize(
+    ("family", "several_rows"), [("llama", False), ("llama", True), ("mistral", False)]
+)
+def test_training_through_a_cached_prefix(
+    rank_pool: Callable[[int], RankPool], family: str, several_rows: bool
+) -> None:
+    """Nano-batches fill the cache that a later call reads."""
+    found, whole = (
+        rank_pool(3)(prefix_tuned, family, ping_pong, several_rows) for ping_pong in (True, False)
+    )
+    torch.testing.assert_close(found, whole, rtol=1e-9, atol=1e-12)
 
 
 def checkpointed_attention(

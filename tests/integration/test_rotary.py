@@ -128,7 +128,12 @@ def whole(
 
 
 def dealt(
-    rank: int, kind: tuple[str, str], numbers: tuple[int, ...], how: str, ping_pong: bool
+    rank: int,
+    kind: tuple[str, str],
+    numbers: tuple[int, ...],
+    how: str,
+    ping_pong: bool,
+    lone_rank: int | None,
 ) -> tuple[list[float], dict[str, torch.Tensor]]:
     config = settings(ping_pong=ping_pong)
     hf_distca.configure(config)
@@ -147,6 +152,9 @@ def dealt(
     dealing = DealSettings(2, TOKENS, {PlanKey(PAIRS.shape, "cpu", None): PAIRS}, config)
     losses = []
     for number in numbers:
+        if rank == lone_rank:  # it evaluates what is longer than all that they train on
+            model.eval().generate(torch.full((1, 150), 7), max_new_tokens=number + 1)
+            model.train()
         share = dealing.make_share(np.array(BATCHES[number]), (0, number), rank)
         runs = list(zip(share.documents, share.starts, share.lengths, strict=True))
         losses.append(loss_of(forward, number, runs, distca_documents=share))
@@ -169,9 +177,10 @@ def check(
     how: str = "plain",
     *,
     ping_pong: bool = False,
+    lone_rank: int | None = None,
 ) -> None:
     losses, grads = whole(kind, numbers)
-    for found, found_grads in pool(dealt, kind, numbers, how, ping_pong):
+    for found, found_grads in pool(dealt, kind, numbers, how, ping_pong, lone_rank):
         assert found == pytest.approx(losses, rel=1e-6)
         for name, grad in grads.items():
             assert float((found_grads[name] - grad).norm()) <= 1e-5 * float(grad.norm()) + 1e-12, (
@@ -214,6 +223,16 @@ def test_engines(rank_pool: Callable[[int], RankPool], kind: tuple[str, str], ho
 @pytest.mark.parametrize("kind", [("llama", "dynamic"), ("phi3", "longrope")], ids=" ".join)
 def test_nano_batches(rank_pool: Callable[[int], RankPool], kind: tuple[str, str]) -> None:
     check(rank_pool(2), kind, (0, 1, 3), ping_pong=True)
+
+
+@pytest.mark.parametrize(
+    ("kind", "lone_rank"), [(("llama", "dynamic"), 0), (("gemma3_text", "dynamic"), 1)]
+)
+def test_what_one_rank_evaluates_leaves_nothing_behind(
+    rank_pool: Callable[[int], RankPool], kind: tuple[str, str], lone_rank: int
+) -> None:
+    """Frequencies that grew on one rank, in what it did alone, are not those of shares."""
+    check(rank_pool(2), kind, tuple(range(len(BATCHES))), lone_rank=lone_rank)
 
 
 @pytest.mark.parametrize("kind", ROPES, ids=" ".join)

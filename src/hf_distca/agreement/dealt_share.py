@@ -157,6 +157,11 @@ class DealtShare:
         return self.layouts[0] if len(self.layouts) == 1 else Layout.concatenate(*self.layouts)
 
     @property
+    def is_cut(self) -> bool:
+        """True if any document lies on several ranks, which none of them can compute alone."""
+        return bool(self.whole_layout.has_many_ranks.any())
+
+    @property
     def first_nano_tokens(self) -> int | None:
         """Number of this rank's tokens in the first nano-batch.
 

@@ -136,13 +136,11 @@ class _MaskObject:
         return self
 
     @classmethod
-    def __torch_function__(cls, function: Any, *_: Any) -> Any:
-        """Raise for a function of torch that is to compute with it."""
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Raise where another attention computes with this object as its mask."""
         raise UnsupportedError(
-            f"a layer gave {cls.__name__}, which distca has as attention_mask, to"
-            f" {getattr(function, '__name__', function)}: its attention is another than that of"
-            " the model. Load the model with one attention for all its layers (their"
-            " config._attn_implementation)."
+            f"{getattr(func, '__name__', func)} of torch got distca's mask: a layer has another"
+            " attn_implementation than its model. Give all layers the one of the model."
         )
 
 

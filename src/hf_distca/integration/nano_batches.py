@@ -15,6 +15,7 @@ import torch
 from transformers.cache_utils import Cache
 
 from hf_distca.agreement.documents import Documents
+from hf_distca.borrowed import is_in_backward
 from hf_distca.errors import UnsupportedError
 from hf_distca.integration.handle import AttentionHandle
 
@@ -65,6 +66,7 @@ class NanoBatches:
             every exchange, as on the other ranks.
         handles: handle of each nano-batch in place of a mask.
         layer_ids: ids of the layers that ran as nano-batches, for recomputes.
+        first_half_states: keys and values of the first nano-batch, for the cache of a layer.
     """
 
     shape: tuple[int, int]
@@ -73,6 +75,7 @@ class NanoBatches:
     sizes: tuple[int, int]
     handles: tuple[AttentionHandle, AttentionHandle]
     layer_ids: set[int] = field(default_factory=set)
+    first_half_states: tuple[torch.Tensor, ...] = ()
 
     @classmethod
     def cut_batch(cls, handle: AttentionHandle, documents: Documents, tile: int) -> NanoBatches:
@@ -104,8 +107,8 @@ class NanoBatches:
             return value if dim is None else value.narrow(dim, start, self.sizes[nano - 1])
         if isinstance(value, AttentionHandle):
             return self.handles[nano - 1]
-        if isinstance(value, Cache):
-            return None  # as under activation checkpointing: a cache would be filled twice
+        if isinstance(value, Cache):  # a recompute would fill it twice
+            return None if is_in_backward() else NanoCache(value, self, nano)
         if isinstance(value, dict):
             return {name: self.select_part(nano, item) for name, item in value.items()}
         if type(value) in (tuple, list):
@@ -158,6 +161,35 @@ class NanoBatches:
             return 0
         starts = (d for d in range(len(shape) - 1) if shape[d : d + 2] == self.shape)
         return next((start + self.axis for start in starts), None)
+
+
+class NanoCache:
+    """A cache as a nano-batch sees it: it reads nothing, and the cache gets the keys and values of
+    both.
+    """
+
+    def __init__(self, cache: Cache, cut: NanoBatches, nano: int) -> None:
+        self.cache, self.cut, self.nano = cache, cut, nano
+
+    def update(self, *states: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """Take keys and values of (rows, heads, tokens, width) and what else the cache is told;
+        return them.
+        """
+        cut, (key, value, *more) = self.cut, states
+        if self.nano == 1:
+            cut.first_half_states = key, value
+            return key, value
+        axis = 2 if cut.axis else 0
+        both = (
+            torch.cat([first.narrow(axis, 0, cut.border), second], axis)
+            for first, second in zip(cut.first_half_states, (key, value), strict=True)
+        )
+        cut.first_half_states = ()
+        self.cache.update(*both, *more, **options)
+        return key, value
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.cache, name)
 
 
 def choose_cut(

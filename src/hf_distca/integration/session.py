@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
 import torch
@@ -16,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
 from hf_distca.agreement.planner import Planner, get_current_world
-from hf_distca.borrowed import get_mesh
+from hf_distca.borrowed import get_mesh, get_timeout
 from hf_distca.config import DistCAConfig
 from hf_distca.integration.handle import LayerWork
 from hf_distca.integration.processes import (
@@ -30,7 +31,7 @@ from hf_distca.measure.timeline import Trace
 from hf_distca.runtime.call import AttentionServer, Call, Inputs
 from hf_distca.runtime.core_attention import compute_core_attention
 from hf_distca.runtime.group import AttentionGroup
-from hf_distca.runtime.members import Members
+from hf_distca.runtime.members import Members, check_group_size
 from hf_distca.runtime.meter import Meter
 from hf_distca.schedule.cost import AttentionShape
 
@@ -127,6 +128,9 @@ class Session:
     ) -> AttentionGroup:
         observer, seconds = AttentionGroup.observer, self.config.timeout_seconds
         if observer is None:
+            if get_current_world() is not None:
+                who = members if isinstance(members, Members) else Members.from_group(members)
+                check_group_size(who, size, seconds or get_timeout(None).total_seconds())
             return AttentionGroup.find_or_create(members, timeout_seconds=seconds, size=size)
         return observer.make_group(members, size, seconds, leaving)
 
@@ -161,6 +165,12 @@ class Session:
         if self._group is None:
             return get_current_world() is None or dist.get_rank() == 0
         return self._group.ranks[self._group.rank] == 0
+
+    def report_errors(self, doing: str) -> AbstractContextManager[None]:
+        """Return a context manager that reports an exception inside to the ranks of the group, if
+        it was made: in what this rank does alone, while they go on to what needs all.
+        """
+        return nullcontext() if self._group is None else self._group.report_errors(doing)
 
     def gather_measurements(self) -> None:
         """Gather the measurements up to here, on all ranks of the group. Collective."""

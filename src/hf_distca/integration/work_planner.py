@@ -12,7 +12,7 @@ import torch
 
 from hf_distca.agreement.announce import Announcement, Announcements, PlanKey, build_layout
 from hf_distca.agreement.batch_plan import BatchPlan
-from hf_distca.agreement.documents import Documents
+from hf_distca.agreement.documents import Documents, PackedDocuments
 from hf_distca.config import KernelName
 from hf_distca.errors import LayoutError, UnsupportedError
 from hf_distca.integration.handle import AttentionHandle, LayerWork
@@ -53,12 +53,23 @@ class WorkPlanner:
             # Making the group needs all ranks: a rank that evaluates or generates alone must not
             # ask for it.
             is_shared = not handle.mask.is_local and (
-                training or self.session.config.balance_evaluation
+                training or self.takes_all_ranks(handle.batch.packed)
             )
             handle.group = self.session.join_group() if is_shared else _LOCAL_GROUP
             if handle.group.holds and (leaving := self.planner.resume_progress().leaving_ranks):
                 handle.group = self.session.leave_behind(leaving)
         return handle.group
+
+    def takes_all_ranks(self, documents: PackedDocuments | Documents | None) -> bool:
+        """Return whether all ranks run a forward of a model in evaluation mode, too.
+
+        They do if one of the documents of their shares is cut, as for the teacher of a student: no
+        rank could compute it alone. Every rank reads this from the layout of all, so all decide
+        alike, and none waits for one that runs alone. A rank that gets no such batch at all is
+        missed as in training: shares are compared, and `timeout_seconds` is the bound.
+        """
+        share = None if documents is None else documents.dealt_share
+        return self.session.config.balance_evaluation or (share is not None and share.is_cut)
 
     def uses_nano_batches(self, handle: AttentionHandle, training: bool) -> bool:
         """Return whether layers run as two nano-batches."""
@@ -151,7 +162,8 @@ class WorkPlanner:
             window = _limit_window(key.window, max(lengths, default=0))
             route = Route.for_whole_documents(lengths)
         else:
-            layout = _build_local_layout(documents, evaluating=evaluating)
+            with self.session.report_errors("planning alone"):
+                layout = _build_local_layout(documents, evaluating=evaluating)
             window = _limit_window(key.window, layout.longest)
             route = Route.build(Plan.make_local(layout, window), 0)
         handle.check_documents(layout, key.window)

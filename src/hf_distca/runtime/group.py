@@ -21,6 +21,7 @@ from hf_distca.borrowed import get_timeout
 from hf_distca.errors import ConfigError, DistCADesyncError
 from hf_distca.runtime.channel import Channel
 from hf_distca.runtime.members import (
+    NOT_ALL_CAME,
     Members,
     all_reduce_min,
     find_node_number,
@@ -42,12 +43,6 @@ P = ParamSpec("P")
 R = TypeVar("R")
 Phase = Literal["begin", "serve", "finish"]
 
-_NOT_ALL_CAME = (
-    "Every rank must come here, by a training forward, hf_distca.prepare or a DistCACallback that"
-    " all of them have: look at the logs of the other ranks. If ranks could not connect, set"
-    " GLOO_SOCKET_IFNAME to the interface over which nodes reach each other: plans travel over gloo"
-    " even on GPUs."
-)
 _UNEQUAL_NODES = (
     "%d ranks share attention on %d nodes, not equally many on each or not one node after another:"
     " links inside a node are taken to be as slow as those between nodes."
@@ -246,7 +241,7 @@ class AttentionGroup:
         except RuntimeError as error:
             raise DistCADesyncError(
                 f"rank {ranks[rank]} waited up to {seconds:g} s for ranks {ranks} while making"
-                f" their attention group, and not all came ({error}). {_NOT_ALL_CAME}"
+                f" their attention group, and not all came ({error}). {NOT_ALL_CAME}"
             ) from error
         start_polling(monitor := FailureMonitor(ranks, rank, seconds, (data, control), names))
         per_node = find_ranks_per_node(nodes.tolist())

@@ -12,19 +12,27 @@ import datetime
 import hashlib
 import os
 import socket
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 
 from hf_distca.borrowed import group_of_members, list_group_names, store_of_world
-from hf_distca.errors import ConfigError
+from hf_distca.errors import ConfigError, DistCADesyncError
 from hf_distca.schedule.layout import IntArray
 
+NOT_ALL_CAME = (
+    "Every rank must come here, by a training forward, hf_distca.prepare or a DistCACallback that"
+    " all of them have: look at the logs of the other ranks. If ranks could not connect, set"
+    " GLOO_SOCKET_IFNAME to the interface over which nodes reach each other: plans travel over gloo"
+    " even on GPUs."
+)
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -67,6 +75,53 @@ class Members:
         return Members(tuple(ranks[first : first + size]), self.backend)
 
 
+# How often the ranks of these members have compared sizes, in a world.
+_comparisons: WeakKeyDictionary[dist.ProcessGroup, Counter[tuple[int, ...]]] = WeakKeyDictionary()
+
+
+def check_group_size(members: Members, size: int | None, seconds: float) -> None:
+    """Raise on all ranks if they would cut these members into groups of different sizes. All
+    members must call it, and wait so long for each other.
+
+    A rank with a smaller group would not come where the others make theirs; alone, it would compute
+    without them. So they meet in the store of the world, where the first of them reads all sizes.
+
+    Raises:
+        DistCADesyncError: if sizes differ, or not all members come in time.
+    """
+    ranks, store, own = tuple(sorted(members.ranks)), store_of_world(), dist.get_rank()
+    if len(ranks) == 1 or own not in ranks:
+        return
+    counts = _comparisons.setdefault(dist.GroupMember.WORLD, Counter())
+    stem = f"distca-size {hash_ranks(ranks)} {counts[ranks]}"
+    keys = [f"{stem} {rank}" for rank in ranks]
+    timeout = datetime.timedelta(seconds=seconds)
+    try:
+        store.set(f"{stem} {own}", str(size))
+        if own == ranks[0]:
+            store.wait(keys, timeout)
+            sizes = [store.get(key).decode() for key in keys]
+            by_rank = ", ".join(f"rank {rank}: {n}" for rank, n in zip(ranks, sizes, strict=True))
+            store.set(f"{stem} found", by_rank if len(set(sizes)) > 1 else "")
+        store.wait([f"{stem} found"], timeout)
+        found = store.get(f"{stem} found").decode()
+    except RuntimeError as error:
+        raise DistCADesyncError(
+            f"rank {own} waited up to {seconds:g} s for ranks {ranks} while making their attention"
+            f" group, and not all came ({error}). {NOT_ALL_CAME}"
+        ) from error
+    counts[ranks] += 1
+    if found:
+        raise DistCADesyncError(
+            f"ranks have different group_size: {found}; give every rank the same settings."
+        )
+
+
+def hash_ranks(ranks: tuple[int, ...]) -> str:
+    """Return a short name of these ranks."""
+    return hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]
+
+
 def make_communicator(
     ranks: tuple[int, ...], backend: str, timeout: datetime.timedelta, purpose: str
 ) -> dist.ProcessGroup:
@@ -81,7 +136,7 @@ def make_communicator(
     tells those of the failure that have made the group, or did not come.
     """
     taken, store = list_group_names(), store_of_world()
-    stem = f"{purpose} {hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]}"
+    stem = f"{purpose} {hash_ranks(ranks)}"
     names = (f"{stem} {number}" for number in count(1))
     name = next(name for name in names if name not in taken and not store.check([f"{name} failed"]))
     try:

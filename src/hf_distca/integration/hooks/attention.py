@@ -70,7 +70,7 @@ def distca_attention(
     value: torch.Tensor,
     attention_mask: AttentionHandle | CachedMask | ForeignMask | torch.Tensor | None,
     *,
-    scaling: float | None = None,
+    scaling: float | torch.Tensor | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
     softcap: float | None = None,
@@ -84,7 +84,8 @@ def distca_attention(
         query, key, value: (batch, heads, length, width); key and value have un-repeated heads for
             GQA.
         attention_mask: the handle made by the mask function.
-        scaling: factor on QK^T, ``head_dim ** -0.5`` if None.
+        scaling: factor on QK^T, ``head_dim ** -0.5`` if None. A tensor, one for all heads or one
+            for each, may require a gradient.
         sliding_window: keys that a token sees at most, its own included, unless the mask has a
             window.
         softcap: bound of the scores, as in Gemma 2.
@@ -106,10 +107,13 @@ def distca_attention(
         )
     check_arguments(module, dropout, kwargs)
     sink_H = None if s_aux is None else _flatten_sink(module, s_aux, query.shape[1])
+    if isinstance(scaling, torch.Tensor):
+        query, scaling = _scale_queries(module, query, scaling), 1.0
     if not isinstance(attention_mask, AttentionHandle):
         cached = check_cached_mask(module, attention_mask, kwargs.get("distca_documents"))
         inputs = Inputs(query, key, value, sink_H=sink_H)
-        scores = _make_scores(query, scaling, None, softcap)  # the mask has the window already
+        # The mask has the window already.
+        scores = _make_scores(module, query, scaling, None, softcap)
         return _attend_to_cache(module, inputs, cached, scores), None
     handle = attention_mask
     if sliding_window is not None:
@@ -168,7 +172,7 @@ def _prepare_layers(
         work = handle.planner.plan_work(
             handle, kwargs, query.to(dtype), plan_key, training=handle.is_training(module)
         )
-    scores = _make_scores(query, scaling, work.window, softcap)
+    scores = _make_scores(module, query, scaling, work.window, softcap)
     if (attend := work.stage_attention) is not None:
         return LayerSetup(work, dtype, lambda module, inputs: attend(module, inputs, scores))
     server = session.make_server(work, query.to(dtype), shape, scores)
@@ -176,9 +180,34 @@ def _prepare_layers(
 
 
 def _make_scores(
-    query: torch.Tensor, scaling: float | None, window: int | None, softcap: float | None
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    scaling: float | None,
+    window: int | None,
+    softcap: float | None,
 ) -> Scores:
+    if isinstance(softcap, torch.Tensor):
+        raise UnsupportedError(
+            f"{type(module).__name__} passes a tensor as softcap, which would get no gradient: give"
+            ' a number, or use attn_implementation="eager".'
+        )
     return Scores(query.shape[-1] ** -0.5 if scaling is None else scaling, window, softcap)
+
+
+def _scale_queries(
+    module: torch.nn.Module, query_BHLD: torch.Tensor, scaling: torch.Tensor
+) -> torch.Tensor:
+    """Scale queries in place of the scores, so that the scale gets its gradient, as one that is
+    learned.
+    """
+    heads = query_BHLD.shape[1]
+    if scaling.numel() > 1 and scaling.shape not in ((heads, 1, 1), (1, heads, 1, 1)):
+        raise UnsupportedError(
+            f"{type(module).__name__} passes scaling of shape {tuple(scaling.shape)} for {heads}"
+            " query heads: distca takes one number, or one a head of shape (heads, 1, 1). Use"
+            ' attn_implementation="eager".'
+        )
+    return (query_BHLD * scaling.reshape(-1, 1, 1)).to(query_BHLD.dtype)
 
 
 def _flatten_sink(module: torch.nn.Module, s_aux: torch.Tensor, heads: int) -> torch.Tensor:

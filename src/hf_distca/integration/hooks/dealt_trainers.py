@@ -31,6 +31,7 @@ from hf_distca.integration.checks.share_readers import (
     check_step,
     warn_of_rows_not_dealt,
 )
+from hf_distca.integration.hooks.other_models import check_calls
 from hf_distca.integration.processes import LOG
 
 if TYPE_CHECKING:
@@ -95,10 +96,11 @@ def _warn_of_routers(model: PreTrainedModel, ranks: int) -> None:
 
 
 def wrap_trainers() -> None:
-    """Make Trainers treat dealt documents as one process does; do nothing while transformers'
-    Trainer is not imported.
+    """Make Trainers treat dealt documents as one process does, unless transformers' Trainer is not
+    imported; check the calls of models that may get a share.
     """
     count_shifted_targets()
+    check_calls()
     if "transformers.trainer" in sys.modules:
         _wrap_trainer_methods()
 

@@ -50,6 +50,7 @@ from hf_distca.integration.hooks.positions import (
     mark_document_starts,
 )
 from hf_distca.integration.hooks.recomputed_masks import reuse_forward_handle
+from hf_distca.integration.session import Session
 from hf_distca.integration.work_planner import WorkPlanner
 
 
@@ -172,6 +173,11 @@ def _make_handle(
         training=None if model is None else model.training,
     )
     return AttentionHandle(planner, batch, facts)
+
+
+def find_session() -> Session:
+    """Return the session of this process, for files that get it handed down."""
+    return current_session()
 
 
 def find_planner(model: PreTrainedModel) -> WorkPlanner | None:

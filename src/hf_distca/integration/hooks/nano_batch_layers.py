@@ -126,8 +126,8 @@ def _choose_nano_batches(
     if is_in_backward():  # a recompute, which must do what the forward did
         cut = handle.nano_batches
         return cut if cut is not None and id(layer) in cut.layer_ids else None
-    # Nano-batches fill no cache. Who trains does not read it; who generates does, also with a model
-    # in training mode.
+    # Nano-batches read no cache. Who trains does not, before it is full; who generates may, also
+    # with a model in training mode.
     if any(isinstance(argument, Cache) for argument in arguments) and not (
         layer.training and torch.is_grad_enabled()
     ):

@@ -5,6 +5,10 @@ it finds the largest position in its batch and chooses frequencies by it. A rank
 head of a document would choose others than the rank with the tail. So the largest position of the
 global batch, which a share knows, goes through the module as one more token, whose rotation is
 dropped.
+
+A "dynamic" module also keeps the largest position of the batches before, until one is short again.
+What a rank evaluates or generates alone would stay there. So a share finds the module as the shares
+before it left it, of which all ranks had the same.
 """
 
 from __future__ import annotations
@@ -155,8 +159,9 @@ def check_positions(
         _checked_models.add(model)
 
 
-# Attribute of a rotary module: whether the longest position was added to those of its call.
-_HAS_LONGEST = "_distca_longer"
+# Attributes of a rotary module: whether the longest position was added to those of its call; and
+# the length that the shares so far have left in it, by the kind of layer.
+_HAS_LONGEST, _REACHED = "_distca_longer", "_distca_reached"
 _found_rotaries: WeakKeyDictionary[torch.nn.Module, tuple[list[torch.nn.Module], bool]] = (
     WeakKeyDictionary()
 )
@@ -184,6 +189,7 @@ def extend_rotary(
         for rotary in rotaries:
             if not hasattr(rotary, _HAS_LONGEST):
                 setattr(rotary, _HAS_LONGEST, False)
+                setattr(rotary, _REACHED, {})
                 rotary.register_forward_pre_hook(_add_longest, with_kwargs=True)
                 rotary.register_forward_hook(_drop_longest)
         if _get_longest_document(documents) is not None:
@@ -258,12 +264,33 @@ def _add_longest(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[st
             " that depends on the longest document of all ranks: distca has nowhere to say how"
             " long that is."
         )
+    longest = _restore_length(
+        module, longest, kwargs.get("layer_type", args[2] if len(args) > 2 else None)
+    )
     positions = torch.cat(
         [positions, positions.new_full((*positions.shape[:-1], 1), longest - 1)], dim=-1
     )
     if "position_ids" in kwargs:
         return args, {**kwargs, "position_ids": positions}
     return (args[0], positions, *args[2:]), kwargs
+
+
+def _restore_length(module: torch.nn.Module, longest: int, layer_type: str | None) -> int:
+    """Make a module that keeps a length as it was built; return the length of which it is to make
+    frequencies for a share, given the longest document.
+
+    That is what it would have kept of the shares so far.
+    """
+    kind = module.rope_type if layer_type is None else module.rope_type[layer_type]
+    if "dynamic" not in kind:
+        return longest
+    prefix = "" if layer_type is None else f"{layer_type}_"
+    built: int = module.original_max_seq_len
+    setattr(module, f"{prefix}max_seq_len_cached", built)
+    setattr(module, f"{prefix}inv_freq", getattr(module, f"{prefix}original_inv_freq").clone())
+    reached = getattr(module, _REACHED)
+    reached[layer_type] = max(longest, reached.get(layer_type, 0) if longest >= built else 0)
+    return reached[layer_type]
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]

@@ -62,9 +62,10 @@ def make_recurrent_rows(
         documents = batch.read_documents(
             span_ranks=session.config.documents_span_ranks, training=model.training
         )
+        is_shared = model.training or planner.takes_all_ranks(documents if cache is None else None)
         segments = (
-            _make_rank_segments(documents, session, model.training)
-            if documents.span_ranks
+            _make_rank_segments(documents, session, is_shared)
+            if documents.span_ranks and (is_shared or not documents.has_whole_documents)
             else _make_packed_segments(documents, batch_size, length)
         )
     except (LayoutError, UnsupportedError):
@@ -98,13 +99,11 @@ def _make_packed_segments(documents: Documents, batch_size: int, length: int) ->
     return Segments.from_lengths(np.diff(starts, append=batch_size * length).tolist())
 
 
-def _make_rank_segments(documents: Documents, session: Session, training: bool) -> Segments:
-    """Make the segments of this rank of documents that may continue on other ranks. Collective."""
-    group = (
-        session.join_trainers()
-        if training or session.config.balance_evaluation
-        else AttentionGroup()
-    )
+def _make_rank_segments(documents: Documents, session: Session, is_shared: bool) -> Segments:
+    """Make the segments of this rank of documents that may continue on other ranks. Collective if
+    all ranks run this forward.
+    """
+    group = session.join_trainers() if is_shared else AttentionGroup()
     name = f"micro-batch {session.planner.resume_progress().next_number}"
     return Segments.from_layout(
         _agree_on_layout(documents, group, name), group, session.meter, name

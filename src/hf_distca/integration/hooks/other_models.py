@@ -1,0 +1,118 @@
+"""Calls of models with a part of a document that they would take for all of it.
+
+A share is for models under distca, whose ranks compute cut documents together. A teacher or another
+second model that is not, or that gets no more of the share than tokens and positions, would compute
+what this rank holds, without what came before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache, wraps
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from hf_distca.agreement.documents import PackedDocuments
+from hf_distca.errors import UnsupportedError
+from hf_distca.integration.attention_names import find_distca_configs, is_distca_model
+from hf_distca.integration.callers import is_in_model
+from hf_distca.integration.hooks.positions import find_first_position
+from hf_distca.integration.session import Session
+
+_REMEDY = (
+    'Load it with attn_implementation="distca" and call it with all of the batch, as'
+    " model(**inputs). All ranks then compute it together, in eval() and under no_grad() as well."
+)
+
+
+_find_session: Callable[[], Session]
+
+
+def ask_for_session(find_session: Callable[[], Session]) -> None:
+    """Let the checks find the session of this process."""
+    global _find_session
+    _find_session = find_session
+
+
+@cache
+def check_calls() -> None:
+    """Check the calls of all models from now on, those that exist among them.
+
+    Only processes that train on shares need this. It costs a call for each model, none for a layer.
+    """
+    call: Callable[..., Any] = PreTrainedModel.__call__
+
+    @wraps(call)
+    def call_checked(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
+        _check_call(self, args, kwargs)
+        return call(self, *args, **kwargs)
+
+    PreTrainedModel.__call__ = call_checked  # type: ignore[method-assign]
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _check_call(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raise for a call with a part of a document that the model would take for all of it.
+
+    The ranks that know of it raise, and the others are told.
+    """
+    if kwargs.keys().isdisjoint(("input_ids", "inputs_embeds")) and not _is_row_of_ids(*args[:1]):
+        return  # a vision tower, which may get the arguments of its model
+    documents = kwargs.get("distca_documents")
+    reason = (
+        _find_cut_reason(model, documents)
+        if isinstance(documents, PackedDocuments)
+        else _find_position_reason(model, kwargs)
+    )
+    if reason is not None:
+        with _find_session().report_errors(f"calling {type(model).__name__}"):
+            raise UnsupportedError(f"{type(model).__name__} {reason} {_REMEDY}")
+
+
+def _is_row_of_ids(tokens: Any = None) -> bool:
+    return isinstance(tokens, torch.Tensor) and not tokens.is_floating_point()
+
+
+def _find_cut_reason(model: PreTrainedModel, documents: PackedDocuments) -> str | None:
+    """Return why a model cannot have these documents; None if it can. All ranks of a share return
+    the same.
+    """
+    share = documents.dealt_share
+    is_cut = any(documents.starts or ()) if share is None else share.is_cut
+    if is_distca_model(model) or not is_cut or find_distca_configs(model):
+        return None
+    name = getattr(model.config, "_attn_implementation", None)
+    return (
+        f'has attn_implementation="{name}" and gets a part of'
+        f" {share or 'a batch'} whose documents are cut. It would compute what this rank holds,"
+        " without what came before. Give it whole documents of its own; or do as with the student."
+    )
+
+
+def _find_position_reason(model: PreTrainedModel, kwargs: dict[str, Any]) -> str | None:
+    """Return why a model cannot have a row that begins inside a document, of which it got tokens
+    and positions alone; None if it begins with one. The first position is read from the device.
+    """
+    positions = kwargs.get("position_ids")
+    is_known = (
+        not isinstance(positions, torch.Tensor)
+        or positions.shape[-2:-1] != (1,)  # a share is one row
+        or kwargs.get("past_key_values") is not None
+        or kwargs.get("attention_mask") is not None
+        or is_in_model()  # which was checked, and may hand on less than it got
+    )
+    if is_known or (
+        find_distca_configs(model)
+        and (model.training or _find_session().config.documents_span_ranks)
+    ):
+        return None
+    first = int(positions.flatten()[0]) - find_first_position(model)
+    if first <= 0:
+        return None
+    return (
+        f"gets a row that begins at position {first} of a document, and not the documents of its"
+        " batch (distca_documents). It would compute what this rank holds, without what came"
+        " before."
+    )
