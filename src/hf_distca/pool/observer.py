@@ -171,9 +171,7 @@ class PoolObserver:
             rank = 0
             ranks = 1
             backend = "nccl" if torch.cuda.is_available() else "gloo"
-            store: Store = TCPStore(
-                "0.0.0.0", 0, None, True, timedelta(seconds=seconds), wait_for_workers=False
-            )
+            store = _make_store_alone(timedelta(seconds=seconds), launched=self.nodes > 0)
         else:
             seconds = timeout_seconds or get_timeout(world).total_seconds()
             rank = dist.get_rank()
@@ -292,6 +290,17 @@ def _read_invitation(store: Store, seconds: float) -> dict[str, Any]:
     if "error" in invitation:
         raise ConfigError(invitation["error"])
     return invitation
+
+
+def _make_store_alone(timeout: timedelta, *, launched: bool) -> Store:
+    """Return a store for the only rank that trains, which began no process group: that of its
+    launch, in which servers of the launch publish their addresses, or else one of its own.
+    """
+    if launched:
+        store: Store
+        store, *_ = next(iter(dist.rendezvous("env://", timeout=timeout)))
+        return store
+    return TCPStore("0.0.0.0", 0, None, True, timeout, wait_for_workers=False)
 
 
 def _check_members(members: dist.ProcessGroup | Members | None, size: int | None) -> None:
