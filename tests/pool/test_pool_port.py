@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import partial
 from importlib.metadata import version
 from itertools import repeat
@@ -63,6 +63,21 @@ def test_rank_0_says_which_server_asks_for_another_token(port: Port) -> None:
     with pytest.raises(ConfigError, match=r"127.0.0.1:\d+ cannot take part: it asks for another"):
         connect(address, "decaf")
     connect(address, TOKEN).close()
+
+
+@pytest.mark.parametrize(("strangers", "greeting"), [(8, b""), (8, b'{"token"'), (600, b"")])
+def test_strangers_that_say_nothing_keep_nobody(
+    port: Port, strangers: int, greeting: bytes
+) -> None:
+    """Be they few, in the middle of a word, or more than a server listens to."""
+    address, *_ = port
+    with ExitStack() as connected:
+        for _ in range(strangers):
+            client = connected.enter_context(socket.create_connection(address))
+            client.sendall(greeting)
+        began = time.monotonic()
+        connect(address, TOKEN).close()
+        assert time.monotonic() - began < SECONDS
 
 
 def send_bytes(client: socket.socket, parts: Iterator[bytes], pause: float) -> None:

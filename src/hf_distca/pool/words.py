@@ -61,6 +61,10 @@ class JsonLineConnection:
         self._seconds = seconds
         self._came = bytearray()
 
+    def fileno(self) -> int:
+        """Return the descriptor of the socket, by which to wait for words."""
+        return self._socket.fileno()
+
     def send(self, word: Any) -> None:
         """Send a word. Raise `OSError` if the other side has ended, or does not read."""
         self._socket.settimeout(self._seconds)
