@@ -119,8 +119,8 @@ def losses_in(output: str) -> list[float]:
         ),
         ("hf-distca run --servers 1 --server-wait 20 torchrun --nproc_per_node 2 train.py", 1),
         (
-            "env TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 hf-distca run --servers 2 --server-wait 20 torchrun"
-            " --nproc_per_node 3 train.py",
+            "env TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 hf-distca run --servers 2 --server-wait 20"
+            " torchrun --nproc_per_node 3 train.py",
             1,
         ),
     ],

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
 import json
+import os
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from functools import partial
@@ -19,7 +21,7 @@ import torch
 
 from hf_distca.errors import ConfigError
 from hf_distca.pool import server
-from hf_distca.pool.controller import connect_server
+from hf_distca.pool.controller import PoolController, connect_server
 from hf_distca.pool.words import JsonLineConnection
 
 TOKEN, SECONDS = "c0ffee", 0.4
@@ -78,6 +80,29 @@ def test_strangers_that_say_nothing_keep_nobody(
         began = time.monotonic()
         connect(address, TOKEN).close()
         assert time.monotonic() - began < SECONDS
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # there are threads
+def test_the_end_of_a_fork_is_not_told_to_servers(
+    port: Port, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 goes on: its servers hear nothing when a process ends that it forked."""
+    address, accepted, _ = port
+    at_exit: list[Callable[[], None]] = []
+    monkeypatch.setattr(atexit, "register", at_exit.append)
+    controller = PoolController()
+    controller.groups[0].servers["a server"] = connect(address, TOKEN)
+    child = os.fork()
+    if not child:
+        for act in at_exit:
+            act()
+        os._exit(0)
+    os.waitpid(child, 0)
+    with pytest.raises(TimeoutError):
+        accepted.result().receive(SECONDS)
+    for act in at_exit:
+        act()
+    assert accepted.result().receive(SECONDS)[0] == "end"
 
 
 def send_bytes(client: socket.socket, parts: Iterator[bytes], pause: float) -> None:
