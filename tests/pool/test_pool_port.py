@@ -22,6 +22,7 @@ import torch
 from hf_distca.errors import ConfigError
 from hf_distca.pool import server
 from hf_distca.pool.controller import PoolController, connect_server
+from hf_distca.pool.launch import listen_at, serve_alone
 from hf_distca.pool.words import JsonLineConnection
 
 TOKEN, SECONDS = "c0ffee", 0.4
@@ -80,6 +81,49 @@ def test_strangers_that_say_nothing_keep_nobody(
         began = time.monotonic()
         connect(address, TOKEN).close()
         assert time.monotonic() - began < SECONDS
+
+
+@pytest.mark.parametrize(
+    ("host", "token", "warned"),
+    [
+        ("0.0.0.0", "", True),
+        ("127.0.0.1", "", False),
+        ("localhost", "", False),
+        ("0.0.0.0", TOKEN, False),
+    ],
+)
+def test_a_server_says_that_it_takes_whoever_comes(
+    host: str,
+    token: str,
+    warned: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Where others than this host can come, and no token is asked for."""
+    monkeypatch.setattr(server, "serve", lambda *_: 0)
+    monkeypatch.setenv("HF_DISTCA_POOL_TOKEN", token)
+    with listen_at(host, 0) as listening:
+        assert serve_alone(listening, "cpu", None) == 0
+    said = capsys.readouterr().err
+    assert ("asks for no token" in said and "Set HF_DISTCA_POOL_TOKEN" in said) == warned, said
+
+
+def test_what_strangers_say_is_shown_without_control_characters(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server.signal, "signal", lambda *_: None)
+
+    def ask() -> str:
+        with socket.create_connection(address) as client:
+            client.sendall(b'{"version": "\\u001b[2J"}\n')
+            return client.makefile().readline()
+
+    with socket.create_server(("127.0.0.1", 0)) as listening, ThreadPoolExecutor(1) as thread:
+        address = listening.getsockname()
+        answer = thread.submit(ask)
+        assert server.serve(listening, "", torch.device("cpu"), SECONDS) == 1
+    assert "rank 0 \x1b[2J" in json.loads(answer.result())["error"]
+    assert "rank 0 \\x1b[2J" in capsys.readouterr().err
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # there are threads

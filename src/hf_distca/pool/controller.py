@@ -26,7 +26,7 @@ import torch
 from hf_distca.agreement.documents import Documents
 from hf_distca.agreement.planner import Planner
 from hf_distca.config import DistCAConfig
-from hf_distca.errors import ConfigError, DistCADesyncError
+from hf_distca.errors import ConfigError, DistCADesyncError, make_printable
 from hf_distca.integration.handle import LayerWork
 from hf_distca.late_imports import call_at_exit
 from hf_distca.pool.addresses import parse_address
@@ -220,7 +220,9 @@ def connect_server(
         ) from error
     if refusal is not None:
         words.close()
-        raise ConfigError(f"the server at {address} cannot take part: {refusal}")
+        raise ConfigError(
+            f"the server at {address} cannot take part: {make_printable(str(refusal))}"
+        )
     return words
 
 

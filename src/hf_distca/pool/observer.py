@@ -26,7 +26,13 @@ from hf_distca.borrowed import (
     group_in_store,
     store_of_world,
 )
-from hf_distca.errors import ConfigError, DistCADesyncError, DistCAError, UnsupportedError
+from hf_distca.errors import (
+    ConfigError,
+    DistCADesyncError,
+    DistCAError,
+    UnsupportedError,
+    make_printable,
+)
 from hf_distca.pool.addresses import read_token, store_key
 from hf_distca.pool.controller import ASK_SECONDS, PoolController, connect_server
 from hf_distca.runtime.call import Call
@@ -288,7 +294,7 @@ def _read_invitation(store: Store, seconds: float) -> dict[str, Any]:
             f"rank 0 did not say within {seconds:g} s which servers there are ({error})."
         ) from error
     if "error" in invitation:
-        raise ConfigError(invitation["error"])
+        raise ConfigError(make_printable(invitation["error"]))
     return invitation
 
 

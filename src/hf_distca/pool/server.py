@@ -32,7 +32,7 @@ from hf_distca.agreement.documents import Documents
 from hf_distca.agreement.planner import PendingPlans, Planner
 from hf_distca.borrowed import Store, TCPStore
 from hf_distca.doctor.exchange import exchange
-from hf_distca.errors import DistCADesyncError
+from hf_distca.errors import DistCADesyncError, make_printable
 from hf_distca.integration.handle import LayerWork
 from hf_distca.integration.session import Session
 from hf_distca.integration.work_planner import WorkPlanner
@@ -93,7 +93,7 @@ def serve(
     host, port = listening.getsockname()[:2]
 
     def say(text: str) -> None:
-        sys.stderr.write(f"hf-distca: server at {host}:{port} {text}\n")
+        sys.stderr.write(make_printable(f"hf-distca: server at {host}:{port} {text}\n"))
 
     server: Server | None = None
     try:
