@@ -99,6 +99,22 @@ def test_a_call_waits_for_the_end_of_an_import_under_way(
     assert importlib.import_module("transformers.half_imported").seen == [1]
 
 
+def test_a_fork_ends_without_what_its_parent_does_at_the_end() -> None:
+    """Forks that end as interpreters do, also forks of forks, leave that to who asked for it."""
+    code = (
+        "import os\n"
+        "from hf_distca.late_imports import call_at_exit\n"
+        "call_at_exit(lambda: print('of', os.getpid()))\n"
+        "for _ in range(2):\n"
+        "    os.fork() and os.wait()\n"
+        "    call_at_exit(lambda: print('own', os.getpid()))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30)
+    lines = done.stdout.split("\n")[:-1]
+    assert [line.split()[0] for line in lines].count("of") == 1
+    assert len(set(lines)) == 5, "each of four processes says so once, and the first one twice"
+
+
 @pytest.mark.slow
 def test_a_hybrid_imported_first_keeps_documents_apart() -> None:
     """Its module imports what all models share, and is not imported to its end when they load."""

@@ -75,6 +75,7 @@ ARROWS = {
         "doctor.exchange",
         "integration",
         "kernels",
+        "late_imports",
         "runtime",
         "schedule",
     },

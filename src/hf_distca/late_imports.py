@@ -1,5 +1,5 @@
 """Calls that wait for an import: at once if a module is there already, else right after its first
-import.
+import; and calls that wait for the end of a process.
 
 Nothing of transformers or torch is imported for it, so that `import hf_distca` costs nothing where
 no model is loaded: on the command line, in a process that only starts others, at the top of a
@@ -9,6 +9,8 @@ every model file imports first.
 
 from __future__ import annotations
 
+import atexit
+import os
 import sys
 from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec
@@ -35,6 +37,17 @@ def call_after_import(name: str, act: Callable[[], None]) -> None:
         act()
     else:
         _finder.acts.setdefault(name, []).append(act)
+
+
+def call_at_exit(act: Callable[[], object]) -> None:
+    """Call a function when this process ends, but not when a fork of it does."""
+    process = os.getpid()
+
+    def act_here() -> None:
+        if os.getpid() == process:
+            act()
+
+    atexit.register(act_here)
 
 
 class _ImportFinder:

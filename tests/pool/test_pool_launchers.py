@@ -108,30 +108,38 @@ def losses_in(output: str) -> list[float]:
 
 
 @pytest.mark.parametrize(
-    "launch",
+    ("launch", "ranks"),
     [
-        "hf-distca run --servers 1 torchrun --nproc_per_node 3 train.py",
-        "torchrun --nproc_per_node 3 -m hf_distca.run --servers 1 train.py",
+        ("hf-distca run --servers 1 torchrun --nproc_per_node 3 train.py", 2),
+        ("torchrun --nproc_per_node 3 -m hf_distca.run --servers 1 train.py", 2),
         (
             "hf-distca run --servers 1 accelerate launch --config_file cpu.yaml --num_processes 3"
-            " train.py"
+            " train.py",
+            2,
+        ),
+        ("hf-distca run --servers 1 --server-wait 20 torchrun --nproc_per_node 2 train.py", 1),
+        (
+            "env TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 hf-distca run --servers 2 --server-wait 20"
+            " torchrun --nproc_per_node 3 train.py",
+            1,
         ),
     ],
-    ids=["torchrun", "module", "accelerate"],
+    ids=["torchrun", "module", "accelerate", "one trains", "one trains, and has the store"],
 )
 def test_the_last_process_of_a_launch_serves(
-    launch: str, shell: Shell, losses_alone: dict[int, list[float]]
+    launch: str, ranks: int, shell: Shell, losses_alone: dict[int, list[float]]
 ) -> None:
+    """Also where one process trains, for which scripts begin no process group."""
     shutil.copy(ROOT / "configs/accelerate/cpu_2_processes.yaml", shell.folder / "cpu.yaml")
     (port,) = free_ports(1)
     launch = launch.replace("launch ", f"launch --main_process_port {port} ").replace(
-        "_node 3", f"_node 3 --master_port {port}"
+        "--nproc", f"--master_port {port} --nproc"
     )
     status, output = shell.run(f"{launch} {STEPS}")
     assert status == 0, output
-    assert losses_in(output) == pytest.approx(losses_alone[2], rel=1e-6)
+    assert losses_in(output) == pytest.approx(losses_alone[ranks], rel=1e-6)
     assert f"served 24 calls of attention in {STEPS} micro-batches" in output
-    assert "rank 2 step" not in output
+    assert f"rank {ranks} step" not in output
     assert not shell.left
 
 

@@ -4,16 +4,22 @@ known.
 
 from __future__ import annotations
 
+import json
 import socket
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
 
 import pytest
 import torch
 
+from hf_distca.config import DistCAConfig
+from hf_distca.errors import ConfigError
 from hf_distca.pool.server import STEPS, Server
-from hf_distca.pool.words import JsonLineConnection, read_dtype
+from hf_distca.pool.words import JsonLineConnection, read_config, read_dtype
+from hf_distca.schedule.profiles import Profile
 from test_rooms import JOINT_STEPS
 
 
@@ -75,6 +81,18 @@ def test_dtypes_of_attention_are_read(dtype: torch.dtype) -> None:
 def test_other_names_of_torch_are_not_read(name: str) -> None:
     with pytest.raises(ValueError, match="attention computes in float64"):
         read_dtype(name)
+
+
+@pytest.mark.parametrize("name", ["/etc/passwd", "profile.json", ["analytic"], 1])
+def test_settings_name_no_files_of_a_server(name: object, tmp_path: Path) -> None:
+    profile = tmp_path / "mine.json"
+    profile.write_text(Profile.load("xeon_1_thread").to_json())
+    told = json.loads(json.dumps(asdict(DistCAConfig(tile=8))))
+    for known in ("analytic", "calibrated"):
+        assert read_config({**told, "cost_model": known}).cost_model == known
+    for other in (name, str(profile)):
+        with pytest.raises(ConfigError, match=r"cost_model=.* is none that rank 0 names"):
+            read_config({**told, "cost_model": other})
 
 
 def test_steps_are_those_of_a_table() -> None:

@@ -89,6 +89,27 @@ def test_a_word_goes_before_a_farewell(capsys: pytest.CaptureFixture[str]) -> No
     assert "rank 1 has left" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "word", [b"no rank's", b"", b"1", b"99 gone", b"9" * 5000 + b" x", b"\xff\xfe 1"]
+)
+def test_a_word_that_no_rank_wrote_is_none(word: bytes, capsys: pytest.CaptureFixture[str]) -> None:
+    """A store takes what anybody writes: a rank's own word still comes through."""
+    (first, second), links = watches(2)
+    links[0].store.set("distca word 1", word)
+    assert first.poll()
+    raises(second)
+    assert not first.poll()
+    assert "rank 1 has left" in capsys.readouterr().err
+
+
+def test_words_are_shown_without_control_characters(capsys: pytest.CaptureFixture[str]) -> None:
+    (first, second), _ = watches(2)
+    second.leave("said \x1b[2J\x9b31m\u202e\x00, and\nmore of \u00e9")
+    assert not first.poll()
+    assert first.first_failure.removeprefix("rank 1 ") in capsys.readouterr().err
+    assert first.first_failure == ("rank 1 said \\x1b[2J\\x9b31m\\u202e\\x00, and\nmore of \u00e9")
+
+
 def test_failure_found_by_a_thread_is_shown_and_wakes_its_rank(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -14,7 +14,7 @@ from typing import Annotated
 
 import typer
 
-from hf_distca.errors import DistCAError, LayoutError
+from hf_distca.errors import DistCAError, LayoutError, make_printable
 from hf_distca.input_files import read_file, read_stream
 
 InJson = Annotated[bool, typer.Option("--json", help="Write everything as JSON.")]
@@ -74,7 +74,7 @@ def exit_with_error(message: str) -> None:
     """Print an error in one line and exit; the middle of a long message, as with contents of a
     file, is left out.
     """
-    line = " ".join(message.split())
+    line = make_printable(" ".join(message.split()))
     if len(line) > _MOST_CHARACTERS:
         line = f"{line[: 2 * _MOST_CHARACTERS // 3]} ... {line[-_MOST_CHARACTERS // 3 :]}"
     typer.echo(f"hf-distca: {line}", err=True)

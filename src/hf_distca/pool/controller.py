@@ -8,7 +8,6 @@ dtype; and no group, device or documents, of which servers have their own.
 
 from __future__ import annotations
 
-import atexit
 import socket
 import sys
 import time
@@ -27,8 +26,9 @@ import torch
 from hf_distca.agreement.documents import Documents
 from hf_distca.agreement.planner import Planner
 from hf_distca.config import DistCAConfig
-from hf_distca.errors import ConfigError, DistCADesyncError
+from hf_distca.errors import ConfigError, DistCADesyncError, make_printable
 from hf_distca.integration.handle import LayerWork
+from hf_distca.late_imports import call_at_exit
 from hf_distca.pool.addresses import parse_address
 from hf_distca.pool.words import JsonLineConnection
 from hf_distca.runtime.call import Call
@@ -90,7 +90,7 @@ class PoolController:
         self._forgotten = deque[str]()
         self._names = dict[int, str]()  # by the id of what is named
         self._configs = WeakKeyDictionary[Planner, DistCAConfig]()  # as announced
-        atexit.register(self.end)
+        call_at_exit(self.end)
 
     def leave_behind(self, leaving: Sequence[int], names: Sequence[str]) -> None:
         """Announce new work to the others alone, once servers of these names have left, which are
@@ -220,7 +220,9 @@ def connect_server(
         ) from error
     if refusal is not None:
         words.close()
-        raise ConfigError(f"the server at {address} cannot take part: {refusal}")
+        raise ConfigError(
+            f"the server at {address} cannot take part: {make_printable(str(refusal))}"
+        )
     return words
 
 

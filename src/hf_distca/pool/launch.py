@@ -10,6 +10,7 @@ import socket
 import sys
 from collections.abc import Mapping
 from datetime import timedelta
+from ipaddress import ip_address
 from typing import NamedTuple, NoReturn
 
 from hf_distca.errors import ConfigError
@@ -120,7 +121,15 @@ def serve_alone(listening: socket.socket, device: str | None, wait_seconds: floa
         raise ConfigError(
             f"no server can compute on device {device!r}: {str(error).splitlines()[0]}"
         ) from error
-    return serve(listening, read_token(), computing, wait_seconds)
+    token = read_token()
+    host, port = listening.getsockname()[:2]
+    if not token and not ip_address(host).is_loopback:
+        sys.stderr.write(
+            f"hf-distca: server at {host}:{port} asks for no token, and serves whoever reaches it"
+            " first. Set HF_DISTCA_POOL_TOKEN to the same secret text here and where the ranks that"
+            " train are started.\n"
+        )
+    return serve(listening, token, computing, wait_seconds)
 
 
 def serve_launched(number: int, attempt: str, wait_seconds: float, local: int) -> NoReturn:

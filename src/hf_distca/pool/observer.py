@@ -26,7 +26,13 @@ from hf_distca.borrowed import (
     group_in_store,
     store_of_world,
 )
-from hf_distca.errors import ConfigError, DistCADesyncError, DistCAError, UnsupportedError
+from hf_distca.errors import (
+    ConfigError,
+    DistCADesyncError,
+    DistCAError,
+    UnsupportedError,
+    make_printable,
+)
 from hf_distca.pool.addresses import read_token, store_key
 from hf_distca.pool.controller import ASK_SECONDS, PoolController, connect_server
 from hf_distca.runtime.call import Call
@@ -171,9 +177,7 @@ class PoolObserver:
             rank = 0
             ranks = 1
             backend = "nccl" if torch.cuda.is_available() else "gloo"
-            store: Store = TCPStore(
-                "0.0.0.0", 0, None, True, timedelta(seconds=seconds), wait_for_workers=False
-            )
+            store = _make_store_alone(timedelta(seconds=seconds), launched=self.nodes > 0)
         else:
             seconds = timeout_seconds or get_timeout(world).total_seconds()
             rank = dist.get_rank()
@@ -290,8 +294,19 @@ def _read_invitation(store: Store, seconds: float) -> dict[str, Any]:
             f"rank 0 did not say within {seconds:g} s which servers there are ({error})."
         ) from error
     if "error" in invitation:
-        raise ConfigError(invitation["error"])
+        raise ConfigError(make_printable(invitation["error"]))
     return invitation
+
+
+def _make_store_alone(timeout: timedelta, *, launched: bool) -> Store:
+    """Return a store for the only rank that trains, which began no process group: that of its
+    launch, in which servers of the launch publish their addresses, or else one of its own.
+    """
+    if launched:
+        store: Store
+        store, *_ = next(iter(dist.rendezvous("env://", timeout=timeout)))
+        return store
+    return TCPStore("0.0.0.0", 0, None, True, timeout, wait_for_workers=False)
 
 
 def _check_members(members: dist.ProcessGroup | Members | None, size: int | None) -> None:

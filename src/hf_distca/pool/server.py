@@ -19,6 +19,7 @@ from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from importlib.metadata import version
+from multiprocessing.connection import wait
 from threading import Thread
 from types import FrameType
 from typing import Any, NamedTuple, NoReturn
@@ -31,7 +32,7 @@ from hf_distca.agreement.documents import Documents
 from hf_distca.agreement.planner import PendingPlans, Planner
 from hf_distca.borrowed import Store, TCPStore
 from hf_distca.doctor.exchange import exchange
-from hf_distca.errors import DistCADesyncError
+from hf_distca.errors import DistCADesyncError, make_printable
 from hf_distca.integration.handle import LayerWork
 from hf_distca.integration.session import Session
 from hf_distca.integration.work_planner import WorkPlanner
@@ -55,6 +56,8 @@ _END_SECONDS = 3.0  # that rank 0, which fails when others do not come, may take
 # That whoever connects has to say what it wants.
 _HANDSHAKE_SECONDS = 5.0
 _HANDSHAKE_BYTES = 1 << 16
+_GLANCE_SECONDS = 0.01  # to read what has arrived
+_MOST_ASKING = 256  # connections at a time that have not said what they want
 _LONGER_SECONDS = 30.0  # that a server may run after rank 0 has ended
 
 
@@ -90,7 +93,7 @@ def serve(
     host, port = listening.getsockname()[:2]
 
     def say(text: str) -> None:
-        sys.stderr.write(f"hf-distca: server at {host}:{port} {text}\n")
+        sys.stderr.write(make_printable(f"hf-distca: server at {host}:{port} {text}\n"))
 
     server: Server | None = None
     try:
@@ -336,26 +339,57 @@ STEPS: dict[str, Callable[..., object]] = {
 def _accept(
     listening: socket.socket, why_not: Callable[[Any], str | None], wait_seconds: float | None
 ) -> JsonLineConnection:
-    """Accept the connection of a rank 0 that this server can serve, after those of strangers and
-    those that `why_not` gives a reason to refuse.
+    """Accept the connection of a rank 0 that this server can serve, among those of strangers and
+    those that `why_not` gives a reason to refuse. Nobody waits for another who says nothing.
 
     Raises:
         EndedError: if none comes in time.
     """
     deadline = math.inf if wait_seconds is None else time.monotonic() + wait_seconds
-    while (left := deadline - time.monotonic()) > 0:
-        listening.settimeout(None if wait_seconds is None else left)
-        with suppress(TimeoutError):
-            words = JsonLineConnection(listening.accept()[0], _HANDSHAKE_SECONDS)
-            try:
-                error = why_not(words.receive(_HANDSHAKE_SECONDS, _HANDSHAKE_BYTES))
-                words.send({"error": error})
-            except (EOFError, OSError, ValueError, RecursionError, TypeError, AttributeError):
-                error = "a stranger"
-            if error is None:
-                return words
+    listening.settimeout(_GLANCE_SECONDS)  # who has connected may have ended already
+    asking = dict[JsonLineConnection, float]()  # until when each may say what it wants
+    accepted = None
+    while accepted is None:
+        if (left := deadline - time.monotonic()) <= 0:
+            raise EndedError(f"no ranks came within {wait_seconds:g} s")
+        ready = wait([listening, *asking], min(left, _LOOK_SECONDS))
+        if listening in ready:
+            with suppress(TimeoutError):
+                words = JsonLineConnection(listening.accept()[0], _HANDSHAKE_SECONDS)
+                asking[words] = time.monotonic() + _HANDSHAKE_SECONDS
+        for words in [words for words in asking if words in ready]:
+            is_served = _answer(words, why_not if accepted is None else _refuse)
+            if is_served:
+                accepted = words
+            if is_served is not None:
+                del asking[words]
+        _close_overdue(asking, everyone=accepted is not None)
+    return accepted
+
+
+def _answer(words: JsonLineConnection, why_not: Callable[[Any], str | None]) -> bool | None:
+    """Answer who has connected. Return whether it is served, or None if it has not said what it
+    wants.
+    """
+    try:
+        error = why_not(words.receive(_GLANCE_SECONDS, _HANDSHAKE_BYTES))
+        words.send({"error": error})
+    except TimeoutError:
+        return None
+    except (EOFError, OSError, ValueError, RecursionError, TypeError, AttributeError):
+        error = "a stranger"
+    if error is not None:
+        words.close()
+    return error is None
+
+
+def _close_overdue(asking: dict[JsonLineConnection, float], *, everyone: bool) -> None:
+    """Close the connections whose time is over, and those that came first if there are too many."""
+    now, excess = time.monotonic(), len(asking) - _MOST_ASKING
+    for number, (words, end) in enumerate(tuple(asking.items())):
+        if everyone or end <= now or number < excess:
+            del asking[words]
             words.close()
-    raise EndedError(f"no ranks came within {wait_seconds:g} s")
 
 
 def _refusal_reason(

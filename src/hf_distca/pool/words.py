@@ -24,7 +24,8 @@ import torch
 from hf_distca.agreement.announce import PlanKey, Request
 from hf_distca.agreement.dealt_share import DealtShare
 from hf_distca.agreement.documents import Documents
-from hf_distca.config import DistCAConfig
+from hf_distca.config import DistCAConfig, is_built_in
+from hf_distca.errors import ConfigError
 from hf_distca.schedule.cost import AttentionShape, CostModel
 from hf_distca.schedule.layout import Layout
 from hf_distca.schedule.profiles import Profile
@@ -60,6 +61,10 @@ class JsonLineConnection:
         self._socket = connected
         self._seconds = seconds
         self._came = bytearray()
+
+    def fileno(self) -> int:
+        """Return the descriptor of the socket, by which to wait for words."""
+        return self._socket.fileno()
 
     def send(self, word: Any) -> None:
         """Send a word. Raise `OSError` if the other side has ended, or does not read."""
@@ -143,11 +148,19 @@ def read_dtype(name: str) -> torch.dtype:
 
 
 def read_config(values: Mapping[str, Any]) -> DistCAConfig:
-    """Read settings."""
+    """Read settings.
+
+    Raises:
+        ConfigError: if one is out of range, or names a file.
+    """
     costs = values["cost_model"]
     if isinstance(costs, Mapping):
         costs = (Profile if costs["kind"] == Profile.__name__ else CostModel).from_json(
             costs["text"]
+        )
+    elif not is_built_in(costs):  # the names of files, and all else
+        raise ConfigError(
+            f"cost_model={costs!r:.80} is none that rank 0 names: it sends profiles and models."
         )
     return DistCAConfig(**{**values, "cost_model": costs})
 

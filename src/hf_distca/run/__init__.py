@@ -14,7 +14,6 @@ May import `late_imports`, `integration`, `observe`, `pool` and `cli`.
 
 from __future__ import annotations
 
-import atexit
 import json
 import os
 import runpy
@@ -28,7 +27,7 @@ from shutil import which
 from typing import Any, Literal, NamedTuple, NoReturn
 
 from hf_distca.errors import ConfigError, DistCAError
-from hf_distca.late_imports import call_after_import, call_after_models_load
+from hf_distca.late_imports import call_after_import, call_after_models_load, call_at_exit
 from hf_distca.pool.addresses import parse_address
 
 __all__ = [
@@ -197,7 +196,7 @@ def begin(options: Options) -> None:
     call_after_models_load(partial(_prepare_models, options))
     call_after_import("transformers.trainer", partial(_prepare_trainers, options))
     if options.summary:
-        atexit.register(_print_summary)
+        call_at_exit(_print_summary)
 
 
 def _become_launched(options: Options) -> Options:
@@ -372,7 +371,7 @@ def _observe() -> None:
     """Watch the loops of this process."""
     from hf_distca.observe.run_observer import Observer
 
-    atexit.register(Observer().end)
+    call_at_exit(Observer().end)
 
 
 def _observe_trainers() -> None:

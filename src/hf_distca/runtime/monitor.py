@@ -37,7 +37,7 @@ from weakref import WeakSet
 import torch
 import torch.distributed as dist
 
-from hf_distca.errors import DistCADesyncError
+from hf_distca.errors import DistCADesyncError, make_printable
 
 if TYPE_CHECKING:
     from hf_distca.runtime.channel import Transfer
@@ -344,12 +344,13 @@ class FailureMonitor:
             pause = min(1.5 * pause, 0.25)
 
     def _read(self, number: int) -> tuple[int, str] | None:
-        """Return the number-th word and its rank; None if it is not there."""
+        """Return the number-th word and its rank; None if it is not there, or no rank wrote it."""
         key = _make_failure_key(number)
         if not self._store.check([key]):
             return None
-        rank, word = self._store.get(key).decode(errors="replace").split(" ", 1)
-        return int(rank), word
+        entry = self._store.get(key).decode(errors="replace")
+        writer = next((rank for rank in self.ranks if entry.startswith(f"{rank} ")), None)
+        return None if writer is None else (writer, make_printable(entry.partition(" ")[2]))
 
 
 def _query_store(question: Callable[[], None], deadline: float) -> None:
