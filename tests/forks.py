@@ -89,8 +89,9 @@ def _begin(
         if isinstance(end.code, str):
             print(end.code, file=sys.stderr)  # noqa: T201
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
-    except BaseException:
+    except BaseException as error:
         traceback.print_exc()
+        sys.last_value = error
         code = 1
     # A fork would end without the functions registered for the end, and without the end of the
     # interpreter: threads of gloo that are late, or that wait for ever, would go unnoticed. Where

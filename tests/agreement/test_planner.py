@@ -194,6 +194,27 @@ def test_measurement_of_running_kernels_is_left_out_everywhere() -> None:
     assert ours.history.total.measured_mean == 0.0
 
 
+@pytest.mark.parametrize("other", [0, 2])
+def test_ranks_with_other_numbers_of_plans_are_told_of(
+    other: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    gathering = False
+
+    def others(row: np.ndarray) -> list[np.ndarray]:
+        return [row, np.tile(row, other)] if gathering else [row, row]
+
+    ours, group = planner(), MadeUpGroup(2, others)
+    run(ours, group, KEY, 1.0)
+    gathering = True
+    ours.resume_progress().gather_measurements(group)
+    assert "up to micro-batch 1" in caplog.text
+    assert f"different numbers of plans (rank 0: 1, rank 1: {other})" in caplog.text
+    gathering = False
+    run(ours, group, KEY, 1.0)
+    ours.resume_progress().gather_measurements(group)
+    assert ours.history.total.micro_batches >= 1, "what follows is measured"
+
+
 def test_figures_of_4096_ranks_take_no_square_of_them() -> None:
     ranks = 4096
     layout = Layout.from_lengths([[64, 64, 128]] * ranks)

@@ -398,15 +398,28 @@ class Slow(MadeUpGroup):
         return theirs
 
 
-def train_on_shares(over_at_once: bool) -> list[tuple[CostModel, tuple[float, ...] | None, str]]:
+class Lagging(Slow):
+    """The kernels of the other rank still run when they are announced for the first time."""
+
+    @staticmethod
+    def other(row: np.ndarray) -> np.ndarray:
+        theirs = Slow.other(row)
+        if row[5]:
+            theirs[HEADER_SIZE + FIGURE_COUNT * (row[5] - 1)] = -1
+        return theirs
+
+
+def train_on_shares(
+    over_at_once: bool, kind: type[Slow] = Slow
+) -> list[tuple[CostModel, tuple[float, ...] | None, str]]:
     """Plan shares of dealt batches. Returns what each plan was made with."""
     planner = Planner(DistCAConfig(), Meter())
     planner.resume_progress().costs[SHAPE, "cpu"] = TRUE
-    group = Slow(2)
+    group = kind(2)
     object.__setattr__(group, "meetings", [])
     dealing = pickle.loads(pickle.dumps(DealSettings(2, 4096, {KEY: TRUE}, planner.config)))
     made = []
-    for number in range(24):
+    for number in range(36):
         share = dealing.make_share(np.array([5120, 1024, 2048]), (0, number), 0)
         documents = TokenBatch(1, 4096, packed=share).read_documents()
         (planned,) = planner.plan([(documents, KEY)], group)
@@ -435,6 +448,12 @@ def test_rates_of_dealt_batches_change_at_one_micro_batch() -> None:
     assert speeds is not None
     assert speeds[0] > 1.5 * speeds[1]
     assert soon[-1][2] != soon[0][2]  # planned again, with what was measured
+
+
+def test_of_dealt_batches_late_kernels_are_learned_from_without_a_gathering() -> None:
+    soon, late = (train_on_shares(over_at_once=at_once, kind=Lagging) for at_once in (True, False))
+    assert soon == late, "announced again by all ranks at one micro-batch"
+    assert soon[-1][1] is not None
 
 
 def train_on_fetched(

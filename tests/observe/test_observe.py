@@ -5,7 +5,9 @@ was.
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -37,6 +39,7 @@ from hf_distca.observe.watch import (
     start_watch,
     stop_watch,
 )
+from hf_distca.runtime.meter import Meter
 from hf_distca.schedule.cost import AttentionShape, CostModel
 from hf_distca.schedule.profiles import Profile
 from pages import ROOT, words_of
@@ -127,6 +130,7 @@ def watch_alone(rank: int) -> list[str]:
     if rank == 0:
         with (
             patch.object(run_observer, "_PATIENCE", 0.1),
+            patch.object(run_observer.Observer, "_count_made", 100),  # the other makes none
             patch.object(run_observer, "print_lines", said.append),
         ):
             meter, model = run_observer.Observer(), tiny_llama("sdpa")
@@ -142,6 +146,61 @@ def test_rank_that_does_not_come_is_named(rank_pool: Callable[[int], RankPool]) 
     said, nothing = rank_pool(2)(watch_alone)
     assert nothing == []
     assert "missing   facts of ranks [1]" in said[0]
+
+
+def watch_lagging(rank: int, patience: float) -> list[str]:
+    """What rank 0 says if the device of rank 1 is three micro-batches late, and facts are given
+    between logs, too; and if rank 1 comes to the second log when rank 0 waits no more.
+    """
+
+    class LaggingMeter(Meter):
+        made, lag = 0, 3 * rank
+
+        def __init__(self) -> None:
+            super().__init__()
+            LaggingMeter.made = self.number = LaggingMeter.made + 1
+
+        @property
+        def is_finished(self) -> bool:
+            return self.made >= self.number + self.lag
+
+    said: list[str] = []
+    with (
+        patch.object(run_observer, "_MOST_BATCHES", 8),
+        patch.object(run_observer, "_PATIENCE", patience),
+        patch.object(run_observer, "print_lines", said.append),
+        patch("hf_distca.observe.watch.Meter", LaggingMeter),
+    ):
+        meter, model = run_observer.Observer(), tiny_llama("sdpa")
+        for log in range(3):
+            for _ in range(20):
+                model(tokens(1, 8)).logits.sum().backward()
+            time.sleep(2 * patience * rank * (log == 1 and patience < 1))
+            meter.gather()
+        LaggingMeter.lag = 0
+        torch.distributed.barrier()
+        run_observer._PATIENCE = 30.0
+        meter.end()
+    return said
+
+
+@pytest.mark.parametrize("patience", [10.0, 0.2])
+def test_ranks_that_are_late_are_waited_for(
+    rank_pool: Callable[[int], RankPool], patience: float
+) -> None:
+    """Devices lag behind their host by unequal numbers of micro-batches."""
+    said, _ = rank_pool(2)(watch_lagging, patience)
+    assert "watched 60 micro-batches on 2 ranks" in said[0]
+    assert "missing" not in said[0]
+
+
+def test_one_process_is_told_that_it_is_alone() -> None:
+    said: list[str] = []
+    with patch.object(run_observer, "print_lines", said.append):
+        meter = run_observer.Observer()
+        tiny_llama("sdpa")(tokens(1, 8)).logits.sum().backward()
+        meter.end()
+    assert "alone     one process has nobody to share with" in said[0]
 
 
 LOOP = """
@@ -361,6 +420,14 @@ def test_what_costs_more_than_it_saves_is_not_advised() -> None:
     assert "messages take longer than balancing saves here" in said
     assert "in front of your command" not in said
     assert "estimated in" not in said, "all were planned"
+
+
+@pytest.mark.parametrize(("given", "is_advised"), [(1.0, False), (1.3, True)])
+def test_dealing_is_advised_where_it_is_not_slower(given: float, is_advised: bool) -> None:
+    found = replace(add_up(FACTS, SHORT, count=1), planned_slowest=2.0, given=given, dealt=1.2)
+    said = "\n".join(found.describe("sdpa"))
+    assert "balance   put hf-distca run" in said
+    assert ("--tokens-per-rank" in said) == is_advised
 
 
 def test_ranks_that_are_slow_in_turns_are_alike() -> None:

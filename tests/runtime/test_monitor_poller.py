@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
+import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -74,8 +77,8 @@ def test_first_word_is_shown_once_and_wakes_waiters_over_nccl(
 
 def test_a_rank_that_ends_well_is_no_news(capsys: pytest.CaptureFixture[str]) -> None:
     (first, second, third), links = watches(3)
-    first.announce_exit()
-    second.announce_exit()
+    first.announce_exit(None)
+    second.announce_exit(None)
     assert not third.poll()
     assert capsys.readouterr().err == ""
     assert [link.aborted for link in links] == [0, 0, 0]
@@ -84,7 +87,7 @@ def test_a_rank_that_ends_well_is_no_news(capsys: pytest.CaptureFixture[str]) ->
 def test_a_word_goes_before_a_farewell(capsys: pytest.CaptureFixture[str]) -> None:
     (first, second, third), _ = watches(3)
     raises(second)
-    first.announce_exit()
+    first.announce_exit(None)
     assert not third.poll()
     assert "rank 1 has left" in capsys.readouterr().err
 
@@ -138,7 +141,7 @@ def test_ranks_absent_from_a_rendezvous_are_named_at_once(
         torch.zeros(2, 1, dtype=torch.int64), Lost(), lambda rows: None, first, "comparing shares"
     )  # type: ignore[arg-type]
     wait_until(lambda: links[0].aborted)
-    with pytest.raises(DistCADesyncError, match="while comparing shares, and not all came"):
+    with pytest.raises(DistCADesyncError, match="was comparing shares when a connection among"):
         meeting.wait()
     assert (
         "hf_distca: not all of ranks (0, 1) came while comparing shares (Connection closed by"
@@ -188,6 +191,141 @@ def test_a_rank_that_waits_elsewhere_shows_why_others_left() -> None:
                 process.kill()
                 process.join()
             ours.close()
+
+
+class UnprintableError(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+def throw(error: BaseException) -> Callable[[AttentionGroup], object]:
+    def way(group: AttentionGroup) -> None:
+        raise error
+
+    return way
+
+
+def reported(error: BaseException) -> Callable[[AttentionGroup], object]:
+    def way(group: AttentionGroup) -> None:
+        with group.report_errors("computing layer 0"):
+            raise error
+
+    return way
+
+
+def close_generator(group: AttentionGroup) -> None:
+    def steps() -> Iterator[int]:
+        with group.report_errors("computing layer 0"):
+            yield 1
+
+    generator = steps()
+    next(generator)
+    generator.close()
+
+
+def end_by_signal(_: AttentionGroup) -> None:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(4))
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(LIMIT)
+
+
+def fail_and_clean_up(_: AttentionGroup) -> None:
+    try:
+        raise OSError("no space")
+    finally:
+        dist.destroy_process_group()
+
+
+# Ways to leave while rank 0 waits, and what it is told.
+WAYS = [
+    (reported(SystemExit(3)), "raised SystemExit while computing layer 0: 3"),
+    (reported(KeyboardInterrupt()), "raised KeyboardInterrupt while computing layer 0"),
+    (
+        reported(UnprintableError()),
+        "raised UnprintableError while computing layer 0: (its text cannot be printed: Runtime",
+    ),
+    (
+        reported(ValueError("\ud800\x1b[31m\n" + "x" * 10**6)),
+        r"raised ValueError while computing layer 0: \ud800\x1b[31m\nxxx",
+    ),
+    (close_generator, "raised GeneratorExit while computing layer 0"),
+    (throw(ValueError("bad loss")), "ended with ValueError: bad loss"),
+    (throw(KeyboardInterrupt()), "ended with KeyboardInterrupt"),
+    (throw(UnprintableError()), "ended with UnprintableError: (its text cannot be printed"),
+    (fail_and_clean_up, "ended with OSError: no space"),
+    (throw(SystemExit(0)), "has ended: its script was over, or called sys.exit"),
+    (end_by_signal, "has ended: its script was over, or called sys.exit"),
+    (lambda _: os._exit(9), "has closed its connection without a word"),
+]
+
+
+def leave(rank: int, folder: Path) -> None:
+    join_world(rank, 1 + len(WAYS), folder / "store")
+    group = AttentionGroup.find_or_create(timeout_seconds=30)
+    row = np.zeros(1, dtype=np.int64)
+    if rank:
+        group.gather(row, doing="planning micro-batch 1")
+        WAYS[rank - 1][0](group)
+        return
+    group.gather(row, doing="planning micro-batch 1")
+    started = time.monotonic()
+    with pytest.raises(DistCADesyncError) as error:
+        group.gather(row, doing="planning micro-batch 2")
+    (folder / "told").write_text(f"{time.monotonic() - started < 20} {error.value}")
+
+
+def test_every_way_out_is_told(tmp_path: Path) -> None:
+    ended(*(forks.start(leave, rank, tmp_path) for rank in range(1 + len(WAYS))))
+    told = (tmp_path / "told").read_text()
+    assert "True rank 0 was planning micro-batch 2 when a connection among ranks" in told
+    for rank, (_, text) in enumerate(WAYS, start=1):
+        assert f"rank {rank} {text}" in told
+    assert len(told) < 4000
+
+
+def reduce_alone(rank: int, folder: Path) -> None:
+    """The others leave while rank 0 is in a reduction of somebody else's."""
+    stderr = os.open(folder / f"stderr of rank {rank}", os.O_CREAT | os.O_WRONLY)
+    os.dup2(stderr, 2)
+    join_world(rank, 3, folder / "store")
+    AttentionGroup.find_or_create(timeout_seconds=30)
+    if rank == 0:
+        time.sleep(1)
+        dist.all_reduce(torch.zeros(1))
+    if rank == 1:
+        os._exit(9)
+
+
+def test_who_left_is_named_where_a_foreign_collective_fails(tmp_path: Path) -> None:
+    ended(*(forks.start(reduce_alone, rank, tmp_path) for rank in range(3)))
+    said = (tmp_path / "stderr of rank 0").read_text()
+    assert (
+        "hf_distca: before rank 0 ended: rank 1 has closed its connection without a word: look at"
+        " its log; rank 2 has ended: its script was over, or called sys.exit\n" in said
+    )
+
+
+def ended(*processes: Any) -> list[int | None]:
+    """Exit codes of processes, once they have ended."""
+    for process in processes:
+        process.join(LIMIT)
+    codes = [process.exitcode for process in processes]
+    for process in processes:
+        process.kill()
+    return codes
+
+
+def test_foreign_words_are_no_words(capsys: pytest.CaptureFixture[str]) -> None:
+    """Whoever reaches the store can write there."""
+    for text in ("", "nonsense", "x y", "99 of another world", "-1 left"):
+        (first, _), links = watches(2)
+        links[0].store.set("distca word 1", text)
+        links[0].store.add("distca words", 1)
+        assert first.poll()
+    (first, _), links = watches(2)
+    links[0].store.set("distca word 1", "1 \x1b[31mred\x07")
+    assert not first.poll()
+    assert r"it \x1b[31mred\x07" in capsys.readouterr().err
 
 
 def end_in_turn(rank: int, port: int, folder: Path) -> None:

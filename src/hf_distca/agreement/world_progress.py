@@ -78,9 +78,9 @@ class Progress:
         self._is_over = True  # the next plan begins another micro-batch
         # In their order; of the same plans on all ranks.
         self._unannounced_uses: list[PlanUse] = []
-        # Measurements that nothing was learned from yet, with the ranks that leave after them, by
-        # number of the announcement.
-        self._measured: deque[tuple[int, list[PlanMeasurement], list[int]]] = deque()
+        # By number of the announcement: measurements that nothing was learned from yet, the ranks
+        # that leave after them, and uses with kernels that still ran, to be announced again.
+        self._measured: deque[tuple[int, list[PlanMeasurement], list[int], list[PlanUse]]] = deque()
         # Meetings, each with the uses whose figures it announces.
         self._meetings: deque[tuple[Rendezvous, list[PlanUse]]] = deque()
 
@@ -146,9 +146,7 @@ class Progress:
             group.gather(announcement.to_row(), doing=f"planning {place}")
         )
         batches = check_agreement(announced, settings, group, place)
-        self._unannounced_uses[:0] = self._store_figures(
-            announced.figures, uses, self._meeting_count, announced.leaving_ranks
-        )
+        self._store_figures(announced.figures, uses, self._meeting_count, announced.leaving_ranks)
         self._learn_rates(self._meeting_count + 1, config, group)
         return batches
 
@@ -200,8 +198,6 @@ class Progress:
             if not meeting.is_done:
                 self._meetings.appendleft((meeting, uses))
                 return
-            # Uses with running kernels are not announced again, as they are in
-            # `announce_requests`: ranks come here at different times.
             number = self._meeting_count - len(self._meetings) - 1
             announced = Announcements.from_rows(meeting.rows)
             self._store_figures(announced.figures, uses, number, announced.leaving_ranks)
@@ -220,10 +216,20 @@ class Progress:
         rows = group.gather(
             row, doing=f"gathering what ranks measured up to micro-batch {self.number}"
         )
-        if all(len(other) == len(row) for other in rows):
+        self._unannounced_uses = []
+        for *_, running in self._measured:
+            running.clear()
+        counts = [len(other) // FIGURE_COUNT for other in rows]
+        if len(set(counts)) == 1:
             figures = np.stack(rows).reshape(len(rows), -1, FIGURE_COUNT)
             self._store_figures(figures, uses, self._meeting_count, [])
-        self._unannounced_uses = []
+        elif group.rank == 0:
+            _log.warning(
+                "no figures up to micro-batch %d, and nothing learned from it: ranks used different"
+                " numbers of plans (%s). Every rank must run the same layers in each micro-batch.",
+                self.number,
+                ", ".join(f"rank {rank}: {count}" for rank, count in enumerate(counts)),
+            )
 
     def _make_announcement(
         self,
@@ -264,11 +270,9 @@ class Progress:
 
     def _store_figures(
         self, figures: IntArray, uses: Sequence[PlanUse], number: int, leaving: list[int]
-    ) -> list[PlanUse]:
+    ) -> None:
         """Store the (ranks, uses, 5) figures of all ranks in an announcement of this number, and
         the ranks that leave with it.
-
-        Return the uses with a kernel that still runs on some rank.
         """
         is_finished = figures[:, :, 0].min(axis=0) >= 0
         measured = list(
@@ -276,17 +280,19 @@ class Progress:
         )
         for measurement in measured:
             self._history.record_measurement(measurement)
-        self._measured.append((number, measured, leaving))
-        return list(compress(uses, ~is_finished))
+        running = list(compress(uses, ~is_finished))
+        self._measured.append((number, measured, leaving, running))
 
     def _learn_rates(self, before: int, config: DistCAConfig, group: AttentionGroup) -> None:
-        """Correct rates by the announcements before this number, and log the changes.
+        """Correct rates by the announcements before this number, and log the changes; announce
+        again what they could not measure.
 
         A rank may already have later announcements that others do not have yet, but all ranks must
         correct rates at the same micro-batch.
         """
         while self._measured and self._measured[0][0] < before:
-            _, measured, leaving = self._measured.popleft()
+            _, measured, leaving, running = self._measured.popleft()
+            self._unannounced_uses[:0] = running
             self.leaving_ranks += [rank for rank in leaving if rank not in self.leaving_ranks]
             for change in self.costs.learn_from_plans(measured, config):
                 if group.rank == 0:

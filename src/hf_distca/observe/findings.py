@@ -120,8 +120,8 @@ class Findings:
         for name, label in (
             ("documents", "by documents and built-in rates"),
             ("measured", f"measured, under {attention}"),
-            ("as_given", "with hf-distca, as given, estimated"),
-            ("dealt", "with hf-distca, dealt, estimated"),
+            ("as_given", "with hf-distca, messages included"),
+            ("dealt", "the same, documents dealt"),
         ):
             if (value := figures.get(f"distca/observed_{name}")) is not None:
                 lines.append(f"    {label:<36}{value:>8.3f}")
@@ -146,12 +146,12 @@ class Findings:
             is_known = attention in REPLACEABLE_ATTENTION
             way = f"--instead-of {attention}" if is_known else "--attn-implementation distca"
             tokens = round(self.tokens / (ranks * self.batches))
+            advice = [
+                f"  balance   put hf-distca run {way} in front of your command",
+                f"  deal      the same with --tokens-per-rank {tokens}: a step has as many as now",
+            ]
             if min(self.given, self.dealt) < self.planned_slowest or not self.planned:
-                lines += [
-                    f"  balance   put hf-distca run {way} in front of your command",
-                    f"  deal      the same with --tokens-per-rank {tokens}: a step has as many as"
-                    " now",
-                ]
+                lines += advice[: 1 if self.given < self.dealt else 2]
             else:
                 lines.append(
                     "  note      by built-in rates, messages take longer than balancing saves here"

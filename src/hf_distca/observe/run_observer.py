@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections import deque
+from collections import Counter, deque
 from contextlib import suppress
 
 import torch.distributed as dist
@@ -34,34 +34,39 @@ class Observer:
         self._total = self._since = Findings()
         self._watch = start_watch(self._follow)
         self._store: Store | None = None
-        self._rank, self._parts = 0, 0
+        self._rank, self._logs = 0, 0
+        self._parts = 0  # that this rank has put into the store
         self._queues: list[deque[BatchFacts]] = [deque()]  # of each rank, until all have come
         self._read = [0]  # parts that were read of each rank
+        self._heard = Counter[int]()  # logs that each rank had reached with the last of them
         self._missing: list[int] = []  # ranks that did not come
         self._unread, self._reason, self._attention = 0, "", ""
 
-    def gather(self, *, wait: bool = True, end: bool = False) -> None:
+    def gather(self, *, is_log: bool = True, end: bool = False) -> None:
         """Give the facts of this rank to rank 0; on rank 0, read those of all ranks.
 
-        All ranks call it equally often.
-
         Args:
-            wait: on rank 0, wait for the others.
+            is_log: this is a log, to which all ranks come equally often; rank 0 waits for the
+                others.
             end: wait for what the device computes.
         """
         facts = self._watch.take(end=end)
-        part = self._parts
-        self._parts += 1
+        self._logs += is_log
+        store = self._store
         with suppress(RuntimeError):  # of a store whose process has ended
+            if self._rank and store is not None:
+                store.set(f"{self._rank}/{self._parts}", json.dumps((self._logs, facts)))
+                self._parts += 1
             if self._rank:
-                if self._store is not None:
-                    self._store.set(f"{self._rank}/{part}", json.dumps(facts))
                 return
             self._queues[0].extend(facts)
-            if self._store is not None and not self._missing:
-                self._read_parts(self._store, part, time.monotonic() + _PATIENCE * wait)
-                self._missing = [rank for rank, n in enumerate(self._read) if wait and n <= part]
-        if self._missing:  # nothing more can be compared
+            if store is not None and not self._missing:
+                deadline = time.monotonic() + _PATIENCE * is_log
+                for rank in range(1, len(self._queues)):
+                    self._read_parts(store, rank, deadline)
+                self._missing = [rank for rank, n in enumerate(self._read) if rank and not n]
+                self._missing *= is_log
+        if self._missing:  # nothing can be compared
             stop_watch(self._watch)
         while all(self._queues):
             self._count([queue.popleft() for queue in self._queues])
@@ -90,6 +95,11 @@ class Observer:
                 self._missing,
                 f"  missing   facts of ranks {self._missing}: put the meter on them, too",
             ),
+            (
+                ranks == 1,
+                "  alone     one process has nobody to share with: start one for each GPU, with"
+                " torchrun or accelerate launch",
+            ),
         )
         lines = [text for count, text in notes if count]
         if self._rank or not (total.batches or lines):
@@ -109,23 +119,23 @@ class Observer:
             self._store = PrefixStore(self._name, store_of_world())
             self._queues = [deque() for _ in range(ranks)]
             self._read = [0] * ranks
+            self.gather(is_log=False)  # so that rank 0 knows who has the meter
         if len(self._watch) > _MOST_BATCHES:
-            self.gather(wait=False)
+            self.gather(is_log=False)
 
-    def _read_parts(self, store: Store, last: int, deadline: float) -> None:
-        """Read the facts that other ranks have put into the store up to a part, in their order."""
-        self._read[0] = last + 1
-        for rank, queue in enumerate(self._queues):
-            while self._read[rank] <= last:
-                key = f"{rank}/{self._read[rank]}"
-                if store.check([key]):
-                    queue.extend(BatchFacts(*row) for row in json.loads(store.get(key)))
-                    store.delete_key(key)
-                    self._read[rank] += 1
-                elif time.monotonic() > deadline:
-                    break
-                else:
-                    time.sleep(0.005)
+    def _read_parts(self, store: Store, rank: int, deadline: float) -> None:
+        """Read what another rank has put into the store; wait for its part of this log."""
+        while True:
+            key = f"{rank}/{self._read[rank]}"
+            if store.check([key]):
+                self._heard[rank], rows = json.loads(store.get(key))
+                self._queues[rank].extend(BatchFacts(*row) for row in rows)
+                store.delete_key(key)
+                self._read[rank] += 1
+            elif self._heard[rank] >= self._logs or time.monotonic() > deadline:
+                return
+            else:
+                time.sleep(0.005)
 
     def _count(self, facts: list[BatchFacts]) -> None:
         """Add a micro-batch to the findings, from the facts of all ranks."""

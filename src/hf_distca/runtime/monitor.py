@@ -3,8 +3,9 @@ wait for it.
 
 Messages of failure, here called words, travel through the key-value store of a process group, where
 no other rank needs to take part. A rank that gives up writes its word and breaks its connections,
-so that ranks which wait for it wake up, read the word and write theirs. A rank that is silent has
-died, hangs or runs something else. Words are text and are only shown.
+so that ranks which wait for it wake up, read the word and write theirs. A process that ends writes
+one as well, with the error that it ends with, wherever that was raised. A rank that is silent was
+killed, hangs or runs something else. Words are text and are only shown.
 
 A rank that meanwhile waits in a foreign collective, such as DDP's reduction of gradients, would
 only hear later that a connection was closed, or nothing until a timeout. So a thread polls for the
@@ -56,12 +57,16 @@ _WOKEN_SECONDS = 0.2  # after an error is found, a rank is woken where it waits
 _ANSWER_SECONDS = 0.5
 _FAREWELL_SECONDS = 5.0  # that a store has to take down that a rank ends
 BREAK_TAG = 2**31 - 1  # tags of messages are below
+_PROBE_TAG = BREAK_TAG - 1  # nobody receives it
 # In gloo's errors: now, or before; other errors are of one connection.
 _ALL_CLOSED = ("Timed out", "Application timeout")
 _SILENT = "is silent (dead, stuck, or running something else)"
 _NAMED_SILENT = (
     "is silent (dead or stuck: look at its log, and start it again before training goes on)"
 )
+_ENDED = "has ended: its script was over, or called sys.exit"
+_CLOSED = "has closed its connection without a word: look at its log"
+_CLOSED_ERRORS = ("Connection closed", "Connection reset", "Broken pipe")  # of gloo
 _NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
@@ -138,8 +143,8 @@ class FailureMonitor:
             yield
         except DistCADesyncError:
             raise  # raised on all ranks, or told already
-        except Exception as error:
-            self.leave(f"raised {type(error).__name__} while {doing}: {error}")
+        except BaseException as error:
+            self.leave(f"raised {type(error).__name__} while {doing}: {_get_text(error)}")
             raise
 
     def compute_deadline(self) -> float:
@@ -163,7 +168,7 @@ class FailureMonitor:
         if self._word is not None:
             return
         deadline = self.compute_deadline() if deadline is None else deadline
-        self._word = word if len(word) <= _LONGEST_WORD else word[:_LONGEST_WORD] + "..."
+        self._word = _shorten(word)
         entry = f"{self.ranks[self._rank]} {self._word}"
         _query_store(
             lambda: self._store.set(_make_failure_key(self._store.add(_COUNT, 1)), entry), deadline
@@ -198,30 +203,37 @@ class FailureMonitor:
                 f"had left the group of ranks {self.ranks} before {doing}: it"
                 f" {self._word.rstrip('.')}. hf_distca.configure, on all ranks, makes a new one"
             )
+        elif any(text in str(error) for text in _CLOSED_ERRORS):
+            happened = f"was {doing} when a connection among ranks {self.ranks} was closed"
         else:
             happened = (
                 f"waited up to {self._timeout_seconds:g} s for ranks {self.ranks} while {doing},"
                 " and not all came"
             )
+        silent = {
+            rank: _NAMED_SILENT if rank in self._named else _SILENT for rank in self.ranks
+        } | dict.fromkeys(self._find_closed(), _CLOSED)
         deadline = self.compute_deadline()
         self.leave(f"waited in vain while {doing}", deadline)
         words: dict[int, tuple[int, str]] = {}
         _query_store(partial(self._read_words, words, deadline - _LATE_SECONDS), deadline)
-        said = dict(tuple(words.values()))
+        others = self._describe(silent, words)
         first_line = str(error).splitlines()[0] if str(error) else type(error).__name__
-        others = "; ".join(
-            f"{self._names[rank]}"
-            f" {said.get(rank, _NAMED_SILENT if rank in self._named else _SILENT)}"
-            for rank in self.ranks
-            if rank != rank_here
-        )
         return DistCADesyncError(
-            f"{self._names[rank_here]} {happened}. The others: {others.rstrip('.')}. All ranks were"
+            f"{self._names[rank_here]} {happened}. The others: {others}. All ranks were"
             f" last together when {self.last_collective}. Every rank must run the same"
             " number of training forwards and backwards through the same layers: look at the other"
             " ranks' logs for one that failed, stopped early or is still in another step."
             f" ({first_line})"
         )
+
+    def _describe(self, seen: Mapping[int, str], words: Mapping[int, tuple[int, str]]) -> str:
+        """Describe other ranks by what they said, or else by what was seen of them."""
+        said = {**seen, **{rank: word or _ENDED for rank, word in words.values()}}
+        here = self.ranks[self._rank]
+        return "; ".join(
+            f"{self._names[rank]} {said[rank]}" for rank in sorted(said) if rank != here
+        ).rstrip(".")
 
     def abort_with(self, error: DistCADesyncError) -> None:
         """Wake this rank from a wait for others, to raise an error that another thread has found on
@@ -317,17 +329,36 @@ class FailureMonitor:
             _break_link(link)
         return bool(links)
 
-    def announce_exit(self) -> bool:
-        """Let the others stop polling for a first word, if the store may end with a process.
+    def announce_exit(self, error: BaseException | None) -> bool:
+        """Tell the others that this process ends, and with which error; print who ended before.
 
-        Return whether that was done.
+        Nobody polls for a first word any more, as the store may end with a process: return whether
+        it may.
         """
-        if self.has_left or not is_served_by_process(self._store):
+        if self.has_left:
             return False
-        with suppress(RuntimeError):
-            if not self._store.check([_make_failure_key(1)]):
-                self._store.set(_make_failure_key(1), f"{self.ranks[self._rank]} ")
-        return True
+        if error is not None:
+            if closed := self._find_closed():
+                words: dict[int, tuple[int, str]] = {}
+                with suppress(RuntimeError):
+                    self._read_words(words, deadline=0.0)
+                said = self._describe(dict.fromkeys(closed, _CLOSED), words)
+                _print_error(f"before {self._names[self.ranks[self._rank]]} ended: {said}")
+            self.leave(f"ended with {type(error).__name__}: {_get_text(error)}")
+        else:
+            with suppress(RuntimeError):
+                key = _make_failure_key(self._store.add(_COUNT, 1))
+                self._store.set(key, f"{self.ranks[self._rank]} ")
+        return is_served_by_process(self._store)
+
+    def _find_closed(self) -> list[int]:
+        """Find the ranks that are known to have closed a connection of gloo to this one."""
+        return [
+            rank
+            for index, rank in enumerate(self.ranks)
+            if index != self._rank
+            and any(_is_closed(link, index) for link in self._links if link.name() == "gloo")
+        ]
 
     def _read_words(self, words: dict[int, tuple[int, str]], deadline: float) -> None:
         """Collect the words of the ranks that have left, this one included, until all have or the
@@ -348,9 +379,9 @@ class FailureMonitor:
         key = _make_failure_key(number)
         if not self._store.check([key]):
             return None
-        entry = self._store.get(key).decode(errors="replace")
-        writer = next((rank for rank in self.ranks if entry.startswith(f"{rank} ")), None)
-        return None if writer is None else (writer, make_printable(entry.partition(" ")[2]))
+        rank, _, word = self._store.get(key).decode(errors="replace").partition(" ")
+        is_ours = rank.isdecimal() and int(rank) in self._names
+        return (int(rank), _shorten(word)) if is_ours else None
 
 
 def _query_store(question: Callable[[], None], deadline: float) -> None:
@@ -362,7 +393,12 @@ def _query_store(question: Callable[[], None], deadline: float) -> None:
         with suppress(RuntimeError):
             question()
 
-    AwaitedThread(ask, "question").join(max(deadline - time.monotonic(), _ANSWER_SECONDS))
+    try:
+        thread = AwaitedThread(ask, "question")
+    except RuntimeError:  # the interpreter ends: from Python 3.12 on, it starts no more threads
+        ask()
+    else:
+        thread.join(max(deadline - time.monotonic(), _ANSWER_SECONDS))
 
 
 def is_served_by_process(store: Any) -> bool:
@@ -376,6 +412,29 @@ def is_served_by_process(store: Any) -> bool:
 
 def _make_failure_key(number: int) -> str:
     return f"distca word {number}"
+
+
+def _get_text(error: BaseException) -> str:
+    """Return the text of an error of the user, which may have none."""
+    try:
+        return str(error)
+    except Exception as second:
+        return f"(its text cannot be printed: {type(second).__name__})"
+
+
+def _shorten(text: str) -> str:
+    """Return a text as one short line, which a terminal shows as it is and a store can hold."""
+    shown = make_printable(text[: _LONGEST_WORD + 1]).replace("\n", "\\n")
+    return shown if len(shown) <= _LONGEST_WORD else shown[:_LONGEST_WORD] + "..."
+
+
+def _is_closed(link: dist.ProcessGroup, peer: int) -> bool:
+    """Return whether a peer is known to have closed its connection: gloo then sends it nothing."""
+    try:
+        dist.isend(_NOTHING, group=link, group_dst=peer, tag=_PROBE_TAG)
+    except (RuntimeError, ValueError) as error:  # ValueError: the user has destroyed the group
+        return any(text in str(error) for text in _CLOSED_ERRORS)
+    return False
 
 
 def _break_link(link: dist.ProcessGroup) -> None:
@@ -406,6 +465,7 @@ class _MonitorPoller:
 
     def __init__(self) -> None:
         self._monitors: WeakSet[FailureMonitor] = WeakSet()
+        self._polled: WeakSet[FailureMonitor] = WeakSet()  # those that may still hear a first word
         self._ended = threading.Event()
         self._process = 0
         self._thread: AwaitedThread | None = None
@@ -414,6 +474,7 @@ class _MonitorPoller:
     def add(self, monitor: FailureMonitor) -> None:
         """Poll this monitor, too."""
         self._monitors.add(monitor)
+        self._polled.add(monitor)
         if self._process != os.getpid():  # a fork has no threads
             self._process = os.getpid()
             self._thread = AwaitedThread(self._run, "listener")
@@ -441,22 +502,17 @@ class _MonitorPoller:
 
     def _run(self) -> None:
         while not self._ended.wait(
-            max(map(_poll_pause, tuple(self._monitors)), default=_LOOK_SECONDS)
+            max(map(_poll_pause, tuple(self._polled)), default=_LOOK_SECONDS)
         ):
-            for monitor in tuple(self._monitors):
+            for monitor in tuple(self._polled):
                 if not self._ended.is_set() and not monitor.poll():
-                    self._monitors.discard(monitor)
+                    self._polled.discard(monitor)
         # Not in `end`: what asks a store does it in a thread, and Python 3.12 starts none any more.
-        self._last_pause = max(
-            [
-                _LATE_SECONDS,
-                *(
-                    _poll_pause(monitor)
-                    for monitor in tuple(self._monitors)
-                    if monitor.announce_exit()
-                ),
-            ]
-        )
+        error = getattr(sys, "last_value", None)
+        # Where another rank has ended well, the store may be gone.
+        monitors = self._monitors if error is not None else self._polled
+        pauses = [_poll_pause(one) for one in tuple(monitors) if one.announce_exit(error)]
+        self._last_pause = max([_LATE_SECONDS, *pauses])
 
 
 def _poll_pause(monitor: FailureMonitor) -> float:
