@@ -10,7 +10,6 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from hf_distca.config import DistCAConfig
-from hf_distca.errors import ConfigError
 from hf_distca.integration.attention_names import replace_attention
 from hf_distca.integration.reports import print_summary
 from hf_distca.integration.session import Session
@@ -41,7 +40,7 @@ def use_session(
         _session = _configured
     else:
         group = _configured.given_group if group is None else group
-        _session = Session(config or _configured.config, group)
+        _session = Session(_configured.config if config is None else config, group)
     return _session
 
 
@@ -73,20 +72,11 @@ def configure(
         UnsupportedError: if `instead_of` is another name, or a package has put its own function in
             its place.
     """
-    if config is not None and not isinstance(config, DistCAConfig):
-        raise ConfigError(
-            f"configure() got {config!r}: give it a DistCAConfig, such as"
-            " DistCAConfig(tolerance=0.02)."
-        )
-    if group is not None and not isinstance(group, (dist.ProcessGroup, DeviceMesh)):
-        raise ConfigError(
-            f"group={group!r}: give it a process group (torch.distributed.new_group), a mesh, or"
-            " leave it out."
-        )
+    session = Session(DistCAConfig() if config is None else config, group)
     if instead_of is not None:
         replace_attention(instead_of)
     global _configured
-    _configured = Session(config or DistCAConfig(), group)
+    _configured = session
     return use_session().config
 
 

@@ -19,8 +19,8 @@ from transformers import (
     TrainingArguments,
 )
 
-from hf_distca.config import DistCAConfig
-from hf_distca.errors import UnsupportedError
+from hf_distca.config import DistCAConfig, show_value
+from hf_distca.errors import ConfigError, UnsupportedError
 from hf_distca.integration.attention_names import find_distca_configs
 from hf_distca.integration.callers import find_trainer
 from hf_distca.integration.checks.share_readers import (
@@ -80,6 +80,10 @@ class DistCACallback(TrainerCallback):
         summary: bool = True,
         record: bool | Literal["all"] = True,
     ) -> None:
+        for name, value, words in (("summary", summary, ()), ("record", record, ("all",))):
+            if not (isinstance(value, bool) or (isinstance(value, str) and value in words)):
+                choices = "".join(f', or "{word}"' for word in words)
+                raise ConfigError(f"{name}={show_value(value)} must be True or False{choices}.")
         self.config, self.group, self.summary = config, group, summary
         self.record: bool | Literal["all"] = record
         # Estimate for the batches that `deal` replaced, if it did.
