@@ -306,6 +306,19 @@ def _load_profile(source: Any) -> Profile:
         raise ConfigError(f"cost_model={str(source)!r} {expected}: {error}") from error
 
 
+def check_settings(config: object, receiver: str) -> None:
+    """Raise for settings of another type, which `receiver` got.
+
+    Raises:
+        ConfigError: if they are neither None nor a `DistCAConfig`.
+    """
+    if config is not None and not isinstance(config, DistCAConfig):
+        raise ConfigError(
+            f"{receiver} got {config!r}: give it a DistCAConfig, such as"
+            " DistCAConfig(tolerance=0.02)."
+        )
+
+
 def check_replaceable(name: str) -> None:
     """Raise unless distca can stand in for an attention of that name.
 

@@ -18,6 +18,18 @@ Every message states the values that were seen and what to do about them.
 from __future__ import annotations
 
 
+def make_printable(text: str) -> str:
+    """Return a text that others wrote as messages show it: with control characters escaped, other
+    than line ends and tabs.
+    """
+    return "".join(
+        character
+        if character.isprintable() or character in "\n\t"
+        else character.encode("unicode_escape").decode()
+        for character in text
+    )
+
+
 class DistCAError(Exception):
     """Base class of every error raised by hf_distca."""
 

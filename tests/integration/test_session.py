@@ -72,7 +72,7 @@ def test_groups_and_meshes_are_taken_only(take: Callable[..., object], given: An
 @pytest.mark.parametrize(
     ("take", "expected"),
     [
-        (lambda: hf_distca.DistCACallback(record="al"), "record='al' must be True or False, or"),
+        (lambda: hf_distca.DistCACallback(record="al"), "record='al' must be True, False or"),
         (lambda: hf_distca.DistCACallback(summary="no"), "summary='no' must be True or False"),
         (lambda: hf_distca.configure(instead_of=["sdpa"]), r"stand in for \['sdpa'\], only for"),
         (lambda: hf_distca.DistCAConfig(tile=np.arange(2)), r"tile=array\(\[0, 1\]\) must be a"),

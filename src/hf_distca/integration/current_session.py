@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from hf_distca.config import DistCAConfig
+from hf_distca.config import DistCAConfig, check_settings
 from hf_distca.integration.attention_names import replace_attention
 from hf_distca.integration.reports import print_summary
 from hf_distca.integration.session import Session
@@ -40,7 +40,7 @@ def use_session(
         _session = _configured
     else:
         group = _configured.given_group if group is None else group
-        _session = Session(_configured.config if config is None else config, group)
+        _session = Session(config or _configured.config, group)
     return _session
 
 
@@ -72,7 +72,8 @@ def configure(
         UnsupportedError: if `instead_of` is another name, or a package has put its own function in
             its place.
     """
-    session = Session(DistCAConfig() if config is None else config, group)
+    check_settings(config, "configure()")
+    session = Session(config or DistCAConfig(), group)
     if instead_of is not None:
         replace_attention(instead_of)
     global _configured

@@ -58,11 +58,6 @@ class Session:
     def __init__(
         self, config: DistCAConfig, members: dist.ProcessGroup | DeviceMesh | None = None
     ) -> None:
-        if not isinstance(config, DistCAConfig):
-            raise ConfigError(
-                f"config={show_value(config)}: give it a DistCAConfig, such as"
-                " DistCAConfig(tolerance=0.02)."
-            )
         if members is not None and not isinstance(members, (dist.ProcessGroup, DeviceMesh)):
             raise ConfigError(
                 f"group={show_value(members)}: give it a process group"

@@ -38,7 +38,7 @@ from weakref import WeakSet
 import torch
 import torch.distributed as dist
 
-from hf_distca.errors import DistCADesyncError
+from hf_distca.errors import DistCADesyncError, make_printable
 
 if TYPE_CHECKING:
     from hf_distca.runtime.channel import Transfer
@@ -166,7 +166,7 @@ class FailureMonitor:
         if self._word is not None:
             return
         deadline = self.compute_deadline() if deadline is None else deadline
-        self._word = _make_printable(word.rstrip(": "))
+        self._word = _shorten(word)
         entry = f"{self.ranks[self._rank]} {self._word}"
         _query_store(
             lambda: self._store.set(_make_failure_key(self._store.add(_COUNT, 1)), entry), deadline
@@ -372,13 +372,13 @@ class FailureMonitor:
             pause = min(1.5 * pause, 0.25)
 
     def _read(self, number: int) -> tuple[int, str] | None:
-        """Return the number-th word and its rank; None if it is not there."""
+        """Return the number-th word and its rank; None if it is not there, or no rank wrote it."""
         key = _make_failure_key(number)
         if not self._store.check([key]):
             return None
-        rank, _, word = self._store.get(key).decode(errors="replace").partition(" ")
-        is_ours = rank.isdecimal() and int(rank) in self._names
-        return (int(rank), _make_printable(word)) if is_ours else None
+        entry = self._store.get(key).decode(errors="replace")
+        writer = next((rank for rank in self.ranks if entry.startswith(f"{rank} ")), None)
+        return None if writer is None else (writer, make_printable(entry.partition(" ")[2]))
 
 
 def _query_store(question: Callable[[], None], deadline: float) -> None:
@@ -419,11 +419,9 @@ def _get_text(error: BaseException) -> str:
         return f"(its text cannot be printed: {type(second).__name__})"
 
 
-def _make_printable(text: str) -> str:
-    """Return a text as one short line, which a terminal shows as it is and a store can hold."""
-    shown = "".join(
-        char if char.isprintable() else ascii(char)[1:-1] for char in text[: _LONGEST_WORD + 1]
-    )
+def _shorten(word: str) -> str:
+    """Return a word as a store can hold it and a terminal may show it."""
+    shown = make_printable(word[: _LONGEST_WORD + 1]).rstrip(": ")
     return shown if len(shown) <= _LONGEST_WORD else shown[:_LONGEST_WORD] + "..."
 
 

@@ -19,7 +19,7 @@ from transformers import (
     TrainingArguments,
 )
 
-from hf_distca.config import DistCAConfig, show_value
+from hf_distca.config import DistCAConfig, check_settings, show_value
 from hf_distca.errors import ConfigError, UnsupportedError
 from hf_distca.integration.attention_names import find_distca_configs
 from hf_distca.integration.callers import find_trainer
@@ -70,6 +70,9 @@ class DistCACallback(TrainerCallback):
             ``hf-distca report`` makes a page: the logged figures, by rank, and the plans of the
             first micro-batch and of the worst one between two logs, about a megabyte in all; "all"
             for every plan. This takes no collective, and reads nothing from the device.
+
+    Raises:
+        ConfigError: if `config` is not a `DistCAConfig`, or another value is of another type.
     """
 
     def __init__(
@@ -80,10 +83,11 @@ class DistCACallback(TrainerCallback):
         summary: bool = True,
         record: bool | Literal["all"] = True,
     ) -> None:
-        for name, value, words in (("summary", summary, ()), ("record", record, ("all",))):
-            if not (isinstance(value, bool) or (isinstance(value, str) and value in words)):
-                choices = "".join(f', or "{word}"' for word in words)
-                raise ConfigError(f"{name}={show_value(value)} must be True or False{choices}.")
+        check_settings(config, "DistCACallback()")
+        if not isinstance(summary, bool):
+            raise ConfigError(f"summary={show_value(summary)} must be True or False.")
+        if not isinstance(record, bool) and record != "all":
+            raise ConfigError(f'record={show_value(record)} must be True, False or "all".')
         self.config, self.group, self.summary = config, group, summary
         self.record: bool | Literal["all"] = record
         # Estimate for the batches that `deal` replaced, if it did.
