@@ -162,18 +162,16 @@ class DistCAConfig:
         for field in fields(self):
             value = getattr(self, field.name)
             if isinstance(field.default, bool) and not isinstance(value, bool):
-                raise ConfigError(f"{field.name}={value!r} must be True or False.")
-            if field.name in _NUMBERS and (value, field.default) != (None, None):
+                raise ConfigError(f"{field.name}={show_value(value)} must be True or False.")
+            if field.name in _NUMBERS and not (value is None and field.default is None):
                 _check_number(field.name, value)
-        if self.kernel not in get_args(KernelName):
+        if not (isinstance(self.kernel, str) and self.kernel in get_args(KernelName)):
             raise ConfigError(
-                f"kernel={self.kernel!r} must be one of"
+                f"kernel={show_value(self.kernel)} must be one of"
                 f" {', '.join(map(repr, get_args(KernelName)))}."
             )
-        if (
-            not isinstance(self.cost_model, CostModel | Profile)
-            and self.cost_model not in _BUILT_IN_COSTS
-        ):
+        is_name = isinstance(self.cost_model, str) and self.cost_model in _BUILT_IN_COSTS
+        if not is_name and not isinstance(self.cost_model, CostModel | Profile):
             object.__setattr__(self, "cost_model", _load_profile(self.cost_model))
 
     @classmethod
@@ -213,8 +211,9 @@ def read_values(path: str | Path) -> Any:
     """
     try:
         text = read_file(Path(path))
-    except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror or error}.") from error
+    except (OSError, TypeError, ValueError) as error:  # what is no path, too
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"{show_value(str(path))[1:-1]}: {reason}.") from error
     return parse_values(text, str(path))
 
 
@@ -249,8 +248,8 @@ def split_settings(
     values = {} if values is None else values
     if not isinstance(values, Mapping):
         raise ConfigError(
-            f"{source}: {values!r:.60} should be names and values of settings, such as `ping_pong:"
-            " true`."
+            f"{source}: {show_value(values)} should be names and values of settings, such as"
+            " `ping_pong: true`."
         )
     for name in values:
         if name not in known:
@@ -279,10 +278,16 @@ def _check_number(name: str, value: Any) -> None:
                 else " YAML takes 1e-2 for text: write 0.01 or 1.0e-2."
             )
         raise ConfigError(
-            f"{name}={value!r} must be a {'whole number' if kind is int else 'number'}.{text}"
+            f"{name}={show_value(value)} must be a"
+            f" {'whole number' if kind is int else 'number'}.{text}"
         )
     if not in_range(value):
-        raise ConfigError(f"{name}={value} must be {expected}.")
+        raise ConfigError(f"{name}={show_value(value)} must be {expected}.")
+
+
+def show_value(value: Any) -> str:
+    """Show a value in an error: one line of at most 100 characters."""
+    return " ".join(repr(value).split())[:100]
 
 
 def is_built_in(source: object) -> bool:
@@ -295,7 +300,7 @@ def is_built_in(source: object) -> bool:
 def _load_profile(source: Any) -> Profile:
     expected = f"must be one of {', '.join(map(repr, _BUILT_IN_COSTS))}, a profile or a CostModel"
     if not isinstance(source, str | Path):
-        raise ConfigError(f"cost_model={source!r} {expected}.")
+        raise ConfigError(f"cost_model={show_value(source)} {expected}.")
     try:
         return Profile.load(source)
     except ConfigError as error:
@@ -321,9 +326,9 @@ def check_replaceable(name: str) -> None:
     Raises:
         UnsupportedError: if distca does not compute that attention as it is meant.
     """
-    if name not in REPLACEABLE_ATTENTION:
+    if not (isinstance(name, str) and name in REPLACEABLE_ATTENTION):
         raise UnsupportedError(
-            f"distca cannot stand in for {name!r}, only for {', '.join(REPLACEABLE_ATTENTION)}:"
-            " others take masks or arguments of their own, or are kernels that transformers loads"
-            " from the hub."
+            f"distca cannot stand in for {show_value(name)}, only for"
+            f" {', '.join(REPLACEABLE_ATTENTION)}: others take masks or arguments of their own, or"
+            " are kernels that transformers loads from the hub."
         )

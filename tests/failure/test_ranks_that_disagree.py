@@ -357,7 +357,7 @@ def test_a_rank_with_a_bad_batch(rank_pool: Callable[[int], RankPool], ping_pong
     assert bad[1].startswith("rank 1: position_ids[0, 17] is -5")
     check_desync(
         waits,
-        "while planning micro-batch 1",
+        "was planning micro-batch 1 when a connection among ranks (0, 1) was closed",
         "rank 1 raised LayoutError while reading documents for micro-batch 1: position_ids[0, 17]"
         " is -5",
         within=PATIENCE / 2,

@@ -49,16 +49,48 @@ def test_settings_are_checked_on_construction(changes: dict[str, Any], named: st
         hf_distca.DistCAConfig(**changes)
 
 
-@pytest.mark.parametrize("given", [{"tolerance": 0.1}, hf_distca.DistCAConfig, "distca"])
-def test_configure_takes_settings_only(given: Any) -> None:
+def callback(*given: Any, **options: Any) -> None:
+    hf_distca.DistCACallback(*given, **options).apply_settings()
+
+
+@pytest.mark.parametrize("take", [hf_distca.configure, callback])
+@pytest.mark.parametrize(
+    "given", [{"tolerance": 0.1}, {}, hf_distca.DistCAConfig, "distca", 0, np.zeros(2)]
+)
+def test_settings_of_other_types_are_refused(take: Callable[..., object], given: Any) -> None:
     with pytest.raises(hf_distca.ConfigError, match="give it a DistCAConfig"):
-        hf_distca.configure(given)
+        take(given)
 
 
+@pytest.mark.parametrize("take", [hf_distca.configure, callback])
 @pytest.mark.parametrize("given", ["dp", [0, 1], -100])
-def test_configure_takes_groups_and_meshes_only(given: Any) -> None:
+def test_groups_and_meshes_are_taken_only(take: Callable[..., object], given: Any) -> None:
     with pytest.raises(hf_distca.ConfigError, match="give it a process group"):
-        hf_distca.configure(group=given)
+        take(group=given)
+
+
+@pytest.mark.parametrize(
+    ("take", "expected"),
+    [
+        (lambda: hf_distca.DistCACallback(record="al"), "record='al' must be True, False or"),
+        (lambda: hf_distca.DistCACallback(summary="no"), "summary='no' must be True or False"),
+        (lambda: hf_distca.configure(instead_of=["sdpa"]), r"stand in for \['sdpa'\], only for"),
+        (lambda: hf_distca.DistCAConfig(tile=np.arange(2)), r"tile=array\(\[0, 1\]\) must be a"),
+        (
+            lambda: hf_distca.DistCAConfig(kernel=np.zeros(0)),
+            r"kernel=array\(\[\].* must be one of",
+        ),
+        (lambda: hf_distca.DistCAConfig(cost_model=np.ones((9, 9))), r"cost_model=array\(\[\[1"),
+        (lambda: hf_distca.DistCAConfig(tolerance="x" * 9999), "must be a number"),
+        (lambda: hf_distca.DistCAConfig.from_file(None), "None: "),
+        (lambda: hf_distca.DistCAConfig.from_file("a\0b"), "embedded null byte"),
+    ],
+)
+def test_values_of_other_types_get_one_line(take: Callable[[], object], expected: str) -> None:
+    with pytest.raises(hf_distca.DistCAError, match=expected) as error:
+        take()
+    assert "\n" not in str(error.value)
+    assert len(str(error.value)) < 500
 
 
 def test_balancing_is_switched_for_a_while() -> None:

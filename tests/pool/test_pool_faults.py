@@ -49,7 +49,7 @@ def check_server(server: Started, port: int, last: str) -> None:
     lines = server.output.splitlines()
     ours = [line for line in lines if line.startswith(f"hf-distca: server at 127.0.0.1:{port} ")]
     assert "Traceback" not in server.output
-    assert re.search(rf"; ended: {last}$", ours[-1]), server.output
+    assert re.search(rf"; ended: (?:{last})$", ours[-1]), server.output
 
 
 @pytest.mark.slow
@@ -73,17 +73,13 @@ def test_late_server_changes_no_training(running: Forks, port: int) -> None:
         (
             "SIGKILL",
             -9,
-            (
-                r"is silent \(dead or stuck: look at its log, and start it again before training"
-                r" goes on\)"
-            ),
+            r"has closed its connection without a word: look at its log, and start it again before",
         ),
         pytest.param("SIGTERM", 143, "ended: told to by SIGTERM", marks=pytest.mark.slow),
         pytest.param(
             "SIGSTOP",
             None,
-            r"is silent \(dead or stuck: look at its log, and start it again before training goes"
-            r" on\)",
+            r"is silent \(dead, stuck, .*\): look at its log, and start it again before training",
             marks=pytest.mark.slow,
         ),
     ],
@@ -97,7 +93,7 @@ def test_a_server_that_ends_while_others_train(
     server.send(signal.Signals[name])
     assert ended(*trainers) == [1, 1]
     waited = [
-        f"DistCADesyncError: rank {rank} waited .* rank 2 \\(server at 127.0.0.1:{port}\\) {what}"
+        f"DistCADesyncError: rank {rank} wa.* rank 2 \\(server at 127.0.0.1:{port}\\) {what}"
         for rank in range(2)
     ]
     told = [
@@ -126,9 +122,16 @@ def test_a_server_that_ends_while_others_train(
     ("fault", "statuses", "last"),
     [
         pytest.param(
-            "raises:0", [1, 1], "the run failed, see the log of rank 0", marks=pytest.mark.slow
+            "raises:0",
+            [1, 1],
+            "the run failed, see the log of rank 0|rank 0 ended with ValueError: a bad batch",
+            marks=pytest.mark.slow,
         ),
-        ("raises:1", [1, 1], "the run failed, see the log of rank 0"),
+        (
+            "raises:1",
+            [1, 1],
+            "the run failed, see the log of rank 0|rank 1 ended with ValueError: a bad batch",
+        ),
         ("dies:0", [-9, 1], r"rank 0 has ended without a word, see its log \(.*\)"),
         pytest.param(
             "dies:1", [1, -9], "the run failed, see the log of rank 0", marks=pytest.mark.slow

@@ -240,6 +240,7 @@ def test_json_keeps_a_model(model: CostModel) -> None:
         lambda data: data.update(exchange_bytes_per_second="fast"),
         lambda data: data.update(tile=0),
         lambda data: data.update(speed=3),
+        lambda data: data["forward"].update(flops_per_second=10**400),
         lambda data: data["forward"].update(flops_per_second=math.nan),
         lambda data: data["backward"].update(call_seconds=math.nan),
         lambda data: data.update(peer_seconds=math.nan),
@@ -252,6 +253,9 @@ def test_json_that_is_no_model(change: Callable[[dict[str, Any]], object]) -> No
         CostModel.from_json(json.dumps(data))
     with pytest.raises(ConfigError, match="no cost model"):
         CostModel.from_json("[1]")
+    for text in ("[" * 10**5, None):
+        with pytest.raises(ConfigError, match="no cost model"):
+            CostModel.from_json(text)
 
 
 def test_call_takes_at_least_its_launch_beside_its_tasks() -> None:

@@ -10,7 +10,6 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from hf_distca.config import DistCAConfig, check_settings
-from hf_distca.errors import ConfigError
 from hf_distca.integration.attention_names import replace_attention
 from hf_distca.integration.reports import print_summary
 from hf_distca.integration.session import Session
@@ -74,15 +73,11 @@ def configure(
             its place.
     """
     check_settings(config, "configure()")
-    if group is not None and not isinstance(group, (dist.ProcessGroup, DeviceMesh)):
-        raise ConfigError(
-            f"group={group!r}: give it a process group (torch.distributed.new_group), a mesh, or"
-            " leave it out."
-        )
+    session = Session(config or DistCAConfig(), group)
     if instead_of is not None:
         replace_attention(instead_of)
     global _configured
-    _configured = Session(config or DistCAConfig(), group)
+    _configured = session
     return use_session().config
 
 

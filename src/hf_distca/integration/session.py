@@ -18,7 +18,8 @@ from transformers import PreTrainedModel
 
 from hf_distca.agreement.planner import Planner, get_current_world
 from hf_distca.borrowed import get_mesh, get_timeout
-from hf_distca.config import DistCAConfig
+from hf_distca.config import DistCAConfig, show_value
+from hf_distca.errors import ConfigError
 from hf_distca.integration.handle import LayerWork
 from hf_distca.integration.processes import (
     choose_group_size,
@@ -58,6 +59,11 @@ class Session:
     def __init__(
         self, config: DistCAConfig, members: dist.ProcessGroup | DeviceMesh | None = None
     ) -> None:
+        if members is not None and not isinstance(members, (dist.ProcessGroup, DeviceMesh)):
+            raise ConfigError(
+                f"group={show_value(members)}: give it a process group"
+                " (torch.distributed.new_group), a mesh, or leave it out."
+            )
         self.meter = Meter()
         self.planner = Planner(config, self.meter)
         self.trace: Trace | None = None

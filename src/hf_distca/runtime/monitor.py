@@ -60,10 +60,8 @@ BREAK_TAG = 2**31 - 1  # tags of messages are below
 _PROBE_TAG = BREAK_TAG - 1  # nobody receives it
 # In gloo's errors: now, or before; other errors are of one connection.
 _ALL_CLOSED = ("Timed out", "Application timeout")
-_SILENT = "is silent (dead, stuck, or running something else)"
-_NAMED_SILENT = (
-    "is silent (dead or stuck: look at its log, and start it again before training goes on)"
-)
+_SILENT = "is silent (dead, stuck, or running something else): look at its log"
+_START_AGAIN = ", and start it again before training goes on"  # of a server
 _ENDED = "has ended: its script was over, or called sys.exit"
 _CLOSED = "has closed its connection without a word: look at its log"
 _CLOSED_ERRORS = ("Connection closed", "Connection reset", "Broken pipe")  # of gloo
@@ -210,14 +208,12 @@ class FailureMonitor:
                 f"waited up to {self._timeout_seconds:g} s for ranks {self.ranks} while {doing},"
                 " and not all came"
             )
-        silent = {
-            rank: _NAMED_SILENT if rank in self._named else _SILENT for rank in self.ranks
-        } | dict.fromkeys(self._find_closed(), _CLOSED)
+        seen = dict.fromkeys(self.ranks, _SILENT) | dict.fromkeys(self._find_closed(), _CLOSED)
         deadline = self.compute_deadline()
         self.leave(f"waited in vain while {doing}", deadline)
         words: dict[int, tuple[int, str]] = {}
         _query_store(partial(self._read_words, words, deadline - _LATE_SECONDS), deadline)
-        others = self._describe(silent, words)
+        others = self._describe(seen, words)
         first_line = str(error).splitlines()[0] if str(error) else type(error).__name__
         return DistCADesyncError(
             f"{self._names[rank_here]} {happened}. The others: {others}. All ranks were"
@@ -229,7 +225,8 @@ class FailureMonitor:
 
     def _describe(self, seen: Mapping[int, str], words: Mapping[int, tuple[int, str]]) -> str:
         """Describe other ranks by what they said, or else by what was seen of them."""
-        said = {**seen, **{rank: word or _ENDED for rank, word in words.values()}}
+        said = {rank: text + _START_AGAIN * (rank in self._named) for rank, text in seen.items()}
+        said |= {rank: word or _ENDED for rank, word in words.values()}
         here = self.ranks[self._rank]
         return "; ".join(
             f"{self._names[rank]} {said[rank]}" for rank in sorted(said) if rank != here
@@ -379,9 +376,9 @@ class FailureMonitor:
         key = _make_failure_key(number)
         if not self._store.check([key]):
             return None
-        rank, _, word = self._store.get(key).decode(errors="replace").partition(" ")
-        is_ours = rank.isdecimal() and int(rank) in self._names
-        return (int(rank), _shorten(word)) if is_ours else None
+        entry = self._store.get(key).decode(errors="replace")
+        writer = next((rank for rank in self.ranks if entry.startswith(f"{rank} ")), None)
+        return None if writer is None else (writer, make_printable(entry.partition(" ")[2]))
 
 
 def _query_store(question: Callable[[], None], deadline: float) -> None:
@@ -422,9 +419,9 @@ def _get_text(error: BaseException) -> str:
         return f"(its text cannot be printed: {type(second).__name__})"
 
 
-def _shorten(text: str) -> str:
-    """Return a text as one short line, which a terminal shows as it is and a store can hold."""
-    shown = make_printable(text[: _LONGEST_WORD + 1]).replace("\n", "\\n")
+def _shorten(word: str) -> str:
+    """Return a word as a store can hold it and a terminal may show it."""
+    shown = make_printable(word[: _LONGEST_WORD + 1]).rstrip(": ")
     return shown if len(shown) <= _LONGEST_WORD else shown[:_LONGEST_WORD] + "..."
 
 

@@ -372,10 +372,10 @@ class CostModel:
                 raise ValueError(
                     f"exchange and tile are {numbers}: a rate must be positive, a tile at least 1"
                 )
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
+        except Exception as error:  # whatever was handed over
             raise ConfigError(
                 f"the text is no cost model in JSON ({type(error).__name__}: {error}): it is an"
-                f" object with the attributes of `CostModel` as keys, got {text[:100]!r}."
+                f" object with the attributes of `CostModel` as keys, got {text!r:.100}."
             ) from error
         return model
 

@@ -392,6 +392,8 @@ def require_integers(
         array = np.asarray(values)
     except ValueError as ragged:
         raise error(f"{expected}, got rows of different lengths: {values!r:.100}.") from ragged
+    except RuntimeError as refused:  # of torch, about a tensor
+        raise error(f"{expected}, got {values!r:.100} ({refused}).") from refused
     if not array.size:
         return np.zeros([max(n, 0) for n in shape], dtype=np.int64)
     fits = array.ndim == len(shape) and all(

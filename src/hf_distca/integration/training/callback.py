@@ -19,8 +19,8 @@ from transformers import (
     TrainingArguments,
 )
 
-from hf_distca.config import DistCAConfig, check_settings
-from hf_distca.errors import UnsupportedError
+from hf_distca.config import DistCAConfig, check_settings, show_value
+from hf_distca.errors import ConfigError, UnsupportedError
 from hf_distca.integration.attention_names import find_distca_configs
 from hf_distca.integration.callers import find_trainer
 from hf_distca.integration.checks.share_readers import (
@@ -72,7 +72,7 @@ class DistCACallback(TrainerCallback):
             for every plan. This takes no collective, and reads nothing from the device.
 
     Raises:
-        ConfigError: if `config` is not a `DistCAConfig`.
+        ConfigError: if `config` is not a `DistCAConfig`, or another value is of another type.
     """
 
     def __init__(
@@ -84,6 +84,10 @@ class DistCACallback(TrainerCallback):
         record: bool | Literal["all"] = True,
     ) -> None:
         check_settings(config, "DistCACallback()")
+        if not isinstance(summary, bool):
+            raise ConfigError(f"summary={show_value(summary)} must be True or False.")
+        if not isinstance(record, bool) and record != "all":
+            raise ConfigError(f'record={show_value(record)} must be True, False or "all".')
         self.config, self.group, self.summary = config, group, summary
         self.record: bool | Literal["all"] = record
         # Estimate for the batches that `deal` replaced, if it did.
