@@ -8,14 +8,18 @@ import inspect
 import io
 import json
 import logging
+import os
 import re
+import socket
 from collections.abc import Callable
-from contextlib import redirect_stderr
+from contextlib import chdir, nullcontext, redirect_stderr
 from dataclasses import replace
 from fnmatch import fnmatch
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -27,6 +31,7 @@ from hf_distca.agreement.announce import PlanKey
 from hf_distca.agreement.batch_plan import BatchPlan, PlanMeasurement, PlanUse
 from hf_distca.agreement.history import BalanceTotals, History
 from hf_distca.agreement.rates import Costs
+from hf_distca.integration.training import record
 from hf_distca.integration.training.record import Recorder
 from hf_distca.run_report.folder import RunFolder
 from hf_distca.run_report.rows import (
@@ -108,7 +113,10 @@ def train(
 
 
 def rows(folder: Path) -> list[Row]:
-    found = [read_row(line, "row") for line in (folder / RECORD_NAME).read_text().splitlines()]
+    found = [
+        read_row(json.loads(line), "row")
+        for line in (folder / RECORD_NAME).read_text().splitlines()
+    ]
     return [row for row in found if row is not None]
 
 
@@ -294,10 +302,15 @@ def told(rank: int, folder: str, full: bool) -> tuple[str, bool]:
     full.
     """
     logging.getLogger("hf_distca").handlers.clear()
-    if full and rank == 0:
-        Path(folder, RECORD_NAME).symlink_to("/dev/full")
     console = io.StringIO()
-    with redirect_stderr(console):
+    full = full and rank == 0
+    opened = partial(os.open, "/dev/full")
+    with (
+        redirect_stderr(console),
+        patch.object(record, "_open_own_file", lambda _, flags: opened(flags))
+        if full
+        else nullcontext(),
+    ):
         train(rank, folder, True, False, {"max_steps": 3})
     return console.getvalue(), logging.getLogger("hf_distca").filters == []
 
@@ -313,17 +326,67 @@ def test_warnings_are_seen_while_they_are_recorded(
     assert over, "nothing is left behind"
 
 
-def test_the_record_names_no_folder(tmp_path: Path) -> None:
+def begin_record(folder: Path, step: int) -> None:
     planner = SimpleNamespace(
         resume_progress=lambda: SimpleNamespace(number=0, costs=Costs()), history=History()
     )
     session: Any = SimpleNamespace(
         planner=planner, rank_count=2, node_count=1, config=settings(), kernel_names=["cpu"]
     )
-    arguments = TrainingArguments(str(tmp_path / "run"), use_cpu=True, report_to="none")
-    recorder = Recorder(tmp_path / "run", session, every_plan=True)
-    recorder.start(arguments, 0, None)
+    recorder = Recorder(folder, session, every_plan=True)
+    recorder.start(TrainingArguments(str(folder), use_cpu=True, report_to="none"), step, None)
     recorder.stop()
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("step", [0, 4])
+@pytest.mark.parametrize(
+    ("place", "reason"),
+    [
+        (lambda path: os.mkfifo(path), "it is a pipe or a socket"),
+        (lambda path: path.symlink_to(path.with_name("another's")), "it is a link"),
+        (lambda path: path.symlink_to("nowhere"), "it is a link"),
+        (lambda path: create_unix_server(path), "it is a pipe or a socket"),
+        (lambda path: path.mkdir(), "Is a directory"),
+    ],
+    ids=["pipe", "link", "broken link", "socket", "folder"],
+)
+def test_only_a_file_of_its_own_is_written(
+    place: Callable[[Path], object],
+    reason: str,
+    step: int,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """No other file is written for a record, and no pipe is waited for."""
+    (tmp_path / "another's").write_text("precious")
+    place(tmp_path / RECORD_NAME)
+    begin_record(tmp_path, step)
+    assert f"{RECORD_NAME} cannot be written ({reason})" in caplog.text
+    assert (tmp_path / "another's").read_text() == "precious"
+    assert not (tmp_path / "nowhere").exists()
+
+
+@pytest.mark.parametrize("rest", [0.5, 0.01, 1.0])
+def test_a_line_that_was_cut_leaves_the_next_one_whole(rest: float, tmp_path: Path) -> None:
+    """A training is killed within a line, at its first letter or before its end, and resumes."""
+    begin_record(tmp_path, 0)
+    path = tmp_path / RECORD_NAME
+    line = path.read_text().rstrip("\n")
+    with path.open("a") as file:
+        file.write(line[: max(int(len(line) * rest), 1)])
+    begin_record(tmp_path, 4)
+    *_, last = path.read_text().splitlines()
+    assert json.loads(last)["step"] == 4
+
+
+def create_unix_server(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as listening, chdir(path.parent):
+        listening.bind(path.name)
+
+
+def test_the_record_names_no_folder(tmp_path: Path) -> None:
+    begin_record(tmp_path / "run", 0)
     assert len(rows(tmp_path / "run")) == 1
     assert rows(tmp_path / "run")[0].settings["cost_model"] == PAIRS.name
     assert str(tmp_path) not in (tmp_path / "run" / RECORD_NAME).read_text()

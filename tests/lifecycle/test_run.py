@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 import hf_distca
 import scripts
 from hf_distca.cli import app
-from hf_distca.run import find_command
+from hf_distca.run import Options, find_command, read_options
 from hf_distca.run_report.rows import RECORD_NAME
 from hf_distca.schedule.profiles import Profile
 from pages import ROOT, words_of
@@ -225,7 +225,37 @@ def test_command_line_overrides_a_file_of_settings(script: Path, tmp_path: Path)
         ("summary: 3", [], "distca.yaml: summary=3 must be True or False."),
         ("collator: mine", [], "distca.yaml: collator='mine' must be 'check' or 'replace'."),
         ("tile: 8", ["--set", "tile=0"], "--set: tile=0 must be at least 1"),
-        ("tile: 8", ["--set", "tile"], "--set: 'tile' should be names and values"),
+        (
+            "tile: 8",
+            ["--set", "ping_pong"],
+            "--set ping_pong must be NAME=VALUE, such as --set ping_pong=true.",
+        ),
+        ("tile: 8", ["--set", "ping_pong: true"], "--set ping_pong: true must be NAME=VALUE"),
+        ("servers: 1.5", [], "distca.yaml: servers=1.5 must be a whole number of at least 0."),
+        ("servers: -1", [], "distca.yaml: servers=-1 must be a whole number of at least 0."),
+        ("servers: [1]", [], "distca.yaml: servers=[1] must be a whole number of at least 0."),
+        (
+            "server_wait: .nan",
+            [],
+            "distca.yaml: server_wait=nan must be a number of seconds from 1",
+        ),
+        (
+            "server_wait: .inf",
+            [],
+            "distca.yaml: server_wait=inf must be a number of seconds from 1",
+        ),
+        ("server_wait: long", [], "distca.yaml: server_wait='long' must be a number of seconds"),
+        (
+            "server_address: a:1",
+            [],
+            "distca.yaml: server_address='a:1' must be a list of HOST:PORT, such as [10.0.0.7:",
+        ),
+        ("server_address: [[a:1]]", [], "distca.yaml: ['a:1'] must be HOST:PORT"),
+        ("server_address: [29600]", [], "distca.yaml: 29600 must be HOST:PORT"),
+        ("server_address: {a: 1}", [], "distca.yaml: server_address={'a': 1} must be a list"),
+        ("tile: 8", ["--server-address", "h:" + "9" * 5000], "must be HOST:PORT, such as"),
+        ("tile: 8", ["--observ"], "No such option: --observ"),
+        ("tile: 8", ["-x"], "No such option: -x"),
         ("tile: 0", ["--set", "tile=8"], "distca.yaml: tile=0 must be at least 1"),
         ("tile: 8", ["--tokens-per-rank", "0"], "--tokens-per-rank"),
         (None, [], "distca.yaml: No such file or directory."),
@@ -246,6 +276,104 @@ def test_wrong_settings_end_in_one_line_before_a_start(
     done = CliRunner().invoke(app, ["run", "--config", "distca.yaml", *words, "train.py"])
     assert (done.exit_code, done.stderr.count("\n")) == (2, 1), done.output
     assert said in done.stderr
+
+
+@pytest.mark.parametrize("words", [["x" * 5000], ["-m", "..x"], ["-m", ""], ["-m", "x" * 5000]])
+def test_names_that_nothing_has_are_said_in_one_line(words: list[str]) -> None:
+    done = CliRunner().invoke(app, ["run", *words])
+    assert (done.exit_code, done.stderr.count("\n")) == (2, 1), done.output
+
+
+@pytest.mark.parametrize(
+    ("around", "given"),
+    [
+        ({"summary": False, "collator": "replace"}, {"summary": True, "collator": "check"}),
+        (
+            {"spare_servers": True, "server_wait": 9.0},
+            {"spare_servers": False, "server_wait": 300.0},
+        ),
+        ({"attn_implementation": "distca", "summary": False}, {"instead_of": "sdpa"}),
+    ],
+)
+def test_children_get_what_is_given(around: dict[str, Any], given: dict[str, Any]) -> None:
+    """Also if that is the default, and a run around this one has another."""
+    outer = read_options(None, [], **around).make_environment({})
+    child = Options.read(read_options(None, [], **given).make_environment(outer))
+    assert child._asdict() == Options(**{**around, **given})._asdict()
+
+
+def test_children_get_what_a_file_gives(tmp_path: Path) -> None:
+    (tmp_path / "distca.yaml").write_text("summary: true\ncollator: check")
+    outer = read_options(None, ["summary=false", "collator=replace"]).make_environment({})
+    inner = read_options(tmp_path / "distca.yaml", [])
+    assert Options.read(inner.make_environment(outer)) == Options()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"attn_implementation": "dis',
+        '{"attn_implementation": "distca", "newer": 1}',
+        '{"attn_implementation": "newer"}',
+        "[1]",
+        "3",
+    ],
+)
+def test_options_of_another_version_end_all_processes(text: str, tmp_path: Path) -> None:
+    """They are named, and nothing trains without them in silence."""
+    (tmp_path / "train.py").write_text("print('this has started')")
+    child_start = Path(hf_distca.__file__).parent / "cli" / "child_start"
+    path = os.pathsep.join([str(child_start), os.environ.get("PYTHONPATH", "")])
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("HF_DISTCA_RUN", text)
+        run = CliRunner().invoke(app, ["run", str(tmp_path / "train.py")])
+    child = subprocess.run(
+        [sys.executable, tmp_path / "train.py"],
+        env=os.environ | {"HF_DISTCA_RUN": text, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    for status, said, output in (
+        (run.exit_code, run.stderr, run.output),
+        (child.returncode, child.stderr, child.stdout + child.stderr),
+    ):
+        assert (status, said.count("\n")) == (2, 1), output
+        assert said.startswith("hf-distca: "), output
+        assert f"HF_DISTCA_RUN={text!r} has no options of this version" in said, output
+        assert "this has started" not in output
+
+
+def test_empty_options_are_none(tmp_path: Path) -> None:
+    assert Options.read({"HF_DISTCA_RUN": ""}) == Options.read({}) == Options()
+    made = Options("distca").make_environment({"HF_DISTCA_RUN": "", "PYTHONPATH": ""})
+    assert Options.read(made) == Options("distca")
+
+
+@pytest.mark.parametrize(
+    ("words", "noted"),
+    [
+        (["--tokens-per-rank", "512", "train.py"], True),
+        (["--set", "tokens_per_rank=512", "train.py", "--lr", "1"], True),
+        (["--tokens-per-rank", "512", "--instead-of", "sdpa", "train.py"], False),
+        (["--tokens-per-rank", "512", "--attn-implementation", "distca", "train.py"], False),
+        (["--tokens-per-rank", "512", "train.py", "--attn_implementation=distca"], False),
+        (["train.py"], False),
+    ],
+)
+def test_dealing_without_an_attention_is_noted_at_once(
+    words: list[str], noted: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In words of the command; the script may still load its model with distca."""
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").touch()
+    monkeypatch.setattr("hf_distca.run.run_command", lambda *_: None)
+    done = CliRunner().invoke(app, ["run", *words])
+    assert done.exit_code == 0
+    assert (
+        "--instead-of sdpa" in done.stderr and "--attn-implementation distca" in done.stderr
+    ) == noted
+    assert "hf_distca." not in done.stderr
 
 
 def test_the_script_may_set_what_it_likes_itself(tmp_path: Path) -> None:

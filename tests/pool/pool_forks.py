@@ -175,10 +175,10 @@ def _in_a_group(output: Path, function: Callable[..., object], args: tuple[Any, 
 
 def _serve(arguments: list[str], version: str | None, stuck_in: str | None) -> None:
     from hf_distca.cli import app
-    from hf_distca.pool import server
+    from hf_distca.pool import door, server
 
     if version is not None:
-        patch.object(server, "version", lambda _: version).start()
+        patch.object(door, "version", lambda _: version).start()
     if stuck_in is not None:
         patch.dict(server.STEPS, {stuck_in: lambda *_, **__: time.sleep(10**6)}).start()
         patch.object(server, "_LONGER_SECONDS", 1.0).start()

@@ -20,23 +20,23 @@ import pytest
 import torch
 
 from hf_distca.errors import ConfigError
-from hf_distca.pool import server
+from hf_distca.pool import door, server
 from hf_distca.pool.controller import PoolController, connect_server
 from hf_distca.pool.launch import listen_at, serve_alone
 from hf_distca.pool.words import JsonLineConnection
 
 TOKEN, SECONDS = "c0ffee", 0.4
-Port = tuple[tuple[str, int], Future[JsonLineConnection], list[str]]
+Port = tuple[tuple[str, int], Future[Any], list[str]]
 
 
 @pytest.fixture
 def port(monkeypatch: pytest.MonkeyPatch) -> Iterator[Port]:
     """The address of a server with a token, what it accepts, and what it says."""
-    monkeypatch.setattr(server, "_HANDSHAKE_SECONDS", SECONDS)
+    monkeypatch.setattr(door, "_HANDSHAKE_SECONDS", SECONDS)
     said: list[str] = []
-    refusal_reason = partial(server._refusal_reason, TOKEN, torch.device("cpu"), said.append)
+    refusal_reason = partial(door.find_refusal, TOKEN, torch.device("cpu"), said.append)
     with socket.create_server(("127.0.0.1", 0)) as listening, ThreadPoolExecutor(1) as thread:
-        accepted = thread.submit(server._accept, listening, refusal_reason, 5.0)
+        accepted = thread.submit(door.accept, listening, refusal_reason, 5.0)
         yield listening.getsockname(), accepted, said
         accepted.result().close()
 

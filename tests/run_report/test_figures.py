@@ -6,6 +6,7 @@ import functools
 import json
 import os
 import random
+import re
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -15,8 +16,10 @@ from typing import Any
 import numpy as np
 import pytest
 from some_run import RUN, documents, plan_row, some_rows, steps_row, write_record, write_trace
+from typer.testing import CliRunner
 
 from hf_distca.agreement.history import BalanceTotals
+from hf_distca.cli import app
 from hf_distca.errors import ReportError
 from hf_distca.run_report.folder import RunFolder
 from hf_distca.run_report.page import draw_pictures
@@ -31,9 +34,11 @@ def figures(folder: Path, step: int | None = None) -> Figures:
 def test_rows_are_read_as_they_were_written() -> None:
     for row in some_rows():
         # Those are rounded.
-        assert read_row(write_row(row), "row") == row or isinstance(row, PlanRow | StepsRow)
-        assert write_row(read_row(write_row(row), "row") or RUN) == write_row(row)
-    assert read_row('{"row": "of a newer version"}', "row") is None
+        assert read_row(json.loads(write_row(row)), "row") == row or isinstance(
+            row, PlanRow | StepsRow
+        )
+        assert write_row(read_row(json.loads(write_row(row)), "row") or RUN) == write_row(row)
+    assert read_row({"row": "of a newer version"}, "row") is None
 
 
 def test_sums_over_the_run(tmp_path: Path) -> None:
@@ -128,6 +133,31 @@ def test_a_line_that_is_being_written_is_left_out(tmp_path: Path) -> None:
     assert [row["step"] for row in figures(tmp_path).steps] == [1, 2, 3]
 
 
+def test_lines_that_are_broken_are_left_out(tmp_path: Path) -> None:
+    """As of a training that was killed while it wrote one, and resumed; and the page says so."""
+    record = write_record(tmp_path, some_rows()) / RECORD_NAME
+    lines = record.read_text().splitlines()
+    again = [write_row(row) for row in (replace(RUN, step=3), *some_rows()[-2:])]
+    record.write_text("\n".join([*lines[:-1], lines[-1][:40], *again, '{"row": Na', ""]))
+    found = figures(tmp_path)
+    assert [row["step"] for row in found.steps] == [1, 2, 3, 4]
+    assert found.missing[0] == (
+        f"What broken lines of {record} told, as where a training was ended while it wrote: 10, 14."
+    )
+
+
+@pytest.mark.parametrize("seconds", ["1e999", "1e308", "-1e999", "NaN"])
+def test_seconds_without_end_are_no_figures(tmp_path: Path, seconds: str) -> None:
+    write_trace(write_record(tmp_path, some_rows()), 0, 0.2, 0.1)
+    trace = tmp_path / "rank_0.json"
+    trace.write_text(re.sub(r'"dur": [0-9.e+]+', f'"dur": {seconds}', trace.read_text()))
+    done = CliRunner().invoke(app, ["report", str(tmp_path), "--json"])
+    if done.exit_code:
+        assert (done.exit_code, done.stderr.count("\n")) == (2, 1), done.output
+    else:
+        json.loads(done.stdout, parse_constant=pytest.fail)
+
+
 def test_timelines_say_what_was_hidden(tmp_path: Path) -> None:
     """The newest ones, wherever in the folder they lie."""
     folder = write_record(tmp_path / "run", some_rows())
@@ -188,10 +218,13 @@ def test_a_run_that_moves_nothing_says_so(tmp_path: Path) -> None:
         ({}, None, "is no folder with _distca_run.jsonl. Train with attn_implementation"),
         ({RECORD_NAME: ""}, None, "tells of no micro-batch yet"),
         ({RECORD_NAME: write_row(RUN) + "\n"}, None, "tells of no micro-batch yet"),
-        ({RECORD_NAME: "{\n"}, None, "is not JSON"),
-        ({RECORD_NAME: '{"row": NaN}\n'}, None, "is not JSON"),
-        ({RECORD_NAME: "[]\n"}, None, "line 1 of"),
-        ({RECORD_NAME: '{"row": "run"}\n'}, None, "is no row of a record"),
+        ({RECORD_NAME: "{\n"}, None, "does not tell how a training began"),
+        ({RECORD_NAME: '{"row": NaN}\n'}, None, "does not tell how a training began"),
+        ({"record": "no beginning"}, None, "does not tell how a training began"),
+        ({RECORD_NAME: "[]\n"}, None, "is no row of a record: it has no 'row'. Take that line"),
+        ({RECORD_NAME: '{"step": 1}\n'}, None, "is no row of a record: it has no 'row'."),
+        ({RECORD_NAME: '{"row": [1]}\n'}, None, "is no row of a record: it has no 'row'."),
+        ({RECORD_NAME: '{"row": "run"}\n'}, None, "is no row of a record: it has no 'step', "),
         (
             {RECORD_NAME: '{"row": "steps", "step": 1, "tally": {}, "per_rank": 3}\n'},
             None,
@@ -238,6 +271,8 @@ def test_what_no_page_can_be_made_of(
             write_record(tmp_path, some_rows())
         elif name == "record" and text == "no plans":
             write_record(tmp_path, [RUN, steps_row(plan_row(1))])
+        elif name == "record" and text == "no beginning":
+            write_record(tmp_path, some_rows()[1:])
         elif name == "record":
             plan = plan_row(1)
             write_record(

@@ -72,6 +72,4 @@ def main(
 for verb in (plan, deal, profile, simulate, advise, report, doctor, serve):
     app.command()(verb)
 # What follows the script is the script's, options included.
-app.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})(
-    run
-)
+app.command(context_settings={"allow_interspersed_args": False})(run)

@@ -94,6 +94,17 @@ def run(
             path = find_command(script)
     except (DistCAError, FileNotFoundError) as error:
         exit_with_error(str(error))
+    if (
+        run_options.tokens_per_rank is not None
+        and not (run_options.attn_implementation or run_options.instead_of)
+        and not any("distca" in word for word in arguments or [])
+    ):
+        typer.echo(
+            "hf-distca: --tokens-per-rank deals documents to models that have attention"
+            f' "distca". Unless {script} asks for it, give --attn-implementation distca, for models'
+            " that are loaded without naming one, or --instead-of sdpa, for those that name sdpa.",
+            err=True,
+        )
     try:
         if path is None:
             run_module(script, arguments or [], run_options)

@@ -15,8 +15,8 @@ def parse_address(text: str) -> tuple[str, int]:
     Raises:
         ConfigError: if the text does not have this form.
     """
-    host, _, port = text.rpartition(":")
-    if not host or not port.isdecimal() or int(port) > 65535:
+    host, _, port = text.rpartition(":") if isinstance(text, str) else ("", "", "")
+    if not host or not port.isdecimal() or len(port) > 5 or int(port) > 65535:
         raise ConfigError(f"{text!r} must be HOST:PORT, such as 10.0.0.7:29600.")
     return host.strip("[]"), int(port)
 

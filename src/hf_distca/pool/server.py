@@ -7,8 +7,6 @@ that may still be used), but nothing of any call.
 
 from __future__ import annotations
 
-import hmac
-import math
 import os
 import signal
 import socket
@@ -18,8 +16,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
-from importlib.metadata import version
-from multiprocessing.connection import wait
 from threading import Thread
 from types import FrameType
 from typing import Any, NamedTuple, NoReturn
@@ -38,6 +34,7 @@ from hf_distca.integration.session import Session
 from hf_distca.integration.work_planner import WorkPlanner
 from hf_distca.kernels.base import Grads, Outputs, Scores
 from hf_distca.package_versions import list_versions
+from hf_distca.pool.door import accept, find_refusal, refuse
 from hf_distca.pool.observer import PoolRanks
 from hf_distca.pool.words import (
     JsonLineConnection,
@@ -53,11 +50,6 @@ from hf_distca.runtime.meter import Meter
 
 _LOOK_SECONDS = 1.0  # between two looks whether another rank has left
 _END_SECONDS = 3.0  # that rank 0, which fails when others do not come, may take to say so
-# That whoever connects has to say what it wants.
-_HANDSHAKE_SECONDS = 5.0
-_HANDSHAKE_BYTES = 1 << 16
-_GLANCE_SECONDS = 0.01  # to read what has arrived
-_MOST_ASKING = 256  # connections at a time that have not said what they want
 _LONGER_SECONDS = 30.0  # that a server may run after rank 0 has ended
 
 
@@ -98,7 +90,9 @@ def serve(
     server: Server | None = None
     try:
         say(f"waits on {device} for the ranks that train")
-        words = _accept(listening, partial(_refusal_reason, token, device, say), wait_seconds)
+        words = accept(listening, partial(find_refusal, token, device, say), wait_seconds)
+        if words is None:
+            raise EndedError(f"no ranks came within {wait_seconds:g} s")
         invitation = words.receive(wait_seconds)  # once rank 0 has found all servers
         if not isinstance(invitation, dict):
             raise EndedError("the run failed before it began, see the log of rank 0")
@@ -108,7 +102,7 @@ def serve(
             f"is rank {invitation['number']} of {len(ranks.ranks)}, and serves the"
             f" {sum(ranks.holds)} that train"
         )
-        Thread(target=_accept, args=[listening, _refuse, None], daemon=True).start()
+        Thread(target=accept, args=[listening, refuse, None], daemon=True).start()
         Thread(target=_outlive_briefly, args=[words, server, say], daemon=True).start()
         if invitation["spare"]:
             signal.signal(signal.SIGTERM, partial(_leave_by_signal, say, server))
@@ -334,96 +328,6 @@ STEPS: dict[str, Callable[..., object]] = {
         Server.finish,
     )
 }
-
-
-def _accept(
-    listening: socket.socket, why_not: Callable[[Any], str | None], wait_seconds: float | None
-) -> JsonLineConnection:
-    """Accept the connection of a rank 0 that this server can serve, among those of strangers and
-    those that `why_not` gives a reason to refuse. Nobody waits for another who says nothing.
-
-    Raises:
-        EndedError: if none comes in time.
-    """
-    deadline = math.inf if wait_seconds is None else time.monotonic() + wait_seconds
-    listening.settimeout(_GLANCE_SECONDS)  # who has connected may have ended already
-    asking = dict[JsonLineConnection, float]()  # until when each may say what it wants
-    accepted = None
-    while accepted is None:
-        if (left := deadline - time.monotonic()) <= 0:
-            raise EndedError(f"no ranks came within {wait_seconds:g} s")
-        ready = wait([listening, *asking], min(left, _LOOK_SECONDS))
-        if listening in ready:
-            with suppress(TimeoutError):
-                words = JsonLineConnection(listening.accept()[0], _HANDSHAKE_SECONDS)
-                asking[words] = time.monotonic() + _HANDSHAKE_SECONDS
-        for words in [words for words in asking if words in ready]:
-            is_served = _answer(words, why_not if accepted is None else _refuse)
-            if is_served:
-                accepted = words
-            if is_served is not None:
-                del asking[words]
-        _close_overdue(asking, everyone=accepted is not None)
-    return accepted
-
-
-def _answer(words: JsonLineConnection, why_not: Callable[[Any], str | None]) -> bool | None:
-    """Answer who has connected. Return whether it is served, or None if it has not said what it
-    wants.
-    """
-    try:
-        error = why_not(words.receive(_GLANCE_SECONDS, _HANDSHAKE_BYTES))
-        words.send({"error": error})
-    except TimeoutError:
-        return None
-    except (EOFError, OSError, ValueError, RecursionError, TypeError, AttributeError):
-        error = "a stranger"
-    if error is not None:
-        words.close()
-    return error is None
-
-
-def _close_overdue(asking: dict[JsonLineConnection, float], *, everyone: bool) -> None:
-    """Close the connections whose time is over, and those that came first if there are too many."""
-    now, excess = time.monotonic(), len(asking) - _MOST_ASKING
-    for number, (words, end) in enumerate(tuple(asking.items())):
-        if everyone or end <= now or number < excess:
-            del asking[words]
-            words.close()
-
-
-def _refusal_reason(
-    token: str, device: torch.device, say: Callable[[str], None], asked: Mapping[str, Any]
-) -> str | None:
-    """Return why this server cannot serve a client that sent this greeting; None if it can."""
-    here = version("hf-distca")
-    there = asked.get("version")
-    wanted = asked.get("device")
-    conditions = (
-        (
-            hmac.compare_digest(str(asked.get("token", "")).encode(), token.encode()),
-            "it asks for another token. Set HF_DISTCA_POOL_TOKEN to the same where this server and"
-            " where the ranks that train are started.",
-        ),
-        (
-            there == here,
-            f"it runs hf-distca {here}, and rank 0 {there}. Install one version everywhere.",
-        ),
-        (
-            wanted == device.type,
-            f"it computes on {device.type}, and rank 0 on {wanted}. Start it with --device"
-            f" {wanted}.",
-        ),
-    )
-    why = next((text for is_met, text in conditions if not is_met), None)
-    if why is not None:
-        say(f"turned ranks away: {why}")
-    return why
-
-
-def _refuse(_asked: object) -> str:
-    """Return why a server that is taken refuses all further connections."""
-    return "it serves the ranks of another run. Start a server of its own for each run."
 
 
 def _outlive_briefly(words: JsonLineConnection, server: Server, say: Callable[[str], None]) -> None:

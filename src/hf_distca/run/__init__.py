@@ -42,6 +42,8 @@ __all__ = [
 
 _OPTIONS, _PYTHONPATH = "HF_DISTCA_RUN", "PYTHONPATH"
 _CHILD_START = str(Path(__file__).parents[1] / "cli" / "child_start")
+_NO_OPTIONS = ("settings", "launched", "given")  # fields that no file may name
+_MOST_SECONDS = 366 * 86400
 _CHOICES: dict[str, tuple[object, ...]] = {
     "attn_implementation": (None, "distca"),
     "collator": ("check", "replace"),
@@ -71,6 +73,7 @@ class Options(NamedTuple):
         spare_servers: whether training continues without a server that was told to end.
         launched: facts about the servers of its launch, on ranks that train: nodes, servers of
             each, attempt.
+        given: names of options that a user gave, which children get even if they have defaults.
     """
 
     attn_implementation: Literal["distca"] | None = None
@@ -85,6 +88,7 @@ class Options(NamedTuple):
     server_wait: float = 300.0
     spare_servers: bool = False
     launched: tuple[int, int, str] | None = None
+    given: tuple[str, ...] = ()
 
     def make_environment(self, environment: Mapping[str, str]) -> dict[str, str]:
         """Return the variables that give the options to Python processes.
@@ -96,19 +100,31 @@ class Options(NamedTuple):
         changed = {
             name: value
             for name, value in self._asdict().items()
-            if value != self._field_defaults[name]
+            if name in self.given or (name != "given" and value != self._field_defaults[name])
         }
         before = environment.get(_PYTHONPATH)
         paths = [_CHILD_START, *(before.split(os.pathsep) if before else [])]
         return {
-            _OPTIONS: json.dumps(json.loads(environment.get(_OPTIONS, "{}")) | changed),
+            _OPTIONS: json.dumps(json.loads(environment.get(_OPTIONS) or "{}") | changed),
             _PYTHONPATH: os.pathsep.join(dict.fromkeys(paths)),
         }
 
     @classmethod
     def read(cls, environment: Mapping[str, str]) -> Options:
-        """Read the options that `environment` has written."""
-        return cls(**json.loads(environment.get(_OPTIONS, "{}")))
+        """Read the options that `make_environment` has written.
+
+        Raises:
+            ConfigError: if it did not, or that of another version did.
+        """
+        text = environment.get(_OPTIONS) or "{}"
+        try:
+            return cls(**json.loads(text)).check()
+        except (DistCAError, RecursionError, TypeError, ValueError) as error:
+            raise ConfigError(
+                f"{_OPTIONS}={text!r:.200} has no options of this version of `hf-distca run`"
+                f" ({error}). Unset it, or install one version where the command and its script"
+                " run."
+            ) from error
 
     def check(self) -> Options:
         """Return the options after a check that a script can run with them.
@@ -132,10 +148,18 @@ class Options(NamedTuple):
             from hf_distca.config import check_replaceable
 
             check_replaceable(self.instead_of)
-        for name, least in (("servers", 0), ("server_wait", 1)):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | float) or value < least:
-                raise ConfigError(f"{name}={value!r} must be at least {least}.")
+        if type(self.servers) is not int or self.servers < 0:
+            raise ConfigError(f"servers={self.servers!r} must be a whole number of at least 0.")
+        if type(self.server_wait) not in (int, float) or not 1 <= self.server_wait <= _MOST_SECONDS:
+            raise ConfigError(
+                f"server_wait={self.server_wait!r} must be a number of seconds from 1 to"
+                f" {_MOST_SECONDS}, a year."
+            )
+        if not isinstance(self.server_address, list | tuple):
+            raise ConfigError(
+                f"server_address={self.server_address!r} must be a list of HOST:PORT, such as"
+                " [10.0.0.7:29600]."
+            )
         for address in self.server_address:
             parse_address(address)
         return self
@@ -153,7 +177,11 @@ def read_options(file: Path | None, changes: Sequence[str], **given: Any) -> Opt
         ConfigError: if a name or value is wrong. One line that names its place.
         UnsupportedError: if distca cannot stand in for the named attention.
     """
+    Options.read(os.environ)  # what children get, too
     options, settings = dict[str, Any](), dict[str, Any]()
+    for change in changes:
+        if "=" not in change:
+            raise ConfigError(f"--set {change} must be NAME=VALUE, such as --set ping_pong=true.")
     if file is not None or changes:
         from hf_distca.config import is_built_in, parse_values, read_values, split_settings
 
@@ -161,7 +189,7 @@ def read_options(file: Path | None, changes: Sequence[str], **given: Any) -> Opt
         sources["--set"] = parse_values(
             "\n".join(change.replace("=", ": ", 1) for change in changes), "--set"
         )
-        names = tuple(name for name in Options._fields if name not in ("settings", "launched"))
+        names = tuple(name for name in Options._fields if name not in _NO_OPTIONS)
         for source, values in sources.items():
             _, beside = split_settings(values, source, names)
             try:
@@ -174,7 +202,7 @@ def read_options(file: Path | None, changes: Sequence[str], **given: Any) -> Opt
         if not is_built_in(settings.get("cost_model", "analytic")):
             settings["cost_model"] = str(Path(settings["cost_model"]).absolute())
     options |= {name: value for name, value in given.items() if value is not None}
-    return Options(**options, settings=settings or None).check()
+    return Options(**options, settings=settings or None, given=tuple(options)).check()
 
 
 def begin(options: Options) -> None:
@@ -233,7 +261,8 @@ def find_command(command: str) -> Path:
     """
     path = Path(command)
     is_path = os.sep in command
-    if (is_path or path.suffix == ".py") and path.is_file():
+    is_file = os.path.isfile(path)  # noqa: PTH113 - also of names that are too long
+    if (is_path or path.suffix == ".py") and is_file:
         return path.absolute()
     on_the_path = None if is_path else which(command)
     if on_the_path is not None:
@@ -243,7 +272,7 @@ def find_command(command: str) -> Path:
             f"there is no file {command!r} in {Path.cwd()}, and no such command on the PATH: the"
             " first argument is what to run."
         )
-    beside = f" The file in this folder is ./{command}." if path.is_file() else ""
+    beside = f" The file in this folder is ./{command}." if is_file else ""
     raise FileNotFoundError(
         f"there is no command {command!r} on the PATH: the first argument is what to run.{beside}"
     )
@@ -263,12 +292,13 @@ def find_module(name: str) -> None:
         if spec is not None and spec.submodule_search_locations is not None:
             name = f"{name}.__main__"
             spec = find_spec(name)
-    except (ModuleNotFoundError, ValueError):
-        spec = None
+        why = ""
+    except (ImportError, ValueError) as error:
+        spec, why = None, f" ({error})"
     if spec is None:
         raise FileNotFoundError(
             f"there is no module {name!r} that could be run in {Path.cwd()} or among the installed"
-            " ones."
+            f" ones{why}."
         )
 
 

@@ -31,11 +31,13 @@ class RunFolder:
     Attributes:
         path: the folder.
         rows: rows of the record; for steps that ran again after a restart, of the last time.
+        broken: numbers of the lines of the record that cannot be read.
         traces: timelines of the ranks that wrote one.
     """
 
     path: Path
     rows: list[Row]
+    broken: list[int]
     traces: list[RankTrace]
 
     def select_rows(self, kind: type[RowKind]) -> list[RowKind]:
@@ -57,7 +59,13 @@ class RunFolder:
                 " and hf_distca.DistCACallback() among the callbacks of the Trainer, and give the"
                 " output_dir of that run. A run on one rank, or under --observe, leaves no record."
             )
-        folder = cls(path, _read_record(record), _read_traces(path))
+        folder = cls(path, *_read_record(record), _read_traces(path))
+        if (folder.rows or folder.broken) and not folder.select_rows(RunRow):
+            raise ReportError(
+                f"{record} does not tell how a training began, which no page can be made without:"
+                " its first row is not there, or is broken. A training that begins or resumes with"
+                " this output_dir writes another."
+            )
         if not folder.select_rows(StepsRow):
             raise ReportError(
                 f"{record} tells of no micro-batch yet: wait until the run has logged, or look at"
@@ -66,12 +74,20 @@ class RunFolder:
         return folder
 
 
-def _read_record(path: Path) -> list[Row]:
+def _read_record(path: Path) -> tuple[list[Row], list[int]]:
+    """Return the rows, and the numbers of lines that are broken, as where a process was killed."""
     rows: list[Row] = []
+    broken: list[int] = []
     text = read_file(path, _MOST_RECORD_BYTES).decode("utf-8", errors="replace")
     # Without an end, the last line is being written, or the process was killed there.
     for number, line in enumerate(text[: text.rfind("\n") + 1].splitlines(), 1):
-        row = read_row(line, f"line {number} of {path}")
+        name = f"line {number} of {path}"
+        try:
+            data = read_json(line, name)
+        except ReportError:
+            broken.append(number)
+            continue
+        row = read_row(data, name)
         if isinstance(row, RunRow):  # what comes after its step runs again
             rows = [
                 earlier
@@ -79,7 +95,7 @@ def _read_record(path: Path) -> list[Row]:
                 if isinstance(earlier, RunRow) or earlier.step <= row.step
             ]
         rows += [] if row is None else [row]
-    return rows
+    return rows, broken
 
 
 def _read_traces(path: Path) -> list[RankTrace]:
@@ -99,7 +115,8 @@ def _read_trace(path: Path, events: list[Any]) -> RankTrace:
         rank = int(path.stem.removeprefix("rank_"))
     except (KeyError, OverflowError, TypeError, ValueError) as error:
         raise ReportError(
-            f"{path} is no timeline of hf_distca: {error!r}. Move the file away."
+            f"{path} is no timeline of hf_distca: its events lack names or seconds ({error}). Move"
+            " the file away to get a page without it."
         ) from error
     travelled = sum(seconds for name, seconds in spans if name in ("dispatch", "return"))
     waited = sum(seconds for name, seconds in spans if name == "wait")

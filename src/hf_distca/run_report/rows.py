@@ -9,8 +9,9 @@ own attention.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
-from dataclasses import asdict, astuple, dataclass, field, fields
+from dataclasses import MISSING, asdict, astuple, dataclass, field, fields
 from typing import Any
 
 import numpy as np
@@ -135,6 +136,7 @@ _KINDS: dict[str, type[Row]] = {
     "plan": PlanRow,
     "warning": WarningRow,
 }
+_REMEDY = "Take that line out to get a page without it."
 _NAMES = {kind: name for name, kind in _KINDS.items()}
 
 
@@ -144,21 +146,29 @@ def write_row(row: Row) -> str:
     return json.dumps(json.loads(exact, parse_float=_round_digits), separators=(",", ":"))
 
 
-def read_row(line: str, name: str) -> Row | None:
+def read_row(data: Any, name: str) -> Row | None:
     """Read what `write_row` wrote; None for a kind of row that this version does not know.
 
     Args:
-        line: the text.
+        data: the line, parsed.
         name: name of the file and the line, for errors.
 
     Raises:
         ReportError: if it is not a row.
     """
-    data = read_json(line, name)
+    if not isinstance(data, dict) or not isinstance(data.get("row"), str):
+        raise ReportError(f"{name} is no row of a record: it has no 'row'. {_REMEDY}")
+    kind = _KINDS.get(data["row"])
+    if kind is None:
+        return None
+    missing = ", ".join(
+        repr(part.name)
+        for part in fields(kind)
+        if part.default is part.default_factory is MISSING and part.name not in data
+    )
+    if missing:
+        raise ReportError(f"{name} is no row of a record: it has no {missing}. {_REMEDY}")
     try:
-        kind = _KINDS.get(data["row"])
-        if kind is None:
-            return None
         # A newer version may write more.
         values = {part.name: data[part.name] for part in fields(kind) if part.name in data}
         if "per_rank" in values:
@@ -167,13 +177,16 @@ def read_row(line: str, name: str) -> Row | None:
             values["parts"] = [PlanPart(**part) for part in values["parts"]]
         return kind(**{**values, "step": int(values["step"])})
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-        raise ReportError(f"{name} is no row of a record: {error!r}.") from error
+        raise ReportError(
+            f"{name} is no row of a record: it has other values than DistCACallback writes"
+            f" ({error}). {_REMEDY}"
+        ) from error
 
 
 def read_json(text: str | bytes, name: str) -> Any:
-    """Parse JSON; `name` appears in errors."""
+    """Parse JSON whose numbers are finite; `name` appears in errors."""
     try:
-        return json.loads(text, parse_constant=int)  # which NaN and infinity are not
+        return json.loads(text, parse_constant=int, parse_float=_read_finite)  # NaN is no integer
     except ValueError as error:
         raise ReportError(
             f"{name} is not JSON: {error}. Move the file away to get a page without it."
@@ -182,6 +195,12 @@ def read_json(text: str | bytes, name: str) -> Any:
 
 def _as_json(value: Any) -> Any:
     return value.item() if isinstance(value, np.generic) else str(value)
+
+
+def _read_finite(number: str) -> float:
+    if not math.isfinite(value := float(number)):
+        raise ValueError(f"{number:.20} is too large")
+    return value
 
 
 def _round_digits(number: str) -> float:

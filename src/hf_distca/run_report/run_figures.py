@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass, fields
+from dataclasses import asdict, astuple, dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -107,7 +107,7 @@ def collect(folder: RunFolder, step: int | None = None) -> Figures:
     try:
         with np.errstate(all="raise"):
             total, steps = _sum_up_run(folder, rows)
-            return Figures(
+            figures = Figures(
                 name=folder.path.resolve().name,
                 verdict=_describe_run(total),
                 total=total,
@@ -121,12 +121,28 @@ def collect(folder: RunFolder, step: int | None = None) -> Figures:
                     f"step {warning.step}: {warning.text}"
                     for warning in folder.select_rows(WarningRow)
                 ],
-                missing=[] if "hidden_share" in total else [_NO_TIMELINES],
+                missing=[
+                    *_describe_broken(folder),
+                    *([] if "hidden_share" in total else [_NO_TIMELINES]),
+                ],
             )
+            json.dumps(asdict(figures), allow_nan=False)  # sums may be too large
+            return figures
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise ReportError(
-            f"{folder.path / RECORD_NAME} is no record of a run: {error!r}. Move the file away."
+            f"{folder.path / RECORD_NAME} is no record of a run: its figures do not fit together"
+            f" ({error}). Move the file away."
         ) from error
+
+
+def _describe_broken(folder: RunFolder) -> list[str]:
+    """Say which lines of the record are left out; nothing if none is."""
+    if not folder.broken:
+        return []
+    return [
+        f"What broken lines of {folder.path / RECORD_NAME} told, as where a training was ended"
+        f" while it wrote: {', '.join(map(str, folder.broken))}."
+    ]
 
 
 def _sum_up_run(

@@ -9,9 +9,11 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import asdict, fields
 from datetime import UTC, datetime
+from errno import ELOOP, ENXIO
 from pathlib import Path
 from platform import machine
 from typing import Any
@@ -59,6 +61,7 @@ _SIZES = (
 # Plans of the worst micro-batches are written up to this many bytes: some hundred steps of 8 ranks,
 # some of 512.
 _MAX_PLAN_BYTES = 1_000_000
+_REASONS: dict[int | None, str] = {ELOOP: "it is a link", ENXIO: "it is a pipe or a socket"}
 
 
 class Recorder(logging.Filter):
@@ -186,15 +189,28 @@ class Recorder(logging.Filter):
         )
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            with self._path.open(mode, encoding="utf-8") as file:
+            with open(self._path, mode, encoding="utf-8", opener=_open_own_file) as file:
+                if file.tell() and not _ends_with_a_line(self._path):
+                    file.write("\n")  # an earlier training was killed
                 file.writelines(lines)
         except OSError as error:
             self._has_failed = True
             LOG.warning(
                 "no record for `hf-distca report` is kept: %s cannot be written (%s).",
                 self._path,
-                error.strerror,
+                _REASONS.get(error.errno, error.strerror),
             )
+
+
+def _open_own_file(path: str, flags: int) -> int:
+    """Open a file, but none that a link leads to, and no pipe, whose reader would be waited for."""
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+
+
+def _ends_with_a_line(path: Path) -> bool:
+    with path.open("rb") as file:
+        file.seek(-1, os.SEEK_END)
+        return file.read() == b"\n"
 
 
 def _sum_figures(plans: Sequence[PlanMeasurement]) -> np.ndarray[Any, np.dtype[np.float64]]:
