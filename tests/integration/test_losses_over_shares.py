@@ -162,6 +162,16 @@ class GivesWeightZero(ReadsShiftLabels):
         return torch.zeros_like(targets)
 
 
+class MeanByWeights(ReadsShiftLabels):
+    """Divided by the weights of all ranks, in the way that a refusal names."""
+
+    def weights(self, targets: torch.Tensor) -> torch.Tensor:
+        is_target = targets != -100
+        weights = (1.0 + targets % 3) * is_target
+        sums = self.accelerator.reduce(torch.stack([weights.sum(), is_target.sum()]), "sum")
+        return weights * sums[1] / sums[0]
+
+
 class WithAnotherTerm(Trainer):
     """The model's loss, and a z-loss of its logits, which is a sum over the tokens of all ranks,
     too.
@@ -239,6 +249,7 @@ CASES: dict[str, tuple[type[Trainer], dict[str, Any], str | None]] = {
     "model's loss": (Plain, {}, None),
     "compute_loss of shift_labels": (ReadsShiftLabels, {}, None),
     "compute_loss of weight 0": (GivesWeightZero, {}, None),
+    "compute_loss by weights": (MeanByWeights, {}, None),
     "compute_loss with another term": (WithAnotherTerm, {}, None),
     "compute_loss of the model's mean": (DividesByItself, {}, None),
     "compute_loss of no targets": (OfNoTargets, {}, None),
@@ -320,6 +331,7 @@ FEW = [
 RIGHT = (
     "model's loss",
     "compute_loss of weight 0",
+    "compute_loss by weights",
     "compute_loss with another term",
     "compute_loss of no targets",
 )
