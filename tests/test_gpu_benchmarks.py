@@ -33,7 +33,17 @@ PARTS = (
         "transient",
         "soak",
     ),
-    *("parity", "profile", "overlap", "faults", "families", "hybrids"),
+    *(
+        "parity",
+        "profile",
+        "overlap",
+        "faults",
+        "blocks",
+        "widths",
+        "curves",
+        "families",
+        "hybrids",
+    ),
 )
 slow = pytest.mark.slow
 
@@ -109,6 +119,26 @@ def test_emulated_ranks_are_measured_and_estimated(folder: Path) -> None:
             )
             assert len(after[direction]["seconds"]) == row["ranks"]
             assert min(after[direction]["seconds"]) > 0
+
+
+def test_blocks_are_sums_of_causal_documents(folder: Path) -> None:
+    found = figures(folder, "blocks")
+    (images,) = found["images"]
+    assert images["passed"]
+    assert max(images["apart"]) < 1e-6, "float32 on a CPU"
+    assert found["prompts"][0]["shared"]["forward"] > 0
+
+
+def test_three_curves_lie_on_each_other(folder: Path) -> None:
+    found = figures(folder, "curves")
+    assert list(found["runs"]) == ["distca", "sdpa", "sdpa, other order"]
+    assert {len(run["losses"]) for run in found["runs"].values()} == {3}
+    assert found["apart"]["distca"]["largest"] < 1e-3
+
+
+@slow
+def test_rates_of_other_widths(folder: Path) -> None:
+    assert {row["model"] for row in figures(folder, "widths")["whole"]} == {"gpt-oss"}
 
 
 @slow
