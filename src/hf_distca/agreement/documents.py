@@ -370,8 +370,10 @@ class TokenBatch:
         """Choose the attribute that says where documents begin: the first that is given, and can
         say so.
         """
-        given = (name for name in DOCUMENT_KEYS.values() if getattr(self, name) is not None)
-        return next((name for name in given if not (span_ranks and name == "cu_seq_lens")), "")
+        for name in DOCUMENT_KEYS.values():
+            if getattr(self, name) is not None and not (span_ranks and name == "cu_seq_lens"):
+                return name
+        return "position_ids"
 
     def _remove_padding(self, documents: Documents) -> Documents:
         """Remove padding from documents that cover the batch, with padding or without."""

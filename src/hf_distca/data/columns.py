@@ -70,14 +70,23 @@ def check_head(model: object) -> None:
     Raises:
         UnsupportedError: names the class that says so, and a remedy.
     """
-    for kind in type(model).__mro__:
-        if _OTHER_HEADS.search(kind.__name__):
-            raise UnsupportedError(
-                f"{kind.__name__} learns labels of rows or of tokens, and documents are dealt and "
-                "packed with the labels of next tokens, on which it would train as if they were "
-                "its own. Give it padded batches, made by DataCollatorWithPadding or "
-                'DataCollatorForTokenClassification: attn_implementation="distca" balances those.'
-            )
+    name = find_other_head(type(model))
+    if name is not None:
+        raise UnsupportedError(
+            f"{name} learns labels of rows or of tokens, and documents are dealt and packed with "
+            "the labels of next tokens, on which it would train as if they were its own. Give it "
+            "padded batches, made by DataCollatorWithPadding or "
+            'DataCollatorForTokenClassification: attn_implementation="distca" balances those.'
+        )
+
+
+@cache
+def find_other_head(model_class: type) -> str | None:
+    """Find the class of a model that says that its labels are not those of the next token; None if
+    none does.
+    """
+    names = (kind.__name__ for kind in model_class.__mro__)
+    return next(filter(_OTHER_HEADS.search, names), None)
 
 
 def check_columns(

@@ -172,13 +172,6 @@ def is_distca_model(model: PreTrainedModel) -> bool:
     return getattr(model.config, "_attn_implementation", None) in _registered
 
 
-def iterate_adapters(model: torch.nn.Module) -> Iterator[Any]:
-    """Yield the configurations of the adapters of PEFT in a model."""
-    for part in model.modules():
-        adapters = getattr(part, "peft_config", None)
-        yield from adapters.values() if isinstance(adapters, dict) else ()
-
-
 def iterate_models(model: torch.nn.Module | None) -> Iterator[PreTrainedModel]:
     """Yield the models of transformers that a module is or holds, from the outside in."""
     for part in () if model is None else model.modules():

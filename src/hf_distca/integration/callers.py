@@ -105,6 +105,12 @@ class MaskCall:
         )
         return next((trainer for trainer in steps if hasattr(trainer, "callback_handler")), None)
 
+    @property
+    def outermost_model(self) -> PreTrainedModel:
+        """The outermost model whose forward is among the callers; there must be one."""
+        model: PreTrainedModel = self._models[-1].f_locals["self"]
+        return model
+
     def iterate_models(self) -> Iterator[PreTrainedModel]:
         """Yield the models whose forwards are among the callers, from the inside out."""
         for frame in self._models:
@@ -134,7 +140,7 @@ def find_model_argument(name: str) -> Any:
 def _find_argument(name: str, models: Iterable[FrameType]) -> Any:
     for model in models:
         variables = model.f_locals
-        for value in (variables, *variables.values()):
+        for value in (*variables.values(), variables):
             if isinstance(value, dict) and value.get(name) is not None:
                 return value[name]
     return None

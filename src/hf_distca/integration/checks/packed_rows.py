@@ -10,36 +10,36 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from hf_distca.agreement.documents import PackedDocuments
-from hf_distca.data.columns import check_head
+from hf_distca.data.columns import check_head, find_other_head
 from hf_distca.errors import UnsupportedError
-from hf_distca.integration.attention_names import iterate_adapters
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     from hf_distca.integration.callers import MaskCall
 
 
-def check_packed_row(call: MaskCall, packed: PackedDocuments) -> None:
-    """Raise if the model of a forward would compute documents of a row otherwise than each in a row
-    of its own.
+def check_packed_row(call: MaskCall, part: PreTrainedModel, packed: PackedDocuments) -> None:
+    """Raise if the model of a forward, of which a part makes the mask, would compute documents of a
+    row otherwise than each in a row of its own.
 
     Raises:
         UnsupportedError: names what acts once a row, and a remedy.
     """
-    *_, model = call.iterate_models()
-    if call.find_argument("labels") is not None:
+    model = call.outermost_model
+    if find_other_head(type(model)) and call.find_argument("labels") is not None:
         check_head(model)
     if packed.dealt_share is None and len(packed.lengths) == 1:
         return
     remedy = "or train on padded batches, one document a row."
-    embedding = model.get_input_embeddings()  # type: ignore[no-untyped-call]
-    alpha = getattr(embedding, "neftune_noise_alpha", None)
-    if model.training and alpha is not None:
+    alpha = _find_noise(part) if model.training else None
+    if alpha is not None:
         raise UnsupportedError(
             f"neftune_noise_alpha={alpha}: NEFTune's noise depends on the length of a row, and rows"
             " hold packed or dealt documents, so it would be another one with every"
             f" tokens_per_rank. Leave neftune_noise_alpha out, {remedy}"
         )
-    for adapter in iterate_adapters(model):
+    for adapter in vars(model).get("peft_config", {}).values():
         tokens = getattr(adapter, "alora_invocation_tokens", None)
         if tokens is not None:
             raise UnsupportedError(
@@ -47,3 +47,12 @@ def check_packed_row(call: MaskCall, packed: PackedDocuments) -> None:
                 " and rows hold packed or dealt documents, most of which it would leave as they"
                 f" are. Use LoRA without them, {remedy}"
             )
+
+
+def _find_noise(model: PreTrainedModel) -> float | None:
+    """Find the noise that NEFTune adds to the embeddings of a model; None if there is none."""
+    try:
+        embedding: object = model.get_input_embeddings()  # type: ignore[no-untyped-call]
+    except NotImplementedError:
+        return None
+    return getattr(embedding, "neftune_noise_alpha", None)

@@ -21,7 +21,13 @@ if TYPE_CHECKING:
     from transformers import Trainer  # models are loaded without it
 
 CollatorRule = Literal["check", "replace"]
-_RECURRENT_GROUPS = {"PACKED", "CARRIES_STATE"}  # of model families
+# Ways out where recurrent layers carry states on, by groups of model families.
+_STATE_REMEDIES = {
+    "PACKED": (
+        'Under attn_implementation="distca" they do not: compare with one process under distca.'
+    ),
+    "CARRIES_STATE": "Train without hf_distca.deal, on one document a row.",
+}
 _SAMPLE_SIZE = 256  # documents: they are read as training reads them, which takes a moment
 
 # Collators that make of rows what is read of rows here (ids, labels, masks, lengths, positions), by
@@ -108,15 +114,14 @@ def warn_of_carried_states(model: torch.nn.Module) -> None:
     """Warn of recurrent layers under other attention than distca: they carry states on from
     document to document of a row, so such a run is none to compare with.
     """
-    kinds = {part.config.model_type for part in iterate_models(model)}
-    recurrent = sorted(kind for kind in kinds if FAMILIES.get(kind) in _RECURRENT_GROUPS)
-    if recurrent and not find_distca_configs(model):
-        warn_once(
-            "recurrent layers of this %s model carry states on from document to document of a"
-            ' share, unless it has attn_implementation="distca". For a run to compare with, load'
-            " it with distca, on one process.",
-            recurrent[0],
-        )
+    for kind in sorted({part.config.model_type for part in iterate_models(model)}):
+        remedy = _STATE_REMEDIES.get(FAMILIES.get(kind, ""))
+        if remedy is not None and not find_distca_configs(model):
+            warn_once(
+                "recurrent layers of this %s model carry states on from document to document of a"
+                " share. %s",
+                *(kind, remedy),
+            )
 
 
 def describe_targets(documents: Any, count: int) -> str:

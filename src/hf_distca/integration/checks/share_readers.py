@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from hf_distca.config import DistCAConfig
 from hf_distca.data.shares import Shares
 from hf_distca.errors import UnsupportedError
-from hf_distca.integration.attention_names import find_distca_configs, iterate_adapters
+from hf_distca.integration.attention_names import find_distca_configs
 from hf_distca.integration.checks.reading_order import (
     Cases,
     check_dispatch,
@@ -274,13 +274,14 @@ def _find_model_cases(
     """
     if model is None:
         return
-    for adapter in iterate_adapters(model):
-        kind = getattr(adapter, "peft_type", None)
-        yield (
-            getattr(adapter, "is_prompt_learning", False),
-            f"{getattr(kind, 'value', kind)} puts virtual tokens in front of a row, and"
-            " rows hold parts of several documents. Use another adapter, such as LoRA.",
-        )
+    for adapters in (getattr(part, "peft_config", None) for part in model.modules()):
+        for adapter in adapters.values() if isinstance(adapters, dict) else ():
+            kind = getattr(adapter, "peft_type", None)
+            yield (
+                getattr(adapter, "is_prompt_learning", False),
+                f"{getattr(kind, 'value', kind)} puts virtual tokens in front of a row, and rows"
+                " hold parts of several documents. Use another adapter, such as LoRA.",
+            )
     if ranks == 1:
         return
     configs = find_distca_configs(model)

@@ -54,7 +54,7 @@ def check_first_share(call: MaskCall, share: DealtShare, session: Session) -> No
         UnsupportedError: see `check_loader`; in backward, if the loss of a loop without a Trainer
             reads `labels`.
     """
-    *_, model = call.iterate_models()
+    model = call.outermost_model
     trainer = call.trainer
     checked_modes = _checked_modes.setdefault(model if trainer is None else trainer, set())
     if model.training in checked_modes:

@@ -150,7 +150,7 @@ def _make_handle(
             position_ids,
             counts_itself=call.has_no_positions and not (first and position_ids is not None),
         )
-        check_packed_row(call, packed)
+        check_packed_row(call, model, packed)
         if packed.dealt_share is not None:
             check_first_share(call, packed.dealt_share, session)
     batch = TokenBatch(
