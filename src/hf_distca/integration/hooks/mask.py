@@ -13,11 +13,17 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.masking_utils import causal_mask_function, sdpa_mask
+from transformers.masking_utils import causal_mask_function
 
 from hf_distca.agreement.document_starts import convert_mask
 from hf_distca.agreement.documents import PackedDocuments, TokenBatch
-from hf_distca.borrowed import CAUSAL_MASK_PARTS, MASK_BLOCKS, MASK_CHUNKS, MASK_UNION
+from hf_distca.borrowed import (
+    CAUSAL_MASK_PARTS,
+    MASK_BLOCKS,
+    MASK_CHUNKS,
+    MASK_UNION,
+    has_no_values,
+)
 from hf_distca.errors import UnsupportedError
 from hf_distca.integration.attention_names import (
     check_not_replaced,
@@ -37,10 +43,12 @@ from hf_distca.integration.handle import (
     PLANNER,
     AttentionHandle,
     CachedMask,
+    DenseMask,
     ForeignMask,
     MaskFacts,
 )
 from hf_distca.integration.hooks.dealt_trainers import check_first_share
+from hf_distca.integration.hooks.dense_masks import choose_dense_mask
 from hf_distca.integration.hooks.nano_batch_layers import cut_layers
 from hf_distca.integration.hooks.positions import (
     check_positions,
@@ -57,11 +65,11 @@ from hf_distca.integration.work_planner import WorkPlanner
 def distca_mask(
     *,
     mask_function: Callable[..., Any] = causal_mask_function,
-    attention_mask: torch.Tensor | AttentionHandle | ForeignMask | None = None,
+    attention_mask: torch.Tensor | AttentionHandle | DenseMask | ForeignMask | None = None,
     local_size: int | None = None,
     config: PreTrainedConfig | None = None,
     **sizes: Any,
-) -> AttentionHandle | CachedMask | ForeignMask:
+) -> AttentionHandle | CachedMask | DenseMask | ForeignMask:
     """Make the handle of a micro-batch in place of a dense mask: the mask function registered as
     "distca".
 
@@ -75,7 +83,7 @@ def distca_mask(
             `torch.nn.DataParallel`. Of shares also what `check_first_share` refuses.
         LayoutError: if position ids are not those of the documents.
     """
-    if isinstance(attention_mask, (AttentionHandle, ForeignMask)):
+    if isinstance(attention_mask, (AttentionHandle, DenseMask, ForeignMask)):
         return attention_mask
     check_family(
         getattr(config, "model_type", None),
@@ -86,24 +94,12 @@ def distca_mask(
     foreign = sorted(parts - CAUSAL_MASK_PARTS)
     if sizes.get("use_vmap") or foreign:
         return ForeignMask(", ".join(foreign) or "a custom mask function")
+    dense = choose_dense_mask(
+        sizes, mask_function, attention_mask=attention_mask, local_size=local_size, config=config
+    )
+    if dense is not None:
+        return dense
     length = sizes["q_length"]
-    offset = sizes.get("q_offset", 0)
-    if (
-        sizes.get("kv_offset")
-        or sizes["kv_length"] != length
-        or not isinstance(offset, int)
-        or offset
-    ):
-        # One token at a time reads the whole cache: no query rows to move, and only this rank is
-        # generating.
-        dense = sdpa_mask(
-            **{**sizes, "allow_is_causal_skip": False},
-            mask_function=mask_function,
-            attention_mask=attention_mask,
-            local_size=local_size,
-            config=config,
-        )
-        return torch.Tensor.as_subclass(dense, CachedMask)  # type: ignore[arg-type]  # never None without skips
     # As bool: see `_choose_padding`.
     padding = None if attention_mask is None else attention_mask[:, :length]
     limits = (None, local_size) if MASK_CHUNKS in parts else (local_size, None)
@@ -180,9 +176,10 @@ def find_session() -> Session:
 
 def find_planner(model: PreTrainedModel) -> WorkPlanner | None:
     """Return a planner for a forward of this model; None if the model does not run distca's
-    attention.
+    attention, or has no values to plan with.
     """
-    return WorkPlanner(current_session()) if is_distca_model(model) else None
+    is_planned = is_distca_model(model) and not has_no_values()
+    return WorkPlanner(current_session()) if is_planned else None
 
 
 def _choose_padding(
