@@ -41,6 +41,7 @@ __all__ = [
     "MASK_BLOCKS",
     "MASK_CHUNKS",
     "MASK_UNION",
+    "MASK_WINDOW",
     "PrefixStore",
     "Store",
     "TCPStore",
@@ -280,6 +281,7 @@ def has_partial_state() -> bool:
 
 # Names of the functions that transformers makes masks of.
 MASK_UNION, MASK_CHUNKS, MASK_BLOCKS = "or_masks", "chunked_overlay", "blockwise_overlay"
+MASK_WINDOW = "sliding_window_overlay"  # of its only argument, `sliding_window`
 # Those of causal masks. Anything else changes who sees whom. Versions before 5.23 do not have them
 # all.
 CAUSAL_MASK_PARTS = frozenset(
@@ -287,7 +289,7 @@ CAUSAL_MASK_PARTS = frozenset(
         "causal_mask_function",
         "and_masks",
         "packed_sequence_mask_function",
-        "sliding_window_overlay",
+        MASK_WINDOW,
         "remap_positions_for_packed_sequence",
         MASK_CHUNKS,
     }

@@ -22,6 +22,7 @@ from hf_distca.borrowed import (
     MASK_BLOCKS,
     MASK_CHUNKS,
     MASK_UNION,
+    MASK_WINDOW,
     has_no_values,
 )
 from hf_distca.errors import UnsupportedError
@@ -90,10 +91,13 @@ def distca_mask(
         encoder_decoder=getattr(config, "is_encoder_decoder", False),
     )
     check_not_replaced(config)
-    parts = set(_list_mask_functions(mask_function))
-    foreign = sorted(parts - CAUSAL_MASK_PARTS)
-    if sizes.get("use_vmap") or foreign:
-        return ForeignMask(", ".join(foreign) or "a custom mask function")
+    parts = dict(_list_mask_functions(mask_function))
+    foreign = sorted(parts.keys() - CAUSAL_MASK_PARTS)
+    if foreign:
+        return ForeignMask(", ".join(foreign))
+    # A window as an overlay of the model's own, as in Gemma 4; of its layers, not of the mask.
+    if local_size is None and MASK_WINDOW in parts:
+        local_size = _read_closure(parts[MASK_WINDOW])["sliding_window"]
     dense = choose_dense_mask(
         sizes, mask_function, attention_mask=attention_mask, local_size=local_size, config=config
     )
@@ -198,15 +202,16 @@ def _choose_padding(
     )
 
 
-def _list_mask_functions(function: Callable[..., Any]) -> list[str]:
-    """List the names of the functions that a mask function is composed of, read from its closures.
+def _list_mask_functions(function: Callable[..., Any]) -> list[tuple[str, Any]]:
+    """List the functions that a mask function is composed of, with their names, read from its
+    closures.
 
     Overlays of tokens that see each other both ways are left out if the batch has none, as in Gemma
     4's masks of text alone.
     """
     name = _get_function_name(function)
     if not isinstance(function, FunctionType):
-        return [name]
+        return [(name, function)]
     functions = [
         part
         for value in _read_closure(function).values()
@@ -215,8 +220,8 @@ def _list_mask_functions(function: Callable[..., Any]) -> list[str]:
     ]
     if name == MASK_UNION:
         functions = [part for part in functions if not _is_empty_overlay(part)]
-    names = [name] if name != MASK_UNION or len(functions) > 1 else []
-    return [*names, *chain.from_iterable(map(_list_mask_functions, functions))]
+    named = [(name, function)] if name != MASK_UNION or len(functions) > 1 else []
+    return [*named, *chain.from_iterable(map(_list_mask_functions, functions))]
 
 
 def _read_closure(function: FunctionType) -> dict[str, Any]:
