@@ -91,13 +91,18 @@ def distca_mask(
         encoder_decoder=getattr(config, "is_encoder_decoder", False),
     )
     check_not_replaced(config)
-    parts = dict(_list_mask_functions(mask_function))
-    foreign = sorted(parts.keys() - CAUSAL_MASK_PARTS)
-    if foreign:
-        return ForeignMask(", ".join(foreign))
-    # A window as an overlay of the model's own, as in Gemma 4; of its layers, not of the mask.
-    if local_size is None and MASK_WINDOW in parts:
-        local_size = _read_closure(parts[MASK_WINDOW])["sliding_window"]
+    functions = _list_mask_functions(mask_function)
+    parts = {name for name, _ in functions}
+    foreign = sorted(parts - CAUSAL_MASK_PARTS - {_EMPTY_OVERLAY})
+    # Overlays that the model adds to its masks are computed by vmap. Gemma 4 adds blocks and, where
+    # it does, the window, too.
+    if foreign or (sizes.get("use_vmap") and _EMPTY_OVERLAY not in parts):
+        return ForeignMask(", ".join(foreign) or "a custom mask function")
+    if _EMPTY_OVERLAY in parts and MASK_CHUNKS not in parts:
+        windows = [
+            _read_closure(f)["sliding_window"] for name, f in functions if name == MASK_WINDOW
+        ]
+        local_size = min(windows, default=local_size)
     dense = choose_dense_mask(
         sizes, mask_function, attention_mask=attention_mask, local_size=local_size, config=config
     )
@@ -202,12 +207,15 @@ def _choose_padding(
     )
 
 
+_EMPTY_OVERLAY = "an overlay without tokens"
+
+
 def _list_mask_functions(function: Callable[..., Any]) -> list[tuple[str, Any]]:
     """List the functions that a mask function is composed of, with their names, read from its
     closures.
 
     Overlays of tokens that see each other both ways are left out if the batch has none, as in Gemma
-    4's masks of text alone.
+    4's masks of text alone; `_EMPTY_OVERLAY` is named in their place.
     """
     name = _get_function_name(function)
     if not isinstance(function, FunctionType):
@@ -218,10 +226,10 @@ def _list_mask_functions(function: Callable[..., Any]) -> list[tuple[str, Any]]:
         for part in (value if isinstance(value, (tuple, list)) else (value,))
         if callable(part)
     ]
-    if name == MASK_UNION:
+    if name == MASK_UNION and any(map(_is_empty_overlay, functions)):
         functions = [part for part in functions if not _is_empty_overlay(part)]
-    named = [(name, function)] if name != MASK_UNION or len(functions) > 1 else []
-    return [*named, *chain.from_iterable(map(_list_mask_functions, functions))]
+        name = name if len(functions) > 1 else _EMPTY_OVERLAY
+    return [(name, function), *chain.from_iterable(map(_list_mask_functions, functions))]
 
 
 def _read_closure(function: FunctionType) -> dict[str, Any]:
