@@ -76,7 +76,9 @@ class Members:
 
 
 # How often the ranks of these members have compared sizes, in a world.
-_comparisons: WeakKeyDictionary[dist.ProcessGroup, Counter[tuple[int, ...]]] = WeakKeyDictionary()
+_comparisons: WeakKeyDictionary[dist.ProcessGroup | None, Counter[tuple[int, ...]]] = (
+    WeakKeyDictionary()
+)
 
 
 def check_group_size(members: Members, size: int | None, seconds: float) -> None:
