@@ -24,6 +24,7 @@ from torch._C import _len_torch_dispatch_stack as has_dispatch_modes
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch._C._dynamo.eval_frame import get_eval_frame_callback as compiler_of_calls
 from torch._dynamo.decorators import skip as leave_uncompiled
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed._composable.contract import _get_registry
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
@@ -40,6 +41,7 @@ __all__ = [
     "MASK_BLOCKS",
     "MASK_CHUNKS",
     "MASK_UNION",
+    "MASK_WINDOW",
     "PrefixStore",
     "Store",
     "TCPStore",
@@ -47,6 +49,7 @@ __all__ = [
     "allow_saved_tensor_hooks",
     "get_changed_flash_attention",
     "get_version",
+    "has_no_values",
     "is_checkpointed",
     "compiler_of_calls",
     "copy_each",
@@ -64,6 +67,7 @@ __all__ = [
     "has_dispatch_modes",
     "has_partial_state",
     "is_in_backward",
+    "is_in_transform",
     "is_of_package",
     "is_policy_mode",
     "leave_uncompiled",
@@ -101,6 +105,18 @@ dispatch_modes = _python_dispatch._get_current_dispatch_mode_stack
 push_dispatch_mode = _python_dispatch._push_mode
 pop_dispatch_mode = _python_dispatch._pop_mode
 without_dispatch_modes = _python_dispatch._disable_current_modes
+
+
+def has_no_values() -> bool:
+    """Return whether tensors made now have no values to read, or none that other ranks have: in a
+    transform of torch.func, and under FakeTensorMode.
+    """
+    return is_in_transform() or any(isinstance(mode, FakeTensorMode) for mode in dispatch_modes())
+
+
+def is_in_transform() -> bool:
+    """Return whether this runs in a transform of torch.func, as grad and vmap."""
+    return torch._C._are_functorch_transforms_active()
 
 
 def is_in_backward() -> bool:
@@ -265,6 +281,7 @@ def has_partial_state() -> bool:
 
 # Names of the functions that transformers makes masks of.
 MASK_UNION, MASK_CHUNKS, MASK_BLOCKS = "or_masks", "chunked_overlay", "blockwise_overlay"
+MASK_WINDOW = "sliding_window_overlay"  # of its only argument, `sliding_window`
 # Those of causal masks. Anything else changes who sees whom. Versions before 5.23 do not have them
 # all.
 CAUSAL_MASK_PARTS = frozenset(
@@ -272,7 +289,7 @@ CAUSAL_MASK_PARTS = frozenset(
         "causal_mask_function",
         "and_masks",
         "packed_sequence_mask_function",
-        "sliding_window_overlay",
+        MASK_WINDOW,
         "remap_positions_for_packed_sequence",
         MASK_CHUNKS,
     }

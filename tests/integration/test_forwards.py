@@ -14,8 +14,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from test_parity import PAIRS, model_for
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from transformers import LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import hf_distca
 from hf_distca.agreement.documents import PackedDocuments
@@ -26,7 +28,7 @@ from hf_distca.integration.training.mixin import plan_ahead
 from live_bytes import LiveBytes
 from ranks import RankPool
 from recorded import counted_planning
-from tiny_runs import tiny_llama
+from tiny_runs import VOCABULARY, settings, tiny_llama
 from turns import in_turn
 
 LAYERS = 2
@@ -119,6 +121,83 @@ def test_a_step_keeps_nothing_of_the_one_before(rope: str, given: bool) -> None:
             assert sum(one() is not None for one in logits) == 1
     finally:
         gc.enable()
+
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": VOCABULARY,
+    "head_dim": 16,
+    "sliding_window": 8,
+}
+
+
+def func_gradients(model: Any, inputs: dict[str, Any]) -> list[torch.Tensor]:
+    def loss(parameters: dict[str, torch.Tensor]) -> torch.Tensor:
+        return torch.func.functional_call(model, parameters, (), inputs).logits.sin().sum()
+
+    gradients = torch.func.grad(loss)(dict(model.named_parameters()))
+    return [gradient.detach() for gradient in gradients.values()]
+
+
+def transformed(rank: int, family: str, use_cache: bool) -> tuple[list[torch.Tensor], ...]:
+    """Gradients of torch.func under distca, in a first forward, and of each document alone."""
+    hf_distca.configure(settings(ping_pong=True))
+    torch.manual_seed(0)
+    make_config = CONFIG_MAPPING[family]
+    models = [
+        AutoModelForCausalLM.from_config(make_config(**SIZES), attn_implementation=name)
+        .double()
+        .train()
+        for name in ("distca", "eager")
+    ]
+    models[1].load_state_dict(models[0].state_dict())
+    given = {**batch(*([20, 12], [32])[rank]), "use_cache": use_cache}
+    given.pop("labels", None)
+    lengths = given["distca_documents"].lengths
+    alone = [
+        func_gradients(models[1], {"input_ids": part, "use_cache": False})
+        for part in given["input_ids"].split(list(lengths), 1)
+    ]
+    return func_gradients(models[0], given), [sum(parts) for parts in zip(*alone, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("family", "use_cache"), [("llama", False), ("mistral", True), ("gemma2", False)]
+)
+def test_transforms_of_torch_func(
+    rank_pool: Callable[[int], RankPool], family: str, use_cache: bool
+) -> None:
+    """They take no exchange: each rank computes its own documents."""
+    for found, wanted in rank_pool(2)(transformed, family, use_cache):
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_a_cut_document_in_a_transform_is_refused() -> None:
+    hf_distca.configure()
+    pieces = {"distca_documents": PackedDocuments((10,), (10,), (7,)), "use_cache": False}
+    ids = torch.ones(1, 10, dtype=torch.long)
+    with pytest.raises(hf_distca.UnsupportedError, match=r"torch\.func"):
+        func_gradients(
+            model_for(2, "distca", torch.float64),
+            {"input_ids": ids, "position_ids": torch.arange(10, 20)[None], **pieces},
+        )
+
+
+@pytest.mark.parametrize("kind", ["meta", "fake"])
+def test_forwards_without_values(kind: str) -> None:
+    """Shapes alone, as tools look at them that estimate memory."""
+    hf_distca.configure(settings(ping_pong=True))
+    with FakeTensorMode() if kind == "fake" else torch.device("meta"):
+        ids = torch.ones(2, 20, dtype=torch.long)
+        model = tiny_llama("distca")
+        logits = model(input_ids=ids, use_cache=True).logits
+        logits.sum().backward()
+    assert logits.shape == (2, 20, VOCABULARY)
+    assert all(p.grad is not None for p in model.parameters())
 
 
 @pytest.mark.parametrize("training", [True, False])

@@ -14,6 +14,8 @@ from compare import Outcome, difference, finish, quiet, spying
 from transformers import (
     AutoModelForImageTextToText,
     Gemma3Config,
+    Gemma4Config,
+    Gemma4ForConditionalGeneration,
     LlavaConfig,
     PreTrainedConfig,
     PreTrainedModel,
@@ -200,6 +202,31 @@ def test_a_vision_tower_under_distca_is_refused() -> None:
     model = build("llava", "distca")
     with pytest.raises(hf_distca.UnsupportedError, match="bidirectional"):
         forward(model, documents("llava", model))
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("layers", ["sliding_attention full_attention", "sliding_attention"])
+def test_text_of_a_model_whose_images_see_both_ways(layers: str, training: bool) -> None:
+    """Gemma 4's processor gives token types with text alone; its windows are overlays then."""
+    kinds = layers.split()
+    text = {**TEXT, "head_dim": 16, "global_head_dim": 16, "num_hidden_layers": len(kinds)}
+    text |= {"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0, "sliding_window": 6}
+    text |= {"layer_types": kinds, "use_bidirectional_attention": "vision"}
+    vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "head_dim": 16}
+    vision |= {"num_attention_heads": 2, "num_key_value_heads": 2}
+    ids = torch.arange(3, 33)[None]
+    batch = {"input_ids": ids, "mm_token_type_ids": torch.zeros_like(ids), "use_cache": False}
+    batch["position_ids"] = torch.cat([torch.arange(20), torch.arange(10)])[None]
+    found = []
+    for name in ("distca", "sdpa"):
+        torch.manual_seed(0)
+        config = Gemma4Config(text_config=text, vision_config=vision, audio_config=None)
+        with quiet():
+            model = Gemma4ForConditionalGeneration._from_config(config, attn_implementation=name)
+        logits = model.train(training)(**batch).logits
+        logits.sin().sum().backward()
+        found.append([logits.detach(), *(p.grad for p in model.parameters())])
+    torch.testing.assert_close(*found, rtol=1e-3, atol=1e-3)
 
 
 def test_image_tokens_that_see_each_other_both_ways_are_refused() -> None:

@@ -274,6 +274,15 @@ class ForeignMask(_MaskObject):
     features: str
 
 
+@dataclass(frozen=True, eq=False)
+class DenseMask(_MaskObject):
+    """The dense mask of a forward whose tensors have no values to plan with: sdpa computes such
+    calls, on this rank alone.
+    """
+
+    mask: torch.Tensor
+
+
 class CachedMask(torch.Tensor):
     """The dense mask of a forward that reads a key/value cache: sdpa computes such calls, on this
     rank alone.

@@ -171,22 +171,24 @@ class NanoCache:
     def __init__(self, cache: Cache, cut: NanoBatches, nano: int) -> None:
         self.cache, self.cut, self.nano = cache, cut, nano
 
-    def update(self, *states: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Take keys and values of (rows, heads, tokens, width) and what else the cache is told;
         return them.
         """
-        cut, (key, value, *more) = self.cut, states
+        cut, states = self.cut, (key_states, value_states)
         if self.nano == 1:
-            cut.first_half_states = key, value
-            return key, value
+            cut.first_half_states = states
+            return states
         axis = 2 if cut.axis else 0
-        both = (
+        keys, values = (
             torch.cat([first.narrow(axis, 0, cut.border), second], axis)
-            for first, second in zip(cut.first_half_states, (key, value), strict=True)
+            for first, second in zip(cut.first_half_states, states, strict=True)
         )
         cut.first_half_states = ()
-        self.cache.update(*both, *more, **options)
-        return key, value
+        self.cache.update(keys, values, *args, **kwargs)
+        return states
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.cache, name)

@@ -76,7 +76,9 @@ class Members:
 
 
 # How often the ranks of these members have compared sizes, in a world.
-_comparisons: WeakKeyDictionary[dist.ProcessGroup, Counter[tuple[int, ...]]] = WeakKeyDictionary()
+_comparisons: WeakKeyDictionary[dist.ProcessGroup | None, Counter[tuple[int, ...]]] = (
+    WeakKeyDictionary()
+)
 
 
 def check_group_size(members: Members, size: int | None, seconds: float) -> None:
@@ -89,31 +91,31 @@ def check_group_size(members: Members, size: int | None, seconds: float) -> None
     Raises:
         DistCADesyncError: if sizes differ, or not all members come in time.
     """
-    ranks, store, own = tuple(sorted(members.ranks)), store_of_world(), dist.get_rank()
-    if len(ranks) == 1 or own not in ranks:
+    ranks, store, this_rank = tuple(sorted(members.ranks)), store_of_world(), dist.get_rank()
+    if len(ranks) == 1 or this_rank not in ranks:
         return
     counts = _comparisons.setdefault(dist.GroupMember.WORLD, Counter())
     stem = f"distca-size {hash_ranks(ranks)} {counts[ranks]}"
     keys = [f"{stem} {rank}" for rank in ranks]
     timeout = datetime.timedelta(seconds=seconds)
     try:
-        store.set(f"{stem} {own}", str(size))
-        if own == ranks[0]:
+        store.set(f"{stem} {this_rank}", str(size))
+        if this_rank == ranks[0]:
             store.wait(keys, timeout)
             sizes = [store.get(key).decode() for key in keys]
             by_rank = ", ".join(f"rank {rank}: {n}" for rank, n in zip(ranks, sizes, strict=True))
             store.set(f"{stem} found", by_rank if len(set(sizes)) > 1 else "")
         store.wait([f"{stem} found"], timeout)
-        found = store.get(f"{stem} found").decode()
+        unequal = store.get(f"{stem} found").decode()
     except RuntimeError as error:
         raise DistCADesyncError(
-            f"rank {own} waited up to {seconds:g} s for ranks {ranks} while making their attention"
-            f" group, and not all came ({error}). {NOT_ALL_CAME}"
+            f"rank {this_rank} waited up to {seconds:g} s for ranks {ranks} while making their"
+            f" attention group, and not all came ({error}). {NOT_ALL_CAME}"
         ) from error
     counts[ranks] += 1
-    if found:
+    if unequal:
         raise DistCADesyncError(
-            f"ranks have different group_size: {found}; give every rank the same settings."
+            f"ranks have different group_size: {unequal}; give every rank the same settings."
         )
 
 

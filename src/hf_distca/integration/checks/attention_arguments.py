@@ -10,7 +10,7 @@ import torch
 from hf_distca.agreement.documents import DOCUMENT_KEYS, PACKING_KEYS, PackedDocuments
 from hf_distca.errors import UnsupportedError
 from hf_distca.integration.families import FAMILIES, PROVEN_GROUPS
-from hf_distca.integration.handle import PLANNER, AttentionHandle, CachedMask
+from hf_distca.integration.handle import PLANNER, AttentionHandle, CachedMask, DenseMask
 from hf_distca.integration.recurrent_rows import RECURRENT_ROWS
 
 # Keyword arguments that reach attention functions and do not change the maths of causal attention
@@ -152,15 +152,17 @@ def check_layer(
 
 
 def check_cached_mask(
-    module: torch.nn.Module, mask: torch.Tensor | None, documents: object
-) -> CachedMask:
-    """Check that a mask other than a handle belongs to a batch that is read with a cache, and
-    return it.
+    module: torch.nn.Module, mask: torch.Tensor | DenseMask | None, documents: object
+) -> torch.Tensor:
+    """Check that a mask other than a handle is one that the mask function made, and return it as a
+    plain tensor.
 
-    Packed documents are refused in such a batch: its cache is full before training, as in prefix
-    tuning.
+    Packed documents are refused in a batch that is read with a cache, which is full before
+    training, as in prefix tuning.
     """
     name = type(module).__name__
+    if isinstance(mask, DenseMask):
+        return mask.mask
     if mask is None:
         raise UnsupportedError(
             f"{name} called distca without the handle of its mask function: the model does not"
@@ -181,7 +183,7 @@ def check_cached_mask(
             " key/value cache, in which each would see the others. Give the model use_cache=False"
             " and no past_key_values; in place of prefix tuning use another adapter, such as LoRA."
         )
-    return mask
+    return mask.as_subclass(torch.Tensor)
 
 
 def _raise_for_weights(module: torch.nn.Module) -> NoReturn:

@@ -25,7 +25,7 @@ from hf_distca.integration.checks.attention_arguments import (
     check_layer,
     check_window,
 )
-from hf_distca.integration.handle import AttentionHandle, CachedMask, ForeignMask, LayerSetup
+from hf_distca.integration.handle import AttentionHandle, DenseMask, ForeignMask, LayerSetup
 from hf_distca.kernels import Scores
 from hf_distca.runtime.call import Inputs
 from hf_distca.schedule.cost import AttentionShape
@@ -68,7 +68,7 @@ def distca_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attention_mask: AttentionHandle | CachedMask | ForeignMask | torch.Tensor | None,
+    attention_mask: AttentionHandle | DenseMask | ForeignMask | torch.Tensor | None,
     *,
     scaling: float | torch.Tensor | None = None,
     dropout: float = 0.0,
@@ -110,11 +110,11 @@ def distca_attention(
     if isinstance(scaling, torch.Tensor):
         query, scaling = _scale_queries(module, query, scaling), 1.0
     if not isinstance(attention_mask, AttentionHandle):
-        cached = check_cached_mask(module, attention_mask, kwargs.get("distca_documents"))
+        dense = check_cached_mask(module, attention_mask, kwargs.get("distca_documents"))
         inputs = Inputs(query, key, value, sink_H=sink_H)
         # The mask has the window already.
         scores = _make_scores(module, query, scaling, None, softcap)
-        return _attend_to_cache(module, inputs, cached, scores), None
+        return _attend_by_mask(module, inputs, dense, scores), None
     handle = attention_mask
     if sliding_window is not None:
         check_window(module, sliding_window)
@@ -251,15 +251,14 @@ def _choose_dtype(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -
     return torch.promote_types(torch.promote_types(query.dtype, key.dtype), value.dtype)
 
 
-def _attend_to_cache(
-    module: torch.nn.Module, inputs: Inputs, mask: CachedMask, scores: Scores
+def _attend_by_mask(
+    module: torch.nn.Module, inputs: Inputs, dense: torch.Tensor, scores: Scores
 ) -> torch.Tensor:
-    """Attend to cached keys with a dense mask: by sdpa, or by plain operations if scores are capped
-    or there is a sink.
+    """Attend with a dense mask, as to cached keys: by sdpa, or by plain operations if scores are
+    capped or there is a sink.
 
     The inputs are in transformers' layout: (batch, heads, length, width).
     """
-    dense = mask.as_subclass(torch.Tensor)
     query, key, value, sink_H, *_ = inputs
     if scores.softcap is None and sink_H is None:
         return sdpa_attention_forward(module, query, key, value, dense, scaling=scores.scale)[0]

@@ -13,11 +13,18 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.masking_utils import causal_mask_function, sdpa_mask
+from transformers.masking_utils import causal_mask_function
 
 from hf_distca.agreement.document_starts import convert_mask
 from hf_distca.agreement.documents import PackedDocuments, TokenBatch
-from hf_distca.borrowed import CAUSAL_MASK_PARTS, MASK_BLOCKS, MASK_CHUNKS, MASK_UNION
+from hf_distca.borrowed import (
+    CAUSAL_MASK_PARTS,
+    MASK_BLOCKS,
+    MASK_CHUNKS,
+    MASK_UNION,
+    MASK_WINDOW,
+    has_no_values,
+)
 from hf_distca.errors import UnsupportedError
 from hf_distca.integration.attention_names import (
     check_not_replaced,
@@ -38,10 +45,12 @@ from hf_distca.integration.handle import (
     PLANNER,
     AttentionHandle,
     CachedMask,
+    DenseMask,
     ForeignMask,
     MaskFacts,
 )
 from hf_distca.integration.hooks.dealt_trainers import check_first_share
+from hf_distca.integration.hooks.dense_masks import choose_dense_mask
 from hf_distca.integration.hooks.nano_batch_layers import cut_layers
 from hf_distca.integration.hooks.positions import (
     check_positions,
@@ -58,11 +67,11 @@ from hf_distca.integration.work_planner import WorkPlanner
 def distca_mask(
     *,
     mask_function: Callable[..., Any] = causal_mask_function,
-    attention_mask: torch.Tensor | AttentionHandle | ForeignMask | None = None,
+    attention_mask: torch.Tensor | AttentionHandle | DenseMask | ForeignMask | None = None,
     local_size: int | None = None,
     config: PreTrainedConfig | None = None,
     **sizes: Any,
-) -> AttentionHandle | CachedMask | ForeignMask:
+) -> AttentionHandle | CachedMask | DenseMask | ForeignMask:
     """Make the handle of a micro-batch in place of a dense mask: the mask function registered as
     "distca".
 
@@ -76,35 +85,31 @@ def distca_mask(
             `torch.nn.DataParallel`. Of shares also what `check_first_share` refuses.
         LayoutError: if position ids are not those of the documents.
     """
-    if isinstance(attention_mask, (AttentionHandle, ForeignMask)):
+    if isinstance(attention_mask, (AttentionHandle, DenseMask, ForeignMask)):
         return attention_mask
     check_family(
         getattr(config, "model_type", None),
         encoder_decoder=getattr(config, "is_encoder_decoder", False),
     )
     check_not_replaced(config)
-    parts = set(_list_mask_functions(mask_function))
-    foreign = sorted(parts - CAUSAL_MASK_PARTS)
-    if sizes.get("use_vmap") or foreign:
+    functions = _list_mask_functions(mask_function)
+    parts = {name for name, _ in functions}
+    foreign = sorted(parts - CAUSAL_MASK_PARTS - {_EMPTY_OVERLAY})
+    # Overlays that the model adds to its masks are computed by vmap. Gemma 4 adds blocks and, where
+    # it does, the window, too.
+    if foreign or (sizes.get("use_vmap") and _EMPTY_OVERLAY not in parts):
         return ForeignMask(", ".join(foreign) or "a custom mask function")
+    if _EMPTY_OVERLAY in parts and MASK_CHUNKS not in parts:
+        windows = [
+            _read_closure(f)["sliding_window"] for name, f in functions if name == MASK_WINDOW
+        ]
+        local_size = min(windows, default=local_size)
+    dense = choose_dense_mask(
+        sizes, mask_function, attention_mask=attention_mask, local_size=local_size, config=config
+    )
+    if dense is not None:
+        return dense
     length = sizes["q_length"]
-    offset = sizes.get("q_offset", 0)
-    if (
-        sizes.get("kv_offset")
-        or sizes["kv_length"] != length
-        or not isinstance(offset, int)
-        or offset
-    ):
-        # One token at a time reads the whole cache: no query rows to move, and only this rank is
-        # generating.
-        dense = sdpa_mask(
-            **{**sizes, "allow_is_causal_skip": False},
-            mask_function=mask_function,
-            attention_mask=attention_mask,
-            local_size=local_size,
-            config=config,
-        )
-        return torch.Tensor.as_subclass(dense, CachedMask)  # type: ignore[arg-type]  # never None without skips
     # As bool: see `_choose_padding`.
     padding = None if attention_mask is None else attention_mask[:, :length]
     limits = (None, local_size) if MASK_CHUNKS in parts else (local_size, None)
@@ -182,9 +187,10 @@ def find_session() -> Session:
 
 def find_planner(model: PreTrainedModel) -> WorkPlanner | None:
     """Return a planner for a forward of this model; None if the model does not run distca's
-    attention.
+    attention, or has no values to plan with.
     """
-    return WorkPlanner(current_session()) if is_distca_model(model) else None
+    is_planned = is_distca_model(model) and not has_no_values()
+    return WorkPlanner(current_session()) if is_planned else None
 
 
 def _choose_padding(
@@ -203,25 +209,29 @@ def _choose_padding(
     )
 
 
-def _list_mask_functions(function: Callable[..., Any]) -> list[str]:
-    """List the names of the functions that a mask function is composed of, read from its closures.
+_EMPTY_OVERLAY = "an overlay without tokens"
+
+
+def _list_mask_functions(function: Callable[..., Any]) -> list[tuple[str, Any]]:
+    """List the functions that a mask function is composed of, with their names, read from its
+    closures.
 
     Overlays of tokens that see each other both ways are left out if the batch has none, as in Gemma
-    4's masks of text alone.
+    4's masks of text alone; `_EMPTY_OVERLAY` is named in their place.
     """
     name = _get_function_name(function)
     if not isinstance(function, FunctionType):
-        return [name]
+        return [(name, function)]
     functions = [
         part
         for value in _read_closure(function).values()
         for part in (value if isinstance(value, (tuple, list)) else (value,))
         if callable(part)
     ]
-    if name == MASK_UNION:
+    if name == MASK_UNION and any(map(_is_empty_overlay, functions)):
         functions = [part for part in functions if not _is_empty_overlay(part)]
-    names = [name] if name != MASK_UNION or len(functions) > 1 else []
-    return [*names, *chain.from_iterable(map(_list_mask_functions, functions))]
+        name = name if len(functions) > 1 else _EMPTY_OVERLAY
+    return [(name, function), *chain.from_iterable(map(_list_mask_functions, functions))]
 
 
 def _read_closure(function: FunctionType) -> dict[str, Any]:

@@ -96,9 +96,11 @@ def _find_position_reason(model: PreTrainedModel, kwargs: dict[str, Any]) -> str
     and positions alone; None if it begins with one. The first position is read from the device.
     """
     positions = kwargs.get("position_ids")
+    if not isinstance(positions, torch.Tensor):
+        return None
     is_known = (
-        not isinstance(positions, torch.Tensor)
-        or positions.shape[-2:-1] != (1,)  # a share is one row
+        positions.shape[-2:-1] != (1,)  # a share is one row
+        or not positions.numel()
         or kwargs.get("past_key_values") is not None
         or kwargs.get("attention_mask") is not None
         or is_in_model()  # which was checked, and may hand on less than it got

@@ -275,7 +275,7 @@ def _add_longest(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[st
     return (args[0], positions, *args[2:]), kwargs
 
 
-def _restore_length(module: torch.nn.Module, longest: int, layer_type: str | None) -> int:
+def _restore_length(module: Any, longest: int, layer_type: str | None) -> int:
     """Make a module that keeps a length as it was built; return the length of which it is to make
     frequencies for a share, given the longest document.
 
@@ -288,7 +288,7 @@ def _restore_length(module: torch.nn.Module, longest: int, layer_type: str | Non
     built: int = module.original_max_seq_len
     setattr(module, f"{prefix}max_seq_len_cached", built)
     setattr(module, f"{prefix}inv_freq", getattr(module, f"{prefix}original_inv_freq").clone())
-    reached = getattr(module, _REACHED)
+    reached: dict[str | None, int] = getattr(module, _REACHED)
     reached[layer_type] = max(longest, reached.get(layer_type, 0) if longest >= built else 0)
     return reached[layer_type]
 

@@ -1,0 +1,73 @@
+"""Dense masks, of calls that sdpa computes on this rank alone: those that read a cache, and those
+whose tensors have no values that a plan could be made of, or that could travel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers.masking_utils import (
+    and_masks,
+    find_packed_sequence_indices,
+    packed_sequence_mask_function,
+    sdpa_mask,
+)
+
+from hf_distca.agreement.documents import PackedDocuments
+from hf_distca.borrowed import has_no_values, is_in_transform
+from hf_distca.errors import UnsupportedError
+from hf_distca.integration.callers import MaskCall
+from hf_distca.integration.families import warn_of_packing
+from hf_distca.integration.handle import CachedMask, DenseMask
+
+
+def choose_dense_mask(
+    sizes: dict[str, Any], mask_function: Callable[..., Any], **options: Any
+) -> CachedMask | DenseMask | None:
+    """Make the dense mask of a call that sdpa computes; None for any other call.
+
+    Args:
+        sizes, mask_function, options: arguments of `sdpa_mask`.
+
+    Raises:
+        UnsupportedError: in a transform of torch.func with a document that is cut.
+    """
+    length, offset = sizes["q_length"], sizes.get("q_offset", 0)
+    arguments = {**sizes, **options, "allow_is_causal_skip": False}
+    if (
+        sizes.get("kv_offset")
+        or sizes["kv_length"] != length
+        or not isinstance(offset, int)
+        or offset
+    ):
+        # One token at a time reads the whole cache: no query rows to move, and only this rank is
+        # generating.
+        dense = sdpa_mask(mask_function=mask_function, **arguments)
+        return torch.Tensor.as_subclass(dense, CachedMask)  # type: ignore[arg-type]  # never None without skips
+    if torch.device(sizes.get("device", "cpu")).type != "meta" and not has_no_values():
+        return None
+    if is_in_transform():
+        mask_function = _keep_documents_apart(mask_function, options["config"])
+    dense = sdpa_mask(mask_function=mask_function, **arguments)
+    return None if dense is None else DenseMask(dense)
+
+
+def _keep_documents_apart(mask_function: Callable[..., Any], config: Any) -> Callable[..., Any]:
+    """Return a mask function that keeps packed documents apart, which transformers does only where
+    the model has no cache.
+    """
+    call = MaskCall()
+    packed, positions = call.find_argument("distca_documents"), call.position_ids
+    if isinstance(packed, PackedDocuments) and (any(packed.starts or ()) or positions is None):
+        raise UnsupportedError(
+            "a transform of torch.func met a document of several ranks, or documents without"
+            " position_ids: each rank computes alone in a transform. Give whole documents, with"
+            " position_ids; or take gradients by backward."
+        )
+    places = None if positions is None else find_packed_sequence_indices(positions)
+    if places is None:
+        return mask_function
+    warn_of_packing(getattr(config, "model_type", None))
+    return and_masks(mask_function, packed_sequence_mask_function(places))
