@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -130,6 +131,17 @@ def test_kernels_on_a_cpu() -> None:
     assert (runs.name, runs.value) == ("heads of 128, float32 on cpu", "kernel 'cpu'")
     slow = next(check_model_kernels(Gemma2Config(), torch.float32, CPU))
     assert "torch's fused CPU kernel has no softcap" in str(slow.todo)
+
+
+@pytest.mark.parametrize("name", ["bf17", "", "BF16"])
+def test_a_dtype_is_refused_before_anything_is_imported(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "hf_distca.doctor.diagnosis", None)
+    result = run("--dtype", name)
+    assert (result.exit_code, result.stderr.count("\n")) == (2, 1), result.output
+    assert "--dtype" in result.stderr
+    assert "'bf16'" in result.stderr
 
 
 def test_dtypes() -> None:
@@ -327,7 +339,6 @@ def test_json() -> None:
     ("options", "message"),
     [
         (("--model", "/none"), "there is no file or folder /none"),
-        (("--dtype", "bf17"), "no attention in dtype 'bf17'"),
         (("--timeout", "inf"), "Invalid value for '--timeout'"),
         (("--timeout", "nan"), "Invalid value for '--timeout'"),
     ],

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -54,6 +54,22 @@ def test_equal_documents_leave_nothing_to_gain(setting: Setting) -> None:
         assert one.idle_share == pytest.approx(0, abs=0.02)
         assert one.exposed_seconds == 0
         assert one.attention_share == 1
+
+
+@pytest.mark.parametrize(
+    ("lengths", "ranks", "tokens"),
+    [([8192], 8, 8192), (range(1, 101), 8, 4096), (range(1, 101), 16, 16384)],
+)
+def test_what_ties_with_packed_rows_is_packed_rows(
+    setting: Setting, lengths: Sequence[int], ranks: int, tokens: int
+) -> None:
+    """Rows that one rank shares with itself, and loaders that have next to nothing to even out."""
+    even = replace(setting, ranks=ranks, tokens_per_rank=tokens, checkpointing="full")
+    other = find_best_alternative(
+        simulate(even, from_list([*lengths] * 9, "even", None), batches=1)
+    )
+    assert other is not None
+    assert other.strategy == "plain"
 
 
 def test_a_long_document_is_what_only_sharing_attention_helps(setting: Setting) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from importlib import import_module
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ import pytest
 from benchmark_modules import prepend_benchmarks
 from hf_distca.errors import ConfigError
 from hf_distca.model_shape import ModelShape, find_model
+from hf_distca.simulate import longest
 from hf_distca.simulate.hardware import find_hardware
 from hf_distca.simulate.longest import WAYS, find_longest_documents
 from hf_distca.simulate.memory import TERMS, find_fullest_moment
@@ -167,6 +169,22 @@ def test_the_longest_document_fits_and_a_longer_one_does_not(model: str, hardwar
         assert (document.limit == "host") == (
             full and step.peak_bytes <= setting.hardware.memory_bytes
         )
+
+
+def test_no_step_is_predicted_that_is_far_longer_than_what_fits(
+    setting: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a tiny model, a token takes next to nothing, and messages take all memory."""
+    small = ModelShape("small", 64, 2, 4, 2, 16, 96, 61)
+    tried: list[int] = []
+
+    def note(setting: Setting, *args: Any) -> Any:
+        tried.append(setting.tokens)
+        return predict_step(setting, *args)
+
+    monkeypatch.setattr(longest, "predict_step", note)
+    found = find_longest_documents(replace(setting, model=small))
+    assert max(tried) <= 2.01 * max(document.tokens for document in found)
 
 
 def test_the_host_may_be_full_first(setting: Setting) -> None:

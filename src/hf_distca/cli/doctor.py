@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 from itertools import groupby
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -29,7 +29,7 @@ def doctor(
         ),
     ] = None,
     dtype: Annotated[
-        str | None,
+        Literal["bf16", "fp16", "fp32", "fp64", "bfloat16", "float16", "float32", "float64"] | None,
         typer.Option(
             help="What attention computes in, such as bf16; by default that of the model.",
             show_default=False,

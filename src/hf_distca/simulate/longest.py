@@ -82,7 +82,10 @@ def _find_longest(setting: Setting, way: str) -> LongestDocument:
         return _step(replace(setting, tokens_per_rank=units * _UNIT))
 
     most = min(most_tokens, MOST_TOKENS - _UNIT) // _UNIT
-    units = bisect_left(range(1, most + 1), True, key=lambda units: not step(units).fits)
+    end = 1  # the longest that memory might hold may be far longer than what fits, and takes long
+    while end < most and step(end).fits:
+        end = min(2 * end, most)
+    units = bisect_left(range(1, end + 1), True, end // 2, key=lambda units: not step(units).fits)
     return LongestDocument(
         way=way,
         tokens=units * _UNIT * setting.group,

@@ -30,6 +30,7 @@ from hf_distca.simulate.work import (
 # and not compared.
 _SKIPPED = 0.01
 _MOST_BATCHES = 100_000
+_TIE = 1e-3  # part of a step that is no difference
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,10 +240,17 @@ def find_best(predictions: Iterable[Prediction], names: Collection[str]) -> Pred
 
 
 def find_best_alternative(predictions: Iterable[Prediction]) -> Prediction | None:
-    """Return the fastest strategy that does not disaggregate attention."""
-    return find_best(
-        predictions, [name for name, strategy in STRATEGIES.items() if not strategy.disaggregated]
-    )
+    """Return the fastest strategy that does not disaggregate attention; of equally fast ones the
+    simplest.
+    """
+    names = [name for name, strategy in STRATEGIES.items() if not strategy.disaggregated]
+    steps = {step.strategy: step for step in predictions}
+    best = find_best(steps.values(), names)
+    if best is None:
+        return None
+    most = best.step_seconds * (1 + _TIE)
+    ties = (step for name in names if (step := find_best(steps.values(), [name])) is not None)
+    return next(step for step in ties if step.step_seconds <= most)
 
 
 class Timeline(NamedTuple):

@@ -302,7 +302,8 @@ def _describe_shares(
     return (
         f"distca deals {len(lengths):,} documents of {lengths.sum():,} tokens, the longest of"
         f" {lengths.max():,}, to {ranks}. {targets}.\n"
-        f"An epoch has {len(shares.batches):,} global batches of {dealing.tokens:,}"
+        f"An epoch has {len(shares.batches):,} global batch{'es' * (len(shares.batches) != 1)} of"
+        f" {dealing.tokens:,}"
         f" tokens{accumulated}.\n"
         f"Documents longer than a rank holds: {(lengths > dealing.tokens_per_rank).sum():,}."
         " Longer than a global batch, and therefore cut:"
