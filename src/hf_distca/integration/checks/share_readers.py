@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from itertools import chain
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -100,10 +100,11 @@ def warn_of_another_seed(loader: object, state: TrainerState) -> None:
     keep the seed in checkpoints for that.
     """
     shares = find_shares(loader)
-    if not isinstance(shares, Shares) or not isinstance(state.stateful_callbacks, dict):
+    saved: Any = state.stateful_callbacks
+    if not isinstance(shares, Shares) or not isinstance(saved, dict):
         return
     seed = {"seed": shares.batches.seed}
-    before = state.stateful_callbacks.get("distca_shares", seed)
+    before = saved.get("distca_shares", seed)
     if state.global_step and state.is_world_process_zero and before != seed:
         LOG.warning(
             "this training resumes after step %d, before which documents were shuffled by seed %s;"
@@ -113,7 +114,7 @@ def warn_of_another_seed(loader: object, state: TrainerState) -> None:
             before["seed"],
             seed["seed"],
         )
-    state.stateful_callbacks["distca_shares"] = seed
+    saved["distca_shares"] = seed
 
 
 def warn_of_other_batches(loader: object, args: TrainingArguments, state: TrainerState) -> None:
