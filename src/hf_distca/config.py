@@ -165,9 +165,10 @@ class DistCAConfig:
                 raise ConfigError(f"{field.name}={show_value(value)} must be True or False.")
             if field.name in _NUMBERS and not (value is None and field.default is None):
                 _check_number(field.name, value)
-        if not (isinstance(self.kernel, str) and self.kernel in get_args(KernelName)):
+        kernel: Any = self.kernel
+        if not (isinstance(kernel, str) and kernel in get_args(KernelName)):
             raise ConfigError(
-                f"kernel={show_value(self.kernel)} must be one of"
+                f"kernel={show_value(kernel)} must be one of"
                 f" {', '.join(map(repr, get_args(KernelName)))}."
             )
         is_name = isinstance(self.cost_model, str) and self.cost_model in _BUILT_IN_COSTS
@@ -320,7 +321,7 @@ def check_settings(config: object, receiver: str) -> None:
         )
 
 
-def check_replaceable(name: str) -> None:
+def check_replaceable(name: Any) -> None:
     """Raise unless distca can stand in for an attention of that name.
 
     Raises:

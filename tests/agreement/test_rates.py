@@ -450,7 +450,7 @@ def test_rates_of_dealt_batches_change_at_one_micro_batch() -> None:
     assert soon[-1][2] != soon[0][2]  # planned again, with what was measured
 
 
-def test_of_dealt_batches_late_kernels_are_learned_from_without_a_gathering() -> None:
+def test_late_kernels_of_dealt_batches_are_learned_from() -> None:
     soon, late = (train_on_shares(over_at_once=at_once, kind=Lagging) for at_once in (True, False))
     assert soon == late, "announced again by all ranks at one micro-batch"
     assert soon[-1][1] is not None

@@ -576,10 +576,10 @@ def test_other_batches_are_warned_of_in_a_resumed_training(
         "gradient_accumulation_steps": accumulation,
     }
 
-    def resume(step: int | None, tokens: int, max_steps: int) -> list[str]:
+    def resume(step: int | None, tokens: int, max_steps: int, **others: int) -> list[str]:
         caplog.clear()
         hf_distca.configure(settings(cost_model="analytic"))
-        trainer = make(Trainer, "distca", rows(), {**changes, "max_steps": max_steps})
+        trainer = make(Trainer, "distca", rows(), {**changes, "max_steps": max_steps, **others})
         hf_distca.deal(trainer, tokens)
         checkpoint = None if step is None else str(tmp_path / f"checkpoint-{step}")
         trainer.train(resume_from_checkpoint=checkpoint)
@@ -591,6 +591,8 @@ def test_other_batches_are_warned_of_in_a_resumed_training(
     (said,) = resume(2, TOKENS // 2, 4)
     assert f"global batches of {TOKENS // 2} tokens an epoch" in said
     assert "with the tokens_per_rank, number of ranks, fill and documents of before" in said
+    (said,) = resume(2, TOKENS, 4, data_seed=7)
+    assert "were shuffled by seed 42; now it is seed 7" in said
 
 
 def test_an_evaluation_set_without_an_end_is_refused() -> None:

@@ -279,9 +279,8 @@ def wrong(rank: int, what: str) -> str:
     elif what == "positions":
         batches[0]["position_ids"][0, 2:4] += 100
     elif what == "tokens":
-        ids = torch.tensor([[7] * (1 - rank)], dtype=torch.int64)
-        packed = PackedDocuments([1] * (1 - rank))
-        batches[0] = {"input_ids": ids, "distca_documents": packed}
+        one = torch.ones((1, 1), dtype=torch.long)
+        batches = [{"input_ids": one, "attention_mask": one - rank}]
     elif rank == 1:
         batches.pop()
     with pytest.raises(hf_distca.DistCAError) as caught:
@@ -294,8 +293,11 @@ def wrong(rank: int, what: str) -> str:
     [
         ("column", "a batch holds token_type_ids, and share_tokens deals"),
         ("positions", "position_ids of a batch change by 101 after token"),
-        ("tokens", "micro-batch 0 has 1 tokens for 2 ranks: share_tokens gives each at least one"),
         ("count", "different numbers of micro-batches in sharing tokens"),
+        (
+            "tokens",
+            "micro-batch 1 has 1 tokens on 2 ranks: share_tokens deals at least one to each",
+        ),
     ],
 )
 def test_what_cannot_be_shared_is_refused(
@@ -303,6 +305,20 @@ def test_what_cannot_be_shared_is_refused(
 ) -> None:
     for error in rank_pool(2)(wrong, what):
         assert said in error, error
+
+
+def share_rows(rank: int) -> list[bool]:
+    """Whether rows with one row of positions are shared as rows with one for each."""
+    ids, places = torch.arange(16).reshape(2, 8) + rank, torch.arange(8)[None]
+    one, each = (
+        hf_distca.share_tokens([{"input_ids": ids, "labels": ids, "position_ids": positions}])[0]
+        for positions in (places, places.expand(2, 8))
+    )
+    return [torch.equal(one[name], each[name]) for name in ("input_ids", "shift_labels")]
+
+
+def test_one_row_of_positions_holds_for_all(rank_pool: Callable[[int], RankPool]) -> None:
+    assert rank_pool(2)(share_rows) == [[True, True]] * 2
 
 
 def test_alone_batches_stay_as_they_are() -> None:

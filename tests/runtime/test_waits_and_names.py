@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hf_distca.runtime import channel, members, monitor
+from hf_distca.runtime import channel, listener, members
 from hf_distca.runtime.group import AttentionGroup
 from hf_distca.runtime.monitor import BREAK_TAG, FailureMonitor
 from ranks import RankPool
@@ -118,4 +118,4 @@ def test_all_ranks_of_a_world_look_at_one_store(
     monkeypatch.setattr(dist, "is_initialized", lambda: world is not None)
     monkeypatch.setattr(dist, "get_world_size", lambda: world)
     link: Any = SimpleNamespace(get_group_store=dist.HashStore)
-    assert monitor._poll_pause(FailureMonitor(tuple(range(ranks)), 0, 1.0, (link,))) == seconds
+    assert listener._poll_pause(FailureMonitor(tuple(range(ranks)), 0, 1.0, (link,))) == seconds

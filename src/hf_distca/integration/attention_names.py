@@ -80,7 +80,7 @@ def replace_attention(name: str) -> None:
         UnsupportedError: if `name` is another, or a package has replaced its function, as packages
             do that cut sequences over ranks. If a package does so later, the next forward raises.
     """
-    if isinstance(name, str) and name in _registered:
+    if name in tuple(_registered):  # which need no hash of whatever a user gives
         return
     check_replaceable(name)
     if name not in ALL_ATTENTION_FUNCTIONS:

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from hf_distca.borrowed import get_timeout
 from hf_distca.errors import ConfigError, DistCADesyncError
 from hf_distca.runtime.channel import Channel
+from hf_distca.runtime.listener import start_polling
 from hf_distca.runtime.members import (
     NOT_ALL_CAME,
     Members,
@@ -32,7 +33,6 @@ from hf_distca.runtime.monitor import (
     NO_NAMES,
     FailureMonitor,
     compute_reserved_seconds,
-    start_polling,
 )
 from hf_distca.runtime.rendezvous import Rendezvous
 from hf_distca.schedule.layout import IntArray

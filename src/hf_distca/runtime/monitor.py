@@ -22,9 +22,7 @@ for.
 
 from __future__ import annotations
 
-import atexit
 import datetime
-import os
 import sys
 import threading
 import time
@@ -45,17 +43,14 @@ if TYPE_CHECKING:
 
 NO_NAMES: Mapping[int, str] = MappingProxyType({})
 
-_LOOK_SECONDS = 0.25  # between two looks at the store; longer where more than `_MANY` ranks look
-_MANY = 512
 # How late a thread of gloo may be when the interpreter ends: what one has to do takes it
 # microseconds, once it has a processor.
-_LATE_SECONDS = 0.1
+LATE_SECONDS = 0.1
 _COUNT = "distca words"  # the key that counts them; the only one that ranks look at while they wait
 _LONGEST_WORD = 400  # characters
 _WOKEN_SECONDS = 0.2  # after an error is found, a rank is woken where it waits
 # That a store has to answer, however late it is asked, and threads have to end.
-_ANSWER_SECONDS = 0.5
-_FAREWELL_SECONDS = 5.0  # that a store has to take down that a rank ends
+ANSWER_SECONDS = 0.5
 BREAK_TAG = 2**31 - 1  # tags of messages are below
 _PROBE_TAG = BREAK_TAG - 1  # nobody receives it
 # In gloo's errors: now, or before; other errors are of one connection.
@@ -212,7 +207,7 @@ class FailureMonitor:
         deadline = self.compute_deadline()
         self.leave(f"waited in vain while {doing}", deadline)
         words: dict[int, tuple[int, str]] = {}
-        _query_store(partial(self._read_words, words, deadline - _LATE_SECONDS), deadline)
+        _query_store(partial(self._read_words, words, deadline - LATE_SECONDS), deadline)
         others = self._describe(seen, words)
         first_line = str(error).splitlines()[0] if str(error) else type(error).__name__
         return DistCADesyncError(
@@ -395,7 +390,7 @@ def _query_store(question: Callable[[], None], deadline: float) -> None:
     except RuntimeError:  # the interpreter ends: from Python 3.12 on, it starts no more threads
         ask()
     else:
-        thread.join(max(deadline - time.monotonic(), _ANSWER_SECONDS))
+        thread.join(max(deadline - time.monotonic(), ANSWER_SECONDS))
 
 
 def is_served_by_process(store: Any) -> bool:
@@ -457,71 +452,7 @@ def _break_link(link: dist.ProcessGroup) -> None:
                 return
 
 
-class _MonitorPoller:
-    """A thread that polls all monitors of a process for ranks that have left."""
-
-    def __init__(self) -> None:
-        self._monitors: WeakSet[FailureMonitor] = WeakSet()
-        self._polled: WeakSet[FailureMonitor] = WeakSet()  # those that may still hear a first word
-        self._ended = threading.Event()
-        self._process = 0
-        self._thread: AwaitedThread | None = None
-        self._last_pause = _LATE_SECONDS
-
-    def add(self, monitor: FailureMonitor) -> None:
-        """Poll this monitor, too."""
-        self._monitors.add(monitor)
-        self._polled.add(monitor)
-        if self._process != os.getpid():  # a fork has no threads
-            self._process = os.getpid()
-            self._thread = AwaitedThread(self._run, "listener")
-
-    def end(self) -> None:
-        """Stop at the end of the interpreter, like all threads.
-
-        A rank whose process may hold the store waits until others have stopped.
-
-        Every rank of a group lets gloo's threads drop the tensors of the last collective, ours or
-        the user's: one that does it later aborts the process, under any attention
-        (https://github.com/pytorch/pytorch/issues/190489), and the Trainer's own last collective
-        comes about a millisecond before a script ends that stops after `train()`.
-        """
-        self._ended.set()
-        deadline = time.monotonic() + _ANSWER_SECONDS
-        for thread in (
-            thread for thread in threading.enumerate() if isinstance(thread, AwaitedThread)
-        ):
-            with suppress(RuntimeError):  # it is about to start
-                thread.join(max(deadline - time.monotonic(), 0.0))
-        if self._thread is not None and self._process == os.getpid():
-            self._thread.join(_FAREWELL_SECONDS)
-            time.sleep(self._last_pause)
-
-    def _run(self) -> None:
-        while not self._ended.wait(
-            max(map(_poll_pause, tuple(self._polled)), default=_LOOK_SECONDS)
-        ):
-            for monitor in tuple(self._polled):
-                if not self._ended.is_set() and not monitor.poll():
-                    self._polled.discard(monitor)
-        # Not in `end`: what asks a store does it in a thread, and Python 3.12 starts none any more.
-        error = getattr(sys, "last_value", None)
-        # Where another rank has ended well, the store may be gone.
-        monitors = self._monitors if error is not None else self._polled
-        pauses = [_poll_pause(one) for one in tuple(monitors) if one.announce_exit(error)]
-        self._last_pause = max([_LATE_SECONDS, *pauses])
-
-
-def _poll_pause(monitor: FailureMonitor) -> float:
-    return _LOOK_SECONDS * max(1.0, monitor.pollers / _MANY)
-
-
 def _print_error(text: str) -> None:
     """Write a line to this rank's stderr at once, whatever the logging configuration."""
     sys.stderr.write(f"hf_distca: {text}\n")
     sys.stderr.flush()
-
-
-_listener = _MonitorPoller()
-start_polling = _listener.add
-atexit.register(_listener.end)

@@ -114,6 +114,28 @@ def _list_evaluation_sets(trainer: Trainer | None) -> list[Any]:
     return list(data.values()) if isinstance(data, dict) else [data]
 
 
+def warn_of_another_seed(loader: object, state: TrainerState) -> None:
+    """Warn in a resumed training if documents were shuffled by another seed in the steps before;
+    keep the seed in checkpoints for that.
+    """
+    shares = find_shares(loader)
+    saved: Any = state.stateful_callbacks
+    if not isinstance(shares, Shares) or not isinstance(saved, dict):
+        return
+    seed = {"seed": shares.batches.seed}
+    before = saved.get("distca_shares", seed)
+    if state.global_step and state.is_world_process_zero and before != seed:
+        LOG.warning(
+            "this training resumes after step %d, before which documents were shuffled by seed %s;"
+            " now it is seed %s. Documents are trained on again or left out: resume with the seed"
+            " (data_seed) of before.",
+            state.global_step,
+            before["seed"],
+            seed["seed"],
+        )
+    saved["distca_shares"] = seed
+
+
 def warn_of_other_batches(loader: object, args: TrainingArguments, state: TrainerState) -> None:
     """Warn in a resumed training if the steps before it were on other global batches: batches are
     skipped by their number, so documents would be trained on again, or left out.

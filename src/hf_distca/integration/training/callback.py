@@ -26,6 +26,7 @@ from hf_distca.integration.callers import find_trainer
 from hf_distca.integration.checks.share_readers import (
     check_evaluation,
     check_loader,
+    warn_of_another_seed,
     warn_of_other_batches,
 )
 from hf_distca.integration.current_session import current_session, use_session
@@ -129,6 +130,7 @@ class DistCACallback(TrainerCallback):
         wrap_trainers()
         check_loader(kwargs.get("train_dataloader"), model=model, args=args, trainer=trainer)
         warn_of_other_batches(kwargs.get("train_dataloader"), args, state)
+        warn_of_another_seed(kwargs.get("train_dataloader"), state)
         session = self.apply_settings()
         check_evaluation(trainer, session.config)
         self._move_before_reporters(trainer)

@@ -17,7 +17,7 @@ from hf_distca.agreement.documents import (
     TokenBatch,
 )
 from hf_distca.data.collator import IGNORED_LABEL
-from hf_distca.errors import UnsupportedError
+from hf_distca.errors import LayoutError, UnsupportedError
 from hf_distca.integration.hooks.dealt_trainers import wrap_trainers
 from hf_distca.integration.session import Session
 from hf_distca.integration.training.callback import find_session
@@ -55,7 +55,8 @@ def share_tokens(batches: Sequence[Any]) -> list[Any]:
     Raises:
         UnsupportedError: if a batch holds other columns, which would not travel, or positions that
             skip some in a document.
-        LayoutError: if a batch does not hold the documents that it declares.
+        LayoutError: if a batch does not hold the documents that it declares, or ranks have fewer
+            tokens together than there are ranks.
         DistCADesyncError: if not all ranks call it, with as many batches.
     """
     return deal_drawn_batches(find_session(), batches)
@@ -129,11 +130,8 @@ def _read_batch(batch: Mapping[str, Any]) -> tuple[IntArray, torch.Tensor]:
             " are not."
         )
     lengths = documents.runs[:, 2]
-    columns = {
-        name: batch[name]
-        .expand(batch["input_ids"].shape)
-        .reshape(-1)
-        .cpu()  # a row may stand for all
+    columns = {  # a row of positions may hold for several rows
+        name: batch[name].expand(batch["input_ids"].shape).reshape(-1).cpu()
         for name in ("input_ids", "labels", "shift_labels", "position_ids")
         if batch.get(name) is not None
     }
@@ -187,11 +185,12 @@ def _deal_batch(
     """
     group = session.join_trainers()
     planner = session.planner
-    tokens, remainder = divmod(int(documents[:, 3].sum()), group.size)
+    tokens, remainder = divmod(total := int(documents[:, 3].sum()), group.size)
     if not tokens:
-        raise UnsupportedError(
-            f"micro-batch {number} has {remainder} tokens for {group.size} ranks: share_tokens"
-            " gives each at least one. Draw longer micro-batches."
+        place = f"micro-batch {planner.resume_progress().number + number + 1}"
+        raise LayoutError(
+            f"{place} has {total} tokens on {group.size} ranks: share_tokens deals at least one to"
+            " each."
         )
     dealing = DealSettings(
         group.size,
