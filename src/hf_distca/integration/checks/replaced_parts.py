@@ -113,7 +113,7 @@ def warn_of_carried_states(model: torch.nn.Module) -> None:
     if recurrent and not find_distca_configs(model):
         warn_once(
             "recurrent layers of this %s model carry states on from document to document of a"
-            " share, unless it has attn_implementation=\"distca\". For a run to compare with, load"
+            ' share, unless it has attn_implementation="distca". For a run to compare with, load'
             " it with distca, on one process.",
             recurrent[0],
         )

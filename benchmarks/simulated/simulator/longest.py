@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 
 from hf_distca.errors import ConfigError
-from hf_distca.simulate.memory import TERMS
-from hf_distca.simulate.predict import Prediction, find_best, predict_step
-from hf_distca.simulate.setting import MOST_TOKENS, Setting
-from hf_distca.simulate.strategies import OURS, find_strategy
+from simulator.memory import TERMS
+from simulator.predict import Prediction, find_best, predict_step
+from simulator.setting import MOST_TOKENS, Setting
+from simulator.strategies import OURS, find_strategy
 
 _DEALT = tuple(name for name in OURS if name.startswith("dealt"))
 _CHECKPOINTING = {"checkpointing": "full", "offload": False, "loss_tokens": None, "fused": False}
@@ -82,7 +82,12 @@ def _find_longest(setting: Setting, way: str) -> LongestDocument:
         return _step(replace(setting, tokens_per_rank=units * _UNIT))
 
     most = min(most_tokens, MOST_TOKENS - _UNIT) // _UNIT
-    units = bisect_left(range(1, most + 1), True, key=lambda units: not step(units).fits)
+    # From below: a document far too long takes minutes and gigabytes to plan.
+    above = 1
+    while above <= most and step(above).fits:
+        above *= 2
+    known = range(above // 2 + 1, min(above, most + 1))
+    units = above // 2 + bisect_left(known, True, key=lambda units: not step(units).fits)
     return LongestDocument(
         way=way,
         tokens=units * _UNIT * setting.group,
