@@ -163,7 +163,7 @@ def test_a_table_whose_names_are_no_text(tmp_path: Path) -> None:
     file = tmp_path / "data.parquet"
     pq.write_table(pa.table({"input_ids": [[1, 2, 3]]}), file)
     file.write_bytes(file.read_bytes().replace(b"input_ids", b"input_\xff\xfes"))
-    one_line(run("simulate", "--lengths", file, "--ranks", 2), f"{file} cannot be read as a table")
+    one_line(run("advise", "--lengths", file, "--ranks", 2), f"{file} cannot be read as a table")
 
 
 def test_a_page_with_a_name_that_is_no_text(tmp_path: Path) -> None:
@@ -186,14 +186,13 @@ def reading(tmp_path: Path) -> list[tuple[str, list[str | Path], Path]]:
     file = tmp_path / "file.json"
     placement = as_file(tmp_path / "placement.json", PLACEMENT)
     runs = {name: write_record(tmp_path / name, some_rows()) for name in ("traced", "recorded")}
-    scale = ["simulate", "--ranks", "2", "--strategy", "packed", "--batches", "1", "--lengths"]
+    scale = ["advise", "--ranks", "2", "--batches", "1", "--lengths"]
     return [
         ("placement", ["plan", file], file),
         ("lengths", ["deal", file, "--ranks", "2", "--tokens-per-rank", "64"], file),
         ("profile", ["plan", placement, "--cost-model", file], file),
         ("drawn", [*scale, file], file),
         ("table", [*scale, tmp_path / "file.parquet"], tmp_path / "file.parquet"),
-        ("rates", [*scale, "prolong", "--profile", file], file),
         ("shape", [*scale, "prolong", "--model", file], file),
         ("timeline", ["report", runs["traced"], "--json"], runs["traced"] / "rank_0.json"),
         ("record", ["report", runs["recorded"], "--json"], runs["recorded"] / RECORD_NAME),

@@ -25,6 +25,7 @@ class Bounds(NamedTuple):
 
 
 BOUNDS = {
+    "advise": Bounds(parameters=6),
     "agreement": Bounds(parameters=5),
     "cli": Bounds(parameters=5),
     "data": Bounds(parameters=6),
@@ -41,7 +42,6 @@ BOUNDS = {
     "run_report": Bounds(parameters=3),
     "runtime": Bounds(parameters=5),
     "schedule": Bounds(parameters=7),
-    "simulate": Bounds(parameters=5),
     "top": Bounds(parameters=5),
 }
 # Statements of a file and of a function, in any room.

@@ -22,7 +22,6 @@ ARROWS = {
     "config": {"schedule.cost", "schedule.profiles"},
     "errors": set(),
     "input_files": set(),
-    "model_shape": set(),
     "package_versions": set(),
     "borrowed": set(),
     "late_imports": set(),
@@ -68,7 +67,7 @@ ARROWS = {
     },
     "pipeline": {"borrowed", "integration", "agreement", "runtime", "kernels", "schedule"},
     "plugins": {"integration"},
-    "doctor": {"integration", "kernels", "model_shape", "runtime"},
+    "doctor": {"integration", "kernels", "runtime"},
     "pool": {
         "agreement",
         "borrowed",
@@ -79,12 +78,11 @@ ARROWS = {
         "runtime",
         "schedule",
     },
-    "simulate": {"model_shape", "schedule"},
+    "advise": {"schedule", "integration", "doctor.model"},
     "cli": {
-        "model_shape",
         "schedule",
         "measure",
-        "simulate",
+        "advise",
         "run",
         "run_report",
         "doctor",
@@ -112,7 +110,6 @@ FREE_OF = {
     "agreement": {"transformers", "accelerate"},
     "data": {"transformers", "accelerate"},
     "run_report": {"transformers", "accelerate", "torch"},
-    "simulate": {"transformers", "accelerate", "torch"},
     "cli": {"transformers", "accelerate", "torch"},
 }
 

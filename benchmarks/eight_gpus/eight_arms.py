@@ -13,7 +13,7 @@ from transformers.trainer_pt_utils import BatchRebalanceSampler
 from transformers.utils import is_flash_attn_3_available
 
 from hf_distca.data.row_placement import StepPlaces
-from hf_distca.simulate.loader_rules import assign_longest_first
+from simulator.loader_rules import assign_longest_first
 
 Rows = list[list[int]]
 # Of the tokens of a row: a rank under a token cap takes no more.

@@ -16,17 +16,17 @@ import torch
 from eight_arms import Arm, Rows, half_node, place_documents
 from eight_models import Batches
 from eight_rank import Part
-from hf_distca.doctor.counting import count_model
 from hf_distca.kernels import Case, Scores
 from hf_distca.kernels.flash import FLASH_ATTN_4
-from hf_distca.model_shape import ModelShape
 from hf_distca.schedule.cost import AttentionShape, CostModel, count_causal_pairs
-from hf_distca.simulate import context, disaggregated
-from hf_distca.simulate.hardware import Hardware, find_hardware
-from hf_distca.simulate.predict import predict_step
-from hf_distca.simulate.setting import Setting
-from hf_distca.simulate.strategies import Strategy
-from hf_distca.simulate.work import (
+from simulator import context, disaggregated
+from simulator.counting import count_model
+from simulator.hardware import Hardware, find_hardware
+from simulator.model_shape import ModelShape
+from simulator.predict import predict_step
+from simulator.setting import Setting
+from simulator.strategies import Strategy
+from simulator.work import (
     Candidate,
     MicroBatchWork,
     compute_document_work,

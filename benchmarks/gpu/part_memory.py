@@ -17,12 +17,12 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from call_memory import LiveBytes
 from gpu_models import documents_of, pairs
 from gpu_setting import Setting, free
-from hf_distca.model_shape import ModelShape
-from hf_distca.simulate.hardware import find_hardware
-from hf_distca.simulate.memory import find_fullest_moment
-from hf_distca.simulate.setting import Setting as Simulated
 from part_checkpointing import set_checkpointing
 from part_model import arguments, batches
+from simulator.hardware import find_hardware
+from simulator.memory import find_fullest_moment
+from simulator.model_shape import ModelShape
+from simulator.setting import Setting as Simulated
 
 LAYERS = 2
 

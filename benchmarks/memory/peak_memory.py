@@ -42,15 +42,15 @@ import hf_distca
 from dealt_step_time import share_of
 from hf_distca.agreement.dealt_share import DealSettings
 from hf_distca.integration.layer_kinds import list_layer_keys, make_initial_cost
-from hf_distca.model_shape import ModelShape
 from hf_distca.schedule.cost import CostModel
-from hf_distca.simulate.hardware import find_hardware
-from hf_distca.simulate.predict import predict_step
-from hf_distca.simulate.setting import Setting
-from hf_distca.simulate.strategies import find_strategy
 from machine import describe
 from output import add_json_option, put_out
 from processes import on_ranks, setting_of
+from simulator.hardware import find_hardware
+from simulator.model_shape import ModelShape
+from simulator.predict import predict_step
+from simulator.setting import Setting
+from simulator.strategies import find_strategy
 
 # Tokens of which TRL's loss has logits at a time; 4,096 as TRL ships it, which is more than a rank
 # has here.

@@ -19,11 +19,11 @@ from hf_distca.schedule.cost import CostModel
 from hf_distca.schedule.layout import FloatArray, IntArray, Layout
 from hf_distca.schedule.plan import Plan
 from hf_distca.schedule.ranks import Ranks
-from hf_distca.simulate.disaggregated import deal_documents, make_candidates
-from hf_distca.simulate.predict import estimate_linear_seconds
-from hf_distca.simulate.setting import Setting
-from hf_distca.simulate.strategies import Strategy
-from hf_distca.simulate.work import Candidate
+from simulator.disaggregated import deal_documents, make_candidates
+from simulator.predict import estimate_linear_seconds
+from simulator.setting import Setting
+from simulator.strategies import Strategy
+from simulator.work import Candidate
 
 LEAST = 0.02  # of the mean attention, for ranks whose linear layers take longer than the tick
 

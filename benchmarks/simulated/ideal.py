@@ -9,9 +9,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from hf_distca.schedule.layout import IntArray
-from hf_distca.simulate.predict import estimate_linear_seconds
-from hf_distca.simulate.setting import Setting
-from hf_distca.simulate.work import estimate_head_seconds
+from simulator.predict import estimate_linear_seconds
+from simulator.setting import Setting
+from simulator.work import estimate_head_seconds
 
 
 def ideal_seconds(setting: Setting, batches: Sequence[IntArray]) -> float:

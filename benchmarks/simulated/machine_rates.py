@@ -26,14 +26,14 @@ from scipy.optimize import nnls
 import hf_distca
 from dealt_step_time import WAYS, Steps
 from hf_distca.integration.current_session import current_session
-from hf_distca.model_shape import ModelShape, find_model
 from hf_distca.runtime import meter
 from hf_distca.schedule.balance import balance
 from hf_distca.schedule.cost import AttentionShape, CostModel, KernelCost
 from hf_distca.schedule.plan import Plan
-from hf_distca.simulate.disaggregated import compute_plan_work
-from hf_distca.simulate.hardware import Hardware, find_hardware
-from hf_distca.simulate.setting import Setting
+from simulator.disaggregated import compute_plan_work
+from simulator.hardware import Hardware, find_hardware
+from simulator.model_shape import ModelShape, find_model
+from simulator.setting import Setting
 
 Array = npt.NDArray[np.float64]
 _ALONE, _BALANCED, _OVER_ALL = (

@@ -8,8 +8,7 @@ One row of packed causal documents, 8K tokens a GPU, 64 query and 8 key/value he
 bfloat16, flash-attention 3, 20 rows drawn as there. Figures are TFLOP/s of a GPU, of the attention
 module alone, forward and backward. No constant is adjusted to them: kernel and links are the
 profile ``h100_flash_attn_3``, copies are as fast as pytorch issue 178066 says, and how others share
-attention is as `hf_distca.simulate` has it. Which terms it has was chosen with these figures in
-view.
+attention is as the simulator has it. Which terms it has was chosen with these figures in view.
 """
 
 from __future__ import annotations
@@ -29,17 +28,17 @@ from rich.table import Table
 
 sys.path.extend(map(str, Path(__file__).resolve().parents[1].glob("*/")))
 
-from hf_distca.model_shape import ModelShape
 from hf_distca.schedule.cost import count_causal_pairs
 from hf_distca.schedule.deal import deal_in_order
-from hf_distca.simulate import context
-from hf_distca.simulate.disaggregated import compute_placement_work, deal_documents
-from hf_distca.simulate.hardware import find_hardware
-from hf_distca.simulate.setting import Setting
-from hf_distca.simulate.work import MicroBatchWork
 from machine import describe
 from output import add_json_option, put_out
 from packed_documents import SOURCE, packed_rows
+from simulator import context
+from simulator.disaggregated import compute_placement_work, deal_documents
+from simulator.hardware import find_hardware
+from simulator.model_shape import ModelShape
+from simulator.setting import Setting
+from simulator.work import MicroBatchWork
 
 GPUS = (8, 16, 32, 64)
 TOKENS = 8192  # of a GPU

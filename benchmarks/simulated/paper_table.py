@@ -35,17 +35,18 @@ from tqdm import tqdm
 sys.path.extend(map(str, Path(__file__).resolve().parents[1].glob("*/")))
 
 from even_ticks import EVEN_TICKS
-from hf_distca.model_shape import find_model
-from hf_distca.simulate.advice import list_assumptions
-from hf_distca.simulate.document_lengths import DISTRIBUTIONS, DocumentSource, find_distribution
-from hf_distca.simulate.hardware import find_hardware
-from hf_distca.simulate.memory import find_fullest_moment
-from hf_distca.simulate.predict import Prediction, estimate_linear_seconds, simulate
-from hf_distca.simulate.setting import Setting
+from hf_distca.advise.document_lengths import DISTRIBUTIONS, DocumentSource, find_distribution
 from ideal import ideal_seconds
 from machine import describe
 from output import add_json_option, put_out
 from published_planner import PUBLISHED as PUBLISHED_PLANNER
+from simulator.assumptions import list_assumptions
+from simulator.hardware import find_hardware
+from simulator.loader_rules import draw_steps
+from simulator.memory import find_fullest_moment
+from simulator.model_shape import find_model
+from simulator.predict import Prediction, estimate_linear_seconds, simulate
+from simulator.setting import Setting
 
 K = 1024
 TENSOR = 8
@@ -156,7 +157,7 @@ def best(row: Row, documents: DocumentSource, batches: int, *, stages: bool) -> 
     found: dict[str, tuple[Prediction, Setting]] = {}
     ideals, bounds = [], []
     for setting in arrangements(row, stages=stages):
-        steps = list(documents.draw_steps(setting.tokens, setting.micro_batches, batches))
+        steps = list(draw_steps(documents, setting.tokens, setting.micro_batches, batches))
         ideals.append(float(np.mean([ideal_seconds(setting, one) for one in steps])))
         bounds.append(ideals[-1] + idle_linear_seconds(setting))
         for one in simulate(

@@ -20,8 +20,8 @@ from hf_distca.kernels import select_kernel
 from hf_distca.kernels.base import Case, Scores
 from hf_distca.measure.calibrate import measure
 from hf_distca.schedule.cost import CostModel, KernelCost
-from hf_distca.simulate.hardware import Hardware
 from machine_rates import shape_of
+from simulator.hardware import Hardware
 from simulator_validation import VOCABULARY, model_shape
 from step_time import model_of
 

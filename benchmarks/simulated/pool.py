@@ -38,18 +38,19 @@ from tqdm import tqdm
 
 sys.path.extend(map(str, Path(__file__).resolve().parents[1].glob("*/")))
 
-from hf_distca.model_shape import find_model
+from hf_distca.advise.document_lengths import DocumentSource, find_distribution, from_list
 from hf_distca.schedule.layout import IntArray
-from hf_distca.simulate.document_lengths import DocumentSource, find_distribution, from_list
-from hf_distca.simulate.hardware import Hardware, find_hardware
-from hf_distca.simulate.predict import estimate_linear_seconds, predict_step
-from hf_distca.simulate.setting import Setting
-from hf_distca.simulate.strategies import Strategy
 from ideal import ideal_seconds
 from machine import describe
 from output import add_json_option, put_out
 from paper_table import PAPER, arrangements
 from simulated_pool import COUNTED, Devices, Servers, pooled
+from simulator.hardware import Hardware, find_hardware
+from simulator.loader_rules import draw_steps
+from simulator.model_shape import find_model
+from simulator.predict import estimate_linear_seconds, predict_step
+from simulator.setting import Setting
+from simulator.strategies import Strategy
 
 K = 1024
 RANKS = 64
@@ -167,7 +168,7 @@ def compared(
     """A setting in place, and with each pool."""
 
     def steps(setting: Setting) -> Batches:
-        return list(documents.draw_steps(setting.tokens, setting.micro_batches, batches))
+        return list(draw_steps(documents, setting.tokens, setting.micro_batches, batches))
 
     def best(devices_of: Callable[[Setting], Devices]) -> Way:
         found = [way([one], steps(one), devices_of) for one in settings]
@@ -225,7 +226,7 @@ def spare(kernel: str, lengths: str, longest: int, tokens: int, batches: int) ->
     """As many documents as the devices that train hold, on more devices."""
     setting = arranged(hardware(kernel), tokens)
     steps = list(
-        find_distribution(LENGTHS[lengths], longest).draw_steps(setting.tokens, 1, batches)
+        draw_steps(find_distribution(LENGTHS[lengths], longest), setting.tokens, 1, batches)
     )
     alone, rows = way([setting], steps, Devices.all_training).step_seconds, []
     for more in SPARE:
@@ -258,7 +259,7 @@ def unlike(
     setting = arranged(hardware(fast), tokens)
     other = replace(setting, hardware=hardware(slow))
     steps = list(
-        find_distribution(LENGTHS[lengths], longest).draw_steps(setting.tokens, 1, batches)
+        draw_steps(find_distribution(LENGTHS[lengths], longest), setting.tokens, 1, batches)
     )
     documents = np.concatenate([n for step in steps for n in step])
     attention = float(

@@ -18,10 +18,10 @@ from hf_distca.schedule.cost import AttentionShape, CostModel, count_causal_pair
 from hf_distca.schedule.layout import FloatArray, IntArray, Layout
 from hf_distca.schedule.plan import Plan
 from hf_distca.schedule.ranks import Ranks
-from hf_distca.simulate.disaggregated import make_candidates
-from hf_distca.simulate.setting import Setting
-from hf_distca.simulate.strategies import Strategy
-from hf_distca.simulate.work import Candidate
+from simulator.disaggregated import make_candidates
+from simulator.setting import Setting
+from simulator.strategies import Strategy
+from simulator.work import Candidate
 
 
 class _Items:

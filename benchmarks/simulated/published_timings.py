@@ -52,11 +52,11 @@ sys.path.extend(map(str, Path(__file__).resolve().parents[1].glob("*/")))
 
 from hf_distca.schedule.cost import AttentionShape, CostModel, KernelCost, count_causal_pairs
 from hf_distca.schedule.profiles import ExchangeRates, KernelRates, Profile
-from hf_distca.simulate.hardware import REACHED, find_hardware
 from machine import describe
 from output import add_json_option, put_out
 from packed_documents import SOURCE as PACKED_SOURCE
 from packed_documents import packed_rows
+from simulator.hardware import REACHED, find_hardware
 
 Counts = npt.NDArray[np.float64]
 Costs = tuple[KernelCost, KernelCost]  # forward and backward

@@ -22,10 +22,10 @@ from hf_distca.schedule.cost import CostModel
 from hf_distca.schedule.deal import deal, deal_nano_batches
 from hf_distca.schedule.layout import FloatArray, IntArray, Layout
 from hf_distca.schedule.ranks import Ranks
-from hf_distca.simulate.disaggregated import Moves, compute_moves
-from hf_distca.simulate.predict import estimate_linear_seconds
-from hf_distca.simulate.setting import TILE, Setting
-from hf_distca.simulate.work import Candidate, Directions, MicroBatchWork, combine_layers
+from simulator.disaggregated import Moves, compute_moves
+from simulator.predict import estimate_linear_seconds
+from simulator.setting import TILE, Setting
+from simulator.work import Candidate, Directions, MicroBatchWork, combine_layers
 
 # In ping-pong, parts of the seconds of a rank's own linear layers that plans count as its work.
 # With none, all ranks end their attention together, as in training. All of them would be right if

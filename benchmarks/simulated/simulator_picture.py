@@ -21,13 +21,13 @@ from tqdm import tqdm
 
 sys.path.extend(map(str, Path(__file__).resolve().parents[1].glob("*/")))
 
-from hf_distca.model_shape import find_model
+from hf_distca.advise.document_lengths import find_distribution
 from hf_distca.schedule.load import compute_imbalance
-from hf_distca.simulate.document_lengths import find_distribution
-from hf_distca.simulate.hardware import find_hardware
-from hf_distca.simulate.predict import simulate
-from hf_distca.simulate.setting import Setting
-from hf_distca.simulate.strategies import STRATEGIES as KNOWN
+from simulator.hardware import find_hardware
+from simulator.model_shape import find_model
+from simulator.predict import simulate
+from simulator.setting import Setting
+from simulator.strategies import STRATEGIES as KNOWN
 
 mpl.use("Agg")
 from matplotlib import pyplot as plt

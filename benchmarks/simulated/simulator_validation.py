@@ -45,15 +45,15 @@ sys.path.extend(map(str, Path(__file__).resolve().parents[1].glob("*/")))
 import hf_distca
 from dealt_step_time import WAYS, Steps, lengths_of
 from hf_distca.integration.current_session import current_session
-from hf_distca.model_shape import ModelShape
 from hf_distca.schedule.cost import CostModel
-from hf_distca.simulate.disaggregated import compute_placement_work
-from hf_distca.simulate.predict import estimate_rank_seconds
-from hf_distca.simulate.setting import Setting
-from hf_distca.simulate.work import estimate_weight_exchange
 from machine import describe
 from machine_rates import Machine, Sampler, planned
 from output import add_json_option, put_out
+from simulator.disaggregated import compute_placement_work
+from simulator.model_shape import ModelShape
+from simulator.predict import estimate_rank_seconds
+from simulator.setting import Setting
+from simulator.work import estimate_weight_exchange
 
 GOAL = 0.10  # median error
 DISTURBED = 0.05  # of the cores: rounds in which other programs take more are left out

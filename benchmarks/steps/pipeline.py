@@ -30,7 +30,7 @@ processor time along the critical path. Of shared ticks it is replayed from what
 between its messages in the real run (`replay.py`); of 1F1B and the ideal it is simulated from the
 work of micro-batches, with a core for every stage and messages for nothing. It is the least of all
 rounds: whatever else a machine does adds to processor time, for caches and cores are shared. Beside
-it is what `hf_distca.simulate` predicts for the same documents from rates of this machine, measured
+it is what the simulator predicts for the same documents from rates of this machine, measured
 without a pipeline: of linear layers, of the attention kernel, of messages.
 """
 
@@ -70,17 +70,17 @@ from hf_distca.integration.current_session import current_session
 from hf_distca.pipeline import Schedule, split
 from hf_distca.pipeline.ticks import order_ticks
 from hf_distca.runtime import meter
-from hf_distca.simulate.predict import (
-    estimate_rank_seconds,
-    run_one_forward_one_backward,
-    run_same_phase,
-)
-from hf_distca.simulate.setting import Setting
-from hf_distca.simulate.strategies import STRATEGIES
 from machine import describe
 from output import add_json_option, put_out
 from part_rates import PartRates, machine_of, message_seconds
 from replay import Event, Recorder, replay
+from simulator.predict import (
+    estimate_rank_seconds,
+    run_one_forward_one_backward,
+    run_same_phase,
+)
+from simulator.setting import Setting
+from simulator.strategies import STRATEGIES
 from simulator_validation import model_shape
 
 PLACEMENT = Path(__file__).parents[1] / "placements" / "long_tail_8_ranks.json"
@@ -497,7 +497,7 @@ def show(result: dict[str, Any]) -> None:
         Console(width=130).print(table)
     table = Table(
         title=(
-            "predicted by hf_distca.simulate, seconds of a step; error against the critical path,"
+            "predicted by the simulator, seconds of a step; error against the critical path,"
             " and the clock"
         )
     )

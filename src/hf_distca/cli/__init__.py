@@ -2,8 +2,7 @@
 
 Modules that a verb needs are imported when it runs.
 
-May import `model_shape`, `schedule`, `measure`, `run_report`, `doctor`, `pool`, `simulate` and
-`run`.
+May import `schedule`, `measure`, `run_report`, `doctor`, `pool`, `advise` and `run`.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from hf_distca.cli.advise import advise, simulate
 from hf_distca.cli.doctor import doctor
 from hf_distca.cli.files import exit_with_error
 from hf_distca.cli.plan import deal, plan
@@ -20,7 +20,6 @@ from hf_distca.cli.profile import profile
 from hf_distca.cli.report import report
 from hf_distca.cli.run import run
 from hf_distca.cli.serve import serve
-from hf_distca.cli.simulate import advise, simulate
 
 # What is wrong with words after a verb. Its class has moved between releases of typer.
 _UsageError: type[Any] = typer.BadParameter.__mro__[1]
@@ -69,7 +68,11 @@ def main(
     """Core attention disaggregation for Hugging Face."""
 
 
-for verb in (plan, deal, profile, simulate, advise, report, doctor, serve):
+for verb in (plan, deal, profile, advise, report, doctor, serve):
     app.command()(verb)
+# It ends in one line, whatever its options are.
+app.command(
+    hidden=True, context_settings={"ignore_unknown_options": True, "allow_extra_args": True}
+)(simulate)
 # What follows the script is the script's, options included.
 app.command(context_settings={"allow_interspersed_args": False})(run)

@@ -1,6 +1,6 @@
 """Checks of a model and of ranks before training: each thing that was looked at is a `Finding`.
 
-May import `model_shape`, `kernels`, `runtime` and `integration`.
+May import `kernels`, `runtime` and `integration`.
 """
 
 from __future__ import annotations

@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 
 from benchmark_modules import import_benchmark
+from hf_distca.advise.document_lengths import find_distribution, from_list
 from hf_distca.schedule.cost import AttentionShape, count_causal_pairs
 from hf_distca.schedule.deal import deal_in_order
-from hf_distca.simulate.document_lengths import find_distribution, from_list
-from hf_distca.simulate.predict import simulate
-from hf_distca.simulate.setting import Setting
+from simulator.loader_rules import draw_steps
+from simulator.predict import simulate
+from simulator.setting import Setting
 
 even_ticks, published_planner = (
     import_benchmark("even_ticks"),
@@ -44,7 +45,7 @@ def test_even_ticks_are_faster_if_messages_take_no_time(setting: Setting) -> Non
     staged = replace(setting, ranks=16, stages=2, micro_batches=2, sharding="zero1", hardware=fast)
     documents = find_distribution("prolong", 65536)
     built, even = simulate(staged, documents, ("dealt-ping-pong", even_ticks.EVEN_TICKS), batches=1)
-    (lengths,) = documents.draw_steps(staged.tokens, staged.micro_batches, 1)
+    (lengths,) = draw_steps(documents, staged.tokens, staged.micro_batches, 1)
     assert ideal_seconds(staged, lengths) <= even.step_seconds < built.step_seconds
 
 
@@ -74,5 +75,5 @@ def test_a_document_may_fill_a_batch_and_a_nano_batch_be_empty(
 def test_it_is_no_faster_than_the_ideal(setting: Setting) -> None:
     documents = find_distribution("prolong", 65536)
     (step,) = simulate(setting, documents, [published_planner.PUBLISHED], batches=1)
-    (lengths,) = documents.draw_steps(setting.tokens, setting.micro_batches, 1)
+    (lengths,) = draw_steps(documents, setting.tokens, setting.micro_batches, 1)
     assert step.step_seconds >= 0.999 * ideal_seconds(setting, lengths)

@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 
 from hf_distca.errors import ConfigError
-from hf_distca.simulate.memory import TERMS
-from hf_distca.simulate.predict import Prediction, find_best, predict_step
-from hf_distca.simulate.setting import MOST_TOKENS, Setting
-from hf_distca.simulate.strategies import OURS, find_strategy
+from simulator.memory import TERMS
+from simulator.predict import Prediction, find_best, predict_step
+from simulator.setting import MOST_TOKENS, Setting
+from simulator.strategies import OURS, find_strategy
 
 _DEALT = tuple(name for name in OURS if name.startswith("dealt"))
 _CHECKPOINTING = {"checkpointing": "full", "offload": False, "loss_tokens": None, "fused": False}

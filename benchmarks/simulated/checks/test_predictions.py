@@ -11,15 +11,15 @@ import numpy as np
 import pytest
 
 from benchmark_modules import import_benchmark
+from hf_distca.advise.document_lengths import find_distribution, from_list
 from hf_distca.errors import ConfigError
-from hf_distca.model_shape import KNOWN_MODELS, find_model
 from hf_distca.schedule.cost import count_causal_pairs
-from hf_distca.simulate.advice import advise, list_assumptions
-from hf_distca.simulate.document_lengths import find_distribution, from_list
-from hf_distca.simulate.hardware import DEVICES, find_hardware
-from hf_distca.simulate.memory import compute_activation_bytes, find_fullest_moment
-from hf_distca.simulate.predict import (
-    Prediction,
+from simulator.assumptions import list_assumptions
+from simulator.hardware import DEVICES, find_hardware
+from simulator.loader_rules import draw_steps
+from simulator.memory import compute_activation_bytes, find_fullest_moment
+from simulator.model_shape import KNOWN_MODELS, find_model
+from simulator.predict import (
     estimate_rank_seconds,
     find_best,
     find_best_alternative,
@@ -29,9 +29,9 @@ from hf_distca.simulate.predict import (
     run_same_phase,
     simulate,
 )
-from hf_distca.simulate.setting import Setting
-from hf_distca.simulate.strategies import OURS, STRATEGIES, Strategy
-from hf_distca.simulate.work import MicroBatchWork, estimate_head_seconds
+from simulator.setting import Setting
+from simulator.strategies import OURS, STRATEGIES, Strategy
+from simulator.work import MicroBatchWork, estimate_head_seconds
 from turns import in_turn
 
 ideal_seconds = import_benchmark("ideal").ideal_seconds
@@ -111,7 +111,7 @@ def test_no_strategy_is_faster_than_the_ideal(setting: Setting, change: dict[str
     assert {one.strategy for one in found} >= {*OURS, "plain", "lpt", "wlb", "all-gather"}
     ideal = [
         ideal_seconds(arranged, step)
-        for step in documents.draw_steps(arranged.tokens, arranged.micro_batches, 2)
+        for step in draw_steps(documents, arranged.tokens, arranged.micro_batches, 2)
     ]
     for one in found:
         assert math.isfinite(one.step_seconds)
@@ -167,7 +167,7 @@ def test_no_strategy_is_faster_than_the_ideal_in_any_setting(seed: int) -> None:
             arranged.tokens,
         )
         seeded = replace(documents, seed=seed)
-        (step,) = seeded.draw_steps(arranged.tokens, arranged.micro_batches, 1)
+        (step,) = draw_steps(seeded, arranged.tokens, arranged.micro_batches, 1)
         ideal = ideal_seconds(arranged, step)
         for name, strategy in STRATEGIES.items():
             found = predict_step(arranged, step, strategy)
@@ -177,110 +177,6 @@ def test_no_strategy_is_faster_than_the_ideal_in_any_setting(seed: int) -> None:
                     arranged,
                     [lengths.tolist() for lengths in step],
                 )
-
-
-def test_equal_documents_are_advised_to_stay_as_they_are(setting: Setting) -> None:
-    narrow = replace(setting, checkpointing="full")
-    found = advise(narrow, simulate(narrow, find_distribution("equal:1024", 16384), batches=1))
-    assert not found.worthwhile
-    assert found.settings == ()
-    assert "gains nothing" in found.text
-    assert found.text.endswith(
-        "Use packed rows: transformers' DataCollatorWithFlattening, or TRL's packing=True."
-    )
-
-
-def test_a_long_document_is_advised_to_be_dealt(setting: Setting) -> None:
-    wide = replace(setting, ranks=64, tokens_per_rank=32768, checkpointing="full")
-    found = advise(wide, simulate(wide, from_list([131072, *[1024] * 128], "one long"), batches=1))
-    assert found.worthwhile
-    assert found.gain is not None
-    assert found.gain > 1.02
-    assert "longer than a fair share" in found.text
-    assert found.other not in OURS
-    ping_pong = found.ours == "dealt-ping-pong"
-    assert (
-        "hf_distca.configure(hf_distca.DistCAConfig(ping_pong=True))" in found.settings
-    ) == ping_pong
-    changes = f"{' --set ping_pong=true' * ping_pong} --tokens-per-rank 32768"
-    assert found.settings[-2:] == (
-        "hf_distca.deal(trainer, tokens_per_rank=32768)",
-        f"# or: hf-distca run --attn-implementation distca{changes} accelerate launch train.py",
-    )
-
-
-def predicted(setting: Setting, **seconds: float) -> list[Prediction]:
-    """Steps that take so long, each in a way that fits and keeps documents whole."""
-    steps = simulate(
-        setting,
-        find_distribution("equal:2048", 16384),
-        [name.replace("_", "-") for name in seconds],
-        batches=1,
-    )
-    return [
-        replace(step, step_seconds=taken, fits=True)
-        for step, taken in zip(steps, seconds.values(), strict=True)
-    ]
-
-
-@pytest.mark.parametrize(("gain", "worthwhile"), [(1.03, False), (1.2, True)])
-def test_a_gain_within_the_error_is_called_that(
-    setting: Setting, gain: float, worthwhile: bool
-) -> None:
-    found = advise(setting, predicted(setting, plain=gain, dealt=1.0))
-    assert found.worthwhile == worthwhile
-    assert ("Predictions are that far off" in found.text) != worthwhile
-    assert found.settings
-
-
-def test_what_goes_to_other_nodes_is_said(setting: Setting) -> None:
-    nodes = replace(setting, ranks=16)
-    plain, dealt, turns = predicted(nodes, plain=1.5, dealt=1.01, dealt_ping_pong=1.0)
-    sent = [plain, replace(dealt, between_bytes=1.6e9), replace(turns, between_bytes=4.8e10)]
-    said = (
-        "Of hf-distca's messages, 3 GB a rank and step go to other nodes; hf-distca, dealt would"
-        " take 1.0% longer and send 0.1 GB"
-    )
-    assert said in advise(nodes, sent).text
-    sent[1] = replace(dealt, step_seconds=1.03, between_bytes=1.6e9)
-    assert "3 GB a rank and step go to other nodes." in advise(nodes, sent).text, (
-        "slower by more than what counts as nothing"
-    )
-    assert "to other nodes" not in advise(replace(setting, ranks=8), sent).text
-
-
-def test_ways_that_no_library_has_are_not_advised(setting: Setting) -> None:
-    found = advise(setting, predicted(setting, plain=1.5, ulysses=1.3, lpt=1.0, dealt=1.0))
-    assert "gains nothing over loader: longest first" in found.text
-    assert (
-        "no library for Hugging Face has it; the fastest that one has, Ulysses, takes 1.3 s: 1.30"
-        " times" in found.text
-    )
-    assert found.settings
-    alone = advise(setting, predicted(setting, lpt=1.0, dealt=1.0))
-    assert "nor another way that fits" in alone.text
-    close = advise(setting, predicted(setting, batch_rebalance=1.05, lpt=1.0, dealt=1.0))
-    assert close.text.endswith(
-        'Use loader: batch_rebalance: TrainingArguments(train_sampling_strategy="batch_rebalance").'
-    )
-    assert close.settings == ()
-
-
-def test_what_the_trainer_cannot_do_is_not_advised_for_it(setting: Setting) -> None:
-    staged = replace(setting, ranks=16, tensor=2)
-    found = advise(staged, predicted(staged, plain=1.5, dealt=1.0))
-    assert (
-        found.settings[-1]
-        == "shares = hf_distca.document_shares(documents, tokens_per_rank=16384, model=model)"
-    )
-    assert not any("deal(" in line or "run" in line for line in found.settings)
-
-
-def test_what_fits_nowhere_is_said(setting: Setting) -> None:
-    full = replace(setting, tokens_per_rank=2**20)
-    found = advise(full, simulate(full, find_distribution("equal:1024", 16384), batches=1))
-    assert not found.worthwhile
-    assert "does not fit" in found.text
 
 
 def test_dealt_ranks_hold_equally_many_tokens(setting: Setting) -> None:

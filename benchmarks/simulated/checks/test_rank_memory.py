@@ -15,14 +15,14 @@ import pytest
 
 from benchmark_modules import prepend_benchmarks
 from hf_distca.errors import ConfigError
-from hf_distca.model_shape import ModelShape, find_model
-from hf_distca.simulate import longest
-from hf_distca.simulate.hardware import find_hardware
-from hf_distca.simulate.longest import WAYS, find_longest_documents
-from hf_distca.simulate.memory import TERMS, find_fullest_moment
-from hf_distca.simulate.predict import Prediction, predict_step
-from hf_distca.simulate.setting import Setting
-from hf_distca.simulate.strategies import find_strategy
+from simulator import longest
+from simulator.hardware import find_hardware
+from simulator.longest import WAYS, find_longest_documents
+from simulator.memory import TERMS, find_fullest_moment
+from simulator.model_shape import ModelShape, find_model
+from simulator.predict import Prediction, predict_step
+from simulator.setting import Setting
+from simulator.strategies import find_strategy
 
 QWEN_SMALL = ModelShape(
     "qwen3-0.6b", 1024, 28, 16, 8, 128, 3072, 151936, tied=True, head_norms=True

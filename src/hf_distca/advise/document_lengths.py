@@ -12,7 +12,6 @@ import numpy.typing as npt
 
 from hf_distca.errors import ConfigError, LayoutError
 from hf_distca.schedule.layout import FloatArray, IntArray, require_integers
-from hf_distca.simulate.loader_rules import distribute_documents
 
 _PIECE = 1024
 _MOST_PIECES = 2**15  # 33 million documents take some 10 s to draw, and far longer to place
@@ -25,33 +24,17 @@ class DocumentSource:
 
     Attributes:
         name: description.
-        stream: draws an endless sequence of lengths, in pieces, from a generator.
+        draw: draws some lengths from a generator; they are rounded down to whole tokens.
+        longest: longer documents are cut off there.
         source: source of the figures.
-        seed: seed of the generator, from 0 to 2**63.
+        seed: seed of the generator.
     """
 
     name: str
-    stream: Callable[[np.random.Generator], Iterator[IntArray]]
+    draw: Callable[[np.random.Generator], FloatArray | IntArray]
+    longest: int
     source: str
     seed: int = 0
-
-    def __post_init__(self) -> None:
-        if type(self.seed) is not int or not 0 <= self.seed <= 2**63:
-            raise ConfigError(f"seed={self.seed!r} must be a whole number from 0 to {2**63}.")
-
-    @classmethod
-    def from_distribution(
-        cls, name: str, draw: Callable[[np.random.Generator], FloatArray], longest: int, source: str
-    ) -> DocumentSource:
-        """Make a source from a distribution; lengths are rounded down to whole tokens from 1 to
-        `longest`.
-        """
-
-        def draw_lengths(generator: np.random.Generator) -> Iterator[IntArray]:
-            while True:
-                yield np.clip(draw(generator), 1, longest).astype(np.int64)
-
-        return cls(name, draw_lengths, source)
 
     def draw_batches(self, tokens: int, count: int) -> Iterator[IntArray]:
         """Yield `count` global batches of exactly so many tokens, in the order in
@@ -60,20 +43,25 @@ class DocumentSource:
         Raises:
             LayoutError: if a document is longer than a batch.
         """
-        stream = self.stream(np.random.default_rng(self.seed))
+        generator = np.random.default_rng(self.seed)
         rest = np.zeros(0, dtype=np.int64)
         for _ in range(count):
-            pieces = [rest]
-            total = int(rest.sum())
+            pieces, total = [rest], int(rest.sum())
             while total < tokens:
                 if len(pieces) > _MOST_PIECES:
                     raise LayoutError(
                         f"a global batch of {tokens} tokens would hold over {_MOST_PIECES * _PIECE}"
-                        " of these documents: use fewer ranks, micro-batches, or tokens of a rank."
+                        " of these documents: use fewer ranks, or fewer tokens of a rank."
                     )
-                pieces.append(next(stream))
-                total += int(pieces[-1].sum())
-                _check_longest(pieces[-1], tokens, "global batch")
+                piece = np.clip(self.draw(generator), 1, self.longest).astype(np.int64)
+                if piece.max() > tokens:
+                    raise LayoutError(
+                        f"a document of {piece.max()} tokens is longer than a global batch of"
+                        f" {tokens}: raise the tokens of a rank or the number of ranks, or bound"
+                        " lengths with --max-length."
+                    )
+                pieces.append(piece)
+                total += int(piece.sum())
             rest = np.concatenate(pieces)
             ends = np.cumsum(rest)
             last = int(np.searchsorted(ends, tokens))
@@ -81,31 +69,6 @@ class DocumentSource:
             batch[-1] -= ends[last] - tokens
             yield batch
             rest = rest[last + 1 :]
-
-    def draw_steps(self, tokens: int, micro_batches: int, count: int) -> Iterator[list[IntArray]]:
-        """Yield `count` steps of so many micro-batches of exactly so many tokens each.
-
-        For any number of micro-batches that share the tokens of a step, its documents are the same,
-        except short ones that are cut to fill them up.
-
-        Raises:
-            LayoutError: if a document is longer than a micro-batch.
-        """
-        for batch in self.draw_batches(tokens * micro_batches, count):
-            _check_longest(batch, tokens, "micro-batch")
-            yield (
-                [batch]
-                if micro_batches == 1
-                else distribute_documents(batch, micro_batches, tokens)
-            )
-
-
-def _check_longest(lengths: IntArray, tokens: int, what: str) -> None:
-    if lengths.max() > tokens:
-        raise LayoutError(
-            f"a document of {lengths.max()} tokens is longer than a {what} of {tokens}: raise the"
-            " tokens of a rank or the number of ranks, or bound lengths with --max-length."
-        )
 
 
 def from_list(lengths: npt.ArrayLike, name: str, longest: int | None = None) -> DocumentSource:
@@ -118,25 +81,16 @@ def from_list(lengths: npt.ArrayLike, name: str, longest: int | None = None) -> 
     """
     length = require_integers(lengths, f"document lengths of {name}")
     if not len(length):
-        raise LayoutError(f"{name} holds no document lengths: there is nothing to simulate.")
+        raise LayoutError(f"{name} holds no document lengths: there is nothing to estimate.")
     if (wrong := (length < 1) | (length > _LONGEST)).any():
         document = int(wrong.argmax())
         raise LayoutError(
             f"{name}: document {document} has length {length[document]}: every document must have"
             " at least 1 token, and the limit is 2**32."
         )
-    if longest is not None:
-        length = np.minimum(length, _require_longest(longest))
-
-    def draw_lengths(generator: np.random.Generator) -> Iterator[IntArray]:
-        while True:
-            yield from np.split(generator.permutation(length), range(_PIECE, len(length), _PIECE))
-
-    return DocumentSource(
-        name,
-        draw_lengths,
-        f"{len(length)} lengths, mean {length.mean():.0f}, longest {length.max()}, shuffled",
-    )
+    length = np.minimum(length, longest or _LONGEST)
+    about = f"{len(length)} lengths, mean {length.mean():.0f}, longest {length.max()}, shuffled"
+    return DocumentSource(name, lambda generator: generator.permutation(length), _LONGEST, about)
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,9 +131,7 @@ class _Mixture:
                 logs[wrong] = generator.normal(mean[wrong], width[wrong])
             return np.asarray(np.exp(logs) * np.where(is_long, stretch, 1.0))
 
-        return DocumentSource.from_distribution(
-            f"{self.name} up to {longest}", draw, longest, self.source
-        )
+        return DocumentSource(f"{self.name} up to {longest}", draw, longest, self.source)
 
     def _compute_mean(self, mean: float, width: float, *, side: int) -> float:
         """Compute the mean of a distribution cut off at the boundary: with `side` 1 it lies above,
@@ -216,31 +168,20 @@ def find_distribution(text: str, longest: int) -> DocumentSource:
     Raises:
         ConfigError: if there is none of this name, or its numbers are out of range.
     """
-    _require_longest(longest)
     if text in DISTRIBUTIONS:
         return DISTRIBUTIONS[text].make_source(longest)
     name, *numbers = text.split(":")
     try:
-        values = [float(number) for number in numbers]
+        median, width = map(float, numbers if name == "lognormal" else [*numbers, 0.0])
     except ValueError:
-        values = [math.nan]
-    good = all(0 < value <= _LONGEST for value in values)  # no comparison with NaN is true
-    if name == "equal" and len(values) == 1 and good and values[0] >= 1:
-        return DocumentSource.from_distribution(
-            text, lambda _: np.full(_PIECE, values[0]), longest, "as given"
-        )
-    if name == "lognormal" and len(values) == 2 and good and values[1] <= 10:
-        logs = (math.log(values[0]), values[1])
-        return DocumentSource.from_distribution(
-            text, lambda generator: generator.lognormal(*logs, _PIECE), longest, "as given"
+        median = width = math.nan
+    # No comparison with NaN is true.
+    if name in ("equal", "lognormal") and 1 <= median <= _LONGEST and 0 <= width <= 10:
+        return DocumentSource(
+            *(text, lambda generator: median * generator.lognormal(0.0, width, _PIECE)),
+            *(longest, "as given"),
         )
     raise ConfigError(
         f"lengths {text!r} are neither a file nor one of {', '.join(DISTRIBUTIONS)}, equal:TOKENS,"
         " lognormal:MEDIAN:SIGMA with positive numbers."
     )
-
-
-def _require_longest(longest: int) -> int:
-    if type(longest) is not int or not 1 <= longest <= _LONGEST:
-        raise ConfigError(f"max_length={longest!r} must be a whole number from 1 to 2**32.")
-    return longest

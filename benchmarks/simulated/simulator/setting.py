@@ -11,11 +11,11 @@ import numpy as np
 
 from hf_distca.config import DistCAConfig
 from hf_distca.errors import ConfigError
-from hf_distca.model_shape import ModelShape
 from hf_distca.schedule.cost import AttentionShape, CostModel
 from hf_distca.schedule.profiles import Profile
 from hf_distca.schedule.ranks import Ranks
-from hf_distca.simulate.hardware import Hardware
+from simulator.hardware import Hardware
+from simulator.model_shape import ModelShape
 
 Checkpointing = Literal["none", "selective", "full"]
 Sharding = Literal["fsdp", "zero1", "ddp"]

@@ -8,14 +8,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from hf_distca.advise.document_lengths import DocumentSource
 from hf_distca.errors import ConfigError
 from hf_distca.schedule.cost import count_causal_pairs
 from hf_distca.schedule.layout import FloatArray, IntArray
-from hf_distca.simulate.document_lengths import DocumentSource
-from hf_distca.simulate.memory import RankMemory, compute_host_bytes, find_fullest_moment
-from hf_distca.simulate.setting import Setting
-from hf_distca.simulate.strategies import STRATEGIES, Strategy, find_strategy
-from hf_distca.simulate.work import (
+from simulator.loader_rules import draw_steps
+from simulator.memory import RankMemory, compute_host_bytes, find_fullest_moment
+from simulator.setting import Setting
+from simulator.strategies import STRATEGIES, Strategy, find_strategy
+from simulator.work import (
     Candidate,
     Directions,
     MicroBatchWork,
@@ -187,7 +188,7 @@ def simulate(
     if type(batches) is not int or not 1 <= batches <= _MOST_BATCHES:
         raise ConfigError(f"{batches=} must be a whole number from 1 to {_MOST_BATCHES}.")
     predicted: dict[str, list[Prediction]] = {strategy.name: [] for strategy in chosen}
-    for lengths in documents.draw_steps(setting.tokens, setting.micro_batches, batches):
+    for lengths in draw_steps(documents, setting.tokens, setting.micro_batches, batches):
         for strategy in chosen:
             step = predict_step(setting, lengths, strategy)
             told()

@@ -20,10 +20,10 @@ from hf_distca.schedule.load import PlanLoad
 from hf_distca.schedule.plan import Plan
 from hf_distca.schedule.ranks import UNIFORM_RANKS, Ranks
 from hf_distca.schedule.waves import TransientBytes
-from hf_distca.simulate.loader_rules import pack_rows
-from hf_distca.simulate.memory import compute_kernel_bytes
-from hf_distca.simulate.setting import TILE, Setting
-from hf_distca.simulate.work import (
+from simulator.loader_rules import pack_rows
+from simulator.memory import compute_kernel_bytes
+from simulator.setting import TILE, Setting
+from simulator.work import (
     Candidate,
     Directions,
     MicroBatchWork,

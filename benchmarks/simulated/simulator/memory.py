@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from hf_distca.schedule.cost import AttentionShape
 from hf_distca.schedule.layout import FloatArray
-from hf_distca.simulate.setting import Setting
+from simulator.setting import Setting
 
 _MOMENT_BYTES = 8  # Adam's two moments in float32
 _WIDE = 4  # bytes of a float32

@@ -3,35 +3,29 @@
 from __future__ import annotations
 
 import heapq
+from collections.abc import Iterator
 
 import numpy as np
 
+from hf_distca.advise.document_lengths import DocumentSource
+from hf_distca.advise.ways import pack_rows
 from hf_distca.errors import LayoutError
-from hf_distca.schedule.layout import FloatArray, IntArray, Layout
-from hf_distca.simulate.setting import Setting
-from hf_distca.simulate.work import estimate_layer_seconds
+from hf_distca.schedule.layout import FloatArray, IntArray
+from simulator.setting import Setting
+from simulator.work import estimate_layer_seconds
+
+__all__ = [
+    "assign_by_equal_cost",
+    "assign_longest_first",
+    "cut_into_batches",
+    "distribute_documents",
+    "draw_steps",
+    "estimate_document_seconds",
+    "pack_rows",
+]
 
 # Weight of a square in transformers' cost of a sample (BatchRebalanceSampler.QUADRATIC_COST_COEF).
 _SQUARE = 0.001
-
-
-def pack_rows(lengths: IntArray, ranks: int, tokens: int) -> Layout:
-    """Fill rows of so many tokens with documents in order.
-
-    The part after the end of a row is a document of its own.
-
-    Raises:
-        LayoutError: if the documents do not fill the rows to the token.
-    """
-    total = int(lengths.sum())
-    if total != ranks * tokens:
-        raise LayoutError(
-            f"documents of {total} tokens do not fill {ranks} rows of {tokens} tokens."
-        )
-    ends = np.unique(np.concatenate([np.cumsum(lengths), np.arange(1, ranks + 1) * tokens]))
-    pieces = np.diff(ends, prepend=0)
-    offsets = np.searchsorted(ends, np.arange(ranks + 1) * tokens, side="right")
-    return Layout(np.arange(len(pieces)), np.zeros_like(pieces), pieces, offsets)
 
 
 def cut_into_batches(lengths: IntArray, count: int, tokens: int) -> list[IntArray]:
@@ -70,6 +64,29 @@ def distribute_documents(lengths: IntArray, count: int, tokens: int) -> list[Int
             put(document, part)
             length -= part
     return [np.array([length for _, length in sorted(batch)], dtype=np.int64) for batch in batches]
+
+
+def draw_steps(
+    documents: DocumentSource, tokens: int, micro_batches: int, count: int
+) -> Iterator[list[IntArray]]:
+    """Yield `count` steps of so many micro-batches of exactly so many tokens each.
+
+    For any number of micro-batches that share the tokens of a step, its documents are the same,
+    except short ones that are cut to fill them up.
+
+    Raises:
+        LayoutError: if a document is longer than a micro-batch.
+    """
+    for batch in documents.draw_batches(tokens * micro_batches, count):
+        if batch.max() > tokens:
+            raise LayoutError(
+                f"a document of {batch.max()} tokens is longer than a micro-batch of {tokens}:"
+                " raise the tokens of a rank or the number of ranks, or bound lengths with"
+                " --max-length."
+            )
+        yield (
+            [batch] if micro_batches == 1 else distribute_documents(batch, micro_batches, tokens)
+        )
 
 
 def estimate_document_seconds(setting: Setting, lengths: IntArray) -> FloatArray:

@@ -16,7 +16,7 @@ from hf_distca.doctor.model import read_config
 from hf_distca.errors import ConfigError, UnsupportedError
 from hf_distca.integration.families import check_family
 from hf_distca.integration.layer_kinds import list_layer_keys
-from hf_distca.model_shape import ModelShape
+from simulator.model_shape import ModelShape
 
 _ACTIVE_EXPERTS = (
     "num_experts_per_tok",

@@ -11,11 +11,11 @@ import numpy as np
 
 from hf_distca.errors import ConfigError
 from hf_distca.schedule.layout import IntArray
-from hf_distca.simulate import context, loader_rules
-from hf_distca.simulate.disaggregated import deal_documents, fill_given_rows, make_group_candidates
-from hf_distca.simulate.memory import find_most_tokens
-from hf_distca.simulate.setting import Setting
-from hf_distca.simulate.work import Candidate, MicroBatchWork, compute_document_work
+from simulator import context, loader_rules
+from simulator.disaggregated import deal_documents, fill_given_rows, make_group_candidates
+from simulator.memory import find_most_tokens
+from simulator.setting import Setting
+from simulator.work import Candidate, MicroBatchWork, compute_document_work
 
 Batches = Sequence[IntArray]
 

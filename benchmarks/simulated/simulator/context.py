@@ -17,9 +17,9 @@ import numpy.typing as npt
 
 from hf_distca.schedule.cost import CostModel, count_causal_pairs
 from hf_distca.schedule.layout import FloatArray, IntArray
-from hf_distca.simulate.memory import compute_kernel_bytes, count_in_flight
-from hf_distca.simulate.setting import Setting
-from hf_distca.simulate.work import (
+from simulator.memory import compute_kernel_bytes, count_in_flight
+from simulator.setting import Setting
+from simulator.work import (
     Directions,
     MicroBatchWork,
     combine_layers,

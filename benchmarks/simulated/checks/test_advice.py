@@ -1,0 +1,61 @@
+"""`hf-distca advise` beside the simulator, which counts more: memory traffic between products,
+weights and their exchange, copies.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from hf_distca.advise.document_lengths import find_distribution
+from hf_distca.advise.ways import estimate_ways
+from hf_distca.cli.advise import Scale
+from simulator.hardware import find_hardware
+from simulator.model_shape import find_model
+from simulator.predict import simulate
+from simulator.setting import Setting
+
+SAME = {
+    "as it is": "plain",
+    "samples balanced over ranks": "lpt",
+    "hf-distca, as given": "given",
+    "hf-distca, dealt": "dealt",
+}
+
+
+@pytest.mark.parametrize(
+    ("model", "hardware", "ranks", "tokens", "lengths", "longest", "checkpointing"),
+    [
+        ("llama-3-8b", "h100", 64, 65536, "prolong", 131072, True),
+        ("llama-3-8b", "h100", 8, 16384, "pretrain", 32768, False),
+        ("qwen3-32b", "b200", 32, 32768, "prolong", 131072, True),
+        ("llama-3.2-1b", "a100", 8, 8192, "lognormal:1000:1", 8192, True),
+        ("llama-3-70b", "h200", 256, 32768, "pretrain", 262144, True),
+        ("qwen3-8b", "h100", 8, 32768, "equal:2048", 65536, True),
+    ],
+)
+def test_steps_and_gains_are_about_those_of_the_simulator(
+    model: str,
+    hardware: str,
+    ranks: int,
+    tokens: int,
+    lengths: str,
+    longest: int,
+    checkpointing: bool,
+) -> None:
+    documents = find_distribution(lengths, longest)
+    setting = Setting(
+        find_model(model),
+        find_hardware(hardware),
+        ranks,
+        tokens,
+        checkpointing="full" if checkpointing else "none",
+    )
+    steps = simulate(setting, documents, SAME.values(), batches=3)
+    predicted = {step.strategy: step.step_seconds for step in steps}
+    run = Scale(lengths, ranks, tokens, model, hardware, checkpointing=checkpointing).make_run()
+    ways = estimate_ways(run, documents.draw_batches(ranks * tokens, 3))
+    estimated = {way.title: way.seconds for way in ways}
+    for title, name in SAME.items():
+        assert 0.88 < estimated[title] / predicted[name] < 1.01, title
+        gain = estimated["as it is"] / estimated[title]
+        assert gain == pytest.approx(predicted["plain"] / predicted[name], rel=0.03), title

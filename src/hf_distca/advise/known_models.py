@@ -1,0 +1,48 @@
+"""`Model`: what an estimate needs of a model, and a few known ones."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hf_distca.schedule.cost import AttentionShape
+
+_BF16_BYTES = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A model in bfloat16.
+
+    Attributes:
+        name: its name, or the file that describes it.
+        layers: heads and widths, sliding window (None without), and number of each kind of layers
+            that compute core attention; those without a window first.
+        met_weights: number of weights of matrices that a token meets, the output layer's included.
+    """
+
+    name: str
+    layers: tuple[tuple[AttentionShape, int | None, int], ...]
+    met_weights: float
+
+
+# Layers, query heads, key/value heads, width of a head, and billions of weights that a token meets.
+# Sizes are those of the published config.json files. Llama-34B is table 2 of arXiv 2510.18121, with
+# the feed-forward width and the vocabulary of CodeLlama-34B.
+_SIZES = {
+    "llama-3.2-1b": (16, 32, 8, 64, 1.236),
+    "llama-3.2-3b": (28, 24, 8, 128, 3.213),
+    "llama-3-8b": (32, 32, 8, 128, 7.505),
+    "llama-34b": (48, 64, 16, 128, 34.29),
+    "llama-3-70b": (80, 64, 8, 128, 69.50),
+    "mistral-7b": (32, 32, 8, 128, 7.114),
+    "qwen3-8b": (36, 32, 8, 128, 7.568),
+    "qwen3-32b": (64, 64, 8, 128, 31.98),
+}
+KNOWN_MODELS = {
+    name: Model(
+        name,
+        ((AttentionShape(heads, key_heads, width, width, _BF16_BYTES), None, layers),),
+        billions * 1e9,
+    )
+    for name, (layers, heads, key_heads, width, billions) in _SIZES.items()
+}

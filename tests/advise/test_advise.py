@@ -1,0 +1,229 @@
+"""What a step takes in each way, and what is advised by it."""
+
+from __future__ import annotations
+
+import itertools
+import subprocess
+import sys
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from hf_distca.advise.advice import advise
+from hf_distca.advise.document_lengths import find_distribution, from_list
+from hf_distca.advise.known_models import KNOWN_MODELS
+from hf_distca.advise.ways import Run, Way, estimate_ways
+from hf_distca.config import DistCAConfig
+from hf_distca.errors import ConfigError, LayoutError
+from hf_distca.schedule.balance import balance
+from hf_distca.schedule.cost import CostModel
+from hf_distca.schedule.deal import deal
+from hf_distca.schedule.load import PlanLoad
+from hf_distca.schedule.ranks import Ranks
+
+TITLES = ["as it is", "samples balanced over ranks", "hf-distca, as given", "hf-distca, dealt"]
+RATE = 1e14
+
+
+def make_run(ranks: int = 8, tokens: int = 8192, **changes: bool | int) -> Run:
+    model = KNOWN_MODELS["llama-3-8b"]
+    ((shape, _, layers),) = model.layers
+    cost = CostModel.make_analytic(shape)
+    run = Run(model, ((cost, layers),), RATE, ranks, tokens, per_node=8, checkpointing=False)
+    return replace(run, **changes)  # type: ignore[arg-type]
+
+
+def estimate(run: Run, lengths: list[int]) -> dict[str, Way]:
+    ways = estimate_ways(run, [np.array(lengths)])
+    return {way.title: way for way in ways}
+
+
+LONG = [32768, *[1024] * 32]
+
+
+def test_the_ways_of_one_long_document() -> None:
+    """Seconds by hand, and hf-distca's by the scheduler."""
+    run = make_run()
+    ways = estimate(run, LONG)
+    cost, layers = run.costs[0]
+    products = 6 * run.model.met_weights * 8192 / RATE
+
+    def attention(length: int, count: int = 1) -> float:
+        return layers * count * float(cost.estimate_seconds(length, length)[0])
+
+    as_it_is, balanced = ways["as it is"], ways["samples balanced over ranks"]
+    # The long one fills four rows, of which each is a document of its own.
+    assert as_it_is.seconds == pytest.approx(products + attention(8192))
+    assert as_it_is.attention == pytest.approx(
+        attention(8192) / (attention(8192, 4) + attention(1024, 32)) * 8
+    )
+    assert as_it_is.kept == pytest.approx(
+        (4 * 8192**2 + 32 * 1024**2) / (32768**2 + 32 * 1024**2), rel=1e-3
+    )
+    assert balanced.most_tokens == 32768
+    assert balanced.seconds == pytest.approx(4 * products + attention(32768))
+    for title, layout in (
+        ("hf-distca, dealt", deal(LONG, 8, 8192, cost, ranks_per_node=8)),
+        ("hf-distca, as given", None),
+    ):
+        way = ways[title]
+        assert way.most_tokens == 8192
+        if layout is not None:
+            load = PlanLoad(
+                balance(layout, cost, DistCAConfig(), Ranks(per_node=8)),
+                cost,
+                ranks=Ranks(per_node=8),
+            )
+            assert way.seconds == pytest.approx(products + layers * load.slowest_seconds)
+            assert way.keeps_documents
+    assert ways["hf-distca, as given"].kept == pytest.approx(as_it_is.kept)
+    assert ways["hf-distca, as given"].seconds < as_it_is.seconds < balanced.seconds
+
+
+def test_context_parallelism_is_the_faster_of_its_two_kinds() -> None:
+    ways = estimate(make_run(), LONG)
+    (title,) = ways.keys() - {*TITLES}
+    assert title.startswith("context parallel")
+    assert ways[title].keeps_documents
+    slow = make_run()
+    ((cost, layers),) = slow.costs
+    slow = replace(slow, costs=((replace(cost, node_bytes_per_second=1e9), layers),))
+    (slower,) = (way for name, way in estimate(slow, LONG).items() if name not in TITLES)
+    assert slower.seconds > 1.5 * ways[title].seconds
+    assert list(estimate(make_run(1, 65536), LONG)) == TITLES, "one rank shares with nobody"
+
+
+def test_checkpointing_repeats_attention_but_under_hf_distca() -> None:
+    once, twice = (
+        estimate(make_run(checkpointing=checkpointing), LONG) for checkpointing in (False, True)
+    )
+    products = 2 * make_run().model.met_weights * 8192 / RATE
+    for title in ("hf-distca, as given", "hf-distca, dealt"):
+        assert twice[title].seconds == pytest.approx(once[title].seconds + products)
+    assert twice["as it is"].seconds > once["as it is"].seconds + 1.02 * products
+
+
+def test_ranks_beyond_a_group_share_in_groups() -> None:
+    """The busiest of two groups counts, and each has its own documents."""
+    one = estimate(make_run(512, 1024), [2048, *[1024] * 510])
+    two = estimate(make_run(1024, 1024), [*[1024] * 512, 2048, *[1024] * 510])
+    for title in ("hf-distca, as given", "hf-distca, dealt"):
+        assert two[title].seconds == pytest.approx(one[title].seconds)
+
+
+def test_layers_with_a_window_count_as_what_they_are() -> None:
+    run = make_run()
+    ((cost, layers),) = run.costs
+    mixed = replace(run, costs=((cost, layers // 2), (replace(cost, window=1024), layers // 2)))
+    for title, way in estimate(mixed, LONG).items():
+        if title in TITLES:
+            assert way.seconds < estimate(run, LONG)[title].seconds
+
+
+def test_long_documents_are_advised_to_be_dealt() -> None:
+    run = make_run(32, checkpointing=True)
+    lengths = next(find_distribution("prolong", 65536).draw_batches(32 * 8192, 1)).tolist()
+    found = advise(run, list(estimate(run, lengths).values()))
+    assert found.worthwhile
+    assert found.ours == "hf-distca, dealt"
+    assert "Ends of rows cut documents" in found.text
+    assert found.settings[1:] == (
+        "hf_distca.deal(trainer, tokens_per_rank=8192)",
+        "# or: hf-distca run --attn-implementation distca --tokens-per-rank 8192 accelerate launch"
+        " train.py",
+    )
+
+
+def test_equal_documents_are_advised_to_stay_as_they_are() -> None:
+    run = make_run()
+    found = advise(run, list(estimate(run, [1024] * 64).values()))
+    assert not found.worthwhile
+    assert not found.settings
+    assert found.text.endswith("hf-distca gains nothing over as it is.")
+
+
+@pytest.mark.parametrize(
+    ("other", "gain", "said"),
+    [
+        ("samples balanced over ranks", 1.0, 'train_sampling_strategy="batch_rebalance")'),
+        ("context parallel: Ulysses over 8 ranks", 1.01, "ParallelismConfig(sp_size=...)"),
+        ("context parallel: ring over 8 ranks", 0.8, "no library for Hugging Face has"),
+        ("as it is", 1.04, "An estimate cannot tell"),
+        ("as it is", 1.2, "1.20 times as long"),
+    ],
+)
+def test_a_gain_is_called_what_it_is(other: str, gain: float, said: str) -> None:
+    def make_way(title: str, seconds: float) -> Way:
+        return Way(title, 1.0, seconds, 0.0, 1.0, 8192)
+
+    ways = [make_way("as it is", 2.0)] * (other != "as it is")
+    ways += [make_way(other, gain), make_way(TITLES[2], 1.0), make_way(TITLES[3], 1.1)]
+    found = advise(make_run(), ways)
+    assert said in found.text
+    assert found.worthwhile == (gain >= 1.06)
+    assert bool(found.settings) == (gain >= 1.02)
+    assert not any("deal" in line for line in found.settings), "as given is faster"
+
+
+@pytest.mark.parametrize("text", ["pretrain", "prolong", "equal:1000", "lognormal:2000:1.5"])
+def test_batches_have_their_exact_tokens_and_repeat(text: str) -> None:
+    documents = find_distribution(text, 65536)
+    first, again, other = (
+        [n.tolist() for n in replace(documents, seed=seed).draw_batches(300_000, 3)]
+        for seed in (1, 1, 2)
+    )
+    assert first == again
+    assert first != other or text == "equal:1000"
+    assert [sum(n) for n in first] == [300_000] * 3
+    assert max(itertools.chain(*first)) <= 65536
+    assert min(itertools.chain(*first)) >= 1
+
+
+def test_long_documents_hold_the_promised_share_of_tokens() -> None:
+    for name, share, boundary in (("pretrain", 0.5, 8192), ("prolong", 0.6, 16384)):
+        lengths = next(find_distribution(name, 65536).draw_batches(50_000_000, 1))
+        assert lengths[lengths > boundary].sum() / lengths.sum() == pytest.approx(share, abs=0.08)
+
+
+def test_a_list_is_gone_through_and_begins_anew() -> None:
+    batch = next(from_list([3, 5], "two").draw_batches(80, 1))
+    assert np.bincount(batch[:20])[[3, 5]].tolist() == [10, 10]
+    assert max(next(from_list([3, 500], "two", 10).draw_batches(80, 1))) == 10
+
+
+@pytest.mark.parametrize(
+    ("lengths", "message"),
+    [
+        ([], "no document lengths"),
+        ([5, -1], "document 1 has length -1"),
+        ([1.5], "whole numbers"),
+        ([2**40], "the limit is"),
+        ([5000], "5000 tokens is longer than a global batch of 4096"),
+    ],
+)
+def test_lists_that_make_no_batch(lengths: list[int], message: str) -> None:
+    with pytest.raises(LayoutError, match=message):
+        next(from_list(lengths, "list").draw_batches(4096, 1))
+
+
+@pytest.mark.parametrize(
+    "text", ["normal", "equal", "equal:0", "equal:nan", "lognormal:1", "lognormal:1:99"]
+)
+def test_distributions_that_are_none(text: str) -> None:
+    with pytest.raises(ConfigError, match="neither a file nor one of pretrain, prolong"):
+        find_distribution(text, 65536)
+
+
+def test_no_torch_and_no_transformers() -> None:
+    code = (
+        "import sys\n"
+        "from hf_distca.cli import app\n"
+        "try:\n"
+        "    app(['advise', '--lengths', 'equal:64', '--ranks', '2', '--tokens-per-rank',"
+        " '1024', '--batches', '1'])\n"
+        "except SystemExit as end:\n"
+        "    assert not end.code, end.code\n"
+        "sys.exit(any(name in sys.modules for name in ('torch', 'transformers', 'accelerate')))"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60, capture_output=True)

@@ -1,0 +1,292 @@
+"""``hf-distca simulate`` as a user runs it, and what it says to wrong input."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+from typer.testing import CliRunner, Result
+
+from hf_distca.cli import app
+from hf_distca.cli.lengths import open_documents
+from pages import words_of
+
+SMALL = ("--ranks", 8, "--tokens-per-rank", 8192, "--batches", 1)
+
+
+def run(*arguments: str | Path | float) -> Result:
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def lengths(path: Path, content: object) -> Path:
+    file = path / "lengths.json"
+    file.write_text(content if isinstance(content, str) else json.dumps(content))
+    return file
+
+
+def test_a_table_and_what_to_paste(tmp_path: Path) -> None:
+    words = np.random.default_rng(0).lognormal(7.5, 1.5, 400).astype(int).clip(1, 65536)
+    arguments = ("--lengths", lengths(tmp_path, words.tolist()), *SMALL, "--ranks", 32)
+    result = run("advise", *arguments)
+    assert result.exit_code == 0, result.output
+    for text in (
+        "As it is, the slowest rank has",
+        "llama-3-8b on 32 h100, 8192 tokens a rank",
+        "samples balanced over ranks",
+        "context parallel",
+        "hf-distca, as given",
+        "hf-distca, dealt",
+        "per_device_train_batch_size x max_length",
+        'attn_implementation="distca"',
+        "\n  hf_distca.deal(trainer, tokens_per_rank=8192)\n",
+        "--tokens-per-rank 8192 accelerate launch train.py",
+    ):
+        assert text in result.stdout
+    found = json.loads(run("advise", *arguments, "--json").stdout)
+    assert found["advice"]["worthwhile"]
+    assert found["lengths"].startswith("400 lengths, ")
+    assert len(found["ways"]) == 5
+    assert {"title", "seconds", "attention", "kept"} <= found["ways"][0].keys()
+
+
+def test_options_change_what_they_say() -> None:
+    def seconds(*options: object) -> dict[str, float]:
+        result = run("advise", "--lengths", "prolong", *SMALL, "--json", *map(str, options))
+        assert result.exit_code == 0, result.output
+        return {way["title"]: way["seconds"] for way in json.loads(result.stdout)["ways"]}
+
+    usual = seconds("--max-length", 65536)
+    for options, faster in (
+        (("--hardware", "b200"), True),
+        (("--kernel", "flash_attn_3"), True),
+        (("--no-checkpointing",), True),
+        (("--model", "llama-34b"), False),
+        (("--ranks-per-node", 1, "--link-gigabytes", 0.5), False),
+    ):
+        changed = seconds("--max-length", 65536, *options)
+        title = "hf-distca, dealt"
+        assert (changed[title] < usual[title]) == faster, options
+
+
+def test_the_simulator_is_named_by_its_old_command() -> None:
+    """Whatever options it had."""
+    for options in ((), ("--lengths", "prolong", "--ranks", 64, "--tp", 8, "--no-assumptions")):
+        one_line(run("simulate", *options), "python benchmarks/simulated/simulate.py")
+
+
+def test_a_column_of_a_table_and_standard_input(tmp_path: Path) -> None:
+    pa = pytest.importorskip("pyarrow")
+    pq = pytest.importorskip("pyarrow.parquet")
+    table = pa.table(
+        {"input_ids": [[1] * 1000, [2] * 3000], "tokens": [500, 700], "text": ["a", "b"]}
+    )
+    pq.write_table(table, tmp_path / "data.parquet")
+    for column, name in (("input_ids", "mean 2000"), ("tokens", "mean 600")):
+        data = str(tmp_path / "data.parquet")
+        result = run("advise", "--lengths", data, "--column", column, *SMALL, "--json")
+        assert result.exit_code == 0, result.output
+        assert name in json.loads(result.stdout)["lengths"]
+    with pa.ipc.new_stream(str(tmp_path / "data.arrow"), table.schema) as writer:
+        writer.write_table(table)
+    (tmp_path / "data.parquet").unlink()
+    assert run("advise", "--lengths", tmp_path, *SMALL).exit_code == 0
+    one_line(run("advise", "--lengths", tmp_path, "--column", "text", *SMALL), "holds string")
+    one_line(
+        run("advise", "--lengths", tmp_path, "--column", "ids", *SMALL),
+        "no column 'ids', only 'input_ids'",
+    )
+    (tmp_path / "data.arrow").write_bytes(b"no table")
+    one_line(run("advise", "--lengths", tmp_path, *SMALL), "cannot be read as a table")
+    (tmp_path / "empty").mkdir()
+    one_line(run("advise", "--lengths", tmp_path / "empty", *SMALL), "no .parquet or .arrow files")
+    given = CliRunner().invoke(
+        app, ["advise", "--lengths", "-", *map(str, SMALL)], input="[3000, 4000]"
+    )
+    assert given.exit_code == 0, given.output
+
+
+def test_a_model_is_counted_by_its_config(tmp_path: Path) -> None:
+    """A hybrid model, with a number that JSON does not have, takes less than one of the same sizes
+    with attention in every layer.
+    """
+    transformers = pytest.importorskip("transformers")
+    sizes = {
+        "hidden_size": 4096,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+    }
+    kinds = {"bamba": {"attn_layer_indices": [9, 18, 27]}, "llama": {}}
+    seconds = []
+    for kind, changes in kinds.items():
+        transformers.AutoConfig.for_model(kind, **sizes, **changes).save_pretrained(tmp_path / kind)
+        result = run(
+            *("advise", "--lengths", lengths(tmp_path, [65536]), *SMALL, "--json"),
+            *("--model", tmp_path / kind),
+        )
+        assert result.exit_code == 0, result.output
+        seconds.append(json.loads(result.stdout)["ways"][-1]["seconds"])
+    assert seconds[0] < 0.8 * seconds[1]
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "config.json").write_text('{"model_type": "t5"}')
+    one_line(
+        run("advise", "--lengths", "equal:64", "--ranks", 2, "--model", tmp_path / "other"),
+        "does not support t5 models",
+    )
+
+
+def test_rows_in_lines(tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    for rows, column, mean in (
+        (
+            [{"input_ids": [1] * 300, "text": "a"}, {"input_ids": []}, {"input_ids": [2] * 500}],
+            "input_ids",
+            400,
+        ),
+        ([{"length": 10}, {"length": 30}], "input_ids", 20),
+        ([{"tokens": 5, "input_ids": [1]}], "tokens", 5),
+    ):
+        file.write_text("\n".join(map(json.dumps, rows)) + "\n\n")
+        assert open_documents(str(file), column, None).source.split(", ")[1] == f"mean {mean}"
+    for text, message in (
+        ('{"text": "a"}\n{"text": "b"}', "has no column 'input_ids', only 'text': name one with"),
+        ('{"input_ids": [1]}\n[1]', "cannot be read as a table: JSON parse error: "),
+        ('{"input_ids": [1]}\n{"input_ids": "a b"}', "in row 1"),
+        ('{"input_ids": "a b"}', "holds string: it must hold lists of tokens, or their numbers"),
+        ("{}\n", "has no column 'input_ids', only : "),
+        ("{", "cannot be read as a table"),
+        ("", "cannot be read as a table: Empty JSON file"),
+    ):
+        file.write_text(text)
+        one_line(run("advise", "--lengths", file, *SMALL), message)
+    one_line(run("advise", "--lengths", tmp_path / "none.jsonl", *SMALL), "No such file")
+    file.rename(tmp_path / "rows.json").write_text('{"text": "a"}\n{"text": "b"}')
+    one_line(
+        run("advise", "--lengths", tmp_path / "rows.json", *SMALL),
+        "Rows, one a line, are read by advise, from a .jsonl",
+    )
+
+
+def test_texts_are_counted_by_their_tokenizer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In lines and in a saved data set, each of another word; the command of the page."""
+    datasets = pytest.importorskip("datasets")
+    words = Tokenizer(models.WordLevel({"a": 0, "[UNK]": 1}, unk_token="[UNK]"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    folder = str(tmp_path / "model")
+    PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(folder)
+    texts = ["a " * count for count in (10, 20, 30, 40)]
+    file = tmp_path / "documents.jsonl"
+    file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    datasets.Dataset.from_dict({"story": texts}).save_to_disk(tmp_path / "saved")
+    for path, column in ((file, "input_ids"), (tmp_path / "saved", "story")):
+        source = open_documents(str(path), column, None, folder).source
+        assert source.startswith("4 lengths, mean 25, longest 40")
+    monkeypatch.chdir(tmp_path)
+    command = words_of("hf-distca advise --lengths documents.jsonl --tokenizer model --ranks 8")
+    result = run(*command[1:], "--tokens-per-rank", 50, "--batches", 1)
+    assert result.exit_code == 0, result.output
+    assert "documents.jsonl, 1 batch" in result.stdout
+    (tmp_path / "none").mkdir()
+    one_line(run(*command[1:4], "--tokenizer", "none", "--ranks", 8), "--tokenizer none: ")
+
+
+def test_of_a_saved_data_set_only_its_own_files_count(tmp_path: Path) -> None:
+    """Beside them `map` leaves what it cached."""
+    datasets = pytest.importorskip("datasets")
+    saved = tmp_path / "saved"
+    datasets.Dataset.from_dict(
+        {"input_ids": [[1] * 10, [1] * 20, [1] * 30, [1] * 40]}
+    ).save_to_disk(saved, num_shards=2)
+    loaded = datasets.load_from_disk(saved)
+    loaded.map(lambda row: {"input_ids": row["input_ids"] * 100}, load_from_cache_file=False)
+    assert list(saved.glob("cache-*.arrow"))
+    assert open_documents(str(saved), "input_ids", None).source.startswith(
+        "4 lengths, mean 25, longest 40"
+    )
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("[", "is not JSON"),
+        ("\x00", "is not JSON"),
+        ("[" * 100_000, "nested too deeply"),
+        (f"[{'9' * 5000}]", "holds a number of thousands of digits"),
+        ({"lengths": [1]}, "must hold a list of document lengths, it holds dict"),
+        ([1.5], "1.5 must be an integer"),
+        ("[NaN]", "nan must be an integer"),
+        ([True], "True must be an integer"),
+        ([10**30], "is too large"),
+        ([2**40], "the limit is 2**32"),
+        ([500, 0], "document 1 has length 0"),
+        ([-5], "document 0 has length -5"),
+        ([], "holds no document lengths"),
+        ([100_000], "longer than a global batch of 65536"),
+    ],
+)
+def test_bad_lengths(tmp_path: Path, content: object, message: str) -> None:
+    one_line(run("advise", "--lengths", lengths(tmp_path, content), *SMALL), message)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--ranks", 0), "Invalid value for '--ranks'"),
+        (("--ranks", 10**12), "Invalid value for '--ranks'"),
+        (("--ranks", "many"), "Invalid value for '--ranks'"),
+        (("--tokens-per-rank", 0), "Invalid value for '--tokens-per-rank'"),
+        (("--batches", 0), "Invalid value for '--batches'"),
+        (("--max-length", 0), "Invalid value for '--max-length'"),
+        (("--ranks-per-node", 0), "Invalid value for '--ranks-per-node'"),
+        (("--model", "gpt-9"), "neither a config.json nor one of llama-3.2-1b"),
+        (("--hardware", "abacus"), "is not one of 'a100', 'h100'"),
+        (("--kernel", "flash_attn_9"), "kernel 'flash_attn_9' has no published timings on h100"),
+        (("--link-gigabytes", "nan"), "--link-gigabytes nan: a rate is a number from 1e-9 to 1e9"),
+        (("--link-gigabytes", 0), "--link-gigabytes 0"),
+        (("--lengths", "none.json"), "none.json: No such file"),
+        (("--lengths", "none.parquet"), "none.parquet: No such file"),
+        (("--lengths", ""), "lengths '' are neither a file"),
+        (("--lengths", "zipf"), "lengths 'zipf' are neither a file nor one of pretrain, prolong"),
+        (("--lengths", "equal:nan"), "lengths 'equal:nan'"),
+        (
+            ("--lengths", "equal:1", "--ranks", 65536, "--tokens-per-rank", 2**28),
+            "would hold over 33554432 of these documents",
+        ),
+        (("--hope", 1), "No such option: --hope"),
+    ],
+)
+def test_bad_options(options: tuple[str | int, ...], message: str) -> None:
+    one_line(run("advise", "--lengths", "equal:1024", *SMALL, *options), message)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_advice_for_few_ranks(tmp_path: Path, ranks: int) -> None:
+    """Of one rank every way of the loader is the same step; of few, one long document decides."""
+    file = lengths(tmp_path, [900, 400, 20, 30, 50, 600])
+    result = run(
+        "advise",
+        "--lengths",
+        file,
+        "--ranks",
+        ranks,
+        "--tokens-per-rank",
+        1000,
+        "--batches",
+        1,
+        "--json",
+    )
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["ways"][-1]["seconds"] > 0
+
+
+def one_line(result: Result, message: str) -> None:
+    assert result.exit_code == 2, result.output
+    assert message in result.stderr
+    assert result.stderr.count("\n") == 1
+    assert "Traceback" not in result.output
