@@ -134,7 +134,7 @@ def main() -> None:
             ends = end_times(tasks, world)
             print(f"{name}: ranks end at {ends}, slowest / mean {max(ends) / mean:.2f}")
         for home, row, a, b, server in [t for t in plan if t.server != t.home]:
-            print(f"rank {home} -> rank {server}: q[{a}:{b}], k, v[:{b}] (document at row {row})")
+            print(f"rank {server} serves rank {home}: q[{a}:{b}], k, v[:{b}] (document at {row})")
     torch.manual_seed(rank)
     q, k, v = torch.randn(3, 1024, 4, 16, dtype=torch.float64).requires_grad_().unbind()
     mask = torch.block_diag(*[torch.ones(n, n) for n in DOCUMENTS[rank % 4]]).tril().bool()
