@@ -1,5 +1,5 @@
-"""Commands in forks: the processes that `python SCRIPT` or `accelerate launch SCRIPT` would start,
-without the imports.
+"""Commands in forks: the processes that `python SCRIPT`, `torchrun SCRIPT` or `accelerate launch
+SCRIPT` would start, without the imports.
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ def run(command: Sequence[str], folder: Path, *, timeout: float = 180.0) -> str:
     match command:
         case ["python", *script]:
             return _run(script, [{}], folder, timeout)
+        case ["torchrun", "--nproc_per_node", size, *script]:
+            return _run(script, _ranks(int(size), _find_free_port()), folder, timeout)
         case ["accelerate", "launch", *options]:
             return _run(*_launched(options), folder, timeout)
         case ["hf-distca" | "pytest" as name, *arguments]:
@@ -47,22 +49,30 @@ def _launched(options: list[str]) -> tuple[list[str], list[dict[str, str]]]:
     from accelerate.commands.launch import _validate_launch_command, launch_command_parser
     from accelerate.utils.launch import prepare_multi_gpu_env
 
-    with socket() as free:
-        free.bind(("localhost", 0))
-        port = str(free.getsockname()[1])
+    port = _find_free_port()
     arguments, *_ = _validate_launch_command(
         launch_command_parser().parse_args(["--main_process_port", port, *options])
     )
     if not arguments.multi_gpu:
         raise ValueError(f"accelerate would start one process: {options}")
-    size = str(arguments.num_processes)
-    shared = prepare_multi_gpu_env(arguments) | {"MASTER_ADDR": "localhost", "MASTER_PORT": port}
-    shared |= {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
-    ranks = [shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(int(size))]
+    shared = prepare_multi_gpu_env(arguments)
     return ["-m"] * bool(arguments.module) + [
         arguments.training_script,
         *arguments.training_script_args,
-    ], ranks
+    ], [shared | rank for rank in _ranks(arguments.num_processes, port)]
+
+
+def _find_free_port() -> str:
+    with socket() as free:
+        free.bind(("localhost", 0))
+        return str(free.getsockname()[1])
+
+
+def _ranks(size: int, port: str) -> list[dict[str, str]]:
+    """The environment that torchrun gives to each rank."""
+    shared = {"MASTER_ADDR": "localhost", "MASTER_PORT": port}
+    shared |= {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
+    return [shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(size)]
 
 
 def _run(
