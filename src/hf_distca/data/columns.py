@@ -70,7 +70,8 @@ def check_head(model: object) -> None:
     Raises:
         UnsupportedError: names the class that says so, and a remedy.
     """
-    name = find_other_head(type(model))
+    model_class: Any = type(model)  # mypy takes a class for what it makes
+    name = find_other_head(model_class)
     if name is not None:
         raise UnsupportedError(
             f"{name} learns labels of rows or of tokens, and documents are dealt and packed with "
@@ -81,7 +82,7 @@ def check_head(model: object) -> None:
 
 
 @cache
-def find_other_head(model_class: type) -> str | None:
+def find_other_head(model_class: Any) -> str | None:
     """Find the class of a model that says that its labels are not those of the next token; None if
     none does.
     """

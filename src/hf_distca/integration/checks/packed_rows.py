@@ -7,7 +7,7 @@ Adapters that begin at a mark, as PEFT's aLoRA does, look for the last one of a 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hf_distca.agreement.documents import PackedDocuments
 from hf_distca.data.columns import check_head, find_other_head
@@ -27,7 +27,8 @@ def check_packed_row(call: MaskCall, part: PreTrainedModel, packed: PackedDocume
         UnsupportedError: names what acts once a row, and a remedy.
     """
     model = call.outermost_model
-    if find_other_head(type(model)) and call.find_argument("labels") is not None:
+    model_class: Any = type(model)
+    if find_other_head(model_class) and call.find_argument("labels") is not None:
         check_head(model)
     if packed.dealt_share is None and len(packed.lengths) == 1:
         return
@@ -52,7 +53,7 @@ def check_packed_row(call: MaskCall, part: PreTrainedModel, packed: PackedDocume
 def _find_noise(model: PreTrainedModel) -> float | None:
     """Find the noise that NEFTune adds to the embeddings of a model; None if there is none."""
     try:
-        embedding: object = model.get_input_embeddings()  # type: ignore[no-untyped-call]
+        embedding: object = model.get_input_embeddings()
     except NotImplementedError:
         return None
     return getattr(embedding, "neftune_noise_alpha", None)

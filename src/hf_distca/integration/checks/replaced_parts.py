@@ -110,7 +110,7 @@ def warn_of_row_order(trainer: Trainer) -> None:
         )
 
 
-def warn_of_carried_states(model: torch.nn.Module) -> None:
+def warn_of_carried_states(model: torch.nn.Module | None) -> None:
     """Warn of recurrent layers under other attention than distca: they carry states on from
     document to document of a row, so such a run is none to compare with.
     """
