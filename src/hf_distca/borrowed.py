@@ -114,9 +114,8 @@ def has_no_values() -> bool:
     return is_in_transform() or any(isinstance(mode, FakeTensorMode) for mode in dispatch_modes())
 
 
-def is_in_transform() -> bool:
-    """Return whether this runs in a transform of torch.func, as grad and vmap."""
-    return torch._C._are_functorch_transforms_active()
+# Whether this runs in a transform of torch.func, as grad and vmap.
+is_in_transform = torch._C._are_functorch_transforms_active
 
 
 def is_in_backward() -> bool:

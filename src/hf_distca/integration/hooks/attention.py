@@ -186,7 +186,7 @@ def _make_scores(
     window: int | None,
     softcap: float | None,
 ) -> Scores:
-    if isinstance(softcap, torch.Tensor):
+    if softcap is not None and isinstance(softcap, torch.Tensor):
         raise UnsupportedError(
             f"{type(module).__name__} passes a tensor as softcap, which would get no gradient: give"
             ' a number, or use attn_implementation="eager".'

@@ -16,11 +16,13 @@ from transformers.masking_utils import (
 )
 
 from hf_distca.agreement.documents import PackedDocuments
-from hf_distca.borrowed import has_no_values, is_in_transform
+from hf_distca.borrowed import has_dispatch_modes, has_no_values, is_in_transform
 from hf_distca.errors import UnsupportedError
 from hf_distca.integration.callers import MaskCall
 from hf_distca.integration.families import warn_of_packing
 from hf_distca.integration.handle import CachedMask, DenseMask
+
+_META = torch.device("meta")
 
 
 def choose_dense_mask(
@@ -35,7 +37,7 @@ def choose_dense_mask(
         UnsupportedError: in a transform of torch.func with a document that is cut.
     """
     length, offset = sizes["q_length"], sizes.get("q_offset", 0)
-    arguments = {**sizes, **options, "allow_is_causal_skip": False}
+    arguments = sizes | options | {"allow_is_causal_skip": False}
     if (
         sizes.get("kv_offset")
         or sizes["kv_length"] != length
@@ -46,7 +48,8 @@ def choose_dense_mask(
         # generating.
         dense = sdpa_mask(mask_function=mask_function, **arguments)
         return torch.Tensor.as_subclass(dense, CachedMask)  # type: ignore[arg-type]  # never None without skips
-    if torch.device(sizes.get("device", "cpu")).type != "meta" and not has_no_values():
+    is_usual = not is_in_transform() and not has_dispatch_modes()  # calls no Python
+    if sizes.get("device") != _META and (is_usual or not has_no_values()):
         return None
     if is_in_transform():
         mask_function = _keep_documents_apart(mask_function, options["config"])

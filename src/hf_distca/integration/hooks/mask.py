@@ -93,7 +93,7 @@ def distca_mask(
     )
     check_not_replaced(config)
     functions = _list_mask_functions(mask_function)
-    parts = {name for name, _ in functions}
+    parts = dict(functions).keys()
     foreign = sorted(parts - CAUSAL_MASK_PARTS - {_EMPTY_OVERLAY})
     # Overlays that the model adds to its masks are computed by vmap. Gemma 4 adds blocks and, where
     # it does, the window, too.
