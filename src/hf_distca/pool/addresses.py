@@ -9,7 +9,7 @@ import os
 from hf_distca.errors import ConfigError
 
 
-def parse_address(text: str) -> tuple[str, int]:
+def parse_address(text: object) -> tuple[str, int]:
     """Split ``HOST:PORT`` into host and port.
 
     Raises:

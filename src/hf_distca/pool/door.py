@@ -42,7 +42,8 @@ def accept(
     while accepted is None:
         if (left := deadline - time.monotonic()) <= 0:
             return None
-        ready = wait([listening, *asking], min(left, _LOOK_SECONDS))
+        sources: list[Any] = [listening, *asking]
+        ready: list[Any] = wait(sources, min(left, _LOOK_SECONDS))
         if listening in ready:
             with suppress(TimeoutError):
                 words = JsonLineConnection(listening.accept()[0], _HANDSHAKE_SECONDS)

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
 
 from hf_distca.borrowed import (
     PrefixStore,
@@ -304,7 +305,7 @@ def _make_store_alone(timeout: timedelta, *, launched: bool) -> Store:
     """
     if launched:
         store: Store
-        store, *_ = next(iter(dist.rendezvous("env://", timeout=timeout)))
+        store, *_ = next(iter(rendezvous("env://", timeout=timeout)))
         return store
     return TCPStore("0.0.0.0", 0, None, True, timeout, wait_for_workers=False)
 
