@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 import forks
-from hf_distca.runtime import monitor
+from hf_distca.runtime import listener
 from hf_distca.runtime.group import AttentionGroup
 from hf_distca.runtime.rendezvous import Rendezvous
 from ranks import join_world
@@ -43,7 +43,7 @@ def ends_with_a_late_thread(rank: int, folder: Path) -> None:
     ends aborts the process.
     """
     # The end of a fork takes a moment by itself.
-    patch.object(monitor, "_LATE_SECONDS", 1.0).start()
+    patch.object(listener, "LATE_SECONDS", 1.0).start()
     join_world(rank, 2, folder / "store")
     last = threading.Event()
 
