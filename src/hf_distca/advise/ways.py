@@ -100,12 +100,9 @@ def estimate_ways(run: Run, batches: Iterable[IntArray]) -> list[Way]:
         for way in _estimate_batch(run, lengths):
             steps.setdefault(way.title, []).append(way)
     ways = [
-        Way(
-            title,
-            *np.mean([way[1:-1] for way in of_way], axis=0).tolist(),
-            max(w[-1] for w in of_way),
-        )
+        Way._make([title, *np.mean([way[1:-1] for way in of_way], axis=0).tolist(), most])
         for title, of_way in steps.items()
+        for most in [max(way.most_tokens for way in of_way)]
     ]
     split = [way for way in ways if way.title.startswith("context parallel")]
     best = min(split, key=lambda way: (-min(way.kept, _WHOLE), way.seconds), default=None)
