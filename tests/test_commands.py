@@ -101,9 +101,6 @@ SMALL = {
         f"--before {ROOT} --json out.json"
     ),
     "python benchmarks/simulated/magi_setting.py": "--rows 1 --json out.json",
-    "python benchmarks/simulated/simulator_picture.py simulated.png": (
-        "--contexts 64 --ranks 8 --middle 8 --batches 1"
-    ),
     "python benchmarks/steps/pipeline.py": (
         "--tokens 64 --micro-batches 2 --layers 2 --heads 2 --rounds 1 --json out.json"
     ),
@@ -152,7 +149,6 @@ IN_TURN = {
     "python benchmarks/steps/dealt_step_time.py --hybrid --layers 4 --tokens 4096",
     "python benchmarks/steps/loss_curve.py",
     "python benchmarks/simulated/paper_table.py",
-    "python benchmarks/simulated/simulator_picture.py simulated.png",
 }
 # One starts as users start it, in an interpreter of its own: one that imports little.
 AS_USERS_DO = "python benchmarks/simulated/magi_setting.py"
@@ -194,8 +190,6 @@ NOT_HERE |= {"python tests/cuda_wheel.py tests/kernels tests/runtime tests/test_
 # What is below them on a page was measured; other commands print the same on every machine.
 MEASURED = ["hf-distca profile --ranks 2 --output profile.json"]
 PRINTED = [(page, *shown) for page in PAGES for shown in printed(page) if shown[0] != MEASURED]
-# Pages of which one command in the run stands for the others.
-SLOW_PAGES = [(page, block) for page, block, _ in PRINTED if page == "docs/is_it_worth_it.md"][1:]
 SHOWN = {command for _, block, _ in PRINTED for command in block}
 
 
@@ -274,7 +268,6 @@ def installed(command: str) -> list[str] | None:
         pytest.param(
             *shown,
             id=f"{shown[0]} {shown[1][-1]}",
-            marks=[pytest.mark.slow] * (shown[:2] in SLOW_PAGES),
         )
         for shown in PRINTED
     ],

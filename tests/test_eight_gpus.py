@@ -6,13 +6,13 @@ from __future__ import annotations
 
 import json
 import subprocess
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import scripts
+from benchmark_modules import import_benchmark
 from pages import ROOT
 
 FOLDER = ROOT / "benchmarks" / "eight_gpus"
@@ -41,12 +41,6 @@ def deadly(self):
 eight_models.Batches.make, eight_rank.Rank.time = leaky, deadly
 eight_gpus.main()
 """
-
-
-def import_part(name: str) -> Any:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(FOLDER)
-        return import_module(name)
 
 
 def rows_of(folder: Path, name: str) -> dict[str, dict[str, Any]]:
@@ -108,7 +102,7 @@ def test_the_dry_run_and_a_second_call_that_goes_on(tmp_path: Path) -> None:
 
 
 def test_rows_of_a_step_hold_every_token_once() -> None:
-    lengths = import_part("eight_lengths")
+    lengths = import_benchmark("eight_lengths")
     documents = [5, 3, 9, 1]
     assert lengths.rows_of_step(documents, 2, 8, 0) == [[5, 3], [8]]
     assert lengths.rows_of_step(documents, 2, 8, 1) == [[1, 1, 5, 1], [2, 6]]
@@ -116,12 +110,12 @@ def test_rows_of_a_step_hold_every_token_once() -> None:
 
 def test_files_of_lengths_are_what_their_script_writes() -> None:
     shipped = {path.stem: json.loads(path.read_text()) for path in FOLDER.glob("lengths/*.json")}
-    assert import_part("eight_lengths").make_sets() == shipped
+    assert import_benchmark("eight_lengths").make_sets() == shipped
 
 
 @pytest.mark.parametrize("place", ["in order", "placed", "rebalanced", "capped"])
 def test_every_document_lies_on_one_rank(place: str) -> None:
-    arms = import_part("eight_arms")
+    arms = import_benchmark("eight_arms")
     rows = [[64], [16] * 4, [32, 32], [8] * 8]
     placed = arms.place_documents(rows, place, 64, lambda lengths: lengths**2.0)
     assert sorted(number for of_rank in placed for number in of_rank) == list(range(15))

@@ -8,7 +8,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PAGES = ("README.md", "CONTRIBUTING.md", "examples/README.md", "benchmarks/placements/README.md")
+PAGES = (
+    *("README.md", "CONTRIBUTING.md", "examples/README.md"),
+    *("benchmarks/placements/README.md", "benchmarks/simulated/README.md"),
+)
 
 
 def linked(text: str) -> list[str]:

@@ -172,7 +172,7 @@ def find_distribution(text: str, longest: int) -> DocumentSource:
         return DISTRIBUTIONS[text].make_source(longest)
     name, *numbers = text.split(":")
     try:
-        median, width = map(float, numbers if name == "lognormal" else [*numbers, 0.0])
+        median, width = map(float, numbers if name == "lognormal" else [*numbers, "0"])
     except ValueError:
         median = width = math.nan
     # No comparison with NaN is true.

@@ -100,12 +100,9 @@ def estimate_ways(run: Run, batches: Iterable[IntArray]) -> list[Way]:
         for way in _estimate_batch(run, lengths):
             steps.setdefault(way.title, []).append(way)
     ways = [
-        Way(
-            title,
-            *np.mean([way[1:-1] for way in of_way], axis=0).tolist(),
-            max(w[-1] for w in of_way),
-        )
+        Way._make([title, *np.mean([way[1:-1] for way in of_way], axis=0).tolist(), most])
         for title, of_way in steps.items()
+        for most in [max(way.most_tokens for way in of_way)]
     ]
     split = [way for way in ways if way.title.startswith("context parallel")]
     best = min(split, key=lambda way: (-min(way.kept, _WHOLE), way.seconds), default=None)
@@ -144,7 +141,7 @@ def _estimate_batch(run: Run, lengths: IntArray) -> Iterable[Way]:
         ("samples balanced over ranks", lengths, rank),
     ):
         seconds, tokens = (
-            np.bincount(rank_of, weights=weights, minlength=run.ranks)
+            np.bincount(rank_of, weights=weights, minlength=run.ranks).astype(np.float64)
             for weights in (run.estimate_attention(pieces), pieces)
         )
         yield _make_way(title, run, seconds, seconds, tokens, _count_pairs(run, pieces) / whole)
@@ -181,7 +178,7 @@ def _share_rows(run: Run, lengths: IntArray, whole: float) -> Iterable[Way]:
         rows = pack_rows(lengths, run.ranks // degree, run.tokens * degree)
         kept = _count_pairs(run, rows.length) / whole
         seconds = run.estimate_attention(rows.length, 1 / degree)
-        computed = np.bincount(rows.rank, weights=seconds)
+        computed = np.bincount(rows.rank, weights=seconds).astype(np.float64)
         tokens = np.full(len(computed), float(run.tokens))
         merged, ring, ulysses = _estimate_exchanges(run, degree)
         ways = {"ring": np.maximum(computed + merged, ring)}

@@ -121,8 +121,13 @@ class Scale:
                 for cost, layers in costs
             ]
         return Run(
-            *(model, tuple(costs), _PRODUCT_RATES[self.hardware]),
-            *(self.ranks, self.tokens_per_rank, self.ranks_per_node, self.checkpointing),
+            model,
+            tuple(costs),
+            _PRODUCT_RATES[self.hardware],
+            self.ranks,
+            self.tokens_per_rank,
+            self.ranks_per_node,
+            self.checkpointing,
         )
 
 

@@ -1,0 +1,50 @@
+"""The simulator of benchmarks/simulated: the commands of its page run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+import scripts
+from pages import ROOT, words_of
+
+LARGE = words_of(
+    "python benchmarks/simulated/simulate.py --lengths pretrain --ranks 64 --tp 8 --pp 2"
+    " --micro-batches 8 --tokens-per-rank 131072 --hardware h200"
+)
+LONGEST = words_of(
+    "python benchmarks/simulated/simulate.py --longest --model qwen3-8b --ranks 8 --kernel"
+    " flash_attn_3"
+)
+CHECKS = words_of('pytest -n 0 -m "slow or not slow" benchmarks/simulated/checks')
+
+
+def test_every_way_is_predicted(tmp_path: Path) -> None:
+    words = words_of("python benchmarks/simulated/simulate.py --lengths prolong --ranks 64")
+    printed = scripts.run([*words, "--batches", "1", "--json"], tmp_path)
+    found = json.loads(printed[printed.index("{") :])  # below the bar of progress
+    ways = {step["strategy"]: step for step in found["strategies"]}
+    assert len(ways) == 11
+    assert ways["dealt"]["step_seconds"] < ways["wlb"]["step_seconds"]
+    assert all(step["step_seconds"] > 0 for step in ways.values())
+    few = ["--batches", "1", "--strategy", "dealt", "--strategy", "plain"]
+    assert "Assumptions\n  lengths: pretrain-like" in scripts.run([*LARGE, *few], tmp_path)
+
+
+def test_the_longest_document(tmp_path: Path) -> None:
+    """The table is that of the page."""
+    printed = scripts.run(LONGEST, tmp_path)
+    page = (ROOT / "benchmarks" / "simulated" / "README.md").read_text()
+    table = page.split("```text\n")[1].split("```")[0]
+    assert [line.split() for line in printed.splitlines()] == [
+        line.split() for line in table.splitlines()
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_its_checks_pass(tmp_path: Path) -> None:
+    options = ["-q", "-c", str(ROOT / "pyproject.toml"), "-p", "no:cacheprovider"]
+    assert " passed" in scripts.run([*CHECKS, *options], tmp_path, timeout=900)
