@@ -28,7 +28,7 @@ from hf_distca.agreement.announce import PlanKey
 from hf_distca.agreement.dealt_share import DealSettings
 from hf_distca.agreement.documents import PackedDocuments
 from hf_distca.integration.current_session import current_session
-from hf_distca.integration.hooks import dealt_trainers, mask
+from hf_distca.integration.hooks import dealt_trainers, dense_masks, mask
 from hf_distca.integration.session import Session
 from hf_distca.kernels import varlen
 from hf_distca.runtime import core_attention
@@ -207,7 +207,14 @@ def step(family: str, way: Way) -> Step:
         model.enable_input_require_grads()
     gpu, streams, threads = Device(), Streams(), set[int]()
     group = Group((0, 1), 0, data=Exchanges(streams)) if way.ranks > 1 else AttentionGroup()  # type: ignore[arg-type]
-    with fake_cuda(autograd=True), gpu.installed(), streams.installed(), in_group(group):
+    # Fake tensors stand for a GPU's here: they have documents, and plans.
+    with (
+        fake_cuda(autograd=True),
+        gpu.installed(),
+        streams.installed(),
+        in_group(group),
+        patch.object(dense_masks, "has_no_values", return_value=False),
+    ):
         to_gpu(model)
         for _ in range(2):
             batch = batch_of(way, config)

@@ -119,8 +119,10 @@ def warn_of_another_seed(loader: object, state: TrainerState) -> None:
     keep the seed in checkpoints for that.
     """
     shares = find_shares(loader)
+    if not isinstance(shares, Shares):
+        return
     saved: Any = state.stateful_callbacks
-    if not isinstance(shares, Shares) or not isinstance(saved, dict):
+    if not isinstance(saved, dict):
         return
     seed = {"seed": shares.batches.seed}
     before = saved.get("distca_shares", seed)
