@@ -18,8 +18,7 @@ from launches import Launch, pooled, unpooled
 from tiny import build
 
 import hf_distca
-from hf_distca.integration.current_session import balancing, current_session, use_session
-from hf_distca.integration.training.mixin import announce_step, plan_ahead
+from hf_distca.integration.current_session import balancing, use_session
 from hf_distca.pool.controller import PoolController
 from hf_distca.runtime.group import AttentionGroup
 from tiny_runs import documents, settings
@@ -68,33 +67,6 @@ def test_layers_tell_nothing_where_nothing_moves(
     told = launch(2, 1)(pooled, nothing_moves, how)[0].told
     assert told["use_plan"] == 1
     assert not any(told[step] for step in ATTENTION)
-
-
-def drop_plans(rank: int) -> None:
-    """Plans of steps that never run, and of documents that are announced and never planned."""
-    hf_distca.configure(settings())
-    model = model_for("full")
-    for number in range(3):
-        batches = [drawn(rank, 2 * number), drawn(rank, 2 * number + 1)]
-        step(model, rank, number)
-        plan_ahead(batches)
-        session = current_session()
-        keys = session.planner.resume_progress().pop_recent_keys()
-        announce_step(session, batches, keys, in_background=True)
-    del batches
-    gc.collect()
-    step(model, rank)
-    gc.collect()
-    step(model, rank)  # the word with which the last ones are forgotten
-
-
-def test_servers_keep_nothing_of_plans_that_are_dropped(
-    launch: Callable[[int, int], Launch],
-) -> None:
-    started = launch(2, 1)
-    started(pooled, drop_plans)
-    (server,) = started.served()
-    assert server.kept == {"Session": 1, "_UsedPlan": 1}
 
 
 def sessions_in_turn(rank: int) -> list[float]:
