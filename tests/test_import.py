@@ -200,6 +200,7 @@ def test_every_public_name_is_there_when_it_is_asked_for() -> None:
         ("DistCATrainerMixin", "DistCACallback"),
         ("plan_ahead", "document_shares"),
         ("share_tokens", "document_shares"),
+        ("trace", "torch.profiler"),
     ],
 )
 def test_a_removed_name_says_what_to_use(name: str, instead: str) -> None:

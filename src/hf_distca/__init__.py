@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from hf_distca.integration.training.deal_trainer import deal
     from hf_distca.integration.training.document_shares import document_shares
     from hf_distca.integration.training.place_rows import place_rows
-    from hf_distca.integration.training.process_figures import metrics, trace
+    from hf_distca.integration.training.process_figures import metrics
     from hf_distca.observe.imbalance_callback import ImbalanceCallback
 
     __version__: str
@@ -47,7 +47,6 @@ __all__ = [
     "pipeline",
     "place_rows",
     "prepare",
-    "trace",
 ]
 
 # Where names come from when they are first used. Together they take seconds to import, most of it
@@ -61,7 +60,7 @@ _MODULES = {
     "integration.training.document_shares": ("document_shares",),
     "integration.hooks.mask": ("prepare",),
     "integration.training.place_rows": ("place_rows",),
-    "integration.training.process_figures": ("metrics", "trace"),
+    "integration.training.process_figures": ("metrics",),
     "integration.reports": ("Metrics",),
     "integration.current_session": ("balancing", "configure"),
     "observe.imbalance_callback": ("ImbalanceCallback",),
@@ -74,6 +73,8 @@ _REMOVED = {
     " workers, before a step needs them",
     "share_tokens": "deal documents in the loader: hf_distca.document_shares, or hf_distca.deal for"
     " a Trainer",
+    "trace": "record steps with torch.profiler, which shows dispatch, server and return of each"
+    " layer",
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 

@@ -117,26 +117,6 @@ def test_a_backward_after_new_settings(launch: Callable[[int, int], Launch]) -> 
         torch.testing.assert_close(here.value, there.value, rtol=1e-12, atol=1e-14)
 
 
-def traced(rank: int, folder: str) -> tuple[float, set[tuple[str, bool]]]:
-    hf_distca.configure(settings(ping_pong=True))
-    model = model_for("full")
-    with hf_distca.trace(folder) as trace:
-        loss = step(model, rank)
-    return loss, {(span.name, span.backward) for span in trace.spans}
-
-
-def test_a_timeline_is_recorded(launch: Callable[[int, int], Launch], tmp_path: Any) -> None:
-    started = launch(2, 1)
-    theirs, ours = (
-        started(unpooled, traced, str(tmp_path / "without")),
-        started(pooled, traced, str(tmp_path / "with")),
-    )
-    for here, there in zip(ours, theirs, strict=True):
-        assert here.value[0] == pytest.approx(there.value[0], rel=1e-12)
-        assert here.value[1] == there.value[1]
-    assert len({path.name for path in (tmp_path / "with").iterdir()}) == 2
-
-
 def calibrated(rank: int) -> tuple[list[float], bool]:
     """Kernels are timed on rank 0, and rates corrected by what all ranks measure."""
     hf_distca.configure(settings(cost_model="calibrated"))
