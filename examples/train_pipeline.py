@@ -60,7 +60,7 @@ class PipelineArguments:
     )
     output_dir: str = field(
         default="outputs/train_pipeline",
-        metadata={"help": "Where model, picture and trace are written."},
+        metadata={"help": "Where model and picture are written."},
     )
     stages: int | None = field(
         default=None, metadata={"help": "Pipeline stages. Default: one a process."}
@@ -76,9 +76,6 @@ class PipelineArguments:
         default=1.0, metadata={"help": "Norm of the gradients of all stages, at most."}
     )
     seed: int = field(default=42, metadata={"help": "Seed of the weights."})
-    trace: bool = field(
-        default=False, metadata={"help": "Record the last step for ui.perfetto.dev."}
-    )
 
     def __post_init__(self) -> None:
         for name in ("micro_batches", "tokens", "max_steps", "layers"):
@@ -261,9 +258,7 @@ def train(options: PipelineArguments, data: DocumentArguments) -> None:
     with hf_distca.balancing(False):
         alone = step(options.max_steps).item()
         before = of_all_ranks(schedule.figures)
-    trace = Path(options.output_dir, "trace") if options.trace else None
-    with hf_distca.trace(trace):
-        shared = step(options.max_steps).item()
+    shared = step(options.max_steps).item()
     after = of_all_ranks(schedule.figures)
     timings = {OFF: timings_of(before, alone), ON: timings_of(after, shared)}
     if state.is_main_process:

@@ -29,7 +29,7 @@ from unittest.mock import patch
 PRELOADED = [
     "uncollected",
     "torch",
-    "hf_distca.integration.training.mixin",
+    "hf_distca.integration.training.deal_trainer",
     "hf_distca.pipeline",
     "transformers.trainer",
     "transformers.models.llama.modeling_llama",

@@ -22,7 +22,6 @@ echo $oldest
     --deselect "tests/integration/test_rotary.py::test_what_comes_after_a_share_is_left_alone[llama dynamic]" \
     --ignore tests/kernels/test_kernels_of_families.py \
     --deselect tests/integration/test_foreign_models.py::test_bidirectional_blocks_are_refused_when_present \
-    --deselect tests/integration/test_plan_ahead.py::test_a_run_planned_ahead_is_resumed \
     --deselect tests/integration/test_record.py::test_a_resumed_run_goes_on_with_its_record
 for engine in FSDP1 "DDP, torch.compile"; do
     "$environment/bin/python" tests/engines/matrix.py --quick --engine "$engine"

@@ -250,3 +250,10 @@ def test_loader_workers_are_hidden_and_divided_streams_told() -> None:
     assert (
         borrowed_readers.count_split_ranks(split_dataset_by_node(stream, 0, 2).shuffle(seed=0)) == 2
     )
+
+
+def test_whether_a_profiler_records() -> None:
+    assert not borrowed.is_profiling()
+    with torch.profiler.profile():
+        assert borrowed.is_profiling()
+    assert not borrowed.is_profiling()

@@ -24,7 +24,7 @@ from hf_distca.cli import app
 from hf_distca.run_report.rows import RECORD_NAME
 
 sys.path.append(str(Path(__file__).with_name("run_report")))
-from some_run import some_rows, write_record, write_trace
+from some_run import some_rows, write_record
 
 PROFILE = json.loads(
     (resources.files("hf_distca.schedule") / "profiles_data/xeon_1_thread.json").read_text()
@@ -136,29 +136,6 @@ def test_more_micro_batches_moved_than_there_were(tmp_path: Path) -> None:
     one_line(run("report", folder, "--json"), "is no record of a run")
 
 
-@pytest.mark.parametrize("name", ["\ud800", "a\0b"], ids=ascii)
-def test_a_folder_of_timelines_whose_name_no_folder_has(name: str, tmp_path: Path) -> None:
-    rows = [
-        json.loads(line)
-        for line in (write_record(tmp_path, some_rows()) / RECORD_NAME).read_text().splitlines()
-    ]
-    lines = (json.dumps({**row, "traces": name} if row["row"] == "run" else row) for row in rows)
-    (tmp_path / RECORD_NAME).write_text("".join(line + "\n" for line in lines))
-    write_trace(tmp_path, 0, 0.2, 0.1)
-    result = run("report", tmp_path, "--json")
-    assert result.exit_code == 0, result.exception
-    assert [trace["rank"] for trace in json.loads(result.stdout)["hidden"]] == [0]
-
-
-def test_a_timeline_that_lasts_too_long(tmp_path: Path) -> None:
-    write_trace(write_record(tmp_path, some_rows()), 0, 0.2, 0.1)
-    trace = json.loads((tmp_path / "rank_0.json").read_text())
-    for span in trace["traceEvents"]:
-        span["dur"] = 10**400
-    as_file(tmp_path / "rank_0.json", trace)
-    one_line(run("report", tmp_path, "--json"), "is no timeline of hf_distca")
-
-
 def test_a_table_whose_names_are_no_text(tmp_path: Path) -> None:
     file = tmp_path / "data.parquet"
     pq.write_table(pa.table({"input_ids": [[1, 2, 3]]}), file)
@@ -185,7 +162,7 @@ def reading(tmp_path: Path) -> list[tuple[str, list[str | Path], Path]]:
     """Each place from which a verb reads: its name, the command, and the file."""
     file = tmp_path / "file.json"
     placement = as_file(tmp_path / "placement.json", PLACEMENT)
-    runs = {name: write_record(tmp_path / name, some_rows()) for name in ("traced", "recorded")}
+    recorded = write_record(tmp_path / "recorded", some_rows())
     scale = ["advise", "--ranks", "2", "--batches", "1", "--lengths"]
     return [
         ("placement", ["plan", file], file),
@@ -194,8 +171,7 @@ def reading(tmp_path: Path) -> list[tuple[str, list[str | Path], Path]]:
         ("drawn", [*scale, file], file),
         ("table", [*scale, tmp_path / "file.parquet"], tmp_path / "file.parquet"),
         ("shape", [*scale, "prolong", "--model", file], file),
-        ("timeline", ["report", runs["traced"], "--json"], runs["traced"] / "rank_0.json"),
-        ("record", ["report", runs["recorded"], "--json"], runs["recorded"] / RECORD_NAME),
+        ("record", ["report", recorded, "--json"], recorded / RECORD_NAME),
     ]
 
 
@@ -308,8 +284,6 @@ def fuzz(seed: int, count: int, folder: Path) -> None:
         json.loads(line)
         for line in (write_record(folder, some_rows(2, 2)) / RECORD_NAME).read_text().splitlines()
     ]
-    write_trace(folder, 0, 0.2, 0.1)
-    trace = json.loads((folder / "rank_0.json").read_text())
     placement, file = as_file(folder / "placement.json", PLACEMENT), folder / "file.json"
     report: list[str | Path] = ["report", folder, "--json"]
     cases: list[tuple[list[str | Path], Path, Any]] = [
@@ -317,7 +291,6 @@ def fuzz(seed: int, count: int, folder: Path) -> None:
         (["plan", file], file, {"lengths": [[500, 20], [30]]}),
         (["deal", file, "--ranks", "2", "--tokens-per-rank", "64"], file, [100, 20, 8]),
         (["plan", placement, "--cost-model", file], file, PROFILE),
-        (report, folder / "rank_0.json", trace),
         *((report, folder / RECORD_NAME, row) for row in rows),
     ]
     verbs = get_command(app)  # once: that takes longer than what a verb does

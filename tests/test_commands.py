@@ -69,9 +69,6 @@ SMALL = {
     "python benchmarks/schedule/row_order.py": (
         "--sizes 16x2048 --accumulation 2 --micro-batches 2 --seeds 1 --json out.json"
     ),
-    "python benchmarks/network/timeline.py --record traces timeline.png": (
-        "--tokens 1024 --latency 20"
-    ),
     CONTEXT_PARALLEL: "--json out.json",
     "python benchmarks/steps/rates.py": (
         "--ranks 2 --tokens 256 --layers 1 --heads 2 --steps 14 --json out.json"
@@ -125,7 +122,6 @@ LONG = {
     "python tests/engines/equal_training.py",
     "python benchmarks/steps/rates.py",
     "python benchmarks/simulated/simulator_validation.py",
-    "python benchmarks/network/timeline.py --record traces timeline.png",
 }
 IN_TURN = {
     "python benchmarks/schedule/scheduler.py --placements benchmarks/placements",

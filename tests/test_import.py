@@ -195,6 +195,20 @@ def test_every_public_name_is_there_when_it_is_asked_for() -> None:
 
 
 @pytest.mark.parametrize(
+    ("name", "instead"),
+    [
+        ("DistCATrainerMixin", "DistCACallback"),
+        ("plan_ahead", "document_shares"),
+        ("share_tokens", "document_shares"),
+        ("trace", "torch.profiler"),
+    ],
+)
+def test_a_removed_name_says_what_to_use(name: str, instead: str) -> None:
+    with pytest.raises(AttributeError, match=rf"hf_distca\.{name} was removed: .*{instead}"):
+        getattr(hf_distca, name)
+
+
+@pytest.mark.parametrize(
     "arguments", [["--help"], ["plan", "--help"], ["run", "--help"], ["--version"]]
 )
 def test_the_command_line_imports_nothing_heavy_before_it_works(arguments: list[str]) -> None:

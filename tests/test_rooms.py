@@ -216,11 +216,10 @@ def test_rooms_run_without_torch() -> None:
 # together: each has its place in `Server`.
 OBSERVER_VERBS, MOST_PLACES = {"make_group", "take_step", "enter_phase"}, 4
 JOINT_STEPS = {
-    "begin_plans",
     "exchange",
-    "finish_plans",
     "gather_measurements",
     "learn_cost",
+    "plan_documents",
     "plan_shares",
     "use_plan",
 }

@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 PRELOADED = [
     "torch",
-    "hf_distca.integration.training.mixin",
+    "hf_distca.integration.training.deal_trainer",
     "transformers.trainer",
     "transformers.models.llama.modeling_llama",
 ]

@@ -21,10 +21,8 @@ if TYPE_CHECKING:
     from hf_distca.integration.training.callback import DistCACallback
     from hf_distca.integration.training.deal_trainer import deal
     from hf_distca.integration.training.document_shares import document_shares
-    from hf_distca.integration.training.mixin import DistCATrainerMixin, plan_ahead
     from hf_distca.integration.training.place_rows import place_rows
-    from hf_distca.integration.training.process_figures import metrics, trace
-    from hf_distca.integration.training.share_tokens import share_tokens
+    from hf_distca.integration.training.process_figures import metrics
     from hf_distca.observe.imbalance_callback import ImbalanceCallback
 
     __version__: str
@@ -35,7 +33,6 @@ __all__ = [
     "DistCAConfig",
     "DistCADesyncError",
     "DistCAError",
-    "DistCATrainerMixin",
     "ImbalanceCallback",
     "Metrics",
     "PackedDocuments",
@@ -49,10 +46,7 @@ __all__ = [
     "metrics",
     "pipeline",
     "place_rows",
-    "plan_ahead",
     "prepare",
-    "share_tokens",
-    "trace",
 ]
 
 # Where names come from when they are first used. Together they take seconds to import, most of it
@@ -65,13 +59,22 @@ _MODULES = {
     "integration.training.deal_trainer": ("deal",),
     "integration.training.document_shares": ("document_shares",),
     "integration.hooks.mask": ("prepare",),
-    "integration.training.mixin": ("DistCATrainerMixin", "plan_ahead"),
     "integration.training.place_rows": ("place_rows",),
-    "integration.training.process_figures": ("metrics", "trace"),
+    "integration.training.process_figures": ("metrics",),
     "integration.reports": ("Metrics",),
     "integration.current_session": ("balancing", "configure"),
-    "integration.training.share_tokens": ("share_tokens",),
     "observe.imbalance_callback": ("ImbalanceCallback",),
+}
+# Names of earlier versions, and what to use instead.
+_REMOVED = {
+    "DistCATrainerMixin": "use transformers' Trainer with hf_distca.DistCACallback, which logs the"
+    " balance, and hf_distca.deal, which plans steps in loader workers",
+    "plan_ahead": "leave the call out; plans of hf_distca.document_shares are made in loader"
+    " workers, before a step needs them",
+    "share_tokens": "deal documents in the loader: hf_distca.document_shares, or hf_distca.deal for"
+    " a Trainer",
+    "trace": "record steps with torch.profiler, which shows dispatch, server and return of each"
+    " layer",
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 
@@ -85,6 +88,8 @@ def __getattr__(name: str) -> Any:
         value = import_module("hf_distca.pipeline")
     elif name in _MODULE_OF:
         value = getattr(import_module(f"hf_distca.{_MODULE_OF[name]}"), name)
+    elif name in _REMOVED:
+        raise AttributeError(f"hf_distca.{name} was removed: {_REMOVED[name]}.")
     else:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     globals()[name] = value  # found directly from now on

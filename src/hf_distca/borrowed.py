@@ -21,6 +21,7 @@ import torch.distributed as dist
 from packaging.version import Version
 from torch._C import _autograd
 from torch._C import _len_torch_dispatch_stack as has_dispatch_modes
+from torch._C._autograd import _profiler_enabled as is_profiling
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch._C._dynamo.eval_frame import get_eval_frame_callback as compiler_of_calls
 from torch._dynamo.decorators import skip as leave_uncompiled
@@ -51,6 +52,7 @@ __all__ = [
     "get_version",
     "has_no_values",
     "is_checkpointed",
+    "is_profiling",
     "compiler_of_calls",
     "copy_each",
     "count_shifted_targets",

@@ -160,7 +160,6 @@ def test_documents_that_are_given_decide_beside_padding(
     assert found.runs.tolist() == [[-1, 0, length] for length in kept]
     assert found.token_indices is not None
     assert found.token_indices.tolist() == list(range(6))
-    assert given != "packed" or found.prepared_plans is packed.prepared_plans
 
 
 def test_padding_may_be_anywhere_in_documents() -> None:

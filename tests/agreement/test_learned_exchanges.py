@@ -104,7 +104,7 @@ def observation(plan: Plan, config: DistCAConfig, truth: Truth, world: str) -> O
     figures = np.stack(
         [truth.kernel * 1e9, none, truth.waited(world) * 1e9, calls, none], axis=1
     ).astype(np.int64)
-    plans = [BatchPlan(key, plan, config, plan.layout.offsets, 1.0) for key in keys]
+    plans = [BatchPlan(key, plan, 1.0) for key in keys]
     uses = [PlanUse.start(planned, 1, COST, UNIFORM_RANKS, Meter()) for planned in plans]
     found = observe_plans([PlanMeasurement(use, figures) for use in uses], COST, config)
     assert found is not None

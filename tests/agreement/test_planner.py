@@ -4,10 +4,8 @@ measurements.
 
 from __future__ import annotations
 
-import threading
 import time
 import tracemalloc
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -16,7 +14,6 @@ from stand_ins import MadeUpGroup
 
 from device_events import Device
 from hf_distca.agreement import history as history_module
-from hf_distca.agreement import planner as planner_module
 from hf_distca.agreement.announce import FIGURE_COUNT, HEADER_SIZE, PlanKey
 from hf_distca.agreement.batch_plan import BatchPlan, PlanMeasurement, PlanUse
 from hf_distca.agreement.documents import Documents, PackedDocuments, TokenBatch
@@ -52,39 +49,6 @@ def test_one_plan_or_several_take_the_same_two_collectives() -> None:
         assert group.gathered == ["planning micro-batch 1", "comparing plans of micro-batch 1"]
 
 
-def test_plans_are_made_beside_what_the_caller_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    waits, thread = threading.Event(), []
-
-    def slow(layout: Layout, *_: object) -> Plan:
-        thread.append(threading.current_thread())
-        waits.wait(10)
-        return Plan.make_local(layout)
-
-    monkeypatch.setattr(planner_module, "balance", slow)
-    group, ours = MadeUpGroup(2), planner()
-    planning = ours.begin_plans([(documents(96), KEY)], group, in_background=True)
-    assert group.gathered == ["planning micro-batch 1"]
-    assert not planning.plans.done()
-    waits.set()
-    (planned,) = ours.finish_plans(planning)
-    assert thread[0] is not threading.current_thread()
-    assert len(group.gathered) == 2
-    assert planned.plan.layout.world_size == 2
-
-
-def test_what_goes_wrong_beside_is_raised_where_plans_are_taken(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def broken(*_: object) -> Plan:
-        raise ValueError("no plan today")
-
-    monkeypatch.setattr(planner_module, "balance", broken)
-    ours, group = planner(), MadeUpGroup(2)
-    planning = ours.begin_plans([(documents(96), KEY)], group, in_background=True)
-    with pytest.raises(ValueError, match="no plan today"):
-        ours.finish_plans(planning)
-
-
 def test_plans_that_differ_are_named_by_rank() -> None:
     def others(row: np.ndarray) -> list[np.ndarray]:
         return [row, row] if len(row) > 1 else [row, row + 1]  # only digests are single numbers
@@ -95,27 +59,10 @@ def test_plans_that_differ_are_named_by_rank() -> None:
         planner().plan([(documents(96), KEY)], MadeUpGroup(2, others))
 
 
-def test_prepared_plans_are_used_once_under_the_same_settings() -> None:
-    """Plans made ahead are taken once and only under the same settings."""
-    ours, group = planner(), MadeUpGroup(2)
-    for other_settings in (False, True):
-        (planned,) = ours.plan([(documents(96), KEY)], group)
-        batch = replace(documents(96), prepared_plans={KEY: planned})
-        if other_settings:
-            ours.config = replace(ours.config, balance=False)
-        before = len(group.gathered)
-        (taken,) = ours.plan([(batch, KEY)], group)
-        assert (taken is planned, len(group.gathered) == before) == (
-            not other_settings,
-            not other_settings,
-        )
-        assert ours.plan([(batch, KEY)], group)[0] is not planned
-
-
 def run(ours: Planner, group: MadeUpGroup, key: PlanKey, seconds: float) -> Meter:
     """Plan a micro-batch and pretend to compute it."""
     (planned,) = ours.plan([(documents(96), key)], group)
-    meter = ours.resume_progress().use_plan(planned, documents(96))
+    meter = ours.resume_progress().use_plan(planned)
     meter.span("server", 0.0, seconds)
     return meter
 
@@ -139,7 +86,7 @@ def test_gathered_figures_wait_for_the_device() -> None:
     with device.installed():
         for number in (1, 2, 3):
             (planned,) = ours.plan([(documents(96), key)], group)
-            meter = ours.resume_progress().use_plan(planned, documents(96))
+            meter = ours.resume_progress().use_plan(planned)
             begin = mark_now(torch.device("cuda"))
             device.launch(float(number))
             meter.span("server", begin, mark_now(torch.device("cuda")))
@@ -220,7 +167,7 @@ def test_figures_of_4096_ranks_take_no_square_of_them() -> None:
     layout = Layout.from_lengths([[64, 64, 128]] * ranks)
     plan, cost = Plan.make_local(layout), CostModel.make_of_pairs(SHAPE)
     tracemalloc.start()
-    planned = BatchPlan(KEY, plan, DistCAConfig(), layout.offsets, 1.0)
+    planned = BatchPlan(KEY, plan, 1.0)
     use = PlanUse.start(planned, 1, cost, UNIFORM_RANKS, Meter())
     measured = PlanMeasurement(use, np.ones((ranks, 5), dtype=np.int64))
     _ = measured.measured_before
@@ -235,7 +182,7 @@ def test_figures_of_4096_ranks_take_no_square_of_them() -> None:
 def test_measured_seconds_go_home_in_proportion() -> None:
     layout = Layout.from_lengths([[8, 4], [4]])
     plan = Plan.from_tasks(layout, [(0, 0, 8, 0, 0), (1, 0, 4, 0, 1), (2, 0, 4, 1, 1)])
-    planned = BatchPlan(KEY, plan, DistCAConfig(), layout.offsets, 1.0)
+    planned = BatchPlan(KEY, plan, 1.0)
     use = PlanUse(planned, 1, np.array([2.0, 1.0, 1.0]), UNIFORM_RANKS, Meter())
     assert use.estimated_before.tolist() == [3.0, 1.0]
     assert use.estimated_after.tolist() == [2.0, 2.0]

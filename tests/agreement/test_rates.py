@@ -110,7 +110,7 @@ class World:
         documents = self._documents(self.lengths[0])
         (planned,) = self.planner.plan([(documents, KEY)], self.group)
         estimate = self.planner.resume_progress().costs.get_cost(KEY)
-        meter = self.planner.resume_progress().use_plan(planned, documents)
+        meter = self.planner.resume_progress().use_plan(planned)
         meter.count(calls=1, kernel_calls=2, backward_calls=1)
         plan = planned.plan
         self.plans.append(plan)
@@ -430,7 +430,7 @@ def train_on_shares(
                 planned.plan.digest,
             )
         )
-        meter = planner.resume_progress().use_plan(planned, documents)
+        meter = planner.resume_progress().use_plan(planned)
         meter.count(calls=1, kernel_calls=2, backward_calls=1)
         meter.span("server", 0.0, 0.1)
         if over_at_once:
@@ -489,7 +489,7 @@ def train_on_fetched(
             )
             documents = TokenBatch(1, 4096, packed=share).read_documents()
             (plan,) = planner.plan([(documents, key)], group)
-            meter = planner.resume_progress().use_plan(plan, documents)
+            meter = planner.resume_progress().use_plan(plan)
             meter.count(calls=1, kernel_calls=2, backward_calls=1)
             meter.span("server", 0.0, 0.1)
     waited = [number for thread, number in planned if thread == current_thread().name]

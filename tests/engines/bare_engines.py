@@ -33,7 +33,6 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 import hf_distca
 from hf_distca.integration.current_session import current_session
-from hf_distca.integration.training.mixin import plan_ahead
 
 
 def bare(
@@ -61,7 +60,7 @@ def bare(
         started.append(time.perf_counter())
         total = 0.0
         batches = [batch(rank, case, step, n) for n in range(case.accumulation)]
-        for n, one in enumerate(plan_ahead(batches) if case.ahead else batches):
+        for n, one in enumerate(batches):
             last = n == case.accumulation - 1
             with (
                 synchronized(model, last),

@@ -50,7 +50,6 @@ class Case:
             bfloat16, unless the engine is among `KEEPING_BF16`; "mixed", what the latter do, of an
             engine that has both; "bf16 weights", the same with a model that was loaded in bfloat16;
             "fp16" with its scaler of gradients, and one step that overflows; or "float32".
-        ahead: whether each optimizer step is planned before its first micro-batch.
     """
 
     engine: str
@@ -59,7 +58,6 @@ class Case:
     ping_pong: bool = False
     accumulation: int = 1
     precision: str = "bf16"
-    ahead: bool = False
     ranks: int = 2
     steps: int = 3
 
@@ -69,9 +67,7 @@ class Case:
             + ["LoRA"] * self.peft
             + ["ping-pong"] * self.ping_pong
         )
-        said += [f"x{self.accumulation} accumulated"] * (self.accumulation > 1) + [
-            "planned ahead"
-        ] * self.ahead
+        said += [f"x{self.accumulation} accumulated"] * (self.accumulation > 1)
         said += [self.precision] * (self.precision != "bf16")
         return ", ".join([self.engine, *said, f"{self.ranks} ranks"])
 
@@ -101,12 +97,8 @@ class Case:
     def gathers(self) -> int:
         """The most collectives that planning may take: documents and plans, once for all layers of
         a micro-batch.
-
-        A step that is planned ahead takes as many for all its micro-batches, and none while they
-        run, but for the first step, in which it is not yet known what there is to plan.
         """
-        later = 1 if self.ahead else self.accumulation
-        return 2 * (self.accumulation + (self.steps - 1) * later)
+        return 2 * self.steps * self.accumulation
 
 
 @dataclass(frozen=True)

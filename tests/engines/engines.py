@@ -73,11 +73,11 @@ def cases() -> Iterator[Case]:
         adapters = engine in QUANTIZED
         for peft, checkpointing in product(both[adapters:], CHECKPOINTING):
             yield Case(engine, checkpointing, peft, ping_pong, precision=precision)
-        yield from _accumulated(Case(engine, "non-reentrant", adapters, ping_pong, 2, precision))
+        yield Case(engine, "non-reentrant", adapters, ping_pong, 2, precision)
     for engine, ways in ALSO.items():
         for ping_pong, precision in product(both, ways):
             yield Case(engine, ping_pong=ping_pong, precision=precision)
-            yield from _accumulated(Case(engine, "non-reentrant", False, ping_pong, 2, precision))
+            yield Case(engine, "non-reentrant", False, ping_pong, 2, precision)
     for engine, ping_pong, checkpointing, precision in product(
         GENERATED, both, ("off", "non-reentrant"), precisions
     ):
@@ -90,15 +90,6 @@ def cases() -> Iterator[Case]:
         yield Case(engine, checkpointing, ping_pong=ping_pong, precision=precision, ranks=4)
     for ping_pong in both:
         yield Case("HSDP 2 x 2, fully_shard", ping_pong=ping_pong, precision="mixed", ranks=4)
-
-
-def _accumulated(case: Case) -> Iterator[Case]:
-    """A case of several micro-batches, and the same planned ahead, but for TRL, which makes batches
-    without PackedDocuments.
-    """
-    yield case
-    if case.engine != "DDP, TRL SFT with packing":
-        yield replace(case, ahead=True)
 
 
 def train(rank: int, case: Case, implementation: str) -> Run:

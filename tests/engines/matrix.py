@@ -169,9 +169,7 @@ def show(found: list[Outcome]) -> None:
         table.add_column(column, overflow="fold")
     for one in found:
         case = one.case
-        extras = [f"x{case.accumulation} accumulated"] * (case.accumulation > 1) + [
-            "planned ahead"
-        ] * case.ahead
+        extras = [f"x{case.accumulation} accumulated"] * (case.accumulation > 1)
         switches = (case.checkpointing, "yes" if case.peft else "", "yes" if case.ping_pong else "")
         what = (", ".join([case.engine, *extras]), case.precision, str(case.ranks), *switches)
         if one.error:

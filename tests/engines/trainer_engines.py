@@ -41,10 +41,6 @@ import hf_distca
 from tiny_runs import COMMON
 
 
-class TrainerAhead(hf_distca.DistCATrainerMixin, Trainer):
-    """Plans each optimizer step before its first micro-batch."""
-
-
 def hugging_face(
     case: Case,
     rank: int,
@@ -62,8 +58,7 @@ def hugging_face(
             else make(implementation, Path(folder, "model"))
         )
         arguments = TrainingArguments(**training_options(case, folder, kwargs), **options)
-        kind = TrainerAhead if case.ahead else Trainer
-        trainer = kind(
+        trainer = Trainer(
             prepared(case, model),
             arguments,
             data_collator=hf_distca.PackingCollator(),

@@ -24,7 +24,6 @@ from hf_distca.agreement.documents import PackedDocuments
 from hf_distca.errors import LayoutError
 from hf_distca.integration import work_planner
 from hf_distca.integration.current_session import current_session
-from hf_distca.integration.training.mixin import plan_ahead
 from live_bytes import LiveBytes
 from ranks import RankPool
 from recorded import counted_planning
@@ -40,11 +39,9 @@ def batch(*lengths: int) -> dict[str, Any]:
     )
 
 
-def collectives_of_a_step(
-    rank: int, dtype: torch.dtype | None, ahead: bool, ping_pong: bool
-) -> tuple[int, int, int]:
-    """Collectives of planning ahead and of one micro-batch under FSDP2, and how many micro-batches
-    were counted.
+def collectives_of_a_step(rank: int, dtype: torch.dtype | None, ping_pong: bool) -> tuple[int, int]:
+    """Collectives of planning one micro-batch under FSDP2, and how many micro-batches were
+    counted.
     """
     hf_distca.configure(
         hf_distca.DistCAConfig(tile=8, min_gain=0.0, cost_model=PAIRS, ping_pong=ping_pong)
@@ -54,26 +51,18 @@ def collectives_of_a_step(
         fully_shard(layer, mp_policy=MixedPrecisionPolicy(param_dtype=dtype))
     fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=dtype))
     data = batch(*([96], [16, 16, 16])[rank])
-    if ahead:  # what there is to plan is known from the micro-batch before
-        model(**data, use_cache=False).loss.backward()
     before = current_session().planner.resume_progress().number
-    counts = []
     with counted_planning() as seen:
-        planned = plan_ahead([data])[0] if ahead else data
-        counts.append(len(seen))
-        model(**planned, use_cache=False).loss.backward()
-        counts.append(len(seen) - counts[0])
-    return counts[0], counts[1], current_session().planner.resume_progress().number - before
+        model(**data, use_cache=False).loss.backward()
+    return len(seen), current_session().planner.resume_progress().number - before
 
 
 @pytest.mark.parametrize("ping_pong", [False, True])
-@pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 def test_fsdp2_plans_a_micro_batch_once_in_any_precision(
-    rank_pool: Callable[[int], RankPool], dtype: torch.dtype | None, ahead: bool, ping_pong: bool
+    rank_pool: Callable[[int], RankPool], dtype: torch.dtype | None, ping_pong: bool
 ) -> None:
-    expected = (2, 0, 1) if ahead else (0, 2, 1)
-    assert rank_pool(2)(collectives_of_a_step, dtype, ahead, ping_pong) == [expected] * 2
+    assert rank_pool(2)(collectives_of_a_step, dtype, ping_pong) == [(2, 1)] * 2
 
 
 def bytes_after_layers(training: bool) -> list[int]:

@@ -229,9 +229,7 @@ def test_a_loader_that_gives_ranks_other_shares_is_refused(name: str) -> None:
 IN_ORDER = {"per_device_eval_batch_size": 1, "train_sampling_strategy": "sequential"}
 
 
-def trainer_of(
-    kind: type[Trainer] = Trainer, *, eval_dataset: Any = None, **changes: Any
-) -> Trainer:
+def trainer_of(*, eval_dataset: Any = None, **changes: Any) -> Trainer:
     """A Trainer of shares for one rank."""
     arguments = {
         **COMMON,
@@ -240,7 +238,7 @@ def trainer_of(
         "max_steps": 1,
         **changes,
     }
-    return kind(
+    return Trainer(
         tiny_llama("distca"),
         TrainingArguments(**arguments),
         data_collator=collate,
@@ -250,21 +248,12 @@ def trainer_of(
     )
 
 
-class MixedTrainer(hf_distca.DistCATrainerMixin, Trainer):
-    pass
-
-
-KINDS = pytest.mark.parametrize("kind", [Trainer, MixedTrainer])
-
-
-@KINDS
-def test_a_trainer_of_shares_trains_and_evaluates(kind: type[Trainer]) -> None:
-    trainer = trainer_of(kind, eval_dataset=shares(1, length=1))
+def test_a_trainer_of_shares_trains_and_evaluates() -> None:
+    trainer = trainer_of(eval_dataset=shares(1, length=1))
     assert trainer.train().training_loss > 0
     assert trainer.evaluate()["eval_loss"] > 0
 
 
-@KINDS
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
@@ -278,28 +267,16 @@ def test_a_trainer_of_shares_trains_and_evaluates(kind: type[Trainer]) -> None:
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
-def test_the_trainer_is_told_before_its_first_step(
-    kind: type[Trainer], changes: dict[str, Any], named: str
-) -> None:
-    trainer = trainer_of(kind, **changes)
+def test_the_trainer_is_told_before_its_first_step(changes: dict[str, Any], named: str) -> None:
+    trainer = trainer_of(**changes)
     with pytest.raises(hf_distca.UnsupportedError, match=named):
         trainer.train()
     assert trainer.state.global_step == 0
 
 
-def test_mixin_refuses_what_the_callback_refuses() -> None:
-    trainer = trainer_of(MixedTrainer, train_sampling_strategy="random")
-    trainer.remove_callback(hf_distca.DistCACallback)
-    hf_distca.configure(settings())
-    with pytest.raises(hf_distca.UnsupportedError, match="RandomSampler"):
-        trainer.train()
-    assert trainer.state.global_step == 0
-
-
-@KINDS
-def test_a_loader_for_evaluation_is_refused_too(kind: type[Trainer]) -> None:
+def test_a_loader_for_evaluation_is_refused_too() -> None:
     trainer = trainer_of(
-        kind, eval_dataset=shares(1), dataloader_num_workers=1, dataloader_in_order=False
+        eval_dataset=shares(1), dataloader_num_workers=1, dataloader_in_order=False
     )
     with pytest.raises(hf_distca.UnsupportedError, match="dataloader_in_order=True"):
         trainer.evaluate()

@@ -33,10 +33,6 @@ MEASURED = "distca/imbalance_measured_after"
 GATHERING = "gather for gathering what ranks measured up to micro-batch"
 
 
-class PlanningTrainer(hf_distca.DistCATrainerMixin, Trainer):
-    pass
-
-
 @dataclass
 class Did:
     """What one micro-batch did on this rank: its estimates, and the meters of its plans, of which
@@ -128,7 +124,6 @@ def train(
     trainer = make_trainer(
         "distca",
         data(accumulation, case.get("dealt", False)),
-        kind=PlanningTrainer if case.get("ahead") else Trainer,
         callbacks=[Reporter()],
         config=settings(ping_pong=case.get("ping_pong", False)),
         gradient_accumulation_steps=accumulation,
@@ -151,8 +146,7 @@ def train(
             (1, 1, {}),
             (1, 1, {"ping_pong": True}),
             (2, 1, {"checkpointing": True}),
-            (2, 1, {"checkpointing": True, "ping_pong": True, "ahead": True}),
-            (2, 2, {"ahead": True}),
+            (2, 2, {"checkpointing": True, "ping_pong": True}),
             (1, 1, {"dealt": True}),
             (2, 1, {"dealt": True, "checkpointing": True}),
             (1, 4, {}),  # the last log is two steps before the end

@@ -57,10 +57,6 @@ from turns import in_turn
 STEPS = 6
 
 
-class PlanningTrainer(hf_distca.DistCATrainerMixin, Trainer):
-    pass
-
-
 class Warns(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step == 3:
@@ -90,14 +86,13 @@ def data() -> list[dict[str, Any]]:
 
 
 def train(
-    rank: int, folder: str, record: bool | Literal["all"], ahead: bool, changes: dict[str, Any]
+    rank: int, folder: str, record: bool | Literal["all"], ping_pong: bool, changes: dict[str, Any]
 ) -> dict[str, Any]:
-    callback = hf_distca.DistCACallback(settings(ping_pong=ahead), record=record)
+    callback = hf_distca.DistCACallback(settings(ping_pong=ping_pong), record=record)
     trainer = make_trainer(
         "distca",
         data(),
         folder=folder,
-        kind=PlanningTrainer if ahead else Trainer,
         callbacks=[Warns()],
         distca=callback,
         train_sampling_strategy="sequential",
@@ -120,18 +115,20 @@ def rows(folder: Path) -> list[Row]:
     return [row for row in found if row is not None]
 
 
-@pytest.mark.parametrize("ahead", in_turn([True, False], 2))
+@pytest.mark.parametrize("ping_pong", in_turn([True, False], 2))
 def test_rank_0_writes_what_the_log_says_and_more(
-    rank_pool: Callable[[int], RankPool], tmp_path: Path, ahead: bool
+    rank_pool: Callable[[int], RankPool], tmp_path: Path, ping_pong: bool
 ) -> None:
     """The rows sum up to the summary of the run, by rank, and the plans of the first and the worst
     step can be read.
     """
-    history = rank_pool(2)(train, str(tmp_path), True, ahead, {"logging_steps": 3})[0]["history"]
+    history = rank_pool(2)(train, str(tmp_path), True, ping_pong, {"logging_steps": 3})[0][
+        "history"
+    ]
     run, *others = rows(tmp_path)
     assert isinstance(run, RunRow)
     found = run.step, run.ranks, run.nodes, run.settings["ping_pong"], run.model["type"]
-    assert found == (0, 2, 1, ahead, "llama"), "nodes are known without a launcher that says so"
+    assert found == (0, 2, 1, ping_pong, "llama"), "nodes are known without a launcher that says so"
     assert run.versions["hf-distca"] == hf_distca.__version__
     assert (
         WarningRow(3, "something to act on") in others
@@ -163,7 +160,7 @@ def test_rank_0_writes_what_the_log_says_and_more(
     assert 4 in [plan.step for plan in plans], "the worst"
     for plan in plans:
         made = [Plan.from_json(json.dumps(part.plan)) for part in plan.parts]
-        assert len(made) == (2 if ahead else 1)
+        assert len(made) == (2 if ping_pong else 1)
         assert sum(one.layout.query_tokens.sum() for one in made) == sum(plan.per_rank.tokens)
         seconds = sum(
             np.bincount(one.server, part.seconds, minlength=2)
@@ -172,12 +169,12 @@ def test_rank_0_writes_what_the_log_says_and_more(
         np.testing.assert_allclose(seconds, plan.per_rank.estimated_after, rtol=2e-3)
 
 
-@pytest.mark.parametrize("ahead", in_turn([False, True], 2))
+@pytest.mark.parametrize("ping_pong", in_turn([False, True], 2))
 def test_worst_plan_keeps_its_step_when_written_late(
-    rank_pool: Callable[[int], RankPool], tmp_path: Path, ahead: bool
+    rank_pool: Callable[[int], RankPool], tmp_path: Path, ping_pong: bool
 ) -> None:
     """The worst plan is of its step, however late it is written."""
-    rank_pool(2)(train, str(tmp_path), True, ahead, {"logging_steps": 10, "max_steps": 10})
+    rank_pool(2)(train, str(tmp_path), True, ping_pong, {"logging_steps": 10, "max_steps": 10})
     plans = [(row.step, row.micro_batch) for row in rows(tmp_path) if isinstance(row, PlanRow)]
     assert plans[:2] == [(1, 1), (4, 4)]
     assert all(step == micro_batch for step, micro_batch in plans)
@@ -238,7 +235,7 @@ def test_tokens_count_once_and_pieces_are_as_long_as_the_bars(
         cost = replace(PAIRS, window=window)
         plan = balance(Layout.from_lengths(lengths), cost, settings(), ranks)
         key = PlanKey(PAIRS.shape, "cpu", window, nano=nano)
-        planned = BatchPlan(key, plan, settings(), plan.layout.offsets, 1.0)
+        planned = BatchPlan(key, plan, 1.0)
         uses.append(PlanUse.start(planned, 1, cost, ranks, Meter()))
         history.record_use(uses[-1])
     history.end_micro_batch()

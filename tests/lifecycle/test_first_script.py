@@ -179,12 +179,10 @@ torch.distributed.destroy_process_group()
 BLOCKS = {
     "docs/long_documents.md": {
         "def compute_loss": CLASS,
-        "shares_tokens": CLASS,
         "accelerator.prepare": LOOP,
     },
     "docs/getting_started.md": {
         "data_collator=hf_distca.PackingCollator()": TRAINER,
-        "DistCATrainerMixin": CLASS,
     },
 }
 

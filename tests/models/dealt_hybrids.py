@@ -193,7 +193,7 @@ def train(
         weights = {name: _whole(parameter) for name, parameter in trainer.model.named_parameters()}
         if dist.is_initialized() and dist.get_world_size() > 1:
             dist.barrier()
-    halves = any(key.nano for key in current_session().planner.resume_progress().pop_recent_keys())
+    halves = any(key.nano for key in current_session().planner.resume_progress().share_kinds)
     logged = (row for row in trainer.state.log_history if "loss" in row)
     states_mb = sum(
         row.get("distca/states_mb", 0.0) * row.get("distca/micro_batches", 0) for row in logged
@@ -206,22 +206,20 @@ def _whole(parameter: torch.Tensor) -> torch.Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
 
 
-def draw_and_share(
-    rank: int, model_type: str, lengths: Sequence[Sequence[int]]
+def run_a_share(
+    rank: int, model_type: str, lengths: Sequence[int]
 ) -> tuple[float, dict[str, torch.Tensor], int]:
-    """Loss and gradients, both summed over ranks, of documents that this rank has drawn and then
-    dealt with the others.
-    """
+    """Loss and gradients, both summed over ranks, of one global batch of these documents."""
     pairs = CostModel.make_of_pairs(AttentionShape(4, 2, 16, 16, 4))
     hf_distca.configure(hf_distca.DistCAConfig(tile=8, min_gain=0.0, cost_model=pairs))
-    docs = documents(tuple(length for drawn in lengths for length in drawn))
-    first = sum(map(len, lengths[:rank]))
-    drawn = [{"input_ids": doc.tolist()} for doc in docs[first : first + len(lengths[rank])]]
-    (batch,) = hf_distca.share_tokens([hf_distca.PackingCollator()(drawn)])
-    targets = batch.pop("shift_labels")[0]
-    batch.pop("labels")
+    rows = Dataset.from_dict({"input_ids": [doc.tolist() for doc in documents(lengths)]})
     with quiet():
         model = with_long_memory(build(model_type, "distca", torch.float64))
+        tokens = sum(lengths) // dist.get_world_size()
+        shares = hf_distca.document_shares(rows, model=model, tokens_per_rank=tokens, seed=None)
+        batch = hf_distca.PackingCollator()([shares[rank]])
+        targets = batch.pop("shift_labels")[0]
+        batch.pop("labels")
         loss = cross_entropy(
             model(**batch, use_cache=False).logits[0], targets, reduction="sum", ignore_index=-100
         )

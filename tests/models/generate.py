@@ -72,8 +72,8 @@ Position ids may be an argument of the model or one that it hands on in its keyw
 (Whisper, Moss).
 
 RoBERTa and its kin (CamemBERT, Data2Vec, XLM-RoBERTa, X-MOD) count learned positions from
-`pad_token_id + 1`. Positions of `PackingCollator`, of shares and of `share_tokens`, which count
-from 0, are moved there when the model is called. In other batches positions from 0 are refused:
+`pad_token_id + 1`. Positions of `PackingCollator` and of shares, which count from 0, are moved
+there when the model is called. In other batches positions from 0 are refused:
 `DataCollatorWithFlattening(position_ids_start=2)` makes the right ones.
 
 Encoder-decoders are refused, also those whose decoder alone is in the table.

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from compare import Outcome, alone, difference, documents
-from dealt_hybrids import BATCHES, Case, Run, draw_and_share, train, train_on_other_documents
+from dealt_hybrids import BATCHES, Case, Run, run_a_share, train, train_on_other_documents
 from tiny import build, with_long_memory
 
 from ranks import RankPool
@@ -121,13 +121,13 @@ def test_recomputes_exchange_no_states(
 
 
 @pytest.mark.parametrize("model_type", in_turn(["nemotron_h", "olmo_hybrid", "lfm2"], 3))
-def test_what_ranks_have_drawn_is_cut_among_them(
+def test_a_global_batch_equals_its_documents(
     model_type: str, rank_pool: Callable[[int], RankPool]
 ) -> None:
-    lengths = ((150, 3), (20, 9, 1), (2,))
+    lengths = (150, 3, 20, 9, 1, 3)
     model = with_long_memory(build(model_type, "sdpa", torch.float64))
-    want = alone(model, documents(tuple(length for drawn in lengths for length in drawn)))
-    for loss, grads, exchanges in rank_pool(3)(draw_and_share, model_type, lengths):
+    want = alone(model, documents(lengths))
+    for loss, grads, exchanges in rank_pool(3)(run_a_share, model_type, lengths):
         assert exchanges
         value, what = difference(
             Outcome(loss, [], grads),

@@ -59,7 +59,7 @@ def check(done: Step, way: Way) -> None:
     layers, halves = 2 * fake_gpu_steps.LAYERS, 1 + way.ping_pong
     assert done.wrong == []
     assert done.races == []
-    assert done.waits == 0, "neither the meter nor the trace waits"
+    assert done.waits == 0, "the meter does not wait"
     assert min(done.forward_operations, done.backward_operations) > 100 * fake_gpu_steps.LAYERS
     assert done.beside, "as on a GPU, backward runs in a thread of its own"
     # Checkpointing repeats neither attention nor exchanges.

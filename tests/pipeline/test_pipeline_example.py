@@ -22,20 +22,17 @@ SMALL = [
     "512",
     "--micro_batches",
     "3",
-    "--trace",
-    "true",
     "--output_dir",
     "out",
 ]
 
 
-def check(output: str, folder: Path, ranks: int) -> None:
+def check(output: str, folder: Path) -> None:
     losses = [float(loss) for loss in re.findall(r"step \d+: loss ([\d.]+)", output)]
     assert len(losses) == 3
     assert losses[-1] < losses[0]
     assert "forward tick 0 (micro-batch 0 on stage 0): attention seconds of ranks" in output
     assert (folder / "out" / "ticks.png").read_bytes().startswith(b"\x89PNG")
-    assert len(list((folder / "out" / "trace").glob("rank_*.json"))) == ranks
     model = AutoModelForCausalLM.from_pretrained(folder / "out")
     assert torch.isfinite(model(input_ids=torch.ones(1, 4, dtype=torch.long)).logits).all()
 
@@ -52,7 +49,7 @@ def test_two_stages_train(tmp_path: Path) -> None:
         tmp_path,
         timeout=360,
     )
-    check(output, tmp_path, 2)
+    check(output, tmp_path)
 
 
 @pytest.mark.slow
@@ -60,7 +57,7 @@ def test_two_stages_train(tmp_path: Path) -> None:
 def test_torchrun_starts_it(tmp_path: Path) -> None:
     command = words_of("torchrun --nproc_per_node 2 examples/train_pipeline.py")
     data = ["--dataset_name", write_corpus(tmp_path / "corpus")]
-    check(run_program([*command, *data, *SMALL], tmp_path, 360), tmp_path, 2)
+    check(run_program([*command, *data, *SMALL], tmp_path, 360), tmp_path)
 
 
 @pytest.mark.slow
@@ -75,4 +72,4 @@ def test_four_processes_train(tmp_path: Path, stages: str) -> None:
         *words_of("torchrun --nproc_per_node 2 examples/train_pipeline.py")[3:],
     ]
     data = ["--dataset_name", write_corpus(tmp_path / "corpus"), "--stages", stages]
-    check(run_program([*command, *data, *SMALL], tmp_path, 360), tmp_path, 4)
+    check(run_program([*command, *data, *SMALL], tmp_path, 360), tmp_path)

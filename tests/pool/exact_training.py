@@ -24,7 +24,6 @@ from transformers import (
 
 import hf_distca
 from float64 import Float64Throughout
-from hf_distca.integration.training.mixin import plan_ahead
 from tiny_runs import VOCABULARY, documents, settings
 
 LAYERS = 2
@@ -39,8 +38,7 @@ class Exact:
 
     Attributes:
         model: "full" attention, "windows" in half of the layers, or "sinks".
-        documents: "drawn" by each rank, "ahead" of the step, "dealt", "shared", or "spanning"
-            ranks.
+        documents: "drawn" by each rank, "dealt", or "spanning" ranks.
         evaluated: between steps: "together", "alone" on rank 1, or not.
         changes: settings of distca.
     """
@@ -97,10 +95,6 @@ def _train(rank: int, case: Exact) -> Outcome:
     batches = _batches(rank, case, model)
     for _ in range(case.steps):
         micro_batches = [next(batches) for _ in range(case.accumulation)]
-        if case.documents == "ahead":
-            micro_batches = plan_ahead(micro_batches)
-        elif case.documents == "shared":
-            micro_batches = hf_distca.share_tokens(micro_batches)
         for batch in micro_batches:
             loss = loss_of(model, batch)
             loss.backward()

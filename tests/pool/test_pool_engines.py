@@ -28,11 +28,11 @@ WAYS = [
     {"checkpointing": "reentrant"},
     {"peft": True, "ping_pong": True},
     {"checkpointing": "non-reentrant", "accumulation": 2},
-    {"checkpointing": "non-reentrant", "accumulation": 2, "ahead": True, "ping_pong": True},
+    {"checkpointing": "non-reentrant", "accumulation": 2, "ping_pong": True},
 ]
 HALVED = [  # of bfloat16
     Case("DDP, Trainer", ping_pong=True),
-    Case("FSDP2, fully_shard", "non-reentrant", precision="mixed", accumulation=2, ahead=True),
+    Case("FSDP2, fully_shard", "non-reentrant", precision="mixed", accumulation=2),
 ]
 WORLDS = [(2, 1), (3, 1), (2, 2)]
 TIMEOUT = 240.0

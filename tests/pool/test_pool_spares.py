@@ -66,11 +66,11 @@ def launch() -> Iterator[Launch]:
     "case",
     in_turn(
         [
-            Exact(documents="ahead", steps=8, changes={"ping_pong": True}),
+            Exact(steps=8, changes={"ping_pong": True}),
             Exact(steps=8, checkpointing=True),
             Exact("windows", "dealt", steps=8),
             Exact("windows", "dealt", steps=8, checkpointing=True, changes={"ping_pong": True}),
-            Exact("sinks", "shared", steps=8),
+            Exact("sinks", steps=8),
             Exact(documents="spanning", steps=8, changes={"documents_span_ranks": True}),
         ],
         12,

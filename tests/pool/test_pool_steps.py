@@ -18,8 +18,7 @@ from launches import Launch, pooled, unpooled
 from tiny import build
 
 import hf_distca
-from hf_distca.integration.current_session import balancing, current_session, use_session
-from hf_distca.integration.training.mixin import announce_step, plan_ahead
+from hf_distca.integration.current_session import balancing, use_session
 from hf_distca.pool.controller import PoolController
 from hf_distca.runtime.group import AttentionGroup
 from tiny_runs import documents, settings
@@ -70,33 +69,6 @@ def test_layers_tell_nothing_where_nothing_moves(
     assert not any(told[step] for step in ATTENTION)
 
 
-def drop_plans(rank: int) -> None:
-    """Plans of steps that never run, and of documents that are announced and never planned."""
-    hf_distca.configure(settings())
-    model = model_for("full")
-    for number in range(3):
-        batches = [drawn(rank, 2 * number), drawn(rank, 2 * number + 1)]
-        step(model, rank, number)
-        plan_ahead(batches)
-        session = current_session()
-        keys = session.planner.resume_progress().pop_recent_keys()
-        announce_step(session, batches, keys, in_background=True)
-    del batches
-    gc.collect()
-    step(model, rank)
-    gc.collect()
-    step(model, rank)  # the word with which the last ones are forgotten
-
-
-def test_servers_keep_nothing_of_plans_that_are_dropped(
-    launch: Callable[[int, int], Launch],
-) -> None:
-    started = launch(2, 1)
-    started(pooled, drop_plans)
-    (server,) = started.served()
-    assert server.kept == {"Session": 1, "_UsedPlan": 1}
-
-
 def sessions_in_turn(rank: int) -> list[float]:
     """Settings of a callback in place of those of the process, and back, while something of both is
     still there.
@@ -143,26 +115,6 @@ def test_a_backward_after_new_settings(launch: Callable[[int, int], Launch]) -> 
     )
     for here, there in zip(ours, theirs, strict=True):
         torch.testing.assert_close(here.value, there.value, rtol=1e-12, atol=1e-14)
-
-
-def traced(rank: int, folder: str) -> tuple[float, set[tuple[str, bool]]]:
-    hf_distca.configure(settings(ping_pong=True))
-    model = model_for("full")
-    with hf_distca.trace(folder) as trace:
-        loss = step(model, rank)
-    return loss, {(span.name, span.backward) for span in trace.spans}
-
-
-def test_a_timeline_is_recorded(launch: Callable[[int, int], Launch], tmp_path: Any) -> None:
-    started = launch(2, 1)
-    theirs, ours = (
-        started(unpooled, traced, str(tmp_path / "without")),
-        started(pooled, traced, str(tmp_path / "with")),
-    )
-    for here, there in zip(ours, theirs, strict=True):
-        assert here.value[0] == pytest.approx(there.value[0], rel=1e-12)
-        assert here.value[1] == there.value[1]
-    assert len({path.name for path in (tmp_path / "with").iterdir()}) == 2
 
 
 def calibrated(rank: int) -> tuple[list[float], bool]:

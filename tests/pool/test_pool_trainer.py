@@ -50,14 +50,6 @@ class GenerateOnRankZero(TrainerCallback):
             model.train()
 
 
-class Ahead(hf_distca.DistCATrainerMixin, Trainer):
-    pass
-
-
-class Sharing(hf_distca.DistCATrainerMixin, Trainer):
-    shares_tokens = True
-
-
 def make_trainer(*args: Any, **changes: Any) -> Trainer:
     """With so large an epsilon, Adam does not make large steps of small gradients, and of their
     rounding.
@@ -173,10 +165,10 @@ def test_evaluation_between_steps(
     assert ours[0].told["begin"] == halves * layers * (2 * 4 + 2 * batches)
 
 
-def one_after_another(rank: int, kind: type[Trainer]) -> dict[str, Any]:
+def one_after_another(rank: int) -> dict[str, Any]:
     """A Trainer that trains twice, one with other settings, and one with those of the process."""
     hf_distca.configure(settings())
-    arguments: dict[str, Any] = {"kind": kind, "max_steps": 3, "gradient_accumulation_steps": 2}
+    arguments: dict[str, Any] = {"max_steps": 3, "gradient_accumulation_steps": 2}
     first = make_trainer(rows(12), **arguments)
     first.train()
     first.train()
@@ -188,22 +180,19 @@ def one_after_another(rank: int, kind: type[Trainer]) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [Trainer, Ahead, Sharing])
 @pytest.mark.parametrize(("trainers", "servers"), [(2, 1), (3, 1)])
 def test_trainers_one_after_another(
-    launch: Callable[[int, int], Launch], trainers: int, servers: int, kind: type[Trainer]
+    launch: Callable[[int, int], Launch], trainers: int, servers: int
 ) -> None:
     started = launch(trainers, servers)
     theirs, ours = (
-        started(unpooled, one_after_another, kind),
-        started(pooled, one_after_another, kind),
+        started(unpooled, one_after_another),
+        started(pooled, one_after_another),
     )
     same(ours, theirs)
     (server, *_) = started.served()
     assert server.kept["Call"] == 0
-    assert (
-        server.kept["_UsedPlan"] + server.kept["BatchPlan"] + server.kept["PendingPlans"] <= 4 * 2
-    )
+    assert server.kept["_UsedPlan"] + server.kept["BatchPlan"] <= 4 * 2
 
 
 def dealt(rank: int, ping_pong: bool, workers: int) -> dict[str, Any]:

@@ -17,24 +17,18 @@ DEFAULT = [
     Exact(),
     Exact(changes={"ping_pong": True}),
     Exact(checkpointing=True, changes={"ping_pong": True}),
-    Exact("windows", "ahead", changes={"ping_pong": True}),
+    Exact("windows", changes={"ping_pong": True}),
     Exact(documents="dealt", changes={"ping_pong": True}),
 ]
 
 
 SLOW = [
-    Exact("windows", changes={"ping_pong": True}),
     Exact("windows", "dealt"),
     Exact("windows", checkpointing=True),
     Exact("sinks", changes={"ping_pong": True}),
-    Exact(documents="ahead", accumulation=3, steps=3),
-    Exact(
-        documents="ahead", checkpointing=True, accumulation=3, steps=3, changes={"ping_pong": True}
-    ),
+    Exact(checkpointing=True, accumulation=3, steps=3, changes={"ping_pong": True}),
     Exact(documents="dealt", checkpointing=True),
     Exact("windows", "dealt", checkpointing=True, changes={"ping_pong": True}),
-    Exact(documents="shared"),
-    Exact(documents="shared", checkpointing=True, changes={"ping_pong": True}),
     Exact(documents="spanning", changes={"documents_span_ranks": True}),
     Exact(
         documents="spanning", changes={"documents_span_ranks": True, "max_transient_bytes": 400_000}

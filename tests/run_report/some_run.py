@@ -109,16 +109,3 @@ def write_record(folder: Path, rows: list[Row]) -> Path:
     folder.mkdir(exist_ok=True)
     (folder / RECORD_NAME).write_text("".join(write_row(row) + "\n" for row in rows))
     return folder
-
-
-def write_trace(folder: Path, rank: int, travelled: float, waited: float) -> None:
-    """Seconds of one exchange and of the wait for it."""
-    folder.mkdir(exist_ok=True)
-    spans = [("dispatch", travelled), ("wait", waited), ("server", 1.0)]
-    events = [
-        {"ph": "X", "name": name, "ts": 0.0, "dur": seconds * 1e6, "pid": rank}
-        for name, seconds in spans
-    ]
-    (folder / f"rank_{rank}.json").write_text(
-        json.dumps({"traceEvents": [{"ph": "M", "name": "process_name"}, *events]})
-    )

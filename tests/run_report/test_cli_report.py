@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from some_run import some_rows, write_record, write_trace
+from some_run import some_rows, write_record
 from typer.testing import CliRunner, Result
 
 from hf_distca.cli import app
@@ -27,9 +27,8 @@ def test_a_page_and_what_it_says(tmp_path: Path) -> None:
     page = tmp_path / "page.html"
     result = run("report", write_record(tmp_path / "run", some_rows()), "--output", page)
     assert result.exit_code == 0, result.output
-    first, second, last = result.stdout.splitlines()
+    first, last = result.stdout.splitlines()
     assert first.startswith("A step took ")
-    assert second.startswith("Not on the page: The share of messages that was hidden")
     assert last == f"The page: {page}"
     assert page.read_text().startswith("<!DOCTYPE html>")
 
@@ -38,12 +37,10 @@ def test_the_figures_behind_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyP
     """No file is written."""
     monkeypatch.chdir(tmp_path)
     folder = write_record(tmp_path / "run", some_rows())
-    write_trace(folder / "timeline", 0, 0.2, 0.1)
     result = run("report", folder, "--step", 2, "--json")
     assert result.exit_code == 0, result.output
     figures = json.loads(result.stdout)
     assert figures["plan"]["step"] == 2
-    assert figures["hidden"][0]["share"] == 0.5
     assert figures["steps"][3]["step"] == 4
     assert not (tmp_path / "report.html").exists()
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from some_run import some_rows, write_record, write_trace
+from some_run import some_rows, write_record
 
 from hf_distca.run_report.folder import RunFolder
 from hf_distca.run_report.page import render
@@ -63,8 +63,6 @@ def browser() -> Iterator[Any]:
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Figures:
     folder = write_record(tmp_path_factory.mktemp("run"), some_rows())
-    for rank in range(4):
-        write_trace(folder / "timeline", rank, 0.2, 0.05)
     return collect(RunFolder.read(folder))
 
 

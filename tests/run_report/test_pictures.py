@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from some_run import plan_row, some_rows, write_record, write_trace
+from some_run import plan_row, some_rows, write_record
 
 from hf_distca.run_report.folder import RunFolder
 from hf_distca.run_report.page import Picture, draw_pictures, render
@@ -17,8 +17,6 @@ from hf_distca.run_report.run_figures import Figures, collect
 
 def figures(folder: Path, ranks: int = 4) -> Figures:
     write_record(folder, some_rows(ranks))
-    for rank in range(2):
-        write_trace(folder / "timeline", rank, 0.2, 0.05)
     return collect(RunFolder.read(folder))
 
 

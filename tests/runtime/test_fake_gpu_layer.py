@@ -23,7 +23,6 @@ from hf_distca.integration.handle import AttentionHandle
 from hf_distca.integration.hooks.attention import distca_attention
 from hf_distca.kernels import Scores
 from hf_distca.kernels.flash import CUDA as CUDA_KERNEL
-from hf_distca.measure.timeline import Trace
 from hf_distca.runtime import core_attention as module
 from hf_distca.runtime.call import AttentionServer, Call, Inputs
 from hf_distca.runtime.core_attention import compute_core_attention
@@ -106,11 +105,11 @@ def test_a_layer_stays_on_the_gpu(
         Waves.split_plan(plan, AttentionShape(HEADS, KEY_HEADS, DIM, DIM, 2), 128, bound),
     )
     tokens = int(layout.query_tokens[rank])
-    gpu, meter, peers, trace, tape = Device(), Meter(), Peers(), Trace(), Tape()
+    gpu, meter, peers, tape = Device(), Meter(), Peers(), Tape()
     monkeypatch.setattr(module, "_apply", tape.apply)
     with fake_cuda(), gpu.installed():
         group = AttentionGroup((0, 1), rank, data=peers)  # type: ignore[arg-type]
-        server = AttentionServer(CUDA_KERNEL, Scores(DIM**-0.5), trace.make_call_meter(meter, 0, 1))
+        server = AttentionServer(CUDA_KERNEL, Scores(DIM**-0.5), meter)
         q, k, v = leaves(tokens, dtype)
         sink = torch.empty(HEADS, dtype=torch.float32, device=CUDA)
 
@@ -132,17 +131,9 @@ def test_a_layer_stays_on_the_gpu(
         assert not meter.is_finished, (
             "its kernels are timed by events of the device, which has not worked yet"
         )
-        assert gpu.waits == [], "neither the meter nor the trace waits"
+        assert gpu.waits == [], "the meter does not wait"
         gpu.finish()
         assert meter.is_finished
-        assert {span.name for span in trace.spans} >= {
-            "dispatch",
-            "return",
-            "wait",
-            "pack",
-            "server",
-            "unpack",
-        }
 
 
 def test_the_attention_function_stays_on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

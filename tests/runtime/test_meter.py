@@ -101,7 +101,7 @@ def test_events_are_bounded_where_the_device_does_not_keep_up(
 def test_exchanges_are_timed_beside_kernels(device: Device) -> None:
     whole = Meter()
     part = Meter(whole)
-    for name in ("pack", "dispatch", "wait", "unpack"):
+    for name in ("pack", "wait", "unpack"):
         time_of(part, device, name, 1.0)
     run(part, device, 2.0)
     assert (part.exchange_seconds, part.is_finished) == (0.0, False)

@@ -22,7 +22,6 @@ from hf_distca.borrowed import without_dispatch_modes
 from hf_distca.kernels import Case, Kernel, Scores, select_kernel
 from hf_distca.kernels.base import Grads, Operands, Outputs, Saved
 from hf_distca.kernels.varlen import Sequences, VarlenKernel
-from hf_distca.measure.timeline import Trace
 from hf_distca.runtime.call import AttentionServer, Call, Inputs
 from hf_distca.runtime.core_attention import compute_core_attention
 from hf_distca.runtime.group import AttentionGroup
@@ -102,7 +101,6 @@ def layer(
     *,
     bound: int | None,
     reentrant: bool | None,
-    traced: bool,
 ) -> tuple[int, int]:
     """A layer forward and backward with everything that reads forbidden. Returns operations and
     exchanges.
@@ -118,9 +116,7 @@ def layer(
         torch.nn.Identity(),
         OutputStore(),
     )
-    server = AttentionServer(
-        kernel_of(name, scores), scores, Trace().make_call_meter(meter, 0, 1) if traced else meter
-    )
+    server = AttentionServer(kernel_of(name, scores), scores, meter)
     keys = sum(length for *_, length in rows[rank])
     before = sum(length for *_, length in rows[rank][: context[rank]])
     q = torch.randn(keys - before, HEADS, DIM, requires_grad=True)
@@ -169,7 +165,7 @@ CASES = [
 
 def every_case(rank: int) -> list[tuple[int, int]]:
     results = []
-    for traced, (layout, name, scores, bound, reentrant) in enumerate(CASES):
+    for layout, name, scores, bound, reentrant in CASES:
         try:
             results.append(
                 layer(
@@ -179,7 +175,6 @@ def every_case(rank: int) -> list[tuple[int, int]]:
                     scores,
                     bound=bound,
                     reentrant=reentrant,
-                    traced=bool(traced % 2),
                 )
             )
         except Exception as error:
@@ -200,9 +195,7 @@ def test_no_layer_reads_a_tensor(rank_pool: Callable[[int], RankPool]) -> None:
 
 def caught(rank: int) -> str:
     try:
-        layer(
-            rank, "nothing moved", "reading", Scores(0.25), bound=None, reentrant=None, traced=False
-        )
+        layer(rank, "nothing moved", "reading", Scores(0.25), bound=None, reentrant=None)
     except HostSyncError as error:
         return str(error)
     return ""

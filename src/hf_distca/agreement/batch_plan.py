@@ -32,8 +32,6 @@ class BatchPlan:
     Attributes:
         key: key of the plan in the micro-batch.
         plan: the plan; the same on all ranks.
-        config: the settings that it was made under.
-        runs: the documents that this rank announced for it, see `Documents.runs`.
         planning_ms: milliseconds of planning, with the exchange of documents.
         per_node: ranks of a node that the plan assumes; None if nodes were not told apart.
         holds: for each rank whether it holds tokens; None if all do.
@@ -46,8 +44,6 @@ class BatchPlan:
 
     key: PlanKey
     plan: Plan
-    config: DistCAConfig
-    runs: IntArray
     planning_ms: float
     per_node: int | None = None
     holds: tuple[bool, ...] | None = None

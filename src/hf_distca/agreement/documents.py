@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -65,16 +65,12 @@ class PackedDocuments(metaclass=_RemedyRepr):
             else None.
         dealt_share: the share of a global batch that these documents are; None for other batches.
 
-    Attributes:
-        prepared_plans: plans that `plan_ahead` made, by their keys; each is removed when it is
-            used.
-
     Raises:
         LayoutError: if a number is negative or no whole number, or if lengths, starts and documents
             differ in count.
     """
 
-    __slots__ = ("dealt_share", "documents", "lengths", "prepared_plans", "starts")
+    __slots__ = ("dealt_share", "documents", "lengths", "starts")
 
     def __init__(
         self,
@@ -86,7 +82,6 @@ class PackedDocuments(metaclass=_RemedyRepr):
         self.lengths = _check_counts(lengths, "lengths")
         self.starts = None if starts is None else _check_counts(starts, "starts")
         self.documents = None if documents is None else _check_counts(documents, "documents")
-        self.prepared_plans: dict[Any, Any] = {}
         self.dealt_share = dealt_share
         columns = [column for column in (self.starts, self.documents) if column is not None]
         if len(columns) == 1 or any(len(column) != len(self.lengths) for column in columns):
@@ -149,7 +144,6 @@ class Documents:
             padding; None if there is no padding.
         context_tokens: number of tokens of the first document that lie in the first nano-batch;
             they are the first run here, and not in `token_indices`.
-        prepared_plans: plans for these documents that were made before, by their keys.
         dealt_share: the share of a global batch that these documents are; None for other batches.
         longest_holed: number of tokens of the longest document that has padding inside, with that
             padding; 0 if there is none.
@@ -160,7 +154,6 @@ class Documents:
     span_ranks: bool = False
     token_indices: IntArray | None = None
     context_tokens: int = 0
-    prepared_plans: dict[Any, Any] = field(default_factory=dict)
     dealt_share: DealtShare | None = None
     longest_holed: int = 0
     has_mask_numbers: bool = False
@@ -448,7 +441,6 @@ def _read_lengths(packed: PackedDocuments) -> Documents:
     return Documents(
         runs[runs[:, 2] > 0],
         packed.documents is not None,
-        prepared_plans=packed.prepared_plans,
         dealt_share=packed.dealt_share,
     )
 

@@ -1,17 +1,14 @@
 """`Planner`: makes the same plans of announced documents on all ranks.
 
-Several plans can be requested at once, for two nano-batches or for the micro-batches of an
-optimizer step: they take the same two small collectives as one plan. Making them is most of the
-work, and can run in the background of training.
+Several plans can be requested at once, as for two nano-batches: they take the same two small
+collectives as one plan.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 
 import numpy as np
 import torch.distributed as dist
@@ -24,37 +21,10 @@ from hf_distca.agreement.world_progress import Progress
 from hf_distca.config import DistCAConfig
 from hf_distca.runtime.group import AttentionGroup, mark_joint_step
 from hf_distca.runtime.meter import Meter
-from hf_distca.runtime.monitor import AwaitedThread
 from hf_distca.schedule.balance import balance
 from hf_distca.schedule.plan import Plan
 
 _log = logging.getLogger("hf_distca")
-
-
-@dataclass(frozen=True, eq=False)
-class PendingPlans:
-    """Plans that are being made.
-
-    Attributes:
-        requests: documents, each with the key of its plan.
-        config: the settings that they are made under.
-        group: the ranks that make the plans.
-        place: description of the batches, for errors.
-        plans: the plans, in the order of requests, and the seconds that they took.
-    """
-
-    requests: Sequence[Request]
-    config: DistCAConfig
-    group: AttentionGroup
-    place: str
-    plans: Future[tuple[list[Plan], float]] = field(default_factory=Future)
-
-    def complete(self, make_plans: Callable[[], tuple[list[Plan], float]]) -> None:
-        """Make the plans, or store the exception for the thread that reads them."""
-        try:
-            self.plans.set_result(make_plans())
-        except BaseException as error:
-            self.plans.set_exception(error)
 
 
 class Planner:
@@ -100,12 +70,11 @@ class Planner:
     def plan(self, requests: Sequence[Request], group: AttentionGroup) -> list[BatchPlan]:
         """Plan this rank's documents together with those of the other ranks.
 
-        All ranks must request the same plans. Collective, except for prepared plans and shares of
-        dealt batches: announcements of shares are compared while ranks compute.
+        All ranks must request the same plans. Collective, except for shares of dealt batches: their
+        announcements are compared while ranks compute.
 
         Args:
-            requests: documents, each with the key of a plan. Plans that were prepared for these
-                documents are used.
+            requests: documents, each with the key of a plan.
             group: the ranks.
 
         Returns:
@@ -114,97 +83,41 @@ class Planner:
         Raises:
             LayoutError: if a share is not for this rank of this group.
         """
-        prepared = [documents.prepared_plans.pop(key, None) for documents, key in requests]
-        usable = [
-            batch_plan
-            for batch_plan in prepared
-            if batch_plan is not None
-            and batch_plan.config == self.config
-            and batch_plan.plan.layout.world_size == group.size  # a rank may have left since
-        ]
-        if len(usable) == len(requests):
-            return usable
         shares = [documents.dealt_share for documents, _ in requests if documents.dealt_share]
         if len(shares) == len(requests):
             return self.plan_shares(shares, requests, group)
-        return self.finish_plans(self.begin_plans(requests, group))
+        return self.plan_documents(requests, group)
 
     @mark_joint_step
-    def begin_plans(
-        self,
-        requests: Sequence[Request],
-        group: AttentionGroup,
-        place: str | None = None,
-        *,
-        in_background: bool = False,
-    ) -> PendingPlans:
-        """Announce documents, with one collective, and begin to plan them.
-
-        Args:
-            requests: documents, each with the key of a plan.
-            group: the ranks.
-            place: description of the batches, for errors; None for the next micro-batch.
-            in_background: make the plans in another thread; else they are made when this returns.
+    def plan_documents(self, requests: Sequence[Request], group: AttentionGroup) -> list[BatchPlan]:
+        """Announce documents, plan them, and compare the plans between ranks: two collectives,
+        however many plans there are.
         """
         started = time.perf_counter()
-        config = self.config
         keys = [key for _, key in requests]
         progress = self.resume_progress()
-        place = place or f"micro-batch {progress.find_number(keys)}"
-        layouts = [
-            build_layout(batch)
-            for batch in progress.announce_requests(requests, group, place, config)
-        ]
-        jobs = [self._make_job(key, group.size, group.per_node) for key in keys]
-        pending = PendingPlans(requests, config, group, place)
-
-        def make_plans() -> tuple[list[Plan], float]:
-            plans = [
-                balance(layout, job.cost, job.config, job.ranks)
-                for layout, job in zip(layouts, jobs, strict=True)
-            ]
-            return plans, time.perf_counter() - started
-
-        if in_background:
-            AwaitedThread(lambda: pending.complete(make_plans), "plans")
-        else:
-            pending.complete(make_plans)
-        return pending
-
-    @mark_joint_step
-    def finish_plans(self, pending: PendingPlans) -> list[BatchPlan]:
-        """Wait for plans, and compare them between ranks with one collective.
-
-        Returns:
-            One plan for each request, in their order.
-        """
-        plans, seconds = pending.plans.result()
-        started = time.perf_counter() - seconds
-        group = pending.group
+        place = f"micro-batch {progress.find_number(keys)}"
+        announced = progress.announce_requests(requests, group, place, self.config)
+        plans = []
+        for batch, key in zip(announced, keys, strict=True):
+            job = self._make_job(key, group.size, group.per_node)
+            plans.append(balance(build_layout(batch), job.cost, job.config, job.ranks))
         # Plans come from equal inputs, but an exchange with unequal plans would hang.
         digests = np.array([_shorten_digest(plan) for plan in plans], dtype=np.int64)
-        doing = f"comparing plans of {pending.place}"
+        doing = f"comparing plans of {place}"
         if not group.is_equal_on_all(digests, doing=doing):
             for column in np.stack(group.gather(digests, doing=doing)).T:
                 check_equal(
                     group,
                     column,
                     "plans for the same documents",
-                    pending.place,
+                    place,
                     "use one version of hf_distca and numpy",
                 )
         planning_ms = (time.perf_counter() - started) * 1e3 / max(len(plans), 1)
         return [
-            BatchPlan(
-                key,
-                plan,
-                pending.config,
-                documents.runs,
-                planning_ms,
-                group.per_node,
-                group.holds,
-            )
-            for (documents, key), plan in zip(pending.requests, plans, strict=True)
+            BatchPlan(key, plan, planning_ms, group.per_node, group.holds)
+            for key, plan in zip(keys, plans, strict=True)
         ]
 
     @mark_joint_step
@@ -227,8 +140,6 @@ class Planner:
             BatchPlan(
                 key,
                 plan,
-                self.config,
-                documents.runs,
                 planning_ms,
                 per_node,
                 group.holds,
@@ -236,7 +147,7 @@ class Planner:
                 share.pop_local_plan_count(),
                 share.in_order,
             )
-            for (documents, key), plan, share in zip(requests, plans, shares, strict=True)
+            for key, plan, share in zip(keys, plans, shares, strict=True)
         ]
         progress = self.resume_progress()
         place = f"micro-batch {progress.find_number(keys)} ({shares[0]})"

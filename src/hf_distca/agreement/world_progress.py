@@ -28,11 +28,9 @@ from hf_distca.agreement.announce import (
     hash_settings,
 )
 from hf_distca.agreement.batch_plan import BatchPlan, PlanMeasurement, PlanUse
-from hf_distca.agreement.documents import Documents
 from hf_distca.agreement.history import History
 from hf_distca.agreement.rates import Costs
 from hf_distca.config import DistCAConfig
-from hf_distca.errors import LayoutError
 from hf_distca.runtime.group import AttentionGroup
 from hf_distca.runtime.meter import Meter
 from hf_distca.runtime.rendezvous import Rendezvous
@@ -73,7 +71,6 @@ class Progress:
         self._exchanges_before = meter.dispatches + meter.returns
         self._announcement_count = 0
         self._meeting_count = 0
-        self._recent_keys: dict[PlanKey, None] = {}  # since the last `pop_recent_keys`
         self._used_keys: set[PlanKey] = set()  # in the current micro-batch
         self._is_over = True  # the next plan begins another micro-batch
         # In their order; of the same plans on all ranks.
@@ -89,15 +86,6 @@ class Progress:
         """Number of the next micro-batch."""
         return self.number + 1
 
-    def pop_recent_keys(self) -> list[PlanKey]:
-        """Return the keys of plans used since the last call, in order of first use.
-
-        They are the same on all ranks.
-        """
-        recent = list(self._recent_keys)
-        self._recent_keys = {}
-        return recent
-
     def find_number(self, keys: Iterable[PlanKey]) -> int:
         """Return the number of the micro-batch that plans with these keys are for.
 
@@ -105,25 +93,14 @@ class Progress:
         """
         return self.number + (self._is_over or any(key in self._used_keys for key in keys))
 
-    def use_plan(self, batch_plan: BatchPlan, documents: Documents) -> Meter:
-        """Use a plan for the current micro-batch, and return the meter of its work.
-
-        Raises:
-            LayoutError: if the plan was made for other documents.
-        """
-        if not np.array_equal(batch_plan.runs, documents.runs):
-            raise LayoutError(
-                f"a micro-batch has documents of {documents.runs[:, 2].tolist()} tokens, but was "
-                f"announced with documents of {batch_plan.runs[:, 2].tolist()} tokens: leave "
-                "batches as they are after plan_ahead."
-            )
+    def use_plan(self, batch_plan: BatchPlan) -> Meter:
+        """Use a plan for the current micro-batch, and return the meter of its work."""
         number = self.find_number([batch_plan.key])
         if number > self.number:
             self._used_keys.clear()
         self.number = number
         self._is_over = False
         self._used_keys.add(batch_plan.key)
-        self._recent_keys[batch_plan.key] = None
         ranks = self.costs.make_ranks(batch_plan.plan.layout.world_size, batch_plan.per_node)
         cost = self.costs.get_cost(batch_plan.key)
         use = PlanUse.start(batch_plan, number, cost, ranks, Meter(self._meter))

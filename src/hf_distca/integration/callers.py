@@ -6,7 +6,7 @@ Read against transformers 5.23.0. Each fact is listed with its public source, wh
   `DistCACallback` calls for the model of a Trainer. The stack serves users who change one argument
   and call nothing.
 - The Trainer of a callback, to stand in front of its reporters, or of a forward, for its own loss:
-  `DistCATrainerMixin`, which is a Trainer.
+  no public source. Callbacks and models are not given it.
 - The position ids passed to a ``create_..._mask``, and the documents passed to its model: no public
   source. Mask functions get the config and no positions, and some models do not hand their keyword
   arguments on to attention.

@@ -28,7 +28,6 @@ from hf_distca.integration.processes import (
     print_if_slow,
 )
 from hf_distca.kernels import Case, Kernel, Scores, select_kernel
-from hf_distca.measure.timeline import Trace
 from hf_distca.runtime.call import AttentionServer, Call, Inputs
 from hf_distca.runtime.core_attention import compute_core_attention
 from hf_distca.runtime.group import AttentionGroup
@@ -45,7 +44,6 @@ class Session:
     Attributes:
         meter: counts the work of the process.
         planner: the plans of its micro-batches, the settings they are made under, and the figures.
-        trace: records a timeline; None for no timeline.
         start_time: time at which the session was made, by `time.perf_counter`.
         given_group: the group that the user gave; None to find it.
         fastest_kernels: names of the kernels to try first, by dtype and widths of heads, where
@@ -66,7 +64,6 @@ class Session:
             )
         self.meter = Meter()
         self.planner = Planner(config, self.meter)
-        self.trace: Trace | None = None
         self.start_time = time.perf_counter()
         self.given_group = members
         self.kernel_names: dict[str, None] = {}
@@ -218,15 +215,15 @@ class Session:
         number = next(work.call_numbers)
         outputs = None if work.outputs is None else work.outputs.find_outputs(module, inputs)
         # Nobody waits for this rank.
-        if group.monitor is None and self.trace is None:
+        if group.monitor is None:
             return compute_core_attention(inputs, Call(route, group, server, outputs))
         group.raise_pending()
         place = f"layer {getattr(module, 'layer_idx', number)} of {work.name}"
-        meter = work.meter
-        if self.trace is not None:
-            meter = self.trace.make_call_meter(meter, work.nano, number + 1)
         server = AttentionServer(
-            server.kernel, server.scores, meter, partial(group.report_errors, f"computing {place}")
+            server.kernel,
+            server.scores,
+            work.meter,
+            partial(group.report_errors, f"computing {place}"),
         )
         if route.exchanges:
             group = group.with_call_channel(place, route.forward_exchanges)

@@ -213,7 +213,7 @@ class WorkPlanner:
     ) -> LayerWork:
         """Use a plan for the current micro-batch, which has these documents on this rank."""
         progress = self.planner.resume_progress()
-        meter = progress.use_plan(planned, documents)
+        meter = progress.use_plan(planned)
         plan, nano, config = planned.plan, planned.key.nano, self.session.config
         waves = Waves.split_plan(
             plan, planned.key.shape, config.tile, config.max_transient_bytes, config.head_groups

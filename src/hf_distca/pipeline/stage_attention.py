@@ -188,15 +188,13 @@ class StageAttention(WorkPlanner):
 
     def make_server(self, part: CallPart) -> AttentionServer:
         """Make the server that runs the tasks of a call."""
-        kind, meter, trace = part.kind, self.session.meter, self.session.trace
+        kind = part.kind
         scores = Scores(kind.scale, part.window, kind.softcap)
         query = kind.make_empty_operands(self.device).q_THD
         return AttentionServer(
             self.session.choose_kernel(query, kind.key.shape, scores),
             scores,
-            meter
-            if trace is None
-            else trace.make_call_meter(meter, kind.key.nano, part.number + 1),
+            self.session.meter,
             partial(self.group.report_errors, f"computing {part.name}"),
         )
 

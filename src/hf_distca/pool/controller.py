@@ -38,8 +38,6 @@ ASK_SECONDS = 0.2  # between two attempts to find a server
 # That a server has to answer, and may.
 _ANSWER_SECONDS = 30.0
 _ANSWER_BYTES = 1 << 16
-# Steps that begin something: as long as it is known, the group that it is of is needed.
-_UNDER_WAY = ("use_plan", "begin_plans")
 
 
 @dataclass(eq=False)
@@ -105,7 +103,7 @@ class PoolController:
     def take_step(self, step: Callable[..., Any], *args: Any, **options: Any) -> Any:
         """See `GroupObserver.take_step`."""
         given = signature(step).bind(*args, **options).arguments
-        group = given["group"] if "group" in given else given["pending"].group
+        group = given["group"]
         if (owner := given.pop("self", None)) is not None:
             given["session"] = self._name_session(getattr(owner, "planner", owner), group)
         said = {
@@ -145,8 +143,8 @@ class PoolController:
         forgotten = [self._forgotten.popleft() for _ in range(len(self._forgotten))]
         for served in self.groups:
             if served.group.monitor is group.monitor:
-                served.under_way |= {f"{serial}.0"} if step in _UNDER_WAY else set()
-                served.under_way.discard(said.get("pending", ""))
+                # As long as a plan is used, its group is needed.
+                served.under_way |= {f"{serial}.0"} if step == "use_plan" else set()
                 served.send([step, said, serial, forgotten])
             served.under_way.difference_update(forgotten)
         while len(self.groups) > 1 and not self.groups[0].under_way:

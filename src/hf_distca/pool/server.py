@@ -20,12 +20,13 @@ from threading import Thread
 from types import FrameType
 from typing import Any, NamedTuple, NoReturn
 
+import numpy as np
 import torch
 
 from hf_distca.agreement.announce import PlanKey
 from hf_distca.agreement.batch_plan import BatchPlan
 from hf_distca.agreement.documents import Documents
-from hf_distca.agreement.planner import PendingPlans, Planner
+from hf_distca.agreement.planner import Planner
 from hf_distca.borrowed import Store, TCPStore
 from hf_distca.doctor.exchange import exchange
 from hf_distca.errors import DistCADesyncError, make_printable
@@ -216,24 +217,11 @@ class Server:
             self._group,
         )
 
-    def begin_plans(
-        self,
-        session: str,
-        requests: Sequence[Any],
-        place: str | None = None,
-        in_background: bool = False,
-    ) -> PendingPlans:
-        """Take part when ranks announce documents and begin to plan them."""
-        return self._make_planner(session).begin_plans(
-            read_requests(requests, [None] * len(requests)),
-            self._group,
-            place,
-            in_background=in_background,
+    def plan_documents(self, session: str, requests: Sequence[Any]) -> list[BatchPlan]:
+        """Take part when ranks announce documents, plan them, and compare their plans."""
+        return self._make_planner(session).plan_documents(
+            read_requests(requests, [None] * len(requests)), self._group
         )
-
-    def finish_plans(self, session: str, pending: str) -> list[BatchPlan]:
-        """Take part when ranks compare their plans."""
-        return self._make_planner(session).finish_plans(self._known.pop(pending))
 
     def plan_shares(
         self, session: str, shares: Sequence[Mapping[str, Any]], requests: Sequence[Any]
@@ -250,7 +238,8 @@ class Server:
         user = self._known[session]
         planner = self._make_planner(session)
         before = planner.resume_progress().number
-        work = WorkPlanner(user).use_plan(Documents(plan.runs), plan, self._group, self._device)
+        none = Documents(np.empty((0, 3), np.int64))
+        work = WorkPlanner(user).use_plan(none, plan, self._group, self._device)
         self._micro_batches += planner.resume_progress().number - before
         return _UsedPlan(user, plan.key, work)
 
@@ -317,8 +306,7 @@ STEPS: dict[str, Callable[..., object]] = {
         Server.regroup,
         Server.use_settings,
         Server.learn_cost,
-        Server.begin_plans,
-        Server.finish_plans,
+        Server.plan_documents,
         Server.plan_shares,
         Server.use_plan,
         Server.gather_measurements,

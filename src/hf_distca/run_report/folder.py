@@ -1,10 +1,10 @@
-"""`RunFolder`: contents of a run's folder: its record, and timelines."""
+"""`RunFolder`: contents of a run's folder."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from hf_distca.errors import ReportError
 from hf_distca.input_files import read_file
@@ -15,16 +15,6 @@ _MOST_RECORD_BYTES = 2**30  # all plans of a long run
 
 
 @dataclass(frozen=True)
-class RankTrace:
-    """Timeline of one rank: the part of the messages' time that was hidden; None without
-    messages.
-    """
-
-    rank: int
-    share: float | None
-
-
-@dataclass(frozen=True)
 class RunFolder:
     """Data to report.
 
@@ -32,13 +22,11 @@ class RunFolder:
         path: the folder.
         rows: rows of the record; for steps that ran again after a restart, of the last time.
         broken: numbers of the lines of the record that cannot be read.
-        traces: timelines of the ranks that wrote one.
     """
 
     path: Path
     rows: list[Row]
     broken: list[int]
-    traces: list[RankTrace]
 
     def select_rows(self, kind: type[RowKind]) -> list[RowKind]:
         """Return the rows of one kind."""
@@ -59,7 +47,7 @@ class RunFolder:
                 " and hf_distca.DistCACallback() among the callbacks of the Trainer, and give the"
                 " output_dir of that run. A run on one rank, or under --observe, leaves no record."
             )
-        folder = cls(path, *_read_record(record), _read_traces(path))
+        folder = cls(path, *_read_record(record))
         if (folder.rows or folder.broken) and not folder.select_rows(RunRow):
             raise ReportError(
                 f"{record} does not tell how a training began, which no page can be made without:"
@@ -96,28 +84,3 @@ def _read_record(path: Path) -> tuple[list[Row], list[int]]:
             ]
         rows += [] if row is None else [row]
     return rows, broken
-
-
-def _read_traces(path: Path) -> list[RankTrace]:
-    """Read the timelines of the folder, within the run's, that has the newest one."""
-    newest = max(path.rglob("rank_*.json"), key=lambda file: file.stat().st_mtime, default=None)
-    traces: list[RankTrace] = []
-    for file in () if newest is None else newest.parent.glob("rank_*.json"):
-        data = read_json(read_file(file), str(file))
-        if isinstance(data, dict) and isinstance(data.get("traceEvents"), list):  # or another's
-            traces.append(_read_trace(file, data["traceEvents"]))
-    return sorted(traces, key=lambda trace: trace.rank)
-
-
-def _read_trace(path: Path, events: list[Any]) -> RankTrace:
-    try:
-        spans = [(event["name"], float(event["dur"])) for event in events if event["ph"] == "X"]
-        rank = int(path.stem.removeprefix("rank_"))
-    except (KeyError, OverflowError, TypeError, ValueError) as error:
-        raise ReportError(
-            f"{path} is no timeline of hf_distca: its events lack names or seconds ({error}). Move"
-            " the file away to get a page without it."
-        ) from error
-    travelled = sum(seconds for name, seconds in spans if name in ("dispatch", "return"))
-    waited = sum(seconds for name, seconds in spans if name == "wait")
-    return RankTrace(rank, 1 - waited / travelled if travelled > 0 else None)

@@ -32,7 +32,6 @@ _TILES = (
     ("planning_ms", "ms of planning a micro-batch", "{:.3g}"),
     ("moved_micro_batches", "micro-batches with moved work", "{:.0f}"),
     ("micro_batches", "micro-batches in all", "{:.0f}"),
-    ("hidden_share", "of the messages' time hidden, mean of the traced ranks", "{:.0%}"),
 )
 
 BEFORE, AFTER = "#d97706", "#2f74c0"

@@ -11,17 +11,13 @@ import numpy as np
 
 from hf_distca.agreement.history import BalanceTotals
 from hf_distca.errors import ReportError
-from hf_distca.run_report.folder import RankTrace, RunFolder
+from hf_distca.run_report.folder import RunFolder
 from hf_distca.run_report.rows import RECORD_NAME, PerRank, PlanRow, RunRow, StepsRow, WarningRow
 from hf_distca.schedule.layout import FloatArray
 from hf_distca.schedule.plan import Plan
 
 _TALLY = [figure.name for figure in fields(BalanceTotals)]
 _LATER = {"estimated_in_order": 0.0, "dealt_mean": 0.0}  # older records do not have them
-_NO_TIMELINES = (
-    "The share of messages that was hidden: it needs timelines with messages, which"
-    " `with hf_distca.trace(folder): trainer.train()` writes into a folder in that of the run."
-)
 
 
 @dataclass(frozen=True)
@@ -67,11 +63,10 @@ class Figures:
     Attributes:
         name: name of its folder.
         verdict: summary in a sentence or two.
-        total: figures of the log for the whole run, the seconds of a step, those that the slowest
-            ranks saved, and the part of the messages' time that was hidden on the mean traced rank.
+        total: figures of the log for the whole run, the seconds of a step, and those that the
+            slowest ranks saved.
         steps: for each row of the log, the step, its figures and the loss.
         per_rank: sums over the run.
-        hidden: for each traced rank, the part of the messages' time that was hidden.
         plan: plan of the chosen step, None without one.
         plan_steps: steps with plans.
         run: device, model, settings, training arguments and versions.
@@ -84,7 +79,6 @@ class Figures:
     total: dict[str, float]
     steps: list[dict[str, float]]
     per_rank: PerRank
-    hidden: list[RankTrace]
     plan: PlanFigures | None
     plan_steps: list[int]
     run: dict[str, dict[str, Any]]
@@ -113,7 +107,6 @@ def collect(folder: RunFolder, step: int | None = None) -> Figures:
                 total=total,
                 steps=steps,
                 per_rank=_sum_rows(rows),
-                hidden=folder.traces,
                 plan=None if chosen is None else _describe_plan(chosen),
                 plan_steps=sorted({plan.step for plan in plans}),
                 run=_run(folder.select_rows(RunRow)[-1], rows),
@@ -121,10 +114,7 @@ def collect(folder: RunFolder, step: int | None = None) -> Figures:
                     f"step {warning.step}: {warning.text}"
                     for warning in folder.select_rows(WarningRow)
                 ],
-                missing=[
-                    *_describe_broken(folder),
-                    *([] if "hidden_share" in total else [_NO_TIMELINES]),
-                ],
+                missing=_describe_broken(folder),
             )
             json.dumps(asdict(figures), allow_nan=False)  # sums may be too large
             return figures
@@ -155,7 +145,6 @@ def _sum_up_run(
     runs = folder.select_rows(RunRow)
     began = runs[0].step
     replaced = runs[-1].replaced_imbalance
-    shares = [trace.share for trace in folder.traces if trace.share is not None]
     total = {
         "step_seconds": whole.elapsed_seconds / max(rows[-1].step - began, 1),
         **_read_logged(whole),
@@ -164,7 +153,6 @@ def _sum_up_run(
         "slowest_seconds_before": whole.measured_before,
         "slowest_seconds_after": whole.measured_after,
         **({} if replaced is None else {"imbalance_estimated_replaced": replaced}),
-        **({"hidden_share": sum(shares) / len(shares)} if shares else {}),
     }
     return total, [
         {

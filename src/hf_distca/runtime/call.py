@@ -18,6 +18,7 @@ from typing import NamedTuple, TypeVar
 
 import torch
 
+from hf_distca.borrowed import is_profiling
 from hf_distca.kernels.base import (
     Grads,
     Kernel,
@@ -42,7 +43,7 @@ from hf_distca.runtime.messages import (
     put_rows,
     view_rows,
 )
-from hf_distca.runtime.meter import Mark, Meter, mark_now
+from hf_distca.runtime.meter import Meter, mark_now, start_mark
 from hf_distca.runtime.outputs import LayerOutputs
 from hf_distca.runtime.route import KeyRelay, Route, Wave
 
@@ -138,6 +139,7 @@ class AttentionServer:
         """
         device = pools.q_THD.device
         backward = isinstance(pools, Saved)
+        mark = start_mark("server") if is_profiling() else None
         self.meter.count(kernel_calls=1, backward_calls=int(backward))
         begin = mark_now(device) if self.meter.timed else None
         kernel = leave_room_for_messages(self.kernel) if beside else self.kernel
@@ -154,7 +156,9 @@ class AttentionServer:
             with self.reporting():
                 raise
         if begin is not None:
-            self.meter.span("server", begin, mark_now(device), backward=backward)
+            self.meter.span("server", begin, mark_now(device))
+        if mark is not None:
+            mark.__exit__(None, None, None)
         return results
 
 
@@ -371,7 +375,7 @@ class Call:
         queries = len(get_query_rows(results))
         put_rows(get_query_rows(results), wave.queries.runs, came[:queries])
         sums = list(map(wave.add_copies, get_key_rows(results), came[queries:]))
-        self._add_span("unpack", begin, mark_now(returned.device))
+        self.server.meter.span("unpack", begin, mark_now(returned.device))
         return _remake(results, [*get_query_rows(results), *sums])
 
     def _run(self, pools: Operands | Saved, tasks: TaskBatch) -> Outputs | Grads:
@@ -415,11 +419,13 @@ class Call:
         """Launch an exchange of this name, `counted` as a dispatch or a return; with `beside`, it
         travels beside what this rank computes.
         """
+        mark = start_mark(name) if is_profiling() else None
         begin = mark_now(parts[0].tensor.device)
         pending = launch(self.group.data, parts, wave.formats, name, self.group.is_near)
-        pending.launched = mark_now(pending.device)
         if not beside:
-            self._add_span("pack", begin, pending.launched)
+            self.server.meter.span("pack", begin, mark_now(pending.device))
+        if mark is not None:
+            mark.__exit__(None, None, None)
         self.server.meter.count(
             sent_bytes=pending.sent_bytes, between_bytes=pending.between_bytes, **counted
         )
@@ -431,16 +437,14 @@ class Call:
         """Wait for an exchange and return its `Pending.receive_sections`; `beside` says that a
         side stream waits.
         """
+        mark = start_mark(f"wait for {name}") if is_profiling() else None
         begin = mark_now(pending.device)
         came = pending.receive_sections()
-        end = mark_now(pending.device)
         if not beside:
-            self._add_span("wait", begin, end)
-        self._add_span(name, pending.launched, end)
+            self.server.meter.span("wait", begin, mark_now(pending.device))
+        if mark is not None:
+            mark.__exit__(None, None, None)
         return came
-
-    def _add_span(self, name: str, begin: Mark, end: Mark) -> None:
-        self.server.meter.span(name, begin, end, backward=self.backward)
 
     def _build_pools(
         self, wave: Wave, home: Operands | Saved, dispatch: Pending | None

@@ -26,7 +26,6 @@ import torch
 
 from hf_distca.borrowed import copy_each
 from hf_distca.runtime.channel import Channel, Transfer
-from hf_distca.runtime.meter import Mark
 
 _ALIGNMENT = 16
 NOBODY = range(0)
@@ -264,7 +263,6 @@ class Pending:
             their sections go in front of its own.
         earlier_transfer: the transfer of that exchange, if another stream has waited for it; held
             so that memory it sends is not reused earlier.
-        launched: time of the launch, for measurements.
     """
 
     def __init__(
@@ -282,7 +280,6 @@ class Pending:
         self.transfer = transfer
         self.earlier_transfer: Transfer | None = None
         self.earlier_sections: list[list[torch.Tensor]] = []
-        self.launched: Mark = 0.0
         # Dtypes and row shapes are all that is needed of the parts: what was packed may go.
         self._kinds = [(part.tensor.dtype, part.tensor.shape[1:]) for part in parts]
         self._sections, self._received = form.sections, received

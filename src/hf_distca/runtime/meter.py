@@ -10,6 +10,7 @@ from collections import deque
 from typing import NamedTuple
 
 import torch
+from torch.profiler import record_function
 
 # A moment: of the host's clock, or on a CUDA stream.
 Mark = float | torch.Event
@@ -34,6 +35,15 @@ def mark_now(device: torch.device) -> Mark:
     event = torch.Event(device, enable_timing=True)
     event.record()
     return event
+
+
+def start_mark(name: str) -> record_function:
+    """Start a mark of this name in the timeline of torch's profiler. It ends with its ``__exit__``,
+    or after an exception with the frame that holds it.
+    """
+    mark = record_function(f"hf_distca: {name}")
+    mark.__enter__()  # type: ignore[no-untyped-call]
+    return mark
 
 
 class _Running(NamedTuple):
@@ -83,14 +93,13 @@ class Meter:
                 counters[name] += counts[name]
             meter = meter.whole
 
-    def span(self, name: str, begin: Mark, end: Mark, *, backward: bool = False) -> None:
+    def span(self, name: str, begin: Mark, end: Mark) -> None:
         """Count a span between two times: "server", or "pack", "wait" and "unpack" of an exchange.
 
         On CUDA the host waits here only where it is more than a thousand spans ahead of the device,
         for the oldest of them.
         """
-        if (counter := _COUNTED.get(name)) is None:
-            return
+        counter = _COUNTED[name]
         if isinstance(begin, float) and isinstance(end, float):
             self.count(**{counter: end - begin})
         elif not isinstance(begin, float) and not isinstance(end, float):

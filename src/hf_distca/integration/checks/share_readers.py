@@ -29,6 +29,12 @@ from hf_distca.integration.processes import LOG, warn_once
 if TYPE_CHECKING:
     from transformers import Trainer, TrainerState, TrainingArguments
 
+# How to train on one rank, and how to keep documents whole.
+_SHARE_REMEDIES = (
+    "make the shares for one rank",
+    "Pack whole documents with PackingCollator instead",
+)
+
 
 def check_loader(
     loader: object,
@@ -60,12 +66,7 @@ def check_loader(
         f"a data set of shares for {_count(ranks)}",
         find_reading_cases(loader, shares, training=evaluation is None),
         _find_loss_cases(args, trainer, ranks),
-        _find_model_cases(
-            model,
-            ranks,
-            "make the shares for one rank",
-            "Pack whole documents with PackingCollator instead",
-        ),
+        _find_model_cases(model, ranks, *_SHARE_REMEDIES),
         _find_evaluation_cases(trainer, ranks, evaluation),
     )
 
@@ -195,25 +196,23 @@ def check_step(trainer: Trainer, model: torch.nn.Module, inputs: Any) -> None:
         )
 
 
-def check_sharing(trainer: Trainer, ranks: int) -> None:
-    """Raise if a Trainer would train differently on micro-batches that `share_tokens` deals than on
-    those its ranks drew.
+def check_unread_shares(trainer: Trainer, ranks: int) -> None:
+    """Raise if a Trainer would train differently on shares than on whole documents, where its
+    loader does not show that it gives shares.
 
     Args:
         trainer: the Trainer, before it trains.
-        ranks: number of ranks of the attention group; a single one keeps its own batches.
+        ranks: number of ranks that the documents are dealt to; a single one has all of each.
 
     Raises:
         UnsupportedError: names the cause, and the setting to change.
     """
-    if ranks == 1:
-        return
-    remedy = "leave shares_tokens out"
-    _raise_first(
-        f"shares_tokens = True, which deals what {ranks} ranks have drawn among them",
-        _find_loss_cases(trainer.args, trainer, ranks),
-        _find_model_cases(trainer.model, ranks, remedy, f"To keep them whole, {remedy}"),
-    )
+    if ranks > 1:
+        _raise_first(
+            f"batches are shares of documents dealt to {ranks} ranks",
+            _find_loss_cases(trainer.args, trainer, ranks),
+            _find_model_cases(trainer.model, ranks, *_SHARE_REMEDIES),
+        )
 
 
 def check_dealing(trainer: Trainer, ranks: int, evaluation: DistCAConfig | None) -> None:

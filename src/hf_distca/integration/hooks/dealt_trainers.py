@@ -27,8 +27,8 @@ from hf_distca.integration.checks.reading_order import find_shares
 from hf_distca.integration.checks.share_readers import (
     check_evaluation,
     check_loader,
-    check_sharing,
     check_step,
+    check_unread_shares,
     warn_of_rows_not_dealt,
 )
 from hf_distca.integration.hooks.other_models import check_calls
@@ -72,7 +72,7 @@ def check_first_share(call: MaskCall, share: DealtShare, session: Session) -> No
             )
             check_evaluation(trainer, session.config)
         elif model.training:
-            check_sharing(trainer, share.ranks)
+            check_unread_shares(trainer, share.ranks)
     if model.training and share.ranks > 1:
         wrap_trainers()
         if not is_loss_watched(trainer):

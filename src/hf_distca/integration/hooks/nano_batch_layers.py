@@ -101,16 +101,7 @@ def _run_cut_layer(forward: Callable[..., Any], cut: NanoBatches, args: Any, kwa
         for tensor in _flatten_values((args, kwargs))
         if isinstance(tensor, torch.Tensor)
     )
-    trace = cut.handles[0].planner.session.trace
-    if trace is not None:
-        trace.mark_border(device)
-    output = cut.merge_outputs(*run_nano_batches(*parts, device.type))
-    if trace is not None:
-        outputs = filter(torch.is_tensor, _flatten_values(output))
-        first = next((tensor for tensor in outputs if tensor.requires_grad), None)
-        if first is not None:
-            first.register_hook(lambda _: trace.mark_border(device))
-    return output
+    return cut.merge_outputs(*run_nano_batches(*parts, device.type))
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # it looks at arguments and groups, and computes nothing

@@ -321,7 +321,8 @@ class DistCACallback(TrainerCallback):
         if trainer is None:
             LOG.warning(
                 "DistCACallback does not find who calls it: balance figures reach log_history, but"
-                " not the reporters. With hf_distca.DistCATrainerMixin they reach all of them."
+                " not the reporters. Put it in front of them in"
+                " trainer.callback_handler.callbacks."
             )
         else:
             move_before_reporters(self, trainer.callback_handler.callbacks)
