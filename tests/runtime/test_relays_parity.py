@@ -107,7 +107,7 @@ def test_relayed_routes_fit_together_and_send_the_planned_load(
     *_, plan = relayed_case(random_, world)
     if plan.relays is None:
         return
-    waves = [Route.build(plan, rank).waves[0] for rank in range(world)]
+    waves = [Route.build(plan, rank).wave for rank in range(world)]
     for a, sender in enumerate(waves):
         for b, receiver in enumerate(waves):
             assert sender.keys.send.get(b) == receiver.keys.receive.get(a)

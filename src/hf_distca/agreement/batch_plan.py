@@ -19,7 +19,6 @@ from hf_distca.schedule.layout import FloatArray, IntArray
 from hf_distca.schedule.load import PlanLoad
 from hf_distca.schedule.plan import Plan
 from hf_distca.schedule.ranks import Ranks
-from hf_distca.schedule.waves import Waves
 
 # Exchanges count as hidden if attention takes at most this much longer than the slowest kernels.
 _HIDDEN_MARGIN = 0.05
@@ -224,15 +223,12 @@ class Observation:
         return float(seconds.max())
 
 
-def observe_plans(
-    plans: Sequence[PlanMeasurement], cost: CostModel, config: DistCAConfig
-) -> Observation | None:
+def observe_plans(plans: Sequence[PlanMeasurement], cost: CostModel) -> Observation | None:
     """Combine the measurements of one micro-batch for one kind of layer.
 
     Args:
         plans: the plan of the whole batch, or those of both nano-batches.
         cost: uncorrected cost model of the layer.
-        config: settings.
 
     Returns:
         None if some rank did not run whole layers, or if one of two nano-batches is missing.
@@ -251,11 +247,11 @@ def observe_plans(
         kernel=seconds[:, 0],
         measured_exchange=seconds[:, 2],
         estimated_exchange=np.sum(
-            [_estimate_exchange(*pair, cost, config) for pair in pairs], axis=0
+            [_estimate_exchange(*pair, cost) for pair in pairs], axis=0
         ),
         unmoved=np.sum([plan.measured_before / layers for plan in plans], axis=0),
         unmoved_exchange=np.sum(
-            [_estimate_exchange(*pair, cost, config) for pair in local], axis=0
+            [_estimate_exchange(*pair, cost) for pair in local], axis=0
         ),
         is_overlapped=is_nano,
     )
@@ -271,14 +267,9 @@ def _sum_parts(plan: Plan, cost: CostModel) -> FloatArray:
     ).astype(np.float64)
 
 
-def _estimate_exchange(
-    plan: Plan, ranks: Ranks, cost: CostModel, config: DistCAConfig
-) -> FloatArray:
+def _estimate_exchange(plan: Plan, ranks: Ranks, cost: CostModel) -> FloatArray:
     """Estimate the seconds of exchanges, (ranks,); 0 on ranks that send and receive nothing."""
     if not plan.moved:
         return np.zeros(plan.layout.world_size)
-    waves = Waves.split_plan(
-        plan, cost.shape, config.tile, config.max_transient_bytes, config.head_groups
-    )
-    load = PlanLoad(plan, cost, waves, ranks=ranks)
+    load = PlanLoad(plan, cost, ranks=ranks)
     return np.where(load.wire_seconds.any(axis=0), load.exchange_seconds, 0.0)
