@@ -12,11 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from some_relays import some_relays
 from test_core_attention import (
-    DIM,
-    HEADS,
     KEY_HEADS,
-    TILE,
-    VALUE_DIM,
     random_case,
     split_case,
     whole_tasks,
@@ -26,10 +22,8 @@ from hf_distca.kernels import TaskBatch
 from hf_distca.runtime import messages as runtime
 from hf_distca.runtime.messages import PoolRun
 from hf_distca.runtime.route import Route, Wave
-from hf_distca.schedule.cost import AttentionShape
 from hf_distca.schedule.layout import Layout
 from hf_distca.schedule.plan import CATask, Plan
-from hf_distca.schedule.waves import Waves
 
 
 @settings(max_examples=50, deadline=None)
@@ -233,30 +227,25 @@ def check_batch(plan: Plan, tasks: TaskBatch, query: Rows, pool: Rows) -> None:
     st.randoms(use_true_random=False),
     st.integers(1, 6),
     st.sampled_from([None, 1, 9, 40, "relays", "relays", "groups", "groups"]),
-    st.sampled_from([None, 5_000, 60_000]),
 )
 def test_every_task_finds_its_keys(
-    random_: random.Random, world: int, kind: int | str | None, bound: int | None
+    random_: random.Random, world: int, kind: int | str | None
 ) -> None:
-    """Rows travel as numbers: windows, relays, head groups, waves."""
+    """Rows travel as numbers: windows, relays, head groups."""
     ranks, context, tasks = random_case(random_, world)
     layout = Layout.from_segments(ranks, context if kind != "groups" else ())
     if kind == "groups":
         split, tasks = split_case(random_, world, whole_tasks(ranks))
         layout = layout.split_heads(np.isin(layout.documents, split), KEY_HEADS)
     plan = Plan.from_tasks(layout, tasks, kind if isinstance(kind, int) else None)
-    waves = Waves.split_plan(plan, AttentionShape(HEADS, KEY_HEADS, DIM, VALUE_DIM, 8), TILE, bound)
-    if isinstance(kind, str) and bound is None:
-        waves = Waves(plan.with_relays(some_relays(random_, plan)), waves.number)
-    plan, layout = waves.plan, waves.plan.layout
-    routes = [Route.build(plan, rank, waves) for rank in range(world)]
+    if isinstance(kind, str):
+        plan = plan.with_relays(some_relays(random_, plan))
+    routes = [Route.build(plan, rank) for rank in range(world)]
     queries, keys = (
         [own_rows(layout, rank, context) for rank in range(world)] for context in (False, True)
     )
-    computed = [[] for _ in range(world)]
-    for each in zip(*(route.waves for route in routes), strict=True):
-        for found, rows in zip(computed, check_wave(plan, list(each), queries, keys), strict=True):
-            found += rows.tolist()
+    received = check_wave(plan, [route.wave for route in routes], queries, keys)
+    computed = [rows.tolist() for rows in received]
     for rank, route in enumerate(routes):
         if route.local_wave is not None:
             kept = [cut(queries[rank], *run[1:]) for run in route.local_wave.own_queries]

@@ -246,13 +246,9 @@ def observe_plans(plans: Sequence[PlanMeasurement], cost: CostModel) -> Observat
         parts=np.sum([_sum_parts(plan, cost) for plan, _ in pairs], axis=0),
         kernel=seconds[:, 0],
         measured_exchange=seconds[:, 2],
-        estimated_exchange=np.sum(
-            [_estimate_exchange(*pair, cost) for pair in pairs], axis=0
-        ),
+        estimated_exchange=np.sum([_estimate_exchange(*pair, cost) for pair in pairs], axis=0),
         unmoved=np.sum([plan.measured_before / layers for plan in plans], axis=0),
-        unmoved_exchange=np.sum(
-            [_estimate_exchange(*pair, cost) for pair in local], axis=0
-        ),
+        unmoved_exchange=np.sum([_estimate_exchange(*pair, cost) for pair in local], axis=0),
         is_overlapped=is_nano,
     )
 

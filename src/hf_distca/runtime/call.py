@@ -274,9 +274,7 @@ class Call:
                     came[-len(get_key_rows(home)) :], get_key_rows(home), strict=True
                 )
             ]
-            second = self._launch(
-                self.route.wave, parts, "relays' dispatch", beside, dispatches=1
-            )
+            second = self._launch(self.route.wave, parts, "relays' dispatch", beside, dispatches=1)
         second.earlier_sections = came
         if beside:
             second.earlier_transfer = first

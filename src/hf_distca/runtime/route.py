@@ -211,9 +211,7 @@ class Route:
         other rank to exchange with.
         """
         starts = tuple(accumulate(lengths, initial=0))[:-1]
-        return cls(
-            TaskBatch(starts, lengths, starts, lengths), _make_empty_wave(), exchanges=False
-        )
+        return cls(TaskBatch(starts, lengths, starts, lengths), _make_empty_wave(), exchanges=False)
 
 
 def _make_empty_wave() -> Wave:

@@ -330,7 +330,9 @@ def _update_ends(batch: Batch, state: State, rank: int) -> None:
 
 
 @compile_inner
-def _add_traffic(batch: Batch, state: State, ranks: tuple[int, int], sent: float, got: float) -> None:
+def _add_traffic(
+    batch: Batch, state: State, ranks: tuple[int, int], sent: float, got: float
+) -> None:
     """Add bytes that one rank sends, and that another gets, to their links."""
     source, server = ranks
     is_near = source // batch.per_node == server // batch.per_node
@@ -488,9 +490,7 @@ def _make_moves(
     return last
 
 
-make_moves = compile_function(
-    _make_moves, keep=(__file__, pieces.__file__, slice_cost.__file__)
-)
+make_moves = compile_function(_make_moves, keep=(__file__, pieces.__file__, slice_cost.__file__))
 
 
 def balance(
@@ -592,9 +592,13 @@ class PlanTrials:
             phases = [[_TO_OTHER_NODES, _TO_ALL], [_TO_ALL], [_TO_OWN_NODE]]
         found = list[tuple[float, Pieces, IntArray]]()
         for groups, split_mask in self.list_splits():
-            batch_pieces = Pieces.cut(self.unmoved_load, self.config, groups, split_mask, self.has_relays)
+            batch_pieces = Pieces.cut(
+                self.unmoved_load, self.config, groups, split_mask, self.has_relays
+            )
             for way in phases:
-                end, moves = self._bisect(batch_pieces, way, min((row[0] for row in found), default=math.inf))
+                end, moves = self._bisect(
+                    batch_pieces, way, min((row[0] for row in found), default=math.inf)
+                )
                 if moves is not None:
                     found.append((end, batch_pieces, moves))
         return found

@@ -23,7 +23,6 @@ from hf_distca.schedule.bins import Chunk, deal_chunks
 from hf_distca.schedule.cost import CostModel, MarginalCost
 from hf_distca.schedule.layout import IntArray, Layout, mark_changes, require_integers
 from hf_distca.schedule.load import PlanLoad
-from hf_distca.schedule.plan import Plan
 from hf_distca.schedule.ranks import Ranks
 
 # Tokens of the short documents that make the halves of a global batch equal, at most, and how many

@@ -196,7 +196,10 @@ class Pieces:
         np.minimum.at(end, moves[:, PIECE], moves[:, START])
         left = np.flatnonzero(batch.start < end)
         piece = np.append(moves[:, PIECE], left)
-        start, stop = np.append(moves[:, START], batch.start[left]), np.append(moves[:, END], end[left])
+        start, stop = (
+            np.append(moves[:, START], batch.start[left]),
+            np.append(moves[:, END], end[left]),
+        )
         home = layout.rank[self.segment[piece]]
         server = np.append(moves[:, SERVER], home[len(moves) :])
         number = self.number[batch.part[piece]]

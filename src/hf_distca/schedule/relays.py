@@ -185,9 +185,7 @@ def _divide_keys(
     amounts = np.append(documents * most, place * most + resent)[rows]
     # Where the last keys end that two servers need and one of these has.
     second = key_end[np.searchsorted(place, place, side="right") - 2][forwarding]
-    unit, server, key_end, place = (
-        column[forwarding] for column in (unit, server, key_end, place)
-    )
+    unit, server, key_end, place = (column[forwarding] for column in (unit, server, key_end, place))
     parts = _sum_running(place, weight[forwarding])
     last = np.searchsorted(place, place, side="right") - 1
     end = np.minimum(second, key_end[last])

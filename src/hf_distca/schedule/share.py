@@ -82,9 +82,7 @@ def compute_share(
     rows = rows.select(np.argsort(rows.row))
     return (
         _merge_tasks(rows, rows.row - rows.start, rows.row - layout.context_tokens[rank]),
-        _compute_exchange(plan, rank, tasks, tasks[~is_local], plan.relays)
-        if plan.moved
-        else None,
+        _compute_exchange(plan, rank, tasks, tasks[~is_local], plan.relays) if plan.moved else None,
         _compute_exchange(plan, rank, tasks[in_groups], tasks[in_groups], None)
         if in_groups.any()
         else None,

@@ -47,4 +47,3 @@ def estimate_slice_seconds(marginal: MarginalCost, heads: float, start: int, end
         marginal.task
         + heads * (marginal.row * (end - start) + marginal.key * read + marginal.pair * pairs)
     )
-
