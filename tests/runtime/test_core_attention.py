@@ -351,7 +351,7 @@ def test_documents_split_by_heads_are_exact(
         split, tasks = split_case(random_, world, whole_tasks(ranks))
         scores = Scores(DIM**-0.5)
         results = pool(
-            run_plan, ranks, [0] * world, tasks, torch.float64, scores, with_sink, None, None, split
+            run_plan, ranks, [0] * world, tasks, torch.float64, scores, with_sink, None, split
         )
         assert max(error for error, *_ in results) < 1e-9, (ranks, split, tasks)
         assert max(float(d_sink.abs().max()) for _, d_sink, _ in results) < 1e-9, (

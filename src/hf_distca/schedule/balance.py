@@ -391,9 +391,9 @@ def _may_serve(batch: Batch, state: State, offer: Offer, server: int, phase: int
     node = server // batch.per_node
     is_near = node == offer.source // batch.per_node
     return bool(
-        batch.can_serve[server]
+        state.ends[server] < offer.latest * (1 - _CLOSE)
+        and batch.can_serve[server]
         and server != offer.source
-        and state.ends[server] < offer.latest * (1 - _CLOSE)
         and (phase != _TO_OWN_NODE or is_near)
         and (phase != _TO_OTHER_NODES or not is_near)
         and (phase != _TO_OTHER_NODES or state.node_ends[node] < offer.latest * batch.per_node)
@@ -482,7 +482,7 @@ def _make_moves(
         count = state.counts[1]
         for source in order:
             _relieve_rank(batch, state, source, latest, phase)
-            if phase != _TO_OTHER_NODES and state.ends[source] > useful:
+            if phase != _TO_OTHER_NODES and state.ends[source] > latest:
                 return math.inf
     last = 0.0
     for end in state.ends:
