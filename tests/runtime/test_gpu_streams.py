@@ -210,7 +210,7 @@ def test_own_tasks_are_launched_before_anything_is_waited_for(
                     *SERIAL[4:],
                 ]
             else:
-                check_order(back, way, expected)
+                check_order(back, expected)
             del result
         if way == "relays":
             beside = [what for stream, what in streams.log if stream != COMPUTE]

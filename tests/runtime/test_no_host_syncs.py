@@ -153,7 +153,7 @@ def layer(
 
 
 CASES = [
-    *[(layout, "varlen", Scores(0.25), None, None) for layout in LAYOUTS],
+    *[(layout, "varlen", Scores(0.25), None) for layout in LAYOUTS],
     ("slices moved", "varlen", Scores(0.25, window=9), None),
     ("slices moved", "cpu", Scores(0.25), None),
     ("slices moved", "reference", Scores(0.25, 9, 3.0), None),

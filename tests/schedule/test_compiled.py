@@ -26,7 +26,6 @@ from hf_distca.schedule.deal import deal
 from hf_distca.schedule.layout import Layout
 from hf_distca.schedule.ranks import Ranks
 from hf_distca.schedule.share import compute_share
-from hf_distca.schedule.waves import Waves
 
 shape = AttentionShape(32, 8, 128, 128, 2)
 cost = CostModel.make_analytic(shape, device_type="cuda")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 
 import numpy as np
@@ -14,9 +13,8 @@ from hf_distca.config import DistCAConfig
 from hf_distca.errors import ConfigError, LayoutError, PlanError
 from hf_distca.runtime.route import Route
 from hf_distca.schedule.balance import balance
-from hf_distca.schedule.cost import AttentionShape, CostModel, MarginalCost
+from hf_distca.schedule.cost import AttentionShape, CostModel
 from hf_distca.schedule.deal import deal
-from hf_distca.schedule.heads import HeadSplit
 from hf_distca.schedule.layout import Layout
 from hf_distca.schedule.load import PlanLoad, compute_imbalance
 from hf_distca.schedule.plan import Plan
@@ -34,15 +32,6 @@ SPLIT = DistCAConfig(ping_pong=True)
 def long_and_short(ranks: int) -> Layout:
     """A document as long as a rank's tokens on one rank in eight, short ones elsewhere."""
     return Layout.from_lengths([[65536] if rank % 8 == 0 else [2048] * 32 for rank in range(ranks)])
-
-
-@pytest.mark.parametrize("bound", [None, 2**31])
-def test_as_many_head_groups_as_anyone_likes(bound: int | None) -> None:
-    config = DistCAConfig(head_groups=8, max_transient_bytes=bound)
-    begin = time.perf_counter()
-    plan = balance(long_and_short(8), CUDA, replace(config, head_groups=10**9))
-    assert time.perf_counter() - begin < 5
-    assert plan.digest == balance(long_and_short(8), CUDA, config).digest
 
 
 @settings(max_examples=50)
@@ -109,40 +98,6 @@ def test_only_documents_that_are_moved_are_split() -> None:
     for document in np.unique(plan.document).tolist():
         same = {document // 5 * 5 + group for group in range(5)}
         assert (document % 5 == 0) == (not any(one % 5 and one in moved for one in same))
-
-
-@pytest.mark.parametrize(
-    ("shape", "config", "groups"),
-    [
-        (SHAPE, SPLIT, 4),
-        (SHAPE, replace(SPLIT, head_groups=2), 2),
-        (SHAPE, WHOLE, 1),
-        (replace(SHAPE, key_value_heads=1), SPLIT, 1),
-        (replace(SHAPE, query_heads=30, key_value_heads=6), SPLIT, 3),
-        (SHAPE, replace(SPLIT, max_transient_bytes=2**30), 4),
-    ],
-)
-def test_how_many_groups(shape: AttentionShape, config: DistCAConfig, groups: int) -> None:
-    assert (
-        balance(
-            long_and_short(8), CostModel.make_analytic(shape, device_type="cuda"), config
-        ).layout.groups
-        == groups
-    )
-
-
-def test_more_groups_where_the_keys_of_four_travel_too_long() -> None:
-    layout = deal([2**19, *[1024] * 1536], 32, 65536, CUDA)
-    seconds = PlanLoad(Plan.make_local(layout), CUDA).compute_seconds
-    slow = replace(CUDA, exchange_bytes_per_second=CUDA.exchange_bytes_per_second / 16)
-    assert (
-        HeadSplit.find(layout, MarginalCost.from_cost_model(CUDA, 128), CUDA, seconds, 8).groups
-        == 4
-    )
-    assert (
-        HeadSplit.find(layout, MarginalCost.from_cost_model(slow, 128), slow, seconds, 8).groups
-        == 8
-    )
 
 
 def test_windows_and_context_are_not_split() -> None:

@@ -20,7 +20,6 @@ from hf_distca.schedule.layout import Layout
 from hf_distca.schedule.load import PlanLoad, format_summary, summarize_plan
 from hf_distca.schedule.plan import Plan
 from hf_distca.schedule.ranks import Ranks
-from hf_distca.schedule.waves import Waves
 
 SHAPE = AttentionShape(
     query_heads=32, key_value_heads=8, head_dim=128, value_head_dim=128, element_bytes=2
@@ -108,16 +107,6 @@ def test_a_link_that_ranks_of_a_node_share() -> None:
     load = PlanLoad(plan, replace(SLOW, ranks_per_link=2), ranks=Ranks(per_node=3))
     once = (6 * QUERY + 16 * KEY) / 10
     assert load.exchange_seconds.tolist() == [once / 2, once / 2, 0, 0, 0, once]
-
-
-def test_waves_count_keys_that_travel_twice() -> None:
-    plan = two_moves()
-    waves = Waves(plan, np.array([0, 1, 0, 0]), 2, np.zeros(4, dtype=np.int64))
-    load = PlanLoad(plan, SLOW, waves, ranks=Ranks(per_node=2))
-    assert (
-        load.node_bytes.inter_node[0].sum() + load.node_bytes.intra_node[0].sum()
-        == load.exchange_bytes[0].sum()
-    )
 
 
 @pytest.mark.parametrize("ping_pong", [False, True])

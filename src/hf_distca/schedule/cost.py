@@ -508,6 +508,13 @@ class TransientBytes(NamedTuple):
             2 * row, key + wide_key, row, key + (wide_key if wide > shape.element_bytes else 0)
         )
 
+    def find_last_row(self, bound: int | None, window: int, groups: int) -> int:
+        """Find the row of a head group up to which keys take at most half of a bound, so that rows
+        can take the other half; `bound` is None for none.
+        """
+        most = ALL_KEYS if bound is None else bound * groups // (2 * self.key)
+        return ALL_KEYS if window <= most else most
+
     def check_bound(self, bound: int | None) -> None:
         """Raise unless a query row and a key fit a bound.
 

@@ -114,6 +114,8 @@ class Pieces:
         groups: head groups of documents that are split.
         number: (parts,) place of the document times ``groups + 1``, plus the head group from 1.
         segment: (pieces,) the row of the layout that each is.
+        stop: (pieces,) where the rows of each end. Those that may move may end before, where they
+            need more keys than a bound of transient bytes allows.
         batch, start, state: what trials read, begin with, and change.
     """
 
@@ -121,6 +123,7 @@ class Pieces:
     groups: int
     number: IntArray
     segment: IntArray
+    stop: IntArray
     batch: Batch
     start: State
     state: State
@@ -157,7 +160,7 @@ class Pieces:
         moved = moved[np.lexsort((-last[moved], home[moved]))]
         per_node = load.ranks.per_node or layout.world_size
         link, wire = load.ranks.list_links(cost, layout.world_size)
-        bound = config.max_transient_bytes
+        bound, transient = config.max_transient_bytes, TransientBytes.from_shape(cost.shape)
         batch = Batch(
             MarginalCost.from_cost_model(cost),
             config.tile,
@@ -176,12 +179,18 @@ class Pieces:
             per_node,
             load.overlapped,
             has_relays,
-            TransientBytes.from_shape(cost.shape),
+            transient,
             math.inf if bound is None else float(bound),
         )
-        start = _make_start(batch, load, last[moved])
+        limits = [
+            transient.find_last_row(bound, batch.cost.window, count) // config.tile * config.tile
+            for count in (1, groups)
+        ]
+        stop = last[moved]
+        movable = np.minimum(stop, np.where(batch.heads[batch.part] < 1, limits[1], limits[0]))
+        start = _make_start(batch, load, stop)._replace(end=movable)
         state = State(*(column.copy() for column in start))
-        return cls(load, groups, number, rows[moved], batch, start, state)
+        return cls(load, groups, number, rows[moved], stop, batch, start, state)
 
     def restore(self) -> State:
         """Return the state before any move."""
@@ -195,11 +204,16 @@ class Pieces:
         end = self.start.end.copy()
         np.minimum.at(end, moves[:, PIECE], moves[:, START])
         left = np.flatnonzero(batch.start < end)
-        piece = np.append(moves[:, PIECE], left)
-        start, stop = (
-            np.append(moves[:, START], batch.start[left]),
-            np.append(moves[:, END], end[left]),
+        stayed = np.flatnonzero(self.start.end < self.stop)
+        piece = np.concatenate([moves[:, PIECE], left, stayed])
+        start = np.concatenate(
+            [
+                moves[:, START],
+                batch.start[left],
+                np.maximum(self.start.end, batch.start)[stayed],
+            ]
         )
+        stop = np.concatenate([moves[:, END], end[left], self.stop[stayed]])
         home = layout.rank[self.segment[piece]]
         server = np.append(moves[:, SERVER], home[len(moves) :])
         number = self.number[batch.part[piece]]
