@@ -25,8 +25,8 @@ from hf_distca.runtime.monitor import FailureMonitor
 from hf_distca.schedule.cost import AttentionShape, CostModel
 
 LAYERS, STEPS, TIMEOUT = 2, 3, 60.0
-# Whole layers, and in halves. Exchanges cost nothing in the cost model, so that small documents move,
-# too.
+# Whole layers, and in halves. Exchanges cost nothing in the cost model, so that small documents
+# move, too.
 MODES: dict[str, dict[str, Any]] = {
     "balanced": {},
     "ping-pong": {"ping_pong": True},

@@ -13,13 +13,14 @@ from layouts import layouts
 
 from hf_distca.config import DistCAConfig
 from hf_distca.errors import ConfigError
-from hf_distca.schedule.balance import balance, solve_rows
+from hf_distca.schedule.balance import balance
 from hf_distca.schedule.cost import AttentionShape, CostModel, MarginalCost, TransientBytes
 from hf_distca.schedule.layout import Layout
 from hf_distca.schedule.load import PlanLoad, count_transient_bytes
 from hf_distca.schedule.plan import Plan
 from hf_distca.schedule.ranks import Ranks
 from hf_distca.schedule.slice_cost import estimate_slice_seconds
+from hf_distca.schedule.tails import solve_rows
 
 SHAPE = AttentionShape(32, 8, 128, 128, 2)
 PAIRS, CPU, CUDA = (
@@ -204,7 +205,7 @@ def test_no_rank_ends_after_the_tolerance(cost: CostModel, tolerance: float) -> 
     assert load.slowest_seconds <= (1 + 1.5 * tolerance) * mean * 1.002
 
 
-def test_servers_of_other_nodes_share_relays_and_those_of_a_home_node_too() -> None:
+def test_a_key_leaves_its_home_once_for_all_other_nodes() -> None:
     layout = Layout.from_lengths([[65536]] + [[512] * 8] * 7)
     ranks = Ranks(per_node=2)
     plan = balance(layout, CUDA, DistCAConfig(), ranks)

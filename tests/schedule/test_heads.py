@@ -92,8 +92,8 @@ def test_far_fewer_bytes_for_the_same_balance(ranks: int) -> None:
 
 
 def test_only_documents_that_are_moved_are_split() -> None:
-    layout = long_and_short(16)
-    plan = balance(layout, CUDA, SPLIT)
+    plan = balance(long_and_short(16), FAST, SPLIT)
+    assert plan.layout.groups == 4
     moved = set(plan.document[plan.home != plan.server].tolist())
     for document in np.unique(plan.document).tolist():
         same = {document // 5 * 5 + group for group in range(5)}
@@ -130,7 +130,7 @@ def test_routes_send_what_the_load_says(ping_pong: bool) -> None:
     load, groups = PlanLoad(plan, CUDA), plan.layout.groups
     routes = [Route.build(plan, rank) for rank in range(8)]
     for rank, route in enumerate(routes):
-        (wave,) = route.waves
+        wave = route.wave
         assert sum(wave.queries.send.values()) / groups == load.query_tokens[0][rank]
         assert sum(wave.queries.receive.values()) / groups == load.query_tokens[1][rank]
         passed = sum(wave.passing.keys.send.values()) if wave.passing else 0
@@ -152,8 +152,6 @@ def test_a_document_that_outweighs_all_others_gains_by_heads() -> None:
         lengths = [300_000, *[others] * ((ranks * tokens - 300_000) // others)]
         lengths.append(ranks * tokens - sum(lengths))
         layout = deal(lengths, ranks, tokens, CUDA, overlapped=True)
-        mean = PlanLoad(Plan.make_local(layout), CUDA).compute_seconds.mean()
-        assert 300_000 * CUDA.key_seconds > mean
         load = PlanLoad(balance(layout, CUDA, SPLIT), CUDA, overlapped=True)
         alone = PlanLoad(balance(layout, CUDA, WHOLE), CUDA, overlapped=True)
         assert alone.slowest_seconds > 1.05 * load.slowest_seconds

@@ -42,9 +42,7 @@ def test_scalar_prices_agree_with_the_model(
     model: CostModel, start: int, rows: int, window: int
 ) -> None:
     cost = replace(model, window=window)
-    seconds = estimate_slice_seconds(
-        MarginalCost.from_cost_model(cost, 128), 1.0, start, start + rows
-    )
+    seconds = estimate_slice_seconds(MarginalCost.from_cost_model(cost), 1.0, start, start + rows)
     assert seconds == pytest.approx(cost.estimate_seconds(rows, start + rows)[0], rel=1e-12)
 
 

@@ -4,8 +4,9 @@
 pieces away, rows [x, end) of a document, each to a rank that still ends by T with it, until it ends
 by T itself. Of all tails that would do, it gives the cheapest: that with the fewest seconds of
 exchange and of repeated work for a second that it saves. How many rows a server takes, and how many
-a home has to give, are solutions of a quadratic equation (`solve_rows`). **The plan** is that of the
-lowest T that a trial reaches: bisection between the mean of all ranks and the end without moves.
+a home has to give, are solutions of a quadratic equation (`solve_rows`). **The plan** is that of
+the lowest T that a trial reaches: bisection between the mean of all ranks and the end without
+moves.
 
 `end_seconds` alone knows what a rank waits for. A key leaves its home once for each group of
 servers that pass it on to each other (`schedule.relays`): those of a node where its document lies,
@@ -24,17 +25,16 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple
 
 import numpy as np
 
 from hf_distca.config import DistCAConfig
-from hf_distca.schedule import pieces, slice_cost
+from hf_distca.schedule import parts, slice_cost, tails
 from hf_distca.schedule.compiled import compile_function, compile_inner
 from hf_distca.schedule.cost import CostModel, MarginalCost, TransientBytes
-from hf_distca.schedule.layout import BoolArray, IntArray, Layout
+from hf_distca.schedule.layout import IntArray, Layout
 from hf_distca.schedule.load import PlanLoad
-from hf_distca.schedule.pieces import (
+from hf_distca.schedule.parts import (
     BETWEEN,
     END,
     INSIDE,
@@ -50,270 +50,31 @@ from hf_distca.schedule.pieces import (
     Batch,
     Pieces,
     State,
+    list_splits,
 )
 from hf_distca.schedule.plan import Plan
 from hf_distca.schedule.ranks import UNIFORM_RANKS, Ranks
 from hf_distca.schedule.relays import add_relays
 from hf_distca.schedule.slice_cost import estimate_slice_seconds
+from hf_distca.schedule.tails import (
+    Offer,
+    count_keys,
+    end_seconds,
+    find_held,
+    find_unit,
+    weigh_tail,
+)
 
-# Who gives to whom: ranks of nodes that have too much to other nodes; all to all; all in their node.
+# Who gives to whom: ranks of nodes with too much to other nodes; all to all; all in their node.
 _TO_OTHER_NODES, _TO_ALL, _TO_OWN_NODE = range(3)
 # Pieces that a rank looks at for a tail, the deepest first, and servers that have keys of each.
 _MOST_PIECES, _MOST_HOLDERS = 8, 8
 # Part of T by which a rank ends earlier than it has to.
 _CLOSE = 0.0005
+# Times T that a rank may end later for the trial to go on: it may end before those of later T.
+_USEFUL = 1.05
 # The finest tolerance that is aimed at, and how many trials are made for it.
 _FINEST_TOLERANCE, _MOST_TRIALS = 0.002, 16
-# Head groups that documents are split in; more gain nothing. And the part of the mean that a server
-# typically takes: documents are long if slices of it would have more bytes of keys than of rows.
-_MOST_GROUPS, _TYPICAL_SLICE = 4, 0.25
-_LARGEST_NUMBER = 2**56  # of documents: numbers are multiplied by those of groups
-
-
-class Offer(NamedTuple):
-    """A piece that `source` may give a tail of to `server`.
-
-    Attributes:
-        latest: T, in seconds.
-        goal: when the source should end.
-    """
-
-    piece: int
-    source: int
-    server: int
-    latest: float
-    goal: float
-
-
-class Exchange(NamedTuple):
-    """Seconds of the links of both ranks of an offer, with the keys that the tail needs.
-
-    Attributes:
-        arrive, leave: of the link that rows arrive at the server by, and leave the source by.
-        other_arrive, other_leave: of the busiest other link of the server, and of the source.
-        row_arrive, row_leave: of each row.
-        keys: of all keys that the server receives.
-        pool: keys that the server gets into its pool.
-    """
-
-    arrive: float
-    leave: float
-    other_arrive: float
-    other_leave: float
-    row_arrive: float
-    row_leave: float
-    keys: float
-    pool: int
-
-
-@compile_inner
-def end_seconds(batch: Batch, state: State, rank: int) -> float:
-    """Return when a rank ends. Its links carry at the same time."""
-    traffic, link = state.traffic, batch.link[BETWEEN, rank]
-    exchange = max(
-        max(traffic[SENT, INSIDE, rank], traffic[RECEIVED, INSIDE, rank]),
-        max(traffic[SENT, BETWEEN, link], traffic[RECEIVED, BETWEEN, link]),
-    )
-    compute = state.compute[rank]
-    return float(max(compute, exchange) if batch.hidden else compute + exchange)
-
-
-@compile_inner
-def solve_rows(
-    cost: MarginalCost, heads: float, end: int, seconds: float, row_seconds: float
-) -> float:
-    """Return how many rows before position `end` take so many seconds, with `row_seconds` more for
-    each; a very large number if all take less.
-
-    Rows that see a whole window are equal. The n rows before a position b have n b - n (n - 1) / 2
-    pairs.
-    """
-    if seconds <= 0:
-        return 0.0
-    pair = heads * cost.pair
-    row = heads * cost.row + pair * (cost.tile - 1) / 2 + row_seconds
-    full = max(end - (cost.window - 1), 0)
-    full_row = row + heads * cost.key + pair * cost.window
-    rest = seconds - full * full_row
-    if rest <= 0:
-        return seconds / full_row
-    linear = pair * (end - full + 0.5) + row
-    square = linear * linear - 2 * pair * rest
-    if square < 0 or linear <= 0:
-        return 1e18
-    return full + (linear - math.sqrt(square)) / pair
-
-
-@compile_inner
-def _find_unit(batch: Batch, part: int, rank: int) -> int:
-    """Return the node of a rank if tokens of the part lie there, else -1."""
-    node = rank // batch.per_node
-    for segment in range(batch.segments[part], batch.segments[part + 1]):
-        if batch.home[segment] // batch.per_node == node:
-            return int(node)
-    return -1
-
-
-@compile_inner
-def _find_held(batch: Batch, state: State, part: int, server: int) -> tuple[int, int, int, int]:
-    """Find the first keys of a part that a server has, and the most that any rank has that passes
-    keys on to it: how many, which rank, and how many others have.
-    """
-    unit, row = _find_unit(batch, part, server), state.last_holder[part]
-    held, most, holder, second = 0, 0, -1, 0
-    while row >= 0:
-        rank, keys = state.holders[row, RANK], state.holders[row, KEYS]
-        if rank == server:
-            held = max(held, keys)
-        if state.holders[row, UNIT] == unit and rank != holder and keys > most:
-            second, most, holder = most, keys, rank
-        elif state.holders[row, UNIT] == unit and rank != holder:
-            second = max(second, keys)
-        elif rank == holder:
-            most = max(most, keys)
-        row = state.holders[row, PREVIOUS]
-    return held, most, holder, second
-
-
-@compile_inner
-def _count_keys(
-    batch: Batch, held: tuple[int, int, int, int], segment: int, span: tuple[int, int]
-) -> tuple[int, int]:
-    """Count the keys of a segment inside a span, and those of them that its home has to send."""
-    begin, end = max(batch.first[segment], span[0]), min(batch.last[segment], span[1])
-    known = held[3] if held[2] == batch.home[segment] else held[1]
-    return max(end - begin, 0), max(end - max(begin, known * batch.has_relays), 0)
-
-
-@compile_inner
-def _weigh_exchange(batch: Batch, state: State, offer: Offer) -> Exchange:
-    """Weigh what a tail of a piece adds to the links of its source and of its server."""
-    source, server = offer.source, offer.server
-    cost, part, end = batch.cost, batch.part[offer.piece], state.end[offer.piece]
-    heads, traffic, wire = batch.heads[part], state.traffic, batch.wire
-    held = _find_held(batch, state, part, server)
-    span = (max(held[0], end - (cost.window - 1)), end)
-    node = server // batch.per_node
-    near_keys, far_keys, near_sent, far_sent, pool = 0, 0, 0, 0, 0
-    for segment in range(batch.segments[part], batch.segments[part + 1]):
-        home = batch.home[segment]
-        keys, sent = _count_keys(batch, held, segment, span)
-        pool += keys
-        is_near = home // batch.per_node == node
-        near_keys += keys * (is_near and home != server)
-        far_keys += keys * (not is_near)
-        near_sent += sent * (is_near and home == source)
-        far_sent += sent * (not is_near and home == source)
-    key_bytes = heads * cost.key_bytes
-    near_seconds, far_seconds = (
-        near_keys * key_bytes * wire[INSIDE, server],
-        far_keys * key_bytes * wire[BETWEEN, server],
-    )
-    into, out = batch.link[BETWEEN, server], batch.link[BETWEEN, source]
-    arrive = traffic[RECEIVED, INSIDE, server] + near_seconds
-    other_arrive = traffic[RECEIVED, BETWEEN, into] + far_seconds
-    leave = traffic[SENT, INSIDE, source] + near_sent * key_bytes * wire[INSIDE, source]
-    other_leave = traffic[SENT, BETWEEN, out] + far_sent * key_bytes * wire[BETWEEN, source]
-    level = INSIDE
-    if source // batch.per_node != node:
-        arrive, other_arrive, leave, other_leave = other_arrive, arrive, other_leave, leave
-        level = BETWEEN
-    # With a window, each row needs a key more.
-    row_bytes = heads * (cost.query_bytes + cost.key_bytes * (end > cost.window))
-    return Exchange(
-        arrive,
-        leave,
-        max(other_arrive, max(traffic[SENT, INSIDE, server], traffic[SENT, BETWEEN, into])),
-        max(other_leave, max(traffic[RECEIVED, INSIDE, source], traffic[RECEIVED, BETWEEN, out])),
-        row_bytes * wire[level, server],
-        row_bytes * wire[level, source],
-        near_seconds + far_seconds,
-        pool,
-    )
-
-
-@compile_inner
-def _count_taken(batch: Batch, state: State, offer: Offer, exchange: Exchange) -> float:
-    """Count the rows of a tail that its server can take and end by T."""
-    cost, part, end = batch.cost, batch.part[offer.piece], state.end[offer.piece]
-    heads, speed, latest = batch.heads[part], batch.speeds[offer.server], offer.latest
-    spare = latest - state.compute[offer.server]
-    fixed = cost.task + heads * cost.key * min(end, cost.window - 1)
-    if batch.hidden:
-        if max(exchange.other_arrive, exchange.arrive) >= latest or exchange.leave >= latest:
-            return 0.0
-        rows = min(
-            solve_rows(cost, heads, end, spare * speed - fixed, 0.0),
-            min(
-                (latest - exchange.arrive) / exchange.row_arrive,
-                (latest - exchange.leave) / exchange.row_leave,
-            ),
-        )
-    else:
-        idle, busy = (spare - exchange.other_arrive) * speed, (spare - exchange.arrive) * speed
-        rows = min(
-            solve_rows(cost, heads, end, idle - fixed, 0.0),
-            solve_rows(cost, heads, end, busy - fixed, exchange.row_arrive * speed),
-        )
-    if batch.most_bytes == math.inf:
-        return rows
-    query, key, sent_query, sent_key = batch.transient
-    room = batch.most_bytes - state.held[offer.server] - heads * key * exchange.pool
-    sent = batch.most_bytes - state.held[offer.source] - heads * sent_key * exchange.pool
-    return min(rows, min(room / (heads * query), sent / (heads * sent_query)))
-
-
-@compile_inner
-def _count_given(batch: Batch, state: State, offer: Offer, exchange: Exchange) -> float:
-    """Count the rows of a tail that its source has to give to end at its goal."""
-    cost, part, end = batch.cost, batch.part[offer.piece], state.end[offer.piece]
-    heads, speed = batch.heads[part], batch.speeds[offer.source]
-    excess, key = state.compute[offer.source] - offer.goal, batch.heads[part] * cost.key
-    if batch.hidden:
-        return solve_rows(cost, heads, end, excess * speed, key)
-    return max(
-        solve_rows(cost, heads, end, (excess + exchange.other_leave) * speed, key),
-        solve_rows(
-            cost,
-            heads,
-            end,
-            (excess + exchange.leave) * speed,
-            key - exchange.row_leave * speed,
-        ),
-    )
-
-
-@compile_inner
-def _weigh_tail(batch: Batch, state: State, offer: Offer) -> tuple[float, int]:
-    """Return the seconds that are lost for a second that the source saves, and the first row of the
-    tail; inf if no tail gains enough.
-    """
-    piece, source, server = offer.piece, offer.source, offer.server
-    cost, heads = batch.cost, batch.heads[batch.part[piece]]
-    start, end = batch.start[piece], state.end[piece]
-    exchange = _weigh_exchange(batch, state, offer)
-    # From the grid's line after which the server can take all, or from that before which the source
-    # need not give any.
-    first = end - _count_taken(batch, state, offer, exchange)
-    row = start if first <= start else int(-(-first // batch.grid)) * batch.grid
-    wanted = end - _count_given(batch, state, offer, exchange)
-    if wanted > row:
-        row = max(row, int(wanted // batch.grid) * batch.grid)
-    if row >= end:
-        return math.inf, row
-    added = estimate_slice_seconds(cost, heads, row, end)
-    removed = estimate_slice_seconds(cost, heads, start, end) - estimate_slice_seconds(
-        cost, heads, start, row
-    )
-    leave = max(exchange.other_leave, exchange.leave + (end - row) * exchange.row_leave)
-    compute = state.compute[source] - removed / batch.speeds[source]
-    gain = state.ends[source] - (max(compute, leave) if batch.hidden else compute + leave)
-    excess = state.ends[source] - offer.goal
-    enough = 0.05 * min(excess, offer.latest - state.ends[server]) + 0.001 * offer.latest
-    if gain <= 0 or gain < min(enough, 0.9 * excess):
-        return math.inf, row
-    lost = (end - row) * exchange.row_arrive + exchange.keys + max(added - removed, 0.0)
-    return lost / gain, row
 
 
 @compile_inner
@@ -343,6 +104,17 @@ def _add_traffic(
 
 
 @compile_inner
+def _add_holder(batch: Batch, state: State, part: int, server: int, end: int) -> None:
+    """Note that a server has the keys of a part before `end`."""
+    count = state.counts[0]
+    state.holders[count, RANK], state.holders[count, KEYS] = server, end
+    state.holders[count, PREVIOUS] = state.last_holder[part]
+    state.holders[count, UNIT] = find_unit(batch, part, server)
+    state.last_holder[part] = count
+    state.counts[0] += 1
+
+
+@compile_inner
 def _make_move(batch: Batch, state: State, offer: Offer, row: int) -> None:
     """Give rows [row, end) of a piece to a server."""
     piece, source, server = offer.piece, offer.source, offer.server
@@ -353,7 +125,7 @@ def _make_move(batch: Batch, state: State, offer: Offer, row: int) -> None:
     state.compute[source] -= (before - after) / batch.speeds[source]
     added = estimate_slice_seconds(cost, heads, row, end)
     state.compute[server] += added / batch.speeds[server]
-    held = _find_held(batch, state, part, server)
+    held = find_held(batch, state, part, server)
     span = (max(held[0], end - (cost.window - 1)), end)
     amount = (end - row) * heads
     row_bytes = amount * (cost.query_bytes + cost.key_bytes * (end > cost.window))
@@ -362,7 +134,7 @@ def _make_move(batch: Batch, state: State, offer: Offer, row: int) -> None:
     state.held[source] += amount * sent_query
     for segment in range(batch.segments[part], batch.segments[part + 1]):
         home = batch.home[segment]
-        keys, sent = _count_keys(batch, held, segment, span)
+        keys, sent = count_keys(batch, held, segment, span)
         state.held[server] += heads * key * keys
         if keys and home != server:
             key_bytes = heads * cost.key_bytes
@@ -370,12 +142,7 @@ def _make_move(batch: Batch, state: State, offer: Offer, row: int) -> None:
             state.held[home] += heads * sent_key * keys
             _update_ends(batch, state, home)
     if end > held[0]:
-        count = state.counts[0]
-        state.holders[count, RANK], state.holders[count, KEYS] = server, end
-        state.holders[count, PREVIOUS] = state.last_holder[part]
-        state.holders[count, UNIT] = _find_unit(batch, part, server)
-        state.last_holder[part] = count
-        state.counts[0] += 1
+        _add_holder(batch, state, part, server, end)
     count = state.counts[1]
     state.moves[count, PIECE], state.moves[count, SERVER] = piece, server
     state.moves[count, START], state.moves[count, END] = row, end
@@ -433,7 +200,7 @@ def _find_move(batch: Batch, state: State, offer: Offer, phase: int) -> tuple[Of
         while count < _MOST_HOLDERS:
             if server >= 0 and (count < 0 or _may_serve(batch, state, offer, server, phase)):
                 tail = Offer(piece, offer.source, server, offer.latest, offer.goal)
-                lost, start = _weigh_tail(batch, state, tail)
+                lost, start = weigh_tail(batch, state, tail)
                 if lost < lowest:
                     lowest, best, first = lost, tail, start
             count += 1
@@ -482,7 +249,7 @@ def _make_moves(
         count = state.counts[1]
         for source in order:
             _relieve_rank(batch, state, source, latest, phase)
-            if phase != _TO_OTHER_NODES and state.ends[source] > latest:
+            if phase != _TO_OTHER_NODES and state.ends[source] > useful:
                 return math.inf
     last = 0.0
     for end in state.ends:
@@ -490,7 +257,9 @@ def _make_moves(
     return last
 
 
-make_moves = compile_function(_make_moves, keep=(__file__, pieces.__file__, slice_cost.__file__))
+make_moves = compile_function(
+    _make_moves, keep=(__file__, tails.__file__, pieces.__file__, slice_cost.__file__)
+)
 
 
 def balance(
@@ -562,6 +331,11 @@ class PlanTrials:
         """Seconds of compute of each rank if all end together: no plan ends before."""
         return self.ranks.compute_even_seconds(self.unmoved_load.compute_seconds)
 
+    @property
+    def tolerance(self) -> float:
+        """Part of T that is searched for."""
+        return max(self.config.tolerance, _FINEST_TOLERANCE)
+
     def weigh_plan(self, plan: Plan, min_gain: float = 0.0) -> PlanLoad:
         """Weigh a plan, with forwarded keys if they gain at least so much."""
         load = PlanLoad(plan, self.cost, overlapped=self.config.ping_pong, ranks=self.ranks)
@@ -575,7 +349,7 @@ class PlanTrials:
         # Without seconds of pairs, attention is as long as its tokens are many.
         if not (self.config.balance and can_gain and self.marginal.pair):
             return best.plan
-        for end, plan_pieces, moves in sorted(self.find_moves(), key=lambda found: found[0]):
+        for end, plan_pieces, moves in sorted(self.find_moves(), key=lambda row: row[0]):
             if end >= min(best.slowest_seconds, required):
                 break
             load = self.weigh_plan(plan_pieces.make_plan(moves))
@@ -587,48 +361,22 @@ class PlanTrials:
         """Find the moves of every way, if they end before those of the ways tried earlier: the
         last end by the trial, the pieces, the moves.
         """
-        phases = [[_TO_ALL]]
+        ways = [[_TO_ALL]]
         if self.ranks.per_node is not None:
-            phases = [[_TO_OTHER_NODES, _TO_ALL], [_TO_ALL], [_TO_OWN_NODE]]
-        found = list[tuple[float, Pieces, IntArray]]()
-        for groups, split_mask in self.list_splits():
-            batch_pieces = Pieces.cut(
-                self.unmoved_load, self.config, groups, split_mask, self.has_relays
-            )
-            for way in phases:
-                end, moves = self._bisect(
-                    batch_pieces, way, min((row[0] for row in found), default=math.inf)
-                )
+            ways = [[_TO_OTHER_NODES, _TO_ALL], [_TO_ALL], [_TO_OWN_NODE]]
+        plans, best = list[tuple[float, Pieces, IntArray]](), math.inf
+        splits = list_splits(self.unmoved_load, self.config, self.marginal, self.mean_seconds)
+        for groups, split_mask in splits:
+            # No way ends much before the mean.
+            if best * (1 - self.tolerance) <= self.mean_seconds:
+                break
+            some = Pieces.cut(self.unmoved_load, self.config, groups, split_mask, self.has_relays)
+            for way in ways:
+                end, moves = self._bisect(some, way, best)
                 if moves is not None:
-                    found.append((end, batch_pieces, moves))
-        return found
-
-    def list_splits(self) -> list[tuple[int, BoolArray]]:
-        """List numbers of head groups with the documents to split: long ones, on ranks with work to
-        give away.
-        """
-        layout, cost, marginal = self.layout, self.cost, self.marginal
-        long, on_busy_rank, none = np.zeros((3, len(layout.documents)), dtype=np.bool_)
-        limit = min(self.config.head_groups, _MOST_GROUPS)
-        groups = max(list_group_counts(cost.shape.key_value_heads, limit))
-        if (
-            groups == 1
-            or cost.window is not None
-            or math.isinf(cost.exchange_bytes_per_second)
-            or layout.groups > 1
-            or layout.context.any()
-            or np.abs(layout.documents).max(initial=0) > _LARGEST_NUMBER
-        ):
-            return [(1, none)]
-        # A slice of F seconds at position y has F / (p * y) rows. Its bytes of queries are as many
-        # as those of keys if q * F / (p * y) = kv * y.
-        slice_bytes = _TYPICAL_SLICE * self.mean_seconds * marginal.query_bytes
-        length = math.sqrt(slice_bytes / (marginal.key_bytes * marginal.pair))
-        long[layout.place[layout.end >= length]] = True
-        busy = self.unmoved_load.compute_seconds > self.mean_seconds
-        on_busy_rank[layout.place[busy[layout.rank]]] = True
-        split_mask = long & on_busy_rank
-        return [(groups, split_mask), (1, none)] if split_mask.any() else [(1, none)]
+                    plans.append((end, some, moves))
+                    best = end
+        return plans
 
     def _bisect(
         self, batch_pieces: Pieces, way: list[int], best: float
@@ -637,7 +385,7 @@ class PlanTrials:
         None if they do not reach much before the best end of others.
         """
         mean = low = self.mean_seconds
-        tolerance = max(self.config.tolerance, _FINEST_TOLERANCE)
+        tolerance = self.tolerance
         high = min(float(batch_pieces.start.ends.max()), best * (1 - tolerance))
         latest = high if math.isfinite(best) else min(mean * (1 + tolerance), high)
         moves = None
@@ -646,7 +394,8 @@ class PlanTrials:
             end = math.inf
             for phase in way:
                 order = np.argsort(-state.ends, kind="stable")
-                end = make_moves(batch_pieces.batch, state, order, (latest, high), phase)
+                times = latest, min(high, _USEFUL * latest)
+                end = make_moves(batch_pieces.batch, state, order, times, phase)
             if end <= high:
                 high, moves = end, state.moves[: state.counts[1]].copy()
             if end > latest:
@@ -656,8 +405,3 @@ class PlanTrials:
             # Twice as late, and more, until it is reached.
             latest = min((low + high) / 2, mean + 5 * max(low - mean, tolerance * mean))
         return high, moves
-
-
-def list_group_counts(heads: int, max_groups: int) -> list[int]:
-    """List the numbers of groups into which key/value heads can be split, from 1 up to a limit."""
-    return [count for count in range(1, min(max_groups, heads) + 1) if heads % count == 0]

@@ -29,8 +29,8 @@ from hf_distca.schedule.ranks import Ranks
 # documents at least.
 _SMALL_TOKENS = 2**19
 _MIN_SMALL_DOCUMENTS = 16
-# Parts of a bin above which a document is cut: each is better for some batches. And how close to the
-# mean a plan has to end for no other layout to be tried.
+# Parts of a bin above which a document is cut: each is better for some batches. And how close to
+# the mean a plan has to end for no other layout to be tried.
 _MOST_PARTS = (1.0, 1.5)
 _CLOSE_PART = 0.01
 # Tokens of a document. Cuts are found with products of such numbers, which must fit 64 bits.

@@ -98,15 +98,15 @@ class Ranks:
         Without nodes, all ranks are one node, and its links are those between nodes.
 
         Returns:
-            The first rank that shares each link, and its seconds a byte; shape (2, ranks).
+            The first rank that shares each link, and its bytes per second; shape (2, ranks).
         """
         rank, per_node = np.arange(count), self.per_node or count
         shared = min(cost.ranks_per_link, per_node)
         link = rank - rank % per_node % shared
         rate = np.bincount(link, minlength=count)[link] * cost.exchange_bytes_per_second
         inside = cost.node_bytes_per_second if self.per_node else None
-        wire = np.full(count, 1 / (inside or cost.exchange_bytes_per_second))
-        return np.stack([rank, link]), np.stack([wire, 1 / rate])
+        near = np.full(count, inside or cost.exchange_bytes_per_second)
+        return np.stack([rank, link]), np.stack([near, rate])
 
     def compute_even_seconds(self, seconds: FloatArray) -> float:
         """Return the seconds of every rank if the same work were spread by speed: the mean if all

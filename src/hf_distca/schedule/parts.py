@@ -27,10 +27,16 @@ SENT, RECEIVED = range(2)
 INSIDE, BETWEEN = range(2)
 # Columns of `State.moves`: a piece, rows [start, end) of its document, and the rank that gets them.
 PIECE, START, END, SERVER = range(4)
-# Columns of `State.holders`: a rank that needs the first keys of a part anyway, how many, the row of
-# the part's holder before, and the node whose ranks pass the keys on to each other; -1 for all
+# Columns of `State.holders`: a rank that needs the first keys of a part anyway, how many, the row
+# of the part's holder before, and the node whose ranks pass the keys on to each other; -1 for all
 # nodes where no tokens of the part lie.
 RANK, KEYS, PREVIOUS, UNIT = range(4)
+
+
+# Head groups that documents are split in; more gain nothing. And the part of the mean that a server
+# typically takes: documents are long if slices of it would have more bytes of keys than of rows.
+_MOST_GROUPS, _TYPICAL_SLICE = 4, 0.25
+_LARGEST_NUMBER = 2**56  # of documents: numbers are multiplied by those of groups
 
 
 class Batch(NamedTuple):
@@ -159,7 +165,7 @@ class Pieces:
         moved = np.flatnonzero(layout.has_queries[rows])
         moved = moved[np.lexsort((-last[moved], home[moved]))]
         per_node = load.ranks.per_node or layout.world_size
-        link, wire = load.ranks.list_links(cost, layout.world_size)
+        link, rate = load.ranks.list_links(cost, layout.world_size)
         bound, transient = config.max_transient_bytes, TransientBytes.from_shape(cost.shape)
         batch = Batch(
             MarginalCost.from_cost_model(cost),
@@ -174,7 +180,7 @@ class Pieces:
             home,
             np.array(load.ranks.list_speeds(layout.world_size)),
             (layout.query_tokens == 0) | config.serve_in_place,
-            wire,
+            1 / rate,
             link,
             per_node,
             load.overlapped,
@@ -301,3 +307,34 @@ def _weigh_key_traffic(batch: Batch, part: IntArray, holders: IntArray) -> Float
                 link, weights=amount[rows] * wire, minlength=traffic.shape[2]
             )
     return traffic
+
+
+def list_splits(
+    load: PlanLoad, config: DistCAConfig, marginal: MarginalCost, mean_seconds: float
+) -> list[tuple[int, BoolArray]]:
+    """List numbers of head groups with the documents to split: long ones, on ranks with work to
+    give away.
+    """
+    layout, cost = load.plan.layout, load.cost
+    long, on_busy_rank, none = np.zeros((3, len(layout.documents)), dtype=np.bool_)
+    heads = cost.shape.key_value_heads
+    most = min(config.head_groups, heads, _MOST_GROUPS)
+    groups = max(count for count in range(1, most + 1) if heads % count == 0)
+    if (
+        groups == 1
+        or cost.window is not None
+        or math.isinf(cost.exchange_bytes_per_second)
+        or layout.groups > 1
+        or layout.context.any()
+        or np.abs(layout.documents).max(initial=0) > _LARGEST_NUMBER
+    ):
+        return [(1, none)]
+    # A slice of F seconds at position y has F / (p * y) rows. Its bytes of queries are as many as
+    # those of keys if q * F / (p * y) = kv * y.
+    slice_bytes = _TYPICAL_SLICE * mean_seconds * marginal.query_bytes
+    length = math.sqrt(slice_bytes / (marginal.key_bytes * marginal.pair))
+    long[layout.place[layout.end >= length]] = True
+    busy = load.compute_seconds > mean_seconds
+    on_busy_rank[layout.place[busy[layout.rank]]] = True
+    split_mask = long & on_busy_rank
+    return [(groups, split_mask), (1, none)] if split_mask.any() else [(1, none)]
