@@ -258,7 +258,7 @@ def _make_moves(
 
 
 make_moves = compile_function(
-    _make_moves, keep=(__file__, tails.__file__, pieces.__file__, slice_cost.__file__)
+    _make_moves, keep=(__file__, tails.__file__, parts.__file__, slice_cost.__file__)
 )
 
 
