@@ -130,8 +130,9 @@ def _make_move(batch: Batch, state: State, offer: Offer, row: int) -> None:
     amount = (end - row) * heads
     row_bytes = amount * (cost.query_bytes + cost.key_bytes * (end > cost.window))
     _add_traffic(batch, state, (source, server), row_bytes, row_bytes)
-    state.held[server] += amount * query
-    state.held[source] += amount * sent_query
+    is_windowed = end > cost.window
+    state.held[server] += amount * (query + key * is_windowed)
+    state.held[source] += amount * (sent_query + sent_key * is_windowed)
     for segment in range(batch.segments[part], batch.segments[part + 1]):
         home = batch.home[segment]
         keys, sent = count_keys(batch, held, segment, span)

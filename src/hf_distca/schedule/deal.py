@@ -29,10 +29,10 @@ from hf_distca.schedule.ranks import Ranks
 # documents at least.
 _SMALL_TOKENS = 2**19
 _MIN_SMALL_DOCUMENTS = 16
-# Parts of a bin above which a document is cut: each is better for some batches. And how close to
-# the mean a plan has to end for no other layout to be tried.
-_MOST_PARTS = (1.0, 1.5)
-_CLOSE_PART = 0.01
+# Whether bins are nodes first, and the part of a bin above which a document is cut: each is better
+# for some batches. And how close to the mean a plan has to end for no other layout to be tried.
+_WAYS = ((True, 1.0), (True, 1.5), (False, 1.5))
+_CLOSE_PART = 0.02
 # Tokens of a document. Cuts are found with products of such numbers, which must fit 64 bits.
 _MAX_LENGTH = 2**32
 
@@ -155,9 +155,7 @@ def _deal_documents(
     *,
     overlapped: bool,
 ) -> Layout:
-    """Deal some documents with each of `_MOST_PARTS`, and return the layout whose plan ends
-    first.
-    """
+    """Deal some documents in each of `_WAYS`, and return the layout whose plan ends first."""
     ranks = Ranks(per_node=ranks_per_node).without_irrelevant_nodes(cost)
     config = DistCAConfig(tile=tile, ping_pong=overlapped)
     attention = cost
@@ -166,9 +164,10 @@ def _deal_documents(
         attention = replace(CostModel.make_of_pairs(cost.shape), window=cost.window)
     chunks = [Chunk(document, 0, int(length[document])) for document in documents.tolist()]
     best, earliest = None, math.inf
-    for most in _MOST_PARTS:
+    for by_nodes, most in _WAYS if ranks_per_node else _WAYS[:2]:
+        per_node = ranks_per_node if by_nodes else None
         layout = _build_layout(
-            deal_chunks(chunks, tokens, ranks_per_node or len(tokens), (attention, tile, most))
+            deal_chunks(chunks, tokens, per_node or len(tokens), (attention, tile, most))
         )
         plan = balance(layout, cost, config, ranks)
         load = PlanLoad(plan, cost, overlapped=overlapped, ranks=ranks)

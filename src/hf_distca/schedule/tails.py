@@ -212,6 +212,9 @@ def _count_taken(batch: Batch, state: State, offer: Offer, exchange: Exchange) -
     if batch.most_bytes == math.inf:
         return rows
     query, key, sent_query, sent_key = batch.transient
+    # With a window, each row needs a key more.
+    query += key * (end > cost.window)
+    sent_query += sent_key * (end > cost.window)
     room = batch.most_bytes - state.held[offer.server] - heads * key * exchange.pool
     sent = batch.most_bytes - state.held[offer.source] - heads * sent_key * exchange.pool
     return min(rows, min(room / (heads * query), sent / (heads * sent_query)))
