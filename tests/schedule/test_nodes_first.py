@@ -60,7 +60,7 @@ def test_documents_that_fit_nodes_need_no_exchange_between_them(
     assert layout.query_tokens.tolist() == [tokens] * 64
     load = PlanLoad(balance(layout, CUDA, DistCAConfig(), NODES), CUDA, ranks=NODES)
     assert load.slowest_seconds <= most * load.compute_seconds.mean()
-    assert load.node_bytes.inter_node[0].sum() <= 0.1 * load.node_bytes.intra_node[0].sum()
+    assert load.node_bytes.inter_node[0].sum() <= 0.15 * load.node_bytes.intra_node[0].sum()
 
 
 @pytest.mark.parametrize("longest", [65536, 131072, 262144])
