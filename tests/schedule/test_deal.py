@@ -201,7 +201,7 @@ def test_fewer_documents_span_nodes(per_node: int) -> None:
         free += crossing(deal(lengths, ranks, tokens, CUDA), per_node)
     # Of 10 batches; without nodes, documents that fit nowhere whole are cut at the borders of ranks
     # one after another.
-    assert within <= {2: 120, 4: 50, 8: 16}[per_node]
+    assert within <= {2: 120, 4: 50, 8: 20}[per_node]
     assert within < free
 
 

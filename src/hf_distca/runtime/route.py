@@ -199,7 +199,7 @@ class Route:
         groups = plan.layout.groups
         return cls(
             _make_batch(local_tasks),
-            _make_empty_wave() if share is None else _make_wave(share, groups),
+            make_empty_wave() if share is None else _make_wave(share, groups),
             plan.moved,
             groups,
             None if local is None else _make_wave(local, groups),
@@ -211,10 +211,10 @@ class Route:
         other rank to exchange with.
         """
         starts = tuple(accumulate(lengths, initial=0))[:-1]
-        return cls(TaskBatch(starts, lengths, starts, lengths), _make_empty_wave(), exchanges=False)
+        return cls(TaskBatch(starts, lengths, starts, lengths), make_empty_wave(), exchanges=False)
 
 
-def _make_empty_wave() -> Wave:
+def make_empty_wave() -> Wave:
     """Make a wave in which nothing travels and nothing is served."""
     nothing = Rows((), {})
     return Wave(nothing, nothing, (), KeyPool((), nothing), TaskBatch((), (), (), ()))

@@ -163,7 +163,7 @@ def _deal_documents(
         # Attention that costs nothing a pair is as long as its tokens are many: pairs decide then.
         attention = replace(CostModel.make_of_pairs(cost.shape), window=cost.window)
     chunks = [Chunk(document, 0, int(length[document])) for document in documents.tolist()]
-    best, earliest = None, math.inf
+    best, earliest = _build_layout([[] for _ in tokens]), math.inf
     for by_nodes, most in _WAYS if ranks_per_node else _WAYS[:2]:
         per_node = ranks_per_node if by_nodes else None
         layout = _build_layout(
@@ -171,7 +171,7 @@ def _deal_documents(
         )
         plan = balance(layout, cost, config, ranks)
         load = PlanLoad(plan, cost, overlapped=overlapped, ranks=ranks)
-        if best is None or load.slowest_seconds < earliest:
+        if load.slowest_seconds < earliest:
             best, earliest = layout, load.slowest_seconds
         if earliest <= (1 + _CLOSE_PART) * load.compute_seconds.mean():
             break

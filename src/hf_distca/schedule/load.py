@@ -42,7 +42,7 @@ class NodeBytes(NamedTuple):
         link, rate = ranks.list_links(cost, self.inter_node.shape[1])
         # A link to other nodes is busy with the bytes of all ranks that share it.
         between = [np.bincount(link[1], weights=amount)[link[1]] for amount in self.inter_node]
-        return np.maximum(self.intra_node / rate[0], between / rate[1])
+        return np.asarray(np.maximum(self.intra_node / rate[0], between / rate[1]))
 
 
 class Traffic(NamedTuple):

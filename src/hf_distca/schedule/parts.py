@@ -195,7 +195,7 @@ class Pieces:
         stop = last[moved]
         movable = np.minimum(stop, np.where(batch.heads[batch.part] < 1, limits[1], limits[0]))
         start = _make_start(batch, load, stop)._replace(end=movable)
-        state = State(*(column.copy() for column in start))
+        state = State._make(column.copy() for column in start)
         return cls(load, groups, number, rows[moved], stop, batch, start, state)
 
     def restore(self) -> State:
@@ -260,7 +260,7 @@ def _make_start(batch: Batch, load: PlanLoad, end: IntArray) -> State:
         traffic,
         count_transient_bytes(load.plan, batch.transient).astype(np.float64),
         ends,
-        np.bincount(np.arange(ranks) // per_node, weights=ends),
+        np.bincount(np.arange(ranks) // per_node, weights=ends).astype(np.float64),
         end,
         last_holder,
         np.array([len(holders), 0]),

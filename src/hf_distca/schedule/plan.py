@@ -368,7 +368,7 @@ class Plan:
             *(layout.document, layout.start, layout.length, layout.offsets, layout.context),
             *(getattr(self, name) for name in CATask._fields),
             np.array([self.window or 0, layout.groups]),
-            *map(np.atleast_1d, self.relays or ()),
+            *(np.atleast_1d(column) for column in self.relays or ()),
         )
         parts = (
             np.int64(len(column)).tobytes() + np.ascontiguousarray(column).tobytes()

@@ -154,7 +154,8 @@ def _choose_relays(load: PlanLoad, other_seconds: FloatArray, unchanged: float) 
     runs = _divide_keys(unit, server, key_end, weight)
     if runs is None:
         return None
-    return Relays(document[np.searchsorted(unit, runs[0])], *runs[1:], per_node)
+    run_unit, start, end, relay = runs
+    return Relays(document[np.searchsorted(unit, run_unit)], start, end, relay, per_node)
 
 
 def _divide_keys(

@@ -210,14 +210,14 @@ def _count_taken(batch: Batch, state: State, offer: Offer, exchange: Exchange) -
             solve_rows(cost, heads, end, busy - fixed, exchange.row_arrive * speed),
         )
     if batch.most_bytes == math.inf:
-        return rows
+        return float(rows)
     query, key, sent_query, sent_key = batch.transient
     # With a window, each row needs a key more.
     query += key * (end > cost.window)
     sent_query += sent_key * (end > cost.window)
     room = batch.most_bytes - state.held[offer.server] - heads * key * exchange.pool
     sent = batch.most_bytes - state.held[offer.source] - heads * sent_key * exchange.pool
-    return min(rows, min(room / (heads * query), sent / (heads * sent_query)))
+    return float(min(rows, min(room / (heads * query), sent / (heads * sent_query))))
 
 
 @compile_inner
