@@ -55,11 +55,14 @@ class Bins:
         mean = math.fsum(seconds) / len(self.rooms)
         longest_first = sorted(range(len(chunks)), key=lambda index: (-seconds[index], index))
         whole = list[int]()
+        most_room = max(self.rooms)
         for index in longest_first:
             chunk = chunks[index]
             count = math.ceil(max(seconds[index] / (most * mean), 1)) if mean else 1
-            count = max(count, -(-(chunk.end - chunk.start) // max(max(self.rooms), 1)))
-            if count == 1 or not self._spread(chunk, min(count, len(self.rooms))):
+            count = max(count, -(-(chunk.end - chunk.start) // max(most_room, 1)))
+            if count > 1 and self._spread(chunk, min(count, len(self.rooms))):
+                most_room = max(self.rooms)
+            else:
                 whole.append(index)
         whole.sort(key=lambda index: chunks[index].start - chunks[index].end)
         self._put_whole([chunks[index] for index in whole], [seconds[index] for index in whole])
@@ -91,17 +94,16 @@ class Bins:
         if sum(weights) < length:
             return False
         first, last = chunk.start, chunk.end
-        for bin_, tokens in zip(chosen, _divide_tokens(length, weights, self.tile), strict=True):
+        halves = list[Chunk]()
+        for tokens in _divide_tokens(length, weights, self.tile):
             front = tokens // 2
             back = tokens - front
-            halves = [
-                Chunk(chunk.document, first, first + front),
-                Chunk(chunk.document, last - back, last),
-            ]
-            for half, seconds in zip(halves, self._estimate(halves), strict=True):
-                if half.start < half.end:
-                    self._put(half, bin_, seconds)
+            halves.append(Chunk(chunk.document, first, first + front))
+            halves.append(Chunk(chunk.document, last - back, last))
             first, last = first + front, last - back
+        for place, seconds in enumerate(self._estimate(halves)):
+            if halves[place].start < halves[place].end:
+                self._put(halves[place], chosen[place // 2], seconds)
         return True
 
     def _put_whole(self, chunks: list[Chunk], seconds: list[float]) -> None:
@@ -125,16 +127,20 @@ class Bins:
             bin_ = ready[0][1]
             self._put(chunk, bin_, chunk_seconds)
             heapq.heapreplace(ready, (self.seconds[bin_], bin_))
-        for chunk in left:
-            self._cut_to_fit(chunk)
+        self._cut_to_fit(left)
 
-    def _cut_to_fit(self, chunk: Chunk) -> None:
-        """Cut a chunk over the bins with the most room."""
-        while chunk.start < chunk.end:
-            bin_ = max(range(len(self.rooms)), key=lambda bin_: self.rooms[bin_])
-            end = min(chunk.start + self.rooms[bin_], chunk.end)
-            self._put(Chunk(chunk.document, chunk.start, end), bin_, 0.0)
-            chunk = chunk._replace(start=end)
+    def _cut_to_fit(self, chunks: list[Chunk]) -> None:
+        """Cut chunks over the bins with the most room."""
+        widest = [(-room, bin_) for bin_, room in enumerate(self.rooms)]
+        heapq.heapify(widest)
+        for chunk in chunks:
+            start = chunk.start
+            while start < chunk.end:
+                bin_ = widest[0][1]
+                end = min(start + self.rooms[bin_], chunk.end)
+                self._put(Chunk(chunk.document, start, end), bin_, 0.0)
+                heapq.heapreplace(widest, (-self.rooms[bin_], bin_))
+                start = end
 
 
 def _divide_tokens(length: int, rooms: list[int], tile: int) -> list[int]:
