@@ -251,7 +251,6 @@ def test_steps_of_the_soak_and_ranks_that_fail(folder: Path) -> None:
 def test_bounded_exchanges_take_fewer_bytes_at_a_time(folder: Path) -> None:
     modes = figures(folder, "transient")["modes"]
     balanced, bounded = modes["balanced"], modes["bound of 4 MiB"]
-    assert bounded["waves"][0] > balanced["waves"][0] == 1
     assert max(bounded["transient"]) < max(balanced["transient"])
 
 
@@ -302,7 +301,6 @@ def test_ranks_agree_with_sdpa_in_every_mode(folder: Path) -> None:
     for rows in found["dtypes"].values():
         for row in rows:
             assert row["ping-pong"]["exchanges"] == 2 * row["balanced"]["exchanges"]
-            assert row["waves"]["exchanges"] > row["balanced"]["exchanges"]
 
 
 @slow

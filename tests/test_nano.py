@@ -21,7 +21,6 @@ from hf_distca.schedule.balance import balance
 from hf_distca.schedule.cost import AttentionShape, CostModel
 from hf_distca.schedule.layout import Layout
 from hf_distca.schedule.plan import Plan
-from hf_distca.schedule.waves import Waves
 from pages import ROOT
 from ranks import RankPool
 
@@ -54,7 +53,7 @@ def attend_by_library(
 ) -> torch.Tensor:
     scores = Scores(scale=WIDTH**-0.5)
     kernel = select_kernel("auto", Case(q.device, q.dtype, WIDTH, WIDTH, scores))
-    route = Route.build(plan, rank, Waves.split_plan(plan, SHAPE, nano.TILE, None))
+    route = Route.build(plan, rank)
     group = AttentionGroup.find_or_create(timeout_seconds=60)
     call = Call(route, group, AttentionServer(kernel, scores, Meter()))
     return compute_core_attention(Inputs(q, k, v), call)

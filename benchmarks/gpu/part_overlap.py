@@ -183,7 +183,9 @@ def relayed_plan(documents: int, length: int, tile: int = 128) -> Plan:
                 )
             )
         relays += [(document, 0, 2 * quarter, near), (document, 2 * quarter, 3 * quarter, far)]
-    return replace(Plan.from_tasks(layout, tasks), relays=Relays(*np.array(relays).T))
+    return replace(
+        Plan.from_tasks(layout, tasks), relays=Relays(*np.array(relays).T, layout.world_size)
+    )
 
 
 class Stack:

@@ -25,14 +25,11 @@ from hf_distca.runtime.monitor import FailureMonitor
 from hf_distca.schedule.cost import AttentionShape, CostModel
 
 LAYERS, STEPS, TIMEOUT = 2, 3, 60.0
-WAVE = 1024  # bytes of a wave for each token of a rank: a few waves
-# Whole layers, in halves, and in several waves. Exchanges cost nothing in the cost model, so that
-# small documents move, too.
+# Whole layers, and in halves. Exchanges cost nothing in the cost model, so that small documents
+# move, too.
 MODES: dict[str, dict[str, Any]] = {
     "balanced": {},
     "ping-pong": {"ping_pong": True},
-    "waves": {"max_transient_bytes": WAVE},
-    "ping-pong in waves": {"ping_pong": True, "max_transient_bytes": WAVE},
 }
 # Norm of the difference over norm: in float32 to sdpa; in half precision to float32, beside the
 # error of sdpa in that dtype.

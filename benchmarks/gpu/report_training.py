@@ -116,7 +116,6 @@ def transient(data: Figures) -> list[str]:
         (
             mode,
             ", ".join(f"{value / 2**20:.1f}" for value in found["transient"]),
-            found["waves"][0],
             f"{sum(found['sent']) / 2**20:.0f}",
         )
         for mode, found in data.get("modes", {}).items()
@@ -127,7 +126,7 @@ def transient(data: Figures) -> list[str]:
             f"{data['tokens']} tokens a rank, {data['heads']} heads of {data['width']}, one long"
             " document on rank 0."
         )
-    return [*text, "", *table(("mode", "transient", "waves", "MiB sent"), rows)]
+    return [*text, "", *table(("mode", "transient", "MiB sent"), rows)]
 
 
 def faults(data: Figures) -> list[str]:

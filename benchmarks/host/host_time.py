@@ -86,7 +86,6 @@ from hf_distca.schedule.cost import AttentionShape, CostModel
 from hf_distca.schedule.layout import Layout
 from hf_distca.schedule.plan import Plan
 from hf_distca.schedule.ranks import UNIFORM_RANKS
-from hf_distca.schedule.waves import Waves
 from host_calls import compare, measure_calls
 from machine import describe
 from output import add_json_option, put_out
@@ -231,9 +230,6 @@ def planning(ranks: int, arguments: argparse.Namespace) -> dict[str, float]:
         )
     (stated,) = check_agreement(Announcements.from_rows(rows), facts, group, "here")
     plan = balance(build_layout(stated), COST, config)
-    waves = Waves.split_plan(
-        plan, LLAMA_8B, config.tile, config.max_transient_bytes, config.head_groups
-    )
     history, figures = History(), np.full((ranks, FIGURE_COUNT), 10**9)
 
     def bookkeeping() -> None:
@@ -254,10 +250,7 @@ def planning(ranks: int, arguments: argparse.Namespace) -> dict[str, float]:
         ),
         "layout": lambda: build_layout(stated),
         "digest": digest,
-        "waves": lambda: Waves.split_plan(
-            plan, LLAMA_8B, config.tile, config.max_transient_bytes, config.head_groups
-        ),
-        "own route": lambda: Route.build(waves.plan, ranks // 2, waves),
+        "own route": lambda: Route.build(plan, ranks // 2),
         "history": bookkeeping,
     }
     found = {name: median_ms(run, arguments.repeats) for name, run in steps.items()}

@@ -44,7 +44,6 @@ from hf_distca.schedule.balance import balance
 from hf_distca.schedule.cost import AttentionShape, CostModel
 from hf_distca.schedule.layout import Layout
 from hf_distca.schedule.load import compute_imbalance
-from hf_distca.schedule.waves import Waves
 from machine import describe
 from output import add_json_option, put_out
 from processes import in_turns, on_ranks, rounds, setting_of
@@ -136,8 +135,7 @@ class Layer:
         plan = balance(
             Layout.from_lengths(lengths_of(group.size, arguments.tokens)), self.cost, config
         )
-        self.waves = Waves.split_plan(plan, self.shape, config.tile, bound, config.head_groups)
-        self.route, self.group = Route.build(self.waves.plan, rank, self.waves), group
+        self.route, self.group = Route.build(plan, rank), group
         scores, self.meter = Scores(DIM**-0.5), Meter()
         kernel = select_kernel("auto", Case(self.device, dtype, DIM, DIM, scores))
         self.server = AttentionServer(kernel, scores, self.meter)
@@ -166,8 +164,7 @@ class Layer:
             dist.barrier()
             transient = max(peak - kept, live.peak - kept - sum(grad.nbytes for grad in grads))
         inputs = sum(leaf.nbytes for leaf in self.leaves)
-        sent, waves = self.meter.sent_bytes, len(self.route.waves)
-        return {"kept": kept + inputs, "transient": transient, "waves": waves, "sent": sent}
+        return {"kept": kept + inputs, "transient": transient, "sent": self.meter.sent_bytes}
 
     def seconds(self) -> float:
         """Of a call whose kernels sleep, until all ranks are done."""
@@ -213,7 +210,6 @@ def show(result: dict[str, Any]) -> None:
         "kept",
         "max/mean",
         "transient",
-        "waves",
         "MiB sent",
         "seconds",
     ):
@@ -232,7 +228,6 @@ def show(result: dict[str, Any]) -> None:
                 kept,
                 f"{row['kept_imbalance']:.3f}",
                 transient,
-                str(row["waves"][0]),
                 sent,
                 seconds,
             )

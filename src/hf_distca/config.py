@@ -127,9 +127,8 @@ class DistCAConfig:
             in, the pools made of them, and outputs and gradients of the arrived tasks; not the
             rank's own q, k, v, o, log-sum-exp and their gradients, which are as large as its tokens
             are many, nor copies of own rows of documents split by heads, nor what the kernel uses
-            inside. More than fits is computed in waves, with one
-            exchange each, and the scheduler moves only slices that fit. A document that spans ranks
-            may need more; this is logged as a warning.
+            inside. The scheduler moves only slices that fit. A document that spans ranks may need
+            more; this is logged as a warning.
         group_size: number of neighbouring ranks that share core attention; must divide the number
             of ranks. Work is balanced within a group, and documents may span only ranks of a group.
             Choose a multiple of the node size to profit from fast links. None for one group of up

@@ -106,7 +106,7 @@ def observation(plan: Plan, config: DistCAConfig, truth: Truth, world: str) -> O
     ).astype(np.int64)
     plans = [BatchPlan(key, plan, 1.0) for key in keys]
     uses = [PlanUse.start(planned, 1, COST, UNIFORM_RANKS, Meter()) for planned in plans]
-    found = observe_plans([PlanMeasurement(use, figures) for use in uses], COST, config)
+    found = observe_plans([PlanMeasurement(use, figures) for use in uses], COST)
     assert found is not None
     return found
 

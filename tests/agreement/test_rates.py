@@ -28,7 +28,6 @@ from hf_distca.schedule.layout import Layout
 from hf_distca.schedule.load import PlanLoad
 from hf_distca.schedule.plan import Plan
 from hf_distca.schedule.ranks import Ranks
-from hf_distca.schedule.waves import Waves
 
 SHAPE = AttentionShape(4, 2, 64, 64, 4)
 KEY = PlanKey(SHAPE, "cpu")
@@ -138,23 +137,8 @@ class World:
         )
 
     def _exchange(self, plan: Plan) -> np.ndarray:
-        """Seconds beside kernels: messages, and waits for later waves, which are served one after
-        another.
-        """
-        bound = self.planner.config.max_transient_bytes
-        waves = Waves.split_plan(plan, SHAPE, self.planner.config.tile, bound)
-        messages = PlanLoad(plan, TRUE, waves).exchange_seconds * self.exchange
-        if waves.count == 1:
-            return messages
-        split = waves.plan
-        seconds = (
-            TRUE.estimate_seconds(split.end - split.start, split.end, split.heads)
-            / self.speeds[split.server]
-        )
-        served = np.zeros((waves.count, RANKS))
-        np.add.at(served, (waves.number, split.server), np.where(waves.number >= 0, seconds, 0.0))
-        later = served[1:]
-        return messages + later.max(axis=1).sum() - later.sum(axis=0)
+        """Seconds of messages."""
+        return PlanLoad(plan, TRUE).exchange_seconds * self.exchange
 
     @staticmethod
     def _documents(lengths: list[int]) -> Documents:
@@ -262,9 +246,7 @@ def test_no_network_makes_attention_slower_than_moving_nothing(
 
 @pytest.mark.parametrize("mib", [4, 64])
 def test_transient_bound_costs_no_more_than_moving_nothing(mib: int) -> None:
-    """Waves that are served one after another take long: what that costs is measured, and less is
-    moved.
-    """
+    """A bound leaves less to move, and what is moved pays."""
     world = World(TRUE, max_transient_bytes=mib * 2**20)
     for number in range(48):
         world.step(number)

@@ -37,8 +37,6 @@ LENGTHS = ([96], [24, 1, 23, 24, 24])
 WAYS: dict[str, dict[str, Any]] = {
     "plain": {},
     "ping-pong": {"ping_pong": True},
-    "waves": {"max_transient_bytes": 40_000},
-    "ping-pong in waves": {"ping_pong": True, "max_transient_bytes": 40_000},
     "alone": {"balance": False},
 }
 
@@ -132,7 +130,6 @@ def test_layers_read_no_tensor(
     # A document over ranks is computed by both, balanced or not.
     assert (exchanges["plain"], exchanges["alone"]) == (2 * 4, 2 * 4 if batch == "dealt" else 0)
     assert exchanges["ping-pong"] == 2 * exchanges["plain"]
-    assert exchanges["waves"] > exchanges["plain"]
 
 
 def whole_step(rank: int, told: bool) -> str:

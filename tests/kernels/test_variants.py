@@ -154,7 +154,7 @@ def run(case: Case, lengths: list[list[int]]) -> None:
         route = Route.build(plan, rank)
         tokens = int(plan.layout.query_tokens[rank] + plan.layout.context_tokens[rank])
         batches = [(route.local_tasks, tokens, tokens, 4)]
-        for wave in (*([] if route.local_wave is None else [route.local_wave]), *route.waves):
+        for wave in (*([] if route.local_wave is None else [route.local_wave]), route.wave):
             rows, keys = (
                 wave.own_rows + sum(wave.queries.receive.values()),
                 sum(piece.rows for piece in wave.pool.pieces),

@@ -274,12 +274,3 @@ def test_stages_in_bfloat16_are_as_exact_as_one_process(
     together = {name: gradient for one in found for name, gradient in one.gradients.items()}
     assert all(abs(one.loss - loss) <= 0.01 * loss and one.sent_bytes > 0 for one in found)
     assert error(together) <= 1.2 * error(alone)
-
-
-@pytest.mark.slow
-def test_waves_equal_one_process(rank_pool: Callable[[int], RankPool]) -> None:
-    """With a bound of transient bytes, a call has several exchanges, forward and backward not
-    equally many.
-    """
-    case = Case(stages=4, micro_batches=5, settings=(("max_transient_bytes", 60_000),))
-    check_equal(rank_pool(4)(in_stages, case), *in_one_process(case, "sdpa"), EXACT)

@@ -7,21 +7,28 @@ import random
 import numpy as np
 
 from hf_distca.schedule.plan import Plan, Relays
+from hf_distca.schedule.relays import find_units
 
 
 def some_relays(random_: random.Random, plan: Plan) -> Relays | None:
     """Any relays that a plan may have, for some of its documents."""
-    needs: dict[int, dict[int, int]] = {}
-    sources: dict[int, set[int]] = {}
-    for document, _, end, source, server in zip(
-        *(column.tolist() for column in plan.list_key_transfers()), strict=True
+    per_node = random_.randint(1, plan.layout.world_size)
+    keys = plan.list_key_transfers()
+    units = find_units(plan.layout, keys.document, keys.server, per_node).tolist()
+    needs: dict[tuple[int, int], dict[int, int]] = {}
+    sources: dict[tuple[int, int], set[int]] = {}
+    columns = (keys.document, keys.end, keys.source, keys.server)
+    for unit, document, end, source, server in zip(
+        units, *(column.tolist() for column in columns), strict=True
     ):
-        needs.setdefault(document, {})[server] = max(needs.get(document, {}).get(server, 0), end)
-        sources.setdefault(document, set()).add(source)
+        need = needs.setdefault((document, unit), {})
+        need[server] = max(need.get(server, 0), end)
+        sources.setdefault((document, unit), set()).add(source)
     rows = []
-    for document, need in sorted(needs.items()):
-        if len(sources[document]) == 1:
-            need[min(sources[document])] = plan.layout.longest  # it holds them all
+    for (document, unit), need in sorted(needs.items()):
+        held_by = sources[document, unit]
+        if len(held_by) == 1 and held_by <= set(need):
+            need[min(held_by)] = plan.layout.longest  # it holds them all
         shared = sorted(need.values())[-2] if len(need) > 1 else 0
         able = sorted(
             random_.sample(sorted(need), random_.randint(1, len(need))), key=lambda rank: need[rank]
@@ -32,4 +39,4 @@ def some_relays(random_: random.Random, plan: Plan) -> Relays | None:
             if end > start and random_.random() < 0.8:
                 rows.append((document, start, end, rank))
                 start = end
-    return Relays(*np.array(rows, dtype=np.int64).T) if rows else None
+    return Relays(*np.array(rows, dtype=np.int64).T, per_node) if rows else None

@@ -28,7 +28,6 @@ LENGTHS = ([96], [24, 1, 23, 24, 24])
 WAYS: dict[str, dict[str, Any]] = {
     "plain": {},
     "ping-pong": {"ping_pong": True},
-    "ping-pong in waves": {"ping_pong": True, "max_transient_bytes": 40_000},
 }
 
 
@@ -130,7 +129,7 @@ def compared(rank: int, name: str, checkpointing: bool) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("name", "checkpointing"),
-    [("plain", False), ("ping-pong", True), ("ping-pong in waves", False)],
+    [("plain", False), ("ping-pong", True)],
 )
 def test_models_compute_the_same_to_the_last_bit(
     rank_pool: Callable[[int], RankPool], name: str, checkpointing: bool

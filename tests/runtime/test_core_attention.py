@@ -21,10 +21,8 @@ from hf_distca.runtime.group import AttentionGroup
 from hf_distca.runtime.meter import Meter
 from hf_distca.runtime.outputs import OutputStore
 from hf_distca.runtime.route import Route
-from hf_distca.schedule.cost import AttentionShape
 from hf_distca.schedule.layout import Layout
 from hf_distca.schedule.plan import CATask, Plan, Relays
-from hf_distca.schedule.waves import Waves
 from ranks import RankPool
 
 Segments = list[list[tuple[int, int, int]]]
@@ -73,16 +71,13 @@ def run_plan(
     dtype: torch.dtype,
     scores: Scores,
     with_sink: bool = False,
-    bound: int | None = None,
     relays: Relays | None = None,
     split: list[int] | None = None,
-    head_groups: int = 1,
 ) -> tuple[float, torch.Tensor, list[int]]:
-    """Run a plan forward and backward, in waves if there is a bound of transient bytes, with relays
-    if some are given.
+    """Run a plan forward and backward, with relays if some are given.
 
     With a list of documents to be split in `KEY_HEADS` head groups, tasks are those of the split
-    layout. Waves may split others in `head_groups`.
+    layout.
 
     Returns the largest error of o, dq, dk, dv over this rank's tokens, the gradient of the sinks
     minus what this rank's tokens should give, and the counts of exchanges.
@@ -115,8 +110,7 @@ def run_plan(
     sink = torch.linspace(-1, 2, HEADS, dtype=dtype).requires_grad_() if with_sink else None
     meter = Meter()
     kernel = select_kernel("auto", Case(q.device, dtype, DIM, VALUE_DIM, scores))
-    shape = AttentionShape(HEADS, KEY_HEADS, DIM, VALUE_DIM, q.element_size())
-    route = Route.build(plan, rank, Waves.split_plan(plan, shape, TILE, bound, head_groups))
+    route = Route.build(plan, rank)
     out = compute_core_attention(
         Inputs(*leaves, sink_H=sink), Call(route, group, AttentionServer(kernel, scores, meter))
     )
@@ -225,15 +219,12 @@ def run_untagged(
         return run_plan(rank, *arguments, **options)
 
 
-@pytest.mark.parametrize("bound", [None, 10_000])
-def test_plans_are_exact_without_tags(
-    rank_pool: Callable[[int], RankPool], bound: int | None
-) -> None:
+def test_plans_are_exact_without_tags(rank_pool: Callable[[int], RankPool]) -> None:
     pool = rank_pool(2)
     for seed in range(20):
         ranks, context, tasks = random_case(random.Random(seed), 2)
         scores = Scores(DIM**-0.5, (None, 9)[seed % 2])
-        results = pool(run_untagged, ranks, context, tasks, torch.float64, scores, True, bound)
+        results = pool(run_untagged, ranks, context, tasks, torch.float64, scores, True)
         assert max(error for error, *_ in results) < 1e-9, (ranks, context, tasks)
         assert max(float(d_sink.abs().max()) for _, d_sink, _ in results) < 1e-9, (
             ranks,
@@ -360,7 +351,7 @@ def test_documents_split_by_heads_are_exact(
         split, tasks = split_case(random_, world, whole_tasks(ranks))
         scores = Scores(DIM**-0.5)
         results = pool(
-            run_plan, ranks, [0] * world, tasks, torch.float64, scores, with_sink, None, None, split
+            run_plan, ranks, [0] * world, tasks, torch.float64, scores, with_sink, None, split
         )
         assert max(error for error, *_ in results) < 1e-9, (ranks, split, tasks)
         assert max(float(d_sink.abs().max()) for _, d_sink, _ in results) < 1e-9, (

@@ -21,10 +21,8 @@ from hf_distca.runtime.core_attention import compute_core_attention
 from hf_distca.runtime.group import AttentionGroup
 from hf_distca.runtime.meter import Meter
 from hf_distca.runtime.route import Route
-from hf_distca.schedule.cost import AttentionShape
 from hf_distca.schedule.layout import Layout
 from hf_distca.schedule.plan import CATask, Plan
-from hf_distca.schedule.waves import Waves
 from ranks import RankPool
 
 ROOMS = Path(__file__).parents[2] / "src" / "hf_distca"
@@ -91,9 +89,8 @@ def step(rank: int, window: int | None, device: str | None) -> list[object]:
         plan = Plan.from_tasks(
             Layout.from_segments(ROWS, [0, 0]), [CATask(*task) for task in TASKS], window
         )
-        shape = AttentionShape(HEADS, KEY_HEADS, DIM, DIM, 4)
         server = AttentionServer(CpuKernel(), Scores(0.2, window), Meter())
-        route = Route.build(plan, rank, Waves.split_plan(plan, shape, 8, None))
+        route = Route.build(plan, rank)
         out = compute_core_attention(Inputs(*leaves), Call(route, group, server))
         out.backward(do)
     finally:

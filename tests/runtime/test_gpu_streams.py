@@ -36,7 +36,6 @@ from hf_distca.runtime.route import Route
 from hf_distca.schedule.cost import AttentionShape
 from hf_distca.schedule.layout import Layout
 from hf_distca.schedule.plan import CATask, Plan, Relays
-from hf_distca.schedule.waves import Waves
 from turns import in_turn
 
 pytestmark = needs_cpu_build
@@ -54,7 +53,7 @@ TASKS = [
 ]
 PLAN = Plan.from_tasks(LAYOUT, [CATask(*task) for task in TASKS])
 # Rank 2 has the first keys of the document from rank 1.
-RELAYED = replace(PLAN, relays=Relays(*np.array([[0, 0, 400, 1]]).T))
+RELAYED = replace(PLAN, relays=Relays(*np.array([[0, 0, 400, 1]]).T, 3))
 SHAPE = AttentionShape(HEADS, KEY_HEADS, DIM, DIM, 2)
 
 
@@ -132,11 +131,9 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Streams, Tapes]]:
         yield streams, tapes
 
 
-def half(
-    streams: Streams, link: Link, plan: Plan, rank: int, nano: str = "", bound: int | None = None
-) -> Callable[..., Any]:
+def half(streams: Streams, link: Link, plan: Plan, rank: int, nano: str = "") -> Callable[..., Any]:
     """A layer on new tensors: gives its call and its output."""
-    route = Route.build(plan, rank, Waves.split_plan(plan, SHAPE, 128, bound))
+    route = Route.build(plan, rank)
     group = AttentionGroup((0, 1, 2), rank, data=link)  # type: ignore[arg-type]
     server = AttentionServer(Named(streams, route, nano), Scores(DIM**-0.5), Meter())  # type: ignore[arg-type]
     tokens = int(plan.layout.query_tokens[rank])
@@ -164,12 +161,10 @@ SERIAL = [
     "launch return",
     "wait return",
 ]
-WAYS: dict[str, tuple[Plan, int | None, list[str]]] = {
-    "serial": (PLAN, None, SERIAL),
-    "waves": (PLAN, 250_000, []),
+WAYS: dict[str, tuple[Plan, list[str]]] = {
+    "serial": (PLAN, SERIAL),
     "relays": (
         RELAYED,
-        None,
         # Another stream waits for the dispatch and launches what relays pass on.
         [
             "launch dispatch",
@@ -183,22 +178,12 @@ WAYS: dict[str, tuple[Plan, int | None, list[str]]] = {
 }
 
 
-def check_order(given: list[str], way: str, expected: list[str]) -> None:
+def check_order(given: list[str], expected: list[str]) -> None:
     assert given.index("own tasks") < min(
         place for place, what in enumerate(given) if what.startswith("wait")
     ), given
     assert given[0] == "launch dispatch"
-    if way == "waves":
-        waves = given.count("arrived tasks")
-        assert waves > 1
-        assert (
-            given
-            == SERIAL[:5]
-            + (["wait return", "launch dispatch", *SERIAL[2:5]] * (waves - 1))
-            + SERIAL[5:]
-        )
-    else:
-        assert given == expected
+    assert given == expected
 
 
 @pytest.mark.parametrize("rank", in_turn([0, 1, 2], 3))
@@ -206,16 +191,16 @@ def check_order(given: list[str], way: str, expected: list[str]) -> None:
 def test_own_tasks_are_launched_before_anything_is_waited_for(
     monkeypatch: pytest.MonkeyPatch, way: str, rank: int
 ) -> None:
-    plan, bound, expected = WAYS[way]
+    plan, expected = WAYS[way]
     with gpu(monkeypatch) as (streams, tapes):
-        run = half(streams, Link(streams), plan, rank, bound=bound)
+        run = half(streams, Link(streams), plan, rank)
         for _ in range(3):  # memory of one layer is that of the next
             streams.log.clear()
             result = run()
             forward = [what for stream, what in streams.log if stream == COMPUTE]
             streams.log.clear()
             backward(tapes, result)
-            check_order(forward, way, expected)
+            check_order(forward, expected)
             back = [what for stream, what in streams.log if stream == COMPUTE]
             if way == "relays":  # their sums are on the way home
                 assert back == [
@@ -225,7 +210,7 @@ def test_own_tasks_are_launched_before_anything_is_waited_for(
                     *SERIAL[4:],
                 ]
             else:
-                check_order(back, way, expected)
+                check_order(back, expected)
             del result
         if way == "relays":
             beside = [what for stream, what in streams.log if stream != COMPUTE]

@@ -15,9 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from test_core_attention import (
     DIM,
-    HEADS,
     KEY_HEADS,
-    TILE,
     WORLDS,
     Segments,
     Tasks,
@@ -35,10 +33,8 @@ from hf_distca.runtime.core_attention import compute_core_attention
 from hf_distca.runtime.group import AttentionGroup
 from hf_distca.runtime.meter import Meter
 from hf_distca.runtime.route import Route
-from hf_distca.schedule.cost import AttentionShape
 from hf_distca.schedule.layout import Layout
 from hf_distca.schedule.plan import Plan
-from hf_distca.schedule.waves import Waves
 from ranks import RankPool
 
 Errors = list[tuple[float, float]]  # of o, dq, dk and dv: sums of squares, of a plan and of torch
@@ -51,15 +47,9 @@ def errors(
     split: list[int] | None,
     dtype: torch.dtype,
     window: int | None,
-    bound: int | None,
 ) -> Errors:
-    """Errors over this rank's tokens, if a plan runs forward and backward, in waves if there is a
-    bound of transient bytes.
-    """
-    scores, shape = (
-        Scores(DIM**-0.5, window),
-        AttentionShape(HEADS, KEY_HEADS, DIM, DIM, dtype.itemsize),
-    )
+    """Errors over this rank's tokens, if a plan runs forward and backward."""
+    scores = Scores(DIM**-0.5, window)
     layout = Layout.from_segments(ranks, [0] * len(ranks))
     layout = (
         layout if split is None else layout.split_heads(np.isin(layout.documents, split), KEY_HEADS)
@@ -78,7 +68,7 @@ def errors(
     server = AttentionServer(
         select_kernel("auto", Case(leaves[0].device, dtype, DIM, DIM, scores)), scores, Meter()
     )
-    route = Route.build(plan, rank, Waves.split_plan(plan, shape, TILE, bound, 1))
+    route = Route.build(plan, rank)
     out = compute_core_attention(
         Inputs(*leaves), Call(route, AttentionGroup.find_or_create(timeout_seconds=60), server)
     )
@@ -136,14 +126,12 @@ def test_random_plans_round_as_torch_does(rank_pool: Callable[[int], RankPool], 
         st.randoms(use_true_random=False),
         st.sampled_from([torch.bfloat16, torch.float16]),
         st.sampled_from([None, None, 9, 40]),
-        st.sampled_from([None, None, 10_000]),
         st.booleans(),
     )
     def check(
         random_: random.Random,
         dtype: torch.dtype,
         window: int | None,
-        bound: int | None,
         by_heads: bool,
     ) -> None:
         ranks, _, _ = random_case(random_, world)
@@ -151,7 +139,7 @@ def test_random_plans_round_as_torch_does(rank_pool: Callable[[int], RankPool], 
         split, tasks = None, slices(random_, world, ranks)
         if by_heads and window is None:
             split, tasks = split_case(random_, world, tasks)
-        results = pool(errors, ranks, tasks, split, dtype, window, bound)
+        results = pool(errors, ranks, tasks, split, dtype, window)
         for name, squares in zip(("o", "dq", "dk", "dv"), np.sum(results, axis=0), strict=True):
             ours, theirs = np.sqrt(squares)
             assert ours <= 1.5 * theirs, (name, ours / theirs, ranks, tasks)

@@ -32,7 +32,6 @@ from hf_distca.schedule.cost import AttentionShape, CostModel
 from hf_distca.schedule.deal import deal
 from hf_distca.schedule.layout import Layout
 from hf_distca.schedule.plan import Plan
-from hf_distca.schedule.waves import Waves
 from turns import in_turn
 
 SHAPE = AttentionShape(HEADS, KEY_HEADS, DIM, DIM, 8)
@@ -113,7 +112,6 @@ class World:
 
     layout: Layout
     plan: Plan
-    waves: Waves | None
     documents: dict[int, list[torch.Tensor]]
     post: Post = field(default_factory=Post)
 
@@ -137,7 +135,7 @@ class World:
             tuple(range(self.layout.world_size)), rank, data=Mailbox(self.post, rank)
         )  # type: ignore[arg-type]
         call = Call(
-            Route.build(self.plan, rank, self.waves),
+            Route.build(self.plan, rank),
             group,
             AttentionServer(kernel, SCORES, Meter()),
         )
@@ -170,11 +168,6 @@ def world_of(ranks: int, way: str) -> World:
     plan = balance(
         layout, cost, DistCAConfig(tile=TILE, head_groups=KEY_HEADS if way == "head groups" else 1)
     )
-    waves = None
-    if way == "waves":
-        plan = replace(plan, relays=None)
-        waves = Waves.split_plan(plan, SHAPE, TILE, 60_000)
-        assert waves.count > 1
     assert way == "dealt" or (plan.relays is not None) == (way in ("relays", "head groups"))
     assert (plan.layout.groups > 1) == (way == "head groups")
     sizes = np.zeros(int(layout.documents.max()) + 1, dtype=np.int64)
@@ -183,21 +176,20 @@ def world_of(ranks: int, way: str) -> World:
         int(number): document_tensors(int(number), int(sizes[number]), torch.float64)
         for number in layout.documents
     }
-    return World(layout, plan, waves, documents)
+    return World(layout, plan, documents)
 
 
 @pytest.mark.parametrize(
     ("ranks", "way"),
     in_turn(
         [
-            pytest.param(64, "waves", marks=pytest.mark.slow),  # as many exchanges as waves
             (64, "head groups"),
             (64, "relays"),
             (64, "dealt"),
             pytest.param(512, "relays", marks=pytest.mark.slow),
             pytest.param(512, "dealt", marks=pytest.mark.slow),
         ],
-        6,
+        5,
     ),
 )
 def test_plans_of_many_ranks_are_exact(ranks: int, way: str) -> None:

@@ -24,10 +24,10 @@ from hf_distca.runtime.group import AttentionGroup
 from hf_distca.runtime.meter import Meter
 from hf_distca.runtime.route import Route
 from hf_distca.schedule.balance import balance
-from hf_distca.schedule.cost import AttentionShape, CostModel
+from hf_distca.schedule.cost import AttentionShape, CostModel, TransientBytes
 from hf_distca.schedule.layout import Layout
+from hf_distca.schedule.load import count_transient_bytes
 from hf_distca.schedule.plan import CATask, Plan
-from hf_distca.schedule.waves import Waves
 from live_bytes import LiveBytes, OutsideKernel
 from ranks import RankPool
 from turns import in_turn
@@ -52,22 +52,22 @@ _CALLS = itertools.count()
 class Call:
     """One call of core attention on one rank, with its bytes."""
 
-    def __init__(self, plan: Plan, rank: int, dtype: torch.dtype, bound: int | None) -> None:
+    def __init__(self, plan: Plan, rank: int, dtype: torch.dtype) -> None:
         self.live, self.meter = LiveBytes(), Meter()
         scores = Scores(DIM**-0.5, plan.window)
         self.kernel = OutsideKernel(
             select_kernel("auto", Case(torch.device("cpu"), dtype, DIM, DIM, scores)), self.live
         )
-        self.waves = Waves.split_plan(plan, shape_of(dtype), 16, bound)
+        self.estimate = count_transient_bytes(plan, TransientBytes.from_shape(shape_of(dtype)))
         group = AttentionGroup.find_or_create(timeout_seconds=60)
         # A place of its own: calls that ended early have left messages in the others.
         if group.data is not None:
             group = replace(
                 group,
-                data=group.data.make_call_channel(f"call {next(_CALLS)}", 2 * self.waves.count),
+                data=group.data.make_call_channel(f"call {next(_CALLS)}", 2),
             )
         self.arguments = {
-            "route": Route.build(plan, rank, self.waves),
+            "route": Route.build(plan, rank),
             "group": group,
             "server": AttentionServer(self.kernel, scores, self.meter),
         }
@@ -87,9 +87,9 @@ class Call:
         return torch.autograd.grad(out, self.leaves, self.do, **options)
 
 
-def measure(rank: int, plan: Plan, dtype: torch.dtype, bound: int | None) -> dict[str, Any]:
+def measure(rank: int, plan: Plan, dtype: torch.dtype) -> dict[str, Any]:
     """Bytes of a forward and a backward: kept after forward, and above what remains in either."""
-    call = Call(plan, rank, dtype, bound)
+    call = Call(plan, rank, dtype)
     with call.live:
         out = call.forward()
         expected = out.nbytes + out.shape[0] * HEADS * max(4, dtype.itemsize)
@@ -101,12 +101,10 @@ def measure(rank: int, plan: Plan, dtype: torch.dtype, bound: int | None) -> dic
         del out
     # Sums of the rank's own key gradients are in float32 until they are done.
     own = 0 if dtype.itemsize >= 4 else sum(2 * grad.nbytes for grad in grads[1:])
-    estimate = None if call.waves.bytes is None else int(call.waves.bytes[rank])
     return {
         "kept": kept,
         "transient": max(transient, backward - own, 0),
-        "estimate": estimate,
-        "waves": call.waves.count,
+        "estimate": int(call.estimate[rank]),
         "sent": call.meter.sent_bytes,
         "grads": [grad.double().abs().sum().item() for grad in grads],
     }
@@ -125,24 +123,23 @@ def test_kept_memory_is_balanced_and_the_rest_bounded(
 ) -> None:
     """What is kept is as balanced as tokens and the rest is bounded."""
     pool = rank_pool(world)
-    local = pool(measure, Plan.make_local(Layout.from_lengths(SKEWED[world])), torch.float32, None)
-    free = pool(measure, balanced(SKEWED[world]), torch.float32, None)
+    local = pool(measure, Plan.make_local(Layout.from_lengths(SKEWED[world])), torch.float32)
+    free = pool(measure, balanced(SKEWED[world]), torch.float32)
     bound = max(result["transient"] for result in free) // 3
-    waves = pool(measure, balanced(SKEWED[world], bound), torch.float32, bound)
+    bounded = pool(measure, balanced(SKEWED[world], bound), torch.float32)
     # o and the log-sum-exp; q, k and v were there before.
     expected = LONG * (HEADS * DIM + HEADS) * 4
-    for results in (local, free, waves):
+    for results in (local, free, bounded):
         kept = [result["kept"] for result in results]
         assert all(expected <= bytes_ <= expected + SMALL for bytes_ in kept), kept
         assert max(kept) * world / sum(kept) <= 1.05
-    assert max(result["transient"] for result in waves) <= bound
-    assert waves[0]["waves"] > 1
-    for one, other in zip(free, waves, strict=True):
+    assert 0 < max(result["transient"] for result in bounded) <= bound
+    for one, other in zip(free, bounded, strict=True):
         assert one["grads"] == pytest.approx(other["grads"], rel=1e-4)
 
 
 @pytest.mark.parametrize("dtype", in_turn([torch.float32, torch.bfloat16], 2), ids=str)
-def test_no_plan_takes_more_than_its_waves_say(
+def test_no_plan_takes_more_than_is_estimated(
     rank_pool: Callable[[int], RankPool], dtype: torch.dtype
 ) -> None:
     pool = rank_pool(3)
@@ -151,12 +148,11 @@ def test_no_plan_takes_more_than_its_waves_say(
     @given(
         st.randoms(use_true_random=False),
         st.sampled_from([None, None, 9, 40]),
-        st.sampled_from([5_000, 10_000, 10**9]),
     )
-    def check(random_: Any, window: int | None, bound: int) -> None:
+    def check(random_: Any, window: int | None) -> None:
         ranks, context, tasks = random_case(random_, 3)
         plan = Plan.from_tasks(Layout.from_segments(ranks, context), tasks, window)
-        for result in pool(measure, plan, dtype, bound):
+        for result in pool(measure, plan, dtype):
             # Sections of messages are padded to 16 bytes.
             assert (
                 not plan.moved or result["transient"] <= result["estimate"] + 12 * 16 * 3 + SMALL
@@ -164,7 +160,6 @@ def test_no_plan_takes_more_than_its_waves_say(
                 ranks,
                 context,
                 tasks,
-                bound,
             )
 
     check()
@@ -180,7 +175,7 @@ def test_many_slices_of_a_document_take_one_copy_of_its_prefix(
     results = []
     for tasks in (alternating, at_once):
         plan = Plan.from_tasks(layout, [*tasks, CATask(1, 0, 640, 1, 1)])
-        results.append(rank_pool(2)(measure, plan, torch.float32, None))
+        results.append(rank_pool(2)(measure, plan, torch.float32))
     for many, one in zip(*results, strict=True):
         assert many["sent"] == one["sent"]
         # Rows that do not lie in one run are copied.
@@ -189,7 +184,7 @@ def test_many_slices_of_a_document_take_one_copy_of_its_prefix(
 
 def bfloat16_sums(rank: int, plan: Plan) -> float:
     """Largest error of dk and dv over the largest of them."""
-    rounded, exact = Call(plan, rank, torch.bfloat16, None), Call(plan, rank, torch.float64, None)
+    rounded, exact = Call(plan, rank, torch.bfloat16), Call(plan, rank, torch.float64)
     with torch.no_grad():
         for leaf, source in zip(
             [*exact.leaves, exact.do], [*rounded.leaves, rounded.do], strict=True
@@ -207,8 +202,7 @@ def bfloat16_sums(rank: int, plan: Plan) -> float:
 
 
 def test_gradients_of_copies_are_summed_in_float32(rank_pool: Callable[[int], RankPool]) -> None:
-    # Each slice on another rank than the one before: every key has a copy on all ranks, in several
-    # waves' worth of slices.
+    # Each slice on another rank than the one before: every key has a copy on all ranks.
     tasks = [CATask(0, a, a + 32, 0, (a // 32) % 4) for a in range(0, 1024, 32)]
     layout = Layout.from_lengths([[1024], [], [], []])
     error = rank_pool(4)(bfloat16_sums, Plan.from_tasks(layout, tasks))
@@ -217,8 +211,8 @@ def test_gradients_of_copies_are_summed_in_float32(rank_pool: Callable[[int], Ra
     assert max(error) < 1.5 * max(alone), (error, alone)
 
 
-def leaks(rank: int, plan: Plan, bound: int | None) -> None:
-    call = Call(plan, rank, torch.float64, bound)
+def leaks(rank: int, plan: Plan) -> None:
+    call = Call(plan, rank, torch.float64)
     expected = call.grads(call.forward())
     with call.live:
         out = call.forward()
@@ -259,11 +253,11 @@ class Broken:
         return self.kernel.backward(*arguments)
 
 
-def failures(rank: int, plan: Plan, bound: int | None) -> int:
-    call = Call(plan, rank, torch.float64, bound)
+def failures(rank: int, plan: Plan) -> int:
+    call = Call(plan, rank, torch.float64)
     expected = call.grads(call.forward())
     server = call.arguments["server"]
-    calls = call.waves.count + 1  # of the kernel, in each direction: local tasks and each wave
+    calls = 2  # of the kernel, in each direction: local tasks and those that arrived
     with call.live:
         for number in range(1, 2 * calls + 1):
             call.arguments["server"] = AttentionServer(
@@ -288,16 +282,10 @@ def failures(rank: int, plan: Plan, bound: int | None) -> int:
     return calls
 
 
-@pytest.mark.parametrize(
-    "bound", [pytest.param(None, marks=pytest.mark.slow), 60_000], ids=["one wave", "waves"]
-)
 @pytest.mark.parametrize("function", [leaks, pytest.param(failures, marks=pytest.mark.slow)])
 def test_calls_that_end_early_leave_nothing(
-    rank_pool: Callable[[int], RankPool], function: Callable[..., Any], bound: int | None
+    rank_pool: Callable[[int], RankPool], function: Callable[..., Any]
 ) -> None:
-    plan = balanced([[640], [64] * 10], bound)
+    plan = balanced([[640], [64] * 10])
     assert plan.moved
-    assert (Waves.split_plan(plan, shape_of(torch.float64), 16, bound).count > 1) == (
-        bound is not None
-    )
-    rank_pool(2)(function, plan, bound)
+    rank_pool(2)(function, plan)

@@ -59,7 +59,6 @@ def test_random_relays_are_exact(rank_pool: Callable[[int], RankPool], world: in
             torch.float64,
             Scores(DIM**-0.5),
             True,
-            None,
             plan.relays,
         )
         assert max(error for error, *_ in results) < 1e-9, (seed, plan.relays)
@@ -89,7 +88,6 @@ def test_relays_of_head_groups_are_exact(rank_pool: Callable[[int], RankPool], w
             torch.float64,
             Scores(DIM**-0.5),
             False,
-            None,
             relays,
             split,
         )
@@ -107,7 +105,7 @@ def test_relayed_routes_fit_together_and_send_the_planned_load(
     *_, plan = relayed_case(random_, world)
     if plan.relays is None:
         return
-    waves = [Route.build(plan, rank).waves[0] for rank in range(world)]
+    waves = [Route.build(plan, rank).wave for rank in range(world)]
     for a, sender in enumerate(waves):
         for b, receiver in enumerate(waves):
             assert sender.keys.send.get(b) == receiver.keys.receive.get(a)
@@ -116,7 +114,7 @@ def test_relayed_routes_fit_together_and_send_the_planned_load(
     received = [sum(w.keys.receive.values()) + sum(w.passing.keys.receive.values()) for w in waves]
     load = PlanLoad(plan, COST).key_tokens
     assert [sent, received] == [side.tolist() for side in load]
-    whom = with_sending_ranks(plan.list_key_transfers(), plan.relays)
+    whom = with_sending_ranks(plan.layout, plan.list_key_transfers(), plan.relays)
     sent_to = np.zeros((world, world), dtype=int)
     np.add.at(sent_to, (whom.source, whom.server), whom.end - whom.start)
     for rank, wave in enumerate(waves):
@@ -138,7 +136,6 @@ def test_relays_are_exact_without_tags(rank_pool: Callable[[int], RankPool]) -> 
             torch.float64,
             Scores(DIM**-0.5),
             True,
-            None,
             plan.relays,
         )
         assert max(error for error, *_ in results) < 1e-9, seed

@@ -12,11 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from some_relays import some_relays
 from test_core_attention import (
-    DIM,
-    HEADS,
     KEY_HEADS,
-    TILE,
-    VALUE_DIM,
     random_case,
     split_case,
     whole_tasks,
@@ -26,10 +22,8 @@ from hf_distca.kernels import TaskBatch
 from hf_distca.runtime import messages as runtime
 from hf_distca.runtime.messages import PoolRun
 from hf_distca.runtime.route import Route, Wave
-from hf_distca.schedule.cost import AttentionShape
 from hf_distca.schedule.layout import Layout
 from hf_distca.schedule.plan import CATask, Plan
-from hf_distca.schedule.waves import Waves
 
 
 @settings(max_examples=50, deadline=None)
@@ -40,17 +34,17 @@ def test_what_is_sent_is_received(random_: random.Random, world: int) -> None:
     routes = [Route.build(plan, rank) for rank in range(world)]
     for rows in ("queries", "keys"):
         for a, sender in enumerate(routes):
-            assert a not in getattr(sender.waves[0], rows).send, "a rank sends itself nothing"
+            assert a not in getattr(sender.wave, rows).send, "a rank sends itself nothing"
             for b, receiver in enumerate(routes):
-                assert getattr(sender.waves[0], rows).send.get(b) == getattr(
-                    receiver.waves[0], rows
+                assert getattr(sender.wave, rows).send.get(b) == getattr(
+                    receiver.wave, rows
                 ).receive.get(a)
     held = int(plan.layout.query_tokens.sum())
     assert (
-        sum(sum(r.local_tasks.query_length) + sum(r.waves[0].arrived.query_length) for r in routes)
+        sum(sum(r.local_tasks.query_length) + sum(r.wave.arrived.query_length) for r in routes)
         == held
     )
-    for wave in (route.waves[0] for route in routes):
+    for wave in (route.wave for route in routes):
         tasks = wave.arrived
         assert all(k >= q >= 1 for q, k in zip(tasks.query_length, tasks.key_length, strict=True))
         assert all(
@@ -65,7 +59,7 @@ def test_slices_of_one_document_share_one_copy_of_its_prefix() -> None:
         CATask(0, a, b, 0, s)
         for a, b, s in ((0, 20, 0), (20, 40, 1), (40, 60, 0), (60, 80, 1), (80, 100, 0))
     ]
-    wave = Route.build(Plan.from_tasks(layout, tasks), 1).waves[0]
+    wave = Route.build(Plan.from_tasks(layout, tasks), 1).wave
     assert (sum(piece.rows for piece in wave.pool.pieces), sum(wave.keys.receive.values())) == (
         80,
         80,
@@ -88,7 +82,7 @@ def test_the_route_alone_is_that_of_the_plan_that_moves_nothing(
         assert list(getattr(alone.local_tasks, column)) == list(
             getattr(planned.local_tasks, column)
         )
-        assert not getattr(alone.waves[0].arrived, column)
+        assert not getattr(alone.wave.arrived, column)
     assert (alone.exchanges, alone.groups, alone.local_wave) == (
         planned.exchanges,
         planned.groups,
@@ -100,7 +94,7 @@ def test_neighbouring_tasks_become_one() -> None:
     layout = Layout.from_lengths([[100], []])
     tasks = [CATask(0, 0, 40, 0, 0), CATask(0, 40, 70, 0, 1), CATask(0, 70, 100, 0, 1)]
     route = Route.build(Plan.from_tasks(layout, tasks), 1)
-    assert (route.waves[0].arrived.query_length, route.waves[0].arrived.key_length) == (
+    assert (route.wave.arrived.query_length, route.wave.arrived.key_length) == (
         (60,),
         (100,),
     )
@@ -111,7 +105,7 @@ def test_local_plan_is_one_batch_of_whole_documents_in_order(rank: int) -> None:
     """A local plan is one batch of whole documents in token order."""
     route = Route.build(Plan.make_local(Layout.from_lengths([[5, 1, 7], [3]])), rank)
     assert not route.exchanges
-    assert len(route.waves[0].arrived) == 0
+    assert len(route.wave.arrived) == 0
     assert list(route.local_tasks.query_length) == [[5, 1, 7], [3]][rank]
     assert list(route.local_tasks.query_start) == list(route.local_tasks.key_start)
 
@@ -233,30 +227,25 @@ def check_batch(plan: Plan, tasks: TaskBatch, query: Rows, pool: Rows) -> None:
     st.randoms(use_true_random=False),
     st.integers(1, 6),
     st.sampled_from([None, 1, 9, 40, "relays", "relays", "groups", "groups"]),
-    st.sampled_from([None, 5_000, 60_000]),
 )
 def test_every_task_finds_its_keys(
-    random_: random.Random, world: int, kind: int | str | None, bound: int | None
+    random_: random.Random, world: int, kind: int | str | None
 ) -> None:
-    """Rows travel as numbers: windows, relays, head groups, waves."""
+    """Rows travel as numbers: windows, relays, head groups."""
     ranks, context, tasks = random_case(random_, world)
     layout = Layout.from_segments(ranks, context if kind != "groups" else ())
     if kind == "groups":
         split, tasks = split_case(random_, world, whole_tasks(ranks))
         layout = layout.split_heads(np.isin(layout.documents, split), KEY_HEADS)
     plan = Plan.from_tasks(layout, tasks, kind if isinstance(kind, int) else None)
-    waves = Waves.split_plan(plan, AttentionShape(HEADS, KEY_HEADS, DIM, VALUE_DIM, 8), TILE, bound)
-    if isinstance(kind, str) and bound is None:
-        waves = Waves(plan.with_relays(some_relays(random_, plan)), waves.number)
-    plan, layout = waves.plan, waves.plan.layout
-    routes = [Route.build(plan, rank, waves) for rank in range(world)]
+    if isinstance(kind, str):
+        plan = plan.with_relays(some_relays(random_, plan))
+    routes = [Route.build(plan, rank) for rank in range(world)]
     queries, keys = (
         [own_rows(layout, rank, context) for rank in range(world)] for context in (False, True)
     )
-    computed = [[] for _ in range(world)]
-    for each in zip(*(route.waves for route in routes), strict=True):
-        for found, rows in zip(computed, check_wave(plan, list(each), queries, keys), strict=True):
-            found += rows.tolist()
+    received = check_wave(plan, [route.wave for route in routes], queries, keys)
+    computed = [rows.tolist() for rows in received]
     for rank, route in enumerate(routes):
         if route.local_wave is not None:
             kept = [cut(queries[rank], *run[1:]) for run in route.local_wave.own_queries]

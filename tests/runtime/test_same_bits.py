@@ -32,7 +32,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from some_relays import some_relays
-from test_core_attention import DIM, HEADS, KEY_HEADS, TILE, random_case, split_case, whole_tasks
+from test_core_attention import DIM, HEADS, KEY_HEADS, random_case, split_case, whole_tasks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_distca.kernels import Case, Scores, select_kernel
@@ -46,29 +46,23 @@ from hf_distca.runtime.route import Route
 from hf_distca.schedule.cost import AttentionShape
 from hf_distca.schedule.layout import Layout
 from hf_distca.schedule.plan import Plan
-from hf_distca.schedule.waves import Waves
 from ranks import RankPool
 from turns import in_turn
 
 WAYS = (
     "plain",
-    "waves",
     "relays",
     "head groups",
-    "waves of head groups",
     "ping-pong",
     "ping-pong with relays",
 )
 SCORES = Scores(DIM**-0.5)
 SHAPE = AttentionShape(HEADS, KEY_HEADS, DIM, DIM, 4)
-WAVE_BYTES = 10_000  # of a wave
 REPEATS = 4
 
 
-def some_plan(random_: random.Random, way: str, world: int) -> tuple[Plan, Waves | None]:
-    """A plan that moves something, without context: with relays, head groups or waves, as the way
-    says.
-    """
+def some_plan(random_: random.Random, way: str, world: int) -> Plan:
+    """A plan that moves something, without context: with relays or head groups, as the way says."""
     while True:
         ranks, context, tasks = random_case(random_, world)
         if any(context):
@@ -78,20 +72,14 @@ def some_plan(random_: random.Random, way: str, world: int) -> tuple[Plan, Waves
             split, tasks = split_case(random_, world, whole_tasks(ranks))
             layout = layout.split_heads(np.isin(layout.documents, split), KEY_HEADS)
         plan = Plan.from_tasks(layout, tasks)
-        waves = None
         if "relays" in way:
             plan = replace(plan, relays=some_relays(random_, plan))
-        elif "waves" in way:
-            waves = Waves.split_plan(
-                plan, SHAPE, TILE, WAVE_BYTES, KEY_HEADS if "head groups" in way else 1
-            )
         if (
             plan.moved
             and ("relays" not in way or plan.relays is not None)
-            and (waves is None or waves.count > 1)
             and (way != "head groups" or plan.layout.groups > 1)
         ):
-            return plan, waves
+            return plan
 
 
 class Poisoned(TorchDispatchMode):
@@ -210,13 +198,13 @@ class Stack:
         kernel = select_kernel("auto", Case(torch.device("cpu"), torch.float32, DIM, DIM, SCORES))
         server = AttentionServer(kernel, SCORES, Meter())
         leaves, upstream, halves = [], [], []
-        for plan, waves in self.plans:
+        for plan in self.plans:
             tokens = int(plan.layout.query_tokens[self.rank])
             # q of all heads, k and v; v of one head that all share, expanded.
             x = torch.randn(tokens, HEADS + KEY_HEADS + 1, DIM, generator=random_).requires_grad_()
             leaves.append(x)
             upstream.append(lay_out(torch.randn(tokens, HEADS, DIM, generator=random_)))
-            halves.append((x, Route.build(plan, self.rank, waves)))
+            halves.append((x, Route.build(plan, self.rank)))
 
         def layers(x: torch.Tensor, route: Route) -> torch.Tensor:
             q, k, v = x[:, :HEADS], x[:, HEADS:-1], x[:, -1:].expand(-1, KEY_HEADS, -1)

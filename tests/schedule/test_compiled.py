@@ -26,7 +26,6 @@ from hf_distca.schedule.deal import deal
 from hf_distca.schedule.layout import Layout
 from hf_distca.schedule.ranks import Ranks
 from hf_distca.schedule.share import compute_share
-from hf_distca.schedule.waves import Waves
 
 shape = AttentionShape(32, 8, 128, 128, 2)
 cost = CostModel.make_analytic(shape, device_type="cuda")
@@ -72,13 +71,10 @@ assert sum(plan.relays is not None for plan in plans[-150:]) > 10
 assert sum(plan.layout.groups > 1 for plan in plans[-150:]) > 10
 assert all((plan.home != plan.server).any() for plan in plans[:8])
 shares = [
-    compute_share(Waves(plan, plan.start * 0), rank)
+    compute_share(plan, rank)
     for plan in plans
     for rank in range(plan.layout.world_size)
 ]
-for plan in plans[-60:]:
-    waves = Waves.split_plan(plan, shape, 128, 2**27, 4)
-    shares += [compute_share(waves, rank) for rank in range(plan.layout.world_size)]
 text = hashlib.sha256(json.dumps(shares).encode()).hexdigest()
 print(json.dumps([*(plan.digest for plan in plans), text]))
 """
@@ -122,32 +118,23 @@ def run_in(folder: Path, code: str, **environment: str) -> subprocess.CompletedP
     )
 
 
-# Calls the loop of moves without any ranks, so that it returns what there is in the end.
-CALL = """
-import numpy as np
-import moves
-values = (0.0, 0.0, 0.0, 0.0, 1.0, 1.0, 1, 1, 2**62)
-rows, seconds = np.zeros(0, np.int64), np.zeros(0)
-names = "task row key pair query_bytes key_bytes tile grid window"
-marginal = __import__("collections").namedtuple("MarginalCost", names)(*values)
-pieces = moves.QueryPieces(rows, rows, rows, seconds, np.zeros(1, np.int64))
-ranks = seconds, seconds, seconds > 0, 0
-group = np.zeros((0, 5)), np.zeros(5), np.zeros(2, np.int64), np.zeros(0), np.zeros(0)
-loads = moves.RankLoads(*ranks, *group, 0, seconds, seconds, 0)
-ledger = moves.Ledger(np.zeros((0, 4), np.int64), np.zeros((0, 3), np.int64), rows)
-for _ in range(2):
-    costs = moves.MarginalCosts(marginal, marginal)
-    print(moves.make_moves(pieces, costs, loads, ledger, (rows, 0)))
+# Compiles a function in a folder, and calls it.
+LOOP = """
+from hf_distca.schedule.compiled import compile_function
+def count(number: int) -> int:
+    return number + 0
+count = compile_function(count, keep=(__file__,))
 """
+CALL = "import loop; print(loop.count(1)); print(loop.count(1))"
 
 
 @pytest.fixture
 def loop(tmp_path: Path) -> Path:
-    """A folder with the loop of moves, last changed long ago."""
+    """A folder with a compiled function, last changed long ago."""
     folder = tmp_path / "schedule"
     folder.mkdir()
-    source = folder / "moves.py"
-    source.write_text((Path(hf_distca.__file__).parent / "schedule" / "moves.py").read_text())
+    source = folder / "loop.py"
+    source.write_text(LOOP)
     os.utime(source, (LONG_AGO, LONG_AGO))
     return folder
 
@@ -165,16 +152,14 @@ def test_what_was_compiled_of_other_sources_is_not_used(
         assert run.returncode == 0, run.stderr
         return run.stdout.split()
 
-    source = loop / "moves.py"
-    source.write_text(source.read_text().replace("    return count\n", "    return count + 1\n"))
+    source = loop / "loop.py"
+    source.write_text(LOOP.replace("+ 0", "+ 1"))
     os.utime(source, (LONG_AGO, LONG_AGO))
-    assert called() == ["1", "1"]
+    assert called() == ["2", "2"]
     assert list(tmp_path.rglob("*.nbi"))
-    source.write_text(
-        source.read_text().replace("    return count + 1\n", "    return count + 9\n")
-    )
+    source.write_text(LOOP.replace("+ 0", "+ 9"))
     os.utime(source, (LONG_AGO, LONG_AGO))
-    assert called() == ["9", "9"]
+    assert called() == ["10", "10"]
 
 
 @pytest.mark.slow
@@ -184,11 +169,11 @@ def test_a_cache_that_cannot_be_written_is_said_once(tmp_path: Path, loop: Path)
     (loop / "__pycache__").touch()
     folders = {name: str(taken / "cache") for name in ("NUMBA_CACHE_DIR", "XDG_CACHE_HOME", "HOME")}
     run = run_in(loop, CALL, **folders)
-    assert run.stdout.split() == ["0", "0"], run.stderr
+    assert run.stdout.split() == ["1", "1"], run.stderr
     assert run.stderr.count("NUMBA_CACHE_DIR") == 1
 
 
 def test_plans_are_made_where_numba_compiles_nothing() -> None:
-    code = "from hf_distca.schedule.moves import make_moves; print(type(make_moves).__name__)"
+    code = "from hf_distca.schedule.balance import make_moves; print(type(make_moves).__name__)"
     run = run_in(Path(hf_distca.__file__).parents[1], code, NUMBA_DISABLE_JIT="1")
     assert run.stdout.strip() == "function", run.stderr

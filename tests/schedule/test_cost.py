@@ -182,9 +182,7 @@ def test_more_rows_and_more_keys_never_cost_less(
 @pytest.mark.parametrize("model", MODELS, ids=lambda model: model.name)
 @given(start=st.integers(0, 10**6), rows=st.integers(1, 10**5))
 def test_scalar_prices_agree_with_the_model(model: CostModel, start: int, rows: int) -> None:
-    seconds = estimate_slice_seconds(
-        MarginalCost.from_cost_model(model, 128), 1.0, start, start + rows
-    )
+    seconds = estimate_slice_seconds(MarginalCost.from_cost_model(model), 1.0, start, start + rows)
     assert seconds == pytest.approx(model.estimate_seconds(rows, start + rows)[0], rel=1e-12)
 
 

@@ -100,7 +100,7 @@ def test_relays_of_any_plan_are_what_a_plan_may_have(
         if len(set(plan.layout.rank[plan.layout.document == document].tolist())) == 1:
             needs[document, source] = plan.layout.longest
     last: dict[int, int] = {}
-    for document, start, end, rank in zip(*(column.tolist() for column in relays), strict=True):
+    for document, start, end, rank in zip(*(column.tolist() for column in relays[:4]), strict=True):
         assert last.get(document, 0) == start < end <= needs[document, rank]
         last[document] = end
     assert len({*zip(relays.document.tolist(), relays.relay.tolist(), strict=True)}) == len(

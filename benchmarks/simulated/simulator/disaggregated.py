@@ -13,13 +13,12 @@ import numpy as np
 
 from hf_distca.config import DistCAConfig
 from hf_distca.schedule.balance import balance
-from hf_distca.schedule.cost import CostModel
+from hf_distca.schedule.cost import CostModel, TransientBytes
 from hf_distca.schedule.deal import deal, deal_nano_batches
 from hf_distca.schedule.layout import FloatArray, IntArray, Layout
 from hf_distca.schedule.load import PlanLoad
 from hf_distca.schedule.plan import Plan
 from hf_distca.schedule.ranks import UNIFORM_RANKS, Ranks
-from hf_distca.schedule.waves import TransientBytes
 from simulator.loader_rules import pack_rows
 from simulator.memory import compute_kernel_bytes
 from simulator.setting import TILE, Setting

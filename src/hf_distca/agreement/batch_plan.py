@@ -12,14 +12,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from hf_distca.agreement.announce import Figures, PlanKey
-from hf_distca.config import DistCAConfig
 from hf_distca.runtime.meter import Meter
 from hf_distca.schedule.cost import CostModel
 from hf_distca.schedule.layout import FloatArray, IntArray
 from hf_distca.schedule.load import PlanLoad
 from hf_distca.schedule.plan import Plan
 from hf_distca.schedule.ranks import Ranks
-from hf_distca.schedule.waves import Waves
 
 # Exchanges count as hidden if attention takes at most this much longer than the slowest kernels.
 _HIDDEN_MARGIN = 0.05
@@ -220,15 +218,12 @@ class Observation:
         return float(seconds.max())
 
 
-def observe_plans(
-    plans: Sequence[PlanMeasurement], cost: CostModel, config: DistCAConfig
-) -> Observation | None:
+def observe_plans(plans: Sequence[PlanMeasurement], cost: CostModel) -> Observation | None:
     """Combine the measurements of one micro-batch for one kind of layer.
 
     Args:
         plans: the plan of the whole batch, or those of both nano-batches.
         cost: uncorrected cost model of the layer.
-        config: settings.
 
     Returns:
         None if some rank did not run whole layers, or if one of two nano-batches is missing.
@@ -246,13 +241,9 @@ def observe_plans(
         parts=np.sum([_sum_parts(plan, cost) for plan, _ in pairs], axis=0),
         kernel=seconds[:, 0],
         measured_exchange=seconds[:, 2],
-        estimated_exchange=np.sum(
-            [_estimate_exchange(*pair, cost, config) for pair in pairs], axis=0
-        ),
+        estimated_exchange=np.sum([_estimate_exchange(*pair, cost) for pair in pairs], axis=0),
         unmoved=np.sum([plan.measured_before / layers for plan in plans], axis=0),
-        unmoved_exchange=np.sum(
-            [_estimate_exchange(*pair, cost, config) for pair in local], axis=0
-        ),
+        unmoved_exchange=np.sum([_estimate_exchange(*pair, cost) for pair in local], axis=0),
         is_overlapped=is_nano,
     )
 
@@ -267,14 +258,9 @@ def _sum_parts(plan: Plan, cost: CostModel) -> FloatArray:
     ).astype(np.float64)
 
 
-def _estimate_exchange(
-    plan: Plan, ranks: Ranks, cost: CostModel, config: DistCAConfig
-) -> FloatArray:
+def _estimate_exchange(plan: Plan, ranks: Ranks, cost: CostModel) -> FloatArray:
     """Estimate the seconds of exchanges, (ranks,); 0 on ranks that send and receive nothing."""
     if not plan.moved:
         return np.zeros(plan.layout.world_size)
-    waves = Waves.split_plan(
-        plan, cost.shape, config.tile, config.max_transient_bytes, config.head_groups
-    )
-    load = PlanLoad(plan, cost, waves, ranks=ranks)
+    load = PlanLoad(plan, cost, ranks=ranks)
     return np.where(load.wire_seconds.any(axis=0), load.exchange_seconds, 0.0)

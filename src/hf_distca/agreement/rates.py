@@ -195,7 +195,7 @@ class Costs(dict[Kind, CostModel]):
         for (_, key), nano_plans in plans_of.items():
             kind = key.shape, key.device
             if self.accept_sample(kind):
-                observation = observe_plans(nano_plans, self[kind], config)
+                observation = observe_plans(nano_plans, self[kind])
                 if observation is not None:
                     changes += self.learn_from_sample(kind, observation)
         return changes

@@ -26,9 +26,10 @@ from hf_distca.runtime.group import AttentionGroup, mark_joint_step
 from hf_distca.runtime.meter import Meter
 from hf_distca.runtime.outputs import OutputStore
 from hf_distca.runtime.route import Route
+from hf_distca.schedule.cost import TransientBytes
 from hf_distca.schedule.layout import Layout
+from hf_distca.schedule.load import count_transient_bytes
 from hf_distca.schedule.plan import Plan
-from hf_distca.schedule.waves import Waves
 
 _LOCAL_GROUP = AttentionGroup()
 
@@ -214,16 +215,13 @@ class WorkPlanner:
         """Use a plan for the current micro-batch, which has these documents on this rank."""
         progress = self.planner.resume_progress()
         meter = progress.use_plan(planned)
-        plan, nano, config = planned.plan, planned.key.nano, self.session.config
-        waves = Waves.split_plan(
-            plan, planned.key.shape, config.tile, config.max_transient_bytes, config.head_groups
-        )
-        self._warn_above_bound(waves, group)
+        plan, nano = planned.plan, planned.key.nano
+        self._warn_above_bound(planned, group)
         part = f", nano-batch {nano}" if nano else ""
         source = f" ({planned.source}, plan {plan.digest[:8]})" if planned.source else ""
         return LayerWork(
             group,
-            Route.build(plan, group.rank, waves),
+            Route.build(plan, group.rank),
             _move_token_indices(documents, device),
             plan.window,
             meter,
@@ -247,17 +245,20 @@ class WorkPlanner:
                 raise
             raise type(error)(f"rank {group.ranks[group.rank]}: {error}") from error
 
-    def _warn_above_bound(self, waves: Waves, group: AttentionGroup) -> None:
-        """Warn if a document over ranks needs more memory than the bound; it is computed exactly,
-        and most likely fits.
+    def _warn_above_bound(self, planned: BatchPlan, group: AttentionGroup) -> None:
+        """Warn if documents over ranks need more memory than the bound; they are computed all the
+        same, and most likely fit.
         """
         bound, rank = self.session.config.max_transient_bytes, group.rank
-        if bound is not None and waves.bytes is not None and waves.bytes[rank] > bound:
+        if bound is None or not planned.plan.moved:
+            return
+        shape = planned.key.shape
+        held = count_transient_bytes(planned.plan, TransientBytes.from_shape(shape))[rank]
+        if held > bound:
             warnings.warn(
-                f"rank {group.ranks[rank]} needs about {waves.bytes[rank]} transient bytes for a"
-                " tile of rows of a document that spans ranks, more than"
-                f" max_transient_bytes={bound}; it is computed in {waves.count} waves of that size."
-                " Raise the bound, or cut documents so that each lies on one rank.",
+                f"rank {group.ranks[rank]} needs about {held} transient bytes for documents that"
+                f" span ranks, more than max_transient_bytes={bound}; they are computed all the"
+                " same. Raise the bound, or cut documents so that each lies on one rank.",
                 stacklevel=2,
             )
 

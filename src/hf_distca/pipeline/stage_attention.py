@@ -26,11 +26,11 @@ from hf_distca.runtime.call import AttentionServer, Call, Inputs
 from hf_distca.runtime.core_attention import compute_core_attention
 from hf_distca.runtime.group import AttentionGroup
 from hf_distca.runtime.outputs import LayerOutputs
-from hf_distca.runtime.route import Route
+from hf_distca.runtime.route import Route, make_empty_wave
 
 # Of work whose calls have their routes from elsewhere. They may exchange, so that there is
 # something to hide.
-_NO_ROUTE = Route(TaskBatch((), (), (), ()), (), exchanges=True)
+_NO_ROUTE = Route(TaskBatch((), (), (), ()), make_empty_wave(), exchanges=True)
 
 
 class LayerKindRecorder(WorkPlanner):

@@ -26,7 +26,6 @@ from hf_distca.schedule.balance import balance
 from hf_distca.schedule.cost import CostModel
 from hf_distca.schedule.layout import Layout, Segment
 from hf_distca.schedule.plan import Plan
-from hf_distca.schedule.waves import Waves
 
 Running = tuple[int | None, ...]  # which micro-batch each stage runs
 
@@ -254,10 +253,5 @@ class TickPlans:
     def _route(self, inputs: _PlanInputs) -> Route:
         """Return this rank's route of a call, built once."""
         if inputs not in self._routes:
-            plan = self._plan(inputs)
-            config = self.config
-            waves = Waves.split_plan(
-                plan, inputs.key.shape, config.tile, config.max_transient_bytes, config.head_groups
-            )
-            self._routes[inputs] = Route.build(plan, self.pipeline.rank, waves)
+            self._routes[inputs] = Route.build(self._plan(inputs), self.pipeline.rank)
         return self._routes[inputs]

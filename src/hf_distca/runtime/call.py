@@ -2,7 +2,7 @@
 
 A call has three phases, forward and backward: `begin`, `serve` and `finish`. They consist of these
 steps, in this order: `send_queries_and_keys`; `forward_keys`, `run_local` and `run_arrived`, which
-sends results back; and `collect`. `run_waves` repeats the last ones for each wave. With `Operands`
+sends results back; and `collect`. With `Operands`
 they run forward, and results are `Outputs`; with `Saved` they run backward, and results are
 `Grads`. Steps that start an exchange return it; the step that waits for it takes it as an argument.
 
@@ -196,7 +196,7 @@ class Call:
         """Launch the first dispatch, forward or, once that has begun, backward."""
         self._enter_phase("begin", tokens.q_THD.dtype)
         home = split_head_groups(tokens, self.route.groups)
-        self._stashed = tokens, self.send_queries_and_keys(self.route.waves[0], home)
+        self._stashed = tokens, self.send_queries_and_keys(self.route.wave, home)
 
     def begin_without_rows(self, operands: Operands) -> None:
         """Begin on a rank that runs tasks of others only, with `make_empty_operands` of the
@@ -213,12 +213,12 @@ class Call:
         home = split_head_groups(tokens, self.route.groups)
         dispatch = self.forward_keys(home, dispatch)
         results = self.run_local(tokens) if self._has_rows else make_empty_results(home)
-        self._stashed = self.run_waves(home, results, dispatch)
+        self._stashed = self.run_arrived(self.route.wave, home, results, dispatch)
 
     def finish(self, kind: type[Results]) -> Results:
         """Wait for the results of this rank's own rows, and return them."""
         self._enter_phase("finish")
-        return self.collect(self.route.waves[-1], *self._pop_stashed(kind))
+        return self.collect(self.route.wave, *self._pop_stashed(kind))
 
     def _enter_phase(self, phase: Phase, dtype: torch.dtype | None = None) -> None:
         if self.group.observer is not None:
@@ -266,7 +266,7 @@ class Call:
         On CUDA a side stream waits, so that this rank's own tasks, which are launched next, do not.
         `home` has rows of head groups.
         """
-        passing = self.route.waves[-1].passing
+        passing = self.route.wave.passing
         if passing is None or dispatch is None:
             return dispatch
         with enter_side_stream(self.group.data, dispatch.device) as beside:
@@ -278,9 +278,7 @@ class Call:
                     came[-len(get_key_rows(home)) :], get_key_rows(home), strict=True
                 )
             ]
-            second = self._launch(
-                self.route.waves[-1], parts, "relays' dispatch", beside, dispatches=1
-            )
+            second = self._launch(self.route.wave, parts, "relays' dispatch", beside, dispatches=1)
         second.earlier_sections = came
         if beside:
             second.earlier_transfer = first
@@ -345,21 +343,6 @@ class Call:
             self._relayed = received, wide
         put_rows(get_query_rows(results), wave.own_queries, [[pool] for pool in queries])
         return _remake(results, [*get_query_rows(results), *sums]), returned
-
-    def run_waves(
-        self, home: Operands | Saved, results: Results, dispatch: Pending | None
-    ) -> tuple[Results, Pending | None]:
-        """Run `run_arrived` for all waves.
-
-        The dispatch of the first is under way before, the return of the last one after.
-        """
-        returned = None
-        for before, wave in zip((None, *self.route.waves), self.route.waves, strict=False):
-            if before is not None:
-                results = self.collect(before, results, returned)
-                dispatch = self.send_queries_and_keys(wave, home)
-            results, returned = self.run_arrived(wave, home, results, dispatch)
-        return results, returned
 
     def collect(self, wave: Wave, results: Results, returned: Pending | None) -> Results:
         """Wait for a return and write the received rows into `results`.

@@ -10,9 +10,7 @@
                Dispatch   wait
 
 Each launch and its wait are in different functions, so other work can be recorded, forward and
-backward, while a message travels; the rank's own tasks always are. A route of several waves repeats
-what follows the own tasks inside Serve: all returns but the last are waited for, and all dispatches
-but the first are launched there, so that one wave at a time is here.
+backward, while a message travels; the rank's own tasks always are.
 
 Where keys are relayed, `_Serve` passes them on before it runs its own tasks, and `_Dispatch` sends
 the gradients of relayed keys home in backward: two more exchanges, each waited for where it is

@@ -3,8 +3,7 @@
 A server runs its tasks in two batches. Its *own* tasks are of documents at home on it, with the
 whole key prefix in one run of its tokens: they read its tensors in place and run while the dispatch
 is under way. *Arrived* tasks need something from elsewhere: they read pools made of received rows
-and, where a document spans ranks, of this rank's own. They come in one wave or, where transient
-bytes are bounded, in several, one after another.
+and, where a document spans ranks, of this rank's own.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate, repeat
 
-import numpy as np
 import torch
 
 from hf_distca.kernels.base import TaskBatch
@@ -29,8 +27,7 @@ from hf_distca.runtime.messages import (
     view_rows,
 )
 from hf_distca.schedule.plan import Plan
-from hf_distca.schedule.share import Columns, RankMessage, RelayDuty, WaveShare, compute_share
-from hf_distca.schedule.waves import Waves
+from hf_distca.schedule.share import Columns, ExchangeShare, RankMessage, RelayDuty, compute_share
 
 
 @dataclass(frozen=True, eq=False)
@@ -177,15 +174,15 @@ class Route:
 
     Attributes:
         local_tasks: tasks that this rank, which is their home, runs on its own tensors.
-        waves: exchanges, at least one, and the tasks served in each; as many on every rank.
+        wave: the exchange, and the tasks served in it.
         exchanges: whether any rank moves anything; false means that no rank sends or receives.
-        groups: number of head groups into which tokens are split in waves, 1 if none.
+        groups: number of head groups into which tokens are split in the exchange, 1 if none.
         local_wave: tasks on head groups that this rank runs on pools of its own rows, for which it
             waits for nothing.
     """
 
     local_tasks: TaskBatch
-    waves: tuple[Wave, ...]
+    wave: Wave
     exchanges: bool
     groups: int = 1
     local_wave: Wave | None = None
@@ -193,22 +190,19 @@ class Route:
     @property
     def forward_exchanges(self) -> int:
         """Number of exchanges of forward, the same on every rank."""
-        return 2 * len(self.waves) + (self.waves[0].passing is not None)
+        return 2 + (self.wave.passing is not None)
 
     @classmethod
-    def build(cls, plan: Plan, rank: int, waves: Waves | None = None) -> Route:
-        """Derive the route of `rank`. `waves` are those of the plan."""
-        waves = waves or Waves(plan, np.zeros_like(plan.start))
-        local_tasks, shares, local = compute_share(waves, rank)
-        groups, moved = waves.plan.layout.groups, waves.plan.moved
-        built = (_make_wave(share, groups) for share in shares)
-        local_wave = None if local is None else _make_wave(local, groups)
+    def build(cls, plan: Plan, rank: int) -> Route:
+        """Derive the route of `rank`."""
+        local_tasks, share, local = compute_share(plan, rank)
+        groups = plan.layout.groups
         return cls(
             _make_batch(local_tasks),
-            tuple(built) or (_make_empty_wave(),),
-            moved,
+            make_empty_wave() if share is None else _make_wave(share, groups),
+            plan.moved,
             groups,
-            local_wave,
+            None if local is None else _make_wave(local, groups),
         )
 
     @classmethod
@@ -217,18 +211,16 @@ class Route:
         other rank to exchange with.
         """
         starts = tuple(accumulate(lengths, initial=0))[:-1]
-        return cls(
-            TaskBatch(starts, lengths, starts, lengths), (_make_empty_wave(),), exchanges=False
-        )
+        return cls(TaskBatch(starts, lengths, starts, lengths), make_empty_wave(), exchanges=False)
 
 
-def _make_empty_wave() -> Wave:
+def make_empty_wave() -> Wave:
     """Make a wave in which nothing travels and nothing is served."""
     nothing = Rows((), {})
     return Wave(nothing, nothing, (), KeyPool((), nothing), TaskBatch((), (), (), ()))
 
 
-def _make_wave(share: WaveShare, groups: int) -> Wave:
+def _make_wave(share: ExchangeShare, groups: int) -> Wave:
     sections, starts, rows = share.pool
     pool = map(
         PoolRun,

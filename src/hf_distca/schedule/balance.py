@@ -1,76 +1,266 @@
-"""`balance`: assigns query rows to attention servers.
+"""`balance`: moves query rows between ranks until the last rank ends as early as it can.
 
-1. Weigh the plan that moves nothing; if no plan can gain enough, that is it.
-2. Choose the documents that may be split by heads, and the grid that rows are cut on
-   (`schedule.heads`).
-3. Set the level at which each rank should end, and move slices until they do (`schedule.greedy`,
-   `schedule.moves`): inside each node alone; until nodes are even and then inside each; and in all
-   ranks as one group, with servers of the same node preferred and without. Each is done for compute
-   alone and, unless exchanges are hidden behind it, for compute and exchange together.
-4. Let servers forward keys where that makes the slowest rank end earlier (`schedule.relays`).
-5. Weigh the plans (`schedule.load`), and take the one whose slowest rank ends first, if it gains
-   enough.
+**A trial** (`make_moves`) is for a time T: every rank that would end after T gives tails of its
+pieces away, rows [x, end) of a document, each to a rank that still ends by T with it, until it ends
+by T itself. Of all tails that would do, it gives the cheapest: that with the fewest seconds of
+exchange and of repeated work for a second that it saves. How many rows a server takes, and how many
+a home has to give, are solutions of a quadratic equation (`solve_rows`). **The plan** is that of
+the lowest T that a trial reaches: bisection between the mean of all ranks and the end without
+moves.
+
+`end_seconds` alone knows what a rank waits for. A key leaves its home once for each group of
+servers that pass it on to each other (`schedule.relays`): those of a node where its document lies,
+and those of all other nodes. Long documents are tried whole and in head groups, which need a part
+of the keys each. Where nodes differ, a first pass lets nodes that have too much give to other
+nodes; and moves inside nodes alone are tried.
+
+All ranks make the same moves: this is IEEE double arithmetic in the order in which it is written.
+numba compiles the loop when it is first called, and keeps the machine code beside the source or in
+the user's cache, under a name with a hash of the sources. If numba is told to compile nothing, the
+loop runs in Python, and makes the same moves.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from hf_distca.config import DistCAConfig
-from hf_distca.schedule.cost import CostModel, MarginalCost
-from hf_distca.schedule.greedy import BalanceStep, GreedyPlanner, PlanRows
-from hf_distca.schedule.heads import HeadSplit, choose_grid
-from hf_distca.schedule.layout import FloatArray, Layout
+from hf_distca.schedule import parts, slice_cost, tails
+from hf_distca.schedule.compiled import compile_function, compile_inner
+from hf_distca.schedule.cost import CostModel, MarginalCost, TransientBytes
+from hf_distca.schedule.layout import IntArray, Layout
 from hf_distca.schedule.load import PlanLoad
-from hf_distca.schedule.moves import MarginalCosts
+from hf_distca.schedule.parts import (
+    BETWEEN,
+    END,
+    INSIDE,
+    KEYS,
+    PIECE,
+    PREVIOUS,
+    RANK,
+    RECEIVED,
+    SENT,
+    SERVER,
+    START,
+    UNIT,
+    Batch,
+    Pieces,
+    State,
+    list_splits,
+)
 from hf_distca.schedule.plan import Plan
 from hf_distca.schedule.ranks import UNIFORM_RANKS, Ranks
 from hf_distca.schedule.relays import add_relays
-from hf_distca.schedule.waves import TransientBytes, Waves
+from hf_distca.schedule.slice_cost import estimate_slice_seconds
+from hf_distca.schedule.tails import (
+    Offer,
+    count_keys,
+    end_seconds,
+    find_held,
+    find_unit,
+    weigh_tail,
+)
 
-# The finest band that is aimed at: below, tiles are too coarse. And the finest for compute and
-# exchange together.
-_FINEST_TOLERANCE = 0.002
-_FINEST_TOLERANCE_WITH_EXCHANGE = 0.02
-# Part of the band of ranks that nodes are evened out to: what they differ by adds to what their
-# ranks do.
-_NODE_TOLERANCE_PART = 0.25
-# Of exchanges that hide behind compute, the parts that are tried to count where they take longer.
-_HIDDEN_EXCHANGE_PARTS = (0.25, 0.5)
-# Part of the tolerance by which a plan has to end before those tried earlier, which exchange less
-# between nodes.
-_TIE_PART = 0.2
-# Times the mean that a rank takes for plans with few servers to be tried.
-_EXTREME_RATIO = 12
-# Part of its seconds that a plan of nodes may end after the least: nothing else is tried then.
-_CLOSE_PART = 0.02
+# Who gives to whom: ranks of nodes with too much to other nodes; all to all; all in their node.
+_TO_OTHER_NODES, _TO_ALL, _TO_OWN_NODE = range(3)
+# Pieces that a rank looks at for a tail, the deepest first, and servers that have keys of each.
+_MOST_PIECES, _MOST_HOLDERS = 8, 8
+# Part of T by which a rank ends earlier than it has to.
+_CLOSE = 0.0005
+# Times T that a rank may end later for the trial to go on: it may end before those of later T.
+_USEFUL = 1.05
+# The finest tolerance that is aimed at, and how many trials are made for it.
+_FINEST_TOLERANCE, _MOST_TRIALS = 0.002, 16
 
 
-class _PlanStrategy(NamedTuple):
-    """A strategy of making plans.
+@compile_inner
+def _update_ends(batch: Batch, state: State, rank: int) -> None:
+    """Update when a rank ends, and those that share its link."""
+    first = batch.link[BETWEEN, rank]
+    for other in range(first, len(state.ends)):
+        if batch.link[BETWEEN, other] != first:
+            break
+        node = other // batch.per_node
+        state.node_ends[node] -= state.ends[other]
+        state.ends[other] = end_seconds(batch, state, other)
+        state.node_ends[node] += state.ends[other]
 
-    Attributes:
-        lower_bound: seconds before which none of them can end.
-        exchange_parts: parts of exchanges that count, one for each plan; or the seconds that ranks
-            may take.
-        make_steps: its moves, for each of these.
-        unmoved_exchange: what ranks exchange if nothing moves, as this strategy sees it.
-        picks_per_node: whether nodes are independent, so that each may have the best of several
-            plans.
+
+@compile_inner
+def _add_traffic(
+    batch: Batch, state: State, ranks: tuple[int, int], sent: float, got: float
+) -> None:
+    """Add bytes that one rank sends, and that another gets, to their links."""
+    source, server = ranks
+    is_near = source // batch.per_node == server // batch.per_node
+    level = INSIDE if is_near else BETWEEN
+    wire, link = batch.wire, batch.link
+    state.traffic[SENT, level, link[level, source]] += sent * wire[level, source]
+    state.traffic[RECEIVED, level, link[level, server]] += got * wire[level, server]
+
+
+@compile_inner
+def _add_holder(batch: Batch, state: State, part: int, server: int, end: int) -> None:
+    """Note that a server has the keys of a part before `end`."""
+    count = state.counts[0]
+    state.holders[count, RANK], state.holders[count, KEYS] = server, end
+    state.holders[count, PREVIOUS] = state.last_holder[part]
+    state.holders[count, UNIT] = find_unit(batch, part, server)
+    state.last_holder[part] = count
+    state.counts[0] += 1
+
+
+@compile_inner
+def _make_move(batch: Batch, state: State, offer: Offer, row: int) -> None:
+    """Give rows [row, end) of a piece to a server."""
+    piece, source, server = offer.piece, offer.source, offer.server
+    cost, part, start, end = batch.cost, batch.part[piece], batch.start[piece], state.end[piece]
+    heads, (query, key, sent_query, sent_key) = batch.heads[part], batch.transient
+    before = estimate_slice_seconds(cost, heads, start, end)
+    after = estimate_slice_seconds(cost, heads, start, row)
+    state.compute[source] -= (before - after) / batch.speeds[source]
+    added = estimate_slice_seconds(cost, heads, row, end)
+    state.compute[server] += added / batch.speeds[server]
+    held = find_held(batch, state, part, server)
+    span = (max(held[0], end - (cost.window - 1)), end)
+    amount = (end - row) * heads
+    row_bytes = amount * (cost.query_bytes + cost.key_bytes * (end > cost.window))
+    _add_traffic(batch, state, (source, server), row_bytes, row_bytes)
+    is_windowed = end > cost.window
+    state.held[server] += amount * (query + key * is_windowed)
+    state.held[source] += amount * (sent_query + sent_key * is_windowed)
+    for segment in range(batch.segments[part], batch.segments[part + 1]):
+        home = batch.home[segment]
+        keys, sent = count_keys(batch, held, segment, span)
+        state.held[server] += heads * key * keys
+        if keys and home != server:
+            key_bytes = heads * cost.key_bytes
+            _add_traffic(batch, state, (home, server), sent * key_bytes, keys * key_bytes)
+            state.held[home] += heads * sent_key * keys
+            _update_ends(batch, state, home)
+    if end > held[0]:
+        _add_holder(batch, state, part, server, end)
+    count = state.counts[1]
+    state.moves[count, PIECE], state.moves[count, SERVER] = piece, server
+    state.moves[count, START], state.moves[count, END] = row, end
+    state.counts[1] += 1
+    state.end[piece] = row
+    _update_ends(batch, state, source)
+    _update_ends(batch, state, server)
+
+
+@compile_inner
+def _may_serve(batch: Batch, state: State, offer: Offer, server: int, phase: int) -> bool:
+    """Return whether a rank may get tails of the source of an offer."""
+    node = server // batch.per_node
+    is_near = node == offer.source // batch.per_node
+    return bool(
+        state.ends[server] < offer.latest * (1 - _CLOSE)
+        and batch.can_serve[server]
+        and server != offer.source
+        and (phase != _TO_OWN_NODE or is_near)
+        and (phase != _TO_OTHER_NODES or not is_near)
+        and (phase != _TO_OTHER_NODES or state.node_ends[node] < offer.latest * batch.per_node)
+    )
+
+
+@compile_inner
+def _find_emptiest(batch: Batch, state: State, offer: Offer, phase: int) -> tuple[int, int]:
+    """Find the emptiest ranks that may serve: of the source's node, and of others; -1 if there is
+    none.
     """
+    near, far = -1, -1
+    for rank in range(len(state.ends)):
+        if not _may_serve(batch, state, offer, rank, phase):
+            continue
+        if rank // batch.per_node == offer.source // batch.per_node:
+            near = rank if near < 0 or state.ends[rank] < state.ends[near] else near
+        else:
+            far = rank if far < 0 or state.ends[rank] < state.ends[far] else far
+    return near, far
 
-    lower_bound: float
-    exchange_parts: Sequence[float]
-    make_steps: Callable[[float], list[BalanceStep]]
-    unmoved_exchange: npt.ArrayLike
-    picks_per_node: bool = False
+
+@compile_inner
+def _find_move(batch: Batch, state: State, offer: Offer, phase: int) -> tuple[Offer, int]:
+    """Find the cheapest tail of all pieces of a source: for the emptiest ranks, and for those that
+    have keys of its document. Its piece is -1 if there is none.
+    """
+    near, far = _find_emptiest(batch, state, offer, phase)
+    lowest, best, first, looked = math.inf, offer, 0, 0
+    for piece in range(batch.offsets[offer.source], batch.offsets[offer.source + 1]):
+        if batch.start[piece] >= state.end[piece]:
+            continue
+        if looked >= _MOST_PIECES and best.piece >= 0:
+            break
+        looked += 1
+        row, count, server = state.last_holder[batch.part[piece]], -2, near
+        while count < _MOST_HOLDERS:
+            if server >= 0 and (count < 0 or _may_serve(batch, state, offer, server, phase)):
+                tail = Offer(piece, offer.source, server, offer.latest, offer.goal)
+                lost, start = weigh_tail(batch, state, tail)
+                if lost < lowest:
+                    lowest, best, first = lost, tail, start
+            count += 1
+            if count < 0:
+                server = far
+            elif row < 0:
+                break
+            else:
+                server, row = state.holders[row, RANK], state.holders[row, PREVIOUS]
+    return best, first
+
+
+@compile_inner
+def _relieve_rank(batch: Batch, state: State, source: int, latest: float, phase: int) -> None:
+    """Make moves of a rank until it ends by its goal, or none is left."""
+    while state.counts[1] < len(state.moves):
+        goal = latest
+        if phase == _TO_OTHER_NODES:
+            excess = state.node_ends[source // batch.per_node] - latest * batch.per_node
+            goal = max(latest, state.ends[source] - excess)
+        if state.ends[source] <= goal:
+            break
+        offer = Offer(-1, source, -1, latest, goal * (1 - _CLOSE))
+        offer, row = _find_move(batch, state, offer, phase)
+        if offer.piece < 0:
+            break
+        _make_move(batch, state, offer, row)
+
+
+def _make_moves(
+    batch: Batch, state: State, order: IntArray, times: tuple[float, float], phase: int
+) -> float:
+    """Make the moves of a trial and return when the last rank ends.
+
+    Args:
+        batch: the pieces.
+        state: changed by the moves.
+        order: ranks in the order in which they give, the latest first.
+        times: T, and seconds after which no rank may end for the trial to be of use.
+        phase: who gives to whom.
+    """
+    latest, useful = times
+    count = -1
+    # Again, as ranks whose keys others gave away may be late.
+    while count < state.counts[1]:
+        count = state.counts[1]
+        for source in order:
+            _relieve_rank(batch, state, source, latest, phase)
+            if phase != _TO_OTHER_NODES and state.ends[source] > useful:
+                return math.inf
+    last = 0.0
+    for end in state.ends:
+        last = max(last, end)
+    return last
+
+
+make_moves = compile_function(
+    _make_moves, keep=(__file__, tails.__file__, parts.__file__, slice_cost.__file__)
+)
 
 
 def balance(
@@ -93,16 +283,15 @@ def balance(
         config: `balance`, `tolerance`, `min_gain`, `tile`, `head_groups`, `max_transient_bytes`,
             `ping_pong` and `serve_in_place` are read. A tolerance below 0.002 counts as 0.002. With
             head groups, the layout of the plan is `layout` with some documents split by heads. With
-            a bound, only slices are moved of which a tile fits it. With `ping_pong` the layout is
-            that of a nano-batch, whose exchange costs only what is longer than the compute beside
-            it.
+            a bound, only tails are moved that fit it. With `ping_pong` the layout is that of a
+            nano-batch, whose exchange costs only what is longer than the compute beside it.
         ranks: properties of the ranks; the same on every rank. A slower one gets less, so that all
             end together.
         allow_relays: whether servers may forward keys.
 
     Raises:
         ConfigError: if `ranks` and the layout have different numbers of ranks, or if not even a
-            tile fits the bound.
+            row and a key fit the bound.
     """
     ranks.check_count(layout.world_size)
     # All links are those inside a node.
@@ -111,35 +300,9 @@ def balance(
         ranks = replace(ranks, per_node=None)
     ranks = ranks.without_irrelevant_nodes(cost)
     cost = cost.without_unused_window(layout.longest)
-    trials = PlanTrials(
-        layout,
-        cost,
-        config,
-        ranks,
-        allow_relays and cost.window is None and config.max_transient_bytes is None,
-    )
-    unmoved_load = trials.unmoved_load
-    if not config.balance or layout.world_size < 2 or trials.cannot_gain:
-        return unmoved_load.plan
-    best = unmoved_load
-    required_seconds = unmoved_load.slowest_seconds * (1 - config.min_gain)
-    close_part = max(config.min_gain, _CLOSE_PART) if config.min_gain else 0.0
-    for strategy in trials.list_strategies():
-        if (
-            close_part
-            and best is not unmoved_load
-            and best.slowest_seconds * (1 - close_part) < trials.lower_bound
-        ):
-            break
-        if best.slowest_seconds * trials.improvement_factor <= strategy.lower_bound:
-            continue
-        for load in trials.weigh_strategy(strategy):
-            if (
-                load.slowest_seconds < best.slowest_seconds * trials.improvement_factor
-                and load.slowest_seconds <= required_seconds
-            ):
-                best = load
-    return best.plan
+    TransientBytes.from_shape(cost.shape).check_bound(config.max_transient_bytes)
+    has_relays = allow_relays and cost.window is None and config.max_transient_bytes is None
+    return PlanTrials(layout, cost, config, ranks, has_relays).find_plan()
 
 
 @dataclass(frozen=True)
@@ -150,7 +313,7 @@ class PlanTrials:
     cost: CostModel
     config: DistCAConfig
     ranks: Ranks
-    allow_relays: bool
+    has_relays: bool
 
     @cached_property
     def unmoved_load(self) -> PlanLoad:
@@ -160,193 +323,86 @@ class PlanTrials:
         return self.weigh_plan(Plan.make_local(self.layout, self.cost.window), self.config.min_gain)
 
     @cached_property
+    def marginal(self) -> MarginalCost:
+        """Cost of slices."""
+        return MarginalCost.from_cost_model(self.cost)
+
+    @cached_property
     def mean_seconds(self) -> float:
-        """Seconds of compute of each rank, if nothing moves and all end together."""
+        """Seconds of compute of each rank if all end together: no plan ends before."""
         return self.ranks.compute_even_seconds(self.unmoved_load.compute_seconds)
 
-    @cached_property
-    def lower_bound(self) -> float:
-        """Seconds before which the slowest rank seldom ends: it cannot end before
-        the mean, and moves seldom save exchanges.
-        """
-        exchange = (
-            0.0 if self.config.ping_pong else math.fsum(self.unmoved_load.exchange_seconds.tolist())
-        )
-        return self.mean_seconds + exchange / self.layout.world_size
-
     @property
-    def improvement_factor(self) -> float:
-        """Times the seconds of the best plan so far that another one has to end before."""
-        return 1 - self.config.tolerance * _TIE_PART
-
-    @property
-    def cannot_gain(self) -> bool:
-        """True if no plan can gain enough: common in narrow bands, and for dealt documents."""
-        differences = np.abs(self.unmoved_load.compute_seconds - self.mean_seconds)
-        return (
-            differences.max() <= self.mean_seconds * self.config.tolerance
-            or self.unmoved_load.slowest_seconds * (1 - self.config.min_gain) < self.lower_bound
-            # Without a cost per pair, attention is as long as its tokens are many: there is nothing
-            # that moving could gain.
-            or not MarginalCost.from_cost_model(self.cost, self.config.tile).pair
-        )
-
-    @cached_property
-    def planner(self) -> GreedyPlanner:
-        """The greedy planner of the layout."""
-        config = self.config
-        cost = self.cost
-        layout = self.layout
-        marginal = MarginalCost.from_cost_model(self.cost, self.config.tile)
-        heads = HeadSplit.find(
-            layout, marginal, cost, self.unmoved_load.compute_seconds, config.head_groups
-        )
-        transient = TransientBytes.from_shape(cost.shape)
-        return GreedyPlanner(
-            layout,
-            heads,
-            np.array(self.ranks.list_speeds(layout.world_size)),
-            [
-                transient.find_last_row(config.max_transient_bytes, marginal, groups)
-                for groups in (heads.groups, 1)
-            ],
-            cost.window,
-            (layout.query_tokens == 0) | config.serve_in_place,
-        )
-
-    @property
-    def exchange_parts(self) -> tuple[float, ...]:
-        """Parts of exchanges that count in one plan after another: none, and all if they take
-        time.
-        """
-        is_free = self.config.ping_pong or math.isinf(self.cost.exchange_bytes_per_second)
-        return (0.0,) if is_free else (0.0, 1.0)
-
-    def list_strategies(self) -> list[_PlanStrategy]:
-        """List strategies, those that exchange the least between nodes first."""
-        world_size = self.layout.world_size
-        node_size = self.ranks.per_node
-        unmoved_load = self.unmoved_load
-        rate = self.cost.exchange_bytes_per_second
-        longest = float(unmoved_load.compute_seconds.max())
-        one_group = [
-            _PlanStrategy(
-                self.mean_seconds,
-                self.exchange_parts,
-                lambda part: [self.make_step(rate, part, world_size)],
-                replace(unmoved_load, ranks=replace(self.ranks, per_node=None)).exchange_seconds,
-            )
-        ]
-        if not self.allow_relays and longest >= _EXTREME_RATIO * self.mean_seconds:
-            # One document outweighs all others: the fewer servers, the less its home has to send.
-            caps = [
-                longest / 2 / 1.4**n
-                for n in range(math.ceil(math.log(longest / (4 * self.mean_seconds), 1.4)))
-            ]
-            one_group.append(
-                _PlanStrategy(
-                    self.mean_seconds,
-                    caps,
-                    lambda cap: [self.make_step(rate, 0.0, world_size)._replace(cap=cap)],
-                    0.0,
-                )
-            )
-        if node_size is None:
-            return one_group
-
-        def make_inner_steps(part: float) -> list[BalanceStep]:
-            return [self.make_step(self.cost.node_bytes_per_second or rate, part, node_size)]
-
-        def make_outer_steps(part: float) -> list[BalanceStep]:
-            step = self.make_step(rate, part, world_size)
-            return [
-                step._replace(tolerance=_NODE_TOLERANCE_PART * step.tolerance, per_node=node_size),
-                *make_inner_steps(part),
-            ]
-
-        speeds = self.planner.speeds.reshape(-1, node_size)
-        node_work = (unmoved_load.compute_seconds.reshape(-1, node_size) * speeds).sum(axis=1)
-        slowest_node_seconds = float((node_work / speeds.sum(axis=1)).max())
-        exchange = unmoved_load.exchange_seconds
-        node_by_node = _PlanStrategy(
-            slowest_node_seconds,
-            self.exchange_parts,
-            make_inner_steps,
-            exchange,
-            picks_per_node=True,
-        )
-        nodes_first = _PlanStrategy(
-            self.mean_seconds, self.exchange_parts[-1:], make_outer_steps, exchange
-        )
-        if slowest_node_seconds <= self.mean_seconds * (1 + self.config.tolerance):
-            return [node_by_node, nodes_first, *one_group]
-        prefers_node = nodes_first._replace(
-            make_steps=lambda part: [
-                self.make_step(rate, part, world_size)._replace(preferred_node_size=node_size)
-            ]
-        )
-        return [nodes_first, prefers_node, *one_group, node_by_node]
-
-    def make_step(self, bytes_per_second: float, part: float, size: int) -> BalanceStep:
-        """Make the step of moves in groups of so many ranks, where so much of an exchange
-        counts.
-        """
-        config = self.config
-        marginal = MarginalCost.from_cost_model(self.cost, self.config.tile)
-        tolerance = max(
-            config.tolerance, _FINEST_TOLERANCE_WITH_EXCHANGE if part else _FINEST_TOLERANCE
-        )
-        if config.max_transient_bytes is None:  # which may allow no more than a tile of rows
-            # Where nodes are evened out before ranks are and nothing else counts, both share the
-            # tolerance. At a tolerance of 0, slices are as short as they have to be.
-            marginal = marginal._replace(
-                grid=choose_grid(
-                    marginal,
-                    self.planner.heads,
-                    self.layout.longest,
-                    (0.5 if config.ping_pong and self.ranks.per_node else 1.0)
-                    * (tolerance if config.tolerance else 0.0)
-                    * self.mean_seconds,
-                )
-            )
-        server_cost = marginal.with_exchange(bytes_per_second / part) if part else marginal
-        return BalanceStep(MarginalCosts(server_cost, marginal), tolerance, size)
-
-    def weigh_strategy(self, strategy: _PlanStrategy) -> list[PlanLoad]:
-        """Make and weigh the plans of a strategy: for compute alone, and with exchanges as far as
-        these count.
-        """
-        planner, compute = self.planner, self.unmoved_load.compute_seconds
-        group = (self.ranks.per_node if strategy.picks_per_node else None) or len(compute)
-        parts = list(strategy.exchange_parts)
-        rows = list[PlanRows]()
-        loads = list[PlanLoad]()
-
-        def find_latest(seconds: FloatArray) -> FloatArray:
-            return np.asarray(seconds.reshape(-1, group).max(axis=1))
-
-        for part in parts:
-            seconds = compute + np.multiply(part, strategy.unmoved_exchange)
-            rows.append(planner.even_out(strategy.make_steps(part), seconds))
-            load = self.weigh_plan(planner.make_plan(rows[-1]))
-            loads.append(load)
-            if not part and self.config.ping_pong:
-                exceeds = find_latest(load.exchange_seconds) > find_latest(load.compute_seconds)
-                parts += _HIDDEN_EXCHANGE_PARTS if exceeds.any() else ()
-        if strategy.picks_per_node:
-            ends = np.array([find_latest(load.end_seconds) for load in [*loads, self.unmoved_load]])
-            # The best plan of each node, if they end before the best plan of all.
-            if ends.min(axis=0).max() < ends[:-1].max(axis=1).min() * self.improvement_factor:
-                rows.append(planner.even_out([], compute))
-                best = planner.combine_rows(rows, np.repeat(ends.argmin(axis=0), group))
-                loads.append(self.weigh_plan(planner.make_plan(best)))
-        return loads
+    def tolerance(self) -> float:
+        """Part of T that is searched for."""
+        return max(self.config.tolerance, _FINEST_TOLERANCE)
 
     def weigh_plan(self, plan: Plan, min_gain: float = 0.0) -> PlanLoad:
         """Weigh a plan, with forwarded keys if they gain at least so much."""
-        config = self.config
-        waves = Waves.split_plan(
-            plan, self.cost.shape, config.tile, config.max_transient_bytes, config.head_groups
-        )
-        load = PlanLoad(plan, self.cost, waves, overlapped=config.ping_pong, ranks=self.ranks)
-        return add_relays(load, min_gain) if self.allow_relays else load
+        load = PlanLoad(plan, self.cost, overlapped=self.config.ping_pong, ranks=self.ranks)
+        return add_relays(load, min_gain) if self.has_relays else load
+
+    def find_plan(self) -> Plan:
+        """Find the plan whose last rank ends first; if it does not gain enough, nothing moves."""
+        best, required = self.unmoved_load, self.unmoved_load.slowest_seconds
+        required *= 1 - self.config.min_gain
+        can_gain = self.layout.world_size > 1 and required >= self.mean_seconds
+        # Without seconds of pairs, attention is as long as its tokens are many.
+        if not (self.config.balance and can_gain and self.marginal.pair):
+            return best.plan
+        for end, plan_pieces, moves in sorted(self.find_moves(), key=lambda row: row[0]):
+            if end >= min(best.slowest_seconds, required):
+                break
+            load = self.weigh_plan(plan_pieces.make_plan(moves))
+            if load.slowest_seconds < best.slowest_seconds and load.slowest_seconds <= required:
+                best = load
+        return best.plan
+
+    def find_moves(self) -> list[tuple[float, Pieces, IntArray]]:
+        """Find the moves of every way, if they end before those of the ways tried earlier: the
+        last end by the trial, the pieces, the moves.
+        """
+        ways = [[_TO_ALL]]
+        if self.ranks.per_node is not None:
+            ways = [[_TO_OTHER_NODES, _TO_ALL], [_TO_ALL], [_TO_OWN_NODE]]
+        plans, best = list[tuple[float, Pieces, IntArray]](), math.inf
+        splits = list_splits(self.unmoved_load, self.config, self.marginal, self.mean_seconds)
+        for groups, split_mask in splits:
+            # No way ends much before the mean.
+            if best * (1 - self.tolerance) <= self.mean_seconds:
+                break
+            some = Pieces.cut(self.unmoved_load, self.config, groups, split_mask, self.has_relays)
+            for way in ways:
+                end, moves = self._bisect(some, way, best)
+                if moves is not None:
+                    plans.append((end, some, moves))
+                    best = end
+        return plans
+
+    def _bisect(
+        self, batch_pieces: Pieces, way: list[int], best: float
+    ) -> tuple[float, IntArray | None]:
+        """Find the lowest T that trials of a way reach: the end of the last rank, and the moves;
+        None if they do not reach much before the best end of others.
+        """
+        mean = low = self.mean_seconds
+        tolerance = self.tolerance
+        high = min(float(batch_pieces.start.ends.max()), best * (1 - tolerance))
+        latest = high if math.isfinite(best) else min(mean * (1 + tolerance), high)
+        moves = None
+        for _ in range(_MOST_TRIALS):
+            state = batch_pieces.restore()
+            end = math.inf
+            for phase in way:
+                order = np.argsort(-state.ends, kind="stable")
+                times = latest, min(high, _USEFUL * latest)
+                end = make_moves(batch_pieces.batch, state, order, times, phase)
+            if end <= high:
+                high, moves = end, state.moves[: state.counts[1]].copy()
+            if end > latest:
+                low = latest
+            if high <= low * (1 + 1.5 * tolerance) or low == high:
+                break
+            # Twice as late, and more, until it is reached.
+            latest = min((low + high) / 2, mean + 5 * max(low - mean, tolerance * mean))
+        return high, moves

@@ -437,14 +437,13 @@ class CostModel:
 
 class MarginalCost(NamedTuple):
     """Marginal cost of slices: a cost model as numbers, for the loop that weighs one slice after
-    another (`schedule.moves`).
+    another (`schedule.balance`).
 
     Attributes:
         task, row, key, pair: seconds of a task, query row, key and query-key pair, forward and
             backward.
         query_bytes, key_bytes: exchanged for a moved query and key token.
-        tile, grid: query rows of a kernel tile, and of the grid at whose multiples documents are
-            cut.
+        tile: query rows of a kernel tile.
         window: keys that a row sees, `ALL_KEYS` if it sees all.
     """
 
@@ -455,12 +454,11 @@ class MarginalCost(NamedTuple):
     query_bytes: float
     key_bytes: float
     tile: int
-    grid: int
     window: int
 
     @classmethod
-    def from_cost_model(cls, cost: CostModel, grid: int) -> Self:
-        """Convert a cost model to marginal costs, for documents cut at multiples of `grid`."""
+    def from_cost_model(cls, cost: CostModel) -> Self:
+        """Convert a cost model to marginal costs."""
         shape, forward, backward = cost.shape, cost.forward, cost.backward
         passes = (
             forward.row_passes / forward.bytes_per_second
@@ -475,18 +473,59 @@ class MarginalCost(NamedTuple):
             query_bytes=float(shape.moved_query_bytes),
             key_bytes=float(shape.moved_key_bytes),
             tile=cost.tile,
-            grid=grid,
             window=ALL_KEYS if cost.window is None else cost.window,
         )
 
-    def with_exchange(self, bytes_per_second: float) -> Self:
-        """Add the cost of receiving to the marginal cost, for a server that receives and computes
-        one after the other.
-        """
-        return self._replace(
-            row=self.row + self.query_bytes / bytes_per_second,
-            key=self.key + self.key_bytes / bytes_per_second,
+
+class TransientBytes(NamedTuple):
+    """Bytes that live during a call for each token that travels, the larger of forward and
+    backward.
+
+    Backward decides, with do, q, o, log-sum-exp for each query row and k, v for each key. A server
+    holds them as received and as pools first, then as pools and gradients; a home holds the rows
+    that it sends, then the gradients that come back.
+
+    Attributes:
+        query, key: bytes of a query row and of a key in a server's pools.
+        sent_query, sent_key: bytes of a query row and of a key that a home sends, once for every
+            server.
+    """
+
+    query: int
+    key: int
+    sent_query: int
+    sent_key: int
+
+    @classmethod
+    def from_shape(cls, shape: AttentionShape) -> TransientBytes:
+        """Compute the bytes for an attention shape."""
+        wide = max(4, shape.element_bytes)  # log-sum-exps and sums of key gradients
+        row = shape.query_bytes + 2 * shape.output_bytes + shape.query_heads * wide
+        key = shape.key_value_bytes
+        wide_key = shape.key_value_bytes * wide // shape.element_bytes
+        # Gradients of copies that are not wide yet become so when they are added up at home.
+        return cls(
+            2 * row, key + wide_key, row, key + (wide_key if wide > shape.element_bytes else 0)
         )
+
+    def find_last_row(self, bound: int | None, window: int, groups: int) -> int:
+        """Find the row of a head group up to which keys take at most half of a bound, so that rows
+        can take the other half; `bound` is None for none.
+        """
+        most = ALL_KEYS if bound is None else bound * groups // (2 * self.key)
+        return ALL_KEYS if window <= most else most
+
+    def check_bound(self, bound: int | None) -> None:
+        """Raise unless a query row and a key fit a bound.
+
+        Raises:
+            ConfigError: if they do not; states both.
+        """
+        if bound is not None and bound < self.query + self.key:
+            raise ConfigError(
+                f"max_transient_bytes={bound} is less than the {self.query + self.key} bytes that"
+                " one query row and one key take: give what many rows take, or None for no bound."
+            )
 
 
 def replace_infinities(attributes: list[tuple[str, Any]]) -> dict[str, Any]:

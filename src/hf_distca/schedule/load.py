@@ -15,12 +15,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from hf_distca.schedule.cost import CostModel, count_causal_pairs
+from hf_distca.schedule.cost import CostModel, TransientBytes, count_causal_pairs
 from hf_distca.schedule.layout import FloatArray, IntArray
 from hf_distca.schedule.plan import KeyTransfers, Plan, Relays
 from hf_distca.schedule.ranks import UNIFORM_RANKS, Ranks
 from hf_distca.schedule.relays import with_sending_ranks
-from hf_distca.schedule.waves import Waves
 
 # Dispatch and return, forward and backward: what a rank that exchanges anything waits for at least.
 _EXCHANGES_PER_LAYER = 4
@@ -40,17 +39,10 @@ class NodeBytes(NamedTuple):
         """Return the seconds that each rank sends and receives, without the fixed part of
         exchanges: shape (2, ranks).
         """
-        rank = np.arange(self.inter_node.shape[1])
+        link, rate = ranks.list_links(cost, self.inter_node.shape[1])
         # A link to other nodes is busy with the bytes of all ranks that share it.
-        per_node = ranks.per_node or len(rank)
-        shared = min(cost.ranks_per_link, per_node)
-        link = rank // per_node * -(-per_node // shared) + rank % per_node // shared
-        rate = np.bincount(link) * cost.exchange_bytes_per_second
-        between = [(np.bincount(link, weights=amount) / rate)[link] for amount in self.inter_node]
-        return np.maximum(
-            self.intra_node / (cost.node_bytes_per_second or cost.exchange_bytes_per_second),
-            between,
-        )
+        between = [np.bincount(link[1], weights=amount)[link[1]] for amount in self.inter_node]
+        return np.asarray(np.maximum(self.intra_node / rate[0], between / rate[1]))
 
 
 class Traffic(NamedTuple):
@@ -73,8 +65,6 @@ class PlanLoad:
 
     Attributes:
         plan, cost: the plan to weigh, and the cost model. The window is the plan's.
-        waves: waves of the plan, if it has several: each is an exchange of its own, and keys may
-            travel in more than one.
         overlapped: whether the plan is for a nano-batch of ping-pong, whose messages travel while
             the other one, with about as much work, computes.
         ranks: properties of the ranks.
@@ -82,7 +72,6 @@ class PlanLoad:
 
     plan: Plan
     cost: CostModel
-    waves: Waves | None = None
     overlapped: bool = False
     ranks: Ranks = UNIFORM_RANKS
 
@@ -135,25 +124,18 @@ class PlanLoad:
 
     @cached_property
     def needed_keys(self) -> KeyTransfers:
-        """Keys that each server needs, once in each wave; none of documents that nobody
-        exchanges.
-        """
-        if self.waves is None or self.waves.bytes is None:
-            plan = self.plan
-            is_exchanged = self.plan.layout.has_many_ranks.copy()
-            is_exchanged[plan.place[plan.home != plan.server]] = True
-            return plan.list_key_transfers(np.flatnonzero(is_exchanged[plan.place]))
-        plan, number, ranks = self.waves.plan, self.waves.number, self.plan.layout.world_size
-        tasks = np.flatnonzero(number >= 0)
-        keys = plan.list_key_transfers(tasks, number[tasks] * ranks + plan.server[tasks])
-        return keys._replace(server=keys.server % ranks)
+        """Keys that each server needs, once; none of documents that nobody exchanges."""
+        plan = self.plan
+        is_exchanged = plan.layout.has_many_ranks.copy()
+        is_exchanged[plan.place[plan.home != plan.server]] = True
+        return plan.list_key_transfers(np.flatnonzero(is_exchanged[plan.place]))
 
     @cached_property
     def traffic(self) -> Traffic:
         """All traffic: query rows, then keys, in the first hop or in the second."""
         plan = self.plan
-        layout = (self.waves or self).plan.layout
-        sent = with_sending_ranks(self.needed_keys, plan.relays)
+        layout = plan.layout
+        sent = with_sending_ranks(plan.layout, self.needed_keys, plan.relays)
         moved = np.flatnonzero(plan.home != plan.server)
         rows = ((plan.end - plan.start) * plan.heads)[moved]
         keys = (sent.end - sent.start) * layout.compute_head_fractions(sent.document)
@@ -225,9 +207,7 @@ class PlanLoad:
         """Seconds that each rank exchanges: the busier of its two roles, plus the fixed part of
         every exchange.
         """
-        exchanges = _EXCHANGES_PER_LAYER * (1 if self.waves is None else self.waves.count) + (
-            0 if self.plan.relays is None else _RELAY_EXCHANGES
-        )
+        exchanges = _EXCHANGES_PER_LAYER + _RELAY_EXCHANGES * (self.plan.relays is not None)
         fixed = self.cost.exchange_seconds + self.cost.peer_seconds * self.peer_counts
         return np.asarray(self.wire_seconds.max(axis=0) + exchanges * fixed * self.plan.moved)
 
@@ -257,6 +237,27 @@ class PlanLoad:
     def slowest_seconds(self) -> float:
         """Estimated seconds of the slowest rank."""
         return float(self.end_seconds.max(initial=0.0))
+
+
+def count_transient_bytes(plan: Plan, transient: TransientBytes) -> IntArray:
+    """Count the bytes that each rank holds during a call for other ranks, and for its own rows of
+    documents on other ranks; shape (ranks,).
+    """
+    tasks = np.flatnonzero(plan.needs_exchange)
+    rows = ((plan.end - plan.start) * plan.heads)[tasks]
+    sent_rows = rows * (plan.home != plan.server)[tasks]
+    keys = plan.list_key_transfers(tasks)
+    count = (keys.end - keys.start) * plan.layout.compute_head_fractions(keys.document)
+    sent_keys = count * (keys.source != keys.server)
+    held = np.zeros(plan.layout.world_size)
+    for rank, amount, size in (
+        (plan.server[tasks], rows, transient.query),
+        (plan.home[tasks], sent_rows, transient.sent_query),
+        (keys.server, count, transient.key),
+        (keys.source, sent_keys, transient.sent_key),
+    ):
+        held += np.bincount(rank, weights=amount * size, minlength=len(held))
+    return np.ceil(held).astype(np.int64)
 
 
 def compute_imbalance(values: FloatArray) -> float:

@@ -59,14 +59,19 @@ class Relays(NamedTuple):
     """Runs of keys that a server, its relay, gets first and forwards to the others that need them;
     see `schedule.relays`.
 
-    Ordered by document and start. The runs of a document follow each other from position 0, each
-    with another relay.
+    Each group of servers of a document that share relays (`schedule.relays.find_units`) has runs
+    that follow each other from position 0, each with another relay.
+
+    Attributes:
+        document, start, end, relay: the columns.
+        per_node: ranks of a node; at least all ranks if nodes are not told apart.
     """
 
     document: IntArray
     start: IntArray
     end: IntArray
     relay: IntArray
+    per_node: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -363,7 +368,7 @@ class Plan:
             *(layout.document, layout.start, layout.length, layout.offsets, layout.context),
             *(getattr(self, name) for name in CATask._fields),
             np.array([self.window or 0, layout.groups]),
-            *(self.relays or ()),
+            *(np.atleast_1d(column) for column in self.relays or ()),
         )
         parts = (
             np.int64(len(column)).tobytes() + np.ascontiguousarray(column).tobytes()

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from hf_distca.errors import ConfigError
 from hf_distca.schedule.cost import CostModel
-from hf_distca.schedule.layout import FloatArray
+from hf_distca.schedule.layout import FloatArray, IntArray
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +91,22 @@ class Ranks:
         (ranks,).
         """
         return seconds if self.speeds is None else np.asarray(seconds / np.array(self.speeds))
+
+    def list_links(self, cost: CostModel, count: int) -> tuple[IntArray, FloatArray]:
+        """List the links of so many ranks, inside their node and to other nodes.
+
+        Without nodes, all ranks are one node, and its links are those between nodes.
+
+        Returns:
+            The first rank that shares each link, and its bytes per second; shape (2, ranks).
+        """
+        rank, per_node = np.arange(count), self.per_node or count
+        shared = min(cost.ranks_per_link, per_node)
+        link = rank - rank % per_node % shared
+        rate = np.bincount(link, minlength=count)[link] * cost.exchange_bytes_per_second
+        inside = cost.node_bytes_per_second if self.per_node else None
+        near = np.full(count, inside or cost.exchange_bytes_per_second)
+        return np.stack([rank, link]), np.stack([near, rate])
 
     def compute_even_seconds(self, seconds: FloatArray) -> float:
         """Return the seconds of every rank if the same work were spread by speed: the mean if all

@@ -32,18 +32,31 @@ if TYPE_CHECKING:
     from hf_distca.schedule.load import PlanLoad
 
 
-def with_sending_ranks(keys: KeyTransfers, relays: Relays | None) -> KeyTransfers:
+def find_units(layout: Layout, document: IntArray, rank: IntArray, per_node: int) -> IntArray:
+    """Number the groups of servers of each document that share relays: the ranks of a node where
+    tokens of it lie, and all ranks of other nodes.
+    """
+    nodes = -(-layout.world_size // per_node) + 1
+    place = layout.find_places(document) * nodes
+    unit = place + 1 + rank // per_node
+    homes = layout.place * nodes + 1 + layout.rank // per_node
+    return np.where(np.isin(unit, homes), unit, place)
+
+
+def with_sending_ranks(layout: Layout, keys: KeyTransfers, relays: Relays | None) -> KeyTransfers:
     """Return the keys that servers need from other ranks, with the sending rank as
     `source`: a relay, or a rank that holds them.
     """
     remote_keys = _select_rows(keys, keys.source != keys.server)
     if relays is None:
         return remote_keys
-    rows, relay = with_relay_hops(remote_keys, relays)
+    rows, relay = with_relay_hops(layout, remote_keys, relays)
     return rows._replace(source=np.where((relay < 0) | (relay == rows.server), rows.source, relay))
 
 
-def with_relay_hops(keys: KeyTransfers, relays: Relays | None) -> tuple[KeyTransfers, IntArray]:
+def with_relay_hops(
+    layout: Layout, keys: KeyTransfers, relays: Relays | None
+) -> tuple[KeyTransfers, IntArray]:
     """Cut rows where the runs of relays begin and end.
 
     Return the rows, and the relay of each; -1 for keys without one.
@@ -51,17 +64,18 @@ def with_relay_hops(keys: KeyTransfers, relays: Relays | None) -> tuple[KeyTrans
     if relays is None:
         return keys, np.full(len(keys.document), -1)
     # The keys of a document that have no relay are its last run. Positions count on from one
-    # document to the next.
-    documents = np.union1d(keys.document, relays.document)
+    # unit to the next.
+    units = [
+        find_units(layout, document, rank, relays.per_node)
+        for document, rank in ((keys.document, keys.server), (relays.document, relays.relay))
+    ]
+    known = np.union1d(*units)
     width = int(max(relays.end.max(), keys.end.max(initial=0))) + 1
-    base, relayed = (
-        np.searchsorted(documents, document) * width
-        for document in (keys.document, relays.document)
-    )
-    end = np.append(relayed + relays.end, np.arange(1, len(documents) + 1) * width - 1)
+    base, relayed = (np.searchsorted(known, unit) * width for unit in units)
+    end = np.append(relayed + relays.end, np.arange(1, len(known) + 1) * width - 1)
     order = np.argsort(end, kind="stable")
     end = end[order]
-    relay = np.append(relays.relay, np.full(len(documents), -1))[order]
+    relay = np.append(relays.relay, np.full(len(known), -1))[order]
     row, run = enumerate_ranges(
         np.searchsorted(end, base + keys.start, side="right"),
         np.searchsorted(end, base + keys.end) + 1,
@@ -89,11 +103,11 @@ def add_relays(load: PlanLoad, min_gain: float = 0.0) -> PlanLoad:
 
     Args:
         load: load of a plan without relays. A plan with a window is left unchanged, because a
-            server then needs a window of keys, which few share; and so is a plan in waves.
+            server then needs a window of keys, which few share.
         min_gain: part of the seconds of the slowest rank that relays have to gain.
     """
-    plan, waves, slowest = load.plan, load.waves, load.slowest_seconds
-    if plan.window is not None or not plan.moved or (waves is not None and waves.count > 1):
+    plan, slowest = load.plan, load.slowest_seconds
+    if plan.window is not None or not plan.moved:
         return load
     other_seconds = np.zeros(plan.layout.world_size) if load.overlapped else load.compute_seconds
     unchanged = float((other_seconds + load.wire_seconds[1]).max())
@@ -113,6 +127,7 @@ def _choose_relays(load: PlanLoad, other_seconds: FloatArray, unchanged: float) 
     Each forwards in proportion to the seconds that it has left before `unchanged`.
     """
     layout, keys = load.plan.layout, load.needed_keys
+    per_node = load.ranks.per_node or layout.world_size
     seconds = other_seconds + load.wire_seconds[0]
     place = layout.find_places(keys.document)
     late = np.zeros_like(layout.has_many_ranks)
@@ -123,38 +138,44 @@ def _choose_relays(load: PlanLoad, other_seconds: FloatArray, unchanged: float) 
     # What a server needs of a document ends with its last row.
     last = np.append(mark_changes(keys.server, keys.document), True)[1:]
     document, server, key_end = keys.document[last], keys.server[last], keys.end[last]
-    order = np.lexsort((server, key_end, document))
-    document, server, key_end = document[order], server[order], key_end[order]
+    unit = find_units(layout, document, server, per_node)
+    order = np.lexsort((server, key_end, unit))
+    unit, document, server, key_end = (
+        column[order] for column in (unit, document, server, key_end)
+    )
     # Seconds that each rank has left to pass keys on, once its own leave it but once; shared by all
     # documents it may do it for.
-    spare_seconds = (
-        unchanged
-        - seconds
-        + load.cost.key_seconds
-        * _count_resent(_select_rows(keys, keys.source != keys.server), layout)
-    )
+    resent = _count_resent(_select_rows(keys, keys.source != keys.server), layout)
+    spare_seconds = unchanged - seconds + load.cost.key_seconds * resent
     weight = np.maximum(spare_seconds, 0.0)[server] / np.bincount(server)[server]
-    place = np.cumsum(mark_changes(document)) - 1
+    place = np.cumsum(mark_changes(unit)) - 1
     total = np.bincount(place, weights=weight)[place]
     weight = np.where(np.bincount(place)[place] > 1, np.where(total > 0, weight, 1.0), 0.0)
-    return _divide_keys(document, server, key_end, weight)
+    runs = _divide_keys(unit, server, key_end, weight)
+    if runs is None:
+        return None
+    run_unit, start, end, relay = runs
+    return Relays(document[np.searchsorted(unit, run_unit)], start, end, relay, per_node)
 
 
 def _divide_keys(
-    document: IntArray, server: IntArray, key_end: IntArray, weight: FloatArray
-) -> Relays | None:
+    unit: IntArray, server: IntArray, key_end: IntArray, weight: FloatArray
+) -> tuple[IntArray, ...] | None:
     """Choose relays that forward in proportion to weights, as far as each has the
     keys; servers of weight 0 forward nothing.
 
     Args:
-        document, server, key_end: servers and the keys [0, key_end) that they need, in order of
-            document and reach.
+        unit, server, key_end: servers and the keys [0, key_end) that they need, in order of unit
+            and reach.
         weight: weight of each server.
+
+    Returns:
+        Unit, start, end and relay of each run; None if there is none.
     """
     forwarding = np.flatnonzero(weight > 0)
     # How often the keys before each reach are sent beyond the first time: it grows evenly from one
     # reach to the next.
-    place = np.cumsum(mark_changes(document)) - 1
+    place = np.cumsum(mark_changes(unit)) - 1
     times = np.searchsorted(place, place, side="right") - 1 - np.arange(len(place))
     resent = _sum_running(place, times * (key_end - _shift_down(place, key_end)))
     # The positions before which so much is passed on: both grow from 0 in each document.
@@ -165,12 +186,7 @@ def _divide_keys(
     amounts = np.append(documents * most, place * most + resent)[rows]
     # Where the last keys end that two servers need and one of these has.
     second = key_end[np.searchsorted(place, place, side="right") - 2][forwarding]
-    document, server, key_end, place = (
-        document[forwarding],
-        server[forwarding],
-        key_end[forwarding],
-        place[forwarding],
-    )
+    unit, server, key_end, place = (column[forwarding] for column in (unit, server, key_end, place))
     parts = _sum_running(place, weight[forwarding])
     last = np.searchsorted(place, place, side="right") - 1
     end = np.minimum(second, key_end[last])
@@ -188,9 +204,8 @@ def _divide_keys(
     run_end = np.maximum(run_end, _shift_down(place, run_end))
     run_start = _shift_down(place, run_end)
     runs = run_end > run_start
-    return (
-        Relays(document[runs], run_start[runs], run_end[runs], server[runs]) if runs.any() else None
-    )
+    columns = (unit, run_start, run_end, server)
+    return tuple(column[runs] for column in columns) if runs.any() else None
 
 
 def _shift_down(place: IntArray, values: IntArray) -> IntArray:

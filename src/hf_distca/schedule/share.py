@@ -14,7 +14,6 @@ import numpy.typing as npt
 from hf_distca.schedule.layout import IntArray, enumerate_ranges, mark_changes
 from hf_distca.schedule.plan import KeyTransfers, Plan, Relays
 from hf_distca.schedule.relays import with_relay_hops
-from hf_distca.schedule.waves import Waves
 
 Columns = tuple[list[int], ...]
 # Runs that are sent: rank, first row, rows. And what comes: rank, rows.
@@ -35,7 +34,7 @@ class RelayDuty(NamedTuple):
     gradients: RankMessage
 
 
-class WaveShare(NamedTuple):
+class ExchangeShare(NamedTuple):
     """A dispatch and a return of one rank.
 
     Attributes:
@@ -58,35 +57,33 @@ class WaveShare(NamedTuple):
     relay_duty: RelayDuty | None = None
 
 
-def compute_share(waves: Waves, rank: int) -> tuple[Columns, list[WaveShare], WaveShare | None]:
+def compute_share(
+    plan: Plan, rank: int
+) -> tuple[Columns, ExchangeShare | None, ExchangeShare | None]:
     """Compute the share of one rank.
 
     Args:
-        waves: waves of the plan.
+        plan: the plan.
         rank: the rank.
 
     Returns:
-        Tasks on this rank's own tensors: first query row, query rows, first key, keys. All waves.
-        And a wave that needs nothing from other ranks: head groups on keys of this rank alone, if
-            it runs any.
+        Tasks on this rank's own tensors: first query row, query rows, first key, keys. The
+            exchange, if the plan has one. And one that needs nothing from other ranks: head groups
+            on keys of this rank alone, if it runs any.
     """
-    plan, layout = waves.plan, waves.plan.layout
+    layout = plan.layout
     is_concerned = np.zeros(len(layout.documents), dtype=np.bool_)
     is_concerned[plan.place[(plan.server == rank) | (plan.home == rank)]] = True
     is_concerned[layout.place[layout.offsets[rank] : layout.offsets[rank + 1]]] = True
     tasks = np.flatnonzero(is_concerned[plan.place])
     is_local = (plan.server[tasks] == rank) & ~plan.needs_exchange[tasks]
     in_groups = is_local & (plan.heads[tasks] < 1)
-    in_waves = (waves.number[tasks] == wave for wave in range(waves.count * plan.moved))
     rows = _TokenRows.select_queries(plan, tasks[is_local & ~in_groups], groups=1)
     rows = rows.select(np.argsort(rows.row))
     return (
         _merge_tasks(rows, rows.row - rows.start, rows.row - layout.context_tokens[rank]),
-        [
-            _compute_wave(plan, rank, tasks[in_wave], tasks[in_wave & ~is_local], plan.relays)
-            for in_wave in in_waves
-        ],
-        _compute_wave(plan, rank, tasks[in_groups], tasks[in_groups], None)
+        _compute_exchange(plan, rank, tasks, tasks[~is_local], plan.relays) if plan.moved else None,
+        _compute_exchange(plan, rank, tasks[in_groups], tasks[in_groups], None)
         if in_groups.any()
         else None,
     )
@@ -140,7 +137,7 @@ class _TokenRows(NamedTuple):
         """Select the keys that tasks need, as far as a rank sends, forwards, gets, or holds them
         for itself.
         """
-        keys, relay = with_relay_hops(plan.list_key_transfers(tasks), relays)
+        keys, relay = with_relay_hops(plan.layout, plan.list_key_transfers(tasks), relays)
         # Relays get theirs in the first hop, and keys of their own go to all in it.
         relay = np.where(
             (relay < 0) | (relay == keys.source) | (keys.source == keys.server), keys.server, relay
@@ -154,11 +151,11 @@ class _TokenRows(NamedTuple):
         return type(self)(*(column[which] for column in self))
 
 
-def _compute_wave(
+def _compute_exchange(
     plan: Plan, rank: int, needed_tasks: IntArray, run_tasks: IntArray, relays: Relays | None
-) -> WaveShare:
-    """Compute a wave that carries the keys of the tasks `needed_tasks`; the tasks `run_tasks` run
-    on pools.
+) -> ExchangeShare:
+    """Compute an exchange that carries the keys of the tasks `needed_tasks`; the tasks `run_tasks`
+    run on pools.
     """
     layout, groups = plan.layout, plan.layout.groups
     queries = _TokenRows.select_queries(
@@ -188,7 +185,7 @@ def _compute_wave(
     )
     place = (in_pool.row - pool.start)[_find_pool_rows(pool, own_first.number, own_first.first_key)]
     own_queries = pool_tasks.select(pool_tasks.source == rank)
-    wave = WaveShare(
+    share = ExchangeShare(
         _describe_exchange(
             queries.select(queries.server != rank),
             pool_tasks.select(pool_tasks.source != rank),
@@ -203,14 +200,14 @@ def _compute_wave(
         _merge_tasks(own_first, place, _sum_rows_before(own_first.rows)),
     )
     if relays is None:
-        return wave
+        return share
     relayed_keys = keys.select((keys.relay == rank) & (keys.server != rank))
     # Each run of the pool is passed on as far as the server needs it that needs most of it.
     pool_row = _find_pool_rows(pool, relayed_keys.number, relayed_keys.start)
     relayed_rows = np.zeros_like(pool.rows)
     np.maximum.at(relayed_rows, pool_row, relayed_keys.rows)
     columns = (section, section_rows, relayed_rows, in_pool.row)
-    return wave._replace(
+    return share._replace(
         relay_duty=RelayDuty(
             _to_lists(*(column[relayed_rows > 0] for column in columns)),
             *_describe_exchange(

@@ -47,31 +47,3 @@ def estimate_slice_seconds(marginal: MarginalCost, heads: float, start: int, end
         marginal.task
         + heads * (marginal.row * (end - start) + marginal.key * read + marginal.pair * pairs)
     )
-
-
-@compile_function
-def find_tail_start(
-    marginal: MarginalCost, heads: float, start: int, end: int, target: float, max_seconds: float
-) -> int:
-    """Return the start of the tail of rows [start, end) that is nearest to `target` seconds, up to
-    `max_seconds`, or the shortest; `start`, for all rows, if no multiple of the grid lies between.
-    """
-    grid = marginal.grid
-    # At last, `first` takes no more than `target`.
-    first = start // grid + 1
-    last = (end - 1) // grid
-    if first > last:
-        return start
-    while first < last:
-        middle = (first + last) // 2
-        if estimate_slice_seconds(marginal, heads, middle * grid, end) > target:
-            first = middle + 1
-        else:
-            last = middle
-    before = max((first - 1) * grid, start)
-    more = estimate_slice_seconds(marginal, heads, before, end)
-    if more <= max_seconds and more - target < target - estimate_slice_seconds(
-        marginal, heads, first * grid, end
-    ):
-        return before
-    return first * grid

@@ -1,0 +1,219 @@
+"""Plans of any batch: what holds for all of them, and how close they come to the earliest end."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from layouts import layouts
+
+from hf_distca.config import DistCAConfig
+from hf_distca.errors import ConfigError
+from hf_distca.schedule.balance import balance
+from hf_distca.schedule.cost import AttentionShape, CostModel, MarginalCost, TransientBytes
+from hf_distca.schedule.layout import Layout
+from hf_distca.schedule.load import PlanLoad, count_transient_bytes
+from hf_distca.schedule.plan import Plan
+from hf_distca.schedule.ranks import Ranks
+from hf_distca.schedule.slice_cost import estimate_slice_seconds
+from hf_distca.schedule.tails import solve_rows
+
+SHAPE = AttentionShape(32, 8, 128, 128, 2)
+PAIRS, CPU, CUDA = (
+    CostModel.make_of_pairs(SHAPE),
+    CostModel.make_analytic(SHAPE, device_type="cpu"),
+    CostModel.make_analytic(SHAPE, device_type="cuda"),
+)
+EACH = TransientBytes.from_shape(SHAPE)
+LEAST = EACH.query + EACH.key
+CONFIGS = st.builds(
+    DistCAConfig,
+    tolerance=st.sampled_from([0.0, 0.01, 0.1]),
+    min_gain=st.sampled_from([0.0, 0.02, 0.2]),
+    tile=st.sampled_from([1, 16, 128]),
+    head_groups=st.sampled_from([1, 4]),
+    ping_pong=st.booleans(),
+    serve_in_place=st.sampled_from([True, True, False]),
+    max_transient_bytes=st.sampled_from([None, None, LEAST, 2**26, 2**40]),
+)
+COSTS = st.builds(
+    replace,
+    st.sampled_from([PAIRS, CPU, CUDA]),
+    window=st.sampled_from([None, None, 1, 300, 4096]),
+    ranks_per_link=st.sampled_from([1, 2]),
+)
+
+
+@st.composite
+def ranks_of(draw: st.DrawFn, count: int) -> Ranks:
+    """Speeds and nodes; nodes divide the ranks."""
+    size = draw(st.sampled_from([None, *(n for n in range(1, count + 1) if count % n == 0)]))
+    speeds = st.sampled_from([0.5, 0.9, 1.0, 1.0, 1.3])
+    unequal = draw(st.one_of(st.none(), st.lists(speeds, min_size=count, max_size=count)))
+    return Ranks.from_speeds(unequal, size)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data(), layouts(), CONFIGS, COSTS)
+def test_any_batch(
+    data: st.DataObject, layout: Layout, config: DistCAConfig, cost: CostModel
+) -> None:
+    """A plan computes every query once (`Plan` checks it), on ranks that may serve, within the
+    bound, and never ends later than moving nothing.
+    """
+    ranks = data.draw(ranks_of(layout.world_size))
+    plan = balance(layout, cost, config, ranks)
+    local = Plan.make_local(layout, plan.window)
+    before, after = (
+        PlanLoad(some, cost, overlapped=config.ping_pong, ranks=ranks).slowest_seconds
+        for some in (local, plan)
+    )
+    assert after <= before * (1 - config.min_gain * (plan.digest != local.digest)) * (1 + 1e-12)
+    moved = plan.home != plan.server
+    if not config.serve_in_place:
+        assert not layout.query_tokens[plan.server[moved]].any()
+    if config.max_transient_bytes is not None:
+        bytes_ = count_transient_bytes(plan, EACH)
+        limit = np.maximum(config.max_transient_bytes, count_transient_bytes(local, EACH))
+        assert (bytes_ <= limit).all()
+    cut = plan.end < plan.layout.end[plan.segment]
+    assert (plan.end[cut] % config.tile == 0).all(), "documents are cut on tiles"
+    assert balance(layout, cost, config, ranks).digest == plan.digest
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.data(), st.sampled_from([1e9, 4e10]), st.booleans())
+def test_never_later_than_node_by_node(data: st.DataObject, rate: float, hidden: bool) -> None:
+    nodes, size = data.draw(st.integers(2, 3)), data.draw(st.integers(1, 3))
+    lengths = st.lists(st.integers(1, 20_000), max_size=3)
+    count = nodes * size
+    rows = data.draw(st.lists(lengths, min_size=count, max_size=count))
+    cost = replace(CUDA, exchange_bytes_per_second=rate)
+    config = DistCAConfig(ping_pong=hidden, min_gain=0.0)
+    ranks = Ranks(per_node=size)
+    plan = balance(Layout.from_lengths(rows), cost, config, ranks)
+    end = PlanLoad(plan, cost, overlapped=hidden, ranks=ranks).slowest_seconds
+    fast = replace(cost, exchange_bytes_per_second=cost.node_bytes_per_second)
+    alone = 0.0
+    for node in range(nodes):
+        of_node = Layout.from_lengths(rows[node * size : (node + 1) * size])
+        load = PlanLoad(balance(of_node, fast, config), fast, overlapped=hidden)
+        alone = max(alone, load.slowest_seconds)
+    # As finely as the earliest end is searched for.
+    assert end <= alone * (1 + 2.5 * config.tolerance)
+
+
+def find_earliest(layout: Layout, cost: CostModel, tile: int) -> float:
+    """The earliest end of all plans that cut documents on tiles: each is made and weighed."""
+    cells = [
+        (number, start, min(start + tile, length), home)
+        for number, length, home in zip(
+            layout.document.tolist(), layout.length.tolist(), layout.rank.tolist(), strict=True
+        )
+        for start in range(0, length, tile)
+    ]
+    servers = itertools.product(range(layout.world_size), repeat=len(cells))
+    return min(
+        PlanLoad(
+            Plan.from_tasks(layout, [(*c, s) for c, s in zip(cells, some, strict=True)]), cost
+        ).slowest_seconds
+        for some in servers
+    )
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.lists(st.lists(st.integers(1, 4), max_size=2), min_size=2, max_size=2).filter(
+        lambda rows: 0 < sum(map(sum, rows)) <= 7
+    ),
+    st.sampled_from([2e5, 1e7, float("inf")]),
+)
+@example([[4], []], 2e5)
+def test_close_to_the_earliest_end(rows: list[list[int]], rate: float) -> None:
+    """At most 3 % after the earliest end of all plans, but for a tile."""
+    tile = 128
+    layout = Layout.from_lengths([[tile * n for n in row] for row in rows])
+    cost = replace(PAIRS, exchange_bytes_per_second=rate * 1e3)
+    config = DistCAConfig(tile=tile, tolerance=0.0, min_gain=0.0, head_groups=1)
+    found = PlanLoad(balance(layout, cost, config), cost).slowest_seconds
+    most = float(cost.estimate_seconds(tile, layout.longest)[0])
+    assert found <= 1.03 * find_earliest(layout, cost, tile) + most
+
+
+@given(
+    st.sampled_from([PAIRS, CPU, CUDA]),
+    st.sampled_from([None, 300, 5000]),
+    st.integers(2, 300),
+    st.integers(1, 200),
+)
+def test_rows_that_take_so_many_seconds(
+    model: CostModel, window: int | None, tiles: int, taken: int
+) -> None:
+    """Solving for the rows of a tail inverts the estimate of its seconds, in whole tiles."""
+    cost = MarginalCost.from_cost_model(replace(model, window=window))
+    end = tiles * 128
+    rows = min(taken * 128, end)
+    seconds = estimate_slice_seconds(cost, 0.25, end - rows, end)
+    fixed = cost.task + 0.25 * cost.key * min(end, cost.window - 1)
+    # Compiled, it can be called by compiled functions alone.
+    solve = getattr(solve_rows, "py_func", solve_rows)
+    solved = solve(cost, 0.25, end, seconds - fixed, 0.0)
+    assert solved == pytest.approx(rows, rel=1e-6, abs=1.0) or solved == 1e18
+
+
+def test_a_bound_limits_what_moves() -> None:
+    layout = Layout.from_lengths([[65536], [4096] * 16, [1024] * 64, [32768, 16384, 8192, 8192]])
+    bound = 8192 * LEAST
+    ends = []
+    for most in (None, 2**40, bound, LEAST):
+        plan = balance(layout, PAIRS, DistCAConfig(max_transient_bytes=most))
+        assert most is None or count_transient_bytes(plan, EACH).max() <= most
+        ends.append(PlanLoad(plan, PAIRS).slowest_seconds)
+    assert ends[0] <= ends[2] < ends[3]
+    with pytest.raises(ConfigError, match=rf"max_transient_bytes={LEAST - 1} .* {LEAST} bytes"):
+        balance(layout, PAIRS, DistCAConfig(max_transient_bytes=LEAST - 1))
+
+
+def test_nodes_that_do_not_divide_the_ranks_are_refused() -> None:
+    with pytest.raises(ConfigError, match="3 ranks cannot be nodes of 2"):
+        balance(Layout.from_lengths([[9]] * 3), CUDA, DistCAConfig(), Ranks(per_node=2))
+
+
+@pytest.mark.parametrize("ranks", [64, 512])
+@pytest.mark.parametrize("longest", [2**18, 2**20])
+def test_one_long_document_is_sent_by_its_home_once(ranks: int, longest: int) -> None:
+    layout = Layout.from_lengths([[longest], *([[8192] * (longest // 65536)] * (ranks - 1))])
+    plan = balance(layout, CUDA, DistCAConfig())
+    load, local = PlanLoad(plan, CUDA), PlanLoad(Plan.make_local(layout), CUDA)
+    assert load.slowest_seconds < 0.15 * local.slowest_seconds
+    assert load.key_tokens[0, 0] <= 1.01 * longest
+
+
+@pytest.mark.parametrize("tolerance", [0.002, 0.01, 0.05])
+@pytest.mark.parametrize("cost", [PAIRS, CPU, CUDA], ids=lambda cost: cost.name)
+def test_no_rank_ends_after_the_tolerance(cost: CostModel, tolerance: float) -> None:
+    layout = Layout.from_lengths(
+        [[65536], [4096] * 16, [1024] * 64, [32768, 16384, 8192, 8192], [65535, 1], [3, 65533]]
+    )
+    config = DistCAConfig(tolerance=tolerance, ping_pong=True)
+    load = PlanLoad(balance(layout, cost, config), cost, overlapped=True)
+    mean = PlanLoad(Plan.make_local(layout), cost).compute_seconds.mean()
+    assert load.slowest_seconds <= (1 + 1.5 * tolerance) * mean * 1.002
+
+
+def test_a_key_leaves_its_home_once_for_all_other_nodes() -> None:
+    layout = Layout.from_lengths([[65536]] + [[512] * 8] * 7)
+    ranks = Ranks(per_node=2)
+    plan = balance(layout, CUDA, DistCAConfig(), ranks)
+    load = PlanLoad(plan, CUDA, ranks=ranks)
+    assert plan.relays is not None
+    assert (
+        load.slowest_seconds < PlanLoad(plan.with_relays(None), CUDA, ranks=ranks).slowest_seconds
+    )
+    far = load.traffic.source // 2 != load.traffic.server // 2
+    sent = load.traffic.key_tokens[far & (load.traffic.source == 0)].sum()
+    assert sent <= 65536, "its home sends a key to other nodes at most once"
