@@ -27,6 +27,12 @@ def test_links_lead_to_files(page: str) -> None:
     ] == []
 
 
+def test_the_first_page_is_short_and_begins_with_code() -> None:
+    text = (ROOT / "README.md").read_text()
+    assert len(text.split()) <= 900
+    assert text.splitlines().index("```diff") < 15
+
+
 def test_the_limitations_lead_to_what_tests_prove() -> None:
-    _, limitations = (ROOT / "README.md").read_text().split("\n## Limitations\n")
+    _, limitations = (ROOT / "README.md").read_text().split("\n## What it is not\n")
     assert "docs/what_tests_prove.md" in linked(limitations.split("\n## ")[0])
