@@ -167,7 +167,7 @@ def _deal_documents(
         attention = replace(CostModel.make_of_pairs(cost.shape), window=cost.window)
     chunks = [Chunk(document, 0, int(length[document])) for document in documents.tolist()]
     best, earliest = _build_layout([[] for _ in tokens]), math.inf
-    ways = _WAYS if ranks_per_node else _WAYS[:2]
+    ways: Sequence[tuple[bool, float]] = _WAYS if ranks_per_node else _WAYS[:2]
     if len(tokens) > _MOST_RANKS_TRIED:
         ways = _WAYS[:1] if overlapped else _WAYS[1:2]
     for by_nodes, most in ways:

@@ -184,7 +184,7 @@ def _make_scores(
     query: torch.Tensor,
     scaling: float | None,
     window: int | None,
-    softcap: float | None,
+    softcap: float | torch.Tensor | None,
 ) -> Scores:
     if softcap is not None and isinstance(softcap, torch.Tensor):
         raise UnsupportedError(
