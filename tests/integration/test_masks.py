@@ -211,10 +211,11 @@ def test_other_zeros_are_padding_as_under_sdpa(config: Any, mask: torch.Tensor) 
 
 def hole_on_one_rank(rank: int) -> str:
     hf_distca.configure(settings(timeout_seconds=20))
-    mask = masked(40, (10, 14)) if rank == 1 else masked(40)
+    tokens = (80, 40)[rank]  # so that rank 1 is to serve rank 0
+    mask = masked(40, (10, 14)) if rank == 1 else masked(tokens, length=tokens)
     with pytest.raises(hf_distca.DistCAError) as caught:
         model_of(WINDOW, "distca")(
-            input_ids=torch.tensor([documents(40)[0]]), attention_mask=mask, use_cache=False
+            input_ids=torch.tensor([documents(tokens)[0]]), attention_mask=mask, use_cache=False
         )
     return str(caught.value)
 

@@ -212,15 +212,16 @@ def test_figures_of_a_tally() -> None:
     history, layout = History(), Layout.from_lengths([[8, 4], [4]])
     plan = Plan.from_tasks(layout, [(0, 0, 8, 0, 0), (1, 0, 4, 0, 1), (2, 0, 4, 1, 1)])
     key = PlanKey(AttentionShape(4, 2, 16, 16, 4), "cpu")
-    how: dict[str, Any] = {
-        "config": hf_distca.DistCAConfig(),
-        "runs": layout.offsets,
-        "planning_ms": 5.0,
-    }
     # Only the second one knows of nodes, of a rank each.
     tasks, node = np.array([2.0, 1.0, 1.0]), {1: None, 2: 1}
     first, second = (
-        PlanUse(BatchPlan(key, plan, **how, per_node=node[n]), n, tasks, UNIFORM_RANKS, Meter())
+        PlanUse(
+            BatchPlan(key, plan, planning_ms=5.0, per_node=node[n]),
+            n,
+            tasks,
+            UNIFORM_RANKS,
+            Meter(),
+        )
         for n in node
     )
     history.record_use(first)

@@ -186,6 +186,8 @@ BLOCKS = {
     },
 }
 
+STEPS = {"docs/long_documents.md": [4, 6], "docs/getting_started.md": [4]}
+
 
 def script_of_blocks(page: str) -> str:
     """Blocks of a page that are no scripts by themselves, one after another."""
@@ -208,8 +210,7 @@ def test_other_blocks_of_pages_train_in_half_precision(page: str, tmp_path: Path
     *launch, _ = words_of(LAUNCH)
     scripts.run([*launch, str(tmp_path / "train.py")], tmp_path)
     trained = json.loads((tmp_path / "logged.json").read_text())
-    assert [len(losses) for losses in trained[:2]] == [4, 4]
-    assert len(trained) == len(BLOCKS[page])
+    assert [len(losses) for losses in trained] == STEPS[page]
     assert all(0 < loss < 10 for losses in trained for loss in losses)
 
 

@@ -321,7 +321,9 @@ def test_documents_are_read_from_positions_or_bounds() -> None:
     assert by_positions.lengths == by_bounds.lengths == [24, 8]
 
 
-def test_what_cannot_be_read_is_said() -> None:
+def test_what_cannot_be_read_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    # A process that trained on shares checks such calls of all models.
+    monkeypatch.setattr(PreTrainedModel, "__call__", torch.nn.Module.__call__)
     falling = torch.tensor([[0, 1, 2, 5, 4, 5, 6, 7]])
     cut = torch.arange(8, 16)[None]
     facts = watch(

@@ -373,10 +373,12 @@ class PlanTrials:
                 break
             some = Pieces.cut(self.unmoved_load, self.config, groups, split_mask, self.has_relays)
             for way in ways:
-                end, moves = self._bisect(some, way, best)
+                # What stays in its node is weighed in any case: a trial knows messages between
+                # nodes less exactly than the full estimate.
+                end, moves = self._bisect(some, way, math.inf if _TO_OWN_NODE in way else best)
                 if moves is not None:
                     plans.append((end, some, moves))
-                    best = end
+                    best = min(best, end)
         return plans
 
     def _bisect(
