@@ -158,7 +158,9 @@ def _deal_documents(
     *,
     overlapped: bool,
 ) -> Layout:
-    """Deal some documents in each of `_WAYS`, and return the layout whose plan ends first."""
+    """Deal some documents: to few ranks in several of `_WAYS`, of which the layout whose plan ends
+    first is returned; to many ranks in one way, which is not planned.
+    """
     ranks = Ranks(per_node=ranks_per_node).without_irrelevant_nodes(cost)
     config = DistCAConfig(tile=tile, ping_pong=overlapped)
     attention = cost
@@ -175,7 +177,7 @@ def _deal_documents(
         layout = _build_layout(
             deal_chunks(chunks, tokens, per_node or len(tokens), (attention, tile, most))
         )
-        if len(ways) == 1:
+        if len(ways) == 1:  # nothing to compare it with
             return layout
         plan = balance(layout, cost, config, ranks)
         load = PlanLoad(plan, cost, overlapped=overlapped, ranks=ranks)
