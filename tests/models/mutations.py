@@ -73,8 +73,8 @@ def _one_copy_lost(which: int) -> Callable[[Original], Original]:
 
     def wrap(original: Original) -> Original:
         calls = itertools.count()
-        return lambda wave, grad, received: (
-            grad if next(calls) == which else original(wave, grad, received)
+        return lambda pooled, grad, received: (
+            grad if next(calls) == which else original(pooled, grad, received)
         )
 
     return wrap
@@ -181,8 +181,8 @@ MUTATIONS: dict[str, tuple[str, str, Callable[[Original], Original]]] = {
         _gradients_lost,
     ),
     "documents leak over ranks": ("agreement.planner", "build_layout", _one_document_over_ranks),
-    "dk of one copy lost": ("runtime.route", "Wave.add_copies", _one_copy_lost(0)),
-    "dv of one copy lost": ("runtime.route", "Wave.add_copies", _one_copy_lost(1)),
+    "dk of one copy lost": ("runtime.route", "PooledTasks.add_copies", _one_copy_lost(0)),
+    "dv of one copy lost": ("runtime.route", "PooledTasks.add_copies", _one_copy_lost(1)),
     "second half without the keys of the first": (_DOCUMENTS, "Documents.split_at", _no_context),
     "gradient of the keys handed over lost": (
         "integration.nano_batches",

@@ -45,7 +45,7 @@ from hf_distca.pool.words import (
     read_requests,
     read_shares,
 )
-from hf_distca.runtime.call import Call
+from hf_distca.runtime.call import LayerExchange
 from hf_distca.runtime.empty_rows import make_empty_operands
 from hf_distca.runtime.meter import Meter
 
@@ -139,7 +139,7 @@ class Server:
     def __init__(self, ranks: PoolRanks, seconds: float, device: torch.device) -> None:
         self._ranks, self._device, self.is_leaving = ranks, device, False
         self._group = ranks.join(seconds)
-        self._calls: dict[int, Call] = {}
+        self._calls: dict[int, LayerExchange] = {}
         self._known: dict[str, Any] = {}
         self._meter = Meter()
         self._micro_batches = self._served = 0
@@ -204,7 +204,7 @@ class Server:
         settings = read_config(config)
         if session not in self._known:
             self._known[session] = begun = Session(settings)
-            begun.meter.whole = self._meter
+            begun.meter.parent = self._meter
             begun.adopt_group(self._group)
         self._known[session].config = settings
 
@@ -261,10 +261,7 @@ class Server:
             key.shape,
             Scores(layer["scale"], used.window, layer["softcap"]),
         )
-        server.reporting = partial(used.group.report_errors, f"computing {place}")
-        self._calls[call] = taken = Call(
-            used.route, used.group.with_call_channel(place, used.route.forward_exchanges), server
-        )
+        self._calls[call] = taken = LayerExchange(used.route, used.group, server, None, place)
         if backward:
             taken.begin_backward()
         else:
