@@ -34,7 +34,6 @@ ARROWS = {
         "schedule",
         "runtime.group",
         "runtime.meter",
-        "runtime.monitor",
     },
     "data": {
         "schedule",

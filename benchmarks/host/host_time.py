@@ -67,13 +67,12 @@ from hf_distca.agreement.announce import (
     collect_shared_settings,
     hash_settings,
 )
-from hf_distca.agreement.batch_plan import BatchPlan, PlanMeasurement, PlanUse
+from hf_distca.agreement.batch_plan import BatchPlan, History, PlanMeasurement, PlanUse
 from hf_distca.agreement.documents import PackedDocuments, TokenBatch
-from hf_distca.agreement.batch_plan import History
 from hf_distca.config import DistCAConfig
 from hf_distca.integration.handle import AttentionHandle
-from hf_distca.integration.session import Session
 from hf_distca.integration.layer_planner import LayerPlanner
+from hf_distca.integration.session import Session
 from hf_distca.kernels import Case, Scores, TaskBatch, select_kernel
 from hf_distca.kernels.base import Grads, Operands, Outputs, Saved
 from hf_distca.runtime.call import AttentionServer, Call, Inputs

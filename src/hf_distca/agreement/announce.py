@@ -208,16 +208,16 @@ class Announcements:
         """Decode the documents of all ranks for each plan that all of them request."""
         figures = FIGURE_COUNT * self.header[:, _MEASURED_COUNT]
         begin = self.offsets + HEADER_SIZE + figures + self.header[:, _SHARE_NUMBER_COUNT]
-        found = []
+        requested = []
         for _ in range(int(self.header[:, _REQUEST_COUNT].min())):
             header = self._read_columns(begin, _REQUEST_SIZE)
             begin = begin + _REQUEST_SIZE
             end = begin + header[:, 3] * np.where(header[:, 0], 3, 1)
             numbers = self.numbers[enumerate_ranges(begin, end)[1]]
             numbers = numbers.reshape(-1, 3) if header[:, 0].all() else numbers
-            found.append(AnnouncedDocuments(header, numbers))
+            requested.append(AnnouncedDocuments(header, numbers))
             begin = end
-        return found
+        return requested
 
     def _read_columns(self, begin: IntArray, count: int) -> IntArray:
         """Read so many numbers of each rank's row from an index on, (ranks, count)."""

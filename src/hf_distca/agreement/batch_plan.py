@@ -33,7 +33,7 @@ _HIDDEN_MARGIN = 0.05
 
 
 class Measurement(NamedTuple):
-    """What one rank measured of a plan.
+    """Measurement of a plan by one rank.
 
     Exchanges and calls are -1 unless backward ran for every call, because rates are learned from
     whole layers.
@@ -100,7 +100,7 @@ class MicroBatchPlan:
 
     @property
     def own_measurement(self) -> Measurement:
-        """What this rank has measured by now."""
+        """Measurement of this rank so far."""
         meter = self.meter
         kernels = int(meter.seconds * 1e9) if meter.is_finished else -1
         exchanges = calls = -1

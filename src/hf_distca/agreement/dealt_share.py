@@ -188,7 +188,7 @@ class DealtShare:
 
 @dataclass(eq=False)
 class Dealing:
-    """How global batches are dealt, and planned where they are loaded.
+    """Dealing of global batches, and of their plans where they are loaded.
 
     Attributes:
         ranks: number of ranks that share a global batch.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, get_args
 
@@ -80,8 +80,13 @@ class LayerPlanner:
         if handle.documents is not None:
             return handle.documents
         group = handle.group or self.find_group(handle, training)
-        label = f"reading documents for micro-batch {self.planner.current_state().number + 1}"
-        with self.planner.report_errors(group, label) if group.size > 1 else nullcontext():
+        reporting: AbstractContextManager[None] = nullcontext()
+        if group.size > 1:
+            number = self.planner.current_state().number + 1
+            reporting = self.planner.report_errors(
+                group, f"reading documents for micro-batch {number}"
+            )
+        with reporting:
             return handle.read_documents(
                 arguments, span_ranks=self.session.config.documents_span_ranks, training=training
             )
