@@ -25,7 +25,7 @@ from fake_cuda import CUDA, fake_cuda
 from gpu_streams import Flight, Link, Streams
 from hf_distca import kernels
 from hf_distca.agreement.announce import PlanKey
-from hf_distca.agreement.dealt_share import DealSettings
+from hf_distca.agreement.dealt_share import Dealing
 from hf_distca.agreement.documents import PackedDocuments
 from hf_distca.integration.current_session import current_session
 from hf_distca.integration.hooks import dealt_trainers, dense_masks, mask
@@ -171,7 +171,7 @@ def batch_of(way: Way, config: hf_distca.DistCAConfig) -> dict[str, Any]:
     packed = PackedDocuments((600, 424))
     if way.ranks > 1:
         shape = AttentionShape(4, 2, 32, 32, 2)
-        dealing = DealSettings(
+        dealing = Dealing(
             way.ranks, TOKENS, {PlanKey(shape, "cuda"): CostModel.make_of_pairs(shape)}, config
         )
         packed = dealing.make_share(np.array(LENGTHS), (0, 0), 0)

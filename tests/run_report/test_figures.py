@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from some_run import RUN, documents, plan_row, some_rows, steps_row, write_record
 
-from hf_distca.agreement.history import BalanceTotals
+from hf_distca.agreement.batch_plan import BalanceTotals
 from hf_distca.errors import ReportError
 from hf_distca.run_report.folder import RunFolder
 from hf_distca.run_report.page import draw_pictures

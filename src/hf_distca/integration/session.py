@@ -1,6 +1,6 @@
 """`Session`: state that a process keeps between micro-batches, and attention computed with it.
 
-Plans, costs and routes are made with it by a `WorkPlanner`, and live in the handle of their
+Plans, costs and routes are made with it by a `LayerPlanner`, and live in the handle of their
 micro-batch.
 """
 
@@ -106,7 +106,7 @@ class Session:
         them must call this: the first call makes the group.
         """
         group = self.join_group()
-        if group.holds is None:
+        if group.has_tokens is None:
             return group
         if self._trainers is None:
             self._trainers = AttentionGroup.find_or_create(
@@ -114,7 +114,7 @@ class Session:
             )
         return self._trainers
 
-    def leave_behind(self, leaving: Sequence[int]) -> AttentionGroup:
+    def shrink_group(self, leaving: Sequence[int]) -> AttentionGroup:
         """Return the group of the others, once the ranks of these indices in the group have left.
         All others must call this.
         """
@@ -181,7 +181,7 @@ class Session:
             group is not None
             and group.size > 1
             and not group.has_left
-            and (group.holds is not None or dist.is_initialized())
+            and (group.has_tokens is not None or dist.is_initialized())
         ):
             self.planner.gather_measurements(group)
 

@@ -17,8 +17,8 @@ from hf_distca.agreement.announce import PlanKey
 from hf_distca.borrowed import is_in_backward
 from hf_distca.errors import DistCADesyncError, UnsupportedError
 from hf_distca.integration.handle import AttentionHandle, LayerWork
+from hf_distca.integration.layer_planner import LayerPlanner
 from hf_distca.integration.session import Session
-from hf_distca.integration.work_planner import WorkPlanner
 from hf_distca.kernels.base import Grads, Outputs, Scores, TaskBatch
 from hf_distca.kernels.varlen import to_device
 from hf_distca.pipeline.tick_calls import CallPart, LayerKind, MicroBatch, MicroBatchPart, OwnCall
@@ -33,7 +33,7 @@ from hf_distca.runtime.route import NOTHING_POOLED, Route
 _NO_ROUTE = Route(TaskBatch((), (), (), ()), NOTHING_POOLED, exchanges=True)
 
 
-class LayerKindRecorder(WorkPlanner):
+class LayerKindRecorder(LayerPlanner):
     """Records the kinds of a stage's calls of attention, in their order, in a forward without other
     ranks, which computes no attention.
 
@@ -46,7 +46,7 @@ class LayerKindRecorder(WorkPlanner):
         self.kinds = dict[int, LayerKind]()
 
     def uses_nano_batches(self, handle: AttentionHandle, training: bool) -> bool:
-        """Return False: these layers run whole. See `WorkPlanner.uses_nano_batches`."""
+        """Return False: these layers run whole. See `LayerPlanner.uses_nano_batches`."""
         return False
 
     def plan_work(
@@ -58,7 +58,7 @@ class LayerKindRecorder(WorkPlanner):
         *,
         training: bool,
     ) -> LayerWork:
-        """See `WorkPlanner.plan_work`."""
+        """See `LayerPlanner.plan_work`."""
         work = handle.layer_work[key] = LayerWork(
             AttentionGroup(),
             _NO_ROUTE,
@@ -82,7 +82,7 @@ class LayerKindRecorder(WorkPlanner):
         return inputs.q_THD.new_zeros((*inputs.q_THD.shape[:2], key.shape.value_head_dim))
 
 
-class StageAttention(WorkPlanner):
+class StageAttention(LayerPlanner):
     """Plans and computes a stage's attention while a schedule runs, and serves other stages.
 
     Attributes:
@@ -105,7 +105,7 @@ class StageAttention(WorkPlanner):
         self.nano_batches = False
 
     def uses_nano_batches(self, handle: AttentionHandle, training: bool) -> bool:
-        """See `WorkPlanner.uses_nano_batches`."""
+        """See `LayerPlanner.uses_nano_batches`."""
         if self.nano_batches and self.micro_batch is not None:
             handle.documents = self.micro_batch.documents.cut_into_chunks(handle.mask.chunk)
         return self.nano_batches
@@ -119,7 +119,7 @@ class StageAttention(WorkPlanner):
         *,
         training: bool,
     ) -> LayerWork:
-        """See `WorkPlanner.plan_work`; calls get their routes when they are made."""
+        """See `LayerPlanner.plan_work`; calls get their routes when they are made."""
         micro_batch = self.micro_batch
         if micro_batch is None:
             raise DistCADesyncError(

@@ -144,7 +144,7 @@ class PoolController:
         for served in self.groups:
             if served.group.monitor is group.monitor:
                 # As long as a plan is used, its group is needed.
-                served.under_way |= {f"{serial}.0"} if step == "use_plan" else set()
+                served.under_way |= {f"{serial}.0"} if step == "make_work" else set()
                 served.send([step, said, serial, forgotten])
             served.under_way.difference_update(forgotten)
         while len(self.groups) > 1 and not self.groups[0].under_way:

@@ -37,8 +37,8 @@ from hf_distca.borrowed import is_of_package
 from hf_distca.errors import UnsupportedError
 from hf_distca.integration.families import check_cut_documents, warn_of_packing
 from hf_distca.integration.hooks.recurrent_segments import make_recurrent_rows
+from hf_distca.integration.layer_planner import LayerPlanner
 from hf_distca.integration.recurrent_rows import RECURRENT_ROWS, RecurrentRows, get_recurrent_rows
-from hf_distca.integration.work_planner import WorkPlanner
 from hf_distca.late_imports import call_after_import
 from hf_distca.recurrent.carryover import RuleOutputs
 from hf_distca.recurrent.convolution import compute_causal_convolution
@@ -117,7 +117,7 @@ class _MixerCall(NamedTuple):
 
 
 def reset_states_at_documents(
-    find_planner: Callable[[PreTrainedModel], WorkPlanner | None],
+    find_planner: Callable[[PreTrainedModel], LayerPlanner | None],
 ) -> None:
     """Replace the forwards and functions named above, in each module now if it is imported, else
     right after its import.
@@ -134,7 +134,7 @@ def reset_states_at_documents(
 
 
 def _replace_functions(
-    name: str, find_planner: Callable[[PreTrainedModel], WorkPlanner | None]
+    name: str, find_planner: Callable[[PreTrainedModel], LayerPlanner | None]
 ) -> None:
     module = sys.modules[f"transformers.models.{name}.modeling_{name}"]
     model, functions = RECURRENT_MODULES[name]
@@ -168,7 +168,7 @@ def _list_forwards(module: ModuleType) -> Iterator[tuple[Any, set[str]]]:
 
 def _pass_rows_to_model(
     forward: Callable[..., Any],
-    find_planner: Callable[[PreTrainedModel], WorkPlanner | None],
+    find_planner: Callable[[PreTrainedModel], LayerPlanner | None],
     check: Callable[[PreTrainedModel, RecurrentRows], None],
 ) -> Callable[..., Any]:
     """Wrap the forward of a model: add `RecurrentRows` to its keyword arguments, and check that
