@@ -10,9 +10,8 @@ import torch
 from hf_distca.agreement.documents import DOCUMENT_KEYS, PACKING_KEYS, PackedDocuments
 from hf_distca.errors import UnsupportedError
 from hf_distca.integration.families import FAMILIES, PROVEN_GROUPS
-from hf_distca.integration.handle import PLANNER
+from hf_distca.integration.handle import MODEL_ROWS, PLANNER
 from hf_distca.integration.mask_objects import CachedMask, DenseMask
-from hf_distca.integration.recurrent_rows import RECURRENT_ROWS
 
 # Keyword arguments that reach attention functions and do not change the maths of causal attention
 # within documents.
@@ -31,7 +30,7 @@ _HARMLESS_ARGUMENTS = {
     "mm_token_type_ids",
     "labels",
     "shift_labels",
-    RECURRENT_ROWS,
+    MODEL_ROWS,
     PLANNER,
     # Of losses, those of Liger and TRL among them.
     "num_items_in_batch",
