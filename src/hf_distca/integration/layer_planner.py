@@ -54,7 +54,7 @@ class LayerPlanner:
                 training or self.takes_all_ranks(handle.batch.packed)
             )
             handle.group = self.session.join_group() if is_shared else _LOCAL_GROUP
-            if handle.group.has_tokens and (leaving := self.planner.current_state().leaving_ranks):
+            if handle.group.has_tokens and (leaving := self.planner.leaving_ranks):
                 handle.group = self.session.shrink_group(leaving)
         return handle.group
 
@@ -82,7 +82,7 @@ class LayerPlanner:
         group = handle.group or self.find_group(handle, training)
         reporting: AbstractContextManager[None] = nullcontext()
         if group.size > 1:
-            number = self.planner.current_state().number + 1
+            number = self.planner.number + 1
             reporting = self.planner.report_errors(
                 group, f"reading documents for micro-batch {number}"
             )
@@ -124,7 +124,7 @@ class LayerPlanner:
                 for part, request in zip(handles, requests, strict=True)
             ]
         else:
-            number = self.planner.current_state().number
+            number = self.planner.number
             with self.planner.report_errors(group, f"measuring costs for micro-batch {number + 1}"):
                 self.make_cost(key, query, group)
             # The first plan after an installation compiles loops of the scheduler.
@@ -187,7 +187,7 @@ class LayerPlanner:
         """Make the cost model of a shape, at its first layer; all ranks of the group at the same
         point. Collective.
         """
-        costs = self.planner.current_state().costs
+        costs = self.planner.costs
         costs.dtypes[key.shape, key.device] = str(query.dtype)
         if (key.shape, key.device) in costs:
             return
