@@ -75,7 +75,7 @@ from hf_distca.integration.layer_planner import LayerPlanner
 from hf_distca.integration.session import Session
 from hf_distca.kernels import Case, Scores, TaskBatch, select_kernel
 from hf_distca.kernels.base import Grads, Operands, Outputs, Saved
-from hf_distca.runtime.call import AttentionServer, Call, Inputs
+from hf_distca.runtime.call import AttentionServer, Inputs, LayerExchange
 from hf_distca.runtime.core_attention import compute_core_attention
 from hf_distca.runtime.group import AttentionGroup
 from hf_distca.runtime.meter import Meter
@@ -140,9 +140,6 @@ class Nowhere:
 
     is_gloo = under_way = False
 
-    def begin_backward(self) -> None:
-        pass
-
     def start(self, *_: Any) -> Nowhere:
         return self
 
@@ -193,7 +190,7 @@ def layer(plan: Plan, rank: int) -> Callable[[], object]:
     ]
     do_THV = torch.zeros_like(leaves[0])
     return lambda: torch.autograd.grad(
-        compute_core_attention(Inputs(*leaves), Call(route, group, server)), leaves, do_THV
+        compute_core_attention(Inputs(*leaves), LayerExchange(route, group, server)), leaves, do_THV
     )
 
 

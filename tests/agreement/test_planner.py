@@ -20,7 +20,7 @@ from hf_distca.agreement.documents import Documents, PackedDocuments, TokenBatch
 from hf_distca.agreement.planner import Planner
 from hf_distca.config import DistCAConfig
 from hf_distca.errors import DistCADesyncError
-from hf_distca.runtime.meter import Meter, mark_now
+from hf_distca.runtime.meter import Meter, get_clock
 from hf_distca.schedule.cost import AttentionShape, CostModel
 from hf_distca.schedule.layout import Layout
 from hf_distca.schedule.plan import Plan
@@ -85,9 +85,9 @@ def test_gathered_figures_wait_for_the_device() -> None:
     with device.installed():
         for number in (1, 2, 3):
             (planned,) = ours.plan([(documents(96), key)], group)
-            begin = mark_now(torch.device("cuda"))
+            begin = get_clock(torch.device("cuda"))()
             device.launch(float(number))
-            planned.meter.span("server", begin, mark_now(torch.device("cuda")))
+            planned.meter.span("server", begin, get_clock(torch.device("cuda"))())
         assert (device.waits, ours.history.total.micro_batches) == ([], 0)
         ours.gather_measurements(group)
         assert ours.history.total.micro_batches == 3

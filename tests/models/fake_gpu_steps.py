@@ -121,10 +121,6 @@ class Group(AttentionGroup):
         on_arrival(rows)
         return Met(rows)
 
-    def with_call_channel(self, where: str, forward_exchanges: int) -> AttentionGroup:
-        """The group itself: its link names nothing."""
-        return self
-
 
 @dataclass
 class Met:
@@ -229,7 +225,7 @@ def step(family: str, way: Way) -> Step:
     return Step(
         list(session.kernel_names),
         session.meter.calls,
-        session.meter.recalls,
+        session.meter.recomputed_calls,
         session.meter.kernel_calls,
         session.meter.dispatches + session.meter.returns,
         forward.operations,

@@ -73,8 +73,8 @@ def _one_copy_lost(which: int) -> Callable[[Original], Original]:
 
     def wrap(original: Original) -> Original:
         calls = itertools.count()
-        return lambda wave, grad, received: (
-            grad if next(calls) == which else original(wave, grad, received)
+        return lambda pooled, grad, received: (
+            grad if next(calls) == which else original(pooled, grad, received)
         )
 
     return wrap
@@ -160,23 +160,23 @@ MUTATIONS: dict[str, tuple[str, str, Callable[[Original], Original]]] = {
     ),
     "documents of a row leak": (_DOCUMENTS, "TokenBatch.read_documents", _one_document_a_row),
     "convolutions see the document before": (
-        "recurrent.convolution",
+        "hybrids.convolution",
         "_convolve_segments",
         lambda _: lambda states, convolve, *_: convolve(states),
     ),
     "states go on in the next document": (
-        "recurrent.segments",
+        "hybrids.segments",
         "Segments.count_tokens",
         lambda original: lambda self, which: [sum(original(self, which))],
     ),
-    "states of other ranks lost": ("recurrent.carryover", "_Exchange.get_received", _lost(2)),
+    "states of other ranks lost": ("hybrids.carryover", "_Exchange.get_received", _lost(2)),
     "rows of convolutions of other ranks lost": (
-        "recurrent.carryover",
+        "hybrids.carryover",
         "_Exchange.get_received",
         _lost(1),
     ),
     "gradients of states and rows of other ranks lost": (
-        "recurrent.carryover",
+        "hybrids.carryover",
         "_Exchange.return_gradients",
         _gradients_lost,
     ),
@@ -185,8 +185,8 @@ MUTATIONS: dict[str, tuple[str, str, Callable[[Original], Original]]] = {
         "AnnouncedDocuments.build_layout",
         _one_document_over_ranks,
     ),
-    "dk of one copy lost": ("runtime.route", "Wave.add_copies", _one_copy_lost(0)),
-    "dv of one copy lost": ("runtime.route", "Wave.add_copies", _one_copy_lost(1)),
+    "dk of one copy lost": ("runtime.route", "PooledTasks.add_copies", _one_copy_lost(0)),
+    "dv of one copy lost": ("runtime.route", "PooledTasks.add_copies", _one_copy_lost(1)),
     "second half without the keys of the first": (_DOCUMENTS, "Documents.split_at", _no_context),
     "gradient of the keys handed over lost": (
         "integration.nano_batches",

@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -28,7 +27,7 @@ from hf_distca.integration.processes import (
     print_if_slow,
 )
 from hf_distca.kernels import Case, Kernel, Scores, select_kernel
-from hf_distca.runtime.call import AttentionServer, Call, Inputs
+from hf_distca.runtime.call import AttentionServer, Inputs, LayerExchange
 from hf_distca.runtime.core_attention import compute_core_attention
 from hf_distca.runtime.group import AttentionGroup, get_current_world
 from hf_distca.runtime.members import Members, check_group_size
@@ -217,21 +216,15 @@ class Session:
         outputs = None if work.outputs is None else work.outputs.find_outputs(module, inputs)
         # Nobody waits for this rank.
         if group.monitor is None:
-            return compute_core_attention(inputs, Call(route, group, server, outputs))
+            return compute_core_attention(inputs, LayerExchange(route, group, server, outputs))
         group.raise_pending()
-        place = f"layer {getattr(module, 'layer_idx', number)} of {work.name}"
-        server = AttentionServer(
-            server.kernel,
-            server.scores,
-            work.meter,
-            partial(group.report_errors, f"computing {place}"),
-        )
-        if route.exchanges:
-            group = group.with_call_channel(place, route.forward_exchanges)
+        label = f"layer {getattr(module, 'layer_idx', number)} of {work.name}"
         try:
-            return compute_core_attention(inputs, Call(route, group, server, outputs))
+            return compute_core_attention(
+                inputs, LayerExchange(route, group, server, outputs, label)
+            )
         except Exception:
-            with server.reporting():
+            with group.report_errors(f"computing {label}"):
                 raise
 
     def choose_kernel(self, query: torch.Tensor, shape: AttentionShape, scores: Scores) -> Kernel:

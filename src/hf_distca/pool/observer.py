@@ -36,7 +36,7 @@ from hf_distca.errors import (
 )
 from hf_distca.pool.addresses import read_token, store_key
 from hf_distca.pool.controller import ASK_SECONDS, PoolController, connect_server
-from hf_distca.runtime.call import Call
+from hf_distca.runtime.call import LayerExchange
 from hf_distca.runtime.group import AttentionGroup, Phase, get_current_world
 from hf_distca.runtime.members import Members
 
@@ -140,7 +140,9 @@ class PoolObserver:
         """See `GroupObserver.take_step`."""
         return self.controller.take_step(step, *args, **options)
 
-    def enter_phase(self, call: Call, phase: Phase, dtype: torch.dtype | None = None) -> None:
+    def enter_phase(
+        self, call: LayerExchange, phase: Phase, dtype: torch.dtype | None = None
+    ) -> None:
         """See `GroupObserver.enter_phase`."""
         self.controller.enter_phase(call, phase, dtype)
 

@@ -28,7 +28,6 @@ from hf_distca.agreement.batch_plan import MicroBatchPlan
 from hf_distca.agreement.documents import Documents
 from hf_distca.agreement.planner import Planner
 from hf_distca.borrowed import Store, TCPStore
-from hf_distca.doctor.exchange import exchange
 from hf_distca.errors import DistCADesyncError, make_printable
 from hf_distca.integration.handle import LayerWork
 from hf_distca.integration.layer_planner import LayerPlanner
@@ -45,9 +44,10 @@ from hf_distca.pool.words import (
     read_requests,
     read_share,
 )
-from hf_distca.runtime.call import Call
+from hf_distca.runtime.call import LayerExchange
 from hf_distca.runtime.empty_rows import make_empty_operands
 from hf_distca.runtime.meter import Meter
+from hf_distca.tools.doctor.exchange import exchange
 
 _LOOK_SECONDS = 1.0  # between two looks whether another rank has left
 _END_SECONDS = 3.0  # that rank 0, which fails when others do not come, may take to say so
@@ -139,7 +139,7 @@ class Server:
     def __init__(self, ranks: PoolRanks, seconds: float, device: torch.device) -> None:
         self._ranks, self._device, self.is_leaving = ranks, device, False
         self._group = ranks.join(seconds)
-        self._calls: dict[int, Call] = {}
+        self._calls: dict[int, LayerExchange] = {}
         self._known: dict[str, Any] = {}
         self._meter = Meter()
         self._micro_batches = self._served = 0
@@ -205,7 +205,7 @@ class Server:
         settings = read_config(config)
         if session not in self._known:
             self._known[session] = begun = Session(settings)
-            begun.meter.whole = self._meter
+            begun.meter.parent = self._meter
             begun.adopt_group(self._group)
         self._known[session].config = settings
 
@@ -258,10 +258,7 @@ class Server:
             key.shape,
             Scores(layer["scale"], used.window, layer["softcap"]),
         )
-        server.reporting = partial(used.group.report_errors, f"computing {place}")
-        self._calls[call] = taken = Call(
-            used.route, used.group.with_call_channel(place, used.route.forward_exchanges), server
-        )
+        self._calls[call] = taken = LayerExchange(used.route, used.group, server, None, place)
         if backward:
             taken.begin_backward()
         else:

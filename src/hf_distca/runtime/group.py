@@ -68,8 +68,8 @@ class GroupObserver(Protocol):
         """Take a step that is marked by `mark_joint_step`, and return its result."""
 
     def enter_phase(self, call: Any, phase: Phase, dtype: torch.dtype | None = None) -> None:
-        """Hear that a `Call` enters a phase, in which it launches exchanges or waits for them; with
-        the dtype of q when it begins.
+        """Hear that a `LayerExchange` enters a phase, in which it launches messages or waits for
+        them; with the dtype of q when it begins.
         """
 
 
@@ -264,14 +264,6 @@ class AttentionGroup:
     def has_left(self) -> bool:
         """True if this rank has left the group: it failed, or heard that another did."""
         return self.monitor is not None and self.monitor.has_left
-
-    def with_call_channel(self, where: str, forward_exchanges: int) -> AttentionGroup:
-        """Return the group with the channel of one call, from `Channel.make_call_channel`."""
-        return (
-            self
-            if self.data is None
-            else replace(self, data=self.data.make_call_channel(where, forward_exchanges))
-        )
 
     def report_errors(self, doing: str) -> AbstractContextManager[None]:
         """Return a context manager that reports an exception inside to the other ranks, so that

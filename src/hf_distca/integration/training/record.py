@@ -23,11 +23,7 @@ import torch
 from transformers import TrainingArguments
 
 from hf_distca.agreement.batch_plan import BalanceTotals, MicroBatchPlan, RunningMicroBatch
-from hf_distca.integration.attention_names import find_distca_configs
-from hf_distca.integration.processes import LOG
-from hf_distca.integration.session import Session
-from hf_distca.package_versions import list_versions
-from hf_distca.run_report.rows import (
+from hf_distca.agreement.record_rows import (
     RECORD_NAME,
     PerRank,
     PlanPart,
@@ -38,6 +34,10 @@ from hf_distca.run_report.rows import (
     WarningRow,
     write_row,
 )
+from hf_distca.integration.attention_names import find_distca_configs
+from hf_distca.integration.processes import LOG
+from hf_distca.integration.session import Session
+from hf_distca.package_versions import list_versions
 
 _TRAINING_FIELDS = (
     "per_device_train_batch_size",
