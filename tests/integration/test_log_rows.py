@@ -16,8 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Trainer, TrainerCallback
 
 import hf_distca
-from hf_distca.agreement.batch_plan import BatchPlan
-from hf_distca.agreement.world_progress import Progress
+from hf_distca.agreement.batch_plan import History, MicroBatchPlan
 from hf_distca.integration.current_session import current_session
 from hf_distca.runtime.meter import Meter
 from hf_distca.schedule.cost import AttentionShape
@@ -61,23 +60,20 @@ def recorded() -> Iterator[list[Did]]:
     """What the micro-batches inside do, in order."""
     done: dict[int, Did] = {}
     seen: list[Did] = []
-    use = Progress.use_plan
+    record = History.record_plan
 
-    def spy(self: Progress, planned: BatchPlan, *args: Any) -> Meter:
-        meter = use(self, planned, *args)
-        cost, plan = self.costs.get_cost(planned.key), planned.plan
-        seconds = cost.estimate_seconds(plan.end - plan.start, plan.end, plan.heads)
-        before = [float(seconds[plan.home == rank].sum()) for rank in (0, 1)]
-        if self.number not in done:
-            done[self.number] = Did(0.0, 0.0, [])
-            seen.append(done[self.number])
-        did = done[self.number]
+    def spy(self: History, used: MicroBatchPlan) -> None:
+        record(self, used)
+        before = [float(used.task_seconds[used.plan.home == rank].sum()) for rank in (0, 1)]
+        if used.number not in done:
+            done[used.number] = Did(0.0, 0.0, [])
+            seen.append(done[used.number])
+        did = done[used.number]
         did.before += max(before)
         did.mean += sum(before) / 2
-        did.meters.append(meter)
-        return meter
+        did.meters.append(used.meter)
 
-    with patch.object(Progress, "use_plan", spy):
+    with patch.object(History, "record_plan", spy):
         yield seen
 
 
@@ -135,7 +131,7 @@ def train(
     )
     with recorded() as done:
         trainer.train()
-    assert current_session().planner.resume_progress().number == STEPS * accumulation
+    assert current_session().planner.number == STEPS * accumulation
     return trainer.state.log_history, [did.figures for did in done], seen
 
 

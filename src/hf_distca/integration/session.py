@@ -1,7 +1,7 @@
-"""`Session`: state that a process keeps between micro-batches, and attention computed with it.
+"""`Session`: state that a process keeps between micro-batches.
 
-Plans, costs and routes are made with it by a `WorkPlanner`, and live in the handle of their
-micro-batch.
+Plans, costs and routes are made with it by a `LayerPlanner`, and live in the batch of their
+forward.
 """
 
 from __future__ import annotations
@@ -9,18 +9,16 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
-from hf_distca.agreement.planner import Planner, get_current_world
+from hf_distca.agreement.planner import Planner
 from hf_distca.borrowed import get_mesh, get_timeout
 from hf_distca.config import DistCAConfig, show_value
 from hf_distca.errors import ConfigError
-from hf_distca.integration.handle import LayerWork
 from hf_distca.integration.processes import (
     choose_group_size,
     find_data_parallel_ranks,
@@ -28,9 +26,7 @@ from hf_distca.integration.processes import (
     print_if_slow,
 )
 from hf_distca.kernels import Case, Kernel, Scores, select_kernel
-from hf_distca.runtime.call import AttentionServer, Call, Inputs
-from hf_distca.runtime.core_attention import compute_core_attention
-from hf_distca.runtime.group import AttentionGroup
+from hf_distca.runtime.group import AttentionGroup, get_current_world
 from hf_distca.runtime.members import Members, check_group_size
 from hf_distca.runtime.meter import Meter
 from hf_distca.schedule.cost import AttentionShape
@@ -100,6 +96,7 @@ class Session:
                 size = None if world is None else choose_group_size(members, self.config)
                 self._group = self._make_group(members, size)
             self._trainers, self._world = None, world
+            self.planner.join_world()
         return self._group
 
     def join_trainers(self) -> AttentionGroup:
@@ -107,7 +104,7 @@ class Session:
         them must call this: the first call makes the group.
         """
         group = self.join_group()
-        if group.holds is None:
+        if group.has_tokens is None:
             return group
         if self._trainers is None:
             self._trainers = AttentionGroup.find_or_create(
@@ -115,7 +112,7 @@ class Session:
             )
         return self._trainers
 
-    def leave_behind(self, leaving: Sequence[int]) -> AttentionGroup:
+    def shrink_group(self, leaving: Sequence[int]) -> AttentionGroup:
         """Return the group of the others, once the ranks of these indices in the group have left.
         All others must call this.
         """
@@ -182,7 +179,7 @@ class Session:
             group is not None
             and group.size > 1
             and not group.has_left
-            and (group.holds is not None or dist.is_initialized())
+            and self._world is get_current_world()
         ):
             self.planner.gather_measurements(group)
 
@@ -194,44 +191,6 @@ class Session:
             self._members = next(
                 (mesh for model in models if (mesh := get_mesh(model)) is not None), None
             )
-
-    def make_server(
-        self, work: LayerWork, query: torch.Tensor, shape: AttentionShape, scores: Scores
-    ) -> AttentionServer:
-        """Make a server for the tasks of layers of this shape and these scores, which compute in
-        the dtype of `query`.
-        """
-        with work.group.report_errors(f"choosing a kernel for {work.name}"):
-            return AttentionServer(self.choose_kernel(query, shape, scores), scores, work.meter)
-
-    def compute_attention(
-        self, work: LayerWork, server: AttentionServer, module: torch.nn.Module, inputs: Inputs
-    ) -> torch.Tensor:
-        """Compute core attention of one layer for this rank's tokens; `server` runs the tasks of
-        all layers like it.
-        """
-        group = work.group
-        route = work.route
-        number = next(work.call_numbers)
-        outputs = None if work.outputs is None else work.outputs.find_outputs(module, inputs)
-        # Nobody waits for this rank.
-        if group.monitor is None:
-            return compute_core_attention(inputs, Call(route, group, server, outputs))
-        group.raise_pending()
-        place = f"layer {getattr(module, 'layer_idx', number)} of {work.name}"
-        server = AttentionServer(
-            server.kernel,
-            server.scores,
-            work.meter,
-            partial(group.report_errors, f"computing {place}"),
-        )
-        if route.exchanges:
-            group = group.with_call_channel(place, route.forward_exchanges)
-        try:
-            return compute_core_attention(inputs, Call(route, group, server, outputs))
-        except Exception:
-            with server.reporting():
-                raise
 
     def choose_kernel(self, query: torch.Tensor, shape: AttentionShape, scores: Scores) -> Kernel:
         """Choose the kernel for the device and dtype of a tensor, and layers of this shape."""

@@ -67,6 +67,7 @@ def find_ranks(
         UnsupportedError: if attention is computed in a way that stages cannot share, or settings
             ask for what they cannot do.
     """
+    session.planner.join_world()
     group = AttentionGroup.find_or_create(
         _find_members(stage, session), timeout_seconds=session.config.timeout_seconds
     )
@@ -96,7 +97,7 @@ def find_ranks(
     attention = StageAttention(session, group, stage.device, list(kinds))
     with group.report_errors("measuring costs"):
         for kind in dict.fromkeys(call.kind for call in pipeline.calls):
-            attention.learn_cost(kind.key, kind.make_empty_operands(stage.device).q_THD, group)
+            attention.make_cost(kind.key, kind.make_empty_operands(stage.device).q_THD, group)
     return pipeline, attention
 
 

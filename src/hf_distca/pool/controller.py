@@ -27,11 +27,11 @@ from hf_distca.agreement.documents import Documents
 from hf_distca.agreement.planner import Planner
 from hf_distca.config import DistCAConfig
 from hf_distca.errors import ConfigError, DistCADesyncError, make_printable
-from hf_distca.integration.handle import LayerWork
+from hf_distca.integration.handle import LayerPlan
 from hf_distca.late_imports import call_at_exit
 from hf_distca.pool.addresses import parse_address
 from hf_distca.pool.words import JsonLineConnection
-from hf_distca.runtime.call import Call
+from hf_distca.runtime.call import LayerExchange
 from hf_distca.runtime.group import AttentionGroup, Phase
 
 ASK_SECONDS = 0.2  # between two attempts to find a server
@@ -115,18 +115,18 @@ class PoolController:
         self.announce(group, step.__name__, said, serial)
         result = step(*args, **options)
         # As long as a route is known, calls of its work may come.
-        known = result.route if isinstance(result, LayerWork) else result
+        known = result.route if isinstance(result, LayerPlan) else result
         for number, named in enumerate(known if isinstance(known, list) else [known]):
             self._name(named, f"{serial}.{number}")
         return result
 
-    def enter_phase(self, call: Call, phase: Phase, dtype: torch.dtype | None) -> None:
+    def enter_phase(self, call: LayerExchange, phase: Phase, dtype: torch.dtype | None) -> None:
         """See `GroupObserver.enter_phase`."""
         said: dict[str, Any] = {"call": id(call)}
-        if phase == "begin" and call.group.data is not None:
+        if phase == "begin":
             said |= {
                 "work": self._names[id(call.route)],
-                "place": call.group.data.where,
+                "place": call.label,
                 "dtype": dtype,
                 "scale": call.server.scores.scale,
                 "softcap": call.server.scores.softcap,
@@ -144,7 +144,7 @@ class PoolController:
         for served in self.groups:
             if served.group.monitor is group.monitor:
                 # As long as a plan is used, its group is needed.
-                served.under_way |= {f"{serial}.0"} if step == "use_plan" else set()
+                served.under_way |= {f"{serial}.0"} if step == "make_layer_plan" else set()
                 served.send([step, said, serial, forgotten])
             served.under_way.difference_update(forgotten)
         while len(self.groups) > 1 and not self.groups[0].under_way:
