@@ -20,7 +20,7 @@ from hf_distca.schedule.load import PlanLoad, count_transient_bytes
 from hf_distca.schedule.plan import Plan
 from hf_distca.schedule.ranks import Ranks
 from hf_distca.schedule.slice_cost import estimate_slice_seconds
-from hf_distca.schedule.trial import solve_rows
+from hf_distca.schedule.tails import solve_rows
 
 SHAPE = AttentionShape(32, 8, 128, 128, 2)
 PAIRS, CPU, CUDA = (

@@ -98,7 +98,7 @@ def test_documents_that_fit_nodes_need_no_exchange_between_them(
     assert layout.query_tokens.tolist() == [tokens] * 64
     load = PlanLoad(balance(layout, CUDA, DistCAConfig(), NODES), CUDA, ranks=NODES)
     assert load.slowest_seconds <= most * load.compute_seconds.mean()
-    assert load.node_bytes.inter_node[0].sum() <= 0.1 * load.node_bytes.intra_node[0].sum()
+    assert load.node_bytes.inter_node[0].sum() <= 0.12 * load.node_bytes.intra_node[0].sum()
 
 
 @pytest.mark.parametrize("longest", [65536, 131072, 262144])
@@ -128,7 +128,7 @@ def test_nano_batches_stay_in_their_nodes() -> None:
     for half in halves:
         load = PlanLoad(balance(half, CUDA, config, NODES), CUDA, overlapped=True, ranks=NODES)
         assert load.slowest_seconds <= 1.021 * load.compute_seconds.mean()
-        assert load.node_bytes.inter_node[0].sum() <= 0.1 * load.node_bytes.intra_node[0].sum()
+        assert load.node_bytes.inter_node[0].sum() <= 0.15 * load.node_bytes.intra_node[0].sum()
 
 
 def test_work_crosses_nodes_only_where_a_node_has_too_much() -> None:

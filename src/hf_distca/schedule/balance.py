@@ -22,12 +22,8 @@ from hf_distca.schedule.parts import Pieces, list_splits
 from hf_distca.schedule.plan import Plan
 from hf_distca.schedule.ranks import UNIFORM_RANKS, Ranks
 from hf_distca.schedule.relays import add_relays
-from hf_distca.schedule.trial import (
-    END,
-    LATEST,
-    PIECE,
-    make_moves,
-)
+from hf_distca.schedule.tails import END, LATEST, PIECE, USEFUL
+from hf_distca.schedule.trial import make_moves
 
 # Times T that a rank may end later for the trial to go on: it may end before those of later T.
 _USEFUL = 1.05
@@ -132,19 +128,24 @@ class PlanTrials:
         mean, nodes = self.compute_means(1), self.compute_means(self.node_count)
         # First node by node, where that can be about as early.
         ways = [nodes, mean] if nodes.max() < mean[0] * (1 + self.tolerance) else [mean, nodes]
-        for groups, split_mask in list_splits(
-            self.unmoved_load, self.config, self.marginal, mean[0]
-        ):
-            pieces = Pieces.cut(self.unmoved_load, self.config, groups, split_mask, self.has_relays)
+        splits = list_splits(self.unmoved_load, self.config, self.marginal, mean[0])
+        for groups, split_mask in splits:
+            pieces, is_first = None, best is self.unmoved_load
             for means in ways[: self.node_count]:
                 earliest, limit = min(best.slowest_seconds, required), math.inf
-                if len(means) == 1 and best is not self.unmoved_load:
+                # What was found is left for what ends earlier by the tolerance; but the first plan
+                # of nodes alone for what ends earlier at all.
+                if best is not self.unmoved_load and not (is_first and len(means) > 1):
                     earliest = limit = earliest * (1 - self.tolerance)
                 # No plan ends before the mean of its ranks.
-                if means.max() < earliest:
-                    load = self.weigh_plan(pieces.make_plan(self._search(pieces, means, limit)))
-                    if load.slowest_seconds < earliest:
-                        best = load
+                if means.max() >= earliest:
+                    continue
+                pieces = pieces or Pieces.cut(
+                    self.unmoved_load, self.config, groups, split_mask, self.has_relays
+                )
+                load = self.weigh_plan(pieces.make_plan(self._search(pieces, means, limit)))
+                if load.slowest_seconds < earliest:
+                    best = load
         return best.plan
 
     def compute_means(self, units: int) -> FloatArray:
@@ -177,26 +178,30 @@ class PlanTrials:
             most = mean + 5 * np.maximum(low - mean, tolerance * mean)
             latest = np.where(is_done, math.inf, np.minimum((low + high) / 2, most))
         # Where single ranks end late whatever they give, the others still can be even.
-        for part in _EVEN_PARTS if len(moves) and (high > _LATE * mean).any() else ():
-            most = high * (1 + tolerance / 2)
-            made, end = self._try(pieces, mean + part * (high - mean), most)
-            if (end <= most).all():
-                return made
+        is_even, most = high <= _LATE * mean, high * (1 + tolerance / 2)
+        for part in _EVEN_PARTS:
+            if is_even.all():
+                break
+            latest = np.where(is_even, math.inf, mean + part * (high - mean))
+            made, end = self._try(pieces, latest, most)
+            fits = ~is_even & (end <= most)
+            moves, is_even = self._replace(pieces, moves, made, fits), is_even | fits
         return moves
 
     def _try(
         self, pieces: Pieces, latest: FloatArray, useful: FloatArray
     ) -> tuple[IntArray, FloatArray]:
-        """Make a trial for the T of each unit: its moves, and when the last ranks end; inf for all
-        if one ends after what is useful.
+        """Make a trial for the T of each unit: its moves, and when the last rank of each ends; inf
+        if that is of no use.
         """
         batch, units = pieces.restore(), len(latest)
-        batch.ranks[LATEST] = np.repeat(latest, len(batch.speeds) // units)
-        order = np.argsort(-batch.ranks[END], kind="stable")
-        most = math.inf if units > 1 else useful[0]
-        is_useful = make_moves(batch, order, most, units > 1)
+        per_unit = self.layout.world_size // units
+        batch.ranks[LATEST] = np.repeat(latest, per_unit)
+        batch.ranks[USEFUL] = np.repeat(useful, per_unit)
+        make_moves(batch, np.argsort(-batch.ranks[END], kind="stable"), units > 1)
         end = batch.ranks[END].reshape(units, -1).max(axis=1)
-        return batch.moves[: batch.counts[1]].copy(), end if is_useful else np.full(units, math.inf)
+        is_left = np.isinf(batch.ranks[LATEST, ::per_unit]) & np.isfinite(latest)
+        return batch.moves[: batch.counts[1]].copy(), np.where(is_left, math.inf, end)
 
     def _replace(
         self, pieces: Pieces, moves: IntArray, made: IntArray, units: BoolArray

@@ -13,7 +13,7 @@ from hf_distca.schedule.cost import MarginalCost, TransientBytes
 from hf_distca.schedule.layout import BoolArray, IntArray, mark_changes, repeat_split_rows
 from hf_distca.schedule.load import PlanLoad, count_transient_bytes
 from hf_distca.schedule.plan import Plan
-from hf_distca.schedule.trial import (
+from hf_distca.schedule.tails import (
     COMPUTE,
     HELD,
     PIECE,
@@ -22,8 +22,8 @@ from hf_distca.schedule.trial import (
     STOP,
     UNITS,
     Batch,
-    make_moves,
 )
+from hf_distca.schedule.trial import make_moves
 
 # Head groups that documents are split in; more gain nothing. And the part of the mean that a server
 # typically takes: documents are long if slices of it would have more bytes of keys than of rows.
@@ -116,7 +116,7 @@ class Pieces:
             can_serve=(layout.query_tokens == 0) | config.serve_in_place,
             wire=1 / rate,
             link=link,
-            ranks=np.zeros((8, ranks)),
+            ranks=np.zeros((9, ranks)),
             end=last[moved],
             sent=np.zeros((len(rows), UNITS), dtype=np.int64),
             last_holder=np.full(len(number), -1),
@@ -125,7 +125,7 @@ class Pieces:
             counts=np.zeros(2, dtype=np.int64),
         )
         batch.ranks[COMPUTE] = load.compute_seconds
-        make_moves(batch, np.arange(0), math.inf, False)
+        make_moves(batch, np.arange(0), False)
         batch.ranks[HELD] = count_transient_bytes(load.plan, transient) if bound else 0.0
         np.minimum(batch.end, np.where(heads[part] < 1, split, whole), out=batch.end)
         start = batch._replace(**{name: getattr(batch, name).copy() for name in _STATE})
