@@ -107,7 +107,7 @@ def test_why_exchanges_were_given_up() -> None:
     assert fewer_moves_reason(made) is None
     kernel, waiting = np.array([2.0, 2.0]), np.array([3.0, 3.0])
     slow = Observation(
-        np.ones((2, 3)), kernel, waiting, np.array([0.5, 0.5]), np.array([4.0, 0.0]), none
+        np.full(2, 3.0), kernel, waiting, np.array([0.5, 0.5]), np.array([4.0, 0.0]), none
     )
     for _ in range(8):
         made.planner.resume_progress().costs.learn_from_sample((SHAPE, "cpu"), slow)

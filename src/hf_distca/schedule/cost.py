@@ -162,6 +162,15 @@ class KernelCost:
         """Seconds of a task, a byte and a flop: shape (3,)."""
         return np.array([self.task_seconds, 1 / self.bytes_per_second, 1 / self.flops_per_second])
 
+    def scale(self, factor: float) -> Self:
+        """Return the costs of a kernel that takes `factor` times as long."""
+        return replace(
+            self,
+            task_seconds=self.task_seconds * factor,
+            bytes_per_second=self.bytes_per_second / factor,
+            flops_per_second=self.flops_per_second / factor,
+        )
+
     def add_call_overhead(self, seconds: npt.ArrayLike, calls: npt.ArrayLike = 1) -> FloatArray:
         """Return the seconds of so many calls whose tasks take `seconds` together; without tasks
         there is no call.
@@ -325,6 +334,19 @@ class CostModel:
             name="causal pairs",
         )
 
+    def scale(self, kernel: float = 1.0, exchange: float = 1.0) -> Self:
+        """Return this model with kernels and exchanges that take so many times as long."""
+        node_rate = self.node_bytes_per_second
+        return replace(
+            self,
+            forward=self.forward.scale(kernel),
+            backward=self.backward.scale(kernel),
+            exchange_bytes_per_second=self.exchange_bytes_per_second / exchange,
+            exchange_seconds=self.exchange_seconds * exchange,
+            node_bytes_per_second=None if node_rate is None else node_rate / exchange,
+            peer_seconds=self.peer_seconds * exchange,
+        )
+
     def without_unused_window(self, longest: int) -> Self:
         """Return this model for documents of at most `longest` tokens: without a window that none
         exceeds.
@@ -403,22 +425,15 @@ class CostModel:
             0, 2, 1
         )
 
-    def estimate_parts(
-        self, rows: npt.ArrayLike, keys: npt.ArrayLike, heads: npt.ArrayLike = 1.0
-    ) -> FloatArray:
-        """Return the three parts that add up to `estimate_directions`: of the task, of
-        bytes and of flops, shape (2, tasks, 3).
-        """
-        coefficients = [self.forward.coefficients, self.backward.coefficients]
-        return self.count_work(rows, keys, heads) * np.stack(coefficients)[:, None]
-
     def estimate_directions(
         self, rows: npt.ArrayLike, keys: npt.ArrayLike, heads: npt.ArrayLike = 1.0
     ) -> FloatArray:
         """Return the seconds of each task, forward and backward: shape (2, tasks)."""
+        coefficients = np.stack([self.forward.coefficients, self.backward.coefficients])[:, None]
+        parts = self.count_work(rows, keys, heads) * coefficients
         # Not a matrix product: BLAS rounds differently from one processor to the next, and plans
         # are decided by these seconds.
-        task, moved, computed = np.moveaxis(self.estimate_parts(rows, keys, heads), -1, 0)
+        task, moved, computed = np.moveaxis(parts, -1, 0)
         return np.asarray(task + moved + computed)
 
     def estimate_seconds(
