@@ -195,19 +195,6 @@ def test_evaluation_is_shared_on_request(rank_pool: Callable[[int], RankPool]) -
         torch.testing.assert_close(together, alone, rtol=1e-5, atol=1e-6)
 
 
-def calibrated(rank: int) -> tuple[str, float]:
-    hf_distca.configure(hf_distca.DistCAConfig(cost_model="calibrated"))
-    model_for(2, "distca", torch.float32)(**batch(rank), use_cache=False).loss.backward()
-    (cost,) = current_session().planner.resume_progress().costs.values()
-    return cost.name, cost.forward.flops_per_second + cost.backward.flops_per_second
-
-
-def test_calibration_gives_all_ranks_the_same_costs(rank_pool: Callable[[int], RankPool]) -> None:
-    first, second = rank_pool(2)(calibrated)
-    assert first == second
-    assert first[0] == "calibrated cpu"
-
-
 def test_figures_of_a_tally() -> None:
     history, layout = History(), Layout.from_lengths([[8, 4], [4]])
     plan = Plan.from_tasks(layout, [(0, 0, 8, 0, 0), (1, 0, 4, 0, 1), (2, 0, 4, 1, 1)])
