@@ -93,7 +93,7 @@ SMALL = {
         "--tokens 512 --layers 1 --heads 2 --rounds 1 --json out.json"
     ),
     "python benchmarks/simulated/published_timings.py": "--json out.json",
-    "python benchmarks/schedule/profile_plans.py benchmarks/placements": "--json out.json",
+    "python benchmarks/schedule/one_factor.py": "--json out.json",
     "python benchmarks/schedule/plans_before.py benchmarks/placements": (
         f"--before {ROOT} --json out.json"
     ),
@@ -129,7 +129,7 @@ IN_TURN = {
     "python benchmarks/schedule/row_order.py",
     "python benchmarks/steps/dealt_step_time.py",
     "python benchmarks/simulated/published_timings.py",
-    "python benchmarks/schedule/profile_plans.py benchmarks/placements",
+    "python benchmarks/schedule/one_factor.py",
     "python benchmarks/schedule/plans_before.py benchmarks/placements",
     (
         "python benchmarks/schedule/context_parallel.py --placement"

@@ -41,7 +41,7 @@ def batch(rank: int) -> dict[str, Any]:
         ({"group_size": 1.5}, "group_size=1.5"),
         ({"timeout_seconds": 0}, "timeout_seconds=0"),
         ({"kernel": "flash"}, "kernel='flash' must be one of 'auto'"),
-        ({"cost_model": "measured"}, "cost_model='measured' must be one of"),
+        ({"cost_model": "measured"}, "cost_model='measured' must be 'analytic'"),
     ],
 )
 def test_settings_are_checked_on_construction(changes: dict[str, Any], named: str) -> None:
