@@ -49,10 +49,10 @@ def collectives_of_a_step(rank: int, dtype: torch.dtype | None, ping_pong: bool)
         fully_shard(layer, mp_policy=MixedPrecisionPolicy(param_dtype=dtype))
     fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=dtype))
     data = batch(*([96], [16, 16, 16])[rank])
-    before = current_session().planner.resume_progress().number
+    before = current_session().planner.current_state().number
     with counted_planning() as seen:
         model(**data, use_cache=False).loss.backward()
-    return len(seen), current_session().planner.resume_progress().number - before
+    return len(seen), current_session().planner.current_state().number - before
 
 
 @pytest.mark.parametrize("ping_pong", [False, True])
@@ -223,7 +223,7 @@ def dtypes_under_autocast(rank: int) -> tuple[list[int], list[str]]:
         model_for(2, "distca", torch.float32)(
             **batch(*([96], [16])[rank]), use_cache=False
         ).loss.backward()
-    costs = current_session().planner.resume_progress().costs
+    costs = current_session().planner.current_state().costs
     return [shape.element_bytes for shape, _ in costs], [*costs.dtypes.values()]
 
 

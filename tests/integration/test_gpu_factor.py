@@ -14,8 +14,8 @@ import torch
 import hf_distca
 from hf_distca.agreement.announce import PlanKey
 from hf_distca.integration.current_session import current_session
+from hf_distca.integration.layer_planner import LayerPlanner
 from hf_distca.integration.session import Session
-from hf_distca.integration.work_planner import WorkPlanner
 from hf_distca.runtime.group import AttentionGroup
 from hf_distca.schedule.cost import AttentionShape, CostModel
 from ranks import RankPool
@@ -41,12 +41,12 @@ def learned(
         hf_distca.configure(hf_distca.DistCAConfig(cost_model=own or "analytic", tile=256))
         query = SimpleNamespace(device=torch.device("cuda", 0), dtype=torch.bfloat16)
         session = current_session()
-        WorkPlanner(session).learn_cost(
+        LayerPlanner(session).make_cost(
             PlanKey(SHAPE, "cuda", 4096),
             cast("torch.Tensor", query),
             AttentionGroup.find_or_create(timeout_seconds=30),
         )
-        costs = session.planner.resume_progress().costs
+        costs = session.planner.current_state().costs
         hf_distca.configure()
     return costs[SHAPE, "cuda"]
 
