@@ -141,16 +141,14 @@ def test_a_rate_that_nothing_limits_is_no_number() -> None:
     assert "Gflop/s forward, as fast as bytes come backward" in line
 
 
-def test_plan_and_deal_take_a_profile(tmp_path: Path) -> None:
+def test_plan_takes_a_profile(tmp_path: Path) -> None:
     name = Profile.list_shipped()[0]
     (tmp_path / "lengths.json").write_text(json.dumps([3072, 1024]))
     dealt = tmp_path / "dealt.json"
     words = [
-        "deal",
+        "plan",
         tmp_path / "lengths.json",
-        "--ranks",
-        2,
-        "--tokens-per-rank",
+        "--deal",
         2048,
         "--output",
         dealt,

@@ -68,11 +68,12 @@ def main(
     """Core attention disaggregation for Hugging Face."""
 
 
-for verb in (plan, deal, profile, advise, report, doctor, serve):
+for verb in (plan, profile, advise, report, doctor, serve):
     app.command()(verb)
-# It ends in one line, whatever its options are.
-app.command(
-    hidden=True, context_settings={"ignore_unknown_options": True, "allow_extra_args": True}
-)(simulate)
+# They end in one line, whatever their options are.
+for verb in (simulate, deal):
+    app.command(
+        hidden=True, context_settings={"ignore_unknown_options": True, "allow_extra_args": True}
+    )(verb)
 # What follows the script is the script's, options included.
 app.command(context_settings={"allow_interspersed_args": False})(run)

@@ -79,8 +79,8 @@ def profile(options: ProfileOptions) -> None:
 
     Under torchrun or accelerate launch, the ranks that were started exchange, inside a node and
     between nodes; with --ranks, processes on this machine do; else kernels alone are timed, and
-    exchanges are estimated by built-in figures. Give the file to --cost-model of plan and deal, and
-    to DistCAConfig(cost_model=...).
+    exchanges are estimated by built-in figures. Give the file to --cost-model of plan, and to
+    DistCAConfig(cost_model=...).
     """
     from hf_distca.measure import machine_profile
 
