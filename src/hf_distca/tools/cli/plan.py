@@ -113,8 +113,8 @@ def plan(
 def deal() -> None:
     """Say that documents are dealt by `hf-distca plan`."""
     exit_with_error(
-        "deal is an option of another verb now: hf-distca plan LENGTHS --deal TOKENS_PER_RANK, for as"
-        " many ranks as these tokens need."
+        "deal is an option of another verb now: hf-distca plan LENGTHS --deal TOKENS_PER_RANK, for"
+        " as many ranks as these tokens need."
     )
 
 
