@@ -215,11 +215,11 @@ def _check_arguments(
 ) -> tuple[IntArray, IntArray]:
     """Check the arguments, and return the lengths and the tokens of each rank."""
     given: Any = tokens_per_rank
-    by_rank = list(given) if isinstance(given, list | tuple) else [given]
+    tokens = list(given) if isinstance(given, list | tuple) else [given]
     per_node = 1 if ranks_per_node is None else ranks_per_node
     numbers = {
         "ranks": ranks,
-        "tokens_per_rank": min(by_rank, default=0),
+        "tokens_per_rank": min(tokens, default=0),
         "tile": tile,
         "ranks_per_node": per_node,
     }
@@ -230,16 +230,13 @@ def _check_arguments(
     if ranks % per_node:
         raise ConfigError(f"ranks_per_node={per_node} must divide ranks={ranks}.")
     length = require_integers(lengths, "document lengths")
-    wrong = (length < 1) | (length > _MAX_LENGTH)
-    if wrong.any():
-        document = int(wrong.argmax())
+    for document in np.flatnonzero((length < 1) | (length > _MAX_LENGTH)):
         raise LayoutError(
             f"document {document} has length {length[document]}: at least 1 token is needed, the"
             " limit is 2**32."
         )
-    tokens = [given] * ranks if type(given) is int else by_rank
-    total = sum(length.tolist())
-    expected = sum(tokens)
+    tokens = tokens * ranks if tokens == [given] else tokens
+    total, expected = sum(length.tolist()), sum(tokens)
     if total != expected or len(tokens) != ranks:
         raise LayoutError(
             f"{len(length)} documents have {total} tokens, {ranks} ranks with {tokens_per_rank}"
