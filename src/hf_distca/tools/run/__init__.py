@@ -8,8 +8,6 @@ way reaches them all: launchers write their
 own command lines, and packages of others call launchers in more ways than could be rewritten. That
 folder is part of the installed package, so that a process that outlives the run finds only
 installed files there.
-
-May import `late_imports`, `integration`, `observe`, `pool` and `cli`.
 """
 
 from __future__ import annotations
