@@ -1,12 +1,11 @@
-"""`Findings`: how uneven the attention of ranks was, which rank was slow and why, and what
-hf-distca would make of it.
+"""`Findings`: how uneven the attention of ranks was, which rank was slow, and what hf-distca would
+make of it.
 
 Work is seconds by the built-in rates of a cost model, forward and backward.
 """
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass, field, replace
@@ -23,10 +22,9 @@ from hf_distca.schedule.layout import FloatArray, IntArray, Layout
 from hf_distca.schedule.load import PlanLoad
 from hf_distca.schedule.profiles import Profile
 from hf_distca.schedule.ranks import Ranks
-from hf_distca.tools.observe.watch import DOCUMENTS, MASKED_ROWS, BatchFacts
+from hf_distca.tools.observe.watch import BatchFacts
 
-_DIFFERENT = 0.07  # relative, of ranks that are not alike; less is noise
-_FEWEST = 4  # micro-batches to compare
+_EVEN = 1.07  # slowest rank / mean that is not worth a word
 _PLANNING_SHARE = 0.005  # of the watched time, after the first plan
 
 
@@ -35,18 +33,11 @@ class Findings:
     """Sums over micro-batches, which can be added; seconds and arrays of (ranks,).
 
     Attributes:
-        batches, masked: number of micro-batches, and of those whose kernel computed what its mask
-            hid.
+        batches, tokens: number of micro-batches, and of the tokens of all ranks.
         work, measured: of each rank: work of its documents, and measured seconds.
-        comparable: number of micro-batches in which the kernels of all ranks computed the same part
-            of a batch, so that seconds for equal work can be compared.
-        computed, compared: of each rank in those: work that its kernel computed, and measured
-            seconds.
-        behind: number of those in which each rank took clearly longer than others for equal work.
         slowest: number of micro-batches in which each rank was the slowest by measured seconds.
         slowest_work, slowest_measured: of the slowest rank of each micro-batch.
-        elapsed: of a mean rank.
-        tokens: of all ranks.
+        elapsed: of the clock.
         planned: number of micro-batches that were planned.
         planned_mean, planned_slowest, given, dealt: of these, work of the mean rank and of the
             slowest one, and of the slowest one with its messages.
@@ -54,18 +45,13 @@ class Findings:
     """
 
     batches: int = 0
-    masked: int = 0
+    tokens: int = 0
     work: FloatArray = field(default_factory=lambda: np.zeros(1))
     measured: FloatArray = field(default_factory=lambda: np.zeros(1))
-    comparable: int = 0
-    computed: FloatArray = field(default_factory=lambda: np.zeros(1))
-    compared: FloatArray = field(default_factory=lambda: np.zeros(1))
-    behind: IntArray = field(default_factory=lambda: np.zeros(1, dtype=np.int64))
     slowest: IntArray = field(default_factory=lambda: np.zeros(1, dtype=np.int64))
     slowest_work: float = 0.0
     slowest_measured: float = 0.0
     elapsed: float = 0.0
-    tokens: int = 0
     planned: int = 0
     planned_mean: float = 0.0
     planned_slowest: float = 0.0
@@ -78,35 +64,21 @@ class Findings:
 
     @property
     def may_plan(self) -> bool:
-        """True if another plan would not take long beside the steps."""
+        """True if another plan would not take long compared with the steps."""
         return self.planning <= _PLANNING_SHARE * self.elapsed
 
     def compute_figures(self) -> dict[str, float]:
         """Compute the figures to log; those without data are left out."""
-        work, measured = float(self.work.mean()), float(self.measured.mean())
+        mean = float(self.measured.mean())
         figures = {
-            "documents": self.slowest_work / work if work else None,
-            "measured": self.slowest_measured / measured if measured else None,
-            "slowest_rank": int(np.argmax(self.slowest)) if measured else None,
-            "attention_share": measured / self.elapsed if measured and self.elapsed else None,
-            "as_given": self.given / self.planned_mean if self.planned_mean else None,
-            "dealt": self.dealt / self.planned_mean if self.planned_mean else None,
+            "documents": (self.slowest_work, float(self.work.mean())),
+            "measured": (self.slowest_measured, mean),
+            "slowest_rank": (int(np.argmax(self.slowest)), int(mean > 0)),
+            "attention_share": (mean, self.elapsed),
+            "as_given": (self.given, self.planned_mean),
+            "dealt": (self.dealt, self.planned_mean),
         }
-        return {
-            f"distca/observed_{name}": value for name, value in figures.items() if value is not None
-        }
-
-    @property
-    def slow_hardware(self) -> dict[int, float]:
-        """Ranks that take longer than the median rank for equal work, in most micro-batches: how
-        many times as long.
-        """
-        if self.comparable < _FEWEST or not self.compared.all():
-            return {}
-        times = self.compared / self.computed
-        times /= np.median(times)
-        slow = (times > 1 + _DIFFERENT) & (self.behind > self.comparable * 2 / 3)
-        return {rank: float(times[rank]) for rank in np.flatnonzero(slow).tolist()}
+        return {f"distca/observed_{name}": a / b for name, (a, b) in figures.items() if b}
 
     def describe(self, attention: str) -> list[str]:
         """Describe the figures in lines.
@@ -114,65 +86,48 @@ class Findings:
         Args:
             attention: name of the attention that was watched.
         """
-        figures = self.compute_figures()
-        ranks = len(self.work)
+        work, mean = float(self.work.mean()), float(self.measured.mean())
+        only_some = self.planned < self.batches
+        rows = {
+            "by documents and built-in rates": (self.slowest_work, work),
+            f"measured, under {attention}": (self.slowest_measured, mean),
+            f"estimated in {self.planned} of {self.batches}, by documents": (
+                self.planned_slowest,
+                self.planned_mean * only_some,
+            ),
+            "with hf-distca, messages included": (self.given, self.planned_mean),
+            "the same, documents dealt": (self.dealt, self.planned_mean),
+        }
         lines = ["  attention, slowest rank / mean"]
-        for name, label in (
-            ("documents", "by documents and built-in rates"),
-            ("measured", f"measured, under {attention}"),
-            ("as_given", "with hf-distca, messages included"),
-            ("dealt", "the same, documents dealt"),
-        ):
-            if (value := figures.get(f"distca/observed_{name}")) is not None:
-                lines.append(f"    {label:<36}{value:>8.3f}")
-        if self.planned_mean and self.planned < self.batches:
-            before = self.planned_slowest / self.planned_mean
-            label = f"estimated in {self.planned} of {self.batches}, by documents"
-            lines.insert(-2, f"    {label:<36}{before:>8.3f}")
-        if share := figures.get("distca/observed_attention_share"):
-            waits = self.slowest_measured / self.elapsed - share
+        lines += [f"    {label:<36}{a / b:>8.3f}" for label, (a, b) in rows.items() if b]
+        if mean and self.elapsed:
             lines.append(
-                f"  time      a mean rank spends {share:.0%} in attention, and {waits:.0%} waiting"
-                " for the slowest"
+                f"  time      a mean rank spends {mean / self.elapsed:.0%} in attention, and"
+                f" {(self.slowest_measured - mean) / self.elapsed:.0%} waiting for the slowest"
             )
-        if ranks > 1 and "distca/observed_measured" in figures:
-            lines.append(f"  slowest   {self._explain_slowest()}")
-        if self.masked and figures.get("distca/observed_documents", 1.0) > 1 + _DIFFERENT:
+        if len(self.work) > 1 and self.measured.all() and self.work.all():
+            times, rank = self.measured / self.work, int(np.argmax(self.slowest))
+            times /= np.median(times)
             lines.append(
-                f"  note      in {self.masked} micro-batches {attention} also computed what masks"
-                " hide, such as padding; hf-distca does not, and saves more than is estimated here"
+                f"  slowest   rank {rank}, in {self.slowest[rank]} of {self.batches} micro-batches;"
+                f" for equal documents rank {np.argmax(times)} takes longest,"
+                f" {times.max():.2f} x the median rank"
             )
-        if ranks > 1 and figures.get("distca/observed_documents", 1.0) > 1 + _DIFFERENT:
-            is_known = attention in REPLACEABLE_ATTENTION
-            way = f"--instead-of {attention}" if is_known else "--attn-implementation distca"
-            tokens = round(self.tokens / (ranks * self.batches))
-            advice = [
-                f"  balance   put hf-distca run {way} in front of your command",
-                f"  deal      the same with --tokens-per-rank {tokens}: a step has as many as now",
-            ]
-            if min(self.given, self.dealt) < self.planned_slowest or not self.planned:
-                lines += advice[: 1 if self.given < self.dealt else 2]
-            else:
-                lines.append(
-                    "  note      by built-in rates, messages take longer than balancing saves here"
-                )
+        if len(self.work) > 1 and self.slowest_work > _EVEN * work:
+            lines += self._advise(attention)
         return lines
 
-    def _explain_slowest(self) -> str:
-        """Name the rank that is slow, and say whether its data or its hardware is different."""
-        rank = int(self.slowest.argmax())
-        hardware = self.slow_hardware
-        count = self.slowest[rank]
-        expected = self.batches / len(self.slowest)
-        text = f"rank {rank}, in {count} of {self.batches} micro-batches"
-        if hardware:
-            slow = ", ".join(f"rank {n} takes {hardware[n]:.2f} x" for n in list(hardware)[:8])
-            return f"{text}; by hardware: for equal work {slow} as long as the median rank"
-        if self.comparable < _FEWEST:
-            return f"{text}; too few had equal kernels on all ranks, to tell data from hardware"
-        if count <= expected + 3 * math.sqrt(expected):
-            text = f"no rank in particular; most often {text}"
-        return f"{text}; by data: for equal work no rank takes longer than others"
+    def _advise(self, attention: str) -> list[str]:
+        """Return what to do about documents that make ranks uneven."""
+        if self.planned and min(self.given, self.dealt) >= self.planned_slowest:
+            return ["  note      by built-in rates, messages take longer than balancing saves here"]
+        is_known = attention in REPLACEABLE_ATTENTION
+        way = f"--instead-of {attention}" if is_known else "--attn-implementation distca"
+        tokens = round(self.tokens / (len(self.work) * self.batches))
+        return [
+            f"  balance   put hf-distca run {way} in front of your command",
+            f"  deal      the same with --tokens-per-rank {tokens}: a step has as many as now",
+        ][: 1 if self.given < self.dealt else 2]
 
 
 def find(facts: Sequence[BatchFacts], per_node: int | None, *, plans: bool) -> Findings:
@@ -183,48 +138,29 @@ def find(facts: Sequence[BatchFacts], per_node: int | None, *, plans: bool) -> F
         per_node: ranks of a node; None if nodes are not told apart.
         plans: whether to plan it, too.
     """
-    first = facts[0]
-    ranks = len(facts)
+    began, first, ranks = time.perf_counter(), facts[0], len(facts)
     cost = _make_cost(AttentionShape(*first.shape), first.device, first.attention)
     layers = [(replace(cost, window=window), count) for window, count in first.layers]
-    work = _sum_work(layers, [fact.lengths for fact in facts])
-    computed = _sum_work(
-        layers,
-        [
-            fact.lengths if fact.computed == DOCUMENTS else [fact.row_length] * fact.rows
-            for fact in facts
-        ],
-    )
-    measured = np.array([fact.seconds for fact in facts])
-    comparable = len({fact.computed for fact in facts}) == 1 and computed.all() and measured.all()
-    times = measured / computed if comparable else np.ones(ranks)
-    findings = Findings(
+    lengths = [list(fact.lengths) for fact in facts]
+    work, measured = _sum_work(layers, lengths), np.array([fact.seconds for fact in facts])
+    tokens = sum(map(sum, lengths))
+    planned = int(plans and 1 < ranks <= tokens)
+    given, dealt = _plan(layers, lengths, per_node) if planned else (0.0, 0.0)
+    return Findings(
         1,
-        any(fact.computed == MASKED_ROWS for fact in facts),
+        tokens,
         work,
         measured,
-        int(comparable),
-        computed * comparable,
-        measured * comparable,
-        (times > (1 + _DIFFERENT) * np.median(times)).astype(np.int64),
         np.bincount([int(measured.argmax())], minlength=ranks),
         float(work.max()),
         float(measured.max()),
-        float(np.mean([fact.elapsed for fact in facts])),
-        sum(sum(fact.lengths) for fact in facts),
-    )
-    if not plans or ranks == 1 or findings.tokens < ranks:
-        return findings
-    began = time.perf_counter()
-    given, dealt = _plan(layers, [fact.lengths for fact in facts], per_node)
-    return replace(
-        findings,
-        planned=1,
-        planned_mean=float(work.mean()),
-        planned_slowest=float(work.max()),
-        given=given,
-        dealt=dealt,
-        planning=time.perf_counter() - began,
+        0.0,
+        planned,
+        float(work.mean()) * planned,
+        float(work.max()) * planned,
+        given,
+        dealt,
+        (time.perf_counter() - began) * planned,
     )
 
 

@@ -399,7 +399,9 @@ def _observe() -> None:
     """Watch the loops of this process."""
     from hf_distca.tools.observe.run_observer import Observer
 
-    call_at_exit(Observer().end)
+    observer = Observer()
+    observer.begin()
+    call_at_exit(observer.end)
 
 
 def _observe_trainers() -> None:
