@@ -7,11 +7,11 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
 from transformers import (
@@ -34,7 +34,7 @@ from hf_distca.schedule.cost import AttentionShape, CostModel
 from hf_distca.schedule.profiles import Profile
 from hf_distca.tools.cli import app
 from hf_distca.tools.observe import run_observer
-from hf_distca.tools.observe.findings import Findings, find
+from hf_distca.tools.observe.findings import Findings, Row, find
 from hf_distca.tools.observe.watch import BatchFacts, Watch
 from pages import ROOT, words_of
 from ranks import RankPool
@@ -361,8 +361,8 @@ SHORT = FACTS._replace(lengths=[512] * 8, seconds=1.0)
 
 
 def add_up(*ranks: BatchFacts, count: int = 8) -> Findings:
-    found = (find(ranks, None, plans=number == 0) for number in range(count))
-    return sum(found, Findings(elapsed=10.0 * count))
+    rows = [find(ranks, None, plans=number == 0) for number in range(count)]
+    return Findings(rows, 10.0 * count)
 
 
 def test_work_and_plans_of_documents() -> None:
@@ -370,11 +370,11 @@ def test_work_and_plans_of_documents() -> None:
     cost = CostModel.make_analytic(AttentionShape(32, 8, 128, 128, 2), device_type="cuda")
     work = [float(cost.estimate_seconds(n, n).sum()) for n in ([4096], [512] * 8)]
     figures = found.compute_figures()
-    assert figures["distca/observed_documents"] == pytest.approx(2 * work[0] / sum(work))
-    assert figures["distca/observed_measured"] == pytest.approx(4 / 3)
-    assert figures["distca/observed_attention_share"] == pytest.approx(0.15)
-    assert figures["distca/observed_slowest_rank"] == 0
-    assert figures["distca/observed_as_given"] < figures["distca/observed_documents"]
+    assert figures["documents"] == pytest.approx(2 * work[0] / sum(work))
+    assert figures["measured"] == pytest.approx(4 / 3)
+    assert figures["attention_share"] == pytest.approx(0.15)
+    assert figures["slowest_rank"] == 0
+    assert figures["dealt"] < figures["as_given"] <= figures["documents"]
     assert found.tokens == 8 * 8192
 
 
@@ -406,7 +406,7 @@ def test_what_costs_more_than_it_saves_is_not_advised() -> None:
     """At built-in rates, 4,096 tokens are not worth their messages."""
     found = add_up(FACTS, SHORT, count=1)
     said = "\n".join(found.describe("flash_attention_2"))
-    assert found.compute_figures()["distca/observed_documents"] > 1.5
+    assert found.compute_figures()["documents"] > 1.5
     assert "messages take longer than balancing saves here" in said
     assert "in front of your command" not in said
     assert "estimated in" not in said, "all were planned"
@@ -414,16 +414,17 @@ def test_what_costs_more_than_it_saves_is_not_advised() -> None:
 
 @pytest.mark.parametrize(("given", "is_advised"), [(1.0, False), (1.3, True)])
 def test_dealing_is_advised_where_it_is_not_slower(given: float, is_advised: bool) -> None:
-    found = replace(add_up(FACTS, SHORT, count=1), planned_slowest=2.0, given=given, dealt=1.2)
-    said = "\n".join(found.describe("sdpa"))
+    row = Row(8192, np.array([2.0, 1.0]), np.array([2.0, 1.0]), (given, 1.2))
+    said = "\n".join(Findings([row], 10.0).describe("sdpa"))
     assert "balance   put hf-distca run" in said
     assert ("--tokens-per-rank" in said) == is_advised
 
 
 def test_ranks_that_are_slow_in_turns_are_alike() -> None:
     slow = FACTS._replace(seconds=2.1)
-    found = add_up(FACTS, slow, count=10) + add_up(slow, FACTS, count=9)
-    said = "\n".join(found.describe("flash"))
+    turns = [(FACTS, slow)] * 10 + [(slow, FACTS)] * 9
+    found = [find(facts, None, plans=False) for facts in turns]
+    said = "\n".join(Findings(found, 10.0).describe("flash"))
     assert "rank 1, in 10 of 19" in said
     assert "1.00 x the median rank" in said
     assert "balance" not in said, "documents are even"
@@ -440,4 +441,4 @@ def test_rates_are_those_of_the_gpu() -> None:
 def test_rank_without_tokens_is_no_reason_to_fail() -> None:
     nothing = FACTS._replace(lengths=[], seconds=0.0)
     figures = add_up(FACTS._replace(lengths=[1]), nothing).compute_figures()
-    assert figures["distca/observed_documents"] == 2.0
+    assert figures["documents"] == 2.0

@@ -6,11 +6,10 @@ Work is seconds by the built-in rates of a cost model, forward and backward.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass, field, replace
+from dataclasses import replace
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -18,67 +17,58 @@ from hf_distca.config import REPLACEABLE_ATTENTION, DistCAConfig
 from hf_distca.schedule.balance import balance
 from hf_distca.schedule.cost import AttentionShape, CostModel
 from hf_distca.schedule.deal import deal
-from hf_distca.schedule.layout import FloatArray, IntArray, Layout
+from hf_distca.schedule.layout import FloatArray, Layout
 from hf_distca.schedule.load import PlanLoad
 from hf_distca.schedule.profiles import Profile
 from hf_distca.schedule.ranks import Ranks
 from hf_distca.tools.observe.watch import BatchFacts
 
 _EVEN = 1.07  # slowest rank / mean that is not worth a word
-_PLANNING_SHARE = 0.005  # of the watched time, after the first plan
 
 
-@dataclass(frozen=True)
-class Findings:
-    """Sums over micro-batches, which can be added; seconds and arrays of (ranks,).
+class Row(NamedTuple):
+    """A micro-batch; times are in seconds.
 
     Attributes:
-        batches, tokens: number of micro-batches, and of the tokens of all ranks.
-        work, measured: of each rank: work of its documents, and measured seconds.
-        slowest: number of micro-batches in which each rank was the slowest by measured seconds.
-        slowest_work, slowest_measured: of the slowest rank of each micro-batch.
-        elapsed: of the clock.
-        planned: number of micro-batches that were planned.
-        planned_mean, planned_slowest, given, dealt: of these, work of the mean rank and of the
-            slowest one, and of the slowest one with its messages.
-        planning: seconds of planning.
+        tokens: of all ranks.
+        work, measured: of each rank: work of its documents, and time in attention.
+        plans: work of the slowest rank with its messages, as given and dealt; None if the
+            micro-batch was not planned.
     """
 
-    batches: int = 0
-    tokens: int = 0
-    work: FloatArray = field(default_factory=lambda: np.zeros(1))
-    measured: FloatArray = field(default_factory=lambda: np.zeros(1))
-    slowest: IntArray = field(default_factory=lambda: np.zeros(1, dtype=np.int64))
-    slowest_work: float = 0.0
-    slowest_measured: float = 0.0
-    elapsed: float = 0.0
-    planned: int = 0
-    planned_mean: float = 0.0
-    planned_slowest: float = 0.0
-    given: float = 0.0
-    dealt: float = 0.0
-    planning: float = 0.0
+    tokens: int
+    work: FloatArray
+    measured: FloatArray
+    plans: tuple[float, float] | None
 
-    def __add__(self, other: Findings) -> Findings:
-        return Findings(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
-    @property
-    def may_plan(self) -> bool:
-        """True if another plan would not take long compared with the steps."""
-        return self.planning <= _PLANNING_SHARE * self.elapsed
+class Findings:
+    """Findings about micro-batches, at least one, which took so many seconds."""
+
+    def __init__(self, rows: Sequence[Row], elapsed: float) -> None:
+        self.elapsed, self.tokens = elapsed, sum(row.tokens for row in rows)
+        self.work = np.array([row.work for row in rows])  # (micro-batches, ranks)
+        self.measured = np.array([row.measured for row in rows])
+        self.slowest = np.bincount(self.measured.argmax(1), minlength=self.work.shape[1])
+        self.planned = self.work[[row.plans is not None for row in rows]]
+        self.given, self.dealt = np.sum([row.plans or (0.0, 0.0) for row in rows], 0).tolist()
 
     def compute_figures(self) -> dict[str, float]:
-        """Compute the figures to log; those without data are left out."""
-        mean = float(self.measured.mean())
+        """Compute the figures to log, by their names without a prefix; those without data are left
+        out.
+        """
+        measured, planned = self.measured.mean(1).sum(), self.planned.mean(1).sum()
+        only_some = len(self.planned) < len(self.work)
         figures = {
-            "documents": (self.slowest_work, float(self.work.mean())),
-            "measured": (self.slowest_measured, mean),
-            "slowest_rank": (int(np.argmax(self.slowest)), int(mean > 0)),
-            "attention_share": (mean, self.elapsed),
-            "as_given": (self.given, self.planned_mean),
-            "dealt": (self.dealt, self.planned_mean),
+            "documents": (self.work.max(1).sum(), self.work.mean(1).sum()),
+            "measured": (self.measured.max(1).sum(), measured),
+            "slowest_rank": (self.slowest.argmax(), measured > 0),
+            "attention_share": (measured, self.elapsed),
+            "planned": (self.planned.max(1).sum(), planned * only_some),
+            "as_given": (self.given, planned),
+            "dealt": (self.dealt, planned),
         }
-        return {f"distca/observed_{name}": a / b for name, (a, b) in figures.items() if b}
+        return {name: float(a / b) for name, (a, b) in figures.items() if b}
 
     def describe(self, attention: str) -> list[str]:
         """Describe the figures in lines.
@@ -86,51 +76,49 @@ class Findings:
         Args:
             attention: name of the attention that was watched.
         """
-        work, mean = float(self.work.mean()), float(self.measured.mean())
-        only_some = self.planned < self.batches
-        rows = {
-            "by documents and built-in rates": (self.slowest_work, work),
-            f"measured, under {attention}": (self.slowest_measured, mean),
-            f"estimated in {self.planned} of {self.batches}, by documents": (
-                self.planned_slowest,
-                self.planned_mean * only_some,
-            ),
-            "with hf-distca, messages included": (self.given, self.planned_mean),
-            "the same, documents dealt": (self.dealt, self.planned_mean),
+        batches, ranks = self.work.shape
+        figures = self.compute_figures()
+        labels = {
+            "documents": "by documents and built-in rates",
+            "measured": f"measured, under {attention}",
+            "planned": f"estimated in {len(self.planned)} of {batches}, by documents",
+            "as_given": "with hf-distca, messages included",
+            "dealt": "the same, documents dealt",
         }
         lines = ["  attention, slowest rank / mean"]
-        lines += [f"    {label:<36}{a / b:>8.3f}" for label, (a, b) in rows.items() if b]
-        if mean and self.elapsed:
+        lines += [f"    {labels[n]:<36}{figures[n]:>8.3f}" for n in labels if n in figures]
+        if share := figures.get("attention_share"):
+            waits = share * (figures["measured"] - 1)
             lines.append(
-                f"  time      a mean rank spends {mean / self.elapsed:.0%} in attention, and"
-                f" {(self.slowest_measured - mean) / self.elapsed:.0%} waiting for the slowest"
+                f"  time      a mean rank spends {share:.0%} in attention, and {waits:.0%} waiting"
+                " for the slowest"
             )
-        if len(self.work) > 1 and self.measured.all() and self.work.all():
-            times, rank = self.measured / self.work, int(np.argmax(self.slowest))
+        if ranks > 1 and self.work.sum(0).all() and self.measured.all():
+            times, rank = self.measured.sum(0) / self.work.sum(0), int(self.slowest.argmax())
             times /= np.median(times)
             lines.append(
-                f"  slowest   rank {rank}, in {self.slowest[rank]} of {self.batches} micro-batches;"
-                f" for equal documents rank {np.argmax(times)} takes longest,"
-                f" {times.max():.2f} x the median rank"
+                f"  slowest   rank {rank}, in {self.slowest[rank]} of {batches} micro-batches; for"
+                f" equal documents rank {times.argmax()} takes longest, {times.max():.2f} x the"
+                " median rank"
             )
-        if len(self.work) > 1 and self.slowest_work > _EVEN * work:
+        if ranks > 1 and figures.get("documents", 1.0) > _EVEN:
             lines += self._advise(attention)
         return lines
 
     def _advise(self, attention: str) -> list[str]:
         """Return what to do about documents that make ranks uneven."""
-        if self.planned and min(self.given, self.dealt) >= self.planned_slowest:
+        if len(self.planned) and min(self.given, self.dealt) >= self.planned.max(1).sum():
             return ["  note      by built-in rates, messages take longer than balancing saves here"]
         is_known = attention in REPLACEABLE_ATTENTION
         way = f"--instead-of {attention}" if is_known else "--attn-implementation distca"
-        tokens = round(self.tokens / (len(self.work) * self.batches))
+        tokens = round(self.tokens / self.work.size)
         return [
             f"  balance   put hf-distca run {way} in front of your command",
             f"  deal      the same with --tokens-per-rank {tokens}: a step has as many as now",
         ][: 1 if self.given < self.dealt else 2]
 
 
-def find(facts: Sequence[BatchFacts], per_node: int | None, *, plans: bool) -> Findings:
+def find(facts: Sequence[BatchFacts], per_node: int | None, *, plans: bool) -> Row:
     """Find out about one micro-batch.
 
     Args:
@@ -138,29 +126,15 @@ def find(facts: Sequence[BatchFacts], per_node: int | None, *, plans: bool) -> F
         per_node: ranks of a node; None if nodes are not told apart.
         plans: whether to plan it, too.
     """
-    began, first, ranks = time.perf_counter(), facts[0], len(facts)
+    first, lengths = facts[0], [list(fact.lengths) for fact in facts]
     cost = _make_cost(AttentionShape(*first.shape), first.device, first.attention)
     layers = [(replace(cost, window=window), count) for window, count in first.layers]
-    lengths = [list(fact.lengths) for fact in facts]
-    work, measured = _sum_work(layers, lengths), np.array([fact.seconds for fact in facts])
     tokens = sum(map(sum, lengths))
-    planned = int(plans and 1 < ranks <= tokens)
-    given, dealt = _plan(layers, lengths, per_node) if planned else (0.0, 0.0)
-    return Findings(
-        1,
+    return Row(
         tokens,
-        work,
-        measured,
-        np.bincount([int(measured.argmax())], minlength=ranks),
-        float(work.max()),
-        float(measured.max()),
-        0.0,
-        planned,
-        float(work.mean()) * planned,
-        float(work.max()) * planned,
-        given,
-        dealt,
-        (time.perf_counter() - began) * planned,
+        _sum_work(layers, lengths),
+        np.array([fact.seconds for fact in facts]),
+        _plan(layers, lengths, per_node) if plans and 1 < len(facts) <= tokens else None,
     )
 
 

@@ -20,24 +20,26 @@ import torch.distributed as dist
 
 from hf_distca.integration.processes import print_lines
 from hf_distca.runtime.members import find_launched_per_node, make_communicator
-from hf_distca.tools.observe.findings import Findings, find
+from hf_distca.tools.observe.findings import Findings, Row, find
 from hf_distca.tools.observe.watch import BatchFacts, Watch
 
 _PATIENCE = 30.0  # seconds that ranks wait for each other
 _MOST_BATCHES = 64  # that begin before facts are gathered without a log
+_MOST_ROWS = 20_000  # micro-batches in the summary: the last ones
 
 
 class Observer:
     """The meter of this process; all ranks begin theirs in one order."""
 
     def __init__(self) -> None:
-        self._total = self._since = Findings()
+        self._rows: deque[Row] = deque(maxlen=_MOST_ROWS)
+        self._since: list[Row] = []  # the last log
         self._watch = Watch(self._follow)
         self._group: dist.ProcessGroup | None = None  # of all ranks
         self._rank = self._begun = self._unread = 0
         self._queues: list[deque[BatchFacts]] = [deque()]  # of each rank, until all have come
         self._missing = self._reason = self._attention = ""
-        self._clock = 0.0  # when the first micro-batch began, or the last gathering
+        self._began = self._logged = time.perf_counter()
         self.begin = self._watch.start
 
     def gather(self, *, end: bool = False) -> None:
@@ -47,25 +49,26 @@ class Observer:
             end: wait for what the device computes.
         """
         rows = self._exchange(self._watch.take(end=end))
-        if self._rank == 0 and self._clock:
-            seconds, self._clock = time.perf_counter() - self._clock, time.perf_counter()
-            self._add(Findings(elapsed=seconds))
+        if self._rank == 0:
             for queue, facts in zip(self._queues, rows, strict=False):
                 queue.extend(BatchFacts(*fact) for fact in facts)
-            while all(self._queues):
-                self._count([queue.popleft() for queue in self._queues])
+            for number in range(count := min(map(len, self._queues))):
+                # Plans take time: of what was gathered, the last micro-batch has one.
+                self._count([queue.popleft() for queue in self._queues], number == count - 1)
 
     def take_figures(self) -> dict[str, float]:
         """Return the figures since they were last taken, for a log of rank 0."""
-        findings, self._since = self._since, Findings()
-        return {name: round(value, 4) for name, value in findings.compute_figures().items()}
+        rows, elapsed = self._since, time.perf_counter() - self._logged
+        self._since, self._logged = [], time.perf_counter()
+        figures = Findings(rows, elapsed).compute_figures() if rows else {}
+        return {f"distca/observed_{name}": round(value, 4) for name, value in figures.items()}
 
     def end(self) -> None:
         """Watch no more; print on rank 0 what was found, if any model was seen to train."""
         if not hasattr(sys, "last_value"):  # a process that ends by an error waits for no other
             self.gather(end=True)
         self._watch.stop()
-        ranks, total, unseen = len(self._queues), self._total, self._watch.unattended
+        ranks, unseen = len(self._queues), self._watch.unattended
         notes = {
             f"  unread    {self._unread} micro-batches: {self._reason}": self._unread,
             f"  unseen    {unseen} forwards called no causal attention through transformers'"
@@ -76,16 +79,17 @@ class Observer:
             " torchrun or accelerate launch": ranks == 1,
         }
         lines = [text for text, is_true in notes.items() if is_true]
-        if self._rank == 0 and (total.batches or lines):
-            lines = total.describe(self._attention) * bool(total.batches) + lines
-            first = f"distca watched {total.batches} micro-batches on {ranks} rank"
+        if self._rows:
+            elapsed = time.perf_counter() - self._began
+            lines = Findings(self._rows, elapsed).describe(self._attention) + lines
+        if self._rank == 0 and lines:
+            first = f"distca watched {len(self._rows)} micro-batches on {ranks} rank"
             first += "s, and changed nothing" if ranks > 1 else ", and changed nothing"
             print_lines("\n".join([first, *lines]))
 
     def _follow(self) -> None:
         """Meet the other ranks in the first micro-batch; gather facts in some of the others."""
         self._begun += 1
-        self._clock = self._clock or time.perf_counter()
         has_world = dist.is_available() and dist.is_initialized()
         if self._group is None and has_world and dist.get_world_size() > 1:
             self._rank, ranks = dist.get_rank(), tuple(range(dist.get_world_size()))
@@ -118,19 +122,16 @@ class Observer:
         self._missing, self._group = str(error).partition("\n")[0], None
         self._watch.stop()
 
-    def _count(self, facts: list[BatchFacts]) -> None:
-        """Add a micro-batch to the findings, from the facts of all ranks."""
-        unread = next((fact.unread for fact in facts if fact.unread), "")
-        if unread:
+    def _count(self, facts: list[BatchFacts], plans: bool) -> None:
+        """Count a micro-batch, from the facts of all ranks."""
+        self._attention = facts[0].attention
+        if unread := next((fact.unread for fact in facts if fact.unread), ""):
             self._unread += 1
             self._reason = self._reason or unread
-            return
-        self._attention = facts[0].attention
-        self._add(find(facts, find_launched_per_node(len(facts)), plans=self._total.may_plan))
-
-    def _add(self, findings: Findings) -> None:
-        self._total += findings
-        self._since += findings
+        else:
+            row = find(facts, find_launched_per_node(len(facts)), plans=plans)
+            self._rows.append(row)
+            self._since.append(row)
 
 
 def _gather_rows(group: dist.ProcessGroup, row: np.ndarray[Any, Any]) -> list[Any]:
