@@ -112,10 +112,10 @@ OBSERVER_VERBS, MOST_PLACES = {"make_group", "take_step", "enter_phase"}, 4
 JOINT_STEPS = {
     "exchange",
     "gather_measurements",
-    "learn_cost",
+    "make_cost",
     "plan_documents",
-    "plan_shares",
-    "use_plan",
+    "plan_share",
+    "make_work",
 }
 
 

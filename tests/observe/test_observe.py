@@ -374,7 +374,7 @@ def test_work_and_plans_of_documents() -> None:
     assert figures["measured"] == pytest.approx(4 / 3)
     assert figures["attention_share"] == pytest.approx(0.15)
     assert figures["slowest_rank"] == 0
-    assert figures["dealt"] < figures["as_given"] <= figures["documents"]
+    assert figures["as_given"] == pytest.approx(figures["documents"]), "nothing is worth a move"
     assert found.tokens == 8 * 8192
 
 

@@ -21,7 +21,7 @@ from transformers.modeling_utils import AttentionInterface
 from hf_distca.agreement.documents import TokenBatch
 from hf_distca.errors import DistCAError, LayoutError
 from hf_distca.integration.callers import is_in_model
-from hf_distca.runtime.meter import Mark, Meter, mark_now
+from hf_distca.runtime.meter import Mark, Meter, get_clock
 
 
 class BatchFacts(NamedTuple):
@@ -150,26 +150,26 @@ class Watch:
             device = torch.cuda.get_device_name() if q.is_cuda else q.device.type
             batch.facts, batch.queries = BatchFacts(shape, device, name), q.shape[0] * q.shape[2]
         batch.layers[kwargs.get("sliding_window")] += 1
-        begin = mark_now(q.device)
+        now = get_clock(q.device)
+        begin = now()
         result = function(module, *args, **kwargs)
-        batch.meter.span("server", begin, mark_now(q.device))
+        batch.meter.span("server", begin, now())
         if result[0].requires_grad:
-            _time_backward(batch.meter, result[0], (q, k, v))
+            _time_backward(batch.meter, now, result[0], (q, k, v))
         return result
 
 
-def _time_backward(meter: Meter, output: torch.Tensor, inputs: tuple[torch.Tensor, ...]) -> None:
+def _time_backward(
+    meter: Meter, now: Callable[[], Mark], output: torch.Tensor, inputs: tuple[torch.Tensor, ...]
+) -> None:
     """Time the backward of a call, once it runs."""
     begun: list[Mark] = []
 
-    def begin(gradient: torch.Tensor) -> None:
-        begun.append(mark_now(gradient.device))
-
-    def end(gradient: torch.Tensor) -> None:
+    def end(_: torch.Tensor) -> None:
         if begun:
-            meter.span("server", begun.pop(), mark_now(gradient.device))
+            meter.span("server", begun.pop(), now())
 
-    output.register_hook(begin)  # type: ignore[no-untyped-call]
+    output.register_hook(lambda _: begun.append(now()))  # type: ignore[no-untyped-call]
     for tensor in inputs:
         if tensor.requires_grad:
             tensor.register_hook(end)  # type: ignore[no-untyped-call]
