@@ -53,16 +53,13 @@ class GroupState:
         history: receives plans and measurements.
 
     Attributes:
-        is_leaving: True to announce that the others should go on without this rank.
-        leaving_ranks: indices in the group of the ranks that leave, as all ranks know by now.
         costs: the cost models that plans are made with.
         number: number of the micro-batch that was planned last, from 1.
         has_shares: whether shares were planned.
     """
 
     def __init__(self, meter: Meter, history: History) -> None:
-        self.is_leaving = self.has_shares = False
-        self.leaving_ranks: list[int] = []
+        self.has_shares = False
         self.costs = Costs()
         self.number = 0
         self._meter = meter
@@ -141,7 +138,6 @@ class GroupState:
             figures=[plan.own_measurement for plan in plans],
             documents=[] if share_numbers else [(batch, key.nano) for batch, key in requests],
             share_numbers=share_numbers,
-            is_leaving=self.is_leaving,
         ).to_row()
 
         def compare(rows: Sequence[IntArray]) -> list[AnnouncedDocuments]:
@@ -155,7 +151,7 @@ class GroupState:
             return []
         rows = group.gather(row, doing=f"planning {label}")
         documents = compare(rows)
-        self._take_measurements(Announcements.from_rows(rows), plans, config, group)
+        self._learn(Announcements.from_rows(rows).figures, plans, config, group)
         return documents
 
     def gather_measurements(self, group: AttentionGroup, config: DistCAConfig) -> None:
@@ -192,7 +188,7 @@ class GroupState:
         while len(self._under_way) > left:
             rendezvous, plans = self._under_way.popleft()  # also if `wait` raises an error
             rows = rendezvous.wait()
-            self._take_measurements(Announcements.from_rows(rows), plans, config, group)
+            self._learn(Announcements.from_rows(rows).figures, plans, config, group)
 
     def _pop_measured(self, keys: Iterable[PlanKey]) -> list[MicroBatchPlan]:
         """Return the plans with such keys whose work is launched, and announce no others yet.
@@ -208,18 +204,6 @@ class GroupState:
         ]
         self._unannounced = [plan for plan in self._unannounced if plan not in plans]
         return plans
-
-    def _take_measurements(
-        self,
-        announced: Announcements,
-        plans: Sequence[MicroBatchPlan],
-        config: DistCAConfig,
-        group: AttentionGroup,
-    ) -> None:
-        """Take what all ranks announced that they measured of plans, and which ranks leave."""
-        leaving = announced.leaving_ranks
-        self.leaving_ranks += [rank for rank in leaving if rank not in self.leaving_ranks]
-        self._learn(announced.figures, plans, config, group)
 
     def _learn(
         self,

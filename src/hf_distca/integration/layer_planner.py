@@ -54,8 +54,6 @@ class LayerPlanner:
                 training or self.takes_all_ranks(handle.batch.packed)
             )
             handle.group = self.session.join_group() if is_shared else _LOCAL_GROUP
-            if handle.group.has_tokens and (leaving := self.planner.current_state().leaving_ranks):
-                handle.group = self.session.shrink_group(leaving)
         return handle.group
 
     def takes_all_ranks(self, documents: PackedDocuments | Documents | None) -> bool:

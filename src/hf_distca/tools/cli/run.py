@@ -58,9 +58,6 @@ def run(
         float | None,
         _option(min=1.0, help="Seconds that servers may take to come.", show_default="300"),
     ] = None,
-    spare_servers: Annotated[
-        bool | None, _option(help="Go on without a server that is told to end.")
-    ] = None,
     summary: Annotated[
         bool | None, typer.Option(help="Print the balance at the end.", show_default="summary")
     ] = None,
