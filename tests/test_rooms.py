@@ -69,6 +69,11 @@ def test_the_core_imports_no_optional_room() -> None:
     ]
 
 
+def test_only_tools_import_tools() -> None:
+    others = [path for path in FILES if room_of(path) != "tools"]
+    assert not [path for path in others if "tools" in imported_rooms(path)]
+
+
 def test_rooms_of_the_core_import_those_before_them() -> None:
     assert not [
         f"{path.relative_to(SOURCE)} must not import {rooms}"

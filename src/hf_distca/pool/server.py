@@ -47,7 +47,7 @@ from hf_distca.pool.words import (
 from hf_distca.runtime.call import LayerExchange
 from hf_distca.runtime.empty_rows import make_empty_operands
 from hf_distca.runtime.meter import Meter
-from hf_distca.tools.doctor.exchange import exchange
+from hf_distca.runtime.trial import exchange
 
 _LOOK_SECONDS = 1.0  # between two looks whether another rank has left
 _END_SECONDS = 3.0  # that rank 0, which fails when others do not come, may take to say so
