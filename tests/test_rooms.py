@@ -120,7 +120,7 @@ JOINT_STEPS = {
     "make_cost",
     "plan_documents",
     "plan_share",
-    "make_work",
+    "make_layer_plan",
 }
 
 
