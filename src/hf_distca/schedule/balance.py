@@ -92,16 +92,6 @@ class PlanTrials:
         """
         return self.weigh_plan(Plan.make_local(self.layout, self.cost.window), self.config.min_gain)
 
-    @cached_property
-    def marginal(self) -> MarginalCost:
-        """Cost of slices."""
-        return MarginalCost.from_cost_model(self.cost)
-
-    @cached_property
-    def mean_seconds(self) -> float:
-        """Seconds of compute of each rank if all end together: no plan ends before."""
-        return self.ranks.compute_even_seconds(self.unmoved_load.compute_seconds)
-
     @property
     def node_count(self) -> int:
         """Number of nodes, 1 if they are not told apart."""
@@ -121,14 +111,14 @@ class PlanTrials:
         """Find the plan whose last rank ends first; if it does not gain enough, nothing moves."""
         best, required = self.unmoved_load, self.unmoved_load.slowest_seconds
         required *= 1 - self.config.min_gain
-        can_gain = self.layout.world_size > 1 and required >= self.mean_seconds
         # Without seconds of pairs, attention is as long as its tokens are many.
-        if not (self.config.balance and can_gain and self.marginal.pair):
+        can_gain = self.layout.world_size > 1 and MarginalCost.from_cost_model(self.cost).pair
+        if not (self.config.balance and can_gain):
             return best.plan
         mean, nodes = self.compute_means(1), self.compute_means(self.node_count)
         # First node by node, where that can be about as early.
         ways = [nodes, mean] if nodes.max() < mean[0] * (1 + self.tolerance) else [mean, nodes]
-        splits = list_splits(self.unmoved_load, self.config, self.marginal, mean[0])
+        splits = list_splits(self.unmoved_load, self.config, mean[0])
         for groups, split_mask in splits:
             pieces, is_first = None, best is self.unmoved_load
             for means in ways[: self.node_count]:

@@ -173,12 +173,12 @@ class Pieces:
 
 
 def list_splits(
-    load: PlanLoad, config: DistCAConfig, marginal: MarginalCost, mean_seconds: float
+    load: PlanLoad, config: DistCAConfig, mean_seconds: float
 ) -> list[tuple[int, BoolArray]]:
     """List numbers of head groups with the documents to split: long ones, on ranks with work to
     give away.
     """
-    layout, cost = load.plan.layout, load.cost
+    layout, cost, marginal = load.plan.layout, load.cost, MarginalCost.from_cost_model(load.cost)
     long, on_busy_rank, none = np.zeros((3, len(layout.documents)), dtype=np.bool_)
     heads = cost.shape.key_value_heads
     most = min(config.head_groups, heads, _MOST_GROUPS)
