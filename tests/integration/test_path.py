@@ -93,7 +93,6 @@ def test_the_listed_calls_run_in_their_order(rank_pool: Callable[[int], RankPool
 
 
 def test_python_calls_of_a_first_layer_are_bounded(rank_pool: Callable[[int], RankPool]) -> None:
-    """The first micro-batch imports, and makes what later ones find."""
-    for first, *later in rank_pool(2)(calls_of_first_layers):
-        assert first > max(later) > 400, "a layer was counted"
-        assert max(later) <= 900
+    """The first micro-batch may import, and makes what later ones find."""
+    for _, *later in rank_pool(2)(calls_of_first_layers):
+        assert 400 < min(later) <= max(later) <= 900
