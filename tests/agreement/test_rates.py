@@ -20,6 +20,7 @@ from hf_distca.agreement.documents import Documents, PackedDocuments, TokenBatch
 from hf_distca.agreement.planner import Planner
 from hf_distca.agreement.rates import Correction, Costs
 from hf_distca.config import DistCAConfig
+from hf_distca.errors import DistCADesyncError
 from hf_distca.runtime.meter import Meter
 from hf_distca.schedule.balance import balance
 from hf_distca.schedule.cost import AttentionShape, CostModel, KernelCost
@@ -354,6 +355,10 @@ class Later:
     def __init__(self, rows: list[np.ndarray]) -> None:
         self.rows, self.is_done = rows, False
 
+    def raise_failure(self) -> None:
+        if len(self.rows[0]) != len(self.rows[1]):
+            raise DistCADesyncError("rows of different lengths")
+
     def wait(self) -> list[np.ndarray]:
         self.is_done = True
         return self.rows
@@ -448,6 +453,21 @@ def test_rates_of_dealt_batches_change_at_one_micro_batch(kind: type[Slow]) -> N
     total = planner.history.total
     assert total.planned_here == 40 - changed[0]
     assert total.micro_batches == 40
+
+
+def test_what_is_found_of_shares_is_raised_before_it_is_read() -> None:
+    """By the next micro-batch, not only when it is waited for."""
+
+    class Other(Slow):
+        @staticmethod
+        def other(row: np.ndarray) -> np.ndarray:
+            return row[:-1]
+
+    planner, group = Planner(DistCAConfig(), Meter()), Other()
+    planner.costs[SHAPE, "cpu"] = TRUE
+    with pytest.raises(DistCADesyncError, match="rows of different lengths"):
+        train_on_shares(planner, Dealing(2, 4096, {KEY: TRUE}, planner.config), 4, group=group)
+    assert len(group.meetings) == 1
 
 
 @pytest.mark.parametrize(
