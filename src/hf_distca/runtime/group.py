@@ -408,10 +408,11 @@ class Rendezvous:
             DistCADesyncError: if the ranks do not do the same, or not all came.
             Exception: any other error that `on_arrival` raised.
         """
-        error = None if self._thread.is_alive() else self._lost or self._failure
-        if error is not None and error is self._lost and self._monitor is not None:
-            raise self._monitor.give_up(self._doing, error)
-        if error is not None:
+        if self._thread.is_alive():
+            return
+        if self._lost is not None and self._monitor is not None:
+            raise self._monitor.give_up(self._doing, self._lost)
+        if (error := self._lost or self._failure) is not None:
             raise error
 
     def _list_rows(self) -> list[IntArray]:
