@@ -16,7 +16,7 @@ from stand_ins import MadeUpGroup
 from hf_distca.agreement import dealt_share as dealt_module
 from hf_distca.agreement import rates as rates_module
 from hf_distca.agreement.announce import FIGURE_COUNT, HEADER_SIZE, PlanKey
-from hf_distca.agreement.batch_plan import Observation
+from hf_distca.agreement.batch_plan import RateSample
 from hf_distca.agreement.dealt_share import Dealing
 from hf_distca.agreement.documents import Documents, PackedDocuments, TokenBatch
 from hf_distca.agreement.planner import Planner
@@ -288,11 +288,11 @@ def test_a_change_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     assert len(said) <= 6
 
 
-def observation(change: Callable[[np.ndarray], np.ndarray] = lambda kernel: kernel) -> Observation:
+def observation(change: Callable[[np.ndarray], np.ndarray] = lambda kernel: kernel) -> RateSample:
     estimated = np.full(RANKS, 3.0)
     kernel = change(np.full(RANKS, 3.0))
     none = np.zeros(RANKS)
-    return Observation(estimated, kernel, none, none, kernel, none)
+    return RateSample(estimated, kernel, none, none, kernel, none)
 
 
 def made_up_plan(key: PlanKey) -> Any:
@@ -328,7 +328,7 @@ def test_a_group_of_another_size_is_learned_from_by_itself() -> None:
         one, none = np.full(ranks, 6.0), np.zeros(ranks)
         costs.learn_from_sample(
             KIND,
-            Observation(
+            RateSample(
                 np.full(ranks, 3.0), one if ranks < RANKS else one / 2, none, none, one, none
             ),
         )
@@ -517,7 +517,7 @@ def test_a_trial_is_one_micro_batch_whenever_it_is_measured(
     from together.
     """
     kernel, wire, none = np.full(RANKS, 3.0), np.full(RANKS, 1.0), np.zeros(RANKS)
-    moved = Observation(kernel, kernel, factor * wire, wire, kernel * 1.5, none)
+    moved = RateSample(kernel, kernel, factor * wire, wire, kernel * 1.5, none)
     still = replace(moved, estimated_exchange=none)
     costs = given(replace(TRUE, exchange_seconds=1.0))
     seen = [made_up_plan(KEY._replace(window=window)) for window in range(windows)]
