@@ -166,7 +166,7 @@ def reading(tmp_path: Path) -> list[tuple[str, list[str | Path], Path]]:
     scale = ["advise", "--ranks", "2", "--batches", "1", "--lengths"]
     return [
         ("placement", ["plan", file], file),
-        ("lengths", ["deal", file, "--ranks", "2", "--tokens-per-rank", "64"], file),
+        ("lengths", ["plan", file, "--deal", "64"], file),
         ("costs", ["plan", placement, "--cost-model", file], file),
         ("drawn", [*scale, file], file),
         ("table", [*scale, tmp_path / "file.parquet"], tmp_path / "file.parquet"),
@@ -204,7 +204,7 @@ def test_what_is_too_much_is_said(tmp_path: Path) -> None:
         "262145 documents or parts of documents: at most 262144 can be planned",
     )
     lengths = as_file(tmp_path / "many.json", [1] * (2**18 + 1))
-    one_line(run("deal", lengths, "--ranks", 1, "--tokens-per-rank", 2**18 + 1), "262145 documents")
+    one_line(run("plan", lengths, "--deal", 2**18 + 1), "262145 documents")
     endless = CliRunner().invoke(app, ["plan", "-"], input=b" " * (2**24 + 1))
     one_line(endless, "standard input: holds more than 16 MiB")
 
@@ -289,7 +289,7 @@ def fuzz(seed: int, count: int, folder: Path) -> None:
     cases: list[tuple[list[str | Path], Path, Any]] = [
         (["plan", file], file, PLACEMENT),
         (["plan", file], file, {"lengths": [[500, 20], [30]]}),
-        (["deal", file, "--ranks", "2", "--tokens-per-rank", "64"], file, [100, 20, 8]),
+        (["plan", file, "--deal", "64"], file, [100, 20, 8]),
         (["plan", placement, "--cost-model", file], file, COSTS),
         *((report, folder / RECORD_NAME, row) for row in rows),
     ]

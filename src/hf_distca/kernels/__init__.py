@@ -1,7 +1,4 @@
-"""Attention kernels behind one signature. `select_kernel` picks the one to run and says which.
-
-May import `borrowed`.
-"""
+"""Attention kernels behind one signature. `select_kernel` picks the one to run and says which."""
 
 from __future__ import annotations
 

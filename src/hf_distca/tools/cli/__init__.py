@@ -1,8 +1,6 @@
 """The command line ``hf-distca``: a file holds a verb, or two that share options.
 
 Modules that a verb needs are imported when it runs.
-
-May import `schedule`, `run_report`, `doctor`, `pool`, `advise` and `run`.
 """
 
 from __future__ import annotations
@@ -67,9 +65,9 @@ def main(
     """Core attention disaggregation for Hugging Face."""
 
 
-for verb in (plan, deal, advise, report, doctor, serve):
+for verb in (plan, advise, report, doctor, serve):
     app.command()(verb)
-for verb in (profile, simulate):  # they end in one line, whatever their options are
+for verb in (profile, simulate, deal):  # they end in one line, whatever their options are
     app.command(
         hidden=True, context_settings={"ignore_unknown_options": True, "allow_extra_args": True}
     )(verb)
