@@ -22,6 +22,7 @@ import math
 from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -91,6 +92,12 @@ class _KindRates:
         return max(_MIN_TRIAL_INTERVAL, math.ceil((self.slowdown or 0) / _TRIAL_SHARE))
 
 
+@lru_cache
+def _correct_cost(cost: CostModel, kernel: float, exchange: float, window: int | None) -> CostModel:
+    """Correct a cost model by factors, and give it a window; several times a micro-batch."""
+    return replace(cost.scale(kernel, exchange), window=window)
+
+
 class Costs(dict[Kind, CostModel]):
     """Cost models by kind of layer, without windows, with corrections by measurements.
 
@@ -110,8 +117,7 @@ class Costs(dict[Kind, CostModel]):
         kind = key.shape, key.device
         rates = self._rates[kind]
         kernel, exchange = rates.correction
-        cost = self[kind].scale(kernel, 1.0 if rates.is_trial else exchange)
-        return replace(cost, window=key.window)
+        return _correct_cost(self[kind], kernel, 1.0 if rates.is_trial else exchange, key.window)
 
     def make_ranks(self, count: int, per_node: int | None = None) -> Ranks:
         """Make the properties of a group's ranks, as far as they were measured.
