@@ -244,7 +244,7 @@ def test_a_trainer_is_watched_balanced_and_reported(tmp_path: Path) -> None:
     assert same_losses == losses
     assert len(losses) == 3
     scripts.run(words_of("hf-distca report out"), tmp_path)
-    assert "attention seconds" in (tmp_path / "report.html").read_text()
+    assert "slowest rank / mean attention" in (tmp_path / "report.html").read_text()
 
 
 # The first import is that of the Trainer, which imports what all models share.
