@@ -193,11 +193,9 @@ def _find_closest_subset(lengths: list[int], target: int) -> list[int]:
     sums = list(
         accumulate(lengths, lambda reachable, length: reachable | reachable << length, initial=1)
     )
-    digits = f"{sums[-1]:b}"[::-1]
-    target = max(target, 0)
-    below = digits.rfind("1", 0, target + 1)
-    above = digits.find("1", target)
-    total = below if above < 0 or target - below <= above - target else above
+    digits = np.frombuffer(f"{sums[-1]:b}"[::-1].encode(), dtype=np.uint8)
+    reachable = np.flatnonzero(digits == ord("1"))
+    total = int(reachable[np.abs(reachable - target).argmin()])
     chosen = []
     for index in range(len(lengths) - 1, -1, -1):
         if not sums[index] >> total & 1:
