@@ -22,7 +22,7 @@ from hf_distca.schedule.layout import IntArray, Layout, mark_changes, require_in
 
 # Tokens of the short documents that make the halves of a global batch equal, at most, and how many
 # documents at least and at most.
-_SMALL_TOKENS = 2**19
+_SMALL_TOKENS = 2**17
 _MIN_SMALL_DOCUMENTS, _MOST_SMALL_DOCUMENTS = 16, 256
 # Tokens of a document. Cuts are found with products of such numbers, which must fit 64 bits.
 _MAX_LENGTH = 2**32
