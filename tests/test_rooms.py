@@ -206,7 +206,12 @@ def test_a_room_is_free_of_what_it_does_not_know() -> None:
 
 def test_rooms_run_without_torch() -> None:
     """Not only no import of their own: nothing that they import brings torch in."""
-    rooms = ("schedule.balance", "schedule.placement", "run_report.page", "run_report.run_figures")
+    rooms = (
+        "schedule.balance",
+        "schedule.placement",
+        "tools.report.page",
+        "tools.report.run_figures",
+    )
     modules = ", ".join(f"hf_distca.{room}" for room in rooms)
     code = f"import sys, {modules}\nsys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

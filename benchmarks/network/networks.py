@@ -42,10 +42,10 @@ sys.path.extend(map(str, Path(__file__).resolve().parents[1].glob("*/")))
 import hf_distca
 from dealt_step_time import share_of
 from hf_distca.agreement.dealt_share import DealSettings
-from hf_distca.cli.lengths import open_documents
 from hf_distca.integration.current_session import current_session
 from hf_distca.integration.layer_kinds import list_layer_keys, make_initial_cost
 from hf_distca.schedule.cost import AttentionShape, CostModel, KernelCost
+from hf_distca.tools.cli.lengths import open_documents
 from machine import describe
 from nodes import CABLE, inside, set_rate, two_nodes
 from output import add_json_option, put_out

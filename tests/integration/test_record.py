@@ -31,10 +31,7 @@ from hf_distca.agreement.announce import PlanKey
 from hf_distca.agreement.batch_plan import BatchPlan, PlanMeasurement, PlanUse
 from hf_distca.agreement.history import BalanceTotals, History
 from hf_distca.agreement.rates import Costs
-from hf_distca.integration.training import record
-from hf_distca.integration.training.record import Recorder
-from hf_distca.run_report.folder import RunFolder
-from hf_distca.run_report.rows import (
+from hf_distca.agreement.record_rows import (
     RECORD_NAME,
     PlanRow,
     Row,
@@ -43,12 +40,15 @@ from hf_distca.run_report.rows import (
     WarningRow,
     read_row,
 )
-from hf_distca.run_report.run_figures import collect
+from hf_distca.integration.training import record
+from hf_distca.integration.training.record import Recorder
 from hf_distca.runtime.meter import Meter
 from hf_distca.schedule.balance import balance
 from hf_distca.schedule.layout import Layout
 from hf_distca.schedule.plan import Plan
 from hf_distca.schedule.ranks import Ranks
+from hf_distca.tools.report.folder import RunFolder
+from hf_distca.tools.report.run_figures import collect
 from ranks import RankPool
 from recorded import recorded
 from tiny_runs import PAIRS, documents, make_trainer, settings, tiny_llama

@@ -18,11 +18,11 @@ from transformers import Trainer, TrainingArguments
 
 import hf_distca
 from hf_distca.agreement.batch_plan import PlanUse
+from hf_distca.agreement.record_rows import StepsRow
 from hf_distca.integration.current_session import current_session
-from hf_distca.run_report.folder import RunFolder
-from hf_distca.run_report.rows import StepsRow
 from hf_distca.schedule.cost import KernelCost
 from hf_distca.schedule.profiles import ExchangeRates, KernelRates, Profile
+from hf_distca.tools.report.folder import RunFolder
 from ranks import RankPool
 from tiny_runs import COMMON, documents, settings, tiny_llama
 

@@ -34,8 +34,8 @@ from tiny import MODEL_TYPES, build, class_of
 
 import hf_distca
 from hf_distca import DistCAError, UnsupportedError
+from hf_distca.hybrids.recurrent_layers import RECURRENT_MODULES
 from hf_distca.integration.hooks import nano_batch_layers
-from hf_distca.integration.hooks.recurrent_layers import RECURRENT_MODULES
 from hf_distca.integration.nano_batches import NanoBatches
 from hf_distca.integration.work_planner import WorkPlanner
 

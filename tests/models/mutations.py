@@ -160,23 +160,23 @@ MUTATIONS: dict[str, tuple[str, str, Callable[[Original], Original]]] = {
     ),
     "documents of a row leak": (_DOCUMENTS, "TokenBatch.read_documents", _one_document_a_row),
     "convolutions see the document before": (
-        "recurrent.convolution",
+        "hybrids.convolution",
         "_convolve_segments",
         lambda _: lambda states, convolve, *_: convolve(states),
     ),
     "states go on in the next document": (
-        "recurrent.segments",
+        "hybrids.segments",
         "Segments.count_tokens",
         lambda original: lambda self, which: [sum(original(self, which))],
     ),
-    "states of other ranks lost": ("recurrent.carryover", "_Exchange.get_received", _lost(2)),
+    "states of other ranks lost": ("hybrids.carryover", "_Exchange.get_received", _lost(2)),
     "rows of convolutions of other ranks lost": (
-        "recurrent.carryover",
+        "hybrids.carryover",
         "_Exchange.get_received",
         _lost(1),
     ),
     "gradients of states and rows of other ranks lost": (
-        "recurrent.carryover",
+        "hybrids.carryover",
         "_Exchange.return_gradients",
         _gradients_lost,
     ),

@@ -32,8 +32,8 @@ from hf_distca.pool import server as pool_server
 from hf_distca.pool.controller import PoolController
 from hf_distca.pool.observer import PoolObserver
 from hf_distca.pool.words import JsonLineConnection
-from hf_distca.run import Options, begin
 from hf_distca.runtime.group import AttentionGroup
+from hf_distca.tools.run import Options, begin
 from ranks import RankPool
 
 

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from transformers import Trainer, TrainerCallback
 
 import hf_distca
-from hf_distca.run_report.rows import RECORD_NAME
+from hf_distca.agreement.record_rows import RECORD_NAME
 from tiny_runs import documents, losses, rows, settings
 from tiny_runs import make_trainer as tiny_trainer
 from turns import in_turn

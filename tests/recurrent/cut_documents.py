@@ -14,10 +14,10 @@ import torch
 from by_token import convolution_by_token, delta_rule_by_token, scan_by_token
 from torch.nn.functional import conv1d, normalize, softplus
 
-from hf_distca.recurrent.convolution import compute_causal_convolution
-from hf_distca.recurrent.delta_rule import DeltaInputs, compute_gated_delta_rule, run_by_document
-from hf_distca.recurrent.segments import Segments
-from hf_distca.recurrent.state_space import ScanInputs, compute_mamba2, scan_by_document
+from hf_distca.hybrids.convolution import compute_causal_convolution
+from hf_distca.hybrids.delta_rule import DeltaInputs, compute_gated_delta_rule, run_by_document
+from hf_distca.hybrids.segments import Segments
+from hf_distca.hybrids.state_space import ScanInputs, compute_mamba2, scan_by_document
 from hf_distca.runtime.group import AttentionGroup
 from hf_distca.runtime.meter import Meter
 from hf_distca.runtime.outputs import LayerOutputs

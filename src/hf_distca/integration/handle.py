@@ -23,7 +23,6 @@ from hf_distca.integration.families import (
     check_mask_numbers,
     warn_of_packing,
 )
-from hf_distca.integration.recurrent_rows import get_recurrent_rows
 from hf_distca.kernels.base import Scores
 from hf_distca.runtime.call import Inputs
 from hf_distca.runtime.group import AttentionGroup
@@ -40,6 +39,9 @@ if TYPE_CHECKING:
 # Keyword argument of a model's forward: the `WorkPlanner` of its handles, in place of one that
 # plans with the session; given by stages of a pipeline.
 PLANNER = "distca_planner"
+# Keyword argument of layers whose model has read the documents of the batch before them, as those
+# with recurrent layers do: an object with `documents`.
+MODEL_ROWS = "distca_rows"
 
 
 @dataclass(frozen=True, eq=False)
@@ -229,7 +231,7 @@ class AttentionHandle(_MaskObject):
         self, arguments: Mapping[str, Any], *, span_ranks: bool, training: bool
     ) -> Documents:
         """Read the documents of the batch from the keyword arguments of a layer or of attention."""
-        rows = get_recurrent_rows(arguments)
+        rows = arguments.get(MODEL_ROWS)
         if rows is None:
             batch = self.batch.with_documents(arguments)
             documents = batch.read_documents(span_ranks=span_ranks, training=training)

@@ -28,7 +28,6 @@ from hf_distca.agreement.batch_plan import BatchPlan
 from hf_distca.agreement.documents import Documents
 from hf_distca.agreement.planner import Planner
 from hf_distca.borrowed import Store, TCPStore
-from hf_distca.doctor.exchange import exchange
 from hf_distca.errors import DistCADesyncError, make_printable
 from hf_distca.integration.handle import LayerWork
 from hf_distca.integration.session import Session
@@ -48,6 +47,7 @@ from hf_distca.pool.words import (
 from hf_distca.runtime.call import Call
 from hf_distca.runtime.empty_rows import make_empty_operands
 from hf_distca.runtime.meter import Meter
+from hf_distca.tools.doctor.exchange import exchange
 
 _LOOK_SECONDS = 1.0  # between two looks whether another rank has left
 _END_SECONDS = 3.0  # that rank 0, which fails when others do not come, may take to say so

@@ -24,11 +24,7 @@ from transformers import TrainingArguments
 
 from hf_distca.agreement.batch_plan import PlanMeasurement
 from hf_distca.agreement.history import BalanceTotals, PlannedMicroBatch
-from hf_distca.integration.attention_names import find_distca_configs
-from hf_distca.integration.processes import LOG
-from hf_distca.integration.session import Session
-from hf_distca.package_versions import list_versions
-from hf_distca.run_report.rows import (
+from hf_distca.agreement.record_rows import (
     RECORD_NAME,
     PerRank,
     PlanPart,
@@ -39,6 +35,10 @@ from hf_distca.run_report.rows import (
     WarningRow,
     write_row,
 )
+from hf_distca.integration.attention_names import find_distca_configs
+from hf_distca.integration.processes import LOG
+from hf_distca.integration.session import Session
+from hf_distca.package_versions import list_versions
 
 _TRAINING_FIELDS = (
     "per_device_train_batch_size",
