@@ -33,9 +33,7 @@ ARROWS = {
     "agreement": {
         "schedule",
         "runtime.group",
-        "runtime.rendezvous",
         "runtime.meter",
-        "runtime.monitor",
     },
     "data": {
         "schedule",
@@ -43,7 +41,7 @@ ARROWS = {
         "agreement.document_starts",
         "agreement.dealt_share",
     },
-    "run_report": {"schedule", "agreement.history"},
+    "run_report": {"schedule", "agreement.batch_plan"},
     "integration": {
         "borrowed",
         "late_imports",
@@ -223,10 +221,10 @@ OBSERVER_VERBS, MOST_PLACES = {"make_group", "take_step", "enter_phase"}, 4
 JOINT_STEPS = {
     "exchange",
     "gather_measurements",
-    "learn_cost",
+    "make_cost",
     "plan_documents",
-    "plan_shares",
-    "use_plan",
+    "plan_share",
+    "make_work",
 }
 # Rooms that name servers of a pool: where a user asks for them, and the room itself.
 OF_THE_POOL = {"pool", "run", "cli"}

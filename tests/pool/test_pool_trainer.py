@@ -192,7 +192,7 @@ def test_trainers_one_after_another(
     same(ours, theirs)
     (server, *_) = started.served()
     assert server.kept["Call"] == 0
-    assert server.kept["_UsedPlan"] + server.kept["BatchPlan"] <= 4 * 2
+    assert server.kept["_UsedPlan"] + server.kept["MicroBatchPlan"] <= 4 * 2
 
 
 def dealt(rank: int, ping_pong: bool, workers: int) -> dict[str, Any]:

@@ -222,24 +222,16 @@ class ThreadChannel:
 
     world: ThreadWorld
     rank: int
-    name: str = ""
-    began: bool = False
-
-    def make_call_channel(self, where: str, forward_exchanges: int) -> ThreadChannel:
-        return ThreadChannel(self.world, self.rank, where)
-
-    def begin_backward(self) -> None:
-        self.began = True
 
     def start(
-        self, received: Any, sent: Any, receive_bytes: Any, send_bytes: Any, name: str
+        self, received: Any, sent: Any, receive_bytes: Any, send_bytes: Any, purpose: str
     ) -> Any:
         starts = np.cumsum([0, *send_bytes.values()])
         messages = {
             target: sent[a : a + n]
             for (target, n), a in zip(send_bytes.items(), starts, strict=False)
         }
-        self.world.boxes[self.rank] = (f"{self.name} {self.began}", messages)
+        self.world.boxes[self.rank] = purpose, messages
         self.world.barrier.wait()
         boxes = dict(self.world.boxes)
         self.world.barrier.wait()

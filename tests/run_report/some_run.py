@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from hf_distca.agreement.history import BalanceTotals
+from hf_distca.agreement.batch_plan import BalanceTotals
 from hf_distca.agreement.record_rows import (
     RECORD_NAME,
     PerRank,

@@ -19,7 +19,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from hf_distca.hybrids.segments import RowNeeds, Segments, StateKey
-from hf_distca.runtime.messages import MessagePart, add_rows, concat_rows, launch, split_runs
+from hf_distca.runtime.messages import MessagePart, add_rows, concat_rows, launch
 from hf_distca.runtime.outputs import LayerOutputs
 
 
@@ -119,19 +119,20 @@ class _Exchange:
         self, segments: Segments, needed: Sequence[RowNeeds], stored: LayerOutputs | None
     ) -> None:
         self.segments, self.needed, self.stored = segments, needed, stored
-        name = f"exchange {next(segments.numbers)} of recurrent layers in {segments.name}"
-        self.channel = segments.group.with_call_channel(name, forward_exchanges=1).data
+        self.label = f"exchange {next(segments.numbers)} of recurrent layers in {segments.name}"
 
-    def send(self, parts: Sequence[MessagePart]) -> list[list[torch.Tensor]]:
-        pending = launch(self.channel, parts, self.segments.formats, "states")
-        self.segments.meter.count(state_exchanges=1, state_bytes=pending.sent_bytes)
+    def send(self, parts: Sequence[MessagePart], direction: str) -> list[list[torch.Tensor]]:
+        segments = self.segments
+        purpose = f"states in {direction} of {self.label}"
+        pending = launch(segments.group.data, parts, segments.layouts, purpose)
+        segments.meter.count(state_exchanges=1, state_bytes=pending.layout.payload)
         return pending.receive_sections()
 
     def get_received(self, held: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return rows from other ranks; in a recompute those of the forward before, if they were
         kept.
         """
-        if self.stored is not None and (kept := self.stored.pop()) is not None:
+        if self.stored is not None and (kept := self.stored.take_recorded()) is not None:
             return [rows.detach() for rows in kept]
         parts = [
             MessagePart(tensor.contiguous(), needed.rows)
@@ -139,7 +140,7 @@ class _Exchange:
         ]
         came = [
             concat_rows(sections, tensor)
-            for sections, tensor in zip(self.send(parts), held, strict=True)
+            for sections, tensor in zip(self.send(parts, "forward"), held, strict=True)
         ]
         if self.stored is not None:
             self.stored.store_outputs(*came)
@@ -147,10 +148,8 @@ class _Exchange:
 
     def return_gradients(self, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return gradients of the held rows, given those of held and received rows."""
-        if self.channel is not None:
-            self.channel.begin_backward()
         if self.stored is not None:
-            self.stored.drop()
+            self.stored.discard()
         parts = [
             MessagePart(gradient[len(needed.held) :].contiguous(), needed.rows.way_back)
             for gradient, needed in zip(gradients, self.needed, strict=True)
@@ -158,11 +157,11 @@ class _Exchange:
         return [
             add_rows(
                 gradient[: len(needed.held)].clone(),
-                needed.rows.runs,
-                split_runs(needed.rows.runs, sections),
+                needed.rows.returned,
+                sections,
             )
             for gradient, needed, sections in zip(
-                gradients, self.needed, self.send(parts), strict=True
+                gradients, self.needed, self.send(parts, "backward"), strict=True
             )
         ]
 

@@ -14,7 +14,6 @@ from transformers import PreTrainedModel
 from hf_distca.agreement.announce import (
     Announcement,
     Announcements,
-    build_layout,
     check_equal,
     check_shares,
 )
@@ -24,15 +23,15 @@ from hf_distca.errors import LayoutError, UnsupportedError
 from hf_distca.hybrids.recurrent_rows import RecurrentRows
 from hf_distca.hybrids.segments import Segments
 from hf_distca.integration.hooks.positions import mark_document_starts
+from hf_distca.integration.layer_planner import LayerPlanner
 from hf_distca.integration.session import Session
-from hf_distca.integration.work_planner import WorkPlanner
 from hf_distca.runtime.group import AttentionGroup
 from hf_distca.schedule.layout import Layout
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # it reads documents
 def make_recurrent_rows(
-    planner: WorkPlanner, model: PreTrainedModel, arguments: Mapping[str, Any]
+    planner: LayerPlanner, model: PreTrainedModel, arguments: Mapping[str, Any]
 ) -> RecurrentRows | None:
     """Make the rows of a batch; None if a cache is read, or if attention will raise for its
     documents.
@@ -104,7 +103,7 @@ def _make_rank_segments(documents: Documents, session: Session, is_shared: bool)
     all ranks run this forward.
     """
     group = session.join_trainers() if is_shared else AttentionGroup()
-    name = f"micro-batch {session.planner.resume_progress().next_number}"
+    name = f"micro-batch {session.planner.current_state().number + 1}"
     return Segments.from_layout(
         _agree_on_layout(documents, group, name), group, session.meter, name
     )
@@ -139,4 +138,4 @@ def _agree_on_layout(documents: Documents, group: AttentionGroup, name: str) -> 
     if share is not None:
         check_shares(announced.share_numbers, group, name)
         return share.whole_layout
-    return build_layout(announced.read_batches()[0])
+    return announced.read_documents()[0].build_layout()

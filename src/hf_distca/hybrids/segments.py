@@ -101,7 +101,7 @@ class Segments:
     meter: Meter = field(default_factory=Meter)
     name: str = "a micro-batch"
     numbers: Iterator[int] = field(default_factory=itertools.count, repr=False)
-    formats: MessageLayouts = field(default_factory=dict, repr=False)
+    layouts: MessageLayouts = field(default_factory=dict, repr=False)
     _halos: dict[int, RowNeeds] = field(default_factory=dict, repr=False)
 
     @classmethod

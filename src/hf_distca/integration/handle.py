@@ -33,10 +33,10 @@ from hf_distca.schedule.cost import AttentionShape
 from hf_distca.schedule.layout import Layout
 
 if TYPE_CHECKING:
+    from hf_distca.integration.layer_planner import LayerPlanner
     from hf_distca.integration.nano_batches import NanoBatches, SplitDocumentContext
-    from hf_distca.integration.work_planner import WorkPlanner
 
-# Keyword argument of a model's forward: the `WorkPlanner` of its handles, in place of one that
+# Keyword argument of a model's forward: the `LayerPlanner` of its handles, in place of one that
 # plans with the session; given by stages of a pipeline.
 PLANNER = "distca_planner"
 # Keyword argument of layers whose model has read the documents of the batch before them, as those
@@ -176,7 +176,7 @@ class AttentionHandle(_MaskObject):
     """
 
     def __init__(
-        self, planner: WorkPlanner, batch: TokenBatch, mask: MaskFacts = _NO_FACTS
+        self, planner: LayerPlanner, batch: TokenBatch, mask: MaskFacts = _NO_FACTS
     ) -> None:
         self.planner = planner
         self.batch = batch

@@ -89,7 +89,7 @@ def exchange(has: Mapping[str, str], device: torch.device, group: AttentionGroup
         fastest = min(fastest, time.perf_counter() - started)
     times = group.gather(np.array([int(fastest * 1e9)]), doing="timing an exchange")
     seconds = float(np.max(times)) / 1e9
-    servers = (group.holds or ()).count(False)
+    servers = (group.has_tokens or ()).count(False)
     return [
         Finding("ranks", "attention group", describe_ranks([node for node, _ in said], servers)),
         *_compare_versions([theirs for _, theirs in said]),

@@ -21,7 +21,7 @@ from transformers.modeling_utils import AttentionInterface
 
 from hf_distca.agreement.documents import TokenBatch
 from hf_distca.errors import DistCAError
-from hf_distca.runtime.meter import Mark, Meter, mark_now
+from hf_distca.runtime.meter import Mark, Meter, get_clock
 
 # Parts of a batch that a kernel computes: each document; each row; each row, and what the mask
 # hides.
@@ -180,9 +180,9 @@ class Watch:
         mask = args[3] if len(args) > 3 else kwargs.get("attention_mask")
         if name in ("sdpa", "eager"):
             batch.computed = ROWS if mask is None else MASKED_ROWS
-        begin = mark_now(query.device)
+        begin = get_clock(query.device)()
         result = function(module, *args, **kwargs)
-        batch.meter.span("server", begin, mark_now(query.device))
+        batch.meter.span("server", begin, get_clock(query.device)())
         if result[0].requires_grad:
             _time_backward(batch.meter, result[0], tensors)
         return result
@@ -193,11 +193,11 @@ def _time_backward(meter: Meter, output: torch.Tensor, inputs: tuple[torch.Tenso
     begun: list[Mark] = []
 
     def begin(gradient: torch.Tensor) -> None:
-        begun.append(mark_now(gradient.device))
+        begun.append(get_clock(gradient.device)())
 
     def end(gradient: torch.Tensor) -> None:
         if begun:
-            meter.span("server", begun.pop(), mark_now(gradient.device))
+            meter.span("server", begun.pop(), get_clock(gradient.device)())
 
     output.register_hook(begin)  # type: ignore[no-untyped-call]
     for tensor in inputs:

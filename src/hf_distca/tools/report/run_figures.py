@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from hf_distca.agreement.history import BalanceTotals
+from hf_distca.agreement.batch_plan import BalanceTotals
 from hf_distca.agreement.record_rows import (
     RECORD_NAME,
     PerRank,

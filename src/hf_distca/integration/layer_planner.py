@@ -1,17 +1,16 @@
-"""`WorkPlanner`: makes the work of a micro-batch, from its handle to the routes of its layers."""
+"""`LayerPlanner`: makes the work of layers in a micro-batch, from its handle to the route."""
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, get_args
 
 import torch
 
-from hf_distca.agreement.announce import Announcement, Announcements, PlanKey, build_layout
-from hf_distca.agreement.batch_plan import BatchPlan
+from hf_distca.agreement.announce import PlanKey, build_local_layout
+from hf_distca.agreement.batch_plan import MicroBatchPlan
 from hf_distca.agreement.documents import Documents, PackedDocuments
 from hf_distca.config import KernelName
 from hf_distca.errors import LayoutError, UnsupportedError
@@ -26,17 +25,15 @@ from hf_distca.runtime.group import AttentionGroup, mark_joint_step
 from hf_distca.runtime.meter import Meter
 from hf_distca.runtime.outputs import OutputStore
 from hf_distca.runtime.route import Route
-from hf_distca.schedule.cost import TransientBytes
 from hf_distca.schedule.layout import Layout
-from hf_distca.schedule.load import count_transient_bytes
 from hf_distca.schedule.plan import Plan
 
 _LOCAL_GROUP = AttentionGroup()
 
 
-class WorkPlanner:
-    """Plans micro-batches for layers of a model, with the state of a session: which ranks take
-    part, their documents, the costs of layers, and the route of this rank.
+class LayerPlanner:
+    """Plans micro-batches for layers of a model, with the state of a session: finds the ranks that
+    take part, their documents and the costs of layers, and makes the route of this rank.
 
     Attributes:
         session: computes what is planned.
@@ -57,8 +54,8 @@ class WorkPlanner:
                 training or self.takes_all_ranks(handle.batch.packed)
             )
             handle.group = self.session.join_group() if is_shared else _LOCAL_GROUP
-            if handle.group.holds and (leaving := self.planner.resume_progress().leaving_ranks):
-                handle.group = self.session.leave_behind(leaving)
+            if handle.group.has_tokens and (leaving := self.planner.current_state().leaving_ranks):
+                handle.group = self.session.shrink_group(leaving)
         return handle.group
 
     def takes_all_ranks(self, documents: PackedDocuments | Documents | None) -> bool:
@@ -83,7 +80,13 @@ class WorkPlanner:
         if handle.documents is not None:
             return handle.documents
         group = handle.group or self.find_group(handle, training)
-        with self._report_errors(group, "reading documents") if group.size > 1 else nullcontext():
+        reporting: AbstractContextManager[None] = nullcontext()
+        if group.size > 1:
+            number = self.planner.current_state().number + 1
+            reporting = self.planner.report_errors(
+                group, f"reading documents for micro-batch {number}"
+            )
+        with reporting:
             return handle.read_documents(
                 arguments, span_ranks=self.session.config.documents_span_ranks, training=training
             )
@@ -121,18 +124,18 @@ class WorkPlanner:
                 for part, request in zip(handles, requests, strict=True)
             ]
         else:
-            with self._report_errors(group, "measuring costs"):
-                self.learn_cost(key, query, group)
+            number = self.planner.current_state().number
+            with self.planner.report_errors(group, f"measuring costs for micro-batch {number + 1}"):
+                self.make_cost(key, query, group)
             # The first plan after an installation compiles loops of the scheduler.
-            is_first = self.planner.resume_progress().next_number == 1
-            printing = print_if_slow("making the first plan") if is_first else nullcontext()
-            with self._report_errors(group, "planning"), printing:
+            with nullcontext() if number else print_if_slow("making the first plan"):
                 plans = self.planner.plan(requests, group)
-            with self._report_errors(group, "taking up a plan"):
+            activity = f"taking up a plan for micro-batch {plans[0].number}"
+            with self.planner.report_errors(group, activity):
                 for part, planned in zip(handles, plans, strict=True):
                     part.check_documents(planned.plan.layout, key.window)
                 works = [
-                    self.use_plan(documents, planned, group, query.device)
+                    self.make_work(documents, planned, group, query.device)
                     for (documents, _), planned in zip(requests, plans, strict=True)
                 ]
         for part, (_, part_key), work in zip(handles, requests, works, strict=True):
@@ -180,11 +183,11 @@ class WorkPlanner:
         )
 
     @mark_joint_step
-    def learn_cost(self, key: PlanKey, query: torch.Tensor, group: AttentionGroup) -> None:
+    def make_cost(self, key: PlanKey, query: torch.Tensor, group: AttentionGroup) -> None:
         """Make the cost model of a shape, at its first layer; all ranks of the group at the same
         point. Collective.
         """
-        costs = self.planner.resume_progress().costs
+        costs = self.planner.current_state().costs
         costs.dtypes[key.shape, key.device] = str(query.dtype)
         if (key.shape, key.device) in costs:
             return
@@ -209,14 +212,15 @@ class WorkPlanner:
         costs[key.shape, key.device] = cost
 
     @mark_joint_step
-    def use_plan(
-        self, documents: Documents, planned: BatchPlan, group: AttentionGroup, device: torch.device
+    def make_work(
+        self,
+        documents: Documents,
+        planned: MicroBatchPlan,
+        group: AttentionGroup,
+        device: torch.device,
     ) -> LayerWork:
-        """Use a plan for the current micro-batch, which has these documents on this rank."""
-        progress = self.planner.resume_progress()
-        meter = progress.use_plan(planned)
+        """Make the work of a plan in use, for a rank that has these documents."""
         plan, nano = planned.plan, planned.key.nano
-        self._warn_above_bound(planned, group)
         part = f", nano-batch {nano}" if nano else ""
         source = f" ({planned.source}, plan {plan.digest[:8]})" if planned.source else ""
         return LayerWork(
@@ -224,43 +228,11 @@ class WorkPlanner:
             Route.build(plan, group.rank),
             _move_token_indices(documents, device),
             plan.window,
-            meter,
+            planned.meter,
             nano,
             OutputStore(),
-            f"micro-batch {progress.number}{part}{source}",
+            f"micro-batch {planned.number}{part}{source}",
         )
-
-    @contextmanager
-    def _report_errors(self, group: AttentionGroup, doing: str) -> Iterator[None]:
-        """Add this rank's name to errors in its batch, and report them to the ranks that would wait
-        for it.
-        """
-        try:
-            with group.report_errors(
-                f"{doing} for micro-batch {self.planner.resume_progress().next_number}"
-            ):
-                yield
-        except (LayoutError, UnsupportedError) as error:
-            if group.size == 1:
-                raise
-            raise type(error)(f"rank {group.ranks[group.rank]}: {error}") from error
-
-    def _warn_above_bound(self, planned: BatchPlan, group: AttentionGroup) -> None:
-        """Warn if documents over ranks need more memory than the bound; they are computed all the
-        same, and most likely fit.
-        """
-        bound, rank = self.session.config.max_transient_bytes, group.rank
-        if bound is None or not planned.plan.moved:
-            return
-        shape = planned.key.shape
-        held = count_transient_bytes(planned.plan, TransientBytes.from_shape(shape))[rank]
-        if held > bound:
-            warnings.warn(
-                f"rank {group.ranks[rank]} needs about {held} transient bytes for documents that"
-                f" span ranks, more than max_transient_bytes={bound}; they are computed all the"
-                " same. Raise the bound, or cut documents so that each lies on one rank.",
-                stacklevel=2,
-            )
 
 
 def _move_token_indices(documents: Documents, device: torch.device) -> torch.Tensor | None:
@@ -273,9 +245,8 @@ def _move_token_indices(documents: Documents, device: torch.device) -> torch.Ten
 
 
 def _build_local_layout(documents: Documents, *, evaluating: bool) -> Layout:
-    announced = Announcements.from_rows([Announcement(documents=[(documents, 0)]).to_row()])
     try:
-        return build_layout(announced.read_batches()[0])
+        return build_local_layout(documents)
     except LayoutError as error:
         if not (evaluating and documents.span_ranks):
             raise
