@@ -35,7 +35,9 @@ def test_predictions_of_both_pages() -> None:
     ways: dict[str, dict[str, Any]] = import_benchmark("context_parallel").measure(PLACEMENT)[
         "ways"
     ]
-    long = rows_of(ROOT / "docs" / "long_documents.md", "## Compared with context parallelism and Ulysses")
+    long = rows_of(
+        ROOT / "docs" / "long_documents.md", "## Compared with context parallelism and Ulysses"
+    )
     page = rows_of(ROOT / "docs" / "comparison.md", "### In numbers")
     for way, (name, row) in NAMES.items():
         _, slowest, sent = ways[way].values()

@@ -1,5 +1,5 @@
-"""The table of benchmarks/results/hybrids_2026-11.md: each type with recurrent layers, packed and cut over ranks,
-against whole documents.
+"""The table of benchmarks/results/hybrids_2026-11.md: each type with recurrent layers, packed and
+cut over ranks, against whole documents.
 
 python tests/models/cut_hybrids.py
 """

@@ -18,7 +18,7 @@ from hf_distca.pipeline.borrowed_pipelining import unwrap_peft
 from hf_distca.pipeline.model_parts import ModelParts, check_split, divide_layers
 from hf_distca.pipeline.stage_models import StageModel
 
-# Arguments of transformers that say where a checkpoint is, and so its config.
+# Arguments of transformers that tell where a checkpoint is, and so its config.
 _LOCATION = {
     "cache_dir",
     "force_download",
