@@ -70,7 +70,7 @@ from hf_distca.agreement.announce import (
 from hf_distca.agreement.batch_plan import BatchPlan, History, PlanMeasurement, PlanUse
 from hf_distca.agreement.documents import PackedDocuments, TokenBatch
 from hf_distca.config import DistCAConfig
-from hf_distca.integration.handle import AttentionHandle
+from hf_distca.integration.handle import ForwardBatch, MaskStandIn
 from hf_distca.integration.layer_planner import LayerPlanner
 from hf_distca.integration.session import Session
 from hf_distca.kernels import Case, Scores, TaskBatch, select_kernel
@@ -296,7 +296,7 @@ def alone(count: int, tokens: int, repeats: int, session: Switch) -> dict[str, f
     shape = (1, tokens, ALONE.num_attention_heads, module.head_dim)
     leaves = [torch.randn(shape).transpose(1, 2).requires_grad_() for _ in range(3)]
     packed = PackedDocuments((tokens // count,) * count)
-    handle = AttentionHandle(LayerPlanner(session), TokenBatch(1, tokens))
+    handle = MaskStandIn(ForwardBatch(LayerPlanner(session), TokenBatch(1, tokens)))
     functions = AttentionInterface()
     call = {"scaling": module.scaling, "dropout": 0.0}
 
@@ -327,7 +327,7 @@ def alone(count: int, tokens: int, repeats: int, session: Switch) -> dict[str, f
 
     def first(*tensors: torch.Tensor) -> torch.Tensor:
         nonlocal handle
-        handle = AttentionHandle(LayerPlanner(session), TokenBatch(1, tokens))
+        handle = MaskStandIn(ForwardBatch(LayerPlanner(session), TokenBatch(1, tokens)))
         return distca(*tensors)
 
     def sdpa_without_kernel() -> None:

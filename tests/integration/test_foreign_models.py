@@ -30,7 +30,8 @@ from transformers.masking_utils import (
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import hf_distca
-from hf_distca.integration.handle import AttentionHandle, ForeignMask
+from hf_distca.integration.handle import MaskStandIn
+from hf_distca.integration.mask_objects import ForeignMask
 
 
 class MineConfig(PreTrainedConfig):
@@ -197,7 +198,7 @@ def mask_with_blocks(ids: torch.Tensor) -> object:
 
 def test_bidirectional_blocks_are_refused_when_present() -> None:
     """Blocks that see each other both ways are refused when there are any."""
-    assert isinstance(mask_with_blocks(torch.full((1, 6), -1)), AttentionHandle)
+    assert isinstance(mask_with_blocks(torch.full((1, 6), -1)), MaskStandIn)
     mask = mask_with_blocks(torch.tensor([[-1, -1, 0, 0, -1, -1]]))
     assert isinstance(mask, ForeignMask)
     q = torch.randn(1, 2, 6, 16)
