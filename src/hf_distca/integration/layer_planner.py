@@ -54,7 +54,7 @@ class LayerPlanner:
                 training or self.takes_all_ranks(batch.tokens.packed)
             )
             batch.group = self.session.join_group() if is_shared else _LOCAL_GROUP
-            if batch.group.has_tokens and (leaving := self.planner.current_state().leaving_ranks):
+            if batch.group.has_tokens and (leaving := self.planner.leaving_ranks):
                 batch.group = self.session.shrink_group(leaving)
         return batch.group
 
@@ -82,7 +82,7 @@ class LayerPlanner:
         group = batch.group or self.find_group(batch, training)
         reporting: AbstractContextManager[None] = nullcontext()
         if group.size > 1:
-            number = self.planner.current_state().number + 1
+            number = self.planner.number + 1
             reporting = self.planner.report_errors(
                 group, f"reading documents for micro-batch {number}"
             )
@@ -125,7 +125,7 @@ class LayerPlanner:
                 for request in requests
             ]
         else:
-            number = self.planner.current_state().number
+            number = self.planner.number
             with self.planner.report_errors(group, f"measuring costs for micro-batch {number + 1}"):
                 self.make_cost(key, query, group)
             # The first plan after an installation compiles loops of the scheduler.
@@ -186,7 +186,7 @@ class LayerPlanner:
         """Make the cost model of a shape, at its first layer; all ranks of the group at the same
         point. Collective.
         """
-        costs = self.planner.current_state().costs
+        costs = self.planner.costs
         costs.dtypes[key.shape, key.device] = str(query.dtype)
         if (key.shape, key.device) in costs:
             return

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
-from hf_distca.agreement.planner import Planner, get_current_world
+from hf_distca.agreement.planner import Planner
 from hf_distca.borrowed import get_mesh, get_timeout
 from hf_distca.config import DistCAConfig, show_value
 from hf_distca.errors import ConfigError
@@ -26,7 +26,7 @@ from hf_distca.integration.processes import (
     print_if_slow,
 )
 from hf_distca.kernels import Case, Kernel, Scores, select_kernel
-from hf_distca.runtime.group import AttentionGroup
+from hf_distca.runtime.group import AttentionGroup, get_current_world
 from hf_distca.runtime.members import Members, check_group_size
 from hf_distca.runtime.meter import Meter
 from hf_distca.schedule.cost import AttentionShape
@@ -96,6 +96,7 @@ class Session:
                 size = None if world is None else choose_group_size(members, self.config)
                 self._group = self._make_group(members, size)
             self._trainers, self._world = None, world
+            self.planner.join_world()
         return self._group
 
     def join_trainers(self) -> AttentionGroup:
@@ -178,7 +179,7 @@ class Session:
             group is not None
             and group.size > 1
             and not group.has_left
-            and (group.has_tokens is not None or dist.is_initialized())
+            and self._world is get_current_world()
         ):
             self.planner.gather_measurements(group)
 

@@ -274,7 +274,7 @@ class Server:
 
     def _make_planner(self, session: str) -> Planner:
         planner: Planner = self._known[session].planner
-        planner.current_state().is_leaving = self.is_leaving
+        planner.is_leaving = self.is_leaving
         return planner
 
     def _receive_next(self, words: JsonLineConnection) -> Any:
