@@ -124,8 +124,8 @@ def split(
 
     Returns:
         The stage of this rank. ``stage.submod`` is to be wrapped by DDP or FSDP;
-        ``stage.submod.model``, the model with the stage's weights alone, is not: stages but the
-        last one run parts of it.
+        ``stage.submod.model``, the model with the stage's weights alone, is not: every stage except
+        the last one runs only part of it.
 
     Raises:
         UnsupportedError: if models of this kind cannot be split; with the reason.
