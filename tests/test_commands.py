@@ -93,7 +93,7 @@ SMALL = {
         "--tokens 512 --layers 1 --heads 2 --rounds 1 --json out.json"
     ),
     "python benchmarks/simulated/published_timings.py": "--json out.json",
-    "python benchmarks/schedule/profile_plans.py benchmarks/placements": "--json out.json",
+    "python benchmarks/schedule/one_factor.py": "--json out.json",
     "python benchmarks/schedule/plans_before.py benchmarks/placements": (
         f"--before {ROOT} --json out.json"
     ),
@@ -130,7 +130,7 @@ IN_TURN = {
     "python benchmarks/schedule/row_order.py",
     "python benchmarks/steps/dealt_step_time.py",
     "python benchmarks/simulated/published_timings.py",
-    "python benchmarks/schedule/profile_plans.py benchmarks/placements",
+    "python benchmarks/schedule/one_factor.py",
     "python benchmarks/schedule/plans_before.py benchmarks/placements",
     (
         "python benchmarks/schedule/context_parallel.py --placement"
@@ -184,9 +184,7 @@ NOT_HERE = {"bash .ci/run", "make test", "mkdocs serve", *WRITERS, *OF_OTHER_TRA
 NOT_HERE |= {"python tests/cuda_wheel.py tests/kernels tests/runtime tests/test_borrowed.py"}
 
 
-# What is below them on a page was measured; other commands print the same on every machine.
-MEASURED = ["hf-distca profile --ranks 2 --output profile.json"]
-PRINTED = [(page, *shown) for page in PAGES for shown in printed(page) if shown[0] != MEASURED]
+PRINTED = [(page, *shown) for page in PAGES for shown in printed(page)]
 SHOWN = {command for _, block, _ in PRINTED for command in block}
 
 
@@ -400,13 +398,6 @@ def test_pre_commit_takes_the_configuration(tmp_path: Path) -> None:
     run_program(["pre-commit", "validate-config"], tmp_path, 60)
     run_program(words_of("pre-commit install"), tmp_path, 60)
     assert "pre-commit" in (tmp_path / ".git" / "hooks" / "pre-commit").read_text()
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-def test_the_profile_command(tmp_path: Path) -> None:
-    run_program(words_of("hf-distca profile --ranks 2 --output profile.json"), tmp_path, 280)
-    assert json.loads((tmp_path / "profile.json").read_text())["inside"]
 
 
 def test_the_plan_command(tmp_path: Path) -> None:

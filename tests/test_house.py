@@ -32,7 +32,6 @@ BOUNDS = {
     "doctor": Bounds(parameters=4),
     "integration": Bounds(parameters=16),
     "kernels": Bounds(parameters=5),
-    "measure": Bounds(parameters=8),
     "observe": Bounds(parameters=5),
     "pipeline": Bounds(parameters=6),
     "plugins": Bounds(parameters=2),

@@ -10,7 +10,6 @@ from types import ModuleType
 import pytest
 
 from benchmark_modules import import_benchmark
-from hf_distca.schedule.profiles import Profile
 
 
 @pytest.fixture(scope="module")
@@ -18,13 +17,13 @@ def benchmarks() -> tuple[ModuleType, ModuleType]:
     return import_benchmark("published_timings"), import_benchmark("magi_setting")
 
 
-def test_shipped_profiles_are_the_fit_to_published_timings(
+def test_profiles_are_the_fit_to_published_timings(
     benchmarks: tuple[ModuleType, ModuleType],
 ) -> None:
     timings, _ = benchmarks
     cells = [*timings.chart_cells(), *timings.our_cells(), *timings.other_cells(None)]
     for name, rates in timings.fitted(cells).items():
-        shipped = Profile.load(name).kernels[0]
+        shipped = timings.Profile.load(name).kernels[0]
         for direction in ("forward", "backward"):
             fit, cost = getattr(rates, direction), getattr(shipped, direction)
             for part in (

@@ -19,7 +19,7 @@ SOURCE = Path(__file__).parents[1] / "src" / "hf_distca"
 # all rooms. A module stands for itself alone. The docstring of a room repeats them, and so does the
 # page.
 ARROWS = {
-    "config": {"schedule.cost", "schedule.profiles"},
+    "config": {"schedule.cost"},
     "errors": set(),
     "input_files": set(),
     "package_versions": set(),
@@ -29,7 +29,6 @@ ARROWS = {
     "kernels": {"borrowed"},
     "runtime": {"borrowed", "kernels", "schedule"},
     "recurrent": {"runtime", "schedule"},
-    "measure": {"kernels", "runtime", "schedule"},
     "agreement": {
         "schedule",
         "runtime.group",
@@ -47,7 +46,6 @@ ARROWS = {
         "late_imports",
         "data",
         "agreement",
-        "measure",
         "recurrent",
         "runtime",
         "kernels",
@@ -79,7 +77,6 @@ ARROWS = {
     "advise": {"schedule", "integration", "doctor.model"},
     "cli": {
         "schedule",
-        "measure",
         "advise",
         "run",
         "run_report",
@@ -104,7 +101,6 @@ FREE_OF = {
     "kernels": {"transformers", "accelerate"},
     "runtime": {"transformers", "accelerate"},
     "recurrent": {"transformers", "accelerate"},
-    "measure": {"transformers", "accelerate"},
     "agreement": {"transformers", "accelerate"},
     "data": {"transformers", "accelerate"},
     "run_report": {"transformers", "accelerate", "torch"},

@@ -1,9 +1,8 @@
 """A cost model from timing the kernel, its error on shapes it was not fitted to, and plans that are
 made with it.
 
-Fitted twice: to calls of one task, and to calls of many equal tasks, more like what servers run and
-`measure.calibrate` times. On a GPU these differ: a single short task leaves most of the processor
-idle.
+Fitted twice: to calls of one task, and to calls of many equal tasks, more like what servers run. On
+a GPU these differ: a single short task leaves most of the processor idle.
 """
 
 from __future__ import annotations
@@ -20,8 +19,9 @@ from gpu_setting import Setting, free, seconds_of
 from gpu_workloads import LLAMA, Calls, batch_of, fastest, made_up, placements, shapes
 from hf_distca.config import DistCAConfig
 from hf_distca.schedule.balance import balance
-from hf_distca.schedule.cost import AttentionShape, CostModel, KernelCost
+from hf_distca.schedule.cost import AttentionShape, CostModel
 from hf_distca.schedule.load import summarize_plan
+from simulator.fits import fit_kernel
 
 PLACEMENTS = [
     f"{documents}_r{ranks}_t{tokens}_s0"
@@ -87,7 +87,7 @@ def fitted(model: CostModel, rows: Sequence[dict[str, Any]], name: str) -> CostM
         [model.count_work(row["rows"], row["keys"]) * row["count"] for row in rows], axis=1
     )
     forward, backward = map(
-        KernelCost.fit, counts, np.array([(row["forward"], row["backward"]) for row in rows]).T
+        fit_kernel, counts, np.array([(row["forward"], row["backward"]) for row in rows]).T
     )
     return replace(model, forward=forward, backward=backward, name=name)
 

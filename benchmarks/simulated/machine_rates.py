@@ -28,9 +28,10 @@ from dealt_step_time import WAYS, Steps
 from hf_distca.integration.current_session import current_session
 from hf_distca.runtime import meter
 from hf_distca.schedule.balance import balance
-from hf_distca.schedule.cost import AttentionShape, CostModel, KernelCost
+from hf_distca.schedule.cost import AttentionShape, CostModel
 from hf_distca.schedule.plan import Plan
 from simulator.disaggregated import compute_plan_work
+from simulator.fits import fit_kernel
 from simulator.hardware import Hardware, find_hardware
 from simulator.model_shape import ModelShape, find_model
 from simulator.setting import Setting
@@ -151,7 +152,7 @@ class Sampler:
             [_counts(step, self.cost) * layers for step, layers in zip(plans, depths, strict=True)]
         )
         kernels = [
-            KernelCost.fit(counts[:, way].reshape(-1, 3), parts[:, :, way + 1].ravel())
+            fit_kernel(counts[:, way].reshape(-1, 3), parts[:, :, way + 1].ravel())
             for way in (0, 1)
         ]
         rest = parts[:, :, 0] - parts[:, :, 1:].sum(axis=2)

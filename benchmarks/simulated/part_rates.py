@@ -18,8 +18,8 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from hf_distca.kernels import select_kernel
 from hf_distca.kernels.base import Case, Scores
-from hf_distca.measure.calibrate import measure
 from hf_distca.schedule.cost import CostModel, KernelCost
+from kernel_timings import measure
 from machine_rates import shape_of
 from simulator.hardware import Hardware
 from simulator_validation import VOCABULARY, model_shape

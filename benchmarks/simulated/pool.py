@@ -10,7 +10,7 @@ half or three quarters of the trainers' linear layers. What is fastest and fits 
 Between nodes a device sends 37 GB/s. Five tables:
 
 - alike: 64 equal devices, Llama-3-8B, FSDP2, selective checkpointing, rates of kernels from the
-  shipped profiles.
+  profiles.
 - paper: the settings of arXiv 2510.18121 without pipelines, H200, tensor parallelism of 8.
 - longest: one document of 2M tokens, the others of 2K; full checkpointing.
 - spare: 64 devices that train, and more that may serve, or train, too.

@@ -2,7 +2,7 @@
 are fitted to, and others.
 
     python benchmarks/simulated/published_timings.py --json
-    python benchmarks/simulated/published_timings.py --write src/hf_distca/schedule/profiles_data
+    python benchmarks/simulated/published_timings.py --write benchmarks/simulated/profiles
 
 The second command fits them anew.
 
@@ -50,16 +50,17 @@ from scipy.optimize import NonlinearConstraint, minimize
 
 sys.path.extend(map(str, Path(__file__).resolve().parents[1].glob("*/")))
 
-from hf_distca.schedule.cost import AttentionShape, CostModel, KernelCost, count_causal_pairs
-from hf_distca.schedule.profiles import ExchangeRates, KernelRates, Profile
+from hf_distca.schedule.cost import AttentionShape, CostModel, count_causal_pairs
 from machine import describe
 from output import add_json_option, put_out
 from packed_documents import SOURCE as PACKED_SOURCE
 from packed_documents import packed_rows
+from simulator.fits import FittedCost, add_call_overhead
 from simulator.hardware import REACHED, find_hardware
+from simulator.profiles import ExchangeRates, KernelRates, Profile
 
 Counts = npt.NDArray[np.float64]
-Costs = tuple[KernelCost, KernelCost]  # forward and backward
+Costs = tuple[FittedCost, FittedCost]  # forward and backward
 Bounds = Sequence[tuple[float | None, float | None]]
 K = 1024
 DRAWN = 200  # packed rows of each length
@@ -225,7 +226,7 @@ class Cell(NamedTuple):
         """Of a mean call."""
         return float(self.counts[self.ways, :, 3].sum(axis=0).mean()) / self.tflops / 1e12
 
-    def modelled(self, costs: Sequence[KernelCost]) -> float:
+    def modelled(self, costs: Sequence[FittedCost]) -> float:
         """Seconds of a mean call, by what a kernel costs forward and backward."""
         taken = 0.0
         for way in self.ways:
@@ -236,14 +237,14 @@ class Cell(NamedTuple):
             ) / cost.bytes_per_second + flops / cost.flops_per_second
             taken += float(
                 (
-                    cost.add_call_overhead(seconds * self.in_a_row) / self.in_a_row
+                    add_call_overhead(cost, seconds * self.in_a_row) / self.in_a_row
                     if self.in_a_row
                     else seconds
                 ).mean()
             )
         return taken
 
-    def error(self, costs: Sequence[KernelCost]) -> float:
+    def error(self, costs: Sequence[FittedCost]) -> float:
         """Modelled over published seconds, less one."""
         return self.modelled(costs) / self.seconds - 1
 
@@ -432,7 +433,7 @@ def fit(
     return of(min(found, key=lambda end: end.fun).x)
 
 
-def fit_direction(cells: list[Cell]) -> KernelCost:
+def fit_direction(cells: list[Cell]) -> FittedCost:
     """One direction of a kernel. No byte comes faster than the data sheet of the memory says; only
     calls in a row wait.
     """
@@ -442,7 +443,7 @@ def fit_direction(cells: list[Cell]) -> KernelCost:
     def of(numbers: Sequence[float]) -> Costs:
         # Seconds of 10**12 bytes and of 10**15 flops, and 10 us each.
         byte, flop, call, least = map(float, numbers)
-        return (KernelCost(0.0, 1e12 / byte, 1e15 / flop, call / 1e5, least / 1e5, passes),) * 2
+        return (FittedCost(0.0, 1e12 / byte, 1e15 / flop, passes, call / 1e5, least / 1e5),) * 2
 
     byte, flop = 1e12 / memory_rate(device), 1e3 / max(cell.tflops for cell in cells)
     waiting = [1e5 * cell.seconds for cell in cells if cell.in_a_row]
@@ -463,7 +464,7 @@ def fit_scaled(cells: list[Cell], rates: KernelRates) -> Costs:
     def of(numbers: Sequence[float]) -> Costs:
         byte, flop = map(float, numbers)
 
-        def slower(cost: KernelCost) -> KernelCost:
+        def slower(cost: FittedCost) -> FittedCost:
             bytes_per_second = min(cost.bytes_per_second / byte, memory)
             return replace(
                 cost,
@@ -591,8 +592,7 @@ def profile_of(name: str, rates: KernelRates) -> Profile:
         date="2026-11-26" if name in WHOLE else "2026-11-25",
         versions={},
         made_by=(
-            "python benchmarks/simulated/published_timings.py --write"
-            " src/hf_distca/schedule/profiles_data"
+            "python benchmarks/simulated/published_timings.py --write benchmarks/simulated/profiles"
         ),
         kernels=(rates,),
         inside=ExchangeRates(inside, 3e-5, 8, peer_seconds=PEER_SECONDS),

@@ -29,7 +29,6 @@ sys.path.extend(map(str, Path(__file__).resolve().parents[1].glob("*/")))
 
 from hf_distca.errors import ConfigError
 from hf_distca.schedule.cost import CostModel
-from hf_distca.schedule.profiles import Profile
 from hf_distca.tools.advise.document_lengths import DocumentSource
 from hf_distca.tools.cli.files import InJson, exit_on_error, get_input_name, read
 from hf_distca.tools.cli.lengths import open_documents
@@ -41,6 +40,7 @@ from simulator.longest import WAYS, LongestDocument, find_longest_documents
 from simulator.memory import TERMS, find_fullest_moment
 from simulator.model_shape import KNOWN_MODELS, ModelShape, find_model
 from simulator.predict import Prediction, find_best_alternative, simulate
+from simulator.profiles import Profile
 from simulator.setting import Setting
 from simulator.strategies import STRATEGIES
 
@@ -192,8 +192,8 @@ def _find_shape(model: str) -> ModelShape:
 
 
 def _read_profile(source: Path) -> CostModel | Profile:
-    """Read a profile, shipped or in a file, or the JSON of a cost model."""
-    if str(source) in Profile.list_shipped():
+    """Read a profile, by its name or in a file, or the JSON of a cost model."""
+    if str(source) in Profile.list_names():
         return Profile.load(source)
     try:
         text = read(source).decode("utf-8")

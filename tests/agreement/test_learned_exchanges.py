@@ -145,8 +145,7 @@ def test_costly_exchanges_end_where_ranks_wait_elsewhere() -> None:
     """
     kernel, wire = np.array([1.0, 1.0, 0.95]), np.array([0.1, 0.1, 0.0])
     waited, none = np.array([0.5, 0.5, 0.0]), np.zeros(3)
-    parts = np.stack([none, none, kernel], axis=1)
-    seen = Observation(parts, kernel, waited, wire, np.array([1.2, 0.8, 0.95]), none)
+    seen = Observation(kernel, kernel, waited, wire, np.array([1.2, 0.8, 0.95]), none)
     assert seen.compute_exchange_factor() == pytest.approx(5, rel=0.02)
     assert seen.slowdown == pytest.approx(1.5 / 1.2 - 1, rel=0.02)
     costs, key = Costs(), PlanKey(SHAPE, "cuda")

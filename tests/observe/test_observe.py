@@ -31,7 +31,7 @@ from checkpointed import ARGUMENT, checkpoint_layers
 from hf_distca.integration.hooks import other_models
 from hf_distca.runtime.meter import Meter
 from hf_distca.schedule.cost import AttentionShape, CostModel
-from hf_distca.schedule.profiles import Profile
+from hf_distca.schedule.gpus import make_gpu_cost
 from hf_distca.tools.cli import app
 from hf_distca.tools.observe import run_observer
 from hf_distca.tools.observe.findings import Findings, find
@@ -442,10 +442,10 @@ def test_ranks_that_are_slow_in_turns_are_alike() -> None:
 
 
 def test_rates_are_those_of_the_gpu() -> None:
-    """The profile that distca begins with there, if one is shipped."""
+    """Those that distca begins with there."""
     card = {"device": "NVIDIA H100 80GB HBM3", "attention": "flash_attention_3"}
     work = find([FACTS._replace(**card)], None, plans=False).work
-    cost = Profile.load("h100_flash_attn_3").make_cost_model(AttentionShape(32, 8, 128, 128, 2))
+    cost = make_gpu_cost(AttentionShape(32, 8, 128, 128, 2), "H200", "flash_attn_3")
     assert work.tolist() == pytest.approx([2 * float(cost.estimate_seconds(4096, 4096).sum())])
 
 

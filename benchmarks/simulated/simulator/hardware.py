@@ -7,11 +7,11 @@ from typing import Any
 
 from hf_distca.errors import ConfigError
 from hf_distca.schedule.cost import KernelCost
-from hf_distca.schedule.profiles import Profile
+from simulator.profiles import Profile
 
 REACHED = 0.85  # of the data sheet's rates of memory and of the link to the host: assumed
 # Of that, by copies into another order. pytorch issue 178066: heads are put in order for an
-# all-to-all in 0.38 of its time on H100 and 0.43 on A100. With the all-to-alls of the shipped
+# all-to-all in 0.38 of its time on H100 and 0.43 on A100. With the all-to-alls of the
 # profiles among 8 GPUs, that is 0.54 and 0.55 of the data sheet's rate.
 _REORDERED = 0.545 / REACHED
 
@@ -110,7 +110,7 @@ _FIGURES = {
     "gb200": _BLACKWELL
     | {"memory_bytes": 186e9, "ranks_per_node": 72, "host_bytes": 2.4e11, "host_rate": 2.25e11},
 }
-# The device whose shipped profile has a device's attention kernel and links.
+# The device whose profile has a device's attention kernel and links.
 _TIMED = {"h100": "h100", "h200": "h100", "a100": "a100", "b200": "b200", "gb200": "b200"}
 _DEFAULT_KERNELS = {"h100": "flash_attn_2", "a100": "flash_attn_2", "b200": "flash_attn_4"}
 # By a device that was timed, where the figures of products and of gathers come from.
@@ -149,7 +149,7 @@ def find_hardware(name: str, kernel: str | None = None) -> Hardware:
     timed = _TIMED[device]
     kernels = [
         shipped.removeprefix(f"{timed}_")
-        for shipped in Profile.list_shipped()
+        for shipped in Profile.list_names()
         if shipped.startswith(timed)
     ]
     kernel = _DEFAULT_KERNELS[timed] if kernel is None else kernel

@@ -12,10 +12,10 @@ import numpy as np
 from hf_distca.config import DistCAConfig
 from hf_distca.errors import ConfigError
 from hf_distca.schedule.cost import AttentionShape, CostModel
-from hf_distca.schedule.profiles import Profile
 from hf_distca.schedule.ranks import Ranks
 from simulator.hardware import Hardware
 from simulator.model_shape import ModelShape
+from simulator.profiles import Profile
 
 Checkpointing = Literal["none", "selective", "full"]
 Sharding = Literal["fsdp", "zero1", "ddp"]
@@ -121,7 +121,7 @@ class Setting:
         if not seconds < _MOST_SECONDS:
             raise ConfigError(
                 f"profile {cost.name!r} gives no seconds that a device takes: {seconds:g} for"
-                f" {self.tokens} tokens. Measure one with `hf-distca profile`."
+                f" {self.tokens} tokens."
             )
 
     @property

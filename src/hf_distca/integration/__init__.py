@@ -1,7 +1,6 @@
 """The room for all code that knows transformers, accelerate or the Trainer.
 
-May import `borrowed`, `late_imports`, `schedule`, `kernels`, `runtime`, `measure`,
-`agreement` and `data`.
+May import `borrowed`, `late_imports`, `schedule`, `kernels`, `runtime`, `agreement` and `data`.
 """
 
 # First of all, and here: with it "distca" is registered, which imports modules of this room. Were

@@ -42,8 +42,6 @@ class Session:
         planner: the plans of its micro-batches, the settings they are made under, and the figures.
         start_time: time at which the session was made, by `time.perf_counter`.
         given_group: the group that the user gave; None to find it.
-        fastest_kernels: names of the kernels to try first, by dtype and widths of heads, where
-            kernels were timed.
         kernel_names: names of the kernels that attention ran in, in the order of their first use.
         has_summary: whether the summary of the run was printed.
         times_local_work: whether kernels are timed on CUDA also if no other rank takes part: only
@@ -64,7 +62,6 @@ class Session:
         self.given_group = members
         self.kernel_names: dict[str, None] = {}
         self.has_summary = self.times_local_work = False
-        self.fastest_kernels: dict[tuple[torch.dtype, tuple[int, int]], str | None] = {}
         self._members = members
         self._group: AttentionGroup | None = None
         self._trainers: AttentionGroup | None = None  # once they were asked for
@@ -196,7 +193,6 @@ class Session:
         """Choose the kernel for the device and dtype of a tensor, and layers of this shape."""
         widths = shape.head_dim, shape.value_head_dim
         case = Case(query.device, query.dtype, *widths, scores, shape.heads_per_key_head)
-        fastest_name = self.fastest_kernels.get((query.dtype, widths))
-        kernel = select_kernel(self.config.kernel, case, first=fastest_name)
+        kernel = select_kernel(self.config.kernel, case)
         self.kernel_names[kernel.name] = None
         return kernel

@@ -36,7 +36,6 @@ __all__ = [
     "TaskBatch",
     "suggest_faster_kernel",
     "is_slow",
-    "list_runnable",
     "select_kernel",
     "list_candidates",
     "unusable_reason",
@@ -47,10 +46,9 @@ _logger = logging.getLogger("hf_distca")
 # Every kernel, in the order in which "auto" looks at them, and the type of device on which it takes
 # them: None for all, "" for kernels that run only if they are named, as one that is downloaded.
 # CONTRIBUTING.md lists what else a new kernel needs. The order decides, and no clock: ranks with
-# the same GPU and packages make the same choice, and so does the next run
-# (`hf_distca.measure.calibrate` compares, for all ranks). FlashAttention 4 stands before 3: forward
-# and backward together it is faster on Hopper, where its backward reaches 557 to 605 TFLOP/s from
-# 8K tokens on (an H100, 2026-11-26) and that of 3 530 to 586 (published).
+# the same GPU and packages make the same choice, and so does the next run. FlashAttention 4 stands
+# before 3: forward and backward together it is faster on Hopper, where its backward reaches 557 to
+# 605 TFLOP/s from 8K tokens on (an H100, 2026-11-26) and that of 3 530 to 586 (published).
 _KERNELS: tuple[tuple[Kernel, str | None], ...] = (
     (FLASH_ATTN_4, "cuda"),
     (FLASH_ATTN_3, "cuda"),
@@ -68,24 +66,23 @@ _MADE_FOR = {9: "Hopper", 10: "Blackwell"}
 _said: set[str] = set()
 
 
-def select_kernel(name: KernelName, case: Case, *, first: str | None = None) -> Kernel:
+def select_kernel(name: KernelName, case: Case) -> Kernel:
     """Return the kernel to run: the same object for the same kernel each time.
 
     Args:
         name: a kernel, or "auto" for the first in the order of kernels that supports the case.
         case: what it is to run.
-        first: with "auto", the kernel to look at before all others.
 
     Raises:
         KernelError: if the named kernel, or with "auto" every kernel, does not support the case or,
             on a GPU, computes it wrongly; with the reason and what to use.
     """
     # With these, it is another question.
-    return _select_once(name, case, first, torch.are_deterministic_algorithms_enabled())
+    return _select_once(name, case, torch.are_deterministic_algorithms_enabled())
 
 
 @lru_cache(maxsize=256)
-def _select_once(name: KernelName, case: Case, first: str | None, _deterministic: bool) -> Kernel:
+def _select_once(name: KernelName, case: Case, _deterministic: bool) -> Kernel:
     """Select like `select_kernel`, once per case: every layer of every micro-batch calls this."""
     automatic = name == "auto"
     candidates = [
@@ -99,7 +96,7 @@ def _select_once(name: KernelName, case: Case, first: str | None, _deterministic
             f"There is no kernel {name!r}; choose one of {', '.join(map(repr, names))}."
         )
     refused: list[str] = []
-    for kernel in sorted(candidates, key=lambda kernel: kernel.name != first):
+    for kernel in candidates:
         reason = unusable_reason(kernel, case) or compile_failure_reason(kernel, case)
         if reason is None:
             _announce(kernel.name, case, refused, automatic=automatic)
@@ -117,17 +114,6 @@ def _select_once(name: KernelName, case: Case, first: str | None, _deterministic
     raise KernelError(
         f'Kernel {name!r} cannot run {words}: {reason}. Set kernel="auto" to use what runs there.'
     )
-
-
-def list_runnable(case: Case) -> list[Kernel]:
-    """Return the fast kernels of a device that run a case, in the order in which "auto" looks at
-    them.
-    """
-    return [
-        kernel
-        for kernel, where in _KERNELS
-        if where == case.device.type and unusable_reason(kernel, case) is None
-    ]
 
 
 def unusable_reason(kernel: Kernel, case: Case) -> str | None:

@@ -28,7 +28,6 @@ from hf_distca.config import DistCAConfig, is_built_in
 from hf_distca.errors import ConfigError
 from hf_distca.schedule.cost import AttentionShape, CostModel
 from hf_distca.schedule.layout import Layout
-from hf_distca.schedule.profiles import Profile
 
 _SOCKET_OPTIONS = {
     (socket.IPPROTO_TCP, socket.TCP_NODELAY): 1,
@@ -123,8 +122,8 @@ def _encode(value: Any) -> Any:
             return astuple(value)
         case DistCAConfig():
             return {field.name: getattr(value, field.name) for field in fields(value)}
-        case Profile() | CostModel():
-            return {"kind": type(value).__name__, "text": value.to_json()}
+        case CostModel():
+            return {"text": value.to_json()}
         case Documents():
             return value.span_ranks
         case DealtShare():
@@ -155,12 +154,10 @@ def read_config(values: Mapping[str, Any]) -> DistCAConfig:
     """
     costs = values["cost_model"]
     if isinstance(costs, Mapping):
-        costs = (Profile if costs["kind"] == Profile.__name__ else CostModel).from_json(
-            costs["text"]
-        )
+        costs = CostModel.from_json(costs["text"])
     elif not is_built_in(costs):  # the names of files, and all else
         raise ConfigError(
-            f"cost_model={costs!r:.80} is none that rank 0 names: it sends profiles and models."
+            f"cost_model={costs!r:.80} is none that rank 0 names: it sends cost models."
         )
     return DistCAConfig(**{**values, "cost_model": costs})
 

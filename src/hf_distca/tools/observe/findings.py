@@ -19,9 +19,9 @@ from hf_distca.config import REPLACEABLE_ATTENTION, DistCAConfig
 from hf_distca.schedule.balance import balance
 from hf_distca.schedule.cost import AttentionShape, CostModel
 from hf_distca.schedule.deal import deal
+from hf_distca.schedule.gpus import make_gpu_cost
 from hf_distca.schedule.layout import FloatArray, IntArray, Layout
 from hf_distca.schedule.load import PlanLoad
-from hf_distca.schedule.profiles import Profile
 from hf_distca.schedule.ranks import Ranks
 from hf_distca.tools.observe.watch import DOCUMENTS, MASKED_ROWS, BatchFacts
 
@@ -230,14 +230,9 @@ def find(facts: Sequence[BatchFacts], per_node: int | None, *, plans: bool) -> F
 
 @cache
 def _make_cost(shape: AttentionShape, device: str, attention: str) -> CostModel:
-    """Make the cost model that distca begins with: the profile of the GPU and a flash kernel, if
-    one is shipped, or else built-in figures.
-    """
+    """Make the cost model that distca begins with, if it runs a flash kernel."""
     kernel = attention.replace("attention", "attn") if "flash" in attention else "cuda"
-    profile = Profile.find_gpu_profile(device, kernel)
-    if profile is not None:
-        return Profile.load(profile).make_cost_model(shape)
-    return CostModel.make_analytic(shape, device_type=device)
+    return make_gpu_cost(shape, device, kernel)
 
 
 def _sum_work(layers: Sequence[tuple[CostModel, int]], lengths: list[list[int]]) -> FloatArray:

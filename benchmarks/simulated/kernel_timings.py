@@ -1,5 +1,5 @@
-"""Timings of kernels on this machine, on batches of tasks as servers run them: a cost model, and
-the fastest kernel. Before anything is timed, the shipped profile of the GPU and the kernel.
+"""Timings of kernels on this machine, on batches of tasks as servers run them, and the costs that
+are fitted to them.
 
 A task that is alone in its call pays the launch and, on a GPU, leaves most of the device idle.
 Among others it pays neither.
@@ -9,19 +9,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import astuple, dataclass, fields, replace
+from dataclasses import dataclass
 from functools import partial
 from operator import add
 
 import numpy as np
 import torch
 
-from hf_distca.kernels import Case, list_runnable
 from hf_distca.kernels.base import Kernel, Operands, Saved, Scores, TaskBatch
-from hf_distca.runtime.group import AttentionGroup
 from hf_distca.schedule.cost import AttentionShape, CostModel, KernelCost
 from hf_distca.schedule.layout import FloatArray
-from hf_distca.schedule.profiles import Profile
+from simulator.fits import fit_kernel
 
 # The documents of a batch: of each the slices [start, end) that are tasks, in shares of the batch's
 # size in tokens.
@@ -48,32 +46,6 @@ _SIZES = (128, 1024, 2048, 4096, 8192, 16384)
 _ENOUGH = 0.04
 
 
-# What kernels are compared by: a whole document, and a slice of a long one.
-_COMPARED = TaskBatch((0, 8192), (8192, 1024), (0, 8192), (8192, 32768))
-
-
-def calibrate(
-    analytic: CostModel,
-    kernel: Kernel,
-    dtype: torch.dtype,
-    device: torch.device,
-    group: AttentionGroup,
-) -> CostModel:
-    """Return `analytic` with kernel coefficients measured on the first rank of the group, so that
-    all ranks plan alike.
-    """
-    ours = np.zeros((2, len(fields(KernelCost))))
-    if group.rank == 0:
-        ours[:] = [astuple(cost) for cost in measure(analytic, kernel, dtype, device)]
-    rows = group.gather(
-        ours.ravel().view(np.int64), doing="waiting for rank 0 to time the attention kernel"
-    )
-    forward, backward = (
-        KernelCost(*cost) for cost in rows[0].view(np.float64).reshape(ours.shape).tolist()
-    )
-    return replace(analytic, forward=forward, backward=backward, name=f"calibrated {kernel.name}")
-
-
 def measure(
     model: CostModel,
     kernel: Kernel,
@@ -90,7 +62,7 @@ def measure(
         clock: returns seconds since an arbitrary moment.
     """
     forward, backward = map(
-        KernelCost.fit, *measure_batches(model, kernel, dtype, device, BATCHES, clock=clock)
+        fit_kernel, *measure_batches(model, kernel, dtype, device, BATCHES, clock=clock)
     )
     return forward, backward
 
@@ -129,75 +101,6 @@ def measure_batches(
         counts.append(model.count_work(tasks.query_length, tasks.key_length).sum(axis=1))
         taken.append(seconds)
     return np.stack(counts, axis=1), np.array(taken).T
-
-
-def find_fastest_kernel(
-    shape: AttentionShape,
-    names: tuple[str, ...],
-    dtype: torch.dtype,
-    device: torch.device,
-    group: AttentionGroup,
-    *,
-    clock: Callable[[], float] = time.perf_counter,
-) -> str | None:
-    """Find the kernel that takes the fewest seconds on the first rank, among those that run on
-    every rank. Collective.
-
-    Each rank could choose for itself, since all kernels compute the same to rounding. But plans are
-    made with one cost model for all ranks, and two ranks with different kernels would not have the
-    same rates.
-
-    Args:
-        shape: shape of q, k and v to time the kernels with.
-        names: all kernels, in the same order on every rank; the first one of several with equal
-            seconds is taken.
-        dtype, device: of q, k and v.
-        group: the ranks that agree.
-        clock: returns seconds since an arbitrary moment.
-
-    Returns:
-        Its name, None if there is no kernel that runs on all ranks.
-    """
-    case = Case(
-        device, dtype, shape.head_dim, shape.value_head_dim, Scores(1.0), shape.heads_per_key_head
-    )
-    kernels = {kernel.name: kernel for kernel in list_runnable(case)}
-    ours = np.array([0.0 if name in kernels else np.inf for name in names])
-    if group.rank == 0 and len(kernels) > 1:
-        for place, name in enumerate(names):
-            if name in kernels:
-                ours[place] = _time_kernel(shape, kernels[name], dtype, _Timer(device, clock))
-    rows = group.gather(
-        ours.view(np.int64), doing="waiting for rank 0 to compare attention kernels"
-    )
-    total = np.sum([row.view(np.float64) for row in rows], axis=0)
-    return names[int(np.argmin(total))] if np.isfinite(total).any() else None
-
-
-def find_shipped_profile(
-    device: torch.device, kernel: Kernel, group: AttentionGroup
-) -> Profile | None:
-    """Return the shipped profile, equal on all ranks; None if there is none, or if GPUs or kernels
-    differ. Collective.
-
-    All ranks must plan with one cost model. If their GPUs differ, they use the built-in figures,
-    and learn speeds in training.
-    """
-    profile = (
-        None  # not torch's own kernel
-        if kernel.name == "cuda" and torch.nn.attention.current_flash_attention_impl() is not None
-        else Profile.find_gpu_profile(torch.cuda.get_device_name(device), kernel.name)
-    )
-    names = Profile.list_shipped()
-    place = -1 if profile is None else names.index(profile)
-    same = group.is_equal_on_all(np.array([place]), doing="comparing GPUs and attention kernels")
-    return Profile.load(names[place]) if same and place >= 0 else None
-
-
-def _time_kernel(shape: AttentionShape, kernel: Kernel, dtype: torch.dtype, timer: _Timer) -> float:
-    """Time the tasks that kernels are compared by, forward and backward."""
-    time_tasks(shape, kernel, _COMPARED, dtype, timer)
-    return sum(time_tasks(shape, kernel, _COMPARED, dtype, timer))
 
 
 def _make_batch(documents: Documents, size: int) -> TaskBatch:

@@ -1,4 +1,4 @@
-"""Calibration on kernels that only pass time, by a clock of their own."""
+"""Timings of kernels that only pass time, by a clock of their own, and fits to them."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import torch
 
 from hf_distca.kernels import Scores, TaskBatch
 from hf_distca.kernels.base import Operands, Outputs, Saved
-from hf_distca.measure.calibrate import measure
 from hf_distca.schedule.cost import AttentionShape, CostModel, KernelCost
-from turns import in_turn
+from kernel_timings import measure
+from simulator.fits import FittedCost, add_call_overhead, fit_coefficients, fit_kernel
 
 SHAPE = AttentionShape(
     query_heads=2, key_value_heads=1, head_dim=8, value_head_dim=4, element_bytes=4
@@ -108,7 +108,7 @@ def test_batches_are_those_of_servers() -> None:
 
 @pytest.mark.parametrize(
     ("flops_per_second", "most"),
-    in_turn([(4.5e7, 7.0), (3e8, 3.0), (1e9, 2.0), (1e10, 2.0), (1e11, 2.0), (1e12, 1.0)], 6),
+    [(4.5e7, 7.0), (3e8, 3.0), (1e9, 2.0), (1e12, 1.0)],
 )
 def test_calibration_is_bounded_in_time(flops_per_second: float, most: float) -> None:
     rates = KernelCost(0.0, np.inf, flops_per_second)
@@ -121,3 +121,55 @@ def test_batches_do_not_grow_where_they_take_long() -> None:
     kernel = Passing(SLOW)
     kernel.measured()
     assert max(max(batch.key_length) for batch in kernel.batches) == 128
+
+
+@pytest.mark.parametrize("truth", [(3e-5, 5e9, 3e10), (0.0, 2e12, 4e14)])
+def test_fit_recovers_coefficients(truth: tuple[float, float, float]) -> None:
+    rows, keys = (
+        np.array([1, 64, 128, 512, 4096, 128, 8192]),
+        np.array([64, 64, 4096, 512, 4096, 65536, 65536]),
+    )
+    counts = MODEL.count_work(rows, keys)[1]
+    seconds = counts @ np.array([truth[0], 1 / truth[1], 1 / truth[2]])
+    fitted = fit_kernel(counts, seconds)
+    assert fitted.task_seconds == pytest.approx(truth[0], rel=1e-6, abs=1e-12)
+    assert fitted.bytes_per_second == pytest.approx(truth[1], rel=1e-6)
+    assert fitted.flops_per_second == pytest.approx(truth[2], rel=1e-6)
+
+
+def test_fit_is_never_negative() -> None:
+    generator = np.random.default_rng(0)
+    counts = MODEL.count_work(generator.integers(1, 5000, 20), np.full(20, 5000))[0]
+    fitted = fit_kernel(counts, generator.random(20) + 0.1)
+    assert fitted.task_seconds >= 0
+    assert fitted.bytes_per_second > 0
+    assert fitted.flops_per_second > 0
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_no_coefficients_fit_better(seed: int) -> None:
+    """Of three, the best are those of some columns alone: without bounds, and not negative by
+    themselves.
+    """
+    generator = np.random.default_rng(seed)
+    counts = generator.random((12, 3)) ** 3 * [1.0, 1e9, 1e13]
+    seconds = np.abs(counts @ (generator.normal(0.3, 1, 3) / [1e4, 1e13, 1e16])) + 1e-6
+    scaled, errors = counts / seconds[:, None], []
+    for columns in ([0], [1], [2], [0, 1], [0, 2], [1, 2], [0, 1, 2]):
+        sizes = np.linalg.norm(scaled[:, columns], axis=0)
+        some = np.linalg.lstsq(scaled[:, columns] / sizes, np.ones(12), rcond=None)[0]
+        if some.min() >= 0:
+            errors.append(np.square(scaled[:, columns] / sizes @ some - 1).sum())
+    assert np.square(scaled @ fit_coefficients(counts, seconds) - 1).sum() == pytest.approx(
+        min(errors)
+    )
+
+
+def test_call_takes_at_least_its_launch_beside_its_tasks() -> None:
+    """A call takes something besides its tasks and no less than its launch."""
+    kernel = FittedCost(0.0, 1e12, 1e14, call_seconds=1e-5, least_seconds=5e-5)
+    assert add_call_overhead(kernel, [0.0, 1e-5, 1e-4]).tolist() == pytest.approx(
+        [0.0, 5e-5, 1.1e-4]
+    )
+    assert add_call_overhead(kernel, [1e-5, 1e-3], 3).tolist() == pytest.approx([1.5e-4, 1.03e-3])
+    assert add_call_overhead(KernelCost(0.0, 1e12, 1e14), [0.0, 1e-5]).tolist() == [0.0, 1e-5]

@@ -1,53 +1,25 @@
-"""`Profile`: measurements of a kind of device and its links, for many attention shapes.
+"""`Profile`: rates of a kind of device and its links, for many attention shapes, fitted to timings.
 
-``hf-distca profile`` writes them.
-
-A profile holds the rates of the attention kernel for each element size and head width that was
-timed, each with its errors on shapes that were held out, and the rates of exchanges, inside a node
-and between nodes. `Profile.make_cost_model` derives the cost model of one shape, for the scheduler.
+The simulator predicts seconds with them. `published_timings.py` writes those of GPUs. The library
+plans with one factor of each (`hf_distca.schedule.gpus`).
 """
 
 from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from hf_distca.errors import ConfigError
 from hf_distca.input_files import read_file
-from hf_distca.schedule.cost import (
-    MAX_SECONDS,
-    MIN_RATE,
-    AttentionShape,
-    CostModel,
-    KernelCost,
-    read_rate,
-    replace_infinities,
-)
+from hf_distca.schedule.cost import AttentionShape, CostModel
+from simulator.fits import FittedCost
 
+FOLDER = Path(__file__).parents[1] / "profiles"
 _FORMAT = 2
-_SHIPPED_FOLDER = "profiles_data"
-_MAX_SIZE = 2**31  # of a width or a tile
-# By a word of a GPU's name, the device whose timings stand for it; by the name of a kernel, what it
-# runs. The multiprocessors of an H200 are those of an H100.
-_GPUS = {
-    "A100": "a100",
-    "H100": "h100",
-    "H200": "h100",
-    "GH200": "h100",
-    "B200": "b200",
-    "GB200": "b200",
-}
-_KERNELS = {
-    "cuda": "flash_attn_2",
-    "flash_attn": "flash_attn_2",
-    "flash_attn_4": "flash_attn_4",
-} | dict.fromkeys(("flash_attn_3", "kernels-community/flash-attn3"), "flash_attn_3")
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +41,8 @@ class KernelRates:
     element_bytes: int
     head_dim: int
     value_head_dim: int
-    forward: KernelCost
-    backward: KernelCost
+    forward: FittedCost
+    backward: FittedCost
     errors: Mapping[str, float] = field(default_factory=dict, hash=False)
     fitted: int = 0
     kept_aside: int = 0
@@ -100,7 +72,7 @@ class Profile:
     """Measurements of a kind of device and its links.
 
     Attributes:
-        name: a short name; the shipped ones are found by it.
+        name: a short name, that of its file.
         device: type of the device, as torch names it.
         processor: name of the device.
         date: date of the measurement, as YYYY-MM-DD.
@@ -129,9 +101,7 @@ class Profile:
 
     def __post_init__(self) -> None:
         if not self.kernels:
-            raise ConfigError(
-                f"profile {self.name!r} has no kernel rates: measure some with `hf-distca profile`."
-            )
+            raise ConfigError(f"profile {self.name!r} has no kernel rates.")
 
     def __repr__(self) -> str:
         """Short text, because settings that hold a profile are printed and compared by ranks."""
@@ -191,6 +161,10 @@ class Profile:
 
         Infinite rates, which cost nothing, are null.
         """
+
+        def replace_infinities(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+            return {name: None if value == math.inf else value for name, value in pairs}
+
         return json.dumps(
             {"format": _FORMAT, **asdict(self, dict_factory=replace_infinities)}, indent=1
         )
@@ -205,106 +179,37 @@ class Profile:
         try:
             data: Any = json.loads(text)
             if data.pop("format") != _FORMAT:
-                raise ValueError(
-                    f"its format is not {_FORMAT}, which this version reads: measure again"
-                )
-            data["kernels"] = tuple(_parse_kernel_rates(row) for row in data["kernels"])
+                raise ValueError(f"its format is not {_FORMAT}")
+            for row in data["kernels"]:
+                for way in ("forward", "backward"):
+                    row[way] = FittedCost.from_json(row[way])
+            data["kernels"] = tuple(KernelRates(**row) for row in data["kernels"])
             for link in ("inside", "between"):
-                data[link] = None if data.get(link) is None else _parse_exchange_rates(data[link])
-            profile = cls(**data)
-            texts = [
-                *(profile.name, profile.device, profile.processor, profile.date, profile.made_by),
-                *(rates.kernel for rates in profile.kernels),
-                *profile.versions.values(),
-                *profile.sources.values(),
-            ]
-            if not all(isinstance(text, str) for text in texts):
-                raise TypeError("its names, date, versions, sources and command must be texts")
-            measured: list[Any] = [
-                *profile.kernels,
-                *filter(None, (profile.inside, profile.between)),
-            ]
-            if not all(
-                isinstance(error, int | float)
-                for rates in measured
-                for error in rates.errors.values()
-            ):
-                raise TypeError("its errors must be numbers")
-            if type(profile.tile) is not int or not 1 <= profile.tile < _MAX_SIZE:
-                raise ValueError(f"a tile of {profile.tile} rows: it must be from 1 to 2**31")
-            return profile
-        except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
+                data[link] = ExchangeRates(**data[link]) if data.get(link) else None
+            return cls(**data)
+        except (AttributeError, ConfigError, KeyError, TypeError, ValueError) as error:
             raise ConfigError(
-                f"the text is no profile in JSON ({type(error).__name__}: {error}): `hf-distca"
-                f" profile` writes them, got {text[:100]!r}."
+                f"the text is no profile in JSON ({type(error).__name__}: {error}): got"
+                f" {text[:100]!r}."
             ) from error
 
     @classmethod
     def load(cls, source: str | Path) -> Profile:
-        """Load the shipped profile of this name, or the profile in a file.
+        """Load the profile of this name in `FOLDER`, or the one in a file.
 
         Raises:
             ConfigError: if there is neither, or it cannot be read as a profile.
         """
-        if str(source) in cls.list_shipped():
-            return cls.from_json(
-                (resources.files(__package__) / _SHIPPED_FOLDER / f"{source}.json").read_text(
-                    encoding="utf-8"
-                )
-            )
+        names = cls.list_names()
+        path = FOLDER / f"{source}.json" if str(source) in names else Path(source)
         try:
-            text = read_file(Path(source)).decode("utf-8")
+            return cls.from_json(read_file(path).decode("utf-8"))
         except (OSError, ValueError) as error:
             raise ConfigError(
-                f"{source}: neither a profile in a file ({error}) nor a shipped one"
-                f" ({', '.join(cls.list_shipped())})."
+                f"{source}: neither a profile in a file ({error}) nor one of {', '.join(names)}."
             ) from error
-        return cls.from_json(text)
 
     @staticmethod
-    def find_gpu_profile(device: str, kernel: str) -> str | None:
-        """Return the name of the shipped profile of a GPU and a kernel, both as torch and
-        `DistCAConfig` name them; None if there is none.
-
-        Cards with fewer multiprocessors than those that were timed, as PCIe ones of Hopper, have
-        none.
-        """
-        words = set(re.split(r"[\s-]+", device))
-        kind = next((kind for model, kind in _GPUS.items() if model in words), None)
-        name = f"{kind}_{_KERNELS.get(kernel)}"
-        return (
-            name
-            if name in Profile.list_shipped() and not (kind == "h100" and words & {"PCIe", "NVL"})
-            else None
-        )
-
-    @staticmethod
-    def list_shipped() -> list[str]:
-        """List the names of the profiles that come with the package."""
-        return sorted(
-            file.name.removesuffix(".json")
-            for file in (resources.files(__package__) / _SHIPPED_FOLDER).iterdir()
-            if file.name.endswith(".json")
-        )
-
-
-def _parse_kernel_rates(row: dict[str, Any]) -> KernelRates:
-    rates = KernelRates(
-        **{**row, **{name: KernelCost.from_json(row[name]) for name in ("forward", "backward")}}
-    )
-    if not all(
-        type(size) is int and 1 <= size < _MAX_SIZE
-        for size in (rates.element_bytes, rates.head_dim, rates.value_head_dim)
-    ):
-        raise ValueError(f"{rates}: bytes and widths must be from 1 to 2**31")
-    return rates
-
-
-def _parse_exchange_rates(row: dict[str, Any]) -> ExchangeRates:
-    rates = ExchangeRates(**{**row, "bytes_per_second": read_rate(row["bytes_per_second"])})
-    if not (
-        all(0 <= seconds <= MAX_SECONDS for seconds in (rates.seconds, rates.peer_seconds))
-        and rates.bytes_per_second >= MIN_RATE
-    ):
-        raise ValueError(f"{rates}: seconds must be from 0 to 1e6, a rate at least 1 a second")
-    return rates
+    def list_names() -> list[str]:
+        """List the names of the profiles in `FOLDER`."""
+        return sorted(path.stem for path in FOLDER.glob("*.json"))
