@@ -290,8 +290,8 @@ def test_names_that_nothing_has_are_said_in_one_line(words: list[str]) -> None:
     [
         ({"summary": False, "collator": "replace"}, {"summary": True, "collator": "check"}),
         (
-            {"spare_servers": True, "server_wait": 9.0},
-            {"spare_servers": False, "server_wait": 300.0},
+            {"observe": True, "server_wait": 9.0},
+            {"observe": False, "server_wait": 300.0},
         ),
         ({"attn_implementation": "distca", "summary": False}, {"instead_of": "sdpa"}),
     ],

@@ -96,5 +96,5 @@ def test_settings_name_no_files_of_a_server(name: object, tmp_path: Path) -> Non
 
 
 def test_steps_are_those_of_a_table() -> None:
-    own = {"end", "regroup", "use_settings", "begin", "serve", "finish"}
+    own = {"end", "use_settings", "begin", "serve", "finish"}
     assert {name: getattr(Server, name) for name in JOINT_STEPS | own} == STEPS

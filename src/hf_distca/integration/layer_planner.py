@@ -55,8 +55,6 @@ class LayerPlanner:
                 training or self.takes_all_ranks(batch.tokens.packed)
             )
             batch.group = self.session.join_group() if is_shared else _LOCAL_GROUP
-            if batch.group.has_tokens and (leaving := self.planner.leaving_ranks):
-                batch.group = self.session.shrink_group(leaving)
         return batch.group
 
     def takes_all_ranks(self, documents: PackedDocuments | Documents | None) -> bool:

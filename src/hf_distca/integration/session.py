@@ -7,7 +7,7 @@ forward.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -109,19 +109,8 @@ class Session:
             )
         return self._trainers
 
-    def shrink_group(self, leaving: Sequence[int]) -> AttentionGroup:
-        """Return the group of the others, once the ranks of these indices in the group have left.
-        All others must call this.
-        """
-        self.gather_measurements()
-        self.adopt_group(self._make_group(leaving=leaving))
-        return self.join_group()
-
     def _make_group(
-        self,
-        members: dist.ProcessGroup | Members | None = None,
-        size: int | None = None,
-        leaving: Sequence[int] = (),
+        self, members: dist.ProcessGroup | Members | None, size: int | None
     ) -> AttentionGroup:
         observer, seconds = AttentionGroup.observer, self.config.timeout_seconds
         if observer is None:
@@ -129,7 +118,7 @@ class Session:
                 who = members if isinstance(members, Members) else Members.from_group(members)
                 check_group_size(who, size, seconds or get_timeout(None).total_seconds())
             return AttentionGroup.find_or_create(members, timeout_seconds=seconds, size=size)
-        return observer.make_group(members, size, seconds, leaving)
+        return observer.make_group(members, size, seconds)
 
     def adopt_group(self, group: AttentionGroup) -> None:
         """Use a group that was made elsewhere, and restart counting."""

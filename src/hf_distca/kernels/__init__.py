@@ -1,7 +1,4 @@
-"""Attention kernels behind one signature. `select_kernel` picks and logs the one to run.
-
-May import `borrowed`.
-"""
+"""Attention kernels behind one signature. `select_kernel` picks and logs the one to run."""
 
 from __future__ import annotations
 

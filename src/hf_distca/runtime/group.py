@@ -57,12 +57,8 @@ class GroupObserver(Protocol):
         members: dist.ProcessGroup | Members | None,
         size: int | None,
         timeout_seconds: float | None,
-        leaving: Sequence[int],
     ) -> AttentionGroup:
-        """Make the group of a session; for other arguments see `AttentionGroup.find_or_create`.
-
-        With `leaving`, make the group of the others, once ranks of these indices have left.
-        """
+        """Make the group of a session; for arguments see `AttentionGroup.find_or_create`."""
 
     def take_step(self, step: Callable[P, R], *args: P.args, **options: P.kwargs) -> R:
         """Take a step that is marked by `mark_joint_step`, and return its result."""

@@ -1,8 +1,6 @@
 """The command line ``hf-distca``: a file holds a verb, or two that share options.
 
 Modules that a verb needs are imported when it runs.
-
-May import `schedule`, `run_report`, `doctor`, `pool`, `advise` and `run`.
 """
 
 from __future__ import annotations
