@@ -61,7 +61,7 @@ def imported_rooms(path: Path) -> set[str]:
 
 def test_the_core_imports_no_optional_room() -> None:
     core = [path for path in FILES if room_of(path) not in OPTIONAL]
-    assert {room_of(path) for path in core if path.parent != SOURCE} == {*CORE, "measure"}
+    assert {room_of(path) for path in core if path.parent != SOURCE} == {*CORE}
     assert not [
         f"{path.relative_to(SOURCE)} must not import {rooms}"
         for path in core

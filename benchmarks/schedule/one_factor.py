@@ -4,7 +4,7 @@ the rates of its profile: for tasks, bytes and flops, forward and backward.
     python benchmarks/schedule/one_factor.py [FOLDER ...] [--json]
 
 The factors are those of `hf_distca.schedule.gpus`; profiles are those of
-benchmarks/simulated/profiles, which `published_timings.py` fits. Both plans are priced by the
+benchmarks/simulated/simulator/profiles.py. Both plans are priced by the
 profile. The figure is the time at which the last rank ends by the plan with one factor, divided by
 that of the other. Of Llama-3-8B in bfloat16, a layer forward and backward, nodes of 8 ranks;
 exchanges after compute and, in ping-pong, hidden. For comparison, plans made with the built-in
@@ -36,7 +36,7 @@ from hf_distca.schedule.placement import read_placement
 from hf_distca.schedule.ranks import Ranks
 from machine import describe
 from output import add_json_option, put_out
-from simulator.profiles import Profile
+from simulator.profiles import find_profile
 
 FOLDERS = [Path(__file__).resolve().parents[1] / "placements" / name for name in ("", "public")]
 SHAPE = AttentionShape(32, 8, 128, 128, 2)
@@ -59,7 +59,7 @@ def last_end(layout: Layout, planned_with: CostModel, true: CostModel, ping_pong
 
 def compare(name: str, layouts: dict[str, Layout]) -> dict[str, Any]:
     """Plans of one GPU and kernel."""
-    true = Profile.load(name).make_cost_model(SHAPE)
+    true = find_profile(name).make_cost_model(SHAPE)
     row = find_factor(*GPUS[name])
     one, built_in = make_gpu_cost(SHAPE, *GPUS[name]), CostModel.make_analytic(SHAPE)
     found: dict[str, Any] = {"factor": row and row[1], "learned": [], "ratios": {}, "built_in": {}}

@@ -341,12 +341,12 @@ def test_a_kernel_that_is_wrong_on_the_gpu_is_not_taken(
                 select("auto", CUDA, torch.bfloat16, 64, 64, Scores(0.3, window=99)).name
                 == "flash_attn_3"
             )
-    beside = "flash_attn_3 beside messages"
+    during = "flash_attn_3 during messages"
     assert checked == [
         ("flash_attn_3", False),
         ("cuda", False),
         ("flash_attn_3", True),
-        (beside, True),
+        (during, True),
     ]
     assert (
         "flash_attn_3: its results on cuda:0 are wrong: dq by 0.3; flash_attn: "
@@ -362,14 +362,14 @@ def test_a_kernel_that_is_wrong_on_the_gpu_is_not_taken(
 
 
 @pytest.mark.usefixtures("_one_hopper")
-def test_a_kernel_that_is_wrong_beside_messages_is_not_taken(
+def test_a_kernel_that_is_wrong_during_messages_is_not_taken(
     monkeypatch: pytest.MonkeyPatch, packages: dict[str, object]
 ) -> None:
     monkeypatch.setattr(flash, "_find_version", lambda: None)
     packages["flash_attn_interface"] = object()
     reason = "its check on cuda:0 raised TypeError: unexpected keyword argument 'sm_margin'"
     monkeypatch.setattr(
-        kernels, "mismatch_reason", lambda kernel, case: reason if "beside" in kernel.name else None
+        kernels, "mismatch_reason", lambda kernel, case: reason if "during" in kernel.name else None
     )
     assert select("auto", CUDA, torch.bfloat16, 64, 64, PLAIN).name == "cuda"
 

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from hf_distca.schedule.cost import CostModel, count_causal_pairs
 from hf_distca.schedule.layout import FloatArray, IntArray
-from simulator.fits import add_call_overhead
+from simulator.profiles import add_call_overhead
 from simulator.setting import Setting
 
 Directions = FloatArray  # seconds of each rank, forward and backward: shape (2, ranks)

@@ -1,4 +1,4 @@
-"""Attention kernels behind one signature. `select_kernel` picks the one to run and says which."""
+"""Attention kernels behind one signature. `select_kernel` picks and logs the one to run."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ _logger = logging.getLogger("hf_distca")
 
 # Every kernel, in the order in which "auto" looks at them, and the type of device on which it takes
 # them: None for all, "" for kernels that run only if they are named, as one that is downloaded.
-# CONTRIBUTING.md says what else a new kernel needs. The order decides, and no clock: ranks with the
-# same GPU and packages choose alike, and so does the next run. FlashAttention 4
-# stands before 3: forward and backward together it is faster on Hopper, where its backward reaches
-# 557 to 605 TFLOP/s from 8K tokens on (an H100, 2026-11-26) and that of 3 530 to 586 (published).
+# CONTRIBUTING.md lists what else a new kernel needs. The order decides, and no clock: ranks with
+# the same GPU and packages make the same choice, and so does the next run. FlashAttention 4 stands
+# before 3: forward and backward together it is faster on Hopper, where its backward reaches 557 to
+# 605 TFLOP/s from 8K tokens on (an H100, 2026-11-26) and that of 3 530 to 586 (published).
 _KERNELS: tuple[tuple[Kernel, str | None], ...] = (
     (FLASH_ATTN_4, "cuda"),
     (FLASH_ATTN_3, "cuda"),
@@ -59,7 +59,7 @@ _KERNELS: tuple[tuple[Kernel, str | None], ...] = (
 # Major compute capabilities for which FlashAttention 4 is made, by what such GPUs are called.
 _MADE_FOR = {9: "Hopper", 10: "Blackwell"}
 
-# What has been said; a repeated case comes back for every micro-batch and says nothing.
+# What has been logged: a case comes back in every micro-batch, and is logged once.
 _said: set[str] = set()
 
 
@@ -72,7 +72,7 @@ def select_kernel(name: KernelName, case: Case) -> Kernel:
 
     Raises:
         KernelError: if the named kernel, or with "auto" every kernel, does not support the case or,
-            on a GPU, computes it wrongly; says why and what to use.
+            on a GPU, computes it wrongly; with the reason and what to use.
     """
     # With these, it is another question.
     return _select_once(name, case, torch.are_deterministic_algorithms_enabled())
@@ -135,7 +135,7 @@ def unusable_reason(kernel: Kernel, case: Case) -> str | None:
 
 @lru_cache(maxsize=256)
 def _check_once(kernel: Kernel, case: Case, _deterministic: bool) -> str | None:
-    """Check a kernel on a GPU, also its variant that runs beside messages.
+    """Check a kernel on a GPU, also its variant that runs while messages travel.
 
     Exceptions, such as a lack of memory, are not cached.
     """
@@ -193,8 +193,8 @@ def _describe_features(scores: Scores) -> str:
 
 
 def _suggest_speedup(case: Case) -> str:
-    """Say how to get flash attention for a case on a GPU; "" where the head dimensions or the GPU
-    rule it out.
+    """Describe how to get flash attention for a case on a GPU; "" where the head dimensions or the
+    GPU rule it out.
     """
     ways = []
     if case.dtype not in (torch.bfloat16, torch.float16):
@@ -233,8 +233,8 @@ def _name_gpu_kind(device: torch.device) -> str | None:
 
 
 def suggest_faster_kernel(name: str, device: torch.device) -> str | None:
-    """Say how to get a kernel that is faster than the one that runs on a GPU; None if there is none
-    to install.
+    """Describe how to get a kernel that is faster than the one that runs on a GPU; None if there is
+    none to install.
     """
     kind = (
         _name_gpu_kind(device) if name in ("cuda", "flash_attn") and device.type == "cuda" else None

@@ -42,7 +42,7 @@ from hf_distca.runtime.members import Members
 
 _log = logging.getLogger("hf_distca")
 
-_ALONE_SECONDS = 1800.0  # that ranks wait for each other, where torch.distributed does not say so
+_ALONE_SECONDS = 1800.0  # that ranks wait for each other, where torch.distributed has no timeout
 
 
 @dataclass(frozen=True, eq=False)
@@ -204,8 +204,8 @@ class PoolObserver:
         addresses = [address for address, _ in published]
         if doubled := {address for address in addresses if addresses.count(address) > 1}:
             raise ConfigError(
-                f"server {', '.join(sorted(doubled))} is named more than once: give each server an"
-                " address of its own."
+                f"server {', '.join(sorted(doubled))} is named more than once: give each server a"
+                " separate address."
             )
         device = "cuda" if "nccl" in backend else "cpu"
         names = {
@@ -265,7 +265,7 @@ def _read_invitation(store: Store, seconds: float) -> dict[str, Any]:
         invitation: dict[str, Any] = json.loads(store.get(_INVITATION))
     except RuntimeError as error:
         raise DistCADesyncError(
-            f"rank 0 did not say within {seconds:g} s which servers there are ({error})."
+            f"rank 0 did not name the servers within {seconds:g} s ({error})."
         ) from error
     if "error" in invitation:
         raise ConfigError(make_printable(invitation["error"]))
@@ -274,7 +274,7 @@ def _read_invitation(store: Store, seconds: float) -> dict[str, Any]:
 
 def _make_store_alone(timeout: timedelta, *, launched: bool) -> Store:
     """Return a store for the only rank that trains, which began no process group: that of its
-    launch, in which servers of the launch publish their addresses, or else one of its own.
+    launch, in which servers of the launch publish their addresses, or else a new one.
     """
     if launched:
         store: Store

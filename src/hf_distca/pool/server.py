@@ -50,7 +50,7 @@ from hf_distca.runtime.meter import Meter
 from hf_distca.runtime.trial import exchange
 
 _LOOK_SECONDS = 1.0  # between two looks whether another rank has left
-_END_SECONDS = 3.0  # that rank 0, which fails when others do not come, may take to say so
+_END_SECONDS = 3.0  # that rank 0, which fails when others do not come, may take to report it
 _LONGER_SECONDS = 30.0  # that a server may run after rank 0 has ended
 
 

@@ -31,7 +31,7 @@ from hf_distca.schedule.layout import Layout
 
 _SOCKET_OPTIONS = {
     (socket.IPPROTO_TCP, socket.TCP_NODELAY): 1,
-    # A node that is lost says nothing: TCP asks every 10 s whether it is there, 6 times in vain.
+    # A node that is lost is silent: TCP asks every 10 s whether it is there, 6 times in vain.
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE): 1,
     (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE): 10,
     (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL): 10,
@@ -98,7 +98,7 @@ class JsonLineConnection:
         return json.loads(line)
 
     def wait_for_end(self) -> None:
-        """Wait until the other side has ended, in a thread of its own. Nothing is read."""
+        """Wait until the other side has ended, in a separate thread. Nothing is read."""
         waiting = select.poll()
         # Without it, where there is none, when both sides have.
         waiting.register(self._socket, getattr(select, "POLLRDHUP", 0))
@@ -110,7 +110,7 @@ class JsonLineConnection:
 
 
 def _encode(value: Any) -> Any:
-    """Encode types for which JSON has no form of its own."""
+    """Encode types for which JSON has no form."""
     match value:
         case torch.Tensor():
             return value.dtype

@@ -11,16 +11,16 @@ from dataclasses import replace
 
 from hf_distca.schedule.cost import AttentionShape, CostModel
 
-# Factors are those of the profile of the same name in benchmarks/simulated/profiles, whose seconds
-# are fitted to published timings and to our own (benchmarks/results/h100_2026-11-26).
+# Factors are those of the profiles in benchmarks/simulated/simulator/profiles.py, whose seconds are
+# fitted to published timings and to our own (benchmarks/results/h100_2026-11-26).
 _FACTORS = {
-    ("A100", "flash_attn"): 1.50,  # a100_flash_attn_2.json
-    ("H100", "flash_attn"): 0.92,  # h100_flash_attn_2.json
-    ("H100", "flash_attn_3"): 0.48,  # h100_flash_attn_3.json
-    ("H100", "flash_attn_4"): 0.47,  # h100_flash_attn_4.json
-    ("B200", "flash_attn_4"): 0.24,  # b200_flash_attn_4.json
+    ("A100", "flash_attn"): 1.50,  # a100_flash_attn_2
+    ("H100", "flash_attn"): 0.92,  # h100_flash_attn_2
+    ("H100", "flash_attn_3"): 0.48,  # h100_flash_attn_3
+    ("H100", "flash_attn_4"): 0.47,  # h100_flash_attn_4
+    ("B200", "flash_attn_4"): 0.24,  # b200_flash_attn_4
 }
-# Bytes a second that a rank sends to other nodes, and inside its node, from the same files.
+# Bytes a second that a rank sends to other nodes, and inside its node, from the same place.
 _LINKS = {"A100": (1.8e10, 2.1e11), "H100": (3.7e10, 3.0e11), "B200": (3.7e10, 6.4e11)}
 # The multiprocessors of an H200 are those of an H100.
 _SAME_GPU = {"H200": "H100", "GH200": "H100", "GB200": "B200"}
