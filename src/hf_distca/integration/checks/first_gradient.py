@@ -59,11 +59,26 @@ def watch_gradient(model: PreTrainedModel, trainers_watch: LossWatch | None = No
         if TARGETS in watch.names_read or (gradient is not None and gradient.any()):
             hook.remove()
         elif (targets != IGNORED_LABEL).any():
-            raise UnsupportedError(
-                f"the loss of {type(model).__name__} gives its logits no gradient, though"
-                " shift_labels has targets: it reads `labels`, which are -100 in shares, as they"
-                " could not be shifted where documents are cut. Read `shift_labels`, which are"
-                " shifted already."
-            )
+            raise _make_error(model)
 
     hook = head.register_forward_hook(watch_logits, with_kwargs=True)
+
+
+def check_head_gradient(model: PreTrainedModel, targets: torch.Tensor | None) -> None:
+    """Raise if the first backward left the output embedding of a compiled model a gradient of
+    zeros, although its share has targets. A hook, as of `watch_gradient`, would be compiled.
+    """
+    head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+    gradient = getattr(getattr(head, "weight", None), "grad", None)
+    if gradient is None or targets is None or gradient.any():
+        return
+    if (targets != IGNORED_LABEL).any():
+        raise _make_error(model)
+
+
+def _make_error(model: PreTrainedModel) -> UnsupportedError:
+    return UnsupportedError(
+        f"the loss of {type(model).__name__} gives its logits no gradient, though shift_labels has"
+        " targets: it reads `labels`, which are -100 in shares, as they could not be shifted where"
+        " documents are cut. Read `shift_labels`, which are shifted already."
+    )

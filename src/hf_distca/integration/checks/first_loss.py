@@ -26,7 +26,7 @@ import torch
 
 from hf_distca.errors import UnsupportedError
 from hf_distca.integration.attention_names import iterate_models
-from hf_distca.integration.checks.first_gradient import watch_gradient
+from hf_distca.integration.checks.first_gradient import check_head_gradient, watch_gradient
 from hf_distca.integration.checks.loss_watch import ITEMS, LABELS, TARGETS, LossWatch
 
 if TYPE_CHECKING:
@@ -58,8 +58,11 @@ def run_watched_step(
     share = getattr(batch.get("distca_documents"), "dealt_share", None)
     if share is None or share.ranks == 1 or trainer in _watched_trainers:
         return step()
-    watch = LossWatch()
-    for part in islice(iterate_models(model), 1):  # the outermost
+    from accelerate.utils import is_compiled_module
+
+    watch, is_compiled = LossWatch(), is_compiled_module(model)
+    outermost = list(islice(iterate_models(model), 1))
+    for part in [] if is_compiled else outermost:
         watch_gradient(part, watch)
 
     def check_loss(
@@ -73,7 +76,10 @@ def run_watched_step(
         for name in {TARGETS, LABELS} & inputs.keys():
             inputs[name] = watch.watch_value(inputs[name], name)
         kwargs[ITEMS] = watch.watch_value(kwargs.get(ITEMS), ITEMS)
-        with watch.record_calls({model, trainer.accelerator.unwrap_model(model)}):
+        models = {model}
+        if not is_compiled:  # accelerate would take DDP out of the compiled module
+            models.add(trainer.accelerator.unwrap_model(model))
+        with watch.record_calls(models):
             result = compute_loss(model, inputs, *args, **kwargs)
         loss = result[0] if isinstance(result, tuple) else result
         if (
@@ -88,7 +94,10 @@ def run_watched_step(
     _watched_trainers.add(trainer)
     try:
         with wrap_method(trainer, "compute_loss", check_loss):
-            return step()
+            loss = step()
+        for part in outermost if is_compiled and TARGETS not in watch.names_read else []:
+            check_head_gradient(part, batch.get(TARGETS))
+        return loss
     except BaseException:
         _watched_trainers.discard(trainer)
         raise

@@ -8,6 +8,7 @@ import math
 from collections.abc import Mapping
 from itertools import chain
 from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -29,6 +30,9 @@ from hf_distca.integration.processes import LOG, warn_once
 if TYPE_CHECKING:
     from transformers import Trainer, TrainerState, TrainingArguments
 
+# Models as Trainers call them, in which gradients of ranks are averaged. `unwrap_model` of
+# accelerate takes DDP out of a compiled module, whose compiled forward still runs it.
+_averaged_models: WeakSet[torch.nn.Module] = WeakSet()
 # How to train on one rank, and how to keep documents whole.
 _SHARE_REMEDIES = (
     "make the shares for one rank",
@@ -185,9 +189,13 @@ def check_step(trainer: Trainer, model: torch.nn.Module, inputs: Any) -> None:
         share is not None
         and share.ranks > 1
         and trainer.accelerator.distributed_type.value.startswith("MULTI")
-        and not any(isinstance(parameter, DTensor) for parameter in model.parameters())
-        and not any(isinstance(part, DistributedDataParallel) for part in model.modules())
+        and model not in _averaged_models
     ):
+        if any(isinstance(parameter, DTensor) for parameter in model.parameters()) or any(
+            isinstance(part, DistributedDataParallel) for part in model.modules()
+        ):
+            _averaged_models.add(model)
+            return
         raise UnsupportedError(
             f"nothing averages the gradients of {share.ranks} ranks, which share documents: the"
             f" model of this {type(trainer).__name__} is not in DistributedDataParallel. After"
