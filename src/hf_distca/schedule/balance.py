@@ -197,8 +197,8 @@ class PlanTrials:
         self, pieces: Pieces, moves: IntArray, made: IntArray, units: BoolArray
     ) -> IntArray:
         """Replace the moves of some units by others."""
-        old, new = (
+        old, new = [
             units[pieces.home[some[:, PIECE]] * len(units) // self.layout.world_size]
             for some in (moves, made)
-        )
+        ]
         return np.concatenate([moves[~old], made[new]])

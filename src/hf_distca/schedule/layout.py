@@ -280,7 +280,7 @@ class Layout:
             document % (self.groups + 1) if self.groups > 1 else np.zeros_like(document)
         )
 
-    @property
+    @cached_property
     def world_size(self) -> int:
         """Number of ranks."""
         return len(self.offsets) - 1
