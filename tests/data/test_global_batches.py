@@ -136,8 +136,8 @@ def test_a_longer_document_is_cut_or_refused_and_said_once(
             epoch_of(batches, 0)
         assert [record.getMessage() for record in caplog.records] == [
             "2 of 5 documents are longer than a global batch of 100 tokens (ranks x"
-            " tokens_per_rank); document 1 has 250. They are cut: each piece is a document of its"
-            " own. With tokens_per_rank 2.5 times as large, none would be."
+            " tokens_per_rank); document 1 has 250. They are cut: each piece is a separate"
+            " document. With tokens_per_rank 2.5 times as large, none would be."
         ]
         caplog.clear()
         with pytest.raises(LayoutError, match=r"2 of 5 documents are longer .* document 1 has 250"):
