@@ -18,7 +18,7 @@ def survey(folder: Path, *options: str | Path) -> dict[str, Any]:
     subprocess.run(
         [sys.executable, TOOL, "--json", file, *options],
         check=True,
-        timeout=60,
+        timeout=180,
         capture_output=True,
     )
     figures: dict[str, Any] = json.loads(file.read_text())

@@ -16,12 +16,13 @@ from stand_ins import MadeUpGroup
 from hf_distca.agreement import dealt_share as dealt_module
 from hf_distca.agreement import rates as rates_module
 from hf_distca.agreement.announce import FIGURE_COUNT, HEADER_SIZE, PlanKey
-from hf_distca.agreement.batch_plan import Observation
+from hf_distca.agreement.batch_plan import RateSample
 from hf_distca.agreement.dealt_share import Dealing
 from hf_distca.agreement.documents import Documents, PackedDocuments, TokenBatch
 from hf_distca.agreement.planner import Planner
 from hf_distca.agreement.rates import Costs
 from hf_distca.config import DistCAConfig
+from hf_distca.errors import DistCADesyncError
 from hf_distca.runtime.meter import Meter
 from hf_distca.schedule.balance import balance
 from hf_distca.schedule.cost import AttentionShape, CostModel, KernelCost
@@ -287,11 +288,11 @@ def test_a_change_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     assert len(said) <= 6
 
 
-def observation(change: Callable[[np.ndarray], np.ndarray] = lambda kernel: kernel) -> Observation:
+def observation(change: Callable[[np.ndarray], np.ndarray] = lambda kernel: kernel) -> RateSample:
     estimated = np.full(RANKS, 3.0)
     kernel = change(np.full(RANKS, 3.0))
     none = np.zeros(RANKS)
-    return Observation(estimated, kernel, none, none, kernel, none)
+    return RateSample(estimated, kernel, none, none, kernel, none)
 
 
 def made_up_plan(key: PlanKey) -> Any:
@@ -327,7 +328,7 @@ def test_a_group_of_another_size_is_learned_from_by_itself() -> None:
         one, none = np.full(ranks, 6.0), np.zeros(ranks)
         costs.learn_from_sample(
             KIND,
-            Observation(
+            RateSample(
                 np.full(ranks, 3.0), one if ranks < RANKS else one / 2, none, none, one, none
             ),
         )
@@ -360,6 +361,10 @@ class Later:
 
     def __init__(self, rows: list[np.ndarray]) -> None:
         self.rows, self.is_done = rows, False
+
+    def raise_failure(self) -> None:
+        if len(self.rows[0]) != len(self.rows[1]):
+            raise DistCADesyncError("rows of different lengths")
 
     def wait(self) -> list[np.ndarray]:
         self.is_done = True
@@ -457,6 +462,21 @@ def test_rates_of_dealt_batches_change_at_one_micro_batch(kind: type[Slow]) -> N
     assert total.micro_batches == 40
 
 
+def test_what_is_found_of_shares_is_raised_before_it_is_read() -> None:
+    """By the next micro-batch, not only when it is waited for."""
+
+    class Other(Slow):
+        @staticmethod
+        def other(row: np.ndarray) -> np.ndarray:
+            return row[:-1]
+
+    planner, group = Planner(DistCAConfig(), Meter()), Other()
+    planner.costs[SHAPE, "cpu"] = TRUE
+    with pytest.raises(DistCADesyncError, match="rows of different lengths"):
+        train_on_shares(planner, Dealing(2, 4096, {KEY: TRUE}, planner.config), 4, group=group)
+    assert len(group.meetings) == 1
+
+
 @pytest.mark.parametrize(
     ("key", "config", "said"),
     [
@@ -497,7 +517,7 @@ def test_a_trial_is_one_micro_batch_whenever_it_is_measured(
     from together.
     """
     kernel, wire, none = np.full(RANKS, 3.0), np.full(RANKS, 1.0), np.zeros(RANKS)
-    moved = Observation(kernel, kernel, factor * wire, wire, kernel * 1.5, none)
+    moved = RateSample(kernel, kernel, factor * wire, wire, kernel * 1.5, none)
     still = replace(moved, estimated_exchange=none)
     costs = given(replace(TRUE, exchange_seconds=1.0))
     seen = [made_up_plan(KEY._replace(window=window)) for window in range(windows)]

@@ -18,7 +18,7 @@ import pytest
 from transformers.utils.logging import disable_progress_bar, enable_progress_bar
 
 import hf_distca
-from hf_distca.agreement.batch_plan import BalanceTotals, Observation
+from hf_distca.agreement.batch_plan import BalanceTotals, RateSample
 from hf_distca.agreement.rates import Costs
 from hf_distca.integration import processes
 from hf_distca.integration.reports import (
@@ -103,7 +103,7 @@ def test_why_exchanges_were_given_up() -> None:
     made, none = session(), np.zeros(2)
     assert fewer_moves_reason(made) is None
     kernel, waiting = np.array([2.0, 2.0]), np.array([3.0, 3.0])
-    slow = Observation(
+    slow = RateSample(
         np.full(2, 3.0), kernel, waiting, np.array([0.5, 0.5]), np.array([4.0, 0.0]), none
     )
     for _ in range(8):

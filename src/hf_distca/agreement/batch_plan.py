@@ -4,7 +4,7 @@ sums of all of them.
 The imbalance of several micro-batches is sum(max over ranks) / sum(mean over ranks): ranks wait in
 every micro-batch, so the slowest of each counts. A micro-batch is counted as a whole, once the
 measurements of all ranks are known: ranks gather them for a log, or announce them with the
-documents of a later micro-batch. An `Observation` combines the measurements of a micro-batch, per
+documents of a later micro-batch. A `RateSample` combines the measurements of a micro-batch, per
 layer, as a sample from which rates are learned.
 """
 
@@ -155,7 +155,7 @@ class MicroBatchPlan:
 
 
 @dataclass(frozen=True, eq=False)
-class Observation:
+class RateSample:
     """Estimates and measurements of all ranks for a micro-batch, in seconds of one layer.
 
     Attributes:
@@ -213,7 +213,7 @@ class Observation:
         return float(seconds.max())
 
 
-def observe_plans(plans: Sequence[MicroBatchPlan], cost: CostModel) -> Observation | None:
+def observe_plans(plans: Sequence[MicroBatchPlan], cost: CostModel) -> RateSample | None:
     """Combine the measurements of one micro-batch for one kind of layer.
 
     Args:
@@ -232,7 +232,7 @@ def observe_plans(plans: Sequence[MicroBatchPlan], cost: CostModel) -> Observati
     seconds = figures.sum(axis=0) / (1e9 * layers)
     pairs = [(plan.plan, plan.ranks) for plan in plans]
     local = [(Plan.make_local(plan.layout, plan.window), ranks) for plan, ranks in pairs]
-    return Observation(
+    return RateSample(
         estimated=np.sum([_sum_seconds(plan, cost) for plan, _ in pairs], axis=0),
         kernel=seconds[:, 0],
         measured_exchange=seconds[:, 2],

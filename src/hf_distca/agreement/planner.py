@@ -341,6 +341,8 @@ class Planner:
         """Wait for announcements and read them, in the order in which micro-batches ran, until so
         many are left.
         """
+        for rendezvous, _ in self._unread:
+            rendezvous.raise_failure()
         while len(self._unread) > left:
             rendezvous, plans = self._unread.popleft()  # also if `wait` raises an error
             self._learn(Announcements.from_rows(rendezvous.wait()).figures, plans, group)

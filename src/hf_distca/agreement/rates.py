@@ -22,13 +22,14 @@ import math
 from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from hf_distca.agreement.announce import PlanKey
-from hf_distca.agreement.batch_plan import MicroBatchPlan, Observation, observe_plans
+from hf_distca.agreement.batch_plan import MicroBatchPlan, RateSample, observe_plans
 from hf_distca.config import DistCAConfig
 from hf_distca.schedule.cost import AttentionShape, CostModel
 from hf_distca.schedule.layout import FloatArray
@@ -80,7 +81,7 @@ class _KindRates:
     correction: Correction = field(default_factory=Correction)
     offered_samples: int = 0
     sample_count: int = 0
-    new_samples: deque[Observation] = field(default_factory=lambda: deque(maxlen=_MAX_SAMPLES))
+    new_samples: deque[RateSample] = field(default_factory=lambda: deque(maxlen=_MAX_SAMPLES))
     slowdown: float | None = None
     idle_samples: int = 0
     is_trial: bool = False
@@ -89,6 +90,12 @@ class _KindRates:
     def trial_interval(self) -> int:
         """Number of idle samples before a trial."""
         return max(_MIN_TRIAL_INTERVAL, math.ceil((self.slowdown or 0) / _TRIAL_SHARE))
+
+
+@lru_cache
+def _correct_cost(cost: CostModel, kernel: float, exchange: float, window: int | None) -> CostModel:
+    """Correct a cost model by factors, and give it a window; several times a micro-batch."""
+    return replace(cost.scale(kernel, exchange), window=window)
 
 
 class Costs(dict[Kind, CostModel]):
@@ -110,8 +117,7 @@ class Costs(dict[Kind, CostModel]):
         kind = key.shape, key.device
         rates = self._rates[kind]
         kernel, exchange = rates.correction
-        cost = self[kind].scale(kernel, 1.0 if rates.is_trial else exchange)
-        return replace(cost, window=key.window)
+        return _correct_cost(self[kind], kernel, 1.0 if rates.is_trial else exchange, key.window)
 
     def make_ranks(self, count: int, per_node: int | None = None) -> Ranks:
         """Make the properties of a group's ranks, as far as they were measured.
@@ -180,7 +186,7 @@ class Costs(dict[Kind, CostModel]):
             or rates.slowdown is not None
         )
 
-    def learn_from_sample(self, kind: Kind, sample: Observation) -> list[str]:
+    def learn_from_sample(self, kind: Kind, sample: RateSample) -> list[str]:
         """Learn from a sample. All ranks must call it with the same samples in the same order.
 
         Return the changes, as sentences.
@@ -197,7 +203,7 @@ class Costs(dict[Kind, CostModel]):
         changes = self._learn_kernel(rates, samples) if len(samples) >= _MIN_SAMPLES else []
         return changes + self._learn_exchange(rates, sample)
 
-    def _learn_kernel(self, rates: _KindRates, samples: Sequence[Observation]) -> list[str]:
+    def _learn_kernel(self, rates: _KindRates, samples: Sequence[RateSample]) -> list[str]:
         """Fit the factor of kernels and the speeds of ranks where estimates are far from
         measurements, and return the changes as sentences.
         """
@@ -221,7 +227,7 @@ class Costs(dict[Kind, CostModel]):
         return changes
 
     @staticmethod
-    def _learn_exchange(rates: _KindRates, sample: Observation) -> list[str]:
+    def _learn_exchange(rates: _KindRates, sample: RateSample) -> list[str]:
         """Fit the factor of exchanges, and return the changes as sentences."""
         changes: list[str] = []
         if not sample.has_exchange:
@@ -252,7 +258,7 @@ class Costs(dict[Kind, CostModel]):
         return changes
 
 
-def _compute_factor(samples: Sequence[Observation], ranks: Ranks) -> float:
+def _compute_factor(samples: Sequence[RateSample], ranks: Ranks) -> float:
     """Compute the factor by which kernels of the slowest rank take longer than estimated."""
     return float(
         np.median(
@@ -264,7 +270,7 @@ def _compute_factor(samples: Sequence[Observation], ranks: Ranks) -> float:
     )
 
 
-def _compute_speeds(samples: Sequence[Observation]) -> FloatArray:
+def _compute_speeds(samples: Sequence[RateSample]) -> FloatArray:
     """Compute the relative speed of each rank, (ranks,): estimated by measured seconds.
 
     Samples in which a rank has next to nothing to do are left out.

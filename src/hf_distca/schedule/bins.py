@@ -4,7 +4,8 @@ The document with the most attention goes first, to the bin with the least atten
 for it. One that is to lie in several bins is cut: each gets rows from the front and from the back,
 so that tokens and attention are even. What fits nowhere is cut to fit.
 
-A document with the attention of n nodes lies in n nodes: what crosses nodes is slow. One with the
+A document with the attention of n nodes lies in n nodes: what crosses nodes is slow. (If its keys
+travel longer than a node computes it, it stays in one if it can.) One with the
 attention of n ranks lies on the square root of n / 2 of them, unless it is too long for them. On n
 ranks, each would need nearly all of its keys; on one, all of its rows would leave that rank. The
 rest is left to `balance`.
@@ -102,7 +103,7 @@ def deal_to_bins(
     rooms: IntArray,
     window: int,
     tile: int,
-    spread: Callable[[FloatArray], FloatArray],
+    spread: Callable[[FloatArray, IntArray], FloatArray],
 ) -> IntArray:
     """Put chunks into bins.
 
@@ -111,7 +112,8 @@ def deal_to_bins(
         rooms: (bins,) tokens that each has to get.
         window: keys that a row sees.
         tile: chunks are cut at multiples of it where rooms allow.
-        spread: of the bins that the attention of each chunk fills, in how many it is to lie.
+        spread: of the bins that the attention of chunks fills, and the chunks, in how many bins
+            each is to lie.
 
     Returns:
         (rows, 4) document, start, end, bin.
@@ -123,7 +125,7 @@ def deal_to_bins(
     chunks, pairs, size = chunks.take(order, axis=0), pairs[order], len(rooms)
     length = chunks[:, 2] - chunks[:, 1]
     # A cumulative sum is the same on every machine.
-    filled = spread(pairs * size / np.cumsum(pairs)[-1:])
+    filled = spread(pairs * size / np.cumsum(pairs)[-1:], chunks)
     counts = np.clip(np.ceil(np.maximum(filled, length / rooms.max())), 1, size).astype(np.int64)
     numbers = np.zeros(size, dtype=np.int64)
     bins = Bins(rooms.copy(), np.zeros(size), numbers, numbers > 0)
@@ -131,18 +133,28 @@ def deal_to_bins(
     return rows[: _fill_compiled(chunks, pairs, counts, bins, tile, rows)]
 
 
-def _spread_over_ranks(filled: FloatArray) -> FloatArray:
+def _spread_over_ranks(filled: FloatArray, _: IntArray) -> FloatArray:
     return np.sqrt(filled / 2)
 
 
 def deal_to_ranks(
-    chunks: IntArray, tokens: IntArray, per_node: int | None, window: int, tile: int
+    chunks: IntArray,
+    tokens: IntArray,
+    per_node: int | None,
+    window: int,
+    tile: int,
+    stays: BoolArray,
 ) -> IntArray:
-    """Deal chunks to nodes and then to the ranks of each, or to all ranks; see `deal_to_bins`."""
+    """Deal chunks to nodes and then to the ranks of each, or to all ranks; see `deal_to_bins`.
+
+    Documents that `stays` marks, by number, lie in no more nodes than their tokens need.
+    """
     if per_node is None:
         return deal_to_bins(chunks, tokens, window, tile, _spread_over_ranks)
     nodes = tokens.reshape(-1, per_node)
-    by_node = deal_to_bins(chunks, nodes.sum(axis=1), window, tile, np.positive)
+    by_node = deal_to_bins(
+        chunks, nodes.sum(axis=1), window, tile, lambda n, of: n * ~stays[of[:, 0]]
+    )
     rows = list[IntArray]()
     for node, rooms in enumerate(nodes):
         some = by_node[by_node[:, 3] == node, :3]

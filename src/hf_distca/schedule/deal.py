@@ -22,7 +22,7 @@ from hf_distca.schedule.layout import IntArray, Layout, mark_changes, require_in
 
 # Tokens of the short documents that make the halves of a global batch equal, at most, and how many
 # documents at least and at most.
-_SMALL_TOKENS = 2**19
+_SMALL_TOKENS = 2**17
 _MIN_SMALL_DOCUMENTS, _MOST_SMALL_DOCUMENTS = 16, 256
 # Tokens of a document. Cuts are found with products of such numbers, which must fit 64 bits.
 _MAX_LENGTH = 2**32
@@ -49,9 +49,9 @@ def deal(
         ranks: number of ranks.
         tokens_per_rank: tokens of each rank; `ranks` times as many as this are dealt. Or a number
             for each rank, if the tokens cannot be divided evenly.
-        cost: its window is read. With one, the deal is for a model whose layers all have it; for a
-            model that mixes both kinds of layers, deal without. A window that no document exceeds
-            is ignored.
+        cost: says whether keys travel longer than a node computes, and has the window. With one,
+            the deal is for a model whose layers all have it; for a model that mixes both kinds of
+            layers, deal without. A window that no document exceeds is ignored.
         tile: documents are cut at multiples of it where tokens allow.
         ranks_per_node: ranks [0, n), [n, 2n), ... are nodes: a document lies on ranks of one node
             if one has enough left for it, and on no more than it fits.
@@ -62,9 +62,7 @@ def deal(
         ConfigError: if another argument is out of its range.
     """
     length, tokens = _check_arguments(lengths, ranks, tokens_per_rank, tile, ranks_per_node)
-    return _deal_documents(
-        length, np.arange(len(length)), tokens, ranks_per_node, cost.window, tile
-    )
+    return _deal_documents(length, np.arange(len(length)), tokens, ranks_per_node, cost, tile)
 
 
 def deal_nano_batches(
@@ -92,7 +90,7 @@ def deal_nano_batches(
     first_tokens = _divide_halves(tokens, int(length[first].sum()))
     halves = (first, first_tokens), (~first, tokens - first_tokens)
     early, late = (
-        _deal_documents(length, np.flatnonzero(half), room, ranks_per_node, cost.window, tile)
+        _deal_documents(length, np.flatnonzero(half), room, ranks_per_node, cost, tile)
         for half, room in halves
     )
     return early, late
@@ -123,12 +121,15 @@ def _deal_documents(
     documents: IntArray,
     tokens: IntArray,
     per_node: int | None,
-    window: int | None,
+    cost: CostModel,
     tile: int,
 ) -> Layout:
     """Deal some documents."""
     chunks = np.column_stack([documents, np.zeros_like(documents), length[documents]])
-    rows = deal_to_ranks(chunks, tokens, per_node, window or ALL_KEYS, tile)
+    window = cost.window or ALL_KEYS
+    keys = np.minimum(length, window) * cost.key_seconds
+    stays = keys * (per_node or 1) > cost.estimate_seconds(length, length)
+    rows = deal_to_ranks(chunks, tokens, per_node, window, tile, stays)
     return _build_layout(rows, len(tokens))
 
 
@@ -193,11 +194,9 @@ def _find_closest_subset(lengths: list[int], target: int) -> list[int]:
     sums = list(
         accumulate(lengths, lambda reachable, length: reachable | reachable << length, initial=1)
     )
-    digits = f"{sums[-1]:b}"[::-1]
-    target = max(target, 0)
-    below = digits.rfind("1", 0, target + 1)
-    above = digits.find("1", target)
-    total = below if above < 0 or target - below <= above - target else above
+    digits = np.frombuffer(f"{sums[-1]:b}"[::-1].encode(), dtype=np.uint8)
+    reachable = np.flatnonzero(digits == ord("1"))
+    total = int(reachable[np.abs(reachable - target).argmin()])
     chosen = []
     for index in range(len(lengths) - 1, -1, -1):
         if not sums[index] >> total & 1:

@@ -82,7 +82,7 @@ class Observer:
         if self._rows:
             elapsed = time.perf_counter() - self._began
             lines = Findings(self._rows, elapsed).describe(self._attention) + lines
-        if self._rank == 0 and lines:
+        if self._rank == 0 and self._begun:
             first = f"distca watched {len(self._rows)} micro-batches on {ranks} rank"
             first += "s, and changed nothing" if ranks > 1 else ", and changed nothing"
             print_lines("\n".join([first, *lines]))
