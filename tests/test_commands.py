@@ -82,22 +82,10 @@ SMALL = {
     "python benchmarks/steps/dealt_step_time.py --hybrid --layers 4 --tokens 4096": (
         "--tokens 512 --heads 2 --rounds 1 --json out.json"
     ),
-    "python benchmarks/simulated/simulator_validation.py": (
-        "--tokens 512 --heads 2 --rounds 1 --json out.json"
-    ),
-    "python benchmarks/simulated/paper_table.py": "--batches 1 --rows 0 --json out.json",
-    "python benchmarks/simulated/pool.py": (
-        "--tables paper --rows 0 --batches 1 --jobs 1 --picture pool.png --json out.json"
-    ),
     "python benchmarks/steps/pool_step.py": (
         "--tokens 512 --layers 1 --heads 2 --rounds 1 --json out.json"
     ),
-    "python benchmarks/simulated/published_timings.py": "--json out.json",
     "python benchmarks/schedule/one_factor.py": "--json out.json",
-    "python benchmarks/schedule/plans_before.py benchmarks/placements": (
-        f"--before {ROOT} --json out.json"
-    ),
-    "python benchmarks/simulated/magi_setting.py": "--rows 1 --json out.json",
     "python benchmarks/gpu/balance_picture.py benchmarks/results --output balance.png": "",
     "python benchmarks/steps/pipeline.py": (
         "--tokens 64 --micro-batches 2 --layers 2 --heads 2 --rounds 1 --json out.json"
@@ -122,16 +110,12 @@ LONG = {
     "python benchmarks/steps/pool_step.py",
     "python tests/engines/equal_training.py",
     "python benchmarks/steps/rates.py",
-    "python benchmarks/simulated/simulator_validation.py",
 }
 IN_TURN = {
     "python benchmarks/schedule/scheduler.py --placements benchmarks/placements",
     "python benchmarks/schedule/group_size.py",
     "python benchmarks/schedule/row_order.py",
     "python benchmarks/steps/dealt_step_time.py",
-    "python benchmarks/simulated/published_timings.py",
-    "python benchmarks/schedule/one_factor.py",
-    "python benchmarks/schedule/plans_before.py benchmarks/placements",
     (
         "python benchmarks/schedule/context_parallel.py --placement"
         " benchmarks/placements/long_tail_8_ranks.json"
@@ -142,13 +126,11 @@ IN_TURN = {
     "python benchmarks/schedule/deal.py --placements benchmarks/placements",
     "python benchmarks/schedule/levels.py --placements benchmarks/placements",
     "python benchmarks/schedule/recurrent.py --placements benchmarks/placements",
-    "python benchmarks/simulated/pool.py",
     "python benchmarks/steps/dealt_step_time.py --hybrid --layers 4 --tokens 4096",
     "python benchmarks/steps/loss_curve.py",
-    "python benchmarks/simulated/paper_table.py",
 }
 # One starts as users start it, in an interpreter of its own: one that imports little.
-AS_USERS_DO = "python benchmarks/simulated/magi_setting.py"
+AS_USERS_DO = "python benchmarks/schedule/one_factor.py"
 # Runs of pytest, which collect only: these tests are among them.
 COLLECTED = {
     "pytest": "test_commands.py",

@@ -22,8 +22,8 @@ from transformers import LlamaForCausalLM
 
 from gpu_models import Packed, pairs
 from gpu_setting import Setting, free, synchronize
+from gpu_training import arguments, build
 from part_checkpointing import set_checkpointing
-from part_model import arguments, build
 
 RATE, WARMUP = 3e-4, 20  # largest learning rate, and the steps until it is reached
 FOLLOWED = 0.8  # of words that the word before them tells

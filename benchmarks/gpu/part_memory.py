@@ -17,8 +17,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from call_memory import LiveBytes
 from gpu_models import documents_of, pairs
 from gpu_setting import Setting, free
+from gpu_training import arguments, batches
 from part_checkpointing import set_checkpointing
-from part_model import arguments, batches
 from simulator.hardware import find_hardware
 from simulator.memory import find_fullest_moment
 from simulator.model_shape import ModelShape

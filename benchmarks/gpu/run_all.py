@@ -53,24 +53,13 @@ PARTS = {
         90, "activation checkpointing on one GPU: what keeping attention's outputs is worth"
     ),
     "host": Part(60, "what a layer costs the host, in steps so small that the GPU waits"),
-    "stack": Part(100, "whole layers beside plain varlen attention, waits of the host"),
-    "model": Part(
-        140, "a model of 1.3 billion weights, 32K tokens, 20 steps: losses, seconds, MFU"
-    ),
     "emulator": Part(80, "kernel seconds of 8 and 64 ranks, before and after balancing"),
     "trainer": Part(120, "the Trainer on two ranks over NCCL with moved work, beside sdpa"),
     "first_script": Part(90, "README's script, dealt to two ranks over NCCL, beside one process"),
-    "variants": Part(
-        60, "FlashAttention 4 compiled ahead: seconds, late compiles; batches with gaps"
-    ),
     "kernels": Part(90, "rates of whole documents, slices, rebatched tasks, orders of tasks"),
     "memory": Part(25, "peak bytes at 64K tokens beside plain attention and the simulator"),
     "ranks": Part(60, "two and four ranks over NCCL beside sdpa"),
-    "transient": Part(45, "bytes of a call over NCCL, with bounds and without"),
-    "soak": Part(60, "200 steps of FSDP2's prefetch beside ping-pong over NCCL"),
     "parity": Part(60, "kernels beside float32"),
-    "profile": Part(30, "seconds of tasks, and the cost model fitted to them"),
-    "overlap": Part(25, "the share of artificial exchanges that is hidden"),
     "faults": Part(60, "a rank that fails or is killed while the other one waits over NCCL"),
     "blocks": Part(50, "attention of images in a document, and of a prompt that answers share"),
     "widths": Part(60, "rates of gpt-oss's and Gemma's heads, and of their short slices"),
