@@ -18,6 +18,7 @@ from transformers import PreTrainedConfig
 from hf_distca.agreement.announce import PlanKey
 from hf_distca.agreement.documents import Documents, TokenBatch
 from hf_distca.errors import UnsupportedError
+from hf_distca.integration.blocks import Ahead
 from hf_distca.integration.families import (
     check_cut_documents,
     check_mask_numbers,
@@ -25,7 +26,7 @@ from hf_distca.integration.families import (
 )
 from hf_distca.integration.recurrent_rows import get_recurrent_rows
 from hf_distca.kernels.base import Scores
-from hf_distca.runtime.call import Inputs
+from hf_distca.runtime.call import Call, Inputs
 from hf_distca.runtime.group import AttentionGroup
 from hf_distca.runtime.meter import Meter
 from hf_distca.runtime.outputs import OutputStore
@@ -59,6 +60,7 @@ class LayerWork:
             follow.
         name: name of the micro-batch, for errors.
         call_numbers: counts the calls of attention, those of recomputes among them.
+        make_call: makes a call of a layer, with the arguments of `Call`.
         stage_attention: computes attention in the session's place, from module, inputs and scores;
             for stages of a pipeline.
     """
@@ -72,6 +74,7 @@ class LayerWork:
     outputs: OutputStore | None = None
     name: str = "a micro-batch"
     call_numbers: Iterator[int] = field(default_factory=itertools.count)
+    make_call: Callable[..., Call] = Call
     stage_attention: Callable[[torch.nn.Module, Inputs, Scores], torch.Tensor] | None = None
 
 
@@ -98,6 +101,7 @@ class MaskFacts:
         window: keys that a row of this kind of layer sees at most, None for all.
         chunk: length of the chunks that documents are cut into in this kind of layer, None for no
             cuts.
+        ahead: what tokens see of those behind them, None for causal attention.
         config: config of the model that made the mask, for checks of its documents.
         rotary_reason: reason why positions of this model do not allow documents in several parts,
             or None.
@@ -110,6 +114,7 @@ class MaskFacts:
 
     window: int | None = None
     chunk: int | None = None
+    ahead: Ahead | None = None
     config: PreTrainedConfig | None = None
     rotary_reason: str | None = None
     is_local: bool = False
@@ -241,8 +246,18 @@ class AttentionHandle(_MaskObject):
         self.documents = documents.cut_into_chunks(self.mask.chunk)
         return self.documents
 
-    def check_documents(self, layout: Layout | None, window: int | None) -> None:
-        """Check the documents for layers with a window, or None for no window.
+    def sum_documents(
+        self, documents: Documents, window: int | None, device: torch.device
+    ) -> tuple[Documents, Callable[..., Call]]:
+        """Make the documents to plan, and the maker of calls, of layers with a window or None; see
+        `Ahead.sum_documents`.
+        """
+        ahead = self.mask.ahead
+        return (documents, Call) if ahead is None else ahead.sum_documents(documents, window, device)
+
+    def check_documents(self, layout: Layout | None, window: int | None, rank: int = 0) -> None:
+        """Check the documents for layers with a window, or None for no window; this is a rank of
+        the layout.
 
         Without a layout, all of them are whole here.
 
@@ -257,6 +272,8 @@ class AttentionHandle(_MaskObject):
             check_mask_numbers(mask.config)
         if layout is not None and documents.span_ranks and layout.is_scattered:
             check_cut_documents(mask.model_type, mask.rotary_reason, has_segments=self.has_segments)
+            if mask.ahead is not None:
+                mask.ahead.check_whole(documents, layout, rank)
 
 
 @dataclass(frozen=True, eq=False)

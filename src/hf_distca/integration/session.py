@@ -28,7 +28,7 @@ from hf_distca.integration.processes import (
     print_if_slow,
 )
 from hf_distca.kernels import Case, Kernel, Scores, select_kernel
-from hf_distca.runtime.call import AttentionServer, Call, Inputs
+from hf_distca.runtime.call import AttentionServer, Inputs
 from hf_distca.runtime.core_attention import compute_core_attention
 from hf_distca.runtime.group import AttentionGroup
 from hf_distca.runtime.members import Members, check_group_size
@@ -216,7 +216,7 @@ class Session:
         outputs = None if work.outputs is None else work.outputs.find_outputs(module, inputs)
         # Nobody waits for this rank.
         if group.monitor is None:
-            return compute_core_attention(inputs, Call(route, group, server, outputs))
+            return compute_core_attention(inputs, work.make_call(route, group, server, outputs))
         group.raise_pending()
         place = f"layer {getattr(module, 'layer_idx', number)} of {work.name}"
         server = AttentionServer(
@@ -228,7 +228,7 @@ class Session:
         if route.exchanges:
             group = group.with_call_channel(place, route.forward_exchanges)
         try:
-            return compute_core_attention(inputs, Call(route, group, server, outputs))
+            return compute_core_attention(inputs, work.make_call(route, group, server, outputs))
         except Exception:
             with server.reporting():
                 raise

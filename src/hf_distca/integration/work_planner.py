@@ -110,9 +110,15 @@ class WorkPlanner:
         group = self.find_group(handle, training)
         # Both nano-batches, so that ranks meet once.
         handles = [handle] if handle.second_handle is None else [handle, handle.second_handle]
-        requests = [
-            (self.read_documents(part, arguments, training), key._replace(nano=part.nano))
+        sums = [
+            part.sum_documents(
+                self.read_documents(part, arguments, training), key.window, query.device
+            )
             for part in handles
+        ]
+        requests = [
+            (documents, key._replace(nano=part.nano))
+            for part, (documents, _) in zip(handles, sums, strict=True)
         ]
         if group.size == 1:
             evaluating = handle.mask.is_local or not training
@@ -130,14 +136,17 @@ class WorkPlanner:
                 plans = self.planner.plan(requests, group)
             with self._report_errors(group, "taking up a plan"):
                 for part, planned in zip(handles, plans, strict=True):
-                    part.check_documents(planned.plan.layout, key.window)
+                    part.check_documents(planned.plan.layout, key.window, group.rank)
                 works = [
                     self.use_plan(documents, planned, group, query.device)
                     for (documents, _), planned in zip(requests, plans, strict=True)
                 ]
-        for part, (_, part_key), work in zip(handles, requests, works, strict=True):
-            part.layer_work[part_key] = (
-                work if part.mask.can_recompute and training else replace(work, outputs=None)
+        for part, (_, part_key), work, (_, make_call) in zip(
+            handles, requests, works, sums, strict=True
+        ):
+            keeps = part.mask.can_recompute and training
+            part.layer_work[part_key] = replace(
+                work, make_call=make_call, outputs=work.outputs if keeps else None
             )
         return handle.layer_work[key]
 

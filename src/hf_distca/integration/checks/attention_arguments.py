@@ -44,13 +44,16 @@ _HARMLESS_ARGUMENTS = {
 }
 
 
-def check_arguments(module: torch.nn.Module, dropout: float, kwargs: dict[str, Any]) -> None:
+def check_arguments(
+    module: torch.nn.Module, dropout: float, kwargs: dict[str, Any], mask: object
+) -> None:
     """Check arguments that may differ between layers that are called alike.
 
     Args:
         module: the attention module.
         dropout: probability of dropping weights.
         kwargs: arguments that distca's attention function does not name.
+        mask: what the module got as its mask.
 
     Raises:
         UnsupportedError: names the argument, and a remedy.
@@ -64,10 +67,13 @@ def check_arguments(module: torch.nn.Module, dropout: float, kwargs: dict[str, A
     if kwargs.get("output_attentions"):
         _raise_for_weights(module)
     causal = kwargs.get("is_causal")
-    if not (getattr(module, "is_causal", True) if causal is None else causal):
+    if not (getattr(module, "is_causal", True) if causal is None else causal) and not (
+        # The mask says what its tokens see.
+        isinstance(mask, AttentionHandle) and mask.mask.ahead is not None
+    ):
         raise UnsupportedError(
-            f'{type(module).__name__} is not causal: use attn_implementation="sdpa" for'
-            " bidirectional attention."
+            f"{type(module).__name__} is not causal, and its mask does not say what its tokens see:"
+            ' use attn_implementation="sdpa" for it.'
         )
     if unknown := kwargs.keys() - _HARMLESS_ARGUMENTS:
         _check_unknown_arguments(module, {name: kwargs[name] for name in unknown})

@@ -105,7 +105,7 @@ def distca_attention(
             f"this model's attention mask uses {attention_mask.features}; distca computes causal"
             ' attention within documents. Use attn_implementation="sdpa" for it.'
         )
-    check_arguments(module, dropout, kwargs)
+    check_arguments(module, dropout, kwargs, attention_mask)
     sink_H = None if s_aux is None else _flatten_sink(module, s_aux, query.shape[1])
     if isinstance(scaling, torch.Tensor):
         query, scaling = _scale_queries(module, query, scaling), 1.0
@@ -174,6 +174,11 @@ def _prepare_layers(
         )
     scores = _make_scores(module, query, scaling, work.window, softcap)
     if (attend := work.stage_attention) is not None:
+        if handle.mask.ahead is not None:
+            raise UnsupportedError(
+                "tokens of this batch see others behind them (images, a prefix, or is_causal=False),"
+                " which stages of a pipeline do not compute. Train the model without one."
+            )
         return LayerSetup(work, dtype, lambda module, inputs: attend(module, inputs, scores))
     server = session.make_server(work, query.to(dtype), shape, scores)
     return LayerSetup(work, dtype, partial(session.compute_attention, work, server))

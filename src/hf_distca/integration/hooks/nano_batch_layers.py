@@ -126,6 +126,9 @@ def _choose_nano_batches(
     planner = handle.planner
     if handle.nano or not planner.uses_nano_batches(handle, handle.is_training(layer)):
         return None
+    if handle.mask.ahead is not None:
+        warn_once("ping-pong leaves layers whole where tokens see others behind them.")
+        return None
     if (reason := _separate_attention_reason(layer)) is not None:
         warn_once(
             "ping-pong leaves layers whole whose attention is %s by itself: do it with whole"

@@ -1,0 +1,147 @@
+"""Attention that is not causal, as a sum of causal documents over tokens that are taken again.
+
+**Blocks.** Of tokens t[0], ..., t[m-1] that all see each other, causal attention leaves out the keys
+after each row: a strict upper triangle. Read backwards it is causal: rows t[m-2], ..., t[0] with
+keys t[m-1], ..., t[1]. So any kernel computes it as a document of m - 1 tokens.
+
+**Shared prefixes.** A document that continues another one's tokens has copies of their keys in
+front: context, whose queries are computed where they come from.
+
+Outputs are merged by their log-sum-exps, in float32 or wider. Backward of all parts takes the merged
+output and log-sum-exp, and the gradients add. Nothing more is saved for it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import torch
+
+from hf_distca.kernels.base import (
+    Grads,
+    Operands,
+    Outputs,
+    Saved,
+    TaskBatch,
+    get_key_rows,
+    get_query_rows,
+)
+from hf_distca.runtime.call import Call, merge_head_groups, split_head_groups
+
+Handed = TypeVar("Handed", Operands, Saved)
+Results = TypeVar("Results", bound=Outputs | Grads)
+
+
+@dataclass(frozen=True, eq=False)
+class Retaken:
+    """Tokens of this rank that are taken again.
+
+    Attributes:
+        rows, keys: int64 indices of the tokens whose queries, and whose keys and values, are taken.
+        is_context: whether the keys lie in front of those of this rank's tokens; else behind.
+        tasks: causal documents of them that run at home; None if they are in the plan.
+        window: keys that a row of `tasks` sees at most.
+    """
+
+    rows: torch.Tensor
+    keys: torch.Tensor
+    is_context: bool = False
+    tasks: TaskBatch | None = None
+    window: int | None = None
+
+    def take(self, home: Handed) -> Handed:
+        """Take rows and keys from this rank's tokens."""
+        queries = [t.index_select(0, self.rows) for t in get_query_rows(home)]
+        return type(home)(*queries, *(t.index_select(0, self.keys) for t in get_key_rows(home)))
+
+    def join(self, home: Handed) -> Handed:
+        """Join this rank's tokens with those taken again."""
+        step = -1 if self.is_context else 1
+        pairs = zip(home, self.take(home), strict=True)
+        return type(home)(*(torch.cat(pair[::step]) if len(pair[1]) else pair[0] for pair in pairs))
+
+    def split(self, results: Results) -> tuple[Results, Results]:
+        """Split results of what `join` returned into those of this rank's tokens and the others."""
+        parts = []
+        for tensor, again in (
+            *((t, self.rows) for t in get_query_rows(results)),
+            *((t, self.keys) for t in get_key_rows(results)),
+        ):
+            own = len(tensor) - len(again)
+            sizes = [len(again), own] if self.is_context else [own, len(again)]
+            parts.append(tensor.split(sizes)[:: -1 if self.is_context else 1])
+        own_parts, others = zip(*parts, strict=True)
+        return type(results)(*own_parts), type(results)(*others)
+
+    def add(self, results: Any, part: Any) -> Any:
+        """Add the results of tokens taken again to those of this rank's tokens."""
+        if isinstance(results, Grads):
+            places = (self.rows, self.keys, self.keys)
+            return Grads(*map(_add_rows, results, places, part))
+        (o_THV, lse_TH), (part_THV, part_TH) = results, part
+        if not len(self.rows):
+            return results
+        lse = lse_TH.index_select(0, self.rows)
+        merged = torch.logaddexp(lse, part_TH)
+        o = o_THV.index_select(0, self.rows) * (lse - merged).exp().unsqueeze(-1)
+        o = o + part_THV * (part_TH - merged).exp().unsqueeze(-1)
+        return Outputs(
+            o_THV.index_copy(0, self.rows, o.to(o_THV.dtype)),
+            lse_TH.index_copy(0, self.rows, merged),
+        )
+
+
+def _add_rows(total: torch.Tensor, rows: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+    """Add rows in float32 or wider, rounded once."""
+    wide = total.to(torch.promote_types(total.dtype, torch.float32))
+    return wide.index_add(0, rows, part.to(wide.dtype)).to(total.dtype)
+
+
+class SumCall(Call):
+    """A call whose attention is a sum of causal documents, some over tokens that are taken again.
+
+    Args:
+        planned: the tokens whose documents are in the plan; None without any.
+        at_home: the tokens whose documents run at home; None without any.
+        arguments: of `Call`.
+    """
+
+    def __init__(
+        self, planned: Retaken | None, at_home: Retaken | None, *arguments: Any
+    ) -> None:
+        super().__init__(*arguments)
+        self.planned, self.at_home = planned, at_home
+        self._part: Outputs | Grads | None = None
+
+    def begin(self, tokens: Operands | Saved) -> None:
+        """Launch the first dispatch, with the tokens that are taken again."""
+        super().begin(tokens if self.planned is None else self.planned.join(tokens))
+
+    def run_local(self, home: Operands | Saved) -> Outputs | Grads:
+        """Run this rank's own tasks, and those at home.
+
+        Without an exchange `home` comes from no `begin`, and the results go to no `finish`.
+        """
+        if self.planned is not None and not self.exchanges:
+            home = self.planned.join(home)
+        results = super().run_local(home)
+        if self.at_home is not None and self.at_home.tasks is not None:
+            scores = replace(self.server.scores, window=self.at_home.window)
+            server = replace(self.server, scores=scores)
+            self._part = server.run(self.at_home.take(home), self.at_home.tasks)
+        return results if self.exchanges else self._sum(results)
+
+    def finish(self, kind: type[Results]) -> Results:
+        """Wait for the results of this rank's own rows, and return the sums."""
+        return self._sum(super().finish(kind))
+
+    def _sum(self, results: Results) -> Results:
+        groups = self.route.groups
+        results = merge_head_groups(results, groups)
+        if self.planned is not None:
+            results = self.planned.add(*self.planned.split(results))
+        part, self._part = self._part, None
+        if self.at_home is not None:
+            results = self.at_home.add(results, part)
+        return split_head_groups(results, groups)
