@@ -194,6 +194,12 @@ class AttentionHandle(_MaskObject):
         self.split_context: SplitDocumentContext | None = None
         self.second_handle: AttentionHandle | None = None
 
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """Shape of the mask that this stands for, for models that hand it to transformers again."""
+        rows, length = self.batch.shape
+        return rows, 1, length, length
+
     def is_training(self, module: torch.nn.Module) -> bool:
         """Return whether this is a forward of training, which all ranks run.
 
