@@ -111,6 +111,7 @@ def _make_handle(
     prepare the model that asks for the mask, if nobody did.
     """
     call = MaskCall()
+    both_ways = limits[2] is not None and limits[2].ids is None
     if call.is_in_data_parallel:
         raise UnsupportedError(
             "torch.nn.DataParallel runs replicas of the model in threads of one process, and distca"
@@ -129,9 +130,18 @@ def _make_handle(
     session.find_mesh(call.iterate_models())
     if session.config.ping_pong and model is not None:
         cut_layers(model)
+    if both_ways and model is not None and model.main_input_name != "input_ids":
+        raise UnsupportedError(
+            f"{type(model).__name__} takes {model.main_input_name}: towers of images or sounds are"
+            " not for distca, as attention is a third of their time, and ranks may have different"
+            ' numbers of images. Give it to the text alone: attn_implementation={"text_config":'
+            ' "distca"}, and "sdpa" for other parts.'
+        )
     first = find_first_position(model)
     if position_ids is None and (positions := call.find_tensor("position_ids")) is not None:
-        position_ids = positions if first else mark_document_starts(positions)
+        # Masks of attention both ways are made without positions.
+        is_plain = first or (both_ways and positions.dim() == 2)
+        position_ids = positions if is_plain else mark_document_starts(positions)
     if model is not None and isinstance(packed, PackedDocuments):
         check_positions(
             model,
