@@ -191,17 +191,14 @@ class Link:
         sent: torch.Tensor,
         receive_bytes: Mapping[int, int],
         send_bytes: Mapping[int, int],
-        name: str | None = None,
+        purpose: str,
     ) -> Flight:
         """As `Channel.start`."""
         self.streams.learn(LINK, self.streams.known(self.streams.current))
-        self.streams.work(LINK, f"{name}", [sent], [received])
-        self.streams.log.append((self.streams.current, f"launch {name}"))
+        self.streams.work(LINK, purpose, [sent], [received])
+        self.streams.log.append((self.streams.current, f"launch {purpose}"))
         self.under_way_count += 1
-        return Flight(self, str(name), self.streams.known(LINK), (received, sent))
-
-    def begin_backward(self) -> None:
-        """Nothing to count."""
+        return Flight(self, purpose, self.streams.known(LINK), (received, sent))
 
 
 @dataclass

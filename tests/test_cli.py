@@ -10,8 +10,8 @@ import pytest
 from typer.testing import CliRunner, Result
 
 import hf_distca
-from hf_distca.cli import app
 from hf_distca.schedule.plan import Plan
+from hf_distca.tools.cli import app
 
 
 def run(*arguments: str | Path) -> Result:
@@ -180,7 +180,7 @@ def test_a_reader_that_has_seen_enough(tmp_path: Path) -> None:
     file = placement(tmp_path, {"lengths": [[16384], [2048] * 8]})
     read, written = os.pipe()
     os.close(read)
-    words = [sys.executable, "-m", "hf_distca.cli", "plan", str(file)]
+    words = [sys.executable, "-m", "hf_distca.tools.cli", "plan", str(file)]
     with os.fdopen(written, "wb") as closed:
         done = subprocess.run(
             words, stdout=closed, stderr=subprocess.PIPE, text=True, timeout=120, check=False

@@ -11,8 +11,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner, Result
 
-from hf_distca.cli import app
-from hf_distca.cli.lengths import open_documents
+from hf_distca.tools.cli import app
+from hf_distca.tools.cli.lengths import open_documents
 from pages import words_of
 
 SMALL = ("--ranks", 8, "--tokens-per-rank", 8192, "--batches", 1)

@@ -20,8 +20,8 @@ import pytest
 from typer.main import get_command
 from typer.testing import CliRunner, Result
 
-from hf_distca.cli import app
-from hf_distca.run_report.rows import RECORD_NAME
+from hf_distca.agreement.record_rows import RECORD_NAME
+from hf_distca.tools.cli import app
 
 sys.path.append(str(Path(__file__).with_name("run_report")))
 from some_run import some_rows, write_record

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from hf_distca.cli import app
+from hf_distca.tools.cli import app
 
 
 def run(*arguments: str | Path | int) -> Result:

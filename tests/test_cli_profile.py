@@ -16,13 +16,13 @@ import torch
 
 import forks
 import scripts
-from hf_distca.cli.profile import format_rates
 from hf_distca.config import DistCAConfig
 from hf_distca.errors import ConfigError
 from hf_distca.measure import machine_profile
 from hf_distca.runtime.group import AttentionGroup
 from hf_distca.schedule.cost import AttentionShape
 from hf_distca.schedule.profiles import Profile
+from hf_distca.tools.cli.profile import format_rates
 from ranks import RankPool
 from test_cli_deal import run
 
@@ -89,7 +89,7 @@ def test_nodes_are_told_apart_as_in_training(rank_pool: Callable[[int], RankPool
 
 @pytest.mark.slow
 def test_ranks_are_started_where_asked(tmp_path: Path) -> None:
-    program = "from hf_distca.cli import app\nif __name__ == '__main__':\n    app()\n"
+    program = "from hf_distca.tools.cli import app\nif __name__ == '__main__':\n    app()\n"
     (tmp_path / "program.py").write_text(program)
     words = [
         "python",

@@ -166,8 +166,8 @@ OF_OTHER_TRAINERS = {
         " --model m --dataset d.jsonl"
     ),
     (
-        "torchrun --nproc_per_node 2 -m hf_distca.run --instead-of sdpa -m llamafactory.launcher"
-        " train.yaml"
+        "torchrun --nproc_per_node 2 -m hf_distca.tools.run --instead-of sdpa -m "
+        "llamafactory.launcher train.yaml"
     ),
     (
         "hf-distca run --attn-implementation distca --tokens-per-rank 16384 llamafactory-cli train"

@@ -318,7 +318,7 @@ def test_a_second_call_goes_on_where_the_first_one_stopped(tmp_path: Path) -> No
         "what was done is not done again"
     )
     text = page(tmp_path)
-    assert text.count("\n## ") == len(PARTS) + 1
+    assert text.count("\n## ") == len(PARTS)
 
 
 def test_parts_are_listed_with_their_seconds(tmp_path: Path) -> None:

@@ -213,7 +213,7 @@ def test_a_removed_name_says_what_to_use(name: str, instead: str) -> None:
 )
 def test_the_command_line_imports_nothing_heavy_before_it_works(arguments: list[str]) -> None:
     seen = run(
-        "from hf_distca.cli import app\n"
+        "from hf_distca.tools.cli import app\n"
         "try:\n"
         f"    app({arguments!r})\n"
         "except SystemExit as end:\n"
@@ -225,7 +225,7 @@ def test_the_command_line_imports_nothing_heavy_before_it_works(arguments: list[
 
 def test_planning_on_the_command_line_needs_no_torch() -> None:
     seen = run(
-        "import io\nfrom hf_distca.cli import app\n"
+        "import io\nfrom hf_distca.tools.cli import app\n"
         "sys.stdin = io.TextIOWrapper(io.BytesIO(b'{\"lengths\": [[4096], [512, 512]]}'))\n"
         "try:\n"
         "    app(['plan', '-'])\n"

@@ -12,7 +12,7 @@ import torch
 
 from hf_distca.config import DistCAConfig
 from hf_distca.kernels import Case, Scores, select_kernel
-from hf_distca.runtime.call import AttentionServer, Call, Inputs
+from hf_distca.runtime.call import AttentionServer, Inputs, LayerExchange
 from hf_distca.runtime.core_attention import compute_core_attention
 from hf_distca.runtime.group import AttentionGroup
 from hf_distca.runtime.meter import Meter
@@ -55,7 +55,7 @@ def attend_by_library(
     kernel = select_kernel("auto", Case(q.device, q.dtype, WIDTH, WIDTH, scores))
     route = Route.build(plan, rank)
     group = AttentionGroup.find_or_create(timeout_seconds=60)
-    call = Call(route, group, AttentionServer(kernel, scores, Meter()))
+    call = LayerExchange(route, group, AttentionServer(kernel, scores, Meter()))
     return compute_core_attention(Inputs(q, k, v), call)
 
 

@@ -33,9 +33,7 @@ ARROWS = {
     "agreement": {
         "schedule",
         "runtime.group",
-        "runtime.rendezvous",
         "runtime.meter",
-        "runtime.monitor",
     },
     "data": {
         "schedule",
@@ -43,7 +41,7 @@ ARROWS = {
         "agreement.document_starts",
         "agreement.dealt_share",
     },
-    "run_report": {"schedule", "agreement.history"},
+    "run_report": {"schedule", "agreement.batch_plan"},
     "integration": {
         "borrowed",
         "late_imports",
@@ -206,7 +204,12 @@ def test_a_room_is_free_of_what_it_does_not_know() -> None:
 
 def test_rooms_run_without_torch() -> None:
     """Not only no import of their own: nothing that they import brings torch in."""
-    rooms = ("schedule.balance", "schedule.placement", "run_report.page", "run_report.run_figures")
+    rooms = (
+        "schedule.balance",
+        "schedule.placement",
+        "tools.report.page",
+        "tools.report.run_figures",
+    )
     modules = ", ".join(f"hf_distca.{room}" for room in rooms)
     code = f"import sys, {modules}\nsys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
@@ -218,10 +221,10 @@ OBSERVER_VERBS, MOST_PLACES = {"make_group", "take_step", "enter_phase"}, 4
 JOINT_STEPS = {
     "exchange",
     "gather_measurements",
-    "learn_cost",
+    "make_cost",
     "plan_documents",
-    "plan_shares",
-    "use_plan",
+    "plan_share",
+    "make_work",
 }
 # Rooms that name servers of a pool: where a user asks for them, and the room itself.
 OF_THE_POOL = {"pool", "run", "cli"}

@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import hf_distca
 from eight_arms import Arm, Rows, make_tokens, place_documents
 from eight_attention import dense_masks
-from hf_distca.agreement.dealt_share import DealSettings
+from hf_distca.agreement.dealt_share import Dealing
 from hf_distca.agreement.documents import PackedDocuments
 from hf_distca.integration.layer_kinds import list_layer_keys, make_initial_cost
 
@@ -120,10 +120,10 @@ class Batches:
         )
         return lengths * self.operations_a_token + 2.0 * attending * width * lengths**2.0
 
-    def dealing(self, settings: hf_distca.DistCAConfig) -> DealSettings:
+    def dealing(self, settings: hf_distca.DistCAConfig) -> Dealing:
         keys = list_layer_keys(self.config, self.dtype, self.device.type)
         costs = {key: make_initial_cost(key, settings) for key in keys}
-        return DealSettings(self.ranks, self.tokens, costs, settings, self.ranks)
+        return Dealing(self.ranks, self.tokens, costs, settings, self.ranks)
 
     def share(
         self, arm: Arm, rows: Rows, step: int, rank: int, settings: hf_distca.DistCAConfig

@@ -140,11 +140,9 @@ def server_batches(plan: Plan, rank: int, device: torch.device) -> list[Batch]:
     route, layout = Route.build(plan, rank), plan.layout
     tokens = int(layout.query_tokens[rank] + layout.context_tokens[rank])
     batches = [Batch(route.local_tasks, int(layout.query_tokens[rank]), tokens)]
-    for wave in (*([] if route.local_wave is None else [route.local_wave]), route.wave):
-        rows = wave.own_rows + sum(wave.queries.receive.values())
-        batches.append(
-            Batch(wave.arrived, rows, sum(piece.rows for piece in wave.pool.pieces), route.groups)
-        )
+    for pooled in (*([] if route.local_pooled is None else [route.local_pooled]), route.pooled):
+        rows = pooled.own_rows + sum(pooled.queries.receive.values())
+        batches.append(Batch(pooled.tasks, rows, pooled.key_pool.rows, route.groups))
     return [batch for batch in batches if len(batch.tasks)]
 
 

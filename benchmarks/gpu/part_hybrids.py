@@ -54,7 +54,7 @@ def compute(
     import tiny
 
     from hf_distca.borrowed import is_of_package
-    from hf_distca.integration.hooks.recurrent_layers import RECURRENT_MODULES
+    from hf_distca.hybrids.recurrent_layers import RECURRENT_MODULES
 
     with compare.quiet():
         model = tiny.build(model_type, implementation, dtype).to(device)
@@ -80,7 +80,7 @@ PROCESSES = 6
 
 def run(setting: Setting) -> None:
     """Put one row a family."""
-    from hf_distca.integration.hooks.recurrent_layers import RECURRENT_MODULES
+    from hf_distca.hybrids.recurrent_layers import RECURRENT_MODULES
 
     rows: list[dict[str, Any]] = []
     context, count = get_context("spawn"), setting.size(quick=1, cpu=1, gpu=PROCESSES)

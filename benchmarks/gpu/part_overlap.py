@@ -27,7 +27,7 @@ from torch import nn
 from gpu_setting import Setting, seconds_once, synchronize
 from gpu_workloads import fastest, shapes
 from hf_distca.kernels import Kernel, Scores
-from hf_distca.runtime.call import AttentionServer, Call, Inputs
+from hf_distca.runtime.call import AttentionServer, Inputs, LayerExchange
 from hf_distca.runtime.core_attention import compute_core_attention
 from hf_distca.runtime.group import AttentionGroup
 from hf_distca.runtime.meter import Meter
@@ -68,9 +68,6 @@ class Exchange:
                 seconds_once(lambda: self._target.copy_(self._host, non_blocking=True), device)
                 for _ in range(4)
             )
-
-    def begin_backward(self) -> None:
-        """A call's exchanges of backward follow."""
 
     def start(
         self,
@@ -140,7 +137,7 @@ class Layer(nn.Module):
             self.project(x_TW).unflatten(-1, (-1, self.shape.head_dim)).split(self.heads, dim=1)
         )
         o_THD = compute_core_attention(
-            Inputs(q_THD, k_TKD, v_TKD), Call(route, self.group, self.server)
+            Inputs(q_THD, k_TKD, v_TKD), LayerExchange(route, self.group, self.server)
         )
         x_TW = x_TW + self.out(o_THD.flatten(1))
         return x_TW + self.down(nn.functional.silu(self.up(x_TW)))

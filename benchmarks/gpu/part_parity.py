@@ -24,7 +24,7 @@ from hf_distca.kernels.base import Case, Operands, Saved
 from hf_distca.kernels.efficient import EFFICIENT
 from hf_distca.kernels.flash import CUDA, FLASH_ATTN_4
 from hf_distca.kernels.plain_torch import ReferenceKernel
-from hf_distca.runtime.call import AttentionServer, Call, Inputs
+from hf_distca.runtime.call import AttentionServer, Inputs, LayerExchange
 from hf_distca.runtime.core_attention import compute_core_attention
 from hf_distca.runtime.group import AttentionGroup
 from hf_distca.runtime.meter import Meter
@@ -98,7 +98,7 @@ def with_sinks(
     route = Route.build(Plan.make_local(Layout.from_lengths([[len(leaves[0])]])), 0)
     server = AttentionServer(kernel, Scores(leaves[0].shape[2] ** -0.5), Meter())
     o_THV = compute_core_attention(
-        Inputs(*leaves, sink_H=sink_H), Call(route, AttentionGroup(), server)
+        Inputs(*leaves, sink_H=sink_H), LayerExchange(route, AttentionGroup(), server)
     )
     grads = torch.autograd.grad(o_THV, [*leaves, sink_H], pools[3])
     return {"o": o_THV.detach(), **dict(zip(("dq", "dk", "dv", "dsink"), grads, strict=True))}

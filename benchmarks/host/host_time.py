@@ -67,16 +67,15 @@ from hf_distca.agreement.announce import (
     collect_shared_settings,
     hash_settings,
 )
-from hf_distca.agreement.batch_plan import BatchPlan, PlanMeasurement, PlanUse
+from hf_distca.agreement.batch_plan import BatchPlan, History, PlanMeasurement, PlanUse
 from hf_distca.agreement.documents import PackedDocuments, TokenBatch
-from hf_distca.agreement.history import History
 from hf_distca.config import DistCAConfig
 from hf_distca.integration.handle import AttentionHandle
+from hf_distca.integration.layer_planner import LayerPlanner
 from hf_distca.integration.session import Session
-from hf_distca.integration.work_planner import WorkPlanner
 from hf_distca.kernels import Case, Scores, TaskBatch, select_kernel
 from hf_distca.kernels.base import Grads, Operands, Outputs, Saved
-from hf_distca.runtime.call import AttentionServer, Call, Inputs
+from hf_distca.runtime.call import AttentionServer, Inputs, LayerExchange
 from hf_distca.runtime.core_attention import compute_core_attention
 from hf_distca.runtime.group import AttentionGroup
 from hf_distca.runtime.meter import Meter
@@ -141,9 +140,6 @@ class Nowhere:
 
     is_gloo = under_way = False
 
-    def begin_backward(self) -> None:
-        pass
-
     def start(self, *_: Any) -> Nowhere:
         return self
 
@@ -194,7 +190,7 @@ def layer(plan: Plan, rank: int) -> Callable[[], object]:
     ]
     do_THV = torch.zeros_like(leaves[0])
     return lambda: torch.autograd.grad(
-        compute_core_attention(Inputs(*leaves), Call(route, group, server)), leaves, do_THV
+        compute_core_attention(Inputs(*leaves), LayerExchange(route, group, server)), leaves, do_THV
     )
 
 
@@ -300,7 +296,7 @@ def alone(count: int, tokens: int, repeats: int, session: Switch) -> dict[str, f
     shape = (1, tokens, ALONE.num_attention_heads, module.head_dim)
     leaves = [torch.randn(shape).transpose(1, 2).requires_grad_() for _ in range(3)]
     packed = PackedDocuments((tokens // count,) * count)
-    handle = AttentionHandle(WorkPlanner(session), TokenBatch(1, tokens))
+    handle = AttentionHandle(LayerPlanner(session), TokenBatch(1, tokens))
     functions = AttentionInterface()
     call = {"scaling": module.scaling, "dropout": 0.0}
 
@@ -331,7 +327,7 @@ def alone(count: int, tokens: int, repeats: int, session: Switch) -> dict[str, f
 
     def first(*tensors: torch.Tensor) -> torch.Tensor:
         nonlocal handle
-        handle = AttentionHandle(WorkPlanner(session), TokenBatch(1, tokens))
+        handle = AttentionHandle(LayerPlanner(session), TokenBatch(1, tokens))
         return distca(*tensors)
 
     def sdpa_without_kernel() -> None:

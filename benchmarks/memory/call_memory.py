@@ -35,7 +35,7 @@ sys.path.extend(map(str, Path(__file__).resolve().parents[1].glob("*/")))
 
 from hf_distca.config import DistCAConfig
 from hf_distca.kernels import Case, Scores, select_kernel
-from hf_distca.runtime.call import AttentionServer, Call, Inputs
+from hf_distca.runtime.call import AttentionServer, Inputs, LayerExchange
 from hf_distca.runtime.core_attention import compute_core_attention
 from hf_distca.runtime.group import AttentionGroup
 from hf_distca.runtime.meter import Meter
@@ -148,7 +148,7 @@ class Layer:
 
     def call(self) -> torch.Tensor:
         return compute_core_attention(
-            Inputs(*self.leaves), Call(self.route, self.group, self.server)
+            Inputs(*self.leaves), LayerExchange(self.route, self.group, self.server)
         )
 
     def counted(self) -> dict[str, float]:

@@ -40,7 +40,7 @@ sys.path.extend(map(str, Path(__file__).resolve().parents[1].glob("*/")))
 
 import hf_distca
 from dealt_step_time import share_of
-from hf_distca.agreement.dealt_share import DealSettings
+from hf_distca.agreement.dealt_share import Dealing
 from hf_distca.integration.layer_kinds import list_layer_keys, make_initial_cost
 from hf_distca.schedule.cost import CostModel
 from machine import describe
@@ -218,7 +218,7 @@ def train(case: Case, rank: int, host: Host) -> None:
     documents = [torch.arange(length) % case.shape.vocabulary]
     share = share_of(
         documents,
-        DealSettings(case.ranks, case.tokens, costs, settings).make_share(
+        Dealing(case.ranks, case.tokens, costs, settings).make_share(
             np.array([length]), (0, 0), rank
         ),
     )

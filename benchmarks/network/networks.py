@@ -41,11 +41,11 @@ sys.path.extend(map(str, Path(__file__).resolve().parents[1].glob("*/")))
 
 import hf_distca
 from dealt_step_time import share_of
-from hf_distca.agreement.dealt_share import DealSettings
-from hf_distca.cli.lengths import open_documents
+from hf_distca.agreement.dealt_share import Dealing
 from hf_distca.integration.current_session import current_session
 from hf_distca.integration.layer_kinds import list_layer_keys, make_initial_cost
 from hf_distca.schedule.cost import AttentionShape, CostModel, KernelCost
+from hf_distca.tools.cli.lengths import open_documents
 from machine import describe
 from nodes import CABLE, inside, set_rate, two_nodes
 from output import add_json_option, put_out
@@ -112,16 +112,16 @@ class Steps:
         seeds = range(arguments.batches)
         self.batches = [lengths_of(arguments.documents, arguments.tokens, seed) for seed in seeds]
 
-    def dealing(self, way: Way, cable: float) -> DealSettings:
+    def dealing(self, way: Way, cable: float) -> Dealing:
         """How batches are placed and planned, which the session is set to."""
         given, session = self.arguments, current_session()
         cost = cost_of(given.heads, given.slower, cable, nodes=way.nodes)
         config = hf_distca.DistCAConfig(way.balanced, cost_model=cost, ping_pong=given.ping_pong)
         session.config, costs = config, {key: make_initial_cost(key, config) for key in self.keys}
         for key, cost in costs.items():
-            session.planner.resume_progress().costs[key.shape, key.device] = cost
+            session.planner.current_state().costs[key.shape, key.device] = cost
         per_node = PER_NODE if way.nodes else None
-        return DealSettings(RANKS, given.tokens, costs, config, per_node, way.placement)
+        return Dealing(RANKS, given.tokens, costs, config, per_node, way.placement)
 
     def step(self, way: Way, cable: float, number: int, *, timed: bool) -> Step:
         """Time a step, from one barrier of all ranks to the next.

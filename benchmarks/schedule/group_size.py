@@ -31,7 +31,6 @@ from tqdm import tqdm
 
 sys.path.extend(map(str, Path(__file__).resolve().parents[1].glob("*/")))
 
-from hf_distca.cli.lengths import open_documents
 from hf_distca.config import DistCAConfig
 from hf_distca.data.row_placement import StepPlaces
 from hf_distca.schedule.balance import balance
@@ -41,6 +40,7 @@ from hf_distca.schedule.load import PlanLoad
 from hf_distca.schedule.placement import read_placement
 from hf_distca.schedule.plan import Plan
 from hf_distca.schedule.ranks import Ranks
+from hf_distca.tools.cli.lengths import open_documents
 from levels import CUDA
 from machine import describe
 from output import add_json_option, put_out

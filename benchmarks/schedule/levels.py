@@ -35,7 +35,6 @@ from tqdm import tqdm
 
 sys.path.extend(map(str, Path(__file__).resolve().parents[1].glob("*/")))
 
-from hf_distca.cli.lengths import open_documents
 from hf_distca.config import DistCAConfig
 from hf_distca.errors import DistCAError
 from hf_distca.schedule.balance import balance
@@ -46,6 +45,7 @@ from hf_distca.schedule.load import PlanLoad
 from hf_distca.schedule.placement import read_placement
 from hf_distca.schedule.plan import Plan
 from hf_distca.schedule.ranks import UNIFORM_RANKS, Ranks
+from hf_distca.tools.cli.lengths import open_documents
 from machine import describe
 from output import add_json_option, put_out
 

@@ -35,9 +35,9 @@ from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated
 sys.path.extend(map(str, Path(__file__).resolve().parents[1].glob("*/")))
 
 from hf_distca.config import DistCAConfig
-from hf_distca.recurrent.delta_rule import DeltaInputs, compute_gated_delta_rule, run_by_document
-from hf_distca.recurrent.segments import RowNeeds, Segments
-from hf_distca.recurrent.state_space import ScanInputs, compute_mamba2, scan_by_document
+from hf_distca.hybrids.delta_rule import DeltaInputs, compute_gated_delta_rule, run_by_document
+from hf_distca.hybrids.segments import RowNeeds, Segments
+from hf_distca.hybrids.state_space import ScanInputs, compute_mamba2, scan_by_document
 from hf_distca.runtime.group import AttentionGroup
 from hf_distca.schedule.balance import balance
 from hf_distca.schedule.cost import AttentionShape, CostModel

@@ -33,7 +33,6 @@ from trl import pack_dataset
 
 sys.path.extend(map(str, Path(__file__).resolve().parents[1].glob("*/")))
 
-from hf_distca.cli.lengths import open_documents
 from hf_distca.config import DistCAConfig
 from hf_distca.data.row_documents import find_row_documents
 from hf_distca.data.row_placement import RowPlacement, StepPlaces
@@ -41,6 +40,7 @@ from hf_distca.schedule.balance import balance
 from hf_distca.schedule.layout import Layout
 from hf_distca.schedule.load import PlanLoad
 from hf_distca.schedule.ranks import Ranks
+from hf_distca.tools.cli.lengths import open_documents
 from levels import CUDA
 from machine import describe
 from output import add_json_option, put_out

@@ -35,7 +35,7 @@ from tqdm import tqdm
 sys.path.extend(map(str, Path(__file__).resolve().parents[1].glob("*/")))
 
 from even_ticks import EVEN_TICKS
-from hf_distca.advise.document_lengths import DISTRIBUTIONS, DocumentSource, find_distribution
+from hf_distca.tools.advise.document_lengths import DISTRIBUTIONS, DocumentSource, find_distribution
 from ideal import ideal_seconds
 from machine import describe
 from output import add_json_option, put_out

@@ -38,8 +38,8 @@ from tqdm import tqdm
 
 sys.path.extend(map(str, Path(__file__).resolve().parents[1].glob("*/")))
 
-from hf_distca.advise.document_lengths import DocumentSource, find_distribution, from_list
 from hf_distca.schedule.layout import IntArray
+from hf_distca.tools.advise.document_lengths import DocumentSource, find_distribution, from_list
 from ideal import ideal_seconds
 from machine import describe
 from output import add_json_option, put_out

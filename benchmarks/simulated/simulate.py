@@ -27,13 +27,13 @@ from tqdm import tqdm
 
 sys.path.extend(map(str, Path(__file__).resolve().parents[1].glob("*/")))
 
-from hf_distca.advise.document_lengths import DocumentSource
-from hf_distca.cli.files import InJson, exit_on_error, get_input_name, read
-from hf_distca.cli.lengths import open_documents
-from hf_distca.cli.options import with_options
 from hf_distca.errors import ConfigError
 from hf_distca.schedule.cost import CostModel
 from hf_distca.schedule.profiles import Profile
+from hf_distca.tools.advise.document_lengths import DocumentSource
+from hf_distca.tools.cli.files import InJson, exit_on_error, get_input_name, read
+from hf_distca.tools.cli.lengths import open_documents
+from hf_distca.tools.cli.options import with_options
 from simulator.assumptions import list_assumptions
 from simulator.counting import count_model
 from simulator.hardware import find_hardware

@@ -35,7 +35,7 @@ sys.path.extend(map(str, Path(__file__).resolve().parents[1].glob("*/")))
 
 import hf_distca
 from deal import over_all_ranks
-from hf_distca.agreement.dealt_share import DealSettings
+from hf_distca.agreement.dealt_share import Dealing
 from hf_distca.agreement.documents import PackedDocuments
 from hf_distca.integration.layer_kinds import list_layer_keys, make_initial_cost
 from hf_distca.schedule.layout import Layout
@@ -79,7 +79,7 @@ def hybrid_of(arguments: argparse.Namespace) -> torch.nn.parallel.DistributedDat
     return torch.nn.parallel.DistributedDataParallel(Qwen3NextForCausalLM(config).train())
 
 
-class OverAll(DealSettings):
+class OverAll(Dealing):
     """Every document head and tail over all ranks, as context parallelism does."""
 
     def deal_layouts(self, lengths: np.ndarray) -> tuple[Layout, ...]:
@@ -150,8 +150,8 @@ class Steps:
         costs = {key: make_initial_cost(key, config) for key in keys}
         place = (self.ranks, arguments.tokens, costs, config)
         self.dealings = {
-            "dealt": DealSettings(*place),
-            "in order": DealSettings(*place, placement="in order"),
+            "dealt": Dealing(*place),
+            "in order": Dealing(*place, placement="in order"),
             "over all": OverAll(*place),
         }
 

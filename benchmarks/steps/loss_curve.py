@@ -30,7 +30,7 @@ sys.path.extend(map(str, Path(__file__).resolve().parents[1].glob("*/")))
 
 import hf_distca
 from dealt_step_time import lengths_of, share_of
-from hf_distca.agreement.dealt_share import DealSettings
+from hf_distca.agreement.dealt_share import Dealing
 from hf_distca.integration.current_session import current_session
 from hf_distca.integration.layer_kinds import list_layer_keys, make_initial_cost
 from machine import describe
@@ -81,7 +81,7 @@ class Training:
             key: make_initial_cost(key, config) for key in list_layer_keys(self.model, None, "cpu")
         }
         placement = "in order" if way.endswith("in order") else "dealt"
-        self.dealing = DealSettings(RANKS, arguments.tokens, costs, config, placement=placement)
+        self.dealing = Dealing(RANKS, arguments.tokens, costs, config, placement=placement)
 
     def batches(self, documents: list[torch.Tensor]) -> list[dict[str, Any]]:
         """What this rank computes in a step, a forward each."""

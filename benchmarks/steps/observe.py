@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 sys.path.extend(map(str, Path(__file__).resolve().parents[1].glob("*/")))
 
-from hf_distca.observe.run_observer import Observer
+from hf_distca.tools.observe.run_observer import Observer
 from machine import describe
 from output import add_json_option, put_out
 from processes import add_model_options, in_turns, on_ranks, rounds, setting_of

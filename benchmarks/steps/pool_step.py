@@ -51,7 +51,7 @@ def start_server() -> str:
     command = [
         sys.executable,
         "-m",
-        "hf_distca.cli",
+        "hf_distca.tools.cli",
         "serve",
         "--address",
         address,

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from hf_distca.integration.training.document_shares import document_shares
     from hf_distca.integration.training.place_rows import place_rows
     from hf_distca.integration.training.process_figures import metrics
-    from hf_distca.observe.imbalance_callback import ImbalanceCallback
+    from hf_distca.tools.observe.imbalance_callback import ImbalanceCallback
 
     __version__: str
 
@@ -63,7 +63,7 @@ _MODULES = {
     "integration.training.process_figures": ("metrics",),
     "integration.reports": ("Metrics",),
     "integration.current_session": ("balancing", "configure"),
-    "observe.imbalance_callback": ("ImbalanceCallback",),
+    "tools.observe.imbalance_callback": ("ImbalanceCallback",),
 }
 # Names of earlier versions, and what to use instead.
 _REMOVED = {
@@ -100,11 +100,14 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
 
-def _register() -> None:
-    # With it, torch and transformers.
-    from hf_distca.integration.hooks.register import register_distca
+# Modules whose `register` changes transformers' models: of the core, and of rooms that it does not
+# know. With them, torch and transformers are imported.
+_REGISTERED = ("integration.hooks.register", "hybrids.recurrent_layers")
 
-    register_distca()
+
+def _register() -> None:
+    for name in _REGISTERED:
+        import_module(f"hf_distca.{name}").register()
 
 
 call_after_models_load(_register)

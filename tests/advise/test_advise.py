@@ -10,10 +10,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from hf_distca.advise.advice import advise
-from hf_distca.advise.document_lengths import find_distribution, from_list
-from hf_distca.advise.known_models import KNOWN_MODELS
-from hf_distca.advise.ways import Run, Way, estimate_ways
 from hf_distca.config import DistCAConfig
 from hf_distca.errors import ConfigError, LayoutError
 from hf_distca.schedule.balance import balance
@@ -21,6 +17,10 @@ from hf_distca.schedule.cost import CostModel
 from hf_distca.schedule.deal import deal
 from hf_distca.schedule.load import PlanLoad
 from hf_distca.schedule.ranks import Ranks
+from hf_distca.tools.advise.advice import advise
+from hf_distca.tools.advise.document_lengths import find_distribution, from_list
+from hf_distca.tools.advise.known_models import KNOWN_MODELS
+from hf_distca.tools.advise.ways import Run, Way, estimate_ways
 
 TITLES = ["as it is", "samples balanced over ranks", "hf-distca, as given", "hf-distca, dealt"]
 RATE = 1e14
@@ -218,7 +218,7 @@ def test_distributions_that_are_none(text: str) -> None:
 def test_no_torch_and_no_transformers() -> None:
     code = (
         "import sys\n"
-        "from hf_distca.cli import app\n"
+        "from hf_distca.tools.cli import app\n"
         "try:\n"
         "    app(['advise', '--lengths', 'equal:64', '--ranks', '2', '--tokens-per-rank',"
         " '1024', '--batches', '1'])\n"

@@ -12,9 +12,9 @@ from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from hf_distca.advise.counting import count_model
-from hf_distca.advise.known_models import KNOWN_MODELS
 from hf_distca.errors import DistCAError
+from hf_distca.tools.advise.counting import count_model
+from hf_distca.tools.advise.known_models import KNOWN_MODELS
 from turns import in_turn
 
 LLAMA = {

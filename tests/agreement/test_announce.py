@@ -16,11 +16,11 @@ from hf_distca.agreement.announce import (
     Announcement,
     Announcements,
     PlanKey,
-    build_layout,
     check_agreement,
     collect_shared_settings,
     hash_settings,
 )
+from hf_distca.agreement.batch_plan import Measurement
 from hf_distca.agreement.documents import Documents, PackedDocuments, TokenBatch
 from hf_distca.config import DistCAConfig
 from hf_distca.errors import DistCADesyncError
@@ -38,7 +38,9 @@ LENGTHS = st.lists(st.lists(st.integers(1, 50), max_size=6), min_size=1, max_siz
 def announcement(*documents: Documents, key: PlanKey = KEY, **changes: int) -> Announcement:
     numbers = {"count": 1, "settings": 7, "exchanges": 4, "checksum": 9, **changes}
     return Announcement(
-        **numbers, figures=[(5, 6, 7, 8, 9)], documents=[(one, key.nano) for one in documents]
+        **numbers,
+        figures=[Measurement(5, 6, 7, 8, 9)],
+        documents=[(one, key.nano) for one in documents],
     )
 
 
@@ -57,8 +59,8 @@ def test_documents_of_all_ranks_are_read_as_they_were_announced(
     ]
     read = Announcements.from_rows(rows)
     assert read.figures.tolist() == [[[5, 6, 7, 8, 9]]] * ranks
-    for stated, lengths in zip(read.read_batches(), (first, second), strict=True):
-        layout, wanted = build_layout(stated), Layout.from_lengths(lengths[:ranks])
+    for stated, lengths in zip(read.read_documents(), (first, second), strict=True):
+        layout, wanted = stated.build_layout(), Layout.from_lengths(lengths[:ranks])
         for column in ("document", "start", "length", "offsets", "context"):
             assert getattr(layout, column).tolist() == getattr(wanted, column).tolist()
 
@@ -76,8 +78,8 @@ def test_documents_over_ranks_announce_number_and_start() -> None:
         announcement(TokenBatch(1, sum(one.lengths), packed=one).read_documents()).to_row()
         for one in parts
     ]
-    (stated,) = Announcements.from_rows(rows).read_batches()
-    assert [list(map(tuple, build_layout(stated).list_segments(rank))) for rank in (0, 1)] == [
+    (stated,) = Announcements.from_rows(rows).read_documents()
+    assert [list(map(tuple, stated.build_layout().list_segments(rank))) for rank in (0, 1)] == [
         [(7, 0, 10), (8, 0, 4)],
         [(7, 10, 6), (8, 4, 5)],
     ]
@@ -90,8 +92,8 @@ def test_second_nano_batch_has_context_of_the_cut_document(ranks: list[list[int]
     second = [choose_cut(1, sum(lengths), packed(lengths), 1)[2][1] for lengths in ranks]
     (stated,) = Announcements.from_rows(
         [announcement(one, key=KEY._replace(nano=2)).to_row() for one in second]
-    ).read_batches()
-    layout = build_layout(stated)
+    ).read_documents()
+    layout = stated.build_layout()
     assert layout.context_tokens.tolist() == [one.context_tokens for one in second]
     assert layout.query_tokens.tolist() == [
         int(one.runs[:, 2].sum()) - one.context_tokens for one in second
@@ -151,6 +153,6 @@ def test_settings_and_costs_are_in_the_fingerprint() -> None:
 def test_one_rank_with_many_documents_makes_no_other_row_longer() -> None:
     many, few = announcement(packed([1] * 1024)).to_row(), announcement(packed([1024])).to_row()
     assert (len(many), len(few)) == (HEADER_SIZE + 9 + 1024, HEADER_SIZE + 9 + 1)
-    (stated,) = Announcements.from_rows([many, few]).read_batches()
-    assert stated.counts.tolist() == [1024, 1]
-    assert np.array_equal(build_layout(stated).offsets, [0, 1024, 1025])
+    (stated,) = Announcements.from_rows([many, few]).read_documents()
+    assert stated.header[:, 3].tolist() == [1024, 1]
+    assert np.array_equal(stated.build_layout().offsets, [0, 1024, 1025])

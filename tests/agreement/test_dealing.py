@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pickle
-import time
 from dataclasses import replace
+from typing import Any
 from unittest.mock import patch
 
 import numpy as np
@@ -14,11 +14,10 @@ from hypothesis import strategies as st
 
 from hf_distca.agreement import dealt_share as dealt_module
 from hf_distca.agreement.announce import PlanKey
-from hf_distca.agreement.dealt_share import DealSettings, PlanJob
+from hf_distca.agreement.dealt_share import Dealing, PlanJob
 from hf_distca.agreement.documents import TokenBatch
 from hf_distca.config import DistCAConfig
 from hf_distca.errors import ConfigError
-from hf_distca.schedule.balance import balance
 from hf_distca.schedule.cost import AttentionShape, CostModel
 from hf_distca.schedule.layout import Layout
 from hf_distca.schedule.ranks import Ranks
@@ -28,9 +27,14 @@ KEY = PlanKey(SHAPE, "cpu")
 COST = CostModel.make_of_pairs(SHAPE)
 
 
-def dealing(ranks: int, tokens: int, placement: str = "dealt", **settings: object) -> DealSettings:
+def dealing(ranks: int, tokens: int, placement: str = "dealt", **settings: object) -> Dealing:
     config = DistCAConfig(**{"tile": 4, "min_gain": 0.0, **settings})
-    return DealSettings(ranks, tokens, {KEY: COST}, config, placement=placement)
+    return Dealing(ranks, tokens, {KEY: COST}, config, placement=placement)
+
+
+def in_a_worker() -> Any:
+    """Make shares as a worker of a loader does."""
+    return patch.object(dealt_module, "get_worker_info", return_value="a worker")
 
 
 LENGTHS = st.lists(st.integers(1, 60), min_size=1, max_size=12)
@@ -70,7 +74,8 @@ def test_shares_of_all_ranks_are_the_layout(
 
 
 def test_plans_travel_and_are_made_again_under_other_settings() -> None:
-    share = pickle.loads(pickle.dumps(dealing(2, 32).make_share(np.array([40, 24]), (0, 0), 1)))
+    with in_a_worker():
+        share = pickle.loads(pickle.dumps(dealing(2, 32).make_share(np.array([40, 24]), (0, 0), 1)))
     config = DistCAConfig(tile=4, min_gain=0.0)
     with patch.object(dealt_module, "balance", wraps=dealt_module.balance) as made:
         plan = share.dealt_share.plan(PlanJob(KEY, COST, config))
@@ -91,8 +96,9 @@ def test_shares_are_planned_for_the_nodes_they_are_dealt_to() -> None:
     nodes.
     """
     cost = CostModel.make_analytic(SHAPE, device_type="cuda")
-    made = DealSettings(4, 4096, {KEY: cost}, DistCAConfig(ping_pong=False), ranks_per_node=2)
-    share = made.make_share(np.array([9000, 4000, 3384]), (0, 0), 1)
+    made = Dealing(4, 4096, {KEY: cost}, DistCAConfig(ping_pong=False), ranks_per_node=2)
+    with in_a_worker():
+        share = made.make_share(np.array([9000, 4000, 3384]), (0, 0), 1)
     assert share.dealt_share is not None
     nodes = Ranks(per_node=share.dealt_share.per_node)
     assert nodes == Ranks(per_node=2)
@@ -100,30 +106,3 @@ def test_shares_are_planned_for_the_nodes_they_are_dealt_to() -> None:
         share.dealt_share.plan(PlanJob(KEY, cost, DistCAConfig(), nodes))
         with pytest.raises(AssertionError, match="planned again"):
             share.dealt_share.plan(PlanJob(KEY, cost, DistCAConfig()))
-
-
-def test_plans_begun_twice_in_background_are_made_once() -> None:
-    """Rates change between the fetch of a share and its step: the jobs of both are under way, and
-    the first takes longest.
-    """
-    shares = dealing(2, 64)
-    dealt = shares.make_share(np.array([100, 28]), (0, 0), 0).dealt_share
-    assert dealt is not None
-    (key, cost), made = next(iter(shares.costs.items())), []
-    jobs = [
-        PlanJob.from_settings(key, replace(cost, tile=tile), shares.config, Ranks())
-        for tile in (8, 16, 32)
-    ]
-
-    def slow(*given: object) -> object:
-        time.sleep(0.3 if not made else 0.0)
-        made.append(given[1])
-        return balance(*given)  # type: ignore[arg-type]
-
-    with patch.object(dealt_module, "balance", slow):
-        dealt.plan_in_background(jobs[:2])
-        dealt.plan_in_background(jobs[1:])
-        plan = dealt.plan(jobs[0])
-        assert [dealt.plan(job) is dealt.plan(job) for job in jobs] == [True] * 3
-    assert plan is dealt.plan(jobs[0])
-    assert made == [job.cost for job in jobs]

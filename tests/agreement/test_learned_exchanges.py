@@ -12,13 +12,7 @@ import numpy as np
 import pytest
 
 from hf_distca.agreement.announce import PlanKey
-from hf_distca.agreement.batch_plan import (
-    BatchPlan,
-    Observation,
-    PlanMeasurement,
-    PlanUse,
-    observe_plans,
-)
+from hf_distca.agreement.batch_plan import MicroBatchPlan, Observation, observe_plans
 from hf_distca.agreement.rates import Costs
 from hf_distca.config import DistCAConfig
 from hf_distca.runtime.meter import Meter
@@ -104,9 +98,12 @@ def observation(plan: Plan, config: DistCAConfig, truth: Truth, world: str) -> O
     figures = np.stack(
         [truth.kernel * 1e9, none, truth.waited(world) * 1e9, calls, none], axis=1
     ).astype(np.int64)
-    plans = [BatchPlan(key, plan, 1.0) for key in keys]
-    uses = [PlanUse.start(planned, 1, COST, UNIFORM_RANKS, Meter()) for planned in plans]
-    found = observe_plans([PlanMeasurement(use, figures) for use in uses], COST)
+    seconds = COST.estimate_seconds(plan.end - plan.start, plan.end, plan.heads)
+    plans = [
+        MicroBatchPlan(key, plan, 1, seconds, UNIFORM_RANKS, Meter(), figures=figures)
+        for key in keys
+    ]
+    found = observe_plans(plans, COST)
     assert found is not None
     return found
 

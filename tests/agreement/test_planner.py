@@ -13,14 +13,14 @@ import torch
 from stand_ins import MadeUpGroup
 
 from device_events import Device
-from hf_distca.agreement import history as history_module
+from hf_distca.agreement import batch_plan as history_module
 from hf_distca.agreement.announce import FIGURE_COUNT, HEADER_SIZE, PlanKey
-from hf_distca.agreement.batch_plan import BatchPlan, PlanMeasurement, PlanUse
+from hf_distca.agreement.batch_plan import MicroBatchPlan
 from hf_distca.agreement.documents import Documents, PackedDocuments, TokenBatch
 from hf_distca.agreement.planner import Planner
 from hf_distca.config import DistCAConfig
 from hf_distca.errors import DistCADesyncError
-from hf_distca.runtime.meter import Meter, mark_now
+from hf_distca.runtime.meter import Meter, get_clock
 from hf_distca.schedule.cost import AttentionShape, CostModel
 from hf_distca.schedule.layout import Layout
 from hf_distca.schedule.plan import Plan
@@ -32,7 +32,7 @@ KEY = PlanKey(SHAPE, "cpu")
 
 def planner(device: str = "cpu", **settings: float) -> Planner:
     made = Planner(DistCAConfig(tile=1, min_gain=0.0, **settings), Meter())
-    made.resume_progress().costs[SHAPE, device] = CostModel.make_of_pairs(SHAPE)
+    made.current_state().costs[SHAPE, device] = CostModel.make_of_pairs(SHAPE)
     return made
 
 
@@ -62,9 +62,8 @@ def test_plans_that_differ_are_named_by_rank() -> None:
 def run(ours: Planner, group: MadeUpGroup, key: PlanKey, seconds: float) -> Meter:
     """Plan a micro-batch and pretend to compute it."""
     (planned,) = ours.plan([(documents(96), key)], group)
-    meter = ours.resume_progress().use_plan(planned)
-    meter.span("server", 0.0, seconds)
-    return meter
+    planned.meter.span("server", 0.0, seconds)
+    return planned.meter
 
 
 def test_on_a_gpu_the_newest_measurement_waits_for_its_kernels() -> None:
@@ -86,17 +85,16 @@ def test_gathered_figures_wait_for_the_device() -> None:
     with device.installed():
         for number in (1, 2, 3):
             (planned,) = ours.plan([(documents(96), key)], group)
-            meter = ours.resume_progress().use_plan(planned)
-            begin = mark_now(torch.device("cuda"))
+            begin = get_clock(torch.device("cuda"))()
             device.launch(float(number))
-            meter.span("server", begin, mark_now(torch.device("cuda")))
+            planned.meter.span("server", begin, get_clock(torch.device("cuda"))())
         assert (device.waits, ours.history.total.micro_batches) == ([], 0)
-        ours.resume_progress().gather_measurements(group)
+        ours.gather_measurements(group)
         assert ours.history.total.micro_batches == 3
         assert ours.history.total.measured_mean == pytest.approx(6.0)
         assert device.waits[-1] == 6.0
         gathered = list(group.gathered)
-        ours.resume_progress().gather_measurements(group)
+        ours.gather_measurements(group)
         assert group.gathered == gathered, "there is nothing new"
 
 
@@ -118,7 +116,7 @@ def test_of_micro_batches_that_nobody_gathers_some_are_kept(
         run(ours, group, KEY, 1.0)
     assert ours.history.total.micro_batches == 0
     running = False
-    ours.resume_progress().gather_measurements(group)
+    ours.gather_measurements(group)
     assert ours.history.total.micro_batches == 3
 
 
@@ -153,12 +151,12 @@ def test_ranks_with_other_numbers_of_plans_are_told_of(
     ours, group = planner(), MadeUpGroup(2, others)
     run(ours, group, KEY, 1.0)
     gathering = True
-    ours.resume_progress().gather_measurements(group)
+    ours.gather_measurements(group)
     assert "up to micro-batch 1" in caplog.text
     assert f"different numbers of plans (rank 0: 1, rank 1: {other})" in caplog.text
     gathering = False
     run(ours, group, KEY, 1.0)
-    ours.resume_progress().gather_measurements(group)
+    ours.gather_measurements(group)
     assert ours.history.total.micro_batches >= 1, "what follows is measured"
 
 
@@ -167,9 +165,9 @@ def test_figures_of_4096_ranks_take_no_square_of_them() -> None:
     layout = Layout.from_lengths([[64, 64, 128]] * ranks)
     plan, cost = Plan.make_local(layout), CostModel.make_of_pairs(SHAPE)
     tracemalloc.start()
-    planned = BatchPlan(KEY, plan, 1.0)
-    use = PlanUse.start(planned, 1, cost, UNIFORM_RANKS, Meter())
-    measured = PlanMeasurement(use, np.ones((ranks, 5), dtype=np.int64))
+    seconds = cost.estimate_seconds(plan.end - plan.start, plan.end, plan.heads)
+    measured = MicroBatchPlan(KEY, plan, 1, seconds, UNIFORM_RANKS, Meter())
+    measured.figures = np.ones((ranks, 5), dtype=np.int64)
     _ = measured.measured_before
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
@@ -182,9 +180,8 @@ def test_figures_of_4096_ranks_take_no_square_of_them() -> None:
 def test_measured_seconds_go_home_in_proportion() -> None:
     layout = Layout.from_lengths([[8, 4], [4]])
     plan = Plan.from_tasks(layout, [(0, 0, 8, 0, 0), (1, 0, 4, 0, 1), (2, 0, 4, 1, 1)])
-    planned = BatchPlan(KEY, plan, 1.0)
-    use = PlanUse(planned, 1, np.array([2.0, 1.0, 1.0]), UNIFORM_RANKS, Meter())
-    assert use.estimated_before.tolist() == [3.0, 1.0]
-    assert use.estimated_after.tolist() == [2.0, 2.0]
-    figures = np.array([[2 * 10**9, 0, 0, 1, 0], [3 * 10**9, 0, 0, 1, 0]])
-    assert PlanMeasurement(use, figures).measured_before.tolist() == [3.5, 1.5]
+    used = MicroBatchPlan(KEY, plan, 1, np.array([2.0, 1.0, 1.0]), UNIFORM_RANKS, Meter())
+    assert used.estimated_before.tolist() == [3.0, 1.0]
+    assert used.estimated_after.tolist() == [2.0, 2.0]
+    used.figures = np.array([[2 * 10**9, 0, 0, 1, 0], [3 * 10**9, 0, 0, 1, 0]])
+    assert used.measured_before.tolist() == [3.5, 1.5]

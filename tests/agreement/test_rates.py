@@ -5,7 +5,6 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable
 from dataclasses import replace
-from threading import current_thread
 from typing import Any
 from unittest.mock import patch
 
@@ -16,7 +15,7 @@ from stand_ins import MadeUpGroup
 from hf_distca.agreement import dealt_share as dealt_module
 from hf_distca.agreement.announce import FIGURE_COUNT, HEADER_SIZE, PlanKey
 from hf_distca.agreement.batch_plan import Observation
-from hf_distca.agreement.dealt_share import DealSettings
+from hf_distca.agreement.dealt_share import Dealing
 from hf_distca.agreement.documents import Documents, PackedDocuments, TokenBatch
 from hf_distca.agreement.planner import Planner
 from hf_distca.agreement.rates import Correction, Costs
@@ -76,7 +75,7 @@ class World:
         )
         self.waits, self.gathers = waits, gathers
         self.planner = Planner(DistCAConfig(**settings), Meter())
-        self.planner.resume_progress().costs[SHAPE, "cpu"] = given
+        self.planner.current_state().costs[SHAPE, "cpu"] = given
         self.group = MadeUpGroup(RANKS, self._rows)
         self.rows: list[np.ndarray] = []
         self.lengths: list[list[int]] = []
@@ -108,9 +107,8 @@ class World:
         ]
         documents = self._documents(self.lengths[0])
         (planned,) = self.planner.plan([(documents, KEY)], self.group)
-        estimate = self.planner.resume_progress().costs.get_cost(KEY)
-        meter = self.planner.resume_progress().use_plan(planned)
-        meter.count(calls=1, kernel_calls=2, backward_calls=1)
+        estimate = self.planner.current_state().costs.get_cost(KEY)
+        planned.meter.count(calls=1, kernel_calls=2, backward_calls=1)
         plan = planned.plan
         self.plans.append(plan)
         tasks = TRUE.estimate_seconds(plan.end - plan.start, plan.end, plan.heads)
@@ -125,14 +123,14 @@ class World:
             [kernel * 1e9, none, waiting * 1e9, none + 1, none], axis=1
         ).astype(np.int64)
         if self.gathers:
-            self.planner.resume_progress().gather_measurements(self.group)
+            self.planner.gather_measurements(self.group)
         mine = np.bincount(
             plan.server,
             weights=estimate.estimate_seconds(plan.end - plan.start, plan.end, plan.heads),
             minlength=RANKS,
         )
         return float(
-            self.planner.resume_progress().costs.make_ranks(RANKS).scale_by_speed(mine).max()
+            self.planner.current_state().costs.make_ranks(RANKS).scale_by_speed(mine).max()
             / kernel.max()
         )
 
@@ -172,15 +170,15 @@ def test_nothing_changes_where_measurements_are_as_estimated() -> None:
     world = World(TRUE)
     for number in range(24):
         world.step(number)
-    assert world.planner.resume_progress().costs.get_cost(KEY).forward == TRUE.forward
-    assert world.planner.resume_progress().costs.make_ranks(RANKS).speeds is None
+    assert world.planner.current_state().costs.get_cost(KEY).forward == TRUE.forward
+    assert world.planner.current_state().costs.make_ranks(RANKS).speeds is None
 
 
 def test_a_slow_rank_gets_less_and_is_forgotten_when_it_recovers() -> None:
     world = World(TRUE, (1.0, 1 / 1.5, 1.0, 1.0))
     for number in range(16):
         world.step(number)
-    speeds = np.array(world.planner.resume_progress().costs.make_ranks(RANKS).speeds)
+    speeds = np.array(world.planner.current_state().costs.make_ranks(RANKS).speeds)
     assert speeds / speeds.max() == pytest.approx([1, 1 / 1.5, 1, 1], rel=0.05)
     plan = world.plans[-1]
     kernel = (
@@ -197,11 +195,11 @@ def test_a_slow_rank_gets_less_and_is_forgotten_when_it_recovers() -> None:
         * TRUE.estimate_seconds(plan.end - plan.start, plan.end, plan.heads).sum()
         / world.speeds.sum()
     )
-    assert world.planner.resume_progress().costs.make_ranks(RANKS + 1).speeds is None
+    assert world.planner.current_state().costs.make_ranks(RANKS + 1).speeds is None
     world.speeds[1] = 1.0
     for number in range(16, 40):
         world.step(number)
-    assert world.planner.resume_progress().costs.make_ranks(RANKS).speeds is None
+    assert world.planner.current_state().costs.make_ranks(RANKS).speeds is None
 
 
 def test_exchanges_that_do_not_pay_are_given_up_and_tried_rarely() -> None:
@@ -212,8 +210,8 @@ def test_exchanges_that_do_not_pay_are_given_up_and_tried_rarely() -> None:
     assert first <= 6
     tried = [number for number, moved in enumerate(world.moved) if moved and number > first]
     assert len(tried) <= 200 // 64
-    assert world.planner.resume_progress().costs.exchange_slowdown is not None
-    assert world.planner.resume_progress().costs.exchange_slowdown > 0.05
+    assert world.planner.current_state().costs.exchange_slowdown is not None
+    assert world.planner.current_state().costs.exchange_slowdown > 0.05
 
 
 def test_exchanges_are_taken_up_when_they_pay_again() -> None:
@@ -223,9 +221,9 @@ def test_exchanges_are_taken_up_when_they_pay_again() -> None:
     world.exchange = 1.0
     for number in range(100, 6000):
         world.step(number)
-        if world.planner.resume_progress().costs.exchange_slowdown is None:
+        if world.planner.current_state().costs.exchange_slowdown is None:
             break
-    assert world.planner.resume_progress().costs.exchange_slowdown is None
+    assert world.planner.current_state().costs.exchange_slowdown is None
     for number in range(6000, 6008):
         world.step(number)
     assert all(world.moved[-4:])
@@ -260,7 +258,7 @@ def test_rates_of_exchanges_are_fitted_where_they_pay() -> None:
     for number in range(24):
         world.step(number)
     assert all(world.moved)
-    found = world.planner.resume_progress().costs.get_cost(KEY)
+    found = world.planner.current_state().costs.get_cost(KEY)
     assert found.exchange_bytes_per_second == pytest.approx(TRUE.exchange_bytes_per_second, rel=0.5)
 
 
@@ -268,15 +266,15 @@ def test_without_measured_rates_plans_depend_on_documents_alone() -> None:
     world = World(wrong(3, 3), (1.0, 0.5, 1.0, 1.0), exchange=40.0, measured_rates=False)
     for number in range(16):
         world.step(number)
-    assert world.planner.resume_progress().costs.get_cost(KEY) == wrong(3, 3)
-    assert world.planner.resume_progress().costs.make_ranks(RANKS).speeds is None
+    assert world.planner.current_state().costs.get_cost(KEY) == wrong(3, 3)
+    assert world.planner.current_state().costs.make_ranks(RANKS).speeds is None
 
 
 def test_a_cost_model_of_ones_own_is_taken_as_it_is() -> None:
     world = World(wrong(3, 3), (1.0, 0.5, 1.0, 1.0), cost_model=wrong(3, 3))
     for number in range(16):
         world.step(number)
-    assert world.planner.resume_progress().costs.get_cost(KEY) == wrong(3, 3)
+    assert world.planner.current_state().costs.get_cost(KEY) == wrong(3, 3)
 
 
 def test_a_change_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -354,17 +352,22 @@ def test_ranks_with_nothing_to_do_say_nothing_of_their_speed() -> None:
 
 
 class Later:
-    """A meeting that is over when the test says so, or when somebody waits."""
+    """Rows of all ranks that arrive when somebody waits."""
 
     def __init__(self, rows: list[np.ndarray]) -> None:
         self.rows, self.is_done = rows, False
 
-    def wait(self) -> None:
+    def wait(self) -> list[np.ndarray]:
         self.is_done = True
+        return self.rows
 
 
 class Slow(MadeUpGroup):
-    """Two ranks whose meetings take long on this one."""
+    """Two ranks whose rows take long."""
+
+    def __init__(self) -> None:
+        super().__init__(2)
+        object.__setattr__(self, "meetings", [])
 
     def gather_async(self, row: np.ndarray, **_: object) -> Later:
         self.meetings.append(Later([row, self.other(row)]))
@@ -392,104 +395,62 @@ class Lagging(Slow):
 
 
 def train_on_shares(
-    over_at_once: bool, kind: type[Slow] = Slow
-) -> list[tuple[CostModel, tuple[float, ...] | None, str]]:
-    """Plan shares of dealt batches. Returns what each plan was made with."""
-    planner = Planner(DistCAConfig(), Meter())
-    planner.resume_progress().costs[SHAPE, "cpu"] = TRUE
-    group = kind(2)
-    object.__setattr__(group, "meetings", [])
-    dealing = pickle.loads(pickle.dumps(DealSettings(2, 4096, {KEY: TRUE}, planner.config)))
-    made = []
-    for number in range(36):
-        share = dealing.make_share(np.array([5120, 1024, 2048]), (0, number), 0)
-        documents = TokenBatch(1, 4096, packed=share).read_documents()
-        (planned,) = planner.plan([(documents, KEY)], group)
-        made.append(
-            (
-                planner.resume_progress().costs.get_cost(KEY),
-                planner.resume_progress().costs.make_ranks(2).speeds,
-                planned.plan.digest,
-            )
-        )
-        meter = planner.resume_progress().use_plan(planned)
-        meter.count(calls=1, kernel_calls=2, backward_calls=1)
-        meter.span("server", 0.0, 0.1)
-        if over_at_once:
-            for meeting in group.meetings:
-                meeting.is_done = True
-    return made
-
-
-def test_rates_of_dealt_batches_change_at_one_micro_batch() -> None:
-    """Rates of dealt batches change at one micro-batch whenever a rank hears of them."""
-    soon, late = train_on_shares(over_at_once=True), train_on_shares(over_at_once=False)
-    assert soon == late
-    assert soon[0][1] is None
-    speeds = soon[-1][1]
-    assert speeds is not None
-    assert speeds[0] > 1.5 * speeds[1]
-    assert soon[-1][2] != soon[0][2]  # planned again, with what was measured
-
-
-def test_late_kernels_of_dealt_batches_are_learned_from() -> None:
-    soon, late = (train_on_shares(over_at_once=at_once, kind=Lagging) for at_once in (True, False))
-    assert soon == late, "announced again by all ranks at one micro-batch"
-    assert soon[-1][1] is not None
-
-
-def train_on_fetched(
-    planner: Planner, dealing: DealSettings, steps: int, key: PlanKey = KEY
-) -> tuple[list[int], list[int]]:
-    """Train on shares that a worker made, each fetched while the one before it trains.
+    planner: Planner,
+    dealing: Dealing,
+    steps: int,
+    key: PlanKey = KEY,
+    group: Slow | None = None,
+) -> tuple[list[int], list[tuple[CostModel, Ranks]]]:
+    """Train on shares that a worker made, and planned.
 
     Returns:
-        The steps that had to make a plan, and those from which on rates were others than before.
+        The steps that had to make a plan, and the rates that each began with.
     """
-    planned: list[tuple[str, int]] = []
+    group = group or Slow()
+    planned: list[int] = []
     rates: list[tuple[CostModel, Ranks]] = []
+    costs = planner.current_state().costs
 
     def counted(layout: Layout, *args: Any) -> Plan:
-        planned.append((current_thread().name, step))
+        planned.append(step)
         return balance(layout, *args)
 
-    group = Slow(2)
-    object.__setattr__(group, "meetings", [])
-    sent = [
-        pickle.dumps(dealing.make_share(np.array([5120, 1024, 2048]), (0, number), 0))
-        for number in range(steps)
-    ]
+    with patch.object(dealt_module, "get_worker_info", return_value="a worker"):
+        shares = [
+            pickle.dumps(dealing.make_share(np.array([5120, 1024, 2048]), (0, number), 0))
+            for number in range(steps)
+        ]
     with patch.object(dealt_module, "balance", counted):
-        step, fetched = 0, pickle.loads(sent[0])
-        for step in range(steps):
-            share, fetched = fetched, pickle.loads(sent[min(step + 1, steps - 1)])
-            rates.append(
-                (
-                    planner.resume_progress().costs.get_cost(key),
-                    planner.resume_progress().costs.make_ranks(2),
-                )
-            )
-            documents = TokenBatch(1, 4096, packed=share).read_documents()
+        for step, share in enumerate(shares):
+            rates.append((costs.get_cost(key), costs.make_ranks(2)))
+            documents = TokenBatch(1, 4096, packed=pickle.loads(share)).read_documents()
             (plan,) = planner.plan([(documents, key)], group)
-            meter = planner.resume_progress().use_plan(plan)
-            meter.count(calls=1, kernel_calls=2, backward_calls=1)
-            meter.span("server", 0.0, 0.1)
-    waited = [number for thread, number in planned if thread == current_thread().name]
-    return waited, [number for number in range(1, steps) if rates[number] != rates[number - 1]]
+            plan.meter.count(calls=1, kernel_calls=2, backward_calls=1)
+            plan.meter.span("server", 0.0, 0.1)
+            assert sum(one.is_done for one in group.meetings) == max(step - 8, 0)
+    return planned, rates
 
 
-def test_fetched_shares_of_workers_are_planned_by_learned_rates() -> None:
-    """Shares of workers are planned with learned rates while they are fetched."""
+@pytest.mark.parametrize("kind", [Slow, Lagging])
+def test_rates_of_dealt_batches_change_at_one_micro_batch(kind: type[Slow]) -> None:
+    """A rank may be eight micro-batches ahead, and learns from what it need not wait for; plans of
+    workers are made again by what was learned, and counted. Late kernels are announced again.
+    """
     planner = Planner(DistCAConfig(), Meter())
-    planner.resume_progress().costs[SHAPE, "cpu"] = TRUE
-    waited, changed = train_on_fetched(
-        planner, DealSettings(2, 4096, {KEY: TRUE}, planner.config), 40
-    )
-    assert waited == changed
+    planner.current_state().costs[SHAPE, "cpu"] = TRUE
+    dealing = Dealing(2, 4096, {KEY: TRUE}, planner.config)
+    planned, rates = train_on_shares(planner, dealing, 40, group=kind())
+    changed = [number for number in range(1, 40) if rates[number] != rates[number - 1]]
     assert 1 <= len(changed) <= 5
-    planner.history.end_micro_batch()
+    # The step before learned, in its announcement, when its own plan was made.
+    assert planned == list(range(changed[0], 40))
+    speeds = rates[-1][1].speeds
+    assert speeds is not None
+    assert speeds[0] > 1.5 * speeds[1]
+    planner.gather_measurements(Slow())
     total = planner.history.total
-    assert total.planned_here >= total.micro_batches - changed[0] > 0
+    assert total.planned_here == 40 - changed[0]
+    assert total.micro_batches == 40
 
 
 @pytest.mark.parametrize(
@@ -509,10 +470,9 @@ def test_shares_planned_for_other_settings_warn_once(
 ) -> None:
     """Shares that were planned for other settings are told of once."""
     planner = Planner(config, Meter())
-    planner.resume_progress().costs[key.shape, "cpu"] = replace(TRUE, shape=key.shape)
-    waited, _ = train_on_fetched(
-        planner, DealSettings(2, 4096, {KEY: TRUE}, DistCAConfig()), 6, key
-    )
+    planner.current_state().costs[key.shape, "cpu"] = replace(TRUE, shape=key.shape)
+    dealing = Dealing(2, 4096, {KEY: TRUE}, DistCAConfig())
+    planned, _ = train_on_shares(planner, dealing, 6, key)
     lines = [
         record.getMessage()
         for record in caplog.records
@@ -520,9 +480,7 @@ def test_shares_planned_for_other_settings_warn_once(
     ]
     assert len(lines) == (said is not None)
     assert said is None or said in lines[0]
-    assert waited == ([] if said is None else [0, 1]), (
-        "the second share was fetched before the first had come to attention"
-    )
+    assert planned == ([] if said is None else [0, 1, 2, 3, 4, 5])
 
 
 def test_a_trial_of_many_micro_batches_puts_the_next_one_off() -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from hf_distca.agreement.announce import PlanKey
-from hf_distca.agreement.dealt_share import DealSettings
+from hf_distca.agreement.dealt_share import Dealing
 from hf_distca.config import DistCAConfig
 from hf_distca.data.global_batches import BatchPieces
 from hf_distca.schedule.cost import AttentionShape, CostModel
@@ -17,10 +17,10 @@ SHAPE = AttentionShape(4, 2, 16, 16, 4)
 ROWS = ("input_ids", "labels", "shift_labels", "position_ids")
 
 
-def dealing(ranks: int, tokens_per_rank: int, **settings: Any) -> DealSettings:
+def dealing(ranks: int, tokens_per_rank: int, **settings: Any) -> Dealing:
     key = PlanKey(SHAPE, "cpu")
     config = DistCAConfig(tile=8, min_gain=0.0, **settings)
-    return DealSettings(ranks, tokens_per_rank, {key: CostModel.make_of_pairs(SHAPE)}, config)
+    return Dealing(ranks, tokens_per_rank, {key: CostModel.make_of_pairs(SHAPE)}, config)
 
 
 def some_lengths(count: int = 60, longest: int = 700, seed: int = 0) -> list[int]:

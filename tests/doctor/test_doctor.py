@@ -17,15 +17,20 @@ from transformers import AutoConfig, Gemma2Config, LlamaConfig
 from typer.testing import CliRunner, Result
 
 import hf_distca.kernels
-from hf_distca.cli import app
 from hf_distca.config import DistCAConfig
-from hf_distca.doctor import Finding, State
-from hf_distca.doctor.exchange import describe_ranks, exchange
-from hf_distca.doctor.model import check_model_family, check_model_kernels, find_dtype, read_config
 from hf_distca.errors import ConfigError
 from hf_distca.integration.session import Session
 from hf_distca.kernels import flash
 from hf_distca.package_versions import list_versions
+from hf_distca.tools.cli import app
+from hf_distca.tools.doctor import Finding, State
+from hf_distca.tools.doctor.exchange import describe_ranks, exchange
+from hf_distca.tools.doctor.model import (
+    check_model_family,
+    check_model_kernels,
+    find_dtype,
+    read_config,
+)
 from pages import words_of
 from ranks import RankPool
 from scripts import run as run_script
@@ -137,7 +142,7 @@ def test_kernels_on_a_cpu() -> None:
 def test_a_dtype_is_refused_before_anything_is_imported(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(sys.modules, "hf_distca.doctor.diagnosis", None)
+    monkeypatch.setitem(sys.modules, "hf_distca.tools.doctor.diagnosis", None)
     result = run("--dtype", name)
     assert (result.exit_code, result.stderr.count("\n")) == (2, 1), result.output
     assert "--dtype" in result.stderr
@@ -320,7 +325,7 @@ def test_the_command_ends_with_what_to_do(tmp_path: Path) -> None:
         "what to do",
         "  1. " + str(next(one.todo for one in bad_of(tmp_path))),
     ]
-    assert "under it, -m hf_distca.cli doctor" in result.stdout.splitlines()[-1]
+    assert "under it, -m hf_distca.tools.cli doctor" in result.stdout.splitlines()[-1]
 
 
 def bad_of(folder: Path) -> list[Finding]:
@@ -354,8 +359,8 @@ def test_wrong_input_is_one_line(options: tuple[str, str], message: str) -> None
 @pytest.mark.slow
 def test_under_a_launcher_rank_0_speaks(tmp_path: Path) -> None:
     words = words_of(
-        "accelerate launch --config_file configs/accelerate/cpu_2_processes.yaml -m hf_distca.cli"
-        " doctor"
+        "accelerate launch --config_file configs/accelerate/cpu_2_processes.yaml -m"
+        " hf_distca.tools.cli doctor"
     )
     text = run_script(words, tmp_path)
     assert text.count("attention group            2 ranks on 1 node, 2 on each") == 1

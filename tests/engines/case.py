@@ -130,7 +130,12 @@ class Run:
         seconds = (time.perf_counter() - started[1]) / (len(started) - 1)
         meter = current_session().meter
         return cls(
-            losses, grad_norms, seconds, engine, meter.calls + meter.recalls, meter.sent_bytes
+            losses,
+            grad_norms,
+            seconds,
+            engine,
+            meter.calls + meter.recomputed_calls,
+            meter.sent_bytes,
         )
 
 

@@ -45,7 +45,13 @@ def step(rank: int, switch: str | None, kernel: str, ping_pong: bool) -> Result:
         for name, p in model.named_parameters()
     }
     counts = [meter.kernel_calls, meter.dispatches, meter.returns, meter.sent_bytes]
-    return float(loss.detach()), grads, names, counts, meter.calls - forwards + meter.recalls
+    return (
+        float(loss.detach()),
+        grads,
+        names,
+        counts,
+        meter.calls - forwards + meter.recomputed_calls,
+    )
 
 
 def recomputed_layers(switch: str) -> int:

@@ -13,7 +13,7 @@ from test_parity import PAIRS, model_for
 from test_trainer import FIGURES
 
 import hf_distca
-from hf_distca.agreement.batch_plan import PlanMeasurement
+from hf_distca.agreement.batch_plan import MicroBatchPlan
 from hf_distca.integration import reports
 from hf_distca.integration.current_session import current_session
 from hf_distca.integration.reports import Metrics
@@ -114,21 +114,22 @@ def on_two_nodes(rank: int) -> tuple[dict[str, float], list[int], float]:
     """
     lengths = ([96], [32] * 3, [48, 48], [16] * 6)[rank]
     texts = [torch.arange(1, length + 1).remainder(60).tolist() for length in lengths]
-    plans: list[PlanMeasurement] = []
+    plans: list[MicroBatchPlan] = []
     with patch.dict(os.environ, GROUP_RANK=str(rank // 2), LOCAL_WORLD_SIZE="2"):
         hf_distca.configure(
             hf_distca.DistCAConfig(tile=8, min_gain=0.0, cost_model=PAIRS, timeout_seconds=61.0)
         )
         history = current_session().planner.history
-        history.observer = lambda micro_batch, tally: plans.extend(micro_batch.measurements)
+        history.observer = lambda micro_batch, tally: plans.extend(micro_batch.plans)
         model = model_for(2, "distca", torch.float32)
         model(
             **hf_distca.PackingCollator()([{"documents": texts}]), use_cache=False
         ).loss.backward()
         figures = hf_distca.metrics(gather=True).figures()
     (measured,) = plans
-    made = measured.use.batch_plan
-    load = PlanLoad(made.plan, replace(PAIRS, shape=made.key.shape), ranks=Ranks(per_node=2))
+    load = PlanLoad(
+        measured.plan, replace(PAIRS, shape=measured.key.shape), ranks=Ranks(per_node=2)
+    )
     return figures, measured.between_bytes.tolist(), float(load.node_bytes.inter_node[0].sum())
 
 

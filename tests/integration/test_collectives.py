@@ -19,7 +19,7 @@ import hf_distca
 from checkpointed import checkpoint_layers
 from handles import make_handle
 from hf_distca.integration.current_session import current_session
-from hf_distca.integration.work_planner import WorkPlanner
+from hf_distca.integration.layer_planner import LayerPlanner
 from hf_distca.kernels import Scores
 from hf_distca.runtime.call import Inputs
 from hf_distca.schedule.cost import AttentionShape
@@ -117,7 +117,7 @@ def operations_of_a_planned_call(rank: int, scale: int) -> Counter[str]:
     q, k, v = (torch.randn(1, heads, length, 16) for heads in (4, 2, 2))
     handle = make_handle(1, length)
     key = handle.make_key(AttentionShape(4, 2, 16, 16, 4), "cpu", None)
-    work = WorkPlanner(session).plan_work(
+    work = LayerPlanner(session).plan_work(
         handle, {"distca_documents": packed}, q, key, training=True
     )
     server = session.make_server(work, q, key.shape, Scores(0.25))

@@ -20,11 +20,12 @@ from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig, Llama
 
 import hf_distca
 from hf_distca.agreement.announce import PlanKey
-from hf_distca.agreement.dealt_share import DealSettings
+from hf_distca.agreement.dealt_share import Dealing, DealtShare, PlanJob
 from hf_distca.agreement.documents import PackedDocuments
 from hf_distca.errors import LayoutError
 from hf_distca.integration.current_session import current_session
 from hf_distca.schedule.cost import AttentionShape, CostModel
+from hf_distca.schedule.plan import Plan
 from ranks import RankPool
 from recorded import counted_planning
 from turns import in_turn
@@ -64,10 +65,10 @@ def settings(**changes: Any) -> hf_distca.DistCAConfig:
     )
 
 
-def dealing(ranks: int, kind: str, **changes: Any) -> DealSettings:
+def dealing(ranks: int, kind: str, **changes: Any) -> Dealing:
     windows = (None, WINDOW) if kind == "windows" else (None,)
     costs = {PlanKey(SHAPE, "cpu", window): replace(PAIRS, window=window) for window in windows}
-    return DealSettings(ranks, TOKENS // ranks, costs, settings(**changes))
+    return Dealing(ranks, TOKENS // ranks, costs, settings(**changes))
 
 
 def documents(number: int) -> list[torch.Tensor]:
@@ -77,7 +78,7 @@ def documents(number: int) -> list[torch.Tensor]:
     ]
 
 
-def share(made: DealSettings, number: int, rank: int) -> dict[str, Any]:
+def share(made: Dealing, number: int, rank: int) -> dict[str, Any]:
     texts = documents(number)
     packed = made.make_share(
         np.array([len(one) for one in texts]), (0, number), rank, document_ids=np.arange(len(texts))
@@ -197,7 +198,16 @@ def test_shares_train_as_one_process_does(
         assert measured, "what ranks measured is exchanged beside"
 
 
-def odd_share(made: DealSettings, wrong: str) -> dict[str, Any]:
+class OddlyPlanned(DealtShare):
+    """A share whose tasks are on other ranks than planned."""
+
+    def plan(self, job: PlanJob) -> Plan:
+        right = super().plan(job)
+        tasks = [task._replace(server=1 - task.server) for task in right.tasks]
+        return Plan.from_tasks(right.layout, tasks)
+
+
+def odd_share(made: Dealing, wrong: str) -> dict[str, Any]:
     """What rank 1 of two gets as the second global batch, if something is wrong."""
     batch = share(made, 2 if wrong == "batch" else 1, 0 if wrong == "share" else 1)
     packed = batch["distca_documents"]
@@ -210,12 +220,7 @@ def odd_share(made: DealSettings, wrong: str) -> dict[str, Any]:
             packed.lengths, packed.starts, packed.documents, dealt_share=other.dealt_share
         )
     if wrong == "plan":
-        # Plans of a fetched share are made beside what the caller does.
-        for thread in packed.dealt_share._threads:
-            thread.join()
-        (job, plan), *_ = packed.dealt_share._plans.items()
-        tasks = [task._replace(server=1 - task.server) for task in plan.tasks]
-        packed.dealt_share._plans[job] = type(plan).from_tasks(plan.layout, tasks)
+        object.__setattr__(packed.dealt_share, "__class__", OddlyPlanned)
     if wrong == "no share":
         batch["distca_documents"] = PackedDocuments(packed.lengths, packed.starts, packed.documents)
     return batch

@@ -13,10 +13,10 @@ import torch
 
 import hf_distca
 from hf_distca.agreement.announce import PlanKey
-from hf_distca.integration import work_planner as module
+from hf_distca.integration import layer_planner as module
 from hf_distca.integration.current_session import current_session
+from hf_distca.integration.layer_planner import LayerPlanner
 from hf_distca.integration.session import Session
-from hf_distca.integration.work_planner import WorkPlanner
 from hf_distca.kernels import Scores
 from hf_distca.runtime.group import AttentionGroup
 from hf_distca.schedule.cost import AttentionShape
@@ -47,7 +47,7 @@ def test_it_is_taken_and_calibrated(
     monkeypatch.setattr(module, "find_fastest_kernel", lambda *_: "reference")
     hf_distca.configure(hf_distca.DistCAConfig(cost_model=cost_model, kernel=kernel))
     session = current_session()
-    WorkPlanner(session).learn_cost(PlanKey(SHAPE, device, None), QUERY, AttentionGroup())
+    LayerPlanner(session).make_cost(PlanKey(SHAPE, device, None), QUERY, AttentionGroup())
     assert (
         session.choose_kernel(QUERY, AttentionShape(2, 1, 16, 16, 4), Scores(1.0)).name == expected
     )
@@ -77,8 +77,8 @@ def test_a_gpu_begins_with_the_shipped_profile_of_its_kernel(
         SimpleNamespace(device=torch.device("cuda", 0), dtype=torch.bfloat16),
     )
     shape = AttentionShape(32, 8, 128, 128, 2)
-    WorkPlanner(session).learn_cost(
+    LayerPlanner(session).make_cost(
         PlanKey(shape, "cuda", 4096), cast("torch.Tensor", query), AttentionGroup()
     )
-    cost = session.planner.resume_progress().costs[shape, "cuda"]
+    cost = session.planner.current_state().costs[shape, "cuda"]
     assert (cost.name, cost.tile, cost.window) == (name, 256, None)

@@ -22,7 +22,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 import hf_distca
 from hf_distca.agreement.documents import PackedDocuments
 from hf_distca.errors import LayoutError
-from hf_distca.integration import work_planner
+from hf_distca.integration import layer_planner
 from hf_distca.integration.current_session import current_session
 from live_bytes import LiveBytes
 from ranks import RankPool
@@ -51,10 +51,10 @@ def collectives_of_a_step(rank: int, dtype: torch.dtype | None, ping_pong: bool)
         fully_shard(layer, mp_policy=MixedPrecisionPolicy(param_dtype=dtype))
     fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=dtype))
     data = batch(*([96], [16, 16, 16])[rank])
-    before = current_session().planner.resume_progress().number
+    before = current_session().planner.current_state().number
     with counted_planning() as seen:
         model(**data, use_cache=False).loss.backward()
-    return len(seen), current_session().planner.resume_progress().number - before
+    return len(seen), current_session().planner.current_state().number - before
 
 
 @pytest.mark.parametrize("ping_pong", [False, True])
@@ -228,14 +228,14 @@ def costs_under_autocast(rank: int) -> tuple[list[int], list[torch.dtype]]:
 
     hf_distca.configure(hf_distca.DistCAConfig(cost_model="calibrated"))
     with (
-        patch.object(work_planner, "calibrate", calibrate),
+        patch.object(layer_planner, "calibrate", calibrate),
         torch.autocast("cpu", torch.bfloat16),
     ):
         model_for(2, "distca", torch.float32)(
             **batch(*([96], [16])[rank]), use_cache=False
         ).loss.backward()
     return [
-        shape.element_bytes for shape, _ in current_session().planner.resume_progress().costs
+        shape.element_bytes for shape, _ in current_session().planner.current_state().costs
     ], timed
 
 

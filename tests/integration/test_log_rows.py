@@ -16,11 +16,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Trainer, TrainerCallback
 
 import hf_distca
-from hf_distca.agreement.batch_plan import BatchPlan
-from hf_distca.agreement.world_progress import Progress
+from hf_distca.agreement.announce import PlanKey
+from hf_distca.agreement.batch_plan import MicroBatchPlan
+from hf_distca.agreement.group_state import GroupState
 from hf_distca.integration.current_session import current_session
 from hf_distca.runtime.meter import Meter
 from hf_distca.schedule.cost import AttentionShape
+from hf_distca.schedule.plan import Plan
 from ranks import RankPool
 from recorded import counted_planning
 from tiny_runs import documents, make_trainer, settings
@@ -61,11 +63,11 @@ def recorded() -> Iterator[list[Did]]:
     """What the micro-batches inside do, in order."""
     done: dict[int, Did] = {}
     seen: list[Did] = []
-    use = Progress.use_plan
+    use = GroupState.use_plan
 
-    def spy(self: Progress, planned: BatchPlan, *args: Any) -> Meter:
-        meter = use(self, planned, *args)
-        cost, plan = self.costs.get_cost(planned.key), planned.plan
+    def spy(self: GroupState, key: PlanKey, plan: Plan, **facts: Any) -> MicroBatchPlan:
+        used = use(self, key, plan, **facts)
+        cost = self.costs.get_cost(key)
         seconds = cost.estimate_seconds(plan.end - plan.start, plan.end, plan.heads)
         before = [float(seconds[plan.home == rank].sum()) for rank in (0, 1)]
         if self.number not in done:
@@ -74,10 +76,10 @@ def recorded() -> Iterator[list[Did]]:
         did = done[self.number]
         did.before += max(before)
         did.mean += sum(before) / 2
-        did.meters.append(meter)
-        return meter
+        did.meters.append(used.meter)
+        return used
 
-    with patch.object(Progress, "use_plan", spy):
+    with patch.object(GroupState, "use_plan", spy):
         yield seen
 
 
@@ -135,7 +137,7 @@ def train(
     )
     with recorded() as done:
         trainer.train()
-    assert current_session().planner.resume_progress().number == STEPS * accumulation
+    assert current_session().planner.current_state().number == STEPS * accumulation
     return trainer.state.log_history, [did.figures for did in done], seen
 
 

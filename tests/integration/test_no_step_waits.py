@@ -23,7 +23,7 @@ from transformers import LlamaForCausalLM, masking_utils
 import hf_distca
 from checkpointed import checkpoint_layers
 from hf_distca.agreement.announce import PlanKey
-from hf_distca.agreement.dealt_share import DealSettings
+from hf_distca.agreement.dealt_share import Dealing
 from hf_distca.agreement.documents import PackedDocuments
 from hf_distca.borrowed import without_dispatch_modes
 from hf_distca.integration.current_session import current_session
@@ -69,7 +69,7 @@ def dealt(rank: int) -> dict[str, Any]:
     """A share of documents that were dealt: the longest is on both ranks."""
     lengths, tokens = np.array([150, 1, 41]), 96
     shape = AttentionShape(4, 2, 16, 16, 4)
-    made = DealSettings(2, tokens, {PlanKey(shape, "cpu", None): PAIRS}, current_session().config)
+    made = Dealing(2, tokens, {PlanKey(shape, "cpu", None): PAIRS}, current_session().config)
     share = made.make_share(lengths, (0, 0), rank)
     starts = share.starts or (0,) * len(share.lengths)
     positions = torch.cat(

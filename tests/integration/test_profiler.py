@@ -21,10 +21,10 @@ import hf_distca
 from hf_distca.agreement import planner
 from hf_distca.integration.current_session import current_session
 from hf_distca.kernels.base import Grads, Operands, Outputs, Saved, TaskBatch
-from hf_distca.runtime import call
+from hf_distca.runtime import meter
 from hf_distca.runtime.call import AttentionServer
 from hf_distca.runtime.channel import Channel, Transfer
-from hf_distca.runtime.meter import mark_now
+from hf_distca.runtime.meter import get_clock
 from hf_distca.schedule.plan import Plan
 from ranks import RankPool
 
@@ -67,9 +67,9 @@ def deliberate_times() -> Iterator[None]:
         self: AttentionServer, pools: Operands | Saved, tasks: TaskBatch, **options: bool
     ) -> Outputs | Grads:
         if tasks.query_length:
-            begin = mark_now(pools.q_THD.device)
+            begin = get_clock(pools.q_THD.device)()
             time.sleep(PHASE)
-            self.meter.span("server", begin, mark_now(pools.q_THD.device))
+            self.meter.span("server", begin, get_clock(pools.q_THD.device)())
         return run(self, pools, tasks, **options)
 
     def swapped(layout: Any, *_: Any) -> Plan:
@@ -96,8 +96,8 @@ def slow_step(rank: int, ping_pong: bool) -> tuple[int, float]:
     with deliberate_times():
         dist.barrier()
         model(**batch, use_cache=False).logits.sum().backward()
-    meter = current_session().meter
-    return meter.dispatches + meter.returns, meter.exchange_seconds
+    counted = current_session().meter
+    return counted.dispatches + counted.returns, counted.exchange_seconds
 
 
 @pytest.mark.slow
@@ -146,5 +146,5 @@ def test_the_profiler_shows_dispatch_server_and_return(
 def test_without_a_profiler_there_are_no_marks(monkeypatch: pytest.MonkeyPatch) -> None:
     model = model_for(2, "distca", torch.float32)
     hf_distca.configure()
-    monkeypatch.setattr(call, "start_mark", pytest.fail)
+    monkeypatch.setattr(meter, "record_function", pytest.fail)
     model(**batch_of([[3]])).logits.sum().backward()

@@ -28,13 +28,9 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 
 import hf_distca
 from hf_distca.agreement.announce import PlanKey
-from hf_distca.agreement.batch_plan import BatchPlan, PlanMeasurement, PlanUse
-from hf_distca.agreement.history import BalanceTotals, History
+from hf_distca.agreement.batch_plan import BalanceTotals, History, MicroBatchPlan
 from hf_distca.agreement.rates import Costs
-from hf_distca.integration.training import record
-from hf_distca.integration.training.record import Recorder
-from hf_distca.run_report.folder import RunFolder
-from hf_distca.run_report.rows import (
+from hf_distca.agreement.record_rows import (
     RECORD_NAME,
     PlanRow,
     Row,
@@ -43,12 +39,15 @@ from hf_distca.run_report.rows import (
     WarningRow,
     read_row,
 )
-from hf_distca.run_report.run_figures import collect
+from hf_distca.integration.training import record
+from hf_distca.integration.training.record import Recorder
 from hf_distca.runtime.meter import Meter
 from hf_distca.schedule.balance import balance
 from hf_distca.schedule.layout import Layout
 from hf_distca.schedule.plan import Plan
 from hf_distca.schedule.ranks import Ranks
+from hf_distca.tools.report.folder import RunFolder
+from hf_distca.tools.report.run_figures import collect
 from ranks import RankPool
 from recorded import recorded
 from tiny_runs import PAIRS, documents, make_trainer, settings, tiny_llama
@@ -223,26 +222,26 @@ def test_tokens_count_once_and_pieces_are_as_long_as_the_bars(
     """
     history, ranks = History(), Ranks(speeds=(0.5, 1.25))
     planner = SimpleNamespace(
-        resume_progress=lambda: SimpleNamespace(number=0, costs=Costs()), history=history
+        current_state=lambda: SimpleNamespace(number=0, costs=Costs()), history=history
     )
     session: Any = SimpleNamespace(
         planner=planner, rank_count=2, node_count=1, config=settings(), kernel_names=["cpu"]
     )
     recorder = Recorder(tmp_path, session, every_plan=True)
     recorder.start(TrainingArguments(str(tmp_path), use_cpu=True, report_to="none"), 0, None)
-    uses = []
+    plans = []
     for nano, window, lengths in parts:
         cost = replace(PAIRS, window=window)
         plan = balance(Layout.from_lengths(lengths), cost, settings(), ranks)
         key = PlanKey(PAIRS.shape, "cpu", window, nano=nano)
-        planned = BatchPlan(key, plan, 1.0)
-        uses.append(PlanUse.start(planned, 1, cost, ranks, Meter()))
-        history.record_use(uses[-1])
+        seconds = cost.estimate_seconds(plan.end - plan.start, plan.end, plan.heads)
+        plans.append(MicroBatchPlan(key, plan, 1, seconds, ranks, Meter()))
+        history.record_plan(plans[-1])
     history.end_micro_batch()
-    for use in uses:
+    for used in plans:
         figures = np.zeros((2, 5), dtype=np.int64)
-        figures[:, 0] = use.estimated_after * 1e9
-        history.record_measurement(PlanMeasurement(use, figures))
+        figures[:, 0] = used.estimated_after * 1e9
+        history.record_figures(used, figures)
     recorder.write_steps(1)
     recorder.stop()
     found = collect(RunFolder.read(tmp_path))
@@ -325,7 +324,7 @@ def test_warnings_are_seen_while_they_are_recorded(
 
 def begin_record(folder: Path, step: int) -> None:
     planner = SimpleNamespace(
-        resume_progress=lambda: SimpleNamespace(number=0, costs=Costs()), history=History()
+        current_state=lambda: SimpleNamespace(number=0, costs=Costs()), history=History()
     )
     session: Any = SimpleNamespace(
         planner=planner, rank_count=2, node_count=1, config=settings(), kernel_names=["cpu"]

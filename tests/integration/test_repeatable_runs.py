@@ -17,12 +17,12 @@ from datasets import Dataset
 from transformers import Trainer, TrainingArguments
 
 import hf_distca
-from hf_distca.agreement.batch_plan import PlanUse
+from hf_distca.agreement.batch_plan import Measurement, MicroBatchPlan
+from hf_distca.agreement.record_rows import StepsRow
 from hf_distca.integration.current_session import current_session
-from hf_distca.run_report.folder import RunFolder
-from hf_distca.run_report.rows import StepsRow
 from hf_distca.schedule.cost import KernelCost
 from hf_distca.schedule.profiles import ExchangeRates, KernelRates, Profile
+from hf_distca.tools.report.folder import RunFolder
 from ranks import RankPool
 from tiny_runs import COMMON, documents, settings, tiny_llama
 
@@ -47,17 +47,17 @@ def train(
     """Weights after a run in which kernels of rank 1 seem `slower`; the number of exchanges, and
     what was learned.
     """
-    own_figures = PlanUse.own_figures.fget
+    own_measurement = MicroBatchPlan.own_measurement.fget
 
-    def timed(use: PlanUse) -> tuple[int, ...]:
-        nanoseconds, sent, exchanging, calls, between = own_figures(use)
+    def timed(used: MicroBatchPlan) -> Measurement:
+        nanoseconds, sent, exchanging, calls, between = own_measurement(used)
         if calls > 0:
-            estimated = float(use.task_seconds[use.batch_plan.plan.server == rank].sum())
+            estimated = float(used.task_seconds[used.plan.server == rank].sum())
             nanoseconds, exchanging = (
                 int(1e9 * calls * estimated * (slower if rank else 1.0)),
                 calls,
             )
-        return nanoseconds, sent, exchanging, calls, between
+        return Measurement(nanoseconds, sent, exchanging, calls, between)
 
     ids = documents(*([180, 12, 20, 33, 90, 64, 7, 150] * 6), seed=1)
     arguments = {
@@ -68,7 +68,7 @@ def train(
         "seed": 7,
     }
     callback = hf_distca.DistCACallback(settings(**{"cost_model": PROFILE, **changes}))
-    with patch.dict(os.environ), patch.object(PlanUse, "own_figures", property(timed)):
+    with patch.dict(os.environ), patch.object(MicroBatchPlan, "own_measurement", property(timed)):
         trainer = Trainer(
             tiny_llama("distca"),
             TrainingArguments(**arguments),
@@ -79,7 +79,7 @@ def train(
             hf_distca.deal(trainer, 96).train()
         finally:
             torch.use_deterministic_algorithms(False)
-    costs = current_session().planner.resume_progress().costs
+    costs = current_session().planner.current_state().costs
     weights = torch.cat([weight.detach().flatten() for weight in trainer.model.parameters()])
     return weights, current_session().meter.dispatches, costs.learned_corrections
 

@@ -18,7 +18,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import hf_distca
 from hf_distca.agreement.announce import PlanKey
-from hf_distca.agreement.dealt_share import DealSettings
+from hf_distca.agreement.dealt_share import Dealing
 from hf_distca.agreement.documents import PackedDocuments
 from hf_distca.integration.hooks.positions import extend_rotary
 from ranks import RankPool
@@ -149,7 +149,7 @@ def dealt(
         for layer in model.model.layers:
             fully_shard(layer)
         fully_shard(model)
-    dealing = DealSettings(2, TOKENS, {PlanKey(PAIRS.shape, "cpu", None): PAIRS}, config)
+    dealing = Dealing(2, TOKENS, {PlanKey(PAIRS.shape, "cpu", None): PAIRS}, config)
     losses = []
     for number in numbers:
         if rank == lone_rank:  # it evaluates what is longer than all that they train on
@@ -242,9 +242,7 @@ def test_what_comes_after_a_share_is_left_alone(kind: tuple[str, str]) -> None:
     """
     hf_distca.configure(settings())
     model = tiny(kind, "distca")
-    dealing = DealSettings(
-        1, sum(BATCHES[0]), {PlanKey(PAIRS.shape, "cpu", None): PAIRS}, settings()
-    )
+    dealing = Dealing(1, sum(BATCHES[0]), {PlanKey(PAIRS.shape, "cpu", None): PAIRS}, settings())
     runs = [(d, 0, n) for d, n in enumerate(BATCHES[0])]
     loss_of(model, 0, runs, distca_documents=dealing.make_share(np.array(BATCHES[0]), (0, 0), 0))
     ids = documents_of(1)[0][None]

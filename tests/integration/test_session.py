@@ -13,9 +13,8 @@ from transformers import TrainingArguments
 
 import hf_distca
 from hf_distca.agreement.announce import PlanKey
-from hf_distca.agreement.batch_plan import BatchPlan, PlanMeasurement, PlanUse
+from hf_distca.agreement.batch_plan import History, MicroBatchPlan
 from hf_distca.agreement.documents import PackedDocuments
-from hf_distca.agreement.history import History
 from hf_distca.errors import LayoutError
 from hf_distca.integration.current_session import current_session
 from hf_distca.runtime.meter import Meter
@@ -198,7 +197,7 @@ def test_evaluation_is_shared_on_request(rank_pool: Callable[[int], RankPool]) -
 def calibrated(rank: int) -> tuple[str, float]:
     hf_distca.configure(hf_distca.DistCAConfig(cost_model="calibrated"))
     model_for(2, "distca", torch.float32)(**batch(rank), use_cache=False).loss.backward()
-    (cost,) = current_session().planner.resume_progress().costs.values()
+    (cost,) = current_session().planner.current_state().costs.values()
     return cost.name, cost.forward.flops_per_second + cost.backward.flops_per_second
 
 
@@ -215,23 +214,19 @@ def test_figures_of_a_tally() -> None:
     # Only the second one knows of nodes, of a rank each.
     tasks, node = np.array([2.0, 1.0, 1.0]), {1: None, 2: 1}
     first, second = (
-        PlanUse(
-            BatchPlan(key, plan, planning_ms=5.0, per_node=node[n]),
-            n,
-            tasks,
-            UNIFORM_RANKS,
-            Meter(),
+        MicroBatchPlan(
+            key, plan, n, tasks, UNIFORM_RANKS, Meter(), planning_ms=5.0, per_node=node[n]
         )
         for n in node
     )
-    history.record_use(first)
+    history.record_plan(first)
     measured = np.array(
         [[2 * 10**9, 4_000_000, 0, 2, 4_000_000], [3 * 10**9, 1_000_000, 0, 2, 1_000_000]]
     )
     first.meter.count(calls=2)
-    history.record_measurement(PlanMeasurement(first, measured))
+    history.record_figures(first, measured)
     assert history.total.compute_figures() == {}, "the micro-batch is not over"
-    history.record_use(second)
+    history.record_plan(second)
     before = history.total
     figures = before.compute_figures()
     assert figures["distca/imbalance_estimated_before"] == pytest.approx(3 / 2)
@@ -246,7 +241,7 @@ def test_figures_of_a_tally() -> None:
     assert (history.total - before).compute_figures() == {}, "it is not measured yet"
     measured = np.array([[10**9, 0, 0, 2, 0], [10**9, 6_000_000, 0, 2, 6_000_000]])
     second.meter.count(calls=2)
-    history.record_measurement(PlanMeasurement(second, measured))
+    history.record_figures(second, measured)
     after = (history.total - before).compute_figures()
     assert after.keys() == figures.keys() | {"distca/between_nodes_mb_per_layer"}
     assert (

@@ -154,12 +154,12 @@ def run(case: Case, lengths: list[list[int]]) -> None:
         route = Route.build(plan, rank)
         tokens = int(plan.layout.query_tokens[rank] + plan.layout.context_tokens[rank])
         batches = [(route.local_tasks, tokens, tokens, 4)]
-        for wave in (*([] if route.local_wave is None else [route.local_wave]), route.wave):
+        for pooled in (*([] if route.local_pooled is None else [route.local_pooled]), route.pooled):
             rows, keys = (
-                wave.own_rows + sum(wave.queries.receive.values()),
-                sum(piece.rows for piece in wave.pool.pieces),
+                pooled.query_pool.rows,
+                pooled.key_pool.rows,
             )
-            batches.append((wave.arrived, rows, keys, 4 // route.groups))
+            batches.append((pooled.tasks, rows, keys, 4 // route.groups))
         for batch in batches:
             if len(batch[0]):
                 attend(case, *batch)

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import LlamaForCausalLM
 
-from hf_distca.run_report.rows import RECORD_NAME
+from hf_distca.agreement.record_rows import RECORD_NAME
 from ranks import RankPool
 from tiny_runs import dispatches, losses, make_trainer, rows, settings
 

@@ -35,7 +35,7 @@ ACCELERATE = on_a_page(
 )
 DOCTOR = on_a_page(
     "torchrun --nnodes 2 --node_rank $NODE --nproc_per_node $GPUS --master_addr $FIRST"
-    " --master_port 29500 -m hf_distca.cli doctor"
+    " --master_port 29500 -m hf_distca.tools.cli doctor"
 )
 TIMEOUT = 8  # seconds that ranks wait for each other where a node is lost
 LIMIT = 200.0  # of anything that is started here

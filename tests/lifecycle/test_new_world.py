@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 import hf_distca
 from hf_distca.agreement.announce import PlanKey
-from hf_distca.agreement.dealt_share import DealSettings
+from hf_distca.agreement.dealt_share import Dealing
 from hf_distca.agreement.documents import PackedDocuments
 from hf_distca.errors import LayoutError
 from hf_distca.integration.current_session import current_session
@@ -38,7 +38,7 @@ def batch(rank: int, number: int, failure: str, fails: bool) -> dict[str, Any]:
         packed = PackedDocuments(lengths[1:] if fails else lengths)
     else:
         costs = {PlanKey(AttentionShape(4, 2, 16, 16, 4), "cpu"): PAIRS}
-        dealing = DealSettings(2, TOKENS, costs, current_session().config)
+        dealing = Dealing(2, TOKENS, costs, current_session().config)
         whose = 1 - rank if fails and "rank" in failure else rank
         packed = dealing.make_share(DEALT, (0, number + (fails and "batch" in failure)), whose)
         positions = torch.from_numpy(packed.positions)[None]

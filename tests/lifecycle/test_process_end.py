@@ -19,8 +19,7 @@ import torch.distributed as dist
 
 import forks
 from hf_distca.runtime import listener
-from hf_distca.runtime.group import AttentionGroup
-from hf_distca.runtime.rendezvous import Rendezvous
+from hf_distca.runtime.group import AttentionGroup, Rendezvous
 from ranks import join_world
 
 

@@ -1,4 +1,4 @@
-"""`hf-distca run` and `python -m hf_distca.run` in front of a script that knows nothing of
+"""`hf-distca run` and `python -m hf_distca.tools.run` in front of a script that knows nothing of
 hf_distca.
 """
 
@@ -21,10 +21,10 @@ from typer.testing import CliRunner
 
 import hf_distca
 import scripts
-from hf_distca.cli import app
-from hf_distca.run import Options, find_command, read_options
-from hf_distca.run_report.rows import RECORD_NAME
+from hf_distca.agreement.record_rows import RECORD_NAME
 from hf_distca.schedule.profiles import Profile
+from hf_distca.tools.cli import app
+from hf_distca.tools.run import Options, find_command, read_options
 from pages import ROOT, words_of
 
 SCRIPT = """
@@ -92,23 +92,23 @@ def script(tmp_path: Path) -> Path:
 
 def test_an_unmodified_script_takes_the_name(script: Path, tmp_path: Path) -> None:
     options = ["--attn_implementation", "distca", "--output", str(tmp_path)]
-    scripts.run([*words_of("python -m hf_distca.run"), str(script), *options], tmp_path)
+    scripts.run([*words_of("python -m hf_distca.tools.run"), str(script), *options], tmp_path)
     seen = json.loads((tmp_path / "seen.json").read_text())
     assert seen["argv"] == [str(script), *options]
     assert seen["attention"] == "distca"
 
 
 def test_help(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", ["hf_distca.run", "--help"])
+    monkeypatch.setattr(sys, "argv", ["hf_distca.tools.run", "--help"])
     with pytest.raises(SystemExit) as ended:
-        runpy.run_module("hf_distca.run", run_name="__main__")
+        runpy.run_module("hf_distca.tools.run", run_name="__main__")
     assert ended.value.code == 0
-    assert "accelerate launch -m hf_distca.run" in " ".join(capsys.readouterr().out.split())
+    assert "accelerate launch -m hf_distca.tools.run" in " ".join(capsys.readouterr().out.split())
 
 
 def test_under_a_launcher(script: Path, tmp_path: Path) -> None:
     launch, command, *rest = words_of(
-        "accelerate launch -m hf_distca.run train.py --attn_implementation distca"
+        "accelerate launch -m hf_distca.tools.run train.py --attn_implementation distca"
     )
     config = str(ROOT / "configs/accelerate/cpu_2_processes.yaml")
     said = scripts.run(
@@ -177,7 +177,7 @@ def test_command_line_overrides_a_file_of_settings(script: Path, tmp_path: Path)
     (script.parent / "distca.yaml").write_text("\n".join(settings))
     ours[ours.index("8192")] = "4"
     config = str(ROOT / "configs/accelerate/cpu_2_processes.yaml")
-    launch = [launcher, verb, "--config_file", config, "-m", "hf_distca.run"]
+    launch = [launcher, verb, "--config_file", config, "-m", "hf_distca.tools.run"]
     said = scripts.run(
         [*launch, *ours, script.name, "--own_collator", "--output", str(tmp_path)], script.parent
     )
@@ -322,7 +322,7 @@ def test_children_get_what_a_file_gives(tmp_path: Path) -> None:
 def test_options_of_another_version_end_all_processes(text: str, tmp_path: Path) -> None:
     """They are named, and nothing trains without them in silence."""
     (tmp_path / "train.py").write_text("print('this has started')")
-    child_start = Path(hf_distca.__file__).parent / "cli" / "child_start"
+    child_start = Path(hf_distca.__file__).parent / "tools" / "cli" / "child_start"
     path = os.pathsep.join([str(child_start), os.environ.get("PYTHONPATH", "")])
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("HF_DISTCA_RUN", text)
@@ -367,7 +367,7 @@ def test_dealing_without_an_attention_is_noted_at_once(
     """In words of the command; the script may still load its model with distca."""
     monkeypatch.chdir(tmp_path)
     Path("train.py").touch()
-    monkeypatch.setattr("hf_distca.run.run_command", lambda *_: None)
+    monkeypatch.setattr("hf_distca.tools.run.run_command", lambda *_: None)
     done = CliRunner().invoke(app, ["run", *words])
     assert done.exit_code == 0
     assert (
@@ -385,7 +385,8 @@ def test_the_script_may_set_what_it_likes_itself(tmp_path: Path) -> None:
         "print(hf_distca.configure(hf_distca.DistCAConfig(tile=8)).tolerance)\n"
     )
     said = scripts.run(
-        [*words_of("python -m hf_distca.run"), "--config", "distca.yaml", "train.py"], tmp_path
+        [*words_of("python -m hf_distca.tools.run"), "--config", "distca.yaml", "train.py"],
+        tmp_path,
     )
     assert said.splitlines()[-2:] == ["0.1", "0.01"]
 
@@ -396,7 +397,7 @@ def test_the_default_leaves_a_named_attention_alone(
 ) -> None:
     """And says what would balance it."""
     options = ["--attn-implementation", "distca", str(script), "--output", str(tmp_path), *given]
-    said = scripts.run([*words_of("python -m hf_distca.run"), *options], tmp_path)
+    said = scripts.run([*words_of("python -m hf_distca.tools.run"), *options], tmp_path)
     assert json.loads((tmp_path / "seen.json").read_text())["attention"] == (
         given[-1] if given else "distca"
     )
@@ -409,7 +410,7 @@ def test_the_default_is_for_causal_models_of_proven_families() -> None:
 from transformers import BertConfig, BertModel, GPTNeoXConfig, GPTNeoXForCausalLM
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers import MptConfig, MptForCausalLM
-from hf_distca.run import Options, begin
+from hf_distca.tools.run import Options, begin
 begin(Options("distca"))
 small = {"hidden_size": 32, "intermediate_size": 32, "vocab_size": 31}
 small |= {"num_hidden_layers": 1, "num_attention_heads": 2}
@@ -679,8 +680,8 @@ def test_what_children_begin_with_lies_in_the_package(tmp_path: Path) -> None:
     hidden.mkdir()
     (hidden / "sitecustomize.py").write_text("import sys\nsys.was_customized = True\n")
     child = (
-        "import os, sys, hf_distca.run as r; print(sys.was_customized, r.Options.read(os.environ),"
-        " os.environ['PYTHONPATH'])"
+        "import os, sys, hf_distca.tools.run as r; print(sys.was_customized,"
+        " r.Options.read(os.environ), os.environ['PYTHONPATH'])"
     )
     executable(tmp_path / "starts.sh", f'exec {sys.executable} -c "{child}"')
     before = os.pathsep.join([str(hidden), os.environ.get("PYTHONPATH", "")])
@@ -710,7 +711,7 @@ def test_what_children_begin_with_lies_in_the_package(tmp_path: Path) -> None:
 
 def test_distca_stands_in_for_what_a_script_knows(script: Path, tmp_path: Path) -> None:
     options = ["--attn_implementation", "flash_attention_2", "--output", str(tmp_path)]
-    command = words_of("python -m hf_distca.run --instead-of flash_attention_2 train.py")
+    command = words_of("python -m hf_distca.tools.run --instead-of flash_attention_2 train.py")
     said = scripts.run([*command[:-1], str(script), *options], tmp_path)
     assert 'distca stands in for attn_implementation="flash_attention_2"' in said
     assert json.loads((tmp_path / "seen.json").read_text())["attention"] == "flash_attention_2"

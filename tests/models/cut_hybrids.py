@@ -19,8 +19,8 @@ from cut import PAIRS, Case, Parts, Share, compare, whole_documents
 from tiny import class_of
 from tqdm import tqdm
 
+from hf_distca.hybrids.recurrent_layers import RECURRENT_MODULES
 from hf_distca.integration.families import FAMILIES
-from hf_distca.integration.hooks.recurrent_layers import RECURRENT_MODULES
 from hf_distca.schedule.deal import deal, deal_in_order
 from hf_distca.schedule.layout import Layout
 from ranks import RankPool

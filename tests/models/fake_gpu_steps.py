@@ -25,7 +25,7 @@ from fake_cuda import CUDA, fake_cuda
 from gpu_streams import Flight, Link, Streams
 from hf_distca import kernels
 from hf_distca.agreement.announce import PlanKey
-from hf_distca.agreement.dealt_share import DealSettings
+from hf_distca.agreement.dealt_share import Dealing
 from hf_distca.agreement.documents import PackedDocuments
 from hf_distca.integration.current_session import current_session
 from hf_distca.integration.hooks import dealt_trainers, dense_masks, mask
@@ -121,10 +121,6 @@ class Group(AttentionGroup):
         on_arrival(rows)
         return Met(rows)
 
-    def with_call_channel(self, where: str, forward_exchanges: int) -> AttentionGroup:
-        """The group itself: its link names nothing."""
-        return self
-
 
 @dataclass
 class Met:
@@ -175,7 +171,7 @@ def batch_of(way: Way, config: hf_distca.DistCAConfig) -> dict[str, Any]:
     packed = PackedDocuments((600, 424))
     if way.ranks > 1:
         shape = AttentionShape(4, 2, 32, 32, 2)
-        dealing = DealSettings(
+        dealing = Dealing(
             way.ranks, TOKENS, {PlanKey(shape, "cuda"): CostModel.make_of_pairs(shape)}, config
         )
         packed = dealing.make_share(np.array(LENGTHS), (0, 0), 0)
@@ -229,7 +225,7 @@ def step(family: str, way: Way) -> Step:
     return Step(
         list(session.kernel_names),
         session.meter.calls,
-        session.meter.recalls,
+        session.meter.recomputed_calls,
         session.meter.kernel_calls,
         session.meter.dispatches + session.meter.returns,
         forward.operations,

@@ -16,7 +16,7 @@ from unittest.mock import patch
 import numpy as np
 import torch
 
-from hf_distca.agreement.announce import AnnouncedBatch
+from hf_distca.agreement.announce import AnnouncedDocuments
 from hf_distca.agreement.documents import Documents, TokenBatch
 from hf_distca.integration.nano_batches import SplitDocumentContext
 from hf_distca.schedule.layout import Layout
@@ -53,10 +53,10 @@ def _one_document_a_row(original: Original) -> Original:
 def _one_document_over_ranks(original: Original) -> Original:
     """The first document of each rank continues the last of the rank before."""
 
-    def wrapped(stated: AnnouncedBatch) -> Layout:
+    def wrapped(stated: AnnouncedDocuments) -> Layout:
         numbers, segments = itertools.count(), []
         document, end = next(numbers), 0
-        for lengths in np.split(stated.numbers, np.cumsum(stated.counts)[:-1]):
+        for lengths in stated.split_by_rank():
             segments.append([])
             for length in lengths.tolist():
                 segments[-1].append((document, end, length))
@@ -73,8 +73,8 @@ def _one_copy_lost(which: int) -> Callable[[Original], Original]:
 
     def wrap(original: Original) -> Original:
         calls = itertools.count()
-        return lambda wave, grad, received: (
-            grad if next(calls) == which else original(wave, grad, received)
+        return lambda pooled, grad, received: (
+            grad if next(calls) == which else original(pooled, grad, received)
         )
 
     return wrap
@@ -160,29 +160,33 @@ MUTATIONS: dict[str, tuple[str, str, Callable[[Original], Original]]] = {
     ),
     "documents of a row leak": (_DOCUMENTS, "TokenBatch.read_documents", _one_document_a_row),
     "convolutions see the document before": (
-        "recurrent.convolution",
+        "hybrids.convolution",
         "_convolve_segments",
         lambda _: lambda states, convolve, *_: convolve(states),
     ),
     "states go on in the next document": (
-        "recurrent.segments",
+        "hybrids.segments",
         "Segments.count_tokens",
         lambda original: lambda self, which: [sum(original(self, which))],
     ),
-    "states of other ranks lost": ("recurrent.carryover", "_Exchange.get_received", _lost(2)),
+    "states of other ranks lost": ("hybrids.carryover", "_Exchange.get_received", _lost(2)),
     "rows of convolutions of other ranks lost": (
-        "recurrent.carryover",
+        "hybrids.carryover",
         "_Exchange.get_received",
         _lost(1),
     ),
     "gradients of states and rows of other ranks lost": (
-        "recurrent.carryover",
+        "hybrids.carryover",
         "_Exchange.return_gradients",
         _gradients_lost,
     ),
-    "documents leak over ranks": ("agreement.planner", "build_layout", _one_document_over_ranks),
-    "dk of one copy lost": ("runtime.route", "Wave.add_copies", _one_copy_lost(0)),
-    "dv of one copy lost": ("runtime.route", "Wave.add_copies", _one_copy_lost(1)),
+    "documents leak over ranks": (
+        "agreement.announce",
+        "AnnouncedDocuments.build_layout",
+        _one_document_over_ranks,
+    ),
+    "dk of one copy lost": ("runtime.route", "PooledTasks.add_copies", _one_copy_lost(0)),
+    "dv of one copy lost": ("runtime.route", "PooledTasks.add_copies", _one_copy_lost(1)),
     "second half without the keys of the first": (_DOCUMENTS, "Documents.split_at", _no_context),
     "gradient of the keys handed over lost": (
         "integration.nano_batches",

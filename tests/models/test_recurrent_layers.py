@@ -32,7 +32,7 @@ from document_keys import say_documents
 from hf_distca import UnsupportedError
 from hf_distca.agreement import documents as agreement_documents
 from hf_distca.agreement.documents import DOCUMENT_KEYS, PackedDocuments
-from hf_distca.integration.hooks import recurrent_layers
+from hf_distca.hybrids import recurrent_layers
 from hf_distca.integration.processes import warn_once
 from host_syncs import NoHostSyncs
 from turns import in_turn
@@ -566,7 +566,7 @@ def test_modules_of_other_versions_are_left_as_they_are() -> None:
         Lfm2ShortConv=Mixer, Lfm2Model=type("Lfm2Model", (), {}), causal_conv1d_fn=causal_conv1d_fn
     )
     with patch.dict(sys.modules, {module.__name__: module}):
-        recurrent_layers._replace_functions("lfm2", lambda _: True)
+        recurrent_layers._replace_functions("lfm2")
     assert module.causal_conv1d_fn is causal_conv1d_fn
 
 

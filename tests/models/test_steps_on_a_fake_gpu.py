@@ -64,7 +64,7 @@ def check(done: Step, way: Way) -> None:
     assert done.beside, "as on a GPU, backward runs in a thread of its own"
     # Checkpointing repeats neither attention nor exchanges.
     assert done.calls == layers * halves
-    assert done.recalls == (0 if way.reentrant is None else done.calls)
+    assert done.recomputed_calls == (0 if way.reentrant is None else done.calls)
     assert done.exchanges == (4 * done.calls if way.ranks > 1 else 0)
     assert done.kernel_calls == 2 * done.calls * way.ranks
 
@@ -93,7 +93,7 @@ WRONG: dict[str, Callable[[Any], bool]] = {
     "a wait is left out": lambda done: any(
         "reads what link may be using" in race for race in done.races
     ),
-    "outputs are not kept": lambda done: done.recalls == 0,
+    "outputs are not kept": lambda done: done.recomputed_calls == 0,
 }
 
 

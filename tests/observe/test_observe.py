@@ -28,11 +28,14 @@ from typer.testing import CliRunner
 import hf_distca
 import scripts
 from checkpointed import ARGUMENT, checkpoint_layers
-from hf_distca.cli import app
 from hf_distca.integration.hooks import other_models
-from hf_distca.observe import run_observer
-from hf_distca.observe.findings import Findings, find
-from hf_distca.observe.watch import (
+from hf_distca.runtime.meter import Meter
+from hf_distca.schedule.cost import AttentionShape, CostModel
+from hf_distca.schedule.profiles import Profile
+from hf_distca.tools.cli import app
+from hf_distca.tools.observe import run_observer
+from hf_distca.tools.observe.findings import Findings, find
+from hf_distca.tools.observe.watch import (
     DOCUMENTS,
     MASKED_ROWS,
     ROWS,
@@ -40,9 +43,6 @@ from hf_distca.observe.watch import (
     start_watch,
     stop_watch,
 )
-from hf_distca.runtime.meter import Meter
-from hf_distca.schedule.cost import AttentionShape, CostModel
-from hf_distca.schedule.profiles import Profile
 from pages import ROOT, words_of
 from ranks import RankPool
 from recorded import recorded
@@ -170,7 +170,7 @@ def watch_lagging(rank: int, patience: float) -> list[str]:
         patch.object(run_observer, "_MOST_BATCHES", 8),
         patch.object(run_observer, "_PATIENCE", patience),
         patch.object(run_observer, "print_lines", said.append),
-        patch("hf_distca.observe.watch.Meter", LaggingMeter),
+        patch("hf_distca.tools.observe.watch.Meter", LaggingMeter),
     ):
         meter, model = run_observer.Observer(), tiny_llama("sdpa")
         for log in range(3):
@@ -230,7 +230,7 @@ def test_a_loop_of_ones_own_is_watched_by_the_command(tmp_path: Path) -> None:
     """Nothing of it is changed, no log is known, and the world has ended before the summary."""
     (tmp_path / "loop.py").write_text(LOOP)
     config = str(ROOT / "configs/accelerate/cpu_2_processes.yaml")
-    launch = ["accelerate", "launch", "--config_file", config, "-m", "hf_distca.run"]
+    launch = ["accelerate", "launch", "--config_file", config, "-m", "hf_distca.tools.run"]
     said = scripts.run([*launch, "--observe", "loop.py"], tmp_path)
     assert "distca watched 6 micro-batches on 2 ranks, and changed nothing" in said
     assert "measured, under sdpa" in said

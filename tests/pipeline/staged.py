@@ -154,7 +154,7 @@ class Found(NamedTuple):
     loss: float
     gradients: dict[str, torch.Tensor]
     calls: int
-    recalls: int
+    recomputed_calls: int
     kernel_calls: int
     served: int
     sent_bytes: int
@@ -206,7 +206,7 @@ def in_stages(rank: int, case: Case) -> Found:
     served = sum(one.attention_seconds > 0 for one in idle)
     counts = (
         meter.calls,
-        meter.recalls,
+        meter.recomputed_calls,
         meter.kernel_calls,
         served,
         meter.sent_bytes,

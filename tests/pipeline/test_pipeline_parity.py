@@ -60,7 +60,7 @@ def test_two_stages_equal_one_process(rank_pool: Callable[[int], RankPool]) -> N
     check_equal(checkpointed, *reference, EXACT)
     for one, other in zip(plain, checkpointed, strict=True):
         assert (other.kernel_calls, other.calls) == (one.kernel_calls, one.calls)
-        assert other.recalls == 2 * 2 * case.micro_batches  # layers of a stage, steps
+        assert other.recomputed_calls == 2 * 2 * case.micro_batches  # layers of a stage, steps
 
 
 IN_TWO = (("ping_pong", True),)
@@ -104,7 +104,9 @@ def test_two_nano_batches_equal_one_process(rank_pool: Callable[[int], RankPool]
             assert one.calls == 2 * other.calls
             assert one.dispatches == one.returns == 2 * other.dispatches
             # halves, layers of a stage.
-            assert one.recalls == (0 if checkpointing is None else 2 * 2 * case.micro_batches)
+            assert one.recomputed_calls == (
+                0 if checkpointing is None else 2 * 2 * case.micro_batches
+            )
 
 
 @pytest.mark.slow

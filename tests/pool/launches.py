@@ -25,15 +25,14 @@ from torch._C._distributed_c10d import TCPStore
 
 import forks
 import hf_distca
-from hf_distca.agreement.batch_plan import PlanUse
-from hf_distca.agreement.history import History
+from hf_distca.agreement.batch_plan import History, MicroBatchPlan
 from hf_distca.integration.current_session import current_session
 from hf_distca.pool import server as pool_server
 from hf_distca.pool.controller import PoolController
 from hf_distca.pool.observer import PoolObserver
 from hf_distca.pool.words import JsonLineConnection
-from hf_distca.run import Options, begin
 from hf_distca.runtime.group import AttentionGroup
+from hf_distca.tools.run import Options, begin
 from ranks import RankPool
 
 
@@ -129,21 +128,21 @@ def pooled(rank: int, function: Callable[..., Any], *args: Any) -> Trained:
     """Run a function on a rank that trains, with servers."""
     told: Counter[str] = Counter()
     computed: list[tuple[float, float]] = []
-    announce, planned = PoolController.announce, History.record_use
+    announce, planned = PoolController.announce, History.record_plan
 
     def count(self: PoolController, group: AttentionGroup, step: str, *arguments: Any) -> None:
         told[step] += 1
         announce(self, group, step, *arguments)
 
-    def note(self: History, use: PlanUse) -> None:
-        seconds = use.estimated_after
+    def note(self: History, plan: MicroBatchPlan) -> None:
+        seconds = plan.estimated_after
         # Of one node: servers come last.
         computed.append((seconds[dist.get_world_size() :].sum(), seconds.sum()))
-        planned(self, use)
+        planned(self, plan)
 
     with (
         patch.object(PoolController, "announce", count),
-        patch.object(History, "record_use", note),
+        patch.object(History, "record_plan", note),
     ):
         hf_distca.configure()
         value = function(rank, *args)

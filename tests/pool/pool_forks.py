@@ -21,7 +21,7 @@ from unittest.mock import patch
 import trains_with_servers
 
 import forks
-from hf_distca.run import Options, begin
+from hf_distca.tools.run import Options, begin
 
 LIMIT = 60.0  # seconds; what lasts longer hangs
 
@@ -174,8 +174,8 @@ def _in_a_group(output: Path, function: Callable[..., object], args: tuple[Any, 
 
 
 def _serve(arguments: list[str], version: str | None, stuck_in: str | None) -> None:
-    from hf_distca.cli import app
     from hf_distca.pool import door, server
+    from hf_distca.tools.cli import app
 
     if version is not None:
         patch.object(door, "version", lambda _: version).start()

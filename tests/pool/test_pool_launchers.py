@@ -111,7 +111,7 @@ def losses_in(output: str) -> list[float]:
     ("launch", "ranks"),
     [
         ("hf-distca run --servers 1 torchrun --nproc_per_node 3 train.py", 2),
-        ("torchrun --nproc_per_node 3 -m hf_distca.run --servers 1 train.py", 2),
+        ("torchrun --nproc_per_node 3 -m hf_distca.tools.run --servers 1 train.py", 2),
         (
             "hf-distca run --servers 1 accelerate launch --config_file cpu.yaml --num_processes 3"
             " train.py",

@@ -72,7 +72,7 @@ def test_a_server_by_itself_serves_a_run_that_names_it(tmp_path: Path) -> None:
 
 def test_the_doctor_tries_a_pool(tmp_path: Path) -> None:
     command = words_of(
-        "hf-distca run --servers 1 torchrun --nproc_per_node 3 -m hf_distca.cli doctor"
+        "hf-distca run --servers 1 torchrun --nproc_per_node 3 -m hf_distca.tools.cli doctor"
     )
     output = run_program(command, tmp_path, timeout=200)
     assert "3 ranks on 1 node, 3 on each, 1 of them servers" in output

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from transformers import Trainer, TrainerCallback
 
 import hf_distca
-from hf_distca.run_report.rows import RECORD_NAME
+from hf_distca.agreement.record_rows import RECORD_NAME
 from tiny_runs import documents, losses, rows, settings
 from tiny_runs import make_trainer as tiny_trainer
 from turns import in_turn
@@ -192,7 +192,7 @@ def test_trainers_one_after_another(
     same(ours, theirs)
     (server, *_) = started.served()
     assert server.kept["Call"] == 0
-    assert server.kept["_UsedPlan"] + server.kept["BatchPlan"] <= 4 * 2
+    assert server.kept["_UsedPlan"] + server.kept["MicroBatchPlan"] <= 4 * 2
 
 
 def dealt(rank: int, ping_pong: bool, workers: int) -> dict[str, Any]:

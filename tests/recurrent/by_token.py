@@ -6,9 +6,9 @@ from __future__ import annotations
 
 import torch
 
-from hf_distca.recurrent.carryover import RuleOutputs
-from hf_distca.recurrent.delta_rule import DeltaInputs
-from hf_distca.recurrent.state_space import ScanInputs
+from hf_distca.hybrids.carryover import RuleOutputs
+from hf_distca.hybrids.delta_rule import DeltaInputs
+from hf_distca.hybrids.state_space import ScanInputs
 
 
 def delta_rule_by_token(inputs: DeltaInputs, state: torch.Tensor | None = None) -> RuleOutputs:

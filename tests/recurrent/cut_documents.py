@@ -14,10 +14,10 @@ import torch
 from by_token import convolution_by_token, delta_rule_by_token, scan_by_token
 from torch.nn.functional import conv1d, normalize, softplus
 
-from hf_distca.recurrent.convolution import compute_causal_convolution
-from hf_distca.recurrent.delta_rule import DeltaInputs, compute_gated_delta_rule, run_by_document
-from hf_distca.recurrent.segments import Segments
-from hf_distca.recurrent.state_space import ScanInputs, compute_mamba2, scan_by_document
+from hf_distca.hybrids.convolution import compute_causal_convolution
+from hf_distca.hybrids.delta_rule import DeltaInputs, compute_gated_delta_rule, run_by_document
+from hf_distca.hybrids.segments import Segments
+from hf_distca.hybrids.state_space import ScanInputs, compute_mamba2, scan_by_document
 from hf_distca.runtime.group import AttentionGroup
 from hf_distca.runtime.meter import Meter
 from hf_distca.runtime.outputs import LayerOutputs
@@ -222,24 +222,16 @@ class ThreadChannel:
 
     world: ThreadWorld
     rank: int
-    name: str = ""
-    began: bool = False
-
-    def make_call_channel(self, where: str, forward_exchanges: int) -> ThreadChannel:
-        return ThreadChannel(self.world, self.rank, where)
-
-    def begin_backward(self) -> None:
-        self.began = True
 
     def start(
-        self, received: Any, sent: Any, receive_bytes: Any, send_bytes: Any, name: str
+        self, received: Any, sent: Any, receive_bytes: Any, send_bytes: Any, purpose: str
     ) -> Any:
         starts = np.cumsum([0, *send_bytes.values()])
         messages = {
             target: sent[a : a + n]
             for (target, n), a in zip(send_bytes.items(), starts, strict=False)
         }
-        self.world.boxes[self.rank] = (f"{self.name} {self.began}", messages)
+        self.world.boxes[self.rank] = purpose, messages
         self.world.barrier.wait()
         boxes = dict(self.world.boxes)
         self.world.barrier.wait()

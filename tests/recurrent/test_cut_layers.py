@@ -30,8 +30,8 @@ from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
 
 from hf_distca.errors import DistCADesyncError, LayoutError
-from hf_distca.recurrent import carryover, convolution, delta_rule, state_space
-from hf_distca.recurrent.segments import Segments
+from hf_distca.hybrids import carryover, convolution, delta_rule, state_space
+from hf_distca.hybrids.segments import Segments
 from hf_distca.runtime.group import AttentionGroup
 from hf_distca.runtime.meter import Meter
 from hf_distca.runtime.outputs import OutputStore

@@ -8,9 +8,8 @@ from pathlib import Path
 
 import numpy as np
 
-from hf_distca.agreement.history import BalanceTotals
-from hf_distca.config import DistCAConfig
-from hf_distca.run_report.rows import (
+from hf_distca.agreement.batch_plan import BalanceTotals
+from hf_distca.agreement.record_rows import (
     RECORD_NAME,
     PerRank,
     PlanPart,
@@ -21,6 +20,7 @@ from hf_distca.run_report.rows import (
     WarningRow,
     write_row,
 )
+from hf_distca.config import DistCAConfig
 from hf_distca.schedule.balance import balance
 from hf_distca.schedule.cost import AttentionShape, CostModel
 from hf_distca.schedule.layout import Layout

@@ -7,7 +7,7 @@ import pytest
 from some_run import some_rows, write_record
 from typer.testing import CliRunner, Result
 
-from hf_distca.cli import app
+from hf_distca.tools.cli import app
 from pages import words_of
 
 

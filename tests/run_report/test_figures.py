@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 from some_run import RUN, documents, plan_row, some_rows, steps_row, write_record
 
-from hf_distca.agreement.history import BalanceTotals
+from hf_distca.agreement.batch_plan import BalanceTotals
+from hf_distca.agreement.record_rows import RECORD_NAME, PlanRow, StepsRow, read_row, write_row
 from hf_distca.errors import ReportError
-from hf_distca.run_report.folder import RunFolder
-from hf_distca.run_report.page import draw_pictures
-from hf_distca.run_report.rows import RECORD_NAME, PlanRow, StepsRow, read_row, write_row
-from hf_distca.run_report.run_figures import Figures, collect
+from hf_distca.tools.report.folder import RunFolder
+from hf_distca.tools.report.page import draw_pictures
+from hf_distca.tools.report.run_figures import Figures, collect
 
 
 def figures(folder: Path, step: int | None = None) -> Figures:

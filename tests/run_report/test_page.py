@@ -18,9 +18,9 @@ import numpy as np
 import pytest
 from some_run import some_rows, write_record
 
-from hf_distca.run_report.folder import RunFolder
-from hf_distca.run_report.page import render
-from hf_distca.run_report.run_figures import Figures, collect
+from hf_distca.tools.report.folder import RunFolder
+from hf_distca.tools.report.page import render
+from hf_distca.tools.report.run_figures import Figures, collect
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 playwright_api = pytest.importorskip("playwright.sync_api", reason='needs pip install -e ".[dev]"')

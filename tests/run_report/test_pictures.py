@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from some_run import plan_row, some_rows, write_record
 
-from hf_distca.run_report.folder import RunFolder
-from hf_distca.run_report.page import Picture, draw_pictures, render
-from hf_distca.run_report.run_figures import Figures, collect
+from hf_distca.tools.report.folder import RunFolder
+from hf_distca.tools.report.page import Picture, draw_pictures, render
+from hf_distca.tools.report.run_figures import Figures, collect
 
 
 def figures(folder: Path, ranks: int = 4) -> Figures:

@@ -7,7 +7,7 @@ import torch
 from test_core_attention import dense
 
 from hf_distca.kernels import Case, Scores, select_kernel
-from hf_distca.runtime.call import AttentionServer, Call, Inputs
+from hf_distca.runtime.call import AttentionServer, Inputs, LayerExchange
 from hf_distca.runtime.core_attention import compute_core_attention
 from hf_distca.runtime.group import AttentionGroup
 from hf_distca.runtime.meter import Meter
@@ -45,7 +45,7 @@ def test_kernels_under_autocast_are_as_exact_as_without(
     expected = torch.autograd.grad(expected_o, exact, do.double())
     leaves = [tensor.clone().requires_grad_() for tensor in (q, k, v)]
     kernel = select_kernel(name, Case(CPU, dtype, DIM, DIM, scores))
-    call = Call(
+    call = LayerExchange(
         Route.build(Plan.make_local(Layout.from_lengths([[TOKENS]]), scores.window), 0),
         AttentionGroup(),
         AttentionServer(kernel, scores, Meter()),

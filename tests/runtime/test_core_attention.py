@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
 
 from hf_distca.kernels import Case, Scores, select_kernel
-from hf_distca.runtime.call import AttentionServer, Call, Inputs
+from hf_distca.runtime.call import AttentionServer, Inputs, LayerExchange
 from hf_distca.runtime.channel import Channel
 from hf_distca.runtime.core_attention import compute_core_attention
 from hf_distca.runtime.group import AttentionGroup
@@ -112,7 +112,8 @@ def run_plan(
     kernel = select_kernel("auto", Case(q.device, dtype, DIM, VALUE_DIM, scores))
     route = Route.build(plan, rank)
     out = compute_core_attention(
-        Inputs(*leaves, sink_H=sink), Call(route, group, AttentionServer(kernel, scores, meter))
+        Inputs(*leaves, sink_H=sink),
+        LayerExchange(route, group, AttentionServer(kernel, scores, meter)),
     )
     out.backward(do)
 
@@ -236,8 +237,8 @@ def test_plans_are_exact_without_tags(rank_pool: Callable[[int], RankPool]) -> N
 def recomputed(
     rank: int, tasks: Tasks, kept: bool, reentrant: bool
 ) -> tuple[list[int], int, list[float]]:
-    """Counts of a checkpointed layer: its calls, recalls, dispatches and returns; and the largest
-    error of its gradients.
+    """Counts of a checkpointed layer: its calls, recomputed calls, dispatches and returns; and the
+    largest error of its gradients.
     """
     plan = Plan.from_tasks(Layout.from_lengths([[40], [24]]), tasks)
     group, meter, store, layer = (
@@ -246,9 +247,6 @@ def recomputed(
         OutputStore(),
         torch.nn.Identity(),
     )
-    if group.data is not None:
-        place = f"layer 0, kept {kept}, reentrant {reentrant}, moved {plan.moved}"
-        group = replace(group, data=group.data.make_call_channel(place, 2))
     server = AttentionServer(
         select_kernel("auto", Case(torch.device("cpu"), torch.float64, DIM, DIM, Scores(1.0))),
         Scores(1.0),
@@ -260,11 +258,12 @@ def recomputed(
     def forward(*inputs: torch.Tensor) -> torch.Tensor:
         return compute_core_attention(
             Inputs(*inputs),
-            Call(
+            LayerExchange(
                 Route.build(plan, rank),
                 group,
                 server,
                 store.find_outputs(layer, inputs) if kept else None,
+                f"layer 0, kept {kept}, reentrant {reentrant}, moved {plan.moved}",
             ),
         )
 
@@ -276,7 +275,7 @@ def recomputed(
         for leaf, exact in zip(leaves, whole, strict=True)
     ]
     return (
-        [meter.calls, meter.recalls, meter.dispatches, meter.returns],
+        [meter.calls, meter.recomputed_calls, meter.dispatches, meter.returns],
         len(store.by_layer),
         errors,
     )

@@ -16,7 +16,7 @@ from torch.utils._device import _device_constructors
 from hf_distca.kernels import Scores, TaskBatch
 from hf_distca.kernels.cpu import CpuKernel, _make_block_mask
 from hf_distca.kernels.varlen import _make_call
-from hf_distca.runtime.call import AttentionServer, Call, Inputs
+from hf_distca.runtime.call import AttentionServer, Inputs, LayerExchange
 from hf_distca.runtime.core_attention import compute_core_attention
 from hf_distca.runtime.group import AttentionGroup
 from hf_distca.runtime.meter import Meter
@@ -91,7 +91,7 @@ def step(rank: int, window: int | None, device: str | None) -> list[object]:
         )
         server = AttentionServer(CpuKernel(), Scores(0.2, window), Meter())
         route = Route.build(plan, rank)
-        out = compute_core_attention(Inputs(*leaves), Call(route, group, server))
+        out = compute_core_attention(Inputs(*leaves), LayerExchange(route, group, server))
         out.backward(do)
     finally:
         torch.set_default_device(None)

@@ -99,9 +99,9 @@ def checksums(rank: int, skipped: list[int]) -> list[int]:
     found = [group.data.checksum]
     nothing = torch.empty(0, dtype=torch.uint8)
     for layer in range(3):
-        channel = group.data.make_call_channel(f"layer {layer} of micro-batch 1", 2)
         for _ in range(4 if layer != skipped[rank] else 0):
-            channel.start(nothing, nothing, {}, {}).wait()
+            purpose = f"exchange of layer {layer} of micro-batch 1"
+            group.data.start(nothing, nothing, {}, {}, purpose).wait()
         found.append(group.data.checksum)
     return found
 
@@ -117,31 +117,6 @@ def test_checksums_tell_layers_apart_that_messages_do_not(
     assert one == other
     assert len(set(one)) == 3, "each layer that ran changed it"
     assert all(0 <= value < 2**63 for value in one)
-
-
-def directions(rank: int) -> list[str]:
-    """What is waited for in a backward that follows a forward, and in one that follows a recompute,
-    which launches nothing.
-    """
-    group = AttentionGroup.create(timeout_seconds=30)
-    assert group.data is not None
-    nothing, found = torch.empty(0, dtype=torch.uint8), []
-    for launched in (2, 0):
-        channel = group.data.make_call_channel("layer 1", 2)
-        for _ in range(launched):
-            channel.start(nothing, nothing, {}, {})
-        channel.begin_backward()
-        found += [
-            channel.start(nothing, nothing, {}, {}, name).doing for name in ("dispatch", "return")
-        ]
-    return found
-
-
-def test_exchanges_of_backward_are_named_so_after_a_recompute(
-    rank_pool: Callable[[int], RankPool],
-) -> None:
-    expected = [f"waiting for the {kind} in backward of layer 1" for kind in ("dispatch", "return")]
-    assert rank_pool(2)(directions) == [2 * expected] * 2
 
 
 def test_messages_of_another_device_go_through_the_host(

@@ -24,7 +24,7 @@ from hf_distca.integration.hooks.attention import distca_attention
 from hf_distca.kernels import Scores
 from hf_distca.kernels.flash import CUDA as CUDA_KERNEL
 from hf_distca.runtime import core_attention as module
-from hf_distca.runtime.call import AttentionServer, Call, Inputs
+from hf_distca.runtime.call import AttentionServer, Inputs, LayerExchange
 from hf_distca.runtime.core_attention import compute_core_attention
 from hf_distca.runtime.group import AttentionGroup
 from hf_distca.runtime.meter import Meter
@@ -108,7 +108,9 @@ def test_a_layer_stays_on_the_gpu(
         sink = torch.empty(HEADS, dtype=torch.float32, device=CUDA)
 
         def layer() -> list[torch.Tensor | None]:
-            out = compute_core_attention(Inputs(q, k, v, sink_H=sink), Call(route, group, server))
+            out = compute_core_attention(
+                Inputs(q, k, v, sink_H=sink), LayerExchange(route, group, server)
+            )
             after, _, before = tape.backward(torch.empty_like(out))
             return [out, *before[1:4], after[5]]
 

@@ -26,7 +26,7 @@ from hf_distca.kernels.base import Grads, Operands, Outputs, Saved
 from hf_distca.kernels.flash import CUDA as CUDA_KERNEL
 from hf_distca.kernels.flash import FLASH_ATTN_3, FLASH_ATTN_3_WITH_ROOM
 from hf_distca.runtime import core_attention as module
-from hf_distca.runtime.call import AttentionServer, Call, Inputs
+from hf_distca.runtime.call import AttentionServer, Inputs, LayerExchange
 from hf_distca.runtime.core_attention import compute_core_attention
 from hf_distca.runtime.group import AttentionGroup
 from hf_distca.runtime.messages import Pending
@@ -84,22 +84,22 @@ class Tapes:
 
     calls: list[tuple[Any, Any]] = field(default_factory=list)
 
-    def apply(self, function: Any, call: Call, *inputs: Any) -> torch.Tensor:
+    def apply(self, function: Any, call: LayerExchange, *inputs: Any) -> torch.Tensor:
         context = Context()
         self.calls.append((function, context))
         result: torch.Tensor = function.forward(context, call, *inputs)
         return result
 
-    def backward(self, do_THV: dict[Call, torch.Tensor]) -> None:
+    def backward(self, do_THV: dict[LayerExchange, torch.Tensor]) -> None:
         gradients = dict(do_THV)
         while self.calls:
             function, context = self.calls.pop()
-            gradients[context.call] = function.backward(context, gradients[context.call])[1]
+            gradients[context.exchange] = function.backward(context, gradients[context.exchange])[1]
 
 
 class Context:
     needs_input_grad = (True,) * 16
-    call: Call
+    exchange: LayerExchange
     saved_tensors: tuple[torch.Tensor | None, ...] = ()
 
     def save_for_backward(self, *tensors: torch.Tensor | None) -> None:
@@ -113,13 +113,13 @@ class Kept:
         self.outputs: Any = None
         self.recomputes = False
 
-    def pop(self) -> Any:
+    def take_recorded(self) -> Any:
         return self.outputs if self.recomputes else None
 
     def store_outputs(self, *outputs: torch.Tensor) -> None:
         self.outputs = outputs
 
-    def drop(self) -> None:
+    def discard(self) -> None:
         pass
 
 
@@ -139,8 +139,8 @@ def half(streams: Streams, link: Link, plan: Plan, rank: int, nano: str = "") ->
     tokens = int(plan.layout.query_tokens[rank])
     shapes = ((tokens, heads, DIM) for heads in (HEADS, KEY_HEADS, KEY_HEADS))
 
-    def run(stored: Any = None) -> tuple[Call, torch.Tensor]:
-        call = Call(route, group, server, stored)
+    def run(stored: Any = None) -> tuple[LayerExchange, torch.Tensor]:
+        call = LayerExchange(route, group, server, stored)
         return call, compute_core_attention(
             Inputs(*(torch.empty(s, dtype=torch.bfloat16, device=CUDA) for s in tuple(sizes))), call
         )
@@ -149,7 +149,7 @@ def half(streams: Streams, link: Link, plan: Plan, rank: int, nano: str = "") ->
     return run
 
 
-def backward(tapes: Tapes, *results: tuple[Call, torch.Tensor]) -> None:
+def backward(tapes: Tapes, *results: tuple[LayerExchange, torch.Tensor]) -> None:
     tapes.backward({call: torch.empty_like(out) for call, out in results})
 
 
@@ -309,16 +309,16 @@ def test_flash_attention_3_leaves_room_for_messages_under_way() -> None:
     found: list[object] = []
 
     class Server(AttentionServer):
-        def run(self, pools: Any, tasks: TaskBatch, *, beside: bool = False) -> Any:
-            found.append(beside)
-            return super().run(pools, tasks, beside=beside)
+        def run(self, pools: Any, tasks: TaskBatch, *, leaves_room: bool = False) -> Any:
+            found.append(leaves_room)
+            return super().run(pools, tasks, leaves_room=leaves_room)
 
     assert FLASH_ATTN_3_WITH_ROOM is not FLASH_ATTN_3
     with pytest.MonkeyPatch.context() as patch, gpu(patch) as (streams, tapes):
         for plan, expected in ((PLAN, [True, False]), (Plan.make_local(LAYOUT), [False])):
             route = Route.build(plan, 0)
             group = AttentionGroup((0, 1, 2), 0, data=Link(streams))  # type: ignore[arg-type]
-            call = Call(route, group, Server(CUDA_KERNEL, Scores(DIM**-0.5), Meter()))
+            call = LayerExchange(route, group, Server(CUDA_KERNEL, Scores(DIM**-0.5), Meter()))
             shapes = ((600, heads, DIM) for heads in (HEADS, KEY_HEADS, KEY_HEADS))
             out = compute_core_attention(
                 Inputs(*(torch.empty(s, dtype=torch.bfloat16, device=CUDA) for s in shapes)), call

@@ -28,7 +28,7 @@ from test_core_attention import (
 from torch.nn.functional import scaled_dot_product_attention
 
 from hf_distca.kernels import Case, Scores, select_kernel
-from hf_distca.runtime.call import AttentionServer, Call, Inputs
+from hf_distca.runtime.call import AttentionServer, Inputs, LayerExchange
 from hf_distca.runtime.core_attention import compute_core_attention
 from hf_distca.runtime.group import AttentionGroup
 from hf_distca.runtime.meter import Meter
@@ -70,7 +70,8 @@ def errors(
     )
     route = Route.build(plan, rank)
     out = compute_core_attention(
-        Inputs(*leaves), Call(route, AttentionGroup.find_or_create(timeout_seconds=60), server)
+        Inputs(*leaves),
+        LayerExchange(route, AttentionGroup.find_or_create(timeout_seconds=60), server),
     )
     out.backward(rows[3])
     found = [out.detach(), *(leaf.grad for leaf in leaves)]

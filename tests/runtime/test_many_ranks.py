@@ -22,7 +22,7 @@ from test_core_attention import DIM, HEADS, KEY_HEADS, dense, document_tensors
 
 from hf_distca.config import DistCAConfig
 from hf_distca.kernels import Case, Scores, select_kernel
-from hf_distca.runtime.call import AttentionServer, Call, Inputs
+from hf_distca.runtime.call import AttentionServer, Inputs, LayerExchange
 from hf_distca.runtime.core_attention import compute_core_attention
 from hf_distca.runtime.group import AttentionGroup
 from hf_distca.runtime.meter import Meter
@@ -65,19 +65,16 @@ class Mailbox:
         sent: torch.Tensor,
         receive_bytes: Mapping[int, int],
         send_bytes: Mapping[int, int],
-        name: str | None = None,
+        purpose: str,
     ) -> Letter:
         """As `Channel.start`."""
         assert (len(received), len(sent)) == (sum(receive_bytes.values()), sum(send_bytes.values()))
         number, self.launched = self.launched, self.launched + 1
         with self.post.arrival:
             self.post.sent[number][self.rank] = sent, send_bytes
-            self.post.names[number].add(name)
+            self.post.names[number].add(purpose)
             self.post.arrival.notify_all()
         return Letter(self, number, received, receive_bytes)
-
-    def begin_backward(self) -> None:
-        """Nothing to count."""
 
 
 @dataclass
@@ -134,7 +131,7 @@ class World:
         group = AttentionGroup(
             tuple(range(self.layout.world_size)), rank, data=Mailbox(self.post, rank)
         )  # type: ignore[arg-type]
-        call = Call(
+        call = LayerExchange(
             Route.build(self.plan, rank),
             group,
             AttentionServer(kernel, SCORES, Meter()),

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -59,17 +58,12 @@ class Call:
             select_kernel("auto", Case(torch.device("cpu"), dtype, DIM, DIM, scores)), self.live
         )
         self.estimate = count_transient_bytes(plan, TransientBytes.from_shape(shape_of(dtype)))
-        group = AttentionGroup.find_or_create(timeout_seconds=60)
-        # A place of its own: calls that ended early have left messages in the others.
-        if group.data is not None:
-            group = replace(
-                group,
-                data=group.data.make_call_channel(f"call {next(_CALLS)}", 2),
-            )
         self.arguments = {
             "route": Route.build(plan, rank),
-            "group": group,
+            "group": AttentionGroup.find_or_create(timeout_seconds=60),
             "server": AttentionServer(self.kernel, scores, self.meter),
+            # Of its own: calls that ended early have left messages under other labels.
+            "label": f"call {next(_CALLS)}",
         }
         rows, context = int(plan.layout.query_tokens[rank]), int(plan.layout.context_tokens[rank])
         generator = torch.Generator().manual_seed(rank)
@@ -81,7 +75,7 @@ class Call:
             leaf.requires_grad_()
 
     def forward(self) -> torch.Tensor:
-        return compute_core_attention(Inputs(*self.leaves), runtime.Call(**self.arguments))
+        return compute_core_attention(Inputs(*self.leaves), runtime.LayerExchange(**self.arguments))
 
     def grads(self, out: torch.Tensor, **options: Any) -> tuple[torch.Tensor, ...]:
         return torch.autograd.grad(out, self.leaves, self.do, **options)

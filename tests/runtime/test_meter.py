@@ -10,7 +10,7 @@ from hf_distca.kernels import Scores, TaskBatch
 from hf_distca.kernels.base import Grads, Operands, Outputs, Saved
 from hf_distca.runtime import meter as meters
 from hf_distca.runtime.call import AttentionServer
-from hf_distca.runtime.meter import Meter, mark_now
+from hf_distca.runtime.meter import Meter, get_clock
 
 CUDA, CPU = torch.device("cuda"), torch.device("cpu")
 
@@ -30,16 +30,16 @@ def run(meter: Meter, device: Device, *seconds: float) -> None:
 
 
 def time_of(meter: Meter, device: Device, name: str, seconds: float) -> None:
-    begin = mark_now(CUDA)
+    begin = get_clock(CUDA)()
     device.launch(seconds)
-    meter.span(name, begin, mark_now(CUDA))
+    meter.span(name, begin, get_clock(CUDA)())
 
 
 def test_seconds_on_the_cpu_are_known_at_once() -> None:
     whole = Meter()
     part = Meter(whole)
-    begin = mark_now(CPU)
-    part.span("server", begin, mark_now(CPU))
+    begin = get_clock(CPU)()
+    part.span("server", begin, get_clock(CPU)())
     assert part.is_finished
     assert part.seconds == whole.seconds > 0
 

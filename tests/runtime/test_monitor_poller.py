@@ -21,9 +21,8 @@ import torch.distributed as dist
 
 import forks
 from hf_distca.errors import DistCADesyncError
-from hf_distca.runtime.group import AttentionGroup
+from hf_distca.runtime.group import AttentionGroup, Rendezvous
 from hf_distca.runtime.monitor import FailureMonitor
-from hf_distca.runtime.rendezvous import Rendezvous
 from ranks import join_world
 
 LIMIT = 60.0

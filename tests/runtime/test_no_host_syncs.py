@@ -22,7 +22,7 @@ from hf_distca.borrowed import without_dispatch_modes
 from hf_distca.kernels import Case, Kernel, Scores, select_kernel
 from hf_distca.kernels.base import Grads, Operands, Outputs, Saved
 from hf_distca.kernels.varlen import Sequences, VarlenKernel
-from hf_distca.runtime.call import AttentionServer, Call, Inputs
+from hf_distca.runtime.call import AttentionServer, Inputs, LayerExchange
 from hf_distca.runtime.core_attention import compute_core_attention
 from hf_distca.runtime.group import AttentionGroup
 from hf_distca.runtime.meter import Meter
@@ -130,7 +130,7 @@ def layer(
         inputs = Inputs(*leaves, sink, *given)
         return compute_core_attention(
             inputs,
-            Call(
+            LayerExchange(
                 route,
                 group,
                 server,

@@ -41,7 +41,7 @@ class Copies(TorchDispatchMode):
 def test_rows_of_head_groups(dtype: torch.dtype, width: int, first: int, word: torch.dtype) -> None:
     rows = torch.randint(0, 100, (12, width)).to(dtype)
     form = MessageLayout.from_parts(
-        [(Rows((RowRun(1, first, 3, step=3),), {}), width * dtype.itemsize)]
+        [(Rows((RowRun(1, first, 3, step=3),), {}), dtype, torch.Size([width]))]
     )
     with Copies() as copies:
         message = pack([rows], form.pieces)

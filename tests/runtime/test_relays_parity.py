@@ -105,21 +105,21 @@ def test_relayed_routes_fit_together_and_send_the_planned_load(
     *_, plan = relayed_case(random_, world)
     if plan.relays is None:
         return
-    waves = [Route.build(plan, rank).wave for rank in range(world)]
-    for a, sender in enumerate(waves):
-        for b, receiver in enumerate(waves):
+    of_ranks = [Route.build(plan, rank).pooled for rank in range(world)]
+    for a, sender in enumerate(of_ranks):
+        for b, receiver in enumerate(of_ranks):
             assert sender.keys.send.get(b) == receiver.keys.receive.get(a)
-            assert sender.passing.keys.send.get(b) == receiver.passing.keys.receive.get(a)
-    sent = [sum(w.keys.send.values()) + sum(w.passing.keys.send.values()) for w in waves]
-    received = [sum(w.keys.receive.values()) + sum(w.passing.keys.receive.values()) for w in waves]
+            assert sender.relay.keys.send.get(b) == receiver.relay.keys.receive.get(a)
+    sent = [sum(w.keys.send.values()) + sum(w.relay.keys.send.values()) for w in of_ranks]
+    received = [sum(w.keys.receive.values()) + sum(w.relay.keys.receive.values()) for w in of_ranks]
     load = PlanLoad(plan, COST).key_tokens
     assert [sent, received] == [side.tolist() for side in load]
     whom = with_sending_ranks(plan.layout, plan.list_key_transfers(), plan.relays)
     sent_to = np.zeros((world, world), dtype=int)
     np.add.at(sent_to, (whom.source, whom.server), whom.end - whom.start)
-    for rank, wave in enumerate(waves):
+    for rank, pooled in enumerate(of_ranks):
         assert sent_to[rank].tolist() == [
-            wave.keys.send.get(r, 0) + wave.passing.keys.send.get(r, 0) for r in range(world)
+            pooled.keys.send.get(r, 0) + pooled.relay.keys.send.get(r, 0) for r in range(world)
         ]
     plain = PlanLoad(replace(plan, relays=None), COST).key_tokens
     assert received == plain[1].tolist(), "nobody receives more"

@@ -60,10 +60,9 @@ def disagree(rank: int) -> tuple[str, str, float]:
     meeting = group.gather_async(np.array([rank]), doing="meeting", on_arrival=agree)
     received, peer = torch.empty(8, dtype=torch.uint8), 1 - rank
     found: list[Any] = []
+    purpose = f"exchange in forward of something of rank {rank}"
     with pytest.raises(DistCADesyncError) as caught:
-        group.data.make_call_channel(f"something of rank {rank}", 1).start(
-            received, received.clone(), {peer: 8}, {peer: 8}
-        ).wait()
+        group.data.start(received, received.clone(), {peer: 8}, {peer: 8}, purpose).wait()
     found.append(str(caught.value))
     with pytest.raises(DistCADesyncError) as caught:
         group.raise_pending()
@@ -109,7 +108,7 @@ def disagree_over_nccl(rank: int, host_waits_for_gpu: bool) -> tuple[str, str]:
     group, data, shown = AttentionGroup.create(timeout_seconds=60), NcclData(), StringIO()
     watch = group.monitor
     watch._links = (data, group.control)
-    channel = Channel(data, watch, 60).make_call_channel("layer 3 of micro-batch 7", 2)  # type: ignore[arg-type]
+    channel = Channel(data, watch, 60)  # type: ignore[arg-type]
 
     def agree(rows: Sequence[IntArray]) -> None:
         raise DistCADesyncError(
@@ -120,7 +119,8 @@ def disagree_over_nccl(rank: int, host_waits_for_gpu: bool) -> tuple[str, str]:
         patch.setattr(sys, "stderr", shown)
         patch.setattr(dist, "all_to_all_single", lambda *_, **__: data)
         empty = torch.empty(8, dtype=torch.uint8)
-        transfer = channel.start(empty, empty, {}, {})
+        purpose = "exchange in forward of layer 3 of micro-batch 7"
+        transfer = channel.start(empty, empty, {}, {}, purpose)
         patch.undo()
         patch.setattr(sys, "stderr", shown)
         group.gather_async(np.array([rank + 4]), doing="meeting", on_arrival=agree)

@@ -21,7 +21,7 @@ from test_core_attention import (
 from hf_distca.kernels import TaskBatch
 from hf_distca.runtime import messages as runtime
 from hf_distca.runtime.messages import PoolRun
-from hf_distca.runtime.route import Route, Wave
+from hf_distca.runtime.route import PooledTasks, Route
 from hf_distca.schedule.layout import Layout
 from hf_distca.schedule.plan import CATask, Plan
 
@@ -34,21 +34,21 @@ def test_what_is_sent_is_received(random_: random.Random, world: int) -> None:
     routes = [Route.build(plan, rank) for rank in range(world)]
     for rows in ("queries", "keys"):
         for a, sender in enumerate(routes):
-            assert a not in getattr(sender.wave, rows).send, "a rank sends itself nothing"
+            assert a not in getattr(sender.pooled, rows).send, "a rank sends itself nothing"
             for b, receiver in enumerate(routes):
-                assert getattr(sender.wave, rows).send.get(b) == getattr(
-                    receiver.wave, rows
+                assert getattr(sender.pooled, rows).send.get(b) == getattr(
+                    receiver.pooled, rows
                 ).receive.get(a)
     held = int(plan.layout.query_tokens.sum())
     assert (
-        sum(sum(r.local_tasks.query_length) + sum(r.wave.arrived.query_length) for r in routes)
+        sum(sum(r.local_tasks.query_length) + sum(r.pooled.tasks.query_length) for r in routes)
         == held
     )
-    for wave in (route.wave for route in routes):
-        tasks = wave.arrived
+    for pooled in (route.pooled for route in routes):
+        tasks = pooled.tasks
         assert all(k >= q >= 1 for q, k in zip(tasks.query_length, tasks.key_length, strict=True))
         assert all(
-            a + n <= sum(piece.rows for piece in wave.pool.pieces)
+            a + n <= pooled.key_pool.rows
             for a, n in zip(tasks.key_start, tasks.key_length, strict=True)
         )
 
@@ -59,13 +59,13 @@ def test_slices_of_one_document_share_one_copy_of_its_prefix() -> None:
         CATask(0, a, b, 0, s)
         for a, b, s in ((0, 20, 0), (20, 40, 1), (40, 60, 0), (60, 80, 1), (80, 100, 0))
     ]
-    wave = Route.build(Plan.from_tasks(layout, tasks), 1).wave
-    assert (sum(piece.rows for piece in wave.pool.pieces), sum(wave.keys.receive.values())) == (
+    pooled = Route.build(Plan.from_tasks(layout, tasks), 1).pooled
+    assert (pooled.key_pool.rows, sum(pooled.keys.receive.values())) == (
         80,
         80,
     )
-    assert (wave.arrived.key_start, wave.arrived.key_length) == ((0, 0), (40, 80))
-    assert wave.is_single_message, "rows of one source are used as they come"
+    assert (pooled.tasks.key_start, pooled.tasks.key_length) == ((0, 0), (40, 80))
+    assert pooled.is_single_message, "rows of one source are used as they come"
 
 
 @pytest.mark.parametrize("lengths", [[], [7], [5, 1, 7]])
@@ -82,11 +82,11 @@ def test_the_route_alone_is_that_of_the_plan_that_moves_nothing(
         assert list(getattr(alone.local_tasks, column)) == list(
             getattr(planned.local_tasks, column)
         )
-        assert not getattr(alone.wave.arrived, column)
-    assert (alone.exchanges, alone.groups, alone.local_wave) == (
+        assert not getattr(alone.pooled.tasks, column)
+    assert (alone.exchanges, alone.groups, alone.local_pooled) == (
         planned.exchanges,
         planned.groups,
-        planned.local_wave,
+        planned.local_pooled,
     )
 
 
@@ -94,7 +94,7 @@ def test_neighbouring_tasks_become_one() -> None:
     layout = Layout.from_lengths([[100], []])
     tasks = [CATask(0, 0, 40, 0, 0), CATask(0, 40, 70, 0, 1), CATask(0, 70, 100, 0, 1)]
     route = Route.build(Plan.from_tasks(layout, tasks), 1)
-    assert (route.wave.arrived.query_length, route.wave.arrived.key_length) == (
+    assert (route.pooled.tasks.query_length, route.pooled.tasks.key_length) == (
         (60,),
         (100,),
     )
@@ -105,7 +105,7 @@ def test_local_plan_is_one_batch_of_whole_documents_in_order(rank: int) -> None:
     """A local plan is one batch of whole documents in token order."""
     route = Route.build(Plan.make_local(Layout.from_lengths([[5, 1, 7], [3]])), rank)
     assert not route.exchanges
-    assert len(route.wave.arrived) == 0
+    assert len(route.pooled.tasks) == 0
     assert list(route.local_tasks.query_length) == [[5, 1, 7], [3]][rank]
     assert list(route.local_tasks.query_start) == list(route.local_tasks.key_start)
 
@@ -152,7 +152,7 @@ def cut(rows: Rows, start: int, count: int, step: int = 1) -> Rows:
     return rows[start : start + count * step : step][:count]
 
 
-def pooled(pieces: Iterable[PoolRun], own: Rows, sections: list[Rows]) -> Rows:
+def make_pool(pieces: Iterable[PoolRun], own: Rows, sections: list[Rows]) -> Rows:
     parts = [
         cut(own if piece.section is None else sections[piece.section], *piece[1:])
         for piece in pieces
@@ -160,50 +160,44 @@ def pooled(pieces: Iterable[PoolRun], own: Rows, sections: list[Rows]) -> Rows:
     return np.concatenate([own[:0], *parts])
 
 
-def check_wave(plan: Plan, waves: list[Wave], queries: list[Rows], keys: list[Rows]) -> list[Rows]:
+def check_pooled(
+    plan: Plan, of_ranks: list[PooledTasks], queries: list[Rows], keys: list[Rows]
+) -> list[Rows]:
     """That every task finds its keys on its server, and every key comes once; the query rows that
     servers compute.
     """
     came, got = (
-        exchanged([w.queries for w in waves], queries),
-        exchanged([w.keys for w in waves], keys),
+        exchanged([w.queries for w in of_ranks], queries),
+        exchanged([w.keys for w in of_ranks], keys),
     )
-    if waves[0].passing is not None:
+    if of_ranks[0].relay is not None:
         passed = [
-            pooled(w.passing.pieces, own, sections)
-            for w, own, sections in zip(waves, keys, got, strict=True)
+            make_pool(w.relay.forwarded.pieces, own, sections)
+            for w, own, sections in zip(of_ranks, keys, got, strict=True)
         ]
-        more = exchanged([w.passing.keys for w in waves], passed)
+        more = exchanged([w.relay.keys for w in of_ranks], passed)
         got = [first + second for first, second in zip(got, more, strict=True)]
     computed = []
-    for rank, wave in enumerate(waves):
-        query = np.concatenate(
-            [
-                queries[rank][:0],
-                *(cut(queries[rank], *run[1:]) for run in wave.own_queries),
-                *came[rank],
-            ]
+    for rank, pooled in enumerate(of_ranks):
+        query = make_pool(pooled.query_pool.pieces, queries[rank], came[rank])
+        pool = make_pool(pooled.key_pool.pieces, keys[rank], got[rank])
+        assert len({tuple(row) for row in pool.tolist()}) == len(pool) == pooled.key_pool.rows, (
+            "no key comes twice"
         )
-        pool = pooled(wave.pool.pieces, keys[rank], got[rank])
-        assert (
-            len({tuple(row) for row in pool.tolist()})
-            == len(pool)
-            == sum(piece.rows for piece in wave.pool.pieces)
-        ), "no key comes twice"
         computed.append(query)
-        check_batch(plan, wave.arrived, query, pool)
-        back = [pool[run.start : run.start + run.rows] for run in wave.pool.way_back.runs]
+        check_batch(plan, pooled.tasks, query, pool)
+        back = [pool[run.start : run.start + run.rows] for run in pooled.key_pool.way_back.runs]
         back += (
             []
-            if wave.passing is None
-            else [cut(pool, *run[1:3]) for run in wave.passing.way_back.runs]
+            if pooled.relay is None
+            else [cut(pool, *run[1:3]) for run in pooled.relay.way_back.runs]
         )
         assert (
             np.concatenate([pool[:0], *back]).tolist()
             == np.concatenate([pool[:0], *got[rank]]).tolist()
         )
-        if wave.passing is not None:
-            parts = [cut(pool, *run[1:]) for run in wave.passing.rows]
+        if pooled.relay is not None:
+            parts = [cut(pool, *copy[2:]) for copy in pooled.relay.places]
             assert np.concatenate([pool[:0], *parts]).tolist() == passed[rank].tolist()
     return computed
 
@@ -244,17 +238,17 @@ def test_every_task_finds_its_keys(
     queries, keys = (
         [own_rows(layout, rank, context) for rank in range(world)] for context in (False, True)
     )
-    received = check_wave(plan, [route.wave for route in routes], queries, keys)
+    received = check_pooled(plan, [route.pooled for route in routes], queries, keys)
     computed = [rows.tolist() for rows in received]
     for rank, route in enumerate(routes):
-        if route.local_wave is not None:
-            kept = [cut(queries[rank], *run[1:]) for run in route.local_wave.own_queries]
+        if route.local_pooled is not None:
+            kept = [cut(queries[rank], *c[2:]) for c in route.local_pooled.query_pool.own_copies]
             computed[rank] += np.concatenate(kept).tolist()
             check_batch(
                 plan,
-                route.local_wave.arrived,
+                route.local_pooled.tasks,
                 np.concatenate(kept),
-                pooled(route.local_wave.pool.pieces, keys[rank], []),
+                make_pool(route.local_pooled.key_pool.pieces, keys[rank], []),
             )
         for group in range(layout.groups):
             own = queries[rank][group :: layout.groups], keys[rank][group :: layout.groups]

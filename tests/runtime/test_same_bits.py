@@ -36,7 +36,7 @@ from test_core_attention import DIM, HEADS, KEY_HEADS, random_case, split_case, 
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_distca.kernels import Case, Scores, select_kernel
-from hf_distca.runtime.call import AttentionServer, Call, Inputs
+from hf_distca.runtime.call import AttentionServer, Inputs, LayerExchange
 from hf_distca.runtime.channel import Channel, Transfer
 from hf_distca.runtime.core_attention import compute_core_attention
 from hf_distca.runtime.group import AttentionGroup
@@ -156,7 +156,7 @@ def late() -> Iterator[None]:
         transfer: Transfer,
         receive_bytes: Mapping[int, int],
         send_bytes: Mapping[int, int],
-    ) -> Iterator[LateWork]:
+    ) -> None:
         group = channel.process_group
         arriving, leaving = (
             [sizes.get(rank, 0) for rank in range(group.size())]
@@ -164,8 +164,8 @@ def late() -> Iterator[None]:
         )
         transfer.received.fill_(255)
         received, sent = transfer.received, transfer.sent
-        yield LateWork(
-            lambda: dist.all_to_all_single(received, sent, arriving, leaving, group=group)
+        transfer.works.append(
+            LateWork(lambda: dist.all_to_all_single(received, sent, arriving, leaving, group=group))
         )
 
     with pytest.MonkeyPatch.context() as patch:
@@ -210,7 +210,9 @@ class Stack:
             q, k, v = x[:, :HEADS], x[:, HEADS:-1], x[:, -1:].expand(-1, KEY_HEADS, -1)
             for _ in range(2):
                 q, k, v = (lay_out(one) for one in (q, k, v))
-                q = compute_core_attention(Inputs(q, k, v), Call(route, self.group, server))
+                q = compute_core_attention(
+                    Inputs(q, k, v), LayerExchange(route, self.group, server)
+                )
                 k, v = q[:, ::2], q[:, 1::2]
             return q
 

@@ -130,15 +130,15 @@ def test_routes_send_what_the_load_says(ping_pong: bool) -> None:
     load, groups = PlanLoad(plan, CUDA), plan.layout.groups
     routes = [Route.build(plan, rank) for rank in range(8)]
     for rank, route in enumerate(routes):
-        wave = route.wave
-        assert sum(wave.queries.send.values()) / groups == load.query_tokens[0][rank]
-        assert sum(wave.queries.receive.values()) / groups == load.query_tokens[1][rank]
-        passed = sum(wave.passing.keys.send.values()) if wave.passing else 0
-        assert (sum(wave.keys.send.values()) + passed) / groups == load.key_tokens[0][rank]
+        pooled = route.pooled
+        assert sum(pooled.queries.send.values()) / groups == load.query_tokens[0][rank]
+        assert sum(pooled.queries.receive.values()) / groups == load.query_tokens[1][rank]
+        passed = sum(pooled.relay.keys.send.values()) if pooled.relay else 0
+        assert (sum(pooled.keys.send.values()) + passed) / groups == load.key_tokens[0][rank]
         here = (
             sum(route.local_tasks.query_length) * groups
-            + sum(wave.arrived.query_length)
-            + sum(route.local_wave.arrived.query_length if route.local_wave else ())
+            + sum(pooled.tasks.query_length)
+            + sum(route.local_pooled.tasks.query_length if route.local_pooled else ())
         )
         rows = plan.end - plan.start
         mine = plan.server == rank

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from hf_distca.advise.document_lengths import find_distribution
 from hf_distca.config import DistCAConfig
 from hf_distca.schedule.balance import balance
 from hf_distca.schedule.cost import AttentionShape, CostModel
@@ -19,6 +18,7 @@ from hf_distca.schedule.layout import Layout
 from hf_distca.schedule.load import PlanLoad
 from hf_distca.schedule.plan import Plan
 from hf_distca.schedule.ranks import Ranks
+from hf_distca.tools.advise.document_lengths import find_distribution
 
 SHAPE = AttentionShape(
     query_heads=32, key_value_heads=8, head_dim=128, value_head_dim=128, element_bytes=2

@@ -6,9 +6,9 @@ from __future__ import annotations
 
 import pytest
 
-from hf_distca.advise.document_lengths import find_distribution
-from hf_distca.advise.ways import estimate_ways
-from hf_distca.cli.advise import Scale
+from hf_distca.tools.advise.document_lengths import find_distribution
+from hf_distca.tools.advise.ways import estimate_ways
+from hf_distca.tools.cli.advise import Scale
 from simulator.hardware import find_hardware
 from simulator.model_shape import find_model
 from simulator.predict import simulate

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from benchmark_modules import import_benchmark
-from hf_distca.advise.document_lengths import find_distribution, from_list
 from hf_distca.errors import ConfigError
 from hf_distca.schedule.cost import count_causal_pairs
+from hf_distca.tools.advise.document_lengths import find_distribution, from_list
 from simulator.assumptions import list_assumptions
 from simulator.hardware import DEVICES, find_hardware
 from simulator.loader_rules import draw_steps

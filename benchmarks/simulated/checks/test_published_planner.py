@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from benchmark_modules import import_benchmark
-from hf_distca.advise.document_lengths import find_distribution, from_list
 from hf_distca.schedule.cost import AttentionShape, count_causal_pairs
 from hf_distca.schedule.deal import deal_in_order
+from hf_distca.tools.advise.document_lengths import find_distribution, from_list
 from simulator.loader_rules import draw_steps
 from simulator.predict import simulate
 from simulator.setting import Setting

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from hf_distca.advise.document_lengths import DocumentSource
+from hf_distca.tools.advise.document_lengths import DocumentSource
 from simulator.model_shape import ModelShape
 from simulator.setting import Setting
 from simulator.strategies import STRATEGIES, Strategy, find_strategy

@@ -12,10 +12,10 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 
-from hf_distca.doctor.model import read_config
 from hf_distca.errors import ConfigError, UnsupportedError
 from hf_distca.integration.families import check_family
 from hf_distca.integration.layer_kinds import list_layer_keys
+from hf_distca.tools.doctor.model import read_config
 from simulator.model_shape import ModelShape
 
 _ACTIVE_EXPERTS = (

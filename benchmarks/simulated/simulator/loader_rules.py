@@ -7,10 +7,10 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from hf_distca.advise.document_lengths import DocumentSource
-from hf_distca.advise.ways import pack_rows
 from hf_distca.errors import LayoutError
 from hf_distca.schedule.layout import FloatArray, IntArray
+from hf_distca.tools.advise.document_lengths import DocumentSource
+from hf_distca.tools.advise.ways import pack_rows
 from simulator.setting import Setting
 from simulator.work import estimate_layer_seconds
 

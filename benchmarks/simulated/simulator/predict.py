@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from hf_distca.advise.document_lengths import DocumentSource
 from hf_distca.errors import ConfigError
 from hf_distca.schedule.cost import count_causal_pairs
 from hf_distca.schedule.layout import FloatArray, IntArray
+from hf_distca.tools.advise.document_lengths import DocumentSource
 from simulator.loader_rules import draw_steps
 from simulator.memory import RankMemory, compute_host_bytes, find_fullest_moment
 from simulator.setting import Setting

@@ -2,5 +2,5 @@
 
 Knows no model; tested without one.
 
-May import `schedule`, `runtime.group`, `runtime.meter`, `runtime.monitor` and `runtime.rendezvous`.
+May import `schedule`, `runtime.group` and `runtime.meter`.
 """

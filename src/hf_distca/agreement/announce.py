@@ -21,6 +21,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from hf_distca.agreement.batch_plan import Measurement
 from hf_distca.agreement.documents import Documents
 from hf_distca.config import DistCAConfig
 from hf_distca.errors import DistCADesyncError
@@ -43,10 +44,7 @@ from hf_distca.schedule.layout import IntArray, Layout, enumerate_ranges
 ) = range(8)
 HEADER_SIZE = 8
 _REQUEST_SIZE = 4
-# What a rank measured of a plan: kernel nanoseconds, sent bytes, nanoseconds of exchanging, calls,
-# bytes sent to other nodes; `BatchPlan.own_figures` says more.
-Figures = tuple[int, int, int, int, int]
-FIGURE_COUNT = 5
+FIGURE_COUNT = len(Measurement._fields)
 SharedSettings = Mapping[str, str]  # what ranks must have in common: names and values
 _MAX_VALUE_LENGTH = 80  # characters of a fact in an error
 
@@ -93,7 +91,7 @@ class Announcement:
     settings: int = 0
     exchanges: int = 0
     checksum: int = 0
-    figures: Sequence[Figures] = ()
+    figures: Sequence[Measurement] = ()
     documents: Sequence[tuple[Documents, int]] = ()
     share_numbers: Sequence[int] = ()
     is_leaving: bool = False
@@ -121,24 +119,43 @@ class Announcement:
         return np.concatenate([np.asarray(part, dtype=np.int64) for part in parts])
 
 
-@dataclass(frozen=True, eq=False)
-class AnnouncedBatch:
+class AnnouncedDocuments(NamedTuple):
     """Documents of all ranks for one requested plan.
 
     Attributes:
-        span_ranks: (ranks,) int64, 1 where documents may span ranks.
-        nano: (ranks,) int64, number of the nano-batch, 0 for a whole batch.
-        has_context: (ranks,) int64, 1 where the first document begins with context.
-        counts: (ranks,) int64 number of runs of each rank.
+        header: (ranks, 4) int64: 1 where documents may span ranks; number of the nano-batch, 0 for
+            a whole batch; 1 where the first document begins with context; number of runs.
         numbers: int64 runs of all ranks in rank order: (runs, 3) where documents span ranks, else
             (runs,) lengths.
     """
 
-    span_ranks: IntArray
-    nano: IntArray
-    has_context: IntArray
-    counts: IntArray
+    header: IntArray
     numbers: IntArray
+
+    def split_by_rank(self) -> list[IntArray]:
+        """Split the runs into those of each rank."""
+        return np.split(self.numbers, np.cumsum(self.header[:-1, 3]))
+
+    def build_layout(self) -> Layout:
+        """Build the layout of the documents.
+
+        With context, the first run of a rank is the beginning of the document of its second run.
+        """
+        span_ranks, _, has_context, counts = self.header.T
+        offsets = np.concatenate([[0], np.cumsum(counts)])
+        if not span_ranks.any():
+            length = self.numbers
+            document = np.arange(len(length))
+            start = np.zeros_like(length)
+            cut = offsets[:-1][has_context > 0]
+            document[cut] = cut + 1
+            start[cut + 1] = length[cut]
+            return Layout(document, start, length, offsets, has_context)
+        document, start, length = (np.ascontiguousarray(column) for column in self.numbers.T)
+        if (document >= 0).any():
+            return Layout(document, start, length, offsets)
+        runs = list(zip(start.tolist(), length.tolist(), strict=True))
+        return Layout.from_runs([runs[begin:end] for begin, end in pairwise(offsets.tolist())])
 
 
 @dataclass(frozen=True, eq=False)
@@ -187,20 +204,20 @@ class Announcements:
         begin = self.offsets + HEADER_SIZE + FIGURE_COUNT * self.header[:, _MEASURED_COUNT]
         return self._read_columns(begin, int(self.header[0, _SHARE_NUMBER_COUNT]))
 
-    def read_batches(self) -> list[AnnouncedBatch]:
+    def read_documents(self) -> list[AnnouncedDocuments]:
         """Decode the documents of all ranks for each plan that all of them request."""
         figures = FIGURE_COUNT * self.header[:, _MEASURED_COUNT]
         begin = self.offsets + HEADER_SIZE + figures + self.header[:, _SHARE_NUMBER_COUNT]
-        batches = []
+        requested = []
         for _ in range(int(self.header[:, _REQUEST_COUNT].min())):
-            span_ranks, nano, has_context, counts = self._read_columns(begin, _REQUEST_SIZE).T
-            sizes = counts * np.where(span_ranks, 3, 1)
+            header = self._read_columns(begin, _REQUEST_SIZE)
             begin = begin + _REQUEST_SIZE
-            numbers = self.numbers[enumerate_ranges(begin, begin + sizes)[1]]
-            numbers = numbers.reshape(-1, 3) if span_ranks.all() else numbers
-            batches.append(AnnouncedBatch(span_ranks, nano, has_context, counts, numbers))
-            begin = begin + sizes
-        return batches
+            end = begin + header[:, 3] * np.where(header[:, 0], 3, 1)
+            numbers = self.numbers[enumerate_ranges(begin, end)[1]]
+            numbers = numbers.reshape(-1, 3) if header[:, 0].all() else numbers
+            requested.append(AnnouncedDocuments(header, numbers))
+            begin = end
+        return requested
 
     def _read_columns(self, begin: IntArray, count: int) -> IntArray:
         """Read so many numbers of each rank's row from an index on, (ranks, count)."""
@@ -208,8 +225,8 @@ class Announcements:
 
 
 def check_agreement(
-    announced: Announcements, settings: SharedSettings, group: AttentionGroup, place: str
-) -> list[AnnouncedBatch]:
+    announced: Announcements, settings: SharedSettings, group: AttentionGroup, label: str
+) -> list[AnnouncedDocuments]:
     """Compare the announcements of all ranks, in the same order on each rank.
 
     If hashes of shared settings differ, a further exchange finds the names of those that do.
@@ -225,19 +242,19 @@ def check_agreement(
     forwards = "every rank must run the same number of training forwards"
     micro_batches = "give every rank as many micro-batches a step"
     layers = "run the same layers on every rank"
-    check_equal(group, header[:, _COUNT], "numbers of plans asked for", place, forwards)
+    check_equal(group, header[:, _COUNT], "numbers of plans asked for", label, forwards)
     # First of all: a rank without a batch has no cost models that could be compared.
     has_batch = np.any(header[:, [_REQUEST_COUNT, _SHARE_NUMBER_COUNT]] > 0, axis=1).astype(int)
-    check_equal(group, has_batch, "batches to plan (0: none)", place, micro_batches)
+    check_equal(group, has_batch, "batches to plan (0: none)", label, micro_batches)
     check_shared_settings(
         group,
         header[:, _SETTINGS],
         settings,
         "ranks have different settings (DistCAConfig, attention heads and widths, version) in "
-        f"{place}",
+        f"{label}",
         "; give every rank the same ones.",
     )
-    batches = announced.read_batches()
+    documents = announced.read_documents()
     for column, description, remedy in (
         (
             header[:, _SHARE_NUMBER_COUNT],
@@ -245,32 +262,32 @@ def check_agreement(
             "give every rank its share of one data set",
         ),
         *(
-            (batch.span_ranks, "ways of giving documents", "use the same collator on every rank")
-            for batch in batches
+            (batch.header[:, 0], "ways of giving documents", "use the same collator on every rank")
+            for batch in documents
         ),
         *(
-            (batch.nano, "nano-batches (0 is a whole batch)", "give every rank the same model")
-            for batch in batches
+            (batch.header[:, 1], "nano-batches (0 is a whole batch)", "give every rank one model")
+            for batch in documents
         ),
         (header[:, _REQUEST_COUNT], "numbers of plans at once", micro_batches),
         (header[:, _EXCHANGES], "numbers of exchanges up to here", layers),
         (header[:, _CHECKSUM], "layers in their exchanges up to here (as checksums)", layers),
         (header[:, _MEASURED_COUNT], "numbers of measured micro-batches", forwards),
     ):
-        check_equal(group, column, description, place, remedy)
+        check_equal(group, column, description, label, remedy)
     if header[0, _SHARE_NUMBER_COUNT]:
-        check_shares(announced.share_numbers, group, place)
-    return batches
+        check_shares(announced.share_numbers, group, label)
+    return documents
 
 
-def check_shares(share_numbers: IntArray, group: AttentionGroup, place: str) -> None:
+def check_shares(share_numbers: IntArray, group: AttentionGroup, label: str) -> None:
     """Raise if ranks hold shares of different batches, or with different plans.
 
     Args:
         share_numbers: (ranks, numbers) int64, `Announcement.share_numbers` of each rank; digests
             of plans may be left out.
         group: the ranks.
-        place: description of the batch, for errors.
+        label: description of the batch, for errors.
 
     Raises:
         DistCADesyncError: names the difference.
@@ -295,11 +312,11 @@ def check_shares(share_numbers: IntArray, group: AttentionGroup, place: str) -> 
     ]
     for index, column in enumerate(share_numbers.T):
         description, remedy = kinds[min(index, 3)]
-        check_equal(group, column, description, place, remedy)
+        check_equal(group, column, description, label, remedy)
 
 
 def check_equal(
-    group: AttentionGroup, values: IntArray, description: str, place: str, remedy: str
+    group: AttentionGroup, values: IntArray, description: str, label: str, remedy: str
 ) -> None:
     """Raise if a number differs between ranks.
 
@@ -307,7 +324,7 @@ def check_equal(
         group: the ranks.
         values: (ranks,) the number of each rank.
         description: the numbers in words, plural, for the error.
-        place: description of the batch or step, for the error.
+        label: description of the batch or step, for the error.
         remedy: advice that ends the error.
 
     Raises:
@@ -319,29 +336,14 @@ def check_equal(
             for rank, value in zip(group.ranks, values.tolist(), strict=True)
         )
         raise DistCADesyncError(
-            f"ranks have different {description} in {place}: {by_rank}; {remedy}."
+            f"ranks have different {description} in {label}: {by_rank}; {remedy}."
         )
 
 
-def build_layout(batch: AnnouncedBatch) -> Layout:
-    """Build the layout of the documents of all ranks.
-
-    With context, the first run of a rank is the beginning of the document of its second run.
-    """
-    offsets = np.concatenate([[0], np.cumsum(batch.counts)])
-    if not batch.span_ranks.any():
-        length = batch.numbers
-        document = np.arange(len(length))
-        start = np.zeros_like(length)
-        cut = offsets[:-1][batch.has_context > 0]
-        document[cut] = cut + 1
-        start[cut + 1] = length[cut]
-        return Layout(document, start, length, offsets, batch.has_context)
-    document, start, length = (np.ascontiguousarray(column) for column in batch.numbers.T)
-    if (document >= 0).any():
-        return Layout(document, start, length, offsets)
-    runs = list(zip(start.tolist(), length.tolist(), strict=True))
-    return Layout.from_runs([runs[begin:end] for begin, end in pairwise(offsets.tolist())])
+def build_local_layout(documents: Documents) -> Layout:
+    """Build the layout of one rank's documents, for this rank alone."""
+    row = Announcement(documents=[(documents, 0)]).to_row()
+    return Announcements.from_rows([row]).read_documents()[0].build_layout()
 
 
 def hash_settings(settings: SharedSettings) -> int:

@@ -1,141 +1,136 @@
-"""`BatchPlan`: a plan of a micro-batch; `PlanUse`: its use; `PlanMeasurement`: the measurements.
+"""`MicroBatchPlan`: a plan of a micro-batch, with its use and what ranks measured; `History`: the
+sums of all of them.
 
-Each is made once, when all of it is known. An `Observation` combines the measurements of a
-micro-batch, per layer, as a sample from which rates are learned.
+The imbalance of several micro-batches is sum(max over ranks) / sum(mean over ranks): ranks wait in
+every micro-batch, so the slowest of each counts. A micro-batch is counted as a whole, once the
+measurements of all ranks are known: ranks gather them for a log, or announce them with the
+documents of a later micro-batch. An `Observation` combines the measurements of a micro-batch, per
+layer, as a sample from which rates are learned.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import astuple, dataclass, field, replace
+from operator import add, sub
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from hf_distca.agreement.announce import Figures, PlanKey
-from hf_distca.runtime.meter import Meter
 from hf_distca.schedule.cost import CostModel
 from hf_distca.schedule.layout import FloatArray, IntArray
 from hf_distca.schedule.load import PlanLoad
 from hf_distca.schedule.plan import Plan
 from hf_distca.schedule.ranks import Ranks
 
+if TYPE_CHECKING:  # reports of runs read totals without torch
+    from hf_distca.agreement.announce import PlanKey
+    from hf_distca.runtime.meter import Meter
+
 # Exchanges count as hidden if attention takes at most this much longer than the slowest kernels.
 _HIDDEN_MARGIN = 0.05
 
 
-@dataclass(frozen=True, eq=False)
-class BatchPlan:
-    """A plan of a micro-batch, as the planner makes it.
+class Measurement(NamedTuple):
+    """Measurement of a plan by one rank.
+
+    Exchanges and calls are -1 unless backward ran for every call, because rates are learned from
+    whole layers.
+
+    Attributes:
+        kernel_ns: nanoseconds in kernels; -1 while kernels still run.
+        sent_bytes: bytes sent to other ranks.
+        exchange_ns: nanoseconds of packing, waiting and unpacking.
+        calls: number of calls.
+        between_bytes: bytes sent to other nodes.
+    """
+
+    kernel_ns: int
+    sent_bytes: int
+    exchange_ns: int
+    calls: int
+    between_bytes: int
+
+
+_NO_FIGURES: IntArray = np.empty((0, len(Measurement._fields)), dtype=np.int64)
+
+
+@dataclass(eq=False)
+class MicroBatchPlan:
+    """A plan that a micro-batch uses, with its estimates and measurements.
 
     Attributes:
         key: key of the plan in the micro-batch.
         plan: the plan; the same on all ranks.
+        number: number of the micro-batch, from 1.
+        task_seconds: (tasks,) estimated seconds, forward and backward, on a rank of speed 1.
+        ranks: properties of the ranks, as estimated when the plan was made.
+        meter: meter of this rank's work for it.
         planning_ms: milliseconds of planning, with the exchange of documents.
         per_node: ranks of a node that the plan assumes; None if nodes were not told apart.
-        holds: for each rank whether it holds tokens; None if all do.
+        has_tokens: for each rank whether it holds tokens; None if all do.
         source: name of the global batch, for a share; else "".
-        local_plan_count: number of plans of its share that this process made instead of the loader
-            since the previous plan.
-        in_order: estimated imbalance if the documents of a share lay on ranks in their order; 0 for
-            others.
+        is_planned_again: whether this process planned a share that its loader had planned for other
+            settings or rates.
+        in_order_imbalance: estimated imbalance if the documents of a share lay on ranks in their
+            order; 0 for others.
+        figures: (ranks, 5) int64, the `Measurement` of each rank after its last kernel; empty until
+            all ranks are known to have them.
     """
 
     key: PlanKey
     plan: Plan
-    planning_ms: float
+    number: int
+    task_seconds: FloatArray
+    ranks: Ranks
+    meter: Meter
+    planning_ms: float = 0.0
     per_node: int | None = None
-    holds: tuple[bool, ...] | None = None
+    has_tokens: tuple[bool, ...] | None = None
     source: str = ""
-    local_plan_count: int = 0
-    in_order: float = 0.0
+    is_planned_again: bool = False
+    in_order_imbalance: float = 0.0
+    figures: IntArray = field(default_factory=lambda: _NO_FIGURES)
 
     @property
     def on_several_nodes(self) -> bool:
         """True if nodes are told apart, and there are several."""
         return self.per_node is not None and self.per_node < self.plan.layout.world_size
 
-
-@dataclass(frozen=True, eq=False)
-class PlanUse:
-    """Use of a plan by a micro-batch.
-
-    Attributes:
-        batch_plan: the plan.
-        number: number of the micro-batch, from 1.
-        task_seconds: (tasks,) estimated seconds, forward and backward, on a rank of speed 1.
-        ranks: properties of the ranks, as estimated when the use began.
-        meter: meter of this rank's work for it.
-    """
-
-    batch_plan: BatchPlan
-    number: int
-    task_seconds: FloatArray
-    ranks: Ranks
-    meter: Meter
-
-    @classmethod
-    def start(
-        cls, batch_plan: BatchPlan, number: int, cost: CostModel, ranks: Ranks, meter: Meter
-    ) -> PlanUse:
-        """Begin the use of a plan, and estimate its tasks by a cost model."""
-        plan = batch_plan.plan
-        seconds = cost.estimate_seconds(plan.end - plan.start, plan.end, plan.heads)
-        return cls(batch_plan, number, seconds, ranks, meter)
-
     @property
-    def own_figures(self) -> Figures:
-        """Measurements of this rank.
-
-        Kernel nanoseconds, sent bytes, nanoseconds of exchanges, number of calls, and bytes sent to
-        other nodes. Kernel nanoseconds are -1 while kernels still run. Exchanges and calls are -1
-        unless backward ran for every call, because rates are learned from whole layers.
-        """
+    def own_measurement(self) -> Measurement:
+        """Measurement of this rank so far."""
         meter = self.meter
         kernels = int(meter.seconds * 1e9) if meter.is_finished else -1
         exchanges = calls = -1
         if meter.calls > 0 and meter.kernel_calls == 2 * meter.backward_calls:
             exchanges = int(meter.exchange_seconds * 1e9)
             calls = meter.calls
-        return kernels, meter.sent_bytes, exchanges, calls, meter.between_bytes
+        return Measurement(kernels, meter.sent_bytes, exchanges, calls, meter.between_bytes)
 
     @property
     def estimated_before(self) -> FloatArray:
         """Estimated seconds if every rank computed its own attention, (ranks,)."""
-        return self.sum_by_rank(self.batch_plan.plan.home, self.task_seconds)
+        return self._sum_by_rank(self.plan.home, self.task_seconds)
 
     @property
     def estimated_after(self) -> FloatArray:
         """Estimated seconds of every rank by the plan, (ranks,)."""
-        return self.sum_by_rank(self.batch_plan.plan.server, self.task_seconds)
+        return self._sum_by_rank(self.plan.server, self.task_seconds)
 
-    def sum_by_rank(self, rank: IntArray, seconds: FloatArray) -> FloatArray:
-        """Sum seconds of tasks by their ranks, at the speeds of the ranks: (ranks,)."""
-        size = self.batch_plan.plan.layout.world_size
-        total = np.bincount(rank, weights=seconds, minlength=size)
-        return self.ranks.scale_by_speed(total.astype(np.float64))
-
-
-@dataclass(frozen=True, eq=False)
-class PlanMeasurement:
-    """Measurements of all ranks for the use of a plan, after their last kernels.
-
-    Attributes:
-        use: the use.
-        figures: (ranks, 5) int64, `PlanUse.own_figures` as announced by each rank.
-    """
-
-    use: PlanUse
-    figures: IntArray
+    @property
+    def is_measured(self) -> bool:
+        """True once the figures of all ranks are known; the properties below need them."""
+        return len(self.figures) > 0
 
     @property
     def measured_before(self) -> FloatArray:
         """Measured seconds, attributed to the home ranks of tasks by their estimates, (ranks,)."""
-        use = self.use
-        plan = use.batch_plan.plan
-        estimated = use.estimated_after
+        estimated = self.estimated_after
         rate = np.zeros_like(estimated)
         np.divide(self.measured_after, estimated, out=rate, where=estimated > 0)
-        return use.sum_by_rank(plan.home, use.task_seconds * rate[plan.server])
+        return self._sum_by_rank(self.plan.home, self.task_seconds * rate[self.plan.server])
 
     @property
     def measured_after(self) -> FloatArray:
@@ -150,7 +145,13 @@ class PlanMeasurement:
     @property
     def between_bytes(self) -> IntArray:
         """Bytes sent to other nodes by each rank, (ranks,); 0 if nodes are not told apart."""
-        return self.figures[:, 4] * self.use.batch_plan.on_several_nodes
+        return self.figures[:, 4] * self.on_several_nodes
+
+    def _sum_by_rank(self, rank: IntArray, seconds: FloatArray) -> FloatArray:
+        """Sum seconds of tasks by their ranks, at the speeds of the ranks: (ranks,)."""
+        size = self.plan.layout.world_size
+        total = np.bincount(rank, weights=seconds, minlength=size)
+        return self.ranks.scale_by_speed(total.astype(np.float64))
 
 
 @dataclass(frozen=True, eq=False)
@@ -218,7 +219,7 @@ class Observation:
         return float(seconds.max())
 
 
-def observe_plans(plans: Sequence[PlanMeasurement], cost: CostModel) -> Observation | None:
+def observe_plans(plans: Sequence[MicroBatchPlan], cost: CostModel) -> Observation | None:
     """Combine the measurements of one micro-batch for one kind of layer.
 
     Args:
@@ -228,14 +229,14 @@ def observe_plans(plans: Sequence[PlanMeasurement], cost: CostModel) -> Observat
     Returns:
         None if some rank did not run whole layers, or if one of two nano-batches is missing.
     """
-    is_nano = plans[0].use.batch_plan.key.nano > 0
+    is_nano = plans[0].key.nano > 0
     figures = np.stack([plan.figures for plan in plans])
     calls = figures[:, :, 3]
     layers = calls[0, 0]
     if len(plans) != 1 + is_nano or figures.min() < 0 or (calls != layers).any():
         return None
     seconds = figures.sum(axis=0) / (1e9 * layers)
-    pairs = [(plan.use.batch_plan.plan, plan.use.ranks) for plan in plans]
+    pairs = [(plan.plan, plan.ranks) for plan in plans]
     local = [(Plan.make_local(plan.layout, plan.window), ranks) for plan, ranks in pairs]
     return Observation(
         parts=np.sum([_sum_parts(plan, cost) for plan, _ in pairs], axis=0),
@@ -264,3 +265,216 @@ def _estimate_exchange(plan: Plan, ranks: Ranks, cost: CostModel) -> FloatArray:
         return np.zeros(plan.layout.world_size)
     load = PlanLoad(plan, cost, ranks=ranks)
     return np.where(load.wire_seconds.any(axis=0), load.exchange_seconds, 0.0)
+
+
+@dataclass(frozen=True)
+class BalanceTotals:
+    """Sums over micro-batches, in which a micro-batch may have several plans.
+
+    The difference of two totals is the total of the micro-batches between them.
+
+    Attributes:
+        micro_batches: number of micro-batches.
+        moved: number of micro-batches in which work was moved.
+        largest_tokens, mean_tokens: tokens of the rank with most of them, and of the mean rank.
+        planning_ms: milliseconds of planning.
+        estimated_before, estimated_after: estimated attention seconds of the slowest rank, if
+            nothing is moved and by the plan.
+        estimated_mean: estimated attention seconds of the mean rank.
+        measured_before, measured_after, measured_mean: the same, measured; before the move,
+            measured seconds are attributed to home ranks.
+        busiest_bytes: bytes sent by the rank that sent most.
+        layers: number of layers of attention.
+        own_seconds: seconds of this rank in attention kernels.
+        elapsed_seconds: seconds from the beginning of each micro-batch to that of the next.
+        planned_here: number of plans of dealt shares that this process made again, because the
+            loader's were for other rates or settings.
+        served_seconds, server_seconds: measured seconds of all ranks without tokens together, and
+            of their mean.
+        all_seconds: measured seconds of all ranks together.
+        between_bytes: bytes sent to other nodes by the rank that sent most there.
+        node_layers: number of layers of ranks on several nodes.
+        estimated_in_order, dealt_mean: of dealt documents, estimated seconds of the slowest rank if
+            they lay on ranks in their order, and of the mean rank.
+    """
+
+    micro_batches: int = 0
+    moved: int = 0
+    largest_tokens: float = 0.0
+    mean_tokens: float = 0.0
+    planning_ms: float = 0.0
+    estimated_before: float = 0.0
+    estimated_after: float = 0.0
+    estimated_mean: float = 0.0
+    measured_before: float = 0.0
+    measured_after: float = 0.0
+    measured_mean: float = 0.0
+    busiest_bytes: float = 0.0
+    layers: int = 0
+    own_seconds: float = 0.0
+    elapsed_seconds: float = 0.0
+    planned_here: int = 0
+    served_seconds: float = 0.0
+    server_seconds: float = 0.0
+    all_seconds: float = 0.0
+    between_bytes: float = 0.0
+    node_layers: int = 0
+    estimated_in_order: float = 0.0
+    dealt_mean: float = 0.0
+
+    def __add__(self, other: BalanceTotals) -> BalanceTotals:
+        return BalanceTotals(*map(add, astuple(self), astuple(other)))
+
+    def __sub__(self, other: BalanceTotals) -> BalanceTotals:
+        return BalanceTotals(*map(sub, astuple(self), astuple(other)))
+
+    def compute_figures(self) -> dict[str, float]:
+        """Compute the figures to log; those without data are left out."""
+        elapsed = max(self.elapsed_seconds, 1e-9)
+        ratios = {
+            "imbalance_tokens": (self.largest_tokens, self.mean_tokens),
+            "imbalance_estimated_in_order": (self.estimated_in_order, self.dealt_mean),
+            "imbalance_estimated_before": (self.estimated_before, self.estimated_mean),
+            "imbalance_estimated_after": (self.estimated_after, self.estimated_mean),
+            "imbalance_measured_before": (self.measured_before, self.measured_mean),
+            "imbalance_measured_after": (self.measured_after, self.measured_mean),
+            "exchanged_mb_per_layer": (self.busiest_bytes / 1e6, self.layers),
+            "between_nodes_mb_per_layer": (self.between_bytes / 1e6, self.node_layers),
+            "planning_ms": (self.planning_ms, self.micro_batches),
+            "server_time_share": (self.own_seconds, elapsed * bool(self.micro_batches)),
+            "servers_share": (self.served_seconds, self.all_seconds * bool(self.served_seconds)),
+        }
+        figures = {f"distca/{name}": part / of for name, (part, of) in ratios.items() if of > 0}
+        counts = {"planned_here": self.planned_here, "micro_batches": self.micro_batches}
+        figures |= {f"distca/{name}": count for name, count in counts.items() if count}
+        if self.served_seconds:
+            figures["distca/servers_idle"] = 1 - self.server_seconds / elapsed
+        return figures
+
+
+@dataclass(eq=False)
+class RunningMicroBatch:
+    """A micro-batch until it is counted.
+
+    Attributes:
+        number: number of the micro-batch, from 1.
+        step: optimizer step that it belongs to.
+        start_time, end_time: seconds of `time.perf_counter`; None while it runs.
+        plans: plans that it uses, several if kinds of layers or nano-batches have plans of their
+            own.
+    """
+
+    number: int
+    step: int
+    start_time: float
+    end_time: float | None = None
+    plans: list[MicroBatchPlan] = field(default_factory=list)
+
+    def compute_totals(self) -> BalanceTotals:
+        """Compute the totals of the micro-batch, once it is over and all its plans are measured."""
+        totals = BalanceTotals(
+            micro_batches=1,
+            moved=int(any((plan.plan.home != plan.plan.server).any() for plan in self.plans)),
+            elapsed_seconds=(self.end_time or self.start_time) - self.start_time,
+        )
+        return sum(map(_compute_totals, self.plans), totals)
+
+
+def _compute_totals(plan: MicroBatchPlan) -> BalanceTotals:
+    """Compute the contribution of one plan to the totals of its micro-batch."""
+    tokens = plan.plan.layout.query_tokens
+    before = plan.estimated_before
+    measured = plan.measured_after
+    tokenless = ~np.array(plan.has_tokens or [True] * len(measured))
+    served = float(measured[tokenless].sum())
+    # Both nano-batches go through each layer: the first one counts it.
+    layers = 0 if plan.key.nano == 2 else plan.meter.calls
+    return BalanceTotals(
+        largest_tokens=float(tokens.max()),
+        mean_tokens=float(tokens[~tokenless].mean()),
+        planning_ms=plan.planning_ms,
+        estimated_before=float(before.max()),
+        estimated_after=float(plan.estimated_after.max()),
+        estimated_mean=float(before.mean()),
+        measured_before=float(plan.measured_before.max()),
+        measured_after=float(measured.max()),
+        measured_mean=float(measured.mean()),
+        busiest_bytes=float(plan.sent_bytes.max()),
+        layers=layers,
+        own_seconds=plan.meter.seconds,
+        planned_here=int(plan.is_planned_again),
+        served_seconds=served,
+        server_seconds=served / max(int(tokenless.sum()), 1),
+        all_seconds=float(measured.sum()),
+        between_bytes=float(plan.between_bytes.max()),
+        node_layers=layers * plan.on_several_nodes,
+        estimated_in_order=plan.in_order_imbalance * float(before.mean()),
+        dealt_mean=float(before.mean()) * (plan.in_order_imbalance > 0),
+    )
+
+
+# Micro-batches that wait for measurements of all ranks; older ones are never counted.
+_MAX_RUNNING = 1024
+
+
+@dataclass(eq=False)
+class History:
+    """Sums of micro-batches.
+
+    Each is counted when it is over and all its plans are measured, so that sums cover whole ones.
+
+    Attributes:
+        total: sum since the start. It only grows: a report subtracts the total that it reported
+            last.
+        observer: called with each micro-batch when it is counted, and with its totals.
+        step: optimizer step of micro-batches from now on.
+    """
+
+    total: BalanceTotals = field(default_factory=BalanceTotals)
+    observer: Callable[[RunningMicroBatch, BalanceTotals], None] | None = None
+    step: int = 0
+    _running: dict[int, RunningMicroBatch] = field(default_factory=dict)
+
+    def record_plan(self, plan: MicroBatchPlan) -> None:
+        """Record a plan that a micro-batch begins to use."""
+        if plan.number not in self._running:
+            self.end_micro_batch()
+            started = RunningMicroBatch(plan.number, self.step, time.perf_counter())
+            self._running[plan.number] = started
+            if len(self._running) > _MAX_RUNNING:
+                del self._running[next(iter(self._running))]
+        self._running[plan.number].plans.append(plan)
+
+    def record_figures(self, plan: MicroBatchPlan, figures: IntArray) -> None:
+        """Record what all ranks measured of a plan. A micro-batch with all of them is counted."""
+        plan.figures = figures
+        self._count_if_measured(plan.number)
+
+    @property
+    def unmeasured_plans(self) -> list[MicroBatchPlan]:
+        """Plans without measurements of all ranks, in their order."""
+        batches = self._running.values()
+        return [plan for batch in batches for plan in batch.plans if not plan.is_measured]
+
+    def reset(self) -> None:
+        """Drop micro-batches that are not counted yet, as numbers start again."""
+        self._running.clear()
+
+    def end_micro_batch(self) -> None:
+        """End the current micro-batch."""
+        number = next(reversed(self._running), 0)
+        if number:
+            ended = self._running[number]
+            ended.end_time = ended.end_time or time.perf_counter()
+            self._count_if_measured(number)
+
+    def _count_if_measured(self, number: int) -> None:
+        """Add a micro-batch to the total if it is over and all its plans are measured."""
+        batch = self._running.get(number)
+        if batch is None or batch.end_time is None or not all(p.is_measured for p in batch.plans):
+            return
+        totals = batch.compute_totals()
+        self.total += totals
+        del self._running[number]
+        if self.observer is not None:
+            self.observer(batch, totals)

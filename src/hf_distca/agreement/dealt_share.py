@@ -8,24 +8,21 @@ as every other process: no exchange is needed for a plan.
 from __future__ import annotations
 
 import hashlib
-import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from itertools import compress, product
 from typing import Literal, NamedTuple, get_args
-from weakref import WeakMethod
 
 import numpy as np
 import numpy.typing as npt
+from torch.utils.data import get_worker_info
 
 from hf_distca.agreement.announce import PlanKey
 from hf_distca.agreement.documents import PackedDocuments
 from hf_distca.config import DistCAConfig
 from hf_distca.errors import ConfigError, LayoutError
 from hf_distca.runtime.group import AttentionGroup
-from hf_distca.runtime.monitor import AwaitedThread
 from hf_distca.schedule.balance import balance
 from hf_distca.schedule.cost import CostModel
 from hf_distca.schedule.deal import deal, deal_in_order, deal_nano_batches
@@ -37,20 +34,6 @@ from hf_distca.schedule.ranks import UNIFORM_RANKS, Ranks
 Placement = Literal["dealt", "in order"]
 
 
-# Method that plans the shares fetched in a process, and the id of that process: loader workers that
-# are forked from it make shares, and must not call the method.
-_share_planner: tuple[WeakMethod[Callable[[DealtShare], None]], int] | None = None
-
-
-def register_share_planner(plan: Callable[[DealtShare], None]) -> None:
-    """Register a bound method to be called with every share that this process fetches.
-
-    It is called before the share's step, as long as the method's object lives.
-    """
-    global _share_planner
-    _share_planner = WeakMethod(plan), os.getpid()
-
-
 class PlanJob(NamedTuple):
     """Inputs of a plan besides its layout.
 
@@ -59,14 +42,14 @@ class PlanJob(NamedTuple):
         cost: cost model of the layers.
         config: settings.
         ranks: properties of the ranks, as far as the cost model tells them apart.
-        holds: for each rank whether the batch is dealt to it; None if it is dealt to all.
+        has_tokens: for each rank whether the batch is dealt to it; None if it is dealt to all.
     """
 
     key: PlanKey
     cost: CostModel
     config: DistCAConfig
     ranks: Ranks = UNIFORM_RANKS
-    holds: tuple[bool, ...] | None = None
+    has_tokens: tuple[bool, ...] | None = None
 
     @classmethod
     def from_settings(
@@ -75,7 +58,7 @@ class PlanJob(NamedTuple):
         cost: CostModel,
         config: DistCAConfig,
         ranks: Ranks,
-        holds: tuple[bool, ...] | None = None,
+        has_tokens: tuple[bool, ...] | None = None,
     ) -> PlanJob:
         """Make the job of a plan under these settings.
 
@@ -86,7 +69,7 @@ class PlanJob(NamedTuple):
             cost,
             replace(config, ping_pong=key.nano > 0),
             ranks.without_irrelevant_nodes(cost),
-            holds,
+            has_tokens,
         )
 
 
@@ -105,7 +88,9 @@ class DealtShare:
         loader_config: settings under which its loader plans.
         per_node: number of ranks of a node that it was dealt for; None if nodes were not told
             apart.
-        in_order: estimated imbalance of attention if documents lay on ranks in their order.
+        in_order_imbalance: estimated imbalance of attention if documents lay on ranks in their
+            order.
+        plans: the plans made so far, by the loader at first.
     """
 
     batch_id: tuple[int, int]
@@ -114,28 +99,8 @@ class DealtShare:
     digest: int
     loader_config: DistCAConfig
     per_node: int | None = None
-    in_order: float = 1.0
-    _plans: dict[PlanJob, Plan] = field(default_factory=dict)
-    _made_here: list[PlanJob] = field(default_factory=list)  # since the last count
-    _threads: list[AwaitedThread] = field(default_factory=list)  # that plan
-
-    def __getstate__(self) -> dict[str, object]:
-        return {**self.__dict__, "_threads": []}
-
-    def __setstate__(self, state: dict[str, object]) -> None:
-        self.__dict__.update(state)
-        self.notify_planner()  # it has just arrived from a loader's worker
-
-    def notify_planner(self) -> bool:
-        """Pass the share to the method that plans fetched shares in this process.
-
-        Return whether such a method is registered.
-        """
-        reference, process = _share_planner or (None, None)
-        plan = reference() if reference is not None and process == os.getpid() else None
-        if plan is not None:
-            plan(self)
-        return plan is not None
+    in_order_imbalance: float = 1.0
+    plans: dict[PlanJob, Plan] = field(default_factory=dict)
 
     def __str__(self) -> str:
         epoch, number = self.batch_id
@@ -173,10 +138,10 @@ class DealtShare:
 
     def check_group(self, group: AttentionGroup) -> None:
         """Raise `LayoutError` unless the share is for this rank of this group."""
-        holds = group.holds or (True,) * group.size
-        if not holds[group.rank]:
-            return  # it takes part in every batch, and holds tokens of none
-        ranks = tuple(compress(group.ranks, holds))
+        has_tokens = group.has_tokens or (True,) * group.size
+        if not has_tokens[group.rank]:
+            return
+        ranks = tuple(compress(group.ranks, has_tokens))
         if self.ranks != len(ranks):
             raise LayoutError(
                 f"{self} is dealt to {self.ranks} ranks, and the attention group has {len(ranks)}: "
@@ -194,42 +159,13 @@ class DealtShare:
 
         It is made now, unless it was made before under the same settings.
         """
-        for thread in self._threads:
-            thread.join()
-        return self._make_plan(job)
-
-    def _make_plan(self, job: PlanJob) -> Plan:
-        if job not in self._plans:
+        if job not in self.plans:
             layout = self.layouts[job.key.nano - 1] if job.key.nano else self.whole_layout
-            if job.holds is not None:
-                layout = layout.place_on_holders(job.holds)
-            plan = self._plans[job] = balance(layout, job.cost, job.config, job.ranks)
+            if job.has_tokens is not None:
+                layout = layout.place_on_holders(job.has_tokens)
+            plan = self.plans[job] = balance(layout, job.cost, job.config, job.ranks)
             _ = plan.digest  # cached for later comparison: a loader's worker has the time for it
-            self._made_here.append(job)
-        return self._plans[job]
-
-    def plan_in_background(self, jobs: Sequence[PlanJob]) -> None:
-        """Start to make missing plans while this thread continues. `plan` waits for them."""
-        earlier = tuple(self._threads)
-
-        def make_plans() -> None:
-            for thread in earlier:  # it may make the same plans
-                thread.join()
-            with suppress(Exception):  # `plan` raises it again
-                for job in jobs:
-                    self._make_plan(job)
-
-        if not self._plans.keys() >= set(jobs):
-            self._threads.append(AwaitedThread(make_plans, "plans"))
-
-    def pop_local_plan_count(self) -> int:
-        """Return the number of plans made by this process instead of the loader.
-
-        Counting starts again with each call.
-        """
-        count = len(self._made_here)
-        self._made_here.clear()
-        return count
+        return self.plans[job]
 
     def replanning_reason(self, key: PlanKey, config: DistCAConfig) -> str | None:
         """Return which settings have changed since the loader planned this batch, in words.
@@ -242,7 +178,7 @@ class DealtShare:
         element_bytes = key.shape.element_bytes
         sizes = {
             job.key.shape.element_bytes
-            for job in self._plans
+            for job in self.plans
             if replace(job.key.shape, element_bytes=element_bytes) == key.shape
         }
         if sizes and element_bytes not in sizes:
@@ -251,8 +187,8 @@ class DealtShare:
 
 
 @dataclass(eq=False)
-class DealSettings:
-    """Settings for dealing global batches, and for planning them where they are loaded.
+class Dealing:
+    """Dealing of global batches, and of their plans where they are loaded.
 
     Attributes:
         ranks: number of ranks that share a global batch.
@@ -338,7 +274,8 @@ class DealSettings:
         rank: int,
         document_ids: IntArray | None = None,
     ) -> PackedDocuments:
-        """Make a rank's share of a global batch: its runs of tokens, and the plans of all ranks.
+        """Make a rank's share of a global batch: its runs of tokens, and in a loader's worker the
+        plans of all ranks.
 
         Args:
             lengths: (documents,) tokens of each document. The share numbers documents by their
@@ -357,13 +294,9 @@ class DealSettings:
             self.ranks_per_node,
             self.estimate_in_order(lengths),
         )
-        # Without loader workers, the training process makes the shares, and plans by its own rates.
-        if self.ranks > 1 and not share.notify_planner():
-            ranks = Ranks(per_node=share.per_node)
-            nanos = (0,) if share.first_nano_tokens is None else (1, 2)
-            for (key, cost), nano in product(self.costs.items(), nanos):
-                share.plan(PlanJob.from_settings(key._replace(nano=nano), cost, self.config, ranks))
-            share.pop_local_plan_count()
+        # A training process plans when it trains, by its own rates.
+        if self.ranks > 1 and get_worker_info() is not None:
+            self._plan(share)
         runs = share.whole_layout.list_segments(rank)
         return PackedDocuments(
             [run.length for run in runs],
@@ -371,6 +304,13 @@ class DealSettings:
             [run.document for run in runs],
             dealt_share=share,
         )
+
+    def _plan(self, share: DealtShare) -> None:
+        """Make the plans of a share by the given cost models."""
+        ranks = Ranks(per_node=share.per_node)
+        nanos = (0,) if share.first_nano_tokens is None else (1, 2)
+        for (key, cost), nano in product(self.costs.items(), nanos):
+            share.plan(PlanJob.from_settings(key._replace(nano=nano), cost, self.config, ranks))
 
 
 def hash_numbers(columns: Iterable[npt.ArrayLike]) -> int:

@@ -29,7 +29,7 @@ import numpy as np
 import torch
 
 from hf_distca.agreement.announce import PlanKey
-from hf_distca.agreement.batch_plan import Observation, PlanMeasurement, observe_plans
+from hf_distca.agreement.batch_plan import MicroBatchPlan, Observation, observe_plans
 from hf_distca.config import DistCAConfig
 from hf_distca.schedule.cost import AttentionShape, CostModel, KernelCost
 from hf_distca.schedule.layout import FloatArray
@@ -179,7 +179,7 @@ class Costs(dict[Kind, CostModel]):
         slowdowns = (rates.slowdown for rates in self._rates.values())
         return max((slowdown for slowdown in slowdowns if slowdown is not None), default=None)
 
-    def learn_from_plans(self, plans: Sequence[PlanMeasurement], config: DistCAConfig) -> list[str]:
+    def learn_from_plans(self, plans: Sequence[MicroBatchPlan], config: DistCAConfig) -> list[str]:
         """Correct rates by the measurements of each micro-batch and kind of layer.
 
         Return the changes, as sentences.
@@ -191,7 +191,7 @@ class Costs(dict[Kind, CostModel]):
             return changes
         plans_of = defaultdict(list)  # by micro-batch and whole batch
         for plan in plans:
-            plans_of[plan.use.number, plan.use.batch_plan.key._replace(nano=0)].append(plan)
+            plans_of[plan.number, plan.key._replace(nano=0)].append(plan)
         for (_, key), nano_plans in plans_of.items():
             kind = key.shape, key.device
             if self.accept_sample(kind):

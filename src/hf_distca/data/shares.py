@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from hf_distca.agreement.dealt_share import DealSettings
+from hf_distca.agreement.dealt_share import Dealing
 from hf_distca.agreement.documents import PackedDocuments
 from hf_distca.data.collator import IGNORED_LABEL
 from hf_distca.data.columns import InputNames
@@ -77,7 +77,7 @@ class Shares(EpochMixin):
         self,
         documents: Any,
         batches: GlobalBatches,
-        deal_settings: DealSettings,
+        deal_settings: Dealing,
         *,
         column: str = "input_ids",
         pad_token_id: int = 0,

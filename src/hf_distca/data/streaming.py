@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch.utils.data import get_worker_info
 
-from hf_distca.agreement.dealt_share import DealSettings
+from hf_distca.agreement.dealt_share import Dealing
 from hf_distca.data.borrowed_readers import count_split_ranks, hide_worker_info
 from hf_distca.data.columns import InputNames
 from hf_distca.data.pieces import DocumentPiece, hash_pieces
@@ -49,7 +49,7 @@ class StreamedShares(EpochMixin, torch.utils.data.IterableDataset[Mapping[str, A
     def __init__(
         self,
         documents: Iterable[Any],
-        deal_settings: DealSettings,
+        deal_settings: Dealing,
         *,
         column: str = "input_ids",
         inputs: InputNames = None,

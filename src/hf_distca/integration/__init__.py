@@ -1,7 +1,7 @@
 """The room for all code that knows transformers, accelerate or the Trainer.
 
-May import `borrowed`, `late_imports`, `schedule`, `kernels`, `runtime`, `recurrent`,
-`measure`, `agreement`, `data` and `run_report.rows`.
+May import `borrowed`, `late_imports`, `schedule`, `kernels`, `runtime`, `measure`,
+`agreement` and `data`.
 """
 
 # First of all, and here: with it "distca" is registered, which imports modules of this room. Were

@@ -16,8 +16,8 @@ from hf_distca.agreement.documents import Documents, make_unknown_runs
 from hf_distca.errors import UnsupportedError
 from hf_distca.kernels.base import TaskBatch
 from hf_distca.kernels.varlen import to_device
-from hf_distca.runtime.blocks import Retaken, SumCall
-from hf_distca.runtime.call import Call
+from hf_distca.runtime.blocks import Retaken, SumExchange
+from hf_distca.runtime.call import LayerExchange
 from hf_distca.schedule.layout import IntArray, Layout, mark_changes
 
 # Blocks are planned from so many tokens on. Shorter ones stay at home: images are a few hundredths
@@ -52,8 +52,8 @@ class Ahead:
 
     def sum_documents(
         self, documents: Documents, window: int | None, device: torch.device
-    ) -> tuple[Documents, Callable[..., Call]]:
-        """Make the documents to plan, and the maker of the calls of attention.
+    ) -> tuple[Documents, Callable[..., LayerExchange]]:
+        """Make the documents to plan, and the maker of exchanges.
 
         Args:
             documents: the documents of this rank.
@@ -79,7 +79,7 @@ class Ahead:
         rows, keys, length = np.delete(tokens, first), np.delete(tokens, last), last - first
         behind = None if self.ids is not None or window is None else window - 1
         if not len(rows) or behind == 0:
-            return documents, Call
+            return documents, LayerExchange
         is_planned = (length >= LEAST_PLANNED) & (window is None and not documents.span_ranks)
         runs = make_unknown_runs(length[is_planned])
         parts: list[Retaken | None] = [None, None]
@@ -92,7 +92,7 @@ class Ahead:
                 tasks = TaskBatch(starts, lengths, starts, lengths) if at_home else None
                 parts[at_home] = Retaken(*indices, tasks=tasks, window=behind)
         runs = np.concatenate([documents.runs, runs])
-        return replace(documents, runs=runs), partial(SumCall, *parts)
+        return replace(documents, runs=runs), partial(SumExchange, *parts)
 
     def check_whole(self, documents: Documents, layout: Layout, rank: int) -> None:
         """Raise if a document with blocks lies in several parts: no part could see the others."""

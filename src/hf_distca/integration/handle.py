@@ -24,9 +24,8 @@ from hf_distca.integration.families import (
     check_mask_numbers,
     warn_of_packing,
 )
-from hf_distca.integration.recurrent_rows import get_recurrent_rows
 from hf_distca.kernels.base import Scores
-from hf_distca.runtime.call import Call, Inputs
+from hf_distca.runtime.call import Inputs, LayerExchange
 from hf_distca.runtime.group import AttentionGroup
 from hf_distca.runtime.meter import Meter
 from hf_distca.runtime.outputs import OutputStore
@@ -35,12 +34,15 @@ from hf_distca.schedule.cost import AttentionShape
 from hf_distca.schedule.layout import Layout
 
 if TYPE_CHECKING:
+    from hf_distca.integration.layer_planner import LayerPlanner
     from hf_distca.integration.nano_batches import NanoBatches, SplitDocumentContext
-    from hf_distca.integration.work_planner import WorkPlanner
 
-# Keyword argument of a model's forward: the `WorkPlanner` of its handles, in place of one that
+# Keyword argument of a model's forward: the `LayerPlanner` of its handles, in place of one that
 # plans with the session; given by stages of a pipeline.
 PLANNER = "distca_planner"
+# Keyword argument of layers whose model has read the documents of the batch before them, as those
+# with recurrent layers do: an object with `documents`.
+MODEL_ROWS = "distca_rows"
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,7 +62,7 @@ class LayerWork:
             follow.
         name: name of the micro-batch, for errors.
         call_numbers: counts the calls of attention, those of recomputes among them.
-        make_call: makes a call of a layer, with the arguments of `Call`.
+        make_exchange: makes the `LayerExchange` of a call, with its arguments.
         stage_attention: computes attention in the session's place, from module, inputs and scores;
             for stages of a pipeline.
     """
@@ -74,7 +76,7 @@ class LayerWork:
     outputs: OutputStore | None = None
     name: str = "a micro-batch"
     call_numbers: Iterator[int] = field(default_factory=itertools.count)
-    make_call: Callable[..., Call] = Call
+    make_exchange: Callable[..., LayerExchange] = LayerExchange
     stage_attention: Callable[[torch.nn.Module, Inputs, Scores], torch.Tensor] | None = None
 
 
@@ -179,7 +181,7 @@ class AttentionHandle(_MaskObject):
     """
 
     def __init__(
-        self, planner: WorkPlanner, batch: TokenBatch, mask: MaskFacts = _NO_FACTS
+        self, planner: LayerPlanner, batch: TokenBatch, mask: MaskFacts = _NO_FACTS
     ) -> None:
         self.planner = planner
         self.batch = batch
@@ -240,7 +242,7 @@ class AttentionHandle(_MaskObject):
         self, arguments: Mapping[str, Any], *, span_ranks: bool, training: bool
     ) -> Documents:
         """Read the documents of the batch from the keyword arguments of a layer or of attention."""
-        rows = get_recurrent_rows(arguments)
+        rows = arguments.get(MODEL_ROWS)
         if rows is None:
             batch = self.batch.with_documents(arguments)
             documents = batch.read_documents(span_ranks=span_ranks, training=training)
@@ -254,12 +256,12 @@ class AttentionHandle(_MaskObject):
 
     def sum_documents(
         self, documents: Documents, window: int | None, device: torch.device
-    ) -> tuple[Documents, Callable[..., Call]]:
-        """Make the documents to plan, and the maker of calls, of layers with a window or None; see
+    ) -> tuple[Documents, Callable[..., LayerExchange]]:
+        """Make the documents to plan, and the maker of exchanges, of layers with a window or None; see
         `Ahead.sum_documents`.
         """
         ahead = self.mask.ahead
-        return (documents, Call) if ahead is None else ahead.sum_documents(documents, window, device)
+        return (documents, LayerExchange) if ahead is None else ahead.sum_documents(documents, window, device)
 
     def check_documents(self, layout: Layout | None, window: int | None, rank: int = 0) -> None:
         """Check the documents for layers with a window, or None for no window; this is a rank of

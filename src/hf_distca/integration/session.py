@@ -1,6 +1,6 @@
 """`Session`: state that a process keeps between micro-batches, and attention computed with it.
 
-Plans, costs and routes are made with it by a `WorkPlanner`, and live in the handle of their
+Plans, costs and routes are made with it by a `LayerPlanner`, and live in the handle of their
 micro-batch.
 """
 
@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -107,7 +106,7 @@ class Session:
         them must call this: the first call makes the group.
         """
         group = self.join_group()
-        if group.holds is None:
+        if group.has_tokens is None:
             return group
         if self._trainers is None:
             self._trainers = AttentionGroup.find_or_create(
@@ -115,7 +114,7 @@ class Session:
             )
         return self._trainers
 
-    def leave_behind(self, leaving: Sequence[int]) -> AttentionGroup:
+    def shrink_group(self, leaving: Sequence[int]) -> AttentionGroup:
         """Return the group of the others, once the ranks of these indices in the group have left.
         All others must call this.
         """
@@ -182,7 +181,7 @@ class Session:
             group is not None
             and group.size > 1
             and not group.has_left
-            and (group.holds is not None or dist.is_initialized())
+            and (group.has_tokens is not None or dist.is_initialized())
         ):
             self.planner.gather_measurements(group)
 
@@ -216,21 +215,15 @@ class Session:
         outputs = None if work.outputs is None else work.outputs.find_outputs(module, inputs)
         # Nobody waits for this rank.
         if group.monitor is None:
-            return compute_core_attention(inputs, work.make_call(route, group, server, outputs))
+            return compute_core_attention(inputs, work.make_exchange(route, group, server, outputs))
         group.raise_pending()
-        place = f"layer {getattr(module, 'layer_idx', number)} of {work.name}"
-        server = AttentionServer(
-            server.kernel,
-            server.scores,
-            work.meter,
-            partial(group.report_errors, f"computing {place}"),
-        )
-        if route.exchanges:
-            group = group.with_call_channel(place, route.forward_exchanges)
+        label = f"layer {getattr(module, 'layer_idx', number)} of {work.name}"
         try:
-            return compute_core_attention(inputs, work.make_call(route, group, server, outputs))
+            return compute_core_attention(
+                inputs, work.make_exchange(route, group, server, outputs, label)
+            )
         except Exception:
-            with server.reporting():
+            with group.report_errors(f"computing {label}"):
                 raise
 
     def choose_kernel(self, query: torch.Tensor, shape: AttentionShape, scores: Scores) -> Kernel:

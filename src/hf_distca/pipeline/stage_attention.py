@@ -17,23 +17,23 @@ from hf_distca.agreement.announce import PlanKey
 from hf_distca.borrowed import is_in_backward
 from hf_distca.errors import DistCADesyncError, UnsupportedError
 from hf_distca.integration.handle import AttentionHandle, LayerWork
+from hf_distca.integration.layer_planner import LayerPlanner
 from hf_distca.integration.session import Session
-from hf_distca.integration.work_planner import WorkPlanner
 from hf_distca.kernels.base import Grads, Outputs, Scores, TaskBatch
 from hf_distca.kernels.varlen import to_device
 from hf_distca.pipeline.tick_calls import CallPart, LayerKind, MicroBatch, MicroBatchPart, OwnCall
-from hf_distca.runtime.call import AttentionServer, Call, Inputs
+from hf_distca.runtime.call import AttentionServer, Inputs, LayerExchange
 from hf_distca.runtime.core_attention import compute_core_attention
 from hf_distca.runtime.group import AttentionGroup
 from hf_distca.runtime.outputs import LayerOutputs
-from hf_distca.runtime.route import Route, make_empty_wave
+from hf_distca.runtime.route import NOTHING_POOLED, Route
 
 # Of work whose calls have their routes from elsewhere. They may exchange, so that there is
 # something to hide.
-_NO_ROUTE = Route(TaskBatch((), (), (), ()), make_empty_wave(), exchanges=True)
+_NO_ROUTE = Route(TaskBatch((), (), (), ()), NOTHING_POOLED, exchanges=True)
 
 
-class LayerKindRecorder(WorkPlanner):
+class LayerKindRecorder(LayerPlanner):
     """Records the kinds of a stage's calls of attention, in their order, in a forward without other
     ranks, which computes no attention.
 
@@ -46,7 +46,7 @@ class LayerKindRecorder(WorkPlanner):
         self.kinds = dict[int, LayerKind]()
 
     def uses_nano_batches(self, handle: AttentionHandle, training: bool) -> bool:
-        """Return False: these layers run whole. See `WorkPlanner.uses_nano_batches`."""
+        """Return False: these layers run whole. See `LayerPlanner.uses_nano_batches`."""
         return False
 
     def plan_work(
@@ -58,7 +58,7 @@ class LayerKindRecorder(WorkPlanner):
         *,
         training: bool,
     ) -> LayerWork:
-        """See `WorkPlanner.plan_work`."""
+        """See `LayerPlanner.plan_work`."""
         work = handle.layer_work[key] = LayerWork(
             AttentionGroup(),
             _NO_ROUTE,
@@ -82,7 +82,7 @@ class LayerKindRecorder(WorkPlanner):
         return inputs.q_THD.new_zeros((*inputs.q_THD.shape[:2], key.shape.value_head_dim))
 
 
-class StageAttention(WorkPlanner):
+class StageAttention(LayerPlanner):
     """Plans and computes a stage's attention while a schedule runs, and serves other stages.
 
     Attributes:
@@ -105,7 +105,7 @@ class StageAttention(WorkPlanner):
         self.nano_batches = False
 
     def uses_nano_batches(self, handle: AttentionHandle, training: bool) -> bool:
-        """See `WorkPlanner.uses_nano_batches`."""
+        """See `LayerPlanner.uses_nano_batches`."""
         if self.nano_batches and self.micro_batch is not None:
             handle.documents = self.micro_batch.documents.cut_into_chunks(handle.mask.chunk)
         return self.nano_batches
@@ -119,7 +119,7 @@ class StageAttention(WorkPlanner):
         *,
         training: bool,
     ) -> LayerWork:
-        """See `WorkPlanner.plan_work`; calls get their routes when they are made."""
+        """See `LayerPlanner.plan_work`; calls get their routes when they are made."""
         micro_batch = self.micro_batch
         if micro_batch is None:
             raise DistCADesyncError(
@@ -195,7 +195,6 @@ class StageAttention(WorkPlanner):
             self.session.choose_kernel(query, kind.key.shape, scores),
             scores,
             self.session.meter,
-            partial(self.group.report_errors, f"computing {part.name}"),
         )
 
     def serve(self, parts: Sequence[CallPart], *, backward: bool) -> None:
@@ -209,18 +208,16 @@ class StageAttention(WorkPlanner):
             for call in begun:
                 call.finish(Grads if backward else Outputs)
 
-    def _begin_serving(self, part: CallPart, *, backward: bool) -> Call:
+    def _begin_serving(self, part: CallPart, *, backward: bool) -> LayerExchange:
         """Launch the dispatch of a call."""
-        exchanges = 0 if backward else part.route.forward_exchanges
-        call = Call(
-            part.route, self.group.with_call_channel(part.name, exchanges), self.make_server(part)
-        )
-        call.backward = backward
+        call = LayerExchange(part.route, self.group, self.make_server(part), None, part.name)
+        if backward:
+            call.begin_backward()
         call.begin_without_rows(part.kind.make_empty_operands(self.device))
         return call
 
 
-class StageCall(Call):
+class StageCall(LayerExchange):
     """A call with rows of this rank's own."""
 
     def __init__(
@@ -231,8 +228,8 @@ class StageCall(Call):
         stored: LayerOutputs | None,
     ) -> None:
         part = micro_batch.parts[which]
-        group = attention.group.with_call_channel(part.name, part.route.forward_exchanges)
-        super().__init__(part.route, group, attention.make_server(part), stored)
+        server = attention.make_server(part)
+        super().__init__(part.route, attention.group, server, stored, part.name)
         # The backward may exchange if the forward does not, and nano-batches take turns in the same
         # places on all ranks.
         self.exchanges = True
@@ -243,4 +240,4 @@ class StageCall(Call):
         super().begin_backward()
         part = self._micro_batch.reach(self._which)
         self.route, self.server = part.route, self._attention.make_server(part)
-        self.group = self._attention.group.with_call_channel(part.name, 0)
+        self.label = part.name

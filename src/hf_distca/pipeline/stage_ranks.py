@@ -96,7 +96,7 @@ def find_ranks(
     attention = StageAttention(session, group, stage.device, list(kinds))
     with group.report_errors("measuring costs"):
         for kind in dict.fromkeys(call.kind for call in pipeline.calls):
-            attention.learn_cost(kind.key, kind.make_empty_operands(stage.device).q_THD, group)
+            attention.make_cost(kind.key, kind.make_empty_operands(stage.device).q_THD, group)
     return pipeline, attention
 
 

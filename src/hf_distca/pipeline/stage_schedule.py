@@ -38,8 +38,7 @@ from hf_distca.pipeline.ticks import (
     TickPlans,
     order_ticks,
 )
-from hf_distca.runtime.group import AttentionGroup
-from hf_distca.runtime.rendezvous import Rendezvous
+from hf_distca.runtime.group import AttentionGroup, Rendezvous
 
 # How a batch was loaded. They are no numbers that another announcement begins with.
 _STATED, _SHARES = -1, -2
@@ -215,7 +214,7 @@ class Schedule(OneStageSchedule):
         """Plan all ticks: from one announcement, or from dealt shares, which hold all documents, so
         that no rank waits.
         """
-        progress = self._session.planner.resume_progress()
+        state = self._session.planner.current_state()
         config = self._session.config
         shares = [read.dealt_share for read in documents if read.dealt_share is not None]
         are_dealt = len(shares) == len(documents)
@@ -239,16 +238,16 @@ class Schedule(OneStageSchedule):
                     for part in requests
                 }
             else:
-                announced = progress.announce_requests(
+                announced = state.announce(
                     list(requests.values()), group, place, self._session.config
                 )
                 layouts = {
                     part: build_layout_of_copies(
-                        batch, pipeline.copies, group.ranks, part.micro_batch
+                        announced_documents, pipeline.copies, group.ranks, part.micro_batch
                     )
-                    for part, batch in zip(requests, announced, strict=True)
+                    for part, announced_documents in zip(requests, announced, strict=True)
                 }
-            costs = {key: progress.costs.get_cost(key) for key in pipeline.keys}
+            costs = {key: state.costs.get_cost(key) for key in pipeline.keys}
             order = order_ticks(
                 self.stage.num_stages, self.micro_batches, backward=self.is_training
             )

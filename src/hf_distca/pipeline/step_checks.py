@@ -15,9 +15,8 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from hf_distca.agreement.announce import (
-    AnnouncedBatch,
+    AnnouncedDocuments,
     SharedSettings,
-    build_layout,
     check_equal,
     check_shared_settings,
 )
@@ -164,13 +163,13 @@ def _check_copy(steps: Mapping[int, StepRow], facts: SharedSettings, place: str)
 
 
 def build_layout_of_copies(
-    batch: AnnouncedBatch, copies: Sequence[int], ranks: Sequence[int], micro_batch: int
+    documents: AnnouncedDocuments, copies: Sequence[int], ranks: Sequence[int], micro_batch: int
 ) -> Layout:
     """Build the layout of a micro-batch, or of a nano-batch of it, over the copies of the model,
     from the documents that all ranks announced.
 
     Args:
-        batch: the documents.
+        documents: the documents.
         copies: copy of each rank.
         ranks: global number of each rank, for errors.
         micro_batch: its number, for errors.
@@ -178,8 +177,8 @@ def build_layout_of_copies(
     Raises:
         DistCADesyncError: if the stages of a copy have different documents.
     """
-    of_ranks = np.split(batch.numbers, np.cumsum(batch.counts)[:-1])
     firsts = [copies.index(copy) for copy in range(1 + max(copies))]
+    of_ranks = documents.split_by_rank()
     for rank, copy in enumerate(copies):
         first = firsts[copy]
         if not np.array_equal(of_ranks[first], of_ranks[rank]):
@@ -191,12 +190,5 @@ def build_layout_of_copies(
                 f" have different documents in micro-batch {micro_batch}, of {lengths} and"
                 f" {other_lengths} tokens. Give all stages of a copy the same position_ids."
             )
-    return build_layout(
-        AnnouncedBatch(
-            batch.span_ranks[firsts],
-            batch.nano[firsts],
-            batch.has_context[firsts],
-            batch.counts[firsts],
-            np.concatenate([of_ranks[first] for first in firsts]),
-        )
-    )
+    numbers = np.concatenate([of_ranks[first] for first in firsts])
+    return AnnouncedDocuments(documents.header[firsts], numbers).build_layout()

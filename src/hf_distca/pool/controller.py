@@ -31,7 +31,7 @@ from hf_distca.integration.handle import LayerWork
 from hf_distca.late_imports import call_at_exit
 from hf_distca.pool.addresses import parse_address
 from hf_distca.pool.words import JsonLineConnection
-from hf_distca.runtime.call import Call
+from hf_distca.runtime.call import LayerExchange
 from hf_distca.runtime.group import AttentionGroup, Phase
 
 ASK_SECONDS = 0.2  # between two attempts to find a server
@@ -120,13 +120,13 @@ class PoolController:
             self._name(named, f"{serial}.{number}")
         return result
 
-    def enter_phase(self, call: Call, phase: Phase, dtype: torch.dtype | None) -> None:
+    def enter_phase(self, call: LayerExchange, phase: Phase, dtype: torch.dtype | None) -> None:
         """See `GroupObserver.enter_phase`."""
         said: dict[str, Any] = {"call": id(call)}
-        if phase == "begin" and call.group.data is not None:
+        if phase == "begin":
             said |= {
                 "work": self._names[id(call.route)],
-                "place": call.group.data.where,
+                "place": call.label,
                 "dtype": dtype,
                 "scale": call.server.scores.scale,
                 "softcap": call.server.scores.softcap,
@@ -144,7 +144,7 @@ class PoolController:
         for served in self.groups:
             if served.group.monitor is group.monitor:
                 # As long as a plan is used, its group is needed.
-                served.under_way |= {f"{serial}.0"} if step == "use_plan" else set()
+                served.under_way |= {f"{serial}.0"} if step == "make_work" else set()
                 served.send([step, said, serial, forgotten])
             served.under_way.difference_update(forgotten)
         while len(self.groups) > 1 and not self.groups[0].under_way:

@@ -36,7 +36,7 @@ from hf_distca.errors import (
 )
 from hf_distca.pool.addresses import read_token, store_key
 from hf_distca.pool.controller import ASK_SECONDS, PoolController, connect_server
-from hf_distca.runtime.call import Call
+from hf_distca.runtime.call import LayerExchange
 from hf_distca.runtime.group import AttentionGroup, Phase
 from hf_distca.runtime.members import Members
 
@@ -52,7 +52,7 @@ class PoolRanks:
     Attributes:
         ranks: global ranks of those that train, then numbers of the servers, which follow these; in
             the order of the group.
-        holds: for each, whether it trains.
+        has_tokens: for each, whether it trains.
         names: names of the servers in errors, by the numbers in `ranks`.
         rank: index of this process.
         backend: backend for tensors, as `torch.distributed` names it.
@@ -60,7 +60,7 @@ class PoolRanks:
     """
 
     ranks: tuple[int, ...]
-    holds: tuple[bool, ...]
+    has_tokens: tuple[bool, ...]
     names: Mapping[int, str]
     rank: int
     backend: str
@@ -72,7 +72,7 @@ class PoolRanks:
         ranks = tuple(invitation["ranks"])
         return cls(
             ranks,
-            tuple(invitation["holds"]),
+            tuple(invitation["has_tokens"]),
             {int(server): name for server, name in invitation["names"].items()},
             ranks.index(number),
             invitation["backend"],
@@ -87,7 +87,7 @@ class PoolRanks:
         return replace(
             self,
             ranks=tuple(self.ranks[index] for index in stay),
-            holds=tuple(self.holds[index] for index in stay),
+            has_tokens=tuple(self.has_tokens[index] for index in stay),
             rank=stay.index(self.rank),
             store=PrefixStore(f"distca pool of {len(stay)}", self.store),
         )
@@ -96,7 +96,9 @@ class PoolRanks:
         """Build their group, whose members wait so long for each other. Every one of them must call
         it; for errors see `AttentionGroup.create`.
         """
-        group = AttentionGroup(self.ranks, self.rank, holds=self.holds, timeout_seconds=seconds)
+        group = AttentionGroup(
+            self.ranks, self.rank, has_tokens=self.has_tokens, timeout_seconds=seconds
+        )
         make = partial(group_in_store, (self.ranks, self.rank), self.store)
 
         def connect(timeout: timedelta) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
@@ -138,7 +140,9 @@ class PoolObserver:
         """See `GroupObserver.take_step`."""
         return self.controller.take_step(step, *args, **options)
 
-    def enter_phase(self, call: Call, phase: Phase, dtype: torch.dtype | None = None) -> None:
+    def enter_phase(
+        self, call: LayerExchange, phase: Phase, dtype: torch.dtype | None = None
+    ) -> None:
         """See `GroupObserver.enter_phase`."""
         self.controller.enter_phase(call, phase, dtype)
 
@@ -243,7 +247,7 @@ class PoolObserver:
         placed = _order_members(ranks, self.nodes, self.each_node, len(addresses))
         invitation = {
             "ranks": placed,
-            "holds": [rank < ranks for rank in placed],
+            "has_tokens": [rank < ranks for rank in placed],
             "names": names,
             "backend": backend,
             "meeting": f"distca pool {uuid.uuid4().hex}",

@@ -24,15 +24,14 @@ import numpy as np
 import torch
 
 from hf_distca.agreement.announce import PlanKey
-from hf_distca.agreement.batch_plan import BatchPlan
+from hf_distca.agreement.batch_plan import MicroBatchPlan
 from hf_distca.agreement.documents import Documents
 from hf_distca.agreement.planner import Planner
 from hf_distca.borrowed import Store, TCPStore
-from hf_distca.doctor.exchange import exchange
 from hf_distca.errors import DistCADesyncError, make_printable
 from hf_distca.integration.handle import LayerWork
+from hf_distca.integration.layer_planner import LayerPlanner
 from hf_distca.integration.session import Session
-from hf_distca.integration.work_planner import WorkPlanner
 from hf_distca.kernels.base import Grads, Outputs, Scores
 from hf_distca.package_versions import list_versions
 from hf_distca.pool.door import accept, find_refusal, refuse
@@ -43,11 +42,12 @@ from hf_distca.pool.words import (
     read_dtype,
     read_key,
     read_requests,
-    read_shares,
+    read_share,
 )
-from hf_distca.runtime.call import Call
+from hf_distca.runtime.call import LayerExchange
 from hf_distca.runtime.empty_rows import make_empty_operands
 from hf_distca.runtime.meter import Meter
+from hf_distca.tools.doctor.exchange import exchange
 
 _LOOK_SECONDS = 1.0  # between two looks whether another rank has left
 _END_SECONDS = 3.0  # that rank 0, which fails when others do not come, may take to say so
@@ -101,7 +101,7 @@ def serve(
         server = Server(ranks, invitation["seconds"], device)
         say(
             f"is rank {invitation['number']} of {len(ranks.ranks)}, and serves the"
-            f" {sum(ranks.holds)} that train"
+            f" {sum(ranks.has_tokens)} that train"
         )
         Thread(target=accept, args=[listening, refuse, None], daemon=True).start()
         Thread(target=_outlive_briefly, args=[words, server, say], daemon=True).start()
@@ -139,10 +139,11 @@ class Server:
     def __init__(self, ranks: PoolRanks, seconds: float, device: torch.device) -> None:
         self._ranks, self._device, self.is_leaving = ranks, device, False
         self._group = ranks.join(seconds)
-        self._calls: dict[int, Call] = {}
+        self._calls: dict[int, LayerExchange] = {}
         self._known: dict[str, Any] = {}
         self._meter = Meter()
         self._micro_batches = self._served = 0
+        self._newest: tuple[str, int] | None = None  # session and number of a micro-batch
         self._began = time.perf_counter()
 
     def run(self, words: JsonLineConnection) -> NoReturn:
@@ -204,43 +205,39 @@ class Server:
         settings = read_config(config)
         if session not in self._known:
             self._known[session] = begun = Session(settings)
-            begun.meter.whole = self._meter
+            begun.meter.parent = self._meter
             begun.adopt_group(self._group)
         self._known[session].config = settings
 
-    def learn_cost(self, session: str, key: Sequence[Any], query: str) -> None:
+    def make_cost(self, session: str, key: Sequence[Any], query: str) -> None:
         """Make the cost model of a kind of layer, together with the ranks."""
         which = read_key(key)
-        WorkPlanner(self._known[session]).learn_cost(
+        LayerPlanner(self._known[session]).make_cost(
             which,
             make_empty_operands(which.shape, read_dtype(query), self._device).q_THD,
             self._group,
         )
 
-    def plan_documents(self, session: str, requests: Sequence[Any]) -> list[BatchPlan]:
+    def plan_documents(self, session: str, requests: Sequence[Any]) -> list[MicroBatchPlan]:
         """Take part when ranks announce documents, plan them, and compare their plans."""
-        return self._make_planner(session).plan_documents(
-            read_requests(requests, [None] * len(requests)), self._group
-        )
+        return self._make_planner(session).plan_documents(read_requests(requests), self._group)
 
-    def plan_shares(
-        self, session: str, shares: Sequence[Mapping[str, Any]], requests: Sequence[Any]
-    ) -> list[BatchPlan]:
+    def plan_share(
+        self, session: str, share: Mapping[str, Any], requests: Sequence[Any]
+    ) -> list[MicroBatchPlan]:
         """Plan a dealt batch, as each rank does alone."""
-        known = read_shares(shares)
-        return self._make_planner(session).plan_shares(
-            known, read_requests(requests, known), self._group
+        return self._make_planner(session).plan_share(
+            read_share(share), read_requests(requests), self._group
         )
 
-    def use_plan(self, session: str, planned: str) -> _UsedPlan:
-        """Use a plan for a micro-batch."""
+    def make_work(self, session: str, planned: str) -> _UsedPlan:
+        """Make the work of a plan that a micro-batch uses."""
         plan = self._known.pop(planned)
         user = self._known[session]
-        planner = self._make_planner(session)
-        before = planner.resume_progress().number
         none = Documents(np.empty((0, 3), np.int64))
-        work = WorkPlanner(user).use_plan(none, plan, self._group, self._device)
-        self._micro_batches += planner.resume_progress().number - before
+        work = LayerPlanner(user).make_work(none, plan, self._group, self._device)
+        self._micro_batches += self._newest != (session, plan.number)
+        self._newest = session, plan.number
         return _UsedPlan(user, plan.key, work)
 
     def gather_measurements(self, session: str) -> None:
@@ -261,10 +258,7 @@ class Server:
             key.shape,
             Scores(layer["scale"], used.window, layer["softcap"]),
         )
-        server.reporting = partial(used.group.report_errors, f"computing {place}")
-        self._calls[call] = taken = Call(
-            used.route, used.group.with_call_channel(place, used.route.forward_exchanges), server
-        )
+        self._calls[call] = taken = LayerExchange(used.route, used.group, server, None, place)
         if backward:
             taken.begin_backward()
         else:
@@ -283,7 +277,7 @@ class Server:
 
     def _make_planner(self, session: str) -> Planner:
         planner: Planner = self._known[session].planner
-        planner.resume_progress().is_leaving = self.is_leaving
+        planner.current_state().is_leaving = self.is_leaving
         return planner
 
     def _receive_next(self, words: JsonLineConnection) -> Any:
@@ -305,10 +299,10 @@ STEPS: dict[str, Callable[..., object]] = {
         Server.end,
         Server.regroup,
         Server.use_settings,
-        Server.learn_cost,
+        Server.make_cost,
         Server.plan_documents,
-        Server.plan_shares,
-        Server.use_plan,
+        Server.plan_share,
+        Server.make_work,
         Server.gather_measurements,
         Server.exchange,
         Server.begin,

@@ -171,30 +171,22 @@ def read_key(values: Sequence[Any]) -> PlanKey:
     return PlanKey(AttentionShape(*shape), *rest)
 
 
-def read_requests(requests: Sequence[Any], shares: Sequence[DealtShare | None]) -> list[Request]:
-    """Read requests for plans, for a rank without documents; with shares where batches are
-    dealt.
-    """
+def read_requests(requests: Sequence[Any]) -> list[Request]:
+    """Read requests for plans, for a rank without documents."""
     none = np.zeros((0, 3), dtype=np.int64)
-    return [
-        (Documents(none, span_ranks=spans, dealt_share=dealt), read_key(key))
-        for (spans, key), dealt in zip(requests, shares, strict=True)
-    ]
+    return [(Documents(none, span_ranks=spans), read_key(key)) for spans, key in requests]
 
 
-def read_shares(shares: Sequence[Mapping[str, Any]]) -> list[DealtShare]:
-    """Read shares, as seen from a rank that the batch is not dealt to."""
+def read_share(share: Mapping[str, Any]) -> DealtShare:
+    """Read a share, as seen from a rank that the batch is not dealt to."""
     numbers = partial(np.array, dtype=np.int64)
-    return [
-        DealtShare(
-            tuple(share["batch"]),
-            -1,
-            tuple(
-                Layout(numbers(document), numbers(start), numbers(length), numbers(offsets))
-                for document, start, length, offsets in share["layouts"]
-            ),
-            share["documents"],
-            read_config(share["config"]),
-        )
-        for share in shares
-    ]
+    return DealtShare(
+        tuple(share["batch"]),
+        -1,
+        tuple(
+            Layout(numbers(document), numbers(start), numbers(length), numbers(offsets))
+            for document, start, length, offsets in share["layouts"]
+        ),
+        share["documents"],
+        read_config(share["config"]),
+    )

@@ -24,10 +24,9 @@ from hf_distca.kernels.base import (
     Outputs,
     Saved,
     TaskBatch,
-    get_key_rows,
-    get_query_rows,
+    Tensors,
 )
-from hf_distca.runtime.call import Call, merge_head_groups, split_head_groups
+from hf_distca.runtime.call import LayerExchange, merge_head_groups, split_head_groups
 
 Handed = TypeVar("Handed", Operands, Saved)
 Results = TypeVar("Results", bound=Outputs | Grads)
@@ -52,8 +51,13 @@ class Retaken:
 
     def take(self, home: Handed) -> Handed:
         """Take rows and keys from this rank's tokens."""
-        queries = [t.index_select(0, self.rows) for t in get_query_rows(home)]
-        return type(home)(*queries, *(t.index_select(0, self.keys) for t in get_key_rows(home)))
+        places = self._list_places(home)
+        return type(home)(*(t.index_select(0, i) for t, i in zip(home, places, strict=True)))
+
+    def _list_places(self, tensors: Tensors) -> list[torch.Tensor]:
+        """List the indices for each tensor: rows of keys come last, and outputs have none."""
+        keys = 0 if isinstance(tensors, Outputs) else 2
+        return [self.rows] * (len(tensors) - keys) + [self.keys] * keys
 
     def join(self, home: Handed) -> Handed:
         """Join this rank's tokens with those taken again."""
@@ -64,10 +68,7 @@ class Retaken:
     def split(self, results: Results) -> tuple[Results, Results]:
         """Split results of what `join` returned into those of this rank's tokens and the others."""
         parts = []
-        for tensor, again in (
-            *((t, self.rows) for t in get_query_rows(results)),
-            *((t, self.keys) for t in get_key_rows(results)),
-        ):
+        for tensor, again in zip(results, self._list_places(results), strict=True):
             own = len(tensor) - len(again)
             sizes = [len(again), own] if self.is_context else [own, len(again)]
             parts.append(tensor.split(sizes)[:: -1 if self.is_context else 1])
@@ -77,8 +78,7 @@ class Retaken:
     def add(self, results: Any, part: Any) -> Any:
         """Add the results of tokens taken again to those of this rank's tokens."""
         if isinstance(results, Grads):
-            places = (self.rows, self.keys, self.keys)
-            return Grads(*map(_add_rows, results, places, part))
+            return Grads(*map(_add_rows, results, self._list_places(results), part))
         (o_THV, lse_TH), (part_THV, part_TH) = results, part
         if not len(self.rows):
             return results
@@ -98,13 +98,13 @@ def _add_rows(total: torch.Tensor, rows: torch.Tensor, part: torch.Tensor) -> to
     return wide.index_add(0, rows, part.to(wide.dtype)).to(total.dtype)
 
 
-class SumCall(Call):
+class SumExchange(LayerExchange):
     """A call whose attention is a sum of causal documents, some over tokens that are taken again.
 
     Args:
         planned: the tokens whose documents are in the plan; None without any.
         at_home: the tokens whose documents run at home; None without any.
-        arguments: of `Call`.
+        arguments: of `LayerExchange`.
     """
 
     def __init__(

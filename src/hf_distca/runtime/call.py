@@ -1,24 +1,23 @@
-"""A call of core attention on one rank: its messages and tasks, forward and backward.
+"""A layer's call of core attention on one rank: its messages and tasks, forward and backward.
 
-A call has three phases, forward and backward: `begin`, `serve` and `finish`. They consist of these
-steps, in this order: `send_queries_and_keys`; `forward_keys`, `run_local` and `run_arrived`, which
-sends results back; and `collect`. With `Operands`
-they run forward, and results are `Outputs`; with `Saved` they run backward, and results are
-`Grads`. Steps that start an exchange return it; the step that waits for it takes it as an argument.
+It has three phases, forward and backward: `begin`, `serve` and `finish`. They consist of these
+steps, in this order: `send_queries_and_keys`; `forward_keys`, `run_local` and `run_pooled`, which
+sends results back; and `collect`. With `Operands` they run forward, and results are `Outputs`; with
+`Saved` they run backward, and results are `Grads`. Steps that start an exchange return it; the step
+that waits for it takes it as an argument.
 
-`home` holds the tensors of this rank's own tokens.
+`home` holds the tensors of this rank's own tokens. This code runs between the launches of every
+layer: what the route knows is not computed here, and what can be said without a Python call is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
 import torch
 
-from hf_distca.borrowed import is_profiling
 from hf_distca.kernels.base import (
     Grads,
     Kernel,
@@ -28,24 +27,14 @@ from hf_distca.kernels.base import (
     Scores,
     TaskBatch,
     Tensors,
-    get_key_rows,
-    get_query_rows,
 )
 from hf_distca.kernels.flash import leave_room_for_messages
 from hf_distca.runtime.empty_rows import make_empty_results, make_empty_saved
 from hf_distca.runtime.group import AttentionGroup, Phase
-from hf_distca.runtime.messages import (
-    MessagePart,
-    Pending,
-    concat_rows,
-    enter_side_stream,
-    launch,
-    put_rows,
-    view_rows,
-)
-from hf_distca.runtime.meter import Meter, mark_now, start_mark
+from hf_distca.runtime.messages import MessagePart, Pending, enter_side_stream, launch, put_rows
+from hf_distca.runtime.meter import Meter, get_clock, show
 from hf_distca.runtime.outputs import LayerOutputs
-from hf_distca.runtime.route import KeyRelay, Route, Wave
+from hf_distca.runtime.route import KeyRelay, Pool, PooledTasks, Route
 
 Handed = TypeVar("Handed", bound=Tensors)
 Results = TypeVar("Results", bound=Outputs | Grads)
@@ -57,9 +46,8 @@ def split_head_groups(tensors: Handed, groups: int) -> Handed:
     """
     if groups == 1:
         return tensors
-    return _remake(
-        tensors,
-        (t.contiguous().view(len(t) * groups, t.shape[1] // groups, *t.shape[2:]) for t in tensors),
+    return type(tensors)(
+        *(t.contiguous().view(len(t) * groups, t.shape[1] // groups, *t.shape[2:]) for t in tensors)
     )
 
 
@@ -67,14 +55,9 @@ def merge_head_groups(tensors: Handed, groups: int) -> Handed:
     """Undo `split_head_groups`."""
     if groups == 1:
         return tensors
-    return _remake(
-        tensors, (t.view(len(t) // groups, t.shape[1] * groups, *t.shape[2:]) for t in tensors)
+    return type(tensors)(
+        *(t.view(len(t) // groups, t.shape[1] * groups, *t.shape[2:]) for t in tensors)
     )
-
-
-def _remake(tensors: Handed, others: Iterable[torch.Tensor]) -> Handed:
-    """Make the same named tuple of other tensors."""
-    return type(tensors)(*others)
 
 
 class Inputs(NamedTuple):
@@ -113,38 +96,35 @@ class Inputs(NamedTuple):
         )
 
 
-@dataclass(eq=False)  # not frozen: to make one takes four times as long then
+@dataclass(frozen=True, eq=False)
 class AttentionServer:
     """A rank in its role of running CA-tasks, with one kernel. Keeps nothing between calls.
 
     Attributes:
         kernel: the attention kernel.
-        scores: scale, window and softcap of the layer.
+        scores: scale, window and softcap of the layers.
         meter: where kernel seconds are counted.
-        reporting: makes a context manager that reports an exception to the other ranks; entered
-            when a kernel raises one.
     """
 
     kernel: Kernel
     scores: Scores
     meter: Meter
-    reporting: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def run(
-        self, pools: Operands | Saved, tasks: TaskBatch, *, beside: bool = False
+        self, pools: Operands | Saved, tasks: TaskBatch, *, leaves_room: bool = False
     ) -> Outputs | Grads:
         """Compute outputs of a batch, or its gradients; zeros in rows that no task covers.
 
-        With `beside` the kernel leaves room for messages.
+        With `leaves_room` the kernel leaves room for messages.
         """
         device = pools.q_THD.device
         backward = isinstance(pools, Saved)
-        mark = start_mark("server") if is_profiling() else None
         self.meter.count(kernel_calls=1, backward_calls=int(backward))
-        begin = mark_now(device) if self.meter.timed else None
-        kernel = leave_room_for_messages(self.kernel) if beside else self.kernel
+        clock = get_clock(device) if self.meter.timed else float
+        kernel = leave_room_for_messages(self.kernel) if leaves_room else self.kernel
         compute: Callable[..., Outputs | Grads] = kernel.backward if backward else kernel.forward
-        try:
+        with show("server"):
+            begin = clock()
             # Kernels compute in the dtypes that they are given, and in wider ones: the user's
             # autocast is not for them.
             if torch.is_autocast_enabled(device.type):
@@ -152,23 +132,18 @@ class AttentionServer:
                     results = compute(pools, tasks, self.scores)
             else:
                 results = compute(pools, tasks, self.scores)
-        except Exception:
-            with self.reporting():
-                raise
-        if begin is not None:
-            self.meter.span("server", begin, mark_now(device))
-        if mark is not None:
-            mark.__exit__(None, None, None)
+            self.meter.span("server", begin, clock())
         return results
 
 
-class Call:
-    """A call of core attention on one rank.
+class LayerExchange:
+    """A call of core attention of one layer on one rank.
 
     Attributes:
         route, group, server: this rank's route, the attention group of the route, and the server
             that runs the tasks.
         stored: where the outputs are kept for a recompute; None to keep nothing.
+        label: name of the call, the same on every rank; None if nobody waits for this rank.
         recomputed_outputs: stored outputs, in a recompute that finds them: nothing is launched and
             no kernel runs.
         backward: whether backward has begun.
@@ -181,22 +156,30 @@ class Call:
         group: AttentionGroup,
         server: AttentionServer,
         stored: LayerOutputs | None = None,
+        label: str | None = None,
     ) -> None:
-        self.route, self.group, self.server, self.stored = route, group, server, stored
-        recomputed = None if stored is None else stored.pop()
-        self.recomputed_outputs = None if recomputed is None else Outputs(*recomputed)
+        self.route, self.group, self.server = route, group, server
+        self.label, self.stored = label, stored
+        recorded = None if stored is None else stored.take_recorded()
+        self.recomputed_outputs = None if recorded is None else Outputs(*recorded)
         self.backward, self._has_rows = False, True
         self.exchanges = route.exchanges
+        # Of the tensors that travel to a server, and of results, so many have a row per query, and
+        # the others a row per key.
+        self._sent_queries, self._returned_queries = 1, 2
         self._stashed: tuple[Tensors, Pending | None] | None = None
-        # Of relays: gradients of received queries; those of the key pool, wide enough for sums, and
-        # the dtypes they travel in.
-        self._relayed: tuple[list[torch.Tensor], list[tuple[torch.Tensor, torch.dtype]]] = [], []
+        # Gradients of received queries; those of the key pool, wide enough for sums, and the dtypes
+        # they travel in.
+        self._relay_buffers: tuple[list[torch.Tensor], list[tuple[torch.Tensor, torch.dtype]]] = (
+            [],
+            [],
+        )
 
     def begin(self, tokens: Operands | Saved) -> None:
         """Launch the first dispatch, forward or, once that has begun, backward."""
         self._enter_phase("begin", tokens.q_THD.dtype)
         home = split_head_groups(tokens, self.route.groups)
-        self._stashed = tokens, self.send_queries_and_keys(self.route.wave, home)
+        self._stashed = tokens, self.send_queries_and_keys(home)
 
     def begin_without_rows(self, operands: Operands) -> None:
         """Begin on a rank that runs tasks of others only, with `make_empty_operands` of the
@@ -213,12 +196,12 @@ class Call:
         home = split_head_groups(tokens, self.route.groups)
         dispatch = self.forward_keys(home, dispatch)
         results = self.run_local(tokens) if self._has_rows else make_empty_results(home)
-        self._stashed = self.run_arrived(self.route.wave, home, results, dispatch)
+        self._stashed = self.run_pooled(home, results, dispatch)
 
     def finish(self, kind: type[Results]) -> Results:
         """Wait for the results of this rank's own rows, and return them."""
         self._enter_phase("finish")
-        return self.collect(self.route.wave, *self._pop_stashed(kind))
+        return self.collect(*self._pop_stashed(kind))
 
     def _enter_phase(self, phase: Phase, dtype: torch.dtype | None = None) -> None:
         if self.group.observer is not None:
@@ -237,27 +220,26 @@ class Call:
         return handed[0], handed[1]
 
     def begin_backward(self) -> None:
-        """Count exchanges and spans as backward from now on, and drop outputs that only a recompute
-        needed.
+        """Count exchanges and spans as backward from now on, and discard outputs that only a
+        recompute needed.
         """
         self.backward = True
-        if self.group.data is not None:
-            self.group.data.begin_backward()
+        self._sent_queries, self._returned_queries = 4, 1
         if self.stored is not None:
-            self.stored.drop()
+            self.stored.discard()
 
     # A pipeline may exchange in one direction only. In the other one there is nothing to launch and
     # nothing to wait for.
 
-    def send_queries_and_keys(self, wave: Wave, home: Operands | Saved) -> Pending | None:
-        """Send this rank's own rows to the servers of a wave."""
+    def send_queries_and_keys(self, home: Operands | Saved) -> Pending | None:
+        """Send this rank's own rows to the servers."""
         if not self.route.exchanges:
             return None
+        pooled = self.route.pooled
+        rows = [pooled.queries] * self._sent_queries + [pooled.keys] * 2
         # Log-sum-exps lie as kernels give them.
-        parts = [MessagePart(t.contiguous(), wave.queries) for t in get_query_rows(home)] + [
-            MessagePart(t, wave.keys) for t in get_key_rows(home)
-        ]
-        return self._launch(wave, parts, "dispatch", dispatches=1)
+        parts = [MessagePart(t.contiguous(), sent) for t, sent in zip(home, rows, strict=True)]
+        return self._launch(parts, "dispatch", dispatches=1)
 
     def forward_keys(self, home: Operands | Saved, dispatch: Pending | None) -> Pending | None:
         """Wait for the dispatch, and forward the keys that this rank relays; without relays return
@@ -266,21 +248,19 @@ class Call:
         On CUDA a side stream waits, so that this rank's own tasks, which are launched next, do not.
         `home` has rows of head groups.
         """
-        passing = self.route.wave.passing
-        if passing is None or dispatch is None:
+        relay = self.route.pooled.relay
+        if relay is None or dispatch is None:
             return dispatch
-        with enter_side_stream(self.group.data, dispatch.device) as beside:
+        with enter_side_stream(self.group.data, dispatch.device) as on_side_stream:
             first = dispatch.transfer
-            came = self._await_sections(dispatch, "dispatch", beside)
+            received = self._await_sections(dispatch, "dispatch", on_side_stream)
             parts = [
-                MessagePart(passing.copy_forwarded(sections, like), passing.keys)
-                for sections, like in zip(
-                    came[-len(get_key_rows(home)) :], get_key_rows(home), strict=True
-                )
+                MessagePart(relay.forwarded.assemble(like, sections), relay.keys)
+                for sections, like in zip(received[-2:], home[-2:], strict=True)
             ]
-            second = self._launch(self.route.wave, parts, "relays' dispatch", beside, dispatches=1)
-        second.earlier_sections = came
-        if beside:
+            second = self._launch(parts, "relays' dispatch", on_side_stream, dispatches=1)
+        second.earlier_sections = received
+        if on_side_stream:
             second.earlier_transfer = first
         return second
 
@@ -289,23 +269,22 @@ class Call:
 
         Return results of all its tokens, in rows of head groups.
         """
-        wave, groups = self.route.local_wave, self.route.groups
-        results = self._run(home, self.route.local_tasks)
-        if groups > 1:
-            results = split_head_groups(results, groups)
-        if wave is None:
+        pooled, groups = self.route.local_pooled, self.route.groups
+        results = split_head_groups(self._run(home, self.route.local_tasks), groups)
+        if pooled is None:
             return results
         pools = self._run(
-            self._build_pools(wave, split_head_groups(home, groups), None), wave.arrived
+            self._build_pools(pooled, split_head_groups(home, groups), None), pooled.tasks
         )
+        queries = self._returned_queries
         put_rows(
-            get_query_rows(results), wave.own_queries, [[pool] for pool in get_query_rows(pools)]
+            results[:queries], pooled.query_pool.own_copies, [[pool] for pool in pools[:queries]]
         )
-        sums = map(wave.pool.add_own, get_key_rows(results), get_key_rows(pools))
-        return _remake(results, [*get_query_rows(results), *sums])
+        sums = map(pooled.key_pool.add_own, results[queries:], pools[queries:])
+        return type(results)(*results[:queries], *sums)
 
-    def run_arrived(
-        self, wave: Wave, home: Operands | Saved, results: Results, dispatch: Pending | None
+    def run_pooled(
+        self, home: Operands | Saved, results: Results, dispatch: Pending | None
     ) -> tuple[Results, Pending | None]:
         """Run the tasks that a dispatch brings, write this rank's own rows into `results`, and send
         the others back.
@@ -319,137 +298,132 @@ class Call:
         """
         if dispatch is None:
             return results, None
-        pools = list(self._run(self._build_pools(wave, home, dispatch), wave.arrived))
-        passing = wave.passing
-        queries = [pools.pop(0) for _ in get_query_rows(results)]
+        pooled, queries = self.route.pooled, self._returned_queries
+        relay, own_rows = pooled.relay, pooled.own_rows
+        pools = list(self._run(self._build_pools(pooled, home, dispatch), pooled.tasks))
+        query_pools, received = pools[:queries], [pool[own_rows:] for pool in pools[:queries]]
+        del pools[:queries]
         sums: list[torch.Tensor] = []
         copies: list[torch.Tensor] = []
         wide: list[tuple[torch.Tensor, torch.dtype]] = []
-        # Outputs have no rows of keys.
-        for total, tensor in zip(get_key_rows(results), get_key_rows(home), strict=False):
+        for total in results[queries:]:
             pool = pools.pop(0)
-            sums.append(wave.pool.add_own(total, pool))
+            sums.append(pooled.key_pool.add_own(total, pool))
             # Copies travel in the dtype of k and v; sums of them do not.
-            copies.append(pool.to(tensor.dtype))
-            if passing is not None:
-                wide.append((pool if passing.size else copies[-1], tensor.dtype))
+            copies.append(pool.to(home.v_TKV.dtype))
+            if relay is not None:
+                wide.append((pool if relay.forwarded.rows else copies[-1], home.v_TKV.dtype))
             del pool
-        received = [pool[wave.own_rows :] for pool in queries]
-        if passing is None or not copies:
-            returned = self._send_back(wave, received, copies)
+        if relay is None or not copies:  # outputs have no rows of keys
+            returned = self._send_back(received, copies)
         else:
-            parts = [MessagePart(t.contiguous(), passing.way_back) for t in copies]
-            returned = self._launch(wave, parts, "return to relays", returns=1)
-            self._relayed = received, wide
-        put_rows(get_query_rows(results), wave.own_queries, [[pool] for pool in queries])
-        return _remake(results, [*get_query_rows(results), *sums]), returned
+            parts = [MessagePart(t.contiguous(), relay.way_back) for t in copies]
+            returned = self._launch(parts, "return to relays", returns=1)
+            self._relay_buffers = received, wide
+        put_rows(results[:queries], pooled.query_pool.own_copies, [[pool] for pool in query_pools])
+        return type(results)(*results[:queries], *sums), returned
 
-    def collect(self, wave: Wave, results: Results, returned: Pending | None) -> Results:
+    def collect(self, results: Results, returned: Pending | None) -> Results:
         """Wait for a return and write the received rows into `results`.
 
         Return them; gradients of keys may be new tensors, as above.
         """
         if returned is None:
             return results
-        if wave.passing is not None and get_key_rows(results):
-            returned = self._send_home(wave, wave.passing, returned)
-        came = self._await_sections(returned, "return")
-        begin = mark_now(returned.device)
-        queries = len(get_query_rows(results))
-        put_rows(get_query_rows(results), wave.queries.runs, came[:queries])
-        sums = list(map(wave.add_copies, get_key_rows(results), came[queries:]))
-        self.server.meter.span("unpack", begin, mark_now(returned.device))
-        return _remake(results, [*get_query_rows(results), *sums])
+        pooled, queries = self.route.pooled, self._returned_queries
+        if pooled.relay is not None and len(results) > queries:
+            returned = self._send_home(pooled.relay, returned)
+        received = self._await_sections(returned, "return")
+        clock = get_clock(returned.device)
+        begin = clock()
+        put_rows(results[:queries], pooled.queries.returned, received[:queries])
+        sums = list(map(pooled.add_copies, results[queries:], received[queries:]))
+        self.server.meter.span("unpack", begin, clock())
+        return type(results)(*results[:queries], *sums)
 
     def _run(self, pools: Operands | Saved, tasks: TaskBatch) -> Outputs | Grads:
         """Run tasks, leaving room for messages if any are under way, of this call or of the other
-        nano-batch.
+        nano-batch. Others hear of an error.
         """
         data = self.group.data
-        return self.server.run(pools, tasks, beside=data is not None and data.under_way)
+        try:
+            return self.server.run(pools, tasks, leaves_room=data is not None and data.under_way)
+        except Exception:
+            with self.group.report_errors(f"computing {self.label}"):
+                raise
 
-    def _send_home(self, wave: Wave, passing: KeyRelay, returned: Pending) -> Pending:
+    def _send_home(self, relay: KeyRelay, returned: Pending) -> Pending:
         """Wait for gradients of the keys that this rank forwarded, add them up, and send all
         gradients to the homes.
         """
-        queries, pools = self._relayed
-        self._relayed = ([], [])
+        queries, pools = self._relay_buffers
+        self._relay_buffers = ([], [])
         keys = []
         for copies in self._await_sections(returned, "return"):
             pool_TKD, dtype = pools.pop(0)
-            keys.append(passing.add_copies(pool_TKD, copies).to(dtype))
+            keys.append(relay.add_copies(pool_TKD, copies).to(dtype))
             del pool_TKD
-        return self._send_back(wave, queries, keys)
+        return self._send_back(queries, keys)
 
     def _send_back(
-        self, wave: Wave, queries: Sequence[torch.Tensor], keys: Sequence[torch.Tensor] = ()
+        self, queries: Sequence[torch.Tensor], keys: Sequence[torch.Tensor] = ()
     ) -> Pending:
         """Send back results for the rows of other ranks: rows of received queries, and of the key
         pool.
         """
-        parts = [MessagePart(t.contiguous(), wave.queries.way_back) for t in queries]
-        parts += [MessagePart(t.contiguous(), wave.pool.way_back) for t in keys]
-        return self._launch(wave, parts, "return", returns=1)
+        pooled = self.route.pooled
+        parts = [MessagePart(t.contiguous(), pooled.query_pool.way_back) for t in queries]
+        parts += [MessagePart(t.contiguous(), pooled.key_pool.way_back) for t in keys]
+        return self._launch(parts, "return", returns=1)
 
     def _launch(
         self,
-        wave: Wave,
         parts: Sequence[MessagePart],
         name: str,
-        beside: bool = False,
+        on_side_stream: bool = False,
         **counted: int,
     ) -> Pending:
-        """Launch an exchange of this name, `counted` as a dispatch or a return; with `beside`, it
-        travels beside what this rank computes.
+        """Launch an exchange of this name, `counted` as a dispatch or a return; on a side stream,
+        packing takes no time of what this rank computes.
         """
-        mark = start_mark(name) if is_profiling() else None
-        begin = mark_now(parts[0].tensor.device)
-        pending = launch(self.group.data, parts, wave.formats, name, self.group.is_near)
-        if not beside:
-            self.server.meter.span("pack", begin, mark_now(pending.device))
-        if mark is not None:
-            mark.__exit__(None, None, None)
-        self.server.meter.count(
-            sent_bytes=pending.sent_bytes, between_bytes=pending.between_bytes, **counted
-        )
+        clock = float if on_side_stream else get_clock(parts[0].tensor.device)
+        purpose = name
+        if self.label is not None:
+            purpose = f"{name} in {'backward' if self.backward else 'forward'} of {self.label}"
+        with show(name):
+            begin = clock()
+            pending = launch(
+                self.group.data, parts, self.route.pooled.layouts, purpose, self.group.is_near
+            )
+            counted["sent_bytes"] = pending.layout.payload
+            counted["between_bytes"] = pending.layout.between
+            self.server.meter.span("pack", begin, clock(), **counted)
         return pending
 
     def _await_sections(
-        self, pending: Pending, name: str, beside: bool = False
+        self, pending: Pending, name: str, on_side_stream: bool = False
     ) -> list[list[torch.Tensor]]:
-        """Wait for an exchange and return its `Pending.receive_sections`; `beside` says that a
-        side stream waits.
-        """
-        mark = start_mark(f"wait for {name}") if is_profiling() else None
-        begin = mark_now(pending.device)
-        came = pending.receive_sections()
-        if not beside:
-            self.server.meter.span("wait", begin, mark_now(pending.device))
-        if mark is not None:
-            mark.__exit__(None, None, None)
-        return came
+        """Wait for an exchange and return its `Pending.receive_sections`."""
+        clock = float if on_side_stream else get_clock(pending.device)
+        with show(f"wait for {name}"):
+            begin = clock()
+            received = pending.receive_sections()
+            self.server.meter.span("wait", begin, clock())
+        return received
 
     def _build_pools(
-        self, wave: Wave, home: Operands | Saved, dispatch: Pending | None
+        self, pooled: PooledTasks, home: Operands | Saved, dispatch: Pending | None
     ) -> Operands | Saved:
-        """Build the pools that a wave's tasks read.
+        """Build the pools that tasks read.
 
         Rows go from the message straight to their pools, and the message is freed. The pools are
         views only where they are the whole message: a single pool as a view would keep all of the
         message alive.
         """
-        received: list[list[torch.Tensor]] = (
+        received = (
             [[] for _ in home] if dispatch is None else self._await_sections(dispatch, "dispatch")
         )
-        if wave.is_single_message:
-            return _remake(home, [section for (section,) in received])
-        cut = len(get_query_rows(home))
-        queries = [
-            concat_rows(
-                [*(view_rows(tensor, *run[1:]) for run in wave.own_queries), *sections], tensor
-            )
-            for tensor, sections in zip(get_query_rows(home), received[:cut], strict=True)
-        ]
-        return _remake(
-            home, [*queries, *map(wave.pool.assemble, get_key_rows(home), received[cut:])]
-        )
+        if pooled.is_single_message:
+            return type(home)(*(section for (section,) in received))
+        pools = [pooled.query_pool] * self._sent_queries + [pooled.key_pool] * 2
+        return type(home)(*map(Pool.assemble, pools, home, received))

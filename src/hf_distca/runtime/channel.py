@@ -16,10 +16,10 @@ from __future__ import annotations
 import datetime
 import time
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
-from itertools import accumulate
+from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
@@ -29,48 +29,40 @@ from hf_distca.runtime.monitor import BREAK_TAG, FailureMonitor, compute_reserve
 
 @dataclass(eq=False)
 class Channel:
-    """A communicator as one call of core attention sees it.
+    """A communicator of core attention.
 
     Attributes:
         process_group: where messages travel.
         monitor: receives a report if a message does not come.
         timeout_seconds: how long a rank waits for the others.
-        where: purpose of the exchanges, in words that are the same on every rank.
-        forward_exchanges: how many of the exchanges belong to forward; those after them belong to
-            backward.
-        launched: exchanges launched so far.
+        checksum: number below 2**32 that depends on the purposes of all launches so far, not on
+            sizes. Equal on two ranks that launched the same exchanges in the same order. Layers of
+            one micro-batch have messages of equal sizes: where they have no tags, nothing else
+            shows that two ranks exchanged those of different layers.
     """
 
     process_group: dist.ProcessGroup
     monitor: FailureMonitor
     timeout_seconds: float
-    where: str = "core attention"
-    forward_exchanges: int | None = None
-    launched: int = 0
-    _sum: list[int] = field(
-        default_factory=lambda: [0]
-    )  # the checksum, one for all calls of `make_call_channel`
+    checksum: int = 0
+
+    @cached_property
+    def is_gloo(self) -> bool:
+        """True if messages are tagged, and waits for them bounded."""
+        return self.process_group.name() == "gloo"
+
+    @cached_property
+    def wait_seconds(self) -> float:
+        """Seconds of a bounded wait; the rest of the timeout is for the words of other ranks."""
+        return self.timeout_seconds - compute_reserved_seconds(self.timeout_seconds)
 
     @property
-    def checksum(self) -> int:
-        """Number below 2**32 that depends on all launches so far, here and in all calls of
-        `make_call_channel`, but not on sizes.
-
-        Equal on two ranks that launched the same exchanges in the same order. Layers of one
-        micro-batch have messages of equal sizes: where they have no tags, nothing else shows that
-        two ranks exchanged those of different layers.
-        """
-        return self._sum[0]
-
-    def make_call_channel(self, where: str, forward_exchanges: int) -> Channel:
-        """Return the channel of a call with this many exchanges in forward."""
-        return replace(self, where=where, forward_exchanges=forward_exchanges, launched=0)
-
-    def begin_backward(self) -> None:
-        """Count subsequent exchanges as backward ones, also in a recompute, which launched none in
-        forward.
-        """
-        self.launched = max(self.launched, self.forward_exchanges or 0)
+    def under_way(self) -> bool:
+        """True if there are messages that this rank has not waited for."""
+        for transfer in tuple(self.monitor.under_way):  # noqa: SIM110 - a generator takes calls
+            if transfer.works:
+                return True
+        return False
 
     def start(
         self,
@@ -78,7 +70,7 @@ class Channel:
         sent: torch.Tensor,
         receive_bytes: Mapping[int, int],
         send_bytes: Mapping[int, int],
-        name: str | None = None,
+        purpose: str = "exchange",
     ) -> Transfer:
         """Start to send and receive messages, which lie one after another in `sent` and `received`,
         both uint8.
@@ -87,68 +79,60 @@ class Channel:
             received, sent: the messages of all ranks, in the order of ranks.
             receive_bytes, send_bytes: size of the message by rank, in the order of ranks; those
                 without one may be left out.
-            name: name of the exchange, for errors.
+            purpose: purpose of the exchange in words that are the same on every rank, such as
+                "dispatch in forward of layer 3 of micro-batch 7".
         """
-        direction = ""
-        if self.forward_exchanges is not None:
-            direction = " in forward" if self.launched < self.forward_exchanges else " in backward"
-        doing = f"waiting for the {name or 'exchange'}{direction} of {self.where}"
-        tag = _compute_checksum(doing, self.launched) % BREAK_TAG
-        self._sum[0] = _compute_checksum(doing, self.launched, self._sum[0])
-        self.launched += 1
-        landing = received if self._is_staged(received) else None
-        received = received if landing is None else torch.empty_like(received, device="cpu")
-        sent = sent.to("cpu", copy=True) if self._is_staged(sent) else sent
+        doing = f"waiting for the {purpose}"
+        tag = zlib.crc32(doing.encode()) % BREAK_TAG
+        self.checksum = zlib.crc32(doing.encode(), self.checksum)
+        landing = None
+        if self._is_staged(received):
+            landing, received = received, torch.empty_like(received, device="cpu")
+            sent = sent.to("cpu", copy=True)
         transfer = Transfer(self, [], received, sent, doing, tag, landing)
         self.monitor.under_way.add(transfer)
         launch = self._start_tagged if self.is_gloo else self._start_all_to_all
         try:
-            # One message after another: if a rank has left, those that were started before must be
-            # seen through.
-            for work in launch(transfer, receive_bytes, send_bytes):
-                transfer.works.append(work)
+            launch(transfer, receive_bytes, send_bytes)
         except RuntimeError as error:
             raise self.monitor.give_up(doing, error) from error
         return transfer
-
-    @property
-    def is_gloo(self) -> bool:
-        """True if messages are tagged, and waits for them bounded."""
-        return self.process_group.name() == "gloo"
-
-    @property
-    def under_way(self) -> bool:
-        """True if there are messages that this rank has not waited for."""
-        return any(transfer.works for transfer in tuple(self.monitor.under_way))
 
     def _is_staged(self, message: torch.Tensor) -> bool:
         return self.is_gloo and message.device.type != "cpu"
 
     def _start_all_to_all(
         self, transfer: Transfer, receive_bytes: Mapping[int, int], send_bytes: Mapping[int, int]
-    ) -> Iterator[dist.Work | None]:
+    ) -> None:
         group = self.process_group
-        arriving, leaving = (
-            [sizes.get(rank, 0) for rank in range(group.size())]
-            for sizes in (receive_bytes, send_bytes)
-        )
-        yield dist.all_to_all_single(
+        arriving, leaving = [0] * group.size(), [0] * group.size()
+        for sizes, by_rank in ((arriving, receive_bytes), (leaving, send_bytes)):
+            for rank, size in by_rank.items():
+                sizes[rank] = size
+        work = dist.all_to_all_single(
             transfer.received, transfer.sent, arriving, leaving, group=group, async_op=True
         )
+        transfer.works.append(work)
 
     def _start_tagged(
         self, transfer: Transfer, receive_bytes: Mapping[int, int], send_bytes: Mapping[int, int]
-    ) -> Iterator[dist.Work | None]:
-        group = self.process_group
-        rank_here = self.process_group.rank()
+    ) -> None:
+        group, tag = self.process_group, transfer.tag
+        rank_here = group.rank()
         received = _split_messages(transfer.received, receive_bytes)
         sent = _split_messages(transfer.sent, send_bytes)
         if rank_here in sent:
             received.pop(rank_here).copy_(sent.pop(rank_here))
+        # One message after another: if a rank has left, those that were started before must be seen
+        # through.
         for rank, message in received.items():
-            yield dist.irecv(message, group=group, group_src=rank, tag=transfer.tag)
+            if len(message):
+                work = dist.irecv(message, group=group, group_src=rank, tag=tag)
+                transfer.works.append(work)
         for rank, message in sent.items():
-            yield dist.isend(message, group=group, group_dst=rank, tag=transfer.tag)
+            if len(message):
+                work = dist.isend(message, group=group, group_dst=rank, tag=tag)
+                transfer.works.append(work)
 
 
 @dataclass(eq=False)
@@ -173,17 +157,13 @@ class Transfer:
         Raises:
             DistCADesyncError: if other ranks do not take part in time.
         """
+        channel = self.channel
         # From now on: what this rank did since the launch is not the others' time.
-        seconds = self.channel.timeout_seconds
+        deadline = time.monotonic() + channel.wait_seconds if channel.is_gloo else None
         try:
-            wait_for_works(
-                self.works,
-                time.monotonic() + seconds - compute_reserved_seconds(seconds)
-                if self.channel.is_gloo
-                else None,
-            )
+            wait_for_works(self.works, deadline)
         except RuntimeError as error:
-            raise self.channel.monitor.give_up(self.doing, error) from error
+            raise channel.monitor.give_up(self.doing, error) from error
         if self.landing is not None:
             self.landing.copy_(self.received)
 
@@ -215,15 +195,6 @@ def wait_for_works(works: list[dist.Work | None], deadline: float | None) -> Non
             work.wait()
 
 
-def _compute_checksum(text: str, number: int, before: int = 0) -> int:
-    return zlib.crc32(f"{text} {number}".encode(), before)
-
-
 def _split_messages(buffer: torch.Tensor, sizes: Mapping[int, int]) -> dict[int, torch.Tensor]:
-    """Cut a buffer into views: the message of each rank that has one."""
-    starts = accumulate(sizes.values(), initial=0)
-    return {
-        rank: buffer[start : start + size]
-        for (rank, size), start in zip(sizes.items(), starts, strict=False)
-        if size
-    }
+    """Cut a buffer into views: the message of each rank."""
+    return dict(zip(sizes, buffer.split_with_sizes(list(sizes.values())), strict=True))

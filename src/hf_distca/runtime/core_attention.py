@@ -41,7 +41,7 @@ from torch.autograd.function import once_differentiable
 
 from hf_distca.errors import UnsupportedError
 from hf_distca.kernels.base import Grads, Outputs, Saved
-from hf_distca.runtime.call import Call, Inputs, merge_head_groups
+from hf_distca.runtime.call import Inputs, LayerExchange, merge_head_groups
 from hf_distca.runtime.pingpong import yield_to_other_nano_batch
 
 _Optional = torch.Tensor | None
@@ -59,13 +59,12 @@ def _forbid_second_derivative(backward: _Backward) -> _Backward:
     return call
 
 
-def compute_core_attention(inputs: Inputs, call: Call) -> torch.Tensor:
+def compute_core_attention(inputs: Inputs, exchange: LayerExchange) -> torch.Tensor:
     """Compute causal attention within documents, for the tokens of this rank, on the ranks that the
-    call's route names.
+    route of the exchange names.
 
-    Every rank of the call's group must call it with routes of the same plan, the same number of
-    times in the same order, forward and backward. A route without exchanges is a plain call of the
-    kernel.
+    Every rank of its group must call it with routes of the same plan, the same number of times in
+    the same order, forward and backward. A route without exchanges is a plain call of the kernel.
 
     Returns:
         o_THV in q's dtype.
@@ -78,89 +77,93 @@ def compute_core_attention(inputs: Inputs, call: Call) -> torch.Tensor:
             "core attention runs while a CUDA graph is captured: a replay would repeat the plan of"
             " this batch for all others. Capture only code between attention layers, or nothing."
         )
-    call.server.meter.count(**{"calls" if call.recomputed_outputs is None else "recalls": 1})
-    if not call.exchanges:
-        o_THV = _apply(_Unmoved, call, *inputs)
+    counter = "calls" if exchange.recomputed_outputs is None else "recomputed_calls"
+    exchange.server.meter.count(**{counter: 1})
+    if not exchange.exchanges:
+        o_THV = _apply(_Unmoved, exchange, *inputs)
         # To the other nano-batch, whose messages have had time to travel.
         yield_to_other_nano_batch()
         return o_THV
     # Messages are packed as runs of bytes.
-    q_THD, k_TKD, v_TKV = (tensor.contiguous() for tensor in inputs[:3])
-    sink_H = inputs.sink_H
-    inputs = inputs._replace(q_THD=q_THD, k_TKD=k_TKD, v_TKV=v_TKV, sink_H=None)
+    q_THD, k_TKD, v_TKV, sink_H, *context = inputs
+    rows = q_THD.contiguous(), k_TKD.contiguous(), v_TKV.contiguous()
     # In ping-pong, the other nano-batch computes while these messages travel.
-    anchor = _apply(_Dispatch, call, *inputs)
+    anchor = _apply(_Dispatch, exchange, *rows, None, *context)
     yield_to_other_nano_batch()
-    anchor = _apply(_Serve, call, anchor)
+    anchor = _apply(_Serve, exchange, anchor)
     yield_to_other_nano_batch()
     # `_Return` saves these for backward but must not differentiate them: q, k, v get their
     # gradients from `_Dispatch`.
-    *rows, _, context_k, context_v = (
-        None if tensor is None else tensor.detach() for tensor in inputs
-    )
-    return _apply(_Return, call, anchor, *rows, sink_H, context_k, context_v)
+    saved = [None if t is None else t.detach() for t in (*rows, *context)]
+    return _apply(_Return, exchange, anchor, *saved[:3], sink_H, *saved[3:])
 
 
 class _Dispatch(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, call: Call, *tensors: Any) -> torch.Tensor:
+    def forward(ctx: Any, exchange: LayerExchange, *tensors: Any) -> torch.Tensor:
         inputs = Inputs(*tensors)
-        ctx.call, ctx.context_tokens = call, inputs.context_tokens
-        if call.recomputed_outputs is None:
-            call.begin(inputs.operands)
+        ctx.exchange, ctx.context_tokens = exchange, inputs.context_tokens
+        if exchange.recomputed_outputs is None:
+            exchange.begin(inputs.operands)
         return inputs.q_THD.new_zeros(())
 
     @staticmethod
     @_forbid_second_derivative
     def backward(ctx: Any, _anchor: torch.Tensor) -> tuple[_Optional, ...]:
-        call: Call = ctx.call
-        grads = merge_head_groups(call.finish(Grads), call.route.groups)
+        exchange: LayerExchange = ctx.exchange
+        grads = merge_head_groups(exchange.finish(Grads), exchange.route.groups)
         return None, *_split_gradients(grads, ctx.context_tokens)
 
 
 class _Serve(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, call: Call, anchor: torch.Tensor) -> torch.Tensor:
-        ctx.call = call
-        if call.recomputed_outputs is None:
-            call.serve()
+    def forward(ctx: Any, exchange: LayerExchange, anchor: torch.Tensor) -> torch.Tensor:
+        ctx.exchange = exchange
+        if exchange.recomputed_outputs is None:
+            exchange.serve()
         return anchor.clone()
 
     @staticmethod
     @_forbid_second_derivative
     def backward(ctx: Any, anchor: torch.Tensor) -> tuple[_Optional, ...]:
-        ctx.call.serve()
+        ctx.exchange.serve()
         return None, torch.zeros_like(anchor)
 
 
 class _Return(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, call: Call, _anchor: torch.Tensor, *tensors: Any) -> torch.Tensor:
-        return _save_for_backward(ctx, call, Inputs(*tensors), partial(call.finish, Outputs))
+    def forward(
+        ctx: Any, exchange: LayerExchange, _anchor: torch.Tensor, *tensors: Any
+    ) -> torch.Tensor:
+        return _save_for_backward(
+            ctx, exchange, Inputs(*tensors), partial(exchange.finish, Outputs)
+        )
 
     @staticmethod
     @_forbid_second_derivative
     def backward(ctx: Any, do_THV: torch.Tensor) -> tuple[_Optional, ...]:
-        call, inputs, saved = _begin_backward(ctx, do_THV)
+        exchange, inputs, saved = _begin_backward(ctx, do_THV)
         # If only sinks are trained, q, k and v need no gradient: `_Serve.backward` never runs, and
         # nobody would take a dispatch.
         if ctx.needs_input_grad[1]:
-            call.begin(saved)
+            exchange.begin(saved)
         d_sink_H = _compute_sink_gradient(saved, inputs.sink_H)
         return None, do_THV.new_zeros(()), None, None, None, d_sink_H, None, None
 
 
 class _Unmoved(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, call: Call, *tensors: Any) -> torch.Tensor:
+    def forward(ctx: Any, exchange: LayerExchange, *tensors: Any) -> torch.Tensor:
         inputs = Inputs(*tensors)
-        return _save_for_backward(ctx, call, inputs, lambda: call.run_local(inputs.operands))
+        return _save_for_backward(
+            ctx, exchange, inputs, lambda: exchange.run_local(inputs.operands)
+        )
 
     @staticmethod
     @_forbid_second_derivative
     def backward(ctx: Any, do_THV: torch.Tensor) -> tuple[_Optional, ...]:
-        call, inputs, saved = _begin_backward(ctx, do_THV)
-        grads = merge_head_groups(call.run_local(saved), call.route.groups)
+        exchange, inputs, saved = _begin_backward(ctx, do_THV)
+        grads = merge_head_groups(exchange.run_local(saved), exchange.route.groups)
         return None, *_split_gradients(
             grads, inputs.context_tokens, _compute_sink_gradient(saved, inputs.sink_H)
         )
@@ -184,34 +187,34 @@ def _apply(function: type[torch.autograd.Function], *inputs: Any) -> torch.Tenso
 
 
 def _save_for_backward(
-    ctx: Any, call: Call, inputs: Inputs, compute: Callable[[], Outputs | Grads]
+    ctx: Any, exchange: LayerExchange, inputs: Inputs, compute: Callable[[], Outputs | Grads]
 ) -> torch.Tensor:
-    """Save a call for backward, and its outputs for a recompute; in a recompute that finds them,
-    use those. Return o_THV.
+    """Save an exchange for backward, and its outputs for a recompute; a recompute that finds them
+    uses those. Return o_THV.
     """
-    if call.recomputed_outputs is None:
-        outputs: tuple[torch.Tensor, ...] = merge_head_groups(compute(), call.route.groups)
+    if exchange.recomputed_outputs is None:
+        outputs: tuple[torch.Tensor, ...] = merge_head_groups(compute(), exchange.route.groups)
         if inputs.sink_H is not None:
             outputs = _merge_sink(outputs, inputs.sink_H)
-        if call.stored is not None:
-            call.stored.store_outputs(*outputs)
+        if exchange.stored is not None:
+            exchange.stored.store_outputs(*outputs)
     else:
-        outputs = tuple(tensor.detach() for tensor in call.recomputed_outputs)
-        call.recomputed_outputs = None
-    ctx.call = call
+        outputs = tuple(tensor.detach() for tensor in exchange.recomputed_outputs)
+        exchange.recomputed_outputs = None
+    ctx.exchange = exchange
     ctx.save_for_backward(*inputs, *outputs)
     return outputs[0]
 
 
-def _begin_backward(ctx: Any, do_THV: torch.Tensor) -> tuple[Call, Inputs, Saved]:
-    """Return the call, its inputs, and the tensors that tasks read in backward: o and lse with the
-    sinks merged in.
+def _begin_backward(ctx: Any, do_THV: torch.Tensor) -> tuple[LayerExchange, Inputs, Saved]:
+    """Return the exchange, its inputs, and the tensors that tasks read in backward: o and lse with
+    the sinks merged in.
     """
     *tensors, o_THV, lse_TH = ctx.saved_tensors
-    ctx.call.begin_backward()
+    ctx.exchange.begin_backward()
     inputs = Inputs(*tensors)
     q_THD, k_TKD, v_TKV = inputs.operands
-    return ctx.call, inputs, Saved(do_THV.contiguous(), q_THD, o_THV, lse_TH, k_TKD, v_TKV)
+    return ctx.exchange, inputs, Saved(do_THV.contiguous(), q_THD, o_THV, lse_TH, k_TKD, v_TKV)
 
 
 def _merge_sink(outputs: tuple[torch.Tensor, ...], sink_H: torch.Tensor) -> Outputs:

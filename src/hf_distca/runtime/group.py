@@ -31,10 +31,10 @@ from hf_distca.runtime.members import (
 )
 from hf_distca.runtime.monitor import (
     NO_NAMES,
+    AwaitedThread,
     FailureMonitor,
     compute_reserved_seconds,
 )
-from hf_distca.runtime.rendezvous import Rendezvous
 from hf_distca.schedule.layout import IntArray
 
 _log = logging.getLogger("hf_distca")
@@ -68,8 +68,8 @@ class GroupObserver(Protocol):
         """Take a step that is marked by `mark_joint_step`, and return its result."""
 
     def enter_phase(self, call: Any, phase: Phase, dtype: torch.dtype | None = None) -> None:
-        """Hear that a `Call` enters a phase, in which it launches exchanges or waits for them; with
-        the dtype of q when it begins.
+        """Hear that a `LayerExchange` enters a phase, in which it launches messages or waits for
+        them; with the dtype of q when it begins.
         """
 
 
@@ -107,7 +107,7 @@ class AttentionGroup:
         data: communicator of dispatch and return, None in a group of one.
         control: gloo communicator on which layouts travel, None in a group of one.
         monitor: tells the others when this rank gives up, None in a group of one.
-        holds: for each rank, whether it trains and so holds tokens. None if all do.
+        has_tokens: for each rank, whether it trains and so holds tokens. None if all do.
         timeout_seconds: how long a rank waits for the others, where there are any.
         per_node: n, if ranks [0, n), [n, 2n), ... of the group are nodes; None if they are not, or
             if nodes are unknown.
@@ -120,7 +120,7 @@ class AttentionGroup:
     data: Channel | None = None
     control: dist.ProcessGroup | None = None
     monitor: FailureMonitor | None = None
-    holds: tuple[bool, ...] | None = None
+    has_tokens: tuple[bool, ...] | None = None
     timeout_seconds: float = math.inf
     per_node: int | None = None
 
@@ -260,14 +260,6 @@ class AttentionGroup:
         """True if this rank has left the group: it failed, or heard that another did."""
         return self.monitor is not None and self.monitor.has_left
 
-    def with_call_channel(self, where: str, forward_exchanges: int) -> AttentionGroup:
-        """Return the group with the channel of one call, from `Channel.make_call_channel`."""
-        return (
-            self
-            if self.data is None
-            else replace(self, data=self.data.make_call_channel(where, forward_exchanges))
-        )
-
     def report_errors(self, doing: str) -> AbstractContextManager[None]:
         """Return a context manager that reports an exception inside to the other ranks, so that
         they do not wait for this one.
@@ -367,6 +359,68 @@ class AttentionGroup:
         return rows, dist.all_to_all_single(
             rows.view(-1), padded.repeat(self.size), group=self.control, async_op=True
         )
+
+
+class Rendezvous:
+    """Rows of integers on their way from all ranks, for which no rank waits while it computes.
+
+    Args:
+        rows: (ranks, width) tensor that receives them; the first number of a row is its length.
+        work: the collective that fills it; None if it is done.
+        on_arrival: called with the rows once they have arrived, in a thread of its own. It raises
+            `DistCADesyncError` if they show that the ranks do different things; then `monitor`
+            wakes this rank from its wait for the others.
+        monitor: of the group; None for a group without messages.
+        doing: description of what the ranks are doing, for errors.
+    """
+
+    def __init__(
+        self,
+        rows: torch.Tensor,
+        work: dist.Work | None,
+        on_arrival: Callable[[Sequence[IntArray]], object],
+        monitor: FailureMonitor | None,
+        doing: str,
+    ) -> None:
+        self._rows, self._work, self._monitor, self._doing = rows, work, monitor, doing
+        self._on_arrival = on_arrival
+        self._lost: RuntimeError | None = None  # of the collective: others did not come
+        self._failure: Exception | None = None  # of what was to be done with the rows
+        self._thread = AwaitedThread(self._attend, "meeting")
+
+    def wait(self) -> list[IntArray]:
+        """Wait until it is over, and return the row of each rank.
+
+        Raises:
+            DistCADesyncError: if the ranks do not do the same, or not all came.
+            Exception: any other error that `on_arrival` raised.
+        """
+        self._thread.join()
+        if self._lost is not None and self._monitor is not None:
+            raise self._monitor.give_up(self._doing, self._lost)
+        if (error := self._lost or self._failure) is not None:
+            raise error
+        return self._list_rows()
+
+    def _list_rows(self) -> list[IntArray]:
+        return [row[1 : 1 + row[0]] for row in self._rows.numpy()]
+
+    def _attend(self) -> None:
+        try:
+            if self._work is not None:
+                self._work.wait()
+        except RuntimeError as error:
+            self._lost = error
+            if self._monitor is not None:
+                self._monitor.report_timeout(self._doing, error)
+            return
+        try:
+            self._on_arrival(self._list_rows())
+        except Exception as error:
+            # A thread would drop it, and ranks that were never compared would pass for equal.
+            self._failure = error
+            if self._monitor is not None and isinstance(error, DistCADesyncError):
+                self._monitor.abort_with(error)
 
 
 # The groups that `AttentionGroup.find_or_create` made in the world of now.

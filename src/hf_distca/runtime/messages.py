@@ -7,20 +7,21 @@ bfloat16 can share it::
 
     to rank 0: | part 0 rows | part 1 rows | ...   to rank 1: | part 0 rows | part 1 rows | ...
 
-Offsets are computed once for all layers (`MessageLayout`). All messages are packed by one
-operation whatever the number of ranks and parts, and nothing here takes time for ranks that neither
-send nor receive.
+Offsets, shapes and strides are computed once for all layers (`MessageLayout`). All messages are
+packed by one operation whatever the number of ranks and parts, and nothing here takes time for
+ranks that neither send nor receive. What runs in every layer loops instead of calling: a Python
+call takes as long as a view.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import accumulate, groupby
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -50,6 +51,18 @@ class PoolRun(NamedTuple):
     """
 
     section: int | None
+    start: int
+    rows: int
+    step: int = 1
+
+
+class RowCopy(NamedTuple):
+    """Rows [first, first + rows) of a section, and where they go in a tensor: from `start` on,
+    `step` apart.
+    """
+
+    section: int
+    first: int
     start: int
     rows: int
     step: int = 1
@@ -86,6 +99,17 @@ class Rows:
         starts = accumulate(self.receive.values(), initial=0)
         return Rows(tuple(map(RowRun, self.receive, starts, self.receive.values())), self.send)
 
+    @cached_property
+    def returned(self) -> list[RowCopy]:
+        """Places of the sent rows, for when they come back: a section from each rank."""
+        return [
+            RowCopy(section, first, *run[1:])
+            for section, runs in enumerate(self.runs_by_rank.values())
+            for first, run in zip(
+                accumulate((run.rows for run in runs), initial=0), runs, strict=False
+            )
+        ]
+
 
 def view_rows(tensor: torch.Tensor, start: int, rows: int, step: int = 1) -> torch.Tensor:
     """Return `rows` rows from `start` on, `step` apart, as a view; the tensor itself if it has no
@@ -103,42 +127,31 @@ def concat_rows(pieces: Sequence[torch.Tensor], like: torch.Tensor) -> torch.Ten
     return torch.cat(list(pieces)) if pieces else like.new_empty((0, *like.shape[1:]))
 
 
-def split_runs(
-    runs: Sequence[RowRun | PoolRun], sections: Sequence[torch.Tensor]
-) -> Iterator[torch.Tensor]:
-    """Cut consecutive sections into the rows of each run. No run is in two of them."""
-    left = iter(sections)
-    rest = 0
-    for run in runs:
-        if not rest:
-            section = next(left)
-            rest = len(section)
-        yield view_rows(section, len(section) - rest, run.rows)
-        rest -= run.rows
-
-
 def put_rows(
     tensors: Sequence[torch.Tensor],
-    runs: Sequence[RowRun],
+    copies: Sequence[RowCopy],
     sections: Sequence[Sequence[torch.Tensor]],
 ) -> None:
-    """Write the rows in the sections of each tensor to the places of the runs, by one operation a
-    tensor.
-    """
+    """Copy rows of the sections of each tensor to their places, by one operation a tensor."""
+    if not copies:
+        return
     for tensor, came in zip(tensors, sections, strict=True):
-        if runs:
-            copy_each([view_rows(tensor, *run[1:]) for run in runs], list(split_runs(runs, came)))
+        places, rows = [], []
+        for section, first, start, count, step in copies:
+            places.append(view_rows(tensor, start, count, step))
+            rows.append(view_rows(came[section], first, count))
+        copy_each(places, rows)
 
 
 def add_rows(
-    grad_TKD: torch.Tensor, runs: Sequence[RowRun | PoolRun], addends: Iterable[torch.Tensor]
+    grad_TKD: torch.Tensor, copies: Sequence[RowCopy], sections: Sequence[torch.Tensor]
 ) -> torch.Tensor:
-    """Add addends to the rows of each run and return the gradients: sums in float32 or float64, if
-    there are runs.
+    """Add rows of the sections to the gradients of their places, one after another, and return the
+    gradients: sums in float32 or float64, if there are any.
     """
-    total = grad_TKD if not runs or grad_TKD.dtype == torch.float64 else grad_TKD.float()
-    for run, rows_TKD in zip(runs, addends, strict=True):
-        view_rows(total, *run[1:]).add_(rows_TKD)
+    total = grad_TKD if not copies or grad_TKD.dtype == torch.float64 else grad_TKD.float()
+    for section, first, start, rows, step in copies:
+        view_rows(total, start, rows, step).add_(view_rows(sections[section], first, rows))
     return total
 
 
@@ -148,45 +161,28 @@ class MessagePart(NamedTuple):
     tensor: torch.Tensor
     rows: Rows
 
-    @property
-    def row_bytes(self) -> int:
-        """Number of bytes of a row."""
-        return math.prod(self.tensor.shape[1:]) * self.tensor.element_size()
+
+# Of a part: its rows, and the dtype and the shape of a row.
+_PartKind = tuple[Rows, torch.dtype, torch.Size]
+# Bytes of a part to copy: the part's index, first byte, `times` times so many bytes, `stride`
+# apart.
+_CopySpan = tuple[int, int, int, int, int]
 
 
-class _CopySpan(NamedTuple):
-    """Span of bytes of a part, or zeros if `part` is None: `times` times `size` bytes, `stride`
-    apart.
+def _copy_strided(
+    flat: torch.Tensor, start: int, size: int, times: int, stride: int
+) -> torch.Tensor:
+    """Copy `times` times `size` bytes of a part that are `stride` apart, in the widest words that
+    fit.
     """
-
-    part: int | None
-    start: int
-    size: int
-    times: int = 1
-    stride: int = 0
-
-    @classmethod
-    def from_run(cls, part: int, run: RowRun, row_bytes: int) -> _CopySpan:
-        """Return the bytes of a run's rows."""
-        if run.step == 1:
-            return cls(part, run.start * row_bytes, run.rows * row_bytes)
-        return cls(part, run.start * row_bytes, row_bytes, run.rows, run.step * row_bytes)
-
-    def cut(self, flat: torch.Tensor) -> torch.Tensor:
-        """Return these bytes of a part, whose bytes are `flat`: a view, if they are contiguous."""
-        if self.times == 1:
-            return flat.narrow(0, self.start, self.size)
-        rows = flat.narrow(0, self.start, (self.times - 1) * self.stride + self.size)
-        divisor = math.gcd(rows.storage_offset(), self.stride, self.size)
-        word = next(dtype for dtype in _WORDS if divisor % dtype.itemsize == 0)
-        words = rows.view(word)
-        size, stride = self.size // word.itemsize, self.stride // word.itemsize
-        return (
-            words.as_strided((self.times, size), (stride, 1), words.storage_offset())
-            .contiguous()
-            .view(-1)
-            .view(torch.uint8)
-        )
+    rows = flat.narrow(0, start, (times - 1) * stride + size)
+    divisor = math.gcd(rows.storage_offset(), stride, size)
+    word = next(dtype for dtype in _WORDS if divisor % dtype.itemsize == 0)
+    words = rows.view(word)
+    copied = words.as_strided(
+        (times, size // word.itemsize), (stride // word.itemsize, 1), words.storage_offset()
+    )
+    return copied.contiguous().view(-1).view(torch.uint8)
 
 
 @dataclass(frozen=True, eq=False)
@@ -194,8 +190,9 @@ class MessageLayout:
     """Layout of the messages of an exchange; in bytes unless said otherwise.
 
     Attributes:
-        pieces: spans that are sent, in order.
-        sections: for each part, offset and number of the received rows of each rank that sends any.
+        pieces: spans that are sent, in order; the part after the last one is padding.
+        sections: for each part, its dtype, and size, strides and offset, in elements, of the
+            received rows of each rank that sends any.
         send, receive: size of the message to and from each rank that has one, in the order of
             ranks.
         payload: size of everything sent, without padding.
@@ -203,50 +200,47 @@ class MessageLayout:
     """
 
     pieces: list[_CopySpan]
-    sections: list[list[tuple[int, int]]]
+    sections: list[tuple[torch.dtype, list[tuple[tuple[int, ...], list[int], int]]]]
     send: dict[int, int]
     receive: dict[int, int]
     payload: int
     between: int
 
     @classmethod
-    def from_parts(cls, parts: Sequence[tuple[Rows, int]], near: range = NOBODY) -> MessageLayout:
-        """Compute the layout of parts, given by their rows and the bytes of a row.
-
-        The ranks `near` are on this node.
-        """
-        sizes = [(rank, rows.send[rank] * size) for rows, size in parts for rank in rows.send]
-        form = cls(
-            [],
-            [[] for _ in parts],
-            {},
-            {},
-            sum(size for _, size in sizes),
-            sum(size for rank, size in sizes if rank not in near),
-        )
-        for rank in sorted({rank for rows, _ in parts for rank in rows.send}):
-            form.send[rank] = 0
-            for number, (rows, row_bytes) in enumerate(parts):
-                form.pieces.extend(
-                    _CopySpan.from_run(number, run, row_bytes)
-                    for run in rows.runs_by_rank.get(rank, [])
-                )
-                size = rows.send.get(rank, 0) * row_bytes
-                if padding := -size % _ALIGNMENT:
-                    form.pieces.append(_CopySpan(None, 0, padding))
-                form.send[rank] += size + padding
+    def from_parts(cls, parts: Sequence[_PartKind], near: range = NOBODY) -> MessageLayout:
+        """Compute the layout of parts. The ranks `near` are on this node."""
+        row_bytes = [math.prod(shape) * dtype.itemsize for _, dtype, shape in parts]
+        pieces: list[_CopySpan] = []
+        send: dict[int, int] = {}
+        payload = between = 0
+        for rank in sorted({rank for rows, *_ in parts for rank in rows.send}):
+            send[rank] = 0
+            for number, ((rows, *_), size) in enumerate(zip(parts, row_bytes, strict=True)):
+                for _, start, count, step in rows.runs_by_rank.get(rank, []):
+                    span = (count * size, 1, 0) if step == 1 else (size, count, step * size)
+                    pieces.append((number, start * size, *span))
+                sent = rows.send.get(rank, 0) * size
+                payload, between = payload + sent, between + sent * (rank not in near)
+                if padding := -sent % _ALIGNMENT:
+                    pieces.append((len(parts), 0, padding, 1, 0))
+                send[rank] += sent + padding
+        sections: list[Any] = [(dtype, []) for _, dtype, _ in parts]
+        receive: dict[int, int] = {}
         offset = 0
-        for rank in sorted({rank for rows, _ in parts for rank in rows.receive}):
+        for rank in sorted({rank for rows, *_ in parts for rank in rows.receive}):
             begin = offset
-            for section, (rows, row_bytes) in zip(form.sections, parts, strict=True):
+            for (rows, dtype, shape), size, (_, section) in zip(
+                parts, row_bytes, sections, strict=True
+            ):
                 if count := rows.receive.get(rank, 0):
-                    section.append((offset, count))
-                    offset -= -count * row_bytes // _ALIGNMENT * _ALIGNMENT
-            form.receive[rank] = offset - begin
-        return form
+                    strides = [math.prod(shape[place:]) for place in range(len(shape) + 1)]
+                    section.append(((count, *shape), strides, offset // dtype.itemsize))
+                    offset -= -count * size // _ALIGNMENT * _ALIGNMENT
+            receive[rank] = offset - begin
+        return cls(pieces, sections, send, receive, payload, between)
 
 
-MessageLayouts = dict[tuple[tuple[Rows, int], ...], MessageLayout]
+MessageLayouts = dict[tuple[_PartKind, ...], MessageLayout]
 
 
 class Pending:
@@ -255,8 +249,7 @@ class Pending:
     It holds its messages until it is waited for, and nothing afterwards.
 
     Attributes:
-        sent_bytes, between_bytes: bytes sent to other ranks, and those of them that go to other
-            nodes, without padding.
+        layout: layout of its messages.
         device: device of its messages.
         transfer: the transfer to wait for; None if there is none, or if it is over.
         earlier_sections: sections of an earlier exchange. Its last parts are those of this one;
@@ -266,23 +259,12 @@ class Pending:
     """
 
     def __init__(
-        self,
-        parts: Sequence[MessagePart],
-        form: MessageLayout,
-        transfer: Transfer | None,
-        received: torch.Tensor,
+        self, layout: MessageLayout, transfer: Transfer | None, received: torch.Tensor
     ) -> None:
-        self.sent_bytes, self.between_bytes, self.device = (
-            form.payload,
-            form.between,
-            received.device,
-        )
-        self.transfer = transfer
+        self.layout, self.device, self.transfer = layout, received.device, transfer
         self.earlier_transfer: Transfer | None = None
         self.earlier_sections: list[list[torch.Tensor]] = []
-        # Dtypes and row shapes are all that is needed of the parts: what was packed may go.
-        self._kinds = [(part.tensor.dtype, part.tensor.shape[1:]) for part in parts]
-        self._sections, self._received = form.sections, received
+        self._received = received
 
     def receive_sections(self) -> list[list[torch.Tensor]]:
         """Wait, and return the received rows of each part as views of one message, rank
@@ -292,20 +274,18 @@ class Pending:
         """
         if self.transfer is not None:
             self.transfer.wait()
-        came = [
-            _view_sections(self._received, *kind, sections)
-            for kind, sections in zip(self._kinds, self._sections, strict=True)
-        ]
         before, self.earlier_sections = self.earlier_sections, []
+        came = before[: max(len(before) - len(self.layout.sections), 0)]
+        after = before[len(came) :]
+        for dtype, sections in self.layout.sections:
+            typed = self._received.view(dtype)
+            views = after.pop(0) if after else []
+            for size, strides, offset in sections:
+                views.append(typed.as_strided(size, strides, offset))
+            came.append(views)
         del self._received
         self.transfer = self.earlier_transfer = None
-        alone = len(before) - len(came) if before else 0
-        return (
-            before[:alone]
-            + [first + second for first, second in zip(before[alone:], came, strict=True)]
-            if before
-            else came
-        )
+        return came
 
 
 @contextmanager
@@ -336,8 +316,8 @@ def _make_stream(device: torch.device) -> torch.cuda.Stream:
 def launch(
     channel: Channel | None,
     parts: Sequence[MessagePart],
-    formats: MessageLayouts | None = None,
-    name: str | None = None,
+    layouts: MessageLayouts | None = None,
+    purpose: str = "exchange",
     near: range = NOBODY,
 ) -> Pending:
     """Start an exchange.
@@ -346,44 +326,36 @@ def launch(
     same order; None is a group of one.
 
     The parts must have the same dtypes and row shapes on every rank. Ranks may send and receive
-    nothing. `formats` caches formats by the rows of the parts; `name` names the exchange in errors.
-    The ranks `near` are on this node.
+    nothing. `layouts` caches layouts by the parts; `purpose` is that of `Channel.start`. The ranks
+    `near` are on this node.
     """
-    formats = {} if formats is None else formats
-    kinds = tuple((part.rows, part.row_bytes) for part in parts)
-    if (form := formats.get(kinds)) is None:
-        form = formats[kinds] = MessageLayout.from_parts(kinds, near)
-    sent = pack([part.tensor for part in parts], form.pieces)
+    layouts = {} if layouts is None else layouts
+    kinds: tuple[_PartKind, ...] = ()
+    for tensor, rows in parts:
+        kinds += ((rows, tensor.dtype, tensor.shape[1:]),)
+    if (layout := layouts.get(kinds)) is None:
+        layout = layouts[kinds] = MessageLayout.from_parts(kinds, near)
+    sent = pack([part[0] for part in parts], layout.pieces)
     if channel is None:
-        return Pending(parts, form, None, sent)
-    received = sent.new_empty(sum(form.receive.values()))
-    return Pending(
-        parts, form, channel.start(received, sent, form.receive, form.send, name), received
-    )
+        return Pending(layout, None, sent)
+    received = sent.new_empty(sum(layout.receive.values()))
+    transfer = channel.start(received, sent, layout.receive, layout.send, purpose)
+    return Pending(layout, transfer, received)
 
 
 def pack(tensors: Sequence[torch.Tensor], pieces: Sequence[_CopySpan]) -> torch.Tensor:
     """Copy the pieces of the tensors one after another into one uint8 message buffer."""
     if not pieces:
         return tensors[0].new_empty(0, dtype=torch.uint8)
-    flat = [tensor.view(-1).view(torch.uint8) for tensor in tensors]
-    padding = (
-        flat[0].new_zeros(_ALIGNMENT) if any(piece.part is None for piece in pieces) else flat[0]
-    )
-    return torch.cat(
-        [piece.cut(padding if piece.part is None else flat[piece.part]) for piece in pieces]
-    )
-
-
-def _view_sections(
-    message: torch.Tensor,
-    dtype: torch.dtype,
-    row: tuple[int, ...],
-    sections: Sequence[tuple[int, int]],
-) -> list[torch.Tensor]:
-    """Return sections of a message, given by first byte and number of rows, as tensors."""
-    typed = message.view(dtype)
-    strides = [math.prod(row[place:]) for place in range(len(row) + 1)]
-    return [
-        typed.as_strided((rows, *row), strides, start // dtype.itemsize) for start, rows in sections
-    ]
+    flat, copied = [], []
+    for tensor in tensors:
+        flat.append(tensor.view(-1).view(torch.uint8))
+    for part, start, size, times, stride in pieces:
+        if part == len(flat):  # padding is needed
+            flat.append(flat[0].new_zeros(_ALIGNMENT))
+        copied.append(
+            flat[part].narrow(0, start, size)
+            if times == 1
+            else _copy_strided(flat[part], start, size, times, stride)
+        )
+    return torch.cat(copied)

@@ -78,7 +78,7 @@ class LayerOutputs:
     name: str
     hooks: Hooks | None
 
-    def pop(self) -> tuple[torch.Tensor, ...] | None:
+    def take_recorded(self) -> tuple[torch.Tensor, ...] | None:
         """Return the outputs of the first forward, if this is a recompute: a forward that runs
         inside backward.
 
@@ -111,7 +111,7 @@ class LayerOutputs:
         if store is None:
             return
         if self.layer in store.by_layer or self.layer in store.repeated:
-            self.drop()
+            self.discard()
             store.repeated.add(self.layer)
         else:
             # Detached: a tensor that is returned to autograd would hold the graph, which holds the
@@ -123,8 +123,8 @@ class LayerOutputs:
                 moved, self.hooks, _count_changes(outputs[0])
             )
 
-    def drop(self) -> None:
-        """Drop the outputs: backward has used them."""
+    def discard(self) -> None:
+        """Discard the outputs: backward has used them."""
         if (store := self.store()) is not None:
             store.by_layer.pop(self.layer, None)
 

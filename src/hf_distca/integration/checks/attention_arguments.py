@@ -10,8 +10,7 @@ import torch
 from hf_distca.agreement.documents import DOCUMENT_KEYS, PACKING_KEYS, PackedDocuments
 from hf_distca.errors import UnsupportedError
 from hf_distca.integration.families import FAMILIES, PROVEN_GROUPS
-from hf_distca.integration.handle import PLANNER, AttentionHandle, CachedMask, DenseMask
-from hf_distca.integration.recurrent_rows import RECURRENT_ROWS
+from hf_distca.integration.handle import MODEL_ROWS, PLANNER, AttentionHandle, CachedMask, DenseMask
 
 # Keyword arguments that reach attention functions and do not change the maths of causal attention
 # within documents.
@@ -30,7 +29,7 @@ _HARMLESS_ARGUMENTS = {
     "mm_token_type_ids",
     "labels",
     "shift_labels",
-    RECURRENT_ROWS,
+    MODEL_ROWS,
     PLANNER,
     # Of losses, those of Liger and TRL among them.
     "num_items_in_batch",

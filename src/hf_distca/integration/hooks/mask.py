@@ -52,8 +52,8 @@ from hf_distca.integration.hooks.positions import (
     mark_document_starts,
 )
 from hf_distca.integration.hooks.recomputed_masks import reuse_forward_handle
+from hf_distca.integration.layer_planner import LayerPlanner
 from hf_distca.integration.session import Session
-from hf_distca.integration.work_planner import WorkPlanner
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -124,7 +124,7 @@ def _make_handle(
     position_ids = call.position_ids
     if torch.is_grad_enabled() if model is None else model.training:
         check_layerdrop(config)
-    planner = call.find_argument(PLANNER) or WorkPlanner(current_session())
+    planner = call.find_argument(PLANNER) or LayerPlanner(current_session())
     session = planner.session  # what `prepare` does, for a model that nobody prepared
     # From the inside out; the mesh is on the model that was loaded.
     session.find_mesh(call.iterate_models())
@@ -179,12 +179,12 @@ def find_session() -> Session:
     return current_session()
 
 
-def find_planner(model: PreTrainedModel) -> WorkPlanner | None:
+def find_planner(model: PreTrainedModel) -> LayerPlanner | None:
     """Return a planner for a forward of this model; None if the model does not run distca's
     attention, or has no values to plan with.
     """
     is_planned = is_distca_model(model) and not has_no_values()
-    return WorkPlanner(current_session()) if is_planned else None
+    return LayerPlanner(current_session()) if is_planned else None
 
 
 def _choose_padding(

@@ -17,7 +17,7 @@ from transformers import (
 )
 from transformers.integrations.deepspeed import propagate_args_to_deepspeed
 
-from hf_distca.agreement.dealt_share import DealSettings
+from hf_distca.agreement.dealt_share import Dealing
 from hf_distca.borrowed import set_batch_size
 from hf_distca.data.collator import PackingCollator, ShareCollator, read_feature_documents
 from hf_distca.data.columns import InputNames, read_input_names
@@ -311,7 +311,7 @@ def _describe_shares(
     )
 
 
-def _estimate_batches(args: Any, lengths: IntArray, dealing: DealSettings) -> float | None:
+def _estimate_batches(args: Any, lengths: IntArray, dealing: Dealing) -> float | None:
     """Estimate the imbalance of attention in the batches that a Trainer would have had; None if
     they are not random and not in the order of rows.
     """

@@ -15,7 +15,7 @@ from accelerate.state import AcceleratorState, is_initialized
 from accelerate.utils import get_int_from_env, parse_choice_from_env, parse_flag_from_env
 
 from hf_distca.agreement.announce import PlanKey
-from hf_distca.agreement.dealt_share import DealSettings, Placement
+from hf_distca.agreement.dealt_share import Dealing, Placement
 from hf_distca.borrowed import has_partial_state
 from hf_distca.config import DistCAConfig, check_settings
 from hf_distca.data.columns import read_input_names
@@ -132,7 +132,7 @@ def document_shares(
         if shapes is not None
         else list_layer_keys(model, dtype or _find_mixed_dtype(), device_type)
     )
-    dealing = DealSettings(
+    dealing = Dealing(
         ranks,
         tokens_per_rank,
         {key: make_initial_cost(key, config) for key in keys},

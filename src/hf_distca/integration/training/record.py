@@ -22,13 +22,8 @@ import numpy as np
 import torch
 from transformers import TrainingArguments
 
-from hf_distca.agreement.batch_plan import PlanMeasurement
-from hf_distca.agreement.history import BalanceTotals, PlannedMicroBatch
-from hf_distca.integration.attention_names import find_distca_configs
-from hf_distca.integration.processes import LOG
-from hf_distca.integration.session import Session
-from hf_distca.package_versions import list_versions
-from hf_distca.run_report.rows import (
+from hf_distca.agreement.batch_plan import BalanceTotals, MicroBatchPlan, RunningMicroBatch
+from hf_distca.agreement.record_rows import (
     RECORD_NAME,
     PerRank,
     PlanPart,
@@ -39,6 +34,10 @@ from hf_distca.run_report.rows import (
     WarningRow,
     write_row,
 )
+from hf_distca.integration.attention_names import find_distca_configs
+from hf_distca.integration.processes import LOG
+from hf_distca.integration.session import Session
+from hf_distca.package_versions import list_versions
 
 _TRAINING_FIELDS = (
     "per_device_train_batch_size",
@@ -83,12 +82,12 @@ class Recorder(logging.Filter):
         self._path = folder / RECORD_NAME
         self._session = session
         self._every_plan = every_plan
-        self._first_number = session.planner.resume_progress().number
+        self._first_number = session.planner.current_state().number
         # Since the last time.
         self._totals = BalanceTotals()
         self._figures = np.zeros(())
         # With its imbalance: seconds of the slowest rank by the mean.
-        self._worst_plan: tuple[float, PlannedMicroBatch] | None = None
+        self._worst_plan: tuple[float, RunningMicroBatch] | None = None
         self._plan_bytes = 0
         self._has_failed = False
 
@@ -132,7 +131,7 @@ class Recorder(logging.Filter):
             _make_per_rank(self._figures),
             loss if isinstance(loss, float) and math.isfinite(loss) else None,
             list(self._session.kernel_names),
-            self._session.planner.resume_progress().costs.learned_corrections,
+            self._session.planner.current_state().costs.learned_corrections,
         )
         self._append_rows([*worst, counts])
         self._totals = BalanceTotals()
@@ -150,12 +149,12 @@ class Recorder(logging.Filter):
             self._append_rows([WarningRow(self._session.planner.history.step, record.getMessage())])
         return True
 
-    def _add_micro_batch(self, micro_batch: PlannedMicroBatch, totals: BalanceTotals) -> None:
+    def _add_micro_batch(self, micro_batch: RunningMicroBatch, totals: BalanceTotals) -> None:
         # Micro-batches of an evaluation before are not the training's.
         if micro_batch.number <= self._first_number or self._has_failed:
             return
         self._totals += totals
-        self._figures = self._figures + _sum_figures(micro_batch.measurements)
+        self._figures = self._figures + _sum_figures(micro_batch.plans)
         imbalance = totals.estimated_before / max(totals.estimated_mean, 1e-30)
         if self._every_plan or not self._plan_bytes:
             self._append_rows([self._make_plan_row(micro_batch)])
@@ -164,18 +163,16 @@ class Recorder(logging.Filter):
         ):
             self._worst_plan = imbalance, micro_batch
 
-    def _make_plan_row(self, micro_batch: PlannedMicroBatch) -> PlanRow:
+    def _make_plan_row(self, micro_batch: RunningMicroBatch) -> PlanRow:
         return PlanRow(
             micro_batch.step,
             micro_batch.number - self._first_number,
-            _make_per_rank(_sum_figures(micro_batch.measurements)),
+            _make_per_rank(_sum_figures(micro_batch.plans)),
             [
                 PlanPart(
-                    json.loads(use.batch_plan.plan.to_json()),
-                    use.task_seconds.tolist(),
-                    use.ranks.speeds,
+                    json.loads(plan.plan.to_json()), plan.task_seconds.tolist(), plan.ranks.speeds
                 )
-                for use in micro_batch.uses
+                for plan in micro_batch.plans
             ],
         )
 
@@ -213,16 +210,15 @@ def _ends_with_a_line(path: Path) -> bool:
         return file.read() == b"\n"
 
 
-def _sum_figures(plans: Sequence[PlanMeasurement]) -> np.ndarray[Any, np.dtype[np.float64]]:
+def _sum_figures(plans: Sequence[MicroBatchPlan]) -> np.ndarray[Any, np.dtype[np.float64]]:
     """Return (figures, ranks) in the order of the fields of `PerRank`."""
     rows = []
     for index, plan in enumerate(plans):
         # Each kind of layers has a plan for the same tokens; each nano-batch has its own.
-        use, key = plan.use, plan.use.batch_plan.key
-        is_counted = key.nano in {other.use.batch_plan.key.nano for other in plans[:index]}
+        is_counted = plan.key.nano in {other.key.nano for other in plans[:index]}
         figures = (
-            use.batch_plan.plan.layout.query_tokens * (not is_counted),
-            *(use.estimated_before, use.estimated_after),
+            plan.plan.layout.query_tokens * (not is_counted),
+            *(plan.estimated_before, plan.estimated_after),
             *(plan.measured_before, plan.measured_after),
             *(plan.sent_bytes, plan.between_bytes),
         )

@@ -1,0 +1,258 @@
+"""Bring segments the rows that they need from earlier segments on any rank, in one differentiable
+exchange.
+
+Forward sends rows to every rank that needs them. Backward sends the gradients of received rows the
+same way back, where they are added up in the order of ranks, so that a sum is the same in every
+run. An exchange is an autograd function that every rank must reach, forward and backward, even if
+the rank sends and receives no rows. So `exchange_states` takes the inputs of the layer, which need
+a gradient on every rank or on none, and returns an anchor: a scalar without meaning.
+`with_gradient_anchor` makes the anchor part of the layer's output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from hf_distca.hybrids.segments import RowNeeds, Segments, StateKey
+from hf_distca.runtime.messages import MessagePart, add_rows, concat_rows, launch
+from hf_distca.runtime.outputs import LayerOutputs
+
+
+class Summaries(NamedTuple):
+    """Effect of segments on a state: S_out = transition(S_in) + bias.
+
+    One row for each segment with a later one in its document.
+
+    Attributes:
+        biases: rows as in `Segments.summaries`.
+        transitions: rows as in `Segments.transitions`.
+    """
+
+    biases: torch.Tensor
+    transitions: torch.Tensor
+
+
+class RuleOutputs(NamedTuple):
+    """Result of a recurrent layer's kernel.
+
+    Attributes:
+        output: of all tokens, (1, tokens, heads, width).
+        states: after each document, (documents, heads, ...), if they were asked for.
+    """
+
+    output: torch.Tensor
+    states: torch.Tensor | None
+
+    def get_states(self, none: torch.Tensor) -> torch.Tensor:
+        """Return the states in the dtype of `none`; `none` itself if there are no states."""
+        return none if self.states is None else self.states.to(none.dtype)
+
+
+def append_token(tensor: torch.Tensor, dim: int = 1) -> torch.Tensor:
+    """Append a token of zeros to no tokens.
+
+    A rank without tokens runs its kernels on this and drops the outputs, so that weights get a
+    gradient as on all other ranks.
+    """
+    shape = [1 if number == dim else size for number, size in enumerate(tensor.shape)]
+    return torch.cat([tensor, tensor.new_zeros(shape)], dim)
+
+
+class SegmentKernel(NamedTuple):
+    """A kernel, and the inputs of all segments of this rank.
+
+    Attributes:
+        inputs: named tuple of tensors (1, tokens, ...), and of such with one dimension, which have
+            no tokens.
+        segments: segments of this rank.
+        kernel: runs several documents, one after another: called with inputs, lengths, `states` and
+            ``final_states``.
+    """
+
+    inputs: Any
+    segments: Segments
+    kernel: Callable[..., RuleOutputs]
+
+    def convert_inputs(self, convert: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+        """Return the inputs with other tokens."""
+        return type(self.inputs)(
+            *(tensor if tensor.dim() == 1 else convert(tensor) for tensor in self.inputs)
+        )
+
+    def select_inputs(self, which: Sequence[int]) -> Any:
+        """Return the inputs of some segments."""
+        return self.convert_inputs(lambda tensor: self.segments.select(tensor, which))
+
+    def run(
+        self, which: Sequence[int], *states: torch.Tensor | None, final_states: bool = False
+    ) -> RuleOutputs:
+        """Run some segments."""
+        if not which:
+            return RuleOutputs(self.inputs[0][:, :0], None)
+        lengths = self.segments.count_tokens(which)
+        return self.kernel(self.select_inputs(which), lengths, *states, final_states=final_states)
+
+    def run_none(self, *states: None) -> torch.Tensor:
+        """Run the kernel of a rank without tokens, and return its empty output."""
+        inputs = self.convert_inputs(append_token)
+        return self.kernel(inputs, [1], *states, final_states=False).output[:, :0]
+
+    def join(
+        self, outputs: Mapping[int, torch.Tensor], anchor: torch.Tensor, *states: None
+    ) -> torch.Tensor:
+        """Join the outputs of all segments, by index, and tie them to an anchor."""
+        parts = [outputs[index] for index in range(len(outputs))]
+        return with_gradient_anchor(
+            torch.cat(parts, 1) if parts else self.run_none(*states), anchor
+        )
+
+
+class _Exchange:
+    """An exchange of rows, forward and backward."""
+
+    def __init__(
+        self, segments: Segments, needed: Sequence[RowNeeds], stored: LayerOutputs | None
+    ) -> None:
+        self.segments, self.needed, self.stored = segments, needed, stored
+        self.label = f"exchange {next(segments.numbers)} of recurrent layers in {segments.name}"
+
+    def send(self, parts: Sequence[MessagePart], direction: str) -> list[list[torch.Tensor]]:
+        segments = self.segments
+        purpose = f"states in {direction} of {self.label}"
+        pending = launch(segments.group.data, parts, segments.layouts, purpose)
+        segments.meter.count(state_exchanges=1, state_bytes=pending.layout.payload)
+        return pending.receive_sections()
+
+    def get_received(self, held: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return rows from other ranks; in a recompute those of the forward before, if they were
+        kept.
+        """
+        if self.stored is not None and (kept := self.stored.take_recorded()) is not None:
+            return [rows.detach() for rows in kept]
+        parts = [
+            MessagePart(tensor.contiguous(), needed.rows)
+            for tensor, needed in zip(held, self.needed, strict=True)
+        ]
+        came = [
+            concat_rows(sections, tensor)
+            for sections, tensor in zip(self.send(parts, "forward"), held, strict=True)
+        ]
+        if self.stored is not None:
+            self.stored.store_outputs(*came)
+        return came
+
+    def return_gradients(self, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return gradients of the held rows, given those of held and received rows."""
+        if self.stored is not None:
+            self.stored.discard()
+        parts = [
+            MessagePart(gradient[len(needed.held) :].contiguous(), needed.rows.way_back)
+            for gradient, needed in zip(gradients, self.needed, strict=True)
+        ]
+        return [
+            add_rows(
+                gradient[: len(needed.held)].clone(),
+                needed.rows.returned,
+                sections,
+            )
+            for gradient, needed, sections in zip(
+                gradients, self.needed, self.send(parts, "backward"), strict=True
+            )
+        ]
+
+
+class _ExchangeStates(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, exchange: _Exchange, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.exchange = exchange
+        ctx.inputs = len(tensors)
+        held = tensors[: len(exchange.needed)]
+        came = exchange.get_received(held)
+        return held[0].new_zeros(()), *(torch.cat(pair) for pair in zip(held, came, strict=True))
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, _anchor: torch.Tensor, *gradients: torch.Tensor
+    ) -> tuple[torch.Tensor | None, ...]:
+        returned = ctx.exchange.return_gradients(gradients)
+        return None, *returned, *[None] * (ctx.inputs - len(returned))
+
+
+class _Tie(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, output: torch.Tensor, anchor: torch.Tensor) -> torch.Tensor:
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return gradient, gradient.new_zeros(())
+
+
+def exchange_states(
+    segments: Segments,
+    held: Sequence[torch.Tensor],
+    needed: Sequence[RowNeeds],
+    inputs: Sequence[torch.Tensor],
+    stored: LayerOutputs | None,
+) -> tuple[Sequence[torch.Tensor], torch.Tensor]:
+    """Bring rows to the ranks that need them; exchange nothing if no document of the micro-batch
+    lies on several ranks.
+
+    Args:
+        segments: of this rank. Every rank of the group must call it at the same point, forward and
+            backward.
+        held: tensors whose rows are `RowNeeds.held`. Dtypes and row shapes must be equal on all
+            ranks.
+        needed: the `RowNeeds` of each of these tensors.
+        inputs: inputs of the layer; they need a gradient on every rank or on none.
+        stored: keeps received rows for activation checkpointing: the recompute finds them and
+            exchanges nothing.
+
+    Returns:
+        The held and received rows of each tensor, and the anchor.
+    """
+    if not segments.exchanges:
+        return held, held[0].new_zeros(())
+    anchor, *rows = _ExchangeStates.apply(_Exchange(segments, needed, stored), *held, *inputs)  # type: ignore[no-untyped-call]
+    return rows, anchor
+
+
+def with_gradient_anchor(output: torch.Tensor, anchor: torch.Tensor) -> torch.Tensor:
+    """Return the output, tied to the anchor: its backward reaches the exchange of the anchor."""
+    result: torch.Tensor = _Tie.apply(output, anchor)  # type: ignore[no-untyped-call]
+    return result
+
+
+def compute_starting_states(
+    segments: Segments,
+    carried: Summaries,
+    move: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+) -> dict[int, torch.Tensor]:
+    """Return the state at the start of each segment here that is not the first of its
+    document, by its place among `Segments.here`.
+
+    Args:
+        segments: of this rank.
+        carried: summaries of the segments before, from the rows that `exchange_states` returned.
+        move: applies a transition to a state: (transition, state) -> state.
+    """
+    states: dict[int, torch.Tensor] = {}
+    here = segments.group.rank
+    for document, held in segments.cut.items():
+        last = max(number for number, segment in enumerate(held) if segment.rank == here)
+        state: torch.Tensor | None = None
+        for segment, following in pairwise(held[: last + 1]):
+            key = StateKey(document, segment.start)
+            bias = carried.biases[segments.summaries.place[key]]
+            if state is not None:
+                bias = move(carried.transitions[segments.transitions.place[key]], state) + bias
+            state = bias
+            if following.rank == here:
+                states[segments.index[StateKey(document, following.start)]] = state
+    return states

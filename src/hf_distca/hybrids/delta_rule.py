@@ -1,0 +1,213 @@
+"""The gated delta rule over segments of documents, and its form with a decay for each channel (Kimi
+delta attention).
+
+For each token, with a state S of (K, V) for each head, a decay a = exp(decay), a key k of length K
+and a value v::
+
+    S <- a S;   S <- S + beta k (v - S^T k)^T;   output = S^T q / sqrt(K)
+
+(Yang et al., Gated Delta Networks, arXiv 2412.06464; with a decay for each channel, which is a row
+of S, Kimi Linear, arXiv 2510.26692). Each step is affine in S, and so is a segment of any length:
+S_out = T S_in + B, where T is (K, K). A run of the rule from zeros ends with B. A run from the
+identity, with values of zero, ends with T. The outputs of the segment are the outputs from zeros
+plus S_in^T times the outputs from the identity. Columns of a state do not affect each other, so
+both runs are one run, whose values and states are K columns wider.
+
+Shape suffixes: T tokens, H value heads, G key heads, K key dim, V value dim, N documents.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+
+from hf_distca.hybrids.carryover import (
+    RuleOutputs,
+    SegmentKernel,
+    Summaries,
+    compute_starting_states,
+    exchange_states,
+)
+from hf_distca.hybrids.segments import Segments
+from hf_distca.runtime.outputs import LayerOutputs
+
+
+class DeltaInputs(NamedTuple):
+    """The inputs of the rule in a layer.
+
+    Attributes:
+        query, key: (1, T, G, K); G divides H.
+        value: (1, T, H, V).
+        decay: logarithms, (1, T, H), or (1, T, H, K) with a decay for each channel.
+        beta: (1, T, H).
+    """
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    decay: torch.Tensor
+    beta: torch.Tensor
+
+    def make_no_states(self) -> torch.Tensor:
+        """Make an empty batch of states (0, H, K, V), in float32, or float64 if the values are."""
+        shape = 0, self.value.shape[2], self.key.shape[3], self.value.shape[3]
+        return self.value.new_zeros(
+            shape, dtype=torch.promote_types(self.value.dtype, torch.float32)
+        )
+
+
+class DeltaRule(Protocol):
+    """A kernel of the rule that runs several documents, one after another in the tokens of its
+    inputs.
+    """
+
+    def __call__(
+        self,
+        inputs: DeltaInputs,
+        lengths: Sequence[int],
+        states: torch.Tensor | None,
+        *,
+        final_states: bool,
+    ) -> RuleOutputs:
+        """Run documents of these lengths.
+
+        Args:
+            inputs: of all documents; `value` and `states` may be wider than those of the model.
+            lengths: tokens of each document, at least 1.
+            states: the states that the documents start with, (N, H, K, V); None for zeros.
+            final_states: whether `RuleOutputs.states` are needed.
+        """
+
+
+def run_by_document(
+    kernel: Callable[..., tuple[torch.Tensor, torch.Tensor | None]],
+) -> DeltaRule:
+    """Make a rule of a kernel that runs one document.
+
+    Args:
+        kernel: called as ``kernel(query, key, value, g=decay, beta=beta, initial_state=...,
+            output_final_state=...)`` with states of (1, H, K, V), as the functions of transformers
+            and of fla are. It returns output and final state.
+    """
+
+    def run(
+        inputs: DeltaInputs,
+        lengths: Sequence[int],
+        states: torch.Tensor | None,
+        *,
+        final_states: bool,
+    ) -> RuleOutputs:
+        starts = [None] * len(lengths) if states is None else torch.split(states, 1)
+        documents = zip(
+            starts, *(torch.split(tensor, list(lengths), 1) for tensor in inputs), strict=True
+        )
+        results = [
+            kernel(
+                query,
+                key,
+                value,
+                g=decay,
+                beta=beta,
+                initial_state=state,
+                output_final_state=final_states,
+            )
+            for state, query, key, value, decay, beta in documents
+        ]
+        outputs, finals = zip(*results, strict=True)
+        return RuleOutputs(torch.cat(outputs, 1), torch.cat(finals) if final_states else None)
+
+    return run
+
+
+def compute_gated_delta_rule(
+    inputs: DeltaInputs, segments: Segments, rule: DeltaRule, stored: LayerOutputs | None = None
+) -> torch.Tensor:
+    """Compute the rule for this rank's tokens: each document from no state to its end, wherever its
+    segments lie.
+
+    Every rank of the group must call it at the same point, forward and backward.
+
+    Args:
+        inputs: inputs for the tokens of `segments`, in their order; T may be 0.
+        segments: segments of this rank.
+        rule: the model's kernel.
+        stored: keeps received states for activation checkpointing: the recompute then exchanges
+            nothing.
+
+    Returns:
+        Outputs (1, T, H, V) in the dtype in which the rule returns them.
+
+    Raises:
+        LayoutError: if the inputs have another number of tokens than the segments.
+        DistCADesyncError: if other ranks do not take part in time.
+    """
+    with segments.group.report_errors(f"computing a delta rule of {segments.name}"):
+        segments.check(inputs.value, 1)
+        layer = SegmentKernel(inputs, segments, rule)
+        if not segments.has_only_whole_documents:
+            return _add_states(layer, stored)
+        if not segments.here:
+            return layer.run_none(None)
+        return layer.run(segments.whole_documents, None).output
+
+
+class _SegmentStates(NamedTuple):
+    """Results of segments of unknown initial state: outputs (1, T, H, V) from zeros, factors
+    (1, T, H, K) that read the state, and summaries.
+    """
+
+    output: torch.Tensor
+    reader: torch.Tensor
+    summaries: Summaries
+
+
+def _run_between(layer: SegmentKernel, which: Sequence[int]) -> _SegmentStates:
+    """Run segments whose initial state is not known yet."""
+    inputs: DeltaInputs = layer.select_inputs(which)
+    none = inputs.make_no_states()
+    heads, rows, columns = none.shape[1:]
+    if not which:
+        return _SegmentStates(
+            inputs.value, inputs.value, Summaries(none, none.new_zeros((0, heads, rows, rows)))
+        )
+    zeros = inputs.value.new_zeros((*inputs.value.shape[:3], rows))
+    wide = inputs._replace(value=torch.cat([zeros, inputs.value], -1))
+    start = torch.eye(rows, rows + columns, dtype=none.dtype, device=none.device)
+    states = start.expand(len(which), heads, rows, rows + columns)
+    outputs = layer.kernel(wide, layer.segments.count_tokens(which), states, final_states=True)
+    reader, output = torch.split(outputs.output, [rows, columns], -1)
+    transitions, biases = torch.split(outputs.get_states(none), [rows, columns], -1)
+    return _SegmentStates(output, reader, Summaries(biases, transitions))
+
+
+def _add_states(layer: SegmentKernel, stored: LayerOutputs | None) -> torch.Tensor:
+    inputs, segments, _ = layer
+    # 1. Segments that begin a document which goes on run from zeros, and end with their bias.
+    first = layer.run(segments.first_segments, None, final_states=True)
+    # 2. Segments between others run from zeros and from the identity.
+    between = _run_between(layer, segments.inner_segments)
+    # 3. Biases and transitions travel to the ranks that hold later segments.
+    biases = torch.cat([first.get_states(inputs.make_no_states()), between.summaries.biases])
+    held = biases, between.summaries.transitions
+    rows, anchor = exchange_states(
+        segments, held, (segments.summaries, segments.transitions), inputs, stored
+    )
+    # 4. They are composed, in the order of the document, to the state before each segment.
+    with torch.autocast(biases.device.type, enabled=False):
+        states = compute_starting_states(segments, Summaries(*rows), torch.matmul)
+        # 5. It adds to the outputs of segments between others, and segments that end a document run
+        # from it.
+        outputs = segments.split(between.output, segments.inner_segments)
+        for index, reader in segments.split(between.reader, segments.inner_segments).items():
+            added = torch.einsum("bthk,hkv->bthv", reader.to(biases.dtype), states[index])
+            outputs[index] = (outputs[index] + added).to(reader.dtype)
+    endings = [index for index in states if index not in outputs]
+    starts = torch.stack([states[index] for index in endings]) if endings else None
+    last = layer.run(endings, starts)
+    whole = layer.run(segments.whole_documents, None)
+    outputs |= segments.split(first.output, segments.first_segments)
+    outputs |= segments.split(last.output, endings)
+    outputs |= segments.split(whole.output, segments.whole_documents)
+    return layer.join(outputs, anchor, None)

@@ -1,0 +1,76 @@
+"""The rows of a batch for recurrent layers: the segments along which they run, on this rank and
+from rank to rank.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from hf_distca.agreement.documents import Documents
+from hf_distca.hybrids.segments import Segments
+from hf_distca.integration.handle import MODEL_ROWS
+from hf_distca.kernels.varlen import to_device
+from hf_distca.runtime.outputs import OutputStore
+
+
+class RecurrentRows:
+    """The documents of a batch, and the segments along which its recurrent layers run.
+
+    This is no dataclass: FSDP with mixed precision rebuilds dataclasses for every layer.
+
+    Args:
+        documents: documents of the batch.
+        shape: rows of the batch, and tokens of a row.
+        segments: segments of its rows, one after another; None if each row is one, and layers run
+            along rows as usual.
+
+    Attributes:
+        used_functions: names of the functions that have run along segments.
+        stores: stores for tensors that functions received in the layers of this micro-batch, by
+            the functions' names.
+    """
+
+    def __init__(
+        self, documents: Documents, shape: tuple[int, int], segments: Segments | None
+    ) -> None:
+        self.documents = documents
+        self.shape = shape
+        self.segments = segments
+        self.used_functions: set[str] = set()
+        self._tensors: dict[Any, torch.Tensor] = {}
+        self.stores = defaultdict[str, OutputStore](OutputStore)
+
+    def make_cu_seqlens(self, lengths: Sequence[int], device: torch.device) -> torch.Tensor:
+        """Return the starts of documents of these lengths, and the end of the last: (documents +
+        1,) int64.
+        """
+        return self._make_once(tuple(lengths), device, lambda: np.cumsum([0, *lengths]))
+
+    def make_seq_idx(self, device: torch.device) -> torch.Tensor:
+        """Return the number of each token's segment: (batch, length) int32."""
+        lengths = () if self.segments is None else self.segments.lengths
+        numbers = np.arange(len(lengths), dtype=np.int32)
+        return self._make_once(
+            "seq_idx", device, lambda: np.repeat(numbers, lengths).reshape(self.shape)
+        )
+
+    def _make_once(
+        self, name: Any, device: torch.device, make: Callable[[], np.ndarray[Any, Any]]
+    ) -> torch.Tensor:
+        """Return a tensor that is made once for a micro-batch and a device."""
+        if (name, device) not in self._tensors:
+            self._tensors[name, device] = to_device(torch.from_numpy(make()), device)
+        return self._tensors[name, device]
+
+
+def get_recurrent_rows(arguments: Mapping[str, Any]) -> RecurrentRows | None:
+    """Return the `RecurrentRows` among the keyword arguments of a layer, if its model added
+    them.
+    """
+    rows = arguments.get(MODEL_ROWS)
+    return rows if isinstance(rows, RecurrentRows) else None

@@ -1,0 +1,141 @@
+"""The segments along which recurrent layers run, found from the arguments of a model and exchanged
+with the other ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from hf_distca.agreement.announce import (
+    Announcement,
+    Announcements,
+    check_equal,
+    check_shares,
+)
+from hf_distca.agreement.document_starts import convert_mask
+from hf_distca.agreement.documents import Documents, TokenBatch
+from hf_distca.errors import LayoutError, UnsupportedError
+from hf_distca.hybrids.recurrent_rows import RecurrentRows
+from hf_distca.hybrids.segments import Segments
+from hf_distca.integration.hooks.positions import mark_document_starts
+from hf_distca.integration.layer_planner import LayerPlanner
+from hf_distca.integration.session import Session
+from hf_distca.runtime.group import AttentionGroup
+from hf_distca.schedule.layout import Layout
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # it reads documents
+def make_recurrent_rows(
+    planner: LayerPlanner, model: PreTrainedModel, arguments: Mapping[str, Any]
+) -> RecurrentRows | None:
+    """Make the rows of a batch; None if a cache is read, or if attention will raise for its
+    documents.
+    """
+    session = planner.session
+    tokens = arguments.get("inputs_embeds")
+    if tokens is None:
+        tokens = arguments.get("input_ids")
+    cache, mask = arguments.get("past_key_values"), arguments.get("attention_mask")
+    if (
+        not isinstance(tokens, torch.Tensor)
+        or isinstance(mask, dict)
+        or (cache is not None and cache.get_seq_length())
+    ):
+        return None
+    batch_size, length = tokens.shape[:2]
+    padding = (
+        convert_mask(mask[:, :length])
+        if isinstance(mask, torch.Tensor) and mask.dim() == 2
+        else None
+    )
+    try:
+        positions = _select_text_positions(arguments.get("position_ids"))
+        batch = TokenBatch(batch_size, length, padding=padding).with_documents(
+            {**arguments, "position_ids": positions}
+        )
+        documents = batch.read_documents(
+            span_ranks=session.config.documents_span_ranks, training=model.training
+        )
+        is_shared = model.training or planner.takes_all_ranks(documents if cache is None else None)
+        segments = (
+            _make_rank_segments(documents, session, is_shared)
+            if documents.span_ranks and (is_shared or not documents.has_whole_documents)
+            else _make_packed_segments(documents, batch_size, length)
+        )
+    except (LayoutError, UnsupportedError):
+        return None
+    if segments is not None and cache is not None:
+        raise UnsupportedError(
+            f"{type(model).__name__} got past_key_values, and {len(documents.runs)} packed"
+            f" documents in {batch_size} rows: a cache does not keep their states apart. Leave"
+            " past_key_values out."
+        )
+    return RecurrentRows(documents, (batch_size, length), segments)
+
+
+def _select_text_positions(positions: torch.Tensor | None) -> torch.Tensor | None:
+    """Return text positions (axis 0 of 4) of M-RoPE position ids; for three axes, marks of the
+    beginnings of documents.
+    """
+    if positions is None or positions.dim() < 3:
+        return positions
+    return positions[0] if len(positions) == 4 else mark_document_starts(positions)
+
+
+def _make_packed_segments(documents: Documents, batch_size: int, length: int) -> Segments | None:
+    """Make segments of whole documents, each with the padding after it; None if each row is at most
+    one document.
+    """
+    if not documents.is_packed(length):
+        return None
+    starts = documents.first_token_indices
+    starts[0] = 0  # with the padding before it
+    return Segments.from_lengths(np.diff(starts, append=batch_size * length).tolist())
+
+
+def _make_rank_segments(documents: Documents, session: Session, is_shared: bool) -> Segments:
+    """Make the segments of this rank of documents that may continue on other ranks. Collective if
+    all ranks run this forward.
+    """
+    group = session.join_trainers() if is_shared else AttentionGroup()
+    name = f"micro-batch {session.planner.current_state().number + 1}"
+    return Segments.from_layout(
+        _agree_on_layout(documents, group, name), group, session.meter, name
+    )
+
+
+# Count of an announcement to other ranks. Those for attention have one that is not
+# negative.
+_NUMBERS_ROW, _SHARE_ROW = -1, -2
+
+
+def _agree_on_layout(documents: Documents, group: AttentionGroup, name: str) -> Layout:
+    """Return the layout of all ranks, known from a share or else exchanged; all ranks get the same,
+    or an error.
+
+    Attention compares shares while ranks continue. Here states would travel before that, and over
+    gloo messages of unequal sizes end a process.
+    """
+    share = documents.dealt_share
+    if share is None:
+        announcement = Announcement(_NUMBERS_ROW, documents=[(documents, 0)])
+    else:
+        share.check_group(group)
+        if not share.whole_layout.has_many_ranks.any():
+            return share.whole_layout
+        announcement = Announcement(_SHARE_ROW, share_numbers=[*share.batch_id, share.digest])
+        name = f"{name} ({share})"
+    doing = f"comparing documents of {name} for recurrent layers"
+    announced = Announcements.from_rows(group.gather(announcement.to_row(), doing=doing))
+    kinds = np.maximum(-announced.header[:, 0], 0)
+    subject = "documents in recurrent layers (0: all whole, 1: numbered parts, 2: parts of a share)"
+    check_equal(group, kinds, subject, name, "use the same data set and collator on every rank")
+    if share is not None:
+        check_shares(announced.share_numbers, group, name)
+        return share.whole_layout
+    return announced.read_documents()[0].build_layout()

@@ -1,0 +1,297 @@
+"""The segments of documents that a rank holds, and the places of the other segments of these
+documents.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from hf_distca.errors import LayoutError
+from hf_distca.runtime.group import AttentionGroup
+from hf_distca.runtime.messages import MessageLayouts, RowRun, Rows
+from hf_distca.runtime.meter import Meter
+from hf_distca.schedule.layout import Layout, Segment, mark_changes
+
+
+class HeldSegment(NamedTuple):
+    """Positions [start, end) of a document, and the rank that holds them."""
+
+    rank: int
+    start: int
+    end: int
+
+
+class StateKey(NamedTuple):
+    """Identifier of a row: its token, or the segment that starts with this token."""
+
+    document: int
+    position: int
+
+
+@dataclass(frozen=True, eq=False)
+class RowNeeds:
+    """Rows that segments need from segments before them, seen from one rank.
+
+    Attributes:
+        held: keys of the rows that this rank holds and a segment on any rank needs. Keys of
+            position 0 come first.
+        rows: which held rows go to which ranks, and how many rows come from each rank.
+        place: the index of each held or received row in a tensor of all held rows followed by all
+            received rows.
+    """
+
+    held: tuple[StateKey, ...]
+    rows: Rows
+    place: dict[StateKey, int]
+
+    @classmethod
+    def from_triples(cls, rank: int, needs: Iterable[tuple[int, int, StateKey]]) -> RowNeeds:
+        """Build from triples (rank that needs a row, rank that holds it, row), in any
+        order; triples without this rank may be left out.
+        """
+        unique = set(needs)
+        held = tuple(
+            sorted(
+                {key for _, holder, key in unique if holder == rank},
+                key=lambda key: (key.position > 0, key),
+            )
+        )
+        place = {key: index for index, key in enumerate(held)}
+        sent = sorted((target, key) for target, holder, key in unique if holder == rank != target)
+        received = sorted(
+            (holder, key) for target, holder, key in unique if target == rank != holder
+        )
+        rows = Rows(
+            tuple(RowRun(target, place[key], 1) for target, key in sent),
+            dict(Counter(holder for holder, _ in received)),
+        )
+        place.update((key, len(held) + index) for index, (_, key) in enumerate(received))
+        return cls(held, rows, place)
+
+
+@dataclass(frozen=True, eq=False)
+class Segments:
+    """The segments of one rank for one micro-batch. Adjacent segments of a document are merged.
+
+    Attributes:
+        here: the segments of this rank in token order.
+        cut: documents that have a segment here and one elsewhere, or two here with other tokens
+            between them: all segments of each, in order of position.
+        exchanges: whether any document of the micro-batch lies on several ranks. Equal on all
+            ranks.
+        group: the ranks of the layout.
+        meter: counts exchanges and their bytes.
+        name: name of the micro-batch, the same on every rank, for errors.
+        numbers: counts the exchanges of the micro-batch.
+        formats: message formats that were built before, for reuse.
+    """
+
+    here: tuple[Segment, ...]
+    cut: dict[int, tuple[HeldSegment, ...]] = field(default_factory=dict)
+    exchanges: bool = False
+    group: AttentionGroup = field(default_factory=AttentionGroup)
+    meter: Meter = field(default_factory=Meter)
+    name: str = "a micro-batch"
+    numbers: Iterator[int] = field(default_factory=itertools.count, repr=False)
+    layouts: MessageLayouts = field(default_factory=dict, repr=False)
+    _halos: dict[int, RowNeeds] = field(default_factory=dict, repr=False)
+
+    @classmethod
+    def from_lengths(cls, lengths: Sequence[int]) -> Segments:
+        """Make segments of whole documents of these lengths one after another.
+
+        Nothing is exchanged.
+        """
+        return cls(tuple(Segment(document, 0, length) for document, length in enumerate(lengths)))
+
+    @classmethod
+    def from_layout(
+        cls, layout: Layout, group: AttentionGroup, meter: Meter | None = None, name: str = ""
+    ) -> Segments:
+        """Make the segments of this rank of the group in a layout.
+
+        Documents that are split by heads count as whole.
+
+        Args:
+            layout: of the ranks of the group, without context.
+            group: every rank of it must make its segments of the same layout, and run the same
+                layers with them.
+            meter: counts `state_exchanges` and `state_bytes`; by default a new one.
+            name: name of the micro-batch, the same on every rank, for errors.
+
+        Raises:
+            LayoutError: if the layout has context, or is not of so many ranks.
+        """
+        if layout.context.any():
+            raise LayoutError(
+                f"a layout with context of {layout.context.tolist()} segments is that of a"
+                " nano-batch, but recurrent layers mix tokens of both nano-batches: run these"
+                " layers on the whole micro-batch."
+            )
+        if layout.world_size != group.size:
+            raise LayoutError(
+                f"a layout of {layout.world_size} ranks for a group of {group.size}: give the"
+                " layout of the group."
+            )
+        number = layout.restore_numbers(layout.document)
+        columns = [number, layout.run_start, layout.end, layout.rank, layout.token]
+        rows = np.stack(columns, 1)[np.lexsort((layout.end, layout.run_start, number))]
+        first = np.flatnonzero(mark_changes(rows[:, 0], rows[:, 1]))
+        # A run ends where the last of its segments does.
+        rows[first, 2] = rows[np.append(first, len(rows))[1:] - 1, 2]
+        rows = rows[first]
+        mine = rows[rows[:, 3] == group.rank]
+        here = tuple(
+            Segment(document, start, end - start)
+            for document, start, end, *_ in mine[np.argsort(mine[:, 4])].tolist()
+        )
+        related = rows[np.isin(rows[:, 0], mine[:, 0])].tolist()
+        by_document = {
+            document: tuple(HeldSegment(rank, start, end) for _, start, end, rank, _ in held)
+            for document, held in itertools.groupby(related, lambda row: row[0])
+        }
+        cut = {document: held for document, held in by_document.items() if len(held) > 1}
+        return cls(
+            here,
+            cut,
+            bool(layout.has_many_ranks.any()),
+            group,
+            meter or Meter(),
+            name or "a micro-batch",
+        )
+
+    @cached_property
+    def lengths(self) -> tuple[int, ...]:
+        """Number of tokens of each segment here."""
+        return tuple(segment.length for segment in self.here)
+
+    @cached_property
+    def offsets(self) -> tuple[int, ...]:
+        """Index of the first token of each segment here, and then the number of all tokens."""
+        return tuple(itertools.accumulate(self.lengths, initial=0))
+
+    @cached_property
+    def index(self) -> dict[StateKey, int]:
+        """Index among `here` of the segment that starts at a key."""
+        return {
+            StateKey(segment.document, segment.start): index
+            for index, segment in enumerate(self.here)
+        }
+
+    @property
+    def has_only_whole_documents(self) -> bool:
+        """True if all documents here are whole, and this rank has no part in an exchange."""
+        return not (self.cut or self.exchanges)
+
+    @cached_property
+    def first_segments(self) -> tuple[int, ...]:
+        """Indices in `here` of segments that begin a document which goes on after them, in the
+        order of `summaries.held`.
+        """
+        return tuple(self.index[key] for key in self.summaries.held if key.position == 0)
+
+    @cached_property
+    def inner_segments(self) -> tuple[int, ...]:
+        """Indices in `here` of segments with others of their document before and after them, in the
+        order of `transitions.held`.
+        """
+        return tuple(self.index[key] for key in self.transitions.held)
+
+    @cached_property
+    def whole_documents(self) -> tuple[int, ...]:
+        """Indices in `here` of whole documents."""
+        return tuple(
+            index for index, segment in enumerate(self.here) if segment.document not in self.cut
+        )
+
+    def find_token(self, key: StateKey) -> int:
+        """Return the index of a token among the tokens here."""
+        return next(
+            offset + key.position - segment.start
+            for offset, segment in zip(self.offsets, self.here, strict=False)
+            if segment.document == key.document and segment.start <= key.position < segment.end
+        )
+
+    def count_tokens(self, which: Sequence[int]) -> list[int]:
+        """Return the numbers of tokens of some segments here."""
+        return [self.lengths[index] for index in which]
+
+    def check(self, tensor: torch.Tensor, dim: int) -> None:
+        """Raise unless an input has one row, with as many tokens along `dim` as there are here.
+
+        Raises:
+            LayoutError: states both.
+        """
+        if tensor.shape[0] != 1 or tensor.shape[dim] != self.offsets[-1]:
+            raise LayoutError(
+                f"an input has shape {tuple(tensor.shape)}, and the segments of this rank have"
+                f" {self.offsets[-1]} tokens: give one row with the tokens of the layout, without"
+                " padding."
+            )
+
+    def select(self, tensor: torch.Tensor, which: Sequence[int]) -> torch.Tensor:
+        """Return the tokens of some segments here, along dimension 1, one after another; a view
+        where possible.
+        """
+        if which and list(which) == list(range(which[0], which[0] + len(which))):
+            return tensor[:, self.offsets[which[0]] : self.offsets[which[-1] + 1]]
+        parts = [tensor[:, self.offsets[index] : self.offsets[index + 1]] for index in which]
+        return torch.cat(parts or [tensor[:, :0]], 1)
+
+    def split(self, tensor: torch.Tensor, which: Sequence[int]) -> dict[int, torch.Tensor]:
+        """Split consecutive tokens, as from `select`, into those of each segment."""
+        return dict(zip(which, torch.split(tensor, self.count_tokens(which), 1), strict=True))
+
+    @cached_property
+    def summaries(self) -> RowNeeds:
+        """Rows from which states are composed: those of segments that come before others of their
+        document.
+        """
+        return RowNeeds.from_triples(self.group.rank, self._iterate_needs(0))
+
+    @cached_property
+    def transitions(self) -> RowNeeds:
+        """Same as `summaries`, without the first segments of documents: there is no state before
+        them.
+        """
+        return RowNeeds.from_triples(self.group.rank, self._iterate_needs(1))
+
+    def _iterate_needs(self, first: int) -> Iterator[tuple[int, int, StateKey]]:
+        """Yield the needs of each document's segments from this number on."""
+        here = self.group.rank
+        for document, segments in self.cut.items():
+            last = {segment.rank: number for number, segment in enumerate(segments)}
+            for number, segment in enumerate(segments[first:], first):
+                key = StateKey(document, segment.start)
+                for rank in last if segment.rank == here else (here,):
+                    if last[rank] > number:
+                        yield rank, segment.rank, key
+
+    def find_halo(self, rows: int) -> RowNeeds:
+        """Return the tokens needed by segments which start up to `rows` tokens after them."""
+        if rows not in self._halos:
+            self._halos[rows] = RowNeeds.from_triples(self.group.rank, self._find_halo(rows))
+        return self._halos[rows]
+
+    def _find_halo(self, rows: int) -> Iterator[tuple[int, int, StateKey]]:
+        here = self.group.rank
+        for document, segments in self.cut.items():
+            for number, segment in enumerate(segments):
+                # Each has a token at least.
+                for before in reversed(segments[max(number - rows, 0) : number]):
+                    first = max(before.start, segment.start - rows)
+                    if first >= before.end:
+                        break
+                    if here in (before.rank, segment.rank):
+                        yield from (
+                            (segment.rank, before.rank, StateKey(document, position))
+                            for position in range(first, before.end)
+                        )

@@ -1,0 +1,174 @@
+"""State spaces with a decay for each head and token (Mamba 2) over segments of documents.
+
+For each token, with a state S of (P, N) for each head, a step dt, an input x of length P, and B and
+C of length N::
+
+    S <- exp(A dt) S + dt x B^T;   output = S C
+
+(Dao and Gu, Transformers are SSMs, arXiv 2405.21060). A segment of any length is S_out = d S_in +
+Z: the transition d is a number for each head, the exponential of the sum of A dt, and Z is the
+state at the end of a scan from zeros. The state before a segment adds exp(sum of A dt so far) S_in
+C to its outputs. So no segment is scanned twice.
+
+Shape suffixes: T tokens, H heads, P head dim, G groups, N state size, D documents.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+
+from hf_distca.hybrids.carryover import (
+    RuleOutputs,
+    SegmentKernel,
+    Summaries,
+    compute_starting_states,
+    exchange_states,
+)
+from hf_distca.hybrids.segments import Segments
+from hf_distca.runtime.outputs import LayerOutputs
+
+
+class ScanInputs(NamedTuple):
+    """The inputs of the scan in a layer.
+
+    Attributes:
+        x: (1, T, H, P).
+        dt: (1, T, H), the steps of the formula, after bias, softplus and limits.
+        A: (H,), negative.
+        B, C: (1, T, G, N); G divides H.
+    """
+
+    x: torch.Tensor
+    dt: torch.Tensor
+    A: torch.Tensor
+    B: torch.Tensor
+    C: torch.Tensor
+
+    def make_no_states(self) -> torch.Tensor:
+        """Make an empty batch of states (0, H, P, N), in float32, or float64 if x is."""
+        return self.x.new_zeros(
+            (0, *self.x.shape[2:], self.B.shape[3]),
+            dtype=torch.promote_types(self.x.dtype, torch.float32),
+        )
+
+
+class Scan(Protocol):
+    """A kernel that scans several documents, one after another in the tokens of its inputs, each
+    from a state of zeros.
+    """
+
+    def __call__(
+        self, inputs: ScanInputs, lengths: Sequence[int], *, final_states: bool
+    ) -> RuleOutputs:
+        """Scan documents of these lengths, each at least 1; `final_states` says whether
+        `RuleOutputs.states` are needed.
+        """
+
+
+def scan_by_document(kernel: Callable[..., tuple[torch.Tensor, torch.Tensor]]) -> Scan:
+    """Make a scan of a kernel that scans one document.
+
+    Args:
+        kernel: called as ``kernel(x, dt, A, B, C, return_final_states=True)``, as are mamba-ssm's
+            `mamba_chunk_scan_combined` and the functions of transformers; the chunk size and D are
+            bound before. It returns output and final state.
+    """
+
+    def run(inputs: ScanInputs, lengths: Sequence[int], *, final_states: bool) -> RuleOutputs:
+        by_document = (
+            torch.split(tensor, list(lengths), 1)
+            for tensor in (inputs.x, inputs.dt, inputs.B, inputs.C)
+        )
+        documents = zip(*by_document, strict=True)
+        scanned = [
+            kernel(x, dt, inputs.A, *projections, return_final_states=True)
+            for x, dt, *projections in documents
+        ]
+        outputs, finals = zip(*scanned, strict=True)
+        return RuleOutputs(torch.cat(outputs, 1), torch.cat(finals) if final_states else None)
+
+    return run
+
+
+def compute_mamba2(
+    inputs: ScanInputs, segments: Segments, scan: Scan, stored: LayerOutputs | None = None
+) -> torch.Tensor:
+    """Compute the scan for this rank's tokens: each document from no state to its end, wherever its
+    segments lie.
+
+    Every rank of the group must call it at the same point, forward and backward.
+
+    Args:
+        inputs: inputs for the tokens of `segments`, in their order; T may be 0.
+        segments: segments of this rank.
+        scan: the model's kernel.
+        stored: keeps received states for activation checkpointing: the recompute then exchanges
+            nothing.
+
+    Returns:
+        Outputs (1, T, H, P) in the dtype in which the scan returns them.
+
+    Raises:
+        LayoutError: if the inputs have another number of tokens than the segments.
+        DistCADesyncError: if other ranks do not take part in time.
+    """
+    with segments.group.report_errors(f"computing a state space of {segments.name}"):
+        segments.check(inputs.x, 1)
+        layer = SegmentKernel(inputs, segments, scan)
+        if not segments.has_only_whole_documents:
+            return _add_states(layer, stored)
+        return layer.run(segments.whole_documents).output if segments.here else layer.run_none()
+
+
+def _add_states(layer: SegmentKernel, stored: LayerOutputs | None) -> torch.Tensor:
+    inputs, segments, _ = layer
+    # 1, 2. Segments that others come after are scanned from zeros, and end with their bias.
+    # Transitions follow from decays.
+    handing_on = (*segments.first_segments, *segments.inner_segments)
+    handed = layer.run(handing_on, final_states=True)
+    none = inputs.make_no_states()
+    biases = handed.get_states(none)
+    decays = [
+        _log_decays(layer.select_inputs([index])).sum(0).exp() for index in segments.inner_segments
+    ]
+    transitions = torch.stack(decays) if decays else none.new_zeros((0, none.shape[1]))
+    # 3. Biases and transitions travel to the ranks that hold later segments.
+    rows, anchor = exchange_states(
+        segments, (biases, transitions), (segments.summaries, segments.transitions), inputs, stored
+    )
+    # 4. They are composed, in the order of the document, to the state before each segment.
+    states = compute_starting_states(segments, Summaries(*rows), _decay_state)
+    # 5. All other segments are scanned from zeros, and the state before a segment adds to its
+    # outputs.
+    ending = [index for index in range(len(segments.here)) if index not in handing_on]
+    ended = layer.run(ending)
+    outputs = segments.split(handed.output, handing_on) | segments.split(ended.output, ending)
+    for index, state in states.items():
+        added = _add_state(layer.select_inputs([index]), state)
+        outputs[index] = (outputs[index] + added).to(outputs[index].dtype)
+    return layer.join(outputs, anchor)
+
+
+def _decay_state(transition_H: torch.Tensor, state_HPN: torch.Tensor) -> torch.Tensor:
+    return transition_H[:, None, None] * state_HPN
+
+
+def _log_decays(inputs: ScanInputs) -> torch.Tensor:
+    """Return the logarithms of the decays of one segment, (T, H), in the dtype of states."""
+    dtype = inputs.make_no_states().dtype
+    return inputs.A.to(dtype) * inputs.dt[0].to(dtype)
+
+
+def _add_state(inputs: ScanInputs, state_HPN: torch.Tensor) -> torch.Tensor:
+    """Return the contribution of a state to the outputs of the segment after it, (1, T, H, P), in
+    the dtype of states.
+    """
+    decay_TH = _log_decays(inputs).cumsum(0).exp()
+    C_TGN = inputs.C[0].to(state_HPN.dtype)
+    by_group = state_HPN.reshape(C_TGN.shape[1], -1, *state_HPN.shape[1:])
+    with torch.autocast(state_HPN.device.type, enabled=False):
+        read = torch.einsum("tgn,ghpn->tghp", C_TGN, by_group).flatten(1, 2)
+    return (decay_TH[..., None] * read)[None]

@@ -1,0 +1,273 @@
+"""`LayerPlanner`: makes the work of layers in a micro-batch, from its handle to the route."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import Any, get_args
+
+import torch
+
+from hf_distca.agreement.announce import PlanKey, build_local_layout
+from hf_distca.agreement.batch_plan import MicroBatchPlan
+from hf_distca.agreement.documents import Documents, PackedDocuments
+from hf_distca.config import KernelName
+from hf_distca.errors import LayoutError, UnsupportedError
+from hf_distca.integration.handle import AttentionHandle, LayerWork
+from hf_distca.integration.layer_kinds import choose_rate_source, make_initial_cost
+from hf_distca.integration.processes import print_if_slow
+from hf_distca.integration.session import Session
+from hf_distca.kernels import Scores
+from hf_distca.kernels.varlen import to_device
+from hf_distca.measure.calibrate import calibrate, find_fastest_kernel, find_shipped_profile
+from hf_distca.runtime.group import AttentionGroup, mark_joint_step
+from hf_distca.runtime.meter import Meter
+from hf_distca.runtime.outputs import OutputStore
+from hf_distca.runtime.route import Route
+from hf_distca.schedule.layout import Layout
+from hf_distca.schedule.plan import Plan
+
+_LOCAL_GROUP = AttentionGroup()
+
+
+class LayerPlanner:
+    """Plans micro-batches for layers of a model, with the state of a session: finds the ranks that
+    take part, their documents and the costs of layers, and makes the route of this rank.
+
+    Attributes:
+        session: computes what is planned.
+        planner: plans of the session's micro-batches.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self.session, self.planner = session, session.planner
+
+    def find_group(self, handle: AttentionHandle, training: bool) -> AttentionGroup:
+        """Return the ranks that take part in a forward: this one alone if the others need not run
+        it. All ranks must call this if they do; see `Session.join_group`.
+        """
+        if handle.group is None:
+            # Making the group needs all ranks: a rank that evaluates or generates alone must not
+            # ask for it.
+            is_shared = not handle.mask.is_local and (
+                training or self.takes_all_ranks(handle.batch.packed)
+            )
+            handle.group = self.session.join_group() if is_shared else _LOCAL_GROUP
+            if handle.group.has_tokens and (leaving := self.planner.current_state().leaving_ranks):
+                handle.group = self.session.shrink_group(leaving)
+        return handle.group
+
+    def takes_all_ranks(self, documents: PackedDocuments | Documents | None) -> bool:
+        """Return whether all ranks run a forward of a model in evaluation mode, too.
+
+        They do if one of the documents of their shares is cut, as for the teacher of a student: no
+        rank could compute it alone. Every rank reads this from the layout of all, so all decide
+        alike, and none waits for one that runs alone. A rank that gets no such batch at all is
+        missed as in training: shares are compared, and `timeout_seconds` is the bound.
+        """
+        share = None if documents is None else documents.dealt_share
+        return self.session.config.balance_evaluation or (share is not None and share.is_cut)
+
+    def uses_nano_batches(self, handle: AttentionHandle, training: bool) -> bool:
+        """Return whether layers run as two nano-batches."""
+        return self.session.config.ping_pong and self.find_group(handle, training).size > 1
+
+    def read_documents(
+        self, handle: AttentionHandle, arguments: Mapping[str, Any], training: bool
+    ) -> Documents:
+        """Read the documents of a batch from the keyword arguments of a layer or of attention."""
+        if handle.documents is not None:
+            return handle.documents
+        group = handle.group or self.find_group(handle, training)
+        reporting: AbstractContextManager[None] = nullcontext()
+        if group.size > 1:
+            number = self.planner.current_state().number + 1
+            reporting = self.planner.report_errors(
+                group, f"reading documents for micro-batch {number}"
+            )
+        with reporting:
+            return handle.read_documents(
+                arguments, span_ranks=self.session.config.documents_span_ranks, training=training
+            )
+
+    def plan_work(
+        self,
+        handle: AttentionHandle,
+        arguments: Mapping[str, Any],
+        query: torch.Tensor,
+        key: PlanKey,
+        *,
+        training: bool,
+    ) -> LayerWork:
+        """Plan one kind of layer of a micro-batch, with the other ranks or alone, and the kinds
+        that are planned with it.
+
+        Args:
+            handle: handle of the micro-batch.
+            arguments: keyword arguments of attention, which define the documents.
+            query: (batch, heads, length, width) in the dtype that attention computes in.
+            key: key of the plan.
+            training: whether the module is in training mode on this rank, and so on all.
+        """
+        group = self.find_group(handle, training)
+        # Both nano-batches, so that ranks meet once.
+        handles = [handle] if handle.second_handle is None else [handle, handle.second_handle]
+        sums = [
+            part.sum_documents(
+                self.read_documents(part, arguments, training), key.window, query.device
+            )
+            for part in handles
+        ]
+        requests = [
+            (documents, key._replace(nano=part.nano))
+            for part, (documents, _) in zip(handles, sums, strict=True)
+        ]
+        if group.size == 1:
+            evaluating = handle.mask.is_local or not training
+            works = [
+                self._make_local_work(part, *request, query.device, evaluating=evaluating)
+                for part, request in zip(handles, requests, strict=True)
+            ]
+        else:
+            number = self.planner.current_state().number
+            with self.planner.report_errors(group, f"measuring costs for micro-batch {number + 1}"):
+                self.make_cost(key, query, group)
+            # The first plan after an installation compiles loops of the scheduler.
+            with nullcontext() if number else print_if_slow("making the first plan"):
+                plans = self.planner.plan(requests, group)
+            activity = f"taking up a plan for micro-batch {plans[0].number}"
+            with self.planner.report_errors(group, activity):
+                for part, planned in zip(handles, plans, strict=True):
+                    part.check_documents(planned.plan.layout, key.window, group.rank)
+                works = [
+                    self.make_work(documents, planned, group, query.device)
+                    for (documents, _), planned in zip(requests, plans, strict=True)
+                ]
+        for part, (_, part_key), work, (_, make_exchange) in zip(
+            handles, requests, works, sums, strict=True
+        ):
+            keeps = part.mask.can_recompute and training
+            part.layer_work[part_key] = replace(
+                work, make_exchange=make_exchange, outputs=work.outputs if keeps else None
+            )
+        return handle.layer_work[key]
+
+    def _make_local_work(
+        self,
+        handle: AttentionHandle,
+        documents: Documents,
+        key: PlanKey,
+        device: torch.device,
+        *,
+        evaluating: bool,
+    ) -> LayerWork:
+        """Make the work of a micro-batch for this rank alone; for whole documents, their lengths
+        suffice.
+
+        Raises:
+            LayoutError: if a part of a document is missing; an `UnsupportedError` while
+                `evaluating`.
+        """
+        layout = None
+        if documents.has_whole_documents:
+            lengths = documents.runs[:, 2].tolist()
+            window = _limit_window(key.window, max(lengths, default=0))
+            route = Route.for_whole_documents(lengths)
+        else:
+            with self.session.report_errors("planning alone"):
+                layout = _build_local_layout(documents, evaluating=evaluating)
+            window = _limit_window(key.window, layout.longest)
+            route = Route.build(Plan.make_local(layout, window), 0)
+        handle.check_documents(layout, key.window)
+        return LayerWork(
+            _LOCAL_GROUP,
+            route,
+            _move_token_indices(documents, device),
+            window,
+            # To time a layer on CUDA, the host records four events.
+            Meter(self.session.meter, timed=self.session.times_local_work or key.device != "cuda"),
+            key.nano,
+            OutputStore(),
+        )
+
+    @mark_joint_step
+    def make_cost(self, key: PlanKey, query: torch.Tensor, group: AttentionGroup) -> None:
+        """Make the cost model of a shape, at its first layer; all ranks of the group at the same
+        point. Collective.
+        """
+        costs = self.planner.current_state().costs
+        costs.dtypes[key.shape, key.device] = str(query.dtype)
+        if (key.shape, key.device) in costs:
+            return
+        cost = make_initial_cost(key._replace(window=None), self.session.config)
+        source = choose_rate_source(self.session.config)
+        if source == "analytic" and query.device.type == "cuda":
+            kernel = self.session.choose_kernel(query, key.shape, Scores(1.0))
+            if (profile := find_shipped_profile(query.device, kernel, group)) is not None:
+                cost = profile.make_cost_model(key.shape, tile=self.session.config.tile)
+        if source == "calibrated":
+            if self.session.config.kernel == "auto" and key.device == "cuda":
+                with print_if_slow("comparing attention kernels before the first plan"):
+                    widths = key.shape.head_dim, key.shape.value_head_dim
+                    self.session.fastest_kernels[query.dtype, widths] = find_fastest_kernel(
+                        key.shape, get_args(KernelName), query.dtype, query.device, group
+                    )
+            kernel = self.session.choose_kernel(query, key.shape, Scores(1.0))
+            with print_if_slow(
+                f"timing the attention kernel {kernel.name!r} before the first plan"
+            ):
+                cost = calibrate(cost, kernel, query.dtype, query.device, group)
+        costs[key.shape, key.device] = cost
+
+    @mark_joint_step
+    def make_work(
+        self,
+        documents: Documents,
+        planned: MicroBatchPlan,
+        group: AttentionGroup,
+        device: torch.device,
+    ) -> LayerWork:
+        """Make the work of a plan in use, for a rank that has these documents."""
+        plan, nano = planned.plan, planned.key.nano
+        part = f", nano-batch {nano}" if nano else ""
+        source = f" ({planned.source}, plan {plan.digest[:8]})" if planned.source else ""
+        return LayerWork(
+            group,
+            Route.build(plan, group.rank),
+            _move_token_indices(documents, device),
+            plan.window,
+            planned.meter,
+            nano,
+            OutputStore(),
+            f"micro-batch {planned.number}{part}{source}",
+        )
+
+
+def _move_token_indices(documents: Documents, device: torch.device) -> torch.Tensor | None:
+    """Return `Documents.token_indices` on a device."""
+    return (
+        None
+        if documents.token_indices is None
+        else to_device(torch.from_numpy(documents.token_indices), device)
+    )
+
+
+def _build_local_layout(documents: Documents, *, evaluating: bool) -> Layout:
+    try:
+        return build_local_layout(documents)
+    except LayoutError as error:
+        if not (evaluating and documents.span_ranks):
+            raise
+        raise UnsupportedError(
+            "a document that spans ranks met a model in evaluation mode, where each rank works"
+            " alone: call model.train() to train, or set DistCAConfig(balance_evaluation=True) if"
+            " all ranks evaluate together."
+        ) from error
+
+
+def _limit_window(window: int | None, longest: int) -> int | None:
+    """Return the window if it hides a key of the longest document from one of its tokens, else
+    None.
+    """
+    return None if window is None or window >= longest else window

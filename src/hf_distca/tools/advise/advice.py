@@ -1,0 +1,73 @@
+"""`advise`: what hf-distca would gain, in sentences, and the lines to paste."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from hf_distca.tools.advise.ways import Run, Way
+
+# Ratio of two steps below which neither is faster: the scheduler moves nothing for less
+# (DistCAConfig.min_gain); and below which the estimate may be wrong about which one is.
+_EQUAL, _CLOSE = 1.02, 1.06
+# How to have the others with Hugging Face.
+_HOW = {
+    "samples": ': TrainingArguments(train_sampling_strategy="batch_rebalance") does much like it',
+    "Ulysses": ": accelerate's ParallelismConfig(sp_size=...)",
+    "ring": ", which no library for Hugging Face has for packed documents",
+}
+
+
+class Advice(NamedTuple):
+    """Advice for a user.
+
+    Attributes:
+        worthwhile: whether hf-distca is clearly faster than all else that keeps documents whole.
+        ours, other: title of the fastest way of hf-distca, and of all others.
+        gain: seconds of a step of the other over ours.
+        text: the reasons, in sentences.
+        settings: the lines to paste; none if there is nothing to gain.
+    """
+
+    worthwhile: bool
+    ours: str
+    other: str
+    gain: float
+    text: str
+    settings: tuple[str, ...]
+
+
+def advise(run: Run, ways: Sequence[Way]) -> Advice:
+    """Advise by all ways of a run, as `estimate_ways` returns them."""
+    as_it_is, *_, given, dealt = ways
+    ours = min((given, dealt), key=lambda way: (not way.keeps_documents, way.seconds))
+    other = min(ways[:-2], key=lambda way: (not way.keeps_documents, way.seconds))
+    gain = other.seconds / ours.seconds
+    text = (
+        f"As it is, the slowest rank has {as_it_is.attention:.2f} times the attention of the mean"
+        f" one, which waits {as_it_is.waiting:.0%} of a step."
+    )
+    if not as_it_is.keeps_documents:
+        text += (
+            f" Ends of rows cut documents, which then lose {1 - as_it_is.kept:.0%} of their"
+            f" attention. The same rows take {given.seconds:.3g} s a step under hf-distca, and"
+            f" {as_it_is.seconds:.3g} s without: {as_it_is.seconds / given.seconds:.2f} times as"
+            " long. With whole documents:"
+        )
+    text += (
+        f" {ours.title} takes {ours.seconds:.3g} s a step, and the best of the others,"
+        f" {other.title}, {other.seconds:.3g} s: {gain:.2f} times as long."
+    )
+    if gain < _EQUAL:
+        how = next((how for name, how in _HOW.items() if name in other.title), "")
+        text += f" hf-distca gains nothing over {other.title}{how}."
+        return Advice(False, ours.title, other.title, gain, text, ())
+    if gain < _CLOSE:
+        text += " An estimate cannot tell which is faster by so little: try it first."
+    lines = ['model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="distca")']
+    option = ""
+    if ours is dealt:
+        lines.append(f"hf_distca.deal(trainer, tokens_per_rank={run.tokens})")
+        option = f" --tokens-per-rank {run.tokens}"
+    command = f"hf-distca run --attn-implementation distca{option} accelerate launch train.py"
+    return Advice(gain >= _CLOSE, ours.title, other.title, gain, text, (*lines, f"# or: {command}"))

@@ -1,0 +1,246 @@
+"""`estimate_ways`: the step of global batches as they are, with samples balanced over ranks, under
+context parallelism, and under hf-distca.
+
+Attention and its messages are what the scheduler estimates. Everything else of a step is taken for
+matrix products at the best rate that the GPU reaches, equally many for each token.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from hf_distca.config import DistCAConfig
+from hf_distca.schedule.balance import balance
+from hf_distca.schedule.cost import CostModel, count_causal_pairs
+from hf_distca.schedule.deal import deal
+from hf_distca.schedule.layout import FloatArray, IntArray, Layout
+from hf_distca.schedule.load import PlanLoad
+from hf_distca.schedule.ranks import Ranks
+from hf_distca.tools.advise.known_models import Model
+
+_WHOLE = 0.99  # of the attention, from which documents count as whole
+
+
+@dataclass(frozen=True)
+class Run:
+    """A training run to estimate.
+
+    Attributes:
+        model: the model.
+        costs: cost model of each kind of layers with attention, and their number.
+        product_rate: floating-point operations per second of large matrix products.
+        ranks, tokens: number of ranks, and of tokens that each has.
+        per_node: ranks of a node.
+        checkpointing: whether backward repeats forward. hf-distca repeats no attention.
+    """
+
+    model: Model
+    costs: tuple[tuple[CostModel, int], ...] = field(repr=False)
+    product_rate: float
+    ranks: int
+    tokens: int
+    per_node: int
+    checkpointing: bool
+
+    @property
+    def forwards(self) -> int:
+        """Number of times that forward is computed."""
+        return 2 if self.checkpointing else 1
+
+    def estimate_products(self, tokens: FloatArray) -> FloatArray:
+        """Estimate the seconds of all that is not attention."""
+        return 2 * (self.forwards + 2) * self.model.met_weights * tokens / self.product_rate
+
+    def estimate_attention(self, lengths: IntArray, heads: float = 1.0) -> FloatArray:
+        """Estimate the seconds of whole documents in all layers, of a part of the heads."""
+        total = np.zeros(len(lengths))
+        for cost, layers in self.costs:
+            forward, backward = cost.estimate_directions(lengths, lengths, heads)
+            total += layers * (self.forwards * forward + backward)
+        return total
+
+
+class Way(NamedTuple):
+    """A way to run a step; over several batches, the mean of each figure, and the most tokens.
+
+    Attributes:
+        title: its name.
+        attention: attention and messages of the slowest rank, relative to attention of the mean
+            one.
+        seconds: seconds of a step.
+        waiting: part of the step in which the mean rank computes nothing.
+        kept: part of the attention of whole documents.
+        most_tokens: tokens of the fullest rank.
+    """
+
+    title: str
+    attention: float
+    seconds: float
+    waiting: float
+    kept: float
+    most_tokens: int
+
+    @property
+    def keeps_documents(self) -> bool:
+        """True if hardly a document is cut."""
+        return self.kept >= _WHOLE
+
+
+def estimate_ways(run: Run, batches: Iterable[IntArray]) -> list[Way]:
+    """Estimate each way, of context parallelism the fastest one, that cuts the fewest documents if
+    all do.
+    """
+    steps: dict[str, list[Way]] = {}
+    for lengths in batches:
+        for way in _estimate_batch(run, lengths):
+            steps.setdefault(way.title, []).append(way)
+    ways = [
+        Way._make([title, *np.mean([way[1:-1] for way in of_way], axis=0).tolist(), most])
+        for title, of_way in steps.items()
+        for most in [max(way.most_tokens for way in of_way)]
+    ]
+    split = [way for way in ways if way.title.startswith("context parallel")]
+    best = min(split, key=lambda way: (-min(way.kept, _WHOLE), way.seconds), default=None)
+    return [way for way in ways if way not in split or way is best]
+
+
+def pack_rows(lengths: IntArray, rows: int, tokens: int) -> Layout:
+    """Fill rows of so many tokens with documents in order.
+
+    The part after the end of a row is a document of its own.
+    """
+    ends = np.unique(np.concatenate([np.cumsum(lengths), np.arange(1, rows + 1) * tokens]))
+    pieces = np.diff(ends, prepend=0)
+    offsets = np.searchsorted(ends, np.arange(rows + 1) * tokens, side="right")
+    return Layout(np.arange(len(pieces)), np.zeros_like(pieces), pieces, offsets)
+
+
+def _assign_longest_first(seconds: FloatArray, ranks: int) -> IntArray:
+    """Assign each document, longest first, to the rank with the least seconds."""
+    loads = [(0.0, rank) for rank in range(ranks)]
+    rank_of = np.empty(len(seconds), dtype=np.int64)
+    for document in np.argsort(-seconds, kind="stable").tolist():
+        load, rank_of[document] = loads[0]
+        heapq.heapreplace(loads, (load + seconds[document], int(rank_of[document])))
+    return rank_of
+
+
+def _estimate_batch(run: Run, lengths: IntArray) -> Iterable[Way]:
+    rows = pack_rows(lengths, run.ranks, run.tokens)
+    documents = run.estimate_attention(lengths)
+    token_seconds = run.estimate_products(np.ones(1))
+    rank = _assign_longest_first(documents + token_seconds * lengths, run.ranks)
+    whole = _count_pairs(run, lengths)
+    for title, pieces, rank_of in (
+        ("as it is", rows.length, rows.rank),
+        ("samples balanced over ranks", lengths, rank),
+    ):
+        seconds, tokens = (
+            np.bincount(rank_of, weights=weights, minlength=run.ranks).astype(np.float64)
+            for weights in (run.estimate_attention(pieces), pieces)
+        )
+        yield _make_way(title, run, seconds, seconds, tokens, _count_pairs(run, pieces) / whole)
+    yield from _share_rows(run, lengths, whole)
+    yield _disaggregate(run, lengths, whole, dealt=False)
+    yield _disaggregate(run, lengths, whole, dealt=True)
+
+
+def _make_way(
+    title: str, run: Run, ends: FloatArray, computed: FloatArray, tokens: FloatArray, kept: float
+) -> Way:
+    """Make a way of the seconds after which each rank ends its attention, those that it computes
+    attention, and its tokens.
+    """
+    products = run.estimate_products(tokens)
+    seconds = float((products + ends).max())
+    waiting = 1 - float((products + computed).mean()) / seconds
+    uneven = float(ends.max() / computed.mean())
+    return Way(title, uneven, seconds, waiting, kept, int(tokens.max()))
+
+
+def _count_pairs(run: Run, lengths: IntArray) -> float:
+    return sum(
+        layers * float(count_causal_pairs(lengths, lengths, cost.window).sum())
+        for cost, layers in run.costs
+    )
+
+
+def _share_rows(run: Run, lengths: IntArray, whole: float) -> Iterable[Way]:
+    """Share each row among a number of ranks: a ring passes keys on beside computing, and under
+    Ulysses heads change ranks.
+    """
+    for degree in (n for n in range(2, run.ranks + 1) if run.ranks % n == 0):
+        rows = pack_rows(lengths, run.ranks // degree, run.tokens * degree)
+        kept = _count_pairs(run, rows.length) / whole
+        seconds = run.estimate_attention(rows.length, 1 / degree)
+        computed = np.bincount(rows.rank, weights=seconds).astype(np.float64)
+        tokens = np.full(len(computed), float(run.tokens))
+        merged, ring, ulysses = _estimate_exchanges(run, degree)
+        ways = {"ring": np.maximum(computed + merged, ring)}
+        if not any(cost.shape.query_heads % degree for cost, _ in run.costs):
+            ways["Ulysses"] = computed + ulysses
+        for name, ends in ways.items():
+            yield _make_way(
+                f"context parallel: {name} over {degree} ranks", run, ends, computed, tokens, kept
+            )
+
+
+def _estimate_exchanges(run: Run, degree: int) -> FloatArray:
+    """Estimate what a rank needs besides attention if so many share a row: seconds of merging the
+    parts of a ring, of its messages, and of those of Ulysses.
+    """
+    total = np.zeros(3)
+    inside = min(degree, run.per_node)
+    for cost, layers in run.costs:
+        shape, link = cost.shape, cost.exchange_bytes_per_second
+        node = cost.node_bytes_per_second or link
+        # Each of `degree` calls reads rows again, and adds to sums in float32.
+        sums = 1 + 8 / shape.element_bytes
+        forward = shape.row_bytes + sums * shape.output_bytes
+        backward = 2 * shape.row_bytes + sums * (shape.query_bytes + shape.key_value_bytes)
+        merged = run.tokens * degree * forward * run.forwards / cost.forward.bytes_per_second
+        merged += run.tokens * degree * backward / cost.backward.bytes_per_second
+        # Backward passes keys, values and their gradients on.
+        passed = run.tokens * (degree - 1) * shape.key_value_bytes * (run.forwards + 2)
+        # Under Ulysses, each of fewer key/value heads than ranks is sent to several.
+        keys = shape.key_value_bytes * max(degree / shape.key_value_heads, 1)
+        turned = run.tokens / degree * (shape.row_bytes + keys) * (run.forwards + 1)
+        turned *= max((inside - 1) / node, (degree - inside) / link)
+        total += layers * np.array([merged, passed / (node if degree == inside else link), turned])
+    return total
+
+
+def _disaggregate(run: Run, lengths: IntArray, whole: float, *, dealt: bool) -> Way:
+    """Plan every kind of layers as training does, in groups of ranks with documents of their own
+    where there are many.
+    """
+    config = DistCAConfig()
+    group = config.group_ranks(run.ranks)
+    per_node = min(run.per_node, group)
+    nodes = Ranks(per_node=None if group % per_node or per_node == 1 else per_node)
+    groups = pack_rows(lengths, run.ranks // group, group * run.tokens)
+    ends, computed, kept = [], [], 0.0
+    for documents in np.split(groups.length, groups.offsets[1:-1]):
+        layout = (
+            deal(documents, group, run.tokens, run.costs[0][0], ranks_per_node=nodes.per_node)
+            if dealt
+            else pack_rows(documents, group, run.tokens)
+        )
+        loads = [
+            (PlanLoad(balance(layout, cost, config, nodes), cost, ranks=nodes), layers)
+            for cost, layers in run.costs
+        ]
+        # Ranks of a group wait for each other in every layer.
+        ends.append(sum(layers * load.slowest_seconds for load, layers in loads))
+        computed.append(sum(layers * load.compute_seconds.mean() for load, layers in loads))
+        kept += sum(layers * float(load.pairs.sum()) for load, layers in loads) / whole
+    tokens = np.full(len(ends), float(run.tokens))
+    return _make_way(
+        f"hf-distca, {'dealt' if dealt else 'as given'}",
+        *(run, np.array(ends), np.array(computed), tokens, kept),
+    )

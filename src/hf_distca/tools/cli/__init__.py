@@ -1,0 +1,78 @@
+"""The command line ``hf-distca``: a file holds a verb, or two that share options.
+
+Modules that a verb needs are imported when it runs.
+
+May import `schedule`, `measure`, `run_report`, `doctor`, `pool`, `advise` and `run`.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from hf_distca.tools.cli.advise import advise, simulate
+from hf_distca.tools.cli.doctor import doctor
+from hf_distca.tools.cli.files import exit_with_error
+from hf_distca.tools.cli.plan import deal, plan
+from hf_distca.tools.cli.profile import profile
+from hf_distca.tools.cli.report import report
+from hf_distca.tools.cli.run import run
+from hf_distca.tools.cli.serve import serve
+
+# What is wrong with words after a verb. Its class has moved between releases of typer.
+_UsageError: type[Any] = typer.BadParameter.__mro__[1]
+
+
+class _Verbs(TyperGroup):
+    """A group of verbs that reports a wrong option in one line, like all other errors of a user."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except _UsageError as error:
+            where = ctx if error.ctx is None else error.ctx
+            exit_with_error(
+                f"{error.format_message().rstrip('.')}. See {where.command_path} --help."
+            )
+
+
+app = typer.Typer(
+    name="hf-distca",
+    cls=_Verbs,
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+
+
+def _say_version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        typer.echo(f"hf-distca {version('hf-distca')}")
+        raise typer.Exit
+
+
+@app.callback()
+def main(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_say_version, is_eager=True, help="Show the version and exit."
+        ),
+    ] = False,
+) -> None:
+    """Core attention disaggregation for Hugging Face."""
+
+
+for verb in (plan, deal, profile, advise, report, doctor, serve):
+    app.command()(verb)
+# It ends in one line, whatever its options are.
+app.command(
+    hidden=True, context_settings={"ignore_unknown_options": True, "allow_extra_args": True}
+)(simulate)
+# What follows the script is the script's, options included.
+app.command(context_settings={"allow_interspersed_args": False})(run)

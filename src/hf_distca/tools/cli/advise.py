@@ -1,0 +1,222 @@
+"""``hf-distca advise``: what hf-distca would gain on documents; and what became of ``simulate``."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+from textwrap import fill
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from hf_distca.errors import ConfigError
+from hf_distca.tools.cli.files import InJson, exit_on_error, exit_with_error
+from hf_distca.tools.cli.options import with_options
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from hf_distca.tools.advise.known_models import Model
+    from hf_distca.tools.advise.ways import Run, Way
+
+_WIDTH = 120  # columns of what is printed
+# Floating-point operations per second of large products in bfloat16: the largest that were
+# measured (ml-engineering, "Maximum Achievable Matmul FLOPS").
+_PRODUCT_RATES = {
+    "a100": 2.679e14,
+    "h100": 7.945e14,
+    "h200": 7.945e14,
+    "b200": 1.745e15,
+    "gb200": 1.745e15,
+}
+# How to choose them for a script that trains today.
+_ABOUT_TOKENS = (
+    "tokens_per_rank: of packed rows, per_device_train_batch_size x max_length of today, and steps"
+    " of an epoch, warm-up and learning rate stay as they are. Of padded rows, batch size x mean"
+    " length keeps them, too; batch size x max_length fills the memory of today: an epoch then has"
+    " fewer steps of more tokens each, so lower warmup_steps as the steps, and choose the learning"
+    " rate as for larger batches. hf_distca.deal prints the steps before and after."
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """Documents, a model, and the ranks that train it."""
+
+    lengths: Annotated[
+        str,
+        typer.Option(
+            help=(
+                "Document lengths: a file with a JSON list, - for standard input, a .jsonl or"
+                " .parquet file or saved data set, or pretrain, prolong, equal:TOKENS,"
+                " lognormal:MEDIAN:SIGMA."
+            ),
+            show_default=False,
+        ),
+    ]
+    ranks: Annotated[int, typer.Option(help="GPUs.", min=1, max=65536, show_default=False)]
+    tokens_per_rank: Annotated[
+        int, typer.Option(help="Tokens of a micro-batch on a rank.", min=1, max=2**28)
+    ] = 65536
+    model: Annotated[
+        str, typer.Option(help="A known shape by name, or a config.json or its folder.")
+    ] = "llama-3-8b"
+    hardware: Annotated[
+        Literal["a100", "h100", "h200", "b200", "gb200"], typer.Option(help="The GPU.")
+    ] = "h100"
+    kernel: Annotated[
+        str | None,
+        typer.Option(
+            help="Attention kernel, as flash_attn_3 on h100.",
+            show_default="flash_attn, on b200 flash_attn_4",
+        ),
+    ] = None
+    ranks_per_node: Annotated[
+        int, typer.Option(help="GPUs of a node, whose links are faster.", min=1)
+    ] = 8
+    link_gigabytes: Annotated[
+        float | None,
+        typer.Option(help="GB/s that a rank sends to other nodes.", show_default="as the hardware"),
+    ] = None
+    checkpointing: Annotated[
+        bool, typer.Option(help="Whether the run has activation checkpointing.")
+    ] = True
+    column: Annotated[
+        str, typer.Option(help="Column of a data set that holds tokens, or their number.")
+    ] = "input_ids"
+    tokenizer: Annotated[
+        str | None,
+        typer.Option(help="Tokenizer of a column of text, as from_pretrained takes it."),
+    ] = None
+    max_length: Annotated[
+        int | None, typer.Option(help="Documents are cut off at this length.", min=1, max=2**32)
+    ] = None
+    batches: Annotated[
+        int, typer.Option(help="Global batches; figures are means.", min=1, max=1000)
+    ] = 10
+
+    def make_run(self) -> Run:
+        """Make the run that the options describe."""
+        from hf_distca.schedule.profiles import Profile
+        from hf_distca.tools.advise.ways import Run
+
+        kernel = self.kernel or ("flash_attn_4" if "b200" in self.hardware else "flash_attn")
+        profile = Profile.find_gpu_profile(self.hardware.upper(), kernel)
+        if profile is None:
+            raise ConfigError(
+                f"kernel {kernel!r} has no published timings on {self.hardware}: leave it out."
+            )
+        rates, model = Profile.load(profile), _find_model(self.model)
+        costs = [
+            (rates.make_cost_model(shape, window), layers) for shape, window, layers in model.layers
+        ]
+        if (link := self.link_gigabytes) is not None:
+            if not 1e-9 <= link <= 1e9:
+                raise ConfigError(
+                    f"--link-gigabytes {link:g}: a rate is a number from 1e-9 to 1e9 GB/s."
+                )
+            costs = [
+                (replace(cost, exchange_bytes_per_second=link * 1e9), layers)
+                for cost, layers in costs
+            ]
+        return Run(
+            model,
+            tuple(costs),
+            _PRODUCT_RATES[self.hardware],
+            self.ranks,
+            self.tokens_per_rank,
+            self.ranks_per_node,
+            self.checkpointing,
+        )
+
+
+@with_options(Scale)
+@exit_on_error()
+def advise(scale: Scale, as_json: InJson = False) -> None:
+    """Say what hf-distca would gain on your documents, or that it would gain nothing.
+
+    Steps are estimated with the scheduler and cost model that train; nothing is run and no GPU is
+    needed. Compared are a run as it is, with packed rows; whole documents balanced over ranks;
+    context parallelism; and hf-distca, on the same rows and with documents dealt.
+    """
+    from hf_distca.tools.advise.advice import advise as advise_by
+    from hf_distca.tools.advise.ways import estimate_ways
+    from hf_distca.tools.cli.lengths import open_documents
+
+    run = scale.make_run()
+    documents = open_documents(scale.lengths, scale.column, scale.max_length, scale.tokenizer)
+    drawn = documents.draw_batches(run.ranks * run.tokens, scale.batches)
+    ways = estimate_ways(run, drawn)
+    advice = advise_by(run, ways)
+    about = (
+        f"{run.model.name} on {run.ranks} {scale.hardware}, {run.tokens} tokens a rank\n"
+        f"{documents.name}, {scale.batches} batch{'es' * (scale.batches > 1)}, checkpointing"
+        f" {'on' if run.checkpointing else 'off'}"
+    )
+    if as_json:
+        report = {
+            "about": about.splitlines(),
+            "lengths": documents.source,
+            "advice": advice._asdict(),
+            "ways": [way._asdict() for way in ways],
+        }
+        typer.echo(json.dumps(report, indent=1))
+        return
+    typer.echo(fill(advice.text, _WIDTH) + "\n")
+    _show_ways(about, ways)
+    if len(advice.settings) > 2:
+        typer.echo("\n" + fill(_ABOUT_TOKENS, _WIDTH))
+    if advice.settings:
+        typer.echo("\nSettings\n" + "\n".join(f"  {line}" for line in advice.settings))
+
+
+def simulate() -> None:
+    """Name the place of what this command was."""
+    exit_with_error(
+        "simulate is a script of the repository now: python benchmarks/simulated/simulate.py, with"
+        " the same options. `hf-distca advise` estimates what you would gain."
+    )
+
+
+def _show_ways(about: str, ways: Sequence[Way]) -> None:
+    """Print a table with one line per way."""
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(width=None if Console().is_terminal else _WIDTH)
+    table = Table(title=about, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+    table.add_column("way")
+    for column in ("slowest / mean", "step, s", "speed", "waits", "most tokens", "attention"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for way in ways:
+        table.add_row(
+            *(way.title, f"{way.attention:.2f}", f"{way.seconds:.3g}"),
+            f"{ways[0].seconds / way.seconds:.2f} x",
+            *(f"{way.waiting:.0%}", f"{way.most_tokens:,}", f"{way.kept:.1%}"),
+        )
+    console.print(table)
+    console.print(
+        "slowest / mean: seconds of attention and its messages of the slowest rank, against"
+        " attention of the mean one. speed: against the run as it is. waits: the mean rank, for"
+        " others and for messages. most tokens: of a rank. attention: what cut documents keep of"
+        " it. A step without exchanges of weights, and with products at the best rate of the GPU.",
+        style="dim",
+    )
+
+
+def _find_model(name: str) -> Model:
+    """Return a known model by name, or that of a config.json, given as the file or its folder."""
+    from hf_distca.tools.advise.known_models import KNOWN_MODELS
+
+    if (known := KNOWN_MODELS.get(name.lower())) is not None:
+        return known
+    path = Path(name)
+    if not (path.is_file() or (path / "config.json").is_file()):
+        raise ConfigError(
+            f"model {name!r} is neither a config.json nor one of {', '.join(KNOWN_MODELS)}."
+        )
+    from hf_distca.tools.advise.counting import count_model  # imports transformers, in seconds
+
+    return count_model(path)

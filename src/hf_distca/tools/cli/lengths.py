@@ -1,0 +1,134 @@
+"""Document lengths that verbs read: a list in JSON, a column of a data set, or the name of a
+distribution.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hf_distca.errors import LayoutError, UnsupportedError
+from hf_distca.input_files import check_file
+from hf_distca.tools.cli.files import get_input_name, read
+
+if TYPE_CHECKING:
+    from hf_distca.tools.advise.document_lengths import DocumentSource
+
+_TABLES = (".parquet", ".arrow")
+_LINES = (".jsonl", ".ndjson")
+# Columns that are looked for: the last one if there is a tokenizer.
+_TOKENS, _LENGTH, _TEXT = "input_ids", "length", "text"
+
+
+def read_lengths(path: Path) -> list[int]:
+    """Read the lengths of a JSON file with a list of them."""
+    from hf_distca.schedule.placement import require_whole_number
+
+    name = get_input_name(path)
+    try:
+        data = json.loads(read(path).decode("utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        hint = " Rows, one a line, are read by advise, from a .jsonl file." * (
+            "Extra data" in str(error)
+        )
+        raise LayoutError(f"{name} is not JSON: {error}.{hint}") from error
+    except ValueError as error:
+        raise LayoutError(
+            f"{name} holds a number of thousands of digits: lengths are below 2**48."
+        ) from error
+    if not isinstance(data, list):
+        raise LayoutError(
+            f"{name} must hold a list of document lengths, it holds {type(data).__name__}."
+        )
+    try:
+        return [require_whole_number(value) for value in data]
+    except LayoutError as error:
+        raise LayoutError(f"{name}: {error}") from error
+
+
+def open_documents(
+    text: str, column: str, longest: int | None, tokenizer: str | None = None
+) -> DocumentSource:
+    """Open documents of a file, of a data set's column, or of a distribution by name.
+
+    With a tokenizer, the column may hold text; it is ``text`` if it is not named.
+    """
+    from hf_distca.tools.advise.document_lengths import find_distribution, from_list
+
+    path = Path(text)
+    column = _TEXT if tokenizer is not None and column == _TOKENS else column
+    if text and (path.suffix in (*_TABLES, *_LINES) or path.is_dir()):
+        files = path.iterdir() if path.is_dir() else [path]
+        # `map` of a saved data set leaves files of that name in its folder.
+        tables = [file for file in files if not file.name.startswith("cache-")]
+        tables = sorted(file for file in tables if file.suffix in (*_TABLES, *_LINES))
+        return from_list(_count_column(path, tables, column, tokenizer), text, longest)
+    if text == "-" or (text and path.exists()) or path.suffix == ".json":
+        return from_list(read_lengths(path), get_input_name(path), longest)
+    return find_distribution(text, 131072 if longest is None else longest)
+
+
+def _count_column(path: Path, tables: list[Path], column: str, tokenizer: str | None) -> list[int]:
+    """Count the tokens of each document of tables or of files with a JSON object a line: lists are
+    counted, texts are tokenized, numbers are lengths.
+    """
+    try:
+        import pyarrow as pa
+        import pyarrow.compute as pc
+        import pyarrow.types as kinds
+    except ImportError as error:
+        raise UnsupportedError(
+            f'reading {path} needs pyarrow: pip install "hf-distca[tables]", or write the lengths'
+            " to a JSON file."
+        ) from error
+    if not tables:
+        raise LayoutError(
+            f"{path} has no {' or '.join(_TABLES)} files: name a data set saved by save_to_disk, or"
+            " one such file."
+        )
+    lengths = list[int]()
+    for file in tables:
+        check_file(file)  # pyarrow's own error names no file
+        try:
+            table = _read_table(file)
+            names = table.column_names
+        except (pa.ArrowException, ValueError) as error:  # UnicodeDecodeError among them
+            raise LayoutError(f"{file} cannot be read as a table: {error}.") from error
+        name = _LENGTH if column == _TOKENS and not {_TOKENS} & {*names} else column
+        if name not in names:
+            raise LayoutError(
+                f"{file} has no column {column!r}, only {', '.join(map(repr, names))}: name one"
+                " with --column. Of text, name its tokenizer, too: --tokenizer."
+            )
+        values = table.column(name).drop_null()
+        kind = values.type
+        if kinds.is_list(kind) or kinds.is_large_list(kind) or kinds.is_fixed_size_list(kind):
+            values = pc.list_value_length(values)
+        elif tokenizer is not None and (kinds.is_string(kind) or kinds.is_large_string(kind)):
+            from hf_distca.tools.advise.counting import (
+                count_tokens,  # imports transformers, in seconds
+            )
+
+            values = pa.array(count_tokens(values.to_pylist(), tokenizer))
+        elif not kinds.is_integer(kind):
+            raise LayoutError(
+                f"column {name!r} of {file} holds {kind}: it must hold lists of tokens, or their"
+                " numbers; or text, with --tokenizer."
+            )
+        lengths += values.to_pylist()
+    # A negative one is named by its place among all.
+    return lengths if min(lengths, default=0) < 0 else [length for length in lengths if length]
+
+
+def _read_table(file: Path) -> Any:
+    import pyarrow as pa
+    from pyarrow import json, parquet
+
+    if file.suffix == ".parquet":
+        return parquet.read_table(file)
+    if file.suffix == ".arrow":
+        return pa.ipc.open_stream(file).read_all()
+    # A document may be as long as a block.
+    block = min(max(file.stat().st_size, 2**20), 2**31 - 1)
+    return json.read_json(file, json.ReadOptions(block_size=block))

@@ -1,0 +1,120 @@
+"""``hf-distca run``: another program's training script or command, under distca."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from signal import SIGINT
+from typing import Annotated, Literal
+
+import typer
+
+from hf_distca.errors import DistCAError
+from hf_distca.tools.cli.files import exit_with_error
+from hf_distca.tools.cli.options import with_options
+
+_option = partial(typer.Option, show_default=False)
+
+
+@dataclass(frozen=True, slots=True)
+class RunOptions:
+    """Options of a run: a file of them, changes of it, and fields of `run.Options`."""
+
+    config: Annotated[
+        Path | None, _option(help="YAML or JSON file of settings and of these options.")
+    ] = None
+    changes: Annotated[
+        list[str] | None,
+        _option("--set", metavar="NAME=VALUE", help="A value that overrides the file."),
+    ] = None
+    attn_implementation: Annotated[
+        Literal["distca"] | None,
+        _option(help="Attention of models that are loaded without naming one."),
+    ] = None
+    instead_of: Annotated[
+        str | None, _option(metavar="NAME", help="Attention that distca stands in for.")
+    ] = None
+    tokens_per_rank: Annotated[
+        int | None, _option(min=1, help="Deal documents, so many tokens to each rank.")
+    ] = None
+    observe: Annotated[
+        bool | None,
+        _option("--observe", help="Measure the imbalance of attention, and change nothing."),
+    ] = None
+    servers: Annotated[
+        int | None, _option(min=1, help="Let so many processes of each node be attention servers.")
+    ] = None
+    server_address: Annotated[
+        list[str] | None,
+        _option(metavar="HOST:PORT", help="A server that `hf-distca serve` runs; may be repeated."),
+    ] = None
+    server_wait: Annotated[
+        float | None,
+        _option(min=1.0, help="Seconds that servers may take to come.", show_default="300"),
+    ] = None
+    spare_servers: Annotated[
+        bool | None, _option(help="Go on without a server that is told to end.")
+    ] = None
+    summary: Annotated[
+        bool | None, typer.Option(help="Print the balance at the end.", show_default="summary")
+    ] = None
+
+
+@with_options(RunOptions)
+def run(
+    options: RunOptions,
+    script: Annotated[
+        str, typer.Argument(help="A Python script, a command such as `trl`, or with -m a module.")
+    ],
+    arguments: Annotated[
+        list[str] | None, typer.Argument(help="What it gets as its arguments.", show_default=False)
+    ] = None,
+    module: Annotated[
+        bool, _option("-m", "--module", help="SCRIPT is the name of a module, as for `python -m`.")
+    ] = False,
+) -> None:
+    """Run a training script or command that does not import hf_distca, with "distca" registered.
+
+    It holds for Python processes that the command starts, too, such as those of accelerate's
+    launcher: trl, swift and llamafactory-cli start one. Options of hf-distca stand before the
+    script. Under a launcher of your own: accelerate launch -m hf_distca.tools.run train.py
+    --attn_implementation distca
+    """
+    from hf_distca.tools.run import find_command, find_module, read_options, run_command, run_module
+
+    path = None
+    given = asdict(options)
+    try:
+        run_options = read_options(given.pop("config"), given.pop("changes") or [], **given)
+        if module:
+            find_module(script)
+        else:
+            path = find_command(script)
+    except (DistCAError, FileNotFoundError) as error:
+        exit_with_error(str(error))
+    if (
+        run_options.tokens_per_rank is not None
+        and not (run_options.attn_implementation or run_options.instead_of)
+        and not any("distca" in word for word in arguments or [])
+    ):
+        typer.echo(
+            "hf-distca: --tokens-per-rank deals documents to models that have attention"
+            f' "distca". Unless {script} asks for it, give --attn-implementation distca, for models'
+            " that are loaded without naming one, or --instead-of sdpa, for those that name sdpa.",
+            err=True,
+        )
+    try:
+        if path is None:
+            run_module(script, arguments or [], run_options)
+        else:
+            run_command(path, arguments or [], run_options)
+    except (
+        EOFError,
+        KeyboardInterrupt,
+        OSError,
+    ) as error:  # of the script: typer ends in silence at some of them
+        sys.last_value = error  # as the interpreter does
+        sys.excepthook(type(error), error, error.__traceback__)
+        raise SystemExit(128 + SIGINT if isinstance(error, KeyboardInterrupt) else 1) from None

@@ -1,0 +1,258 @@
+"""Checks of a model: the support of its family, and the kernel that runs its attention."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, PreTrainedConfig
+from transformers import __version__ as transformers_version
+
+from hf_distca.errors import ConfigError, DistCAError, UnsupportedError
+from hf_distca.input_files import read_file
+from hf_distca.integration.families import (
+    FAMILIES,
+    PING_PONG_FAMILIES,
+    PROVEN_GROUPS,
+    check_family,
+    check_layerdrop,
+    whole_document_reason,
+)
+from hf_distca.integration.layer_kinds import list_layer_keys
+from hf_distca.kernels import Case, Scores, is_slow, list_candidates, suggest_faster_kernel
+from hf_distca.tools.doctor import Finding
+
+_SHORT_NAMES = {
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp32": torch.float32,
+    "fp64": torch.float64,
+}
+_DTYPES = _SHORT_NAMES | {
+    str(dtype).removeprefix("torch."): dtype for dtype in _SHORT_NAMES.values()
+}
+_DROPOUT = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
+_USUAL_WIDTH = 128  # of a head, where no model is given
+
+
+def read_config(name: str, say: Callable[[str], None] = lambda text: None) -> PreTrainedConfig:
+    """Read the config of a model.
+
+    Args:
+        name: folder of a model, its config.json, or a name on the Hub.
+        say: called with a message before a step that takes a while.
+
+    Raises:
+        ConfigError: if there is none, or if transformers does not know the model.
+    """
+    path = Path(name)
+    if not name or path.is_dir():
+        path = path / "config.json"
+        if not path.is_file():
+            raise ConfigError(
+                f"there is no config.json in {path.parent}: give the folder of a model, its"
+                " config.json, or a name on the Hub."
+            )
+    if path.is_file():
+        return _read_config_file(path)
+    if name.startswith((".", "/", "~")) or name.endswith(".json") or name.count("/") > 1:
+        raise ConfigError(
+            f"there is no file or folder {name}: give the folder of a model, its config.json, or a"
+            " name on the Hub."
+        )
+    # What it says between tries would be a dozen lines.
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
+    say(f"asking the Hub for {name}, which takes a minute to give up without a network ...")
+    try:
+        config: PreTrainedConfig = AutoConfig.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise ConfigError(
+            f"{name!r} is no folder here, and the Hub gives no config of that name: {reason}"
+        ) from error
+    return config
+
+
+def _read_config_file(path: Path) -> PreTrainedConfig:
+    try:
+        data: Any = json.loads(read_file(path), object_hook=_read_floats)
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}.") from error
+    except ValueError as error:
+        raise ConfigError(f"{path} is not JSON: {error}.") from error
+    if not isinstance(data, dict) or not isinstance(kind := data.get("model_type"), str):
+        raise ConfigError(
+            f"{path} is no config of a model: it must be an object with the key 'model_type'."
+        )
+    try:
+        config: PreTrainedConfig = AutoConfig.for_model(**data)
+    except ValueError as error:
+        raise ConfigError(
+            f"transformers {transformers_version} makes no {kind!r} model of {path}:"
+            f" {str(error).partition(chr(10))[0][:200]} If the family is newer, pip install"
+            " --upgrade transformers."
+        ) from error
+    except Exception as error:  # configs check themselves with exceptions of many kinds
+        reason = " ".join(str(error).split())
+        raise ConfigError(
+            f"{path} is no config that {kind!r} models take: {reason[:300]}"
+        ) from error
+    return config
+
+
+def _read_floats(values: dict[str, Any]) -> Any:
+    """Return an object of a config, or the number that transformers writes as one, because JSON has
+    no infinity.
+    """
+    if values.keys() == {"__float__"} and values["__float__"] in ("Infinity", "-Infinity", "NaN"):
+        return float(values["__float__"])
+    return values
+
+
+def find_dtype(
+    name: str | None, config: PreTrainedConfig | None, device: torch.device
+) -> torch.dtype:
+    """Return the dtype of a name; without a name that of a model, or else the usual one of a
+    device.
+
+    Raises:
+        ConfigError: if there is none of that name.
+    """
+    if name is None:
+        given = (
+            None if config is None else getattr(config.get_text_config(decoder=True), "dtype", None)
+        )
+        usual = "float32" if device.type == "cpu" else "bfloat16"
+        name = str(given or usual).removeprefix("torch.")
+    if name not in _DTYPES:
+        raise ConfigError(
+            f"there is no attention in dtype {name!r}: choose one of {', '.join(_DTYPES)}."
+        )
+    return _DTYPES[name]
+
+
+def check_model_family(config: PreTrainedConfig) -> Iterator[Finding]:
+    """Yield findings on whether distca computes this family exactly, and which features work with
+    it.
+    """
+    kind = config.model_type
+    try:
+        check_family(kind, encoder_decoder=config.is_encoder_decoder)
+    except UnsupportedError as error:
+        yield Finding("model", kind, "not supported", "bad", str(error))
+        return
+    group = FAMILIES.get(kind)
+    if group is None:
+        yield Finding(
+            "model",
+            kind,
+            "not in the table of families: nobody has compared it",
+            "note",
+            "compare its loss with that under sdpa on one process before you rely on it",
+        )
+    else:
+        plain = group in ("PROVEN", "PACKED")
+        yield Finding(
+            "model",
+            kind,
+            PROVEN_GROUPS[group],
+            "good" if plain else "note",
+            None if plain else "give it one document a row",
+        )
+        yield Finding(
+            "model",
+            "ping-pong",
+            "layers may run as nano-batches"
+            if kind in PING_PONG_FAMILIES
+            else "its layers stay whole",
+        )
+        whole = whole_document_reason(kind)
+        yield Finding(
+            "model", "documents over ranks", "exact" if whole is None else f"refused: {whole}"
+        )
+    yield from _check_config(config)
+
+
+def _check_config(config: PreTrainedConfig) -> Iterator[Finding]:
+    try:
+        check_layerdrop(config)
+    except UnsupportedError as error:
+        yield Finding("model", "LayerDrop", "on", "bad", str(error))
+    text = config.get_text_config(decoder=True)
+    for name in _DROPOUT:
+        value = getattr(text, name, None)
+        if isinstance(value, int | float) and value > 0:
+            yield Finding(
+                "model",
+                name,
+                f"{value:g}",
+                "bad",
+                f"set {name}=0.0 in the model's config: distca refuses attention dropout in"
+                " training",
+            )
+
+
+def check_model_kernels(
+    config: PreTrainedConfig | None, dtype: torch.dtype, device: torch.device
+) -> Iterator[Finding]:
+    """Yield findings on the kernel that runs each kind of layers of a model, and on why earlier
+    kernels cannot.
+    """
+    if config is None:
+        cases = [Case(device, dtype, _USUAL_WIDTH, _USUAL_WIDTH, Scores(1.0), 1)]
+    else:
+        try:
+            keys = list_layer_keys(config, dtype, device.type)
+        except DistCAError as error:
+            yield Finding("kernels", "layers", str(error), "note")
+            return
+        text = config.get_text_config(decoder=True)
+        softcap = getattr(text, "attn_logit_softcapping", None) or None
+        cases = [
+            Case(
+                device,
+                dtype,
+                key.shape.head_dim,
+                key.shape.value_head_dim,
+                Scores(1.0, key.window, softcap),
+                key.shape.heads_per_key_head,
+            )
+            for key in keys
+        ]
+    for case in dict.fromkeys(cases):
+        yield from _check_case(case)
+
+
+def _check_case(asked: Case) -> Iterator[Finding]:
+    looked_at = list_candidates(asked)
+    dtype = asked.dtype
+    device = asked.device
+    window = f", window {asked.scores.window}" if asked.scores.window else ""
+    softcap = ", softcap" if asked.scores.softcap else ""
+    on = f"{str(dtype).removeprefix('torch.')} on {device.type}"
+    case = f"heads of {asked.head_dim}{window}{softcap}, {on}"
+    running = next((name for name, reason in looked_at if reason is None), None)
+    before = {name: reason for name, reason in looked_at if reason is not None}
+    slow = running is not None and is_slow(running, dtype) and len(looked_at) > 1
+    advice = None if running is None else suggest_faster_kernel(running, device)
+    if running is None or slow:
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in before.items())
+        advice = f"only a slow kernel fits. {reasons}"
+        if device.type == "cuda" and dtype not in (torch.bfloat16, torch.float16):
+            advice = (
+                "train in bfloat16 or float16 (bf16=True or fp16=True), for which there are fast"
+                " kernels"
+            )
+    yield Finding(
+        "kernels",
+        case,
+        f"kernel {running!r}",
+        "bad" if running is None else "note" if slow else "good",
+        f"{case}: {advice}" if advice else None,
+    )
+    for name, reason in before.items():
+        yield Finding("kernels", f"not {name!r}", reason, "note")

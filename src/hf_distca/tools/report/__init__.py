@@ -1,0 +1,4 @@
+"""The report of a run's folder, as one page that needs nothing else. It needs no torch.
+
+May import `schedule` and `agreement`.
+"""

@@ -1,0 +1,86 @@
+"""`RunFolder`: contents of a run's folder."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from hf_distca.agreement.record_rows import RECORD_NAME, Row, RunRow, StepsRow, read_json, read_row
+from hf_distca.errors import ReportError
+from hf_distca.input_files import read_file
+
+RowKind = TypeVar("RowKind", bound=Row)
+_MOST_RECORD_BYTES = 2**30  # all plans of a long run
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """Data to report.
+
+    Attributes:
+        path: the folder.
+        rows: rows of the record; for steps that ran again after a restart, of the last time.
+        broken: numbers of the lines of the record that cannot be read.
+    """
+
+    path: Path
+    rows: list[Row]
+    broken: list[int]
+
+    def select_rows(self, kind: type[RowKind]) -> list[RowKind]:
+        """Return the rows of one kind."""
+        return [row for row in self.rows if isinstance(row, kind)]
+
+    @classmethod
+    def read(cls, path: Path) -> RunFolder:
+        """Read a folder.
+
+        Raises:
+            ReportError: if there is nothing to report, or a file is broken; names the file and a
+                remedy.
+            OSError: if a file cannot be read.
+        """
+        if not (record := path / RECORD_NAME).is_file():
+            raise ReportError(
+                f'{path} is no folder with {RECORD_NAME}. Train with attn_implementation="distca"'
+                " and hf_distca.DistCACallback() among the callbacks of the Trainer, and give the"
+                " output_dir of that run. A run on one rank, or under --observe, leaves no record."
+            )
+        folder = cls(path, *_read_record(record))
+        if (folder.rows or folder.broken) and not folder.select_rows(RunRow):
+            raise ReportError(
+                f"{record} does not tell how a training began, which no page can be made without:"
+                " its first row is not there, or is broken. A training that begins or resumes with"
+                " this output_dir writes another."
+            )
+        if not folder.select_rows(StepsRow):
+            raise ReportError(
+                f"{record} tells of no micro-batch yet: wait until the run has logged, or look at"
+                " what ended it."
+            )
+        return folder
+
+
+def _read_record(path: Path) -> tuple[list[Row], list[int]]:
+    """Return the rows, and the numbers of lines that are broken, as where a process was killed."""
+    rows: list[Row] = []
+    broken: list[int] = []
+    text = read_file(path, _MOST_RECORD_BYTES).decode("utf-8", errors="replace")
+    # Without an end, the last line is being written, or the process was killed there.
+    for number, line in enumerate(text[: text.rfind("\n") + 1].splitlines(), 1):
+        name = f"line {number} of {path}"
+        try:
+            data = read_json(line, name)
+        except ReportError:
+            broken.append(number)
+            continue
+        row = read_row(data, name)
+        if isinstance(row, RunRow):  # what comes after its step runs again
+            rows = [
+                earlier
+                for earlier in rows
+                if isinstance(earlier, RunRow) or earlier.step <= row.step
+            ]
+        rows += [] if row is None else [row]
+    return rows, broken

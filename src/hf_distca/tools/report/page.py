@@ -1,0 +1,198 @@
+"""`render`: the page, one HTML file without external parts, with two pictures drawn as SVG: seconds
+by rank, and a plan.
+
+Colours have a contrast of 3 to 1 or more to both backgrounds of the page, light and dark, and those
+of documents 4.5 to 1 to the white text on them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib.metadata import version
+from importlib.resources import files
+from typing import NamedTuple
+
+from jinja2 import Environment
+
+from hf_distca.agreement.record_rows import PerRank
+from hf_distca.tools.report.run_figures import Figures, PlanFigures, PlanPiece
+
+_TILES = (
+    ("step_seconds", "s a step", "{:.3g}"),
+    ("imbalance_measured_before", "imbalance before, measured", "{:.2f}"),
+    ("imbalance_measured_after", "imbalance after, measured", "{:.2f}"),
+    ("imbalance_estimated_before", "imbalance before, estimated", "{:.2f}"),
+    ("imbalance_estimated_after", "imbalance after, estimated", "{:.2f}"),
+    ("imbalance_tokens", "imbalance of tokens", "{:.2f}"),
+    ("exchanged_mb_per_layer", "MB a layer and micro-batch, busiest rank", "{:.3g}"),
+    ("between_nodes_mb_per_layer", "MB of these to other nodes, busiest rank", "{:.3g}"),
+    ("server_time_share", "of rank 0's time in attention", "{:.0%}"),
+    ("servers_share", "of attention computed by servers without tokens", "{:.0%}"),
+    ("servers_idle", "of these servers' time idle", "{:.0%}"),
+    ("planning_ms", "ms of planning a micro-batch", "{:.3g}"),
+    ("moved_micro_batches", "micro-batches with moved work", "{:.0f}"),
+    ("micro_batches", "micro-batches in all", "{:.0f}"),
+)
+
+BEFORE, AFTER = "#d97706", "#2f74c0"
+DOCUMENTS = (
+    "#2f74c0",
+    "#c0501a",
+    "#2c8154",
+    "#b13f86",
+    "#857000",
+    "#6a63cf",
+    "#0f7f8c",
+    "#c8403a",
+    "#5d7183",
+    "#9a6a00",
+)
+_MOST_DRAWN = 32  # ranks; the table has all
+_LABELLED = 0.06  # of the width: narrower bars have no room for a number
+
+
+class Bar(NamedTuple):
+    """A bar of a row.
+
+    `start` and `length` are parts of the width, `tip` is shown under the pointer.
+
+    A `moved` bar is computed for another rank, and hatched.
+    """
+
+    start: float
+    length: float
+    colour: str
+    tip: str
+    label: str = ""
+    moved: bool = False
+
+
+Rows = dict[int, list[list[Bar]]]  # lines of bars of each drawn rank
+
+
+class Picture(NamedTuple):
+    """A picture.
+
+    Attributes:
+        name: name of the element.
+        title, text: text above it.
+        width: meaning of its whole width.
+        sides: rows by caption, one side or two beside each other.
+        legend: colours by their meaning.
+    """
+
+    name: str
+    title: str
+    text: str
+    width: str
+    sides: dict[str, Rows]
+    legend: dict[str, str]
+
+
+def render(figures: Figures) -> str:
+    """Render the page."""
+    environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    template = files(__package__).joinpath("page.html").read_text(encoding="utf-8")
+    tiles = [
+        (text.format(figures.total[name]), label)
+        for name, label, text in _TILES
+        if name in figures.total
+    ]
+    page = environment.from_string(template).render(
+        figures=figures, pictures=draw_pictures(figures), tiles=tiles, version=version("hf-distca")
+    )
+    return page.encode(errors="replace").decode()  # names of folders need not be text
+
+
+def draw_pictures(figures: Figures) -> list[Picture]:
+    """Draw all pictures for which there are data."""
+    return [
+        _draw_seconds(figures.per_rank),
+        *([] if figures.plan is None else [_plan(figures.plan)]),
+    ]
+
+
+def _draw_seconds(figures: PerRank) -> Picture:
+    before, after = figures.measured_before, figures.measured_after
+    longest = max(*before, *after) or 1.0
+    sides = {"before": (before, BEFORE), "after": (after, AFTER)}
+    rows = {
+        rank: [
+            [
+                Bar(
+                    0.0,
+                    seconds[rank] / longest,
+                    colour,
+                    f"rank {rank}, {when}: {_format_time(seconds[rank])}",
+                )
+            ]
+            for when, (seconds, colour) in sides.items()
+        ]
+        for rank in _choose_ranks(before, after)
+    }
+    return Picture(
+        "ranks",
+        "Attention seconds by rank",
+        "Measured seconds in attention kernels, forward and backward, over the whole run. Before:"
+        " seconds given back to the rank whose documents they were spent"
+        f" on.{_describe_ranks_left_out(len(before))}",
+        _format_time(longest),
+        {"": rows},
+        legend={when: colour for when, (_, colour) in sides.items()},
+    )
+
+
+def _plan(plan: PlanFigures) -> Picture:
+    before, after = plan.per_rank.estimated_before, plan.per_rank.estimated_after
+    longest = max(*before, *after) or 1.0
+    ranks = _choose_ranks(before, after)
+    return Picture(
+        "plan",
+        "The plan of a step",
+        f"Micro-batch {plan.micro_batch}, step {plan.step}: estimated seconds of one layer by rank,"
+        " in pieces of documents, with the document's number. What a rank computes for another one"
+        f" is hatched.{_describe_ranks_left_out(len(before))}",
+        _format_time(longest),
+        {
+            "as the documents lie": _draw_stacked(plan.before, ranks, longest),
+            "as planned": _draw_stacked(plan.after, ranks, longest),
+        },
+        legend={},
+    )
+
+
+def _format_time(seconds: float) -> str:
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
+
+
+def _choose_ranks(before: Sequence[float], after: Sequence[float]) -> list[int]:
+    """Choose the ranks to draw, in order: those whose work changes most."""
+    return sorted(
+        sorted(range(len(before)), key=lambda rank: -abs(before[rank] - after[rank]))[:_MOST_DRAWN]
+    )
+
+
+def _describe_ranks_left_out(ranks: int) -> str:
+    return (
+        f" {_MOST_DRAWN} of {ranks} ranks are drawn: those whose work changes most."
+        if ranks > _MOST_DRAWN
+        else ""
+    )
+
+
+def _draw_stacked(pieces: Sequence[PlanPiece], ranks: Sequence[int], longest: float) -> Rows:
+    rows: Rows = {rank: [[]] for rank in ranks}
+    for piece in pieces:
+        for bars in rows.get(piece.rank, []):
+            length = piece.seconds / longest
+            bar = Bar(
+                start=sum(bars[-1][:2]) if bars else 0.0,
+                length=length,
+                colour=DOCUMENTS[piece.document % len(DOCUMENTS)],
+                tip=f"rank {piece.rank}: document {piece.document} of {piece.length} tokens,"
+                f" {piece.tokens} queries of rank {piece.home}, {_format_time(piece.seconds)}",
+                label=str(piece.document) if length >= _LABELLED else "",
+                moved=piece.rank != piece.home,
+            )
+            bars.append(bar)
+    return rows

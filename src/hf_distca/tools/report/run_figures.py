@@ -1,0 +1,314 @@
+"""`Figures`: all numbers and sentences of the page, which `hf-distca report --json` prints."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, astuple, dataclass, fields
+from typing import Any
+
+import numpy as np
+
+from hf_distca.agreement.batch_plan import BalanceTotals
+from hf_distca.agreement.record_rows import (
+    RECORD_NAME,
+    PerRank,
+    PlanRow,
+    RunRow,
+    StepsRow,
+    WarningRow,
+)
+from hf_distca.errors import ReportError
+from hf_distca.schedule.layout import FloatArray
+from hf_distca.schedule.plan import Plan
+from hf_distca.tools.report.folder import RunFolder
+
+_TALLY = [figure.name for figure in fields(BalanceTotals)]
+_LATER = {"estimated_in_order": 0.0, "dealt_mean": 0.0}  # older records do not have them
+
+
+@dataclass(frozen=True)
+class PlanPiece:
+    """CA-tasks of one document on one rank.
+
+    Attributes:
+        rank: rank that computes them; `home` has their queries.
+        document, length: its number in the micro-batch, and its tokens on all ranks.
+        tokens: number of queries.
+        seconds: estimated, of one layer, forward and backward, on this rank.
+    """
+
+    rank: int
+    home: int
+    document: int
+    length: int
+    tokens: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class PlanFigures:
+    """A drawn micro-batch: its work at home, and as planned.
+
+    Attributes:
+        step, micro_batch: numbers of the step and the micro-batch.
+        before, after: its pieces, in order of rank and document.
+        per_rank: see `PlanRow`.
+    """
+
+    step: int
+    micro_batch: int
+    before: list[PlanPiece]
+    after: list[PlanPiece]
+    per_rank: PerRank
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Figures of a run.
+
+    Attributes:
+        name: name of its folder.
+        verdict: summary in a sentence or two.
+        total: figures of the log for the whole run, the seconds of a step, and those that the
+            slowest ranks saved.
+        steps: for each row of the log, the step, its figures and the loss.
+        per_rank: sums over the run.
+        plan: plan of the chosen step, None without one.
+        plan_steps: steps with plans.
+        run: device, model, settings, training arguments and versions.
+        warnings: warnings with their steps.
+        missing: missing parts of the page, and how to get them.
+    """
+
+    name: str
+    verdict: str
+    total: dict[str, float]
+    steps: list[dict[str, float]]
+    per_rank: PerRank
+    plan: PlanFigures | None
+    plan_steps: list[int]
+    run: dict[str, dict[str, Any]]
+    warnings: list[str]
+    missing: list[str]
+
+
+def collect(folder: RunFolder, step: int | None = None) -> Figures:
+    """Collect the figures of a folder.
+
+    Args:
+        folder: the folder of a run.
+        step: step whose plan is drawn; that of the most uneven micro-batch if None.
+
+    Raises:
+        ReportError: if there is no plan of that step, or if it cannot be read.
+    """
+    rows, plans = folder.select_rows(StepsRow), folder.select_rows(PlanRow)
+    chosen = _choose_plan(folder, plans, step)
+    try:
+        with np.errstate(all="raise"):
+            total, steps = _sum_up_run(folder, rows)
+            figures = Figures(
+                name=folder.path.resolve().name,
+                verdict=_describe_run(total),
+                total=total,
+                steps=steps,
+                per_rank=_sum_rows(rows),
+                plan=None if chosen is None else _describe_plan(chosen),
+                plan_steps=sorted({plan.step for plan in plans}),
+                run=_run(folder.select_rows(RunRow)[-1], rows),
+                warnings=[
+                    f"step {warning.step}: {warning.text}"
+                    for warning in folder.select_rows(WarningRow)
+                ],
+                missing=_describe_broken(folder),
+            )
+            json.dumps(asdict(figures), allow_nan=False)  # sums may be too large
+            return figures
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise ReportError(
+            f"{folder.path / RECORD_NAME} is no record of a run: its figures do not fit together"
+            f" ({error}). Move the file away."
+        ) from error
+
+
+def _describe_broken(folder: RunFolder) -> list[str]:
+    """Say which lines of the record are left out; nothing if none is."""
+    if not folder.broken:
+        return []
+    return [
+        f"What broken lines of {folder.path / RECORD_NAME} told, as where a training was ended"
+        f" while it wrote: {', '.join(map(str, folder.broken))}."
+    ]
+
+
+def _sum_up_run(
+    folder: RunFolder, rows: Sequence[StepsRow]
+) -> tuple[dict[str, float], list[dict[str, float]]]:
+    """Return the figures of the whole run, and those of each row."""
+    known = [_LATER | row.tally for row in rows]
+    tallies = [BalanceTotals(**{name: float(row[name]) for name in _TALLY}) for row in known]  # type: ignore[arg-type]
+    whole = sum(tallies, BalanceTotals())
+    runs = folder.select_rows(RunRow)
+    began = runs[0].step
+    replaced = runs[-1].replaced_imbalance
+    total = {
+        "step_seconds": whole.elapsed_seconds / max(rows[-1].step - began, 1),
+        **_read_logged(whole),
+        "moved_micro_batches": whole.moved,
+        "last_step": rows[-1].step,
+        "slowest_seconds_before": whole.measured_before,
+        "slowest_seconds_after": whole.measured_after,
+        **({} if replaced is None else {"imbalance_estimated_replaced": replaced}),
+    }
+    return total, [
+        {
+            "step": row.step,
+            **_read_logged(tally),
+            **({} if row.loss is None else {"loss": row.loss}),
+        }
+        for row, tally in zip(rows, tallies, strict=True)
+    ]
+
+
+def _read_logged(tally: BalanceTotals) -> dict[str, float]:
+    return {name.removeprefix("distca/"): value for name, value in tally.compute_figures().items()}
+
+
+def _sum_rows(rows: Sequence[StepsRow]) -> PerRank:
+    """Sum figures over the run; if the number of ranks changed, over the newest rows with the same
+    number.
+    """
+    tables = [np.array(astuple(row.per_rank), dtype=np.float64) for row in rows]
+    return PerRank(
+        *np.sum([table for table in tables if table.shape == tables[-1].shape], axis=0).tolist()
+    )
+
+
+def _compute_unevenness(row: PlanRow) -> float:
+    before = row.per_rank.estimated_before
+    return max(before) * len(before) / (sum(before) or 1.0)
+
+
+def _choose_plan(folder: RunFolder, plans: Sequence[PlanRow], step: int | None) -> PlanRow | None:
+    """Choose the most uneven plan of a step, or of all steps."""
+    steps = sorted({plan.step for plan in plans})
+    if step not in (None, *steps):
+        raise ReportError(
+            f"there is no plan of step {step} in {folder.path}. Plans of these steps were kept: "
+            f'{", ".join(map(str, steps)) or "none"}. DistCACallback(record="all") keeps all.'
+        )
+    return max(
+        (plan for plan in plans if step in (None, plan.step)), key=_compute_unevenness, default=None
+    )
+
+
+def _describe_plan(row: PlanRow) -> PlanFigures:
+    tasks = []
+    lengths = dict[int, int]()
+    for part in row.parts:
+        plan = Plan.from_json(json.dumps(part.plan))
+        layout = plan.layout
+        rows = (plan.end - plan.start) * plan.heads
+        for document, end in zip(
+            layout.restore_numbers(layout.document).tolist(), layout.end.tolist(), strict=True
+        ):
+            lengths[document] = max(lengths.get(document, 0), end)
+        speeds = np.array(part.speeds or [1.0] * layout.world_size, dtype=np.float64)
+        placed = [
+            layout.restore_numbers(plan.document),
+            plan.home,
+            plan.server,
+            speeds[plan.home],
+            speeds[plan.server],
+        ]
+        # Fails if there are other numbers of seconds.
+        tasks.append(np.array([*placed, rows, part.seconds], dtype=np.float64))
+    documents, homes, servers, home_speeds, server_speeds, rows, seconds = np.concatenate(
+        tasks, axis=1
+    )
+    return PlanFigures(
+        row.step,
+        row.micro_batch,
+        _sum_pieces(lengths, [homes, documents, homes], [rows, seconds / home_speeds]),
+        _sum_pieces(lengths, [servers, documents, homes], [rows, seconds / server_speeds]),
+        row.per_rank,
+    )
+
+
+def _sum_pieces(
+    lengths: dict[int, int], keys: Sequence[FloatArray], figures: Sequence[FloatArray]
+) -> list[PlanPiece]:
+    """Sum queries and seconds of tasks with the same rank, document and home."""
+    distinct, index = np.unique(np.array(keys, dtype=np.int64), axis=1, return_inverse=True)
+    sums = (np.bincount(index.ravel(), weights).tolist() for weights in figures)
+    return [
+        PlanPiece(rank, home, document, lengths[document], round(tokens), seconds)
+        for rank, document, home, tokens, seconds in zip(*distinct.tolist(), *sums, strict=True)
+    ]
+
+
+def _describe_run(total: dict[str, float]) -> str:
+    """Say what a step took, and what balancing did to the slowest rank."""
+    text = (
+        f"A step took {total['step_seconds']:.3g} s, of which rank 0 spent"
+        f" {total['server_time_share']:.0%} in attention."
+    )
+    in_order = total.get("imbalance_estimated_in_order")
+    if in_order is not None:
+        text += _compare_with_dealt(in_order, total.get("imbalance_estimated_replaced"))
+    kind = "measured" if "imbalance_measured_before" in total else "estimated"
+    before, even, after = (
+        total.get(f"imbalance_{name}", 1.0)
+        for name in (f"{kind}_before", "estimated_before", f"{kind}_after")
+    )
+    if not total["moved_micro_batches"]:
+        text += (
+            f" No work was moved: the slowest rank had {even:.2f} times the mean attention seconds"
+            f" by estimate{f', measured {after:.2f}' * (kind == 'measured')}."
+        )
+        return text + " What ranks sent is of documents that lie on several of them." * bool(
+            total.get("exchanged_mb_per_layer")
+        )
+    text += (
+        f" {'The' if in_order is None else 'Dealt, the'} slowest rank had {before:.2f} times the"
+        f" mean attention seconds before work was moved, and {after:.2f} after"
+    )
+    saved = total["slowest_seconds_before"] - total["slowest_seconds_after"]
+    if saved <= 0:
+        return f"{text} ({kind})."
+    return (
+        f"{text} ({kind}): its attention took {saved:.3g} s less in {total['micro_batches']:.0f}"
+        " micro-batches."
+    )
+
+
+def _compare_with_dealt(in_order: float, replaced: float | None) -> str:
+    """Say how uneven the documents would have been if they were not dealt."""
+    seconds = "times the mean attention seconds"
+    if replaced is None:
+        return (
+            f" Documents are dealt: in their order, the slowest rank had {in_order:.2f} {seconds},"
+            " by estimate."
+        )
+    return (
+        f" In the batches that dealing replaced, the slowest rank had {replaced:.2f} {seconds}, and"
+        f" {in_order:.2f} times with documents in their order (estimated)."
+    )
+
+
+def _run(run: RunRow, rows: Sequence[StepsRow]) -> dict[str, dict[str, Any]]:
+    return {
+        "run": {
+            "started": run.started.replace("T", " ").replace("+00:00", " UTC"),
+            "ranks": run.ranks,
+            "nodes": run.nodes or "not known",
+            "device of rank 0": run.device,
+            "kernels": ", ".join(dict.fromkeys(name for row in rows for name in row.kernels)),
+            **({"resumed after step": run.step} if run.step else {}),
+        },
+        "model": dict(run.model),
+        "settings": dict(run.settings),
+        "training": dict(run.training),
+        "versions": dict(run.versions),
+    }

@@ -1,0 +1,418 @@
+"""``hf-distca run train.py ...`` or ``python -m hf_distca.tools.run train.py``: run a script that
+does not import hf_distca, under distca.
+
+The options apply to the script and to Python processes that it starts, such as those of
+accelerate's launcher: each of them runs the ``sitecustomize`` module of the folder ``child_start``,
+which is put in front of their ``PYTHONPATH``, and reads the options in ``HF_DISTCA_RUN``. No other
+way reaches them all: launchers write their
+own command lines, and packages of others call launchers in more ways than could be rewritten. That
+folder is part of the installed package, so that a process that outlives the run finds only
+installed files there.
+
+May import `late_imports`, `integration`, `observe`, `pool` and `cli`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import sys
+from collections.abc import Mapping, Sequence
+from errno import ENOEXEC
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from shutil import which
+from typing import Any, Literal, NamedTuple, NoReturn
+
+from hf_distca.errors import ConfigError, DistCAError
+from hf_distca.late_imports import call_after_import, call_after_models_load, call_at_exit
+from hf_distca.pool.addresses import parse_address
+
+__all__ = [
+    "Options",
+    "begin",
+    "find_command",
+    "find_module",
+    "read_options",
+    "run_command",
+    "run_module",
+]
+
+_OPTIONS, _PYTHONPATH = "HF_DISTCA_RUN", "PYTHONPATH"
+_CHILD_START = str(Path(__file__).parents[1] / "cli" / "child_start")
+_NO_OPTIONS = ("settings", "launched", "given")  # fields that no file may name
+_MOST_SECONDS = 366 * 86400
+_CHOICES: dict[str, tuple[object, ...]] = {
+    "attn_implementation": (None, "distca"),
+    "collator": ("check", "replace"),
+    **dict.fromkeys(("summary", "spare_servers", "observe"), (True, False)),
+}
+
+
+class Options(NamedTuple):
+    """Options for a script and all processes that it starts.
+
+    Attributes:
+        attn_implementation: "distca" for models that are loaded without naming one, None to leave
+            that to transformers.
+        summary: whether to print the balance at the end.
+        instead_of: the attention that distca stands in for, None for none.
+        tokens_per_rank: tokens with which every Trainer deals its documents, as `hf_distca.deal`
+            does; None to leave them as they are.
+        settings: fields of `DistCAConfig` and their values, for `hf_distca.configure`; None to
+            leave that to the script.
+        observe: whether to measure the imbalance of attention and change nothing.
+        collator: as for `hf_distca.deal`: ``"replace"`` to replace a collator of the script's own,
+            too.
+        servers: number of attention servers on each node: the last processes that a launcher starts
+            there.
+        server_address: ``HOST:PORT`` of servers that were started by themselves.
+        server_wait: seconds to wait for servers; on servers, seconds to wait for ranks that train.
+        spare_servers: whether training continues without a server that was told to end.
+        launched: facts about the servers of its launch, on ranks that train: nodes, servers of
+            each, attempt.
+        given: names of options that a user gave, which children get even if they have defaults.
+    """
+
+    attn_implementation: Literal["distca"] | None = None
+    summary: bool = True
+    instead_of: str | None = None
+    tokens_per_rank: int | None = None
+    settings: Mapping[str, Any] | None = None
+    observe: bool = False
+    collator: Literal["check", "replace"] = "check"
+    servers: int = 0
+    server_address: Sequence[str] = ()
+    server_wait: float = 300.0
+    spare_servers: bool = False
+    launched: tuple[int, int, str] | None = None
+    given: tuple[str, ...] = ()
+
+    def make_environment(self, environment: Mapping[str, str]) -> dict[str, str]:
+        """Return the variables that give the options to Python processes.
+
+        Args:
+            environment: variables besides which they are set. Options of a run around this one
+                stay, where this one has none.
+        """
+        changed = {
+            name: value
+            for name, value in self._asdict().items()
+            if name in self.given or (name != "given" and value != self._field_defaults[name])
+        }
+        before = environment.get(_PYTHONPATH)
+        paths = [_CHILD_START, *(before.split(os.pathsep) if before else [])]
+        return {
+            _OPTIONS: json.dumps(json.loads(environment.get(_OPTIONS) or "{}") | changed),
+            _PYTHONPATH: os.pathsep.join(dict.fromkeys(paths)),
+        }
+
+    @classmethod
+    def read(cls, environment: Mapping[str, str]) -> Options:
+        """Read the options that `make_environment` has written.
+
+        Raises:
+            ConfigError: if it did not, or that of another version did.
+        """
+        text = environment.get(_OPTIONS) or "{}"
+        try:
+            return cls(**json.loads(text)).check()
+        except (DistCAError, RecursionError, TypeError, ValueError) as error:
+            raise ConfigError(
+                f"{_OPTIONS}={text!r:.200} has no options of this version of `hf-distca run`"
+                f" ({error}). Unset it, or install one version where the command and its script"
+                " run."
+            ) from error
+
+    def check(self) -> Options:
+        """Return the options after a check that a script can run with them.
+
+        Raises:
+            ConfigError, UnsupportedError: if it cannot.
+        """
+        for name, choices in _CHOICES.items():
+            texts = [repr(choice) for choice in choices]
+            if repr(getattr(self, name)) not in texts:
+                expected = " or ".join(texts).removeprefix("None or ")
+                raise ConfigError(f"{name}={getattr(self, name)!r} must be {expected}.")
+        changing = ("attn_implementation", "instead_of", "tokens_per_rank", "settings", "servers")
+        given = [name for name in (*changing, "server_address") if getattr(self, name)]
+        if self.observe and given:
+            raise ConfigError(
+                f"observe measures training as it is, and {', '.join(given)} would change it: give"
+                " one or the other."
+            )
+        if self.instead_of is not None:
+            from hf_distca.config import check_replaceable
+
+            check_replaceable(self.instead_of)
+        if type(self.servers) is not int or self.servers < 0:
+            raise ConfigError(f"servers={self.servers!r} must be a whole number of at least 0.")
+        if type(self.server_wait) not in (int, float) or not 1 <= self.server_wait <= _MOST_SECONDS:
+            raise ConfigError(
+                f"server_wait={self.server_wait!r} must be a number of seconds from 1 to"
+                f" {_MOST_SECONDS}, a year."
+            )
+        if not isinstance(self.server_address, list | tuple):
+            raise ConfigError(
+                f"server_address={self.server_address!r} must be a list of HOST:PORT, such as"
+                " [10.0.0.7:29600]."
+            )
+        for address in self.server_address:
+            parse_address(address)
+        return self
+
+
+def read_options(file: Path | None, changes: Sequence[str], **given: Any) -> Options:
+    """Read the options of a run, including its settings.
+
+    Args:
+        file: YAML or JSON, with fields of `Options` and of `DistCAConfig`; None for no file.
+        changes: ``NAME=VALUE`` for the same names, which count more than the file.
+        given: fields of `Options`, which count most; None for those that are not given.
+
+    Raises:
+        ConfigError: if a name or value is wrong. One line that names its place.
+        UnsupportedError: if distca cannot stand in for the named attention.
+    """
+    Options.read(os.environ)  # what children get, too
+    options, settings = dict[str, Any](), dict[str, Any]()
+    for change in changes:
+        if "=" not in change:
+            raise ConfigError(f"--set {change} must be NAME=VALUE, such as --set ping_pong=true.")
+    if file is not None or changes:
+        from hf_distca.config import is_built_in, parse_values, read_values, split_settings
+
+        sources = {} if file is None else {str(file): read_values(file)}
+        sources["--set"] = parse_values(
+            "\n".join(change.replace("=", ": ", 1) for change in changes), "--set"
+        )
+        names = tuple(name for name in Options._fields if name not in _NO_OPTIONS)
+        for source, values in sources.items():
+            _, beside = split_settings(values, source, names)
+            try:
+                Options(**beside).check()
+            except DistCAError as error:
+                raise ConfigError(f"{source}: {error}") from error
+            options = options | beside
+            settings = settings | {n: v for n, v in (values or {}).items() if n not in names}
+        # Children may run in other folders.
+        if not is_built_in(settings.get("cost_model", "analytic")):
+            settings["cost_model"] = str(Path(settings["cost_model"]).absolute())
+    options |= {name: value for name, value in given.items() if value is not None}
+    return Options(**options, settings=settings or None, given=tuple(options)).check()
+
+
+def begin(options: Options) -> None:
+    """Set up this process; a process that a launcher started to be a server becomes one, and the
+    call does not return.
+    """
+    if options.servers:
+        try:
+            options = _become_launched(options)
+        except (
+            ConfigError
+        ) as error:  # where Python sets itself up, an exception would be no more than a line
+            sys.stderr.write(f"hf-distca: {error}\n")
+            os._exit(2)
+    if options.observe:
+        call_after_models_load(_observe)
+        call_after_import("transformers.trainer", _observe_trainers)
+        return
+    call_after_models_load(partial(_prepare_models, options))
+    call_after_import("transformers.trainer", partial(_prepare_trainers, options))
+    if options.summary:
+        call_at_exit(_print_summary)
+
+
+def _become_launched(options: Options) -> Options:
+    """Become a server, or a rank of the world without servers. Return the options of that rank.
+
+    A process that no launcher started, which may be the launcher, stays what it is.
+    """
+    from hf_distca.pool.launch import QUIET, LaunchPlace
+
+    place = LaunchPlace.from_environment(os.environ, options.servers)
+    if place is None:
+        return options
+    os.environ.pop(_OPTIONS, None)  # each process has its own from here on
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    if place.server is not None:
+        arguments = f"{place.server}, {attempt!r}, {options.server_wait}, {place.local}"
+        code = f"from hf_distca.pool.launch import serve_launched; serve_launched({arguments})"
+        nothing = Options(summary=False).make_environment(os.environ)
+        os.execve(sys.executable, [sys.executable, "-c", code], os.environ | QUIET | nothing)
+    options = options._replace(servers=0, launched=(place.nodes, options.servers, attempt))
+    # What this process starts is of the smaller world, too.
+    os.environ |= place.make_trainer_environment() | options.make_environment(os.environ)
+    return options
+
+
+def find_command(command: str) -> Path:
+    """Find the file of a command: a name with a slash is a path, other names are looked up on the
+    PATH, as in a shell.
+
+    A name that ends in ``.py`` is a script of the current folder first, as for Python.
+
+    Raises:
+        FileNotFoundError: if there is none.
+    """
+    path = Path(command)
+    is_path = os.sep in command
+    is_file = os.path.isfile(path)  # noqa: PTH113 - also of names that are too long
+    if (is_path or path.suffix == ".py") and is_file:
+        return path.absolute()
+    on_the_path = None if is_path else which(command)
+    if on_the_path is not None:
+        return Path(on_the_path)
+    if is_path or path.suffix == ".py":
+        raise FileNotFoundError(
+            f"there is no file {command!r} in {Path.cwd()}, and no such command on the PATH: the"
+            " first argument is what to run."
+        )
+    beside = f" The file in this folder is ./{command}." if is_file else ""
+    raise FileNotFoundError(
+        f"there is no command {command!r} on the PATH: the first argument is what to run.{beside}"
+    )
+
+
+def find_module(name: str) -> None:
+    """Raise unless a module can be run by this name, with the current folder in front of the search
+    path.
+
+    Raises:
+        FileNotFoundError: if there is none.
+    """
+    if not sys.flags.safe_path:
+        sys.path[0] = str(Path.cwd())  # as Python does for a module
+    try:
+        spec = find_spec(name)
+        if spec is not None and spec.submodule_search_locations is not None:
+            name = f"{name}.__main__"
+            spec = find_spec(name)
+        why = ""
+    except (ImportError, ValueError) as error:
+        spec, why = None, f" ({error})"
+    if spec is None:
+        raise FileNotFoundError(
+            f"there is no module {name!r} that could be run in {Path.cwd()} or among the installed"
+            f" ones{why}."
+        )
+
+
+# Objects of the script live until the interpreter ends, as if Python had run it. If it is freed
+# before, a DDP model may wait for the threads of gloo, and these for the interpreter, for ever.
+_script_names: dict[str, Any] = {}
+
+
+def run_module(name: str, arguments: Sequence[str], options: Options) -> None:
+    """Run a module in this process as ``__main__``, as ``python -m`` does."""
+    _start_distca(options)
+    sys.argv = [name, *arguments]
+    _script_names.update(runpy.run_module(name, run_name="__main__", alter_sys=True))
+
+
+def run_command(path: Path, arguments: Sequence[str], options: Options) -> None:
+    """Run a Python script in this process as ``__main__``; any other command replaces this process.
+
+    Signals, the exit status and the terminal are then the command's, as if it had been started
+    without this one.
+
+    Args:
+        path: as `find_command` returns it.
+        arguments: its arguments.
+        options: options for it.
+
+    Raises:
+        SystemExit: if the file is no program.
+    """
+    try:
+        with path.open("rb") as file:
+            beginning = file.read(256)
+    except OSError:  # programs can be run that cannot be read
+        beginning = b"\0"
+    first_line = beginning.partition(b"\n")[0]
+    if path.suffix != ".py" and not (first_line.startswith(b"#!") and b"python" in first_line):
+        is_text = b"\0" not in beginning and not beginning.startswith(b"\x7fELF")
+        _execute(
+            [str(path), *arguments], os.environ | options.make_environment(os.environ), is_text
+        )
+    _start_distca(options)
+    sys.argv = [str(path), *arguments]
+    if not sys.flags.safe_path:  # as Python does for a script: what lies beside it can be imported
+        sys.path[0] = str(path.resolve().parent)
+    _script_names.update(runpy.run_path(str(path), run_name="__main__"))
+
+
+def _start_distca(options: Options) -> None:
+    os.environ |= options.make_environment(os.environ)
+    begin(options)
+
+
+def _execute(command: list[str], environment: Mapping[str, str], is_text: bool) -> NoReturn:
+    """Replace this process by a program, or by a shell for a text that names none, as shells do."""
+    try:
+        os.execve(command[0], command, environment)
+    except OSError as error:
+        shell = which("bash") or which("sh")
+        if error.errno == ENOEXEC and is_text and shell is not None:
+            os.execve(shell, [shell, *command], environment)
+        sys.stderr.write(f"hf-distca: {command[0]} cannot be run: {error.strerror}.\n")
+        raise SystemExit(2) from None
+
+
+def _prepare_models(options: Options) -> None:
+    """Do what the options ask for models, before the first one is made."""
+    from hf_distca.config import DistCAConfig
+    from hf_distca.integration.attention_names import make_distca_default
+    from hf_distca.integration.current_session import configure
+
+    if options.launched is not None or options.servers or options.server_address:
+        from hf_distca.pool.observer import PoolObserver
+
+        nodes, each_node, attempt = options.launched or (0, options.servers, "0")
+        PoolObserver(
+            tuple(options.server_address),
+            nodes,
+            each_node,
+            attempt,
+            options.server_wait,
+            options.spare_servers,
+        ).register()
+    if options.settings is not None or options.instead_of is not None:
+        configure(DistCAConfig(**(options.settings or {})), instead_of=options.instead_of)
+    if options.attn_implementation is not None:
+        make_distca_default()
+
+
+def _prepare_trainers(options: Options) -> None:
+    """Do what the options ask for every Trainer, before the first one is made."""
+    from hf_distca.integration.training.callback import add_callbacks
+    from hf_distca.integration.training.deal_trainer import deal_before_training
+
+    if options.tokens_per_rank is not None:
+        deal_before_training(options.tokens_per_rank, options.collator)
+    add_callbacks(options.summary)
+
+
+def _observe() -> None:
+    """Watch the loops of this process."""
+    from hf_distca.tools.observe.run_observer import Observer
+
+    call_at_exit(Observer().end)
+
+
+def _observe_trainers() -> None:
+    from hf_distca.tools.observe.imbalance_callback import observe_trainers
+
+    observe_trainers()
+
+
+def _print_summary() -> None:
+    """Print the balance of a process that balanced anything, unless that was done before."""
+    if "hf_distca.integration.current_session" in sys.modules:
+        from hf_distca.integration.current_session import print_last_summary
+
+        print_last_summary()
