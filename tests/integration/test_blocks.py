@@ -20,7 +20,7 @@ import hf_distca
 from host_syncs import NoHostSyncs
 from hf_distca.agreement.documents import PackedDocuments
 from hf_distca.errors import UnsupportedError
-from hf_distca.integration import blocks
+from hf_distca.integration import seen_ahead
 from hf_distca.integration.current_session import current_session
 from hf_distca.integration.handle import AttentionHandle, ForeignMask
 from hf_distca.integration.hooks.attention import distca_attention
@@ -175,7 +175,7 @@ def configure() -> None:
 def test_forms_are_those_of_dense_masks(seed: int, form: str, least_planned: int) -> None:
     hf_distca.configure()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(blocks, "LEAST_PLANNED", least_planned)
+        patch.setattr(seen_ahead, "LEAST_PLANNED", least_planned)
         assert run_case(0, Case.draw(seed, 1, form)) <= 1e-12
 
 
@@ -184,7 +184,7 @@ def test_forms_are_those_of_dense_masks(seed: int, form: str, least_planned: int
 def test_sinks_softcaps_and_dtypes(
     form: str, least_planned: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(blocks, "LEAST_PLANNED", least_planned)
+    monkeypatch.setattr(seen_ahead, "LEAST_PLANNED", least_planned)
     hf_distca.configure()
     for dtype, bound in ((torch.float32, 2e-6), (torch.bfloat16, 3e-2), (torch.float16, 4e-3)):
         assert run_case(0, Case.draw(5, 1, form), dtype) <= bound
@@ -195,7 +195,7 @@ def test_sinks_softcaps_and_dtypes(
 
 def run_cases(rank: int, world: int) -> list[tuple[str, float, int]]:
     """Run a few cases of all forms: errors, and whether anything was sent."""
-    blocks.LEAST_PLANNED, usual = 30, blocks.LEAST_PLANNED
+    seen_ahead.LEAST_PLANNED, usual = 30, seen_ahead.LEAST_PLANNED
     found = []
     try:
         for form in FORMS:
@@ -208,7 +208,7 @@ def run_cases(rank: int, world: int) -> list[tuple[str, float, int]]:
                     sent = current_session().meter.sent_bytes
                     found.append((f"{form}, {seed}, {dtype}", error, sent))
     finally:
-        blocks.LEAST_PLANNED = usual
+        seen_ahead.LEAST_PLANNED = usual
     return found
 
 

@@ -18,7 +18,7 @@ from transformers import PreTrainedConfig
 from hf_distca.agreement.announce import PlanKey
 from hf_distca.agreement.documents import Documents, TokenBatch
 from hf_distca.errors import UnsupportedError
-from hf_distca.integration.blocks import Ahead
+from hf_distca.integration.seen_ahead import Ahead
 from hf_distca.integration.families import (
     check_cut_documents,
     check_mask_numbers,

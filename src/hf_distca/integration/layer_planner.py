@@ -21,6 +21,7 @@ from hf_distca.integration.session import Session
 from hf_distca.kernels import Scores
 from hf_distca.kernels.varlen import to_device
 from hf_distca.measure.calibrate import calibrate, find_fastest_kernel, find_shipped_profile
+from hf_distca.runtime.call import LayerExchange
 from hf_distca.runtime.group import AttentionGroup, mark_joint_step
 from hf_distca.runtime.meter import Meter
 from hf_distca.runtime.outputs import OutputStore
@@ -147,9 +148,10 @@ class LayerPlanner:
         for part, (_, part_key), work, (_, make_exchange) in zip(
             handles, requests, works, sums, strict=True
         ):
-            keeps = part.mask.can_recompute and training
-            part.layer_work[part_key] = replace(
-                work, make_exchange=make_exchange, outputs=work.outputs if keeps else None
+            if make_exchange is not LayerExchange:
+                work = replace(work, make_exchange=make_exchange)
+            part.layer_work[part_key] = (
+                work if part.mask.can_recompute and training else replace(work, outputs=None)
             )
         return handle.layer_work[key]
 

@@ -23,7 +23,7 @@ from hf_distca.integration.attention_names import (
     is_distca_model,
     iterate_models,
 )
-from hf_distca.integration.blocks import Ahead
+from hf_distca.integration.seen_ahead import Ahead
 from hf_distca.integration.callers import MaskCall
 from hf_distca.integration.checks.packed_rows import check_packed_row
 from hf_distca.integration.current_session import current_session

@@ -1,11 +1,10 @@
-"""What a mask function of transformers lets tokens see, read from the functions that it is composed
-of and what they close over. No dense mask is made, and no tensor is read.
+"""Reading of the mask functions of transformers: what they let tokens see, by the functions that
+they are composed of and what these close over. No dense mask is made, and no tensor is read.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import chain
 from types import FunctionType
 from typing import Any
 
@@ -20,7 +19,7 @@ from hf_distca.borrowed import (
     MASK_WINDOW,
 )
 from hf_distca.errors import UnsupportedError
-from hf_distca.integration.blocks import Ahead
+from hf_distca.integration.seen_ahead import Ahead
 
 _BLOCKS = "a union with blocks"
 
@@ -74,17 +73,23 @@ def _list_functions(function: Callable[..., Any]) -> list[tuple[str, Any]]:
         for part in (value if isinstance(value, (tuple, list)) else (value,))
         if callable(part)
     ]
-    blocks = [part for part in parts if name == MASK_UNION and _get_name(part) == MASK_BLOCKS]
-    if len(blocks) == 1 and len(parts) == 2:
-        parts.remove(blocks[0])
-        ids = _read_closure(blocks[0])["block_sequence_ids"]
-        name, closure = _BLOCKS, Ahead(ids, MASK_WINDOW in dict(_list_functions(parts[0])))
-    return [(name, closure), *chain.from_iterable(map(_list_functions, parts))]
+    if name == MASK_UNION:
+        blocks = [part for part in parts if _get_name(part) == MASK_BLOCKS]
+        if len(blocks) == 1 and len(parts) == 2:
+            parts.remove(blocks[0])
+            ids = _read_closure(blocks[0])["block_sequence_ids"]
+            name, closure = _BLOCKS, Ahead(ids, MASK_WINDOW in dict(_list_functions(parts[0])))
+    found = [(name, closure)]
+    for part in parts:
+        found += _list_functions(part)
+    return found
 
 
 def _read_closure(function: Any) -> dict[str, Any]:
     """Return the variables that a function closes over, by name."""
-    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+    if not function.__closure__:
+        return {}
+    cells = zip(function.__code__.co_freevars, function.__closure__, strict=True)
     return {name: cell.cell_contents for name, cell in cells}
 
 

@@ -1,5 +1,5 @@
 """Tokens that see tokens behind them: images, prefixes, whole documents. Their attention is made a
-sum of causal documents (`runtime.blocks`).
+sum of causal documents (`runtime.summed_documents`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from hf_distca.agreement.documents import Documents, make_unknown_runs
 from hf_distca.errors import UnsupportedError
 from hf_distca.kernels.base import TaskBatch
 from hf_distca.kernels.varlen import to_device
-from hf_distca.runtime.blocks import Retaken, SumExchange
+from hf_distca.runtime.summed_documents import Retaken, SumExchange
 from hf_distca.runtime.call import LayerExchange
 from hf_distca.schedule.layout import IntArray, Layout, mark_changes
 
@@ -27,7 +27,7 @@ LEAST_PLANNED = 2048
 
 @dataclass(frozen=True, eq=False)
 class Ahead:
-    """What tokens see of the tokens behind them in their document.
+    """View of tokens on the tokens behind them in their document.
 
     Attributes:
         ids: (rows, tokens) block of each token, below 0 outside of blocks: tokens see all of their
