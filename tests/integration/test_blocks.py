@@ -163,6 +163,88 @@ def run_case(
     return worst
 
 
+def draw_tree(seed: int, parts: int) -> PackedDocuments:
+    """Draw parts that continue earlier ones; some have no tokens, some begin anew."""
+    rng = random.Random(seed)
+    lengths = [rng.choice([0, 1, rng.randint(2, 9), rng.randint(9, 40)]) for _ in range(parts)]
+    parents = [rng.choice([-1, part - 1, rng.randint(-1, part - 1)]) for part in range(parts)]
+    return PackedDocuments(lengths, parents=parents)
+
+
+def render_tree(tree: PackedDocuments, window: int | None) -> torch.Tensor:
+    """Render the dense mask of a row."""
+    ends = torch.tensor(tree.lengths).cumsum(0).tolist()
+    seen = torch.zeros(ends[-1], ends[-1], dtype=torch.bool)
+    for part, length in enumerate(tree.lengths):
+        rows, above = torch.arange(ends[part] - length, ends[part]), part
+        while above >= 0:
+            keys = torch.arange(ends[above] - tree.lengths[above], ends[above])
+            seen[rows[:, None], keys[None]] = keys[None] <= rows[:, None]
+            above = tree.parents[above]
+    depth = torch.from_numpy(tree.positions)
+    return seen & (True if window is None else depth[:, None] - depth[None] < window)
+
+
+def run_tree(
+    tree: PackedDocuments, window: int | None = None, dtype: torch.dtype = torch.float64
+) -> float:
+    """Return the largest error of a row whose documents share prefixes."""
+    seen = render_tree(tree, window)
+    generator = torch.Generator().manual_seed(len(seen))
+    *tensors, grad = (
+        torch.randn(len(seen), h, WIDTH, generator=generator, dtype=torch.float64).to(dtype)
+        for h in (HEADS, KEY_HEADS, KEY_HEADS, HEADS)
+    )
+    leaves = [t.clone().requires_grad_() for t in tensors]
+    mask = ALL_MASK_ATTENTION_FUNCTIONS["distca"](
+        batch_size=1, q_length=len(seen), kv_length=len(seen)
+    )
+    states = (t.transpose(0, 1)[None] for t in leaves)
+    found = distca_attention(
+        torch.nn.Linear(1, 1), *states, mask, distca_documents=tree, sliding_window=window
+    )[0]
+    found.backward(grad[None])
+    exact = [t.double().requires_grad_() for t in tensors]
+    output = attend_densely(*exact, seen, {})
+    output.backward(grad.double())
+    pairs = zip([found[0], *(t.grad for t in leaves)], [output, *(t.grad for t in exact)], strict=True)
+    return max(
+        float((got - want).detach().abs().max() / want.detach().abs().max().clamp_min(1.0))
+        for got, want in pairs
+    )
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 10**9), st.integers(1, 12), st.none() | st.integers(1, 50))
+def test_shared_prefixes_are_those_of_dense_masks(
+    seed: int, parts: int, window: int | None
+) -> None:
+    tree = draw_tree(seed, parts)
+    if sum(tree.lengths):
+        hf_distca.configure()
+        assert run_tree(tree, window) <= 1e-12
+
+
+def run_trees(rank: int) -> list[tuple[str, float, int]]:
+    """Run trees of different sizes: errors, and whether anything was sent."""
+    trees = [
+        # A prompt with answers, one of which forks.
+        PackedDocuments([40, 30, 25, 20, 9, 3], parents=[-1, 0, 0, 0, 3, 3]),
+        PackedDocuments([30, 50, 0, 60], parents=[-1, 0, 1, 2]),
+        draw_tree(3, 10),
+    ]
+    small = PackedDocuments([5, 3, 4], parents=[-1, 0, 0])
+    found = []
+    for number, tree in enumerate(trees):
+        for window in (None, 20):
+            for dtype in (torch.float64, torch.float32):
+                configure()
+                error = run_tree(tree if rank == 0 else small, window, dtype)
+                sent = current_session().meter.sent_bytes
+                found.append((f"tree {number}, window {window}, {dtype}", error, sent))
+    return found
+
+
 def configure() -> None:
     pairs = CostModel.make_of_pairs(AttentionShape(HEADS, KEY_HEADS, WIDTH, WIDTH, 8))
     hf_distca.configure(
@@ -214,7 +296,9 @@ def run_cases(rank: int, world: int) -> list[tuple[str, float, int]]:
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_forms_on_several_ranks(world: int, rank_pool: Callable[[int], RankPool]) -> None:
-    for of_ranks in zip(*rank_pool(world)(run_cases, world), strict=True):
+    pool = rank_pool(world)
+    found = zip(*pool(run_cases, world), strict=True)
+    for of_ranks in [*found, *zip(*pool(run_trees), strict=True)]:
         for name, error, sent in of_ranks:
             assert error <= (1e-12 if "64" in name else 2e-6), name
             assert sent, f"{name}: nothing was moved"

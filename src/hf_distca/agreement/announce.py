@@ -111,7 +111,14 @@ class Announcement:
         parts: list[npt.ArrayLike] = [header, np.reshape(self.figures, -1), self.share_numbers]
         for documents, nano in self.documents:
             parts.append(
-                [documents.span_ranks, nano, documents.context_tokens > 0, len(documents.runs)]
+                [
+                    documents.span_ranks,
+                    nano,
+                    documents.context_tokens > 0
+                    if documents.copied_tokens is None
+                    else 1 + documents.context_runs,
+                    len(documents.runs),
+                ]
             )
             # Where documents lie on one rank, their lengths say all.
             runs = documents.runs if documents.span_ranks else documents.runs[:, 2]
@@ -124,7 +131,8 @@ class AnnouncedDocuments(NamedTuple):
 
     Attributes:
         header: (ranks, 4) int64: 1 where documents may span ranks; number of the nano-batch, 0 for
-            a whole batch; 1 where the first document begins with context; number of runs.
+            a whole batch; 1 where the first document begins with context, or where documents
+            share prefixes one more than the runs of context; number of runs.
         numbers: int64 runs of all ranks in rank order: (runs, 3) where documents span ranks, else
             (runs,) lengths.
     """
@@ -152,6 +160,9 @@ class AnnouncedDocuments(NamedTuple):
             start[cut + 1] = length[cut]
             return Layout(document, start, length, offsets, has_context)
         document, start, length = (np.ascontiguousarray(column) for column in self.numbers.T)
+        if has_context.any():  # each rank has numbered its documents by itself
+            document = document + np.repeat(np.arange(len(counts)), counts) * 2**32
+            return Layout(document, start, length, offsets, np.maximum(has_context - 1, 0))
         if (document >= 0).any():
             return Layout(document, start, length, offsets)
         runs = list(zip(start.tolist(), length.tolist(), strict=True))

@@ -35,6 +35,11 @@ DOCUMENT_KEYS = {
 }
 # Keys that packing loaders add for flash attention and state space layers: they follow from the
 # documents.
+# Keys that TRL adds for documents that share prefixes, in its attention "tree_fa3".
+TREE_KEYS = (
+    *("tree_kv_index", "tree_cu_seqlens_q", "tree_cu_seqlens_k"),
+    *("tree_max_seqlen_q", "tree_max_seqlen_k"),
+)
 PACKING_KEYS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 
 
@@ -63,14 +68,17 @@ class PackedDocuments(metaclass=_RemedyRepr):
             else None.
         documents: number of each part's document, the same on all ranks, if documents span ranks;
             else None.
+        parents: if documents share prefixes, the index of the part that each part continues, one
+            before it, or -1: a part sees its parent, what that one sees, and itself. Positions go
+            on from those of the parent. Else None.
         dealt_share: the share of a global batch that these documents are; None for other batches.
 
     Raises:
-        LayoutError: if a number is negative or no whole number, or if lengths, starts and documents
-            differ in count.
+        LayoutError: if a number is negative or no whole number, if lengths, starts and documents
+            differ in count, or a parent is none.
     """
 
-    __slots__ = ("dealt_share", "documents", "lengths", "starts")
+    __slots__ = ("dealt_share", "documents", "lengths", "parents", "starts")
 
     def __init__(
         self,
@@ -78,8 +86,28 @@ class PackedDocuments(metaclass=_RemedyRepr):
         starts: Sequence[int] | None = None,
         documents: Sequence[int] | None = None,
         dealt_share: DealtShare | None = None,
+        parents: Sequence[int] | None = None,
     ) -> None:
         self.lengths = _check_counts(lengths, "lengths")
+        self.parents = None
+        if parents is not None:
+            self.parents = tuple(require_integers(parents, "parents of PackedDocuments").tolist())
+            if (
+                starts is not None
+                or documents is not None
+                or len(self.parents) != len(self.lengths)
+                or not all(-1 <= parent < part for part, parent in enumerate(self.parents))
+            ):
+                raise LayoutError(
+                    f"parents={self.parents} of PackedDocuments of {len(self.lengths)} lengths: give"
+                    " an earlier part, or -1, for each, and neither starts nor documents."
+                )
+            ends: list[int] = []  # positions after each part
+            for length, parent in zip(self.lengths, self.parents, strict=True):
+                ends.append(length + (ends[parent] if parent >= 0 else 0))
+            self.starts = tuple(np.subtract(ends, self.lengths).tolist())
+            self.documents, self.dealt_share = None, dealt_share
+            return
         self.starts = None if starts is None else _check_counts(starts, "starts")
         self.documents = None if documents is None else _check_counts(documents, "documents")
         self.dealt_share = dealt_share
@@ -99,7 +127,7 @@ class PackedDocuments(metaclass=_RemedyRepr):
     def __repr__(self) -> str:
         return (
             f"PackedDocuments(lengths={self.lengths}, starts={self.starts}, "
-            f"documents={self.documents})"
+            f"documents={self.documents}, parents={self.parents})"
         )
 
     def __eq__(self, other: object) -> bool:
@@ -110,7 +138,7 @@ class PackedDocuments(metaclass=_RemedyRepr):
 
     @property
     def _columns(self) -> tuple[tuple[int, ...] | None, ...]:
-        return self.lengths, self.starts, self.documents
+        return self.lengths, self.starts, self.documents, self.parents
 
 
 # Positions stay small enough to be added and multiplied.
@@ -142,6 +170,9 @@ class Documents:
             run of another rank it continues.
         token_indices: (tokens,) int64 indices among batch * sequence of the tokens that are not
             padding; None if there is no padding.
+        copied_tokens: int64 indices of the tokens whose keys lie in front of all once more, as the
+            prefixes of documents that share them; None without any.
+        context_runs: number of runs of these copies, the first ones of `runs`.
         context_tokens: number of tokens of the first document that lie in the first nano-batch;
             they are the first run here, and not in `token_indices`.
         dealt_share: the share of a global batch that these documents are; None for other batches.
@@ -153,6 +184,8 @@ class Documents:
     runs: IntArray
     span_ranks: bool = False
     token_indices: IntArray | None = None
+    copied_tokens: IntArray | None = None
+    context_runs: int = 0
     context_tokens: int = 0
     dealt_share: DealtShare | None = None
     longest_holed: int = 0
@@ -323,6 +356,8 @@ class TokenBatch:
             for key, attribute in DOCUMENT_KEYS.items()
             if arguments.get(key) is not None
         }
+        if (tree := read_tree(arguments)) is not None:
+            given["packed"] = tree
         return replace(self, **given)
 
     def read_documents(self, *, span_ranks: bool = False, training: bool = False) -> Documents:
@@ -370,7 +405,7 @@ class TokenBatch:
 
     def _remove_padding(self, documents: Documents) -> Documents:
         """Remove padding from documents that cover the batch, with padding or without."""
-        tokens = int(documents.runs[:, 2].sum())
+        tokens = int(documents.runs[documents.context_runs :, 2].sum())
         total = self.batch_size * self.length
         if self.padding is None and tokens == total:
             return documents
@@ -435,6 +470,8 @@ def _find_longest_holed(lengths: IntArray, token_indices: IntArray) -> int:
 
 
 def _read_lengths(packed: PackedDocuments) -> Documents:
+    if packed.parents is not None:
+        return _copy_prefixes(packed.lengths, packed.parents)
     count = len(packed.lengths)
     columns = packed.documents or (-1,) * count, packed.starts or (0,) * count, packed.lengths
     runs = np.array(columns, dtype=np.int64).reshape(3, count).T
@@ -443,6 +480,61 @@ def _read_lengths(packed: PackedDocuments) -> Documents:
         packed.documents is not None,
         dealt_share=packed.dealt_share,
     )
+
+
+def _copy_prefixes(lengths: Sequence[int], parents: Sequence[int]) -> Documents:
+    """Make documents of parts that continue earlier ones.
+
+    A part right behind its parent goes on with the parent's document. Any other begins a document,
+    with copies of the keys that it sees in front: context.
+    """
+    ends = np.cumsum(lengths, dtype=np.int64)
+    paths: list[IntArray] = []  # the tokens that the children of each part see
+    runs: list[tuple[int, int, int]] = []
+    context: list[tuple[int, int, int]] = []
+    copied = [np.zeros(0, dtype=np.int64)]
+    number = -1
+    for part, (length, parent) in enumerate(zip(lengths, parents, strict=True)):
+        path = paths[parent] if parent >= 0 else copied[0]
+        if parent < 0 or parent != part - 1:
+            number += 1
+            if len(path):
+                context.append((number, 0, len(path)))
+                copied.append(path)
+        runs.append((number, len(path), length))
+        paths.append(np.append(path, np.arange(ends[part] - length, ends[part])))
+    columns = np.array(context + [run for run in runs if run[2]], dtype=np.int64).reshape(-1, 3)
+    return Documents(
+        columns, True, copied_tokens=np.concatenate(copied), context_runs=len(context)
+    )
+
+
+def read_tree(arguments: Mapping[str, Any]) -> PackedDocuments | None:
+    """Read the tree of TRL's arguments of attention, with one read of the device; None without
+    them.
+
+    Raises:
+        LayoutError: if keys of a part are not those of a part before it, and its own.
+    """
+    given = [arguments.get(name) for name in TREE_KEYS[:3]]
+    if any(tensor is None for tensor in given):
+        return None
+    keys, rows, key_ends = torch.cat([t.long() for t in given]).cpu().split(list(map(len, given)))
+    paths = keys.numpy()[: key_ends[-1]]
+    paths = np.split(paths, key_ends[1:-1].numpy())
+    begins, ends = rows[:-1].numpy(), rows[1:].numpy()
+    parents: list[int] = []
+    for path, begin, end in zip(paths, begins, ends, strict=True):
+        above = path[: len(path) - (end - begin)]
+        parent = int(np.searchsorted(ends, above[-1], side="right")) if len(above) else -1
+        is_known = not len(above) or (parent < len(parents) and np.array_equal(above, paths[parent]))
+        if not is_known or not np.array_equal(path[len(above) :], np.arange(begin, end)):
+            raise LayoutError(
+                f"tree_kv_index of tokens [{begin}, {end}) is none of a tree: it must be that of an"
+                " earlier part, and these tokens."
+            )
+        parents.append(parent)
+    return PackedDocuments((ends - begins).tolist(), parents=parents)
 
 
 def _read_bounds(cu_seq_lens: torch.Tensor) -> list[int]:

@@ -254,15 +254,6 @@ class AttentionHandle(_MaskObject):
         self.documents = documents.cut_into_chunks(self.mask.chunk)
         return self.documents
 
-    def sum_documents(
-        self, documents: Documents, window: int | None, device: torch.device
-    ) -> tuple[Documents, Callable[..., LayerExchange]]:
-        """Make the documents to plan, and the maker of exchanges, of layers with a window or None; see
-        `Ahead.sum_documents`.
-        """
-        ahead = self.mask.ahead
-        return (documents, LayerExchange) if ahead is None else ahead.sum_documents(documents, window, device)
-
     def check_documents(self, layout: Layout | None, window: int | None, rank: int = 0) -> None:
         """Check the documents for layers with a window, or None for no window; this is a rank of
         the layout.

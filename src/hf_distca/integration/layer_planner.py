@@ -17,6 +17,7 @@ from hf_distca.errors import LayoutError, UnsupportedError
 from hf_distca.integration.handle import AttentionHandle, LayerWork
 from hf_distca.integration.layer_kinds import choose_rate_source, make_initial_cost
 from hf_distca.integration.processes import print_if_slow
+from hf_distca.integration.seen_ahead import sum_documents
 from hf_distca.integration.session import Session
 from hf_distca.kernels import Scores
 from hf_distca.kernels.varlen import to_device
@@ -115,8 +116,11 @@ class LayerPlanner:
         # Both nano-batches, so that ranks meet once.
         handles = [handle] if handle.second_handle is None else [handle, handle.second_handle]
         sums = [
-            part.sum_documents(
-                self.read_documents(part, arguments, training), key.window, query.device
+            sum_documents(
+                part.mask.ahead,
+                self.read_documents(part, arguments, training),
+                key.window,
+                query.device,
             )
             for part in handles
         ]

@@ -25,6 +25,26 @@ from hf_distca.schedule.layout import IntArray, Layout, mark_changes
 LEAST_PLANNED = 2048
 
 
+def sum_documents(
+    ahead: Ahead | None, documents: Documents, window: int | None, device: torch.device
+) -> tuple[Documents, Callable[..., LayerExchange]]:
+    """Make the documents to plan, and the maker of exchanges, of layers with a window or None; see
+    `Ahead.sum_documents`.
+    """
+    copied = documents.copied_tokens
+    if ahead is None and copied is None:
+        return documents, LayerExchange
+    if ahead is None and copied is not None:
+        keys = to_device(torch.from_numpy(copied), device)
+        return documents, partial(SumExchange, Retaken(keys[:0], keys, is_context=True), None)
+    if ahead is None or copied is not None:
+        raise UnsupportedError(
+            "documents share prefixes, and tokens see others behind them (images, a prefix, or"
+            " is_causal=False): distca computes one of both. Give each document its own prefix."
+        )
+    return ahead.sum_documents(documents, window, device)
+
+
 @dataclass(frozen=True, eq=False)
 class Ahead:
     """View of tokens on the tokens behind them in their document.

@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from hf_distca.agreement.documents import DOCUMENT_KEYS, PACKING_KEYS, PackedDocuments
+from hf_distca.agreement.documents import DOCUMENT_KEYS, PACKING_KEYS, TREE_KEYS, PackedDocuments
 from hf_distca.errors import UnsupportedError
 from hf_distca.integration.families import FAMILIES, PROVEN_GROUPS
 from hf_distca.integration.handle import MODEL_ROWS, PLANNER, AttentionHandle, CachedMask, DenseMask
@@ -26,6 +26,7 @@ _HARMLESS_ARGUMENTS = {
     # Of loaders; the first say where documents start.
     *DOCUMENT_KEYS,
     *PACKING_KEYS,
+    *TREE_KEYS,
     "mm_token_type_ids",
     "labels",
     "shift_labels",
