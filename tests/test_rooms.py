@@ -224,7 +224,7 @@ JOINT_STEPS = {
     "make_cost",
     "plan_documents",
     "plan_share",
-    "make_work",
+    "make_layer_plan",
 }
 # Rooms that name servers of a pool: where a user asks for them, and the room itself.
 OF_THE_POOL = {"pool", "run", "cli"}

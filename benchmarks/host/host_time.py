@@ -62,15 +62,14 @@ from hf_distca.agreement.announce import (
     Announcement,
     Announcements,
     PlanKey,
-    build_layout,
     check_agreement,
     collect_shared_settings,
     hash_settings,
 )
-from hf_distca.agreement.batch_plan import BatchPlan, History, PlanMeasurement, PlanUse
+from hf_distca.agreement.batch_plan import History, Measurement, MicroBatchPlan
 from hf_distca.agreement.documents import PackedDocuments, TokenBatch
 from hf_distca.config import DistCAConfig
-from hf_distca.integration.handle import AttentionHandle
+from hf_distca.integration.handle import ForwardBatch, MaskStandIn
 from hf_distca.integration.layer_planner import LayerPlanner
 from hf_distca.integration.session import Session
 from hf_distca.kernels import Case, Scores, TaskBatch, select_kernel
@@ -218,22 +217,22 @@ def planning(ranks: int, arguments: argparse.Namespace) -> dict[str, float]:
     rows = []
     for lengths in documents(ranks, arguments.tokens, "long tail"):
         one = TokenBatch(1, arguments.tokens, packed=PackedDocuments(lengths)).read_documents()
-        own, settings = [(10**6,) * FIGURE_COUNT], hash_settings(facts)
+        own, settings = [Measurement(*(10**6,) * FIGURE_COUNT)], hash_settings(facts)
         rows.append(
             Announcement(
                 1, settings, exchanges=0, checksum=0, figures=own, documents=[(one, key.nano)]
             ).to_row()
         )
     (stated,) = check_agreement(Announcements.from_rows(rows), facts, group, "here")
-    plan = balance(build_layout(stated), COST, config)
+    plan = balance(stated.build_layout(), COST, config)
     history, figures = History(), np.full((ranks, FIGURE_COUNT), 10**9)
 
     def bookkeeping() -> None:
-        planned = BatchPlan(key, plan, config, plan.layout.offsets, 1.0)
-        use = PlanUse.start(planned, 1, COST, UNIFORM_RANKS, Meter())
-        history.record_use(use)
+        seconds = COST.estimate_seconds(plan.end - plan.start, plan.end, plan.heads)
+        planned = MicroBatchPlan(key, plan, 1, seconds, UNIFORM_RANKS, Meter())
+        history.record_plan(planned)
         history.end_micro_batch()
-        history.record_measurement(PlanMeasurement(use, figures))
+        history.record_figures(planned, figures)
         history.reset()
 
     def digest() -> None:
@@ -244,7 +243,7 @@ def planning(ranks: int, arguments: argparse.Namespace) -> dict[str, float]:
         "reading announcements": lambda: check_agreement(
             Announcements.from_rows(rows), facts, group, "here"
         ),
-        "layout": lambda: build_layout(stated),
+        "layout": stated.build_layout,
         "digest": digest,
         "own route": lambda: Route.build(plan, ranks // 2),
         "history": bookkeeping,
@@ -296,7 +295,7 @@ def alone(count: int, tokens: int, repeats: int, session: Switch) -> dict[str, f
     shape = (1, tokens, ALONE.num_attention_heads, module.head_dim)
     leaves = [torch.randn(shape).transpose(1, 2).requires_grad_() for _ in range(3)]
     packed = PackedDocuments((tokens // count,) * count)
-    handle = AttentionHandle(LayerPlanner(session), TokenBatch(1, tokens))
+    handle = MaskStandIn(ForwardBatch(LayerPlanner(session), TokenBatch(1, tokens)))
     functions = AttentionInterface()
     call = {"scaling": module.scaling, "dropout": 0.0}
 
@@ -327,7 +326,7 @@ def alone(count: int, tokens: int, repeats: int, session: Switch) -> dict[str, f
 
     def first(*tensors: torch.Tensor) -> torch.Tensor:
         nonlocal handle
-        handle = AttentionHandle(LayerPlanner(session), TokenBatch(1, tokens))
+        handle = MaskStandIn(ForwardBatch(LayerPlanner(session), TokenBatch(1, tokens)))
         return distca(*tensors)
 
     def sdpa_without_kernel() -> None:

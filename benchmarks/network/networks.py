@@ -119,7 +119,7 @@ class Steps:
         config = hf_distca.DistCAConfig(way.balanced, cost_model=cost, ping_pong=given.ping_pong)
         session.config, costs = config, {key: make_initial_cost(key, config) for key in self.keys}
         for key, cost in costs.items():
-            session.planner.current_state().costs[key.shape, key.device] = cost
+            session.planner.costs[key.shape, key.device] = cost
         per_node = PER_NODE if way.nodes else None
         return Dealing(RANKS, given.tokens, costs, config, per_node, way.placement)
 

@@ -238,7 +238,7 @@ def slow_rank(steps: Steps, arguments: argparse.Namespace) -> dict[str, Any]:
         taken + float(one) * stretch
         for taken, one in zip(seconds["all alike"], means / steps.ranks, strict=True)
     ]
-    speeds = sessions["speeds measured"].planner.current_state().costs.measured_ranks.speeds
+    speeds = sessions["speeds measured"].planner.costs.measured_ranks.speeds
     return {
         "median_seconds": {name: statistics.median(row) for name, row in seconds.items()},
         "allowed_seconds": statistics.median(allowed),

@@ -32,7 +32,7 @@ KEY = PlanKey(SHAPE, "cpu")
 
 def planner(device: str = "cpu", **settings: float) -> Planner:
     made = Planner(DistCAConfig(tile=1, min_gain=0.0, **settings), Meter())
-    made.current_state().costs[SHAPE, device] = CostModel.make_of_pairs(SHAPE)
+    made.costs[SHAPE, device] = CostModel.make_of_pairs(SHAPE)
     return made
 
 

@@ -75,7 +75,7 @@ class World:
         )
         self.waits, self.gathers = waits, gathers
         self.planner = Planner(DistCAConfig(**settings), Meter())
-        self.planner.current_state().costs[SHAPE, "cpu"] = given
+        self.planner.costs[SHAPE, "cpu"] = given
         self.group = MadeUpGroup(RANKS, self._rows)
         self.rows: list[np.ndarray] = []
         self.lengths: list[list[int]] = []
@@ -107,7 +107,7 @@ class World:
         ]
         documents = self._documents(self.lengths[0])
         (planned,) = self.planner.plan([(documents, KEY)], self.group)
-        estimate = self.planner.current_state().costs.get_cost(KEY)
+        estimate = self.planner.costs.get_cost(KEY)
         planned.meter.count(calls=1, kernel_calls=2, backward_calls=1)
         plan = planned.plan
         self.plans.append(plan)
@@ -129,10 +129,7 @@ class World:
             weights=estimate.estimate_seconds(plan.end - plan.start, plan.end, plan.heads),
             minlength=RANKS,
         )
-        return float(
-            self.planner.current_state().costs.make_ranks(RANKS).scale_by_speed(mine).max()
-            / kernel.max()
-        )
+        return float(self.planner.costs.make_ranks(RANKS).scale_by_speed(mine).max() / kernel.max())
 
     def _exchange(self, plan: Plan) -> np.ndarray:
         """Seconds of messages."""
@@ -170,15 +167,15 @@ def test_nothing_changes_where_measurements_are_as_estimated() -> None:
     world = World(TRUE)
     for number in range(24):
         world.step(number)
-    assert world.planner.current_state().costs.get_cost(KEY).forward == TRUE.forward
-    assert world.planner.current_state().costs.make_ranks(RANKS).speeds is None
+    assert world.planner.costs.get_cost(KEY).forward == TRUE.forward
+    assert world.planner.costs.make_ranks(RANKS).speeds is None
 
 
 def test_a_slow_rank_gets_less_and_is_forgotten_when_it_recovers() -> None:
     world = World(TRUE, (1.0, 1 / 1.5, 1.0, 1.0))
     for number in range(16):
         world.step(number)
-    speeds = np.array(world.planner.current_state().costs.make_ranks(RANKS).speeds)
+    speeds = np.array(world.planner.costs.make_ranks(RANKS).speeds)
     assert speeds / speeds.max() == pytest.approx([1, 1 / 1.5, 1, 1], rel=0.05)
     plan = world.plans[-1]
     kernel = (
@@ -195,11 +192,11 @@ def test_a_slow_rank_gets_less_and_is_forgotten_when_it_recovers() -> None:
         * TRUE.estimate_seconds(plan.end - plan.start, plan.end, plan.heads).sum()
         / world.speeds.sum()
     )
-    assert world.planner.current_state().costs.make_ranks(RANKS + 1).speeds is None
+    assert world.planner.costs.make_ranks(RANKS + 1).speeds is None
     world.speeds[1] = 1.0
     for number in range(16, 40):
         world.step(number)
-    assert world.planner.current_state().costs.make_ranks(RANKS).speeds is None
+    assert world.planner.costs.make_ranks(RANKS).speeds is None
 
 
 def test_exchanges_that_do_not_pay_are_given_up_and_tried_rarely() -> None:
@@ -210,8 +207,8 @@ def test_exchanges_that_do_not_pay_are_given_up_and_tried_rarely() -> None:
     assert first <= 6
     tried = [number for number, moved in enumerate(world.moved) if moved and number > first]
     assert len(tried) <= 200 // 64
-    assert world.planner.current_state().costs.exchange_slowdown is not None
-    assert world.planner.current_state().costs.exchange_slowdown > 0.05
+    assert world.planner.costs.exchange_slowdown is not None
+    assert world.planner.costs.exchange_slowdown > 0.05
 
 
 def test_exchanges_are_taken_up_when_they_pay_again() -> None:
@@ -221,9 +218,9 @@ def test_exchanges_are_taken_up_when_they_pay_again() -> None:
     world.exchange = 1.0
     for number in range(100, 6000):
         world.step(number)
-        if world.planner.current_state().costs.exchange_slowdown is None:
+        if world.planner.costs.exchange_slowdown is None:
             break
-    assert world.planner.current_state().costs.exchange_slowdown is None
+    assert world.planner.costs.exchange_slowdown is None
     for number in range(6000, 6008):
         world.step(number)
     assert all(world.moved[-4:])
@@ -258,7 +255,7 @@ def test_rates_of_exchanges_are_fitted_where_they_pay() -> None:
     for number in range(24):
         world.step(number)
     assert all(world.moved)
-    found = world.planner.current_state().costs.get_cost(KEY)
+    found = world.planner.costs.get_cost(KEY)
     assert found.exchange_bytes_per_second == pytest.approx(TRUE.exchange_bytes_per_second, rel=0.5)
 
 
@@ -266,15 +263,15 @@ def test_without_measured_rates_plans_depend_on_documents_alone() -> None:
     world = World(wrong(3, 3), (1.0, 0.5, 1.0, 1.0), exchange=40.0, measured_rates=False)
     for number in range(16):
         world.step(number)
-    assert world.planner.current_state().costs.get_cost(KEY) == wrong(3, 3)
-    assert world.planner.current_state().costs.make_ranks(RANKS).speeds is None
+    assert world.planner.costs.get_cost(KEY) == wrong(3, 3)
+    assert world.planner.costs.make_ranks(RANKS).speeds is None
 
 
 def test_a_cost_model_of_ones_own_is_taken_as_it_is() -> None:
     world = World(wrong(3, 3), (1.0, 0.5, 1.0, 1.0), cost_model=wrong(3, 3))
     for number in range(16):
         world.step(number)
-    assert world.planner.current_state().costs.get_cost(KEY) == wrong(3, 3)
+    assert world.planner.costs.get_cost(KEY) == wrong(3, 3)
 
 
 def test_a_change_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -409,7 +406,7 @@ def train_on_shares(
     group = group or Slow()
     planned: list[int] = []
     rates: list[tuple[CostModel, Ranks]] = []
-    costs = planner.current_state().costs
+    costs = planner.costs
 
     def counted(layout: Layout, *args: Any) -> Plan:
         planned.append(step)
@@ -437,7 +434,7 @@ def test_rates_of_dealt_batches_change_at_one_micro_batch(kind: type[Slow]) -> N
     workers are made again by what was learned, and counted. Late kernels are announced again.
     """
     planner = Planner(DistCAConfig(), Meter())
-    planner.current_state().costs[SHAPE, "cpu"] = TRUE
+    planner.costs[SHAPE, "cpu"] = TRUE
     dealing = Dealing(2, 4096, {KEY: TRUE}, planner.config)
     planned, rates = train_on_shares(planner, dealing, 40, group=kind())
     changed = [number for number in range(1, 40) if rates[number] != rates[number - 1]]
@@ -470,7 +467,7 @@ def test_shares_planned_for_other_settings_warn_once(
 ) -> None:
     """Shares that were planned for other settings are told of once."""
     planner = Planner(config, Meter())
-    planner.current_state().costs[key.shape, "cpu"] = replace(TRUE, shape=key.shape)
+    planner.costs[key.shape, "cpu"] = replace(TRUE, shape=key.shape)
     dealing = Dealing(2, 4096, {KEY: TRUE}, DistCAConfig())
     planned, _ = train_on_shares(planner, dealing, 6, key)
     lines = [

@@ -28,7 +28,7 @@ from handles import make_handle
 from hf_distca.agreement.documents import DOCUMENT_KEYS, PackedDocuments
 from hf_distca.errors import LayoutError
 from hf_distca.integration.current_session import current_session
-from hf_distca.integration.handle import AttentionHandle
+from hf_distca.integration.handle import MaskStandIn
 from hf_distca.integration.hooks.mask import distca_mask
 
 
@@ -411,7 +411,7 @@ def test_no_graph_is_kept_without_gradients() -> None:
 @pytest.mark.parametrize("reentrant", [None, True])
 def test_a_handle_says_whether_its_forward_has_gradients(reentrant: bool | None) -> None:
     """Under reentrant checkpointing layers first run without: the mask is made outside of that."""
-    handles: list[AttentionHandle] = []
+    handles: list[MaskStandIn] = []
     model = model_for("distca").train()
     if reentrant:
         checkpoint_layers(model, use_reentrant=True)
@@ -422,8 +422,8 @@ def test_a_handle_says_whether_its_forward_has_gradients(reentrant: bool | None)
             with_kwargs=True,
         )
     model(input_ids=tokens(1, 8), use_cache=False)
-    assert [handle.mask.can_recompute for handle in handles] == [True, True]
+    assert [handle.batch.context.can_recompute for handle in handles] == [True, True]
     if not reentrant:  # which warns of it
         with torch.no_grad():
             model(input_ids=tokens(1, 8), use_cache=False)
-        assert [handle.mask.can_recompute for handle in handles[2:]] == [False, False]
+        assert [handle.batch.context.can_recompute for handle in handles[2:]] == [False, False]

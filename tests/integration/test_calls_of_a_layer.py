@@ -1,23 +1,30 @@
-"""The Python calls that one more layer adds to a step of one rank, beside a bare attention
-function, are bounded.
+"""The Python calls that one more layer adds to a step are bounded: of one rank, compared with a
+bare attention function, and of two ranks whose work moves.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
 import torch
+from test_parity import PAIRS, model_for
 
 import hf_distca
 from benchmark_modules import import_benchmark
 from handles import make_handle
 from hf_distca.agreement.documents import PackedDocuments
 from hf_distca.errors import UnsupportedError
-from hf_distca.integration.handle import AttentionHandle
+from hf_distca.integration.handle import MaskStandIn
 from hf_distca.integration.hooks.attention import distca_attention
+from ranks import RankPool
+
+SOURCE = str(Path(hf_distca.__file__).parent)
 
 
 @pytest.fixture
@@ -38,8 +45,43 @@ def calls() -> Callable[[int], dict[str, float]]:
 def test_python_calls_of_a_layer_are_bounded(calls: Callable[[int], dict[str, float]]) -> None:
     found = calls(2)
     assert found["bare: a layer"] > 100, "a layer was counted"
-    assert found["beyond bare: a layer"] <= 220
+    assert found["beyond bare: a layer"] <= 210
     assert found["beyond bare: a step besides"] <= 470
+
+
+def count_frames(rank: int) -> list[int]:
+    """Calls of the library's functions from one layer's attention to the next one's, in a forward
+    whose work moves.
+    """
+    hf_distca.configure(hf_distca.DistCAConfig(tile=8, min_gain=0.0, cost_model=PAIRS))
+    model = model_for(2, "distca", torch.float32)
+    documents = [[7] * n for n in ([150, 33, 64], [1, 7, 1])[rank]]
+    batch = hf_distca.PackingCollator()([{"documents": documents}])
+    counts: list[int] = []
+
+    def note(frame: FrameType, event: str, _: object) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(SOURCE):
+            if frame.f_code.co_name == "attend_or_hide":
+                counts.append(0)
+            elif counts:
+                counts[-1] += 1
+
+    for _ in range(2):  # the first forward fills caches
+        counts.clear()
+        sys.setprofile(note)
+        try:
+            model(**batch, use_cache=False)
+        finally:
+            sys.setprofile(None)
+    return counts
+
+
+def test_python_calls_of_a_layer_with_moves_are_bounded(
+    rank_pool: Callable[[int], RankPool],
+) -> None:
+    for first, later in rank_pool(2)(count_frames):
+        assert 100 < later <= 165, "a layer was counted"
+        assert first <= 900
 
 
 def test_layers_that_are_called_otherwise_share_nothing() -> None:
@@ -59,7 +101,7 @@ def test_layers_that_are_called_otherwise_share_nothing() -> None:
     ]
 
     def attend(
-        handle: AttentionHandle, given: dict[str, Any], dtype: torch.dtype = torch.float32
+        handle: MaskStandIn, given: dict[str, Any], dtype: torch.dtype = torch.float32
     ) -> torch.Tensor:
         states = (x.to(dtype) for x in (q, k, v))
         return distca_attention(
@@ -73,7 +115,7 @@ def test_layers_that_are_called_otherwise_share_nothing() -> None:
         attend(make_handle(1, 24), {}, torch.float64)
     ]
     assert all(map(torch.equal, together, alone))
-    assert len(shared.layer_setups) == len(calls) + 1
+    assert len(shared.batch.call_plans) == len(calls) + 1
     assert attend(shared, {}).equal(alone[0])
     for window in (True, 0, [3]):
         with pytest.raises(UnsupportedError, match="sliding_window"):

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -21,7 +22,7 @@ from handles import make_handle
 from hf_distca.integration.current_session import current_session
 from hf_distca.integration.layer_planner import LayerPlanner
 from hf_distca.kernels import Scores
-from hf_distca.runtime.call import Inputs
+from hf_distca.runtime.call import AttentionServer, Inputs
 from hf_distca.schedule.cost import AttentionShape
 from ranks import RankPool
 from recorded import recorded
@@ -116,11 +117,13 @@ def operations_of_a_planned_call(rank: int, scale: int) -> Counter[str]:
     length = sum(packed.lengths)
     q, k, v = (torch.randn(1, heads, length, 16) for heads in (4, 2, 2))
     handle = make_handle(1, length)
-    key = handle.make_key(AttentionShape(4, 2, 16, 16, 4), "cpu", None)
-    work = LayerPlanner(session).plan_work(
-        handle, {"distca_documents": packed}, q, key, training=True
+    key = handle.batch.make_key(AttentionShape(4, 2, 16, 16, 4), "cpu", None)
+    plan = LayerPlanner(session).plan_layers(
+        handle.batch, {"distca_documents": packed}, q, key, training=True
     )
-    server = session.make_server(work, q, key.shape, Scores(0.25))
+    scores = Scores(0.25)
+    kernel = session.choose_kernel(q, key.shape, scores)
+    plan = replace(plan, server=AttentionServer(kernel, scores, plan.meter))
     leaves = [t[0].transpose(0, 1).contiguous().requires_grad_() for t in (q, k, v)]
 
     def forbidden(*args: object, **kwargs: object) -> None:
@@ -134,9 +137,7 @@ def operations_of_a_planned_call(rank: int, scale: int) -> Counter[str]:
         one.start()
     try:
         with _Operations() as operations:
-            session.compute_attention(
-                work, server, torch.nn.Module(), Inputs(*leaves)
-            ).sum().backward()
+            plan.compute_attention(torch.nn.Module(), Inputs(*leaves)).sum().backward()
     finally:
         for one in readers:
             one.stop()

@@ -80,5 +80,5 @@ def test_a_gpu_begins_with_the_shipped_profile_of_its_kernel(
     LayerPlanner(session).make_cost(
         PlanKey(shape, "cuda", 4096), cast("torch.Tensor", query), AttentionGroup()
     )
-    cost = session.planner.current_state().costs[shape, "cuda"]
+    cost = session.planner.costs[shape, "cuda"]
     assert (cost.name, cost.tile, cost.window) == (name, 256, None)

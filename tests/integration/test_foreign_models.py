@@ -30,7 +30,8 @@ from transformers.masking_utils import (
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import hf_distca
-from hf_distca.integration.handle import AttentionHandle, ForeignMask
+from hf_distca.integration.handle import MaskStandIn
+from hf_distca.integration.mask_objects import ForeignMask
 
 
 class MineConfig(PreTrainedConfig):

@@ -51,10 +51,10 @@ def collectives_of_a_step(rank: int, dtype: torch.dtype | None, ping_pong: bool)
         fully_shard(layer, mp_policy=MixedPrecisionPolicy(param_dtype=dtype))
     fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=dtype))
     data = batch(*([96], [16, 16, 16])[rank])
-    before = current_session().planner.current_state().number
+    before = current_session().planner.number
     with counted_planning() as seen:
         model(**data, use_cache=False).loss.backward()
-    return len(seen), current_session().planner.current_state().number - before
+    return len(seen), current_session().planner.number - before
 
 
 @pytest.mark.parametrize("ping_pong", [False, True])
@@ -234,9 +234,7 @@ def costs_under_autocast(rank: int) -> tuple[list[int], list[torch.dtype]]:
         model_for(2, "distca", torch.float32)(
             **batch(*([96], [16])[rank]), use_cache=False
         ).loss.backward()
-    return [
-        shape.element_bytes for shape, _ in current_session().planner.current_state().costs
-    ], timed
+    return [shape.element_bytes for shape, _ in current_session().planner.costs], timed
 
 
 def test_costs_are_those_of_the_dtype_that_is_computed_in(

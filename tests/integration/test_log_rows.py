@@ -16,13 +16,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Trainer, TrainerCallback
 
 import hf_distca
-from hf_distca.agreement.announce import PlanKey
-from hf_distca.agreement.batch_plan import MicroBatchPlan
-from hf_distca.agreement.group_state import GroupState
+from hf_distca.agreement.batch_plan import History, MicroBatchPlan
 from hf_distca.integration.current_session import current_session
 from hf_distca.runtime.meter import Meter
 from hf_distca.schedule.cost import AttentionShape
-from hf_distca.schedule.plan import Plan
 from ranks import RankPool
 from recorded import counted_planning
 from tiny_runs import documents, make_trainer, settings
@@ -63,23 +60,20 @@ def recorded() -> Iterator[list[Did]]:
     """What the micro-batches inside do, in order."""
     done: dict[int, Did] = {}
     seen: list[Did] = []
-    use = GroupState.use_plan
+    record = History.record_plan
 
-    def spy(self: GroupState, key: PlanKey, plan: Plan, **facts: Any) -> MicroBatchPlan:
-        used = use(self, key, plan, **facts)
-        cost = self.costs.get_cost(key)
-        seconds = cost.estimate_seconds(plan.end - plan.start, plan.end, plan.heads)
-        before = [float(seconds[plan.home == rank].sum()) for rank in (0, 1)]
-        if self.number not in done:
-            done[self.number] = Did(0.0, 0.0, [])
-            seen.append(done[self.number])
-        did = done[self.number]
+    def spy(self: History, used: MicroBatchPlan) -> None:
+        record(self, used)
+        before = [float(used.task_seconds[used.plan.home == rank].sum()) for rank in (0, 1)]
+        if used.number not in done:
+            done[used.number] = Did(0.0, 0.0, [])
+            seen.append(done[used.number])
+        did = done[used.number]
         did.before += max(before)
         did.mean += sum(before) / 2
         did.meters.append(used.meter)
-        return used
 
-    with patch.object(GroupState, "use_plan", spy):
+    with patch.object(History, "record_plan", spy):
         yield seen
 
 
@@ -137,7 +131,7 @@ def train(
     )
     with recorded() as done:
         trainer.train()
-    assert current_session().planner.current_state().number == STEPS * accumulation
+    assert current_session().planner.number == STEPS * accumulation
     return trainer.state.log_history, [did.figures for did in done], seen
 
 

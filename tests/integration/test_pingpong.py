@@ -26,7 +26,6 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import hf_distca
 from checkpointed import checkpoint_layers
-from handles import make_handle
 from hf_distca.agreement.documents import PackedDocuments, TokenBatch
 from hf_distca.integration.current_session import current_session
 from hf_distca.integration.hooks import nano_batch_layers
@@ -545,7 +544,7 @@ def test_a_model_that_is_not_proven_is_left_whole(caplog: pytest.LogCaptureFixtu
 @pytest.mark.parametrize("rows", [1, 4])
 def test_outputs_are_joined_by_rows_or_tokens_and_others_refused(rows: int) -> None:
     local = TokenBatch(rows, 6, packed=PackedDocuments((6,) * rows)).read_documents()
-    halves = NanoBatches.cut_batch(make_handle(rows, 6), local, tile=1)
+    halves = NanoBatches.cut_batch((rows, 6), local, tile=1)
     whole = torch.randn(rows, 6, 5)
     first, second = (halves.select_part(nano, (whole, [whole[..., 0]], None)) for nano in (1, 2))
     joined, (inner,), nothing = halves.merge_outputs(first, second)
@@ -564,7 +563,7 @@ def test_outputs_are_joined_by_rows_or_tokens_and_others_refused(rows: int) -> N
 
 def test_a_vector_as_wide_as_the_batch_is_long_is_not_cut() -> None:
     documents = TokenBatch(1, 6, packed=PackedDocuments((6,))).read_documents()
-    cut = NanoBatches.cut_batch(make_handle(1, 6), documents, tile=1)
+    cut = NanoBatches.cut_batch((1, 6), documents, tile=1)
     width, positions = torch.randn(6), torch.arange(6)
     assert cut.select_part(1, width) is width
     assert [cut.select_part(nano, positions).tolist() for nano in (1, 2)] == [[0, 1, 2], [3, 4, 5]]

@@ -13,7 +13,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from handles import make_handle
-from hf_distca.integration.handle import AttentionHandle
+from hf_distca.integration.handle import MaskStandIn
 from hf_distca.integration.hooks.recomputed_masks import reuse_forward_handle
 
 
@@ -22,7 +22,7 @@ class Masked:
 
     def __init__(self, *lengths: int) -> None:
         self.lengths = iter(lengths or [7, 7] * 9)
-        self.seen: list[AttentionHandle] = []
+        self.seen: list[MaskStandIn] = []
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         for _ in range(2):
@@ -35,7 +35,7 @@ def leaf() -> torch.Tensor:
     return torch.ones(3, requires_grad=True)
 
 
-def is_repeated(seen: list[AttentionHandle], times: int) -> bool:
+def is_repeated(seen: list[MaskStandIn], times: int) -> bool:
     return (
         len(seen) == 2 * times
         and all(one is seen[number % 2] for number, one in enumerate(seen))
@@ -81,7 +81,7 @@ def test_a_mask_of_another_size_is_new() -> None:
     masked = Masked(7, 7, 7, 9)
     checkpoint(masked, leaf(), use_reentrant=False).sum().backward()
     assert masked.seen[2] is masked.seen[0]
-    assert masked.seen[3].batch.length == 9
+    assert masked.seen[3].batch.tokens.length == 9
 
 
 def test_masks_go_with_their_checkpoint() -> None:

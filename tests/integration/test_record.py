@@ -221,9 +221,7 @@ def test_tokens_count_once_and_pieces_are_as_long_as_the_bars(
     long.
     """
     history, ranks = History(), Ranks(speeds=(0.5, 1.25))
-    planner = SimpleNamespace(
-        current_state=lambda: SimpleNamespace(number=0, costs=Costs()), history=history
-    )
+    planner = SimpleNamespace(number=0, costs=Costs(), history=history)
     session: Any = SimpleNamespace(
         planner=planner, rank_count=2, node_count=1, config=settings(), kernel_names=["cpu"]
     )
@@ -323,9 +321,7 @@ def test_warnings_are_seen_while_they_are_recorded(
 
 
 def begin_record(folder: Path, step: int) -> None:
-    planner = SimpleNamespace(
-        current_state=lambda: SimpleNamespace(number=0, costs=Costs()), history=History()
-    )
+    planner = SimpleNamespace(number=0, costs=Costs(), history=History())
     session: Any = SimpleNamespace(
         planner=planner, rank_count=2, node_count=1, config=settings(), kernel_names=["cpu"]
     )

@@ -79,7 +79,7 @@ def train(
             hf_distca.deal(trainer, 96).train()
         finally:
             torch.use_deterministic_algorithms(False)
-    costs = current_session().planner.current_state().costs
+    costs = current_session().planner.costs
     weights = torch.cat([weight.detach().flatten() for weight in trainer.model.parameters()])
     return weights, current_session().meter.dispatches, costs.learned_corrections
 

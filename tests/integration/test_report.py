@@ -37,9 +37,7 @@ EVEN = [{"documents": documents(48, 48, seed=at)} for at in range(12)]
 
 def session(**changes: Any) -> Session:
     made = Session(hf_distca.DistCAConfig(**changes))
-    made.planner.current_state().costs[SHAPE, "cpu"] = CostModel.make_analytic(
-        SHAPE, device_type="cpu"
-    )
+    made.planner.costs[SHAPE, "cpu"] = CostModel.make_analytic(SHAPE, device_type="cpu")
     return made
 
 
@@ -109,7 +107,7 @@ def test_why_exchanges_were_given_up() -> None:
         np.ones((2, 3)), kernel, waiting, np.array([0.5, 0.5]), np.array([4.0, 0.0]), none
     )
     for _ in range(8):
-        made.planner.current_state().costs.learn_from_sample((SHAPE, "cpu"), slow)
+        made.planner.costs.learn_from_sample((SHAPE, "cpu"), slow)
     said = fewer_moves_reason(made)
     assert said is not None
     assert "attention took 25% longer than it would have taken where it was" in said

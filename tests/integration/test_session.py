@@ -197,7 +197,7 @@ def test_evaluation_is_shared_on_request(rank_pool: Callable[[int], RankPool]) -
 def calibrated(rank: int) -> tuple[str, float]:
     hf_distca.configure(hf_distca.DistCAConfig(cost_model="calibrated"))
     model_for(2, "distca", torch.float32)(**batch(rank), use_cache=False).loss.backward()
-    (cost,) = current_session().planner.current_state().costs.values()
+    (cost,) = current_session().planner.costs.values()
     return cost.name, cost.forward.flops_per_second + cost.backward.flops_per_second
 
 

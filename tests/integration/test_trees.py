@@ -118,7 +118,7 @@ def test_what_is_no_tree_is_refused() -> None:
     batch, *_ = pack_tree(0)
     batch["tree_kv_index"] = batch["tree_kv_index"].clone()
     batch["tree_kv_index"][-3] -= 1
-    with pytest.raises(LayoutError, match="tree_kv_index of tokens"):
+    with pytest.raises(LayoutError, match="tree_kv_index of 8 parts"):
         read_tree(batch)
     for arguments in ({"parents": [0, -1]}, {"parents": [-1]}, {"parents": [-1, 0], "starts": [0, 0], "documents": [0, 1]}):
         with pytest.raises(LayoutError, match="parents"):

@@ -193,7 +193,7 @@ def train(
         weights = {name: _whole(parameter) for name, parameter in trainer.model.named_parameters()}
         if dist.is_initialized() and dist.get_world_size() > 1:
             dist.barrier()
-    halves = any(key.nano for key in current_session().planner.current_state()._used_keys)
+    halves = any(key.nano for key in current_session().planner._used_keys)
     logged = (row for row in trainer.state.log_history if "loss" in row)
     states_mb = sum(
         row.get("distca/states_mb", 0.0) * row.get("distca/micro_batches", 0) for row in logged

@@ -75,8 +75,8 @@ class Step(NamedTuple):
 
     Attributes:
         kernels: that attention ran in.
-        calls, recalls: of attention that computed, and that took its outputs from the first
-            forward.
+        calls, recomputed_calls: of attention that computed, and that took its outputs from the
+            first forward.
         kernel_calls, exchanges: forward and backward.
         forward_operations, backward_operations: that were looked at.
         beside: whether backward ran in a thread of its own.
@@ -87,7 +87,7 @@ class Step(NamedTuple):
 
     kernels: list[str]
     calls: int
-    recalls: int
+    recomputed_calls: int
     kernel_calls: int
     exchanges: int
     forward_operations: int

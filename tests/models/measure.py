@@ -35,9 +35,9 @@ from tiny import MODEL_TYPES, build, class_of
 import hf_distca
 from hf_distca import DistCAError, UnsupportedError
 from hf_distca.hybrids.recurrent_layers import RECURRENT_MODULES
+from hf_distca.integration.handle import ForwardBatch
 from hf_distca.integration.hooks import nano_batch_layers
 from hf_distca.integration.layer_planner import LayerPlanner
-from hf_distca.integration.nano_batches import NanoBatches
 
 # The statuses with which a type is not refused, and their names in families.py.
 WORKING = {
@@ -206,8 +206,8 @@ def _judge_leaks(model_type: str, result: Result, dtype: torch.dtype, want: Outc
 def in_halves() -> Iterator[None]:
     """Let all layers run as halves, on one rank as well, whatever the table says of the type."""
     with (
-        patch.object(LayerPlanner, "uses_nano_batches", lambda self, handle, training: training),
-        patch.object(NanoBatches, "cannot_overlap", False),
+        patch.object(LayerPlanner, "uses_nano_batches", lambda self, batch, training: training),
+        patch.object(ForwardBatch, "cannot_overlap", False),
         patch.object(nano_batch_layers, "PING_PONG_FAMILIES", frozenset(MODEL_TYPES)),
     ):
         hf_distca.configure(hf_distca.DistCAConfig(ping_pong=True))

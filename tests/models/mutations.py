@@ -18,7 +18,7 @@ import torch
 
 from hf_distca.agreement.announce import AnnouncedDocuments
 from hf_distca.agreement.documents import Documents, TokenBatch
-from hf_distca.integration.nano_batches import SplitDocumentContext
+from hf_distca.integration.nano_batches import NanoBatches
 from hf_distca.schedule.layout import Layout
 
 Original = Callable[..., Any]
@@ -100,9 +100,8 @@ def _no_context(original: Original) -> Original:
 
 
 def _detached_keys(original: Original) -> Original:
-    def wrapped(self: SplitDocumentContext, *args: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
-        context = original(self, *args)
-        return None if context is None else (context[0].detach(), context[1].detach())
+    def wrapped(self: NanoBatches, *args: Any) -> tuple[torch.Tensor, ...]:
+        return tuple(tensor.detach() for tensor in original(self, *args))
 
     return wrapped
 
@@ -190,7 +189,7 @@ MUTATIONS: dict[str, tuple[str, str, Callable[[Original], Original]]] = {
     "second half without the keys of the first": (_DOCUMENTS, "Documents.split_at", _no_context),
     "gradient of the keys handed over lost": (
         "integration.nano_batches",
-        "SplitDocumentContext.pass_keys",
+        "NanoBatches.pass_keys",
         _detached_keys,
     ),
 }

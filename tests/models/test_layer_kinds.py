@@ -21,7 +21,7 @@ from transformers import (
 
 from hf_distca import ConfigError
 from hf_distca.agreement.announce import PlanKey
-from hf_distca.integration.handle import AttentionHandle
+from hf_distca.integration.handle import ForwardBatch
 from hf_distca.integration.layer_kinds import list_layer_keys
 from hf_distca.schedule.cost import AttentionShape
 
@@ -37,13 +37,13 @@ def test_they_are_the_plans_that_layers_ask_for(
     family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = set()
-    key = AttentionHandle.make_key
+    key = ForwardBatch.make_key
 
-    def watched(self: AttentionHandle, *args: Any) -> PlanKey:
+    def watched(self: ForwardBatch, *args: Any) -> PlanKey:
         asked.add(made := key(self, *args))
         return made
 
-    monkeypatch.setattr(AttentionHandle, "make_key", watched)
+    monkeypatch.setattr(ForwardBatch, "make_key", watched)
     model = tiny.build(family, "distca", torch.float32)
     ids = torch.randint(32, 96, (1, 24))
     model(input_ids=ids, use_cache=False)

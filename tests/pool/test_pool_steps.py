@@ -65,7 +65,7 @@ def test_layers_tell_nothing_where_nothing_moves(
     launch: Callable[[int, int], Launch], how: str
 ) -> None:
     told = launch(2, 1)(pooled, nothing_moves, how)[0].told
-    assert told["make_work"] == 1
+    assert told["make_layer_plan"] == 1
     assert not any(told[step] for step in ATTENTION)
 
 

@@ -19,7 +19,7 @@ from handles import make_handle
 from hf_distca import kernels
 from hf_distca.agreement.documents import PackedDocuments
 from hf_distca.integration.current_session import current_session
-from hf_distca.integration.handle import AttentionHandle
+from hf_distca.integration.handle import MaskStandIn
 from hf_distca.integration.hooks.attention import distca_attention
 from hf_distca.kernels import Scores
 from hf_distca.kernels.flash import CUDA as CUDA_KERNEL
@@ -213,7 +213,7 @@ def test_a_layer_alone_launches_what_plain_attention_does(monkeypatch: pytest.Mo
         ]  # type: ignore[call-overload]
         gradient = torch.empty(100, HEADS, DIM, **shape)  # type: ignore[call-overload]
 
-        def layer(handle: AttentionHandle) -> tuple[list[str], list[str]]:
+        def layer(handle: MaskStandIn) -> tuple[list[str], list[str]]:
             with Launches() as forward:
                 distca_attention(
                     layer_of_model,

@@ -30,7 +30,7 @@ from hf_distca.schedule.cost import AttentionShape, CostModel
 from hf_distca.schedule.layout import IntArray, Layout, enumerate_ranges
 
 # Layout of a row: these numbers; the figures of each measured plan; the share numbers; and each
-# request, as (documents span ranks, nano-batch, has context, runs) and its runs. A run is its
+# request, as (documents span ranks, nano-batch, has context, runs, pairs at home) and its runs. A run is its
 # length alone, or a triple (document, start, length) where documents span ranks.
 (
     _COUNT,
@@ -43,7 +43,7 @@ from hf_distca.schedule.layout import IntArray, Layout, enumerate_ranges
     _IS_LEAVING,
 ) = range(8)
 HEADER_SIZE = 8
-_REQUEST_SIZE = 4
+_REQUEST_SIZE = 5
 FIGURE_COUNT = len(Measurement._fields)
 SharedSettings = Mapping[str, str]  # what ranks must have in common: names and values
 _MAX_VALUE_LENGTH = 80  # characters of a fact in an error
@@ -118,6 +118,7 @@ class Announcement:
                     if documents.copied_tokens is None
                     else 1 + documents.context_runs,
                     len(documents.runs),
+                    documents.home_pairs,
                 ]
             )
             # Where documents lie on one rank, their lengths say all.
@@ -130,9 +131,10 @@ class AnnouncedDocuments(NamedTuple):
     """Documents of all ranks for one requested plan.
 
     Attributes:
-        header: (ranks, 4) int64: 1 where documents may span ranks; number of the nano-batch, 0 for
+        header: (ranks, 5) int64: 1 where documents may span ranks; number of the nano-batch, 0 for
             a whole batch; 1 where the first document begins with context, or where documents
-            share prefixes one more than the runs of context; number of runs.
+            share prefixes one more than the runs of context; number of runs; query-key pairs that the
+            rank computes besides.
         numbers: int64 runs of all ranks in rank order: (runs, 3) where documents span ranks, else
             (runs,) lengths.
     """
@@ -149,7 +151,7 @@ class AnnouncedDocuments(NamedTuple):
 
         With context, the first run of a rank is the beginning of the document of its second run.
         """
-        span_ranks, _, has_context, counts = self.header.T
+        span_ranks, _, has_context, counts, _ = self.header.T
         offsets = np.concatenate([[0], np.cumsum(counts)])
         if not span_ranks.any():
             length = self.numbers

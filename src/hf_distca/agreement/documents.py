@@ -175,6 +175,7 @@ class Documents:
         context_runs: number of runs of these copies, the first ones of `runs`.
         context_tokens: number of tokens of the first document that lie in the first nano-batch;
             they are the first run here, and not in `token_indices`.
+        home_pairs: number of query-key pairs that this rank computes besides, of blocks.
         dealt_share: the share of a global batch that these documents are; None for other batches.
         longest_holed: number of tokens of the longest document that has padding inside, with that
             padding; 0 if there is none.
@@ -187,6 +188,7 @@ class Documents:
     copied_tokens: IntArray | None = None
     context_runs: int = 0
     context_tokens: int = 0
+    home_pairs: int = 0
     dealt_share: DealtShare | None = None
     longest_holed: int = 0
     has_mask_numbers: bool = False
@@ -482,27 +484,31 @@ def _read_lengths(packed: PackedDocuments) -> Documents:
     )
 
 
+def list_paths(lengths: Sequence[int], parents: Sequence[int]) -> list[IntArray]:
+    """List the tokens that the last token of each part sees, of parts that continue others."""
+    ends, paths = np.cumsum(lengths, dtype=np.int64), list[IntArray]()
+    for end, length, parent in zip(ends, lengths, parents, strict=True):
+        own = np.arange(end - length, end)
+        paths.append(own if parent < 0 else np.append(paths[parent], own))
+    return paths
+
+
 def _copy_prefixes(lengths: Sequence[int], parents: Sequence[int]) -> Documents:
     """Make documents of parts that continue earlier ones.
 
     A part right behind its parent goes on with the parent's document. Any other begins a document,
     with copies of the keys that it sees in front: context.
     """
-    ends = np.cumsum(lengths, dtype=np.int64)
-    paths: list[IntArray] = []  # the tokens that the children of each part see
-    runs: list[tuple[int, int, int]] = []
-    context: list[tuple[int, int, int]] = []
+    runs, context = list[tuple[int, int, int]](), list[tuple[int, int, int]]()
     copied = [np.zeros(0, dtype=np.int64)]
-    number = -1
-    for part, (length, parent) in enumerate(zip(lengths, parents, strict=True)):
-        path = paths[parent] if parent >= 0 else copied[0]
-        if parent < 0 or parent != part - 1:
-            number += 1
-            if len(path):
-                context.append((number, 0, len(path)))
-                copied.append(path)
-        runs.append((number, len(path), length))
-        paths.append(np.append(path, np.arange(ends[part] - length, ends[part])))
+    for part, path in enumerate(list_paths(lengths, parents)):
+        depth = len(path) - lengths[part]
+        goes_on = 0 <= parents[part] == part - 1
+        number = runs[-1][0] if goes_on else len(runs)
+        if depth and not goes_on:
+            context.append((number, 0, depth))
+            copied.append(path[:depth])
+        runs.append((number, depth, lengths[part]))
     columns = np.array(context + [run for run in runs if run[2]], dtype=np.int64).reshape(-1, 3)
     return Documents(
         columns, True, copied_tokens=np.concatenate(copied), context_runs=len(context)
@@ -516,25 +522,23 @@ def read_tree(arguments: Mapping[str, Any]) -> PackedDocuments | None:
     Raises:
         LayoutError: if keys of a part are not those of a part before it, and its own.
     """
-    given = [arguments.get(name) for name in TREE_KEYS[:3]]
-    if any(tensor is None for tensor in given):
+    if arguments.get(TREE_KEYS[0]) is None:
         return None
-    keys, rows, key_ends = torch.cat([t.long() for t in given]).cpu().split(list(map(len, given)))
-    paths = keys.numpy()[: key_ends[-1]]
-    paths = np.split(paths, key_ends[1:-1].numpy())
-    begins, ends = rows[:-1].numpy(), rows[1:].numpy()
-    parents: list[int] = []
-    for path, begin, end in zip(paths, begins, ends, strict=True):
-        above = path[: len(path) - (end - begin)]
-        parent = int(np.searchsorted(ends, above[-1], side="right")) if len(above) else -1
-        is_known = not len(above) or (parent < len(parents) and np.array_equal(above, paths[parent]))
-        if not is_known or not np.array_equal(path[len(above) :], np.arange(begin, end)):
-            raise LayoutError(
-                f"tree_kv_index of tokens [{begin}, {end}) is none of a tree: it must be that of an"
-                " earlier part, and these tokens."
-            )
-        parents.append(parent)
-    return PackedDocuments((ends - begins).tolist(), parents=parents)
+    given = [arguments[name] for name in TREE_KEYS[:3]]
+    numbers = torch.cat([tensor.long() for tensor in given]).cpu().numpy()
+    keys, rows, ends = np.split(numbers, np.cumsum(list(map(len, given)))[:-1])
+    lengths = np.diff(rows)
+    above = ends[1:] - lengths - 1  # the last key before a part's own
+    parents = np.searchsorted(rows[1:], keys[above], side="right")
+    parents = np.where(above < ends[:-1], -1, parents)
+    tree = PackedDocuments(lengths.tolist(), parents=parents.tolist())
+    paths = np.concatenate([keys[:0], *list_paths(tree.lengths, parents.tolist())])
+    if not np.array_equal(paths, keys[: ends[-1]]):
+        raise LayoutError(
+            f"tree_kv_index of {len(lengths)} parts is none of a tree: the keys of a part must be"
+            f" those of an earlier one, {parents.tolist()}, and its own tokens."
+        )
+    return tree
 
 
 def _read_bounds(cu_seq_lens: torch.Tensor) -> list[int]:

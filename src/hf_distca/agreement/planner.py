@@ -1,7 +1,11 @@
-"""`Planner`: makes the same plans of announced documents on all ranks.
+"""`Planner`: ranks tell each other their documents, make the same plans, and learn from what they
+measured.
 
-Several plans can be requested at once, as for two nano-batches: they take the same two small
-collectives as one plan.
+Before a micro-batch each rank announces its documents, or the share of a dealt batch, and what it
+has measured of earlier ones. Nobody can plan documents before all ranks have announced theirs.
+Shares hold the documents of all ranks, so nobody waits for an announcement of them: it is compared
+meanwhile, and read some micro-batches later. Several plans can be requested at once, as for two
+nano-batches: they take the same two small collectives as one plan.
 """
 
 from __future__ import annotations
@@ -9,27 +13,50 @@ from __future__ import annotations
 import logging
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import torch.distributed as dist
 
-from hf_distca.agreement.announce import PlanKey, Request, check_equal
+from hf_distca.agreement.announce import (
+    FIGURE_COUNT,
+    HEADER_SIZE,
+    AnnouncedDocuments,
+    Announcement,
+    Announcements,
+    PlanKey,
+    Request,
+    check_agreement,
+    check_equal,
+    collect_shared_settings,
+    hash_settings,
+)
 from hf_distca.agreement.batch_plan import History, MicroBatchPlan
 from hf_distca.agreement.dealt_share import DealtShare, PlanJob
-from hf_distca.agreement.group_state import GroupState
+from hf_distca.agreement.rates import Costs
 from hf_distca.config import DistCAConfig
 from hf_distca.errors import LayoutError, UnsupportedError
-from hf_distca.runtime.group import AttentionGroup, mark_joint_step
+from hf_distca.runtime.group import (
+    AttentionGroup,
+    Rendezvous,
+    get_current_world,
+    mark_joint_step,
+)
 from hf_distca.runtime.meter import Meter
 from hf_distca.schedule.balance import balance
-from hf_distca.schedule.cost import TransientBytes
+from hf_distca.schedule.cost import MarginalCost, TransientBytes
+from hf_distca.schedule.layout import IntArray
 from hf_distca.schedule.load import count_transient_bytes
 from hf_distca.schedule.plan import Plan
 
 _log = logging.getLogger("hf_distca")
+
+# Micro-batches with shares that a rank may be ahead of the slowest. All ranks read an announcement
+# after as many more, so that they correct rates at the same micro-batch.
+_MOST_AHEAD = 8
 
 
 class Planner:
@@ -40,6 +67,10 @@ class Planner:
     Attributes:
         config: the settings; they may change between micro-batches, on all ranks at once.
         history: estimates and measurements of micro-batches.
+        costs: the cost models that plans are made with.
+        number: number of the micro-batch that was planned last, from 1.
+        is_leaving: True to announce that the others should go on without this rank.
+        leaving_ranks: indices in the group of the ranks that leave, as all ranks know by now.
     """
 
     def __init__(self, config: DistCAConfig, meter: Meter) -> None:
@@ -47,29 +78,33 @@ class Planner:
         self.history = History()
         self._meter = meter
         self._world = get_current_world()
-        self._state = GroupState(meter, self.history)
+        self.reset()
 
-    def current_state(self) -> GroupState:
-        """Return the state of ranks in the current world of torch.distributed, or in the last one.
+    def reset(self) -> None:
+        """Start again with other ranks. Plans that were made before may still be used."""
+        self.history.reset()
+        self.costs = Costs()
+        self.number = 0
+        self.is_leaving = self._has_shares = False
+        self.leaving_ranks: list[int] = []
+        self._exchanges_before = self._meter.dispatches + self._meter.returns
+        self._announcement_count = 0
+        self._used_keys: set[PlanKey] = set()  # in the current micro-batch
+        self._is_over = True  # the next plan begins another micro-batch
+        # In their order; of the same plans on all ranks.
+        self._unannounced: list[MicroBatchPlan] = []
+        # Announcements that wait to be read, each with the plans whose figures it has.
+        self._unread: deque[tuple[Rendezvous, list[MicroBatchPlan]]] = deque()
 
-        In another world than before it begins anew. No other rank is asked.
+    def join_world(self) -> None:
+        """Start again in another world of torch.distributed than before: each rank may have failed
+        at another point of the last one, and some may be new.
         """
         world = get_current_world()
         if world is not None and world is not self._world:
             if self._world is not None:
                 self.reset()
             self._world = world
-        return self._state
-
-    def reset(self) -> None:
-        """Start again with other ranks. Plans that were made before may still be used."""
-        self.history.reset()
-        self._state = GroupState(self._meter, self.history)
-
-    @mark_joint_step
-    def gather_measurements(self, group: AttentionGroup) -> None:
-        """Gather the measurements of all ranks up to here. Collective."""
-        self.current_state().gather_measurements(group, self.config)
 
     def plan(self, requests: Sequence[Request], group: AttentionGroup) -> list[MicroBatchPlan]:
         """Plan this rank's documents together with those of the other ranks.
@@ -88,8 +123,7 @@ class Planner:
             LayoutError: if a share is not for this rank of this group.
         """
         shares = [documents.dealt_share for documents, _ in requests if documents.dealt_share]
-        activity = f"planning for micro-batch {self.current_state().number + 1}"
-        with self.report_errors(group, activity):
+        with self.report_errors(group, f"planning for micro-batch {self.number + 1}"):
             if len(shares) == len(requests):  # of one batch
                 return self.plan_share(shares[0], requests, group)
             return self.plan_documents(requests, group)
@@ -102,14 +136,16 @@ class Planner:
         however many plans there are.
         """
         started = time.perf_counter()
-        keys = [key for _, key in requests]
-        state = self.current_state()
-        label = f"micro-batch {state.find_number(keys)}"
-        announced = state.announce(requests, group, label, self.config)
+        label = f"micro-batch {self._find_number(requests)}"
+        announced = self.announce(requests, group, label)
         plans = []
-        for documents, key in zip(announced, keys, strict=True):
+        for documents, (_, key) in zip(announced, requests, strict=True):
             job = self._make_job(key, group.size, group.per_node)
-            plans.append(balance(documents.build_layout(), job.cost, job.config, job.ranks))
+            ranks, pairs = job.ranks, documents.header[:, 4]
+            if pairs.any():
+                seconds = pairs * MarginalCost.from_cost_model(job.cost).pair
+                ranks = replace(ranks, fixed_seconds=tuple(seconds.tolist()))
+            plans.append(balance(documents.build_layout(), job.cost, job.config, ranks))
         # Plans come from equal inputs, but an exchange with unequal plans would hang.
         digests = np.array([_shorten_digest(plan) for plan in plans], dtype=np.int64)
         doing = f"comparing plans of {label}"
@@ -122,7 +158,10 @@ class Planner:
                     label,
                     "use one version of hf_distca and numpy",
                 )
-        return self._use_plans(keys, plans, group, started, per_node=group.per_node)
+        planning_ms = (time.perf_counter() - started) * 1e3
+        return self._use_plans(
+            requests, plans, group, per_node=group.per_node, planning_ms=planning_ms
+        )
 
     @mark_joint_step
     def plan_share(
@@ -132,48 +171,113 @@ class Planner:
         without waiting.
         """
         started = time.perf_counter()
-        keys = [key for _, key in requests]
-        state = self.current_state()
-        label = f"micro-batch {state.find_number(keys)} ({share})"
         share.check_group(group)
-        self._warn_of_other_settings(share, keys[0], group)
+        self._warn_of_other_settings(share, requests[0][1], group)
         size, per_node = share.ranks, share.per_node
         if group.has_tokens is not None:  # then others have a part in the plan
             size, per_node = group.size, group.per_node
-        jobs = [self._make_job(key, size, per_node, group.has_tokens) for key in keys]
+        jobs = [self._make_job(key, size, per_node, group.has_tokens) for _, key in requests]
         is_planned_again = bool(share.plans) and not share.plans.keys() >= set(jobs)
         plans = [share.plan(job) for job in jobs]
         share_numbers = [*share.batch_id, share.digest, *map(_shorten_digest, plans)]
-        state.announce(requests, group, label, self.config, share_numbers)
+        label = f"micro-batch {self._find_number(requests)} ({share})"
+        self.announce(requests, group, label, share_numbers)
         return self._use_plans(
-            keys,
+            requests,
             plans,
             group,
-            started,
             per_node=per_node,
+            planning_ms=(time.perf_counter() - started) * 1e3,
             source=str(share),
             is_planned_again=is_planned_again,
             in_order_imbalance=share.in_order_imbalance,
         )
 
-    def _use_plans(
+    def announce(
         self,
-        keys: Sequence[PlanKey],
-        plans: Sequence[Plan],
+        requests: Sequence[Request],
         group: AttentionGroup,
-        started: float,
-        **facts: Any,
-    ) -> list[MicroBatchPlan]:
-        """Use plans that were begun at a time of `time.perf_counter`; `facts` are further
-        attributes of them.
+        label: str,
+        share_numbers: Sequence[int] = (),
+    ) -> list[AnnouncedDocuments]:
+        """Announce documents, settings and measurements, and wait for those of all ranks; or a
+        share, without waiting. Collective.
+
+        Args:
+            requests: documents, each with the key of a plan.
+            group: the ranks.
+            label: text that names the micro-batch in errors.
+            share_numbers: for shares, see `Announcement`; else empty.
+
+        Returns:
+            The documents of all ranks, for each request; none for shares.
+
+        Raises:
+            DistCADesyncError: if ranks do not agree, or did not in an earlier announcement.
         """
-        facts["planning_ms"] = (time.perf_counter() - started) * 1e3 / max(len(plans), 1)
-        facts["has_tokens"] = group.has_tokens
-        state = self.current_state()
-        used = [state.use_plan(*pair, **facts) for pair in zip(keys, plans, strict=True)]
-        for plan in used:
-            self._warn_above_bound(plan, group)
-        return used
+        self._read_announcements(group, left=_MOST_AHEAD if share_numbers else 0)
+        self._announcement_count += 1
+        keys = dict.fromkeys(key for _, key in requests)
+        dtypes = tuple(self.costs.dtypes.get((key.shape, key.device), "") for key in keys)
+        costs = tuple(map(self.costs.get_cost, keys))
+        settings = collect_shared_settings(self.config, costs, dtypes)
+        plans = self._pop_launched(keys)
+        if share_numbers:  # figures that do not fit are announced later, the same on all ranks
+            room = (group.inline_row_capacity - HEADER_SIZE - len(share_numbers)) // FIGURE_COUNT
+            self._unannounced[:0] = plans[room:]
+            plans = plans[:room]
+        row = Announcement(
+            count=self._announcement_count,
+            settings=hash_settings(settings),
+            exchanges=self._meter.dispatches + self._meter.returns - self._exchanges_before,
+            checksum=0 if group.data is None else group.data.checksum,
+            figures=[plan.own_measurement for plan in plans],
+            documents=[] if share_numbers else [(batch, key.nano) for batch, key in requests],
+            share_numbers=share_numbers,
+            is_leaving=self.is_leaving,
+        ).to_row()
+
+        if share_numbers:
+            rendezvous = group.gather_async(
+                row,
+                doing=f"comparing shares of {label}",
+                on_arrival=lambda rows: check_agreement(
+                    Announcements.from_rows(rows), settings, group, label
+                ),
+            )
+            self._unread.append((rendezvous, plans))
+            return []
+        announced = Announcements.from_rows(group.gather(row, doing=f"planning {label}"))
+        documents = check_agreement(announced, settings, group, label)
+        self._read(announced, plans, group)
+        return documents
+
+    @mark_joint_step
+    def gather_measurements(self, group: AttentionGroup) -> None:
+        """Gather the measurements of all ranks up to here, once the device is done. Collective."""
+        if self._is_over:
+            return
+        self._is_over = True
+        self._read_announcements(group, left=0)
+        self.history.end_micro_batch()
+        while not self._meter.is_finished:
+            self._meter.running[0].end.synchronize()
+        plans = self.history.unmeasured_plans
+        row = np.array([plan.own_measurement for plan in plans], dtype=np.int64).reshape(-1)
+        doing = f"gathering what ranks measured up to micro-batch {self.number}"
+        rows = group.gather(row, doing=doing)
+        self._unannounced = []
+        counts = [len(other) // FIGURE_COUNT for other in rows]
+        if len(set(counts)) == 1:
+            figures = np.stack(rows).reshape(len(rows), -1, FIGURE_COUNT)
+            self._learn(figures, plans, group)
+        elif group.rank == 0:
+            _log.warning(
+                "no figures up to micro-batch %d, and nothing learned from it: ranks used different"
+                " numbers of plans (%s). Every rank must run the same layers in each micro-batch.",
+                self.number,
+                ", ".join(f"rank {rank}: {count}" for rank, count in enumerate(counts)),
+            )
 
     @staticmethod
     @contextmanager
@@ -186,6 +290,112 @@ class Planner:
                 yield
         except (LayoutError, UnsupportedError) as error:
             raise type(error)(f"rank {group.ranks[group.rank]}: {error}") from error
+
+    def _find_number(self, requests: Sequence[Request]) -> int:
+        """Return the number of the micro-batch that the requested plans are for: a new one if the
+        last one is over, or has used a plan with such a key.
+        """
+        is_next = self._is_over or not self._used_keys.isdisjoint(key for _, key in requests)
+        return self.number + is_next
+
+    def _make_job(
+        self,
+        key: PlanKey,
+        size: int,
+        per_node: int | None,
+        has_tokens: tuple[bool, ...] | None = None,
+    ) -> PlanJob:
+        """Make the current inputs of a plan with this key, for a group of this size."""
+        ranks = self.costs.make_ranks(size, per_node)
+        return PlanJob.from_settings(key, self.costs.get_cost(key), self.config, ranks, has_tokens)
+
+    def _use_plans(
+        self,
+        requests: Sequence[Request],
+        plans: Sequence[Plan],
+        group: AttentionGroup,
+        *,
+        planning_ms: float,
+        **facts: Any,
+    ) -> list[MicroBatchPlan]:
+        """Use plans for a micro-batch, which took so long together; `facts` are further attributes
+        of each.
+        """
+        number = self._find_number(requests)
+        if number > self.number:
+            self._used_keys.clear()
+        self.number, self._is_over = number, False
+        used = []
+        for (_, key), plan in zip(requests, plans, strict=True):
+            self._used_keys.add(key)
+            cost = self.costs.get_cost(key)
+            planned = MicroBatchPlan(
+                key,
+                plan,
+                number,
+                cost.estimate_seconds(plan.end - plan.start, plan.end, plan.heads),
+                self.costs.make_ranks(plan.layout.world_size, facts["per_node"]),
+                Meter(self._meter),
+                planning_ms / len(plans),
+                has_tokens=group.has_tokens,
+                **facts,
+            )
+            self._warn_above_bound(planned, group)
+            self.history.record_plan(planned)
+            used.append(planned)
+        self._unannounced += used
+        return used
+
+    def _read_announcements(self, group: AttentionGroup, *, left: int) -> None:
+        """Wait for announcements and read them, in the order in which micro-batches ran, until so
+        many are left.
+        """
+        while len(self._unread) > left:
+            rendezvous, plans = self._unread.popleft()  # also if `wait` raises an error
+            self._read(Announcements.from_rows(rendezvous.wait()), plans, group)
+
+    def _read(
+        self, announced: Announcements, plans: Sequence[MicroBatchPlan], group: AttentionGroup
+    ) -> None:
+        """Read what all ranks announced that they measured of plans, and which ranks leave."""
+        leaving = announced.leaving_ranks
+        self.leaving_ranks += [rank for rank in leaving if rank not in self.leaving_ranks]
+        self._learn(announced.figures, plans, group)
+
+    def _learn(
+        self, figures: IntArray, plans: Sequence[MicroBatchPlan], group: AttentionGroup
+    ) -> None:
+        """Record the (ranks, plans, 5) figures of all ranks, correct rates by them, and log the
+        changes. Plans whose kernels still ran on some rank are announced again.
+        """
+        is_running = figures[:, :, 0].min(axis=0) < 0
+        for index in np.flatnonzero(~is_running).tolist():
+            self.history.record_figures(plans[index], figures[:, index])
+        self._unannounced[:0] = [plan for plan in plans if not plan.is_measured]
+        measured = [plan for plan in plans if plan.is_measured]
+        for change in self.costs.learn_from_plans(measured, self.config):
+            if group.rank == 0:
+                _log.info(
+                    "measured up to micro-batch %d: %s; plans are made accordingly",
+                    self.number,
+                    change,
+                )
+
+    def _pop_launched(self, keys: Iterable[PlanKey]) -> list[MicroBatchPlan]:
+        """Remove from the plans to announce those with such keys whose work is launched, and return
+        them.
+
+        All work of a plan is launched before the next plan of its key is used. On a GPU, kernels of
+        the newest plan may still have to run.
+        """
+        newest = {plan.key: plan for plan in self._unannounced if plan.key.device != "cpu"}
+        plans = [
+            plan
+            for plan in self._unannounced
+            if plan.key in keys and newest.get(plan.key) is not plan
+        ]
+        self._unannounced = [plan for plan in self._unannounced if plan not in plans]
+        return plans
 
     def _warn_above_bound(self, used: MicroBatchPlan, group: AttentionGroup) -> None:
         """Warn if documents over ranks need more memory than the bound; they are computed all the
@@ -208,9 +418,8 @@ class Planner:
         self, share: DealtShare, key: PlanKey, group: AttentionGroup
     ) -> None:
         """Warn if a loader's first plans do not fit the first ones that are needed."""
-        state = self.current_state()
-        reason = None if state.has_shares else share.replanning_reason(key, self.config)
-        state.has_shares = True
+        reason = None if self._has_shares else share.replanning_reason(key, self.config)
+        self._has_shares = True
         if reason is not None and group.rank == 0:
             _log.warning(
                 "shares were planned for other settings than those of now, so this process plans "
@@ -218,23 +427,6 @@ class Planner:
                 "in, and the config of the run.",
                 reason,
             )
-
-    def _make_job(
-        self,
-        key: PlanKey,
-        size: int,
-        per_node: int | None,
-        has_tokens: tuple[bool, ...] | None = None,
-    ) -> PlanJob:
-        """Make the current inputs of a plan with this key, for a group of this size."""
-        costs = self.current_state().costs
-        ranks = costs.make_ranks(size, per_node)
-        return PlanJob.from_settings(key, costs.get_cost(key), self.config, ranks, has_tokens)
-
-
-def get_current_world() -> object:
-    """Return the world of torch.distributed; None before it starts and after it has ended."""
-    return dist.GroupMember.WORLD if dist.is_available() and dist.is_initialized() else None
 
 
 def _shorten_digest(plan: Plan) -> int:

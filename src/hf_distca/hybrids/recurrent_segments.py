@@ -103,7 +103,7 @@ def _make_rank_segments(documents: Documents, session: Session, is_shared: bool)
     all ranks run this forward.
     """
     group = session.join_trainers() if is_shared else AttentionGroup()
-    name = f"micro-batch {session.planner.current_state().number + 1}"
+    name = f"micro-batch {session.planner.number + 1}"
     return Segments.from_layout(
         _agree_on_layout(documents, group, name), group, session.meter, name
     )

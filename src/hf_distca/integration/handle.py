@@ -1,4 +1,5 @@
-"""The handle that the mask function returns, which travels to every layer as `attention_mask`.
+"""The handle that the mask function returns, which travels to every layer as `attention_mask`, and
+the batch of the forward behind it.
 
 A model makes its mask once per forward and kind of layer. Instead of a dense mask it gets a small
 object. Because that is an argument, it is the same object in the recompute of activation
@@ -10,32 +11,31 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
+from typing import Any, Protocol, cast
 
 import torch
 from transformers import PreTrainedConfig
 
 from hf_distca.agreement.announce import PlanKey
 from hf_distca.agreement.documents import Documents, TokenBatch
-from hf_distca.errors import UnsupportedError
-from hf_distca.integration.seen_ahead import Ahead
 from hf_distca.integration.families import (
     check_cut_documents,
     check_mask_numbers,
     warn_of_packing,
 )
+from hf_distca.integration.mask_objects import MaskObject
+from hf_distca.integration.nano_batches import NanoBatches
+from hf_distca.integration.seen_ahead import Ahead
+from hf_distca.integration.session import Session
 from hf_distca.kernels.base import Scores
-from hf_distca.runtime.call import Inputs, LayerExchange
+from hf_distca.runtime.call import AttentionServer, Inputs, LayerExchange
+from hf_distca.runtime.core_attention import compute_core_attention
 from hf_distca.runtime.group import AttentionGroup
 from hf_distca.runtime.meter import Meter
 from hf_distca.runtime.outputs import OutputStore
 from hf_distca.runtime.route import Route
 from hf_distca.schedule.cost import AttentionShape
 from hf_distca.schedule.layout import Layout
-
-if TYPE_CHECKING:
-    from hf_distca.integration.layer_planner import LayerPlanner
-    from hf_distca.integration.nano_batches import NanoBatches, SplitDocumentContext
 
 # Keyword argument of a model's forward: the `LayerPlanner` of its handles, in place of one that
 # plans with the session; given by stages of a pipeline.
@@ -46,8 +46,8 @@ MODEL_ROWS = "distca_rows"
 
 
 @dataclass(frozen=True, eq=False)
-class LayerWork:
-    """Work of a micro-batch in layers that have the same plan, made by the first of them.
+class LayerPlan:
+    """Plan of the layers of a micro-batch that are called alike, as this rank carries it out.
 
     Attributes:
         group: the ranks that take part; a group of this rank alone if no others do.
@@ -57,14 +57,16 @@ class LayerWork:
         window: keys that a row sees at most; None if no document on any rank is longer than the
             layer's window.
         meter: counts the work of this micro-batch in this kind of layer.
-        nano: 0 if the batch is whole, 1 and 2 for its nano-batches.
         outputs: outputs of the layers, for activation checkpointing; None where no recompute can
             follow.
         name: name of the micro-batch, for errors.
         call_numbers: counts the calls of attention, those of recomputes among them.
         make_exchange: makes the `LayerExchange` of a call, with its arguments.
-        stage_attention: computes attention in the session's place, from module, inputs and scores;
-            for stages of a pipeline.
+        stage_attention: computes attention from module, inputs and scores instead; for stages of a
+            pipeline.
+        dtype: dtype in which the layers compute; None in the plan of layers that are called in
+            several ways.
+        server: runs their tasks; None as above.
     """
 
     group: AttentionGroup
@@ -72,31 +74,38 @@ class LayerWork:
     token_indices: torch.Tensor | None
     window: int | None
     meter: Meter
-    nano: int = 0
     outputs: OutputStore | None = None
     name: str = "a micro-batch"
     call_numbers: Iterator[int] = field(default_factory=itertools.count)
     make_exchange: Callable[..., LayerExchange] = LayerExchange
     stage_attention: Callable[[torch.nn.Module, Inputs, Scores], torch.Tensor] | None = None
+    dtype: torch.dtype | None = None
+    server: AttentionServer | None = None
 
-
-class LayerSetup(NamedTuple):
-    """Common properties of the layers of a micro-batch that are called alike, made for the first of
-    them.
-
-    Attributes:
-        work: their plan in use.
-        dtype: dtype in which they compute.
-        compute_attention: computes the attention of one of them, a module, from its inputs.
-    """
-
-    work: LayerWork
-    dtype: torch.dtype
-    compute_attention: Callable[[torch.nn.Module, Inputs], torch.Tensor]
+    def compute_attention(self, module: torch.nn.Module, inputs: Inputs) -> torch.Tensor:
+        """Compute core attention of one layer for this rank's tokens."""
+        group, server = self.group, cast("AttentionServer", self.server)
+        if self.stage_attention is not None:
+            return self.stage_attention(module, inputs, server.scores)
+        number = next(self.call_numbers)
+        stored = None if self.outputs is None else self.outputs.find_outputs(module, inputs)
+        if group.monitor is None:  # nobody waits for this rank
+            return compute_core_attention(
+                inputs, self.make_exchange(self.route, group, server, stored)
+            )
+        group.raise_pending()
+        label = f"layer {getattr(module, 'layer_idx', number)} of {self.name}"
+        try:
+            return compute_core_attention(
+                inputs, self.make_exchange(self.route, group, server, stored, label)
+            )
+        except Exception:
+            with group.report_errors(f"computing {label}"):
+                raise
 
 
 @dataclass(frozen=True, eq=False)
-class MaskFacts:
+class ForwardContext:
     """Facts that the mask function found about one forward and one kind of layer.
 
     Attributes:
@@ -107,8 +116,8 @@ class MaskFacts:
         config: config of the model that made the mask, for checks of its documents.
         rotary_reason: reason why positions of this model do not allow documents in several parts,
             or None.
-        is_local: whether no other rank may be asked to take part, because this forward is one of
-            `generate`.
+        is_generating: whether this forward is one of `generate`, so that no other rank may be asked
+            to take part.
         can_recompute: whether layers may run again in backward: the mask was made while gradients
             were recorded.
         training: whether the model that made the mask is in training mode; None if it is not known.
@@ -119,7 +128,7 @@ class MaskFacts:
     ahead: Ahead | None = None
     config: PreTrainedConfig | None = None
     rotary_reason: str | None = None
-    is_local: bool = False
+    is_generating: bool = False
     can_recompute: bool = True
     training: bool | None = None
 
@@ -129,78 +138,59 @@ class MaskFacts:
         return getattr(self.config, "model_type", None)
 
 
-_NO_FACTS = MaskFacts()
+class Planning(Protocol):
+    """Planning of the layers of a forward; see `LayerPlanner`."""
+
+    session: Session
+
+    def uses_nano_batches(self, batch: ForwardBatch, training: bool) -> bool:
+        """Return whether layers run as two nano-batches."""
+
+    def read_documents(
+        self, batch: ForwardBatch, arguments: Mapping[str, Any], training: bool
+    ) -> Documents:
+        """Read the documents of a batch from the keyword arguments of a layer or of attention."""
+
+    def plan_layers(
+        self,
+        batch: ForwardBatch,
+        arguments: Mapping[str, Any],
+        query: torch.Tensor,
+        key: PlanKey,
+        *,
+        training: bool,
+    ) -> LayerPlan:
+        """Plan one kind of layer of a micro-batch."""
 
 
-class _MaskObject:
-    """Object in place of a mask tensor: the methods of tensors that transformers calls."""
-
-    # Generation with static caches makes masks ahead of the forward and takes them for 4-D tensors.
-    ndim: ClassVar[int] = 4
-
-    def contiguous(self) -> Self:
-        """Return the object itself."""
-        return self
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Raise where another attention computes with this object as its mask."""
-        raise UnsupportedError(
-            f"{getattr(func, '__name__', func)} of torch got distca's mask: a layer has another"
-            " attn_implementation than its model. Give all layers the one of the model."
-        )
-
-
-class AttentionHandle(_MaskObject):
-    """Stand-in for the mask of one forward and one kind of layer.
-
-    All layers, and their recomputes, get the same object.
-
-    This is no dataclass: FSDP with mixed precision rebuilds dataclasses, with the dictionaries in
-    them, for every layer that it wraps.
-
-    Args:
-        planner: plans the layers, with the session of the mask function.
-        batch: the tokens, with the documents as the model got them, for models that pass none to
-            attention.
-        mask: other facts from the mask function.
+@dataclass(eq=False)
+class ForwardBatch:
+    """The batch of one forward, in one kind of layer.
 
     Attributes:
-        layer_work: filled by the first layer of each kind: some models pass the window only to the
+        planner: plans the layers, with the session of the mask function.
+        tokens: the tokens, with the documents as the model got them, for models that pass none to
+            attention.
+        context: other facts from the mask function.
+        plans: filled by the first layer of each kind: some models pass the window only to the
             attention function.
-        layer_setups: common properties of layers that are called alike, by the arguments that
-            distinguish their calls.
+        call_plans: plans of layers that are called alike, by the arguments that distinguish their
+            calls.
         group: the ranks that take part, once they are known.
-        documents: documents of the batch, once they were read, or of the nano-batch.
+        documents: documents of the batch, once they were read.
         has_segments: whether the model's recurrent layers, if it has any, run along their segments.
-        nano: 0 for a whole batch, 1 and 2 for its nano-batches.
         nano_batches: the cut of the batch in two, once a layer has used it.
-        split_context: keys of the first nano-batch that the second one reads.
-        second_handle: in the handle of the first nano-batch, the handle of the second one, which is
-            planned with it.
     """
 
-    def __init__(
-        self, planner: LayerPlanner, batch: TokenBatch, mask: MaskFacts = _NO_FACTS
-    ) -> None:
-        self.planner = planner
-        self.batch = batch
-        self.mask = mask
-        self.layer_work: dict[PlanKey, LayerWork] = {}
-        self.layer_setups: dict[tuple[object, ...], LayerSetup] = {}
-        self.group: AttentionGroup | None = None
-        self.documents: Documents | None = None
-        self.has_segments = False
-        self.nano = 0
-        self.nano_batches: NanoBatches | None = None
-        self.split_context: SplitDocumentContext | None = None
-        self.second_handle: AttentionHandle | None = None
-
-    @property
-    def shape(self) -> tuple[int, int, int, int]:
-        """Shape of the mask that this stands for, for models that hand it to transformers again."""
-        rows, length = self.batch.shape
-        return rows, 1, length, length
+    planner: Planning
+    tokens: TokenBatch
+    context: ForwardContext = field(default_factory=ForwardContext)
+    plans: dict[PlanKey, LayerPlan] = field(default_factory=dict)
+    call_plans: dict[tuple[object, ...], LayerPlan] = field(default_factory=dict)
+    group: AttentionGroup | None = None
+    documents: Documents | None = None
+    has_segments: bool = False
+    nano_batches: NanoBatches | None = None
 
     def is_training(self, module: torch.nn.Module) -> bool:
         """Return whether this is a forward of training, which all ranks run.
@@ -208,35 +198,17 @@ class AttentionHandle(_MaskObject):
         The model says it, not the layer at hand: frozen layers may be in evaluation mode. Where no
         model is known, `module` says it.
         """
-        return module.training if self.mask.training is None else self.mask.training
+        return module.training if self.context.training is None else self.context.training
 
-    def make_nano_handle(
-        self,
-        nano: int,
-        shape: tuple[int, int],
-        documents: Documents,
-        split_context: SplitDocumentContext,
-    ) -> AttentionHandle:
-        """Make the handle of a nano-batch, 1 or 2, of (rows, tokens)."""
-        handle = AttentionHandle(self.planner, TokenBatch(*shape), self.mask)
-        handle.nano = nano
-        handle.documents = documents
-        handle.split_context = split_context
-        handle.group = self.group
-        handle.has_segments = self.has_segments
-        return handle
-
-    def make_key(self, shape: AttentionShape, device: str, window: int | None) -> PlanKey:
+    def make_key(
+        self, shape: AttentionShape, device: str, window: int | None, nano: int = 0
+    ) -> PlanKey:
         """Return the plan key of a layer that passes this window to the attention
         function; the mask's own window goes first.
         """
-        return PlanKey(
-            shape,
-            device,
-            window if self.mask.window is None else self.mask.window,
-            self.mask.chunk,
-            self.nano,
-        )
+        if self.context.window is not None:
+            window = self.context.window
+        return PlanKey(shape, device, window, self.context.chunk, nano)
 
     def read_documents(
         self, arguments: Mapping[str, Any], *, span_ranks: bool, training: bool
@@ -244,65 +216,75 @@ class AttentionHandle(_MaskObject):
         """Read the documents of the batch from the keyword arguments of a layer or of attention."""
         rows = arguments.get(MODEL_ROWS)
         if rows is None:
-            batch = self.batch.with_documents(arguments)
-            documents = batch.read_documents(span_ranks=span_ranks, training=training)
-            if documents.is_packed(batch.length):
-                warn_of_packing(self.mask.model_type)
+            tokens = self.tokens.with_documents(arguments)
+            documents = tokens.read_documents(span_ranks=span_ranks, training=training)
+            if documents.is_packed(tokens.length):
+                warn_of_packing(self.context.model_type)
         else:  # its model has read them
             documents = rows.documents
             self.has_segments = True
-        self.documents = documents.cut_into_chunks(self.mask.chunk)
+        self.documents = documents.cut_into_chunks(self.context.chunk)
         return self.documents
 
-    def check_documents(self, layout: Layout | None, window: int | None, rank: int = 0) -> None:
-        """Check the documents for layers with a window, or None for no window; this is a rank of
-        the layout.
+    def check_documents(
+        self, documents: Documents, layout: Layout | None, window: int | None, rank: int = 0
+    ) -> None:
+        """Check documents of the batch, or of a nano-batch, for layers with a window, or None for
+        no window; this is a rank of the layout.
 
         Without a layout, all of them are whole here.
 
         `check_cut_documents` raises on all ranks or none, because all know the layout; other checks
         are about this rank's own mask.
         """
-        documents, mask = self.documents, self.mask
-        if documents is None:
-            return
+        context = self.context
         documents.check_holes(window)
         if documents.has_mask_numbers:
-            check_mask_numbers(mask.config)
+            check_mask_numbers(context.config)
         if layout is not None and documents.span_ranks and layout.is_scattered:
-            check_cut_documents(mask.model_type, mask.rotary_reason, has_segments=self.has_segments)
-            if mask.ahead is not None:
-                mask.ahead.check_whole(documents, layout, rank)
+            check_cut_documents(
+                context.model_type, context.rotary_reason, has_segments=self.has_segments
+            )
+            if context.ahead is not None:
+                context.ahead.check_whole(documents, layout, rank)
+
+    @property
+    def cannot_overlap(self) -> bool:
+        """True if both nano-batches are planned and neither exchanges anything: there is nothing to
+        hide.
+        """
+        plans = [plan for key, plan in self.plans.items() if key.nano]
+        return len(plans) > 1 and not any(plan.route.exchanges for plan in plans)
 
 
-@dataclass(frozen=True, eq=False)
-class ForeignMask(_MaskObject):
-    """A mask that distca does not compute: an error where attention is called with it, not where it
-    is made.
+class MaskStandIn(MaskObject):
+    """Stand-in for the mask of one forward and one kind of layer: the handle.
 
-    The decoders of Bart and its kin make one for a cross attention that they do not have as causal
-    language models.
+    All layers, and their recomputes, get the same object; in ping-pong each nano-batch its half.
+
+    This is no dataclass: FSDP with mixed precision rebuilds dataclasses, with the dictionaries in
+    them, for every layer that it wraps.
 
     Attributes:
-        features: unsupported features of the mask, for the error.
+        batch: the batch of the forward.
+        nano: 0 for a whole batch, 1 and 2 for its nano-batches.
     """
 
-    features: str
+    def __init__(self, batch: ForwardBatch, nano: int = 0) -> None:
+        self.batch, self.nano = batch, nano
 
+    def select_half(self, nano: int) -> MaskStandIn:
+        """See `MaskObject.select_half`."""
+        return MaskStandIn(self.batch, nano)
 
-@dataclass(frozen=True, eq=False)
-class DenseMask(_MaskObject):
-    """The dense mask of a forward whose tensors have no values to plan with: sdpa computes such
-    calls, on this rank alone.
-    """
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """Shape of the mask that it stands for, for models that give it to transformers again."""
+        rows, length = self.batch_shape
+        return rows, 1, length, length
 
-    mask: torch.Tensor
-
-
-class CachedMask(torch.Tensor):
-    """The dense mask of a forward that reads a key/value cache: sdpa computes such calls, on this
-    rank alone.
-
-    A tensor, because generation with static caches handles masks as tensors; a class, to tell it
-    from a user's own mask.
-    """
+    @property
+    def batch_shape(self) -> tuple[int, int]:
+        """Rows and tokens that it is the mask of."""
+        cut = self.batch.nano_batches if self.nano else None
+        return self.batch.tokens.shape if cut is None else cut.shapes[self.nano - 1]

@@ -1,4 +1,4 @@
-"""`LayerPlanner`: makes the work of layers in a micro-batch, from its handle to the route."""
+"""`LayerPlanner`: makes the plans of layers in a micro-batch, from its batch to the route."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hf_distca.agreement.batch_plan import MicroBatchPlan
 from hf_distca.agreement.documents import Documents, PackedDocuments
 from hf_distca.config import KernelName
 from hf_distca.errors import LayoutError, UnsupportedError
-from hf_distca.integration.handle import AttentionHandle, LayerWork
+from hf_distca.integration.handle import ForwardBatch, LayerPlan
 from hf_distca.integration.layer_kinds import choose_rate_source, make_initial_cost
 from hf_distca.integration.processes import print_if_slow
 from hf_distca.integration.seen_ahead import sum_documents
@@ -45,20 +45,20 @@ class LayerPlanner:
     def __init__(self, session: Session) -> None:
         self.session, self.planner = session, session.planner
 
-    def find_group(self, handle: AttentionHandle, training: bool) -> AttentionGroup:
+    def find_group(self, batch: ForwardBatch, training: bool) -> AttentionGroup:
         """Return the ranks that take part in a forward: this one alone if the others need not run
         it. All ranks must call this if they do; see `Session.join_group`.
         """
-        if handle.group is None:
+        if batch.group is None:
             # Making the group needs all ranks: a rank that evaluates or generates alone must not
             # ask for it.
-            is_shared = not handle.mask.is_local and (
-                training or self.takes_all_ranks(handle.batch.packed)
+            is_shared = not batch.context.is_generating and (
+                training or self.takes_all_ranks(batch.tokens.packed)
             )
-            handle.group = self.session.join_group() if is_shared else _LOCAL_GROUP
-            if handle.group.has_tokens and (leaving := self.planner.current_state().leaving_ranks):
-                handle.group = self.session.shrink_group(leaving)
-        return handle.group
+            batch.group = self.session.join_group() if is_shared else _LOCAL_GROUP
+            if batch.group.has_tokens and (leaving := self.planner.leaving_ranks):
+                batch.group = self.session.shrink_group(leaving)
+        return batch.group
 
     def takes_all_ranks(self, documents: PackedDocuments | Documents | None) -> bool:
         """Return whether all ranks run a forward of a model in evaluation mode, too.
@@ -71,71 +71,71 @@ class LayerPlanner:
         share = None if documents is None else documents.dealt_share
         return self.session.config.balance_evaluation or (share is not None and share.is_cut)
 
-    def uses_nano_batches(self, handle: AttentionHandle, training: bool) -> bool:
+    def uses_nano_batches(self, batch: ForwardBatch, training: bool) -> bool:
         """Return whether layers run as two nano-batches."""
-        return self.session.config.ping_pong and self.find_group(handle, training).size > 1
+        return self.session.config.ping_pong and self.find_group(batch, training).size > 1
 
     def read_documents(
-        self, handle: AttentionHandle, arguments: Mapping[str, Any], training: bool
+        self, batch: ForwardBatch, arguments: Mapping[str, Any], training: bool
     ) -> Documents:
         """Read the documents of a batch from the keyword arguments of a layer or of attention."""
-        if handle.documents is not None:
-            return handle.documents
-        group = handle.group or self.find_group(handle, training)
+        if batch.documents is not None:
+            return batch.documents
+        group = batch.group or self.find_group(batch, training)
         reporting: AbstractContextManager[None] = nullcontext()
         if group.size > 1:
-            number = self.planner.current_state().number + 1
+            number = self.planner.number + 1
             reporting = self.planner.report_errors(
                 group, f"reading documents for micro-batch {number}"
             )
         with reporting:
-            return handle.read_documents(
+            return batch.read_documents(
                 arguments, span_ranks=self.session.config.documents_span_ranks, training=training
             )
 
-    def plan_work(
+    def plan_layers(
         self,
-        handle: AttentionHandle,
+        batch: ForwardBatch,
         arguments: Mapping[str, Any],
         query: torch.Tensor,
         key: PlanKey,
         *,
         training: bool,
-    ) -> LayerWork:
+    ) -> LayerPlan:
         """Plan one kind of layer of a micro-batch, with the other ranks or alone, and the kinds
         that are planned with it.
 
         Args:
-            handle: handle of the micro-batch.
+            batch: batch of the forward.
             arguments: keyword arguments of attention, which define the documents.
             query: (batch, heads, length, width) in the dtype that attention computes in.
             key: key of the plan.
             training: whether the module is in training mode on this rank, and so on all.
         """
-        group = self.find_group(handle, training)
+        group = self.find_group(batch, training)
         # Both nano-batches, so that ranks meet once.
-        handles = [handle] if handle.second_handle is None else [handle, handle.second_handle]
-        sums = [
-            sum_documents(
-                part.mask.ahead,
-                self.read_documents(part, arguments, training),
-                key.window,
+        keys = [key, key._replace(nano=2)] if key.nano == 1 else [key]
+        whole, cut = self.read_documents(batch, arguments, training), batch.nano_batches
+        requests, makers = [], []
+        for part in keys:
+            halved = cut is not None and part.nano
+            documents, make_exchange = sum_documents(
+                batch.context.ahead,
+                cut.documents[part.nano - 1] if halved else whole,
+                cut.find_first(part.nano) if halved else 0,
+                part.window,
                 query.device,
             )
-            for part in handles
-        ]
-        requests = [
-            (documents, key._replace(nano=part.nano))
-            for part, (documents, _) in zip(handles, sums, strict=True)
-        ]
+            requests.append((documents, part))
+            makers.append(make_exchange)
         if group.size == 1:
-            evaluating = handle.mask.is_local or not training
-            works = [
-                self._make_local_work(part, *request, query.device, evaluating=evaluating)
-                for part, request in zip(handles, requests, strict=True)
+            evaluating = batch.context.is_generating or not training
+            layer_plans = [
+                self._make_local_plan(batch, *request, query.device, evaluating=evaluating)
+                for request in requests
             ]
         else:
-            number = self.planner.current_state().number
+            number = self.planner.number
             with self.planner.report_errors(group, f"measuring costs for micro-batch {number + 1}"):
                 self.make_cost(key, query, group)
             # The first plan after an installation compiles loops of the scheduler.
@@ -143,32 +143,31 @@ class LayerPlanner:
                 plans = self.planner.plan(requests, group)
             activity = f"taking up a plan for micro-batch {plans[0].number}"
             with self.planner.report_errors(group, activity):
-                for part, planned in zip(handles, plans, strict=True):
-                    part.check_documents(planned.plan.layout, key.window, group.rank)
-                works = [
-                    self.make_work(documents, planned, group, query.device)
+                for (documents, _), planned in zip(requests, plans, strict=True):
+                    layout = planned.plan.layout
+                    batch.check_documents(documents, layout, key.window, group.rank)
+                layer_plans = [
+                    self.make_layer_plan(documents, planned, group, query.device)
                     for (documents, _), planned in zip(requests, plans, strict=True)
                 ]
-        for part, (_, part_key), work, (_, make_exchange) in zip(
-            handles, requests, works, sums, strict=True
-        ):
-            if make_exchange is not LayerExchange:
-                work = replace(work, make_exchange=make_exchange)
-            part.layer_work[part_key] = (
-                work if part.mask.can_recompute and training else replace(work, outputs=None)
-            )
-        return handle.layer_work[key]
+        if makers != [LayerExchange] * len(makers):
+            pairs = zip(layer_plans, makers, strict=True)
+            layer_plans = [replace(plan, make_exchange=maker) for plan, maker in pairs]
+        if not (batch.context.can_recompute and training):
+            layer_plans = [replace(plan, outputs=None) for plan in layer_plans]
+        batch.plans |= zip(keys, layer_plans, strict=True)
+        return layer_plans[0]
 
-    def _make_local_work(
+    def _make_local_plan(
         self,
-        handle: AttentionHandle,
+        batch: ForwardBatch,
         documents: Documents,
         key: PlanKey,
         device: torch.device,
         *,
         evaluating: bool,
-    ) -> LayerWork:
-        """Make the work of a micro-batch for this rank alone; for whole documents, their lengths
+    ) -> LayerPlan:
+        """Make the plan of a micro-batch for this rank alone; for whole documents, their lengths
         suffice.
 
         Raises:
@@ -185,15 +184,14 @@ class LayerPlanner:
                 layout = _build_local_layout(documents, evaluating=evaluating)
             window = _limit_window(key.window, layout.longest)
             route = Route.build(Plan.make_local(layout, window), 0)
-        handle.check_documents(layout, key.window)
-        return LayerWork(
+        batch.check_documents(documents, layout, key.window)
+        return LayerPlan(
             _LOCAL_GROUP,
             route,
             _move_token_indices(documents, device),
             window,
             # To time a layer on CUDA, the host records four events.
             Meter(self.session.meter, timed=self.session.times_local_work or key.device != "cuda"),
-            key.nano,
             OutputStore(),
         )
 
@@ -202,7 +200,7 @@ class LayerPlanner:
         """Make the cost model of a shape, at its first layer; all ranks of the group at the same
         point. Collective.
         """
-        costs = self.planner.current_state().costs
+        costs = self.planner.costs
         costs.dtypes[key.shape, key.device] = str(query.dtype)
         if (key.shape, key.device) in costs:
             return
@@ -227,24 +225,23 @@ class LayerPlanner:
         costs[key.shape, key.device] = cost
 
     @mark_joint_step
-    def make_work(
+    def make_layer_plan(
         self,
         documents: Documents,
         planned: MicroBatchPlan,
         group: AttentionGroup,
         device: torch.device,
-    ) -> LayerWork:
-        """Make the work of a plan in use, for a rank that has these documents."""
+    ) -> LayerPlan:
+        """Make the layers' plan of a plan in use, for a rank that has these documents."""
         plan, nano = planned.plan, planned.key.nano
         part = f", nano-batch {nano}" if nano else ""
         source = f" ({planned.source}, plan {plan.digest[:8]})" if planned.source else ""
-        return LayerWork(
+        return LayerPlan(
             group,
             Route.build(plan, group.rank),
             _move_token_indices(documents, device),
             plan.window,
             planned.meter,
-            nano,
             OutputStore(),
             f"micro-batch {planned.number}{part}{source}",
         )

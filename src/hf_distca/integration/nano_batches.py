@@ -17,40 +17,11 @@ from transformers.cache_utils import Cache
 from hf_distca.agreement.documents import Documents
 from hf_distca.borrowed import is_in_backward
 from hf_distca.errors import UnsupportedError
-from hf_distca.integration.handle import AttentionHandle
+from hf_distca.integration.mask_objects import MaskObject
 
 # A cut between documents is taken if the smaller nano-batch then has at least this part of the
 # tokens.
 _MIN_PART = 3 / 8
-
-
-@dataclass(eq=False)
-class SplitDocumentContext:
-    """Keys and values of the first nano-batch that the second one also reads: those of its last
-    `tokens` tokens.
-    """
-
-    tokens: int
-    first_half_kv: tuple[torch.Tensor, torch.Tensor] | None = None
-
-    def pass_keys(
-        self, nano: int, k_TKD: torch.Tensor, v_TKV: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Store the keys and values of the first nano-batch, or return them as context of the
-        second one.
-        """
-        if not self.tokens:
-            return None
-        if nano == 1:
-            self.first_half_kv = k_TKD[-self.tokens :], v_TKV[-self.tokens :]
-            return None
-        if self.first_half_kv is None:
-            raise UnsupportedError(
-                "the second nano-batch of a layer called attention before the first: set"
-                " ping_pong=False."
-            )
-        context, self.first_half_kv = self.first_half_kv, None
-        return context
 
 
 @dataclass(eq=False)
@@ -61,41 +32,63 @@ class NanoBatches:
         shape: (rows, tokens) of the batch.
         axis: 0 if rows are cut, 1 if tokens are.
         border: index on that axis where the second nano-batch begins.
-        sizes: sizes of both on that axis. A batch of one token is all in the second; the first
-            computes that token as padding, and its output is dropped, so that it takes part in
-            every exchange, as on the other ranks.
-        handles: handle of each nano-batch in place of a mask.
+        documents: documents of each nano-batch.
         layer_ids: ids of the layers that ran as nano-batches, for recomputes.
         first_half_states: keys and values of the first nano-batch, for the cache of a layer.
+        first_half_kv: those of its last tokens that the second one reads, between the two.
     """
 
     shape: tuple[int, int]
     axis: int
     border: int
-    sizes: tuple[int, int]
-    handles: tuple[AttentionHandle, AttentionHandle]
+    documents: tuple[Documents, Documents]
     layer_ids: set[int] = field(default_factory=set)
     first_half_states: tuple[torch.Tensor, ...] = ()
+    first_half_kv: tuple[torch.Tensor, torch.Tensor] | None = None
 
     @classmethod
-    def cut_batch(cls, handle: AttentionHandle, documents: Documents, tile: int) -> NanoBatches:
+    def cut_batch(cls, shape: tuple[int, int], documents: Documents, tile: int) -> NanoBatches:
         """Cut a batch whose documents each lie on one rank, or were dealt for ping-pong."""
-        rows, length = handle.batch.shape
-        axis, border, parts = choose_cut(rows, length, documents, tile)
-        sizes = max(border, 1), (length if axis else rows) - border
-        context = SplitDocumentContext(parts[1].context_tokens)
-        first, second = (
-            handle.make_nano_handle(nano, (rows, size) if axis else (size, length), part, context)
-            for nano, (size, part) in enumerate(zip(sizes, parts, strict=True), 1)
-        )
-        first.second_handle = second
-        return cls((rows, length), axis, border, sizes, (first, second))
+        return cls(shape, *choose_cut(*shape, documents, tile))
 
     @property
-    def cannot_overlap(self) -> bool:
-        """True if both are planned and neither exchanges anything: there is nothing to hide."""
-        work = [work for handle in self.handles for work in handle.layer_work.values()]
-        return len(work) > 1 and not any(kind.route.exchanges for kind in work)
+    def sizes(self) -> tuple[int, int]:
+        """Sizes of both on the cut axis.
+
+        A batch of one token is all in the second; the first computes that token as padding, and its
+        output is dropped, so that it takes part in every exchange, as on the other ranks.
+        """
+        return max(self.border, 1), self.shape[self.axis] - self.border
+
+    @property
+    def shapes(self) -> tuple[tuple[int, int], ...]:
+        """(rows, tokens) of both."""
+        rows, length = self.shape
+        return tuple((rows, size) if self.axis else (size, length) for size in self.sizes)
+
+    def find_first(self, nano: int) -> int:
+        """Find the index among batch * sequence of the first token of a nano-batch."""
+        return (nano - 1) * self.border * (1 if self.axis else self.shape[1])
+
+    def pass_keys(
+        self, nano: int, k_TKD: torch.Tensor, v_TKV: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        """Store the keys and values of the first nano-batch that the second one also reads, or
+        return them as context of the second one.
+        """
+        tokens = self.documents[1].context_tokens
+        if not tokens:
+            return ()
+        if nano == 1:
+            self.first_half_kv = k_TKD[-tokens:], v_TKV[-tokens:]
+            return ()
+        if self.first_half_kv is None:
+            raise UnsupportedError(
+                "the second nano-batch of a layer called attention before the first: set"
+                " ping_pong=False."
+            )
+        context, self.first_half_kv = self.first_half_kv, None
+        return context
 
     def select_part(self, nano: int, value: Any) -> Any:
         """Return a nano-batch's part of an argument of a layer, or of several in a tuple, list or
@@ -105,8 +98,8 @@ class NanoBatches:
             dim = self._find_dim(value)
             start = 0 if nano == 1 else self.border
             return value if dim is None else value.narrow(dim, start, self.sizes[nano - 1])
-        if isinstance(value, AttentionHandle):
-            return self.handles[nano - 1]
+        if isinstance(value, MaskObject):
+            return value.select_half(nano)
         if isinstance(value, Cache):  # a recompute would fill it twice
             return None if is_in_backward() else NanoCache(value, self, nano)
         if isinstance(value, dict):

@@ -160,7 +160,7 @@ def nothing_moved_reason(totals: BalanceTotals, session: Session) -> str | None:
             f" min_gain={config.min_gain:g}."
         )
     seconds = (totals.estimated_before - totals.estimated_mean) / totals.micro_batches
-    costs = session.planner.current_state().costs
+    costs = session.planner.costs
     cost = costs.get_cost(PlanKey(*next(iter(costs))))
     return (
         f"{finding}: {uneven}, and evening that out saves {seconds * 1e3:.3g} ms a layer at most,"
@@ -176,7 +176,7 @@ def fewer_moves_reason(session: Session) -> str | None:
     """Return a message that exchanges were given up because they cost more than they saved, with
     the figures; else None.
     """
-    slower = session.planner.current_state().costs.exchange_slowdown
+    slower = session.planner.costs.exchange_slowdown
     if slower is None:
         return None
     return (

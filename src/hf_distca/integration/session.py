@@ -1,7 +1,7 @@
-"""`Session`: state that a process keeps between micro-batches, and attention computed with it.
+"""`Session`: state that a process keeps between micro-batches.
 
-Plans, costs and routes are made with it by a `LayerPlanner`, and live in the handle of their
-micro-batch.
+Plans, costs and routes are made with it by a `LayerPlanner`, and live in the batch of their
+forward.
 """
 
 from __future__ import annotations
@@ -15,11 +15,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
-from hf_distca.agreement.planner import Planner, get_current_world
+from hf_distca.agreement.planner import Planner
 from hf_distca.borrowed import get_mesh, get_timeout
 from hf_distca.config import DistCAConfig, show_value
 from hf_distca.errors import ConfigError
-from hf_distca.integration.handle import LayerWork
 from hf_distca.integration.processes import (
     choose_group_size,
     find_data_parallel_ranks,
@@ -27,9 +26,7 @@ from hf_distca.integration.processes import (
     print_if_slow,
 )
 from hf_distca.kernels import Case, Kernel, Scores, select_kernel
-from hf_distca.runtime.call import AttentionServer, Inputs
-from hf_distca.runtime.core_attention import compute_core_attention
-from hf_distca.runtime.group import AttentionGroup
+from hf_distca.runtime.group import AttentionGroup, get_current_world
 from hf_distca.runtime.members import Members, check_group_size
 from hf_distca.runtime.meter import Meter
 from hf_distca.schedule.cost import AttentionShape
@@ -99,6 +96,7 @@ class Session:
                 size = None if world is None else choose_group_size(members, self.config)
                 self._group = self._make_group(members, size)
             self._trainers, self._world = None, world
+            self.planner.join_world()
         return self._group
 
     def join_trainers(self) -> AttentionGroup:
@@ -181,7 +179,7 @@ class Session:
             group is not None
             and group.size > 1
             and not group.has_left
-            and (group.has_tokens is not None or dist.is_initialized())
+            and self._world is get_current_world()
         ):
             self.planner.gather_measurements(group)
 
@@ -193,38 +191,6 @@ class Session:
             self._members = next(
                 (mesh for model in models if (mesh := get_mesh(model)) is not None), None
             )
-
-    def make_server(
-        self, work: LayerWork, query: torch.Tensor, shape: AttentionShape, scores: Scores
-    ) -> AttentionServer:
-        """Make a server for the tasks of layers of this shape and these scores, which compute in
-        the dtype of `query`.
-        """
-        with work.group.report_errors(f"choosing a kernel for {work.name}"):
-            return AttentionServer(self.choose_kernel(query, shape, scores), scores, work.meter)
-
-    def compute_attention(
-        self, work: LayerWork, server: AttentionServer, module: torch.nn.Module, inputs: Inputs
-    ) -> torch.Tensor:
-        """Compute core attention of one layer for this rank's tokens; `server` runs the tasks of
-        all layers like it.
-        """
-        group = work.group
-        route = work.route
-        number = next(work.call_numbers)
-        outputs = None if work.outputs is None else work.outputs.find_outputs(module, inputs)
-        # Nobody waits for this rank.
-        if group.monitor is None:
-            return compute_core_attention(inputs, work.make_exchange(route, group, server, outputs))
-        group.raise_pending()
-        label = f"layer {getattr(module, 'layer_idx', number)} of {work.name}"
-        try:
-            return compute_core_attention(
-                inputs, work.make_exchange(route, group, server, outputs, label)
-            )
-        except Exception:
-            with group.report_errors(f"computing {label}"):
-                raise
 
     def choose_kernel(self, query: torch.Tensor, shape: AttentionShape, scores: Scores) -> Kernel:
         """Choose the kernel for the device and dtype of a tensor, and layers of this shape."""

@@ -16,7 +16,7 @@ import torch
 from hf_distca.agreement.announce import PlanKey
 from hf_distca.borrowed import is_in_backward
 from hf_distca.errors import DistCADesyncError, UnsupportedError
-from hf_distca.integration.handle import AttentionHandle, LayerWork
+from hf_distca.integration.handle import ForwardBatch, LayerPlan
 from hf_distca.integration.layer_planner import LayerPlanner
 from hf_distca.integration.session import Session
 from hf_distca.kernels.base import Grads, Outputs, Scores, TaskBatch
@@ -45,21 +45,21 @@ class LayerKindRecorder(LayerPlanner):
         super().__init__(session)
         self.kinds = dict[int, LayerKind]()
 
-    def uses_nano_batches(self, handle: AttentionHandle, training: bool) -> bool:
+    def uses_nano_batches(self, batch: ForwardBatch, training: bool) -> bool:
         """Return False: these layers run whole. See `LayerPlanner.uses_nano_batches`."""
         return False
 
-    def plan_work(
+    def plan_layers(
         self,
-        handle: AttentionHandle,
+        batch: ForwardBatch,
         arguments: Mapping[str, Any],
         query: torch.Tensor,
         key: PlanKey,
         *,
         training: bool,
-    ) -> LayerWork:
-        """See `LayerPlanner.plan_work`."""
-        work = handle.layer_work[key] = LayerWork(
+    ) -> LayerPlan:
+        """See `LayerPlanner.plan_layers`."""
+        plan = batch.plans[key] = LayerPlan(
             AttentionGroup(),
             _NO_ROUTE,
             None,
@@ -67,7 +67,7 @@ class LayerKindRecorder(LayerPlanner):
             self.session.meter,
             stage_attention=partial(self._record, key),
         )
-        return work
+        return plan
 
     def _record(
         self, key: PlanKey, module: torch.nn.Module, inputs: Inputs, scores: Scores
@@ -104,45 +104,48 @@ class StageAttention(LayerPlanner):
         self.micro_batch: MicroBatch | None = None
         self.nano_batches = False
 
-    def uses_nano_batches(self, handle: AttentionHandle, training: bool) -> bool:
+    def uses_nano_batches(self, batch: ForwardBatch, training: bool) -> bool:
         """See `LayerPlanner.uses_nano_batches`."""
         if self.nano_batches and self.micro_batch is not None:
-            handle.documents = self.micro_batch.documents.cut_into_chunks(handle.mask.chunk)
+            chunk = batch.context.chunk
+            batch.documents = self.micro_batch.documents.cut_into_chunks(chunk)
         return self.nano_batches
 
-    def plan_work(
+    def plan_layers(
         self,
-        handle: AttentionHandle,
+        batch: ForwardBatch,
         arguments: Mapping[str, Any],
         query: torch.Tensor,
         key: PlanKey,
         *,
         training: bool,
-    ) -> LayerWork:
-        """See `LayerPlanner.plan_work`; calls get their routes when they are made."""
+    ) -> LayerPlan:
+        """See `LayerPlanner.plan_layers`; calls get their routes when they are made."""
         micro_batch = self.micro_batch
         if micro_batch is None:
             raise DistCADesyncError(
                 "a stage of a pipeline ran a forward outside its schedule: let `Schedule.step`"
                 " run it."
             )
-        if not handle.nano:
-            handle.documents = micro_batch.documents.cut_into_chunks(handle.mask.chunk)
+        cut = batch.nano_batches
+        if cut is not None and key.nano:
+            documents = cut.documents[key.nano - 1]
+        else:
+            documents = micro_batch.documents.cut_into_chunks(batch.context.chunk)
         part = MicroBatchPart(micro_batch.number, key.chunk, key.nano)
-        handle.check_documents(micro_batch.layouts[part], key.window)
-        kept = None if handle.documents is None else handle.documents.token_indices
+        batch.check_documents(documents, micro_batch.layouts[part], key.window)
+        kept = documents.token_indices
         keep = None if kept is None else to_device(torch.from_numpy(kept), query.device)
-        work = handle.layer_work[key] = LayerWork(
+        plan = batch.plans[key] = LayerPlan(
             self.group,
             _NO_ROUTE,
             keep,
             None,
             self.session.meter,
-            key.nano,
             name=micro_batch.name,
             stage_attention=partial(self._attend, micro_batch, key),
         )
-        return work
+        return plan
 
     def _attend(
         self,

@@ -67,6 +67,7 @@ def find_ranks(
         UnsupportedError: if attention is computed in a way that stages cannot share, or settings
             ask for what they cannot do.
     """
+    session.planner.join_world()
     group = AttentionGroup.find_or_create(
         _find_members(stage, session), timeout_seconds=session.config.timeout_seconds
     )

@@ -214,7 +214,7 @@ class Schedule(OneStageSchedule):
         """Plan all ticks: from one announcement, or from dealt shares, which hold all documents, so
         that no rank waits.
         """
-        state = self._session.planner.current_state()
+        planner = self._session.planner
         config = self._session.config
         shares = [read.dealt_share for read in documents if read.dealt_share is not None]
         are_dealt = len(shares) == len(documents)
@@ -238,16 +238,14 @@ class Schedule(OneStageSchedule):
                     for part in requests
                 }
             else:
-                announced = state.announce(
-                    list(requests.values()), group, place, self._session.config
-                )
+                announced = planner.announce(list(requests.values()), group, place)
                 layouts = {
                     part: build_layout_of_copies(
                         announced_documents, pipeline.copies, group.ranks, part.micro_batch
                     )
                     for part, announced_documents in zip(requests, announced, strict=True)
                 }
-            costs = {key: state.costs.get_cost(key) for key in pipeline.keys}
+            costs = {key: planner.costs.get_cost(key) for key in pipeline.keys}
             order = order_ticks(
                 self.stage.num_stages, self.micro_batches, backward=self.is_training
             )

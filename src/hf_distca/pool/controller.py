@@ -27,7 +27,7 @@ from hf_distca.agreement.documents import Documents
 from hf_distca.agreement.planner import Planner
 from hf_distca.config import DistCAConfig
 from hf_distca.errors import ConfigError, DistCADesyncError, make_printable
-from hf_distca.integration.handle import LayerWork
+from hf_distca.integration.handle import LayerPlan
 from hf_distca.late_imports import call_at_exit
 from hf_distca.pool.addresses import parse_address
 from hf_distca.pool.words import JsonLineConnection
@@ -115,7 +115,7 @@ class PoolController:
         self.announce(group, step.__name__, said, serial)
         result = step(*args, **options)
         # As long as a route is known, calls of its work may come.
-        known = result.route if isinstance(result, LayerWork) else result
+        known = result.route if isinstance(result, LayerPlan) else result
         for number, named in enumerate(known if isinstance(known, list) else [known]):
             self._name(named, f"{serial}.{number}")
         return result
@@ -144,7 +144,7 @@ class PoolController:
         for served in self.groups:
             if served.group.monitor is group.monitor:
                 # As long as a plan is used, its group is needed.
-                served.under_way |= {f"{serial}.0"} if step == "make_work" else set()
+                served.under_way |= {f"{serial}.0"} if step == "make_layer_plan" else set()
                 served.send([step, said, serial, forgotten])
             served.under_way.difference_update(forgotten)
         while len(self.groups) > 1 and not self.groups[0].under_way:

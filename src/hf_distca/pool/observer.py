@@ -37,7 +37,7 @@ from hf_distca.errors import (
 from hf_distca.pool.addresses import read_token, store_key
 from hf_distca.pool.controller import ASK_SECONDS, PoolController, connect_server
 from hf_distca.runtime.call import LayerExchange
-from hf_distca.runtime.group import AttentionGroup, Phase
+from hf_distca.runtime.group import AttentionGroup, Phase, get_current_world
 from hf_distca.runtime.members import Members
 
 _log = logging.getLogger("hf_distca")
@@ -172,7 +172,7 @@ class PoolObserver:
                 " torchrun or accelerate launch: the last processes are servers then. Or start"
                 " servers with `hf-distca serve`, and name them by --server-address."
             )
-        world = dist.GroupMember.WORLD if dist.is_available() and dist.is_initialized() else None
+        world = get_current_world()
         if self._joined is not None and self._joined[0] is world and not self._joined[1].has_left:
             return self._joined[1]
         if world is None and int(os.environ.get("WORLD_SIZE", "1")) > 1:

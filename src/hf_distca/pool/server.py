@@ -29,7 +29,7 @@ from hf_distca.agreement.documents import Documents
 from hf_distca.agreement.planner import Planner
 from hf_distca.borrowed import Store, TCPStore
 from hf_distca.errors import DistCADesyncError, make_printable
-from hf_distca.integration.handle import LayerWork
+from hf_distca.integration.handle import LayerPlan
 from hf_distca.integration.layer_planner import LayerPlanner
 from hf_distca.integration.session import Session
 from hf_distca.kernels.base import Grads, Outputs, Scores
@@ -44,7 +44,7 @@ from hf_distca.pool.words import (
     read_requests,
     read_share,
 )
-from hf_distca.runtime.call import LayerExchange
+from hf_distca.runtime.call import AttentionServer, LayerExchange
 from hf_distca.runtime.empty_rows import make_empty_operands
 from hf_distca.runtime.meter import Meter
 from hf_distca.tools.doctor.exchange import exchange
@@ -121,7 +121,7 @@ class _UsedPlan(NamedTuple):
 
     session: Session
     key: PlanKey
-    work: LayerWork
+    layer_plan: LayerPlan
 
 
 class Server:
@@ -230,15 +230,15 @@ class Server:
             read_share(share), read_requests(requests), self._group
         )
 
-    def make_work(self, session: str, planned: str) -> _UsedPlan:
-        """Make the work of a plan that a micro-batch uses."""
+    def make_layer_plan(self, session: str, planned: str) -> _UsedPlan:
+        """Make the layers' plan of a plan that a micro-batch uses."""
         plan = self._known.pop(planned)
         user = self._known[session]
         none = Documents(np.empty((0, 3), np.int64))
-        work = LayerPlanner(user).make_work(none, plan, self._group, self._device)
+        layer_plan = LayerPlanner(user).make_layer_plan(none, plan, self._group, self._device)
         self._micro_batches += self._newest != (session, plan.number)
         self._newest = session, plan.number
-        return _UsedPlan(user, plan.key, work)
+        return _UsedPlan(user, plan.key, layer_plan)
 
     def gather_measurements(self, session: str) -> None:
         """Take part when ranks gather their measurements."""
@@ -252,12 +252,9 @@ class Server:
         """Begin a call, when a layer sends its queries, keys and values."""
         session, key, used = self._known[work]
         operands = make_empty_operands(key.shape, read_dtype(layer["dtype"]), self._device)
-        server = session.make_server(
-            used,
-            operands.q_THD,
-            key.shape,
-            Scores(layer["scale"], used.window, layer["softcap"]),
-        )
+        scores = Scores(layer["scale"], used.window, layer["softcap"])
+        kernel = session.choose_kernel(operands.q_THD, key.shape, scores)
+        server = AttentionServer(kernel, scores, used.meter)
         self._calls[call] = taken = LayerExchange(used.route, used.group, server, None, place)
         if backward:
             taken.begin_backward()
@@ -277,7 +274,7 @@ class Server:
 
     def _make_planner(self, session: str) -> Planner:
         planner: Planner = self._known[session].planner
-        planner.current_state().is_leaving = self.is_leaving
+        planner.is_leaving = self.is_leaving
         return planner
 
     def _receive_next(self, words: JsonLineConnection) -> Any:
@@ -302,7 +299,7 @@ STEPS: dict[str, Callable[..., object]] = {
         Server.make_cost,
         Server.plan_documents,
         Server.plan_share,
-        Server.make_work,
+        Server.make_layer_plan,
         Server.gather_measurements,
         Server.exchange,
         Server.begin,

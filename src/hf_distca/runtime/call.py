@@ -18,6 +18,7 @@ from typing import NamedTuple, TypeVar
 
 import torch
 
+from hf_distca.borrowed import is_profiling
 from hf_distca.kernels.base import (
     Grads,
     Kernel,
@@ -117,22 +118,25 @@ class AttentionServer:
 
         With `leaves_room` the kernel leaves room for messages.
         """
-        device = pools.q_THD.device
-        backward = isinstance(pools, Saved)
-        self.meter.count(kernel_calls=1, backward_calls=int(backward))
-        clock = get_clock(device) if self.meter.timed else float
-        kernel = leave_room_for_messages(self.kernel) if leaves_room else self.kernel
-        compute: Callable[..., Outputs | Grads] = kernel.backward if backward else kernel.forward
-        with show("server"):
-            begin = clock()
+        device_type = pools.q_THD.device.type
+        if is_profiling() or torch.is_autocast_enabled(device_type):
             # Kernels compute in the dtypes that they are given, and in wider ones: the user's
             # autocast is not for them.
-            if torch.is_autocast_enabled(device.type):
-                with torch.autocast(device.type, enabled=False):
-                    results = compute(pools, tasks, self.scores)
-            else:
-                results = compute(pools, tasks, self.scores)
-            self.meter.span("server", begin, clock())
+            with show("server"), torch.autocast(device_type, enabled=False):
+                return self._compute(pools, tasks, leaves_room)
+        return self._compute(pools, tasks, leaves_room)
+
+    def _compute(
+        self, pools: Operands | Saved, tasks: TaskBatch, leaves_room: bool
+    ) -> Outputs | Grads:
+        backward = isinstance(pools, Saved)
+        self.meter.count(kernel_calls=1, backward_calls=int(backward))
+        kernel = leave_room_for_messages(self.kernel) if leaves_room else self.kernel
+        compute: Callable[..., Outputs | Grads] = kernel.backward if backward else kernel.forward
+        clock = get_clock(pools.q_THD.device) if self.meter.timed else float
+        begin = clock()
+        results = compute(pools, tasks, self.scores)
+        self.meter.span("server", begin, clock())
         return results
 
 
@@ -270,7 +274,9 @@ class LayerExchange:
         Return results of all its tokens, in rows of head groups.
         """
         pooled, groups = self.route.local_pooled, self.route.groups
-        results = split_head_groups(self._run(home, self.route.local_tasks), groups)
+        results = self._run(home, self.route.local_tasks)
+        if groups > 1:
+            results = split_head_groups(results, groups)
         if pooled is None:
             return results
         pools = self._run(

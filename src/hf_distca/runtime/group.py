@@ -90,6 +90,11 @@ def mark_joint_step(step: Callable[P, R]) -> Callable[P, R]:
     return take
 
 
+def get_current_world() -> dist.ProcessGroup | None:
+    """Return the world of torch.distributed; None before it starts and after it has ended."""
+    return dist.GroupMember.WORLD if dist.is_available() and dist.is_initialized() else None
+
+
 @dataclass(frozen=True, eq=False)
 class AttentionGroup:
     """The ranks that share core attention, seen from one of them.
@@ -156,7 +161,7 @@ class AttentionGroup:
             size: ranks of a group, where these are cut into several: the first so many, the next,
                 and so on.
         """
-        world = dist.GroupMember.WORLD if dist.is_available() and dist.is_initialized() else None
+        world = get_current_world()
         # torch.distributed has stopped or started since.
         for key in [key for key in _groups if key[0] is not world]:
             del _groups[key]
@@ -196,7 +201,7 @@ class AttentionGroup:
             ConfigError: if this rank is not among them.
             DistCADesyncError: if not all of them come in time.
         """
-        if not (dist.is_available() and dist.is_initialized()):
+        if get_current_world() is None:
             return cls()
         timeout_seconds = timeout_seconds or get_timeout(None).total_seconds()
         who = members if isinstance(members, Members) else Members.from_group(members)

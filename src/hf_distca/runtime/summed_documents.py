@@ -18,14 +18,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from hf_distca.kernels.base import (
-    Grads,
-    Operands,
-    Outputs,
-    Saved,
-    TaskBatch,
-    Tensors,
-)
+from hf_distca.kernels.base import Grads, Operands, Outputs, Saved, TaskBatch, Tensors
 from hf_distca.runtime.call import LayerExchange, merge_head_groups, split_head_groups
 
 Handed = TypeVar("Handed", Operands, Saved)
@@ -38,50 +31,50 @@ class Retaken:
 
     Attributes:
         rows, keys: int64 indices of the tokens whose queries, and whose keys and values, are taken.
-        is_context: whether the keys lie in front of those of this rank's tokens; else behind.
-        tasks: causal documents of them that run at home; None if they are in the plan.
+        is_context: whether they lie in front of this rank's tokens, in the pools of a plan; else
+            behind.
+        tasks: causal documents of them that run at home; none if they are in the plan.
         window: keys that a row of `tasks` sees at most.
     """
 
     rows: torch.Tensor
     keys: torch.Tensor
     is_context: bool = False
-    tasks: TaskBatch | None = None
+    tasks: TaskBatch = TaskBatch((), (), (), ())
     window: int | None = None
 
-    def take(self, home: Handed) -> Handed:
-        """Take rows and keys from this rank's tokens."""
-        places = self._list_places(home)
-        return type(home)(*(t.index_select(0, i) for t, i in zip(home, places, strict=True)))
-
-    def _list_places(self, tensors: Tensors) -> list[torch.Tensor]:
+    def list_places(self, tensors: Tensors) -> list[torch.Tensor]:
         """List the indices for each tensor: rows of keys come last, and outputs have none."""
         keys = 0 if isinstance(tensors, Outputs) else 2
         return [self.rows] * (len(tensors) - keys) + [self.keys] * keys
 
+    def take(self, home: Handed) -> Handed:
+        """Take rows and keys from this rank's tokens."""
+        pairs = zip(home, self.list_places(home), strict=True)
+        return type(home)(*(tensor.index_select(0, place) for tensor, place in pairs))
+
     def join(self, home: Handed) -> Handed:
         """Join this rank's tokens with those taken again."""
-        step = -1 if self.is_context else 1
+        order = -1 if self.is_context else 1
         pairs = zip(home, self.take(home), strict=True)
-        return type(home)(*(torch.cat(pair[::step]) if len(pair[1]) else pair[0] for pair in pairs))
+        return type(home)(*(torch.cat(pair[::order]) if len(pair[1]) else pair[0] for pair in pairs))
 
-    def split(self, results: Results) -> tuple[Results, Results]:
-        """Split results of what `join` returned into those of this rank's tokens and the others."""
-        parts = []
-        for tensor, again in zip(results, self._list_places(results), strict=True):
-            own = len(tensor) - len(again)
-            sizes = [len(again), own] if self.is_context else [own, len(again)]
-            parts.append(tensor.split(sizes)[:: -1 if self.is_context else 1])
-        own_parts, others = zip(*parts, strict=True)
-        return type(results)(*own_parts), type(results)(*others)
+    def sum_joined(self, results: Results) -> Results:
+        """Sum the results of what `join` returned."""
+        order = -1 if self.is_context else 1
+        parts = [
+            tensor.split([len(tensor) - len(place), len(place)][::order])[::order]
+            for tensor, place in zip(results, self.list_places(results), strict=True)
+        ]
+        return self.add(*(type(results)(*part) for part in zip(*parts, strict=True)))
 
     def add(self, results: Any, part: Any) -> Any:
         """Add the results of tokens taken again to those of this rank's tokens."""
         if isinstance(results, Grads):
-            return Grads(*map(_add_rows, results, self._list_places(results), part))
-        (o_THV, lse_TH), (part_THV, part_TH) = results, part
+            return Grads(*map(_add_rows, results, self.list_places(results), part))
         if not len(self.rows):
             return results
+        (o_THV, lse_TH), (part_THV, part_TH) = results, part
         lse = lse_TH.index_select(0, self.rows)
         merged = torch.logaddexp(lse, part_TH)
         o = o_THV.index_select(0, self.rows) * (lse - merged).exp().unsqueeze(-1)
@@ -99,7 +92,7 @@ def _add_rows(total: torch.Tensor, rows: torch.Tensor, part: torch.Tensor) -> to
 
 
 class SumExchange(LayerExchange):
-    """A call whose attention is a sum of causal documents, some over tokens that are taken again.
+    """An exchange whose attention is a sum of causal documents, some over tokens taken again.
 
     Args:
         planned: the tokens whose documents are in the plan; None without any.
@@ -107,9 +100,7 @@ class SumExchange(LayerExchange):
         arguments: of `LayerExchange`.
     """
 
-    def __init__(
-        self, planned: Retaken | None, at_home: Retaken | None, *arguments: Any
-    ) -> None:
+    def __init__(self, planned: Retaken | None, at_home: Retaken | None, *arguments: Any) -> None:
         super().__init__(*arguments)
         self.planned, self.at_home = planned, at_home
         self._part: Outputs | Grads | None = None
@@ -126,9 +117,11 @@ class SumExchange(LayerExchange):
         if self.planned is not None and not self.exchanges:
             home = self.planned.join(home)
         results = super().run_local(home)
-        if self.at_home is not None and self.at_home.tasks is not None:
+        if self.at_home is not None:
+            # Rates are learned from what is planned: this counts for the process alone.
+            meter = self.server.meter.parent or self.server.meter
             scores = replace(self.server.scores, window=self.at_home.window)
-            server = replace(self.server, scores=scores)
+            server = replace(self.server, scores=scores, meter=meter)
             self._part = server.run(self.at_home.take(home), self.at_home.tasks)
         return results if self.exchanges else self._sum(results)
 
@@ -137,11 +130,10 @@ class SumExchange(LayerExchange):
         return self._sum(super().finish(kind))
 
     def _sum(self, results: Results) -> Results:
-        groups = self.route.groups
-        results = merge_head_groups(results, groups)
+        results = merge_head_groups(results, self.route.groups)
         if self.planned is not None:
-            results = self.planned.add(*self.planned.split(results))
+            results = self.planned.sum_joined(results)
         part, self._part = self._part, None
         if self.at_home is not None:
             results = self.at_home.add(results, part)
-        return split_head_groups(results, groups)
+        return split_head_groups(results, self.route.groups)

@@ -347,8 +347,10 @@ def _find_offsets(ranks: Sequence[Sequence[Any]]) -> IntArray:
 
 def mark_changes(*columns: npt.NDArray[Any]) -> BoolArray:
     """Mark rows that differ from the row before in any of these columns; the first row does."""
-    differs = np.ones(len(columns[0]), dtype=np.bool_)
-    differs[1:] = np.any([column[1:] != column[:-1] for column in columns], axis=0)
+    differs = np.zeros(len(columns[0]), dtype=np.bool_)
+    differs[:1] = True
+    for column in columns:
+        differs[1:] |= column[1:] != column[:-1]
     return differs
 
 

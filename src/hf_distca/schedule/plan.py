@@ -370,8 +370,8 @@ class Plan:
             np.array([self.window or 0, layout.groups]),
             *(np.atleast_1d(column) for column in self.relays or ()),
         )
-        parts = (
+        parts = [
             np.int64(len(column)).tobytes() + np.ascontiguousarray(column).tobytes()
             for column in columns
-        )
+        ]
         return hashlib.sha256(b"".join(parts)).hexdigest()

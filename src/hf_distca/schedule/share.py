@@ -6,6 +6,7 @@ document, head group and position, so that messages need no description.
 
 from __future__ import annotations
 
+from operator import itemgetter
 from typing import Any, NamedTuple, Self
 
 import numpy as np
@@ -121,7 +122,7 @@ class _TokenRows(NamedTuple):
         )
         segment = layout.by_document[layout.find_segments(layout.find_places(document), start)]
         row = (layout.token[segment] - layout.start[segment] + start)[index] * groups + part - 1
-        others = (column[index] for column in (end - start, source, server, relay, first_key))
+        others = map(itemgetter(index), (end - start, source, server, relay, first_key))
         rows = cls((document - group)[index] + part, start[index], row, *others)
         return rows.select(np.lexsort((rows.start, rows.number)))
 
@@ -129,7 +130,7 @@ class _TokenRows(NamedTuple):
     def select_queries(cls, plan: Plan, tasks: IntArray, groups: int) -> Self:
         """Select the query rows of tasks."""
         columns = (plan.document, plan.start, plan.end, plan.home, plan.server)
-        rows = KeyTransfers(*(column[tasks] for column in columns))
+        rows = KeyTransfers(*map(itemgetter(tasks), columns))
         return cls.select_tokens(plan, rows, rows.server, plan.first_key[tasks], groups)
 
     @classmethod
@@ -143,12 +144,12 @@ class _TokenRows(NamedTuple):
             (relay < 0) | (relay == keys.source) | (keys.source == keys.server), keys.server, relay
         )
         rows = np.flatnonzero((keys.source == rank) | (keys.server == rank) | (relay == rank))
-        keys = KeyTransfers(*(column[rows] for column in keys))
+        keys = KeyTransfers(*map(itemgetter(rows), keys))
         return cls.select_tokens(plan, keys, relay[rows], keys.start, plan.layout.groups)
 
     def select(self, which: npt.NDArray[Any]) -> Self:
         """Select some of the rows."""
-        return type(self)(*(column[which] for column in self))
+        return type(self)(*map(itemgetter(which), self))
 
 
 def _compute_exchange(
@@ -294,4 +295,4 @@ def _sum_rows_before(rows: IntArray) -> IntArray:
 
 
 def _to_lists(*columns: IntArray) -> Columns:
-    return tuple(column.tolist() for column in columns)
+    return tuple(map(np.ndarray.tolist, columns))

@@ -10,7 +10,8 @@ import torch
 from hf_distca.agreement.documents import DOCUMENT_KEYS, PACKING_KEYS, TREE_KEYS, PackedDocuments
 from hf_distca.errors import UnsupportedError
 from hf_distca.integration.families import FAMILIES, PROVEN_GROUPS
-from hf_distca.integration.handle import MODEL_ROWS, PLANNER, AttentionHandle, CachedMask, DenseMask
+from hf_distca.integration.handle import MODEL_ROWS, PLANNER, MaskStandIn
+from hf_distca.integration.mask_objects import CachedMask, DenseMask
 
 # Keyword arguments that reach attention functions and do not change the maths of causal attention
 # within documents.
@@ -69,7 +70,7 @@ def check_arguments(
     causal = kwargs.get("is_causal")
     if not (getattr(module, "is_causal", True) if causal is None else causal) and not (
         # The mask says what its tokens see.
-        isinstance(mask, AttentionHandle) and mask.mask.ahead is not None
+        isinstance(mask, MaskStandIn) and mask.batch.context.ahead is not None
     ):
         raise UnsupportedError(
             f"{type(module).__name__} is not causal, and its mask does not say what its tokens see:"
@@ -123,14 +124,14 @@ def check_window(module: torch.nn.Module, window: object) -> None:
 
 
 def check_layer(
-    module: torch.nn.Module, states: Sequence[torch.Tensor], handle: AttentionHandle
+    module: torch.nn.Module, states: Sequence[torch.Tensor], shape: tuple[int, int]
 ) -> None:
     """Check facts that layers that are called alike have in common: shapes, and their config.
 
     Args:
         module: the attention module.
         states: query, key and value, (batch, heads, length, width) each.
-        handle: handle of the micro-batch.
+        shape: rows and tokens of the batch, or of its nano-batch.
 
     Raises:
         UnsupportedError: names the module and what it passes.
@@ -138,15 +139,15 @@ def check_layer(
     name = type(module).__name__
     query, key, value = states
     if (
-        any(tensor.dim() != 4 for tensor in states)
-        or query.shape[::2] != handle.batch.shape
+        not query.dim() == key.dim() == value.dim() == 4
+        or query.shape[::2] != shape
         or (query.shape[0], query.shape[3]) != (key.shape[0], key.shape[3])
         or key.shape[:3] != value.shape[:3]
         or not 0 < key.shape[1] <= query.shape[1]
     ):
         raise UnsupportedError(
             f"{name} got query, key and value of shapes {tuple(query.shape)}, {tuple(key.shape)}"
-            f" and {tuple(value.shape)} with the mask of a {handle.batch.shape}"
+            f" and {tuple(value.shape)} with the mask of a {shape}"
             " batch: distca takes (batch, heads, length, width)."
         )
     if query.shape[2] != key.shape[2]:

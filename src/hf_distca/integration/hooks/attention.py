@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from functools import partial, wraps
+from dataclasses import replace
+from functools import wraps
 from typing import Any
 
 import torch
@@ -25,9 +26,10 @@ from hf_distca.integration.checks.attention_arguments import (
     check_layer,
     check_window,
 )
-from hf_distca.integration.handle import AttentionHandle, DenseMask, ForeignMask, LayerSetup
+from hf_distca.integration.handle import LayerPlan, MaskStandIn
+from hf_distca.integration.mask_objects import DenseMask, ForeignMask
 from hf_distca.kernels import Scores
-from hf_distca.runtime.call import Inputs
+from hf_distca.runtime.call import AttentionServer, Inputs
 from hf_distca.schedule.cost import AttentionShape
 
 
@@ -68,7 +70,7 @@ def distca_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attention_mask: AttentionHandle | DenseMask | ForeignMask | torch.Tensor | None,
+    attention_mask: MaskStandIn | DenseMask | ForeignMask | torch.Tensor | None,
     *,
     scaling: float | torch.Tensor | None = None,
     dropout: float = 0.0,
@@ -109,13 +111,13 @@ def distca_attention(
     sink_H = None if s_aux is None else _flatten_sink(module, s_aux, query.shape[1])
     if isinstance(scaling, torch.Tensor):
         query, scaling = _scale_queries(module, query, scaling), 1.0
-    if not isinstance(attention_mask, AttentionHandle):
+    if not isinstance(attention_mask, MaskStandIn):
         dense = check_cached_mask(module, attention_mask, kwargs.get("distca_documents"))
         inputs = Inputs(query, key, value, sink_H=sink_H)
         # The mask has the window already.
         scores = _make_scores(module, query, scaling, None, softcap)
         return _attend_by_mask(module, inputs, dense, scores), None
-    handle = attention_mask
+    batch, nano = attention_mask.batch, attention_mask.nano
     if sliding_window is not None:
         check_window(module, sliding_window)
     # All else that must be found out or checked is the same in layers that are called with the
@@ -124,21 +126,21 @@ def distca_attention(
         query.device.type
     )
     call = (
-        *(type(module), scaling, sliding_window, softcap, query.device, autocast),
+        *(nano, type(module), scaling, sliding_window, softcap, query.device, autocast),
         *(query.shape, key.shape, value.shape, query.dtype, key.dtype, value.dtype),
     )
-    setup = handle.layer_setups.get(call)
-    if setup is None:
-        setup = handle.layer_setups[call] = _prepare_layers(
-            module, (query, key, value), handle, (scaling, sliding_window, softcap), kwargs
+    plan = batch.call_plans.get(call)
+    if plan is None:
+        plan = batch.call_plans[call] = _prepare_layers(
+            module, (query, key, value), attention_mask, (scaling, sliding_window, softcap), kwargs
         )
-    dtype, token_indices = setup.dtype, setup.work.token_indices
+    dtype, token_indices = plan.dtype, plan.token_indices
     q_THD = _flatten_tokens(query, dtype, token_indices)
     k_TKD = _flatten_tokens(key, dtype, token_indices)
     v_TKV = _flatten_tokens(value, dtype, token_indices)
-    split = handle.split_context
-    context = None if split is None else split.pass_keys(setup.work.nano, k_TKD, v_TKV)
-    o_THV = setup.compute_attention(module, Inputs(q_THD, k_TKD, v_TKV, sink_H, *(context or ())))
+    cut = batch.nano_batches if nano else None
+    context = () if cut is None else cut.pass_keys(nano, k_TKD, v_TKV)
+    o_THV = plan.compute_attention(module, Inputs(q_THD, k_TKD, v_TKV, sink_H, *context))
     if o_THV.dtype != value.dtype:
         o_THV = o_THV.to(value.dtype)
     return _restore_batch(o_THV, query, token_indices), None
@@ -147,41 +149,41 @@ def distca_attention(
 def _prepare_layers(
     module: torch.nn.Module,
     states: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    handle: AttentionHandle,
+    mask: MaskStandIn,
     options: tuple[float | None, int | None, float | None],
     kwargs: dict[str, Any],
-) -> LayerSetup:
+) -> LayerPlan:
     """Prepare the plan and the kernel for the first of several layers that are called alike.
 
     Args:
-        module, handle, kwargs: see `distca_attention`.
+        module, mask, kwargs: see `distca_attention`.
         states: query, key and value in transformers' layout.
         options: scaling, sliding window and softcap.
     """
     query, key, value = states
     scaling, window, softcap = options
-    check_layer(module, states, handle)
-    session = handle.planner.session
+    check_layer(module, states, mask.batch_shape)
+    batch = mask.batch
     dtype = _choose_dtype(query, key, value)
     shape = AttentionShape(
         query.shape[1], key.shape[1], query.shape[-1], value.shape[-1], dtype.itemsize
     )
-    plan_key = handle.make_key(shape, query.device.type, window)
-    work = handle.layer_work.get(plan_key)
-    if work is None:
-        work = handle.planner.plan_work(
-            handle, kwargs, query.to(dtype), plan_key, training=handle.is_training(module)
+    plan_key = batch.make_key(shape, query.device.type, window, mask.nano)
+    query = query.to(dtype)
+    plan = batch.plans.get(plan_key)
+    if plan is None:
+        plan = batch.planner.plan_layers(
+            batch, kwargs, query, plan_key, training=batch.is_training(module)
         )
-    scores = _make_scores(module, query, scaling, work.window, softcap)
-    if (attend := work.stage_attention) is not None:
-        if handle.mask.ahead is not None:
-            raise UnsupportedError(
-                "tokens of this batch see others behind them (images, a prefix, or is_causal=False),"
-                " which stages of a pipeline do not compute. Train the model without one."
-            )
-        return LayerSetup(work, dtype, lambda module, inputs: attend(module, inputs, scores))
-    server = session.make_server(work, query.to(dtype), shape, scores)
-    return LayerSetup(work, dtype, partial(session.compute_attention, work, server))
+    if plan.stage_attention is not None and batch.context.ahead is not None:
+        raise UnsupportedError(
+            "tokens of this batch see others behind them (images, a prefix, or is_causal=False),"
+            " which stages of a pipeline do not compute. Train the model without one."
+        )
+    scores = _make_scores(module, query, scaling, plan.window, softcap)
+    with plan.group.report_errors(f"choosing a kernel for {plan.name}"):
+        kernel = batch.planner.session.choose_kernel(query, shape, scores)
+    return replace(plan, dtype=dtype, server=AttentionServer(kernel, scores, plan.meter))
 
 
 def _make_scores(
@@ -225,7 +227,7 @@ def _flatten_sink(module: torch.nn.Module, s_aux: torch.Tensor, heads: int) -> t
 
 
 def _flatten_tokens(
-    states_BHLD: torch.Tensor, dtype: torch.dtype, token_indices: torch.Tensor | None
+    states_BHLD: torch.Tensor, dtype: torch.dtype | None, token_indices: torch.Tensor | None
 ) -> torch.Tensor:
     """Convert (batch, heads, length, width) to rows of tokens without padding: (tokens, heads,
     width).

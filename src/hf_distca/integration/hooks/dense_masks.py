@@ -20,7 +20,7 @@ from hf_distca.borrowed import has_dispatch_modes, has_no_values, is_in_transfor
 from hf_distca.errors import UnsupportedError
 from hf_distca.integration.callers import MaskCall
 from hf_distca.integration.families import warn_of_packing
-from hf_distca.integration.handle import CachedMask, DenseMask
+from hf_distca.integration.mask_objects import CachedMask, DenseMask
 
 _META = torch.device("meta")
 

@@ -23,7 +23,6 @@ from hf_distca.integration.attention_names import (
     is_distca_model,
     iterate_models,
 )
-from hf_distca.integration.seen_ahead import Ahead
 from hf_distca.integration.callers import MaskCall
 from hf_distca.integration.checks.packed_rows import check_packed_row
 from hf_distca.integration.current_session import current_session
@@ -33,14 +32,7 @@ from hf_distca.integration.families import (
     check_layerdrop,
     warn_of_unproven_family,
 )
-from hf_distca.integration.handle import (
-    PLANNER,
-    AttentionHandle,
-    CachedMask,
-    DenseMask,
-    ForeignMask,
-    MaskFacts,
-)
+from hf_distca.integration.handle import PLANNER, ForwardBatch, ForwardContext, MaskStandIn
 from hf_distca.integration.hooks.dealt_trainers import check_first_share
 from hf_distca.integration.hooks.dense_masks import choose_dense_mask
 from hf_distca.integration.hooks.mask_functions import read_mask
@@ -53,6 +45,8 @@ from hf_distca.integration.hooks.positions import (
 )
 from hf_distca.integration.hooks.recomputed_masks import reuse_forward_handle
 from hf_distca.integration.layer_planner import LayerPlanner
+from hf_distca.integration.mask_objects import CachedMask, DenseMask, ForeignMask
+from hf_distca.integration.seen_ahead import Ahead
 from hf_distca.integration.session import Session
 
 
@@ -60,11 +54,11 @@ from hf_distca.integration.session import Session
 def distca_mask(
     *,
     mask_function: Callable[..., Any] = causal_mask_function,
-    attention_mask: torch.Tensor | AttentionHandle | DenseMask | ForeignMask | None = None,
+    attention_mask: torch.Tensor | MaskStandIn | DenseMask | ForeignMask | None = None,
     local_size: int | None = None,
     config: PreTrainedConfig | None = None,
     **sizes: Any,
-) -> AttentionHandle | CachedMask | DenseMask | ForeignMask:
+) -> MaskStandIn | CachedMask | DenseMask | ForeignMask:
     """Make the handle of a micro-batch in place of a dense mask: the mask function registered as
     "distca".
 
@@ -78,7 +72,7 @@ def distca_mask(
             `torch.nn.DataParallel`. Of shares also what `check_first_share` refuses.
         LayoutError: if position ids are not those of the documents.
     """
-    if isinstance(attention_mask, (AttentionHandle, DenseMask, ForeignMask)):
+    if isinstance(attention_mask, (MaskStandIn, DenseMask, ForeignMask)):
         return attention_mask
     check_family(
         getattr(config, "model_type", None),
@@ -106,7 +100,7 @@ def _make_handle(
     padding: torch.Tensor | None,
     limits: tuple[int | None, int | None, Ahead | None],
     config: PreTrainedConfig | None,
-) -> AttentionHandle:
+) -> MaskStandIn:
     """Make a handle for (rows, tokens) and layers with these limits, of `read_mask`; check and
     prepare the model that asks for the mask, if nobody did.
     """
@@ -152,26 +146,26 @@ def _make_handle(
         check_packed_row(call, model, packed)
         if packed.dealt_share is not None:
             check_first_share(call, packed.dealt_share, session)
-    batch = TokenBatch(
+    tokens = TokenBatch(
         *shape,
         packed=packed,
         position_ids=position_ids,
         padding=_choose_padding(call.find_tensor("attention_mask"), padding),
         first_position=first,
     )
-    facts = MaskFacts(
+    context = ForwardContext(
         *limits,
         config=config,
         rotary_reason=extend_rotary(model, config, packed),
         # A model can be left in training mode while one rank generates: the mode alone does not
         # tell that the others take part.
-        is_local=call.is_generating,
+        is_generating=call.is_generating,
         # Only what is computed while gradients are recorded can be recomputed. Layers under
         # reentrant checkpointing record none in their first forward, but their mask is made before.
         can_recompute=torch.is_grad_enabled(),
         training=None if model is None else model.training,
     )
-    return AttentionHandle(planner, batch, facts)
+    return MaskStandIn(ForwardBatch(planner, tokens, context))
 
 
 def find_session() -> Session:

@@ -19,7 +19,7 @@ from transformers.cache_utils import Cache
 
 from hf_distca.borrowed import is_in_backward
 from hf_distca.integration.families import PING_PONG_FAMILIES
-from hf_distca.integration.handle import AttentionHandle
+from hf_distca.integration.handle import MaskStandIn
 from hf_distca.integration.nano_batches import NanoBatches
 from hf_distca.integration.processes import LOG, warn_once
 from hf_distca.runtime.pingpong import find_checkpointed_parts, run_nano_batches
@@ -110,12 +110,13 @@ def _choose_nano_batches(
 ) -> NanoBatches | None:
     """Choose the cut of this call of a layer; None to run it whole."""
     arguments = list(_flatten_values((args, kwargs)))
-    handles = {argument for argument in arguments if isinstance(argument, AttentionHandle)}
-    if len(handles) != 1:
+    masks = {argument for argument in arguments if isinstance(argument, MaskStandIn)}
+    if len(masks) != 1:
         return None
-    (handle,) = handles
+    (mask,) = masks
+    batch, planner = mask.batch, mask.batch.planner
     if is_in_backward():  # a recompute, which must do what the forward did
-        cut = handle.nano_batches
+        cut = batch.nano_batches
         return cut if cut is not None and id(layer) in cut.layer_ids else None
     # Nano-batches read no cache. Who trains does not, before it is full; who generates may, also
     # with a model in training mode.
@@ -123,11 +124,7 @@ def _choose_nano_batches(
         layer.training and torch.is_grad_enabled()
     ):
         return None
-    planner = handle.planner
-    if handle.nano or not planner.uses_nano_batches(handle, handle.is_training(layer)):
-        return None
-    if handle.mask.ahead is not None:
-        warn_once("ping-pong leaves layers whole where tokens see others behind them.")
+    if mask.nano or not planner.uses_nano_batches(batch, batch.is_training(layer)):
         return None
     if (reason := _separate_attention_reason(layer)) is not None:
         warn_once(
@@ -136,8 +133,8 @@ def _choose_nano_batches(
             reason,
         )
         return None
-    if handle.nano_batches is None:
-        documents = planner.read_documents(handle, kwargs, handle.is_training(layer))
+    if batch.nano_batches is None:
+        documents = planner.read_documents(batch, kwargs, batch.is_training(layer))
         if documents.span_ranks and (
             documents.dealt_share is None or documents.dealt_share.first_nano_tokens is None
         ):
@@ -146,11 +143,18 @@ def _choose_nano_batches(
                 " for it: give the same DistCAConfig to `document_shares`."
             )
             return None
-        handle.nano_batches = NanoBatches.cut_batch(handle, documents, planner.session.config.tile)
-    if handle.nano_batches.cannot_overlap:
+        cut = NanoBatches.cut_batch(batch.tokens.shape, documents, planner.session.config.tile)
+        if batch.context.ahead is not None and cut.documents[1].context_tokens:
+            warn_once(
+                "ping-pong leaves layers whole where tokens see others behind them, and no document"
+                " begins near the middle of the row."
+            )
+            return None
+        batch.nano_batches = cut
+    if batch.cannot_overlap:
         return None
-    handle.nano_batches.layer_ids.add(id(layer))
-    return handle.nano_batches
+    batch.nano_batches.layer_ids.add(id(layer))
+    return batch.nano_batches
 
 
 def can_cut_layers(model: torch.nn.Module) -> bool:

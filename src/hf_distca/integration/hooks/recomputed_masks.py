@@ -12,17 +12,17 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator
 from weakref import WeakKeyDictionary
 
-from hf_distca.integration.handle import AttentionHandle
+from hf_distca.integration.handle import MaskStandIn
 from hf_distca.runtime.saved_tensors import SavedTensors
 
 # By checkpoint: the handles that its forward made, in order, and for each recompute the rest of
 # them.
 _masks: WeakKeyDictionary[
-    object, tuple[list[AttentionHandle], dict[Hashable, Iterator[AttentionHandle]]]
+    object, tuple[list[MaskStandIn], dict[Hashable, Iterator[MaskStandIn]]]
 ] = WeakKeyDictionary()
 
 
-def reuse_forward_handle(new: AttentionHandle) -> AttentionHandle:
+def reuse_forward_handle(new: MaskStandIn) -> MaskStandIn:
     """Return the forward's handle for a mask that was just made, if this is a recompute; else the
     new one.
 
@@ -39,6 +39,6 @@ def reuse_forward_handle(new: AttentionHandle) -> AttentionHandle:
             handles.append(handle)
         else:
             original = next(remaining.setdefault(recompute, iter(handles)), handle)
-            if original.batch.shape == new.batch.shape:
+            if original.batch_shape == new.batch_shape:
                 handle = original
     return handle

@@ -82,7 +82,7 @@ class Recorder(logging.Filter):
         self._path = folder / RECORD_NAME
         self._session = session
         self._every_plan = every_plan
-        self._first_number = session.planner.current_state().number
+        self._first_number = session.planner.number
         # Since the last time.
         self._totals = BalanceTotals()
         self._figures = np.zeros(())
@@ -131,7 +131,7 @@ class Recorder(logging.Filter):
             _make_per_rank(self._figures),
             loss if isinstance(loss, float) and math.isfinite(loss) else None,
             list(self._session.kernel_names),
-            self._session.planner.current_state().costs.learned_corrections,
+            self._session.planner.costs.learned_corrections,
         )
         self._append_rows([*worst, counts])
         self._totals = BalanceTotals()

@@ -1,0 +1,66 @@
+"""Objects in place of mask tensors: what transformers sees of a mask under distca."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
+
+import torch
+
+from hf_distca.errors import UnsupportedError
+
+
+class MaskObject:
+    """Object in place of a mask tensor: the methods of tensors that transformers calls."""
+
+    # Generation with static caches makes masks ahead of the forward and takes them for 4-D tensors.
+    ndim: ClassVar[int] = 4
+
+    def contiguous(self) -> Self:
+        """Return the object itself."""
+        return self
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Raise where another attention computes with this object as its mask."""
+        raise UnsupportedError(
+            f"{getattr(func, '__name__', func)} of torch got distca's mask: a layer has another"
+            " attn_implementation than its model. Give all layers the one of the model."
+        )
+
+    def select_half(self, nano: int) -> MaskObject:
+        """Return the mask of a nano-batch, 1 or 2."""
+        return self
+
+
+@dataclass(frozen=True, eq=False)
+class ForeignMask(MaskObject):
+    """A mask that distca does not compute: an error where attention is called with it, not where it
+    is made.
+
+    The decoders of Bart and its kin make one for a cross attention that they do not have as causal
+    language models.
+
+    Attributes:
+        features: unsupported features of the mask, for the error.
+    """
+
+    features: str
+
+
+@dataclass(frozen=True, eq=False)
+class DenseMask(MaskObject):
+    """The dense mask of a forward whose tensors have no values to plan with: sdpa computes such
+    calls, on this rank alone.
+    """
+
+    mask: torch.Tensor
+
+
+class CachedMask(torch.Tensor):
+    """The dense mask of a forward that reads a key/value cache: sdpa computes such calls, on this
+    rank alone.
+
+    A tensor, because generation with static caches handles masks as tensors; a class, to tell it
+    from a user's own mask.
+    """
