@@ -25,12 +25,10 @@ from transformers.masking_utils import (
     and_masks,
     causal_mask_function,
     create_causal_mask,
-    or_masks,
 )
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import hf_distca
-from hf_distca.integration.handle import MaskStandIn
 from hf_distca.integration.mask_objects import ForeignMask
 
 
@@ -179,7 +177,7 @@ def test_a_tower_of_images_is_refused() -> None:
     sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
     config = ViTConfig(**sizes, intermediate_size=32, image_size=28, patch_size=14)
     config._attn_implementation = "distca"
-    with pytest.raises(hf_distca.UnsupportedError, match="towers of images|create_causal_mask|not causal"):
+    with pytest.raises(hf_distca.UnsupportedError, match="towers of images"):
         ViTModel(config).train()(torch.randn(1, 3, 28, 28))
 
 

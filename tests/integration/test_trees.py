@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from test_stand_in import restored
 from torch.nn.functional import log_softmax
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
@@ -21,7 +22,6 @@ from hf_distca.agreement.documents import PackedDocuments, read_tree
 from hf_distca.errors import LayoutError, UnsupportedError
 from hf_distca.integration.current_session import current_session
 from ranks import RankPool
-from test_stand_in import restored
 from tiny_runs import VOCABULARY, settings, tiny_llama
 
 # By rank, groups of a prompt and its answers.
@@ -64,7 +64,9 @@ def pack_tree(rank: int) -> tuple[dict[str, Any], torch.Tensor, torch.Tensor]:
         targets += tokens[prompt:]
     packed = row.pack()
     longest = packed["tree_max_seqlens"].tolist()
-    batch = {name: packed[name] for name in packed if name.startswith("tree_") and "max" not in name}
+    batch = {
+        name: packed[name] for name in packed if name.startswith("tree_") and "max" not in name
+    }
     batch |= {"tree_max_seqlen_q": longest[0], "tree_max_seqlen_k": longest[1]}
     batch |= {name: packed[name][None] for name in ("input_ids", "position_ids")}
     return batch, packed["token_index"], torch.tensor(targets)
@@ -85,7 +87,7 @@ def _train(rank: int, form: str, world: int) -> tuple[float, list[torch.Tensor],
             logits = model(input_ids=torch.tensor(tokens)[None], use_cache=False).logits[0]
             parts.append((logits[prompt - 1 : -1], tokens[prompt:]))
         logits = torch.cat([part for part, _ in parts])
-        targets = torch.tensor(sum((text for _, text in parts), []))
+        targets = torch.tensor([token for _, text in parts for token in text])
     else:
         batch, places, targets = pack_tree(rank)
         if form == "parents":
@@ -109,7 +111,11 @@ def test_a_tree_is_as_each_sample_alone(form: str, rank_pool: Callable[[int], Ra
     one = train(0, form, 1)
     for (loss, _, _), (want, _, _) in zip([*found, one], [*alone, alone[0]], strict=True):
         assert loss == pytest.approx(want, rel=1e-12)
-    sums = [a + b for (_, *first), (_, *second) in [alone] for a, b in zip(first[0], second[0], strict=True)]
+    sums = [
+        a + b
+        for (_, *first), (_, *second) in [alone]
+        for a, b in zip(first[0], second[0], strict=True)
+    ]
     for got, want in zip(found[0][1] + one[1], sums + alone[0][1], strict=True):
         torch.testing.assert_close(got, want, rtol=0, atol=1e-11)
 
@@ -120,7 +126,11 @@ def test_what_is_no_tree_is_refused() -> None:
     batch["tree_kv_index"][-3] -= 1
     with pytest.raises(LayoutError, match="tree_kv_index of 8 parts"):
         read_tree(batch)
-    for arguments in ({"parents": [0, -1]}, {"parents": [-1]}, {"parents": [-1, 0], "starts": [0, 0], "documents": [0, 1]}):
+    for arguments in (
+        {"parents": [0, -1]},
+        {"parents": [-1]},
+        {"parents": [-1, 0], "starts": [0, 0], "documents": [0, 1]},
+    ):
         with pytest.raises(LayoutError, match="parents"):
             PackedDocuments([2, 3], **arguments)
     hf_distca.configure()

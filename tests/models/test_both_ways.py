@@ -22,10 +22,21 @@ from hf_distca.schedule.cost import AttentionShape, CostModel
 from ranks import RankPool
 
 SIZES = {
-    **{"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 96},
-    **{"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "pad_token_id": 0},
-    **{"attention_dropout": 0.0, "attention_probs_dropout_prob": 0.0, "hidden_dropout_prob": 0.0},
-    **{"hidden_dropout": 0.0, "max_position_embeddings": 128, "bos_token_id": 1, "eos_token_id": 2},
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "vocab_size": 96,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "pad_token_id": 0,
+    "attention_dropout": 0.0,
+    "attention_probs_dropout_prob": 0.0,
+    "hidden_dropout_prob": 0.0,
+    "hidden_dropout": 0.0,
+    "max_position_embeddings": 128,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
 }
 DECODER = {"is_causal": False}
 # What a model needs besides, by its type.

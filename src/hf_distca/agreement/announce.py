@@ -30,8 +30,8 @@ from hf_distca.schedule.cost import AttentionShape, CostModel
 from hf_distca.schedule.layout import IntArray, Layout, enumerate_ranges
 
 # Layout of a row: these numbers; the figures of each measured plan; the share numbers; and each
-# request, as (documents span ranks, nano-batch, has context, runs, pairs at home) and its runs. A run is its
-# length alone, or a triple (document, start, length) where documents span ranks.
+# request, as (documents span ranks, nano-batch, has context, runs, pairs at home) and its runs. A
+# run is its length alone, or a triple (document, start, length) where documents span ranks.
 (
     _COUNT,
     _SETTINGS,
@@ -133,8 +133,8 @@ class AnnouncedDocuments(NamedTuple):
     Attributes:
         header: (ranks, 5) int64: 1 where documents may span ranks; number of the nano-batch, 0 for
             a whole batch; 1 where the first document begins with context, or where documents
-            share prefixes one more than the runs of context; number of runs; query-key pairs that the
-            rank computes besides.
+            share prefixes one more than the runs of context; number of runs; query-key pairs that
+            the rank computes besides.
         numbers: int64 runs of all ranks in rank order: (runs, 3) where documents span ranks, else
             (runs,) lengths.
     """

@@ -92,20 +92,15 @@ class PackedDocuments(metaclass=_RemedyRepr):
         self.parents = None
         if parents is not None:
             self.parents = tuple(require_integers(parents, "parents of PackedDocuments").tolist())
-            if (
-                starts is not None
-                or documents is not None
-                or len(self.parents) != len(self.lengths)
-                or not all(-1 <= parent < part for part, parent in enumerate(self.parents))
-            ):
+            given = starts is not None or documents is not None or 0 in self.lengths
+            is_tree = all(-1 <= parent < part for part, parent in enumerate(self.parents))
+            if given or len(self.parents) != len(self.lengths) or not is_tree:
                 raise LayoutError(
-                    f"parents={self.parents} of PackedDocuments of {len(self.lengths)} lengths: give"
-                    " an earlier part, or -1, for each, and neither starts nor documents."
+                    f"parents={self.parents} of PackedDocuments with lengths={self.lengths}: give"
+                    " each part tokens and an earlier part, or -1, and neither starts nor documents."
                 )
-            ends: list[int] = []  # positions after each part
-            for length, parent in zip(self.lengths, self.parents, strict=True):
-                ends.append(length + (ends[parent] if parent >= 0 else 0))
-            self.starts = tuple(np.subtract(ends, self.lengths).tolist())
+            paths = zip(list_paths(self.lengths, self.parents), self.lengths, strict=True)
+            self.starts = tuple(len(path) - length for path, length in paths)
             self.documents, self.dealt_share = None, dealt_share
             return
         self.starts = None if starts is None else _check_counts(starts, "starts")
@@ -509,10 +504,8 @@ def _copy_prefixes(lengths: Sequence[int], parents: Sequence[int]) -> Documents:
             context.append((number, 0, depth))
             copied.append(path[:depth])
         runs.append((number, depth, lengths[part]))
-    columns = np.array(context + [run for run in runs if run[2]], dtype=np.int64).reshape(-1, 3)
-    return Documents(
-        columns, True, copied_tokens=np.concatenate(copied), context_runs=len(context)
-    )
+    columns = np.array(context + runs, dtype=np.int64).reshape(-1, 3)
+    return Documents(columns, True, copied_tokens=np.concatenate(copied), context_runs=len(context))
 
 
 def read_tree(arguments: Mapping[str, Any]) -> PackedDocuments | None:

@@ -88,7 +88,7 @@ def replace_attention(name: str) -> None:
     register_attention(name, _registered["distca"], ALL_MASK_ATTENTION_FUNCTIONS["distca"])
     if name == TREE_ATTENTION:  # which TRL registers when it makes a trainer
         for interface in (AttentionInterface, AttentionMaskInterface):
-            _hold_name(interface, name)
+            interface.register = partial(_register_others, interface.register)  # type: ignore[method-assign]
     let_names_pass(frozenset(_registered))
     LOG.warning(
         'distca stands in for attn_implementation="%s": models that ask for it in this process get'
@@ -119,15 +119,12 @@ def _check_replaced(name: str) -> str:
     return describe_origin(replaced)
 
 
-def _hold_name(interface: Any, name: str) -> None:
-    """Let nobody else register a function under a name."""
-    register = interface.register
-
-    def register_others(key: str, value: Callable[..., Any]) -> None:
-        if key != name:
-            register(key, value)
-
-    interface.register = register_others
+def _register_others(
+    register: Callable[..., None], name: str, function: Callable[..., Any]
+) -> None:
+    """Register a function, unless it is TRL's for trees."""
+    if name != TREE_ATTENTION:
+        register(name, function)
 
 
 def make_distca_default() -> None:

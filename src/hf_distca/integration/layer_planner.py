@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, get_args
@@ -118,21 +118,17 @@ class LayerPlanner:
         whole, cut = self.read_documents(batch, arguments, training), batch.nano_batches
         requests, makers = [], []
         for part in keys:
-            halved = cut is not None and part.nano
+            first, documents = (0, whole) if cut is None else cut.find_half(part.nano, whole)
             documents, make_exchange = sum_documents(
-                batch.context.ahead,
-                cut.documents[part.nano - 1] if halved else whole,
-                cut.find_first(part.nano) if halved else 0,
-                part.window,
-                query.device,
+                batch.context.ahead, documents, first, part.window, query.device
             )
             requests.append((documents, part))
             makers.append(make_exchange)
         if group.size == 1:
             evaluating = batch.context.is_generating or not training
             layer_plans = [
-                self._make_local_plan(batch, *request, query.device, evaluating=evaluating)
-                for request in requests
+                self._make_local_plan(batch, *request, maker, query.device, evaluating=evaluating)
+                for request, maker in zip(requests, makers, strict=True)
             ]
         else:
             number = self.planner.number
@@ -147,12 +143,9 @@ class LayerPlanner:
                     layout = planned.plan.layout
                     batch.check_documents(documents, layout, key.window, group.rank)
                 layer_plans = [
-                    self.make_layer_plan(documents, planned, group, query.device)
-                    for (documents, _), planned in zip(requests, plans, strict=True)
+                    self.make_layer_plan(documents, planned, group, query.device, maker)
+                    for (documents, _), planned, maker in zip(requests, plans, makers, strict=True)
                 ]
-        if makers != [LayerExchange] * len(makers):
-            pairs = zip(layer_plans, makers, strict=True)
-            layer_plans = [replace(plan, make_exchange=maker) for plan, maker in pairs]
         if not (batch.context.can_recompute and training):
             layer_plans = [replace(plan, outputs=None) for plan in layer_plans]
         batch.plans |= zip(keys, layer_plans, strict=True)
@@ -163,6 +156,7 @@ class LayerPlanner:
         batch: ForwardBatch,
         documents: Documents,
         key: PlanKey,
+        make_exchange: Callable[..., LayerExchange],
         device: torch.device,
         *,
         evaluating: bool,
@@ -193,6 +187,7 @@ class LayerPlanner:
             # To time a layer on CUDA, the host records four events.
             Meter(self.session.meter, timed=self.session.times_local_work or key.device != "cuda"),
             OutputStore(),
+            make_exchange=make_exchange,
         )
 
     @mark_joint_step
@@ -231,6 +226,7 @@ class LayerPlanner:
         planned: MicroBatchPlan,
         group: AttentionGroup,
         device: torch.device,
+        make_exchange: Callable[..., LayerExchange],
     ) -> LayerPlan:
         """Make the layers' plan of a plan in use, for a rank that has these documents."""
         plan, nano = planned.plan, planned.key.nano
@@ -244,6 +240,7 @@ class LayerPlanner:
             planned.meter,
             OutputStore(),
             f"micro-batch {planned.number}{part}{source}",
+            make_exchange=make_exchange,
         )
 
 

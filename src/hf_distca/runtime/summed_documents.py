@@ -1,19 +1,19 @@
 """Attention that is not causal, as a sum of causal documents over tokens that are taken again.
 
-**Blocks.** Of tokens t[0], ..., t[m-1] that all see each other, causal attention leaves out the keys
-after each row: a strict upper triangle. Read backwards it is causal: rows t[m-2], ..., t[0] with
+**Blocks.** Of tokens t[0], ..., t[m-1] that all see each other, causal attention leaves out the
+keys after each row: a strict upper triangle. Read backwards it is causal: rows t[m-2], ..., t[0] with
 keys t[m-1], ..., t[1]. So any kernel computes it as a document of m - 1 tokens.
 
 **Shared prefixes.** A document that continues another one's tokens has copies of their keys in
 front: context, whose queries are computed where they come from.
 
-Outputs are merged by their log-sum-exps, in float32 or wider. Backward of all parts takes the merged
-output and log-sum-exp, and the gradients add. Nothing more is saved for it.
+Outputs are merged by their log-sum-exps, in float32 or wider. Backward of all parts takes the
+merged output and log-sum-exp, and the gradients add. Nothing more is saved for it.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import torch
@@ -40,7 +40,7 @@ class Retaken:
     rows: torch.Tensor
     keys: torch.Tensor
     is_context: bool = False
-    tasks: TaskBatch = TaskBatch((), (), (), ())
+    tasks: TaskBatch = field(default_factory=lambda: TaskBatch((), (), (), ()))
     window: int | None = None
 
     def list_places(self, tensors: Tensors) -> list[torch.Tensor]:
@@ -57,7 +57,9 @@ class Retaken:
         """Join this rank's tokens with those taken again."""
         order = -1 if self.is_context else 1
         pairs = zip(home, self.take(home), strict=True)
-        return type(home)(*(torch.cat(pair[::order]) if len(pair[1]) else pair[0] for pair in pairs))
+        return type(home)(
+            *(torch.cat(pair[::order]) if len(pair[1]) else pair[0] for pair in pairs)
+        )
 
     def sum_joined(self, results: Results) -> Results:
         """Sum the results of what `join` returned."""

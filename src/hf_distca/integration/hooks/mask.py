@@ -79,10 +79,9 @@ def distca_mask(
         encoder_decoder=getattr(config, "is_encoder_decoder", False),
     )
     check_not_replaced(config)
-    try:
-        limits = read_mask(mask_function, local_size, use_vmap=sizes.get("use_vmap", False))
-    except UnsupportedError as error:
-        return ForeignMask(str(error))
+    limits = read_mask(mask_function, local_size, use_vmap=sizes.get("use_vmap", False))
+    if isinstance(limits, str):
+        return ForeignMask(limits)
     dense = choose_dense_mask(
         sizes, mask_function, attention_mask=attention_mask, local_size=local_size, config=config
     )

@@ -18,7 +18,6 @@ from hf_distca.borrowed import (
     MASK_UNION,
     MASK_WINDOW,
 )
-from hf_distca.errors import UnsupportedError
 from hf_distca.integration.seen_ahead import Ahead
 
 _BLOCKS = "a union with blocks"
@@ -26,7 +25,7 @@ _BLOCKS = "a union with blocks"
 
 def read_mask(
     function: Callable[..., Any], local_size: int | None, *, use_vmap: bool
-) -> tuple[int | None, int | None, Ahead | None]:
+) -> tuple[int | None, int | None, Ahead | None] | str:
     """Read what a mask function lets tokens of a document see.
 
     Args:
@@ -35,10 +34,8 @@ def read_mask(
         use_vmap: whether the model has added functions of its own.
 
     Returns:
-        Window, chunk, and what tokens see of those behind them.
-
-    Raises:
-        UnsupportedError: names the features of the mask that distca does not compute.
+        Window, chunk, and what tokens see of those behind them; or the features of the mask that
+        distca does not compute.
     """
     functions = _list_functions(function)
     parts = dict(functions)
@@ -46,10 +43,11 @@ def read_mask(
     both_ways = MASK_BOTH_WAYS in parts
     known = BOTH_WAYS_MASK_PARTS if both_ways else CAUSAL_MASK_PARTS | {_BLOCKS}
     foreign = sorted(parts.keys() - known)
-    if MASK_CHUNKS in parts and not (foreign or use_vmap or overlays):
+    has_chunks = MASK_CHUNKS in parts
+    if foreign or (use_vmap and not overlays) or len(overlays) + has_chunks > 1:
+        return ", ".join(foreign) or "a custom mask function"
+    if has_chunks:
         return None, local_size, None
-    if foreign or (use_vmap and not overlays) or len(overlays) > 1 or MASK_CHUNKS in parts:
-        raise UnsupportedError(", ".join(foreign) or "a custom mask function")
     if both_ways:
         two_way = parts.get(MASK_BOTH_WAYS_WINDOW)
         return two_way and two_way["sliding_window"] + 1, None, Ahead()
