@@ -1,0 +1,131 @@
+"""Models whose tokens see others behind them, as they are trained: checkpointing, compiled, in halves,
+in bfloat16, and in a Trainer.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
+    LlamaConfig,
+    PreTrainedModel,
+)
+
+import hf_distca
+from hf_distca.integration import seen_ahead
+from hf_distca.integration.current_session import current_session
+from ranks import RankPool
+from tiny_runs import settings
+
+TEXT = {
+    **{"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 61},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "pad_token_id": 0},
+    **{"bos_token_id": 1, "eos_token_id": 2},
+}
+VISION = {
+    **{"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "image_size": 28},
+    **{"num_attention_heads": 2, "patch_size": 14},
+}
+KINDS = ("images", "both ways")
+VARIANTS = ("plain", "checkpointed", "reentrant", "compiled", "halves", "halves, one document")
+# By rank; documents begin near the middle of rows, for halves.
+LENGTHS = ([60, 64], [20, 18])
+
+
+def build(kind: str, implementation: str) -> PreTrainedModel:
+    torch.manual_seed(0)
+    if kind == "both ways":
+        config: Any = LlamaConfig(**TEXT, is_causal=False)
+        return AutoModelForCausalLM.from_config(config, attn_implementation=implementation).double()
+    text = {**TEXT, "sliding_window": 24, "layer_types": ["sliding_attention", "full_attention"]}
+    config = Gemma3Config(
+        text_config=text, vision_config=VISION, mm_tokens_per_image=4, image_token_id=60
+    )
+    names = {"text_config": implementation, "vision_config": "sdpa"}
+    return Gemma3ForConditionalGeneration._from_config(
+        copy.deepcopy(config), attn_implementation=names
+    ).double()
+
+
+def make_batch(kind: str, lengths: list[int]) -> dict[str, torch.Tensor]:
+    """A packed row; the image of each document takes a third of it."""
+    places = [torch.arange(length) for length in lengths]
+    at = torch.cat(places)[None]
+    generator = torch.Generator().manual_seed(sum(lengths))
+    batch = {"input_ids": torch.randint(3, 59, at.shape, generator=generator), "position_ids": at}
+    if kind == "images":
+        thirds = [(p >= len(p) // 3) & (p < 2 * len(p) // 3) for p in places]
+        batch["token_type_ids"] = torch.cat(thirds).long()[None]
+    return batch
+
+
+def run(model: PreTrainedModel, kind: str, rows: list[list[int]]) -> list[torch.Tensor]:
+    """Logits of rows, and gradients of their sum."""
+    logits = []
+    for lengths in rows:
+        batch = make_batch(kind, lengths)
+        logits.append(model(**batch, use_cache=False).logits[0])
+    torch.cat(logits).sin().sum().backward()
+    return [torch.cat(logits).detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
+
+
+def select_documents(kind: str, lengths: list[int]) -> list[torch.Tensor]:
+    """Logits and gradients of a rank's documents, each alone under sdpa."""
+    model, logits = build(kind, "sdpa").train(), []
+    batch = make_batch(kind, lengths)
+    parts = zip(*(tensor.split(lengths, 1) for tensor in batch.values()), strict=True)
+    for tensors in parts:
+        one = dict(zip(batch, tensors, strict=True))
+        logits.append(model(**one, use_cache=False).logits[0])
+    torch.cat(logits).sin().sum().backward()
+    return [torch.cat(logits).detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
+
+
+def train(rank: int, kind: str) -> list[tuple[str, list[torch.Tensor], int, int]]:
+    """Logits, summed gradients, bytes sent and calls of attention, of all variants."""
+    seen_ahead.LEAST_PLANNED, usual = 25, seen_ahead.LEAST_PLANNED
+    found = []
+    try:
+        for variant in VARIANTS if kind == "images" else VARIANTS[::2]:
+            hf_distca.configure(settings(ping_pong="halves" in variant))
+            model = build(kind, "distca").train()
+            if variant in ("checkpointed", "reentrant"):
+                model.gradient_checkpointing_enable({"use_reentrant": variant == "reentrant"})
+                model.enable_input_require_grads()
+            called = torch.compile(model, backend="eager") if variant == "compiled" else model
+            lengths = LENGTHS[rank] if "one" not in variant else [sum(LENGTHS[rank])]
+            results = run(called, kind, [lengths])
+            for grad in results[1:]:
+                dist.all_reduce(grad)
+            meter = current_session().meter
+            found.append((variant, results, meter.sent_bytes, meter.calls))
+    finally:
+        seen_ahead.LEAST_PLANNED = usual
+    return found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_training_on_two_ranks(kind: str, rank_pool: Callable[[int], RankPool]) -> None:
+    found = rank_pool(2)(train, kind)
+    wants = {}
+    for one in (False, True):
+        lengths = [[sum(n)] if one else n for n in LENGTHS]
+        wants[one] = [select_documents(kind, of_rank) for of_rank in lengths]
+    largest = max(float(tensor.abs().max()) for tensor in sum(wants[False], []))
+    for rank, of_rank in enumerate(found):
+        for variant, (logits, *grads), sent, calls in of_rank:
+            first, second = wants["one" in variant]
+            assert sent, f"{variant}: nothing was moved"
+            assert calls == (4 if variant == "halves" else 2), variant
+            torch.testing.assert_close(logits, (first, second)[rank][0], rtol=0, atol=1e-6 * largest)
+            for got, a, b in zip(grads, first[1:], second[1:], strict=True):
+                torch.testing.assert_close(got, a + b, rtol=0, atol=1e-6 * largest, msg=variant)
