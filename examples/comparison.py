@@ -1,5 +1,5 @@
 """The same batches in several ways, such as balancing off and on: losses must be equal, and the
-gain stands beside the most that it could be.
+gain stands next to the most that it could be.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def check_losses(timings: dict[str, list[Timing]], dtype: torch.dtype) -> None:
         for name, other in zip(list(timings)[1:], same, strict=True):
             if not abs(other.loss - batch.loss) <= BOUNDS[dtype] * abs(batch.loss):
                 raise AssertionError(
-                    f"loss {other.loss} ({name}) beside {batch.loss}: further apart than {dtype}"
+                    f"loss {other.loss} ({name}) and {batch.loss} are further apart than {dtype}"
                     f" explains ({BOUNDS[dtype]:g} of it)."
                 )
 

@@ -1,7 +1,7 @@
 r"""Fine-tune a model with gpt-oss' architecture on documents that may be longer than a rank holds.
 
 Takes up to 10 minutes on two CPU cores, about 2 if nothing else runs. At the end it checks that
-losses are equal with and without balancing, and prints the gain beside the most that it could be.
+losses are equal with and without balancing, and prints the gain and the most that it could be.
 
     accelerate launch --config_file configs/accelerate/cpu_2_processes.yaml \
         examples/finetune_gpt_oss.py

@@ -2,7 +2,7 @@ r"""Fine-tune LoRA adapters on whole long documents; with `--load_in_4bit` on a 
 bits (QLoRA).
 
 Takes up to 10 minutes on two CPU cores, about 2 if nothing else runs. At the end it checks that
-losses are equal with and without balancing, and prints the gain beside the most that it could be.
+losses are equal with and without balancing, and prints the gain and the most that it could be.
 
     accelerate launch --config_file configs/accelerate/cpu_2_processes.yaml \
         examples/finetune_lora.py

@@ -1,7 +1,7 @@
 r"""Fine-tune on whole long documents with TRL's SFTTrainer, which packs them itself.
 
 Takes up to 10 minutes on two CPU cores, about 2 if nothing else runs. At the end it checks that
-losses are equal with and without balancing, and prints the gain beside the most that it could be.
+losses are equal with and without balancing, and prints the gain and the most that it could be.
 
     accelerate launch --config_file configs/accelerate/cpu_2_processes.yaml \
         examples/finetune_with_trl.py

@@ -2,7 +2,7 @@ r"""Go on pretraining from a flat binary file of token ids, with core attention 
 ranks.
 
 Takes up to 10 minutes on two CPU cores, about 2 if nothing else runs. At the end it checks that
-losses are equal with and without balancing, and prints the gain beside the most that it could be.
+losses are equal with and without balancing, and prints the gain and the most that it could be.
 
     accelerate launch --config_file configs/accelerate/cpu_2_processes.yaml \
         examples/pretrain_packed_tokens.py
@@ -83,7 +83,7 @@ class PretrainingArguments(ShortTrainingArguments):
 def prepare(
     model: ModelArguments, data: TokenArguments, training: PretrainingArguments
 ) -> tuple[str, TokenRows]:
-    """The model's source and the rows. Without a token file one is written, and beside it where
+    """The model's source and the rows. Without a token file one is written, and next to it where
     documents end.
     """
     source, token_file, index_file = model.model_name_or_path, data.token_file, data.index_file

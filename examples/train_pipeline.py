@@ -2,7 +2,7 @@
 spread over all stages.
 
 Takes up to 10 minutes on two CPU cores, about 2 if nothing else runs. At the end it checks that
-losses are equal with and without sharing, and prints the gain beside the most that it could be.
+losses are equal with and without sharing, and prints the gain and the most that it could be.
 
     torchrun --nproc_per_node 2 examples/train_pipeline.py
 

@@ -10,7 +10,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 PAGES = (
     *("README.md", "CONTRIBUTING.md", "examples/README.md", "benchmarks/placements/README.md"),
-    "benchmarks/simulated/README.md",
+    *("benchmarks/README.md", "benchmarks/simulated/README.md"),
     *(f"docs/{page.name}" for page in sorted((ROOT / "docs").glob("*.md"))),
 )
 _BASH = re.compile(r"```bash\n(.*?)```", re.DOTALL)

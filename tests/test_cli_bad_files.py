@@ -9,7 +9,6 @@ import random
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stderr, redirect_stdout
-from importlib import resources
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -21,14 +20,13 @@ from typer.main import get_command
 from typer.testing import CliRunner, Result
 
 from hf_distca.agreement.record_rows import RECORD_NAME
+from hf_distca.schedule.cost import AttentionShape, CostModel
 from hf_distca.tools.cli import app
 
 sys.path.append(str(Path(__file__).with_name("run_report")))
 from some_run import some_rows, write_record
 
-PROFILE = json.loads(
-    (resources.files("hf_distca.schedule") / "profiles_data/xeon_1_thread.json").read_text()
-)
+COSTS = json.loads(CostModel.make_analytic(AttentionShape(8, 2, 64, 64, 2)).to_json())
 PLACEMENT = {
     "rank_segments": [[[0, 0, 600, 1000], [1, 0, 40]], [[0, 600, 1000, 1000]], [[2, 0, 300, 300]]]
 }
@@ -63,15 +61,13 @@ def changed(content: Any, *path: str | int, value: Any) -> Any:
 @pytest.mark.parametrize(
     ("path", "value"),
     [
-        (("kernels", 0, "forward", "flops_per_second"), 10**400),
-        (("kernels", 0, "forward", "flops_per_second"), 1e-320),
-        (("kernels", 0, "backward", "bytes_per_second"), 1e-300),
-        (("kernels", 0, "backward", "task_seconds"), 1e300),
-        (("kernels", 0, "head_dim"), 10**400),
-        (("inside", "seconds"), 10**400),
-        (("inside", "bytes_per_second"), 1e-310),
-        (("inside", "bytes_per_second"), "fast"),
-        (("tile",), 10**400),
+        (("forward", "flops_per_second"), 1e-320),
+        (("backward", "task_seconds"), 1e300),
+        (("exchange_seconds",), 10**400),
+        (("exchange_bytes_per_second",), 1e-310),
+        (("exchange_bytes_per_second",), "fast"),
+        (("node_bytes_per_second",), -1),
+        (("format",), 2),
         (("tile",), "128"),
     ],
     ids=lambda value: str(value)[:40],
@@ -79,15 +75,19 @@ def changed(content: Any, *path: str | int, value: Any) -> Any:
 def test_rates_that_no_device_has(
     path: tuple[str | int, ...], value: object, tmp_path: Path
 ) -> None:
-    profile = as_file(tmp_path / "profile.json", changed(PROFILE, *path, value=value))
+    costs = as_file(tmp_path / "costs.json", changed(COSTS, *path, value=value))
     placement = as_file(tmp_path / "placement.json", PLACEMENT)
-    one_line(run("plan", placement, "--cost-model", profile), str(profile))
-    assert (
-        run(
-            "plan", placement, "--cost-model", as_file(tmp_path / "profile.json", PROFILE)
-        ).exit_code
-        == 0
-    )
+    one_line(run("plan", placement, "--cost-model", costs), str(costs))
+    right = as_file(tmp_path / "costs.json", COSTS)
+    assert run("plan", placement, "--cost-model", right).exit_code == 0
+
+
+def test_profiles_are_gone(tmp_path: Path) -> None:
+    """A verb and a setting that were there name what to use instead."""
+    one_line(run("profile", "--ranks", "2"), "write a CostModel with its to_json")
+    placement = as_file(tmp_path / "placement.json", PLACEMENT)
+    for name in ("h100_flash_attn_3", as_file(tmp_path / "own.json", {"format": 2, "kernels": []})):
+        one_line(run("plan", placement, "--cost-model", name), "Give what CostModel.to_json wrote")
 
 
 @pytest.mark.parametrize("rate", ["1e-320", "1e308", "nan"])
@@ -166,8 +166,8 @@ def reading(tmp_path: Path) -> list[tuple[str, list[str | Path], Path]]:
     scale = ["advise", "--ranks", "2", "--batches", "1", "--lengths"]
     return [
         ("placement", ["plan", file], file),
-        ("lengths", ["deal", file, "--ranks", "2", "--tokens-per-rank", "64"], file),
-        ("profile", ["plan", placement, "--cost-model", file], file),
+        ("lengths", ["plan", file, "--deal", "64"], file),
+        ("costs", ["plan", placement, "--cost-model", file], file),
         ("drawn", [*scale, file], file),
         ("table", [*scale, tmp_path / "file.parquet"], tmp_path / "file.parquet"),
         ("shape", [*scale, "prolong", "--model", file], file),
@@ -204,7 +204,7 @@ def test_what_is_too_much_is_said(tmp_path: Path) -> None:
         "262145 documents or parts of documents: at most 262144 can be planned",
     )
     lengths = as_file(tmp_path / "many.json", [1] * (2**18 + 1))
-    one_line(run("deal", lengths, "--ranks", 1, "--tokens-per-rank", 2**18 + 1), "262145 documents")
+    one_line(run("plan", lengths, "--deal", 2**18 + 1), "262145 documents")
     endless = CliRunner().invoke(app, ["plan", "-"], input=b" " * (2**24 + 1))
     one_line(endless, "standard input: holds more than 16 MiB")
 
@@ -289,8 +289,8 @@ def fuzz(seed: int, count: int, folder: Path) -> None:
     cases: list[tuple[list[str | Path], Path, Any]] = [
         (["plan", file], file, PLACEMENT),
         (["plan", file], file, {"lengths": [[500, 20], [30]]}),
-        (["deal", file, "--ranks", "2", "--tokens-per-rank", "64"], file, [100, 20, 8]),
-        (["plan", placement, "--cost-model", file], file, PROFILE),
+        (["plan", file, "--deal", "64"], file, [100, 20, 8]),
+        (["plan", placement, "--cost-model", file], file, COSTS),
         *((report, folder / RECORD_NAME, row) for row in rows),
     ]
     verbs = get_command(app)  # once: that takes longer than what a verb does

@@ -19,16 +19,12 @@ def lengths(path: Path, content: object) -> Path:
     return file
 
 
-def deal(
-    path: Path, content: object, *options: str | int, ranks: int = 4, tokens: int = 4096
-) -> Result:
+def deal(path: Path, content: object, *options: str | int, tokens: int = 4096) -> Result:
     file = lengths(path, content)
     return run(
-        "deal",
+        "plan",
         file,
-        "--ranks",
-        ranks,
-        "--tokens-per-rank",
+        "--deal",
         tokens,
         "--output",
         path / "placement.json",
@@ -43,8 +39,11 @@ def rows(path: Path) -> list[list[list[int]]]:
     return found
 
 
-def test_help_names_the_verb() -> None:
-    assert "deal" in run("--help").output
+def test_the_verb_of_its_own_names_the_option() -> None:
+    assert " deal " not in run("--help").output
+    one_line(
+        run("deal", "lengths.json", "--ranks", 4), "hf-distca plan LENGTHS --deal TOKENS_PER_RANK"
+    )
 
 
 @pytest.mark.parametrize("cost", ["pairs", "cpu", "cuda"])
@@ -113,7 +112,7 @@ def test_options(tmp_path: Path) -> None:
         "--window",
         512,
     )
-    result = deal(tmp_path, [8192, *[1024] * 8], *options)
+    result = deal(tmp_path, [6144, *[1024] * 10], *options)
     assert result.exit_code == 0, result.output
     assert (
         len(
@@ -139,7 +138,7 @@ def test_options(tmp_path: Path) -> None:
         ([10**30], f"{10**30} is too large"),
         ([[4096]], "[4096] must be an integer"),
         ([16384, 0], "document 1 has length 0"),
-        ([16383], "1 documents have 16383 tokens, 4 ranks with 4096 tokens each have 16384"),
+        ([16383], "1 documents have 16383 tokens, 3 ranks with 4096 tokens each have 12288"),
         ([], "0 documents have 0 tokens"),
     ],
 )
@@ -190,8 +189,7 @@ def test_links_of_nodes(tmp_path: Path) -> None:
 
 
 def test_standard_input_and_output() -> None:
-    options = ["--ranks", "4", "--tokens-per-rank", "4096"]
-    dealt = CliRunner().invoke(app, ["deal", "-", *options], input="[8192,4096,4096]")
+    dealt = CliRunner().invoke(app, ["plan", "-", "--deal", "4096"], input="[8192,4096,4096]")
     assert dealt.exit_code == 0, dealt.output
     assert "4096 on each rank" in dealt.stderr
     planned = CliRunner().invoke(app, ["plan", "-"], input=dealt.stdout)
@@ -199,21 +197,22 @@ def test_standard_input_and_output() -> None:
 
 
 def test_bad_numbers(tmp_path: Path) -> None:
-    one_line(deal(tmp_path, [16384], ranks=0), "ranks=0")
     one_line(
-        deal(tmp_path, [16384], ranks=10**9),
-        "ranks=1000000000 must be a whole number from 1 to 65536",
+        deal(tmp_path, [10**9], tokens=1),
+        "--deal 1: 1000000000 tokens would need 1000000000 ranks, and at most 65536 are dealt to",
     )
-    one_line(deal(tmp_path, [16384], tokens=-1), "tokens_per_rank=-1")
+    for tokens in (0, -1):
+        one_line(deal(tmp_path, [8], tokens=tokens), f"tokens_per_rank={tokens}")
+    one_line(run("plan", lengths(tmp_path, [8]), "--ping-pong"), "give --deal TOKENS too")
 
 
 def test_files_that_cannot_be_used(tmp_path: Path) -> None:
-    options = ("--ranks", 1, "--tokens-per-rank", 8, "--output")
+    options = ("--deal", 8, "--output")
     one_line(
-        run("deal", tmp_path / "none.json", *options, tmp_path / "placement.json"), "No such file"
+        run("plan", tmp_path / "none.json", *options, tmp_path / "placement.json"), "No such file"
     )
     one_line(
-        run("deal", lengths(tmp_path, [8]), *options, tmp_path / "none" / "placement.json"),
+        run("plan", lengths(tmp_path, [8]), *options, tmp_path / "none" / "placement.json"),
         "No such file",
     )
 

@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PAGES = (
-    *("README.md", "CONTRIBUTING.md", "examples/README.md"),
+    *("README.md", "CONTRIBUTING.md", "examples/README.md", "benchmarks/README.md"),
     *("benchmarks/placements/README.md", "benchmarks/simulated/README.md"),
 )
 

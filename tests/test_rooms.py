@@ -1,4 +1,4 @@
-"""Which room may import which, read from the sources: the arrows of docs/architecture.md."""
+"""What the core may import, read from the sources, and what it knows of rooms above it."""
 
 from __future__ import annotations
 
@@ -9,106 +9,15 @@ import sys
 from functools import cache
 from pathlib import Path
 
-import pytest
-
-from pages import ROOT
-
 SOURCE = Path(__file__).parents[1] / "src" / "hf_distca"
 
-# What each room may import besides itself, `config`, `errors`, `input_files` and what lies above
-# all rooms. A module stands for itself alone. The docstring of a room repeats them, and so does the
-# page.
-ARROWS = {
-    "config": {"schedule.cost", "schedule.profiles"},
-    "errors": set(),
-    "input_files": set(),
-    "package_versions": set(),
-    "borrowed": set(),
-    "late_imports": set(),
-    "schedule": set(),
-    "kernels": {"borrowed"},
-    "runtime": {"borrowed", "kernels", "schedule"},
-    "recurrent": {"runtime", "schedule"},
-    "measure": {"kernels", "runtime", "schedule"},
-    "agreement": {
-        "schedule",
-        "runtime.group",
-        "runtime.meter",
-    },
-    "data": {
-        "schedule",
-        "agreement.documents",
-        "agreement.document_starts",
-        "agreement.dealt_share",
-    },
-    "run_report": {"schedule", "agreement.batch_plan"},
-    "integration": {
-        "borrowed",
-        "late_imports",
-        "data",
-        "agreement",
-        "measure",
-        "recurrent",
-        "runtime",
-        "kernels",
-        "schedule",
-        "run_report.rows",
-    },
-    "observe": {
-        "agreement.documents",
-        "borrowed",
-        "integration.callers",
-        "integration.processes",
-        "integration.training.callback",
-        "runtime.meter",
-        "schedule",
-    },
-    "pipeline": {"borrowed", "integration", "agreement", "runtime", "kernels", "schedule"},
-    "plugins": {"integration"},
-    "doctor": {"integration", "kernels", "runtime"},
-    "pool": {
-        "agreement",
-        "borrowed",
-        "doctor.exchange",
-        "integration",
-        "kernels",
-        "late_imports",
-        "runtime",
-        "schedule",
-    },
-    "advise": {"schedule", "integration", "doctor.model"},
-    "cli": {
-        "schedule",
-        "measure",
-        "advise",
-        "run",
-        "run_report",
-        "doctor",
-        "pool",
-    },
-    "run": {"late_imports", "integration", "observe", "cli", "pool"},
-}
-# Files beside the rooms that each may use.
-SHARED = ("config", "errors", "input_files", "package_versions")
-# Folders of `integration`, and the others that each may import besides files beside the folders.
-INNER_ARROWS = {
-    "integration": set(),
-    "integration.checks": set(),
-    "integration.hooks": {"integration.checks"},
-    "integration.training": {"integration.checks", "integration.hooks"},
-}
-# An import path that users have, above all folders.
-ENTRANCE = "mixin.py"
+# The core in order: each room may import those before it, and the files next to the rooms.
+CORE = ("schedule", "kernels", "runtime", "agreement", "data", "integration")
+# Rooms that the core does not know: it works without them.
+OPTIONAL = {"hybrids", "pipeline", "pool", "plugins", "tools"}
 FREE_OF = {
     "schedule": {"torch", "transformers", "accelerate"},
-    "kernels": {"transformers", "accelerate"},
-    "runtime": {"transformers", "accelerate"},
-    "recurrent": {"transformers", "accelerate"},
-    "measure": {"transformers", "accelerate"},
-    "agreement": {"transformers", "accelerate"},
-    "data": {"transformers", "accelerate"},
-    "run_report": {"transformers", "accelerate", "torch"},
-    "cli": {"transformers", "accelerate", "torch"},
+    **{room: {"transformers", "accelerate"} for room in CORE[1:-1]},
 }
 
 
@@ -118,15 +27,23 @@ def nodes_of(path: Path) -> tuple[ast.AST, ...]:
     return tuple(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
 
 
+def is_for_types(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+
+
 @cache
 def imports(path: Path) -> frozenset[str]:
-    """Modules that a file imports, wherever in it."""
-    found = set()
-    for node in nodes_of(path):
+    """Modules that a file imports, wherever in it, but not for types only."""
+    found, left = set(), list[ast.AST]([ast.parse(path.read_text(encoding="utf-8"))])
+    while left:
+        node = left.pop()
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module == "hf_distca":
+            found |= {f"hf_distca.{alias.name}" for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
             found.add(node.module)
+        left += () if is_for_types(node) else ast.iter_child_nodes(node)
     return frozenset(found)
 
 
@@ -134,63 +51,41 @@ def room_of(path: Path) -> str:
     return path.relative_to(SOURCE).parts[0].removesuffix(".py")
 
 
-FILES = sorted(path for path in SOURCE.rglob("*.py") if path != SOURCE / "__init__.py")
+FILES = sorted(SOURCE.rglob("*.py"))
 
 
-def is_allowed(room: str, name: str) -> bool:
-    """Whether a room may import a module."""
-    inner = name.removeprefix("hf_distca.")
-    allowed = {room, *SHARED, *ARROWS[room]}
-    return name == inner or any(inner == one or inner.startswith(f"{one}.") for one in allowed)
+def imported_rooms(path: Path) -> set[str]:
+    inside = (name.split(".") for name in imports(path))
+    return {parts[1] for parts in inside if parts[0] == "hf_distca" and len(parts) > 1}
 
 
-def test_a_room_imports_only_what_its_arrows_say() -> None:
+def test_the_core_imports_no_optional_room() -> None:
+    core = [path for path in FILES if room_of(path) not in OPTIONAL]
+    assert {room_of(path) for path in core if path.parent != SOURCE} == {*CORE}
     assert not [
-        f"{path.relative_to(SOURCE)} must not import {name}: see ARROWS, and Rooms in"
-        " docs/architecture.md"
-        for path in FILES
-        for name in sorted(imports(path))
-        if not is_allowed(room_of(path), name)
+        f"{path.relative_to(SOURCE)} must not import {rooms}"
+        for path in core
+        if (rooms := imported_rooms(path) & OPTIONAL)
     ]
 
 
-@pytest.mark.parametrize("folder", INNER_ARROWS)
-def test_folders_of_integration_have_arrows_one_way(folder: str) -> None:
-    inside = SOURCE / folder.replace(".", "/")
-    imported = {
-        "integration"
-        if (SOURCE / f"{name.replace('.', '/')}.py").parent == SOURCE / "integration"
-        else ".".join(name.split(".")[:2])
-        for path in inside.glob("*.py")
-        if (path.parent.name, path.name) != ("integration", ENTRANCE)
-        for name in (each.removeprefix("hf_distca.") for each in imports(path))
-        if name.startswith("integration.")
-    }
-    assert imported <= {"integration", folder, *INNER_ARROWS[folder]}
-    if folder != "integration":
-        described = ast.get_docstring(ast.parse((inside / "__init__.py").read_text()))
-        named = re.findall(r"`(\w+)`", (described or "").partition("May import")[2])
-        assert {f"integration.{name}" for name in named} == INNER_ARROWS[folder]
+def test_only_tools_import_tools() -> None:
+    others = [path for path in FILES if room_of(path) != "tools"]
+    assert not [path for path in others if "tools" in imported_rooms(path)]
 
 
-@pytest.mark.parametrize(
-    "path", sorted(SOURCE.glob("*/__init__.py")), ids=lambda path: path.parent.name
-)
-def test_a_room_says_what_it_may_import(path: Path) -> None:
-    described = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
-    (said,) = re.findall(r"^May import (.*?)\.$", described, flags=re.MULTILINE | re.DOTALL)
-    assert set(re.findall(r"`([\w.]+)`", said)) == ARROWS[path.parent.name]
+def test_rooms_of_the_core_import_those_before_them() -> None:
+    assert not [
+        f"{path.relative_to(SOURCE)} must not import {rooms}"
+        for place, room in enumerate(CORE)
+        for path in (SOURCE / room).rglob("*.py")
+        if (rooms := imported_rooms(path) & {*CORE[place + 1 :]})
+    ]
 
 
-def test_the_page_says_what_each_room_may_import() -> None:
-    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
-    section = page.split("\n## Rooms\n")[1].split("\n## ")[0]
-    rows = re.findall(r"^\| `(\w+)` \| .* \| (.*) \|$", section, flags=re.MULTILINE)
-    # The observer's verbs have a table of their own.
-    said = {room: set(re.findall(r"`([\w.]+)`", cell)) for room, cell in rows if room in ARROWS}
-    assert said == {
-        path.parent.name: ARROWS[path.parent.name] for path in SOURCE.glob("*/__init__.py")
-    }
+def test_the_package_describes_the_core() -> None:
+    described = ast.get_docstring(ast.parse((SOURCE / "__init__.py").read_text())) or ""
+    assert re.findall(r"^- `(\w+)`: \w", described, flags=re.MULTILINE) == [*CORE]
 
 
 def test_a_room_is_free_of_what_it_does_not_know() -> None:
@@ -205,6 +100,7 @@ def test_a_room_is_free_of_what_it_does_not_know() -> None:
 def test_rooms_run_without_torch() -> None:
     """Not only no import of their own: nothing that they import brings torch in."""
     rooms = (
+        "tools.cli",
         "schedule.balance",
         "schedule.placement",
         "tools.report.page",
@@ -226,8 +122,6 @@ JOINT_STEPS = {
     "plan_share",
     "make_layer_plan",
 }
-# Rooms that name servers of a pool: where a user asks for them, and the room itself.
-OF_THE_POOL = {"pool", "run", "cli"}
 
 
 def nodes_outside_the_pool() -> list[ast.AST]:
@@ -258,12 +152,12 @@ def test_marked_steps_are_those_that_servers_know() -> None:
     assert sorted(marked) == sorted(JOINT_STEPS)
 
 
-def test_no_other_room_has_a_line_on_servers_of_a_pool() -> None:
+def test_the_core_has_no_line_on_servers_of_a_pool() -> None:
     said = re.compile(r"(?i)servers? of (?:a|the) pool|pool of servers|server_?pool")
     assert not [
         f"{path.relative_to(SOURCE)}: {line}"
         for path in FILES
-        if room_of(path) not in OF_THE_POOL
+        if room_of(path) in CORE
         for line in said.findall(" ".join(path.read_text(encoding="utf-8").split()))
     ]
 

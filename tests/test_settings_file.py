@@ -1,4 +1,4 @@
-"""Settings that are written down: in a file, on a command line, by the name of a profile."""
+"""Settings that are written down: in a file, on a command line, by the file of a cost model."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from transformers import HfArgumentParser, TrainingArguments
 from hf_distca import ConfigError, DistCAConfig
 from hf_distca.agreement.announce import PlanKey, collect_shared_settings, hash_settings
 from hf_distca.integration.layer_kinds import make_initial_cost
-from hf_distca.schedule.cost import AttentionShape
-from hf_distca.schedule.profiles import Profile
+from hf_distca.schedule.cost import AttentionShape, CostModel
 from pages import ROOT
 
-SHIPPED = "xeon_1_thread"
+COST = CostModel.make_analytic(AttentionShape(8, 2, 64, 64, 4), device_type="cpu").scale(2.0)
+COST_FILE = "costs.json"
 # Another value of each field, as it is written.
 OTHERS: dict[str, Any] = {
     "balance": False,
@@ -30,7 +30,7 @@ OTHERS: dict[str, Any] = {
     "tile": 64,
     "head_groups": 1,
     "kernel": "cpu",
-    "cost_model": SHIPPED,
+    "cost_model": COST_FILE,
     "measured_rates": False,
     "documents_span_ranks": True,
     "balance_evaluation": True,
@@ -42,8 +42,14 @@ OTHERS: dict[str, Any] = {
 }
 
 
+@pytest.fixture(autouse=True)
+def _beside_a_cost_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path(COST_FILE).write_text(COST.to_json())
+
+
 def with_all() -> DistCAConfig:
-    config = DistCAConfig(**{**OTHERS, "cost_model": Profile.load(SHIPPED)})
+    config = DistCAConfig(**{**OTHERS, "cost_model": COST})
     default = DistCAConfig()
     unchanged = [
         field.name
@@ -102,18 +108,11 @@ def test_an_empty_file_has_the_defaults(tmp_path: Path) -> None:
         ),
         ("balance: 1", "balance=1 must be True or False."),
         ("kernel: fast", "kernel='fast' must be one of 'auto', 'reference',"),
-        (
-            "cost_model: 3",
-            "cost_model=3 must be one of 'analytic', 'calibrated', a profile or a CostModel.",
-        ),
-        ("cost_model: none.json", "none.json: neither a profile in a file ([Errno 2]"),
-        (
-            "cost_model: distca.yaml",
-            (
-                "cost_model='distca.yaml' must be one of 'analytic', 'calibrated', a profile or a"
-                " CostModel: "
-            ),
-        ),
+        ("cost_model: 3", "cost_model=3 must be 'analytic', whose rates ranks correct as they"),
+        ("cost_model: none.json", "or the path of one in JSON: none.json: [Errno 2]"),
+        ("cost_model: distca.yaml", "distca.yaml: the text is no cost model in JSON"),
+        ("cost_model: calibrated", "Give what CostModel.to_json wrote: there are no profiles"),
+        ("cost_model: h100_flash_attn_3", "Give what CostModel.to_json wrote: there are no"),
         ("- ping_pong", "['ping_pong'] should be names and values of settings"),
         ("ping_pong", "'ping_pong' should be names and values of settings"),
         ("ping_pong: [", "while parsing a flow node"),
@@ -198,12 +197,12 @@ def test_the_parser_takes_it_beside_the_arguments_of_training(
         "--use_cpu",
         "--ping_pong",
         "--cost_model",
-        SHIPPED,
+        COST_FILE,
         "--no_balance",
     ]
     args, config = parser.parse_args_into_dataclasses(words, look_for_args_file=False)
     assert args.output_dir == str(tmp_path)
-    assert config == DistCAConfig(ping_pong=True, cost_model=SHIPPED, balance=False)
+    assert config == DistCAConfig(ping_pong=True, cost_model=COST, balance=False)
     _, default = parser.parse_args_into_dataclasses(words[:3], look_for_args_file=False)
     assert default == DistCAConfig()
     with pytest.raises(SystemExit):
@@ -211,38 +210,28 @@ def test_the_parser_takes_it_beside_the_arguments_of_training(
     assert "invalid choice: 'fast'" in capsys.readouterr().err
 
 
-def test_ranks_may_have_a_profile_in_different_places(tmp_path: Path) -> None:
+def test_ranks_may_have_a_cost_model_in_different_places(tmp_path: Path) -> None:
     """They agree on what is in it: on the settings, and on the cost models that come of it."""
-    profile = Profile.load(SHIPPED)
-    rates = profile.kernels[0]
-    slower = replace(
-        rates, forward=replace(rates.forward, flops_per_second=rates.forward.flops_per_second / 2)
-    )
     same, other = tmp_path / "same.json", tmp_path / "other.json"
-    same.write_text(profile.to_json())
-    other.write_text(replace(profile, kernels=(slower, *profile.kernels[1:])).to_json())
-    key = PlanKey(
-        AttentionShape(8, 2, rates.head_dim, rates.value_head_dim, rates.element_bytes), "cpu"
-    )
+    same.write_text(COST.to_json())
+    other.write_text(COST.scale(2.0).to_json())
+    key = PlanKey(replace(COST.shape, head_dim=32), "cpu")
 
-    def announced(source: str | Path) -> int:
+    def announced(source: Any) -> int:
         config = DistCAConfig(cost_model=source)
-        return hash_settings(collect_shared_settings(config, (make_initial_cost(key, config),)))
+        cost = make_initial_cost(key, config)
+        assert cost.shape == key.shape
+        return hash_settings(collect_shared_settings(config, (cost,)))
 
-    assert announced(SHIPPED) == announced(same) == announced(str(same))
-    assert announced(SHIPPED) != announced(other)
-    assert (
-        DistCAConfig(cost_model=SHIPPED)
-        == DistCAConfig(cost_model=same)
-        != DistCAConfig(cost_model=other)
-    )
-    assert DistCAConfig(cost_model=same).cost_model == profile
+    assert announced(COST) == announced(same) == announced(str(same))
+    assert announced(COST) != announced(other)
+    assert DistCAConfig(cost_model=same).cost_model == COST
 
 
-def test_settings_with_a_profile_can_be_recorded() -> None:
+def test_settings_with_a_cost_model_can_be_recorded() -> None:
     """As the record of a run does: as JSON, of its fields."""
-    recorded = json.loads(json.dumps(asdict(DistCAConfig(cost_model=SHIPPED))))
-    assert recorded["cost_model"]["name"] == SHIPPED
+    recorded = json.loads(json.dumps(asdict(DistCAConfig(cost_model=COST))))
+    assert recorded["cost_model"]["shape"]["query_heads"] == 8
 
 
 def test_settings_are_read_without_torch() -> None:

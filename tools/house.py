@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
-"""The house in figures: sizes of the rooms of the package, names used twice, docstrings that begin
-with a riddle, imports between rooms, and circles of files that import each other.
+"""The house in figures: sizes of the rooms of the package, imports between rooms, and circles of
+files that import each other.
 
     python tools/house.py [--json FILE] [--source FOLDER]
 
-A room is a folder of `src/hf_distca`; the files beside the folders are the room "top". Statements
-are those of Python's syntax (`ast.stmt`), those inside others included, without docstrings.
-Parameters are counted without `self` and `cls`. Complexity is that of ruff's C901.
-`tests/test_house.py` holds bounds of these figures.
+A room is a folder of `src/hf_distca`, or of `tools`; the files next to the folders are the room
+"top". The core is `CORE` and the top. Statements are those of Python's syntax (`ast.stmt`), those
+inside others included, without docstrings. Parameters are counted without `self` and `cls`.
+Complexity is that of ruff's C901.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from __future__ import annotations
 import argparse
 import ast
 import json
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -23,12 +23,7 @@ from statistics import median
 
 SOURCE = Path(__file__).parents[1] / "src" / "hf_distca"
 TOP = "top"
-PRONOUNS = ("one", "at", "each", "found", "made", "own", "these")
-# First words after which a reader has to solve what a docstring is about: it begins with an
-# imperative, or with the noun that it describes.
-_RIDDLES = "what whether those which where as of that how by in its it this these one such so"
-RIDDLES = frozenset(_RIDDLES.split())
-_Documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+CORE = ("schedule", "kernels", "runtime", "agreement", "data", "integration")
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
 _Branch = (
     _Function | ast.If | ast.For | ast.AsyncFor | ast.While | ast.ExceptHandler | ast.match_case
@@ -55,7 +50,8 @@ class Module:
     def read(cls, source: Path, path: Path) -> Module:
         """Read one file below the package's folder."""
         text, inside = path.read_text(encoding="utf-8"), path.relative_to(source)
-        room = inside.parts[0] if len(inside.parts) > 1 else TOP
+        folders = inside.parts[:-1][: 2 if inside.parts[0] == "tools" else 1]
+        room = ".".join(folders) or TOP
         return cls(room, inside, len(text.splitlines()), tuple(ast.walk(ast.parse(text))))
 
     @property
@@ -64,38 +60,9 @@ class Module:
         return [node for node in self.nodes if isinstance(node, _Function)]
 
     @property
-    def classes(self) -> list[str]:
-        """Names of all classes."""
-        return [node.name for node in self.nodes if isinstance(node, ast.ClassDef)]
-
-    @property
-    def pronouns(self) -> int:
-        """Number of uses of a pronoun as a bare name."""
-        return sum(isinstance(node, ast.Name) and node.id in PRONOUNS for node in self.nodes)
-
-    @property
     def statements(self) -> int:
         """Number of statements."""
         return sum(map(is_counted, self.nodes))
-
-    @property
-    def riddles(self) -> list[str]:
-        """Docstrings that begin with one of `RIDDLES`, as "path:line: first word"."""
-        documented = (node for node in self.nodes if isinstance(node, _Documented))
-        docstrings = (
-            (node.body[0].lineno, text) for node in documented if (text := ast.get_docstring(node))
-        )
-        words = (
-            (line, text.split(maxsplit=1)[0].strip('.,:;`*"').lower()) for line, text in docstrings
-        )
-        return [f"{self.path}:{line}: {word}" for line, word in words if word in RIDDLES]
-
-    @property
-    def is_verb(self) -> bool:
-        """True for a verb of the command line: the file holds a function of its name."""
-        return self.room == "cli" and self.path.stem in {
-            function.name for function in self.functions
-        }
 
     @property
     def name(self) -> str:
@@ -137,7 +104,8 @@ class Module:
             elif isinstance(node, ast.ImportFrom) and node.module:
                 names.add(node.module)
         inside = [name.split(".") for name in names if name.startswith(f"{SOURCE.name}.")]
-        return {parts[1] for parts in inside} - {self.room}
+        rooms = {".".join(parts[1 : 3 if parts[1] == "tools" else 2]) for parts in inside}
+        return rooms - {self.room}
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,8 +120,6 @@ class Size:
         parameters: the most parameters of a function.
         complexity: the largest cyclomatic complexity of a function, branches of inner functions
             included.
-        pronouns: uses of `PRONOUNS` as bare names.
-        riddles: docstrings that begin with one of `RIDDLES`.
     """
 
     files: int
@@ -165,8 +131,6 @@ class Size:
     longest_function: int
     parameters: int
     complexity: int
-    pronouns: int
-    riddles: int
 
     @classmethod
     def of(cls, modules: list[Module]) -> Size:
@@ -184,8 +148,6 @@ class Size:
             max(lengths, default=0),
             max(map(parameters, functions), default=0),
             max(map(complexity, functions), default=0),
-            sum(module.pronouns for module in modules),
-            sum(len(module.riddles) for module in modules),
         )
 
 
@@ -275,50 +237,36 @@ class House:
 
     Attributes:
         rooms: the size of each room, by name.
-        total: the size of all rooms together.
+        core, total: the sizes of the core and of all rooms together.
         largest: for each room, and for "all", the file and the functions with the largest figures.
-        shared_file_names: names of files in several rooms, with these rooms; without verbs of the
-            command line.
-        repeated_classes: names of classes that are defined more than once, with the files.
         arrows: the rooms that each room imports.
         circles: files that import each other, inside functions included, not for types only.
-        riddles: docstrings that begin with one of `RIDDLES`.
     """
 
     rooms: dict[str, Size]
+    core: Size
     total: Size
     largest: dict[str, dict[str, str]]
-    shared_file_names: dict[str, list[str]]
-    repeated_classes: dict[str, list[str]]
     arrows: dict[str, list[str]]
     circles: list[list[str]]
-    riddles: list[str]
 
 
 def survey(source: Path = SOURCE) -> House:
     """Read all files of the package in a folder."""
     modules = [Module.read(source, path) for path in sorted(source.rglob("*.py"))]
     by_room: dict[str, list[Module]] = defaultdict(list)
-    names: dict[str, set[str]] = defaultdict(set)
-    classes: dict[str, list[str]] = defaultdict(list)
     for module in modules:
         by_room[module.room].append(module)
-        if not module.is_verb and not module.path.stem.startswith("__"):
-            names[module.path.name].add(module.room)
-        for name in module.classes:
-            classes[name].append(str(module.path))
     return House(
         {room: Size.of(by_room[room]) for room in sorted(by_room)},
+        Size.of([module for module in modules if module.room in {*CORE, TOP}]),
         Size.of(modules),
         {name: find_largest(some) for name, some in {**by_room, "all": modules}.items()},
-        {name: sorted(rooms) for name, rooms in sorted(names.items()) if len(rooms) > 1},
-        {name: files for name, files in sorted(classes.items()) if len(files) > 1},
         {
             room: sorted(set().union(*(module.imported_rooms for module in by_room[room])))
             for room in sorted(by_room)
         },
         find_circles(modules),
-        [riddle for module in modules for riddle in module.riddles],
     )
 
 
@@ -326,26 +274,16 @@ def _table(sizes: dict[str, Size]) -> Iterable[str]:
     """Yield the lines of a table, a room in each."""
     rows = [(name, asdict(size)) for name, size in sizes.items()]
     titles = [title.replace("_", " ") for title in rows[0][1]]
-    yield "  ".join(["room".ljust(12), *titles])
+    yield "  ".join(["room".ljust(13), *titles])
     for name, figures in rows:
         values = (
             f"{value:>{len(title)},}" for title, value in zip(titles, figures.values(), strict=True)
         )
-        yield "  ".join([name.ljust(12), *values])
+        yield "  ".join([name.ljust(13), *values])
 
 
 def _described(house: House) -> Iterable[str]:
-    yield from _table({**house.rooms, "all": house.total})
-    uses = Counter({room: size.pronouns for room, size in house.rooms.items() if size.pronouns})
-    yield f"\nPronouns ({', '.join(PRONOUNS)}): " + ", ".join(
-        f"{room} {count}" for room, count in uses.most_common()
-    )
-    yield f"\nDocstrings that begin with a riddle: {len(house.riddles)}"
-    yield from (f"  {riddle}" for riddle in house.riddles)
-    yield f"\nFile names of several rooms: {len(house.shared_file_names)}"
-    yield from (f"  {name}: {', '.join(rooms)}" for name, rooms in house.shared_file_names.items())
-    yield f"\nClass names defined more than once: {len(house.repeated_classes)}"
-    yield from (f"  {name}: {', '.join(files)}" for name, files in house.repeated_classes.items())
+    yield from _table({**house.rooms, "core": house.core, "all": house.total})
     yield "\nImports"
     yield from (
         f"  {room} -> {', '.join(rooms) or 'nothing'}" for room, rooms in house.arrows.items()
@@ -357,7 +295,7 @@ def _described(house: House) -> Iterable[str]:
 def main() -> None:
     """Print the figures, and write them to the file of `--json`."""
     parser = argparse.ArgumentParser(
-        description="Print the package's rooms: their sizes, names used twice, and imports."
+        description="Print the package's rooms: their sizes, and imports."
     )
     parser.add_argument(
         "--json", type=Path, metavar="FILE", help="write the figures to this file, too"

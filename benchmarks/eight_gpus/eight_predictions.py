@@ -20,9 +20,8 @@ from hf_distca.kernels import Case, Scores
 from hf_distca.kernels.flash import FLASH_ATTN_4
 from hf_distca.schedule.cost import AttentionShape, CostModel, count_causal_pairs
 from simulator import context, disaggregated
-from simulator.counting import count_model
 from simulator.hardware import Hardware, find_hardware
-from simulator.model_shape import ModelShape
+from simulator.model_shape import ModelShape, count_shape
 from simulator.predict import predict_step
 from simulator.setting import Setting
 from simulator.strategies import Strategy
@@ -42,7 +41,7 @@ def count(part: Part) -> ModelShape:
     """Count the weights of a part's model."""
     path = part.out / f"{part.model}.config.json"
     path.write_text(part.config().to_json_string(use_diff=False))
-    return count_model(path)
+    return count_shape(path)
 
 
 def operations_a_token(shape: ModelShape) -> float:

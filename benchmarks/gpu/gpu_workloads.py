@@ -31,10 +31,10 @@ from hf_distca.runtime.route import Route
 from hf_distca.schedule.balance import balance
 from hf_distca.schedule.cost import AttentionShape, CostModel, count_causal_pairs
 from hf_distca.schedule.deal import deal
+from hf_distca.schedule.gpus import make_gpu_cost
 from hf_distca.schedule.layout import Layout
 from hf_distca.schedule.placement import read_placement
 from hf_distca.schedule.plan import Plan
-from hf_distca.schedule.profiles import Profile
 
 # Backward in forward's floating-point operations (FlashAttention-2, arXiv 2307.08691, section 4.1).
 BACKWARD_FLOPS = 2.5
@@ -281,13 +281,8 @@ def variants(setting: Setting, only: Sequence[Kernel] | None = None) -> Iterator
 
 
 def cost_model(setting: Setting, shape: AttentionShape, kernel: Kernel) -> CostModel:
-    """The cost model that training would begin with: of the card's and kernel's shipped profile, or
-    the built-in figures.
-    """
-    if (
-        setting.device.type == "cuda"
-        and (name := Profile.find_gpu_profile(torch.cuda.get_device_name(), kernel.name))
-        is not None
-    ):
-        return Profile.load(name).make_cost_model(shape)
-    return CostModel.make_analytic(shape, device_type=setting.device.type)
+    """The cost model that training would begin with."""
+    type_ = setting.device.type
+    return make_gpu_cost(
+        shape, torch.cuda.get_device_name() if type_ == "cuda" else type_, kernel.name
+    )

@@ -90,10 +90,7 @@ def measure(path: Path, per_node: int) -> dict[str, Any]:
     tokens = [sum(lengths) // count + (rank < sum(lengths) % count) for rank in range(count)]
     for overlapped in (True, False):
         name, config = "overlapped" if overlapped else "serial", DistCAConfig(ping_pong=overlapped)
-        dealt = [
-            deal(lengths, count, tokens, CUDA, ranks_per_node=each, overlapped=overlapped)
-            for each in (None, per_node)
-        ]
+        dealt = [deal(lengths, count, tokens, CUDA, ranks_per_node=n) for n in (None, per_node)]
         plans = {
             f"given, {name}": (balance(given, CUDA, config), balance(given, CUDA, config, ranks)),
             f"dealt, {name}": tuple(

@@ -28,19 +28,18 @@ from tqdm import tqdm
 sys.path.extend(map(str, Path(__file__).resolve().parents[1].glob("*/")))
 
 from hf_distca.errors import ConfigError
-from hf_distca.schedule.cost import CostModel
-from hf_distca.schedule.profiles import Profile
+from hf_distca.schedule.cost import AttentionShape, CostModel
 from hf_distca.tools.advise.document_lengths import DocumentSource
 from hf_distca.tools.cli.files import InJson, exit_on_error, get_input_name, read
 from hf_distca.tools.cli.lengths import open_documents
 from hf_distca.tools.cli.options import with_options
 from simulator.assumptions import list_assumptions
-from simulator.counting import count_model
 from simulator.hardware import find_hardware
 from simulator.longest import WAYS, LongestDocument, find_longest_documents
 from simulator.memory import TERMS, find_fullest_moment
-from simulator.model_shape import KNOWN_MODELS, ModelShape, find_model
+from simulator.model_shape import KNOWN_MODELS, ModelShape, count_shape, find_model
 from simulator.predict import Prediction, find_best_alternative, simulate
+from simulator.profiles import PROFILES, find_profile
 from simulator.setting import Setting
 from simulator.strategies import STRATEGIES
 
@@ -103,11 +102,11 @@ class Scale:
         ),
     ] = None
     profile: Annotated[
-        Path | None,
+        str | None,
         typer.Option(
             help=(
-                "Rates of attention and exchange instead of the hardware's: a file of hf-distca"
-                " profile, or a shipped profile."
+                "Rates of attention and exchange instead of the hardware's: the name of a profile,"
+                " or the JSON of a CostModel."
             )
         ),
     ] = None
@@ -155,8 +154,9 @@ class Scale:
             device.ranks_per_node if self.ranks_per_node is None else self.ranks_per_node,
             by_degrees if self.sharding == "auto" else self.sharding,
             "none" if self.checkpointing == "auto" else self.checkpointing,
-            None if self.profile is None else _read_profile(self.profile),
         )
+        if self.profile is not None:
+            setting = replace(setting, profile=_read_profile(self.profile, setting.shape))
         if self.checkpointing == "auto" and (
             find_fullest_moment(setting, self.tokens_per_rank).total > device.memory_bytes
         ):
@@ -188,21 +188,17 @@ def _find_shape(model: str) -> ModelShape:
     if model.lower() in KNOWN_MODELS or not (path.is_file() or (path / "config.json").is_file()):
         return find_model(model)
 
-    return count_model(path)
+    return count_shape(path)
 
 
-def _read_profile(source: Path) -> CostModel | Profile:
-    """Read a profile, shipped or in a file, or the JSON of a cost model."""
-    if str(source) in Profile.list_shipped():
-        return Profile.load(source)
+def _read_profile(source: str, shape: AttentionShape) -> CostModel:
+    """Make the cost model of a profile by its name, or read the JSON of one."""
+    if source in PROFILES:
+        return find_profile(source).make_cost_model(shape)
     try:
-        text = read(source).decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{get_input_name(source)} is not text: {error}.") from error
-    try:
-        return Profile.from_json(text) if '"format"' in text else CostModel.from_json(text)
-    except ConfigError as error:
-        raise ConfigError(f"{get_input_name(source)}: {error}") from error
+        return CostModel.from_json(read(Path(source)).decode("utf-8"))
+    except (ConfigError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{get_input_name(Path(source))}: {error}") from error
 
 
 @with_options(Scale)

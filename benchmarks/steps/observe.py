@@ -48,6 +48,8 @@ def measure(rank: int, ranks: int, arguments: argparse.Namespace) -> dict[str, A
     def run(name: str) -> None:
         nonlocal figures
         observer = Observer() if name == "with" else None
+        if observer is not None:
+            observer.begin()
         dist.barrier()
         for number in range(STEPS):
             started, busy = time.perf_counter(), time.process_time()

@@ -29,9 +29,7 @@ A second table is for machines with less than a core for each stage, or with oth
 processor time along the critical path. Of shared ticks it is replayed from what every stage took
 between its messages in the real run (`replay.py`); of 1F1B and the ideal it is simulated from the
 work of micro-batches, with a core for every stage and messages for nothing. It is the least of all
-rounds: whatever else a machine does adds to processor time, for caches and cores are shared. Beside
-it is what the simulator predicts for the same documents from rates of this machine, measured
-without a pipeline: of linear layers, of the attention kernel, of messages.
+rounds: whatever else a machine does adds to processor time, for caches and cores are shared.
 """
 
 from __future__ import annotations
@@ -49,11 +47,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
 from torch.distributed.device_mesh import init_device_mesh
@@ -72,16 +68,7 @@ from hf_distca.pipeline.ticks import order_ticks
 from hf_distca.runtime import meter
 from machine import describe
 from output import add_json_option, put_out
-from part_rates import PartRates, machine_of, message_seconds
 from replay import Event, Recorder, replay
-from simulator.predict import (
-    estimate_rank_seconds,
-    run_one_forward_one_backward,
-    run_same_phase,
-)
-from simulator.setting import Setting
-from simulator.strategies import STRATEGIES
-from simulator_validation import model_shape
 
 PLACEMENT = Path(__file__).parents[1] / "placements" / "long_tail_8_ranks.json"
 VOCABULARY = 512
@@ -310,51 +297,6 @@ def classic(work: list[list[list[float]]]) -> float:
     return max(free)
 
 
-class Predictions:
-    """What the simulator says of the same micro-batches, from rates that are measured in each
-    round.
-    """
-
-    def __init__(self, arguments: argparse.Namespace) -> None:
-        self.arguments = arguments
-        self.rates = PartRates(argparse.Namespace(**{**vars(arguments), "balance": True}))
-        self.here: list[list[float]] = []
-        self.messages: list[list[float]] = []
-
-    def measure(self) -> None:
-        found = np.array(of_all(self.rates.here()))
-        self.here.append(found.mean(axis=0).tolist())
-        if self.arguments.stages > 1:
-            self.messages.append(message_seconds(self.arguments.stages))
-
-    def predict(self, lengths: list[list[int]]) -> dict[str, float]:
-        one = self.arguments
-        hardware = machine_of(one, self.here, self.messages or [[1e-9, 2e-9, 3e-9]])
-        arranged = {
-            "stages": one.stages,
-            "micro_batches": one.micro_batches,
-            "ranks_per_node": one.stages,
-        }
-        setting = Setting(
-            model_shape(one, one.layers),
-            hardware,
-            one.stages,
-            one.tokens,
-            sharding="ddp",
-            **arranged,
-        )
-        documents: list[NDArray[np.int64]] = [np.array(row) for row in lengths]
-        alone, shared = (
-            STRATEGIES[name].candidates(setting, documents)[0].works for name in ("plain", "given")
-        )
-        parts = [
-            [estimate_rank_seconds(setting, work) for work in works] for works in (alone, shared)
-        ]
-        classic_ = run_one_forward_one_backward(setting, alone, parts[0])
-        ours = classic_ if one.stages == 1 else run_same_phase(setting, shared, parts[1])
-        return {"1f1b": classic_.seconds, "shared": ours.seconds}
-
-
 class _ProcessorClock:
     """In the place of the clock by which kernels are timed: theirs is the time that others on the
     machine take away, too.
@@ -378,11 +320,7 @@ def run(rank: int, arguments: argparse.Namespace, folder: str, groups: Sequence[
         for lengths in steps.batches
     }
     ideals: dict[str, list[float]] = {lengths: [] for lengths in steps.batches}
-    cores, share, predictions = (
-        min(arguments.stages, os.cpu_count() or 1),
-        1.0,
-        Predictions(arguments),
-    )
+    cores, share = min(arguments.stages, os.cpu_count() or 1), 1.0
     if groups:
         join(groups[rank])
         dist.barrier()
@@ -401,9 +339,8 @@ def run(rank: int, arguments: argparse.Namespace, folder: str, groups: Sequence[
                     ideals[lengths].append(ideal(every, cores))
                     paths[lengths]["1f1b"].append(classic(every))
                     paths[lengths]["ideal"].append(ideal(every, arguments.stages))
-        predictions.measure()
     if rank == 0:
-        result = {**summary(arguments, seconds, ideals, paths, predictions), "core_share": share}
+        result = {**summary(arguments, seconds, ideals, paths), "core_share": share}
         Path(folder, "result.json").write_text(json.dumps(result))
     dist.barrier()
     dist.destroy_process_group()
@@ -425,9 +362,8 @@ def summary(
     seconds: dict[str, dict[str, list[float]]],
     ideals: dict[str, list[float]],
     paths: dict[str, dict[str, list[float]]],
-    predictions: Predictions,
 ) -> Any:
-    rows, path_rows, predicted = {}, {}, {}
+    rows, path_rows = {}, {}
     for lengths, modes in seconds.items():
         row = {mode: statistics.median(taken) for mode, taken in modes.items()}
         row["ideal"] = statistics.median(ideals[lengths])
@@ -442,22 +378,12 @@ def summary(
             "gained": gained(path),
             "ratio": path["shared"] / path["1f1b"],
         }
-        said = predictions.predict(lengths_of(arguments)[lengths])
-        predicted[lengths] = {
-            **said,
-            "ratio": said["shared"] / said["1f1b"],
-            "errors": {
-                name: {mode: said[mode] / measured[mode] - 1 for mode in said}
-                for name, measured in (("critical_path", path), ("seconds", row))
-            },
-        }
     names = ("stages", "micro_batches", "tokens", "layers", "heads", "rounds")
     return {
         "machine": describe(),
         "run": {name: getattr(arguments, name) for name in names},
         "seconds": rows,
         "critical_path": path_rows,
-        "predicted": predicted,
         "each": {"seconds": seconds, "critical_path": paths},
     }
 
@@ -495,23 +421,6 @@ def show(result: dict[str, Any]) -> None:
                 f"{row['ratio']:.2f}",
             )
         Console(width=130).print(table)
-    table = Table(
-        title=(
-            "predicted by the simulator, seconds of a step; error against the critical path,"
-            " and the clock"
-        )
-    )
-    for name in ("documents", "1F1B", "error", "shared", "error", "shared / 1F1B"):
-        table.add_column(name, justify="left" if name == "documents" else "right")
-    for lengths, row in result["predicted"].items():
-        path, clock = row["errors"]["critical_path"], row["errors"]["seconds"]
-        cells = [
-            cell
-            for mode in ("1f1b", "shared")
-            for cell in (f"{row[mode]:.2f}", f"{path[mode]:+.0%}, {clock[mode]:+.0%}")
-        ]
-        table.add_row(lengths, *cells, f"{row['ratio']:.2f}")
-    Console(width=130).print(table)
 
 
 def main() -> None:

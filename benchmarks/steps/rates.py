@@ -26,6 +26,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -49,7 +50,6 @@ from hf_distca.integration.session import Session
 from hf_distca.runtime import meter
 from hf_distca.runtime.channel import Channel
 from hf_distca.schedule.cost import AttentionShape, CostModel, KernelCost
-from hf_distca.schedule.profiles import KernelRates, Profile
 from machine import describe
 from output import add_json_option, put_out
 from processes import in_turns, on_ranks, setting_of
@@ -66,23 +66,35 @@ FIRST = 12  # steps in which rates are learned
 AT_MOST = 1.02  # times a step with balancing off, after them
 
 
-def profile(arguments: argparse.Namespace, task: float, flop: float) -> Profile:
+# The built-in figures of a CPU.
+BUILT_IN = CostModel.make_analytic(AttentionShape(1, 1, 64, 64, 4), device_type="cpu")
+
+
+def scaled(arguments: argparse.Namespace, task: float, flop: float) -> CostModel:
     """The built-in figures of a CPU, with tasks that take so many times as long, and flops."""
-    shape = AttentionShape(arguments.heads, max(arguments.heads // 2, 1), 64, 64, 4)
-    cost = CostModel.make_analytic(shape, device_type="cpu")
     forward, backward = (
         KernelCost(one.task_seconds * task, one.bytes_per_second, one.flops_per_second / flop)
-        for one in (cost.forward, cost.backward)
+        for one in (BUILT_IN.forward, BUILT_IN.backward)
     )
-    return Profile(
-        "made up", "cpu", "made up", "", {}, "", (KernelRates("cpu", 4, 64, 64, forward, backward),)
-    )
+    shape = AttentionShape(arguments.heads, max(arguments.heads // 2, 1), 64, 64, 4)
+    return replace(BUILT_IN, shape=shape, forward=forward, backward=backward)
 
 
 def truth(arguments: argparse.Namespace) -> CostModel:
     """What timed kernels take."""
-    shape = AttentionShape(arguments.heads, max(arguments.heads // 2, 1), 64, 64, 4)
-    return profile(arguments, STRETCH, STRETCH).make_cost_model(shape)
+    return scaled(arguments, STRETCH, STRETCH)
+
+
+def beginning_with(cost: CostModel) -> AbstractContextManager[Any]:
+    """Have ranks begin with these rates; those of a `cost_model` setting are never corrected."""
+    figures = (
+        cost.forward,
+        cost.backward,
+        cost.exchange_bytes_per_second,
+        cost.exchange_seconds,
+        cost.node_bytes_per_second,
+    )
+    return patch.dict("hf_distca.schedule.cost._BUILT_IN", cpu=figures)
 
 
 def kernels(arguments: argparse.Namespace, slowness: float) -> AbstractContextManager[None]:
@@ -182,8 +194,8 @@ def wrong(steps: Steps, arguments: argparse.Namespace) -> dict[str, Any]:
         ("3x too fast", 1 / WRONG, 1 / WRONG),
         ("mixed", WRONG, 1 / WRONG),
     ):
-        hf_distca.configure(hf_distca.DistCAConfig(cost_model=profile(arguments, task, flop)))
-        with processor_clock():
+        hf_distca.configure()
+        with processor_clock(), beginning_with(scaled(arguments, task, flop)):
             rows = [steps.step(number) for number in range(arguments.steps)]
         ratios = [row["estimate"] for row in rows if "estimate" in row]
         last = [abs(ratio - 1) for ratio in ratios[FIRST:]]
@@ -200,15 +212,12 @@ def slow_rank(steps: Steps, arguments: argparse.Namespace) -> dict[str, Any]:
     """One rank's kernels are slower: seconds of a step with measured rates, without, and what its
     speed allows.
     """
-    slowness, right = SLOWNESS if steps.rank == 0 else 1.0, profile(arguments, STRETCH, STRETCH)
+    slowness = SLOWNESS if steps.rank == 0 else 1.0
     modes = {
-        "all alike": (1.0, hf_distca.DistCAConfig(cost_model=right)),
-        "unbalanced": (slowness, hf_distca.DistCAConfig(cost_model=right, balance=False)),
-        "speeds not measured": (
-            slowness,
-            hf_distca.DistCAConfig(cost_model=right, measured_rates=False),
-        ),
-        "speeds measured": (slowness, hf_distca.DistCAConfig(cost_model=right)),
+        "all alike": (1.0, hf_distca.DistCAConfig()),
+        "unbalanced": (slowness, hf_distca.DistCAConfig(balance=False)),
+        "speeds not measured": (slowness, hf_distca.DistCAConfig(measured_rates=False)),
+        "speeds measured": (slowness, hf_distca.DistCAConfig()),
     }
     sessions = {name: Session(config) for name, (_, config) in modes.items()}
     seconds: dict[str, list[float]] = {name: [] for name in modes}
@@ -260,13 +269,12 @@ def never_slower(arguments: argparse.Namespace, rank: int, ranks: int) -> dict[s
     """Steps with balancing on and off, in turns, for each engine and network: what is learned must
     not make them slower.
     """
-    right, found = profile(arguments, STRETCH, STRETCH), {}
+    found = {}
     for engine, rate in itertools.product(ENGINES, [None, *arguments.megabytes_per_second]):
         steps = Steps(arguments, rank, ranks, engine)
         # Each mode learns from its own steps alone.
         sessions = {
-            mode: Session(hf_distca.DistCAConfig(cost_model=right, balance=mode == "on"))
-            for mode in ("on", "off")
+            mode: Session(hf_distca.DistCAConfig(balance=mode == "on")) for mode in ("on", "off")
         }
         seconds: dict[str, list[float]] = {mode: [] for mode in sessions}
         with kernels(arguments, 1.0), network(rate):
@@ -287,12 +295,13 @@ def never_slower(arguments: argparse.Namespace, rank: int, ranks: int) -> dict[s
 
 
 def measure(rank: int, ranks: int, arguments: argparse.Namespace) -> dict[str, Any]:
-    if arguments.never_slower:
-        return {"never slower": never_slower(arguments, rank, ranks)}
-    steps = Steps(arguments, rank, ranks)
-    parts = {"wrong rates": wrong, "slow rank": slow_rank}
-    shown = tqdm(parts.items(), desc=f"{ranks} ranks", file=sys.stderr, disable=rank > 0)
-    return {name: part(steps, arguments) for name, part in shown}
+    with beginning_with(truth(arguments)):
+        if arguments.never_slower:
+            return {"never slower": never_slower(arguments, rank, ranks)}
+        steps = Steps(arguments, rank, ranks)
+        parts = {"wrong rates": wrong, "slow rank": slow_rank}
+        shown = tqdm(parts.items(), desc=f"{ranks} ranks", file=sys.stderr, disable=rank > 0)
+        return {name: part(steps, arguments) for name, part in shown}
 
 
 def show(result: dict[str, Any]) -> None:

@@ -1,5 +1,18 @@
 """Core attention disaggregation for Hugging Face: ``import hf_distca`` registers
 ``attn_implementation="distca"``.
+
+The core has six rooms, each of which imports only those before it:
+
+- `schedule`: decides which rank computes which part of the attention, without torch.
+- `kernels`: computes core attention on one device.
+- `runtime`: carries a plan out: routes, messages, attention servers.
+- `agreement`: makes ranks tell each other their documents and agree on one plan.
+- `data`: reads documents, and deals them to ranks.
+- `integration`: connects all of it to transformers and its Trainer.
+
+All other rooms are optional, and the core imports none of them: `hybrids` (recurrent layers),
+`pipeline` (models in stages), `pool` (separate attention servers), `plugins` (for trainers that
+load them) and `tools` (the command line).
 """
 
 from __future__ import annotations
@@ -11,7 +24,6 @@ from hf_distca.errors import ConfigError, DistCADesyncError, DistCAError, Unsupp
 from hf_distca.late_imports import call_after_models_load
 
 if TYPE_CHECKING:
-    from hf_distca import pipeline
     from hf_distca.agreement.documents import PackedDocuments
     from hf_distca.config import DistCAConfig
     from hf_distca.data.collator import PackingCollator
@@ -44,7 +56,6 @@ __all__ = [
     "deal",
     "document_shares",
     "metrics",
-    "pipeline",
     "place_rows",
     "prepare",
 ]
@@ -69,6 +80,7 @@ _MODULES = {
 _REMOVED = {
     "DistCATrainerMixin": "use transformers' Trainer with hf_distca.DistCACallback, which logs the"
     " balance, and hf_distca.deal, which plans steps in loader workers",
+    "pipeline": "import hf_distca.pipeline",
     "plan_ahead": "leave the call out; plans of hf_distca.document_shares are made in loader"
     " workers, before a step needs them",
     "share_tokens": "deal documents in the loader: hf_distca.document_shares, or hf_distca.deal for"
@@ -84,14 +96,11 @@ def __getattr__(name: str) -> Any:
         from importlib.metadata import version
 
         value: Any = version("hf-distca")
-    elif name == "pipeline":
-        value = import_module("hf_distca.pipeline")
     elif name in _MODULE_OF:
         value = getattr(import_module(f"hf_distca.{_MODULE_OF[name]}"), name)
-    elif name in _REMOVED:
-        raise AttributeError(f"hf_distca.{name} was removed: {_REMOVED[name]}.")
     else:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        instead = f": {_REMOVED[name]}." if name in _REMOVED else ""
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{instead}")
     globals()[name] = value  # found directly from now on
     return value
 
@@ -100,8 +109,8 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
 
-# Modules whose `register` changes transformers' models: of the core, and of rooms that it does not
-# know. With them, torch and transformers are imported.
+# Modules whose `register` changes transformers' models: of the core, and of optional rooms.
+# They import torch and transformers.
 _REGISTERED = ("integration.hooks.register", "hybrids.recurrent_layers")
 
 

@@ -15,7 +15,6 @@ import yaml
 from hf_distca.errors import ConfigError, UnsupportedError
 from hf_distca.input_files import read_file
 from hf_distca.schedule.cost import CostModel
-from hf_distca.schedule.profiles import Profile
 
 # Names of the attentions that distca can stand in for; the last is TRL's, for shared prefixes.
 TREE_ATTENTION = "tree_fa3"
@@ -36,9 +35,9 @@ KernelName = Literal[
     "kernels-community/flash-attn3",
     "flash_attn_4",
 ]
-_BUILT_IN_COSTS = ("analytic", "calibrated")
+_BUILT_IN_COSTS = "analytic"
 if TYPE_CHECKING:
-    CostSource = str | Path | CostModel | Profile
+    CostSource = str | Path | CostModel
 else:
     # What can be written on a command line: HfArgumentParser, which reads this, takes a union for
     # its other members.
@@ -103,13 +102,11 @@ class DistCAConfig:
             largest smaller number that divides the heads; up to this limit if communication would
             take about as long as compute. 1 to move all heads of a slice together.
         kernel: attention kernel, ``"auto"`` for the best one that runs on the device.
-        cost_model: ``"analytic"`` for the shipped `Profile` of the GPU and kernel that run, fitted
-            to published timings. If there is none, if ranks differ, and for dealing, built-in
-            figures of the device type are used. ``"calibrated"`` to time the kernel on rank 0, on
-            batches of tasks, before the first plan (a few seconds on a CPU). Or the name of a
-            shipped `Profile`, the path of a profile that ``hf-distca profile`` measured (read at
-            once), or a `Profile`. Or a `CostModel` of your own, whose shape is replaced by that of
-            the layer at hand.
+        cost_model: ``"analytic"`` for built-in figures of the type of device, times the factor of
+            the GPU and kernel that run, if they are known and equal on all ranks; documents are
+            dealt by the figures without it. Or a `CostModel` of your own, or the path of one in
+            JSON (`CostModel.to_json`; read at once), whose shape is replaced by that of the layer
+            at hand.
         measured_rates: correct the cost model by what ranks measure while they train, give slower
             ranks less, and move less or nothing where exchanges turn out to take longer than they
             gain. Off, plans depend on the documents alone, as they always do with a `CostModel` of
@@ -174,17 +171,16 @@ class DistCAConfig:
                 f"kernel={show_value(kernel)} must be one of"
                 f" {', '.join(map(repr, get_args(KernelName)))}."
             )
-        is_name = isinstance(self.cost_model, str) and self.cost_model in _BUILT_IN_COSTS
-        if not is_name and not isinstance(self.cost_model, CostModel | Profile):
-            object.__setattr__(self, "cost_model", _load_profile(self.cost_model))
+        if not (is_built_in(self.cost_model) or isinstance(self.cost_model, CostModel)):
+            object.__setattr__(self, "cost_model", _read_costs(self.cost_model))
 
     @classmethod
     def from_file(cls, path: str | Path) -> DistCAConfig:
         """Read the settings in a YAML or JSON file, which maps names of fields to values.
 
         Args:
-            path: path of the file; JSON if it ends in ``.json``, else YAML. A profile's path in it
-                is relative to the current folder.
+            path: path of the file; JSON if it ends in ``.json``, else YAML. A cost model's path in
+                it is relative to the current folder.
 
         Raises:
             ConfigError: if the file cannot be read, if no field has a name (suggests the nearest
@@ -295,20 +291,37 @@ def show_value(value: Any) -> str:
 
 
 def is_built_in(source: object) -> bool:
-    """Return whether a `cost_model` is the name of a shipped or built-in one, rather than the path
-    of a file.
+    """Return whether a `cost_model` is the name of the built-in one."""
+    return isinstance(source, str) and source == _BUILT_IN_COSTS
+
+
+def read_cost_model(path: Any) -> CostModel:
+    """Read the file of a cost model in JSON.
+
+    Raises:
+        ConfigError: if there is none, or it holds no cost model. One line that begins with its
+            name.
     """
-    return source in (*_BUILT_IN_COSTS, *Profile.list_shipped())
-
-
-def _load_profile(source: Any) -> Profile:
-    expected = f"must be one of {', '.join(map(repr, _BUILT_IN_COSTS))}, a profile or a CostModel"
-    if not isinstance(source, str | Path):
-        raise ConfigError(f"cost_model={show_value(source)} {expected}.")
     try:
-        return Profile.load(source)
+        return CostModel.from_json(read_file(Path(path)).decode("utf-8"))
+    except (ConfigError, OSError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"{show_value(str(path))[1:-1]}: {str(error).rstrip('.')}. Give what CostModel.to_json"
+            " wrote: there are no profiles any more."
+        ) from error
+
+
+def _read_costs(source: Any) -> CostModel:
+    expected = (
+        f"cost_model={show_value(source)} must be 'analytic', whose rates ranks correct as they"
+        " train, a CostModel, or the path of one in JSON"
+    )
+    if not isinstance(source, str | Path):
+        raise ConfigError(f"{expected}.")
+    try:
+        return read_cost_model(source)
     except ConfigError as error:
-        raise ConfigError(f"cost_model={str(source)!r} {expected}: {error}") from error
+        raise ConfigError(f"{expected}: {error}") from error
 
 
 def check_settings(config: object, receiver: str) -> None:

@@ -86,6 +86,15 @@ def test_plans_travel_and_are_made_again_under_other_settings() -> None:
         assert made.call_count == 2
 
 
+@pytest.mark.parametrize("ping_pong", [False, True])
+def test_a_dealt_batch_is_as_even_as_its_plans_are(ping_pong: bool) -> None:
+    """A long document may lie on one rank, from where work moves."""
+    lengths = np.array([1024, *[64] * 48])
+    made = dealing(4, 1024, ping_pong=ping_pong)
+    assert made.estimate_imbalance(made.deal_layouts(lengths)[0]) > 1.5
+    assert made.estimate_dealt(lengths) < 1.05
+
+
 def test_a_dealing_with_another_placement_is_refused() -> None:
     with pytest.raises(ConfigError, match="placement='random' must be one of 'dealt', 'in order'"):
         dealing(2, 8, "random")

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from hf_distca.agreement.announce import PlanKey
-from hf_distca.agreement.batch_plan import MicroBatchPlan, Observation, observe_plans
+from hf_distca.agreement.batch_plan import MicroBatchPlan, RateSample, observe_plans
 from hf_distca.agreement.rates import Costs
 from hf_distca.config import DistCAConfig
 from hf_distca.runtime.meter import Meter
@@ -91,7 +91,7 @@ def placements(folder: Path) -> Iterator[tuple[str, Layout]]:
         yield path.stem, read_placement(path)
 
 
-def observation(plan: Plan, config: DistCAConfig, truth: Truth, world: str) -> Observation:
+def observation(plan: Plan, config: DistCAConfig, truth: Truth, world: str) -> RateSample:
     """What ranks would tell each other of one layer."""
     keys = [PlanKey(SHAPE, "cuda", nano=nano) for nano in ((1, 2) if config.ping_pong else (0,))]
     none, calls = np.zeros_like(truth.kernel), np.ones_like(truth.kernel)
@@ -145,8 +145,7 @@ def test_costly_exchanges_end_where_ranks_wait_elsewhere() -> None:
     """
     kernel, wire = np.array([1.0, 1.0, 0.95]), np.array([0.1, 0.1, 0.0])
     waited, none = np.array([0.5, 0.5, 0.0]), np.zeros(3)
-    parts = np.stack([none, none, kernel], axis=1)
-    seen = Observation(parts, kernel, waited, wire, np.array([1.2, 0.8, 0.95]), none)
+    seen = RateSample(kernel, kernel, waited, wire, np.array([1.2, 0.8, 0.95]), none)
     assert seen.compute_exchange_factor() == pytest.approx(5, rel=0.02)
     assert seen.slowdown == pytest.approx(1.5 / 1.2 - 1, rel=0.02)
     costs, key = Costs(), PlanKey(SHAPE, "cuda")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -13,13 +14,15 @@ import pytest
 from stand_ins import MadeUpGroup
 
 from hf_distca.agreement import dealt_share as dealt_module
+from hf_distca.agreement import rates as rates_module
 from hf_distca.agreement.announce import FIGURE_COUNT, HEADER_SIZE, PlanKey
-from hf_distca.agreement.batch_plan import Observation
+from hf_distca.agreement.batch_plan import RateSample
 from hf_distca.agreement.dealt_share import Dealing
 from hf_distca.agreement.documents import Documents, PackedDocuments, TokenBatch
 from hf_distca.agreement.planner import Planner
-from hf_distca.agreement.rates import Correction, Costs
+from hf_distca.agreement.rates import Costs
 from hf_distca.config import DistCAConfig
+from hf_distca.errors import DistCADesyncError
 from hf_distca.runtime.meter import Meter
 from hf_distca.schedule.balance import balance
 from hf_distca.schedule.cost import AttentionShape, CostModel, KernelCost
@@ -285,11 +288,16 @@ def test_a_change_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     assert len(said) <= 6
 
 
-def observation(change: Callable[[np.ndarray], np.ndarray] = lambda kernel: kernel) -> Observation:
-    parts = np.ones((RANKS, 3))
+def observation(change: Callable[[np.ndarray], np.ndarray] = lambda kernel: kernel) -> RateSample:
+    estimated = np.full(RANKS, 3.0)
     kernel = change(np.full(RANKS, 3.0))
     none = np.zeros(RANKS)
-    return Observation(parts, kernel, none, none, kernel, none)
+    return RateSample(estimated, kernel, none, none, kernel, none)
+
+
+def made_up_plan(key: PlanKey) -> Any:
+    """What is learned from; what it shows is given by the test."""
+    return SimpleNamespace(number=1, key=key)
 
 
 def given(cost: CostModel = TRUE) -> Costs:
@@ -320,8 +328,8 @@ def test_a_group_of_another_size_is_learned_from_by_itself() -> None:
         one, none = np.full(ranks, 6.0), np.zeros(ranks)
         costs.learn_from_sample(
             KIND,
-            Observation(
-                np.ones((ranks, 3)), one if ranks < RANKS else one / 2, none, none, one, none
+            RateSample(
+                np.full(ranks, 3.0), one if ranks < RANKS else one / 2, none, none, one, none
             ),
         )
     assert costs.get_cost(KEY).forward.flops_per_second == pytest.approx(
@@ -344,7 +352,7 @@ def test_ranks_with_nothing_to_do_say_nothing_of_their_speed() -> None:
     idle[2] = 0.0
     for _ in range(12):
         one = observation(lambda kernel: kernel * idle)
-        costs.learn_from_sample(KIND, replace(one, parts=one.parts * idle[:, None]))
+        costs.learn_from_sample(KIND, replace(one, estimated=one.estimated * idle))
     assert costs.measured_ranks.speeds is None
 
 
@@ -353,6 +361,10 @@ class Later:
 
     def __init__(self, rows: list[np.ndarray]) -> None:
         self.rows, self.is_done = rows, False
+
+    def raise_failure(self) -> None:
+        if len(self.rows[0]) != len(self.rows[1]):
+            raise DistCADesyncError("rows of different lengths")
 
     def wait(self) -> list[np.ndarray]:
         self.is_done = True
@@ -450,6 +462,21 @@ def test_rates_of_dealt_batches_change_at_one_micro_batch(kind: type[Slow]) -> N
     assert total.micro_batches == 40
 
 
+def test_what_is_found_of_shares_is_raised_before_it_is_read() -> None:
+    """By the next micro-batch, not only when it is waited for."""
+
+    class Other(Slow):
+        @staticmethod
+        def other(row: np.ndarray) -> np.ndarray:
+            return row[:-1]
+
+    planner, group = Planner(DistCAConfig(), Meter()), Other()
+    planner.costs[SHAPE, "cpu"] = TRUE
+    with pytest.raises(DistCADesyncError, match="rows of different lengths"):
+        train_on_shares(planner, Dealing(2, 4096, {KEY: TRUE}, planner.config), 4, group=group)
+    assert len(group.meetings) == 1
+
+
 @pytest.mark.parametrize(
     ("key", "config", "said"),
     [
@@ -480,39 +507,35 @@ def test_shares_planned_for_other_settings_warn_once(
     assert planned == ([] if said is None else [0, 1, 2, 3, 4, 5])
 
 
-def test_a_trial_of_many_micro_batches_puts_the_next_one_off() -> None:
-    """Shares are planned ahead: nine are planned in a trial before the first of them is
-    measured.
+@pytest.mark.parametrize(
+    ("late", "windows", "factor"), [(0, 1, 3.0), (9, 1, 3.0), (9, 1, 12.0), (9, 3, 3.0)]
+)
+def test_a_trial_is_one_micro_batch_whenever_it_is_measured(
+    late: int, windows: int, factor: float
+) -> None:
+    """Plans of shares are made ahead, and layers that differ in their windows alone are learned
+    from together.
     """
     kernel, wire, none = np.full(RANKS, 3.0), np.full(RANKS, 1.0), np.zeros(RANKS)
-    still = observation()
-    # 6 seconds instead of 4.5.
-    moved = Observation(still.parts, kernel, 3 * wire, wire, kernel * 1.5, none)
-    seconds = replace(TRUE, exchange_seconds=1.0)
-    for planned_ahead in (1, 9):
-        costs = given(seconds)
-        for _ in range(6):
-            costs.learn_from_sample(KIND, moved)
-        began = []
-        for _ in range(2):
-            count = 0
-            while costs.get_cost(KEY).exchange_seconds > 1:
-                costs.learn_from_sample(KIND, still)
-                count += 1
-            began.append(count)
-            for _ in range(planned_ahead):
-                costs.learn_from_sample(KIND, moved)
-            assert costs.get_cost(KEY).exchange_seconds == 3
-        lost = planned_ahead * moved.slowdown
-        assert lost <= 0.012 * began[1] or began[1] == 128
-        assert began[1] >= 128
+    moved = RateSample(kernel, kernel, factor * wire, wire, kernel * 1.5, none)
+    still = replace(moved, estimated_exchange=none)
+    costs = given(replace(TRUE, exchange_seconds=1.0))
+    seen = [made_up_plan(KEY._replace(window=window)) for window in range(windows)]
+    moves = [True] * (late + 1)  # of each micro-batch that was planned
+    for step in range(640):
+        observed = moved if moves[step] else still
+        with patch.object(rates_module, "observe_plans", lambda *_, observed=observed: observed):
+            costs.learn_from_plans(seen, DistCAConfig())
+        moves.append(costs.get_cost(KEY).exchange_seconds == 1)
+    trials = sum(moves[moves.index(False) :])
+    assert 0 < trials * moved.slowdown <= 0.01 * windows * 640
 
 
 def test_a_correction_of_exchanges_is_one_of_both_levels() -> None:
     cost = replace(TRUE, node_bytes_per_second=8 * TRUE.exchange_bytes_per_second)
-    corrected = Correction(exchange=2.0).apply_to(cost)
+    corrected = cost.scale(exchange=2.0)
     assert corrected.node_bytes_per_second == cost.node_bytes_per_second / 2
-    assert Correction(exchange=2.0).apply_to(TRUE).node_bytes_per_second is None
+    assert TRUE.scale(exchange=2.0).node_bytes_per_second is None
 
 
 def test_of_many_micro_batches_few_are_looked_at() -> None:

@@ -171,7 +171,7 @@ PACKED: dict[str, tuple[dict[str, list[int]], str]] = {
         {"image_grid_thw": [[1, 4, 4]]},
         "'image_grid_thw' of numbers, which may be an input",
     ),
-    "shift_labels": ({"shift_labels": [0] * 20}, "'shift_labels', which says what"),
+    "shift_labels": ({"shift_labels": [0] * 20}, "'shift_labels', which tells what"),
 }
 
 

@@ -22,9 +22,10 @@ from hf_distca.errors import ConfigError
 from hf_distca.integration.session import Session
 from hf_distca.kernels import flash
 from hf_distca.package_versions import list_versions
+from hf_distca.runtime.trial import exchange
 from hf_distca.tools.cli import app
 from hf_distca.tools.doctor import Finding, State
-from hf_distca.tools.doctor.exchange import describe_ranks, exchange
+from hf_distca.tools.doctor.exchange import describe_ranks, describe_trial
 from hf_distca.tools.doctor.model import (
     check_model_family,
     check_model_kernels,
@@ -228,7 +229,7 @@ def test_a_name_that_the_hub_does_not_have(monkeypatch: pytest.MonkeyPatch) -> N
 def exchange_here(has: dict[str, str]) -> list[Finding]:
     """Findings of a rank of a world that has met already."""
     group = Session(DistCAConfig(timeout_seconds=60.0), dist.group.WORLD).join_group()
-    return exchange(has, CPU, group)
+    return describe_trial(exchange(has, CPU, group), group)
 
 
 def exchanged(rank: int) -> tuple[list[Finding], list[Finding]]:

@@ -111,7 +111,7 @@ def config(draw: Random) -> None:
         "min_gain": lambda: draw.uniform(-0.1, 1.1),
         "tile": lambda: draw.randint(-1, 300),
         "kernel": lambda: draw.choice(["auto", "cpu", "flash", "reference"]),
-        "cost_model": lambda: draw.choice(["analytic", "calibrated", "measured"]),
+        "cost_model": lambda: draw.choice(["analytic", "calibrated"]),
         "max_transient_bytes": lambda: draw.choice([None, 0, 1, 10**9]),
         "timeout_seconds": lambda: draw.uniform(-1, 1e4),
     }

@@ -192,11 +192,11 @@ def log_of_dealt(rank: int) -> tuple[list[dict[str, float]], str]:
 def test_logs_compare_with_the_order_not_taken(
     rank_pool: Callable[[int], RankPool],
 ) -> None:
-    """By causal pairs, of which dealt documents leave ranks about equally many."""
+    """By causal pairs, of which dealt documents leave ranks more equally many."""
     logged, said = rank_pool(2)(log_of_dealt)[0]
     for row in logged[:-1]:
         in_order = row["distca/imbalance_estimated_in_order"]
-        assert in_order > 1.05 > row["distca/imbalance_estimated_before"]
+        assert in_order > 1.2 > row["distca/imbalance_estimated_before"]
     assert "estimated, documents in order" in said
     assert "with documents in their order, 1.0" in said
     before = re.search(r"estimated: (\S+) in the batches replaced,", said)

@@ -8,7 +8,6 @@ import gc
 import weakref
 from collections.abc import Callable
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -22,7 +21,6 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 import hf_distca
 from hf_distca.agreement.documents import PackedDocuments
 from hf_distca.errors import LayoutError
-from hf_distca.integration import layer_planner
 from hf_distca.integration.current_session import current_session
 from live_bytes import LiveBytes
 from ranks import RankPool
@@ -218,29 +216,21 @@ def test_lone_rank_refuses_segments_without_a_beginning() -> None:
         model.eval()(**positions, distca_documents=pieces, use_cache=False)
 
 
-def costs_under_autocast(rank: int) -> tuple[list[int], list[torch.dtype]]:
-    """Element bytes that plans were made with, and the dtypes that kernels were timed in."""
-    timed: list[torch.dtype] = []
-
-    def calibrate(analytic: Any, kernel: Any, dtype: torch.dtype, *_: object) -> Any:
-        timed.append(dtype)
-        return analytic
-
-    hf_distca.configure(hf_distca.DistCAConfig(cost_model="calibrated"))
-    with (
-        patch.object(layer_planner, "calibrate", calibrate),
-        torch.autocast("cpu", torch.bfloat16),
-    ):
+def dtypes_under_autocast(rank: int) -> tuple[list[int], list[str]]:
+    """Element bytes that plans were made with, and dtypes of q."""
+    hf_distca.configure()
+    with torch.autocast("cpu", torch.bfloat16):
         model_for(2, "distca", torch.float32)(
             **batch(*([96], [16])[rank]), use_cache=False
         ).loss.backward()
-    return [shape.element_bytes for shape, _ in current_session().planner.costs], timed
+    costs = current_session().planner.costs
+    return [shape.element_bytes for shape, _ in costs], [*costs.dtypes.values()]
 
 
 def test_costs_are_those_of_the_dtype_that_is_computed_in(
     rank_pool: Callable[[int], RankPool],
 ) -> None:
-    assert rank_pool(2)(costs_under_autocast) == [([2], [torch.bfloat16])] * 2
+    assert rank_pool(2)(dtypes_under_autocast) == [([2], ["torch.bfloat16"])] * 2
 
 
 def refused(rank: int, positions: list[int]) -> str:

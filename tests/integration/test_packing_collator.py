@@ -170,7 +170,7 @@ def test_tokens_that_a_mask_leaves_out_are_no_targets(names: tuple[str, ...]) ->
         ({"position_ids": [0, 1]}, "8 input_ids and 2 numbers in its position_ids"),
         (
             {"position_ids": [0, 1, 2, 3, 0, 1, 2, 3], "seq_lengths": [3, 5]},
-            "its position_ids .*other documents",
+            "its position_ids .*disagree",
         ),
         ({"completion_mask": [1]}, "8 input_ids and 1 numbers in its completion_mask"),
         (
@@ -180,12 +180,12 @@ def test_tokens_that_a_mask_leaves_out_are_no_targets(names: tuple[str, ...]) ->
         ({"attention_mask": [1, 1, 1, 2, 0, 2, 2, 2]}, r"attention_mask\[4\] of a document is 0"),
         (
             {"attention_mask": [1, 1, 1, 1, 1, 2, 2, 2], "seq_lengths": [3, 5]},
-            "seq_lengths .*other documents",
+            "seq_lengths .*disagree",
         ),
         ({"attention_mask": [1, 1, 1, -1, -1, -1, -1, -1]}, r"attention_mask\[0, 3\] is -1"),
-        ({"shift_labels": IDS}, "'shift_labels', which says what its documents or targets are"),
-        ({"seq_idx": [0] * 8}, "'seq_idx', which says what its documents or targets are"),
-        ({"distca_documents": PackedDocuments((3, 5))}, "'distca_documents', which says"),
+        ({"shift_labels": IDS}, "'shift_labels', which tells what its documents or targets are"),
+        ({"seq_idx": [0] * 8}, "'seq_idx', which tells what its documents or targets are"),
+        ({"distca_documents": PackedDocuments((3, 5))}, "'distca_documents', which tells"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, dict) else "",
 )
@@ -257,7 +257,7 @@ def test_a_model_says_what_it_takes(wrap: Callable[[Any], Any]) -> None:
     assert collate([{"input_ids": IDS, **others, "pixel_values": None}])["input_ids"].tolist() == [
         IDS
     ]
-    with pytest.raises(LayoutError, match="'shift_labels', which says"):
+    with pytest.raises(LayoutError, match="'shift_labels', which tells"):
         collate([{"input_ids": IDS, "shift_labels": IDS}])
     unknown = hf_distca.PackingCollator(Around(torch.nn.Linear(1, 1)).forward)
     with pytest.raises(LayoutError, match="'image_sizes' of numbers"):

@@ -1,4 +1,6 @@
-"""The path from collator to kernel is the one that docs/architecture.md lists."""
+"""The path from collator to kernel is the one that docs/architecture.md lists, and a first layer
+takes a bounded number of Python calls.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +14,7 @@ import torch
 from test_parity import PAIRS, model_for
 
 import hf_distca
+from hf_distca.integration.current_session import current_session
 from ranks import RankPool
 
 ROOT = Path(__file__).parents[2]
@@ -53,8 +56,43 @@ def called(rank: int) -> list[str]:
     return [name for place, name in enumerate(seen) if name not in seen[place + 1 :]]
 
 
+def calls_of_first_layers(rank: int) -> list[int]:
+    """The functions of the library that run in the first layer of each of four micro-batches, whose
+    plans move work.
+    """
+    hf_distca.configure(hf_distca.DistCAConfig(tile=8, min_gain=0.0, cost_model=PAIRS))
+    model = model_for(2, "distca", torch.float32)
+    counts = [0]
+    inside = False
+
+    def count(frame: FrameType, event: str, _: object) -> None:
+        nonlocal inside
+        if not frame.f_code.co_filename.startswith(SOURCE) or event not in ("call", "return"):
+            return
+        if frame.f_code.co_name == "distca_attention":
+            inside = event == "call"
+            sys.setprofile(count if inside else None)
+        counts[-1] += inside and event == "call"
+
+    for _ in range(4):
+        lengths = ([512], [32] * 16)[rank]
+        batch = hf_distca.PackingCollator()([{"documents": [[7] * n for n in lengths]}])
+        sys.setprofile(count)
+        model(**batch, use_cache=False).loss.backward()
+        sys.setprofile(None)
+        counts.append(0)
+    assert current_session().meter.sent_bytes > 0
+    return counts[:-1]
+
+
 def test_the_listed_calls_run_in_their_order(rank_pool: Callable[[int], RankPool]) -> None:
     names = listed()
     assert len(names) <= 24
     for seen in rank_pool(2)(called):
         assert [name for name in seen if name in names] == names
+
+
+def test_python_calls_of_a_first_layer_are_bounded(rank_pool: Callable[[int], RankPool]) -> None:
+    """The first micro-batch may import, and makes what later ones find."""
+    for _, *later in rank_pool(2)(calls_of_first_layers):
+        assert 400 < min(later) <= max(later) <= 900

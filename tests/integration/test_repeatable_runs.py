@@ -21,24 +21,14 @@ from hf_distca.agreement.batch_plan import Measurement, MicroBatchPlan
 from hf_distca.agreement.record_rows import StepsRow
 from hf_distca.integration.current_session import current_session
 from hf_distca.schedule.cost import KernelCost
-from hf_distca.schedule.profiles import ExchangeRates, KernelRates, Profile
 from hf_distca.tools.report.folder import RunFolder
 from ranks import RankPool
 from tiny_runs import COMMON, documents, settings, tiny_llama
 
 STEPS = 20  # rates of dealt batches change after 8 micro-batches at the earliest
 KERNEL = KernelCost(1e-7, np.inf, 1e9)
-# As `PAIRS`, whose rates would not be corrected.
-PROFILE = Profile(
-    "pairs",
-    "cpu",
-    "a machine",
-    "2026-11-26",
-    {},
-    "made up",
-    (KernelRates("cpu", 4, 16, 16, KERNEL, KERNEL),),
-    inside=ExchangeRates(1e13, 0.0),
-)
+# As `PAIRS`, whose rates would not be corrected, in place of the built-in figures.
+FIGURES = KERNEL, KERNEL, 1e13, 0.0, None
 
 
 def train(
@@ -67,8 +57,12 @@ def train(
         "full_determinism": deterministic,
         "seed": 7,
     }
-    callback = hf_distca.DistCACallback(settings(**{"cost_model": PROFILE, **changes}))
-    with patch.dict(os.environ), patch.object(MicroBatchPlan, "own_measurement", property(timed)):
+    callback = hf_distca.DistCACallback(settings(**{"cost_model": "analytic", **changes}))
+    with (
+        patch.dict(os.environ),
+        patch.dict("hf_distca.schedule.cost._BUILT_IN", cpu=FIGURES),
+        patch.object(MicroBatchPlan, "own_measurement", property(timed)),
+    ):
         trainer = Trainer(
             tiny_llama("distca"),
             TrainingArguments(**arguments),
@@ -86,10 +80,7 @@ def train(
 
 WAYS: dict[str, tuple[bool, dict[str, Any]]] = {
     "full_determinism": (True, {}),
-    "full_determinism, ping-pong, calibrated": (
-        True,
-        {"ping_pong": True, "cost_model": "calibrated"},
-    ),
+    "full_determinism, ping-pong": (True, {"ping_pong": True}),
     "measured_rates=False": (False, {"measured_rates": False}),
 }
 

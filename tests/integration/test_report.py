@@ -18,7 +18,7 @@ import pytest
 from transformers.utils.logging import disable_progress_bar, enable_progress_bar
 
 import hf_distca
-from hf_distca.agreement.batch_plan import BalanceTotals, Observation
+from hf_distca.agreement.batch_plan import BalanceTotals, RateSample
 from hf_distca.agreement.rates import Costs
 from hf_distca.integration import processes
 from hf_distca.integration.reports import (
@@ -103,8 +103,8 @@ def test_why_exchanges_were_given_up() -> None:
     made, none = session(), np.zeros(2)
     assert fewer_moves_reason(made) is None
     kernel, waiting = np.array([2.0, 2.0]), np.array([3.0, 3.0])
-    slow = Observation(
-        np.ones((2, 3)), kernel, waiting, np.array([0.5, 0.5]), np.array([4.0, 0.0]), none
+    slow = RateSample(
+        np.full(2, 3.0), kernel, waiting, np.array([0.5, 0.5]), np.array([4.0, 0.0]), none
     )
     for _ in range(8):
         made.planner.costs.learn_from_sample((SHAPE, "cpu"), slow)
@@ -238,23 +238,19 @@ def test_what_takes_long_is_said(
 
 
 def waits(rank: int) -> str:
-    """What rank 0 writes while the first step is prepared, with a clock for which all takes
+    """What a rank writes while the first step is prepared, with a clock for which all takes
     long.
     """
-    hf_distca.configure(hf_distca.DistCAConfig(cost_model="calibrated"))
-    trainer = make_trainer(
-        "distca", rows(2), config=hf_distca.DistCAConfig(cost_model="calibrated"), max_steps=1
-    )
+    trainer = make_trainer("distca", rows(2), config=settings(), max_steps=1)
     with (
-        patch.object(processes, "_SLOW_SECONDS", 1e-3),
+        patch.object(processes, "_SLOW_SECONDS", 1e-6),
         contextlib.redirect_stderr(io.StringIO()) as written,
     ):
         trainer.train()
     return written.getvalue()
 
 
-def test_calibration_is_announced_by_rank_0(rank_pool: Callable[[int], RankPool]) -> None:
+def test_the_first_plan_is_announced_by_rank_0(rank_pool: Callable[[int], RankPool]) -> None:
     first, other = rank_pool(2)(waits)
-    assert "distca: timing the attention kernel 'cpu' before the first plan ..." in first
-    assert "before the first plan took" in first
+    assert "distca: making the first plan took" in first
     assert "distca" not in other

@@ -358,7 +358,7 @@ class Interface4(Interface3):
         "efficient",
         "flash_attn",
         "flash_attn_3",
-        "flash_attn_3 beside messages",
+        "flash_attn_3 during messages",
         "kernels-community/flash-attn3",
         "flash_attn_4",
     ]
@@ -366,7 +366,7 @@ class Interface4(Interface3):
 def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Kernel:
     modules = {
         "flash_attn.flash_attn_interface": SimpleNamespace(**package()),
-        "flash_attn_interface": Interface3(16 if "beside" in request.param else 0),
+        "flash_attn_interface": Interface3(16 if "during" in request.param else 0),
         "kernels-community/flash-attn3": Interface3(),
         "flash_attn.cute.interface": Interface4(),
     }

@@ -14,7 +14,7 @@ import torch
 import hf_distca.kernels as kernels
 from hf_distca.config import DistCAConfig, KernelName
 from hf_distca.errors import KernelError
-from hf_distca.kernels import Case, Kernel, Scores, flash, list_runnable, select_kernel
+from hf_distca.kernels import Case, Kernel, Scores, flash, select_kernel
 from hf_distca.kernels.flash import flash_reason
 from pages import ROOT
 
@@ -23,8 +23,8 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 PLAIN, WINDOW, BOTH = Scores(0.1), Scores(0.1, window=7), Scores(0.1, window=7, softcap=30.0)
 
 
-def select(name: Any, *case: Any, first: str | None = None, ratio: int = 2) -> Kernel:
-    return select_kernel(name, Case(*case, ratio), first=first)
+def select(name: Any, *case: Any, ratio: int = 2) -> Kernel:
+    return select_kernel(name, Case(*case, ratio))
 
 
 @pytest.fixture
@@ -225,7 +225,7 @@ def test_says_it_beside_the_package_flash_attn_too(
 
 
 @pytest.mark.usefixtures("_one_hopper", "_new_log")
-@pytest.mark.parametrize("case", ["named", "slower", "wrong"])
+@pytest.mark.parametrize("case", ["named", "wrong"])
 def test_says_nothing_of_flash_attention_4_where_it_is_installed(
     case: str,
     caplog: pytest.LogCaptureFixture,
@@ -242,10 +242,8 @@ def test_says_nothing_of_flash_attention_4_where_it_is_installed(
             lambda kernel, case: "wrong" if kernel.name == "flash_attn_4" else None,
         )
     with caplog.at_level(logging.INFO, logger="hf_distca"):
-        name, first = (
-            ("cuda", None) if case == "named" else ("auto", "cuda" if case == "slower" else None)
-        )
-        assert select(name, CUDA, torch.bfloat16, 64, 64, PLAIN, first=first).name == "cuda"
+        name = "cuda" if case == "named" else "auto"
+        assert select(name, CUDA, torch.bfloat16, 64, 64, PLAIN).name == "cuda"
     assert "is made for" not in caplog.text
 
 
@@ -255,25 +253,14 @@ def test_newer_flash_attentions_come_first_where_they_run(
 ) -> None:
     monkeypatch.setattr(flash, "_find_version", lambda: (2, 8, 3))
 
-    def chosen(scores: Scores = PLAIN, width: int = 64, first: str | None = None) -> str:
-        return select("auto", CUDA, torch.bfloat16, width, width, scores, first=first).name
+    def chosen(scores: Scores = PLAIN, width: int = 64) -> str:
+        return select("auto", CUDA, torch.bfloat16, width, width, scores).name
 
     assert chosen() == "flash_attn"
     packages["flash_attn_interface"] = object()
     assert chosen() == "flash_attn_3"
     packages["flash_attn.cute.interface"] = packages["kernels-community/flash-attn3"] = object()
     assert chosen() == chosen(BOTH) == "flash_attn_4"
-    assert [kernel.name for kernel in list_runnable(Case(CUDA, torch.bfloat16, 64, 64, PLAIN))] == [
-        "flash_attn_4",
-        "flash_attn_3",
-        "flash_attn",
-        "cuda",
-        "efficient",
-    ]
-    assert chosen(first="cuda") == "cuda"
-    assert chosen(BOTH, first="cuda") == "flash_attn_4", (
-        "where the first one does not run, the order decides"
-    )
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
     assert chosen() == chosen(width=256) == "flash_attn_4"
     assert chosen(width=192) == "flash_attn", (
@@ -354,12 +341,12 @@ def test_a_kernel_that_is_wrong_on_the_gpu_is_not_taken(
                 select("auto", CUDA, torch.bfloat16, 64, 64, Scores(0.3, window=99)).name
                 == "flash_attn_3"
             )
-    beside = "flash_attn_3 beside messages"
+    during = "flash_attn_3 during messages"
     assert checked == [
         ("flash_attn_3", False),
         ("cuda", False),
         ("flash_attn_3", True),
-        (beside, True),
+        (during, True),
     ]
     assert (
         "flash_attn_3: its results on cuda:0 are wrong: dq by 0.3; flash_attn: "
@@ -375,14 +362,14 @@ def test_a_kernel_that_is_wrong_on_the_gpu_is_not_taken(
 
 
 @pytest.mark.usefixtures("_one_hopper")
-def test_a_kernel_that_is_wrong_beside_messages_is_not_taken(
+def test_a_kernel_that_is_wrong_during_messages_is_not_taken(
     monkeypatch: pytest.MonkeyPatch, packages: dict[str, object]
 ) -> None:
     monkeypatch.setattr(flash, "_find_version", lambda: None)
     packages["flash_attn_interface"] = object()
     reason = "its check on cuda:0 raised TypeError: unexpected keyword argument 'sm_margin'"
     monkeypatch.setattr(
-        kernels, "mismatch_reason", lambda kernel, case: reason if "beside" in kernel.name else None
+        kernels, "mismatch_reason", lambda kernel, case: reason if "during" in kernel.name else None
     )
     assert select("auto", CUDA, torch.bfloat16, 64, 64, PLAIN).name == "cuda"
 

@@ -1,4 +1,4 @@
-"""Refusals of other ways that the page "From cp_size to deal" names, in the packages that are
+"""Refusals of other ways that the page of trainers names, in the packages that are
 installed; and what it says to write instead.
 """
 
@@ -14,7 +14,7 @@ from transformers import MistralConfig, PreTrainedConfig, Qwen3NextConfig, Train
 
 from pages import ROOT
 
-PAGE = (ROOT / "docs" / "from_cp_size.md").read_text()
+PAGE = (ROOT / "docs" / "works_with.md").read_text()
 
 
 def model_of(config: PreTrainedConfig, attention: str = "sdpa") -> Any:
@@ -60,7 +60,7 @@ def test_lines_to_write_are_those_of_the_other_pages() -> None:
     assert shares in (ROOT / "docs" / "long_documents.md").read_text()
     added = [line[1:] for line in re.findall(r"^\+.*", PAGE, re.MULTILINE)]
     assert added.count("hf_distca.deal(trainer, tokens_per_rank=16384)") == 2
-    works_with = (ROOT / "docs" / "works_with.md").read_text()
+    section = PAGE.split("\n## axolotl\n")[1].split("\n## ")[0]
     for line in ("  - hf_distca.plugins.axolotl.DistCAPlugin", "  tokens_per_rank: 16384"):
         assert line in added
-        assert line in works_with
+        assert line in section

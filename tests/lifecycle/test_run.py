@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 import hf_distca
 import scripts
 from hf_distca.agreement.record_rows import RECORD_NAME
-from hf_distca.schedule.profiles import Profile
+from hf_distca.schedule.cost import AttentionShape, CostModel
 from hf_distca.tools.cli import app
 from hf_distca.tools.run import Options, find_command, read_options
 from pages import ROOT, words_of
@@ -129,9 +129,10 @@ def test_what_a_command_starts_afresh_runs_under_distca(script: Path, tmp_path: 
     """
     starter = Path(__file__).with_name("starts_accelerate.py")
     (tmp_path / "distca.yaml").write_text(
-        "tolerance: 0.1\ntokens_per_rank: 4\ncost_model: profile.json\n"
+        "tolerance: 0.1\ntokens_per_rank: 4\ncost_model: costs.json\n"
     )
-    (tmp_path / "profile.json").write_text(Profile.load("xeon_1_thread").to_json())
+    cost = CostModel.make_analytic(AttentionShape(8, 2, 64, 64, 4), device_type="cpu")
+    (tmp_path / "costs.json").write_text(cost.to_json())
     config = str(ROOT / "configs/accelerate/cpu_2_processes.yaml")
     hidden = tmp_path / "hidden"
     hidden.mkdir()
@@ -155,7 +156,7 @@ def test_what_a_command_starts_afresh_runs_under_distca(script: Path, tmp_path: 
     assert done.returncode == 0, done.stdout + done.stderr
     seen = json.loads((tmp_path / "seen.json").read_text())
     assert (seen["world"], seen["attention"], seen["customized"]) == (2, "distca", True)
-    assert (seen["settings"], set(seen["tokens"])) == ([True, 0.1, "xeon_1_thread"], {4})
+    assert (seen["settings"], set(seen["tokens"])) == ([True, 0.1, "analytic cpu"], {4})
     assert done.stderr.count("micro-batches on 2 ranks") == 1, done.stderr
     assert "in kernel cpu" in done.stderr
 
@@ -289,8 +290,8 @@ def test_names_that_nothing_has_are_said_in_one_line(words: list[str]) -> None:
     [
         ({"summary": False, "collator": "replace"}, {"summary": True, "collator": "check"}),
         (
-            {"spare_servers": True, "server_wait": 9.0},
-            {"spare_servers": False, "server_wait": 300.0},
+            {"observe": True, "server_wait": 9.0},
+            {"observe": False, "server_wait": 300.0},
         ),
         ({"attn_implementation": "distca", "summary": False}, {"instead_of": "sdpa"}),
     ],

@@ -1,5 +1,5 @@
-"""The table of docs/hybrid_models.md: each type with recurrent layers, packed and cut over ranks,
-against whole documents.
+"""The table of benchmarks/results/hybrids_2026-11.md: each type with recurrent layers, packed and
+cut over ranks, against whole documents.
 
 python tests/models/cut_hybrids.py
 """
@@ -25,7 +25,7 @@ from hf_distca.schedule.deal import deal, deal_in_order
 from hf_distca.schedule.layout import Layout
 from ranks import RankPool
 
-PAGE = Path(__file__).parents[2] / "docs" / "hybrid_models.md"
+PAGE = Path(__file__).parents[2] / "benchmarks" / "results" / "hybrids_2026-11.md"
 TYPES = sorted(name for name, group in FAMILIES.items() if group == "PACKED")
 # The first is longer than three of four ranks hold, and than two chunks of a delta rule.
 LENGTHS = (150, 9, 1, 32)

@@ -53,34 +53,34 @@ REASONS = (
 
 # What stands behind the table.
 NOTES = """
-Nobody has tried models that are not in the table. They pass with a warning, once a type: the
-arguments of every attention call are checked, and it is for you to compare a few losses with those
-of sdpa, and with one process where documents lie on several ranks.
+## Models outside the table
 
-Rotary embeddings that depend on the longest document in a batch (`rope_type` "dynamic" and
-"longrope", as in Phi-3) are made for the longest document of all ranks. Only the shares of
-`document_shares` know it; other batches with a document in several parts are refused, and so is
-Moshi with such an embedding, whose layers make it one by one.
+They pass with a warning, once for each type. The arguments of every attention call are checked.
+Compare a few losses with those of sdpa, and with one process if documents lie on several ranks.
 
-In Llama 4, layers without rotary embedding scale queries by the place of a token in its row, not in
-its document. In rows of fewer than 8,192 tokens (`floor_scale`) this changes nothing. In longer
-packed rows it does, under any attention.
-
-## Positions and decoders
+## Positions
 
 Position ids may be an argument of the model or one that it hands on in its keyword arguments
 (Whisper, Moss).
 
-RoBERTa and its kin (CamemBERT, Data2Vec, XLM-RoBERTa, X-MOD) count learned positions from
-`pad_token_id + 1`. Positions of `PackingCollator` and of shares, which count from 0, are moved
-there when the model is called. In other batches positions from 0 are refused:
+**Rotary embeddings of the longest document** (`rope_type` "dynamic" and "longrope", as in Phi-3)
+are made for the longest document of all ranks. Only the shares of `document_shares` know it. Other
+batches with a document in several parts are refused, and so is Moshi with such an embedding.
+
+**Llama 4**: layers without rotary embedding scale queries by the place of a token in its row, not
+in its document, under any attention. Rows of fewer than 8,192 tokens (`floor_scale`) are not
+affected.
+
+**RoBERTa and its kin** (CamemBERT, Data2Vec, XLM-RoBERTa, X-MOD) count learned positions from
+`pad_token_id + 1`. Positions of `PackingCollator` and of shares are moved there when the model is
+called. In other batches positions from 0 are refused:
 `DataCollatorWithFlattening(position_ids_start=2)` makes the right ones.
 
-Encoder-decoders are refused, also those whose decoder alone is in the table.
+**Encoder-decoders** are refused, also those whose decoder alone is listed here.
 
 ## Vision-language models
 
-Vision towers are bidirectional: give distca to the language tower alone.
+Vision towers are bidirectional, so give distca to the language tower alone:
 
 ```python
 attention = {"text_config": "distca", "vision_config": "sdpa"}
@@ -88,10 +88,10 @@ model = AutoModelForImageTextToText.from_pretrained(name, attn_implementation=at
 ```
 
 The keys are the names of the parts in the model's config. LLaVA and Qwen2-VL are compared with sdpa
-so, with images in packed rows, on one rank and on two (`tests/models/test_vision_language.py`). For
-M-RoPE give position ids of four rows, those of the text first, or of three: a document begins where
-all three axes are 0. Models whose image tokens see each other both ways (Gemma 3) are refused when
-a batch has images.
+in this way, with images in packed rows, on one rank and on two
+(`tests/models/test_vision_language.py`). For M-RoPE give position ids of four rows, those of the
+text first, or of three: a document begins where all three axes are 0. Models whose image tokens see
+each other both ways (Gemma 3) are refused when a batch has images.
 """
 
 
@@ -136,103 +136,104 @@ def write(results: list[Result], cuts: dict[str, str]) -> None:
 def page(results: list[Result], cuts: dict[str, str]) -> str:
     """docs/models.md, with what each type showed, and its documents over ranks."""
     table = table_of(results)
-    counts = {
-        status: sum(entry == status for entry in table.values())
-        for status in families.PROVEN_GROUPS
+    by_group = {
+        group: [result for result in results if table[result.model_type] == group]
+        for group in (*families.PROVEN_GROUPS, *families.REFUSAL_REASONS)
     }
-    refused = len(table) - sum(counts.values())
-    halves = sum(result.halves for result in results)
+    counts = {group: len(found) for group, found in by_group.items()}
+    packed = counts["PROVEN"] + counts["PACKED"]
+    rows = counts["CARRIES_STATE"] + counts["NO_POSITIONS"]
+    working = [result for result in results if table[result.model_type] in families.PROVEN_GROUPS]
+    whole = [result.model_type for result in working if not result.halves]
+    over_ranks = sum(found == "OVER_RANKS" for found in cuts.values())
     lines = [
-        "# Models",
-        "",
-        (
-            "Every causal-LM type of transformers 5.23.0, as a tiny random model under distca"
-            " against the same weights under"
+        *_paragraph(
+            "# Models",
+            f"Of the {len(table)} causal-LM types of transformers 5.23.0, {packed} work with packed"
+            f" documents, {rows} more with one document a row, and {len(table) - packed - rows} are"
+            " refused. A tiny random model of each type ran under distca and, one document at a"
+            " time, under transformers' own attention. The loss, the logits of every token and the"
+            " gradient of every parameter agree.",
+            "`python tests/models/generate.py` writes this page from such a run."
+            " `pytest tests/models` fails where they differ.",
+            "## Which types work with packed documents?",
+            "By the features that the comparison met:",
         ),
-        (
-            "transformers' own attention, one document at a time: loss, logits of every token,"
-            " gradient of every parameter."
+        *_features(by_group["PROVEN"]),
+        *_paragraph(
+            "",
+            f"In the other {counts['PACKED']}, recurrent layers (state space, convolution, linear"
+            " attention) would carry state from one document to the next. Under distca [each"
+            " document starts without a state](hybrid_models.md):",
         ),
-        (
-            "Written by `python tests/models/generate.py` from what that run showed; `pytest"
-            " tests/models` fails where they differ."
+        *_features(by_group["PACKED"]),
+        *_paragraph(
+            "",
+            "## Which types need one document a row?",
+            f"{rows} types. Packed documents stay apart in attention, but not in the rest of the"
+            " model.",
+            f"- Recurrent layers carry state, and distca leaves them as they are:"
+            f" {_names(by_group['CARRIES_STATE'])}.",
+            f"- They take no position ids and count positions on. Their attention of packed"
+            f" documents is proven against a dense mask: {_names(by_group['NO_POSITIONS'])}.",
+            "## Which types are refused?",
         ),
-        "",
-        (
-            f"{counts['PROVEN'] + counts['PACKED']} types are proven with packed documents. In"
-            f" {counts['PACKED']} of them, recurrent layers (state space, convolution, linear"
+        "| reason | types |",
+        "|---|---|",
+        *(
+            f"| {families.REFUSAL_REASONS[group]} | {_names(by_group[group])} |"
+            for group in families.REFUSAL_REASONS
         ),
-        (
-            "attention) would carry state from one document to the next: under distca [each begins"
-            " anew](hybrid_models.md)."
+        *_paragraph(
+            "",
+            "## Documents over ranks",
+            f"{over_ranks} types also give the loss, logits and gradients of whole documents where"
+            " heads, middles and tails of documents lie on two ranks. These types refuse a document"
+            " in several parts:",
+            *(
+                f"- {text}: "
+                + ", ".join(name for name, found in cuts.items() if found == reason)
+                + "."
+                for reason, text in families.WHOLE_DOCUMENT_REASONS.items()
+            ),
+            "## Ping-pong",
+            f"Layers of {len(working) - len(whole)} types run as two halves. Those of"
+            f" {', '.join(whole)} stay whole: something else than attention mixes their tokens, or"
+            " they are not built of decoder layers that transformers can checkpoint.",
         ),
-        (
-            f"{counts['CARRIES_STATE'] + counts['NO_POSITIONS']} more are proven with one document"
-            " a row. Packed, documents stay apart in attention, and not in the rest"
-        ),
-        (
-            f"of the model: {counts['CARRIES_STATE']} have recurrent layers that distca leaves as"
-            f" they are; {counts['NO_POSITIONS']} take no position ids and count"
-        ),
-        (
-            "positions on (their attention of packed documents is proven against a dense mask)."
-            f" {refused} are refused."
-        ),
-        "",
-        (
-            f"In ping-pong, the attention layers of {halves} types run as halves. Those of the"
-            " others are left whole: something else"
-        ),
-        (
-            "than attention mixes their tokens, or they are not built of decoder layers that"
-            " transformers can checkpoint."
-        ),
-        "",
-        (
-            f"{sum(found == 'OVER_RANKS' for found in cuts.values())} types are also proven with"
-            " documents over ranks: their heads, middles and tails, on two ranks, give the loss,"
-        ),
-        (
-            "logits and gradients of whole documents. The others refuse a document that is in"
-            " several parts, for a reason that"
-        ),
-        "stands [below](#documents-over-ranks).",
-        "",
-        "| type | status | variants met in the proof | ping-pong | documents over ranks |",
-        "|---|---|---|---|---|",
     ]
-    for result in results:
-        entry = table[result.model_type]
-        if entry in families.PROVEN_GROUPS:
-            status, variants = families.PROVEN_GROUPS[entry], ", ".join(result.variants)
-            layers = "halves" if result.halves else "whole"
-            cut = "exact" if cuts[result.model_type] == "OVER_RANKS" else "refused"
-        else:
-            status, variants, layers, cut = (
-                f"refused: {families.REFUSAL_REASONS[entry]}",
-                "",
-                "",
-                "",
-            )
-        lines.append(f"| {result.model_type} | {status} | {variants} | {layers} | {cut} |")
-    return "\n".join([*lines, *_whole(cuts)]) + "\n" + NOTES
+    return "\n".join(lines).rstrip("\n") + "\n" + NOTES
 
 
-def _whole(cuts: dict[str, str]) -> list[str]:
-    """Why types refuse documents over ranks."""
-    lines = [
-        "",
-        "## Documents over ranks",
-        "",
-        "These types refuse a document in several parts:",
-        "",
-    ]
-    for reason, text in families.WHOLE_DOCUMENT_REASONS.items():
-        names = ", ".join(model_type for model_type, found in cuts.items() if found == reason)
+def _paragraph(*texts: str) -> list[str]:
+    """Wrapped paragraphs, an empty line behind each; items of a list have none between them."""
+    lines: list[str] = []
+    for text in texts:
+        is_item = text.startswith("- ")
+        if is_item and len(lines) > 1 and lines[-2].startswith(("- ", "  ")):
+            lines.pop()
+        indent = "  " * is_item
         lines += textwrap.wrap(
-            f"- {text}: {names}.", 128, subsequent_indent="  ", break_on_hyphens=False
+            text, 128, subsequent_indent=indent, break_on_hyphens=False, break_long_words=False
         )
+        lines.append("")
     return lines
+
+
+def _names(results: list[Result]) -> str:
+    return ", ".join(result.model_type for result in results)
+
+
+def _features(results: list[Result]) -> list[str]:
+    """A table of types by the features that were met."""
+    groups: dict[str, list[Result]] = {}
+    for result in results:
+        groups.setdefault(", ".join(result.variants) or "none of these", []).append(result)
+    return [
+        "| features | types |",
+        "|---|---|",
+        *(f"| {features} | {_names(found)} |" for features, found in sorted(groups.items())),
+    ]
 
 
 def main() -> None:

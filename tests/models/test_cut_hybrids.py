@@ -1,7 +1,7 @@
 """Each type with recurrent layers, packed and cut over up to four ranks in any placement, equals
 whole documents.
 
-The figures are those of the table in docs/hybrid_models.md, which `python
+The figures are those of the table in benchmarks/results/hybrids_2026-11.md, which `python
 tests/models/cut_hybrids.py` writes.
 """
 

@@ -169,7 +169,7 @@ def _join(size: int, servers: int, port: int, rank: int) -> None:
         "TORCHELASTIC_USE_AGENT_STORE": "True",
     }
     os.environ.update(sizes | ranks | store, TORCHELASTIC_RESTART_COUNT="0")
-    begin(Options(servers=servers, summary=False, server_wait=300.0, spare_servers=True))
+    begin(Options(servers=servers, summary=False, server_wait=300.0))
     dist.init_process_group("gloo")
 
 

@@ -135,7 +135,7 @@ def test_the_end_of_a_fork_is_not_told_to_servers(
     at_exit: list[Callable[[], None]] = []
     monkeypatch.setattr(atexit, "register", at_exit.append)
     controller = PoolController()
-    controller.groups[0].servers["a server"] = connect(address, TOKEN)
+    controller.servers["a server"] = connect(address, TOKEN)
     child = os.fork()
     if not child:
         for act in at_exit:

@@ -19,7 +19,7 @@ from hf_distca.config import DistCAConfig
 from hf_distca.errors import ConfigError
 from hf_distca.pool.server import STEPS, Server
 from hf_distca.pool.words import JsonLineConnection, read_config, read_dtype
-from hf_distca.schedule.profiles import Profile
+from hf_distca.schedule.cost import AttentionShape, CostModel
 from test_rooms import JOINT_STEPS
 
 
@@ -83,18 +83,18 @@ def test_other_names_of_torch_are_not_read(name: str) -> None:
         read_dtype(name)
 
 
-@pytest.mark.parametrize("name", ["/etc/passwd", "profile.json", ["analytic"], 1])
+@pytest.mark.parametrize("name", ["/etc/passwd", "costs.json", ["analytic"], 1])
 def test_settings_name_no_files_of_a_server(name: object, tmp_path: Path) -> None:
-    profile = tmp_path / "mine.json"
-    profile.write_text(Profile.load("xeon_1_thread").to_json())
+    file, cost = tmp_path / "mine.json", CostModel.make_analytic(AttentionShape(8, 2, 64, 64, 4))
+    file.write_text(cost.to_json())
     told = json.loads(json.dumps(asdict(DistCAConfig(tile=8))))
-    for known in ("analytic", "calibrated"):
-        assert read_config({**told, "cost_model": known}).cost_model == known
-    for other in (name, str(profile)):
+    assert read_config({**told, "cost_model": "analytic"}).cost_model == "analytic"
+    assert read_config({**told, "cost_model": {"text": cost.to_json()}}).cost_model == cost
+    for other in (name, str(file)):
         with pytest.raises(ConfigError, match=r"cost_model=.* is none that rank 0 names"):
             read_config({**told, "cost_model": other})
 
 
 def test_steps_are_those_of_a_table() -> None:
-    own = {"end", "regroup", "use_settings", "begin", "serve", "finish"}
+    own = {"end", "use_settings", "begin", "serve", "finish"}
     assert {name: getattr(Server, name) for name in JOINT_STEPS | own} == STEPS

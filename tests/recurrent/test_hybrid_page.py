@@ -9,7 +9,7 @@ ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "hybrid_models.md").read_text(encoding="utf-8")
 SOURCES = {
     path.name: path.read_text(encoding="utf-8")
-    for path in (ROOT / "src" / "hf_distca" / "recurrent").glob("*.py")
+    for path in (ROOT / "src" / "hf_distca" / "hybrids").glob("*.py")
 }
 
 
@@ -19,7 +19,7 @@ def test_every_name_is_in_the_sources() -> None:
     assert {"RowNeeds", "DeltaRule", "Segments.inner_segments"} <= set(names)
     text = "".join(SOURCES.values())
     for name in names:
-        assert name == "recurrent" or all(
+        assert name == "hybrids" or all(
             re.search(rf"\b{word}\b", text) for word in name.split(".")
         ), name
 

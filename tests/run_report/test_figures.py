@@ -49,9 +49,10 @@ def test_sums_over_the_run(tmp_path: Path) -> None:
     np.testing.assert_allclose(
         found.per_rank.sent_bytes, np.sum([row.per_rank.sent_bytes for row in rows], axis=0)
     )
-    assert (
-        f" The slowest rank had {tally.measured_before / tally.measured_mean:.2f} times the mean"
-        in found.verdict
+    assert found.cards[0] == (
+        f"{tally.measured_before / tally.measured_mean:.2f} ->"
+        f" {tally.measured_after / tally.measured_mean:.2f}",
+        "slowest rank / mean attention: before work was moved (measured) -> as trained (measured)",
     )
     assert found.name == "run"
     assert found.warnings == ["step 2: something <b>to act on</b>"]
@@ -146,10 +147,15 @@ def test_a_dealt_run_names_the_order_not_taken(tmp_path: Path) -> None:
     dealt = {**row.tally, "estimated_in_order": 3.2, "dealt_mean": 2.0}
     run = replace(RUN, replaced_imbalance=1.9)
     shown = figures(write_record(tmp_path / "dealt", [run, replace(row, tally=dealt)]))
-    assert (
-        "In the batches that dealing replaced, the slowest rank had 1.90 times the mean attention"
-        " seconds, and 1.60 times with documents in their order (estimated)."
-    ) in shown.verdict
+    value, meaning = shown.cards[0]
+    assert value.startswith("1.90 -> ")
+    assert "in the batches that dealing replaced (estimated) -> as trained" in meaning
+    (rows,) = draw_pictures(shown)[0].sides.values()
+    mean = np.mean(shown.per_rank.measured_before)
+    (replaced,), (before,) = rows["replaced"][0], rows["rank 3"][0]
+    assert replaced.length / before.length == pytest.approx(
+        1.9 * mean / shown.per_rank.measured_before[3]
+    )
     assert shown.total["imbalance_estimated_in_order"] == pytest.approx(1.6)
 
 
@@ -163,8 +169,7 @@ def test_records_without_newer_figures_are_read(tmp_path: Path) -> None:
 def test_a_run_that_moves_nothing_says_so(tmp_path: Path) -> None:
     row = steps_row(plan_row(1))
     found = figures(write_record(tmp_path, [RUN, replace(row, tally={**row.tally, "moved": 0})]))
-    assert " No work was moved: the slowest rank had" in found.verdict
-    assert found.verdict.endswith("What ranks sent is of documents that lie on several of them.")
+    assert found.cards[2][1].endswith("work was moved in 0 of 1 micro-batches")
 
 
 @pytest.mark.parametrize(
@@ -296,6 +301,7 @@ def test_step_takes_the_time_until_the_next_one_begins(tmp_path: Path) -> None:
     elapsed = [row.tally["elapsed_seconds"] for row in rows]
     found = figures(write_record(tmp_path, [RUN, *rows[:2], replace(RUN, step=1), *rows[1:]]))
     assert found.total["step_seconds"] == pytest.approx(sum(elapsed) / 3, rel=1e-4)
-    assert found.verdict.startswith(
-        f"A step took {sum(elapsed) / 3:.3g} s, of which rank 0 spent 33% in attention."
+    assert found.cards[1] == (
+        f"{sum(elapsed) / 3:.3g} s",
+        "a step, of which rank 0 spent 33% in attention",
     )

@@ -95,7 +95,7 @@ def step(rank: int, window: int | None, device: str | None) -> list[object]:
         out.backward(do)
     finally:
         torch.set_default_device(None)
-    rows = [row.tolist() for row in meeting.rows]
+    rows = [row.tolist() for row in meeting.wait()]
     return [
         gathered,
         rows,

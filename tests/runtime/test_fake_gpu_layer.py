@@ -159,7 +159,7 @@ def test_the_attention_function_stays_on_the_gpu(monkeypatch: pytest.MonkeyPatch
                 torch.bfloat16,
                 CUDA,
             )
-            ((_, *grads, _, _, _),) = tape.backward(out.flatten(0, 1))
+            ((_, _, *grads, _, _, _),) = tape.backward(out.flatten(0, 1))
             for x, grad in zip((q, k, v), grads, strict=True):
                 assert grad is not None
                 assert (grad.shape, grad.dtype, grad.device) == (

@@ -174,6 +174,6 @@ def test_a_cache_that_cannot_be_written_is_said_once(tmp_path: Path, loop: Path)
 
 
 def test_plans_are_made_where_numba_compiles_nothing() -> None:
-    code = "from hf_distca.schedule.balance import make_moves; print(type(make_moves).__name__)"
+    code = "from hf_distca.schedule.trial import make_moves; print(type(make_moves).__name__)"
     run = run_in(Path(hf_distca.__file__).parents[1], code, NUMBA_DISABLE_JIT="1")
     assert run.stdout.strip() == "function", run.stderr

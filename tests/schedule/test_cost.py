@@ -11,18 +11,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hf_distca.config import DistCAConfig
 from hf_distca.errors import ConfigError
+from hf_distca.schedule.balance import balance
 from hf_distca.schedule.cost import (
     AttentionShape,
     CostModel,
-    KernelCost,
     MarginalCost,
     count_causal_pairs,
-    fit_coefficients,
 )
 from hf_distca.schedule.layout import Layout
 from hf_distca.schedule.load import PlanLoad
 from hf_distca.schedule.plan import Plan
+from hf_distca.schedule.ranks import Ranks
 from hf_distca.schedule.slice_cost import estimate_slice_seconds
 
 SHAPE = AttentionShape(
@@ -123,50 +124,6 @@ def test_bytes_of_a_moved_token() -> None:
     assert SHAPE.moved_key_bytes == 3 * 4096
 
 
-@pytest.mark.parametrize("truth", [(3e-5, 5e9, 3e10), (0.0, 2e12, 4e14)])
-def test_fit_recovers_coefficients(truth: tuple[float, float, float]) -> None:
-    rows, keys = (
-        np.array([1, 64, 128, 512, 4096, 128, 8192]),
-        np.array([64, 64, 4096, 512, 4096, 65536, 65536]),
-    )
-    counts = CostModel.make_analytic(SHAPE).count_work(rows, keys)[1]
-    seconds = counts @ np.array([truth[0], 1 / truth[1], 1 / truth[2]])
-    fitted = KernelCost.fit(counts, seconds)
-    assert fitted.task_seconds == pytest.approx(truth[0], rel=1e-6, abs=1e-12)
-    assert fitted.bytes_per_second == pytest.approx(truth[1], rel=1e-6)
-    assert fitted.flops_per_second == pytest.approx(truth[2], rel=1e-6)
-
-
-def test_fit_is_never_negative() -> None:
-    generator = np.random.default_rng(0)
-    counts = CostModel.make_analytic(SHAPE).count_work(
-        generator.integers(1, 5000, 20), np.full(20, 5000)
-    )[0]
-    fitted = KernelCost.fit(counts, generator.random(20) + 0.1)
-    assert fitted.task_seconds >= 0
-    assert fitted.bytes_per_second > 0
-    assert fitted.flops_per_second > 0
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_no_coefficients_fit_better(seed: int) -> None:
-    """Of three, the best are those of some columns alone: without bounds, and not negative by
-    themselves.
-    """
-    generator = np.random.default_rng(seed)
-    counts = generator.random((12, 3)) ** 3 * [1.0, 1e9, 1e13]
-    seconds = np.abs(counts @ (generator.normal(0.3, 1, 3) / [1e4, 1e13, 1e16])) + 1e-6
-    scaled, errors = counts / seconds[:, None], []
-    for columns in ([0], [1], [2], [0, 1], [0, 2], [1, 2], [0, 1, 2]):
-        sizes = np.linalg.norm(scaled[:, columns], axis=0)
-        some = np.linalg.lstsq(scaled[:, columns] / sizes, np.ones(12), rcond=None)[0]
-        if some.min() >= 0:
-            errors.append(np.square(scaled[:, columns] / sizes @ some - 1).sum())
-    assert np.square(scaled @ fit_coefficients(counts, seconds) - 1).sum() == pytest.approx(
-        min(errors)
-    )
-
-
 @pytest.mark.parametrize("model", MODELS, ids=lambda model: model.name)
 @given(start=st.integers(0, 10**5), rows=st.integers(1, 10**4), more=st.integers(1, 10**4))
 def test_more_rows_and_more_keys_never_cost_less(
@@ -226,6 +183,18 @@ def test_json_keeps_a_model(model: CostModel) -> None:
     ).all()
 
 
+def test_a_scaled_model_takes_so_many_times_as_long() -> None:
+    cost = replace(CUDA, exchange_seconds=1e-4, peer_seconds=1e-6)
+    plan = balance(Layout.from_lengths([[65536], [1024], [1024], [1024]]), cost, DistCAConfig())
+    assert plan.moved
+    load, scaled = PlanLoad(plan, cost), cost.scale(kernel=2.0, exchange=3.0)
+    assert PlanLoad(plan, scaled).compute_seconds == pytest.approx(2 * load.compute_seconds)
+    for nodes in (Ranks(), Ranks(per_node=2)):
+        assert PlanLoad(plan, scaled, ranks=nodes).exchange_seconds == pytest.approx(
+            3 * PlanLoad(plan, cost, ranks=nodes).exchange_seconds
+        )
+
+
 @pytest.mark.parametrize(
     "change",
     [
@@ -240,8 +209,9 @@ def test_json_keeps_a_model(model: CostModel) -> None:
         lambda data: data.update(speed=3),
         lambda data: data["forward"].update(flops_per_second=10**400),
         lambda data: data["forward"].update(flops_per_second=math.nan),
-        lambda data: data["backward"].update(call_seconds=math.nan),
+        lambda data: data["backward"].update(call_seconds=0.0),
         lambda data: data.update(peer_seconds=math.nan),
+        lambda data: data.update(exchange_seconds=-1.0),
     ],
 )
 def test_json_that_is_no_model(change: Callable[[dict[str, Any]], object]) -> None:
@@ -254,17 +224,3 @@ def test_json_that_is_no_model(change: Callable[[dict[str, Any]], object]) -> No
     for text in ("[" * 10**5, None):
         with pytest.raises(ConfigError, match="no cost model"):
             CostModel.from_json(text)
-
-
-def test_call_takes_at_least_its_launch_beside_its_tasks() -> None:
-    """A call takes something besides its tasks and no less than its launch."""
-    kernel = KernelCost(0.0, 1e12, 1e14, call_seconds=1e-5, least_seconds=5e-5)
-    assert kernel.add_call_overhead([0.0, 1e-5, 1e-4]).tolist() == pytest.approx(
-        [0.0, 5e-5, 1.1e-4]
-    )
-    assert kernel.add_call_overhead([1e-5, 1e-3], 3).tolist() == pytest.approx([1.5e-4, 1.03e-3])
-    model = replace(CostModel.make_analytic(SHAPE), forward=kernel)
-    assert CostModel.from_json(model.to_json()) == model
-    assert model.estimate_seconds(512, 512) == replace(
-        model, forward=KernelCost(0.0, 1e12, 1e14)
-    ).estimate_seconds(512, 512), "plans leave it out"

@@ -94,13 +94,11 @@ ROUNDED = ([1, 1, 2, 2, 3, 5, 17, 27, 3, 7, 10, 14, 30, 15, 17, 37, 5], 7, 28)
 
 
 @settings(max_examples=150)
-@given(batches(), st.sampled_from(MODELS), st.booleans(), st.sampled_from([1, 16, 128]))
-@example(batch=ROUNDED, cost=CUDA, overlapped=True, tile=1)
-def test_any_documents(
-    batch: tuple[list[int], int, int], cost: CostModel, overlapped: bool, tile: int
-) -> None:
+@given(batches(), st.sampled_from(MODELS), st.sampled_from([1, 16, 128]))
+@example(batch=ROUNDED, cost=CUDA, tile=1)
+def test_any_documents(batch: tuple[list[int], int, int], cost: CostModel, tile: int) -> None:
     lengths, ranks, tokens = batch
-    layout = deal(lengths, ranks, tokens, cost, tile=tile, overlapped=overlapped)
+    layout = deal(lengths, ranks, tokens, cost, tile=tile)
     check(layout, lengths, [tokens] * ranks)
     assert set(layout.document.tolist()) == set(range(len(lengths)))
     # No two pieces of a document on a rank that could be one.
@@ -183,10 +181,10 @@ def test_short_documents_stay_whole() -> None:
 
 
 def test_a_long_document_lies_on_few_ranks() -> None:
-    # Alone it is about four times the mean, and every rank that gets a part exchanges its keys.
+    # It has the attention of four ranks, and every rank that gets a part exchanges its keys.
     layout = deal([65536, *[24576] * 100, *[512] * 3264], 64, 65536, CUDA)
     ranks = set(layout.rank[layout.document == 0].tolist())
-    assert 3 < len(ranks) < 10
+    assert len(ranks) == 2
 
 
 @pytest.mark.parametrize("per_node", [2, 4, 8])
@@ -269,8 +267,8 @@ def test_slowest_rank(name: str) -> None:
     draw, ranks, tokens, serial, overlapped = SETS[name]
     for seed in range(3):
         lengths = fill(draw, ranks * tokens, seed=seed)
-        assert slowest(balance(deal(lengths, ranks, tokens, CUDA), CUDA, DistCAConfig())) <= serial
-        layout = deal(lengths, ranks, tokens, CUDA, overlapped=True)
+        layout = deal(lengths, ranks, tokens, CUDA)
+        assert slowest(balance(layout, CUDA, DistCAConfig())) <= serial
         assert (
             slowest(balance(layout, CUDA, DistCAConfig(ping_pong=True)), overlapped=True)
             <= overlapped
@@ -383,7 +381,7 @@ def test_a_plan_is_never_later_than_moving_nothing(
 ) -> None:
     lengths, ranks, tokens = batch
     config = DistCAConfig(ping_pong=overlapped, tile=16)
-    layout = deal(lengths, ranks, tokens, cost, tile=16, overlapped=overlapped)
+    layout = deal(lengths, ranks, tokens, cost, tile=16)
     plan = balance(layout, cost, config)
     local = Plan.make_local(layout, plan.window)
     assert (
@@ -448,7 +446,6 @@ def test_documents_of_real_placements() -> None:
         layout = deal(lengths, ranks, tokens, CUDA)
         check(layout, lengths, [tokens] * ranks)
         serial.append(slowest(balance(layout, CUDA, DistCAConfig())))
-        layout = deal(lengths, ranks, tokens, CUDA, overlapped=True)
         overlapped.append(
             slowest(balance(layout, CUDA, DistCAConfig(ping_pong=True)), overlapped=True)
         )

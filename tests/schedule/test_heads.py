@@ -151,7 +151,7 @@ def test_a_document_that_outweighs_all_others_gains_by_heads() -> None:
     for others in (1792, 1800, 2000):
         lengths = [300_000, *[others] * ((ranks * tokens - 300_000) // others)]
         lengths.append(ranks * tokens - sum(lengths))
-        layout = deal(lengths, ranks, tokens, CUDA, overlapped=True)
+        layout = deal(lengths, ranks, tokens, CUDA)
         load = PlanLoad(balance(layout, CUDA, SPLIT), CUDA, overlapped=True)
         alone = PlanLoad(balance(layout, CUDA, WHOLE), CUDA, overlapped=True)
-        assert alone.slowest_seconds > 1.02 * load.slowest_seconds
+        assert alone.slowest_seconds > 1.05 * load.slowest_seconds

@@ -5,9 +5,11 @@ node or as one group.
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from hf_distca.config import DistCAConfig
@@ -16,7 +18,7 @@ from hf_distca.schedule.cost import AttentionShape, CostModel
 from hf_distca.schedule.deal import deal, deal_nano_batches
 from hf_distca.schedule.layout import Layout
 from hf_distca.schedule.load import PlanLoad
-from hf_distca.schedule.plan import Plan
+from hf_distca.schedule.plan import CATask, Plan
 from hf_distca.schedule.ranks import Ranks
 from hf_distca.tools.advise.document_lengths import find_distribution
 
@@ -46,12 +48,48 @@ def slowest(plan: Plan, cost: CostModel, config: DistCAConfig, size: int) -> flo
     ).slowest_seconds
 
 
+def node_by_node(ranks: list[list[int]], size: int, cost: CostModel, config: DistCAConfig) -> Plan:
+    """Each node planned by itself, as if there were no others."""
+    tasks, first = [], 0
+    for node in range(0, len(ranks), size):
+        plan = balance(
+            Layout.from_lengths(ranks[node : node + size]),
+            cost,
+            config,
+            Ranks(per_node=size),
+            allow_relays=False,
+        )
+        tasks += [
+            CATask(t.document + first, t.start, t.end, t.home + node, t.server + node)
+            for t in plan.tasks
+        ]
+        first += sum(map(len, ranks[node : node + size]))
+    return Plan.from_tasks(Layout.from_lengths(ranks), tasks)
+
+
+@given(
+    nodes(), st.booleans(), st.sampled_from([1e9, 4e9, 4e10, 3e11]), st.sampled_from([1, 10, 100])
+)
+@example(([[], [], [1, 14151], [], [], [15890]], 3), False, 1e9, 100)  # each node has its own best
+@settings(max_examples=60)
+def test_never_later_than_node_by_node(
+    case: tuple[list[list[int]], int], ping_pong: bool, rate: float, times: int
+) -> None:
+    ranks, size = case
+    cost = replace(CUDA, exchange_bytes_per_second=rate, node_bytes_per_second=rate * times)
+    config = DistCAConfig(ping_pong=ping_pong, head_groups=1, min_gain=0.0, tolerance=0.0)
+    layout = Layout.from_lengths(ranks)
+    plan = balance(layout, cost, config, Ranks(per_node=size), allow_relays=False)
+    alone = node_by_node(ranks, size, cost, config)
+    assert slowest(plan, cost, config, size) <= slowest(alone, cost, config, size) * (1 + 1e-12)
+
+
 def drawn(name: str, longest: int, ranks: int, tokens: int) -> np.ndarray:
     return next(find_distribution(name, longest).draw_batches(ranks * tokens, 1))
 
 
 @pytest.mark.parametrize("name", ["pretrain", "prolong"])
-@pytest.mark.parametrize(("tokens", "most"), [(65536, 1.035), (32768, 1.085)])
+@pytest.mark.parametrize(("tokens", "most"), [(65536, 1.035), (32768, 1.09)])
 def test_documents_that_fit_nodes_need_no_exchange_between_them(
     name: str, tokens: int, most: float
 ) -> None:
@@ -60,7 +98,7 @@ def test_documents_that_fit_nodes_need_no_exchange_between_them(
     assert layout.query_tokens.tolist() == [tokens] * 64
     load = PlanLoad(balance(layout, CUDA, DistCAConfig(), NODES), CUDA, ranks=NODES)
     assert load.slowest_seconds <= most * load.compute_seconds.mean()
-    assert load.node_bytes.inter_node[0].sum() <= 0.15 * load.node_bytes.intra_node[0].sum()
+    assert load.node_bytes.inter_node[0].sum() <= 0.12 * load.node_bytes.intra_node[0].sum()
 
 
 @pytest.mark.parametrize("longest", [65536, 131072, 262144])
@@ -71,10 +109,7 @@ def test_dealing_that_knows_of_nodes_is_no_slower(longest: int, overlapped: bool
     within = 1 + config.tolerance + 1e-4
     for name in ("pretrain", "prolong"):
         lengths = drawn(name, longest, 64, 32768)
-        blind, known = (
-            deal(lengths, 64, 32768, CUDA, ranks_per_node=size, overlapped=overlapped)
-            for size in (None, 8)
-        )
+        blind, known = (deal(lengths, 64, 32768, CUDA, ranks_per_node=size) for size in (None, 8))
         ends = [
             slowest(balance(layout, CUDA, config, NODES), CUDA, config, 8)
             for layout in (blind, known)
@@ -90,7 +125,7 @@ def test_nano_batches_stay_in_their_nodes() -> None:
     for half in halves:
         load = PlanLoad(balance(half, CUDA, config, NODES), CUDA, overlapped=True, ranks=NODES)
         assert load.slowest_seconds <= 1.021 * load.compute_seconds.mean()
-        assert load.node_bytes.inter_node[0].sum() <= 0.1 * load.node_bytes.intra_node[0].sum()
+        assert load.node_bytes.inter_node[0].sum() <= 0.15 * load.node_bytes.intra_node[0].sum()
 
 
 def test_work_crosses_nodes_only_where_a_node_has_too_much() -> None:

@@ -59,7 +59,7 @@ def test_a_slower_rank_gets_less(layout: Layout, slow: int, cost: CostModel) -> 
     blind = PlanLoad(
         balance(layout, cost, DistCAConfig(ping_pong=True)), cost, overlapped=True, ranks=ranks
     )
-    assert blind.slowest_seconds >= 1.3 * work / speeds.sum(), (
+    assert blind.slowest_seconds >= 1.35 * work / speeds.sum(), (
         "the plan that knows no speeds is that much slower"
     )
 

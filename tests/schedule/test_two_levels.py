@@ -218,9 +218,7 @@ def test_dealt_documents_are_exchanged_inside_nodes(overlapped: bool) -> None:
     ranks, config = Ranks(per_node=8), DistCAConfig(ping_pong=overlapped)
     loads = []
     for per_node in (None, 8):
-        layout = deal(
-            lengths, 32, sum(lengths) // 32, CUDA, ranks_per_node=per_node, overlapped=overlapped
-        )
+        layout = deal(lengths, 32, sum(lengths) // 32, CUDA, ranks_per_node=per_node)
         plan = balance(layout, CUDA, config, Ranks(per_node=per_node))
         loads.append(PlanLoad(plan, CUDA, overlapped=overlapped, ranks=ranks))
     blind, dealt = loads

@@ -7,11 +7,16 @@ from typing import Any
 
 from hf_distca.errors import ConfigError
 from hf_distca.schedule.cost import KernelCost
-from hf_distca.schedule.profiles import Profile
+from simulator.profiles import (
+    ELEMENT_BYTES,
+    EXCHANGE_SECONDS,
+    PEER_SECONDS,
+    PROFILES,
+)
 
 REACHED = 0.85  # of the data sheet's rates of memory and of the link to the host: assumed
 # Of that, by copies into another order. pytorch issue 178066: heads are put in order for an
-# all-to-all in 0.38 of its time on H100 and 0.43 on A100. With the all-to-alls of the shipped
+# all-to-all in 0.38 of its time on H100 and 0.43 on A100. With the all-to-alls of the
 # profiles among 8 GPUs, that is 0.54 and 0.55 of the data sheet's rate.
 _REORDERED = 0.545 / REACHED
 
@@ -110,7 +115,7 @@ _FIGURES = {
     "gb200": _BLACKWELL
     | {"memory_bytes": 186e9, "ranks_per_node": 72, "host_bytes": 2.4e11, "host_rate": 2.25e11},
 }
-# The device whose shipped profile has a device's attention kernel and links.
+# The device whose profile has a device's attention kernel and links.
 _TIMED = {"h100": "h100", "h200": "h100", "a100": "a100", "b200": "b200", "gb200": "b200"}
 _DEFAULT_KERNELS = {"h100": "flash_attn_2", "a100": "flash_attn_2", "b200": "flash_attn_4"}
 # By a device that was timed, where the figures of products and of gathers come from.
@@ -148,9 +153,7 @@ def find_hardware(name: str, kernel: str | None = None) -> Hardware:
         )
     timed = _TIMED[device]
     kernels = [
-        shipped.removeprefix(f"{timed}_")
-        for shipped in Profile.list_shipped()
-        if shipped.startswith(timed)
+        shipped.removeprefix(f"{timed}_") for shipped in PROFILES if shipped.startswith(timed)
     ]
     kernel = _DEFAULT_KERNELS[timed] if kernel is None else kernel
     if kernel not in kernels:
@@ -158,27 +161,20 @@ def find_hardware(name: str, kernel: str | None = None) -> Hardware:
             f"kernel {kernel!r} has no published timings on {name}: it must be one of"
             f" {', '.join(kernels)}."
         )
-    return _with_profile(device, Profile.load(f"{timed}_{kernel}"))
+    return _with_profile(device, f"{timed}_{kernel}")
 
 
-def _with_profile(device: str, profile: Profile) -> Hardware:
+def _with_profile(device: str, name: str) -> Hardware:
     """Join the figures of a device with the attention kernel and links of a profile."""
     figures, timed = _FIGURES[device], _TIMED[device]
-    rates = profile.kernels[0]
-    inside = profile.inside
-    between = profile.between
-    if inside is None or between is None:
-        raise ConfigError(
-            f"profile {profile.name} has inside={inside} and between={between}: of a GPU, it needs"
-            " the rates of both."
-        )
+    profile = PROFILES[name]
     # Than that of the GPU that was timed.
     faster = figures["memory_rate"] / _FIGURES[timed]["memory_rate"]
     forward, backward = (
         replace(cost, bytes_per_second=faster * cost.bytes_per_second)
-        for cost in (rates.forward, rates.backward)
+        for cost in (profile.forward, profile.backward)
     )
-    link_share = between.bytes_per_second / (figures["link_gbps"] * 1e9 / 8)
+    link_share = profile.link_rate / (figures["link_gbps"] * 1e9 / 8)
     matmul, gather = _SOURCES[timed]
     memory_rate, host_rate = figures["memory_rate"], figures["host_rate"]
     sources = (
@@ -197,24 +193,23 @@ def _with_profile(device: str, profile: Profile) -> Hardware:
         (
             "links",
             f"{figures['link_gbps']:.0f} Gbit/s a GPU, of which messages reach {link_share:.0%};"
-            f" {profile.sources['links']}",
+            f" {profile.link_source}",
         ),
         (
             "attention",
-            f"profile {profile.name}, bytes {faster:.2f} times as fast, largest error of fitted"
-            f" timings {rates.errors['fitted_forward_largest']:.0%} forward,"
-            f" {profile.sources['kernel']}",
+            f"profile {name}, bytes {faster:.2f} times as fast, largest error of timings kept"
+            f" aside {profile.largest_error[0]:.0%} forward, {profile.kernel_source}",
         ),
     )
     return Hardware(
         name=device,
-        node_rate=inside.bytes_per_second,
+        node_rate=profile.node_rate,
         link_share=link_share,
-        exchange_seconds=between.seconds,
-        peer_seconds=between.peer_seconds,
+        exchange_seconds=EXCHANGE_SECONDS,
+        peer_seconds=PEER_SECONDS,
         forward=forward,
         backward=backward,
-        element_bytes=rates.element_bytes,
+        element_bytes=ELEMENT_BYTES,
         sources=sources,
         **figures | {"memory_rate": REACHED * memory_rate, "host_rate": REACHED * host_rate},
     )

@@ -5,8 +5,15 @@ need them, and the shapes of a few known models.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
 
 from hf_distca.errors import ConfigError
+from hf_distca.tools.advise.counting import count_model
+from hf_distca.tools.doctor.model import read_config
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,3 +171,51 @@ def find_model(name: str) -> ModelShape:
             f"model {name!r} is neither a config.json nor one of {', '.join(KNOWN_MODELS)}."
         )
     return KNOWN_MODELS[name.lower()]
+
+
+def count_shape(path: Path) -> ModelShape:
+    """Count the shape of the model of a config.json; of a composite model, of the part that writes
+    text.
+
+    Raises:
+        ConfigError: if there is no such file, it has parts that cannot be counted, or layers of
+            several windows.
+        UnsupportedError: if distca does not support the model.
+    """
+    model, config = count_model(path), read_config(str(path)).get_text_config(decoder=True)
+    with torch.device("meta"):
+        built: Any = AutoModelForCausalLM.from_config(config, attn_implementation="eager")  # type: ignore[no-untyped-call]
+    windows = {window for _, window, _ in model.layers if window is not None}
+    if len(windows) > 1:
+        raise ConfigError(
+            f"{path}: its layers have windows of {', '.join(map(str, sorted(windows)))} keys: only"
+            " one can be predicted."
+        )
+    heads = model.layers[0][0]
+    width = (heads.head_dim + heads.value_head_dim) // 2
+    embedding, output = built.get_input_embeddings(), built.get_output_embeddings()
+    active = round(model.met_weights) - (0 if output is None else output.weight.numel())
+    attending = sum(count for *_, count in model.layers)
+    own = sum(
+        weight.numel()
+        for module in built.modules()
+        if getattr(module, "is_causal", False)
+        for weight in module.parameters()
+        if weight.dim() > 1
+    )
+    wide = (active - own) / (3 * config.hidden_size * config.num_hidden_layers)
+    return ModelShape(
+        *(model.name, config.hidden_size, config.num_hidden_layers),
+        *(heads.query_heads, heads.key_value_heads, width),
+        feed_forward=max(round(wide), 1),
+        vocabulary=config.vocab_size,
+        tied=output is None or output.weight is embedding.weight,
+        window=min(windows, default=None),
+        windowed_layers=sum(count for _, window, count in model.layers if window is not None),
+        head_norms=any(
+            name.endswith(("q_norm", "query_norm")) for name, _ in built.named_modules()
+        ),
+        attention_layers=attending,
+        weights=sum(weight.numel() for weight in built.parameters()),
+        active=active,
+    )

@@ -12,7 +12,6 @@ import numpy as np
 from hf_distca.config import DistCAConfig
 from hf_distca.errors import ConfigError
 from hf_distca.schedule.cost import AttentionShape, CostModel
-from hf_distca.schedule.profiles import Profile
 from hf_distca.schedule.ranks import Ranks
 from simulator.hardware import Hardware
 from simulator.model_shape import ModelShape
@@ -60,7 +59,7 @@ class Setting:
     ranks_per_node: int = 8
     sharding: Sharding = "fsdp"
     checkpointing: Checkpointing = "none"
-    profile: CostModel | Profile | None = None
+    profile: CostModel | None = None
     offload: bool = False
     loss_tokens: int | None = 4096
     fused: bool = True
@@ -121,7 +120,7 @@ class Setting:
         if not seconds < _MOST_SECONDS:
             raise ConfigError(
                 f"profile {cost.name!r} gives no seconds that a device takes: {seconds:g} for"
-                f" {self.tokens} tokens. Measure one with `hf-distca profile`."
+                f" {self.tokens} tokens."
             )
 
     @property
@@ -182,8 +181,6 @@ class Setting:
 
     def make_cost_model(self, window: int | None = None) -> CostModel:
         """Return the cost model that the scheduler gets."""
-        if isinstance(self.profile, Profile):
-            return self.profile.make_cost_model(self.shape, window, tile=TILE)
         if self.profile is not None:
             return replace(self.profile, shape=self.shape, tile=TILE, window=window)
         hardware = self.hardware

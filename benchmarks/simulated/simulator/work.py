@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from hf_distca.schedule.cost import CostModel, count_causal_pairs
 from hf_distca.schedule.layout import FloatArray, IntArray
+from simulator.profiles import add_call_overhead
 from simulator.setting import Setting
 
 Directions = FloatArray  # seconds of each rank, forward and backward: shape (2, ranks)
@@ -193,8 +194,8 @@ def divide_into_calls(cost: CostModel, seconds: Directions, calls: int = 1) -> D
     """Return the seconds of tasks, shape (2, ranks), in so many calls of the kernel."""
     return np.stack(
         [
-            cost.forward.add_call_overhead(seconds[0], calls),
-            cost.backward.add_call_overhead(seconds[1], calls),
+            add_call_overhead(cost.forward, seconds[0], calls),
+            add_call_overhead(cost.backward, seconds[1], calls),
         ]
     )
 

@@ -1,6 +1,4 @@
 """Agreement of ranks on plans, and comparison of their measurements.
 
 Knows no model; tested without one.
-
-May import `schedule`, `runtime.group` and `runtime.meter`.
 """

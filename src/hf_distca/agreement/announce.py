@@ -40,9 +40,8 @@ from hf_distca.schedule.layout import IntArray, Layout, enumerate_ranges
     _REQUEST_COUNT,
     _MEASURED_COUNT,
     _SHARE_NUMBER_COUNT,
-    _IS_LEAVING,
-) = range(8)
-HEADER_SIZE = 8
+) = range(7)
+HEADER_SIZE = 7
 _REQUEST_SIZE = 5
 FIGURE_COUNT = len(Measurement._fields)
 SharedSettings = Mapping[str, str]  # what ranks must have in common: names and values
@@ -84,7 +83,6 @@ class Announcement:
         documents: documents to plan, each with the number of its nano-batch, 0 for a whole batch.
         share_numbers: for a dealt share, epoch and number of its global batch, and digests of the
             documents and of each plan; else empty.
-        is_leaving: True if the others should go on without this rank.
     """
 
     count: int = 0
@@ -94,7 +92,6 @@ class Announcement:
     figures: Sequence[Measurement] = ()
     documents: Sequence[tuple[Documents, int]] = ()
     share_numbers: Sequence[int] = ()
-    is_leaving: bool = False
 
     def to_row(self) -> IntArray:
         """Encode the announcement as a flat int64 array."""
@@ -106,7 +103,6 @@ class Announcement:
             len(self.documents),
             len(self.figures),
             len(self.share_numbers),
-            self.is_leaving,
         ]
         parts: list[npt.ArrayLike] = [header, np.reshape(self.figures, -1), self.share_numbers]
         for documents, nano in self.documents:
@@ -176,7 +172,7 @@ class Announcements:
     """Announcements of all ranks, in rank order.
 
     Attributes:
-        header: (ranks, 8) int64.
+        header: (ranks, 7) int64.
         numbers: int64, the rows of all ranks one after another.
         offsets: (ranks,) int64 index in `numbers` at which each rank's row begins.
     """
@@ -202,11 +198,6 @@ class Announcements:
         plans = int(self.header[0, _MEASURED_COUNT])
         numbers = self._read_columns(self.offsets + HEADER_SIZE, FIGURE_COUNT * plans)
         return numbers.reshape(len(numbers), plans, FIGURE_COUNT)
-
-    @property
-    def leaving_ranks(self) -> list[int]:
-        """Ranks that announced that they leave."""
-        return list(map(int, np.flatnonzero(self.header[:, _IS_LEAVING])))
 
     @property
     def share_numbers(self) -> IntArray:

@@ -4,7 +4,7 @@ sums of all of them.
 The imbalance of several micro-batches is sum(max over ranks) / sum(mean over ranks): ranks wait in
 every micro-batch, so the slowest of each counts. A micro-batch is counted as a whole, once the
 measurements of all ranks are known: ranks gather them for a log, or announce them with the
-documents of a later micro-batch. An `Observation` combines the measurements of a micro-batch, per
+documents of a later micro-batch. A `RateSample` combines the measurements of a micro-batch, per
 layer, as a sample from which rates are learned.
 """
 
@@ -155,11 +155,11 @@ class MicroBatchPlan:
 
 
 @dataclass(frozen=True, eq=False)
-class Observation:
+class RateSample:
     """Estimates and measurements of all ranks for a micro-batch, in seconds of one layer.
 
     Attributes:
-        parts: (ranks, 3) seconds of tasks, bytes and flops by the uncorrected cost model.
+        estimated: (ranks,) seconds in kernels by the uncorrected cost model.
         kernel: (ranks,) measured seconds in kernels.
         measured_exchange: (ranks,) measured seconds of packing, waiting and unpacking.
         estimated_exchange: (ranks,) seconds of exchanges by the uncorrected cost model; 0 on ranks
@@ -169,7 +169,7 @@ class Observation:
         is_overlapped: True if exchanges are hidden behind the other nano-batch.
     """
 
-    parts: FloatArray
+    estimated: FloatArray
     kernel: FloatArray
     measured_exchange: FloatArray
     estimated_exchange: FloatArray
@@ -188,12 +188,6 @@ class Observation:
         moved = self._compute_slowest(self.kernel, self.estimated_exchange)
         unmoved = self._compute_slowest(self.unmoved, self.unmoved_exchange)
         return moved / max(unmoved, 1e-12) - 1
-
-    def estimate_seconds(self, factors: FloatArray) -> FloatArray:
-        """Estimate kernel seconds by the cost model with three factors, (ranks,)."""
-        tasks, moved_bytes, flops = self.parts.T
-        # Not `parts @ factors`, which processors round differently.
-        return np.asarray(tasks * factors[0] + moved_bytes * factors[1] + flops * factors[2])
 
     def compute_exchange_factor(self) -> float | None:
         """Compute the factor by which exchanges take longer than estimated.
@@ -219,7 +213,7 @@ class Observation:
         return float(seconds.max())
 
 
-def observe_plans(plans: Sequence[MicroBatchPlan], cost: CostModel) -> Observation | None:
+def observe_plans(plans: Sequence[MicroBatchPlan], cost: CostModel) -> RateSample | None:
     """Combine the measurements of one micro-batch for one kind of layer.
 
     Args:
@@ -238,8 +232,8 @@ def observe_plans(plans: Sequence[MicroBatchPlan], cost: CostModel) -> Observati
     seconds = figures.sum(axis=0) / (1e9 * layers)
     pairs = [(plan.plan, plan.ranks) for plan in plans]
     local = [(Plan.make_local(plan.layout, plan.window), ranks) for plan, ranks in pairs]
-    return Observation(
-        parts=np.sum([_sum_parts(plan, cost) for plan, _ in pairs], axis=0),
+    return RateSample(
+        estimated=np.sum([_sum_seconds(plan, cost) for plan, _ in pairs], axis=0),
         kernel=seconds[:, 0],
         measured_exchange=seconds[:, 2],
         estimated_exchange=np.sum([_estimate_exchange(*pair, cost) for pair in pairs], axis=0),
@@ -249,14 +243,12 @@ def observe_plans(plans: Sequence[MicroBatchPlan], cost: CostModel) -> Observati
     )
 
 
-def _sum_parts(plan: Plan, cost: CostModel) -> FloatArray:
-    """Sum the seconds of tasks, bytes and flops, forward and backward, of each rank: (ranks, 3)."""
+def _sum_seconds(plan: Plan, cost: CostModel) -> FloatArray:
+    """Sum the seconds of the tasks of each server, forward and backward: (ranks,)."""
     cost = replace(cost, window=plan.window)
-    parts = cost.estimate_parts(plan.end - plan.start, plan.end, plan.heads).sum(axis=0)
+    seconds = cost.estimate_seconds(plan.end - plan.start, plan.end, plan.heads)
     size = plan.layout.world_size
-    return np.stack(
-        [np.bincount(plan.server, weights=part, minlength=size) for part in parts.T], axis=1
-    ).astype(np.float64)
+    return np.bincount(plan.server, weights=seconds, minlength=size).astype(np.float64)
 
 
 def _estimate_exchange(plan: Plan, ranks: Ranks, cost: CostModel) -> FloatArray:

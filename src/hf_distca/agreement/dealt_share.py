@@ -27,7 +27,7 @@ from hf_distca.schedule.balance import balance
 from hf_distca.schedule.cost import CostModel
 from hf_distca.schedule.deal import deal, deal_in_order, deal_nano_batches
 from hf_distca.schedule.layout import IntArray, Layout
-from hf_distca.schedule.load import compute_imbalance
+from hf_distca.schedule.load import PlanLoad, compute_imbalance
 from hf_distca.schedule.plan import Plan
 from hf_distca.schedule.ranks import UNIFORM_RANKS, Ranks
 
@@ -254,18 +254,20 @@ class Dealing:
         """Estimate the imbalance of attention over ranks if documents lay on them one after
         another: the order that dealing does not take.
         """
-        return self.estimate_imbalance((deal_in_order(lengths, self.ranks, self.tokens_per_rank),))
+        return self.estimate_imbalance(deal_in_order(lengths, self.ranks, self.tokens_per_rank))
 
-    def estimate_imbalance(self, layouts: Sequence[Layout]) -> float:
-        """Estimate the imbalance of attention if each rank computes that of its own tokens, in one
-        layout or in those of both nano-batches.
-        """
-        estimate = next(iter(self.costs.values())).estimate_seconds
-        by_rank = [
-            np.bincount(layout.rank, estimate(layout.length, layout.end), self.ranks)
-            for layout in layouts
-        ]
-        return compute_imbalance(np.sum(by_rank, axis=0))
+    def estimate_dealt(self, lengths: IntArray) -> float:
+        """Estimate the imbalance of attention if documents are dealt and work is moved."""
+        cost, ranks = next(iter(self.costs.values())), Ranks(per_node=self.ranks_per_node)
+        plans = [balance(part, cost, self.config, ranks) for part in self.deal_layouts(lengths)]
+        return compute_imbalance(
+            np.sum([PlanLoad(plan, cost).compute_seconds for plan in plans], 0)
+        )
+
+    def estimate_imbalance(self, layout: Layout) -> float:
+        """Estimate the imbalance of attention if each rank computes that of its own tokens."""
+        seconds = next(iter(self.costs.values())).estimate_seconds(layout.length, layout.end)
+        return compute_imbalance(np.bincount(layout.rank, seconds, self.ranks).astype(np.float64))
 
     def make_share(
         self,

@@ -69,8 +69,6 @@ class Planner:
         history: estimates and measurements of micro-batches.
         costs: the cost models that plans are made with.
         number: number of the micro-batch that was planned last, from 1.
-        is_leaving: True to announce that the others should go on without this rank.
-        leaving_ranks: indices in the group of the ranks that leave, as all ranks know by now.
     """
 
     def __init__(self, config: DistCAConfig, meter: Meter) -> None:
@@ -85,8 +83,7 @@ class Planner:
         self.history.reset()
         self.costs = Costs()
         self.number = 0
-        self.is_leaving = self._has_shares = False
-        self.leaving_ranks: list[int] = []
+        self._has_shares = False
         self._exchanges_before = self._meter.dispatches + self._meter.returns
         self._announcement_count = 0
         self._used_keys: set[PlanKey] = set()  # in the current micro-batch
@@ -234,7 +231,6 @@ class Planner:
             figures=[plan.own_measurement for plan in plans],
             documents=[] if share_numbers else [(batch, key.nano) for batch, key in requests],
             share_numbers=share_numbers,
-            is_leaving=self.is_leaving,
         ).to_row()
 
         if share_numbers:
@@ -249,7 +245,7 @@ class Planner:
             return []
         announced = Announcements.from_rows(group.gather(row, doing=f"planning {label}"))
         documents = check_agreement(announced, settings, group, label)
-        self._read(announced, plans, group)
+        self._learn(announced.figures, plans, group)
         return documents
 
     @mark_joint_step
@@ -350,17 +346,11 @@ class Planner:
         """Wait for announcements and read them, in the order in which micro-batches ran, until so
         many are left.
         """
+        for rendezvous, _ in self._unread:
+            rendezvous.raise_failure()
         while len(self._unread) > left:
             rendezvous, plans = self._unread.popleft()  # also if `wait` raises an error
-            self._read(Announcements.from_rows(rendezvous.wait()), plans, group)
-
-    def _read(
-        self, announced: Announcements, plans: Sequence[MicroBatchPlan], group: AttentionGroup
-    ) -> None:
-        """Read what all ranks announced that they measured of plans, and which ranks leave."""
-        leaving = announced.leaving_ranks
-        self.leaving_ranks += [rank for rank in leaving if rank not in self.leaving_ranks]
-        self._learn(announced.figures, plans, group)
+            self._learn(Announcements.from_rows(rendezvous.wait()).figures, plans, group)
 
     def _learn(
         self, figures: IntArray, plans: Sequence[MicroBatchPlan], group: AttentionGroup

@@ -5,17 +5,15 @@ and exchange nothing for them. Results are rounded, so that different processors
 values. Figures are times, which differ from run to run: nothing is learned from them where torch is
 set to deterministic algorithms.
 
-- **Kernels.** A cost model adds up seconds for tasks, for bytes and for flops. Each of the three
-  gets a factor, fitted to the kernel seconds of all ranks. Where measurements cannot tell the three
-  apart, they are pulled towards one common factor.
+- **Kernels.** One factor makes estimates of kernels as long as measured.
 - **Ranks.** A rank whose kernels keep taking longer or shorter than that has another speed.
 - **Exchanges.** One factor makes estimates of exchanges as long as measured. It is taken from the
   rank that spends least on packing, waiting and unpacking relative to its exchange: other ranks
   also wait for slower ranks. Attention is then estimated to take as long as the rank whose kernels
   and exchanges take longest.
 - **Trials.** Where exchanges take longer than they gain, plans move less, or nothing. As nothing
-  could be learned about exchanges from then on, some micro-batches are planned without the exchange
-  factor until one is measured. The more such trials cost, the rarer they are.
+  could be learned about exchanges from then on, one in many micro-batches is planned without the
+  exchange factor. The more such a trial costs, the rarer trials are.
 """
 
 from __future__ import annotations
@@ -23,15 +21,17 @@ from __future__ import annotations
 import math
 from collections import defaultdict, deque
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from hf_distca.agreement.announce import PlanKey
-from hf_distca.agreement.batch_plan import MicroBatchPlan, Observation, observe_plans
+from hf_distca.agreement.batch_plan import MicroBatchPlan, RateSample, observe_plans
 from hf_distca.config import DistCAConfig
-from hf_distca.schedule.cost import AttentionShape, CostModel, KernelCost
+from hf_distca.schedule.cost import AttentionShape, CostModel
 from hf_distca.schedule.layout import FloatArray
 from hf_distca.schedule.ranks import UNIFORM_RANKS, Ranks
 
@@ -48,55 +48,18 @@ _CLEAR_SLOWDOWN = 0.05  # relative slowdown that is clear
 # Relative errors that are worth a change: of the slowest rank's estimate, and of a rank's speed.
 _TOLERANCE = 0.05
 _SPEED_TOLERANCE = 0.07
-_PULL = 0.01  # weight, per measurement, of the pull of each factor towards the common one
 _FACTOR_RANGE = 1e-3, 1e6
-# Micro-batches without an exchange before a trial: the fewest and the most.
+# Samples without an exchange before a trial: at least so many, and so many that trials cost no more
+# than this share of the time.
 _MIN_TRIAL_INTERVAL = 64
-_MAX_TRIAL_INTERVAL = 4096
-_TRIAL_SHARE = 0.01  # share of the time that trials may cost
+_TRIAL_SHARE = 0.01
 
 
-@dataclass(frozen=True, slots=True)
-class Correction:
-    """Factors on the seconds of a cost model.
+class Correction(NamedTuple):
+    """Factors on the seconds of a cost model: of kernels, and of exchanges."""
 
-    Attributes:
-        task, byte, flop: factors on the parts of kernel seconds.
-        exchange: factor on seconds of exchanges.
-    """
-
-    task: float = 1.0
-    byte: float = 1.0
-    flop: float = 1.0
+    kernel: float = 1.0
     exchange: float = 1.0
-
-    def apply_to(self, cost: CostModel) -> CostModel:
-        """Apply the factors to a cost model."""
-        if self == Correction():
-            return cost
-        node_rate = cost.node_bytes_per_second
-        return replace(
-            cost,
-            forward=self._correct_kernel(cost.forward),
-            backward=self._correct_kernel(cost.backward),
-            exchange_bytes_per_second=cost.exchange_bytes_per_second / self.exchange,
-            exchange_seconds=cost.exchange_seconds * self.exchange,
-            node_bytes_per_second=None if node_rate is None else node_rate / self.exchange,
-            name=f"{cost.name}, fitted to what was measured",
-        )
-
-    @property
-    def kernel_factors(self) -> FloatArray:
-        """Factors of task, byte and flop, (3,)."""
-        return np.array([self.task, self.byte, self.flop])
-
-    def _correct_kernel(self, cost: KernelCost) -> KernelCost:
-        return replace(
-            cost,
-            task_seconds=cost.task_seconds * self.task,
-            bytes_per_second=cost.bytes_per_second / self.byte,
-            flops_per_second=cost.flops_per_second / self.flop,
-        )
 
 
 @dataclass(eq=False)
@@ -110,19 +73,29 @@ class _KindRates:
         new_samples: newest samples since the last change.
         slowdown: relative slowdown by exchanges that takes longer than moving nothing; None where
             exchanges gain.
-        idle_micro_batches: micro-batches without exchange since then.
-        trial_interval: number of those before a trial.
-        is_in_trial: True if plans leave exchanges uncorrected, to measure one.
+        idle_samples: samples without an exchange since the last one that had some, while exchanges
+            lose.
+        is_trial: True while plans leave exchanges uncorrected, so that one can be measured.
     """
 
     correction: Correction = field(default_factory=Correction)
     offered_samples: int = 0
     sample_count: int = 0
-    new_samples: deque[Observation] = field(default_factory=lambda: deque(maxlen=_MAX_SAMPLES))
+    new_samples: deque[RateSample] = field(default_factory=lambda: deque(maxlen=_MAX_SAMPLES))
     slowdown: float | None = None
-    idle_micro_batches: int = 0
-    trial_interval: int = _MIN_TRIAL_INTERVAL
-    is_in_trial: bool = False
+    idle_samples: int = 0
+    is_trial: bool = False
+
+    @property
+    def trial_interval(self) -> int:
+        """Number of idle samples before a trial."""
+        return max(_MIN_TRIAL_INTERVAL, math.ceil((self.slowdown or 0) / _TRIAL_SHARE))
+
+
+@lru_cache
+def _correct_cost(cost: CostModel, kernel: float, exchange: float, window: int | None) -> CostModel:
+    """Correct a cost model by factors, and give it a window; several times a micro-batch."""
+    return replace(cost.scale(kernel, exchange), window=window)
 
 
 class Costs(dict[Kind, CostModel]):
@@ -143,10 +116,8 @@ class Costs(dict[Kind, CostModel]):
         """Return the current cost model for a plan, corrected by measurements."""
         kind = key.shape, key.device
         rates = self._rates[kind]
-        correction = rates.correction
-        if rates.is_in_trial:
-            correction = replace(correction, exchange=1.0)
-        return replace(correction.apply_to(self[kind]), window=key.window)
+        kernel, exchange = rates.correction
+        return _correct_cost(self[kind], kernel, 1.0 if rates.is_trial else exchange, key.window)
 
     def make_ranks(self, count: int, per_node: int | None = None) -> Ranks:
         """Make the properties of a group's ranks, as far as they were measured.
@@ -165,7 +136,7 @@ class Costs(dict[Kind, CostModel]):
         Empty before there are any.
         """
         corrections: dict[str, object] = {
-            _describe_kind(kind): asdict(rates.correction)
+            _describe_kind(kind): rates.correction._asdict()
             for kind, rates in self._rates.items()
             if rates.correction != Correction()
         }
@@ -192,6 +163,8 @@ class Costs(dict[Kind, CostModel]):
         plans_of = defaultdict(list)  # by micro-batch and whole batch
         for plan in plans:
             plans_of[plan.number, plan.key._replace(nano=0)].append(plan)
+        for _, key in plans_of:  # a micro-batch has been planned since
+            self._rates[key.shape, key.device].is_trial = False
         for (_, key), nano_plans in plans_of.items():
             kind = key.shape, key.device
             if self.accept_sample(kind):
@@ -213,121 +186,96 @@ class Costs(dict[Kind, CostModel]):
             or rates.slowdown is not None
         )
 
-    def learn_from_sample(self, kind: Kind, sample: Observation) -> list[str]:
+    def learn_from_sample(self, kind: Kind, sample: RateSample) -> list[str]:
         """Learn from a sample. All ranks must call it with the same samples in the same order.
 
         Return the changes, as sentences.
         """
         rates = self._rates[kind]
-        changes: list[str] = []
         rates.sample_count += 1
-        if rates.sample_count <= _WARM_UP_SAMPLES:
-            return changes
+        is_empty = not (sample.kernel.any() and sample.estimated.any())
+        if is_empty or rates.sample_count <= _WARM_UP_SAMPLES:
+            return []
         count = len(sample.kernel)
         self.measured_ranks = self.make_ranks(count)
         rates.new_samples.append(sample)
         samples = [other for other in rates.new_samples if len(other.kernel) == count]
-        if len(samples) >= _MIN_SAMPLES and self._is_far_off(rates.correction, samples):
-            changes += self._fit_rates(rates, samples)
+        changes = self._learn_kernel(rates, samples) if len(samples) >= _MIN_SAMPLES else []
         return changes + self._learn_exchange(rates, sample)
 
-    def _is_far_off(self, correction: Correction, samples: Sequence[Observation]) -> bool:
-        """Return whether estimates are so far from measurements that rates should change."""
-        factors = correction.kernel_factors
-        estimated = [
-            self.measured_ranks.scale_by_speed(sample.estimate_seconds(factors))
-            for sample in samples
-        ]
-        ratios = [
-            seconds.max() / max(sample.kernel.max(), 1e-12)
-            for seconds, sample in zip(estimated, samples, strict=True)
-        ]
-        if abs(math.log(max(float(np.median(ratios)), 1e-12))) > _TOLERANCE:
-            return True
-        return bool(np.abs(np.log(_compute_speeds(estimated, samples))).max() > _SPEED_TOLERANCE)
-
-    def _fit_rates(self, rates: _KindRates, samples: Sequence[Observation]) -> list[str]:
-        """Fit factors of kernels and speeds of ranks, and return the changes as sentences."""
-        correction_before = rates.correction
-        ranks_before = self.measured_ranks
-        changes = []
-        count = len(samples[0].kernel)
-        speeds = np.array(ranks_before.list_speeds(count))
-        for _ in range(3):  # in turns, as each of the two needs the other
-            factors = _fit_factors(samples, speeds)
-            speeds = _compute_speeds(
-                [sample.estimate_seconds(factors) for sample in samples], samples
-            )
-        if np.abs(np.log(speeds)).max() <= _SPEED_TOLERANCE:
-            factors = _fit_factors(samples, np.ones(count))
-            self.measured_ranks = UNIFORM_RANKS
-        else:
+    def _learn_kernel(self, rates: _KindRates, samples: Sequence[RateSample]) -> list[str]:
+        """Fit the factor of kernels and the speeds of ranks where estimates are far from
+        measurements, and return the changes as sentences.
+        """
+        before, ranks_before = rates.correction, self.measured_ranks
+        speeds = _compute_speeds(samples)
+        speeds_before = ranks_before.list_speeds(len(speeds))
+        error = _compute_factor(samples, ranks_before) / before.kernel
+        if abs(math.log(error)) <= _TOLERANCE and not _differ(speeds / speeds_before):
+            return []
+        self.measured_ranks = UNIFORM_RANKS
+        if _differ(speeds):
             self.measured_ranks = Ranks.from_speeds([_round_rate(speed) for speed in speeds])
-        task, byte, flop = map(_round_rate, np.clip(factors, *_FACTOR_RANGE))
-        rates.correction = replace(correction_before, task=task, byte=byte, flop=flop)
+        factor = _round_factor(_compute_factor(samples, self.measured_ranks))
+        rates.correction = before._replace(kernel=factor)
         rates.new_samples.clear()
-        if rates.correction != correction_before:
-            factors = rates.correction.kernel_factors
-            times = np.median(
-                [
-                    sample.estimate_seconds(factors).max() / sample.parts.sum(axis=1).max()
-                    for sample in samples
-                ]
-            )
-            changes.append(f"attention takes {times:.3g} times as long as the cost model says")
+        changes = []
+        if rates.correction != before:
+            changes.append(f"attention takes {factor:.3g} times as long as the cost model says")
         if self.measured_ranks != ranks_before:
             changes.append(_describe_ranks(self.measured_ranks))
         return changes
 
     @staticmethod
-    def _learn_exchange(rates: _KindRates, sample: Observation) -> list[str]:
-        """Fit the factor of exchanges, schedule trials, and return the changes as sentences."""
+    def _learn_exchange(rates: _KindRates, sample: RateSample) -> list[str]:
+        """Fit the factor of exchanges, and return the changes as sentences."""
         changes: list[str] = []
         if not sample.has_exchange:
-            rates.idle_micro_batches += rates.slowdown is not None
-            if rates.idle_micro_batches >= rates.trial_interval:
-                rates.is_in_trial = True
-                rates.idle_micro_batches = 0
+            rates.idle_samples += rates.slowdown is not None
+            if rates.idle_samples and rates.idle_samples % rates.trial_interval == 0:
+                rates.is_trial = True
             return changes
-        was_in_trial = rates.is_in_trial
-        rates.is_in_trial = False
-        if rates.slowdown is not None and not was_in_trial:
-            # Another micro-batch of an earlier trial. Its cost puts off the next trial.
-            cost = math.ceil(max(sample.slowdown, 0) / _TRIAL_SHARE)
-            rates.idle_micro_batches = max(rates.idle_micro_batches - cost, -_MAX_TRIAL_INTERVAL)
+        was_trial = rates.idle_samples >= rates.trial_interval
+        rates.idle_samples = 0
         samples = [other for other in rates.new_samples if other.has_exchange] or [sample]
         all_factors = (other.compute_exchange_factor() for other in samples)
         factors = [factor for factor in all_factors if factor is not None]
         required = _MIN_SAMPLES
-        if was_in_trial:
+        if was_trial:
             required = 1
         elif all(other.slowdown > _CLEAR_SLOWDOWN for other in samples):
             required = _MIN_CLEAR_SAMPLES
         if not factors or len(samples) < required:
             return changes
-        factor = _round_rate(np.clip(np.median(factors), *_FACTOR_RANGE))
-        slowdown = float(np.median([other.slowdown for other in samples]))
+        factor = _round_factor(np.median(factors))
+        slowdown = _round_rate(np.median([other.slowdown for other in samples]))
         change = abs(factor - rates.correction.exchange) * float(sample.estimated_exchange.max())
         if change > (_TOLERANCE if slowdown <= 0 else 0) * float(sample.kernel.max()):
-            rates.correction = replace(rates.correction, exchange=factor)
+            rates.correction = rates.correction._replace(exchange=factor)
             changes.append(f"exchanges take {factor:.3g} times as long as the cost model says")
             rates.new_samples.clear()
         rates.slowdown = slowdown if slowdown > 0 else None
-        interval = max(
-            rates.trial_interval * (1 + was_in_trial), math.ceil(slowdown / _TRIAL_SHARE)
-        )
-        rates.trial_interval = (
-            min(interval, _MAX_TRIAL_INTERVAL) if slowdown > 0 else _MIN_TRIAL_INTERVAL
-        )
         return changes
 
 
-def _compute_speeds(estimated: Sequence[FloatArray], samples: Sequence[Observation]) -> FloatArray:
+def _compute_factor(samples: Sequence[RateSample], ranks: Ranks) -> float:
+    """Compute the factor by which kernels of the slowest rank take longer than estimated."""
+    return float(
+        np.median(
+            [
+                sample.kernel.max() / ranks.scale_by_speed(sample.estimated).max()
+                for sample in samples
+            ]
+        )
+    )
+
+
+def _compute_speeds(samples: Sequence[RateSample]) -> FloatArray:
     """Compute the relative speed of each rank, (ranks,): estimated by measured seconds.
 
     Samples in which a rank has next to nothing to do are left out.
     """
-    work = np.array(estimated)
+    work = np.array([sample.estimated for sample in samples])
     kernel = np.array([sample.kernel for sample in samples])
     is_idle = (work <= 0.2 * work.mean(axis=1, keepdims=True)) | (kernel <= 0)
     ratios = np.ma.array(work / np.maximum(kernel, 1e-12), mask=is_idle)
@@ -336,30 +284,12 @@ def _compute_speeds(estimated: Sequence[FloatArray], samples: Sequence[Observati
     return np.asarray(speeds.filled(1.0))
 
 
-def _fit_factors(samples: Sequence[Observation], speeds: FloatArray) -> FloatArray:
-    """Fit factors >= 0 on the seconds of tasks, bytes and flops, on ranks of these speeds: (3,).
+def _differ(speeds: FloatArray) -> bool:
+    return bool(np.abs(np.log(speeds)).max() > _SPEED_TOLERANCE)
 
-    This is least squares on relative errors, with a pull of each factor towards the common one. A
-    part whose share of all seconds is below the square root of the pull hardly gets a factor of its
-    own.
 
-    Args:
-        samples: samples of the same number of ranks.
-        speeds: (ranks,) relative speeds.
-    """
-    from scipy.optimize import nnls  # scipy takes long to import, and no plan needs it
-
-    parts = np.concatenate([sample.parts / speeds[:, None] for sample in samples])
-    measured = np.concatenate([sample.kernel for sample in samples])
-    is_usable = (measured > 0) & (parts.sum(axis=1) > 0)
-    if not is_usable.any():
-        return np.ones(3)
-    scaled = parts[is_usable] / measured[is_usable][:, None]
-    common = float(np.median(1 / scaled.sum(axis=1)))
-    pull = math.sqrt(_PULL * len(scaled)) * np.eye(3)
-    targets = np.append(np.ones(len(scaled)), pull.diagonal())
-    # Factors are about 1 here.
-    return np.asarray(nnls(np.concatenate([scaled * common, pull]), targets)[0] * common)
+def _round_factor(value: float | np.float64) -> float:
+    return _round_rate(min(max(value, _FACTOR_RANGE[0]), _FACTOR_RANGE[1]))
 
 
 def _round_rate(value: float | np.float64) -> float:

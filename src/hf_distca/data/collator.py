@@ -66,7 +66,7 @@ class PackingCollator:
 
     A feature is a row of tokens, ``{"input_ids": [...]}``, or a list of documents, ``{"documents":
     [[...], [...]]}``. A row is one document, unless ``seq_lengths`` (tokens of each document),
-    ``position_ids``, or an ``attention_mask`` with numbers above 1 say which documents it holds.
+    ``position_ids``, or an ``attention_mask`` with numbers above 1 tell which documents it holds.
     ``labels`` are its labels. Without them, tokens are targets where ``completion_mask`` and
     ``assistant_masks`` are 1; without these, all tokens are. Padding, where ``attention_mask`` is
     0, is removed. Each column is a flat list, numpy array or tensor of integers. Documents without
@@ -156,7 +156,7 @@ def _warn_of_no_targets(tokens: int) -> None:
         _warnings_given.add("no targets")
         _log.warning(
             "none of the %d tokens of a batch is a target: labels are %d, or completion_mask and "
-            "assistant_masks 0, throughout. Its loss is nan, or trains nothing. This is said "
+            "assistant_masks 0, throughout. Its loss is nan, or trains nothing. This is logged "
             "once.",
             tokens,
             IGNORED_LABEL,
@@ -240,7 +240,7 @@ def read_feature_documents(
 def _find_starts(positions: IntArray | None, mask_numbers: IntArray | None) -> IntArray | None:
     """Find where documents of a row begin, by its positions and the numbers in its mask.
 
-    None if neither says anything.
+    None if neither marks any.
     """
     count = 0 if positions is None else len(positions)
     if mask_numbers is not None and (mask_numbers != 1).any():
@@ -276,7 +276,7 @@ def _choose_starts(
         if not np.array_equal(found_lengths, lengths[lengths > 0]):
             raise LayoutError(
                 f"seq_lengths of a row, {lengths}, and its position_ids or attention_mask, "
-                f"{found_lengths}, tell of other documents: give one of them."
+                f"{found_lengths}, disagree about where documents begin: give only one of them."
             )
     return np.cumsum(lengths) - lengths
 
@@ -292,6 +292,6 @@ def _find_real_tokens(mask: IntArray | None, count: int) -> IntArray:
         raise LayoutError(
             f"attention_mask[{hole}] of a document is 0, between tokens {indices[0]} and "
             f"{indices[-1]}: only padding before and after the tokens can be cut off. Give the "
-            "parts as documents of their own."
+            "parts as separate documents."
         )
     return indices

@@ -23,7 +23,7 @@ _log = logging.getLogger("hf_distca")
 TARGET_MASKS = ("completion_mask", "assistant_masks")
 # Columns that are read.
 ROW_COLUMNS = frozenset({"input_ids", "labels", "attention_mask", *TARGET_MASKS})
-# Columns that are not read, but say which documents and targets a row has: without them, a model
+# Columns that are not read, but tell which documents and targets a row has: without them, a model
 # would train on something else.
 _REFUSED_COLUMNS = frozenset({"shift_labels", "seq_idx", "cu_seq_lens_k", *DOCUMENT_KEYS})
 
@@ -64,27 +64,27 @@ _OTHER_HEADS = re.compile(
 
 
 def check_head(model: object) -> None:
-    """Raise for a model with one label for each row, or for each token itself: batches of documents
-    have those of the next token.
+    """Raise for a model that learns one label for each row or for each token: batches of documents
+    have the labels of next tokens.
 
     Raises:
-        UnsupportedError: names the class that says so, and a remedy.
+        UnsupportedError: names the class, and a remedy.
     """
     model_class: Any = type(model)  # mypy takes a class for what it makes
     name = find_other_head(model_class)
     if name is not None:
         raise UnsupportedError(
-            f"{name} learns labels of rows or of tokens, and documents are dealt and packed with "
-            "the labels of next tokens, on which it would train as if they were its own. Give it "
-            "padded batches, made by DataCollatorWithPadding or "
+            f"{name} learns labels of rows or of tokens, but dealt and packed documents have the "
+            "labels of next tokens, so it would train on the wrong labels. Give it padded "
+            "batches, made by DataCollatorWithPadding or "
             'DataCollatorForTokenClassification: attn_implementation="distca" balances those.'
         )
 
 
 @cache
 def find_other_head(model_class: Any) -> str | None:
-    """Find the class of a model that says that its labels are not those of the next token; None if
-    none does.
+    """Find the class of a model whose name tells that its labels are not those of the next token;
+    None if there is none.
     """
     names = (kind.__name__ for kind in model_class.__mro__)
     return next(filter(_OTHER_HEADS.search, names), None)
@@ -133,14 +133,13 @@ def check_column(
     checks = (
         (
             name in _REFUSED_COLUMNS,
-            ", which says what its documents or targets are, and",
-            "Give documents with labels of their own, and remove the column, or use another "
-            "collator.",
+            ", which tells what its documents or targets are, and",
+            "Give documents with their labels, and remove the column, or use another collator.",
         ),
         (
             inputs is None and has_numbers,
             " of numbers, which may be an input of the model and",
-            "Remove the column; or say which model it is for, as in PackingCollator(model): what "
+            "Remove the column; or pass the model, as in PackingCollator(model): what "
             "its forward does not take is left out.",
         ),
         (

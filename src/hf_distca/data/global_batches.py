@@ -32,7 +32,7 @@ _MAX_OPEN_BATCHES = 64
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BatchPieces:
-    """Pieces of documents that a global batch holds, each trained on as a document of its own.
+    """Pieces of documents that a global batch holds, each trained on as a separate document.
 
     Piece i has the tokens [starts[i], ends[i]) of document ``documents[i]``.
 
@@ -56,7 +56,7 @@ class GlobalBatches:
     """Global batches of the same number of tokens, in another order in each epoch.
 
     With ``fill="cut"``, documents follow each other in the epoch's order, and each batch is filled
-    to the last token. The rest of a document is a document of its own in the next batch. Tokens at
+    to the last token. The rest of a document is a separate document in the next batch. Tokens at
     the end of an epoch that do not fill a batch are dropped.
 
     With ``fill="whole"``, documents stay whole. They are packed once, and epochs differ in the
@@ -203,12 +203,12 @@ class GlobalBatches:
         )
         if longer == "refuse":
             raise LayoutError(
-                f'{description}. More tokens a rank hold them; longer="cut" cuts them into '
-                "documents of their own."
+                f"{description}. Raise tokens_per_rank until they fit, or cut them into separate "
+                'documents with longer="cut".'
             )
         if not quiet:
             _log.warning(
-                "%s. They are cut: each piece is a document of its own. With tokens_per_rank %.1f"
+                "%s. They are cut: each piece is a separate document. With tokens_per_rank %.1f"
                 " times as large, none would be.",
                 description,
                 math.ceil(10 * self._length[longest] / self.tokens) / 10,

@@ -27,7 +27,7 @@ _PACKED_MASK_REMEDY = (
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DocumentPiece:
-    """Tokens [start, end) of a document, trained on as a document of their own.
+    """Tokens [start, end) of a document, trained on as a separate document.
 
     Attributes:
         row: the document, by columns that can be sliced: ``input_ids``, and possibly ``labels``,
@@ -44,7 +44,7 @@ class DocumentPiece:
 
         Raises:
             LayoutError: if they are padding, do not count on in their document, or are fewer than
-                the document's length says.
+                the document's length.
         """
         positions = np.arange(self.start + begin, self.start + end)
         for name, expected in (
@@ -101,7 +101,7 @@ class DocumentPiece:
         if len(values) != end - begin:
             raise LayoutError(
                 f"the {name} of a document end before token {self.start + end}: they are fewer "
-                "than its lengths or its other columns say."
+                "than its lengths or its other columns promise."
             )
         return values
 

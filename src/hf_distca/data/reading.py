@@ -21,7 +21,7 @@ from hf_distca.errors import LayoutError
 from hf_distca.schedule.layout import IntArray, require_integers
 
 _READ_COLUMNS = ROW_COLUMNS | {"position_ids"}
-_OTHER_COLUMNS = _READ_COLUMNS - {"input_ids"}  # beside the tokens, whose column may have any name
+_OTHER_COLUMNS = _READ_COLUMNS - {"input_ids"}  # the column of tokens may have any name
 
 
 class DocumentReader:

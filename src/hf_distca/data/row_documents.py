@@ -12,7 +12,7 @@ from hf_distca.data.reading import is_stored_dataset, read_document_lengths
 from hf_distca.errors import LayoutError
 from hf_distca.schedule.layout import IntArray
 
-# Columns that say which documents a row has, as for `PackingCollator`; the first one decides.
+# Columns that tell which documents a row has, as for `PackingCollator`; the first one decides.
 _DOCUMENT_COLUMNS = ("documents", "seq_lengths", "position_ids")
 _ROWS_PER_READ = 1024  # rows of a `datasets.Dataset` at once
 
@@ -24,7 +24,7 @@ def find_row_documents(
 
     Args:
         rows: a `datasets.Dataset`, or a sequence of mappings. A column ``documents``,
-            ``seq_lengths`` or ``position_ids`` says where documents begin, as for
+            ``seq_lengths`` or ``position_ids`` tells where documents begin, as for
             `PackingCollator`; without one, a row is one document. Of a `datasets.Dataset` only that
             column is read.
         end_of_document: token id with which documents end, to find them in ``input_ids`` instead.
@@ -53,7 +53,7 @@ def find_row_documents(
 
 
 def _choose_column(rows: Any, end_of_document: int | None) -> str:
-    """Choose the column that says which documents rows have."""
+    """Choose the column that tells which documents rows have."""
     if is_stored_dataset(rows):
         names: list[str] = list(rows.column_names)
     else:
@@ -68,7 +68,7 @@ def _choose_column(rows: Any, end_of_document: int | None) -> str:
     if column is None:
         raise LayoutError(
             f"rows have the columns {', '.join(names) or 'none'}: one of input_ids, "
-            f"{', '.join(_DOCUMENT_COLUMNS)} says how long their documents are."
+            f"{', '.join(_DOCUMENT_COLUMNS)} tells how long their documents are."
         )
     return column
 

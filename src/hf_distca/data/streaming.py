@@ -23,14 +23,14 @@ from hf_distca.errors import ConfigError
 class StreamedShares(EpochMixin, torch.utils.data.IterableDataset[Mapping[str, Any]]):
     """Shares of global batches that are filled as documents arrive.
 
-    Each global batch is filled to the last token. The rest of a document is a document of its own
-    in the next batch. Tokens at the end of an epoch that do not fill a batch are dropped. Every
+    Each global batch is filled to the last token. The rest of a document is a separate document in
+    the next batch. Tokens at the end of an epoch that do not fill a batch are dropped. Every
     rank reads all documents, and keeps one global batch at a time. The shares of all ranks come one
     after another: accelerate picks each process's own, and shares of others are never computed.
 
     With loader workers, worker w of W makes the global batches w, w + W, ..., so a loader yields
     all of them in order. A `datasets.IterableDataset` divides its files among workers: each worker
-    then fills global batches of its own, and a resumed run needs the same number of workers. Any
+    then fills its own global batches, and a resumed run needs the same number of workers. Any
     other iterable is read in full by each worker: code in it that divides documents by torch's
     worker info, as torch's documentation teaches, finds that it is in no worker.
 

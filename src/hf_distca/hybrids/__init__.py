@@ -1,8 +1,5 @@
 """Hybrid models: states that pass between the segments of a document, in linear attention and Mamba
 layers, and the hooks that bring segments to these layers of transformers.
-
-May import `borrowed`, `late_imports`, `schedule`, `kernels`, `runtime`, `agreement` and
-`integration`.
 """
 
 # First of all, as in `integration`: with it, the hooks of this room are registered.

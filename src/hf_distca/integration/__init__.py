@@ -1,8 +1,4 @@
-"""The room for all code that knows transformers, accelerate or the Trainer.
-
-May import `borrowed`, `late_imports`, `schedule`, `kernels`, `runtime`, `measure`,
-`agreement` and `data`.
-"""
+"""The room for all code that knows transformers, accelerate or the Trainer."""
 
 # First of all, and here: with it "distca" is registered, which imports modules of this room. Were
 # it imported by one of them, that one would be found half made.

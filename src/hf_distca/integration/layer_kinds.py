@@ -10,10 +10,9 @@ import torch
 from transformers import PreTrainedConfig
 
 from hf_distca.agreement.announce import PlanKey
-from hf_distca.config import CostSource, DistCAConfig
+from hf_distca.config import DistCAConfig
 from hf_distca.errors import ConfigError
 from hf_distca.schedule.cost import AttentionShape, CostModel
-from hf_distca.schedule.profiles import Profile
 
 _HEAD_FIELDS = ("num_attention_heads", "decoder_attention_heads", "n_head")
 _WIDTH_FIELDS = ("hidden_size", "d_model", "n_embd")
@@ -80,21 +79,9 @@ def make_initial_cost(key: PlanKey, config: DistCAConfig) -> CostModel:
     """
     if isinstance(config.cost_model, CostModel):
         return replace(config.cost_model, shape=key.shape, window=key.window)
-    if isinstance(config.cost_model, Profile):
-        return config.cost_model.make_cost_model(key.shape, key.window, tile=config.tile)
     return replace(
         CostModel.make_analytic(key.shape, device_type=key.device, tile=config.tile),
         window=key.window,
-    )
-
-
-def choose_rate_source(config: DistCAConfig) -> CostSource:
-    """Return the initial source of rates: the `cost_model` of the settings, unless
-    it is timed and torch must be deterministic.
-    """
-    timed = config.cost_model == "calibrated"
-    return (
-        "analytic" if timed and torch.are_deterministic_algorithms_enabled() else config.cost_model
     )
 
 

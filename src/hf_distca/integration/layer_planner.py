@@ -5,28 +5,29 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Any, get_args
+from typing import Any
 
+import numpy as np
 import torch
 
 from hf_distca.agreement.announce import PlanKey, build_local_layout
 from hf_distca.agreement.batch_plan import MicroBatchPlan
 from hf_distca.agreement.documents import Documents, PackedDocuments
-from hf_distca.config import KernelName
 from hf_distca.errors import LayoutError, UnsupportedError
 from hf_distca.integration.handle import ForwardBatch, LayerPlan
-from hf_distca.integration.layer_kinds import choose_rate_source, make_initial_cost
+from hf_distca.integration.layer_kinds import make_initial_cost
 from hf_distca.integration.processes import print_if_slow
 from hf_distca.integration.seen_ahead import sum_documents
 from hf_distca.integration.session import Session
 from hf_distca.kernels import Scores
 from hf_distca.kernels.varlen import to_device
-from hf_distca.measure.calibrate import calibrate, find_fastest_kernel, find_shipped_profile
 from hf_distca.runtime.call import LayerExchange
 from hf_distca.runtime.group import AttentionGroup, mark_joint_step
 from hf_distca.runtime.meter import Meter
 from hf_distca.runtime.outputs import OutputStore
 from hf_distca.runtime.route import Route
+from hf_distca.schedule.cost import CostModel
+from hf_distca.schedule.gpus import make_gpu_cost
 from hf_distca.schedule.layout import Layout
 from hf_distca.schedule.plan import Plan
 
@@ -56,8 +57,6 @@ class LayerPlanner:
                 training or self.takes_all_ranks(batch.tokens.packed)
             )
             batch.group = self.session.join_group() if is_shared else _LOCAL_GROUP
-            if batch.group.has_tokens and (leaving := self.planner.leaving_ranks):
-                batch.group = self.session.shrink_group(leaving)
         return batch.group
 
     def takes_all_ranks(self, documents: PackedDocuments | Documents | None) -> bool:
@@ -200,24 +199,29 @@ class LayerPlanner:
         if (key.shape, key.device) in costs:
             return
         cost = make_initial_cost(key._replace(window=None), self.session.config)
-        source = choose_rate_source(self.session.config)
-        if source == "analytic" and query.device.type == "cuda":
-            kernel = self.session.choose_kernel(query, key.shape, Scores(1.0))
-            if (profile := find_shipped_profile(query.device, kernel, group)) is not None:
-                cost = profile.make_cost_model(key.shape, tile=self.session.config.tile)
-        if source == "calibrated":
-            if self.session.config.kernel == "auto" and key.device == "cuda":
-                with print_if_slow("comparing attention kernels before the first plan"):
-                    widths = key.shape.head_dim, key.shape.value_head_dim
-                    self.session.fastest_kernels[query.dtype, widths] = find_fastest_kernel(
-                        key.shape, get_args(KernelName), query.dtype, query.device, group
-                    )
-            kernel = self.session.choose_kernel(query, key.shape, Scores(1.0))
-            with print_if_slow(
-                f"timing the attention kernel {kernel.name!r} before the first plan"
-            ):
-                cost = calibrate(cost, kernel, query.dtype, query.device, group)
+        is_own = isinstance(self.session.config.cost_model, CostModel)
+        if not is_own and query.device.type == "cuda":
+            cost = self._add_gpu_factor(cost, query, group)
         costs[key.shape, key.device] = cost
+
+    def _add_gpu_factor(
+        self, cost: CostModel, query: torch.Tensor, group: AttentionGroup
+    ) -> CostModel:
+        """Return the cost model of the GPU and kernel that run, or `cost` if ranks differ.
+        Collective.
+
+        Ranks plan with one cost model, and learn in training which of them are slower.
+        """
+        kernel = self.session.choose_kernel(query, cost.shape, Scores(1.0)).name
+        if kernel == "cuda":  # torch may have been told to run another flash-attention in it
+            kernel = torch.nn.attention.current_flash_attention_impl() or kernel
+        device = torch.cuda.get_device_name(query.device)
+        factored = make_gpu_cost(cost.shape, device, kernel, tile=cost.tile)
+        rates = [factored.forward.flops_per_second, factored.exchange_bytes_per_second]
+        same = group.is_equal_on_all(
+            np.array(rates).view(np.int64), doing="comparing GPUs and attention kernels"
+        )
+        return factored if same else cost
 
     @mark_joint_step
     def make_layer_plan(

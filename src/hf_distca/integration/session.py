@@ -7,7 +7,7 @@ forward.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -42,8 +42,6 @@ class Session:
         planner: the plans of its micro-batches, the settings they are made under, and the figures.
         start_time: time at which the session was made, by `time.perf_counter`.
         given_group: the group that the user gave; None to find it.
-        fastest_kernels: names of the kernels to try first, by dtype and widths of heads, where
-            kernels were timed.
         kernel_names: names of the kernels that attention ran in, in the order of their first use.
         has_summary: whether the summary of the run was printed.
         times_local_work: whether kernels are timed on CUDA also if no other rank takes part: only
@@ -64,7 +62,6 @@ class Session:
         self.given_group = members
         self.kernel_names: dict[str, None] = {}
         self.has_summary = self.times_local_work = False
-        self.fastest_kernels: dict[tuple[torch.dtype, tuple[int, int]], str | None] = {}
         self._members = members
         self._group: AttentionGroup | None = None
         self._trainers: AttentionGroup | None = None  # once they were asked for
@@ -112,19 +109,8 @@ class Session:
             )
         return self._trainers
 
-    def shrink_group(self, leaving: Sequence[int]) -> AttentionGroup:
-        """Return the group of the others, once the ranks of these indices in the group have left.
-        All others must call this.
-        """
-        self.gather_measurements()
-        self.adopt_group(self._make_group(leaving=leaving))
-        return self.join_group()
-
     def _make_group(
-        self,
-        members: dist.ProcessGroup | Members | None = None,
-        size: int | None = None,
-        leaving: Sequence[int] = (),
+        self, members: dist.ProcessGroup | Members | None, size: int | None
     ) -> AttentionGroup:
         observer, seconds = AttentionGroup.observer, self.config.timeout_seconds
         if observer is None:
@@ -132,7 +118,7 @@ class Session:
                 who = members if isinstance(members, Members) else Members.from_group(members)
                 check_group_size(who, size, seconds or get_timeout(None).total_seconds())
             return AttentionGroup.find_or_create(members, timeout_seconds=seconds, size=size)
-        return observer.make_group(members, size, seconds, leaving)
+        return observer.make_group(members, size, seconds)
 
     def adopt_group(self, group: AttentionGroup) -> None:
         """Use a group that was made elsewhere, and restart counting."""
@@ -196,7 +182,6 @@ class Session:
         """Choose the kernel for the device and dtype of a tensor, and layers of this shape."""
         widths = shape.head_dim, shape.value_head_dim
         case = Case(query.device, query.dtype, *widths, scores, shape.heads_per_key_head)
-        fastest_name = self.fastest_kernels.get((query.dtype, widths))
-        kernel = select_kernel(self.config.kernel, case, first=fastest_name)
+        kernel = select_kernel(self.config.kernel, case)
         self.kernel_names[kernel.name] = None
         return kernel

@@ -1,7 +1,4 @@
-"""Attention kernels behind one signature. `select_kernel` picks the one to run and says which.
-
-May import `borrowed`.
-"""
+"""Attention kernels behind one signature. `select_kernel` picks and logs the one to run."""
 
 from __future__ import annotations
 
@@ -36,7 +33,6 @@ __all__ = [
     "TaskBatch",
     "suggest_faster_kernel",
     "is_slow",
-    "list_runnable",
     "select_kernel",
     "list_candidates",
     "unusable_reason",
@@ -46,11 +42,10 @@ _logger = logging.getLogger("hf_distca")
 
 # Every kernel, in the order in which "auto" looks at them, and the type of device on which it takes
 # them: None for all, "" for kernels that run only if they are named, as one that is downloaded.
-# CONTRIBUTING.md says what else a new kernel needs. The order decides, and no clock: ranks with the
-# same GPU and packages choose alike, and so does the next run (`hf_distca.measure.calibrate`
-# compares, for all ranks). FlashAttention 4 stands before 3: forward and backward together it is
-# faster on Hopper, where its backward reaches 557 to 605 TFLOP/s from 8K tokens on (an H100,
-# 2026-11-26) and that of 3 530 to 586 (published).
+# CONTRIBUTING.md lists what else a new kernel needs. The order decides, and no clock: ranks with
+# the same GPU and packages make the same choice, and so does the next run. FlashAttention 4 stands
+# before 3: forward and backward together it is faster on Hopper, where its backward reaches 557 to
+# 605 TFLOP/s from 8K tokens on (an H100, 2026-11-26) and that of 3 530 to 586 (published).
 _KERNELS: tuple[tuple[Kernel, str | None], ...] = (
     (FLASH_ATTN_4, "cuda"),
     (FLASH_ATTN_3, "cuda"),
@@ -64,28 +59,27 @@ _KERNELS: tuple[tuple[Kernel, str | None], ...] = (
 # Major compute capabilities for which FlashAttention 4 is made, by what such GPUs are called.
 _MADE_FOR = {9: "Hopper", 10: "Blackwell"}
 
-# What has been said; a repeated case comes back for every micro-batch and says nothing.
+# What has been logged: a case comes back in every micro-batch, and is logged once.
 _said: set[str] = set()
 
 
-def select_kernel(name: KernelName, case: Case, *, first: str | None = None) -> Kernel:
+def select_kernel(name: KernelName, case: Case) -> Kernel:
     """Return the kernel to run: the same object for the same kernel each time.
 
     Args:
         name: a kernel, or "auto" for the first in the order of kernels that supports the case.
         case: what it is to run.
-        first: with "auto", the kernel to look at before all others.
 
     Raises:
         KernelError: if the named kernel, or with "auto" every kernel, does not support the case or,
-            on a GPU, computes it wrongly; says why and what to use.
+            on a GPU, computes it wrongly; with the reason and what to use.
     """
     # With these, it is another question.
-    return _select_once(name, case, first, torch.are_deterministic_algorithms_enabled())
+    return _select_once(name, case, torch.are_deterministic_algorithms_enabled())
 
 
 @lru_cache(maxsize=256)
-def _select_once(name: KernelName, case: Case, first: str | None, _deterministic: bool) -> Kernel:
+def _select_once(name: KernelName, case: Case, _deterministic: bool) -> Kernel:
     """Select like `select_kernel`, once per case: every layer of every micro-batch calls this."""
     automatic = name == "auto"
     candidates = [
@@ -99,7 +93,7 @@ def _select_once(name: KernelName, case: Case, first: str | None, _deterministic
             f"There is no kernel {name!r}; choose one of {', '.join(map(repr, names))}."
         )
     refused: list[str] = []
-    for kernel in sorted(candidates, key=lambda kernel: kernel.name != first):
+    for kernel in candidates:
         reason = unusable_reason(kernel, case) or compile_failure_reason(kernel, case)
         if reason is None:
             _announce(kernel.name, case, refused, automatic=automatic)
@@ -117,17 +111,6 @@ def _select_once(name: KernelName, case: Case, first: str | None, _deterministic
     raise KernelError(
         f'Kernel {name!r} cannot run {words}: {reason}. Set kernel="auto" to use what runs there.'
     )
-
-
-def list_runnable(case: Case) -> list[Kernel]:
-    """Return the fast kernels of a device that run a case, in the order in which "auto" looks at
-    them.
-    """
-    return [
-        kernel
-        for kernel, where in _KERNELS
-        if where == case.device.type and unusable_reason(kernel, case) is None
-    ]
 
 
 def unusable_reason(kernel: Kernel, case: Case) -> str | None:
@@ -152,7 +135,7 @@ def unusable_reason(kernel: Kernel, case: Case) -> str | None:
 
 @lru_cache(maxsize=256)
 def _check_once(kernel: Kernel, case: Case, _deterministic: bool) -> str | None:
-    """Check a kernel on a GPU, also its variant that runs beside messages.
+    """Check a kernel on a GPU, also its variant that runs while messages travel.
 
     Exceptions, such as a lack of memory, are not cached.
     """
@@ -210,8 +193,8 @@ def _describe_features(scores: Scores) -> str:
 
 
 def _suggest_speedup(case: Case) -> str:
-    """Say how to get flash attention for a case on a GPU; "" where the head dimensions or the GPU
-    rule it out.
+    """Describe how to get flash attention for a case on a GPU; "" where the head dimensions or the
+    GPU rule it out.
     """
     ways = []
     if case.dtype not in (torch.bfloat16, torch.float16):
@@ -250,8 +233,8 @@ def _name_gpu_kind(device: torch.device) -> str | None:
 
 
 def suggest_faster_kernel(name: str, device: torch.device) -> str | None:
-    """Say how to get a kernel that is faster than the one that runs on a GPU; None if there is none
-    to install.
+    """Describe how to get a kernel that is faster than the one that runs on a GPU; None if there is
+    none to install.
     """
     kind = (
         _name_gpu_kind(device) if name in ("cuda", "flash_attn") and device.type == "cuda" else None

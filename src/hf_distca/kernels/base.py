@@ -106,7 +106,7 @@ class TaskBatch:
     overlap. Keys may: several slices of a document share one copy of its prefix.
 
     Kernels cache data that they derive from the tasks, such as their calls, in `derived`, each
-    under a key of its own, because all layers and both directions of a micro-batch run the same
+    under a separate key, because all layers and both directions of a micro-batch run the same
     batches.
     """
 

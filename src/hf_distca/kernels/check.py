@@ -62,7 +62,7 @@ def mismatch_reason(kernel: Kernel, case: Case) -> str | None:
         None if scores.softcap is None else _SOFTCAP,
     )
     try:
-        # Of its own: the random numbers of training stay what they are.
+        # A separate generator leaves the random numbers of training as they are.
         generator = torch.Generator().manual_seed(0)
         heads = ratio * _KEY_HEADS
         sizes = (
@@ -81,7 +81,7 @@ def mismatch_reason(kernel: Kernel, case: Case) -> str | None:
             expected = _compute_results(ReferenceKernel(), [pool.double() for pool in pools], seen)
         errors = {name: _compute_relative_error(results[name], expected[name]) for name in expected}
     except torch.OutOfMemoryError:
-        raise  # of this moment: it says nothing of the kernel
+        raise  # of this moment, and no property of the kernel
     except Exception as error:  # whatever the packages raise where they do not fit
         return f"its check on {device} raised {type(error).__name__}: {error}"
     bound = (_UNITS_OF_FLOAT32 if dtype == torch.float32 else _UNITS) * torch.finfo(dtype).eps

@@ -224,9 +224,9 @@ class _EfficientKernel(VarlenKernel):
             return tasks.query_length[task].bit_length()
 
         return [
-            list(alike)
+            list(equal)
             for members in super().split(tasks)
-            for _, alike in groupby(sorted(members, key=measure_task), key=measure_task)
+            for _, equal in groupby(sorted(members, key=measure_task), key=measure_task)
         ]
 
 

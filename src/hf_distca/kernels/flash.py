@@ -44,7 +44,7 @@ from hf_distca.kernels.varlen import Sequences, VarlenKernel
 
 _MAX_HEAD_DIM = 256
 _HALF_DTYPES = (torch.float16, torch.bfloat16)
-_MIN_FLASH_ATTN = (2, 7)  # of flash-attn: before, names and results are others
+_MIN_FLASH_ATTN = (2, 7)  # older flash-attn has other names and return values
 # Major compute capabilities whose backward FlashAttention 4 has.
 _FA4_CAPABILITIES = (9, 10, 11, 12)
 # That FlashAttention 3, whose blocks stay to the end, leaves to messages. NCCL takes one for each
@@ -386,10 +386,10 @@ FLASH_ATTN = VarlenKernel(_PackageFlash(_FLASH_ATTN), "flash_attn", _flash_attn_
 # FlashAttention 3, from wheels of the PyTorch index or built from the folder hopper of the sources:
 # Hopper GPUs. Not run yet.
 FLASH_ATTN_3 = VarlenKernel(_PackageFlash(_FLASH_ATTN_3), "flash_attn_3", _flash_attn_3_reason)
-# The same beside messages.
+# The same while messages travel.
 FLASH_ATTN_3_WITH_ROOM = VarlenKernel(
     _PackageFlash(replace(_FLASH_ATTN_3, options={"sm_margin": _MESSAGE_MULTIPROCESSORS})),
-    "flash_attn_3 beside messages",
+    "flash_attn_3 during messages",
     _flash_attn_3_reason,
 )
 # The same from a hub, only where it is asked for.

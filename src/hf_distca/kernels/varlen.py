@@ -7,8 +7,8 @@ only. Slices of one document share keys; a batch is therefore split into sets of
 in common, and each set is one call. Where its tasks lie one after the other in the pool, as packed
 documents do, the call gets a view of the pool; else it gets a gathered copy, which lives for the
 call only. Single slices of long documents are views, too. So is a batch of one call whose rows and
-keys come in the same order, with gaps between them: rows and keys of a gap are sequences of their
-own, without keys and without rows. Such sequences are cheap. Copies are not: on an H100 with
+keys come in the same order, with gaps between them: rows and keys of a gap are separate sequences,
+without keys and without rows. Such sequences are cheap. Copies are not: on an H100 with
 FlashAttention 4 they were up to a tenth of what a rank's tasks took.
 
 Index tensors are built once for each batch and device, without a host sync: later calls for the

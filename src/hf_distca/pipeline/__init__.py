@@ -1,7 +1,5 @@
 """Pipeline stages that share attention: `split` a model over the ranks of a mesh dimension, run its
 stages with `Schedule`.
-
-May import `borrowed`, `schedule`, `kernels`, `runtime`, `agreement` and `integration`.
 """
 
 from __future__ import annotations

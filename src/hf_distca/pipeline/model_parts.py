@@ -108,10 +108,10 @@ class ModelParts:
         before, after = list[str](), list[str]()
         for name, module in model.named_modules():
             parent, _, child = name.rpartition(".")
-            beside = parent == decoder and any(True for _ in module.parameters())
-            if beside and isinstance(module, torch.nn.Embedding):
+            is_next = parent == decoder and any(True for _ in module.parameters())
+            if is_next and isinstance(module, torch.nn.Embedding):
                 before.append(name)
-            elif module is head or (beside and any(part in child for part in _AFTER)):
+            elif module is head or (is_next and any(part in child for part in _AFTER)):
                 after.append(name)
             else:
                 continue
@@ -121,7 +121,7 @@ class ModelParts:
                 raise _split_error(
                     model,
                     f"{name.rpartition('.')[0] or name} is neither in its layers nor an embedding,"
-                    " a norm or a head beside them",
+                    " a norm or a head next to them",
                 )
         return cls(layers, tuple(before), tuple(after), embedding, head)
 

@@ -95,8 +95,8 @@ def _collect_weights(model: StageModel) -> dict[str, torch.Tensor]:
 def _save_stage(
     model: PreTrainedModel, part: Path, weights: dict[str, torch.Tensor], kwargs: dict[str, Any]
 ) -> None:
-    """Save a stage like a model of its own; transformers 5.23 writes only on rank 0 unless the
-    model says otherwise.
+    """Save a stage like a separate model; transformers 5.23 writes only on rank 0 unless told
+    otherwise.
     """
     writer: Any = model
     writer.should_save_on_this_rank = lambda *_, **__: True

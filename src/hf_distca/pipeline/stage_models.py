@@ -47,7 +47,7 @@ class Gate(SkippedLayer):
     """The layer before the first one of a stage, or after the last one.
 
     Attributes:
-        arrived: hidden states from the previous stage, to be returned in place of the inputs.
+        arrived: hidden states from the previous stage, to be returned instead of the inputs.
         left: the last inputs: hidden states that go to the next stage.
     """
 
@@ -63,7 +63,7 @@ class Gate(SkippedLayer):
 class StageModel(torch.nn.Module):
     """A stage of a model: the module that `torch.distributed.pipelining` runs.
 
-    `layers` is the number of layers of each stage. `tied` says whether embedding and head share
+    `layers` is the number of layers of each stage. `tied` tells whether embedding and head share
     their weight; by default they do if they do in the model.
 
     Attributes:

@@ -102,7 +102,7 @@ class Schedule(OneStageSchedule):
                 ``loss_kwargs`` as for torch.
 
         Raises:
-            ConfigError, LayoutError: if the micro-batches are not as said here.
+            ConfigError, LayoutError: if the micro-batches are not as described here.
             UnsupportedError: in the first step, if stages cannot share the attention of the model,
                 or not under these settings.
             DistCADesyncError: if ranks do not do the same, or not all come; names the tick, its

@@ -1,5 +1,5 @@
 """A step of a stage: its micro-batches run and serve tick by tick, messages go to and come from the
-stages beside it, and gradients are summed and clipped over stages.
+neighbouring stages, and gradients are summed and clipped over stages.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ class StageStep:
             try:
                 leaving = self.compute(tick, number, arrived)
             except RuntimeError as error:
-                # Which torch has put into an error of its own.
+                # torch has wrapped it in another error.
                 if isinstance(error.__cause__, DistCAError):
                     raise error.__cause__ from None
                 raise

@@ -18,7 +18,7 @@ from hf_distca.pipeline.borrowed_pipelining import unwrap_peft
 from hf_distca.pipeline.model_parts import ModelParts, check_split, divide_layers
 from hf_distca.pipeline.stage_models import StageModel
 
-# Arguments of transformers that say where a checkpoint is, and so its config.
+# Arguments of transformers that tell where a checkpoint is, and so its config.
 _LOCATION = {
     "cache_dir",
     "force_download",
@@ -124,8 +124,8 @@ def split(
 
     Returns:
         The stage of this rank. ``stage.submod`` is to be wrapped by DDP or FSDP;
-        ``stage.submod.model``, the model with the stage's weights alone, is not: stages but the
-        last one run parts of it.
+        ``stage.submod.model``, the model with the stage's weights alone, is not: every stage except
+        the last one runs only part of it.
 
     Raises:
         UnsupportedError: if models of this kind cannot be split; with the reason.

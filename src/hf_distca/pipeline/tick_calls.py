@@ -1,4 +1,4 @@
-"""The calls of attention of a tick, and a rank's part in them: with rows of its own, or as a server
+"""The calls of attention of a tick, and a rank's part in them: with its own rows, or as a server
 only.
 """
 

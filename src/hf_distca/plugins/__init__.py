@@ -1,4 +1,1 @@
-"""Plugins for trainers that load them by name, one file for each trainer.
-
-May import `integration`.
-"""
+"""Plugins for trainers that load them by name, one file for each trainer."""

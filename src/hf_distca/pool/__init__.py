@@ -1,6 +1,3 @@
 """A pool of attention servers: processes that train nothing and compute slices of core attention
 for the ranks that train.
-
-May import `borrowed`, `late_imports`, `schedule`, `kernels`, `runtime`, `agreement`, `integration`
-and `doctor.exchange`.
 """

@@ -12,9 +12,8 @@ import socket
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
 from importlib.metadata import version
 from inspect import signature
 from itertools import count
@@ -40,65 +39,25 @@ _ANSWER_SECONDS = 30.0
 _ANSWER_BYTES = 1 << 16
 
 
-@dataclass(eq=False)
-class ServedGroup:
-    """A group with servers, seen from rank 0.
-
-    Attributes:
-        servers: the connection to each server, by its name.
-        group: the attention group; one of this rank alone before it is made.
-        under_way: names of what has begun in it.
-    """
-
-    servers: dict[str, JsonLineConnection] = field(default_factory=dict)
-    group: AttentionGroup = field(default_factory=AttentionGroup)
-    under_way: set[str] = field(default_factory=set)
-
-    def send(self, word: Sequence[object]) -> None:
-        """Send a word to all servers.
-
-        Raises:
-            DistCADesyncError: if one has ended.
-        """
-        for name, words in self.servers.items():
-            try:
-                words.send(word)
-            except OSError as error:
-                if self.group.monitor is not None:
-                    doing = f"telling {name} what comes next"
-                    raise self.group.monitor.give_up(doing, error) from error
-                raise DistCADesyncError(
-                    f"{name} has ended ({error}): look at its log, and start it again."
-                ) from error
-
-
 class PoolController:
-    """Announces the steps of groups to their servers.
+    """Announces the steps of a group to its servers.
 
     Sessions and results of steps have names, by which later steps refer to them. Once one of them
     is gone here, servers forget what they keep under its name.
 
     Attributes:
-        groups: the groups that are still needed, the newest last.
+        servers: the connection to each server, by its name.
+        group: the attention group; one of this rank alone before it is made.
     """
 
     def __init__(self) -> None:
-        self.groups = [ServedGroup()]
+        self.servers: dict[str, JsonLineConnection] = {}
+        self.group = AttentionGroup()
         self._count = count(1)
         self._forgotten = deque[str]()
         self._names = dict[int, str]()  # by the id of what is named
         self._configs = WeakKeyDictionary[Planner, DistCAConfig]()  # as announced
         call_at_exit(self.end)
-
-    def leave_behind(self, leaving: Sequence[int], names: Sequence[str]) -> None:
-        """Announce new work to the others alone, once servers of these names have left, which are
-        at these indices of the group.
-
-        All still hear of work that has begun; leaving servers end when none of it is left.
-        """
-        servers = self.groups[-1].servers
-        self.groups.append(ServedGroup({n: servers[n] for n in servers if n not in names}))
-        self.groups[-1].send(["regroup", {"leaving": leaving}, 0, []])
 
     def take_step(self, step: Callable[..., Any], *args: Any, **options: Any) -> Any:
         """See `GroupObserver.take_step`."""
@@ -137,31 +96,36 @@ class PoolController:
     def announce(
         self, group: AttentionGroup, step: str, said: Mapping[str, Any], serial: int = 0
     ) -> None:
-        """Announce a step to the servers of a group, with the names of what is gone; results get
-        names with its serial number.
+        """Announce a step of the group to its servers, with the names of what is gone; results get
+        names with its serial number. Steps of other groups have no servers.
+
+        Raises:
+            DistCADesyncError: if a server has ended.
         """
+        if self.group.monitor is not group.monitor:
+            return
         forgotten = [self._forgotten.popleft() for _ in range(len(self._forgotten))]
-        for served in self.groups:
-            if served.group.monitor is group.monitor:
-                # As long as a plan is used, its group is needed.
-                served.under_way |= {f"{serial}.0"} if step == "make_layer_plan" else set()
-                served.send([step, said, serial, forgotten])
-            served.under_way.difference_update(forgotten)
-        while len(self.groups) > 1 and not self.groups[0].under_way:
-            oldest = self.groups.pop(0)
-            for name in oldest.servers.keys() - self.groups[0].servers.keys():
-                _end_server(oldest.servers[name], "training goes on without it", 0)
+        for name, words in self.servers.items():
+            try:
+                words.send([step, said, serial, forgotten])
+            except OSError as error:
+                if group.monitor is not None:
+                    doing = f"telling {name} what comes next"
+                    raise group.monitor.give_up(doing, error) from error
+                raise DistCADesyncError(
+                    f"{name} has ended ({error}): look at its log, and start it again."
+                ) from error
 
     def end(self) -> None:
         """End the servers, and tell them that the run is over, or that this process failed."""
-        for served in self.groups:
-            group = served.group
-            # The last value is an exception that nobody caught.
-            failed = group.monitor is None or group.has_left or hasattr(sys, "last_value")
-            why = "the run failed, see the log of rank 0" if failed else "the run is over"
-            for words in served.servers.values():
-                _end_server(words, why, int(failed))
-        self.groups.clear()
+        # The last value is an exception that nobody caught.
+        failed = self.group.monitor is None or self.group.has_left or hasattr(sys, "last_value")
+        why = "the run failed, see the log of rank 0" if failed else "the run is over"
+        for words in self.servers.values():
+            with suppress(OSError):  # it may have ended already
+                words.send(["end", {"why": why, "status": int(failed)}, 0, []])
+                words.close()
+        self.servers.clear()
 
     def _name_session(self, planner: Planner, group: AttentionGroup) -> str:
         """Return the name of the session with this planner, whose settings servers know then."""
@@ -222,9 +186,3 @@ def connect_server(
             f"the server at {address} cannot take part: {make_printable(str(refusal))}"
         )
     return words
-
-
-def _end_server(words: JsonLineConnection, why: str, status: int) -> None:
-    with suppress(OSError):  # it may have ended already
-        words.send(["end", {"why": why, "status": status}, 0, []])
-        words.close()

@@ -1,5 +1,5 @@
-"""The door of a server: whoever connects says what it wants, and a rank 0 that can be served is let
-in.
+"""The door of a server: whoever connects tells what it wants, and a rank 0 that can be served is
+let in.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ import torch
 
 from hf_distca.pool.words import JsonLineConnection
 
-# That whoever connects has to say what it wants.
+# That whoever connects has to tell what it wants.
 _HANDSHAKE_SECONDS = 5.0
 _HANDSHAKE_BYTES = 1 << 16
-_LOOK_SECONDS = 1.0  # between two looks at who has said nothing for too long
+_LOOK_SECONDS = 1.0  # between two looks at who has been silent for too long
 _GLANCE_SECONDS = 0.01  # to read what has arrived
-_MOST_ASKING = 256  # connections at a time that have not said what they want
+_MOST_ASKING = 256  # connections at a time that have not told what they want
 
 
 def accept(
     listening: socket.socket, why_not: Callable[[Any], str | None], wait_seconds: float | None
 ) -> JsonLineConnection | None:
     """Accept the connection of a rank 0 that this server can serve, among those of strangers and
-    those that `why_not` gives a reason to refuse. Nobody waits for another who says nothing.
+    those that `why_not` gives a reason to refuse. Nobody waits for another who is silent.
 
     Returns:
         The connection; None if no such rank 0 comes in time.
     """
     deadline = math.inf if wait_seconds is None else time.monotonic() + wait_seconds
     listening.settimeout(_GLANCE_SECONDS)  # who has connected may have ended already
-    asking = dict[JsonLineConnection, float]()  # until when each may say what it wants
+    asking = dict[JsonLineConnection, float]()  # until when each may tell what it wants
     accepted = None
     while accepted is None:
         if (left := deadline - time.monotonic()) <= 0:
@@ -59,7 +59,7 @@ def accept(
 
 
 def _answer(words: JsonLineConnection, why_not: Callable[[Any], str | None]) -> bool | None:
-    """Answer who has connected. Return whether it is served, or None if it has not said what it
+    """Answer who has connected. Return whether it is served, or None if it has not told what it
     wants.
     """
     try:
@@ -114,4 +114,4 @@ def find_refusal(
 
 def refuse(_asked: object) -> str:
     """Return why a server that is taken refuses all further connections."""
-    return "it serves the ranks of another run. Start a server of its own for each run."
+    return "it serves the ranks of another run. Start a separate server for each run."

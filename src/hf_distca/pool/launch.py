@@ -58,7 +58,7 @@ class LaunchPlace(NamedTuple):
         if not per_node or world % per_node or rank % per_node != local:
             told = ", ".join(f"{name}={environment.get(name)}" for name in names)
             raise ConfigError(
-                "servers are the last processes of each node, and this launcher does not say which"
+                "servers are the last processes of each node, and this launcher does not tell which"
                 f" these are ({told}). Start with torchrun or accelerate launch, or start servers"
                 " with `hf-distca serve` and name them by --server-address."
             )
@@ -99,7 +99,7 @@ def listen_at(host: str, port: int) -> socket.socket:
     except OSError as error:
         raise ConfigError(
             f"a server cannot listen at {host}:{port}: {os.strerror(error.errno or 0)}. Another one"
-            " may be there: give each an address of its own."
+            " may be there: give each a separate address."
         ) from error
 
 

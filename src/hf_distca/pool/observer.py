@@ -9,8 +9,8 @@ import logging
 import os
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -42,7 +42,7 @@ from hf_distca.runtime.members import Members
 
 _log = logging.getLogger("hf_distca")
 
-_ALONE_SECONDS = 1800.0  # that ranks wait for each other, where torch.distributed does not say so
+_ALONE_SECONDS = 1800.0  # that ranks wait for each other, where torch.distributed has no timeout
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,19 +79,6 @@ class PoolRanks:
             PrefixStore(invitation["meeting"], _launch_store(store)),
         )
 
-    def remove_ranks(self, leaving: Sequence[int]) -> PoolRanks:
-        """Return the others, once those of these indices have left; this process is none of
-        them.
-        """
-        stay = [index for index in range(len(self.ranks)) if index not in leaving]
-        return replace(
-            self,
-            ranks=tuple(self.ranks[index] for index in stay),
-            has_tokens=tuple(self.has_tokens[index] for index in stay),
-            rank=stay.index(self.rank),
-            store=PrefixStore(f"distca pool of {len(stay)}", self.store),
-        )
-
     def join(self, seconds: float) -> AttentionGroup:
         """Build their group, whose members wait so long for each other. Every one of them must call
         it; for errors see `AttentionGroup.create`.
@@ -119,7 +106,6 @@ class PoolObserver:
         nodes, each_node: number of nodes of the launch, and of servers on each.
         attempt: number of the launch's attempt, as its launcher counts.
         wait_seconds: time that servers may take to appear.
-        spare: whether training continues without a server that was told to end.
     """
 
     addresses: tuple[str, ...] = ()
@@ -127,10 +113,9 @@ class PoolObserver:
     each_node: int = 0
     attempt: str = "0"
     wait_seconds: float = 300.0
-    spare: bool = False
     # Only that of rank 0 has servers to tell.
     controller: PoolController = field(default_factory=PoolController, init=False)
-    _joined: tuple[object, AttentionGroup, PoolRanks] | None = field(default=None, init=False)
+    _joined: tuple[object, AttentionGroup] | None = field(default=None, init=False)
 
     def register(self) -> None:
         """Observe all groups of this process."""
@@ -151,7 +136,6 @@ class PoolObserver:
         members: dist.ProcessGroup | Members | None,
         size: int | None,
         timeout_seconds: float | None,
-        leaving: Sequence[int],
     ) -> AttentionGroup:
         """Return the group of the ranks of the world and the servers.
 
@@ -163,8 +147,6 @@ class PoolObserver:
                 address and a remedy.
             DistCADesyncError: if not all of them come in time.
         """
-        if leaving and self._joined is not None:
-            return self._leave_behind(leaving, *self._joined)
         _check_members(members, size)
         if self.each_node and not self.nodes:
             raise ConfigError(
@@ -197,21 +179,9 @@ class PoolObserver:
                 store.set(_INVITATION, json.dumps({"error": str(error)}))
                 raise
         invitation = _read_invitation(store, self.wait_seconds + seconds)
-        return self._join(world, PoolRanks.read(invitation, store, rank), seconds)
-
-    def _leave_behind(
-        self, leaving: Sequence[int], world: object, group: AttentionGroup, before: PoolRanks
-    ) -> AttentionGroup:
-        names = [before.names[before.ranks[index]] for index in leaving]
-        if self.controller.groups[-1].servers:
-            _log.warning("%s was told to end: training goes on without it", ", ".join(names))
-        self.controller.leave_behind(leaving, names)
-        return self._join(world, before.remove_ranks(leaving), group.timeout_seconds)
-
-    def _join(self, world: object, ranks: PoolRanks, seconds: float) -> AttentionGroup:
-        group = ranks.join(seconds)
-        self.controller.groups[-1].group = group
-        self._joined = world, group, ranks
+        group = PoolRanks.read(invitation, store, rank).join(seconds)
+        self.controller.group = group
+        self._joined = world, group
         return group
 
     def _invite(self, store: Store, seconds: float, ranks: int, backend: str) -> None:
@@ -223,7 +193,7 @@ class PoolObserver:
                 " reach: start it over TCP, as torchrun and accelerate launch do."
             )
         deadline = time.monotonic() + self.wait_seconds
-        servers = self.controller.groups[-1].servers
+        servers = self.controller.servers
         published = [
             *(
                 self._find_published(store, number, deadline)
@@ -234,8 +204,8 @@ class PoolObserver:
         addresses = [address for address, _ in published]
         if doubled := {address for address in addresses if addresses.count(address) > 1}:
             raise ConfigError(
-                f"server {', '.join(sorted(doubled))} is named more than once: give each server an"
-                " address of its own."
+                f"server {', '.join(sorted(doubled))} is named more than once: give each server a"
+                " separate address."
             )
         device = "cuda" if "nccl" in backend else "cpu"
         names = {
@@ -252,7 +222,6 @@ class PoolObserver:
             "backend": backend,
             "meeting": f"distca pool {uuid.uuid4().hex}",
             "seconds": seconds,
-            "spare": self.spare,
         }
         for number, words in enumerate(servers.values(), start=ranks):
             words.send(
@@ -296,7 +265,7 @@ def _read_invitation(store: Store, seconds: float) -> dict[str, Any]:
         invitation: dict[str, Any] = json.loads(store.get(_INVITATION))
     except RuntimeError as error:
         raise DistCADesyncError(
-            f"rank 0 did not say within {seconds:g} s which servers there are ({error})."
+            f"rank 0 did not name the servers within {seconds:g} s ({error})."
         ) from error
     if "error" in invitation:
         raise ConfigError(make_printable(invitation["error"]))
@@ -305,7 +274,7 @@ def _read_invitation(store: Store, seconds: float) -> dict[str, Any]:
 
 def _make_store_alone(timeout: timedelta, *, launched: bool) -> Store:
     """Return a store for the only rank that trains, which began no process group: that of its
-    launch, in which servers of the launch publish their addresses, or else one of its own.
+    launch, in which servers of the launch publish their addresses, or else a new one.
     """
     if launched:
         store: Store

@@ -47,10 +47,10 @@ from hf_distca.pool.words import (
 from hf_distca.runtime.call import AttentionServer, LayerExchange
 from hf_distca.runtime.empty_rows import make_empty_operands
 from hf_distca.runtime.meter import Meter
-from hf_distca.tools.doctor.exchange import exchange
+from hf_distca.runtime.trial import exchange
 
 _LOOK_SECONDS = 1.0  # between two looks whether another rank has left
-_END_SECONDS = 3.0  # that rank 0, which fails when others do not come, may take to say so
+_END_SECONDS = 3.0  # that rank 0, which fails when others do not come, may take to report it
 _LONGER_SECONDS = 30.0  # that a server may run after rank 0 has ended
 
 
@@ -105,8 +105,6 @@ def serve(
         )
         Thread(target=accept, args=[listening, refuse, None], daemon=True).start()
         Thread(target=_outlive_briefly, args=[words, server, say], daemon=True).start()
-        if invitation["spare"]:
-            signal.signal(signal.SIGTERM, partial(_leave_by_signal, say, server))
         server.run(words)
     except (EndedError, DistCADesyncError, EOFError, OSError) as end:
         why = str(end)
@@ -131,13 +129,10 @@ class Server:
 
     Sessions and results of steps have names, by which they are known until rank 0 has forgotten
     them.
-
-    Attributes:
-        is_leaving: True to announce that the others should go on without this server.
     """
 
     def __init__(self, ranks: PoolRanks, seconds: float, device: torch.device) -> None:
-        self._ranks, self._device, self.is_leaving = ranks, device, False
+        self._device = device
         self._group = ranks.join(seconds)
         self._calls: dict[int, LayerExchange] = {}
         self._known: dict[str, Any] = {}
@@ -189,16 +184,8 @@ class Server:
         )
 
     def end(self, why: str, status: int) -> NoReturn:
-        """End, because rank 0 ends or continues without this server."""
+        """End, because rank 0 ends."""
         raise EndedError(why, status)
-
-    def regroup(self, leaving: Sequence[int]) -> None:
-        """Join the smaller group that ranks form once other servers have left."""
-        self._ranks = self._ranks.remove_ranks(leaving)
-        self._group = self._ranks.join(self._group.timeout_seconds)
-        for known in self._known.values():
-            if isinstance(known, Session):
-                known.adopt_group(self._group)
 
     def use_settings(self, session: str, config: Mapping[str, Any]) -> None:
         """Use settings in a session from now on; it begins if it has not yet."""
@@ -274,7 +261,6 @@ class Server:
 
     def _make_planner(self, session: str) -> Planner:
         planner: Planner = self._known[session].planner
-        planner.is_leaving = self.is_leaving
         return planner
 
     def _receive_next(self, words: JsonLineConnection) -> Any:
@@ -294,7 +280,6 @@ STEPS: dict[str, Callable[..., object]] = {
     step.__name__: step
     for step in (
         Server.end,
-        Server.regroup,
         Server.use_settings,
         Server.make_cost,
         Server.plan_documents,
@@ -339,14 +324,3 @@ def _connect_store(invitation: Mapping[str, Any]) -> Store:
 
 def _end_by_signal(number: int, _frame: FrameType | None) -> NoReturn:
     raise EndedError(f"told to by {signal.Signals(number).name}", 128 + number)
-
-
-def _leave_by_signal(
-    say: Callable[[str], None], server: Server, number: int, _frame: FrameType | None
-) -> None:
-    server.is_leaving = True
-    signal.signal(number, _end_by_signal)
-    say(
-        f"was told to end by {signal.Signals(number).name}, and serves until the others go on"
-        " without it; again to end at once"
-    )

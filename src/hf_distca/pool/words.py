@@ -28,11 +28,10 @@ from hf_distca.config import DistCAConfig, is_built_in
 from hf_distca.errors import ConfigError
 from hf_distca.schedule.cost import AttentionShape, CostModel
 from hf_distca.schedule.layout import Layout
-from hf_distca.schedule.profiles import Profile
 
 _SOCKET_OPTIONS = {
     (socket.IPPROTO_TCP, socket.TCP_NODELAY): 1,
-    # A node that is lost says nothing: TCP asks every 10 s whether it is there, 6 times in vain.
+    # A node that is lost is silent: TCP asks every 10 s whether it is there, 6 times in vain.
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE): 1,
     (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE): 10,
     (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL): 10,
@@ -99,7 +98,7 @@ class JsonLineConnection:
         return json.loads(line)
 
     def wait_for_end(self) -> None:
-        """Wait until the other side has ended, in a thread of its own. Nothing is read."""
+        """Wait until the other side has ended, in a separate thread. Nothing is read."""
         waiting = select.poll()
         # Without it, where there is none, when both sides have.
         waiting.register(self._socket, getattr(select, "POLLRDHUP", 0))
@@ -111,7 +110,7 @@ class JsonLineConnection:
 
 
 def _encode(value: Any) -> Any:
-    """Encode types for which JSON has no form of its own."""
+    """Encode types for which JSON has no form."""
     match value:
         case torch.Tensor():
             return value.dtype
@@ -123,8 +122,8 @@ def _encode(value: Any) -> Any:
             return astuple(value)
         case DistCAConfig():
             return {field.name: getattr(value, field.name) for field in fields(value)}
-        case Profile() | CostModel():
-            return {"kind": type(value).__name__, "text": value.to_json()}
+        case CostModel():
+            return {"text": value.to_json()}
         case Documents():
             return value.span_ranks
         case DealtShare():
@@ -155,12 +154,10 @@ def read_config(values: Mapping[str, Any]) -> DistCAConfig:
     """
     costs = values["cost_model"]
     if isinstance(costs, Mapping):
-        costs = (Profile if costs["kind"] == Profile.__name__ else CostModel).from_json(
-            costs["text"]
-        )
+        costs = CostModel.from_json(costs["text"])
     elif not is_built_in(costs):  # the names of files, and all else
         raise ConfigError(
-            f"cost_model={costs!r:.80} is none that rank 0 names: it sends profiles and models."
+            f"cost_model={costs!r:.80} is none that rank 0 names: it sends cost models."
         )
     return DistCAConfig(**{**values, "cost_model": costs})
 

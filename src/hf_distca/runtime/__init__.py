@@ -1,4 +1,1 @@
-"""The room that carries a plan out with torch. It knows nothing of transformers.
-
-May import `borrowed`, `schedule` and `kernels`.
-"""
+"""The room that carries a plan out with torch. It knows nothing of transformers."""

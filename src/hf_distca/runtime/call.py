@@ -172,18 +172,14 @@ class LayerExchange:
         # the others a row per key.
         self._sent_queries, self._returned_queries = 1, 2
         self._stashed: tuple[Tensors, Pending | None] | None = None
-        # Gradients of received queries; those of the key pool, wide enough for sums, and the dtypes
-        # they travel in.
-        self._relay_buffers: tuple[list[torch.Tensor], list[tuple[torch.Tensor, torch.dtype]]] = (
-            [],
-            [],
-        )
+        # Gradients of received queries, and those of the key pool, wide enough for sums.
+        self._relay_buffers: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
 
     def begin(self, tokens: Operands | Saved) -> None:
         """Launch the first dispatch, forward or, once that has begun, backward."""
         self._enter_phase("begin", tokens.q_THD.dtype)
-        home = split_head_groups(tokens, self.route.groups)
-        self._stashed = tokens, self.send_queries_and_keys(home)
+        dispatch = self.send_queries_and_keys(split_head_groups(tokens, self.route.groups))
+        self._stashed = tokens, dispatch
 
     def begin_without_rows(self, operands: Operands) -> None:
         """Begin on a rank that runs tasks of others only, with `make_empty_operands` of the
@@ -311,14 +307,14 @@ class LayerExchange:
         del pools[:queries]
         sums: list[torch.Tensor] = []
         copies: list[torch.Tensor] = []
-        wide: list[tuple[torch.Tensor, torch.dtype]] = []
+        wide: list[torch.Tensor] = []
         for total in results[queries:]:
             pool = pools.pop(0)
             sums.append(pooled.key_pool.add_own(total, pool))
             # Copies travel in the dtype of k and v; sums of them do not.
             copies.append(pool.to(home.v_TKV.dtype))
             if relay is not None:
-                wide.append((pool if relay.forwarded.rows else copies[-1], home.v_TKV.dtype))
+                wide.append(pool if relay.forwarded.rows else copies[-1])
             del pool
         if relay is None or not copies:  # outputs have no rows of keys
             returned = self._send_back(received, copies)
@@ -366,9 +362,7 @@ class LayerExchange:
         self._relay_buffers = ([], [])
         keys = []
         for copies in self._await_sections(returned, "return"):
-            pool_TKD, dtype = pools.pop(0)
-            keys.append(relay.add_copies(pool_TKD, copies).to(dtype))
-            del pool_TKD
+            keys.append(relay.add_copies(pools.pop(0), copies).to(queries[0].dtype))
         return self._send_back(queries, keys)
 
     def _send_back(

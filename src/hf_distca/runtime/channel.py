@@ -105,10 +105,8 @@ class Channel:
         self, transfer: Transfer, receive_bytes: Mapping[int, int], send_bytes: Mapping[int, int]
     ) -> None:
         group = self.process_group
-        arriving, leaving = [0] * group.size(), [0] * group.size()
-        for sizes, by_rank in ((arriving, receive_bytes), (leaving, send_bytes)):
-            for rank, size in by_rank.items():
-                sizes[rank] = size
+        arriving = [receive_bytes.get(rank, 0) for rank in range(group.size())]
+        leaving = [send_bytes.get(rank, 0) for rank in range(group.size())]
         work = dist.all_to_all_single(
             transfer.received, transfer.sent, arriving, leaving, group=group, async_op=True
         )
@@ -127,12 +125,10 @@ class Channel:
         # through.
         for rank, message in received.items():
             if len(message):
-                work = dist.irecv(message, group=group, group_src=rank, tag=tag)
-                transfer.works.append(work)
+                transfer.works.append(dist.irecv(message, group=group, group_src=rank, tag=tag))
         for rank, message in sent.items():
             if len(message):
-                work = dist.isend(message, group=group, group_dst=rank, tag=tag)
-                transfer.works.append(work)
+                transfer.works.append(dist.isend(message, group=group, group_dst=rank, tag=tag))
 
 
 @dataclass(eq=False)

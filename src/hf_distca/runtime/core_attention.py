@@ -33,7 +33,7 @@ Shape suffixes: T tokens, H query heads, K key/value heads, D head dim, V value 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial, wraps
+from functools import wraps
 from typing import Any
 
 import torch
@@ -80,7 +80,7 @@ def compute_core_attention(inputs: Inputs, exchange: LayerExchange) -> torch.Ten
     counter = "calls" if exchange.recomputed_outputs is None else "recomputed_calls"
     exchange.server.meter.count(**{counter: 1})
     if not exchange.exchanges:
-        o_THV = _apply(_Unmoved, exchange, *inputs)
+        o_THV = _apply(_Return, exchange, None, *inputs)
         # To the other nano-batch, whose messages have had time to travel.
         yield_to_other_nano_batch()
         return o_THV
@@ -131,42 +131,51 @@ class _Serve(torch.autograd.Function):
 
 
 class _Return(torch.autograd.Function):
+    """The outputs. Where nothing is exchanged there is no anchor, and this is the only function."""
+
     @staticmethod
     def forward(
-        ctx: Any, exchange: LayerExchange, _anchor: torch.Tensor, *tensors: Any
+        ctx: Any, exchange: LayerExchange, _anchor: _Optional, *tensors: Any
     ) -> torch.Tensor:
-        return _save_for_backward(
-            ctx, exchange, Inputs(*tensors), partial(exchange.finish, Outputs)
-        )
+        inputs = Inputs(*tensors)
+        outputs: tuple[torch.Tensor, ...]
+        if exchange.recomputed_outputs is None:
+            results = (
+                exchange.finish(Outputs)
+                if exchange.exchanges
+                else exchange.run_local(inputs.operands)
+            )
+            outputs = merge_head_groups(results, exchange.route.groups)
+            if inputs.sink_H is not None:
+                outputs = _merge_sink(outputs, inputs.sink_H)
+            if exchange.stored is not None:
+                exchange.stored.store_outputs(*outputs)
+        else:
+            outputs = tuple(tensor.detach() for tensor in exchange.recomputed_outputs)
+            exchange.recomputed_outputs = None
+        ctx.exchange = exchange
+        ctx.save_for_backward(*inputs, *outputs)
+        return outputs[0]
 
     @staticmethod
     @_forbid_second_derivative
     def backward(ctx: Any, do_THV: torch.Tensor) -> tuple[_Optional, ...]:
-        exchange, inputs, saved = _begin_backward(ctx, do_THV)
+        *tensors, o_THV, lse_TH = ctx.saved_tensors
+        exchange, inputs = ctx.exchange, Inputs(*tensors)
+        exchange.begin_backward()
+        q_THD, k_TKD, v_TKV = inputs.operands
+        # o and lse have the sinks merged in.
+        saved = Saved(do_THV.contiguous(), q_THD, o_THV, lse_TH, k_TKD, v_TKV)
+        if not exchange.exchanges:
+            grads = merge_head_groups(exchange.run_local(saved), exchange.route.groups)
+            d_sink_H = _compute_sink_gradient(saved, inputs.sink_H)
+            return None, None, *_split_gradients(grads, inputs.context_tokens, d_sink_H)
         # If only sinks are trained, q, k and v need no gradient: `_Serve.backward` never runs, and
         # nobody would take a dispatch.
         if ctx.needs_input_grad[1]:
             exchange.begin(saved)
         d_sink_H = _compute_sink_gradient(saved, inputs.sink_H)
         return None, do_THV.new_zeros(()), None, None, None, d_sink_H, None, None
-
-
-class _Unmoved(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, exchange: LayerExchange, *tensors: Any) -> torch.Tensor:
-        inputs = Inputs(*tensors)
-        return _save_for_backward(
-            ctx, exchange, inputs, lambda: exchange.run_local(inputs.operands)
-        )
-
-    @staticmethod
-    @_forbid_second_derivative
-    def backward(ctx: Any, do_THV: torch.Tensor) -> tuple[_Optional, ...]:
-        exchange, inputs, saved = _begin_backward(ctx, do_THV)
-        grads = merge_head_groups(exchange.run_local(saved), exchange.route.groups)
-        return None, *_split_gradients(
-            grads, inputs.context_tokens, _compute_sink_gradient(saved, inputs.sink_H)
-        )
 
 
 def _split_gradients(
@@ -184,37 +193,6 @@ def _split_gradients(
 def _apply(function: type[torch.autograd.Function], *inputs: Any) -> torch.Tensor:
     result: torch.Tensor = function.apply(*inputs)  # type: ignore[no-untyped-call]
     return result
-
-
-def _save_for_backward(
-    ctx: Any, exchange: LayerExchange, inputs: Inputs, compute: Callable[[], Outputs | Grads]
-) -> torch.Tensor:
-    """Save an exchange for backward, and its outputs for a recompute; a recompute that finds them
-    uses those. Return o_THV.
-    """
-    if exchange.recomputed_outputs is None:
-        outputs: tuple[torch.Tensor, ...] = merge_head_groups(compute(), exchange.route.groups)
-        if inputs.sink_H is not None:
-            outputs = _merge_sink(outputs, inputs.sink_H)
-        if exchange.stored is not None:
-            exchange.stored.store_outputs(*outputs)
-    else:
-        outputs = tuple(tensor.detach() for tensor in exchange.recomputed_outputs)
-        exchange.recomputed_outputs = None
-    ctx.exchange = exchange
-    ctx.save_for_backward(*inputs, *outputs)
-    return outputs[0]
-
-
-def _begin_backward(ctx: Any, do_THV: torch.Tensor) -> tuple[LayerExchange, Inputs, Saved]:
-    """Return the exchange, its inputs, and the tensors that tasks read in backward: o and lse with
-    the sinks merged in.
-    """
-    *tensors, o_THV, lse_TH = ctx.saved_tensors
-    ctx.exchange.begin_backward()
-    inputs = Inputs(*tensors)
-    q_THD, k_TKD, v_TKV = inputs.operands
-    return ctx.exchange, inputs, Saved(do_THV.contiguous(), q_THD, o_THV, lse_TH, k_TKD, v_TKV)
 
 
 def _merge_sink(outputs: tuple[torch.Tensor, ...], sink_H: torch.Tensor) -> Outputs:

@@ -57,12 +57,8 @@ class GroupObserver(Protocol):
         members: dist.ProcessGroup | Members | None,
         size: int | None,
         timeout_seconds: float | None,
-        leaving: Sequence[int],
     ) -> AttentionGroup:
-        """Make the group of a session; for other arguments see `AttentionGroup.find_or_create`.
-
-        With `leaving`, make the group of the others, once ranks of these indices have left.
-        """
+        """Make the group of a session; for arguments see `AttentionGroup.find_or_create`."""
 
     def take_step(self, step: Callable[P, R], *args: P.args, **options: P.kwargs) -> R:
         """Take a step that is marked by `mark_joint_step`, and return its result."""
@@ -394,18 +390,26 @@ class Rendezvous:
         self._thread = AwaitedThread(self._attend, "meeting")
 
     def wait(self) -> list[IntArray]:
-        """Wait until it is over, and return the row of each rank.
+        """Wait until it is over, and return the row of each rank; for errors see
+        `raise_failure`.
+        """
+        self._thread.join()
+        self.raise_failure()
+        return self._list_rows()
+
+    def raise_failure(self) -> None:
+        """Raise the error that it ended with, if it has. Never waits.
 
         Raises:
             DistCADesyncError: if the ranks do not do the same, or not all came.
             Exception: any other error that `on_arrival` raised.
         """
-        self._thread.join()
+        if self._thread.is_alive():
+            return
         if self._lost is not None and self._monitor is not None:
             raise self._monitor.give_up(self._doing, self._lost)
         if (error := self._lost or self._failure) is not None:
             raise error
-        return self._list_rows()
 
     def _list_rows(self) -> list[IntArray]:
         return [row[1 : 1 + row[0]] for row in self._rows.numpy()]

@@ -1,6 +1,4 @@
 """The scheduler: documents in, plan out.
 
 Pure Python and numpy: nothing here knows of processes, devices or models.
-
-May import no other room.
 """

@@ -1,183 +1,163 @@
-"""Documents to bins with room for so many tokens each: `schedule.deal` deals to nodes, and then to
-the ranks of each node.
+"""Documents to bins with room for so many tokens each: to nodes, and then to the ranks of each.
 
-The longest goes first, to the bin with the least attention that has room for it. A document that is
-too much for a bin is cut over several into twice as many chunks, and each gets one from the front
-and one from the back, so that tokens and attention are even. What fits nowhere is cut to fit.
+The document with the most attention goes first, to the bin with the least attention that has room
+for it. One that is to lie in several bins is cut: each gets rows from the front and from the back,
+so that tokens and attention are even. What fits nowhere is cut to fit.
 
-Every rank deals for itself, so everything here is plain IEEE double arithmetic in a fixed order.
+A document with the attention of n nodes lies in n nodes: what crosses nodes is slow. (If its keys
+travel longer than a node computes it, it stays in one if it can.) One with the
+attention of n ranks lies on the square root of n / 2 of them, unless it is too long for them. On n
+ranks, each would need nearly all of its keys; on one, all of its rows would leave that rank. The
+rest is left to `balance`.
+
+Every rank deals for itself, so this is IEEE double arithmetic in a fixed order.
 """
 
 from __future__ import annotations
 
-import heapq
-import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
 
-from hf_distca.schedule.cost import CostModel
+from hf_distca.schedule.compiled import compile_function, compile_inner
+from hf_distca.schedule.layout import BoolArray, FloatArray, IntArray
 
 
-class Chunk(NamedTuple):
-    """Rows [start, end) of a document."""
-
-    document: int
-    start: int
-    end: int
-
-
-class Bins:
+class Bins(NamedTuple):
     """Bins that are being filled.
 
-    Args:
-        rooms: tokens that each has to get.
-        cost: seconds of attention.
-        tile: documents are cut at multiples of it where tokens allow.
-
     Attributes:
-        rows: the chunks of each bin.
+        rooms: (bins,) tokens that each still has to get.
+        pairs: (bins,) query-key pairs that each has.
+        chosen, is_chosen: (bins,) the bins that a chunk is put in, and whether one is among them.
     """
 
-    def __init__(self, rooms: list[int], cost: CostModel, tile: int) -> None:
-        self.rows: list[list[Chunk]] = [[] for _ in rooms]
-        self.rooms, self.seconds = list(rooms), [0.0] * len(rooms)
-        self.cost, self.tile = cost, tile
-
-    def fill(self, chunks: list[Chunk], most: float) -> list[list[Chunk]]:
-        """Put all chunks into bins, and return those of each.
-
-        Args:
-            chunks: with as many tokens together as the bins have room for.
-            most: part of the mean seconds of a bin above which a chunk is cut over several.
-        """
-        seconds = self._estimate(chunks)
-        mean = math.fsum(seconds) / len(self.rooms)
-        longest_first = sorted(range(len(chunks)), key=lambda index: (-seconds[index], index))
-        whole = list[int]()
-        most_room = max(self.rooms)
-        for index in longest_first:
-            chunk = chunks[index]
-            count = math.ceil(max(seconds[index] / (most * mean), 1)) if mean else 1
-            count = max(count, -(-(chunk.end - chunk.start) // max(most_room, 1)))
-            if count > 1 and self._spread(chunk, min(count, len(self.rooms))):
-                most_room = max(self.rooms)
-            else:
-                whole.append(index)
-        whole.sort(key=lambda index: chunks[index].start - chunks[index].end)
-        self._put_whole([chunks[index] for index in whole], [seconds[index] for index in whole])
-        return self.rows
-
-    def _estimate(self, chunks: list[Chunk]) -> list[float]:
-        start, end = np.array([chunk[1:] for chunk in chunks], dtype=np.int64).reshape(-1, 2).T
-        return self.cost.estimate_seconds(end - start, end).tolist()  # type: ignore[no-any-return]
-
-    def _put(self, chunk: Chunk, bin_: int, seconds: float) -> None:
-        self.rows[bin_].append(chunk)
-        self.rooms[bin_] -= chunk.end - chunk.start
-        self.seconds[bin_] += seconds
-
-    def _spread(self, chunk: Chunk, count: int) -> bool:
-        """Cut a chunk over `count` bins, or more if these have no room for equal parts; return
-        whether there is room for it.
-        """
-        length = chunk.end - chunk.start
-        share = -(-length // count)
-        order = sorted(range(len(self.rooms)), key=lambda bin_: (self.seconds[bin_], bin_))
-        chosen = [bin_ for bin_ in order if self.rooms[bin_] >= share][:count]
-        weights = [share] * count
-        if len(chosen) < count:
-            order.sort(key=lambda bin_: -self.rooms[bin_])
-            room = np.cumsum([self.rooms[bin_] for bin_ in order])
-            chosen = order[: max(int(np.searchsorted(room, length)) + 1, count)]
-            weights = [self.rooms[bin_] for bin_ in chosen]
-        if sum(weights) < length:
-            return False
-        first, last = chunk.start, chunk.end
-        halves = list[Chunk]()
-        for tokens in _divide_tokens(length, weights, self.tile):
-            front = tokens // 2
-            back = tokens - front
-            halves.append(Chunk(chunk.document, first, first + front))
-            halves.append(Chunk(chunk.document, last - back, last))
-            first, last = first + front, last - back
-        for place, seconds in enumerate(self._estimate(halves)):
-            if halves[place].start < halves[place].end:
-                self._put(halves[place], chosen[place // 2], seconds)
-        return True
-
-    def _put_whole(self, chunks: list[Chunk], seconds: list[float]) -> None:
-        """Put chunks, the longest first, each into the bin with the least attention that has room
-        for it; at last, cut those that fit nowhere.
-        """
-        ready = [(load, bin_) for bin_, load in enumerate(self.seconds) if self.rooms[bin_]]
-        heapq.heapify(ready)
-        waiting, left = list[tuple[int, int]](), list[Chunk]()  # for shorter ones
-        for chunk, chunk_seconds in zip(chunks, seconds, strict=True):
-            length = chunk.end - chunk.start
-            while waiting and -waiting[0][0] >= length:
-                bin_ = heapq.heappop(waiting)[1]
-                heapq.heappush(ready, (self.seconds[bin_], bin_))
-            while ready and self.rooms[ready[0][1]] < length:
-                bin_ = heapq.heappop(ready)[1]
-                heapq.heappush(waiting, (-self.rooms[bin_], bin_))
-            if not ready:
-                left.append(chunk)
-                continue
-            bin_ = ready[0][1]
-            self._put(chunk, bin_, chunk_seconds)
-            heapq.heapreplace(ready, (self.seconds[bin_], bin_))
-        self._cut_to_fit(left)
-
-    def _cut_to_fit(self, chunks: list[Chunk]) -> None:
-        """Cut chunks over the bins with the most room."""
-        widest = [(-room, bin_) for bin_, room in enumerate(self.rooms)]
-        heapq.heapify(widest)
-        for chunk in chunks:
-            start = chunk.start
-            while start < chunk.end:
-                bin_ = widest[0][1]
-                end = min(start + self.rooms[bin_], chunk.end)
-                self._put(Chunk(chunk.document, start, end), bin_, 0.0)
-                heapq.heapreplace(widest, (-self.rooms[bin_], bin_))
-                start = end
+    rooms: IntArray
+    pairs: FloatArray
+    chosen: IntArray
+    is_chosen: BoolArray
 
 
-def _divide_tokens(length: int, rooms: list[int], tile: int) -> list[int]:
-    """Divide tokens among bins, in proportion to the rooms and in whole tiles where possible."""
-    tokens: list[int] = []
-    scale = length / sum(rooms)
-    target = 0.0
-    for room in rooms:
-        target += room * scale
-        count = max(int(target / tile + 0.5) * tile - sum(tokens), 0)
-        tokens.append(min(count, room, length - sum(tokens)))
-    for index, room in enumerate(rooms):
-        tokens[index] += min(length - sum(tokens), room - tokens[index])
-    return tokens
+@compile_inner
+def _choose_bins(bins: Bins, length: int, count: int) -> tuple[int, int]:
+    """Choose so many bins for a chunk, or as many as have room for it: their number and their room.
+
+    Those with the fewest pairs come first that have room for an equal part, then the widest.
+    """
+    chosen, room = 0, 0
+    while chosen < count or room < length:
+        best, lowest = -1, np.inf
+        for bin_ in range(len(bins.rooms)):
+            cost = bins.pairs[bin_]
+            if bins.rooms[bin_] * count < length:
+                cost = 1e200 / (bins.rooms[bin_] + 1)
+            if cost < lowest and not bins.is_chosen[bin_]:
+                best, lowest = bin_, cost
+        bins.chosen[chosen], bins.is_chosen[best] = best, True
+        room += bins.rooms[best]
+        chosen += 1
+    return chosen, room
 
 
-def deal_chunks(
-    chunks: list[Chunk], tokens: list[int], per_node: int, bins: tuple[CostModel, int, float]
-) -> list[list[Chunk]]:
-    """Deal chunks to nodes and then to the ranks of each.
+def _fill_bins(
+    chunks: IntArray, pairs: FloatArray, counts: IntArray, bins: Bins, tile: int, rows: IntArray
+) -> int:
+    """Put chunks into bins in their order, each into as many as `counts` has; see `deal_to_bins`.
+
+    Return the number of rows: at most two for each bin of a chunk, and for each that it fills up.
+    """
+    row = 0
+    for chunk in range(len(chunks)):
+        document, first, last = chunks[chunk, 0], chunks[chunk, 1], chunks[chunk, 2]
+        length, count = last - first, counts[chunk]
+        chosen, room = _choose_bins(bins, length, count)
+        left = length
+        # From the narrowest: those with too little room are filled up, and wide ones make up for
+        # them.
+        for place in range(chosen - 1, -1, -1):
+            bin_ = bins.chosen[place]
+            bins.is_chosen[bin_] = False
+            room -= bins.rooms[bin_]
+            tokens = max(left // (place + 1) // tile * tile, left - room)
+            if bins.rooms[bin_] * count < length:
+                tokens = left
+            tokens = min(tokens, bins.rooms[bin_])
+            front = tokens // 2 // tile * tile if count > 1 else tokens
+            for start, end in ((first, first + front), (last - tokens + front, last)):
+                if start < end:
+                    rows[row, 0], rows[row, 1] = document, start
+                    rows[row, 2], rows[row, 3] = end, bin_
+                    row += 1
+            first, last, left = first + front, last - tokens + front, left - tokens
+            bins.rooms[bin_] -= tokens
+            bins.pairs[bin_] += pairs[chunk] * (tokens / length)
+    return row
+
+
+_fill_compiled = compile_function(_fill_bins, keep=(__file__,))
+
+
+def deal_to_bins(
+    chunks: IntArray,
+    rooms: IntArray,
+    window: int,
+    tile: int,
+    spread: Callable[[FloatArray, IntArray], FloatArray],
+) -> IntArray:
+    """Put chunks into bins.
 
     Args:
-        chunks: with as many tokens together as the ranks.
-        tokens: tokens of each rank.
-        per_node: ranks of a node.
-        bins: the cost model, the tile, and the part of a bin above which a chunk is cut.
+        chunks: (chunks, 3) document, start and end; together as many tokens as there is room for.
+        rooms: (bins,) tokens that each has to get.
+        window: keys that a row sees.
+        tile: chunks are cut at multiples of it where rooms allow.
+        spread: of the bins that the attention of chunks fills, and the chunks, in how many bins
+            each is to lie.
 
     Returns:
-        The chunks of each rank.
+        (rows, 4) document, start, end, bin.
     """
-    cost, tile, most = bins
-    nodes = [tokens[first : first + per_node] for first in range(0, len(tokens), per_node)]
-    by_node = Bins([sum(node) for node in nodes], cost, tile).fill(chunks, most)
-    if per_node == 1:
-        return by_node
-    return [
-        rank
-        for node, of_node in zip(nodes, by_node, strict=True)
-        for rank in Bins(node, cost, tile).fill(of_node, most)
-    ]
+    bounds = chunks[:, 1:].astype(np.float64)
+    seeing_all = np.minimum(bounds, window)
+    pairs = np.diff(seeing_all * (seeing_all + 1) / 2 + (bounds - seeing_all) * window)[:, 0]
+    order = np.argsort(-pairs, kind="stable")
+    chunks, pairs, size = chunks.take(order, axis=0), pairs[order], len(rooms)
+    length = chunks[:, 2] - chunks[:, 1]
+    # A cumulative sum is the same on every machine.
+    filled = spread(pairs * size / np.cumsum(pairs)[-1:], chunks)
+    counts = np.clip(np.ceil(np.maximum(filled, length / rooms.max())), 1, size).astype(np.int64)
+    numbers = np.zeros(size, dtype=np.int64)
+    bins = Bins(rooms.copy(), np.zeros(size), numbers, numbers > 0)
+    rows = np.empty((2 * (int(counts.sum()) + size), 4), dtype=np.int64)
+    return rows[: _fill_compiled(chunks, pairs, counts, bins, tile, rows)]
+
+
+def _spread_over_ranks(filled: FloatArray, _: IntArray) -> FloatArray:
+    return np.sqrt(filled / 2)
+
+
+def deal_to_ranks(
+    chunks: IntArray,
+    tokens: IntArray,
+    per_node: int | None,
+    window: int,
+    tile: int,
+    stays: BoolArray,
+) -> IntArray:
+    """Deal chunks to nodes and then to the ranks of each, or to all ranks; see `deal_to_bins`.
+
+    Documents that `stays` marks, by number, lie in no more nodes than their tokens need.
+    """
+    if per_node is None:
+        return deal_to_bins(chunks, tokens, window, tile, _spread_over_ranks)
+    nodes = tokens.reshape(-1, per_node)
+    by_node = deal_to_bins(
+        chunks, nodes.sum(axis=1), window, tile, lambda n, of: n * ~stays[of[:, 0]]
+    )
+    rows = list[IntArray]()
+    for node, rooms in enumerate(nodes):
+        some = by_node[by_node[:, 3] == node, :3]
+        rows.append(deal_to_bins(some, rooms, window, tile, _spread_over_ranks))
+        rows[-1][:, 3] += node * per_node
+    return np.concatenate(rows)

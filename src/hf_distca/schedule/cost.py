@@ -12,10 +12,10 @@ no product hides them. A block of forward has rows, and one of backward keys, of
 (section 3.2); others stream past, beside products. So forward reads q and writes o. Backward reads
 q, o and do and writes dq for each row. For each key and query head it reads k and v and writes dk
 and dv, and reads these once more to add them up where heads share keys. What fills up a tile is
-neither read nor written. The three coefficients come from a built-in profile or from timing the
-kernel. Where slices were timed, which tell bytes of rows from those of keys, a kernel may also move
-its rows more than once (`KernelCost.row_passes`): in backward one more kernel reads o and do first,
-and another one dq last, in float32.
+neither read nor written. The three coefficients are built-in figures times a factor of the GPU
+and its kernel (`schedule.gpus`), or a user's own. A kernel may also move its rows more than once
+(`KernelCost.row_passes`): in backward, one more kernel may read o and do first, and another one dq
+last, in float32.
 
 With a sliding window of w keys, position p sees keys (p - w, p]: only the pairs of that band count,
 and of the keys only the last n + w - 1 are read.
@@ -144,92 +144,52 @@ class KernelCost:
     The time of a call besides its tasks is about the same on all ranks, so plans leave it out.
 
     Attributes:
-        task_seconds, bytes_per_second, flops_per_second: what tasks take.
-        call_seconds: what a call takes besides its tasks.
-        least_seconds: what no call takes less than, however little it computes: its launch.
+        task_seconds, bytes_per_second, flops_per_second: what tasks take; infinite rates cost
+            nothing.
         row_passes: how often the bytes of a row count.
+
+    Raises:
+        ConfigError: if a figure is out of range.
     """
 
     task_seconds: float
     bytes_per_second: float
     flops_per_second: float
-    call_seconds: float = 0.0
-    least_seconds: float = 0.0
     row_passes: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not (
+            0 <= self.task_seconds <= MAX_SECONDS
+            and all(rate >= MIN_RATE for rate in (self.bytes_per_second, self.flops_per_second))
+            and 0 < self.row_passes < math.inf
+        ):
+            raise ConfigError(
+                f"{self}: seconds must be from 0 to 1e6, rates at least 1 a second, passes positive"
+                " and finite."
+            )
 
     @property
     def coefficients(self) -> FloatArray:
         """Seconds of a task, a byte and a flop: shape (3,)."""
         return np.array([self.task_seconds, 1 / self.bytes_per_second, 1 / self.flops_per_second])
 
-    def add_call_overhead(self, seconds: npt.ArrayLike, calls: npt.ArrayLike = 1) -> FloatArray:
-        """Return the seconds of so many calls whose tasks take `seconds` together; without tasks
-        there is no call.
-        """
-        task_seconds = np.asarray(seconds, dtype=np.float64)
-        call_seconds = np.maximum(
-            task_seconds + self.call_seconds * np.asarray(calls),
-            self.least_seconds * np.asarray(calls),
+    def scale(self, factor: float) -> Self:
+        """Return the costs of a kernel that takes `factor` times as long."""
+        return replace(
+            self,
+            task_seconds=self.task_seconds * factor,
+            bytes_per_second=self.bytes_per_second / factor,
+            flops_per_second=self.flops_per_second / factor,
         )
-        return np.where(task_seconds > 0, call_seconds, 0.0)
-
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> KernelCost:
-        """Read the coefficients by name, None for an infinite one."""
-        cost = cls(**{name: read_rate(value) for name, value in data.items()})
-        if not (
-            all(
-                0 <= seconds <= MAX_SECONDS
-                for seconds in (cost.task_seconds, cost.call_seconds, cost.least_seconds)
-            )
-            and all(rate >= MIN_RATE for rate in (cost.bytes_per_second, cost.flops_per_second))
-            and 0 < cost.row_passes < math.inf
-        ):
-            raise ValueError(
-                f"{cost}: seconds must be from 0 to 1e6, rates at least 1 a second, passes positive"
-                " and finite"
-            )
-        return cost
-
-    @classmethod
-    def fit(cls, counts: FloatArray, seconds: FloatArray) -> KernelCost:
-        """Fit a kernel's coefficients to measured seconds.
-
-        Args:
-            counts: (measurements, 3) columns tasks, bytes, flops.
-            seconds: (measurements,) measured seconds.
-        """
-        task, byte, flop = fit_coefficients(counts, seconds).tolist()
-        return cls(task, 1 / byte if byte else math.inf, 1 / flop if flop else math.inf)
 
 
-def fit_coefficients(counts: FloatArray, seconds: FloatArray) -> FloatArray:
-    """Fit coefficients >= 0 by least squares on relative errors.
-
-    Args:
-        counts: (measurements, coefficients), a column for what each is multiplied with.
-        seconds: (measurements,) measured seconds, above 0.
-
-    Returns:
-        The coefficients, in the order of columns.
-    """
-    from scipy.optimize import nnls  # scipy takes long to import, and few processes fit anything
-
-    scaled = counts / seconds[:, None]
-    # tasks, bytes and flops are of unlike sizes, and nnls has one tolerance for all.
-    sizes = np.linalg.norm(scaled, axis=0)
-    sizes[sizes == 0] = 1
-    return np.asarray(nnls(scaled / sizes, np.ones(len(scaled)))[0] / sizes)
-
-
-# Round figures, good enough to decide what is worth moving; calibrate where the decision is close.
-# cpu: one thread of a recent server core over loopback. cuda: for GPUs without a shipped profile;
-# an H100, flash-attention 2 and a 400 Gbit/s link a GPU; forward is close to published packed
-# documents, backward is assumed to reach 0.8 of its rate. Inside a node, NVLink 4 carries 450 GB/s
-# each way (NVIDIA H100 datasheet: 900 GB/s in both directions together), of which exchanges are
-# taken to reach two thirds. Processes of one machine without a GPU exchange over loopback, for
-# which the one rate stands.
-_PROFILES = {
+# Round figures. cpu: one thread of a recent server core over loopback, which stands for all links
+# between processes of one machine. cuda: an H100, flash-attention 2 and a 400 Gbit/s link a GPU;
+# forward is close to published packed documents, backward is assumed to reach 0.8 of its rate.
+# Inside a node, NVLink 4 carries 450 GB/s each way (NVIDIA H100 datasheet: 900 GB/s in both
+# directions together), of which exchanges are taken to reach two thirds. Other GPUs and kernels
+# have a factor (`schedule.gpus`).
+_BUILT_IN = {
     "cpu": (KernelCost(3e-5, 5e9, 4.5e10), KernelCost(6e-5, 5e9, 4.5e10), 1e9, 3e-4, None),
     "cuda": (KernelCost(5e-7, 2e12, 3.5e14), KernelCost(1e-6, 1.6e12, 2.8e14), 4e10, 3e-5, 3e11),
 }
@@ -272,6 +232,7 @@ class CostModel:
 
     def __post_init__(self) -> None:
         window, rate, per_link = self.window, self.node_bytes_per_second, self.ranks_per_link
+        fixed = self.exchange_seconds, self.peer_seconds
         for is_right, text in (
             (
                 window is None or window >= 1,
@@ -287,6 +248,16 @@ class CostModel:
                 type(per_link) is int and per_link >= 1,
                 f"ranks_per_link={per_link!r} must be a whole number of at least 1.",
             ),
+            (
+                self.exchange_bytes_per_second >= MIN_RATE,
+                f"exchange_bytes_per_second={self.exchange_bytes_per_second} must be at least 1.",
+            ),
+            (
+                all(0 <= seconds <= MAX_SECONDS for seconds in fixed),
+                f"exchange_seconds={self.exchange_seconds} and peer_seconds={self.peer_seconds}"
+                " must be from 0 to 1e6.",
+            ),
+            (self.tile >= 1, f"tile={self.tile} must be at least 1."),
         ):
             if not is_right:
                 raise ConfigError(text)
@@ -298,8 +269,8 @@ class CostModel:
         """Make a model of built-in figures for a device type (``"cpu"`` or ``"cuda"``; anything
         else is treated as ``"cuda"``).
         """
-        kind = device_type if device_type in _PROFILES else "cuda"
-        forward, backward, bandwidth, latency, inside = _PROFILES[kind]
+        kind = device_type if device_type in _BUILT_IN else "cuda"
+        forward, backward, bandwidth, latency, inside = _BUILT_IN[kind]
         return cls(
             shape,
             forward,
@@ -325,6 +296,19 @@ class CostModel:
             name="causal pairs",
         )
 
+    def scale(self, kernel: float = 1.0, exchange: float = 1.0) -> Self:
+        """Return this model with kernels and exchanges that take so many times as long."""
+        node_rate = self.node_bytes_per_second
+        return replace(
+            self,
+            forward=self.forward.scale(kernel),
+            backward=self.backward.scale(kernel),
+            exchange_bytes_per_second=self.exchange_bytes_per_second / exchange,
+            exchange_seconds=self.exchange_seconds * exchange,
+            node_bytes_per_second=None if node_rate is None else node_rate / exchange,
+            peer_seconds=self.peer_seconds * exchange,
+        )
+
     def without_unused_window(self, longest: int) -> Self:
         """Return this model for documents of at most `longest` tokens: without a window that none
         exceeds.
@@ -340,7 +324,15 @@ class CostModel:
 
         Infinite rates, which cost nothing, are null.
         """
-        return json.dumps(asdict(self, dict_factory=replace_infinities), indent=1)
+        return json.dumps(
+            asdict(
+                self,
+                dict_factory=lambda pairs: {
+                    name: None if value == math.inf else value for name, value in pairs
+                },
+            ),
+            indent=1,
+        )
 
     @classmethod
     def from_json(cls, text: str) -> CostModel:
@@ -351,33 +343,21 @@ class CostModel:
         """
         try:
             data: Any = json.loads(text)
-            data |= {
-                "shape": AttentionShape(**data["shape"]),
-                "forward": KernelCost.from_json(data["forward"]),
-                "backward": KernelCost.from_json(data["backward"]),
-                "exchange_bytes_per_second": read_rate(data["exchange_bytes_per_second"]),
-            }
-            model = cls(**data)
-            numbers = (
-                model.exchange_bytes_per_second,
-                model.exchange_seconds,
-                model.peer_seconds,
-                model.tile,
+            rates = {"exchange_bytes_per_second": data["exchange_bytes_per_second"]}
+            return cls(
+                **data
+                | {
+                    "shape": AttentionShape(**data["shape"]),
+                    "forward": KernelCost(**_read_rates(data["forward"])),
+                    "backward": KernelCost(**_read_rates(data["backward"])),
+                    **_read_rates(rates),
+                }
             )
-            if not (
-                all(number >= 0 for number in numbers)
-                and model.exchange_bytes_per_second > 0
-                and model.tile >= 1
-            ):
-                raise ValueError(
-                    f"exchange and tile are {numbers}: a rate must be positive, a tile at least 1"
-                )
         except Exception as error:  # whatever was handed over
             raise ConfigError(
                 f"the text is no cost model in JSON ({type(error).__name__}: {error}): it is an"
                 f" object with the attributes of `CostModel` as keys, got {text!r:.100}."
             ) from error
-        return model
 
     def count_work(
         self, rows: npt.ArrayLike, keys: npt.ArrayLike, heads: npt.ArrayLike = 1.0
@@ -403,22 +383,15 @@ class CostModel:
             0, 2, 1
         )
 
-    def estimate_parts(
-        self, rows: npt.ArrayLike, keys: npt.ArrayLike, heads: npt.ArrayLike = 1.0
-    ) -> FloatArray:
-        """Return the three parts that add up to `estimate_directions`: of the task, of
-        bytes and of flops, shape (2, tasks, 3).
-        """
-        coefficients = [self.forward.coefficients, self.backward.coefficients]
-        return self.count_work(rows, keys, heads) * np.stack(coefficients)[:, None]
-
     def estimate_directions(
         self, rows: npt.ArrayLike, keys: npt.ArrayLike, heads: npt.ArrayLike = 1.0
     ) -> FloatArray:
         """Return the seconds of each task, forward and backward: shape (2, tasks)."""
+        coefficients = np.stack([self.forward.coefficients, self.backward.coefficients])[:, None]
+        parts = self.count_work(rows, keys, heads) * coefficients
         # Not a matrix product: BLAS rounds differently from one processor to the next, and plans
         # are decided by these seconds.
-        task, moved, computed = np.moveaxis(self.estimate_parts(rows, keys, heads), -1, 0)
+        task, moved, computed = np.moveaxis(parts, -1, 0)
         return np.asarray(task + moved + computed)
 
     def estimate_seconds(
@@ -528,13 +501,6 @@ class TransientBytes(NamedTuple):
             )
 
 
-def replace_infinities(attributes: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Make a dictionary of attributes, with None for infinite rates, which cost nothing and have no
-    JSON number.
-    """
-    return {name: None if value == math.inf else value for name, value in attributes}
-
-
-def read_rate(value: Any) -> float:
-    """Read a rate from JSON, where None stands for infinity."""
-    return math.inf if value is None else float(value)
+def _read_rates(data: dict[str, Any]) -> dict[str, float]:
+    """Read rates and seconds from JSON, where None stands for infinity."""
+    return {name: math.inf if value is None else float(value) for name, value in data.items()}

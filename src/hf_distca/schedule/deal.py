@@ -1,41 +1,29 @@
 """`deal`: assigns documents of a global batch to ranks, before any work is moved.
 
 The place of documents decides the cost of exchanges. Dealt, every rank has the same number of
-tokens and about the same seconds of attention and exchange, so that little is left for `balance` to
-move; and a document may be longer than a rank.
+tokens, and as much attention as `balance` evens out at little cost; and a document may be longer
+than a rank.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from hf_distca.config import DistCAConfig
 from hf_distca.errors import ConfigError, LayoutError
-from hf_distca.schedule.balance import balance
-from hf_distca.schedule.bins import Chunk, deal_chunks
-from hf_distca.schedule.cost import CostModel, MarginalCost
+from hf_distca.schedule.bins import deal_to_ranks
+from hf_distca.schedule.cost import ALL_KEYS, CostModel
 from hf_distca.schedule.layout import IntArray, Layout, mark_changes, require_integers
-from hf_distca.schedule.load import PlanLoad
-from hf_distca.schedule.ranks import Ranks
 
 # Tokens of the short documents that make the halves of a global batch equal, at most, and how many
-# documents at least.
-_SMALL_TOKENS = 2**19
-_MIN_SMALL_DOCUMENTS = 16
-# Whether bins are nodes first, and the part of a bin above which a document is cut: each is better
-# for some batches. And how close to the mean a plan has to end for no other layout to be tried.
-_WAYS = ((True, 1.0), (True, 1.5), (False, 1.5))
-_CLOSE_PART = 0.02
-# Ranks up to which layouts are planned to be compared: on 512 that takes 0.2 to 1 s a batch, and
-# gained 0 to 1 % on all workloads but one (10 %).
-_MOST_RANKS_TRIED = 128
+# documents at least and at most.
+_SMALL_TOKENS = 2**17
+_MIN_SMALL_DOCUMENTS, _MOST_SMALL_DOCUMENTS = 16, 256
 # Tokens of a document. Cuts are found with products of such numbers, which must fit 64 bits.
 _MAX_LENGTH = 2**32
 
@@ -48,13 +36,12 @@ def deal(
     *,
     tile: int = 128,
     ranks_per_node: int | None = None,
-    overlapped: bool = False,
 ) -> Layout:
-    """Deal the documents of a global batch to ranks: equal tokens, and the slowest rank as early as
-    possible.
+    """Deal the documents of a global batch to ranks: equal tokens, and attention that `balance`
+    can even out.
 
-    Short documents stay whole where they fit. A long one is cut head and tail over as few ranks as
-    hold its tokens and its attention. Every machine finds the same layout.
+    Short documents stay whole where they fit. A long one is cut head and tail over a few ranks, as
+    `schedule.bins` explains. Every machine finds the same layout.
 
     Args:
         lengths: number of tokens of each document, at least 1. Documents keep their index as their
@@ -62,15 +49,12 @@ def deal(
         ranks: number of ranks.
         tokens_per_rank: tokens of each rank; `ranks` times as many as this are dealt. Or a number
             for each rank, if the tokens cannot be divided evenly.
-        cost: seconds of tasks and of exchanges. With a window, the deal is for a model whose layers
-            all have it; for a model that mixes both kinds of layers, deal without. A window that no
-            document exceeds is ignored.
+        cost: says whether keys travel longer than a node computes, and has the window. With one,
+            the deal is for a model whose layers all have it; for a model that mixes both kinds of
+            layers, deal without. A window that no document exceeds is ignored.
         tile: documents are cut at multiples of it where tokens allow.
         ranks_per_node: ranks [0, n), [n, 2n), ... are nodes: a document lies on ranks of one node
-            if one has enough left for it, and is exchanged there at the rate that `cost` has for
-            nodes.
-        overlapped: deal for ranks that end after the longer of compute and exchange, not after
-            both. For nano-batches, see `deal_nano_batches`.
+            if one has enough left for it, and on no more than it fits.
 
     Raises:
         LayoutError: if lengths are not whole numbers from 1 to 2**32, or do not add up to the
@@ -78,10 +62,7 @@ def deal(
         ConfigError: if another argument is out of its range.
     """
     length, tokens = _check_arguments(lengths, ranks, tokens_per_rank, tile, ranks_per_node)
-    cost = cost.without_unused_window(int(length.max(initial=0)))
-    return _deal_documents(
-        length, np.arange(len(length)), tokens, cost, tile, ranks_per_node, overlapped=overlapped
-    )
+    return _deal_documents(length, np.arange(len(length)), tokens, ranks_per_node, cost, tile)
 
 
 def deal_nano_batches(
@@ -105,24 +86,14 @@ def deal_nano_batches(
     For arguments and errors see `deal`.
     """
     length, tokens = _check_arguments(lengths, ranks, tokens_per_rank, tile, ranks_per_node)
-    cost = cost.without_unused_window(int(length.max(initial=0)))
-    first = _choose_half(length, cost, ranks, sum(count // 2 for count in tokens))
+    first = _choose_half(length, cost, ranks, int((tokens // 2).sum()))
     first_tokens = _divide_halves(tokens, int(length[first].sum()))
-    second_tokens = [total - half for total, half in zip(tokens, first_tokens, strict=True)]
-    return (
-        _deal_documents(
-            length, np.flatnonzero(first), first_tokens, cost, tile, ranks_per_node, overlapped=True
-        ),
-        _deal_documents(
-            length,
-            np.flatnonzero(~first),
-            second_tokens,
-            cost,
-            tile,
-            ranks_per_node,
-            overlapped=True,
-        ),
+    halves = (first, first_tokens), (~first, tokens - first_tokens)
+    early, late = (
+        _deal_documents(length, np.flatnonzero(half), room, ranks_per_node, cost, tile)
+        for half, room in halves
     )
+    return early, late
 
 
 def deal_in_order(
@@ -134,88 +105,54 @@ def deal_in_order(
     For arguments and errors see `deal`.
     """
     length, tokens = _check_arguments(lengths, ranks, tokens_per_rank, 1, None)
-    rows = list[list[Chunk]]()
-    rest = [Chunk(document, 0, count) for document, count in enumerate(length.tolist())][::-1]
-    for room in tokens:
-        rows.append([])
-        while room:
-            chunk = rest.pop()
-            end = min(chunk.start + room, chunk.end)
-            rows[-1].append(chunk._replace(end=end))
-            room -= end - chunk.start
-            if end < chunk.end:
-                rest.append(chunk._replace(start=end))
-    return _build_layout(rows)
+    # Where a document begins or a rank does.
+    ends = np.cumsum(length), np.cumsum(tokens)
+    bounds = np.union1d(*ends)
+    begin = np.append(0, bounds[:-1])
+    document, rank = (np.searchsorted(of, begin, side="right") for of in ends)
+    before = (ends[0] - length)[document]
+    return _build_layout(
+        np.column_stack([document, begin - before, bounds - before, rank]), len(tokens)
+    )
 
 
 def _deal_documents(
     length: IntArray,
     documents: IntArray,
-    tokens: list[int],
+    tokens: IntArray,
+    per_node: int | None,
     cost: CostModel,
     tile: int,
-    ranks_per_node: int | None,
-    *,
-    overlapped: bool,
 ) -> Layout:
-    """Deal some documents: to few ranks in several of `_WAYS`, of which the layout whose plan ends
-    first is returned; to many ranks in one way, which is not planned.
-    """
-    ranks = Ranks(per_node=ranks_per_node).without_irrelevant_nodes(cost)
-    config = DistCAConfig(tile=tile, ping_pong=overlapped)
-    attention = cost
-    if not MarginalCost.from_cost_model(cost).pair:
-        # Attention that costs nothing a pair is as long as its tokens are many: pairs decide then.
-        attention = replace(CostModel.make_of_pairs(cost.shape), window=cost.window)
-    chunks = [Chunk(document, 0, int(length[document])) for document in documents.tolist()]
-    best, earliest = _build_layout([[] for _ in tokens]), math.inf
-    ways: Sequence[tuple[bool, float]] = _WAYS if ranks_per_node else _WAYS[:2]
-    if len(tokens) > _MOST_RANKS_TRIED:
-        ways = _WAYS[:1] if overlapped else _WAYS[1:2]
-    for by_nodes, most in ways:
-        per_node = ranks_per_node if by_nodes else None
-        layout = _build_layout(
-            deal_chunks(chunks, tokens, per_node or len(tokens), (attention, tile, most))
-        )
-        if len(ways) == 1:  # nothing to compare it with
-            return layout
-        plan = balance(layout, cost, config, ranks)
-        load = PlanLoad(plan, cost, overlapped=overlapped, ranks=ranks)
-        if load.slowest_seconds < earliest:
-            best, earliest = layout, load.slowest_seconds
-        if earliest <= (1 + _CLOSE_PART) * load.compute_seconds.mean():
-            break
-    return best
+    """Deal some documents."""
+    chunks = np.column_stack([documents, np.zeros_like(documents), length[documents]])
+    window = cost.window or ALL_KEYS
+    keys = np.minimum(length, window) * cost.key_seconds
+    stays = keys * (per_node or 1) > cost.estimate_seconds(length, length)
+    rows = deal_to_ranks(chunks, tokens, per_node, window, tile, stays)
+    return _build_layout(rows, len(tokens))
 
 
-def _build_layout(rows: list[list[Chunk]]) -> Layout:
-    """Make a layout of the chunks of each rank, in order of documents and positions; those that
-    follow each other are joined.
+def _build_layout(rows: IntArray, ranks: int) -> Layout:
+    """Make a layout of rows (document, start, end, rank), in order of documents and positions;
+    those that follow each other are joined.
     """
-    rank = np.repeat(np.arange(len(rows)), [len(chunks) for chunks in rows])
-    chunks = np.array([chunk for row in rows for chunk in row], dtype=np.int64).reshape(-1, 3)
-    order = np.lexsort((chunks[:, 1], chunks[:, 0], rank))
-    rank, (document, start, end) = rank[order], chunks[order].T
+    document, start, end, rank = rows[np.lexsort(rows.T[[1, 0, 3]])].T
     begins = mark_changes(rank, document)
     begins[1:] |= start[1:] != end[:-1]
     last = np.append(begins, True)[1:]
-    start, end = start[begins], end[last]
-    offsets = np.searchsorted(rank[begins], np.arange(len(rows) + 1))
-    return Layout(document[begins], start, end - start, offsets)
+    offsets = np.searchsorted(rank[begins], np.arange(ranks + 1))
+    return Layout(document[begins], start[begins], end[last] - start[begins], offsets)
 
 
-def _divide_halves(tokens: list[int], total: int) -> list[int]:
+def _divide_halves(tokens: IntArray, total: int) -> IntArray:
     """Divide `total` tokens of the first half among ranks: half of each rank's own, and its part of
     the difference.
     """
-    halves = np.array(tokens) // 2
+    halves = tokens // 2
     difference = total - int(halves.sum())
-    room = np.array(tokens) - halves if difference > 0 else halves
-    parts = [
-        abs(difference) * count // max(int(room.sum()), 1)
-        for count in np.cumsum([0, *room]).tolist()
-    ]
-    return (halves + np.sign(difference) * np.diff(parts)).tolist()  # type: ignore[no-any-return]
+    room = np.append(0, tokens - halves if difference > 0 else halves).cumsum().tolist()
+    return halves + np.diff([difference * count // max(room[-1], 1) for count in room])
 
 
 def _choose_half(
@@ -227,31 +164,25 @@ def _choose_half(
     Documents whose keys travel longer than ranks compute are all in one half, on different ranks,
     so that only this half is late.
     """
-    seconds = cost.estimate_seconds(length, length).tolist()
+    seconds = cost.estimate_seconds(length, length)
     keys = length if cost.window is None else np.minimum(length, cost.window)
-    is_late = (keys * cost.key_seconds > math.fsum(seconds) / (2 * ranks)).tolist()
-    order = np.argsort(-length, kind="stable")
-    shortest_first = np.cumsum(length[order][::-1])
-    small_count = min(
-        max(int(np.searchsorted(shortest_first, _SMALL_TOKENS)), _MIN_SMALL_DOCUMENTS),
-        256,
-        len(length),
-    )
+    is_late = keys * cost.key_seconds > math.fsum(seconds.tolist()) / (2 * ranks)
+    longest_first = np.argsort(-length, kind="stable")
+    tokens_up_to = np.cumsum(length[longest_first][::-1])
+    small_count = int(np.searchsorted(tokens_up_to, _SMALL_TOKENS))
+    small_count = min(max(small_count, _MIN_SMALL_DOCUMENTS), _MOST_SMALL_DOCUMENTS)
+    large, small = np.split(longest_first, [max(len(length) - small_count, 0)])
     first = np.zeros(len(length), dtype=np.bool_)
-    rooms = [tokens, int(length.sum()) - tokens]
-    loads = [0.0, 0.0]
-    large = order[: len(order) - small_count]
-    small = order[len(order) - small_count :]
+    rooms, loads = [tokens, int(length.sum()) - tokens], [0.0, 0.0]
+    # With a part of the short documents to come, many more sums can be made than with hardly any or
+    # nearly all of them.
     reserve = int(length[small].sum()) // 3
     for document in large.tolist():
-        count = int(length[document])
-        half = 0 if is_late[document] or loads[0] <= loads[1] else 1
-        # With a part of the short documents to come, many more sums can be made than with hardly
-        # any or nearly all of them.
-        if rooms[half] - count < reserve and rooms[1 - half] > rooms[half]:
+        half = int(loads[0] > loads[1] and not is_late[document])
+        if rooms[half] - length[document] < reserve and rooms[1 - half] > rooms[half]:
             half = 1 - half
-        rooms[half] -= count
-        loads[half] += seconds[document]
+        rooms[half] -= int(length[document])
+        loads[half] += float(seconds[document])
         first[document] = half == 0
     first[small[_find_closest_subset(length[small].tolist(), rooms[0])]] = True
     return first if first.any() else ~first
@@ -263,11 +194,9 @@ def _find_closest_subset(lengths: list[int], target: int) -> list[int]:
     sums = list(
         accumulate(lengths, lambda reachable, length: reachable | reachable << length, initial=1)
     )
-    digits = f"{sums[-1]:b}"[::-1]
-    target = max(target, 0)
-    below = digits.rfind("1", 0, target + 1)
-    above = digits.find("1", target)
-    total = below if above < 0 or target - below <= above - target else above
+    digits = np.frombuffer(f"{sums[-1]:b}"[::-1].encode(), dtype=np.uint8)
+    reachable = np.flatnonzero(digits == ord("1"))
+    total = int(reachable[np.abs(reachable - target).argmin()])
     chosen = []
     for index in range(len(lengths) - 1, -1, -1):
         if not sums[index] >> total & 1:
@@ -282,14 +211,14 @@ def _check_arguments(
     tokens_per_rank: int | Sequence[int],
     tile: int,
     ranks_per_node: int | None,
-) -> tuple[IntArray, list[int]]:
+) -> tuple[IntArray, IntArray]:
     """Check the arguments, and return the lengths and the tokens of each rank."""
     given: Any = tokens_per_rank
-    by_rank = list(given) if isinstance(given, list | tuple) else [given]
+    tokens = list(given) if isinstance(given, list | tuple) else [given]
     per_node = 1 if ranks_per_node is None else ranks_per_node
     numbers = {
         "ranks": ranks,
-        "tokens_per_rank": min(by_rank, default=0),
+        "tokens_per_rank": min(tokens, default=0),
         "tile": tile,
         "ranks_per_node": per_node,
     }
@@ -300,20 +229,17 @@ def _check_arguments(
     if ranks % per_node:
         raise ConfigError(f"ranks_per_node={per_node} must divide ranks={ranks}.")
     length = require_integers(lengths, "document lengths")
-    wrong = (length < 1) | (length > _MAX_LENGTH)
-    if wrong.any():
-        document = int(wrong.argmax())
+    for document in np.flatnonzero((length < 1) | (length > _MAX_LENGTH)):
         raise LayoutError(
             f"document {document} has length {length[document]}: at least 1 token is needed, the"
             " limit is 2**32."
         )
-    tokens = [given] * ranks if type(given) is int else by_rank
-    total = sum(length.tolist())
-    expected = sum(tokens)
+    tokens = tokens * ranks if tokens == [given] else tokens
+    total, expected = sum(length.tolist()), sum(tokens)
     if total != expected or len(tokens) != ranks:
         raise LayoutError(
             f"{len(length)} documents have {total} tokens, {ranks} ranks with {tokens_per_rank}"
             f" tokens each have {expected}: every token must have its place, so the numbers must be"
             " equal."
         )
-    return length, tokens
+    return length, np.array(tokens)

@@ -39,8 +39,8 @@ def find_units(layout: Layout, document: IntArray, rank: IntArray, per_node: int
     nodes = -(-layout.world_size // per_node) + 1
     place = layout.find_places(document) * nodes
     unit = place + 1 + rank // per_node
-    homes = layout.place * nodes + 1 + layout.rank // per_node
-    return np.where(np.isin(unit, homes), unit, place)
+    homes = np.sort(layout.place * nodes + 1 + layout.rank // per_node)
+    return np.where(homes[np.searchsorted(homes, unit) - len(homes)] == unit, unit, place)
 
 
 def with_sending_ranks(layout: Layout, keys: KeyTransfers, relays: Relays | None) -> KeyTransfers:

@@ -1,5 +1,8 @@
-"""Tails of pieces for `schedule.balance`: when a rank ends, how many rows a tail has, and what it
+"""Tails of pieces for `schedule.trial`: when a rank ends, how many rows a tail has, and what it
 costs to give it away.
+
+`end_seconds` alone knows what a rank waits for. How many rows a server takes, and how many a home
+has to give, are solutions of a quadratic equation (`solve_rows`).
 """
 
 from __future__ import annotations
@@ -8,67 +11,95 @@ import math
 from typing import NamedTuple
 
 from hf_distca.schedule.compiled import compile_inner
-from hf_distca.schedule.cost import MarginalCost
-from hf_distca.schedule.parts import (
-    BETWEEN,
-    INSIDE,
-    KEYS,
-    PREVIOUS,
-    RANK,
-    RECEIVED,
-    SENT,
-    UNIT,
-    Batch,
-    State,
-)
+from hf_distca.schedule.cost import MarginalCost, TransientBytes
+from hf_distca.schedule.layout import BoolArray, FloatArray, IntArray
 from hf_distca.schedule.slice_cost import estimate_slice_seconds
 
-
-class Offer(NamedTuple):
-    """A piece that `source` may give a tail of to `server`.
-
-    Attributes:
-        latest: T, in seconds.
-        goal: when the source should end.
-    """
-
-    piece: int
-    source: int
-    server: int
-    latest: float
-    goal: float
+# Rows of `Batch.ranks`. Traffic is in seconds that a link is busy, inside a node and, one row
+# further, between nodes; that of a shared link stands at the first rank of those that share it.
+COMPUTE, SENT, RECEIVED, HELD, END, LATEST, USEFUL = 0, 1, 3, 5, 6, 7, 8
+# Columns of `Batch.moves`: a piece, rows [start, end) of its document, and the rank that gets them.
+PIECE, START, STOP, SERVER = range(4)
+# Columns of `Batch.holders`: a rank that has the first keys of a part, how many, and the row of the
+# part's holder before.
+RANK, KEYS, PREVIOUS = range(3)
+# Columns of `Batch.sent`: nodes where rows of a part lie, by the rest of their number, and others.
+UNITS, OTHERS = 9, 8
+# Part of T by which a rank ends earlier than it has to.
+CLOSE = 0.0005
 
 
-class Exchange(NamedTuple):
-    """Seconds of the links of both ranks of an offer, with the keys that the tail needs.
+class Batch(NamedTuple):
+    """Pieces and ranks, and the state of a trial.
 
     Attributes:
-        arrive, leave: of the link that rows arrive at the server by, and leave the source by.
-        other_arrive, other_leave: of the busiest other link of the server, and of the source.
-        row_arrive, row_leave: of each row.
-        keys: of all keys that the server receives.
-        pool: keys that the server gets into its pool.
+        cost: of slices.
+        grid: documents are cut at its multiples.
+        shared: ranks that share a link between nodes.
+        hidden: whether exchanges are hidden behind compute.
+        has_relays: whether servers pass keys on, so that a home sends each key once to a unit:
+            servers of a node where rows of the document lie, or those of all other nodes.
+        transient: bytes that a rank holds for a row and a key that it gets, and sends.
+        most_bytes: bytes that a rank may hold.
+        heads: (parts,) the part of the heads that each has.
+        segments: (parts + 1,) segments of part p are [segments[p], segments[p + 1]).
+        first, last, home: (segments,) keys [first, last) lie on rank `home`.
+        offsets: (ranks + 1,) pieces of rank r are [offsets[r], offsets[r + 1]), deepest first.
+        part, start: (pieces,) the part and the first row of each.
+        node, first_of_node: (ranks,), (nodes + 1,) the node of each, and its first rank; all are
+            one node if nodes are not told apart.
+        speeds, can_serve: (ranks,) the relative speed of each, and whether it may get tails.
+        wire, link: (2, ranks) seconds a byte, and the first rank that shares the link: inside a
+            node and between nodes.
+        ranks: (9, ranks) compute, traffic, transient bytes, end, T, and after which no end is of
+            use, in seconds.
+        end: (pieces,) where the rows end that are left.
+        sent: (segments, units) the key before which all have left their home for a unit; the last
+            unit are nodes without rows of the part.
+        last_holder: (parts,) the last row of `holders`, or -1.
+        holders, moves: room for rows.
+        counts: (2,) rows of `holders` and of `moves`.
     """
 
-    arrive: float
-    leave: float
-    other_arrive: float
-    other_leave: float
-    row_arrive: float
-    row_leave: float
-    keys: float
-    pool: int
+    cost: MarginalCost
+    grid: int
+    shared: int
+    hidden: bool
+    has_relays: bool
+    transient: TransientBytes
+    most_bytes: float
+    heads: FloatArray
+    segments: IntArray
+    first: IntArray
+    last: IntArray
+    home: IntArray
+    offsets: IntArray
+    part: IntArray
+    start: IntArray
+    node: IntArray
+    first_of_node: IntArray
+    speeds: FloatArray
+    can_serve: BoolArray
+    wire: FloatArray
+    link: IntArray
+    ranks: FloatArray
+    end: IntArray
+    sent: IntArray
+    last_holder: IntArray
+    holders: IntArray
+    moves: IntArray
+    counts: IntArray
 
 
 @compile_inner
-def end_seconds(batch: Batch, state: State, rank: int) -> float:
-    """Return when a rank ends. Its links carry at the same time."""
-    traffic, link = state.traffic, batch.link[BETWEEN, rank]
+def end_seconds(batch: Batch, rank: int) -> float:
+    """Return when a rank ends. Its links carry at the same time, and both ways."""
+    ranks, link = batch.ranks, batch.link[1, rank]
     exchange = max(
-        max(traffic[SENT, INSIDE, rank], traffic[RECEIVED, INSIDE, rank]),
-        max(traffic[SENT, BETWEEN, link], traffic[RECEIVED, BETWEEN, link]),
+        max(ranks[SENT, rank], ranks[RECEIVED, rank]),
+        max(ranks[SENT + 1, link], ranks[RECEIVED + 1, link]),
     )
-    compute = state.compute[rank]
+    compute = ranks[COMPUTE, rank]
     return float(max(compute, exchange) if batch.hidden else compute + exchange)
 
 
@@ -99,161 +130,163 @@ def solve_rows(
 
 
 @compile_inner
-def find_unit(batch: Batch, part: int, rank: int) -> int:
-    """Return the node of a rank if tokens of the part lie there, else -1."""
-    node = rank // batch.per_node
-    for segment in range(batch.segments[part], batch.segments[part + 1]):
-        if batch.home[segment] // batch.per_node == node:
-            return int(node)
-    return -1
-
-
-@compile_inner
-def find_held(batch: Batch, state: State, part: int, server: int) -> tuple[int, int, int, int]:
-    """Find the first keys of a part that a server has, and the most that any rank has that passes
-    keys on to it: how many, which rank, and how many others have.
-    """
-    unit, row = find_unit(batch, part, server), state.last_holder[part]
-    held, most, holder, second = 0, 0, -1, 0
+def find_held(batch: Batch, part: int, server: int) -> int:
+    """Find how many of the first keys of a part a server has."""
+    row = batch.last_holder[part]
     while row >= 0:
-        rank, keys = state.holders[row, RANK], state.holders[row, KEYS]
-        if rank == server:
-            held = max(held, keys)
-        if state.holders[row, UNIT] == unit and rank != holder and keys > most:
-            second, most, holder = most, keys, rank
-        elif state.holders[row, UNIT] == unit and rank != holder:
-            second = max(second, keys)
-        elif rank == holder:
-            most = max(most, keys)
-        row = state.holders[row, PREVIOUS]
-    return held, most, holder, second
+        # The last row of a rank is that with the most keys.
+        if batch.holders[row, RANK] == server:
+            return int(batch.holders[row, KEYS])
+        row = batch.holders[row, PREVIOUS]
+    return 0
 
 
 @compile_inner
-def count_keys(
-    batch: Batch, held: tuple[int, int, int, int], segment: int, span: tuple[int, int]
-) -> tuple[int, int]:
-    """Count the keys of a segment inside a span, and those of them that its home has to send."""
-    begin, end = max(batch.first[segment], span[0]), min(batch.last[segment], span[1])
-    known = held[3] if held[2] == batch.home[segment] else held[1]
-    return max(end - begin, 0), max(end - max(begin, known * batch.has_relays), 0)
+def find_unit(batch: Batch, part: int, server: int) -> int:
+    """Find the unit of a part that a server belongs to."""
+    for segment in range(batch.segments[part], batch.segments[part + 1]):
+        if batch.node[batch.home[segment]] == batch.node[server]:
+            return int(batch.node[server] % OTHERS)
+    return OTHERS
+
+
+class _Links(NamedTuple):
+    """Seconds of the links of a home and of a server, with the keys that a tail needs.
+
+    Attributes:
+        arrive, leave: of the link by which rows arrive at the server, and leave the home.
+        other_arrive, other_leave: of the busiest other link of the server, and of the home.
+        row_arrive, row_leave: of each row.
+        key_seconds, keys: of all keys that the server receives; how many it has not.
+    """
+
+    arrive: float
+    leave: float
+    other_arrive: float
+    other_leave: float
+    row_arrive: float
+    row_leave: float
+    key_seconds: float
+    keys: int
 
 
 @compile_inner
-def _weigh_exchange(batch: Batch, state: State, offer: Offer) -> Exchange:
-    """Weigh what a tail of a piece adds to the links of its source and of its server."""
-    source, server = offer.source, offer.server
-    cost, part, end = batch.cost, batch.part[offer.piece], state.end[offer.piece]
-    heads, traffic, wire = batch.heads[part], state.traffic, batch.wire
-    held = find_held(batch, state, part, server)
-    span = (max(held[0], end - (cost.window - 1)), end)
-    node = server // batch.per_node
-    near_keys, far_keys, near_sent, far_sent, pool = 0, 0, 0, 0, 0
+def _weigh_links(batch: Batch, piece: int, source: int, server: int) -> _Links:
+    """Weigh the links of a tail that a server gets."""
+    ranks, wire, cost, part = batch.ranks, batch.wire, batch.cost, batch.part[piece]
+    end, node = batch.end[piece], batch.node[server]
+    begin = max(find_held(batch, part, server), end - (cost.window - 1))
+    near, far, near_sent, far_sent, keys = 0, 0, 0, 0, 0
+    unit = find_unit(batch, part, server)
     for segment in range(batch.segments[part], batch.segments[part + 1]):
         home = batch.home[segment]
-        keys, sent = count_keys(batch, held, segment, span)
-        pool += keys
-        is_near = home // batch.per_node == node
-        near_keys += keys * (is_near and home != server)
-        far_keys += keys * (not is_near)
-        near_sent += sent * (is_near and home == source)
-        far_sent += sent * (not is_near and home == source)
-    key_bytes = heads * cost.key_bytes
-    near_seconds, far_seconds = (
-        near_keys * key_bytes * wire[INSIDE, server],
-        far_keys * key_bytes * wire[BETWEEN, server],
+        is_far = batch.node[home] != node
+        low, high = max(batch.first[segment], begin), min(batch.last[segment], end)
+        count = max(high - low, 0)
+        sent = max(high - max(low, batch.sent[segment, unit]), 0) * (home == source)
+        keys += count
+        near += count * (home != server and not is_far)
+        far += count * is_far
+        near_sent += sent * (home != server and not is_far)
+        far_sent += sent * is_far
+    key_bytes, into, out = (
+        batch.heads[part] * cost.key_bytes,
+        batch.link[1, server],
+        batch.link[1, source],
     )
-    into, out = batch.link[BETWEEN, server], batch.link[BETWEEN, source]
-    arrive = traffic[RECEIVED, INSIDE, server] + near_seconds
-    other_arrive = traffic[RECEIVED, BETWEEN, into] + far_seconds
-    leave = traffic[SENT, INSIDE, source] + near_sent * key_bytes * wire[INSIDE, source]
-    other_leave = traffic[SENT, BETWEEN, out] + far_sent * key_bytes * wire[BETWEEN, source]
-    level = INSIDE
-    if source // batch.per_node != node:
+    near_seconds, far_seconds = (
+        near * key_bytes * wire[0, server],
+        far * key_bytes * wire[1, server],
+    )
+    arrive, other_arrive = (
+        ranks[RECEIVED, server] + near_seconds,
+        ranks[RECEIVED + 1, into] + far_seconds,
+    )
+    leave = ranks[SENT, source] + near_sent * key_bytes * wire[0, source]
+    other_leave = ranks[SENT + 1, out] + far_sent * key_bytes * wire[1, source]
+    level = int(batch.node[source] != node)
+    if level:
         arrive, other_arrive, leave, other_leave = other_arrive, arrive, other_leave, leave
-        level = BETWEEN
     # With a window, each row needs a key more.
-    row_bytes = heads * (cost.query_bytes + cost.key_bytes * (end > cost.window))
-    return Exchange(
+    row_bytes = batch.heads[part] * (cost.query_bytes + cost.key_bytes * (end > cost.window))
+    return _Links(
         arrive,
         leave,
-        max(other_arrive, max(traffic[SENT, INSIDE, server], traffic[SENT, BETWEEN, into])),
-        max(other_leave, max(traffic[RECEIVED, INSIDE, source], traffic[RECEIVED, BETWEEN, out])),
+        max(other_arrive, max(ranks[SENT, server], ranks[SENT + 1, into])),
+        max(other_leave, max(ranks[RECEIVED, source], ranks[RECEIVED + 1, out])),
         row_bytes * wire[level, server],
         row_bytes * wire[level, source],
         near_seconds + far_seconds,
-        pool,
+        keys,
     )
 
 
 @compile_inner
-def _count_taken(batch: Batch, state: State, offer: Offer, exchange: Exchange) -> float:
+def _count_taken(batch: Batch, piece: int, source: int, server: int, links: _Links) -> float:
     """Count the rows of a tail that its server can take and end by T."""
-    cost, part, end = batch.cost, batch.part[offer.piece], state.end[offer.piece]
-    heads, speed, latest = batch.heads[part], batch.speeds[offer.server], offer.latest
-    spare = latest - state.compute[offer.server]
+    cost, ranks, end, speed = batch.cost, batch.ranks, batch.end[piece], batch.speeds[server]
+    heads, latest = batch.heads[batch.part[piece]], ranks[LATEST, server]
+    spare = latest - ranks[COMPUTE, server]
     fixed = cost.task + heads * cost.key * min(end, cost.window - 1)
     if batch.hidden:
-        if max(exchange.other_arrive, exchange.arrive) >= latest or exchange.leave >= latest:
+        if max(links.other_arrive, max(links.arrive, links.leave)) >= latest:
             return 0.0
         rows = min(
             solve_rows(cost, heads, end, spare * speed - fixed, 0.0),
             min(
-                (latest - exchange.arrive) / exchange.row_arrive,
-                (latest - exchange.leave) / exchange.row_leave,
+                (latest - links.arrive) / links.row_arrive, (latest - links.leave) / links.row_leave
             ),
         )
     else:
-        idle, busy = (spare - exchange.other_arrive) * speed, (spare - exchange.arrive) * speed
+        idle, busy = (spare - links.other_arrive) * speed, (spare - links.arrive) * speed
         rows = min(
             solve_rows(cost, heads, end, idle - fixed, 0.0),
-            solve_rows(cost, heads, end, busy - fixed, exchange.row_arrive * speed),
+            solve_rows(cost, heads, end, busy - fixed, links.row_arrive * speed),
         )
-    if batch.most_bytes == math.inf:
-        return float(rows)
-    query, key, sent_query, sent_key = batch.transient
-    # With a window, each row needs a key more.
-    query += key * (end > cost.window)
-    sent_query += sent_key * (end > cost.window)
-    room = batch.most_bytes - state.held[offer.server] - heads * key * exchange.pool
-    sent = batch.most_bytes - state.held[offer.source] - heads * sent_key * exchange.pool
-    return float(min(rows, min(room / (heads * query), sent / (heads * sent_query))))
+    if batch.most_bytes < math.inf:
+        query, key, sent_query, sent_key = batch.transient
+        is_windowed = end > cost.window
+        room = batch.most_bytes - ranks[HELD, server] - heads * key * links.keys
+        sent = batch.most_bytes - ranks[HELD, source] - heads * sent_key * links.keys
+        rows = min(
+            rows,
+            min(
+                room / (heads * (query + key * is_windowed)),
+                sent / (heads * (sent_query + sent_key * is_windowed)),
+            ),
+        )
+    return float(rows)
 
 
 @compile_inner
-def _count_given(batch: Batch, state: State, offer: Offer, exchange: Exchange) -> float:
-    """Count the rows of a tail that its source has to give to end at its goal."""
-    cost, part, end = batch.cost, batch.part[offer.piece], state.end[offer.piece]
-    heads, speed = batch.heads[part], batch.speeds[offer.source]
-    excess, key = state.compute[offer.source] - offer.goal, batch.heads[part] * cost.key
+def _count_given(batch: Batch, piece: int, source: int, goal: float, links: _Links) -> float:
+    """Count the rows of a tail that its home has to give to end at its goal."""
+    cost, heads, end = batch.cost, batch.heads[batch.part[piece]], batch.end[piece]
+    speed, key = batch.speeds[source], heads * cost.key
+    excess = batch.ranks[COMPUTE, source] - goal
     if batch.hidden:
         return solve_rows(cost, heads, end, excess * speed, key)
+    idle, busy = (excess + links.other_leave) * speed, (excess + links.leave) * speed
     return max(
-        solve_rows(cost, heads, end, (excess + exchange.other_leave) * speed, key),
-        solve_rows(
-            cost,
-            heads,
-            end,
-            (excess + exchange.leave) * speed,
-            key - exchange.row_leave * speed,
-        ),
+        solve_rows(cost, heads, end, idle, key),
+        solve_rows(cost, heads, end, busy, key - links.row_leave * speed),
     )
 
 
 @compile_inner
-def weigh_tail(batch: Batch, state: State, offer: Offer) -> tuple[float, int]:
+def weigh_tail(batch: Batch, piece: int, source: int, server: int) -> tuple[float, int]:
     """Return the seconds that are lost for a second that the source saves, and the first row of the
     tail; inf if no tail gains enough.
     """
-    piece, source, server = offer.piece, offer.source, offer.server
-    cost, heads = batch.cost, batch.heads[batch.part[piece]]
-    start, end = batch.start[piece], state.end[piece]
-    exchange = _weigh_exchange(batch, state, offer)
+    cost, ranks, heads = batch.cost, batch.ranks, batch.heads[batch.part[piece]]
+    start, end = batch.start[piece], batch.end[piece]
+    goal = ranks[LATEST, source] * (1 - CLOSE)
+    links = _weigh_links(batch, piece, source, server)
     # From the grid's line after which the server can take all, or from that before which the source
     # need not give any.
-    first = end - _count_taken(batch, state, offer, exchange)
+    first = end - _count_taken(batch, piece, source, server, links)
     row = start if first <= start else int(-(-first // batch.grid)) * batch.grid
-    wanted = end - _count_given(batch, state, offer, exchange)
+    wanted = end - _count_given(batch, piece, source, goal, links)
     if wanted > row:
         row = max(row, int(wanted // batch.grid) * batch.grid)
     if row >= end:
@@ -262,12 +295,12 @@ def weigh_tail(batch: Batch, state: State, offer: Offer) -> tuple[float, int]:
     removed = estimate_slice_seconds(cost, heads, start, end) - estimate_slice_seconds(
         cost, heads, start, row
     )
-    leave = max(exchange.other_leave, exchange.leave + (end - row) * exchange.row_leave)
-    compute = state.compute[source] - removed / batch.speeds[source]
-    gain = state.ends[source] - (max(compute, leave) if batch.hidden else compute + leave)
-    excess = state.ends[source] - offer.goal
-    enough = 0.05 * min(excess, offer.latest - state.ends[server]) + 0.001 * offer.latest
+    leave = max(links.other_leave, links.leave + (end - row) * links.row_leave)
+    compute = ranks[COMPUTE, source] - removed / batch.speeds[source]
+    gain = ranks[END, source] - (max(compute, leave) if batch.hidden else compute + leave)
+    excess, latest = ranks[END, source] - goal, ranks[LATEST, server]
+    enough = 0.05 * min(excess, latest - ranks[END, server]) + 0.001 * latest
     if gain <= 0 or gain < min(enough, 0.9 * excess):
         return math.inf, row
-    lost = (end - row) * exchange.row_arrive + exchange.keys + max(added - removed, 0.0)
+    lost = (end - row) * links.row_arrive + links.key_seconds + max(added - removed, 0.0)
     return lost / gain, row

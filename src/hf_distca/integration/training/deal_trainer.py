@@ -325,7 +325,7 @@ def _estimate_batches(args: Any, lengths: IntArray, dealing: Dealing) -> float |
     return float(
         np.mean(
             [
-                dealing.estimate_imbalance((Layout.from_lengths(batch),))
+                dealing.estimate_imbalance(Layout.from_lengths(batch))
                 for batch in ([[n for n in row if n] for row in rows] for rows in batches.tolist())
             ]
         )
@@ -342,7 +342,7 @@ def _compare_orders(shares: Shares, imbalance: float | None, steps: str, fill: F
         for number in range(min(len(batches), _COMPARED_BATCHES))
     ]
     in_order = np.mean([dealing.estimate_in_order(some) for some in lengths])
-    even = np.mean([dealing.estimate_imbalance(dealing.deal_layouts(some)) for some in lengths])
+    even = np.mean([dealing.estimate_dealt(some) for some in lengths])
     cut = batches.count_cut_tokens() / (len(batches) * dealing.tokens)
     remedy = ' (fill="whole" cuts none that fits in a global batch)' * (fill == "cut" and cut > 0)
     replaced = "" if imbalance is None else f"{imbalance:.2f} in the batches replaced, "

@@ -87,7 +87,6 @@ def document_shares(
         device: type of the device that trains; if not given, accelerate's device, or the device
             that it would choose.
         config: settings to train with; those given to `hf_distca.configure`, if not given.
-            ``cost_model="calibrated"`` deals by built-in figures, and plans are made in the step.
         seed: epochs are shuffled by it; None for the order as given in every epoch, as for
             evaluation.
         fill: ``"cut"`` to fill global batches to the token: the rest of a document becomes a

@@ -1,5 +1,3 @@
 """Estimates what hf-distca would gain on documents that a user has, without a GPU and without
 loading a model.
-
-May import `schedule`, `integration` and `doctor.model`.
 """

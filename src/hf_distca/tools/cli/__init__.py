@@ -1,8 +1,6 @@
 """The command line ``hf-distca``: a file holds a verb, or two that share options.
 
 Modules that a verb needs are imported when it runs.
-
-May import `schedule`, `measure`, `run_report`, `doctor`, `pool`, `advise` and `run`.
 """
 
 from __future__ import annotations
@@ -12,11 +10,10 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from hf_distca.tools.cli.advise import advise, simulate
+from hf_distca.tools.cli.advise import advise, profile, simulate
 from hf_distca.tools.cli.doctor import doctor
 from hf_distca.tools.cli.files import exit_with_error
 from hf_distca.tools.cli.plan import deal, plan
-from hf_distca.tools.cli.profile import profile
 from hf_distca.tools.cli.report import report
 from hf_distca.tools.cli.run import run
 from hf_distca.tools.cli.serve import serve
@@ -68,11 +65,11 @@ def main(
     """Core attention disaggregation for Hugging Face."""
 
 
-for verb in (plan, deal, profile, advise, report, doctor, serve):
+for verb in (plan, advise, report, doctor, serve):
     app.command()(verb)
-# It ends in one line, whatever its options are.
-app.command(
-    hidden=True, context_settings={"ignore_unknown_options": True, "allow_extra_args": True}
-)(simulate)
+for verb in (profile, simulate, deal):  # they end in one line, whatever their options are
+    app.command(
+        hidden=True, context_settings={"ignore_unknown_options": True, "allow_extra_args": True}
+    )(verb)
 # What follows the script is the script's, options included.
 app.command(context_settings={"allow_interspersed_args": False})(run)

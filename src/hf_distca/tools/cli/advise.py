@@ -1,4 +1,4 @@
-"""``hf-distca advise``: what hf-distca would gain on documents; and what became of ``simulate``."""
+"""``hf-distca advise``: what hf-distca would gain on documents; and what became of two verbs."""
 
 from __future__ import annotations
 
@@ -98,18 +98,19 @@ class Scale:
 
     def make_run(self) -> Run:
         """Make the run that the options describe."""
-        from hf_distca.schedule.profiles import Profile
+        from hf_distca.schedule.gpus import find_factor, make_gpu_cost
         from hf_distca.tools.advise.ways import Run
 
         kernel = self.kernel or ("flash_attn_4" if "b200" in self.hardware else "flash_attn")
-        profile = Profile.find_gpu_profile(self.hardware.upper(), kernel)
-        if profile is None:
+        device = self.hardware.upper()
+        if find_factor(device, kernel) is None:
             raise ConfigError(
                 f"kernel {kernel!r} has no published timings on {self.hardware}: leave it out."
             )
-        rates, model = Profile.load(profile), _find_model(self.model)
+        model = _find_model(self.model)
         costs = [
-            (rates.make_cost_model(shape, window), layers) for shape, window, layers in model.layers
+            (replace(make_gpu_cost(shape, device, kernel), window=window), layers)
+            for shape, window, layers in model.layers
         ]
         if (link := self.link_gigabytes) is not None:
             if not 1e-9 <= link <= 1e9:
@@ -176,6 +177,14 @@ def simulate() -> None:
     exit_with_error(
         "simulate is a script of the repository now: python benchmarks/simulated/simulate.py, with"
         " the same options. `hf-distca advise` estimates what you would gain."
+    )
+
+
+def profile() -> None:
+    """Name what is used instead of what this command wrote."""
+    exit_with_error(
+        "profile is gone: ranks correct the rates of their GPU as they train. For rates of your"
+        " own, write a CostModel with its to_json, for cost_model and --cost-model."
     )
 
 

@@ -92,11 +92,11 @@ class Layer:
         int | None,
         typer.Option(help="Keys that a position sees, if all layers have a sliding window."),
     ] = None
-    measured: Annotated[
+    cost_file: Annotated[
         str | None,
         typer.Option(
             "--cost-model",
-            help="Profile to take seconds from instead: a file, or a shipped one.",
+            help="Seconds of your own instead: a file with a CostModel in JSON.",
             show_default=False,
         ),
     ] = None
@@ -128,14 +128,14 @@ class Layer:
     @property
     def has_seconds(self) -> bool:
         """True if figures are seconds of a device, and not causal pairs."""
-        return self.measured is not None or self.cost != "pairs"
+        return self.cost_file is not None or self.cost != "pairs"
 
     def make_cost_model(self) -> CostModel:
-        """Make the cost model of the measured profile, or else the built-in one of `cost`, with the
-        links of the options.
+        """Make the cost model in the file, or else the built-in one of `cost`, with the links of
+        the options.
         """
+        from hf_distca.config import read_cost_model
         from hf_distca.schedule.cost import AttentionShape, CostModel
-        from hf_distca.schedule.profiles import Profile
 
         for name in (
             "tile",
@@ -153,14 +153,8 @@ class Layer:
         shape = AttentionShape(
             self.query_heads, self.key_value_heads, self.head_dim, self.head_dim, 2
         )
-        if self.measured is not None:
-            try:
-                profile = Profile.load(self.measured)
-            except ConfigError as error:
-                raise ConfigError(
-                    str(error) if self.measured in str(error) else f"{self.measured}: {error}"
-                ) from error
-            model = profile.make_cost_model(shape, self.window, tile=self.tile)
+        if self.cost_file is not None:
+            model = replace(read_cost_model(self.cost_file), shape=shape, tile=self.tile)
         elif self.cost == "pairs":
             model = CostModel.make_of_pairs(shape)
         else:

@@ -1,4 +1,4 @@
-"""``hf-distca plan`` and ``hf-distca deal``: assign attention to ranks, and documents to ranks."""
+"""``hf-distca plan``: assigns attention to ranks, and documents to ranks."""
 
 from __future__ import annotations
 
@@ -38,13 +38,24 @@ _LONG_SECONDS = 1.0
 @exit_on_error()
 def plan(
     layer: Layer,
-    placement: Annotated[
+    documents: Annotated[
         Path,
         typer.Argument(
-            help="JSON file with 'rank_segments' or 'lengths'; - for standard input.",
+            help="JSON file with 'rank_segments' or 'lengths', or with --deal a list of lengths; -"
+            " for standard input.",
             show_default=False,
         ),
     ],
+    deal: Annotated[
+        int | None,
+        typer.Option(
+            help="Deal documents to ranks of so many tokens, and write their placement.",
+            show_default=False,
+        ),
+    ] = None,
+    ping_pong: Annotated[
+        bool, typer.Option("--ping-pong", help="Deal two nano-batches that share no document.")
+    ] = False,
     tolerance: Annotated[
         float, typer.Option(help="How far a rank may lie from the mean, as a fraction.")
     ] = 0.01,
@@ -57,84 +68,87 @@ def plan(
 ) -> None:
     """Plan which rank computes which attention, and write the plan as JSON.
 
-    PLACEMENT holds {"rank_segments": [[[document, start, end], ...] per rank]}, where a row may go
+    DOCUMENTS holds {"rank_segments": [[[document, start, end], ...] per rank]}, where a row may go
     on with the document's length, or {"lengths": [[tokens of a document, ...] per rank]} where no
     document crosses ranks. The default shape is that of Llama-3-8B in bfloat16.
+
+    With --deal it holds [tokens of a document, ...], and what is written is a placement with equal
+    tokens and about equal attention, which `hf-distca plan` reads; with --ping-pong it also holds
+    "first_nano_batch", the tokens that each rank has in its first half.
     """
     from hf_distca.config import DistCAConfig
+
+    if ping_pong and deal is None:
+        raise ConfigError("--ping-pong divides documents that are dealt: give --deal TOKENS too.")
+    config = DistCAConfig(
+        tolerance=tolerance,
+        min_gain=min_gain,
+        tile=layer.tile,
+        head_groups=head_groups,
+        ping_pong=ping_pong,
+    )
+    model = layer.make_cost_model()
+    lines = [f"{'cost model':<26} {model.name}"]
+    with _announce_if_slow():
+        if deal is None:
+            layouts, written = [_read_layout(documents)], ""
+        else:
+            layouts, written = _deal_documents(documents, deal, layer, model, ping_pong)
+        for number, layout in enumerate(layouts, 1):
+            result, summary = _plan_layout(layer, layout, model, config)
+            lines += [f"{'nano-batch':<26} {number}"] * ping_pong
+            if deal is not None:
+                lines += _describe_layout(layout)
+            elif layer.window is not None:
+                # Without, the plan is for layers that see all: no document is longer than the
+                # window.
+                lines.append(
+                    f"{'sliding window':<26} {layer.window}"
+                    f" keys{'' if result.window else ', as long as any document'}"
+                )
+            lines.append(summary)
+    write(written or result.to_json(), "\n".join(lines), layer.output)
+
+
+def deal() -> None:
+    """Say that documents are dealt by `hf-distca plan`."""
+    exit_with_error(
+        "deal is an option of another verb now: hf-distca plan LENGTHS --deal TOKENS_PER_RANK, for"
+        " as many ranks as these tokens need."
+    )
+
+
+def _read_layout(path: Path) -> Layout:
+    """Read a placement."""
     from hf_distca.schedule.placement import parse_placement
 
-    config = DistCAConfig(
-        tolerance=tolerance, min_gain=min_gain, tile=layer.tile, head_groups=head_groups
-    )
-    model = layer.make_cost_model()
-    with _announce_if_slow():
-        layout = parse_placement(read(placement), get_input_name(placement))
-        check_documents(len(layout.document), placement)
-        if not layout.query_tokens.any():
-            exit_with_error(f"{get_input_name(placement)} has no tokens: there is nothing to plan.")
-        result, summary = _plan_layout(layer, layout, model, config)
-    lines = [f"{'cost model':<26} {model.name}"]
-    if layer.window is not None:
-        # Without, the plan is for layers that see all: no document is longer than the window.
-        lines.append(
-            f"{'sliding window':<26} {layer.window}"
-            f" keys{'' if result.window else ', as long as any document'}"
-        )
-    write(result.to_json(), "\n".join([*lines, summary]), layer.output)
+    layout = parse_placement(read(path), get_input_name(path))
+    check_documents(len(layout.document), path)
+    if not layout.query_tokens.any():
+        exit_with_error(f"{get_input_name(path)} has no tokens: there is nothing to plan.")
+    return layout
 
 
-@with_options(Layer)
-@exit_on_error()
-def deal(
-    layer: Layer,
-    lengths: Annotated[
-        Path,
-        typer.Argument(
-            help="JSON file with a list of lengths in tokens; - for standard input.",
-            show_default=False,
-        ),
-    ],
-    ranks: Annotated[int, typer.Option(help="Ranks to deal to, 1 to 65536.", show_default=False)],
-    tokens_per_rank: Annotated[int, typer.Option(help="Tokens of each rank.", show_default=False)],
-    ping_pong: Annotated[
-        bool, typer.Option("--ping-pong", help="Deal two nano-batches that share no document.")
-    ] = False,
-) -> None:
-    """Deal documents to ranks, with equal tokens and about equal attention, and write the placement
-    as JSON.
-
-    LENGTHS holds [tokens of a document, ...], RANKS times TOKENS_PER_RANK in all. The placement is
-    what `hf-distca plan` reads; with --ping-pong it also holds "first_nano_batch", the tokens that
-    each rank has in its first half. The default shape is that of Llama-3-8B in bfloat16.
-    """
-    from hf_distca.config import DistCAConfig
+def _deal_documents(
+    path: Path, tokens: int, layer: Layer, model: CostModel, ping_pong: bool
+) -> tuple[list[Layout], str]:
+    """Deal the documents of a file; return the layouts and the placement."""
     from hf_distca.schedule import deal as dealing
 
-    if not 1 <= ranks <= _MOST_RANKS:
-        raise ConfigError(f"ranks={ranks} must be a whole number from 1 to {_MOST_RANKS}.")
-    model = layer.make_cost_model()
-    config = DistCAConfig(tile=layer.tile, ping_pong=ping_pong)
-    documents = read_lengths(lengths)
-    check_documents(len(documents), lengths)
+    lengths = read_lengths(path)
+    check_documents(len(lengths), path)
+    ranks = max(sum(lengths) // max(tokens, 1), 1)
+    if ranks > _MOST_RANKS:
+        raise ConfigError(
+            f"--deal {tokens}: {sum(lengths)} tokens would need {ranks} ranks, and at most"
+            f" {_MOST_RANKS} are dealt to."
+        )
     options: dict[str, Any] = {"tile": layer.tile, "ranks_per_node": layer.ranks_per_node}
-    deal_them = dealing.deal_nano_batches if ping_pong else dealing.deal
-    with _announce_if_slow():
-        dealt = deal_them(documents, ranks, tokens_per_rank, model, **options)
-        layouts = dealt if isinstance(dealt, tuple) else (dealt,)
-        lines = [f"{'cost model':<26} {model.name}"]
-        for number, layout in enumerate(layouts, 1):
-            _, summary = _plan_layout(layer, layout, model, config)
-            lines += [
-                *[f"{'nano-batch':<26} {number}"] * ping_pong,
-                *_describe_layout(layout),
-                summary,
-            ]
-    write(
-        json.dumps(_make_placement(layouts, documents), separators=(",", ":")),
-        "\n".join(lines),
-        layer.output,
-    )
+    if ping_pong:
+        layouts = [*dealing.deal_nano_batches(lengths, ranks, tokens, model, **options)]
+    else:
+        layouts = [dealing.deal(lengths, ranks, tokens, model, **options)]
+    return layouts, json.dumps(_make_placement(layouts, lengths), separators=(",", ":"))
 
 
 def _plan_layout(
@@ -165,7 +179,7 @@ def _describe_layout(layout: Layout) -> list[str]:
     ]
 
 
-def _make_placement(layouts: tuple[Layout, ...], lengths: list[int]) -> dict[str, Any]:
+def _make_placement(layouts: list[Layout], lengths: list[int]) -> dict[str, Any]:
     """Return the rows of each rank, those of its first nano-batch first."""
     rows = [
         [

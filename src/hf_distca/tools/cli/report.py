@@ -48,7 +48,8 @@ def report(
         typer.echo(json.dumps(asdict(figures)))
         return
     output.write_text(render(figures), encoding="utf-8")
-    typer.echo(figures.verdict)
+    for value, meaning in figures.cards:
+        typer.echo(f"{value} {meaning}")
     for missing in figures.missing:
         typer.echo(f"Not on the page: {missing}")
     typer.echo(os.fsencode(f"The page: {output}"))  # which need not be text

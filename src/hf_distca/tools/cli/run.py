@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from signal import SIGINT
@@ -13,58 +12,11 @@ import typer
 
 from hf_distca.errors import DistCAError
 from hf_distca.tools.cli.files import exit_with_error
-from hf_distca.tools.cli.options import with_options
 
 _option = partial(typer.Option, show_default=False)
 
 
-@dataclass(frozen=True, slots=True)
-class RunOptions:
-    """Options of a run: a file of them, changes of it, and fields of `run.Options`."""
-
-    config: Annotated[
-        Path | None, _option(help="YAML or JSON file of settings and of these options.")
-    ] = None
-    changes: Annotated[
-        list[str] | None,
-        _option("--set", metavar="NAME=VALUE", help="A value that overrides the file."),
-    ] = None
-    attn_implementation: Annotated[
-        Literal["distca"] | None,
-        _option(help="Attention of models that are loaded without naming one."),
-    ] = None
-    instead_of: Annotated[
-        str | None, _option(metavar="NAME", help="Attention that distca stands in for.")
-    ] = None
-    tokens_per_rank: Annotated[
-        int | None, _option(min=1, help="Deal documents, so many tokens to each rank.")
-    ] = None
-    observe: Annotated[
-        bool | None,
-        _option("--observe", help="Measure the imbalance of attention, and change nothing."),
-    ] = None
-    servers: Annotated[
-        int | None, _option(min=1, help="Let so many processes of each node be attention servers.")
-    ] = None
-    server_address: Annotated[
-        list[str] | None,
-        _option(metavar="HOST:PORT", help="A server that `hf-distca serve` runs; may be repeated."),
-    ] = None
-    server_wait: Annotated[
-        float | None,
-        _option(min=1.0, help="Seconds that servers may take to come.", show_default="300"),
-    ] = None
-    spare_servers: Annotated[
-        bool | None, _option(help="Go on without a server that is told to end.")
-    ] = None
-    summary: Annotated[
-        bool | None, typer.Option(help="Print the balance at the end.", show_default="summary")
-    ] = None
-
-
-@with_options(RunOptions)
 def run(
-    options: RunOptions,
     script: Annotated[
         str, typer.Argument(help="A Python script, a command such as `trl`, or with -m a module.")
     ],
@@ -74,6 +26,41 @@ def run(
     module: Annotated[
         bool, _option("-m", "--module", help="SCRIPT is the name of a module, as for `python -m`.")
     ] = False,
+    config: Annotated[
+        Path | None, _option(help="YAML or JSON file of settings and of these options.")
+    ] = None,
+    changes: Annotated[
+        list[str] | None,
+        _option("--set", metavar="NAME=VALUE", help="A value that overrides the file."),
+    ] = None,
+    attn_implementation: Annotated[
+        Literal["distca"] | None,
+        _option(help="Attention of models that are loaded without naming one."),
+    ] = None,
+    instead_of: Annotated[
+        str | None, _option(metavar="NAME", help="Attention that distca stands in for.")
+    ] = None,
+    tokens_per_rank: Annotated[
+        int | None, _option(min=1, help="Deal documents, so many tokens to each rank.")
+    ] = None,
+    observe: Annotated[
+        bool | None,
+        _option("--observe", help="Measure the imbalance of attention, and change nothing."),
+    ] = None,
+    servers: Annotated[
+        int | None, _option(min=1, help="Let so many processes of each node be attention servers.")
+    ] = None,
+    server_address: Annotated[
+        list[str] | None,
+        _option(metavar="HOST:PORT", help="A server that `hf-distca serve` runs; may be repeated."),
+    ] = None,
+    server_wait: Annotated[
+        float | None,
+        _option(min=1.0, help="Seconds that servers may take to come.", show_default="300"),
+    ] = None,
+    summary: Annotated[
+        bool | None, typer.Option(help="Print the balance at the end.", show_default="summary")
+    ] = None,
 ) -> None:
     """Run a training script or command that does not import hf_distca, with "distca" registered.
 
@@ -82,12 +69,20 @@ def run(
     script. Under a launcher of your own: accelerate launch -m hf_distca.tools.run train.py
     --attn_implementation distca
     """
-    from hf_distca.tools.run import find_command, find_module, read_options, run_command, run_module
+    given = dict(locals())
+    from hf_distca.tools.run import (
+        Options,
+        find_command,
+        find_module,
+        read_options,
+        run_command,
+        run_module,
+    )
 
     path = None
-    given = asdict(options)
     try:
-        run_options = read_options(given.pop("config"), given.pop("changes") or [], **given)
+        named = {name: given[name] for name in Options._fields if name in given}
+        run_options = read_options(config, changes or [], **named)
         if module:
             find_module(script)
         else:

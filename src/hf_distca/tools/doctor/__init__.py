@@ -1,7 +1,4 @@
-"""Checks of a model and of ranks before training: each thing that was looked at is a `Finding`.
-
-May import `kernels`, `runtime` and `integration`.
-"""
+"""Checks of a model and of ranks before training: each thing that was looked at is a `Finding`."""
 
 from __future__ import annotations
 

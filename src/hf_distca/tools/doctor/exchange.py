@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import os
-import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
 from hf_distca.config import DistCAConfig
 from hf_distca.integration.session import Session
-from hf_distca.runtime.group import AttentionGroup, mark_joint_step
-from hf_distca.runtime.members import find_node_number
+from hf_distca.runtime.group import AttentionGroup
+from hf_distca.runtime.trial import TRIAL_BYTES, Trial, exchange
 from hf_distca.tools.doctor import Finding
-
-_BYTES = 2**22  # of a message
-_ROUNDS = 5
 
 
 def is_launched() -> bool:
@@ -53,51 +47,24 @@ def try_launched(has: Mapping[str, str], timeout_seconds: float) -> list[Finding
         raise RuntimeError(str(error)) from error
     try:
         session = Session(DistCAConfig(timeout_seconds=timeout_seconds), dist.group.WORLD)
-        return exchange(has, torch.device("cuda" if cuda else "cpu"), session.join_group())
+        group = session.join_group()
+        return describe_trial(exchange(has, torch.device("cuda" if cuda else "cpu"), group), group)
     finally:
         dist.destroy_process_group()
 
 
-@mark_joint_step
-def exchange(has: Mapping[str, str], device: torch.device, group: AttentionGroup) -> list[Finding]:
-    """Send one message from every rank to each other, which names both, through the communicators
-    that training uses; compare the versions of all ranks.
-    """
-    # As JSON and not as objects, which would be unpickled: whoever sends a pickle runs code in the
-    # process that reads it.
-    text = json.dumps([find_node_number(), dict(has)]).encode()
-    rows = group.gather(
-        np.frombuffer(text, dtype=np.uint8).astype(np.int64), doing="telling node and versions"
-    )
-    said = [json.loads(row.astype(np.uint8).tobytes()) for row in rows]
-    data = group.data
-    if data is None:
-        raise RuntimeError("a group of one rank exchanges nothing")
-    sizes = {rank: _BYTES for rank in range(group.size) if rank != group.rank}
-    others = torch.tensor(list(sizes), device=device)
-    sent, wanted = (
-        (numbers % 251).to(torch.uint8).repeat_interleave(_BYTES)
-        for numbers in (group.rank * 31 + others, others * 31 + group.rank)
-    )
-    fastest = float("inf")
-    for _ in range(_ROUNDS):
-        received = torch.empty_like(wanted)
-        started = time.perf_counter()
-        data.start(received, sent, sizes, sizes).wait()
-        if not torch.equal(received, wanted):  # waits for the device, too
-            raise RuntimeError("an exchange delivered other bytes than were sent")
-        fastest = min(fastest, time.perf_counter() - started)
-    times = group.gather(np.array([int(fastest * 1e9)]), doing="timing an exchange")
-    seconds = float(np.max(times)) / 1e9
+def describe_trial(trial: Trial, group: AttentionGroup) -> list[Finding]:
+    """Describe an exchange, and compare the versions of all ranks."""
     servers = (group.has_tokens or ()).count(False)
+    backend = "" if group.data is None else group.data.process_group.name()
     return [
-        Finding("ranks", "attention group", describe_ranks([node for node, _ in said], servers)),
-        *_compare_versions([theirs for _, theirs in said]),
+        Finding("ranks", "attention group", describe_ranks(trial.nodes, servers)),
+        *_compare_versions(trial.versions),
         Finding(
             "ranks",
-            f"exchange over {data.process_group.name()}",
-            f"{seconds * 1e3:.3g} ms for {_BYTES / 1e6:.0f} MB from each rank to each other"
-            f" ({_BYTES * (group.size - 1) / seconds / 1e9:.2g} GB/s a rank)",
+            f"exchange over {backend}",
+            f"{trial.seconds * 1e3:.3g} ms for {TRIAL_BYTES / 1e6:.0f} MB from each rank to each"
+            f" other ({TRIAL_BYTES * (group.size - 1) / trial.seconds / 1e9:.2g} GB/s a rank)",
         ),
     ]
 

@@ -21,12 +21,12 @@ class ImbalanceCallback(TrainerCallback):
     Logs of rank 0 get ``distca/observed_...``, over the micro-batches since the last log: the
     slowest rank by the mean, by documents and by measured seconds, the rank that was most often the
     slowest, and the estimate of what hf-distca would make of it. Rank 0 prints them for the whole
-    training at its end, and why a rank was slow. Every rank has the callback, or none. It calls no
-    collective: at a log, ranks leave what they saw in the store in which they met.
+    training at its end, and why a rank was slow. Every rank has the callback, or none: at a log,
+    ranks gather what they saw, over a communicator of their own.
     """
 
     def __init__(self) -> None:
-        self._observer: Observer | None = None
+        self._observer = Observer()
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -36,12 +36,13 @@ class ImbalanceCallback(TrainerCallback):
         if trainer is not None:
             move_before_reporters(self, trainer.callback_handler.callbacks)
         self._observer = Observer()
+        self._observer.begin()
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Gather the facts of ranks, if there will be a log."""
-        if self._observer is not None and (control.should_log or control.should_training_stop):
+        if control.should_log or control.should_training_stop:
             self._observer.gather()
 
     on_epoch_end = on_step_end
@@ -50,21 +51,17 @@ class ImbalanceCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Add the figures since the last log to those of training."""
-        logs: dict[str, Any] | None = kwargs.get("logs")
-        if self._observer is None or not logs or "loss" not in logs:
-            return
-        figures = self._observer.take_figures()
-        logs.update(figures)
-        if state.log_history:  # the Trainer has already put a copy of the logs there
-            state.log_history[-1].update(figures)
+        if "loss" in (logs := kwargs.get("logs") or {}):
+            figures = self._observer.take_figures()
+            # The Trainer has already put a copy of the logs into the history.
+            for row in (logs, *state.log_history[-1:]):
+                row.update(figures)
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Sum up, and watch no more."""
-        if self._observer is not None:
-            self._observer.end()
-            self._observer = None
+        self._observer.end()
 
 
 def observe_trainers() -> None:

@@ -1,155 +1,144 @@
 """`Observer`: the meter of a process, and how rank 0 learns the facts of all ranks.
 
-Ranks put their facts into the store in which they met, and rank 0 reads them: no collective is
-called, and a rank that does not come is waited for no longer than some seconds.
+Ranks gather their facts over a communicator of their own, at each log and now and then between
+logs. If a rank does not come in time, the watch ends, and training goes on.
 """
 
 from __future__ import annotations
 
 import json
-import os
+import sys
 import time
-from collections import Counter, deque
-from contextlib import suppress
+from collections import deque
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
 
+import numpy as np
+import torch
 import torch.distributed as dist
 
-from hf_distca.borrowed import PrefixStore, Store, store_of_world
 from hf_distca.integration.processes import print_lines
-from hf_distca.tools.observe.findings import Findings, find
-from hf_distca.tools.observe.watch import BatchFacts, start_watch, stop_watch
+from hf_distca.runtime.members import find_launched_per_node, make_communicator
+from hf_distca.tools.observe.findings import Findings, Row, find
+from hf_distca.tools.observe.watch import BatchFacts, Watch
 
-_PATIENCE = 5.0  # seconds that rank 0 waits for facts of the others
-_MOST_BATCHES = 256  # that wait for a log, before they are gathered without one
+_PATIENCE = 30.0  # seconds that ranks wait for each other
+_MOST_BATCHES = 64  # that begin before facts are gathered without a log
+_MOST_ROWS = 20_000  # micro-batches in the summary: the last ones
 
 
 class Observer:
-    """The meter of this process, which watches from now on; all ranks make theirs in one order."""
-
-    _count_made = 0
+    """The meter of this process; all ranks begin theirs in one order."""
 
     def __init__(self) -> None:
-        Observer._count_made += 1
-        self._name = f"hf_distca_observe/{Observer._count_made}"
-        self._total = self._since = Findings()
-        self._watch = start_watch(self._follow)
-        self._store: Store | None = None
-        self._rank, self._logs = 0, 0
-        self._parts = 0  # that this rank has put into the store
+        self._rows: deque[Row] = deque(maxlen=_MOST_ROWS)
+        self._since: list[Row] = []  # the last log
+        self._watch = Watch(self._follow)
+        self._group: dist.ProcessGroup | None = None  # of all ranks
+        self._rank = self._begun = self._unread = 0
         self._queues: list[deque[BatchFacts]] = [deque()]  # of each rank, until all have come
-        self._read = [0]  # parts that were read of each rank
-        self._heard = Counter[int]()  # logs that each rank had reached with the last of them
-        self._missing: list[int] = []  # ranks that did not come
-        self._unread, self._reason, self._attention = 0, "", ""
+        self._missing = self._reason = self._attention = ""
+        self._began = self._logged = time.perf_counter()
+        self.begin = self._watch.start
 
-    def gather(self, *, is_log: bool = True, end: bool = False) -> None:
-        """Give the facts of this rank to rank 0; on rank 0, read those of all ranks.
+    def gather(self, *, end: bool = False) -> None:
+        """Gather the facts of all ranks, which come equally often; rank 0 counts them.
 
         Args:
-            is_log: this is a log, to which all ranks come equally often; rank 0 waits for the
-                others.
             end: wait for what the device computes.
         """
-        facts = self._watch.take(end=end)
-        self._logs += is_log
-        store = self._store
-        with suppress(RuntimeError):  # of a store whose process has ended
-            if self._rank and store is not None:
-                store.set(f"{self._rank}/{self._parts}", json.dumps((self._logs, facts)))
-                self._parts += 1
-            if self._rank:
-                return
-            self._queues[0].extend(facts)
-            if store is not None and not self._missing:
-                deadline = time.monotonic() + _PATIENCE * is_log
-                for rank in range(1, len(self._queues)):
-                    self._read_parts(store, rank, deadline)
-                self._missing = [rank for rank, n in enumerate(self._read) if rank and not n]
-                self._missing *= is_log
-        if self._missing:  # nothing can be compared
-            stop_watch(self._watch)
-        while all(self._queues):
-            self._count([queue.popleft() for queue in self._queues])
+        rows = self._exchange(self._watch.take(end=end))
+        if self._rank == 0:
+            for queue, facts in zip(self._queues, rows, strict=False):
+                queue.extend(BatchFacts(*fact) for fact in facts)
+            for number in range(count := min(map(len, self._queues))):
+                # Plans take time: of what was gathered, the last micro-batch has one.
+                self._count([queue.popleft() for queue in self._queues], number == count - 1)
 
     def take_figures(self) -> dict[str, float]:
         """Return the figures since they were last taken, for a log of rank 0."""
-        findings = self._since
-        self._since = Findings()
-        return {name: round(value, 4) for name, value in findings.compute_figures().items()}
+        rows, elapsed = self._since, time.perf_counter() - self._logged
+        self._since, self._logged = [], time.perf_counter()
+        figures = Findings(rows, elapsed).compute_figures() if rows else {}
+        return {f"distca/observed_{name}": round(value, 4) for name, value in figures.items()}
 
     def end(self) -> None:
-        """Watch no more; say on rank 0 what was found, if any model was seen to train."""
-        self.gather(end=True)
-        stop_watch(self._watch)
-        ranks = len(self._queues)
-        total = self._total
-        notes = (
-            (self._unread, f"  unread    {self._unread} micro-batches: {self._reason}"),
-            (
-                self._watch.unattended,
-                f"  unseen    {self._watch.unattended} forwards called no causal attention through"
-                " transformers' interface: compiled models and attention of their own cannot be"
-                " watched",
-            ),
-            (
-                self._missing,
-                f"  missing   facts of ranks {self._missing}: put the meter on them, too",
-            ),
-            (
-                ranks == 1,
-                "  alone     one process has nobody to share with: start one for each GPU, with"
-                " torchrun or accelerate launch",
-            ),
-        )
-        lines = [text for count, text in notes if count]
-        if self._rank or not (total.batches or lines):
-            return
-        if total.batches:
-            lines = total.describe(self._attention) + lines
-        first = (
-            f"distca watched {total.batches} micro-batches on {ranks} rank{'s' * (ranks > 1)}, and"
-            " changed nothing"
-        )
-        print_lines("\n".join([first, *lines]))
+        """Watch no more; print on rank 0 what was found, if any model was seen to train."""
+        if not hasattr(sys, "last_value"):  # a process that ends by an error waits for no other
+            self.gather(end=True)
+        self._watch.stop()
+        ranks, unseen = len(self._queues), self._watch.unattended
+        notes = {
+            f"  unread    {self._unread} micro-batches: {self._reason}": self._unread,
+            f"  unseen    {unseen} forwards called no causal attention through transformers'"
+            " interface: compiled models and attention of their own cannot be watched": unseen,
+            "  missing   facts of some ranks: put the meter on all of them; they come to a log"
+            f" within {_PATIENCE:g} s of each other ({self._missing})": self._missing,
+            "  alone     one process has nobody to share with: start one for each GPU, with"
+            " torchrun or accelerate launch": ranks == 1,
+        }
+        lines = [text for text, is_true in notes.items() if is_true]
+        if self._rows:
+            elapsed = time.perf_counter() - self._began
+            lines = Findings(self._rows, elapsed).describe(self._attention) + lines
+        if self._rank == 0 and self._begun:
+            first = f"distca watched {len(self._rows)} micro-batches on {ranks} rank"
+            first += "s, and changed nothing" if ranks > 1 else ", and changed nothing"
+            print_lines("\n".join([first, *lines]))
 
     def _follow(self) -> None:
-        """Join the other ranks once they have met; gather now and then where nothing is logged."""
-        if self._store is None and dist.is_available() and dist.is_initialized():
-            self._rank, ranks = dist.get_rank(), dist.get_world_size()
-            self._store = PrefixStore(self._name, store_of_world())
-            self._queues = [deque() for _ in range(ranks)]
-            self._read = [0] * ranks
-            self.gather(is_log=False)  # so that rank 0 knows who has the meter
-        if len(self._watch) > _MOST_BATCHES:
-            self.gather(is_log=False)
+        """Meet the other ranks in the first micro-batch; gather facts in some of the others."""
+        self._begun += 1
+        has_world = dist.is_available() and dist.is_initialized()
+        if self._group is None and has_world and dist.get_world_size() > 1:
+            self._rank, ranks = dist.get_rank(), tuple(range(dist.get_world_size()))
+            self._queues = [deque() for _ in ranks]
+            try:
+                self._group = make_communicator(
+                    ranks, "gloo", timedelta(seconds=_PATIENCE), "distca-observed"
+                )
+            except RuntimeError as error:
+                self._give_up(error)
+        elif self._begun % _MOST_BATCHES == 0:
+            self.gather()
 
-    def _read_parts(self, store: Store, rank: int, deadline: float) -> None:
-        """Read what another rank has put into the store; wait for its part of this log."""
-        while True:
-            key = f"{rank}/{self._read[rank]}"
-            if store.check([key]):
-                self._heard[rank], rows = json.loads(store.get(key))
-                self._queues[rank].extend(BatchFacts(*row) for row in rows)
-                store.delete_key(key)
-                self._read[rank] += 1
-            elif self._heard[rank] >= self._logs or time.monotonic() > deadline:
-                return
-            else:
-                time.sleep(0.005)
+    def _exchange(self, facts: list[BatchFacts]) -> Sequence[Sequence[Any]]:
+        """Return the facts of each rank, as `json` reads them; those of this one without others."""
+        if self._group is None:
+            return [facts]
+        try:
+            text = json.dumps(facts).encode()
+            most = int(np.max(_gather_rows(self._group, np.array([len(text)]))))
+            text = text.ljust(most)
+            rows = _gather_rows(self._group, np.frombuffer(bytearray(text), dtype=np.uint8))
+        except RuntimeError as error:
+            self._give_up(error)
+            return []
+        return [json.loads(row.tobytes()) for row in rows]
 
-    def _count(self, facts: list[BatchFacts]) -> None:
-        """Add a micro-batch to the findings, from the facts of all ranks."""
-        unread = next((fact.unread for fact in facts if fact.unread), "")
+    def _give_up(self, error: RuntimeError) -> None:
+        """Watch no more, because facts of single ranks cannot be compared."""
+        self._missing, self._group = str(error).partition("\n")[0], None
+        self._watch.stop()
+
+    def _count(self, facts: list[BatchFacts], plans: bool) -> None:
+        """Count a micro-batch, from the facts of all ranks."""
         self._attention = facts[0].attention
-        if unread:
+        if unread := next((fact.unread for fact in facts if fact.unread), ""):
             self._unread += 1
             self._reason = self._reason or unread
-            return
-        per_node = int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
-        findings = find(
-            facts,
-            per_node if per_node and len(facts) % per_node == 0 else None,
-            plans=self._total.may_plan,
-        )
-        self._total += findings
-        self._since += findings
+        else:
+            row = find(facts, find_launched_per_node(len(facts)), plans=plans)
+            self._rows.append(row)
+            self._since.append(row)
+
+
+def _gather_rows(group: dist.ProcessGroup, row: np.ndarray[Any, Any]) -> list[Any]:
+    """Gather an array of one shape from each rank; also of a group whose world has ended, which
+    functions of torch.distributed do not know any more.
+    """
+    own = torch.from_numpy(row)
+    rows = [torch.empty_like(own) for _ in range(group.size())]
+    group.allgather([rows], [own]).wait()
+    return [row.numpy() for row in rows]

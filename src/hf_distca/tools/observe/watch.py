@@ -8,119 +8,104 @@ gradient of an attention's output to the first gradient of its inputs.
 from __future__ import annotations
 
 import inspect
-import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial, wraps
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from transformers import PreTrainedModel
 from transformers.modeling_utils import AttentionInterface
 
 from hf_distca.agreement.documents import TokenBatch
-from hf_distca.errors import DistCAError
+from hf_distca.errors import DistCAError, LayoutError
+from hf_distca.integration.callers import is_in_model
 from hf_distca.runtime.meter import Mark, Meter, get_clock
-
-# Parts of a batch that a kernel computes: each document; each row; each row, and what the mask
-# hides.
-DOCUMENTS, ROWS, MASKED_ROWS = range(3)
 
 
 class BatchFacts(NamedTuple):
     """Facts about a micro-batch of one rank, as `json` writes them.
 
     Attributes:
-        lengths: tokens of its documents.
-        rows, row_length: number of rows, and of their tokens with padding.
-        computed: `DOCUMENTS`, `ROWS` or `MASKED_ROWS`.
-        layers: windows of layers, None for none, and the number of calls with each.
-        seconds: in attention, forward and backward.
-        elapsed: seconds until the next micro-batch began, or until now.
         shape: fields of the `AttentionShape`.
         device: "cpu", or the name of the GPU.
         attention: name of the attention implementation.
+        lengths: tokens of its documents.
+        layers: windows of layers, None for none, and the number of calls with each.
+        seconds: in attention, forward and backward.
         unread: reason why documents are not known; "" where they are.
     """
 
-    lengths: list[int]
-    rows: int
-    row_length: int
-    computed: int
-    layers: list[tuple[int | None, int]]
-    seconds: float
-    elapsed: float
     shape: tuple[int, int, int, int, int]
     device: str
     attention: str
-    unread: str
+    lengths: Sequence[int] = ()
+    layers: Sequence[tuple[int | None, int]] = ()
+    seconds: float = 0.0
+    unread: str = ""
 
 
 @dataclass(eq=False)
 class _WatchedBatch:
-    """A micro-batch; `tokens` is None if its model got no tokens that can be read."""
+    """A micro-batch.
+
+    Attributes:
+        tokens: None if its model got none that can be read.
+        meter, layers: attention that was timed, and its calls by their windows.
+        facts, queries: what its first call of attention tells; None before.
+    """
 
     tokens: TokenBatch | None
-    began: float
-    ended: float | None = None
-    meter: Meter = field(default_factory=Meter)  # of attention
+    meter: Meter = field(default_factory=Meter)
     layers: Counter[int | None] = field(default_factory=Counter)
-    computed: int = DOCUMENTS
-    shape: tuple[int, int, int, int, int] = (1, 1, 1, 1, 1)
-    call: tuple[str, str, int] = "", "", 0  # device, attention and number of queries
+    facts: BatchFacts | None = None
+    queries: int = 0
 
-    def to_facts(self) -> BatchFacts:
-        """Read documents and times, with a copy from the device."""
-        lengths = list[int]()
-        unread = ""
-        tokens = self.tokens
+    def complete(self, facts: BatchFacts) -> BatchFacts:
+        """Add documents and times, with a copy from the device."""
         try:
-            if tokens is None:
-                unread = "the model got neither input_ids nor inputs_embeds"
-            elif tokens.batch_size * tokens.length != self.call[2]:
-                unread = (
-                    f"attention has {self.call[2]} queries for a batch of {tokens.batch_size} x"
-                    f" {tokens.length} tokens"
+            if self.tokens is None:
+                raise LayoutError("the model got neither input_ids nor inputs_embeds")
+            if self.tokens.batch_size * self.tokens.length != self.queries:
+                raise LayoutError(
+                    f"attention has {self.queries} queries for a batch of"
+                    f" {self.tokens.batch_size} x {self.tokens.length} tokens"
                 )
-            else:
-                documents = tokens.read_documents(training=True)
-                lengths = documents.runs[:, 2].tolist()
-                if not documents.has_whole_documents:
-                    unread = "documents lie on several ranks"
+            documents = self.tokens.read_documents(training=True)
+            if not documents.has_whole_documents:
+                raise LayoutError("documents lie on several ranks")
         except DistCAError as error:
-            unread = str(error)
-        return BatchFacts(
-            lengths,
-            0 if tokens is None else tokens.batch_size,
-            0 if tokens is None else tokens.length,
-            self.computed,
-            list(self.layers.items()),
-            self.meter.seconds,
-            (self.ended or time.perf_counter()) - self.began,
-            self.shape,
-            torch.cuda.get_device_name() if self.call[0] == "cuda" else self.call[0],
-            self.call[1],
-            unread,
-        )
+            return facts._replace(unread=str(error))
+        lengths, layers = documents.runs[:, 2].tolist(), list(self.layers.items())
+        return facts._replace(lengths=lengths, layers=layers, seconds=self.meter.seconds)
 
 
 class Watch:
     """Micro-batches of this process: outermost forwards of models that train, with attention.
 
     Attributes:
-        on_batch: called when one begins.
+        current: the watch of this process; None for none.
+        on_batch: called when a micro-batch begins.
         unattended: number of forwards that were taken without any call of attention.
     """
+
+    current: ClassVar[Watch | None] = None
 
     def __init__(self, on_batch: Callable[[], None]) -> None:
         self.on_batch, self.unattended = on_batch, 0
         self._batches: deque[_WatchedBatch] = deque()
         self._open: _WatchedBatch | None = None
 
-    def __len__(self) -> int:
-        """Return the number of micro-batches that were not taken."""
-        return len(self._batches)
+    def start(self) -> None:
+        """Watch all models of this process, instead of any earlier watch."""
+        _follow_models()
+        Watch.current = self
+
+    def stop(self) -> None:
+        """Watch no more, unless another watch does."""
+        if Watch.current is self:
+            Watch.current = None
 
     def take(self, *, end: bool = False) -> list[BatchFacts]:
         """Take the facts of micro-batches that a device has finished.
@@ -128,100 +113,66 @@ class Watch:
         Args:
             end: wait for the device.
         """
-        taken = []
         if end and torch.cuda.is_available():
             torch.cuda.synchronize()
+        taken = []
         while self._batches and self._batches[0].meter.is_finished:
             batch = self._batches.popleft()
-            if batch.layers:
-                taken.append(batch.to_facts())
-            self.unattended += not batch.layers
-            if batch is self._open:
-                self._open = None
+            if batch.facts is None:
+                self.unattended += 1
+            else:
+                taken.append(batch.complete(batch.facts))
         return taken
 
     def note_forward(self, model: PreTrainedModel, arguments: Mapping[str, Any]) -> None:
         """Begin a micro-batch with the forward of a model, unless it trains nothing."""
-        now = time.perf_counter()
-        if self._batches:
-            self._batches[-1].ended = self._batches[-1].ended or now
         self._open = None
-        if not (model.training and torch.is_grad_enabled()):
-            return
-        self.on_batch()
-        tokens = arguments.get("input_ids")
-        if tokens is None and isinstance(arguments.get("inputs_embeds"), torch.Tensor):
-            tokens = arguments["inputs_embeds"][..., 0]
-        readable = isinstance(tokens, torch.Tensor) and tokens.dim() == 2
-        self._open = _WatchedBatch(
-            TokenBatch.from_batch({**arguments, "input_ids": tokens}) if readable else None, now
-        )
-        self._batches.append(self._open)
+        if model.training and torch.is_grad_enabled():
+            self.on_batch()
+            tokens = arguments.get("input_ids")
+            if tokens is None and isinstance(arguments.get("inputs_embeds"), torch.Tensor):
+                tokens = arguments["inputs_embeds"][..., 0]
+            readable = isinstance(tokens, torch.Tensor) and tokens.dim() == 2
+            batch = {**arguments, "input_ids": tokens}
+            self._open = _WatchedBatch(TokenBatch.from_batch(batch) if readable else None)
+            self._batches.append(self._open)
 
     def attend(
         self, name: str, function: Callable[..., Any], module: Any, *args: Any, **kwargs: Any
     ) -> Any:
         """Call an attention function of transformers, and time it if it is causal."""
         batch = self._open
-        tensors = args[:3]
-        if batch is None or not getattr(module, "is_causal", True) or len(tensors) < 3:
+        if batch is None or not getattr(module, "is_causal", True) or len(args) < 3:
             return function(module, *args, **kwargs)
-        query, key, value = tensors
-        if not batch.layers:
-            batch.shape = (
-                query.shape[1],
-                key.shape[1],
-                query.shape[-1],
-                value.shape[-1],
-                query.element_size(),
-            )
-            batch.call = query.device.type, name, query.shape[0] * query.shape[2]
+        q, k, v = args[:3]
+        if batch.facts is None:
+            shape = q.shape[1], k.shape[1], q.shape[-1], v.shape[-1], q.element_size()
+            device = torch.cuda.get_device_name() if q.is_cuda else q.device.type
+            batch.facts, batch.queries = BatchFacts(shape, device, name), q.shape[0] * q.shape[2]
         batch.layers[kwargs.get("sliding_window")] += 1
-        mask = args[3] if len(args) > 3 else kwargs.get("attention_mask")
-        if name in ("sdpa", "eager"):
-            batch.computed = ROWS if mask is None else MASKED_ROWS
-        begin = get_clock(query.device)()
+        now = get_clock(q.device)
+        begin = now()
         result = function(module, *args, **kwargs)
-        batch.meter.span("server", begin, get_clock(query.device)())
+        batch.meter.span("server", begin, now())
         if result[0].requires_grad:
-            _time_backward(batch.meter, result[0], tensors)
+            _time_backward(batch.meter, now, result[0], (q, k, v))
         return result
 
 
-def _time_backward(meter: Meter, output: torch.Tensor, inputs: tuple[torch.Tensor, ...]) -> None:
+def _time_backward(
+    meter: Meter, now: Callable[[], Mark], output: torch.Tensor, inputs: tuple[torch.Tensor, ...]
+) -> None:
     """Time the backward of a call, once it runs."""
     begun: list[Mark] = []
 
-    def begin(gradient: torch.Tensor) -> None:
-        begun.append(get_clock(gradient.device)())
-
-    def end(gradient: torch.Tensor) -> None:
+    def end(_: torch.Tensor) -> None:
         if begun:
-            meter.span("server", begun.pop(), get_clock(gradient.device)())
+            meter.span("server", begun.pop(), now())
 
-    output.register_hook(begin)  # type: ignore[no-untyped-call]
+    output.register_hook(lambda _: begun.append(now()))  # type: ignore[no-untyped-call]
     for tensor in inputs:
         if tensor.requires_grad:
             tensor.register_hook(end)  # type: ignore[no-untyped-call]
-
-
-_watch: Watch | None = None
-_depth = 0  # models whose forwards are running
-
-
-def start_watch(on_batch: Callable[[], None]) -> Watch:
-    """Watch all models of this process, instead of any earlier watch."""
-    global _watch
-    _follow_models()
-    _watch = Watch(on_batch)
-    return _watch
-
-
-def stop_watch(watch: Watch) -> None:
-    """End a watch, unless another one has begun."""
-    global _watch
-    if _watch is watch:
-        _watch = None
 
 
 @cache
@@ -231,29 +182,17 @@ def _follow_models() -> None:
 
     @wraps(call)
     def call_and_note(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
-        global _depth
-        if _watch is None or torch.compiler.is_compiling():
-            return call(self, *args, **kwargs)
-        if not _depth:
-            names = _list_parameters(type(self).forward)
-            _watch.note_forward(self, {**dict(zip(names, args, strict=False)), **kwargs})
-        _depth += 1
-        try:
-            return call(self, *args, **kwargs)
-        finally:
-            _depth -= 1
+        watch = None if torch.compiler.is_compiling() else Watch.current
+        if watch is not None and not is_in_model():
+            names = list(inspect.signature(type(self).forward).parameters)[1:]
+            watch.note_forward(self, {**dict(zip(names, args, strict=False)), **kwargs})
+        return call(self, *args, **kwargs)
 
     @wraps(find)
     def get_interface(self: AttentionInterface, name: str, default: Any) -> Any:
+        watch = None if torch.compiler.is_compiling() else Watch.current
         function = find(self, name, default)
-        if _watch is None or torch.compiler.is_compiling():
-            return function
-        return partial(_watch.attend, name, function)
+        return function if watch is None else partial(watch.attend, name, function)
 
     PreTrainedModel.__call__ = call_and_note  # type: ignore[method-assign]
     AttentionInterface.get_interface = get_interface  # type: ignore[method-assign, assignment]
-
-
-@cache
-def _list_parameters(forward: Callable[..., Any]) -> list[str]:
-    return list(inspect.signature(forward).parameters)[1:]

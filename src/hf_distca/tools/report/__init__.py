@@ -1,4 +1,1 @@
-"""The report of a run's folder, as one page that needs nothing else. It needs no torch.
-
-May import `schedule` and `agreement`.
-"""
+"""The report of a run's folder, as one page that needs nothing else. It needs no torch."""

@@ -17,8 +17,7 @@ from jinja2 import Environment
 from hf_distca.agreement.record_rows import PerRank
 from hf_distca.tools.report.run_figures import Figures, PlanFigures, PlanPiece
 
-_TILES = (
-    ("step_seconds", "s a step", "{:.3g}"),
+_MORE = (
     ("imbalance_measured_before", "imbalance before, measured", "{:.2f}"),
     ("imbalance_measured_after", "imbalance after, measured", "{:.2f}"),
     ("imbalance_estimated_before", "imbalance before, estimated", "{:.2f}"),
@@ -26,15 +25,22 @@ _TILES = (
     ("imbalance_tokens", "imbalance of tokens", "{:.2f}"),
     ("exchanged_mb_per_layer", "MB a layer and micro-batch, busiest rank", "{:.3g}"),
     ("between_nodes_mb_per_layer", "MB of these to other nodes, busiest rank", "{:.3g}"),
-    ("server_time_share", "of rank 0's time in attention", "{:.0%}"),
     ("servers_share", "of attention computed by servers without tokens", "{:.0%}"),
     ("servers_idle", "of these servers' time idle", "{:.0%}"),
     ("planning_ms", "ms of planning a micro-batch", "{:.3g}"),
-    ("moved_micro_batches", "micro-batches with moved work", "{:.0f}"),
-    ("micro_batches", "micro-batches in all", "{:.0f}"),
+    (
+        "imbalance_estimated_in_order",
+        "imbalance with documents in their order, estimated",
+        "{:.2f}",
+    ),
+    (
+        "imbalance_estimated_replaced",
+        "imbalance of batches that dealing replaced, estimated",
+        "{:.2f}",
+    ),
 )
 
-BEFORE, AFTER = "#d97706", "#2f74c0"
+REPLACED, BEFORE, AFTER = "#c0501a", "#d97706", "#2f74c0"
 DOCUMENTS = (
     "#2f74c0",
     "#c0501a",
@@ -67,7 +73,7 @@ class Bar(NamedTuple):
     moved: bool = False
 
 
-Rows = dict[int, list[list[Bar]]]  # lines of bars of each drawn rank
+Rows = dict[str, list[list[Bar]]]  # lines of bars of each drawn rank, by its name
 
 
 class Picture(NamedTuple):
@@ -93,13 +99,13 @@ def render(figures: Figures) -> str:
     """Render the page."""
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     template = files(__package__).joinpath("page.html").read_text(encoding="utf-8")
-    tiles = [
-        (text.format(figures.total[name]), label)
-        for name, label, text in _TILES
+    more = [
+        (label, text.format(figures.total[name]))
+        for name, label, text in _MORE
         if name in figures.total
     ]
     page = environment.from_string(template).render(
-        figures=figures, pictures=draw_pictures(figures), tiles=tiles, version=version("hf-distca")
+        figures=figures, pictures=draw_pictures(figures), more=more, version=version("hf-distca")
     )
     return page.encode(errors="replace").decode()  # names of folders need not be text
 
@@ -107,29 +113,33 @@ def render(figures: Figures) -> str:
 def draw_pictures(figures: Figures) -> list[Picture]:
     """Draw all pictures for which there are data."""
     return [
-        _draw_seconds(figures.per_rank),
+        _draw_seconds(figures.per_rank, figures.total.get("imbalance_estimated_replaced")),
         *([] if figures.plan is None else [_plan(figures.plan)]),
     ]
 
 
-def _draw_seconds(figures: PerRank) -> Picture:
+def _draw_seconds(figures: PerRank, replaced: float | None) -> Picture:
+    """Draw the seconds of ranks, and in front of them what the slowest one would have had in the
+    batches that dealing replaced, if these are known.
+    """
     before, after = figures.measured_before, figures.measured_after
-    longest = max(*before, *after) or 1.0
-    sides = {"before": (before, BEFORE), "after": (after, AFTER)}
+    slowest = (replaced or 0.0) * sum(before) / len(before)
+    longest = max(*before, *after, slowest) or 1.0
+
+    def draw(name: str, seconds: float, colour: str) -> list[Bar]:
+        return [Bar(0.0, seconds / longest, colour, f"{name}: {_format_time(seconds)}")]
+
     rows = {
-        rank: [
-            [
-                Bar(
-                    0.0,
-                    seconds[rank] / longest,
-                    colour,
-                    f"rank {rank}, {when}: {_format_time(seconds[rank])}",
-                )
-            ]
-            for when, (seconds, colour) in sides.items()
+        f"rank {rank}": [
+            draw(f"rank {rank}, before", before[rank], BEFORE),
+            draw(f"rank {rank}, after", after[rank], AFTER),
         ]
         for rank in _choose_ranks(before, after)
     }
+    legend = {"before": BEFORE, "after": AFTER}
+    if replaced is not None:
+        rows = {"replaced": [draw("slowest rank, not dealt", slowest, REPLACED)], **rows}
+        legend["slowest rank of the batches that dealing replaced, by estimate"] = REPLACED
     return Picture(
         "ranks",
         "Attention seconds by rank",
@@ -138,7 +148,7 @@ def _draw_seconds(figures: PerRank) -> Picture:
         f" on.{_describe_ranks_left_out(len(before))}",
         _format_time(longest),
         {"": rows},
-        legend={when: colour for when, (_, colour) in sides.items()},
+        legend,
     )
 
 
@@ -181,9 +191,9 @@ def _describe_ranks_left_out(ranks: int) -> str:
 
 
 def _draw_stacked(pieces: Sequence[PlanPiece], ranks: Sequence[int], longest: float) -> Rows:
-    rows: Rows = {rank: [[]] for rank in ranks}
+    rows: Rows = {f"rank {rank}": [[]] for rank in ranks}
     for piece in pieces:
-        for bars in rows.get(piece.rank, []):
+        for bars in rows.get(f"rank {piece.rank}", []):
             length = piece.seconds / longest
             bar = Bar(
                 start=sum(bars[-1][:2]) if bars else 0.0,

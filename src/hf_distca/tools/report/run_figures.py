@@ -24,7 +24,6 @@ from hf_distca.schedule.plan import Plan
 from hf_distca.tools.report.folder import RunFolder
 
 _TALLY = [figure.name for figure in fields(BalanceTotals)]
-_LATER = {"estimated_in_order": 0.0, "dealt_mean": 0.0}  # older records do not have them
 
 
 @dataclass(frozen=True)
@@ -69,7 +68,7 @@ class Figures:
 
     Attributes:
         name: name of its folder.
-        verdict: summary in a sentence or two.
+        cards: the figures to look at first, with their meanings.
         total: figures of the log for the whole run, the seconds of a step, and those that the
             slowest ranks saved.
         steps: for each row of the log, the step, its figures and the loss.
@@ -82,7 +81,7 @@ class Figures:
     """
 
     name: str
-    verdict: str
+    cards: list[tuple[str, str]]
     total: dict[str, float]
     steps: list[dict[str, float]]
     per_rank: PerRank
@@ -110,7 +109,7 @@ def collect(folder: RunFolder, step: int | None = None) -> Figures:
             total, steps = _sum_up_run(folder, rows)
             figures = Figures(
                 name=folder.path.resolve().name,
-                verdict=_describe_run(total),
+                cards=_make_cards(total),
                 total=total,
                 steps=steps,
                 per_rank=_sum_rows(rows),
@@ -121,7 +120,11 @@ def collect(folder: RunFolder, step: int | None = None) -> Figures:
                     f"step {warning.step}: {warning.text}"
                     for warning in folder.select_rows(WarningRow)
                 ],
-                missing=_describe_broken(folder),
+                missing=[
+                    f"What broken lines of {folder.path / RECORD_NAME} told, as where a training"
+                    f" was ended while it wrote: {', '.join(map(str, folder.broken))}."
+                ]
+                * bool(folder.broken),
             )
             json.dumps(asdict(figures), allow_nan=False)  # sums may be too large
             return figures
@@ -132,22 +135,14 @@ def collect(folder: RunFolder, step: int | None = None) -> Figures:
         ) from error
 
 
-def _describe_broken(folder: RunFolder) -> list[str]:
-    """Say which lines of the record are left out; nothing if none is."""
-    if not folder.broken:
-        return []
-    return [
-        f"What broken lines of {folder.path / RECORD_NAME} told, as where a training was ended"
-        f" while it wrote: {', '.join(map(str, folder.broken))}."
-    ]
-
-
 def _sum_up_run(
     folder: RunFolder, rows: Sequence[StepsRow]
 ) -> tuple[dict[str, float], list[dict[str, float]]]:
     """Return the figures of the whole run, and those of each row."""
-    known = [_LATER | row.tally for row in rows]
-    tallies = [BalanceTotals(**{name: float(row[name]) for name in _TALLY}) for row in known]  # type: ignore[arg-type]
+    tallies = [
+        BalanceTotals(**{name: float(row.tally[name]) for name in _TALLY if name in row.tally})  # type: ignore[arg-type]
+        for row in rows
+    ]
     whole = sum(tallies, BalanceTotals())
     runs = folder.select_rows(RunRow)
     began = runs[0].step
@@ -185,11 +180,6 @@ def _sum_rows(rows: Sequence[StepsRow]) -> PerRank:
     )
 
 
-def _compute_unevenness(row: PlanRow) -> float:
-    before = row.per_rank.estimated_before
-    return max(before) * len(before) / (sum(before) or 1.0)
-
-
 def _choose_plan(folder: RunFolder, plans: Sequence[PlanRow], step: int | None) -> PlanRow | None:
     """Choose the most uneven plan of a step, or of all steps."""
     steps = sorted({plan.step for plan in plans})
@@ -198,9 +188,13 @@ def _choose_plan(folder: RunFolder, plans: Sequence[PlanRow], step: int | None) 
             f"there is no plan of step {step} in {folder.path}. Plans of these steps were kept: "
             f'{", ".join(map(str, steps)) or "none"}. DistCACallback(record="all") keeps all.'
         )
-    return max(
-        (plan for plan in plans if step in (None, plan.step)), key=_compute_unevenness, default=None
-    )
+
+    def compute_unevenness(row: PlanRow) -> float:
+        before = row.per_rank.estimated_before
+        return max(before) * len(before) / (sum(before) or 1.0)
+
+    some = (plan for plan in plans if step in (None, plan.step))
+    return max(some, key=compute_unevenness, default=None)
 
 
 def _describe_plan(row: PlanRow) -> PlanFigures:
@@ -248,53 +242,31 @@ def _sum_pieces(
     ]
 
 
-def _describe_run(total: dict[str, float]) -> str:
-    """Say what a step took, and what balancing did to the slowest rank."""
-    text = (
-        f"A step took {total['step_seconds']:.3g} s, of which rank 0 spent"
-        f" {total['server_time_share']:.0%} in attention."
-    )
-    in_order = total.get("imbalance_estimated_in_order")
-    if in_order is not None:
-        text += _compare_with_dealt(in_order, total.get("imbalance_estimated_replaced"))
+def _make_cards(total: dict[str, float]) -> list[tuple[str, str]]:
+    """Return what was gained, what a step took, and what ranks sent: figures and their meanings."""
     kind = "measured" if "imbalance_measured_before" in total else "estimated"
-    before, even, after = (
-        total.get(f"imbalance_{name}", 1.0)
-        for name in (f"{kind}_before", "estimated_before", f"{kind}_after")
-    )
-    if not total["moved_micro_batches"]:
-        text += (
-            f" No work was moved: the slowest rank had {even:.2f} times the mean attention seconds"
-            f" by estimate{f', measured {after:.2f}' * (kind == 'measured')}."
-        )
-        return text + " What ranks sent is of documents that lie on several of them." * bool(
-            total.get("exchanged_mb_per_layer")
-        )
-    text += (
-        f" {'The' if in_order is None else 'Dealt, the'} slowest rank had {before:.2f} times the"
-        f" mean attention seconds before work was moved, and {after:.2f} after"
-    )
-    saved = total["slowest_seconds_before"] - total["slowest_seconds_after"]
-    if saved <= 0:
-        return f"{text} ({kind})."
-    return (
-        f"{text} ({kind}): its attention took {saved:.3g} s less in {total['micro_batches']:.0f}"
-        " micro-batches."
-    )
-
-
-def _compare_with_dealt(in_order: float, replaced: float | None) -> str:
-    """Say how uneven the documents would have been if they were not dealt."""
-    seconds = "times the mean attention seconds"
-    if replaced is None:
-        return (
-            f" Documents are dealt: in their order, the slowest rank had {in_order:.2f} {seconds},"
-            " by estimate."
-        )
-    return (
-        f" In the batches that dealing replaced, the slowest rank had {replaced:.2f} {seconds}, and"
-        f" {in_order:.2f} times with documents in their order (estimated)."
-    )
+    befores = {
+        "imbalance_estimated_replaced": "in the batches that dealing replaced (estimated)",
+        "imbalance_estimated_in_order": "with documents in their order (estimated)",
+        f"imbalance_{kind}_before": f"before work was moved ({kind})",
+    }
+    name = next(name for name in (*befores, *total) if name in total)
+    before, after = total[name], total.get(f"imbalance_{kind}_after", 1.0)
+    return [
+        (
+            f"{before:.2f} -> {after:.2f}",
+            f"slowest rank / mean attention: {befores.get(name)} -> as trained ({kind})",
+        ),
+        (
+            f"{total['step_seconds']:.3g} s",
+            f"a step, of which rank 0 spent {total['server_time_share']:.0%} in attention",
+        ),
+        (
+            f"{total.get('exchanged_mb_per_layer', 0.0):.3g} MB",
+            "sent per layer and micro-batch by the busiest rank; work was moved in"
+            f" {total['moved_micro_batches']:.0f} of {total['micro_batches']:.0f} micro-batches",
+        ),
+    ]
 
 
 def _run(run: RunRow, rows: Sequence[StepsRow]) -> dict[str, dict[str, Any]]:

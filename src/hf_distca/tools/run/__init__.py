@@ -8,8 +8,6 @@ way reaches them all: launchers write their
 own command lines, and packages of others call launchers in more ways than could be rewritten. That
 folder is part of the installed package, so that a process that outlives the run finds only
 installed files there.
-
-May import `late_imports`, `integration`, `observe`, `pool` and `cli`.
 """
 
 from __future__ import annotations
@@ -47,7 +45,7 @@ _MOST_SECONDS = 366 * 86400
 _CHOICES: dict[str, tuple[object, ...]] = {
     "attn_implementation": (None, "distca"),
     "collator": ("check", "replace"),
-    **dict.fromkeys(("summary", "spare_servers", "observe"), (True, False)),
+    **dict.fromkeys(("summary", "observe"), (True, False)),
 }
 
 
@@ -70,7 +68,6 @@ class Options(NamedTuple):
             there.
         server_address: ``HOST:PORT`` of servers that were started by themselves.
         server_wait: seconds to wait for servers; on servers, seconds to wait for ranks that train.
-        spare_servers: whether training continues without a server that was told to end.
         launched: facts about the servers of its launch, on ranks that train: nodes, servers of
             each, attempt.
         given: names of options that a user gave, which children get even if they have defaults.
@@ -86,7 +83,6 @@ class Options(NamedTuple):
     servers: int = 0
     server_address: Sequence[str] = ()
     server_wait: float = 300.0
-    spare_servers: bool = False
     launched: tuple[int, int, str] | None = None
     given: tuple[str, ...] = ()
 
@@ -379,7 +375,6 @@ def _prepare_models(options: Options) -> None:
             each_node,
             attempt,
             options.server_wait,
-            options.spare_servers,
         ).register()
     if options.settings is not None or options.instead_of is not None:
         configure(DistCAConfig(**(options.settings or {})), instead_of=options.instead_of)
@@ -401,7 +396,9 @@ def _observe() -> None:
     """Watch the loops of this process."""
     from hf_distca.tools.observe.run_observer import Observer
 
-    call_at_exit(Observer().end)
+    observer = Observer()
+    observer.begin()
+    call_at_exit(observer.end)
 
 
 def _observe_trainers() -> None:

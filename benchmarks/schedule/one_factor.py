@@ -1,0 +1,124 @@
+"""Plans made with one factor of a GPU and kernel, as training makes them, against plans made with
+the rates of its profile: for tasks, bytes and flops, forward and backward.
+
+    python benchmarks/schedule/one_factor.py [FOLDER ...] [--json]
+
+The factors are those of `hf_distca.schedule.gpus`; profiles are those of
+benchmarks/simulated/simulator/profiles.py. Both plans are priced by the
+profile. The figure is the time at which the last rank ends by the plan with one factor, divided by
+that of the other. Of Llama-3-8B in bfloat16, a layer forward and backward, nodes of 8 ranks;
+exchanges after compute and, in ping-pong, hidden. For comparison, plans made with the built-in
+figures as they are; and the factor with which all documents of a placement take as long as by the
+profile.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import statistics
+import sys
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+sys.path.extend(map(str, Path(__file__).resolve().parents[1].glob("*/")))
+
+from hf_distca.config import DistCAConfig
+from hf_distca.schedule.balance import balance
+from hf_distca.schedule.cost import AttentionShape, CostModel
+from hf_distca.schedule.gpus import find_factor, make_gpu_cost
+from hf_distca.schedule.layout import Layout
+from hf_distca.schedule.load import PlanLoad
+from hf_distca.schedule.placement import read_placement
+from hf_distca.schedule.ranks import Ranks
+from machine import describe
+from output import add_json_option, put_out
+from simulator.profiles import find_profile
+
+FOLDERS = [Path(__file__).resolve().parents[1] / "placements" / name for name in ("", "public")]
+SHAPE = AttentionShape(32, 8, 128, 128, 2)
+# By the name of a profile, the device and the kernel that it is of.
+GPUS = {
+    "a100_flash_attn_2": ("A100", "flash_attn"),
+    "h100_flash_attn_2": ("H100", "flash_attn"),
+    "h100_flash_attn_3": ("H100", "flash_attn_3"),
+    "h100_flash_attn_4": ("H100", "flash_attn_4"),
+    "b200_flash_attn_4": ("B200", "flash_attn_4"),
+}
+
+
+def last_end(layout: Layout, planned_with: CostModel, true: CostModel, ping_pong: bool) -> float:
+    """Seconds at which the last rank ends, by the true costs."""
+    ranks = Ranks(per_node=8) if layout.world_size > 8 else Ranks()
+    plan = balance(layout, planned_with, DistCAConfig(ping_pong=ping_pong), ranks)
+    return PlanLoad(plan, true, overlapped=ping_pong, ranks=ranks).slowest_seconds
+
+
+def compare(name: str, layouts: dict[str, Layout]) -> dict[str, Any]:
+    """Plans of one GPU and kernel."""
+    true = find_profile(name).make_cost_model(SHAPE)
+    row = find_factor(*GPUS[name])
+    one, built_in = make_gpu_cost(SHAPE, *GPUS[name]), CostModel.make_analytic(SHAPE)
+    found: dict[str, Any] = {"factor": row and row[1], "learned": [], "ratios": {}, "built_in": {}}
+    for (place, layout), ping_pong in itertools.product(layouts.items(), (False, True)):
+        best = last_end(layout, true, true, ping_pong)
+        key = f"{place}{', ping-pong' * ping_pong}"
+        found["ratios"][key] = last_end(layout, one, true, ping_pong) / best
+        found["built_in"][key] = last_end(layout, built_in, true, ping_pong) / best
+        if not ping_pong:
+            seconds = [
+                float(cost.estimate_seconds(layout.length, layout.end).sum())
+                for cost in (true, built_in)
+            ]
+            found["learned"].append(seconds[0] / seconds[1])
+    return found
+
+
+def summarize(ratios: list[float]) -> dict[str, float]:
+    return {"mean": statistics.mean(ratios), "least": min(ratios), "most": max(ratios)}
+
+
+def show(result: dict[str, Any]) -> None:
+    table = Table(title="the last rank ends: plans of one factor by plans of the profile")
+    for column in ("profile", "factor", "of placements", "one factor", "built-in figures"):
+        table.add_column(column)
+    for name, row in result["gpus"].items():
+        table.add_row(
+            name,
+            f"{row['factor']:.2f}",
+            f"{min(row['learned']):.2f} to {max(row['learned']):.2f}",
+            *(
+                "mean {mean:.3f}, {least:.3f} to {most:.3f}".format(**summarize([*ratios.values()]))
+                for ratios in (row["ratios"], row["built_in"])
+            ),
+        )
+    Console(width=130).print(table)
+    for name, figures in result["summary"].items():
+        print(f"{name}, {result['plans']} plans: mean {figures['mean']:.4f},", end=" ")
+        print(f"{figures['least']:.3f} to {figures['most']:.3f}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "folders", nargs="*", type=Path, default=FOLDERS, help="folders of placements"
+    )
+    add_json_option(parser)
+    arguments = parser.parse_args()
+    paths = [path for folder in arguments.folders for path in sorted(folder.glob("*.json"))]
+    layouts = {path.stem: read_placement(path) for path in paths}
+    gpus = {name: compare(name, layouts) for name in GPUS}
+    summary = {
+        name: summarize([ratio for row in gpus.values() for ratio in row[key].values()])
+        for name, key in (("one factor", "ratios"), ("built-in figures", "built_in"))
+    }
+    plans = 2 * len(layouts) * len(gpus)
+    result = {"machine": describe(), "gpus": gpus, "plans": plans, "summary": summary}
+    put_out(result, arguments.json, show)
+
+
+if __name__ == "__main__":
+    main()

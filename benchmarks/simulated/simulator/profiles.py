@@ -1,0 +1,143 @@
+"""Rates of GPUs, their attention kernels and links, fitted to timings: heads of 128 in bfloat16.
+
+The simulator predicts seconds with them. The library plans with one factor of each
+(`hf_distca.schedule.gpus`).
+
+Forward and backward are fitted apart to whole sequences of 1K to 32K tokens and packed rows of 1K,
+4K and 16K; those of an H100 also to our own whole documents of 2K to 64K tokens and batches of
+slices of 128 rows and more. A profile has the rates with the least squares of errors among all that
+are within 9.95 % of every fitted timing. `largest_error` is that of timings which were kept aside,
+forward and backward. Of the A100, only forward and backward together are published: rates are those
+of the H100, bytes and flops scaled.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from hf_distca.errors import ConfigError
+from hf_distca.schedule.cost import AttentionShape, CostModel, KernelCost
+from hf_distca.schedule.layout import FloatArray
+
+ELEMENT_BYTES = 2
+EXCHANGE_SECONDS = 3e-5
+# An all-to-all of 8 MiB over 64 H800 takes 338 us, where 30 us and the bytes make 228.
+PEER_SECONDS = 1.7400120120120112e-06
+_FIXED = "fixed seconds: NVIDIA/nccl issue 1531, all-to-all of 8 MiB over 64 H800"
+_MAGI = "MagiAttention, commit 2c641357, kernel level: read off the charts, +-3 %"
+_OURS = "one H100 80GB HBM3, 2026-11-26, torch 2.11, flash-attn-4 4.0.0b36"
+_GTC = "NVIDIA GTC25 S72583 (in stas00/ml-engineering, network): all-to-all bus of"
+_HOPPER = (
+    f"{_GTC} 8 GPUs 320 GB/s; between nodes nccl-tests issue 130, 48 GB/s of 4 nodes; {_FIXED}"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class FittedCost(KernelCost):
+    """A kernel's cost with that of its calls, which is about the same on all ranks, so that plans
+    leave it out.
+
+    Attributes:
+        call_seconds: what a call takes besides its tasks.
+        least_seconds: what no call takes less than, however little it computes: its launch.
+    """
+
+    call_seconds: float = 0.0
+    least_seconds: float = 0.0
+
+
+def add_call_overhead(
+    cost: KernelCost, seconds: npt.ArrayLike, calls: npt.ArrayLike = 1
+) -> FloatArray:
+    """Return the seconds of so many calls whose tasks take `seconds` together; without tasks there
+    is no call.
+    """
+    tasks = np.asarray(seconds, dtype=np.float64)
+    if not isinstance(cost, FittedCost):
+        return tasks
+    whole = np.maximum(
+        tasks + cost.call_seconds * np.asarray(calls), cost.least_seconds * np.asarray(calls)
+    )
+    return np.where(tasks > 0, whole, 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """Rates of a kernel on a kind of GPU, for any number of heads, and of its links.
+
+    Attributes:
+        forward, backward: seconds of the kernel.
+        node_rate, link_rate: bytes per second at which one rank sends while it also receives as
+            much, inside a node and between nodes.
+        largest_error: |estimate / measured - 1| of timings that were kept aside, at most.
+        kernel_source, link_source: who measured it.
+    """
+
+    forward: FittedCost
+    backward: FittedCost
+    node_rate: float
+    link_rate: float
+    largest_error: tuple[float, float]
+    kernel_source: str
+    link_source: str
+
+    def make_cost_model(self, shape: AttentionShape) -> CostModel:
+        """Make the cost model of layers without a window."""
+        return CostModel(
+            *(shape, self.forward, self.backward, self.link_rate, EXCHANGE_SECONDS),
+            node_bytes_per_second=self.node_rate,
+            peer_seconds=PEER_SECONDS,
+        )
+
+
+# By GPU and kernel. Task seconds, bytes and flops per second, how often the bytes of rows count,
+# call seconds, least seconds.
+PROFILES = {
+    "a100_flash_attn_2": Profile(
+        FittedCost(0.0, 2.039e12, 204203994990661.7, 1.0, 8.867e-06, 8.7993e-05),
+        FittedCost(0.0, 2.039e12, 187167101251345.25, 1.75, 4.8421e-05, 0.000202748),
+        *(2.1e11, 1.8e10, (0.0708, 0.0708)),
+        "Dao-AILab/flash-attention, commit 0251105a, assets: hidden size 2048, 16K tokens in all",
+        f"{_GTC} 8 GPUs 210 GB/s, of 32 24 GB/s, of which 3/4 leaves a node; {_FIXED}",
+    ),
+    "h100_flash_attn_2": Profile(
+        FittedCost(0.0, 3.35e12, 340949833577129.75, 1.0, 8.867e-06, 8.7993e-05),
+        FittedCost(0.0, 2252179617196.316, 312504131105163.8, 1.75, 4.8421e-05, 0.000202748),
+        *(3e11, 3.7e10, (0.138, 0.1354)),
+        *(f"{_OURS}; {_MAGI}", _HOPPER),
+    ),
+    "h100_flash_attn_3": Profile(
+        FittedCost(0.0, 2337568842181.571, 726869748841909.8, least_seconds=6.2812e-05),
+        FittedCost(0.0, 1695556656155.1262, 625144558158511.0, 1.0, 2.5496e-05, 0.000183596),
+        *(3e11, 3.7e10, (0.1138, 0.0868)),
+        *(_MAGI, _HOPPER),
+    ),
+    "h100_flash_attn_4": Profile(
+        FittedCost(0.0, 2194423339774.0264, 682422683503441.8),
+        FittedCost(0.0, 2388751303440.774, 638804485464963.6),
+        *(3e11, 3.7e10, (0.0492, 0.0558)),
+        f"{_OURS}; NVIDIA/cudnn-frontend, llama3.1_20260928_130009.csv of an H200",
+        _HOPPER,
+    ),
+    "b200_flash_attn_4": Profile(
+        FittedCost(0.0, 4063921251733.8774, 1474257701495290.8, least_seconds=0.00018312),
+        FittedCost(0.0, 8e12, 1167668551417570.5, call_seconds=0.000494354),
+        *(6.4e11, 3.7e10, (0.1286, 0.1096)),
+        _MAGI,
+        f"{_GTC} 8 GPUs 640 GB/s; between nodes ml-engineering, P6-B200 over EFA; {_FIXED}",
+    ),
+}
+
+
+def find_profile(name: str) -> Profile:
+    """Find a profile by name.
+
+    Raises:
+        ConfigError: if there is none.
+    """
+    if name not in PROFILES:
+        raise ConfigError(f"profile {name!r} is none of {', '.join(PROFILES)}.")
+    return PROFILES[name]

@@ -1,0 +1,63 @@
+"""A trial exchange between the ranks of a group, through the communicators that training uses."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from hf_distca.runtime.group import AttentionGroup, mark_joint_step
+from hf_distca.runtime.members import find_node_number
+
+TRIAL_BYTES = 2**22  # of a message
+_ROUNDS = 5
+
+
+@dataclass(frozen=True)
+class Trial:
+    """Result of an exchange: the node and the versions of each rank, and the seconds of the slowest
+    rank.
+    """
+
+    nodes: list[int]
+    versions: list[Mapping[str, str]]
+    seconds: float
+
+
+@mark_joint_step
+def exchange(has: Mapping[str, str], device: torch.device, group: AttentionGroup) -> Trial:
+    """Send one message from every rank to each other, which names both; gather the versions of all
+    ranks, of which this one has these.
+    """
+    # As JSON and not as objects, which would be unpickled: whoever sends a pickle runs code in the
+    # process that reads it.
+    text = json.dumps([find_node_number(), dict(has)]).encode()
+    rows = group.gather(
+        np.frombuffer(text, dtype=np.uint8).astype(np.int64), doing="telling node and versions"
+    )
+    nodes, versions = zip(
+        *(json.loads(row.astype(np.uint8).tobytes()) for row in rows), strict=True
+    )
+    data = group.data
+    if data is None:
+        raise RuntimeError("a group of one rank exchanges nothing")
+    sizes = {rank: TRIAL_BYTES for rank in range(group.size) if rank != group.rank}
+    others = torch.tensor(list(sizes), device=device)
+    sent, wanted = (
+        (numbers % 251).to(torch.uint8).repeat_interleave(TRIAL_BYTES)
+        for numbers in (group.rank * 31 + others, others * 31 + group.rank)
+    )
+    fastest = float("inf")
+    for _ in range(_ROUNDS):
+        received = torch.empty_like(wanted)
+        started = time.perf_counter()
+        data.start(received, sent, sizes, sizes).wait()
+        if not torch.equal(received, wanted):  # waits for the device, too
+            raise RuntimeError("an exchange delivered other bytes than were sent")
+        fastest = min(fastest, time.perf_counter() - started)
+    times = group.gather(np.array([int(fastest * 1e9)]), doing="timing an exchange")
+    return Trial(list(nodes), list(versions), float(np.max(times)) / 1e9)

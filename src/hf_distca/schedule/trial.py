@@ -1,0 +1,217 @@
+"""The trial for a time T: every rank that would end after T gives tails of its pieces away.
+
+A *part* is a document, or a head group of one; a *piece* is the rows of a part on a rank, and a
+tail of it rows [x, end). Each tail goes to a rank that still ends by T with it, until its home ends
+by T itself. Of all tails that would do, the cheapest goes first: that with the fewest seconds of
+exchange and of repeated work for a second that the home saves (`schedule.tails`).
+
+All ranks make the same moves: this is IEEE double arithmetic in the order in which it is written.
+numba compiles it when it is first called, and keeps the machine code beside the source or in the
+user's cache, under a name with a hash of the sources. If numba is told to compile nothing, it runs
+in Python, and makes the same moves.
+"""
+
+from __future__ import annotations
+
+import math
+
+from hf_distca.schedule import slice_cost, tails
+from hf_distca.schedule.compiled import compile_function, compile_inner
+from hf_distca.schedule.layout import IntArray
+from hf_distca.schedule.slice_cost import estimate_slice_seconds
+from hf_distca.schedule.tails import (
+    CLOSE,
+    COMPUTE,
+    END,
+    HELD,
+    KEYS,
+    LATEST,
+    PIECE,
+    PREVIOUS,
+    RANK,
+    RECEIVED,
+    SENT,
+    SERVER,
+    START,
+    STOP,
+    USEFUL,
+    Batch,
+    end_seconds,
+    find_held,
+    find_unit,
+    weigh_tail,
+)
+
+# Pieces that a rank looks at for a tail, the deepest first, and servers that have keys of each.
+_MOST_PIECES, _MOST_HOLDERS = 4, 2
+
+
+@compile_inner
+def _update_ends(batch: Batch, rank: int) -> None:
+    """Update when a rank ends, and those that share its link."""
+    first = batch.link[1, rank]
+    for other in range(first, min(first + batch.shared, len(batch.speeds))):
+        batch.ranks[END, other] = end_seconds(batch, other)
+
+
+@compile_inner
+def _add_traffic(batch: Batch, source: int, server: int, sent: float, received: float) -> None:
+    """Add bytes that one rank sends, and that another receives, to their links."""
+    far = int(batch.node[source] != batch.node[server])
+    wire, link, ranks = batch.wire, batch.link, batch.ranks
+    ranks[SENT + far, link[far, source]] += sent * wire[far, source]
+    ranks[RECEIVED + far, link[far, server]] += received * wire[far, server]
+
+
+@compile_inner
+def _give_keys(batch: Batch, part: int, server: int, start: int, end: int) -> None:
+    """Give a server the keys that rows [start, end) of a part need and that it has not."""
+    held = find_held(batch, part, server)
+    if end <= held:
+        return
+    begin, key_bytes = max(held, start - (batch.cost.window - 1)), batch.cost.key_bytes
+    heads, (_, key, _, sent_key) = batch.heads[part], batch.transient
+    unit = find_unit(batch, part, server)
+    for segment in range(batch.segments[part], batch.segments[part + 1]):
+        low, high = max(batch.first[segment], begin), min(batch.last[segment], end)
+        if low >= high:
+            continue
+        home = batch.home[segment]
+        batch.ranks[HELD, server] += heads * key * (high - low)
+        if home == server:
+            continue
+        batch.ranks[HELD, home] += heads * sent_key * (high - low)
+        sent = high - low
+        if batch.has_relays:
+            sent = max(high - max(low, batch.sent[segment, unit]), 0)
+            batch.sent[segment, unit] = max(high, batch.sent[segment, unit])
+        _add_traffic(
+            batch, home, server, heads * key_bytes * sent, heads * key_bytes * (high - low)
+        )
+        _update_ends(batch, home)
+    row = batch.counts[0]
+    holder = batch.holders[row]
+    holder[RANK], holder[KEYS], holder[PREVIOUS] = server, end, batch.last_holder[part]
+    batch.last_holder[part] = row
+    batch.counts[0] += 1
+
+
+@compile_inner
+def _make_move(batch: Batch, piece: int, source: int, server: int, row: int) -> None:
+    """Give rows [row, end) of a piece to a server."""
+    cost, ranks, part, end = batch.cost, batch.ranks, batch.part[piece], batch.end[piece]
+    heads, start = batch.heads[part], batch.start[piece]
+    query, _, sent_query, _ = batch.transient
+    before = estimate_slice_seconds(cost, heads, start, end)
+    after = estimate_slice_seconds(cost, heads, start, row)
+    ranks[COMPUTE, source] -= (before - after) / batch.speeds[source]
+    added = estimate_slice_seconds(cost, heads, row, end)
+    ranks[COMPUTE, server] += added / batch.speeds[server]
+    ranks[HELD, server] += (end - row) * heads * query
+    ranks[HELD, source] += (end - row) * heads * sent_query
+    row_bytes = (end - row) * heads * cost.query_bytes
+    _add_traffic(batch, source, server, row_bytes, row_bytes)
+    _give_keys(batch, part, server, row, end)
+    move = batch.moves[batch.counts[1]]
+    move[PIECE], move[START], move[STOP], move[SERVER] = piece, row, end, server
+    batch.counts[1] += 1
+    batch.end[piece] = row
+    _update_ends(batch, source)
+    _update_ends(batch, server)
+
+
+@compile_inner
+def _may_serve(batch: Batch, source: int, server: int, inside: bool) -> bool:
+    """Return whether a rank may get tails of another."""
+    return bool(
+        batch.ranks[END, server] < batch.ranks[LATEST, server] * (1 - CLOSE)
+        and batch.can_serve[server]
+        and server != source
+        and (batch.node[server] == batch.node[source] or not inside)
+    )
+
+
+@compile_inner
+def _find_emptiest(batch: Batch, source: int, first: int, last: int, found: int) -> int:
+    """Find which of ranks [first, last) and `found` ends first and may serve; -1 for none."""
+    earliest = math.inf if found < 0 else batch.ranks[END, found]
+    for rank in range(first, last):
+        if batch.ranks[END, rank] < earliest and _may_serve(batch, source, rank, False):
+            earliest, found = batch.ranks[END, rank], rank
+    return found
+
+
+@compile_inner
+def _find_move(batch: Batch, source: int, inside: bool) -> tuple[int, int, int]:
+    """Find the cheapest tail of all pieces of a rank, for the emptiest ranks and for those that
+    have keys of its document: its piece, or -1, the server and the first row.
+    """
+    node = batch.node[source]
+    first, last = batch.first_of_node[node], batch.first_of_node[node + 1]
+    near, far = _find_emptiest(batch, source, first, last, -1), -1
+    if not inside:
+        far = _find_emptiest(batch, source, 0, first, far)
+        far = _find_emptiest(batch, source, last, len(batch.speeds), far)
+    lowest, best, looked = math.inf, (-1, -1, 0), 0
+    for piece in range(batch.offsets[source], batch.offsets[source + 1]):
+        if batch.start[piece] >= batch.end[piece]:
+            continue
+        if looked >= _MOST_PIECES and best[0] >= 0:
+            break
+        looked += 1
+        holder, server, count = batch.last_holder[batch.part[piece]], near, -2
+        while count < _MOST_HOLDERS:
+            if server >= 0 and (count < 0 or _may_serve(batch, source, server, inside)):
+                lost, row = weigh_tail(batch, piece, source, server)
+                if lost < lowest:
+                    lowest, best = lost, (piece, server, row)
+            count += 1
+            if count < 0:
+                server = far
+            elif holder < 0:
+                break
+            else:
+                server, holder = batch.holders[holder, RANK], batch.holders[holder, PREVIOUS]
+    return best
+
+
+@compile_inner
+def _give_own_keys(batch: Batch) -> None:
+    """Give all ranks the keys of others that their own rows need."""
+    for rank in range(len(batch.speeds)):
+        for piece in range(batch.offsets[rank + 1] - 1, batch.offsets[rank] - 1, -1):
+            part = batch.part[piece]
+            if batch.segments[part + 1] - batch.segments[part] > 1:
+                _give_keys(batch, part, rank, batch.start[piece], batch.end[piece])
+        _update_ends(batch, rank)
+
+
+def _make_moves(batch: Batch, order: IntArray, inside: bool) -> None:
+    """Make the moves of a trial; the times T of all ranks are `batch.ranks[LATEST]`.
+
+    Args:
+        batch: changed by the moves. T is infinite after the trial where a rank ended after
+            `batch.ranks[USEFUL]`: for all ranks or, inside nodes, for those of its node.
+        order: ranks in the order in which they give, the latest first. If there is none, all get
+            the keys of others that their own rows need, which precedes all trials.
+        inside: whether ranks give only to ranks of their node.
+    """
+    if not len(order):
+        _give_own_keys(batch)
+    ranks, count = batch.ranks, -1
+    # Again, as ranks whose keys others gave away may be late.
+    while count < batch.counts[1]:
+        count = batch.counts[1]
+        for rank in order:
+            while ranks[END, rank] > ranks[LATEST, rank] and batch.counts[1] < len(batch.moves):
+                piece, server, row = _find_move(batch, rank, inside)
+                if piece < 0:
+                    break
+                _make_move(batch, piece, rank, server, row)
+            if ranks[END, rank] > ranks[USEFUL, rank]:
+                for other in range(len(batch.speeds)):
+                    if not inside or batch.node[other] == batch.node[rank]:
+                        ranks[LATEST, other] = math.inf
+
+
+make_moves = compile_function(_make_moves, keep=(__file__, tails.__file__, slice_cost.__file__))

@@ -1,0 +1,84 @@
+"""The rates that plans of a GPU begin with: built-in figures times the factor of its kernel, the
+same on all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import cast
+
+import pytest
+import torch
+
+import hf_distca
+from hf_distca.agreement.announce import PlanKey
+from hf_distca.integration.current_session import current_session
+from hf_distca.integration.layer_planner import LayerPlanner
+from hf_distca.integration.session import Session
+from hf_distca.runtime.group import AttentionGroup
+from hf_distca.schedule.cost import AttentionShape, CostModel
+from ranks import RankPool
+
+SHAPE = AttentionShape(32, 8, 128, 128, 2)
+H100, A100, L40S = "NVIDIA H100 80GB HBM3", "NVIDIA A100-SXM4-80GB", "NVIDIA L40S"
+OWN = CostModel.make_analytic(SHAPE, device_type="cpu")
+
+
+def learned(
+    rank: int,
+    devices: list[str],
+    kernels: list[str],
+    flash: str | None = None,
+    own: CostModel | None = None,
+) -> CostModel:
+    """What a rank with this GPU and kernel begins with; torch may run another flash-attention."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "get_device_name", lambda _: devices[rank])
+        patch.setattr(torch.nn.attention, "current_flash_attention_impl", lambda: flash)
+        kernel = SimpleNamespace(name=kernels[rank])
+        patch.setattr(Session, "choose_kernel", lambda *_: kernel)
+        hf_distca.configure(hf_distca.DistCAConfig(cost_model=own or "analytic", tile=256))
+        query = SimpleNamespace(device=torch.device("cuda", 0), dtype=torch.bfloat16)
+        session = current_session()
+        LayerPlanner(session).make_cost(
+            PlanKey(SHAPE, "cuda", 4096),
+            cast("torch.Tensor", query),
+            AttentionGroup.find_or_create(timeout_seconds=30),
+        )
+        costs = session.planner.costs
+        hf_distca.configure()
+    return costs[SHAPE, "cuda"]
+
+
+@pytest.mark.parametrize(
+    ("devices", "kernels", "flash", "name"),
+    [
+        (
+            [H100, "NVIDIA H200"],
+            ["flash_attn_3", "kernels-community/flash-attn3"],
+            None,
+            "analytic H100, ",
+        ),
+        ([A100, A100], ["cuda", "flash_attn"], None, "analytic A100, "),
+        ([A100, A100], ["cuda", "cuda"], "FA4", "analytic cuda"),
+        ([H100, A100], ["flash_attn", "flash_attn"], None, "analytic cuda"),
+        ([H100, H100], ["flash_attn_3", "flash_attn"], None, "analytic cuda"),
+        ([L40S, L40S], ["flash_attn", "flash_attn"], None, "analytic cuda"),
+    ],
+)
+def test_ranks_begin_with_one_cost_model(
+    rank_pool: Callable[[int], RankPool],
+    devices: list[str],
+    kernels: list[str],
+    flash: str | None,
+    name: str,
+) -> None:
+    first, second = rank_pool(2)(learned, devices, kernels, flash)
+    assert first == second
+    assert (first.tile, first.window) == (256, None)
+    assert first.name.startswith(name)
+
+
+def test_a_cost_model_of_ones_own_has_no_factor() -> None:
+    assert learned(0, [H100], ["flash_attn_3"], own=OWN) == OWN
