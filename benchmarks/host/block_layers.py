@@ -3,10 +3,11 @@ causal attention and to sdpa with a dense mask.
 
     python benchmarks/host/block_layers.py --json
 
-One document of 4,096 tokens, in float32 on the CPU with one thread: causal alone; with images of 256
-tokens in a fifth of it; with a prefix of half of it; and all of it both ways. Forward and backward of
-the attention function, without a model. Each is timed in turn, several times; figures are the medians
-of process times, and their ratios to causal attention. sdpa gets the dense mask of the same tokens.
+One document of 4,096 tokens, in float32 on the CPU with one thread: causal alone; with images of
+256 tokens in a fifth of it; with a prefix of half of it; and all of it both ways. Forward and
+backward of the attention function, without a model. Each is timed in turn, several times; figures
+are the medians of process times, and their ratios to causal attention. sdpa gets the dense mask of
+the same tokens.
 """
 
 from __future__ import annotations

@@ -97,7 +97,7 @@ class PackedDocuments(metaclass=_RemedyRepr):
             if given or len(self.parents) != len(self.lengths) or not is_tree:
                 raise LayoutError(
                     f"parents={self.parents} of PackedDocuments with lengths={self.lengths}: give"
-                    " each part tokens and an earlier part, or -1, and neither starts nor documents."
+                    " each part tokens, and an earlier part or -1; no starts and no documents."
                 )
             paths = zip(list_paths(self.lengths, self.parents), self.lengths, strict=True)
             self.starts = tuple(len(path) - length for path, length in paths)
@@ -122,7 +122,7 @@ class PackedDocuments(metaclass=_RemedyRepr):
     def __repr__(self) -> str:
         return (
             f"PackedDocuments(lengths={self.lengths}, starts={self.starts}, "
-            f"documents={self.documents}, parents={self.parents})"
+            f"documents={self.documents})"
         )
 
     def __eq__(self, other: object) -> bool:

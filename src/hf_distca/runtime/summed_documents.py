@@ -1,8 +1,8 @@
 """Attention that is not causal, as a sum of causal documents over tokens that are taken again.
 
 **Blocks.** Of tokens t[0], ..., t[m-1] that all see each other, causal attention leaves out the
-keys after each row: a strict upper triangle. Read backwards it is causal: rows t[m-2], ..., t[0] with
-keys t[m-1], ..., t[1]. So any kernel computes it as a document of m - 1 tokens.
+keys after each row: a strict upper triangle. Read backwards it is causal: rows t[m-2], ..., t[0]
+with keys t[m-1], ..., t[1]. So any kernel computes it as a document of m - 1 tokens.
 
 **Shared prefixes.** A document that continues another one's tokens has copies of their keys in
 front: context, whose queries are computed where they come from.
