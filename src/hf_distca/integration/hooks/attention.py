@@ -105,7 +105,8 @@ def distca_attention(
     if isinstance(attention_mask, ForeignMask):
         raise UnsupportedError(
             f"this model's attention mask uses {attention_mask.features}; distca computes causal"
-            ' attention within documents. Use attn_implementation="sdpa" for it.'
+            " attention, windows, chunks, blocks and whole documents. Others need a mask inside the"
+            ' kernel (block diffusion). Use attn_implementation="sdpa" for it.'
         )
     check_arguments(module, dropout, kwargs, attention_mask)
     sink_H = None if s_aux is None else _flatten_sink(module, s_aux, query.shape[1])
