@@ -4,7 +4,7 @@ after plans.
     python benchmarks/schedule/masks.py --json
 
 Ranks of 32K tokens draw documents up to 32K long: causal ones, text with images (256 or 1,120
-tokens each), prefixes that all their tokens see (three to nine tenths of a document), documents whose
+tokens each), prefixes that all their tokens see (a third of a document or more), documents whose
 tokens all see each other (up to 8K and up to 32K), and prompts with eight answers. Each is planned
 as the library plans it with exchanges hidden, for Llama-3-8B in bf16 by the built-in figures for
 CUDA: 300 GB/s inside nodes of 8, 40 between. Estimates, not measurements. Figures are seconds of

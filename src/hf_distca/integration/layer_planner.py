@@ -118,9 +118,11 @@ class LayerPlanner:
         requests, makers = [], []
         for part in keys:
             first, documents = (0, whole) if cut is None else cut.find_half(part.nano, whole)
-            documents, make_exchange = sum_documents(
-                batch.context.ahead, documents, first, part.window, query.device
-            )
+            make_exchange: Callable[..., LayerExchange] = LayerExchange
+            if batch.context.ahead is not None or documents.copied_tokens is not None:
+                documents, make_exchange = sum_documents(
+                    batch.context.ahead, documents, first, part.window, query.device
+                )
             requests.append((documents, part))
             makers.append(make_exchange)
         if group.size == 1:

@@ -82,8 +82,6 @@ def sum_documents(
             them in documents that share prefixes.
     """
     copied = documents.copied_tokens
-    if ahead is None and copied is None:
-        return documents, LayerExchange
     if copied is not None:
         if ahead is not None:
             raise UnsupportedError(
@@ -92,6 +90,8 @@ def sum_documents(
             )
         keys = to_device(torch.from_numpy(copied), device)
         return documents, partial(SumExchange, Retaken(keys[:0], keys, is_context=True), None)
+    if ahead is None:
+        return documents, LayerExchange
     return _add_blocks(ahead, documents, first, window, device)
 
 

@@ -5,7 +5,6 @@ they are composed of and what these close over. No dense mask is made, and no te
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import FunctionType
 from typing import Any
 
 from hf_distca.borrowed import (
@@ -39,7 +38,7 @@ def read_mask(
     """
     functions = _list_functions(function)
     parts = dict(functions)
-    overlays = [found for name, found in functions if name == _BLOCKS]
+    overlays = [f for name, f in functions if name == _BLOCKS] if _BLOCKS in parts else []
     both_ways = MASK_BOTH_WAYS in parts
     known = BOTH_WAYS_MASK_PARTS if both_ways else CAUSAL_MASK_PARTS | {_BLOCKS}
     foreign = sorted(parts.keys() - known)
@@ -62,7 +61,7 @@ def _list_functions(function: Callable[..., Any]) -> list[tuple[str, Any]]:
     function closes over. A union with blocks is listed with them.
     """
     name = _get_name(function)
-    if not isinstance(function, FunctionType):
+    if not getattr(function, "__closure__", None):
         return [(name, {})]
     closure: Any = _read_closure(function)
     parts = [
@@ -85,8 +84,6 @@ def _list_functions(function: Callable[..., Any]) -> list[tuple[str, Any]]:
 
 def _read_closure(function: Any) -> dict[str, Any]:
     """Return the variables that a function closes over, by name."""
-    if not function.__closure__:
-        return {}
     cells = zip(function.__code__.co_freevars, function.__closure__, strict=True)
     return {name: cell.cell_contents for name, cell in cells}
 
