@@ -179,6 +179,17 @@ def test_a_bound_limits_what_moves() -> None:
         balance(layout, PAIRS, DistCAConfig(max_transient_bytes=LEAST - 1))
 
 
+@pytest.mark.parametrize("window", [1, 300])
+def test_a_bound_holds_where_rows_need_a_window_of_keys_each(window: int) -> None:
+    """Several tails of a document for one server, the later ones before the earlier."""
+    layout = Layout.from_segments(
+        [[*((n, 0, 1) for n in range(6)), (6, 0, 1399), (6, 1399, 1400)], [], []]
+    )
+    config = DistCAConfig(tolerance=0.0, min_gain=0.0, tile=1, max_transient_bytes=2**26)
+    plan = balance(layout, replace(PAIRS, window=window), config)
+    assert count_transient_bytes(plan, EACH).max() <= 2**26
+
+
 def test_nodes_that_do_not_divide_the_ranks_are_refused() -> None:
     with pytest.raises(ConfigError, match="3 ranks cannot be nodes of 2"):
         balance(Layout.from_lengths([[9]] * 3), CUDA, DistCAConfig(), Ranks(per_node=2))

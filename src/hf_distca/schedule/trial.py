@@ -101,17 +101,18 @@ def _make_move(batch: Batch, piece: int, source: int, server: int, row: int) -> 
     """Give rows [row, end) of a piece to a server."""
     cost, ranks, part, end = batch.cost, batch.ranks, batch.part[piece], batch.end[piece]
     heads, start = batch.heads[part], batch.start[piece]
-    query, _, sent_query, _ = batch.transient
+    query, key, sent_query, sent_key = batch.transient
+    is_windowed = end > cost.window  # then each row needs a key more
     before = estimate_slice_seconds(cost, heads, start, end)
     after = estimate_slice_seconds(cost, heads, start, row)
     ranks[COMPUTE, source] -= (before - after) / batch.speeds[source]
     added = estimate_slice_seconds(cost, heads, row, end)
     ranks[COMPUTE, server] += added / batch.speeds[server]
-    ranks[HELD, server] += (end - row) * heads * query
-    ranks[HELD, source] += (end - row) * heads * sent_query
-    row_bytes = (end - row) * heads * cost.query_bytes
+    ranks[HELD, server] += (end - row) * heads * (query + key * is_windowed)
+    ranks[HELD, source] += (end - row) * heads * (sent_query + sent_key * is_windowed)
+    row_bytes = (end - row) * heads * (cost.query_bytes + cost.key_bytes * is_windowed)
     _add_traffic(batch, source, server, row_bytes, row_bytes)
-    _give_keys(batch, part, server, row, end)
+    _give_keys(batch, part, server, end, end)
     move = batch.moves[batch.counts[1]]
     move[PIECE], move[START], move[STOP], move[SERVER] = piece, row, end, server
     batch.counts[1] += 1
