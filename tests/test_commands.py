@@ -60,6 +60,8 @@ SMALL = {
         "--repeats 1 --json out.json"
     ),
     "python benchmarks/schedule/levels.py --placements benchmarks/placements": "--json out.json",
+    "python benchmarks/schedule/masks.py": "--ranks 2 --batches 1 --json out.json",
+    "python benchmarks/host/block_layers.py": "--tokens 256 --turns 1 --json out.json",
     "python benchmarks/schedule/recurrent.py --placements benchmarks/placements": (
         "--heads 1 --tokens 16 --rounds 1 --json out.json"
     ),
@@ -123,6 +125,8 @@ IN_TURN = {
     "python benchmarks/steps/observe.py",
     "python benchmarks/memory/call_memory.py",
     "python benchmarks/host/host_time.py",
+    "python benchmarks/host/block_layers.py",
+    "python benchmarks/schedule/masks.py",
     "python benchmarks/schedule/deal.py --placements benchmarks/placements",
     "python benchmarks/schedule/levels.py --placements benchmarks/placements",
     "python benchmarks/schedule/recurrent.py --placements benchmarks/placements",

@@ -38,8 +38,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 __all__ = [
+    "BOTH_WAYS_MASK_PARTS",
     "CAUSAL_MASK_PARTS",
     "MASK_BLOCKS",
+    "MASK_BOTH_WAYS",
+    "MASK_BOTH_WAYS_WINDOW",
     "MASK_CHUNKS",
     "MASK_UNION",
     "MASK_WINDOW",
@@ -283,6 +286,10 @@ def has_partial_state() -> bool:
 # Names of the functions that transformers makes masks of.
 MASK_UNION, MASK_CHUNKS, MASK_BLOCKS = "or_masks", "chunked_overlay", "blockwise_overlay"
 MASK_WINDOW = "sliding_window_overlay"  # of its only argument, `sliding_window`
+# Of attention both ways, and its windows.
+MASK_BOTH_WAYS = "bidirectional_mask_function"
+MASK_BOTH_WAYS_WINDOW = "sliding_window_bidirectional_overlay"
+BOTH_WAYS_MASK_PARTS = frozenset({MASK_BOTH_WAYS, MASK_BOTH_WAYS_WINDOW, "and_masks"})
 # Those of causal masks. Anything else changes who sees whom. Versions before 5.23 do not have them
 # all.
 CAUSAL_MASK_PARTS = frozenset(

@@ -16,8 +16,12 @@ from hf_distca.errors import ConfigError, UnsupportedError
 from hf_distca.input_files import read_file
 from hf_distca.schedule.cost import CostModel
 
-# Names of the attentions that distca can stand in for.
-REPLACEABLE_ATTENTION = ("flash_attention_2", "flash_attention_3", "flash_attention_4", "sdpa")
+# Names of the attentions that distca can stand in for; the last is TRL's, for shared prefixes.
+TREE_ATTENTION = "tree_fa3"
+REPLACEABLE_ATTENTION = (
+    *("flash_attention_2", "flash_attention_3", "flash_attention_4", "sdpa"),
+    TREE_ATTENTION,
+)
 
 
 KernelName = Literal[

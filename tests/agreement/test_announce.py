@@ -68,7 +68,7 @@ def test_documents_of_all_ranks_are_read_as_they_were_announced(
 @given(LENGTHS)
 def test_a_document_on_one_rank_is_announced_as_one_number(ranks: list[list[int]]) -> None:
     sizes = {len(announcement(packed(lengths)).to_row()) - len(lengths) for lengths in ranks}
-    assert sizes == {HEADER_SIZE + FIGURE_COUNT + 4}
+    assert sizes == {HEADER_SIZE + FIGURE_COUNT + 5}
 
 
 def test_documents_over_ranks_announce_number_and_start() -> None:
@@ -152,7 +152,7 @@ def test_settings_and_costs_are_in_the_fingerprint() -> None:
 
 def test_one_rank_with_many_documents_makes_no_other_row_longer() -> None:
     many, few = announcement(packed([1] * 1024)).to_row(), announcement(packed([1024])).to_row()
-    assert (len(many), len(few)) == (HEADER_SIZE + 9 + 1024, HEADER_SIZE + 9 + 1)
+    assert (len(many), len(few)) == (HEADER_SIZE + 10 + 1024, HEADER_SIZE + 10 + 1)
     (stated,) = Announcements.from_rows([many, few]).read_documents()
     assert stated.header[:, 3].tolist() == [1024, 1]
     assert np.array_equal(stated.build_layout().offsets, [0, 1024, 1025])

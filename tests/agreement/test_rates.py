@@ -97,7 +97,9 @@ class World:
             header, lengths = row[:HEADER_SIZE].copy(), self.lengths[rank]
             figures = self.measured[rank] if row[5] and self.measured is not None else []
             made.append(
-                np.concatenate([header, figures, [0, 0, 0, len(lengths)], lengths]).astype(np.int64)
+                np.concatenate([header, figures, [0, 0, 0, len(lengths), 0], lengths]).astype(
+                    np.int64
+                )
             )
         return made
 

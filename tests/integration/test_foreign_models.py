@@ -12,25 +12,23 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
     BartConfig,
-    BertConfig,
-    BertModel,
     PreTrainedConfig,
     PreTrainedModel,
     T5Config,
     Trainer,
     TrainingArguments,
+    ViTConfig,
+    ViTModel,
 )
 from transformers.masking_utils import (
     ALL_MASK_ATTENTION_FUNCTIONS,
     and_masks,
     causal_mask_function,
     create_causal_mask,
-    or_masks,
 )
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import hf_distca
-from hf_distca.integration.handle import MaskStandIn
 from hf_distca.integration.mask_objects import ForeignMask
 
 
@@ -174,37 +172,13 @@ def test_an_encoder_decoder_is_refused_by_name_before_training(tmp_path: Path) -
     assert not steps
 
 
-def test_a_bidirectional_encoder_is_refused() -> None:
-    config = BertConfig(
-        hidden_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        intermediate_size=32,
-        vocab_size=61,
-    )
+def test_a_tower_of_images_is_refused() -> None:
+    """Its attention both ways would be that of text, but for the ranks that have no images."""
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = ViTConfig(**sizes, intermediate_size=32, image_size=28, patch_size=14)
     config._attn_implementation = "distca"
-    with pytest.raises(hf_distca.UnsupportedError, match="bidirectional_mask_function"):
-        BertModel(config)(input_ids=torch.arange(8)[None])
-
-
-def mask_with_blocks(ids: torch.Tensor) -> object:
-    from transformers.masking_utils import blockwise_overlay
-
-    function = or_masks(causal_mask_function, blockwise_overlay(ids))
-    return ALL_MASK_ATTENTION_FUNCTIONS["distca"](
-        batch_size=1, q_length=6, kv_length=6, mask_function=function
-    )
-
-
-def test_bidirectional_blocks_are_refused_when_present() -> None:
-    """Blocks that see each other both ways are refused when there are any."""
-    assert isinstance(mask_with_blocks(torch.full((1, 6), -1)), MaskStandIn)
-    mask = mask_with_blocks(torch.tensor([[-1, -1, 0, 0, -1, -1]]))
-    assert isinstance(mask, ForeignMask)
-    q = torch.randn(1, 2, 6, 16)
-    module = torch.nn.Module()
-    with pytest.raises(hf_distca.UnsupportedError, match="blockwise_overlay"):
-        ALL_ATTENTION_FUNCTIONS["distca"](module, q, q, q, mask)
+    with pytest.raises(hf_distca.UnsupportedError, match="towers of images"):
+        ViTModel(config).train()(torch.randn(1, 3, 28, 28))
 
 
 def test_generation_of_a_decoder_with_an_unused_mask() -> None:

@@ -90,8 +90,29 @@ model = AutoModelForImageTextToText.from_pretrained(name, attn_implementation=at
 The keys are the names of the parts in the model's config. LLaVA and Qwen2-VL are compared with sdpa
 in this way, with images in packed rows, on one rank and on two
 (`tests/models/test_vision_language.py`). For M-RoPE give position ids of four rows, those of the
-text first, or of three: a document begins where all three axes are 0. Models whose image tokens see
-each other both ways (Gemma 3) are refused when a batch has images.
+text first, or of three: a document begins where all three axes are 0.
+
+## Masks that are not causal
+
+**Blocks.** Image tokens that see each other both ways (Gemma 3 and 4, PaliGemma, Molmo2) and
+prefixes (PaliGemma, HRM) are exact, in padded and in packed rows. transformers' own masks are wrong
+for packed rows with images in the windowed layers of Gemma 3 and 4, so packed rows are compared
+with each document alone. `PackingCollator` and shares refuse the columns of images: use the model's
+processor. Blocks of 2,048 tokens or more are planned, and shorter ones are computed at home.
+
+**Both ways.** Decoders with `config.is_causal=False`, and the text encoders EuroBERT, ModernBERT,
+GTE, Nomic BERT, Jina v3, NeoMME, UltraBERT, ESM, ESM C and BERT are compared in packed rows
+(`tests/models/test_both_ways.py`). Documents must be whole: those that a share cuts are refused.
+
+**Shared prefixes.** `PackedDocuments(lengths, parents=...)` names the part that each part
+continues, and TRL's trees (`tree_kv_index`) are read: `--instead-of tree_fa3`. They are neither
+dealt nor mixed with the masks above, and ping-pong leaves their layers whole.
+
+**Refused by name.** Block diffusion and other functions in masks need a mask inside the kernel,
+which FlashAttention 4 does not have in the backward of several lengths. Keys chosen by scores (DSA,
+NSA, MoBA) are not known before the layer. Towers of images and sounds spend a third of their time
+in attention. Dense masks, blocks that reach beyond the window of their layer, and masks that are
+not causal in stages of a pipeline are refused, too.
 """
 
 

@@ -30,8 +30,8 @@ from hf_distca.schedule.cost import AttentionShape, CostModel
 from hf_distca.schedule.layout import IntArray, Layout, enumerate_ranges
 
 # Layout of a row: these numbers; the figures of each measured plan; the share numbers; and each
-# request, as (documents span ranks, nano-batch, has context, runs) and its runs. A run is its
-# length alone, or a triple (document, start, length) where documents span ranks.
+# request, as (documents span ranks, nano-batch, has context, runs, pairs at home) and its runs. A
+# run is its length alone, or a triple (document, start, length) where documents span ranks.
 (
     _COUNT,
     _SETTINGS,
@@ -42,7 +42,7 @@ from hf_distca.schedule.layout import IntArray, Layout, enumerate_ranges
     _SHARE_NUMBER_COUNT,
 ) = range(7)
 HEADER_SIZE = 7
-_REQUEST_SIZE = 4
+_REQUEST_SIZE = 5
 FIGURE_COUNT = len(Measurement._fields)
 SharedSettings = Mapping[str, str]  # what ranks must have in common: names and values
 _MAX_VALUE_LENGTH = 80  # characters of a fact in an error
@@ -107,7 +107,15 @@ class Announcement:
         parts: list[npt.ArrayLike] = [header, np.reshape(self.figures, -1), self.share_numbers]
         for documents, nano in self.documents:
             parts.append(
-                [documents.span_ranks, nano, documents.context_tokens > 0, len(documents.runs)]
+                [
+                    documents.span_ranks,
+                    nano,
+                    documents.context_tokens > 0
+                    if documents.copied_tokens is None
+                    else 1 + documents.context_runs,
+                    len(documents.runs),
+                    documents.home_pairs,
+                ]
             )
             # Where documents lie on one rank, their lengths say all.
             runs = documents.runs if documents.span_ranks else documents.runs[:, 2]
@@ -119,8 +127,10 @@ class AnnouncedDocuments(NamedTuple):
     """Documents of all ranks for one requested plan.
 
     Attributes:
-        header: (ranks, 4) int64: 1 where documents may span ranks; number of the nano-batch, 0 for
-            a whole batch; 1 where the first document begins with context; number of runs.
+        header: (ranks, 5) int64: 1 where documents may span ranks; number of the nano-batch, 0 for
+            a whole batch; 1 where the first document begins with context, or where documents
+            share prefixes one more than the runs of context; number of runs; query-key pairs that
+            the rank computes besides.
         numbers: int64 runs of all ranks in rank order: (runs, 3) where documents span ranks, else
             (runs,) lengths.
     """
@@ -137,7 +147,7 @@ class AnnouncedDocuments(NamedTuple):
 
         With context, the first run of a rank is the beginning of the document of its second run.
         """
-        span_ranks, _, has_context, counts = self.header.T
+        span_ranks, _, has_context, counts, _ = self.header.T
         offsets = np.concatenate([[0], np.cumsum(counts)])
         if not span_ranks.any():
             length = self.numbers
@@ -148,6 +158,9 @@ class AnnouncedDocuments(NamedTuple):
             start[cut + 1] = length[cut]
             return Layout(document, start, length, offsets, has_context)
         document, start, length = (np.ascontiguousarray(column) for column in self.numbers.T)
+        if has_context.any():  # each rank has numbered its documents by itself
+            document = document + np.repeat(np.arange(len(counts)), counts) * 2**32
+            return Layout(document, start, length, offsets, np.maximum(has_context - 1, 0))
         if (document >= 0).any():
             return Layout(document, start, length, offsets)
         runs = list(zip(start.tolist(), length.tolist(), strict=True))

@@ -35,6 +35,11 @@ DOCUMENT_KEYS = {
 }
 # Keys that packing loaders add for flash attention and state space layers: they follow from the
 # documents.
+# Keys that TRL adds for documents that share prefixes, in its attention "tree_fa3".
+TREE_KEYS = (
+    *("tree_kv_index", "tree_cu_seqlens_q", "tree_cu_seqlens_k"),
+    *("tree_max_seqlen_q", "tree_max_seqlen_k"),
+)
 PACKING_KEYS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 
 
@@ -63,14 +68,17 @@ class PackedDocuments(metaclass=_RemedyRepr):
             else None.
         documents: number of each part's document, the same on all ranks, if documents span ranks;
             else None.
+        parents: if documents share prefixes, the index of the part that each part continues, one
+            before it, or -1: a part sees its parent, what that one sees, and itself. Positions go
+            on from those of the parent. Else None.
         dealt_share: the share of a global batch that these documents are; None for other batches.
 
     Raises:
-        LayoutError: if a number is negative or no whole number, or if lengths, starts and documents
-            differ in count.
+        LayoutError: if a number is negative or no whole number, if lengths, starts and documents
+            differ in count, or a parent is none.
     """
 
-    __slots__ = ("dealt_share", "documents", "lengths", "starts")
+    __slots__ = ("dealt_share", "documents", "lengths", "parents", "starts")
 
     def __init__(
         self,
@@ -78,8 +86,23 @@ class PackedDocuments(metaclass=_RemedyRepr):
         starts: Sequence[int] | None = None,
         documents: Sequence[int] | None = None,
         dealt_share: DealtShare | None = None,
+        parents: Sequence[int] | None = None,
     ) -> None:
         self.lengths = _check_counts(lengths, "lengths")
+        self.parents = None
+        if parents is not None:
+            self.parents = tuple(require_integers(parents, "parents of PackedDocuments").tolist())
+            given = starts is not None or documents is not None or 0 in self.lengths
+            is_tree = all(-1 <= parent < part for part, parent in enumerate(self.parents))
+            if given or len(self.parents) != len(self.lengths) or not is_tree:
+                raise LayoutError(
+                    f"parents={self.parents} of PackedDocuments with lengths={self.lengths}: give"
+                    " each part tokens, and an earlier part or -1; no starts and no documents."
+                )
+            paths = zip(list_paths(self.lengths, self.parents), self.lengths, strict=True)
+            self.starts = tuple(len(path) - length for path, length in paths)
+            self.documents, self.dealt_share = None, dealt_share
+            return
         self.starts = None if starts is None else _check_counts(starts, "starts")
         self.documents = None if documents is None else _check_counts(documents, "documents")
         self.dealt_share = dealt_share
@@ -110,7 +133,7 @@ class PackedDocuments(metaclass=_RemedyRepr):
 
     @property
     def _columns(self) -> tuple[tuple[int, ...] | None, ...]:
-        return self.lengths, self.starts, self.documents
+        return self.lengths, self.starts, self.documents, self.parents
 
 
 # Positions stay small enough to be added and multiplied.
@@ -142,8 +165,12 @@ class Documents:
             run of another rank it continues.
         token_indices: (tokens,) int64 indices among batch * sequence of the tokens that are not
             padding; None if there is no padding.
+        copied_tokens: int64 indices of the tokens whose keys lie in front of all once more, as the
+            prefixes of documents that share them; None without any.
+        context_runs: number of runs of these copies, the first ones of `runs`.
         context_tokens: number of tokens of the first document that lie in the first nano-batch;
             they are the first run here, and not in `token_indices`.
+        home_pairs: number of query-key pairs that this rank computes besides, of blocks.
         dealt_share: the share of a global batch that these documents are; None for other batches.
         longest_holed: number of tokens of the longest document that has padding inside, with that
             padding; 0 if there is none.
@@ -153,7 +180,10 @@ class Documents:
     runs: IntArray
     span_ranks: bool = False
     token_indices: IntArray | None = None
+    copied_tokens: IntArray | None = None
+    context_runs: int = 0
     context_tokens: int = 0
+    home_pairs: int = 0
     dealt_share: DealtShare | None = None
     longest_holed: int = 0
     has_mask_numbers: bool = False
@@ -323,6 +353,8 @@ class TokenBatch:
             for key, attribute in DOCUMENT_KEYS.items()
             if arguments.get(key) is not None
         }
+        if (tree := read_tree(arguments)) is not None:
+            given["packed"] = tree
         return replace(self, **given)
 
     def read_documents(self, *, span_ranks: bool = False, training: bool = False) -> Documents:
@@ -370,7 +402,7 @@ class TokenBatch:
 
     def _remove_padding(self, documents: Documents) -> Documents:
         """Remove padding from documents that cover the batch, with padding or without."""
-        tokens = int(documents.runs[:, 2].sum())
+        tokens = int(documents.runs[documents.context_runs :, 2].sum())
         total = self.batch_size * self.length
         if self.padding is None and tokens == total:
             return documents
@@ -435,6 +467,8 @@ def _find_longest_holed(lengths: IntArray, token_indices: IntArray) -> int:
 
 
 def _read_lengths(packed: PackedDocuments) -> Documents:
+    if packed.parents is not None:
+        return _copy_prefixes(packed.lengths, packed.parents)
     count = len(packed.lengths)
     columns = packed.documents or (-1,) * count, packed.starts or (0,) * count, packed.lengths
     runs = np.array(columns, dtype=np.int64).reshape(3, count).T
@@ -443,6 +477,61 @@ def _read_lengths(packed: PackedDocuments) -> Documents:
         packed.documents is not None,
         dealt_share=packed.dealt_share,
     )
+
+
+def list_paths(lengths: Sequence[int], parents: Sequence[int]) -> list[IntArray]:
+    """List the tokens that the last token of each part sees, of parts that continue others."""
+    ends, paths = np.cumsum(lengths, dtype=np.int64), list[IntArray]()
+    for end, length, parent in zip(ends, lengths, parents, strict=True):
+        own = np.arange(end - length, end)
+        paths.append(own if parent < 0 else np.append(paths[parent], own))
+    return paths
+
+
+def _copy_prefixes(lengths: Sequence[int], parents: Sequence[int]) -> Documents:
+    """Make documents of parts that continue earlier ones.
+
+    A part right behind its parent goes on with the parent's document. Any other begins a document,
+    with copies of the keys that it sees in front: context.
+    """
+    runs, context = list[tuple[int, int, int]](), list[tuple[int, int, int]]()
+    copied = [np.zeros(0, dtype=np.int64)]
+    for part, path in enumerate(list_paths(lengths, parents)):
+        depth = len(path) - lengths[part]
+        goes_on = 0 <= parents[part] == part - 1
+        number = runs[-1][0] if goes_on else len(runs)
+        if depth and not goes_on:
+            context.append((number, 0, depth))
+            copied.append(path[:depth])
+        runs.append((number, depth, lengths[part]))
+    columns = np.array(context + runs, dtype=np.int64).reshape(-1, 3)
+    return Documents(columns, True, copied_tokens=np.concatenate(copied), context_runs=len(context))
+
+
+def read_tree(arguments: Mapping[str, Any]) -> PackedDocuments | None:
+    """Read the tree of TRL's arguments of attention, with one read of the device; None without
+    them.
+
+    Raises:
+        LayoutError: if keys of a part are not those of a part before it, and its own.
+    """
+    if arguments.get(TREE_KEYS[0]) is None:
+        return None
+    given = [arguments[name] for name in TREE_KEYS[:3]]
+    numbers = torch.cat([tensor.long() for tensor in given]).cpu().numpy()
+    keys, rows, ends = np.split(numbers, np.cumsum(list(map(len, given)))[:-1])
+    lengths = np.diff(rows)
+    above = ends[1:] - lengths - 1  # the last key before a part's own
+    parents = np.searchsorted(rows[1:], keys[above], side="right")
+    parents = np.where(above < ends[:-1], -1, parents)
+    tree = PackedDocuments(lengths.tolist(), parents=parents.tolist())
+    paths = np.concatenate([keys[:0], *list_paths(tree.lengths, parents.tolist())])
+    if not np.array_equal(paths, keys[: ends[-1]]):
+        raise LayoutError(
+            f"tree_kv_index of {len(lengths)} parts is none of a tree: the keys of a part must be"
+            f" those of an earlier one, {parents.tolist()}, and its own tokens."
+        )
+    return tree
 
 
 def _read_bounds(cu_seq_lens: torch.Tensor) -> list[int]:

@@ -16,6 +16,7 @@ import warnings
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -46,7 +47,7 @@ from hf_distca.runtime.group import (
 )
 from hf_distca.runtime.meter import Meter
 from hf_distca.schedule.balance import balance
-from hf_distca.schedule.cost import TransientBytes
+from hf_distca.schedule.cost import MarginalCost, TransientBytes
 from hf_distca.schedule.layout import IntArray
 from hf_distca.schedule.load import count_transient_bytes
 from hf_distca.schedule.plan import Plan
@@ -137,7 +138,11 @@ class Planner:
         plans = []
         for documents, (_, key) in zip(announced, requests, strict=True):
             job = self._make_job(key, group.size, group.per_node)
-            plans.append(balance(documents.build_layout(), job.cost, job.config, job.ranks))
+            ranks, pairs = job.ranks, documents.header[:, 4]
+            if pairs.any():
+                seconds = pairs * MarginalCost.from_cost_model(job.cost).pair
+                ranks = replace(ranks, fixed_seconds=tuple(seconds.tolist()))
+            plans.append(balance(documents.build_layout(), job.cost, job.config, ranks))
         # Plans come from equal inputs, but an exchange with unequal plans would hang.
         digests = np.array([_shorten_digest(plan) for plan in plans], dtype=np.int64)
         doing = f"comparing plans of {label}"

@@ -12,7 +12,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMa
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
 from hf_distca.borrowed import get_changed_flash_attention, let_names_pass
-from hf_distca.config import REPLACEABLE_ATTENTION, check_replaceable
+from hf_distca.config import REPLACEABLE_ATTENTION, TREE_ATTENTION, check_replaceable
 from hf_distca.errors import UnsupportedError
 from hf_distca.integration.families import FAMILIES, PROVEN_GROUPS
 from hf_distca.integration.processes import LOG, warn_once
@@ -74,7 +74,8 @@ def replace_attention(name: str) -> None:
     models with another attention.
 
     Args:
-        name: "flash_attention_2", "flash_attention_3", "flash_attention_4" or "sdpa".
+        name: "flash_attention_2", "flash_attention_3", "flash_attention_4", "sdpa", or "tree_fa3"
+            of TRL.
 
     Raises:
         UnsupportedError: if `name` is another, or a package has replaced its function, as packages
@@ -83,6 +84,26 @@ def replace_attention(name: str) -> None:
     if name in tuple(_registered):  # which need no hash of whatever a user gives
         return
     check_replaceable(name)
+    origin = "TRL's" if name == TREE_ATTENTION else _check_replaced(name)
+    register_attention(name, _registered["distca"], ALL_MASK_ATTENTION_FUNCTIONS["distca"])
+    if name == TREE_ATTENTION:  # which TRL registers when it makes a trainer
+        for interface in (AttentionInterface, AttentionMaskInterface):
+            interface.register = partial(_register_others, interface.register)  # type: ignore[method-assign]
+    let_names_pass(frozenset(_registered))
+    LOG.warning(
+        'distca stands in for attn_implementation="%s": models that ask for it in this process get'
+        " distca, not %s.",
+        name,
+        origin,
+    )
+
+
+def _check_replaced(name: str) -> str:
+    """Return the origin of an attention that distca shall replace.
+
+    Raises:
+        UnsupportedError: if there is none, or a package has replaced it.
+    """
     if name not in ALL_ATTENTION_FUNCTIONS:
         raise UnsupportedError(
             f"distca cannot stand in for {name!r}: this version of transformers does not have it."
@@ -95,14 +116,15 @@ def replace_attention(name: str) -> None:
                 " its place. Packages do so to cut sequences over ranks, which distca would not"
                 " know of: switch that off."
             )
-    register_attention(name, _registered["distca"], ALL_MASK_ATTENTION_FUNCTIONS["distca"])
-    let_names_pass(frozenset(_registered))
-    LOG.warning(
-        'distca stands in for attn_implementation="%s": models that ask for it in this process get'
-        " distca, not %s.",
-        name,
-        describe_origin(replaced),
-    )
+    return describe_origin(replaced)
+
+
+def _register_others(
+    register: Callable[..., None], name: str, function: Callable[..., Any]
+) -> None:
+    """Register a function, unless it is TRL's for trees."""
+    if name != TREE_ATTENTION:
+        register(name, function)
 
 
 def make_distca_default() -> None:

@@ -25,6 +25,7 @@ from hf_distca.integration.families import (
 )
 from hf_distca.integration.mask_objects import MaskObject
 from hf_distca.integration.nano_batches import NanoBatches
+from hf_distca.integration.seen_ahead import Ahead
 from hf_distca.integration.session import Session
 from hf_distca.kernels.base import Scores
 from hf_distca.runtime.call import AttentionServer, Inputs, LayerExchange
@@ -60,6 +61,7 @@ class LayerPlan:
             follow.
         name: name of the micro-batch, for errors.
         call_numbers: counts the calls of attention, those of recomputes among them.
+        make_exchange: makes the `LayerExchange` of a call, with its arguments.
         stage_attention: computes attention from module, inputs and scores instead; for stages of a
             pipeline.
         dtype: dtype in which the layers compute; None in the plan of layers that are called in
@@ -75,6 +77,7 @@ class LayerPlan:
     outputs: OutputStore | None = None
     name: str = "a micro-batch"
     call_numbers: Iterator[int] = field(default_factory=itertools.count)
+    make_exchange: Callable[..., LayerExchange] = LayerExchange
     stage_attention: Callable[[torch.nn.Module, Inputs, Scores], torch.Tensor] | None = None
     dtype: torch.dtype | None = None
     server: AttentionServer | None = None
@@ -87,12 +90,14 @@ class LayerPlan:
         number = next(self.call_numbers)
         stored = None if self.outputs is None else self.outputs.find_outputs(module, inputs)
         if group.monitor is None:  # nobody waits for this rank
-            return compute_core_attention(inputs, LayerExchange(self.route, group, server, stored))
+            return compute_core_attention(
+                inputs, self.make_exchange(self.route, group, server, stored)
+            )
         group.raise_pending()
         label = f"layer {getattr(module, 'layer_idx', number)} of {self.name}"
         try:
             return compute_core_attention(
-                inputs, LayerExchange(self.route, group, server, stored, label)
+                inputs, self.make_exchange(self.route, group, server, stored, label)
             )
         except Exception:
             with group.report_errors(f"computing {label}"):
@@ -107,6 +112,7 @@ class ForwardContext:
         window: keys that a row of this kind of layer sees at most, None for all.
         chunk: length of the chunks that documents are cut into in this kind of layer, None for no
             cuts.
+        ahead: what tokens see of those behind them, None for causal attention.
         config: config of the model that made the mask, for checks of its documents.
         rotary_reason: reason why positions of this model do not allow documents in several parts,
             or None.
@@ -119,6 +125,7 @@ class ForwardContext:
 
     window: int | None = None
     chunk: int | None = None
+    ahead: Ahead | None = None
     config: PreTrainedConfig | None = None
     rotary_reason: str | None = None
     is_generating: bool = False
@@ -220,10 +227,10 @@ class ForwardBatch:
         return self.documents
 
     def check_documents(
-        self, documents: Documents, layout: Layout | None, window: int | None
+        self, documents: Documents, layout: Layout | None, window: int | None, rank: int = 0
     ) -> None:
         """Check documents of the batch, or of a nano-batch, for layers with a window, or None for
-        no window.
+        no window; this is a rank of the layout.
 
         Without a layout, all of them are whole here.
 
@@ -238,6 +245,8 @@ class ForwardBatch:
             check_cut_documents(
                 context.model_type, context.rotary_reason, has_segments=self.has_segments
             )
+            if context.ahead is not None:
+                context.ahead.check_whole(documents, layout, rank)
 
     @property
     def cannot_overlap(self) -> bool:
@@ -267,6 +276,12 @@ class MaskStandIn(MaskObject):
     def select_half(self, nano: int) -> MaskStandIn:
         """See `MaskObject.select_half`."""
         return MaskStandIn(self.batch, nano)
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """Shape of the mask that it stands for, for models that give it to transformers again."""
+        rows, length = self.batch_shape
+        return rows, 1, length, length
 
     @property
     def batch_shape(self) -> tuple[int, int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -17,9 +17,11 @@ from hf_distca.errors import LayoutError, UnsupportedError
 from hf_distca.integration.handle import ForwardBatch, LayerPlan
 from hf_distca.integration.layer_kinds import make_initial_cost
 from hf_distca.integration.processes import print_if_slow
+from hf_distca.integration.seen_ahead import sum_documents
 from hf_distca.integration.session import Session
 from hf_distca.kernels import Scores
 from hf_distca.kernels.varlen import to_device
+from hf_distca.runtime.call import LayerExchange
 from hf_distca.runtime.group import AttentionGroup, mark_joint_step
 from hf_distca.runtime.meter import Meter
 from hf_distca.runtime.outputs import OutputStore
@@ -113,15 +115,21 @@ class LayerPlanner:
         # Both nano-batches, so that ranks meet once.
         keys = [key, key._replace(nano=2)] if key.nano == 1 else [key]
         whole, cut = self.read_documents(batch, arguments, training), batch.nano_batches
-        requests = [
-            (cut.documents[part.nano - 1] if cut is not None and part.nano else whole, part)
-            for part in keys
-        ]
+        requests, makers = [], []
+        for part in keys:
+            first, documents = (0, whole) if cut is None else cut.find_half(part.nano, whole)
+            make_exchange: Callable[..., LayerExchange] = LayerExchange
+            if batch.context.ahead is not None or documents.copied_tokens is not None:
+                documents, make_exchange = sum_documents(
+                    batch.context.ahead, documents, first, part.window, query.device
+                )
+            requests.append((documents, part))
+            makers.append(make_exchange)
         if group.size == 1:
             evaluating = batch.context.is_generating or not training
             layer_plans = [
-                self._make_local_plan(batch, *request, query.device, evaluating=evaluating)
-                for request in requests
+                self._make_local_plan(batch, *request, maker, query.device, evaluating=evaluating)
+                for request, maker in zip(requests, makers, strict=True)
             ]
         else:
             number = self.planner.number
@@ -133,10 +141,11 @@ class LayerPlanner:
             activity = f"taking up a plan for micro-batch {plans[0].number}"
             with self.planner.report_errors(group, activity):
                 for (documents, _), planned in zip(requests, plans, strict=True):
-                    batch.check_documents(documents, planned.plan.layout, key.window)
+                    layout = planned.plan.layout
+                    batch.check_documents(documents, layout, key.window, group.rank)
                 layer_plans = [
-                    self.make_layer_plan(documents, planned, group, query.device)
-                    for (documents, _), planned in zip(requests, plans, strict=True)
+                    self.make_layer_plan(documents, planned, group, query.device, maker)
+                    for (documents, _), planned, maker in zip(requests, plans, makers, strict=True)
                 ]
         if not (batch.context.can_recompute and training):
             layer_plans = [replace(plan, outputs=None) for plan in layer_plans]
@@ -148,6 +157,7 @@ class LayerPlanner:
         batch: ForwardBatch,
         documents: Documents,
         key: PlanKey,
+        make_exchange: Callable[..., LayerExchange],
         device: torch.device,
         *,
         evaluating: bool,
@@ -178,6 +188,7 @@ class LayerPlanner:
             # To time a layer on CUDA, the host records four events.
             Meter(self.session.meter, timed=self.session.times_local_work or key.device != "cuda"),
             OutputStore(),
+            make_exchange=make_exchange,
         )
 
     @mark_joint_step
@@ -221,6 +232,7 @@ class LayerPlanner:
         planned: MicroBatchPlan,
         group: AttentionGroup,
         device: torch.device,
+        make_exchange: Callable[..., LayerExchange],
     ) -> LayerPlan:
         """Make the layers' plan of a plan in use, for a rank that has these documents."""
         plan, nano = planned.plan, planned.key.nano
@@ -234,6 +246,7 @@ class LayerPlanner:
             planned.meter,
             OutputStore(),
             f"micro-batch {planned.number}{part}{source}",
+            make_exchange=make_exchange,
         )
 
 

@@ -116,11 +116,13 @@ class PlanLoad:
     def compute_seconds(self) -> FloatArray:
         """Forward plus backward seconds that each rank takes for its tasks."""
         plan = self.plan
-        return self.ranks.scale_by_speed(
+        seconds = self.ranks.scale_by_speed(
             self._sum_by_rank(
                 plan.server, self.cost.estimate_seconds(plan.end - plan.start, plan.end, plan.heads)
             )
         )
+        fixed = self.ranks.fixed_seconds
+        return seconds if fixed is None else seconds + np.array(fixed)
 
     @cached_property
     def needed_keys(self) -> KeyTransfers:

@@ -26,6 +26,8 @@ class Ranks:
         per_node: ranks [0, n), [n, 2n), ... are nodes, inside which exchanges take
             ``CostModel.node_bytes_per_second``; None if nodes are not told apart, and every
             exchange takes ``exchange_bytes_per_second``.
+        fixed_seconds: seconds that each rank computes besides, which nobody can take from it; None
+            for none.
 
     Raises:
         ConfigError: if a speed is not a positive number, or a node without ranks.
@@ -33,6 +35,7 @@ class Ranks:
 
     speeds: tuple[float, ...] | None = None
     per_node: int | None = None
+    fixed_seconds: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
         if self.speeds is not None and not all(0 < speed < math.inf for speed in self.speeds):

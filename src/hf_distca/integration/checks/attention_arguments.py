@@ -7,10 +7,10 @@ from typing import Any, NoReturn
 
 import torch
 
-from hf_distca.agreement.documents import DOCUMENT_KEYS, PACKING_KEYS, PackedDocuments
+from hf_distca.agreement.documents import DOCUMENT_KEYS, PACKING_KEYS, TREE_KEYS, PackedDocuments
 from hf_distca.errors import UnsupportedError
 from hf_distca.integration.families import FAMILIES, PROVEN_GROUPS
-from hf_distca.integration.handle import MODEL_ROWS, PLANNER
+from hf_distca.integration.handle import MODEL_ROWS, PLANNER, MaskStandIn
 from hf_distca.integration.mask_objects import CachedMask, DenseMask
 
 # Keyword arguments that reach attention functions and do not change the maths of causal attention
@@ -27,6 +27,7 @@ _HARMLESS_ARGUMENTS = {
     # Of loaders; the first say where documents start.
     *DOCUMENT_KEYS,
     *PACKING_KEYS,
+    *TREE_KEYS,
     "mm_token_type_ids",
     "labels",
     "shift_labels",
@@ -44,13 +45,16 @@ _HARMLESS_ARGUMENTS = {
 }
 
 
-def check_arguments(module: torch.nn.Module, dropout: float, kwargs: dict[str, Any]) -> None:
+def check_arguments(
+    module: torch.nn.Module, dropout: float, kwargs: dict[str, Any], mask: object
+) -> None:
     """Check arguments that may differ between layers that are called alike.
 
     Args:
         module: the attention module.
         dropout: probability of dropping weights.
         kwargs: arguments that distca's attention function does not name.
+        mask: what the module got as its mask.
 
     Raises:
         UnsupportedError: names the argument, and a remedy.
@@ -64,10 +68,13 @@ def check_arguments(module: torch.nn.Module, dropout: float, kwargs: dict[str, A
     if kwargs.get("output_attentions"):
         _raise_for_weights(module)
     causal = kwargs.get("is_causal")
-    if not (getattr(module, "is_causal", True) if causal is None else causal):
+    if not (getattr(module, "is_causal", True) if causal is None else causal) and not (
+        # The mask says what its tokens see.
+        isinstance(mask, MaskStandIn) and mask.batch.context.ahead is not None
+    ):
         raise UnsupportedError(
-            f'{type(module).__name__} is not causal: use attn_implementation="sdpa" for'
-            " bidirectional attention."
+            f"{type(module).__name__} is not causal, and its mask does not say what its tokens see:"
+            ' use attn_implementation="sdpa" for it.'
         )
     if unknown := kwargs.keys() - _HARMLESS_ARGUMENTS:
         _check_unknown_arguments(module, {name: kwargs[name] for name in unknown})

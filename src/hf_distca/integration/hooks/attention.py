@@ -105,9 +105,10 @@ def distca_attention(
     if isinstance(attention_mask, ForeignMask):
         raise UnsupportedError(
             f"this model's attention mask uses {attention_mask.features}; distca computes causal"
-            ' attention within documents. Use attn_implementation="sdpa" for it.'
+            " attention, windows, chunks, blocks and whole documents. Others need a mask inside the"
+            ' kernel (block diffusion). Use attn_implementation="sdpa" for it.'
         )
-    check_arguments(module, dropout, kwargs)
+    check_arguments(module, dropout, kwargs, attention_mask)
     sink_H = None if s_aux is None else _flatten_sink(module, s_aux, query.shape[1])
     if isinstance(scaling, torch.Tensor):
         query, scaling = _scale_queries(module, query, scaling), 1.0
@@ -174,6 +175,11 @@ def _prepare_layers(
     if plan is None:
         plan = batch.planner.plan_layers(
             batch, kwargs, query, plan_key, training=batch.is_training(module)
+        )
+    if plan.stage_attention is not None and batch.context.ahead is not None:
+        raise UnsupportedError(
+            "tokens of this batch see others behind them (images, a prefix, or is_causal=False),"
+            " which stages of a pipeline do not compute. Train the model without one."
         )
     scores = _make_scores(module, query, scaling, plan.window, softcap)
     with plan.group.report_errors(f"choosing a kernel for {plan.name}"):

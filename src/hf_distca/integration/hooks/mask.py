@@ -6,8 +6,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import chain
-from types import FunctionType
 from typing import Any, TypeVar
 
 import torch
@@ -17,14 +15,7 @@ from transformers.masking_utils import causal_mask_function
 
 from hf_distca.agreement.document_starts import convert_mask
 from hf_distca.agreement.documents import PackedDocuments, TokenBatch
-from hf_distca.borrowed import (
-    CAUSAL_MASK_PARTS,
-    MASK_BLOCKS,
-    MASK_CHUNKS,
-    MASK_UNION,
-    MASK_WINDOW,
-    has_no_values,
-)
+from hf_distca.borrowed import has_no_values
 from hf_distca.errors import UnsupportedError
 from hf_distca.integration.attention_names import (
     check_not_replaced,
@@ -44,6 +35,7 @@ from hf_distca.integration.families import (
 from hf_distca.integration.handle import PLANNER, ForwardBatch, ForwardContext, MaskStandIn
 from hf_distca.integration.hooks.dealt_trainers import check_first_share
 from hf_distca.integration.hooks.dense_masks import choose_dense_mask
+from hf_distca.integration.hooks.mask_functions import read_mask
 from hf_distca.integration.hooks.nano_batch_layers import cut_layers
 from hf_distca.integration.hooks.positions import (
     check_positions,
@@ -54,6 +46,7 @@ from hf_distca.integration.hooks.positions import (
 from hf_distca.integration.hooks.recomputed_masks import reuse_forward_handle
 from hf_distca.integration.layer_planner import LayerPlanner
 from hf_distca.integration.mask_objects import CachedMask, DenseMask, ForeignMask
+from hf_distca.integration.seen_ahead import Ahead
 from hf_distca.integration.session import Session
 
 
@@ -86,18 +79,9 @@ def distca_mask(
         encoder_decoder=getattr(config, "is_encoder_decoder", False),
     )
     check_not_replaced(config)
-    functions = _list_mask_functions(mask_function)
-    parts = dict(functions).keys()
-    foreign = sorted(parts - CAUSAL_MASK_PARTS - {_EMPTY_OVERLAY})
-    # Overlays that the model adds to its masks are computed by vmap. Gemma 4 adds blocks and, where
-    # it does, the window, too.
-    if foreign or (sizes.get("use_vmap") and _EMPTY_OVERLAY not in parts):
-        return ForeignMask(", ".join(foreign) or "a custom mask function")
-    if _EMPTY_OVERLAY in parts and MASK_CHUNKS not in parts:
-        windows = [
-            _read_closure(f)["sliding_window"] for name, f in functions if name == MASK_WINDOW
-        ]
-        local_size = min(windows, default=local_size)
+    limits = read_mask(mask_function, local_size, use_vmap=sizes.get("use_vmap", False))
+    if isinstance(limits, str):
+        return ForeignMask(limits)
     dense = choose_dense_mask(
         sizes, mask_function, attention_mask=attention_mask, local_size=local_size, config=config
     )
@@ -106,7 +90,6 @@ def distca_mask(
     length = sizes["q_length"]
     # As bool: see `_choose_padding`.
     padding = None if attention_mask is None else attention_mask[:, :length]
-    limits = (None, local_size) if MASK_CHUNKS in parts else (local_size, None)
     shape = sizes["batch_size"], length
     return reuse_forward_handle(_make_handle(shape, padding, limits, config))
 
@@ -114,13 +97,14 @@ def distca_mask(
 def _make_handle(
     shape: tuple[int, int],
     padding: torch.Tensor | None,
-    limits: tuple[int | None, int | None],
+    limits: tuple[int | None, int | None, Ahead | None],
     config: PreTrainedConfig | None,
 ) -> MaskStandIn:
-    """Make a handle for (rows, tokens) and layers with these limits, window and chunk; check and
+    """Make a handle for (rows, tokens) and layers with these limits, of `read_mask`; check and
     prepare the model that asks for the mask, if nobody did.
     """
     call = MaskCall()
+    both_ways = limits[2] is not None and limits[2].ids is None
     if call.is_in_data_parallel:
         raise UnsupportedError(
             "torch.nn.DataParallel runs replicas of the model in threads of one process, and distca"
@@ -139,9 +123,18 @@ def _make_handle(
     session.find_mesh(call.iterate_models())
     if session.config.ping_pong and model is not None:
         cut_layers(model)
+    if both_ways and model is not None and model.main_input_name != "input_ids":
+        raise UnsupportedError(
+            f"{type(model).__name__} takes {model.main_input_name}: towers of images or sounds are"
+            " not for distca, as attention is a third of their time, and ranks may have different"
+            ' numbers of images. Give it to the text alone: attn_implementation={"text_config":'
+            ' "distca"}, and "sdpa" for other parts.'
+        )
     first = find_first_position(model)
     if position_ids is None and (positions := call.find_tensor("position_ids")) is not None:
-        position_ids = positions if first else mark_document_starts(positions)
+        # Masks of attention both ways are made without positions.
+        is_plain = first or (both_ways and positions.dim() == 2)
+        position_ids = positions if is_plain else mark_document_starts(positions)
     if model is not None and isinstance(packed, PackedDocuments):
         check_positions(
             model,
@@ -201,53 +194,6 @@ def _choose_padding(
     return (
         padding if numbers is None or padding is None or numbers.shape != padding.shape else numbers
     )
-
-
-_EMPTY_OVERLAY = "an overlay without tokens"
-
-
-def _list_mask_functions(function: Callable[..., Any]) -> list[tuple[str, Any]]:
-    """List the functions that a mask function is composed of, with their names, read from its
-    closures.
-
-    Overlays of tokens that see each other both ways are left out if the batch has none, as in Gemma
-    4's masks of text alone; `_EMPTY_OVERLAY` is named in their place.
-    """
-    name = _get_function_name(function)
-    if not isinstance(function, FunctionType):
-        return [(name, function)]
-    functions = [
-        part
-        for value in _read_closure(function).values()
-        for part in (value if isinstance(value, (tuple, list)) else (value,))
-        if callable(part)
-    ]
-    if name == MASK_UNION and any(map(_is_empty_overlay, functions)):
-        functions = [part for part in functions if not _is_empty_overlay(part)]
-        name = name if len(functions) > 1 else _EMPTY_OVERLAY
-    return [(name, function), *chain.from_iterable(map(_list_mask_functions, functions))]
-
-
-def _read_closure(function: FunctionType) -> dict[str, Any]:
-    """Return the variables that a function closes over, by name."""
-    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
-    return {name: cell.cell_contents for name, cell in cells}
-
-
-def _get_function_name(function: Callable[..., Any]) -> str:
-    return getattr(function, "__qualname__", type(function).__qualname__).split(".")[0]
-
-
-def _is_empty_overlay(function: Callable[..., Any]) -> bool:
-    """Return whether a part of a union of masks lets no token see any: an overlay of blocks without
-    tokens.
-
-    This reads the device once a mask, only for models with such blocks.
-    """
-    if _get_function_name(function) != MASK_BLOCKS or not isinstance(function, FunctionType):
-        return False
-    ids = _read_closure(function).get("block_sequence_ids")
-    return isinstance(ids, torch.Tensor) and bool((ids < 0).all())
 
 
 Model = TypeVar("Model", bound=torch.nn.Module)

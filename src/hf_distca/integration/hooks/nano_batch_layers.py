@@ -143,9 +143,14 @@ def _choose_nano_batches(
                 " for it: give the same DistCAConfig to `document_shares`."
             )
             return None
-        batch.nano_batches = NanoBatches.cut_batch(
-            batch.tokens.shape, documents, planner.session.config.tile
-        )
+        cut = NanoBatches.cut_batch(batch.tokens.shape, documents, planner.session.config.tile)
+        if batch.context.ahead is not None and cut.documents[1].context_tokens:
+            warn_once(
+                "ping-pong leaves layers whole where tokens see others behind them, and no document"
+                " begins near the middle of the row."
+            )
+            return None
+        batch.nano_batches = cut
     if batch.cannot_overlap:
         return None
     batch.nano_batches.layer_ids.add(id(layer))

@@ -94,14 +94,14 @@ def _shift_positions(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict
 
 
 def mark_document_starts(axes: torch.Tensor | None) -> torch.Tensor | None:
-    """Convert (3, batch, length) positions on three axes to (batch, length): 0 where a
+    """Convert positions on two or three axes, (axes, batch, length), to (batch, length): 0 where a
     document begins, 1 elsewhere; None for others.
 
     All axes begin at 0 with a document. Inside it each of them may fall, as where an image ends.
     """
     return (
         (axes != 0).any(0).long()
-        if axes is not None and axes.dim() == 3 and len(axes) == 3
+        if axes is not None and axes.dim() == 3 and len(axes) in (2, 3)
         else None
     )
 

@@ -1,0 +1,92 @@
+"""Reading of the mask functions of transformers: what they let tokens see, by the functions that
+they are composed of and what these close over. No dense mask is made, and no tensor is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from hf_distca.borrowed import (
+    BOTH_WAYS_MASK_PARTS,
+    CAUSAL_MASK_PARTS,
+    MASK_BLOCKS,
+    MASK_BOTH_WAYS,
+    MASK_BOTH_WAYS_WINDOW,
+    MASK_CHUNKS,
+    MASK_UNION,
+    MASK_WINDOW,
+)
+from hf_distca.integration.seen_ahead import Ahead
+
+_BLOCKS = "a union with blocks"
+
+
+def read_mask(
+    function: Callable[..., Any], local_size: int | None, *, use_vmap: bool
+) -> tuple[int | None, int | None, Ahead | None] | str:
+    """Read what a mask function lets tokens of a document see.
+
+    Args:
+        function: the mask function.
+        local_size: tokens of the window or chunk of the mask, by its caller.
+        use_vmap: whether the model has added functions of its own.
+
+    Returns:
+        Window, chunk, and what tokens see of those behind them; or the features of the mask that
+        distca does not compute.
+    """
+    functions = _list_functions(function)
+    parts = dict(functions)
+    overlays = [f for name, f in functions if name == _BLOCKS] if _BLOCKS in parts else []
+    both_ways = MASK_BOTH_WAYS in parts
+    known = BOTH_WAYS_MASK_PARTS if both_ways else CAUSAL_MASK_PARTS | {_BLOCKS}
+    foreign = sorted(parts.keys() - known)
+    has_chunks = MASK_CHUNKS in parts
+    if foreign or (use_vmap and not overlays) or len(overlays) + has_chunks > 1:
+        return ", ".join(foreign) or "a custom mask function"
+    if has_chunks:
+        return None, local_size, None
+    if both_ways:
+        two_way = parts.get(MASK_BOTH_WAYS_WINDOW)
+        return two_way and two_way["sliding_window"] + 1, None, Ahead()
+    if not overlays:
+        return local_size, None, None
+    windows = [found["sliding_window"] for name, found in functions if name == MASK_WINDOW]
+    return min(windows, default=local_size), None, overlays[0]
+
+
+def _list_functions(function: Callable[..., Any]) -> list[tuple[str, Any]]:
+    """List the functions that a mask function is composed of: their names, each with what the
+    function closes over. A union with blocks is listed with them.
+    """
+    name = _get_name(function)
+    if not getattr(function, "__closure__", None):
+        return [(name, {})]
+    closure: Any = _read_closure(function)
+    parts = [
+        part
+        for value in closure.values()
+        for part in (value if isinstance(value, (tuple, list)) else (value,))
+        if callable(part)
+    ]
+    if name == MASK_UNION:
+        blocks = [part for part in parts if _get_name(part) == MASK_BLOCKS]
+        if len(blocks) == 1 and len(parts) == 2:
+            parts.remove(blocks[0])
+            ids = _read_closure(blocks[0])["block_sequence_ids"]
+            name, closure = _BLOCKS, Ahead(ids, MASK_WINDOW in dict(_list_functions(parts[0])))
+    found = [(name, closure)]
+    for part in parts:
+        found += _list_functions(part)
+    return found
+
+
+def _read_closure(function: Any) -> dict[str, Any]:
+    """Return the variables that a function closes over, by name."""
+    cells = zip(function.__code__.co_freevars, function.__closure__, strict=True)
+    return {name: cell.cell_contents for name, cell in cells}
+
+
+def _get_name(function: Callable[..., Any]) -> str:
+    return getattr(function, "__qualname__", type(function).__qualname__).split(".")[0]

@@ -1,0 +1,138 @@
+"""Tokens that see tokens behind them: images, prefixes, whole documents; and documents that share
+prefixes. Their attention is made a sum of causal documents (`runtime.summed_documents`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import accumulate
+
+import numpy as np
+import torch
+
+from hf_distca.agreement.documents import Documents, make_unknown_runs
+from hf_distca.errors import UnsupportedError
+from hf_distca.kernels.base import TaskBatch
+from hf_distca.kernels.varlen import to_device
+from hf_distca.runtime.call import LayerExchange
+from hf_distca.runtime.summed_documents import Retaken, SumExchange
+from hf_distca.schedule.cost import count_causal_pairs
+from hf_distca.schedule.layout import IntArray, Layout, enumerate_ranges, mark_changes
+
+# Blocks are planned from so many tokens on. Shorter ones stay at home: images are a few hundredths
+# of the work.
+LEAST_PLANNED = 2048
+
+
+@dataclass(frozen=True, eq=False)
+class Ahead:
+    """View of tokens on the tokens behind them in their document.
+
+    Attributes:
+        ids: (rows, tokens) block of each token, below 0 outside of blocks: tokens see all of their
+            block in their document. None if they see all of their document.
+        is_outside: whether they see it also where a window would hide it.
+    """
+
+    ids: torch.Tensor | None = None
+    is_outside: bool = False
+
+    def number_tokens(self, documents: Documents, first: int = 0) -> IntArray:
+        """Return the block of each token of documents that is not padding, with one read of the
+        device for all kinds of layers. They begin with the first among batch * sequence.
+        """
+        count = int(documents.runs[:, 2].sum())
+        if self.ids is None:
+            return np.zeros(count, dtype=np.int64)
+        host: IntArray | None = getattr(self.ids, "distca_host_copy", None)
+        if host is None:
+            host = self.ids.reshape(-1).cpu().numpy()
+            self.ids.distca_host_copy = host  # type: ignore[attr-defined]  # lives as long as they
+        indices = documents.token_indices
+        return host[first : first + count] if indices is None else host[first + indices]
+
+    def check_whole(self, documents: Documents, layout: Layout, rank: int) -> None:
+        """Raise if a document with blocks lies in several parts: no part could see the others."""
+        row = np.isin(layout.place, layout.place[layout.run_start > 0]) & (layout.rank == rank)
+        _, tokens = enumerate_ranges(layout.token[row], layout.token[row] + layout.length[row])
+        if (self.number_tokens(documents)[tokens] >= 0).any():
+            raise UnsupportedError(
+                "a document in which tokens see others behind them (an image, a prefix, or all of"
+                f" it) lies in several parts, one of them on rank {rank}, and no part could see the"
+                " others. Give each such document to one rank, in one piece."
+            )
+
+
+def sum_documents(
+    ahead: Ahead | None, documents: Documents, first: int, window: int | None, device: torch.device
+) -> tuple[Documents, Callable[..., LayerExchange]]:
+    """Make the documents to plan, and the maker of exchanges.
+
+    Args:
+        ahead: what tokens see of those behind them.
+        documents: the documents of this rank, or of a nano-batch.
+        first: index among batch * sequence of their first token.
+        window: keys that a row of the layer sees at most, its own included.
+        device: device of the layer.
+
+    Raises:
+        UnsupportedError: if tokens see keys of their block that the window hides, or others behind
+            them in documents that share prefixes.
+    """
+    copied = documents.copied_tokens
+    if copied is not None:
+        if ahead is not None:
+            raise UnsupportedError(
+                "documents share prefixes, and tokens see others behind them (images, a prefix, or"
+                " is_causal=False): distca computes one of both. Give each document its own prefix."
+            )
+        keys = to_device(torch.from_numpy(copied), device)
+        return documents, partial(SumExchange, Retaken(keys[:0], keys, is_context=True), None)
+    if ahead is None:
+        return documents, LayerExchange
+    return _add_blocks(ahead, documents, first, window, device)
+
+
+def _add_blocks(
+    ahead: Ahead, documents: Documents, first: int, window: int | None, device: torch.device
+) -> tuple[Documents, Callable[..., LayerExchange]]:
+    """Add the blocks of documents: long ones to the documents, the others to their exchanges."""
+    if ahead.ids is None and documents.dealt_share is not None and not documents.dealt_share.is_cut:
+        documents = replace(
+            documents,
+            runs=make_unknown_runs(documents.runs[:, 2]),
+            span_ranks=False,
+            dealt_share=None,
+        )
+    number = ahead.number_tokens(documents, first)
+    document = np.repeat(np.arange(len(documents.runs)), documents.runs[:, 2])
+    tokens = np.flatnonzero(number >= 0)[::-1]
+    tokens = tokens[np.lexsort((number[tokens], document[tokens]))]
+    begin = np.flatnonzero(mark_changes(document[tokens], number[tokens]))
+    last = np.append(begin, len(tokens))[1:] - 1
+    reach = int((tokens[begin] - tokens[last]).max(initial=0)) + 1
+    if ahead.is_outside and window is not None and reach > window:
+        raise UnsupportedError(
+            f"tokens of a block that reaches over {reach} tokens see each other both ways, and the"
+            f" layer has a window of {window}, which would hide keys from them. Use blocks within"
+            ' the window, or attn_implementation="sdpa".'
+        )
+    rows, keys, length = np.delete(tokens, begin), np.delete(tokens, last), last - begin
+    behind = None if ahead.ids is not None or window is None else window - 1
+    if not len(rows) or behind == 0:
+        return documents, LayerExchange
+    is_planned = (length >= LEAST_PLANNED) & (window is None and not documents.span_ranks)
+    parts: list[Retaken | None] = []
+    for chosen in (is_planned, ~is_planned & (length > 0)):
+        lengths = length[chosen].tolist()
+        starts = list(accumulate(lengths, initial=0))[:-1]
+        places = [index[np.repeat(chosen, length)] for index in (rows, keys)]
+        on_device = [to_device(torch.from_numpy(place), device) for place in places]
+        tasks = TaskBatch(starts, lengths, starts, lengths)
+        parts.append(Retaken(*on_device, tasks=tasks, window=behind) if lengths else None)
+    runs = np.concatenate([documents.runs, make_unknown_runs(length[is_planned])])
+    home = length[~is_planned]
+    pairs = count_causal_pairs(home, home, behind).sum()
+    return replace(documents, runs=runs, home_pairs=int(pairs)), partial(SumExchange, *parts)

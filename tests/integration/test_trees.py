@@ -1,0 +1,162 @@
+"""Rollouts and preference pairs that share prefixes: one row of a tree against each sample alone,
+with TRL's packing and with parents.
+"""
+
+from __future__ import annotations
+
+import random
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from test_stand_in import restored
+from torch.nn.functional import log_softmax
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+
+import hf_distca
+from float64 import Float64Throughout
+from hf_distca.agreement.documents import PackedDocuments, read_tree
+from hf_distca.errors import LayoutError, UnsupportedError
+from hf_distca.integration.current_session import current_session
+from ranks import RankPool
+from tiny_runs import VOCABULARY, settings, tiny_llama
+
+# By rank, groups of a prompt and its answers.
+GROUPS = [[(60, [50, 30, 40]), (9, [20, 3])], [(12, [6, 8])]]
+
+
+def draw_samples(rank: int) -> list[tuple[list[int], int, int]]:
+    """Tokens of each sample, tokens of its prompt, and its group; one answer forks in another."""
+    rng = random.Random(rank)
+    found = []
+    for group, (prompt, answers) in enumerate(GROUPS[rank]):
+        shared, *texts = (
+            [rng.randrange(3, VOCABULARY) for _ in range(n)] for n in (prompt, *answers)
+        )
+        if group == 0 and len(texts) > 2:
+            texts[1] = texts[0][:10] + texts[1]
+        found += [(shared + text, prompt, group) for text in texts]
+    return found
+
+
+def score(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """A loss of GRPO's shape: the weighted log-probability of the targets."""
+    chosen = log_softmax(logits.double(), -1).gather(-1, tokens[:, None])[:, 0]
+    return -(chosen * torch.linspace(0.5, 2, len(tokens)).double()).sum()
+
+
+def pack_tree(rank: int) -> tuple[dict[str, Any], torch.Tensor, torch.Tensor]:
+    """TRL's row of a rank's samples, the places of their targets, and the targets."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from trl.experimental.async_grpo.packing import TreeRow
+
+    row = TreeRow()
+    targets = []
+    for tokens, prompt, group in draw_samples(rank):
+        ids = torch.tensor(tokens)
+        mask = (torch.arange(len(ids)) >= prompt).long()
+        sample = {"input_ids": ids, "completion_mask": mask, "advantage": 1.0, "group_id": group}
+        row.add({**sample, "old_log_probs": torch.zeros(len(ids))})
+        targets += tokens[prompt:]
+    packed = row.pack()
+    longest = packed["tree_max_seqlens"].tolist()
+    batch = {
+        name: packed[name] for name in packed if name.startswith("tree_") and "max" not in name
+    }
+    batch |= {"tree_max_seqlen_q": longest[0], "tree_max_seqlen_k": longest[1]}
+    batch |= {name: packed[name][None] for name in ("input_ids", "position_ids")}
+    return batch, packed["token_index"], torch.tensor(targets)
+
+
+def train(rank: int, form: str, world: int) -> tuple[float, list[torch.Tensor], int]:
+    """Loss and gradients of a rank's samples, and bytes sent: as a tree of TRL's or of parents."""
+    with Float64Throughout():
+        return _train(rank, form, world)
+
+
+def _train(rank: int, form: str, world: int) -> tuple[float, list[torch.Tensor], int]:
+    hf_distca.configure(settings())
+    model = tiny_llama("distca" if form != "alone" else "sdpa").double()
+    if form == "alone":
+        parts = []
+        for tokens, prompt, _ in draw_samples(rank):
+            logits = model(input_ids=torch.tensor(tokens)[None], use_cache=False).logits[0]
+            parts.append((logits[prompt - 1 : -1], tokens[prompt:]))
+        logits = torch.cat([part for part, _ in parts])
+        targets = torch.tensor([token for _, text in parts for token in text])
+    else:
+        batch, places, targets = pack_tree(rank)
+        if form == "parents":
+            tree = read_tree(batch)
+            batch = {name: batch[name] for name in ("input_ids", "position_ids")}
+            batch["distca_documents"] = tree
+        logits = model(**batch, use_cache=False).logits[0, places]
+    loss = score(logits, targets)
+    loss.backward()
+    grads = [p.grad for p in model.parameters()]
+    for grad in grads if world > 1 else ():
+        dist.all_reduce(grad)
+    return float(loss.detach()), grads, current_session().meter.sent_bytes
+
+
+@pytest.mark.parametrize("form", ["TRL", "parents"])
+def test_a_tree_is_as_each_sample_alone(form: str, rank_pool: Callable[[int], RankPool]) -> None:
+    alone = [train(rank, "alone", 1) for rank in (0, 1)]
+    found = rank_pool(2)(train, form, 2)
+    assert all(sent for *_, sent in found)
+    one = train(0, form, 1)
+    for (loss, _, _), (want, _, _) in zip([*found, one], [*alone, alone[0]], strict=True):
+        assert loss == pytest.approx(want, rel=1e-12)
+    sums = [
+        a + b
+        for (_, *first), (_, *second) in [alone]
+        for a, b in zip(first[0], second[0], strict=True)
+    ]
+    for got, want in zip(found[0][1] + one[1], sums + alone[0][1], strict=True):
+        torch.testing.assert_close(got, want, rtol=0, atol=1e-11)
+
+
+def test_what_is_no_tree_is_refused() -> None:
+    batch, *_ = pack_tree(0)
+    batch["tree_kv_index"] = batch["tree_kv_index"].clone()
+    batch["tree_kv_index"][-3] -= 1
+    with pytest.raises(LayoutError, match="tree_kv_index of 8 parts"):
+        read_tree(batch)
+    for arguments in (
+        {"parents": [0, -1]},
+        {"parents": [-1]},
+        {"parents": [-1, 0], "starts": [0, 0], "documents": [0, 1]},
+    ):
+        with pytest.raises(LayoutError, match="parents"):
+            PackedDocuments([2, 3], **arguments)
+    hf_distca.configure()
+    model = tiny_llama("distca")
+    model.config.is_causal = False
+    tree = PackedDocuments([2, 2], parents=[-1, 0])
+    positions = torch.arange(4)[None]
+    with pytest.raises(UnsupportedError, match="share prefixes, and tokens see others behind"):
+        model(input_ids=positions + 3, position_ids=positions, distca_documents=tree)
+
+
+def test_distca_stands_in_for_the_attention_of_trl() -> None:
+    """TRL registers its own when a trainer is made, which is after distca."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from trl.experimental.async_grpo import packing
+
+    batch, places, _ = pack_tree(0)
+    hf_distca.configure()
+    with restored():
+        want = tiny_llama("distca")(**batch, use_cache=False).logits[0, places]
+        hf_distca.configure(instead_of=packing.TREE_ATTENTION)
+        try:
+            packing.register_tree_attention()
+            model: PreTrainedModel = tiny_llama(packing.TREE_ATTENTION)
+            assert torch.equal(model(**batch, use_cache=False).logits[0, places], want)
+        finally:
+            for interface in (AttentionInterface, AttentionMaskInterface):
+                del interface.register
