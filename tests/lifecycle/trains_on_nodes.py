@@ -34,6 +34,7 @@ def main() -> None:
         "output_dir": tempfile.gettempdir(),
         "max_steps": given.pop("max_steps", 4),
         "learning_rate": 1e-2,
+        "bf16": False,
     }
     args = TrainingArguments(**{**COMMON, **options})
     rows = Dataset.from_dict({"input_ids": documents(*LENGTHS)})

@@ -100,7 +100,9 @@ class PackedDocuments(metaclass=_RemedyRepr):
                     " each part tokens, and an earlier part or -1; no starts and no documents."
                 )
             paths = zip(list_paths(self.lengths, self.parents), self.lengths, strict=True)
-            self.starts = tuple(len(path) - length for path, length in paths)
+            self.starts: tuple[int, ...] | None = tuple(
+                len(path) - length for path, length in paths
+            )
             self.documents, self.dealt_share = None, dealt_share
             return
         self.starts = None if starts is None else _check_counts(starts, "starts")

@@ -129,9 +129,9 @@ def _add_blocks(
         lengths = length[chosen].tolist()
         starts = list(accumulate(lengths, initial=0))[:-1]
         places = [index[np.repeat(chosen, length)] for index in (rows, keys)]
-        on_device = [to_device(torch.from_numpy(place), device) for place in places]
+        own_rows, own_keys = (to_device(torch.from_numpy(place), device) for place in places)
         tasks = TaskBatch(starts, lengths, starts, lengths)
-        parts.append(Retaken(*on_device, tasks=tasks, window=behind) if lengths else None)
+        parts.append(Retaken(own_rows, own_keys, tasks=tasks, window=behind) if lengths else None)
     runs = np.concatenate([documents.runs, make_unknown_runs(length[is_planned])])
     home = length[~is_planned]
     pairs = count_causal_pairs(home, home, behind).sum()

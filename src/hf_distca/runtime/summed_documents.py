@@ -21,7 +21,7 @@ import torch
 from hf_distca.kernels.base import Grads, Operands, Outputs, Saved, TaskBatch, Tensors
 from hf_distca.runtime.call import LayerExchange, merge_head_groups, split_head_groups
 
-Handed = TypeVar("Handed", Operands, Saved)
+Handed = TypeVar("Handed", bound=Operands | Saved)
 Results = TypeVar("Results", bound=Outputs | Grads)
 
 
@@ -65,10 +65,12 @@ class Retaken:
         """Sum the results of what `join` returned."""
         order = -1 if self.is_context else 1
         parts = [
-            tensor.split([len(tensor) - len(place), len(place)][::order])[::order]
+            torch.split(tensor, [len(tensor) - len(place), len(place)][::order])[::order]
             for tensor, place in zip(results, self.list_places(results), strict=True)
         ]
-        return self.add(*(type(results)(*part) for part in zip(*parts, strict=True)))
+        whole, part = (type(results)(*part) for part in zip(*parts, strict=True))
+        summed: Results = self.add(whole, part)
+        return summed
 
     def add(self, results: Any, part: Any) -> Any:
         """Add the results of tokens taken again to those of this rank's tokens."""
