@@ -144,8 +144,12 @@ class LayerPlanner:
                     layout = planned.plan.layout
                     batch.check_documents(documents, layout, key.window, group.rank)
                 layer_plans = [
-                    self.make_layer_plan(documents, planned, group, query.device, maker)
-                    for (documents, _), planned, maker in zip(requests, plans, makers, strict=True)
+                    self.make_layer_plan(documents, planned, group, query.device)
+                    for (documents, _), planned in zip(requests, plans, strict=True)
+                ]
+                layer_plans = [
+                    plan if maker is LayerExchange else replace(plan, make_exchange=maker)
+                    for plan, maker in zip(layer_plans, makers, strict=True)
                 ]
         if not (batch.context.can_recompute and training):
             layer_plans = [replace(plan, outputs=None) for plan in layer_plans]
@@ -232,7 +236,6 @@ class LayerPlanner:
         planned: MicroBatchPlan,
         group: AttentionGroup,
         device: torch.device,
-        make_exchange: Callable[..., LayerExchange],
     ) -> LayerPlan:
         """Make the layers' plan of a plan in use, for a rank that has these documents."""
         plan, nano = planned.plan, planned.key.nano
@@ -246,7 +249,6 @@ class LayerPlanner:
             planned.meter,
             OutputStore(),
             f"micro-batch {planned.number}{part}{source}",
-            make_exchange=make_exchange,
         )
 
 

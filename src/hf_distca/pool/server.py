@@ -222,9 +222,7 @@ class Server:
         plan = self._known.pop(planned)
         user = self._known[session]
         none = Documents(np.empty((0, 3), np.int64))
-        layer_plan = LayerPlanner(user).make_layer_plan(
-            none, plan, self._group, self._device, LayerExchange
-        )
+        layer_plan = LayerPlanner(user).make_layer_plan(none, plan, self._group, self._device)
         self._micro_batches += self._newest != (session, plan.number)
         self._newest = session, plan.number
         return _UsedPlan(user, plan.key, layer_plan)
