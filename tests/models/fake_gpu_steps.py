@@ -132,6 +132,9 @@ class Met:
     def wait(self) -> None:
         """Nothing to wait for."""
 
+    def raise_failure(self) -> None:
+        """Nothing has failed."""
+
 
 @dataclass
 class Exchanges(Link):
@@ -242,10 +245,10 @@ def _alike(parameter: torch.Tensor, grad: torch.Tensor | None) -> bool:
     return len(kinds) == 2 and kinds[0] == kinds[1] and kinds[0][0] == CUDA
 
 
-def _reading(begin: Callable[..., Any]) -> Callable[..., Any]:
-    def read(ctx: Any, do_THV: torch.Tensor) -> Any:
-        assert not do_THV.isnan().any()
-        return begin(ctx, do_THV)
+def _reading(compute: Callable[..., Any]) -> Callable[..., Any]:
+    def read(saved: Any, sink_H: Any) -> Any:
+        assert not saved.do_THV.isnan().any()
+        return compute(saved, sink_H)
 
     return read
 
@@ -254,8 +257,8 @@ def _reading(begin: Callable[..., Any]) -> Callable[..., Any]:
 _CHANGES: dict[str, tuple[Any, str, Any]] = {
     "a gradient is read": (
         core_attention,
-        "_begin_backward",
-        _reading(core_attention._begin_backward),
+        "_compute_sink_gradient",
+        _reading(core_attention._compute_sink_gradient),
     ),
     "a table stays on the host": (varlen, "to_device", lambda tensor, device: tensor),
     "a wait is left out": (Flight, "wait", lambda flight: None),

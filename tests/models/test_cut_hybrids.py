@@ -70,7 +70,8 @@ def test_placements_are_what_they_say() -> None:
         for column in CUT
     )
     assert pieces["in order"] == pieces["over 4 ranks"] == [1] * RANKS
-    assert pieces["head and tail"][:-1] == [2] * (RANKS - 1)
+    assert set(pieces["head and tail"][:-1]) <= {1, 2}
+    assert max(pieces["head and tail"]) == 2
     assert pieces["3, 2 and 1 pieces"] == [3, 2, 1, 0]
     assert (
         sum(

@@ -483,11 +483,10 @@ def test_a_cache_is_refused_for_documents_in_pieces(model_type: str) -> None:
         in_pieces(model, past_key_values=DynamicCache(config=model.config))
 
 
-def test_attention_both_ways_is_refused() -> None:
-    model = model_of("qwen3_5_text")
-    model.config.is_causal = False
-    with pytest.raises(UnsupportedError, match="bidirectional"):
-        packed(model, documents(LENGTHS))
+def test_attention_both_ways_is_that_of_each_document_alone() -> None:
+    ours, theirs = model_of("qwen3_5_text"), model_of("qwen3_5_text", "sdpa")
+    ours.config.is_causal = theirs.config.is_causal = False
+    check(packed(ours, documents(LENGTHS)), alone(theirs, documents(LENGTHS)))
 
 
 PIECES = ((0, 0, 30), (1, 0, 5), (0, 30, 31), (2, 0, 1), (0, 31, 70), (3, 0, 33))

@@ -194,8 +194,8 @@ def test_servers_that_cannot_take_part(running: Forks) -> None:
             doubled,
             doubled,
         ): (
-            f"server 127.0.0.1:{doubled} is named more than once: give each server an address of"
-            " its own"
+            f"server 127.0.0.1:{doubled} is named more than once: give each server a separate"
+            " address"
         ),
         (shell,): (
             f"what listens at 127.0.0.1:{shell} is no server of hf-distca, or has ended"

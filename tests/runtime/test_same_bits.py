@@ -12,9 +12,8 @@ changes of the source, each of which makes a test here fail:
   show and two cannot.
 - poisoned: a buffer of which not all is written, or that is summed into without zeros
   (`KeyRelay.add_copies` with `new_empty`).
-- strided: rows that are taken to lie one after another (`compute_core_attention`, or
-`_begin_backward`,
-  without `contiguous`).
+- strided: rows that are taken to lie one after another (`compute_core_attention`, or backward of
+  `_Return`, without `contiguous`).
 """
 
 from __future__ import annotations

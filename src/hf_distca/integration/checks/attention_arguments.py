@@ -73,8 +73,8 @@ def check_arguments(
         isinstance(mask, MaskStandIn) and mask.batch.context.ahead is not None
     ):
         raise UnsupportedError(
-            f"{type(module).__name__} is not causal, and its mask does not say what its tokens see:"
-            ' use attn_implementation="sdpa" for it.'
+            f"{type(module).__name__} is not causal, and its mask does not tell distca what its"
+            ' tokens see: use attn_implementation="sdpa" for it.'
         )
     if unknown := kwargs.keys() - _HARMLESS_ARGUMENTS:
         _check_unknown_arguments(module, {name: kwargs[name] for name in unknown})
