@@ -249,9 +249,9 @@ def test_the_page_has_the_parts_that_ran(folder: Path) -> None:
 def test_stopped_part_harms_no_other(tmp_path: Path) -> None:
     run_all(tmp_path, "--only", "blocks")
     with pytest.raises(AssertionError, match=r"run_all.py.* ended with \[1\]"):
-        run_all(tmp_path, "--only", "curves", "--seconds", "1")
+        run_all(tmp_path, "--only", "first_script", "--seconds", "1")
     parts = json.loads((tmp_path / "run.json").read_text())["parts"]
     assert {name: part["status"] for name, part in parts.items()} == {
         "blocks": "ok",
-        "curves": "stopped",
+        "first_script": "stopped",
     }
