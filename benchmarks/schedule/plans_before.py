@@ -1,0 +1,131 @@
+"""Slowest rank / mean of real placements, planned and dealt by an earlier checkout and by this one.
+
+    python benchmarks/schedule/plans_before.py FOLDER --before CHECKOUT --json
+
+Documents where they lie and dealt, with exchanges after compute and hidden, nodes of 8 and without
+nodes, and both nano-batches of dealt ones; estimated by each checkout, with the built-in rates of a
+GPU. Exits with status 1 if a figure is worse than before by more than 1 %.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+sys.path.extend(map(str, Path(__file__).resolve().parents[1].glob("*/")))
+
+# Nothing else of the package: an earlier checkout has to know it, too.
+from hf_distca.config import DistCAConfig
+from hf_distca.schedule.balance import balance
+from hf_distca.schedule.cost import AttentionShape, CostModel
+from hf_distca.schedule.deal import deal, deal_nano_batches
+from hf_distca.schedule.layout import Layout
+from hf_distca.schedule.load import PlanLoad
+from hf_distca.schedule.placement import read_placement
+from hf_distca.schedule.ranks import Ranks
+from machine import describe
+from output import add_json_option, put_out
+
+COST = CostModel.make_analytic(AttentionShape(32, 8, 128, 128, 2), device_type="cuda")
+MOST = 1.01
+# Earlier checkouts deal in another way where exchanges are hidden.
+_KNOWS_OVERLAPPED = "overlapped" in inspect.signature(deal).parameters
+
+Figures = dict[str, dict[str, float]]  # by kind, then by placement
+
+
+def find_imbalance(layout: Layout, overlapped: bool, ranks: Ranks) -> float:
+    """Slowest rank, exchanges included, over the mean of compute."""
+    plan = balance(layout, COST, DistCAConfig(ping_pong=overlapped), ranks)
+    load = PlanLoad(plan, COST, overlapped=overlapped, ranks=ranks)
+    mean = float(load.compute_seconds.mean())
+    return load.slowest_seconds / mean if mean else 1.0
+
+
+def measure(folder: Path) -> Figures:
+    """Figures of every placement of a folder."""
+    figures: Figures = {}
+    for path in sorted(folder.glob("*.json")):
+        given = read_placement(path)
+        _, place = np.unique(given.document, return_inverse=True)
+        lengths = np.bincount(place, weights=given.length).astype(int).tolist()
+        count, total = given.world_size, sum(lengths)
+        tokens = [total // count + (rank < total % count) for rank in range(count)]
+        for size in (8, None):
+            ranks, nodes = Ranks(per_node=size), "nodes of 8" if size else "no nodes"
+            for overlapped, kind in ((False, "after compute"), (True, "hidden")):
+                options = {"overlapped": overlapped} if _KNOWS_OVERLAPPED else {}
+                dealt = deal(lengths, count, tokens, COST, ranks_per_node=size, **options)
+                for name, layout in (("as given", given), ("dealt", dealt)):
+                    found = find_imbalance(layout, overlapped, ranks)
+                    figures.setdefault(f"{name}, {kind}, {nodes}", {})[path.stem] = found
+            halves = deal_nano_batches(lengths, count, tokens, COST, ranks_per_node=size)
+            worse = max(
+                find_imbalance(half, True, ranks) for half in halves if half.query_tokens.any()
+            )
+            figures.setdefault(f"dealt, nano-batches, {nodes}", {})[path.stem] = worse
+    return figures
+
+
+def measure_checkout(folder: Path, checkout: Path) -> Figures:
+    """Figures of an earlier checkout, in a process that imports its package."""
+    environment = {**os.environ, "PYTHONPATH": str(checkout.resolve() / "src")}
+    command = [sys.executable, __file__, str(folder.resolve())]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        sys.exit(f"{checkout} could not be measured: {done.stderr.strip()[-1500:]}")
+    found: Figures = json.loads(done.stdout)
+    return found
+
+
+def show(result: dict[str, Any]) -> None:
+    table = Table(title="slowest rank / mean: median, worst; before -> now")
+    for column in ("", "median", "worst", "largest now / before", "of"):
+        table.add_column(column)
+    for kind, before in result["before"].items():
+        now, ratios = result["now"][kind], result["ratios"][kind]
+        medians = (float(np.median(list(figures.values()))) for figures in (before, now))
+        worst = (max(figures.values()) for figures in (before, now))
+        name = max(ratios, key=lambda placement: ratios[placement])
+        shown = (" -> ".join(f"{value:.3f}" for value in pair) for pair in (medians, worst))
+        table.add_row(kind, *shown, f"{ratios[name]:.4f}", name)
+    Console(width=150).print(table)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("folder", type=Path, help="placements")
+    parser.add_argument(
+        "--before", type=Path, help="an earlier checkout; without, print the figures of this one"
+    )
+    add_json_option(parser)
+    arguments = parser.parse_args()
+    now = measure(arguments.folder)
+    if not now:
+        parser.error(f"{arguments.folder} has no placements.")
+    if arguments.before is None:
+        print(json.dumps(now))
+        return
+    before = measure_checkout(arguments.folder, arguments.before)
+    ratios = {
+        kind: {name: now[kind][name] / value for name, value in figures.items()}
+        for kind, figures in before.items()
+    }
+    result = {"machine": describe(), "before": before, "now": now, "ratios": ratios}
+    put_out(result, arguments.json, show)
+    if max(max(figures.values()) for figures in ratios.values()) > MOST:
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()
