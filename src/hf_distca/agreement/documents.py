@@ -96,8 +96,9 @@ class PackedDocuments(metaclass=_RemedyRepr):
             is_tree = all(-1 <= parent < part for part, parent in enumerate(self.parents))
             if given or len(self.parents) != len(self.lengths) or not is_tree:
                 raise LayoutError(
-                    f"parents={self.parents} of PackedDocuments with lengths={self.lengths}: give"
-                    " each part tokens, and an earlier part or -1; no starts and no documents."
+                    f"parents={self.parents} of PackedDocuments with lengths={self.lengths}: each"
+                    " part needs tokens, and an earlier part or -1 as its parent; starts and"
+                    " documents cannot be given as well."
                 )
             paths = zip(list_paths(self.lengths, self.parents), self.lengths, strict=True)
             self.starts: tuple[int, ...] | None = tuple(

@@ -88,7 +88,7 @@ class _KindRates:
 
     @property
     def trial_interval(self) -> int:
-        """Number of idle samples before a trial."""
+        """Number of samples without moved work in a row before work is moved for a trial."""
         return max(_MIN_TRIAL_INTERVAL, math.ceil((self.slowdown or 0) / _TRIAL_SHARE))
 
 

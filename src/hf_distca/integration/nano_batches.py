@@ -53,10 +53,10 @@ class NanoBatches:
 
     @property
     def sizes(self) -> tuple[int, int]:
-        """Sizes of both on the cut axis.
+        """Sizes of the two nano-batches along the axis that is cut.
 
-        A batch of one token is all in the second; the first computes that token as padding, and its
-        output is dropped, so that it takes part in every exchange, as on the other ranks.
+        The only token of a batch is in the second one. The first one computes it as padding and
+        drops the output: so this rank takes part in both exchanges, as the others do.
         """
         return max(self.border, 1), self.shape[self.axis] - self.border
 

@@ -122,7 +122,7 @@ class SumExchange(LayerExchange):
             home = self.planned.join(home)
         results = super().run_local(home)
         if self.at_home is not None:
-            # Rates are learned from what is planned: this counts for the process alone.
+            # Rates are learned from planned work only: count this for the process, not the plan.
             meter = self.server.meter.parent or self.server.meter
             scores = replace(self.server.scores, window=self.at_home.window)
             server = replace(self.server, scores=scores, meter=meter)

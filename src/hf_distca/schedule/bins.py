@@ -1,14 +1,15 @@
-"""Documents to bins with room for so many tokens each: to nodes, and then to the ranks of each.
+"""Placement of documents in bins, each with room for a number of tokens. Bins are the nodes, and
+then the ranks of each node.
 
 The document with the most attention goes first, to the bin with the least attention that has room
-for it. One that is to lie in several bins is cut: each gets rows from the front and from the back,
-so that tokens and attention are even. What fits nowhere is cut to fit.
+for it. A document for several bins is cut: each bin gets rows from its front and from its back, so
+that tokens and attention are even. A document that fits nowhere is cut to fit.
 
-A document with the attention of n nodes lies in n nodes: what crosses nodes is slow. (If its keys
-travel longer than a node computes it, it stays in one if it can.) One with the
-attention of n ranks lies on the square root of n / 2 of them, unless it is too long for them. On n
-ranks, each would need nearly all of its keys; on one, all of its rows would leave that rank. The
-rest is left to `balance`.
+A document with the attention of n nodes lies in n nodes. It stays in one node, if it fits, where
+sending its keys between nodes would take longer than a node computes it. A document with the
+attention of n ranks lies on the square root of n / 2 ranks, or on more if it is too long for them.
+On n ranks, each rank would need nearly all of its keys; on one rank, most of its rows would have to
+move. `balance` evens out the rest.
 
 Every rank deals for itself, so this is IEEE double arithmetic in a fixed order.
 """

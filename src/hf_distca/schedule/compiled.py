@@ -1,4 +1,4 @@
-"""Compilation of functions by numba for `schedule.moves`."""
+"""Compilation of functions by numba for the loops of `schedule`."""
 
 from __future__ import annotations
 

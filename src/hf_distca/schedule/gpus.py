@@ -20,9 +20,9 @@ _FACTORS = {
     ("H100", "flash_attn_4"): 0.47,  # h100_flash_attn_4
     ("B200", "flash_attn_4"): 0.24,  # b200_flash_attn_4
 }
-# Bytes a second that a rank sends to other nodes, and inside its node, from the same place.
+# Bytes per second that a rank sends to other nodes, and inside its node, by the same profiles.
 _LINKS = {"A100": (1.8e10, 2.1e11), "H100": (3.7e10, 3.0e11), "B200": (3.7e10, 6.4e11)}
-# The multiprocessors of an H200 are those of an H100.
+# GPUs with the same multiprocessors, by the name of the row that stands for them.
 _SAME_GPU = {"H200": "H100", "GH200": "H100", "GB200": "B200"}
 _SAME_KERNEL = {"cuda": "flash_attn", "kernels-community/flash-attn3": "flash_attn_3"}
 

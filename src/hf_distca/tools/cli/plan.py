@@ -100,8 +100,7 @@ def plan(
             if deal is not None:
                 lines += _describe_layout(layout)
             elif layer.window is not None:
-                # Without, the plan is for layers that see all: no document is longer than the
-                # window.
+                # If no document is longer than the window, the plan has none.
                 lines.append(
                     f"{'sliding window':<26} {layer.window}"
                     f" keys{'' if result.window else ', as long as any document'}"

@@ -50,7 +50,7 @@ class RunFolder:
         folder = cls(path, *_read_record(record))
         if (folder.rows or folder.broken) and not folder.select_rows(RunRow):
             raise ReportError(
-                f"{record} does not tell how a training began, which no page can be made without:"
+                f"{record} does not tell how a training began, so no page can be made:"
                 " its first row is not there, or is broken. A training that begins or resumes with"
                 " this output_dir writes another."
             )
