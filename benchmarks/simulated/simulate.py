@@ -32,7 +32,7 @@ from hf_distca.schedule.cost import AttentionShape, CostModel
 from hf_distca.tools.advise.document_lengths import DocumentSource
 from hf_distca.tools.cli.files import InJson, exit_on_error, get_input_name, read
 from hf_distca.tools.cli.lengths import open_documents
-from hf_distca.tools.cli.options import with_options
+from hf_distca.tools.cli.options import Column, Tokenizer, with_options
 from simulator.assumptions import list_assumptions
 from simulator.hardware import find_hardware
 from simulator.longest import WAYS, LongestDocument, find_longest_documents
@@ -122,13 +122,8 @@ class Scale:
             help="What backward repeats; auto: nothing if that fits in memory, else everything."
         ),
     ] = "auto"
-    column: Annotated[
-        str, typer.Option(help="Column of a data set that holds tokens, or their number.")
-    ] = "input_ids"
-    tokenizer: Annotated[
-        str | None,
-        typer.Option(help="Tokenizer of a column of text, as from_pretrained takes it."),
-    ] = None
+    column: Column = "input_ids"
+    tokenizer: Tokenizer = None
     max_length: Annotated[
         int | None, typer.Option(help="Documents are cut off at this length.")
     ] = None

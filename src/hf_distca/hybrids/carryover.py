@@ -102,6 +102,12 @@ class SegmentKernel(NamedTuple):
         inputs = self.convert_inputs(append_token)
         return self.kernel(inputs, [1], *states, final_states=False).output[:, :0]
 
+    def run_whole_documents(self, *states: None) -> torch.Tensor:
+        """Run the segments of a rank that has only whole documents, or none."""
+        if not self.segments.here:
+            return self.run_none(*states)
+        return self.run(self.segments.whole_documents, *states).output
+
     def join(
         self, outputs: Mapping[int, torch.Tensor], anchor: torch.Tensor, *states: None
     ) -> torch.Tensor:

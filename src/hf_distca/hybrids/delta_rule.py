@@ -148,9 +148,7 @@ def compute_gated_delta_rule(
         layer = SegmentKernel(inputs, segments, rule)
         if not segments.has_only_whole_documents:
             return _add_states(layer, stored)
-        if not segments.here:
-            return layer.run_none(None)
-        return layer.run(segments.whole_documents, None).output
+        return layer.run_whole_documents(None)
 
 
 class _SegmentStates(NamedTuple):

@@ -120,7 +120,7 @@ def compute_mamba2(
         layer = SegmentKernel(inputs, segments, scan)
         if not segments.has_only_whole_documents:
             return _add_states(layer, stored)
-        return layer.run(segments.whole_documents).output if segments.here else layer.run_none()
+        return layer.run_whole_documents()
 
 
 def _add_states(layer: SegmentKernel, stored: LayerOutputs | None) -> torch.Tensor:

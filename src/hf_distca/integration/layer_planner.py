@@ -128,8 +128,8 @@ class LayerPlanner:
         if group.size == 1:
             evaluating = batch.context.is_generating or not training
             layer_plans = [
-                self._make_local_plan(batch, *request, maker, query.device, evaluating=evaluating)
-                for request, maker in zip(requests, makers, strict=True)
+                self._make_local_plan(batch, *request, query.device, evaluating=evaluating)
+                for request in requests
             ]
         else:
             number = self.planner.number
@@ -147,10 +147,9 @@ class LayerPlanner:
                     self.make_layer_plan(documents, planned, group, query.device)
                     for (documents, _), planned in zip(requests, plans, strict=True)
                 ]
-                layer_plans = [
-                    plan if maker is LayerExchange else replace(plan, make_exchange=maker)
-                    for plan, maker in zip(layer_plans, makers, strict=True)
-                ]
+        for place, maker in enumerate(makers):
+            if maker is not LayerExchange:
+                layer_plans[place] = replace(layer_plans[place], make_exchange=maker)
         if not (batch.context.can_recompute and training):
             layer_plans = [replace(plan, outputs=None) for plan in layer_plans]
         batch.plans |= zip(keys, layer_plans, strict=True)
@@ -161,7 +160,6 @@ class LayerPlanner:
         batch: ForwardBatch,
         documents: Documents,
         key: PlanKey,
-        make_exchange: Callable[..., LayerExchange],
         device: torch.device,
         *,
         evaluating: bool,
@@ -192,7 +190,6 @@ class LayerPlanner:
             # To time a layer on CUDA, the host records four events.
             Meter(self.session.meter, timed=self.session.times_local_work or key.device != "cuda"),
             OutputStore(),
-            make_exchange=make_exchange,
         )
 
     @mark_joint_step

@@ -111,13 +111,5 @@ class Ranks:
         near = np.full(count, inside or cost.exchange_bytes_per_second)
         return np.stack([rank, link]), np.stack([near, rate])
 
-    def compute_even_seconds(self, seconds: FloatArray) -> float:
-        """Return the seconds of every rank if the same work were spread by speed: the mean if all
-        are equally fast.
-        """
-        speeds = np.array(self.list_speeds(len(seconds)))
-        # fsum: what plain `sum` rounds to depends on the version of Python.
-        return math.fsum((seconds * speeds).tolist()) / math.fsum(speeds.tolist())
-
 
 UNIFORM_RANKS = Ranks()

@@ -18,7 +18,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial, wraps
-from itertools import islice
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
@@ -61,9 +60,9 @@ def run_watched_step(
     from accelerate.utils import is_compiled_module
 
     watch, is_compiled = LossWatch(), is_compiled_module(model)
-    outermost = list(islice(iterate_models(model), 1))
-    for part in [] if is_compiled else outermost:
-        watch_gradient(part, watch)
+    outermost = next(iterate_models(model), None)
+    if outermost is not None and not is_compiled:
+        watch_gradient(outermost, watch)
 
     def check_loss(
         compute_loss: Callable[..., Any],
@@ -95,8 +94,8 @@ def run_watched_step(
     try:
         with wrap_method(trainer, "compute_loss", check_loss):
             loss = step()
-        for part in outermost if is_compiled and TARGETS not in watch.names_read else []:
-            check_head_gradient(part, batch.get(TARGETS))
+        if outermost is not None and is_compiled and TARGETS not in watch.names_read:
+            check_head_gradient(outermost, batch.get(TARGETS))
         return loss
     except BaseException:
         _watched_trainers.discard(trainer)

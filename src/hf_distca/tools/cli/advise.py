@@ -12,7 +12,7 @@ import typer
 
 from hf_distca.errors import ConfigError
 from hf_distca.tools.cli.files import InJson, exit_on_error, exit_with_error
-from hf_distca.tools.cli.options import with_options
+from hf_distca.tools.cli.options import Column, Tokenizer, with_options
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -82,13 +82,8 @@ class Scale:
     checkpointing: Annotated[
         bool, typer.Option(help="Whether the run has activation checkpointing.")
     ] = True
-    column: Annotated[
-        str, typer.Option(help="Column of a data set that holds tokens, or their number.")
-    ] = "input_ids"
-    tokenizer: Annotated[
-        str | None,
-        typer.Option(help="Tokenizer of a column of text, as from_pretrained takes it."),
-    ] = None
+    column: Column = "input_ids"
+    tokenizer: Tokenizer = None
     max_length: Annotated[
         int | None, typer.Option(help="Documents are cut off at this length.", min=1, max=2**32)
     ] = None

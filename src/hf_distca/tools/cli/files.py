@@ -8,7 +8,6 @@ import sys
 from codecs import BOM_UTF8
 from collections.abc import Iterator
 from contextlib import contextmanager
-from errno import EISDIR, ENOENT
 from pathlib import Path
 from typing import Annotated
 
@@ -46,16 +45,6 @@ def check_documents(count: int, path: Path) -> None:
             f"{get_input_name(path)} holds {count} documents or parts of documents: at most"
             f" {_MOST_DOCUMENTS} can be planned as one micro-batch."
         )
-
-
-def check_place(path: Path | None) -> None:
-    """Raise if nothing can be written to a path, before its contents are computed."""
-    if path is None or path == _STANDARD:
-        return
-    if path.is_dir():
-        raise IsADirectoryError(EISDIR, "Is a directory", str(path))
-    if not path.parent.is_dir():
-        raise FileNotFoundError(ENOENT, f"there is no folder {path.parent}", str(path))
 
 
 def write(result: str, summary: str, path: Path | None) -> None:

@@ -29,6 +29,12 @@ if TYPE_CHECKING:
 
 Options = TypeVar("Options")
 Own = ParamSpec("Own")
+Column = Annotated[
+    str, typer.Option(help="Column of a data set that holds tokens, or their number.")
+]
+Tokenizer = Annotated[
+    str | None, typer.Option(help="Tokenizer of a column of text, as from_pretrained takes it.")
+]
 
 _CostName = Literal["pairs", "cpu", "cuda"]
 _LIMIT = 2**31  # what follows counts with 64 bits
