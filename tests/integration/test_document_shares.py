@@ -13,7 +13,6 @@ import datasets
 import numpy as np
 import pytest
 import torch
-import transformers
 from accelerate import Accelerator
 from accelerate.data_loader import IterableDatasetShard
 from accelerate.state import AcceleratorState
@@ -138,43 +137,6 @@ def test_the_trainer_tells_shares_their_epoch(unused: bool) -> None:
     items = sum(LENGTHS) // TOKENS
     assert epochs.seen == [0] * items + [1] * items
     assert find_shares(trainer.get_train_dataloader()) is find_shares(dataset)
-
-
-@pytest.mark.slow
-def test_trl_takes_them() -> None:
-    trl = pytest.importorskip("trl", reason='needs pip install -e ".[trl]"')
-    from tokenizers import Tokenizer, models
-
-    words = Tokenizer(
-        models.WordLevel({str(n): n for n in range(tiny_runs.VOCABULARY)}, unk_token="0")
-    )
-    tokenizer = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=words, pad_token="0", eos_token="1"
-    )
-    # TRL adds its losses up in another order. A small rate keeps Adam, which divides by small
-    # gradients, from enlarging that.
-    rate = {"learning_rate": 1e-4}
-    arguments = {**tiny_runs.COMMON, "output_dir": "/tmp", **rate, "num_train_epochs": 2}
-    how = {
-        "bf16": False,
-        "max_length": None,
-        "activation_checkpointing": False,
-        "dataset_kwargs": {"skip_prepare_dataset": True},
-        "train_sampling_strategy": "sequential",
-        "lr_scheduler_type": "linear",
-    }
-    trainer = trl.SFTTrainer(
-        tiny_runs.tiny_llama("distca"),
-        trl.SFTConfig(**(arguments | how)),
-        data_collator=hf_distca.PackingCollator(),
-        train_dataset=make(1),
-        processing_class=tokenizer,
-        callbacks=[hf_distca.DistCACallback(tiny_runs.settings(), record=False)],
-    )
-    trainer.train()
-    plain = trainer_of(make(1), **rate)
-    plain.train()
-    assert tiny_runs.losses(trainer) == pytest.approx(tiny_runs.losses(plain), rel=1e-5)
 
 
 def test_shares_are_found_behind_what_is_wrapped_around_them() -> None:
