@@ -65,24 +65,6 @@ def trainer_of(dataset: Any, **more: Any) -> Trainer:
     return tiny_runs.make_trainer("distca", dataset, **how)
 
 
-def train(rank: int, ranks: int) -> tuple[list[float], int, int]:
-    """Losses of two epochs, the number of shares in one, and dispatches."""
-    trainer = trainer_of(make(ranks))
-    trainer.train()
-    return tiny_runs.losses(trainer), len(make(ranks)), tiny_runs.dispatches()
-
-
-def test_two_ranks_train_as_one_does(rank_pool: Callable[[int], RankPool]) -> None:
-    alone, items, _ = train(0, 1)
-    assert items == sum(LENGTHS) // TOKENS
-    for found, shares, exchanged in rank_pool(2)(train, 2):
-        assert shares == 2 * items
-        assert found[::2] == pytest.approx(alone[::2], rel=1e-5)  # losses
-        assert found[1::2] == pytest.approx(alone[1::2], rel=1e-4)  # norms of gradients
-        assert exchanged > 0  # documents longer than a rank need the keys of the other one
-    assert len(alone) == 2 * 2 * items  # loss and norm, two epochs
-
-
 def train_on_a_part(rank: int) -> str:
     """Rows of one length that were divided by rank before they were dealt, as most data sets are
     made.

@@ -1,7 +1,5 @@
 """Losses over shares: what one process trains on whole documents, or a refusal by name; with
 `DistCACallback` and without.
-
-`pytest -s -m slow` on this file prints the table of all cases.
 """
 
 from __future__ import annotations
@@ -400,7 +398,7 @@ def one_process(name: str, precision: str) -> Outcome:
 
 
 def told(found: Outcome, case: Case) -> str:
-    """A cell of the table."""
+    """Whether a loss is that of one process."""
     name, precision, _ = case
     if isinstance(found, str):
         return "refused"
@@ -425,19 +423,11 @@ def test_a_loss_over_shares_is_that_of_one_process_or_refused(
         ranks: run(0, 1, cases) if ranks == 1 else rank_pool(ranks)(run, ranks, cases)[0]
         for ranks in counts
     }
-    print(  # noqa: T201
-        "",
-        f"{'loss':<45}{'':<10}{'callback':<10}"
-        + "".join(f"{f'{ranks} ranks':<10}" for ranks in counts),
-        sep="\n",
-    )
     wrong = []
     for case in cases:
-        name, precision, watched = case
+        name = case[0]
         found = {ranks: outcomes[case] for ranks, outcomes in by_ranks.items()}
         cells = {ranks: told(value, case) for ranks, value in found.items()}
-        words = "".join(f"{cell:<10}" for cell in cells.values())
-        print(f"{name:<45}{precision:<10}{'yes' if watched else 'no':<10}{words}")  # noqa: T201
         for ranks, cell in cells.items():
             if ranks == 1 and CASES[name][0] is ShiftedTwice:
                 continue  # it does something else with whole documents
