@@ -161,15 +161,26 @@ def run_case(
     return worst
 
 
-def draw_tree(seed: int, parts: int) -> PackedDocuments:
-    """Draw parts that continue earlier ones, or none."""
+@dataclass
+class Tree:
+    """Parts that continue earlier ones, or none."""
+
+    lengths: list[int]
+    parents: list[int]
+
+    @property
+    def packed(self) -> PackedDocuments:
+        return PackedDocuments(self.lengths, parents=self.parents)
+
+
+def draw_tree(seed: int, parts: int) -> Tree:
     rng = random.Random(seed)
     lengths = [rng.choice([1, 2, rng.randint(2, 9), rng.randint(9, 40)]) for _ in range(parts)]
     parents = [rng.choice([-1, part - 1, rng.randint(-1, part - 1)]) for part in range(parts)]
-    return PackedDocuments(lengths, parents=parents)
+    return Tree(lengths, parents)
 
 
-def render_tree(tree: PackedDocuments, window: int | None) -> torch.Tensor:
+def render_tree(tree: Tree, window: int | None) -> torch.Tensor:
     """Render the dense mask of a row."""
     ends = torch.tensor(tree.lengths).cumsum(0).tolist()
     seen = torch.zeros(ends[-1], ends[-1], dtype=torch.bool)
@@ -179,12 +190,12 @@ def render_tree(tree: PackedDocuments, window: int | None) -> torch.Tensor:
             keys = torch.arange(ends[above] - tree.lengths[above], ends[above])
             seen[rows[:, None], keys[None]] = keys[None] <= rows[:, None]
             above = tree.parents[above]
-    depth = torch.from_numpy(tree.positions)
+    depth = torch.from_numpy(tree.packed.positions)
     return seen & (True if window is None else depth[:, None] - depth[None] < window)
 
 
 def run_tree(
-    tree: PackedDocuments, window: int | None = None, dtype: torch.dtype = torch.float64
+    tree: Tree, window: int | None = None, dtype: torch.dtype = torch.float64
 ) -> float:
     """Return the largest error of a row whose documents share prefixes."""
     seen = render_tree(tree, window)
@@ -199,7 +210,7 @@ def run_tree(
     )
     states = (t.transpose(0, 1)[None] for t in leaves)
     found = distca_attention(
-        torch.nn.Linear(1, 1), *states, mask, distca_documents=tree, sliding_window=window
+        torch.nn.Linear(1, 1), *states, mask, distca_documents=tree.packed, sliding_window=window
     )[0]
     found.backward(grad[None])
     exact = [t.double().requires_grad_() for t in tensors]
@@ -227,11 +238,11 @@ def run_trees(rank: int) -> list[tuple[str, float, int]]:
     """Run trees of different sizes: errors, and whether anything was sent."""
     trees = [
         # A prompt with answers, one of which forks.
-        PackedDocuments([40, 30, 25, 20, 9, 3], parents=[-1, 0, 0, 0, 3, 3]),
-        PackedDocuments([30, 50, 1, 60], parents=[-1, 0, 1, 2]),
+        Tree([40, 30, 25, 20, 9, 3], [-1, 0, 0, 0, 3, 3]),
+        Tree([30, 50, 1, 60], [-1, 0, 1, 2]),
         draw_tree(3, 10),
     ]
-    small = PackedDocuments([5, 3, 4], parents=[-1, 0, 0])
+    small = Tree([5, 3, 4], [-1, 0, 0])
     found = []
     for number, tree in enumerate(trees):
         for window in (None, 20):

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from test_stand_in import restored
 from torch.nn.functional import log_softmax
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import PreTrainedModel
 
 import hf_distca
 from float64 import Float64Throughout
@@ -153,10 +153,6 @@ def test_distca_stands_in_for_the_attention_of_trl() -> None:
     with restored():
         want = tiny_llama("distca")(**batch, use_cache=False).logits[0, places]
         hf_distca.configure(instead_of=packing.TREE_ATTENTION)
-        try:
-            packing.register_tree_attention()
-            model: PreTrainedModel = tiny_llama(packing.TREE_ATTENTION)
-            assert torch.equal(model(**batch, use_cache=False).logits[0, places], want)
-        finally:
-            for interface in (AttentionInterface, AttentionMaskInterface):
-                del interface.register
+        packing.register_tree_attention()
+        model: PreTrainedModel = tiny_llama(packing.TREE_ATTENTION)
+        assert torch.equal(model(**batch, use_cache=False).logits[0, places], want)

@@ -5,6 +5,7 @@ they are composed of and what these close over. No dense mask is made, and no te
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import chain
 from typing import Any
 
 from hf_distca.borrowed import (
@@ -38,7 +39,7 @@ def read_mask(
     """
     functions = _list_functions(function)
     parts = dict(functions)
-    overlays = [f for name, f in functions if name == _BLOCKS] if _BLOCKS in parts else []
+    overlays = [found for name, found in functions if name == _BLOCKS]
     both_ways = MASK_BOTH_WAYS in parts
     known = BOTH_WAYS_MASK_PARTS if both_ways else CAUSAL_MASK_PARTS | {_BLOCKS}
     foreign = sorted(parts.keys() - known)
@@ -61,8 +62,6 @@ def _list_functions(function: Callable[..., Any]) -> list[tuple[str, Any]]:
     function closes over. A union with blocks is listed with them.
     """
     name = _get_name(function)
-    if not getattr(function, "__closure__", None):
-        return [(name, {})]
     closure: Any = _read_closure(function)
     parts = [
         part
@@ -76,16 +75,16 @@ def _list_functions(function: Callable[..., Any]) -> list[tuple[str, Any]]:
             parts.remove(blocks[0])
             ids = _read_closure(blocks[0])["block_sequence_ids"]
             name, closure = _BLOCKS, Ahead(ids, MASK_WINDOW in dict(_list_functions(parts[0])))
-    found = [(name, closure)]
-    for part in parts:
-        found += _list_functions(part)
-    return found
+    return [(name, closure), *chain.from_iterable(map(_list_functions, parts))]
 
 
 def _read_closure(function: Any) -> dict[str, Any]:
-    """Return the variables that a function closes over, by name."""
-    cells = zip(function.__code__.co_freevars, function.__closure__, strict=True)
-    return {name: cell.cell_contents for name, cell in cells}
+    """Return the variables that a function closes over, by name; none of other callables."""
+    cells = getattr(function, "__closure__", None) or ()
+    return {
+        name: cell.cell_contents
+        for name, cell in zip(function.__code__.co_freevars if cells else (), cells, strict=True)
+    }
 
 
 def _get_name(function: Callable[..., Any]) -> str:
