@@ -262,20 +262,21 @@ def configure() -> None:
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.integers(0, 10**9), st.sampled_from(FORMS), st.sampled_from([4, 2048]))
-def test_forms_are_those_of_dense_masks(seed: int, form: str, least_planned: int) -> None:
+@given(st.integers(0, 10**9), st.sampled_from(FORMS), st.sampled_from([0, 2]))
+def test_forms_are_those_of_dense_masks(seed: int, form: str, least_part: int) -> None:
+    """In the plan, or at home."""
     hf_distca.configure()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(seen_ahead, "LEAST_PLANNED", least_planned)
+        patch.setattr(seen_ahead, "LEAST_PART", least_part)
         assert run_case(0, Case.draw(seed, 1, form)) <= 1e-12
 
 
 @pytest.mark.parametrize("form", ["blocks", "both ways", "two-way window"])
-@pytest.mark.parametrize("least_planned", [4, 2048])
+@pytest.mark.parametrize("least_part", [0, 2])
 def test_sinks_softcaps_and_dtypes(
-    form: str, least_planned: int, monkeypatch: pytest.MonkeyPatch
+    form: str, least_part: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(seen_ahead, "LEAST_PLANNED", least_planned)
+    monkeypatch.setattr(seen_ahead, "LEAST_PART", least_part)
     hf_distca.configure()
     for dtype, bound in ((torch.float32, 2e-6), (torch.bfloat16, 3e-2), (torch.float16, 4e-3)):
         assert run_case(0, Case.draw(5, 1, form), dtype) <= bound
@@ -286,20 +287,16 @@ def test_sinks_softcaps_and_dtypes(
 
 def run_cases(rank: int, world: int) -> list[tuple[str, float, int]]:
     """Run a few cases of all forms: errors, and whether anything was sent."""
-    seen_ahead.LEAST_PLANNED, usual = 30, seen_ahead.LEAST_PLANNED
     found = []
-    try:
-        for form in FORMS:
-            for seed, cut in ((1, False), (2, False), (3, True)):
-                if cut and "way" in form:
-                    continue
-                for dtype in (torch.float64, torch.float32):
-                    configure()
-                    error = run_case(rank, Case.draw(seed, world, form, cut=cut), dtype)
-                    sent = current_session().meter.sent_bytes
-                    found.append((f"{form}, {seed}, {dtype}", error, sent))
-    finally:
-        seen_ahead.LEAST_PLANNED = usual
+    for form in FORMS:
+        for seed, cut in ((1, False), (2, False), (3, True)):
+            if cut and "way" in form:
+                continue
+            for dtype in (torch.float64, torch.float32):
+                configure()
+                error = run_case(rank, Case.draw(seed, world, form, cut=cut), dtype)
+                sent = current_session().meter.sent_bytes
+                found.append((f"{form}, {seed}, {dtype}", error, sent))
     return found
 
 

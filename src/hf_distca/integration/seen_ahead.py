@@ -19,9 +19,12 @@ from hf_distca.runtime.summed_documents import Retaken, SumExchange
 from hf_distca.schedule.cost import count_causal_pairs
 from hf_distca.schedule.layout import IntArray, Layout, enumerate_ranges, mark_changes
 
-# Blocks are planned from so many tokens on. Shorter ones stay at home: images are a few hundredths
-# of the work.
-LEAST_PLANNED = 2048
+# The blocks of a rank are planned if one has at least this part of the rank's tokens. Planning copies
+# all tokens of the rank, which took 5 to 12 % of a layer on a CPU. Of 64 ranks that drew prefixes, or
+# documents whose tokens all see each other, the slowest was at 1.03 and 1.08 of the mean with all
+# blocks planned, at 1.04 and 1.08 with this part, and at 1.47 and 2.31 with none
+# (`benchmarks/schedule/masks.py`, `benchmarks/host/block_layers.py`).
+LEAST_PART = 1 / 4
 
 
 @dataclass(frozen=True, eq=False)
@@ -121,7 +124,8 @@ def _add_blocks(
         return documents
     places = np.delete(tokens, begin), np.delete(tokens, last)
     rows, keys = (to_device(torch.from_numpy(place), device) for place in places)
-    if window is None and not documents.span_ranks and max(length) >= LEAST_PLANNED:
+    is_long = max(length) >= LEAST_PART * len(number)
+    if is_long and window is None and not documents.span_ranks:
         return replace(
             documents,
             runs=np.concatenate([documents.runs, make_unknown_runs(length)]),
