@@ -223,6 +223,12 @@ def test_images_are_not_packed_or_dealt_by_distca() -> None:
     row = {"input_ids": [3, 60, 60, 4], "token_type_ids": [0, 1, 1, 0]}
     with pytest.raises(LayoutError, match="token_type_ids"):
         hf_distca.PackingCollator(build("images", "distca"))([row])
+    arguments = {**COMMON, "output_dir": tempfile.gettempdir(), "bf16": False}
+    trainer = Trainer(
+        build("images", "distca").float(), TrainingArguments(**arguments), train_dataset=[row] * 4
+    )
+    with pytest.raises(LayoutError, match="token_type_ids"):
+        hf_distca.deal(trainer, 16)
 
 
 def deal(rank: int, lengths: list[int]) -> tuple[list[torch.Tensor], str]:

@@ -107,7 +107,10 @@ def share(rank: int, kind: str, world: int) -> tuple[list[torch.Tensor], dict[st
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("kind", KINDS)
 def test_packed_documents_are_as_each_alone(
-    kind: str, world: int, rank_pool: Callable[[int], RankPool]
+    kind: str,
+    world: int,
+    rank_pool: Callable[[int], RankPool],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     with quiet(), Float64Throughout():
         model = build(kind, "sdpa")
@@ -122,3 +125,4 @@ def test_packed_documents_are_as_each_alone(
     largest = max(float(grad.abs().max()) for grad in grads.values())
     for name, grad in grads.items():
         torch.testing.assert_close(found[0][1][name], grad, rtol=0, atol=1e-10 * largest, msg=name)
+    assert "never compared" not in caplog.text
