@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -17,11 +18,14 @@ from transformers import masking_utils as m
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 import hf_distca
-from hf_distca.agreement.documents import PackedDocuments
+from hf_distca.agreement.announce import PlanKey
+from hf_distca.agreement.dealt_share import Dealing
+from hf_distca.agreement.documents import PackedDocuments, TokenBatch
 from hf_distca.integration import seen_ahead
 from hf_distca.integration.current_session import current_session
 from hf_distca.integration.handle import MaskStandIn
 from hf_distca.integration.hooks.attention import distca_attention
+from hf_distca.integration.seen_ahead import Ahead, sum_documents
 from hf_distca.schedule.cost import AttentionShape, CostModel
 from ranks import RankPool
 
@@ -194,9 +198,7 @@ def render_tree(tree: Tree, window: int | None) -> torch.Tensor:
     return seen & (True if window is None else depth[:, None] - depth[None] < window)
 
 
-def run_tree(
-    tree: Tree, window: int | None = None, dtype: torch.dtype = torch.float64
-) -> float:
+def run_tree(tree: Tree, window: int | None = None, dtype: torch.dtype = torch.float64) -> float:
     """Return the largest error of a row whose documents share prefixes."""
     seen = render_tree(tree, window)
     generator = torch.Generator().manual_seed(len(seen))
@@ -311,3 +313,37 @@ def test_forms_on_several_ranks(world: int, rank_pool: Callable[[int], RankPool]
     # A rank whose work at home is most of all has nothing to give.
     still = [name for (name, _, sent), *_ in found if not sent]
     assert len(still) <= 2, still
+
+
+def run_cut_block(rank: int) -> str:
+    """The error of a rank where a document of both ranks is cut inside a block."""
+    configure()
+    case = Case.draw(3, 2, "blocks", cut=True)
+    case.ids[0][8:12] = 0
+    try:
+        run_case(rank, case)
+    except hf_distca.DistCAError as error:
+        return str(error)
+    return ""
+
+
+def test_a_document_that_is_cut_inside_a_block_is_refused(
+    rank_pool: Callable[[int], RankPool],
+) -> None:
+    for error in rank_pool(2)(run_cut_block):
+        assert "lies in several parts" in error
+
+
+def test_blocks_at_home_count_where_whole_documents_are_dealt() -> None:
+    """The plan of a share would not know of them."""
+    pairs = CostModel.make_of_pairs(AttentionShape(HEADS, KEY_HEADS, WIDTH, WIDTH, 8))
+    key, config = PlanKey(pairs.shape, "cpu"), hf_distca.DistCAConfig(tile=8, cost_model=pairs)
+    share = Dealing(2, 96, {key: pairs}, config).make_share(np.array([12] * 16), (0, 0), 0)
+    documents = TokenBatch(1, sum(share.lengths), share).read_documents(span_ranks=True)
+    assert documents.dealt_share is not None
+    ids = torch.full((1, sum(share.lengths)), -1)
+    ids[0, 3:6] = ids[0, 14:16] = 0  # of two documents
+    found = sum_documents(Ahead(ids), documents, None, torch.device("cpu"))
+    assert found.dealt_share is None
+    assert found.home_pairs == 3 + 1
+    assert found.runs[:, 2].tolist() == documents.runs[:, 2].tolist()

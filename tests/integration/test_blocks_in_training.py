@@ -168,9 +168,7 @@ def make_processor() -> Gemma3Processor:
     return Gemma3Processor(images, tokenizer, image_seq_length=4)
 
 
-def train_images(
-    rank: int, implementation: str, bf16: bool = False
-) -> tuple[list[float], int]:
+def train_images(rank: int, implementation: str, bf16: bool = False) -> tuple[list[float], int]:
     """Losses and gradient norms of a Trainer on padded rows with images, and bytes sent."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

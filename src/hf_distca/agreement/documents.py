@@ -515,7 +515,8 @@ def read_tree(arguments: Mapping[str, Any]) -> PackedDocuments | None:
     if arguments.get(TREE_KEYS[0]) is None:
         return None
     given = [arguments[name].long() for name in TREE_KEYS[:3]]
-    keys, rows, ends = np.split(torch.cat(given).cpu().numpy(), np.cumsum(list(map(len, given[:2]))))
+    bounds = np.cumsum([len(given[0]), len(given[1])])
+    keys, rows, ends = np.split(torch.cat(given).cpu().numpy(), bounds)
     lengths = np.diff(rows)
     _, own = enumerate_ranges(ends[1:] - lengths, ends[1:])  # places of the own tokens of parts
     if not np.array_equal(keys[own], np.arange(rows[-1])) or not np.isin(keys, keys[own]).all():

@@ -19,11 +19,11 @@ from hf_distca.runtime.summed_documents import Retaken, SumExchange
 from hf_distca.schedule.cost import count_causal_pairs
 from hf_distca.schedule.layout import IntArray, Layout, enumerate_ranges, mark_changes
 
-# The blocks of a rank are planned if one has at least this part of the rank's tokens. Planning copies
-# all tokens of the rank, which took 5 to 12 % of a layer on a CPU. Of 64 ranks that drew prefixes, or
-# documents whose tokens all see each other, the slowest was at 1.03 and 1.08 of the mean with all
-# blocks planned, at 1.04 and 1.08 with this part, and at 1.47 and 2.31 with none
-# (`benchmarks/schedule/masks.py`, `benchmarks/host/block_layers.py`).
+# The blocks of a rank are planned if one has at least this part of the rank's tokens. Planning
+# copies all tokens of the rank, which took 5 to 12 % of a layer on a CPU. Of 64 ranks that drew
+# prefixes, or documents whose tokens all see each other, the slowest was at 1.03 and 1.08 of the
+# mean with all blocks planned, at 1.04 and 1.08 with this part, and at 1.47 and 2.31 with none
+# (draws of `benchmarks/schedule/masks.py`).
 LEAST_PART = 1 / 4
 
 
