@@ -293,8 +293,9 @@ class Documents:
         Args:
             row_length: number of tokens of a row, padding included.
         """
-        first_row = self.first_token_indices // max(row_length, 1)
-        last_row = self.find_indices(self.runs[:, 2].cumsum() - 1) // max(row_length, 1)
+        ends = self.runs[:, 2].cumsum()
+        bounds = self.find_indices(np.array([ends - self.runs[:, 2], ends - 1]))
+        first_row, last_row = bounds // max(row_length, 1)
         return bool((first_row != last_row).any() or (first_row[1:] == first_row[:-1]).any())
 
     def find_indices(self, tokens: IntArray) -> IntArray:
@@ -524,7 +525,9 @@ def read_tree(arguments: Mapping[str, Any]) -> PackedDocuments | None:
             f"tree_kv_index of {len(lengths)} parts is none of a tree: the keys of a part must be"
             " those of earlier tokens, and its own tokens at the end."
         )
-    tree = PackedDocuments(lengths, np.diff(ends) - lengths, range(len(lengths)))
+    tree = PackedDocuments(
+        lengths.tolist(), (np.diff(ends) - lengths).tolist(), range(len(lengths))
+    )
     tree.copied_tokens = tuple(np.delete(keys, own).tolist())
     return tree
 

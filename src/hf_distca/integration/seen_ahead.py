@@ -124,8 +124,7 @@ def _add_blocks(
         return documents
     places = np.delete(tokens, begin), np.delete(tokens, last)
     rows, keys = (to_device(torch.from_numpy(place), device) for place in places)
-    is_long = max(length) >= LEAST_PART * len(number)
-    if is_long and window is None and not documents.span_ranks:
+    if window is None and not documents.span_ranks and max(length) >= LEAST_PART * len(number):
         return replace(
             documents,
             runs=np.concatenate([documents.runs, make_unknown_runs(length)]),

@@ -5,7 +5,6 @@ they are composed of and what these close over. No dense mask is made, and no te
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import chain
 from typing import Any
 
 from hf_distca.borrowed import (
@@ -39,7 +38,7 @@ def read_mask(
     """
     functions = _list_functions(function)
     parts = dict(functions)
-    overlays = [found for name, found in functions if name == _BLOCKS]
+    overlays = [found for name, found in functions if name == _BLOCKS] if _BLOCKS in parts else []
     both_ways = MASK_BOTH_WAYS in parts
     known = BOTH_WAYS_MASK_PARTS if both_ways else CAUSAL_MASK_PARTS | {_BLOCKS}
     foreign = sorted(parts.keys() - known)
@@ -62,6 +61,8 @@ def _list_functions(function: Callable[..., Any]) -> list[tuple[str, Any]]:
     function closes over. A union with blocks is listed with them.
     """
     name = _get_name(function)
+    if not getattr(function, "__closure__", None):
+        return [(name, {})]
     closure: Any = _read_closure(function)
     parts = [
         part
@@ -75,16 +76,13 @@ def _list_functions(function: Callable[..., Any]) -> list[tuple[str, Any]]:
             parts.remove(blocks[0])
             ids = _read_closure(blocks[0])["block_sequence_ids"]
             name, closure = _BLOCKS, Ahead(ids, MASK_WINDOW in dict(_list_functions(parts[0])))
-    return [(name, closure), *chain.from_iterable(map(_list_functions, parts))]
+    return [(name, closure), *[found for part in parts for found in _list_functions(part)]]
 
 
 def _read_closure(function: Any) -> dict[str, Any]:
-    """Return the variables that a function closes over, by name; none of other callables."""
-    cells = getattr(function, "__closure__", None) or ()
-    return {
-        name: cell.cell_contents
-        for name, cell in zip(function.__code__.co_freevars if cells else (), cells, strict=True)
-    }
+    """Return the variables that a function closes over, by name."""
+    cells = zip(function.__code__.co_freevars, function.__closure__, strict=True)
+    return {name: cell.cell_contents for name, cell in cells}
 
 
 def _get_name(function: Callable[..., Any]) -> str:
