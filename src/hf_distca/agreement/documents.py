@@ -294,8 +294,9 @@ class Documents:
             row_length: number of tokens of a row, padding included.
         """
         ends = self.runs[:, 2].cumsum()
-        bounds = self.find_indices(np.array([ends - self.runs[:, 2], ends - 1]))
-        first_row, last_row = bounds // max(row_length, 1)
+        first_row, last_row = self.find_indices(
+            np.array([ends - self.runs[:, 2], ends - 1])
+        ) // max(row_length, 1)
         return bool((first_row != last_row).any() or (first_row[1:] == first_row[:-1]).any())
 
     def find_indices(self, tokens: IntArray) -> IntArray:
