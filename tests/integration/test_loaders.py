@@ -56,6 +56,7 @@ def shares(
         device="cpu",
         config=config,
         seed=seed,
+        fill="cut",
     )
 
 

@@ -60,7 +60,7 @@ def deal(
     tokens_per_rank: int,
     *,
     evaluation: bool = False,
-    fill: FillRule = "cut",
+    fill: FillRule | None = None,
     longer: LongerRule = "cut",
     collator: CollatorRule = "check",
 ) -> AnyTrainer:
@@ -82,8 +82,9 @@ def deal(
         tokens_per_rank: tokens of each rank in a micro-batch. It replaces the batch size.
         evaluation: whether to deal the evaluation set, too: in its own order, and with all ranks
             evaluating together.
-        fill: ``"cut"`` to fill global batches to the token, ``"whole"`` for whole documents and
-            some padding.
+        fill: ``"whole"`` for whole documents and some padding, ``"cut"`` to fill global batches to
+            the token. If not given, documents stay whole, except in a stream or in the order of
+            rows.
         longer: whether documents that are longer than a global batch are cut (``"cut"``) or refused
             (``"refuse"``).
         collator: ``"replace"`` to replace a collator of your own, too. Otherwise it is refused, as
@@ -160,7 +161,7 @@ def deal(
         )
         if isinstance(shares, Shares):
             steps = f"{steps_before:,} before, {_count_steps(trainer, dataset):,} dealt"
-            print_lines(_compare_orders(shares, imbalance, steps, fill))
+            print_lines(_compare_orders(shares, imbalance, steps))
             _warn_of_cut(int(facts["lengths"].max()), args)
     return trainer
 
@@ -332,7 +333,7 @@ def _estimate_batches(args: Any, lengths: IntArray, dealing: Dealing) -> float |
     )
 
 
-def _compare_orders(shares: Shares, imbalance: float | None, steps: str, fill: FillRule) -> str:
+def _compare_orders(shares: Shares, imbalance: float | None, steps: str) -> str:
     """Compare dealt documents with their order, and with the batches that the Trainer had: their
     imbalance, if it is known, and the steps of an epoch, before and now.
     """
@@ -343,14 +344,16 @@ def _compare_orders(shares: Shares, imbalance: float | None, steps: str, fill: F
     ]
     in_order = np.mean([dealing.estimate_in_order(some) for some in lengths])
     even = np.mean([dealing.estimate_dealt(some) for some in lengths])
-    cut = batches.count_cut_tokens() / (len(batches) * dealing.tokens)
-    remedy = ' (fill="whole" cuts none that fits in a global batch)' * (fill == "cut" and cut > 0)
+    tokens = len(batches) * dealing.tokens
+    cut = batches.count_cut_tokens() / tokens
+    remedy = ' (fill="whole" cuts none that fits in a global batch)'
     replaced = "" if imbalance is None else f"{imbalance:.2f} in the batches replaced, "
     return (
         f"Attention of the slowest rank / mean, estimated: {replaced}{in_order:.2f} with documents"
         f" in their order, {even:.2f} dealt.\n"
-        f"Tokens that lose context by a cut: {cut:.1%}{remedy}. Optimizer steps of an epoch:"
-        f" {steps}."
+        f"Tokens that lose context by a cut: {cut:.1%}"
+        f"{remedy if cut and not batches.fills_whole else ''}. Padding:"
+        f" {batches.count_padding_tokens() / tokens:.1%}. Optimizer steps of an epoch: {steps}."
     )
 
 

@@ -46,7 +46,7 @@ def document_shares(
     device: str | torch.device | None = None,
     config: DistCAConfig | None = None,
     seed: int | None = 0,
-    fill: FillRule = "cut",
+    fill: FillRule | None = None,
     longer: LongerRule = "cut",
     column: str = "input_ids",
     lengths: Any = None,
@@ -89,9 +89,10 @@ def document_shares(
         config: settings to train with; those given to `hf_distca.configure`, if not given.
         seed: epochs are shuffled by it; None for the order as given in every epoch, as for
             evaluation.
-        fill: ``"cut"`` to fill global batches to the token: the rest of a document becomes a
-            document of its own in the next batch, and the rest of an epoch is dropped. ``"whole"``
-            for whole documents, and padding in the few free places.
+        fill: ``"whole"`` for whole documents, and padding in the few free places. ``"cut"`` to fill
+            global batches to the token: the rest of a document becomes a separate document in the
+            next batch, and the rest of an epoch is dropped. If not given, shuffled documents stay
+            whole, and documents in their order are cut, because packing changes the order.
         longer: whether documents that are longer than a global batch are cut (``"cut"``) or refused
             (``"refuse"``).
         column: column of the token ids.
@@ -148,7 +149,7 @@ def document_shares(
     inputs = read_input_names(model)
     if not hasattr(documents, "__len__"):
         # The default seed shuffles nothing here.
-        if fill != "cut" or longer != "cut" or seed or lengths is not None:
+        if fill not in (None, "cut") or longer != "cut" or seed or lengths is not None:
             raise ConfigError(
                 f"seed={seed!r}, fill={fill!r}, longer={longer!r} and lengths={lengths!r} for"
                 " documents without a length: they are taken as they come, and cut where a global"
@@ -158,6 +159,7 @@ def document_shares(
         return StreamedShares(documents, dealing, column=column, inputs=inputs)
     quiet = dist.is_available() and dist.is_initialized() and dist.get_rank() > 0
     lengths = read_document_lengths(documents, column, lengths, quiet=quiet)
+    fill = fill or ("cut" if seed is None else "whole")
     batches = GlobalBatches(lengths, dealing.tokens, seed, fill, longer, quiet=quiet)
     return make_lazy_dataset(
         Shares(documents, batches, dealing, column=column, pad_token_id=pad_token_id, inputs=inputs)
