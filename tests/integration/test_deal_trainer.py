@@ -320,7 +320,7 @@ def test_a_collator_that_may_mean_more_is_refused(
     processes.warn_once.cache_clear()
     if named is None:
         hf_distca.deal(trainers[0], TOKENS)
-        assert "in the place of" not in caplog.text
+        assert "by PackingCollator" not in caplog.text
     else:
         with pytest.raises(
             hf_distca.UnsupportedError,
@@ -329,7 +329,7 @@ def test_a_collator_that_may_mean_more_is_refused(
             hf_distca.deal(trainers[0], TOKENS)
         hf_distca.deal(trainers[1], TOKENS, collator="replace").train()
         assert re.search(
-            f"puts PackingCollator in the place of {named}, which is not called", caplog.text
+            f"replaces {named} by PackingCollator: it is no longer called", caplog.text
         )
 
 
@@ -340,7 +340,7 @@ def test_a_pad_token_that_ends_documents_is_said(caplog: pytest.LogCaptureFixtur
     processes.warn_once.cache_clear()
     hf_distca.deal(trainer, TOKENS)
     assert (
-        "would leave out all targets that are token 1, which pads and ends documents alike"
+        "would leave out all targets that are token 1, which both pads and ends documents"
         in caplog.text
     )
 
@@ -565,34 +565,42 @@ def test_evaluation_sets_with_names_are_dealt_each() -> None:
     assert trainer.args.per_device_eval_batch_size == 1
 
 
-@pytest.mark.parametrize("accumulation", [1, 2])
 def test_other_batches_are_warned_of_in_a_resumed_training(
-    accumulation: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     changes = {
         "output_dir": str(tmp_path),
         "save_strategy": "steps",
         "save_steps": 1,
-        "gradient_accumulation_steps": accumulation,
+        "gradient_accumulation_steps": 2,
     }
 
-    def resume(step: int | None, tokens: int, max_steps: int, **others: int) -> list[str]:
+    def resume(
+        step: int | None, tokens: int, max_steps: int, fill: Any = None, **others: int
+    ) -> list[str]:
         caplog.clear()
         hf_distca.configure(settings(cost_model="analytic"))
         trainer = make(Trainer, "distca", rows(), {**changes, "max_steps": max_steps, **others})
-        hf_distca.deal(trainer, tokens)
+        hf_distca.deal(trainer, tokens, fill=fill)
         checkpoint = None if step is None else str(tmp_path / f"checkpoint-{step}")
         trainer.train(resume_from_checkpoint=checkpoint)
         return [text for text in caplog.messages if "resumes after step" in text]
 
     assert resume(None, TOKENS, 2) == []
     assert resume(2, TOKENS, 5) == []
-    assert [resume(step, TOKENS, 7) for step in (3, 4, 5)] == [[]] * 3, "over an epoch's end"
-    (said,) = resume(2, TOKENS // 2, 4)
-    assert f"global batches of {TOKENS // 2} tokens an epoch" in said
-    assert "with the tokens_per_rank, number of ranks, fill and documents of before" in said
-    (said,) = resume(2, TOKENS, 4, data_seed=7)
-    assert "were shuffled by seed 42; now it is seed 7" in said
+    assert resume(5, TOKENS, 7) == [], "over an epoch's end"
+    (said,) = resume(2, TOKENS // 2, 3)
+    before, now = said.split("; now they are ")
+    assert all(fact in before for fact in ("'batches': 8", "'seed': 42", f"'tokens': {TOKENS}"))
+    assert f"'tokens': {TOKENS // 2}" in now
+    assert "tokens_per_rank, number of ranks, fill" in said
+    for others, shown in (
+        ({"data_seed": 7}, "'seed': 7"),
+        ({"fill": "cut"}, "'batches': 6"),
+        ({"gradient_accumulation_steps": 1}, "'gradient_accumulation_steps': 1}"),
+    ):
+        (said,) = resume(2, TOKENS, 3, **others)
+        assert shown in said.split("; now they are ")[1]
 
 
 def test_an_evaluation_set_without_an_end_is_refused() -> None:

@@ -37,7 +37,7 @@ from hf_distca.runtime.route import Route
 from hf_distca.schedule.cost import AttentionShape
 from hf_distca.schedule.layout import Layout
 
-# Keyword argument of a model's forward: the `LayerPlanner` of its handles, in place of one that
+# Keyword argument of a model's forward: the `LayerPlanner` of its handles, instead of one that
 # plans with the session; given by stages of a pipeline.
 PLANNER = "distca_planner"
 # Keyword argument of layers whose model has read the documents of the batch before them, as those
@@ -47,7 +47,7 @@ MODEL_ROWS = "distca_rows"
 
 @dataclass(frozen=True, eq=False)
 class LayerPlan:
-    """Plan of the layers of a micro-batch that are called alike, as this rank carries it out.
+    """Plan of the layers of a micro-batch with the same call, as this rank carries it out.
 
     Attributes:
         group: the ranks that take part; a group of this rank alone if no others do.
@@ -174,8 +174,7 @@ class ForwardBatch:
         context: other facts from the mask function.
         plans: filled by the first layer of each kind: some models pass the window only to the
             attention function.
-        call_plans: plans of layers that are called alike, by the arguments that distinguish their
-            calls.
+        call_plans: plans of layers, by the arguments that distinguish their calls.
         group: the ranks that take part, once they are known.
         documents: documents of the batch, once they were read.
         has_segments: whether the model's recurrent layers, if it has any, run along their segments.
@@ -195,16 +194,16 @@ class ForwardBatch:
     def is_training(self, module: torch.nn.Module) -> bool:
         """Return whether this is a forward of training, which all ranks run.
 
-        The model says it, not the layer at hand: frozen layers may be in evaluation mode. Where no
-        model is known, `module` says it.
+        The mode of the model decides, because frozen layers may be in evaluation mode. Where no
+        model is known, the mode of `module` does.
         """
         return module.training if self.context.training is None else self.context.training
 
     def make_key(
         self, shape: AttentionShape, device: str, window: int | None, nano: int = 0
     ) -> PlanKey:
-        """Return the plan key of a layer that passes this window to the attention
-        function; the mask's own window goes first.
+        """Return the plan key of a layer that passes this window to the attention function; a
+        window of the mask has priority.
         """
         if self.context.window is not None:
             window = self.context.window

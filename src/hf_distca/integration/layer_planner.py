@@ -64,7 +64,7 @@ class LayerPlanner:
 
         They do if one of the documents of their shares is cut, as for the teacher of a student: no
         rank could compute it alone. Every rank reads this from the layout of all, so all decide
-        alike, and none waits for one that runs alone. A rank that gets no such batch at all is
+        the same, and none waits for one that runs alone. A rank that gets no such batch at all is
         missed as in training: shares are compared, and `timeout_seconds` is the bound.
         """
         share = None if documents is None else documents.dealt_share

@@ -34,7 +34,7 @@ from hf_distca.integration.checks.replaced_parts import (
     warn_of_carried_states,
     warn_of_row_order,
 )
-from hf_distca.integration.checks.share_readers import check_dealing
+from hf_distca.integration.checks.share_readers import check_trainer
 from hf_distca.integration.processes import LOG, print_lines
 from hf_distca.integration.training.callback import (
     call_before_training,
@@ -42,15 +42,20 @@ from hf_distca.integration.training.callback import (
     find_session,
 )
 from hf_distca.integration.training.document_shares import document_shares
-from hf_distca.integration.training.pairs import check_deals_documents
+from hf_distca.integration.training.place_rows import check_deals_documents
 from hf_distca.schedule.layout import IntArray, Layout
 
 _COMPARED_BATCHES = 4  # global batches of which orders are compared
 _COLLATORS_OF_EQUAL_ROWS = (DataCollatorWithPadding, DefaultDataCollator)
 _REPLACED_BATCHES = 64  # batches of which the imbalance is estimated
+# How to train on one rank, and how to keep documents whole.
+_REMEDIES = (
+    "train without hf_distca.deal",
+    "Train without hf_distca.deal, which keeps documents whole",
+)
 # Attribute of arguments that `deal` has changed: their train_sampling_strategy.
 _STRATEGY_BEFORE = "distca_strategy_before"
-_PACKED_COLUMNS = {"seq_lengths", "position_ids"}  # columns that say which documents a row has
+_PACKED_COLUMNS = {"seq_lengths", "position_ids"}  # columns that tell which documents a row has
 
 AnyTrainer = TypeVar("AnyTrainer", bound=Trainer)
 
@@ -87,9 +92,9 @@ def deal(
             rows.
         longer: whether documents that are longer than a global batch are cut (``"cut"``) or refused
             (``"refuse"``).
-        collator: ``"replace"`` to replace a collator of your own, too. Otherwise it is refused, as
-            it may say which tokens are targets; those of transformers and TRL read rows as they are
-            read here.
+        collator: ``"replace"`` to replace a collator of your own, too. Otherwise it is refused,
+            because it may decide which tokens are targets; those of transformers and TRL read rows
+            as they are read here.
 
     Returns:
         The same Trainer.
@@ -133,7 +138,14 @@ def deal(
         }
     dataset = make(documents, fill=fill, longer=longer, **facts)
     shares = cast("Shares | StreamedShares", find_shares(dataset))
-    check_dealing(trainer, shares.deal_settings.ranks, config if evaluation else None)
+    ranks = shares.deal_settings.ranks
+    check_trainer(
+        trainer,
+        ranks,
+        f"hf_distca.deal for {ranks} ranks",
+        remedies=_REMEDIES,
+        evaluation=config if evaluation else None,
+    )
     eval_dataset = (
         _deal_evaluation(trainer, partial(make, seed=None, fill="whole", longer=longer))
         if evaluation
@@ -169,7 +181,7 @@ def deal(
 def _choose_seed(args: Any) -> int | None:
     """Choose the seed by which documents are shuffled; None if rows are read in their order.
 
-    `deal` sets this strategy itself, so arguments that several Trainers share keep what they said
+    `deal` sets this strategy itself, so arguments that several Trainers share keep the strategy of
     before.
     """
     strategy = getattr(args, _STRATEGY_BEFORE, args.train_sampling_strategy)

@@ -77,7 +77,7 @@ def document_shares(
             first.
         ranks: number of ranks that share attention; all processes, or as many of them as `config`
             puts in a group, if not given. Tensor-parallel ranks count once. Each group of ranks
-            trains on global batches of its own: item ``k * ranks + r`` is then the share of rank r
+            trains on different global batches: item ``k * ranks + r`` is then the share of rank r
             of a group in batch k, and the groups take batches in turns.
         ranks_per_node: number of ranks of a node; documents are kept on one node if possible. If
             neither this nor `ranks` is given, it is read from torchrun or `accelerate launch`.
