@@ -315,7 +315,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: DataLoader(rows(4).to_iterable_dataset()),
         "data of IterableDataset has no length",
     ),
-    "no loader": (lambda: None, "data of NoneType does not say"),
+    "no loader": (lambda: None, "data of NoneType has no length"),
     "dealt": (lambda: loader_of(0, dataset=dealt()), "documents of this data set are dealt"),
     "batches": (lambda: loader_of(0, batches=[[0, 1], [2]]), "list chooses its own batch sizes"),
     "dispatched": (

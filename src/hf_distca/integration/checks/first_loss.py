@@ -20,7 +20,7 @@ loss that gives all documents of a share the weight 0 does so, too, but it has r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial, wraps
 from typing import TYPE_CHECKING, Any
@@ -37,6 +37,8 @@ from hf_distca.integration.checks.loss_watch import ITEMS, LABELS, TARGETS, Loss
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, Trainer
 
+    from hf_distca.agreement.dealt_share import DealtShare
+
 # Trainers whose first loss was looked at, or is.
 _watched_trainers: WeakSet[Trainer] = WeakSet()
 
@@ -47,20 +49,23 @@ def is_loss_watched(trainer: object) -> bool:
 
 
 def run_watched_step(
-    trainer: Trainer, model: torch.nn.Module, step: Callable[..., torch.Tensor], inputs: Any
+    trainer: Trainer,
+    model: torch.nn.Module,
+    share: DealtShare | None,
+    inputs: Any,
+    step: Callable[..., torch.Tensor],
 ) -> torch.Tensor:
     """Run a training step of a Trainer, and check its loss if it is the first on a share of several
     ranks.
 
     Args:
-        trainer, model, inputs: the Trainer, its model, and its micro-batch.
+        trainer, model: the Trainer, and its model.
+        share, inputs: share of the micro-batch, None for other rows; and all of the micro-batch.
         step: the step, which needs no arguments.
 
     Raises:
         UnsupportedError: if the loss is not made of the targets of all ranks.
     """
-    batch = inputs if isinstance(inputs, Mapping) else {}
-    share = getattr(batch.get("distca_documents"), "dealt_share", None)
     if share is None or share.ranks == 1 or trainer in _watched_trainers:
         return step()
     from accelerate.utils import is_compiled_module
@@ -101,7 +106,7 @@ def run_watched_step(
         with wrap_method(trainer, "compute_loss", check_loss):
             loss = step()
         if outermost is not None and is_compiled and TARGETS not in watch.names_read:
-            check_head_gradient(outermost, batch.get(TARGETS))
+            check_head_gradient(outermost, inputs.get(TARGETS))
         return loss
     except BaseException:
         _watched_trainers.discard(trainer)

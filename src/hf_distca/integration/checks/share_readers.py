@@ -4,7 +4,6 @@ another loss of them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
@@ -28,6 +27,8 @@ from hf_distca.integration.processes import LOG, warn_once
 
 if TYPE_CHECKING:
     from transformers import Trainer, TrainerState, TrainingArguments
+
+    from hf_distca.agreement.dealt_share import DealtShare
 
 # Models as Trainers call them, in which gradients of ranks are averaged. `unwrap_model` of
 # accelerate takes DDP out of a compiled module, whose compiled forward still runs it.
@@ -146,15 +147,17 @@ def warn_of_other_epochs(loader: object, args: TrainingArguments, state: Trainer
     saved["distca_shares"] = facts
 
 
-def check_step(trainer: Trainer, model: torch.nn.Module, inputs: Any) -> None:
+def check_step(trainer: Trainer, model: torch.nn.Module, share: DealtShare | None) -> None:
     """Raise if a Trainer of shares trains on other batches, or if nothing averages the gradients of
     ranks that have parts of documents.
+
+    Args:
+        trainer, model: the Trainer, and its model.
+        share: share of its micro-batch; None for other rows.
 
     Raises:
         UnsupportedError: names the Trainer, and a remedy.
     """
-    packed = inputs.get("distca_documents") if isinstance(inputs, Mapping) else None
-    share = getattr(packed, "dealt_share", None)
     if share is None and find_shares(trainer.train_dataset) is not None:
         raise UnsupportedError(
             f"the train_dataset of this {type(trainer).__name__} is dealt, and its batches are not"

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache, partial, wraps
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -120,10 +120,11 @@ def _wrap_trainer_methods() -> None:
     def training_step(
         self: Trainer, model: torch.nn.Module, inputs: Any, *args: Any, **kwargs: Any
     ) -> torch.Tensor:
-        check_step(self, model, inputs)
-        return run_watched_step(
-            self, model, partial(step, self, model, inputs, *args, **kwargs), inputs
-        )
+        packed = inputs.get("distca_documents") if isinstance(inputs, Mapping) else None
+        share = getattr(packed, "dealt_share", None)
+        check_step(self, model, share)
+        run = partial(step, self, model, inputs, *args, **kwargs)
+        return run_watched_step(self, model, share, inputs, run)
 
     @wraps(loop)
     def evaluation_loop(

@@ -32,7 +32,13 @@ from hf_distca.integration.families import (
     check_layerdrop,
     warn_of_unproven_family,
 )
-from hf_distca.integration.handle import PLANNER, ForwardBatch, ForwardContext, MaskStandIn
+from hf_distca.integration.handle import (
+    PLANNER,
+    ForwardBatch,
+    ForwardContext,
+    LayerPlanner,
+    MaskStandIn,
+)
 from hf_distca.integration.hooks.dealt_trainers import check_first_share
 from hf_distca.integration.hooks.dense_masks import choose_dense_mask
 from hf_distca.integration.hooks.mask_functions import read_mask
@@ -44,7 +50,6 @@ from hf_distca.integration.hooks.positions import (
     mark_document_starts,
 )
 from hf_distca.integration.hooks.recomputed_masks import reuse_forward_handle
-from hf_distca.integration.layer_planner import LayerPlanner
 from hf_distca.integration.mask_objects import CachedMask, DenseMask, ForeignMask
 from hf_distca.integration.seen_ahead import Ahead
 

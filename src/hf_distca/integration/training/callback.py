@@ -131,7 +131,6 @@ class DistCACallback(TrainerCallback):
         warn_of_other_epochs(kwargs.get("train_dataloader"), args, state)
         session = self.apply_settings()
         check_evaluation(trainer, session.config)
-        self._move_before_reporters(trainer)
         if model is not None:
             prepare(model)
             if not find_distca_configs(model):
