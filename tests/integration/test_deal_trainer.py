@@ -324,7 +324,7 @@ def test_a_collator_that_may_mean_more_is_refused(
     else:
         with pytest.raises(
             hf_distca.UnsupportedError,
-            match=rf'replaces the data_collator, and {named} .*collator="replace"',
+            match=rf'replaces the data_collator, and does not know {named}: .*collator="replace"',
         ):
             hf_distca.deal(trainers[0], TOKENS)
         hf_distca.deal(trainers[1], TOKENS, collator="replace").train()
