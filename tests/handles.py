@@ -6,8 +6,7 @@ from typing import Any
 
 from hf_distca.agreement.documents import TokenBatch
 from hf_distca.integration.current_session import current_session
-from hf_distca.integration.handle import ForwardBatch, MaskStandIn
-from hf_distca.integration.layer_planner import LayerPlanner
+from hf_distca.integration.handle import ForwardBatch, LayerPlanner, MaskStandIn
 
 
 def make_handle(rows: int, length: int, **batch: Any) -> MaskStandIn:

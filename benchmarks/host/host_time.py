@@ -69,8 +69,7 @@ from hf_distca.agreement.announce import (
 from hf_distca.agreement.batch_plan import History, Measurement, MicroBatchPlan
 from hf_distca.agreement.documents import PackedDocuments, TokenBatch
 from hf_distca.config import DistCAConfig
-from hf_distca.integration.handle import ForwardBatch, MaskStandIn
-from hf_distca.integration.layer_planner import LayerPlanner
+from hf_distca.integration.handle import ForwardBatch, LayerPlanner, MaskStandIn
 from hf_distca.integration.session import Session
 from hf_distca.kernels import Case, Scores, TaskBatch, select_kernel
 from hf_distca.kernels.base import Grads, Operands, Outputs, Saved

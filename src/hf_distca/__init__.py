@@ -27,14 +27,13 @@ if TYPE_CHECKING:
     from hf_distca.agreement.documents import PackedDocuments
     from hf_distca.config import DistCAConfig
     from hf_distca.data.collator import PackingCollator
-    from hf_distca.integration.current_session import balancing, configure
+    from hf_distca.integration.current_session import balancing, configure, metrics
     from hf_distca.integration.hooks.mask import prepare
     from hf_distca.integration.reports import Metrics
     from hf_distca.integration.training.callback import DistCACallback
     from hf_distca.integration.training.deal_trainer import deal
     from hf_distca.integration.training.document_shares import document_shares
     from hf_distca.integration.training.place_rows import place_rows
-    from hf_distca.integration.training.process_figures import metrics
     from hf_distca.tools.observe.imbalance_callback import ImbalanceCallback
 
     __version__: str
@@ -71,9 +70,8 @@ _MODULES = {
     "integration.training.document_shares": ("document_shares",),
     "integration.hooks.mask": ("prepare",),
     "integration.training.place_rows": ("place_rows",),
-    "integration.training.process_figures": ("metrics",),
     "integration.reports": ("Metrics",),
-    "integration.current_session": ("balancing", "configure"),
+    "integration.current_session": ("balancing", "configure", "metrics"),
     "tools.observe.imbalance_callback": ("ImbalanceCallback",),
 }
 # Names of earlier versions, and what to use instead.

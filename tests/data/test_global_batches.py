@@ -134,11 +134,12 @@ def test_a_longer_document_is_cut_or_refused_and_said_once(
         with caplog.at_level(logging.WARNING, "hf_distca"):
             batches = GlobalBatches(lengths, 100, 0, fill)
             epoch_of(batches, 0)
-        assert [record.getMessage() for record in caplog.records] == [
+        assert [record.getMessage() for record in caplog.records][:1] == [
             "2 of 5 documents are longer than a global batch of 100 tokens (ranks x"
             " tokens_per_rank); document 1 has 250. They are cut: each piece is a separate"
             " document. With tokens_per_rank 2.5 times as large, none would be."
         ]
+        assert len(caplog.records) == 1 + (fill == "whole"), "and one of padding"
         caplog.clear()
         with pytest.raises(LayoutError, match=r"2 of 5 documents are longer .* document 1 has 250"):
             GlobalBatches(lengths, 100, 0, fill, longer="refuse")
@@ -150,6 +151,19 @@ def test_whole_documents_are_packed_tightly() -> None:
     lengths = np.minimum(np.random.default_rng(0).lognormal(6, 1.3, 20_000).astype(int) + 1, 32768)
     batches = GlobalBatches(lengths, 32768, 0, "whole", quiet=True)
     assert len(batches) - 1 <= lengths.sum() / 32768 / 0.999
+    padding = batches.count_padding_tokens()
+    assert padding == len(batches) * 32768 - lengths.sum() < 0.01 * lengths.sum()
+
+
+def test_documents_that_fill_no_batch_well_are_told_of(caplog: pytest.LogCaptureFixture) -> None:
+    """The last batch of an epoch may be short: that is no reason for another rule."""
+    with caplog.at_level(logging.WARNING, "hf_distca"):
+        GlobalBatches([50] * 21, 100, 0, "whole")
+        GlobalBatches([60] * 20, 100, 0, "cut")
+        assert not caplog.records
+        GlobalBatches([60] * 20, 100, 0, "whole")
+    assert "40.0 % of the tokens of 20 global batches are padding" in caplog.text
+    assert 'fill="cut", which needs no padding' in caplog.text
 
 
 @given(

@@ -20,7 +20,7 @@ import hf_distca
 from checkpointed import checkpoint_layers
 from handles import make_handle
 from hf_distca.integration.current_session import current_session
-from hf_distca.integration.layer_planner import LayerPlanner
+from hf_distca.integration.handle import LayerPlanner
 from hf_distca.kernels import Scores
 from hf_distca.runtime.call import AttentionServer, Inputs
 from hf_distca.schedule.cost import AttentionShape

@@ -208,7 +208,7 @@ def test_masks_and_packing_change_nothing_but_what_they_should() -> None:
 
 def test_what_is_said(capfd: pytest.CaptureFixture[str]) -> None:
     trainer = make(Trainer, "distca", rows(), {"gradient_accumulation_steps": 2})
-    hf_distca.deal(trainer, TOKENS)
+    hf_distca.deal(trainer, TOKENS, fill="cut")
     said = [line for line in capfd.readouterr().err.splitlines() if "." in line][-5:]
     assert said == [
         (
@@ -223,7 +223,7 @@ def test_what_is_said(capfd: pytest.CaptureFixture[str]) -> None:
         ),
         (
             'Tokens that lose context by a cut: 45.8% (fill="whole" cuts none that fits in a global'
-            " batch). Optimizer steps of an epoch: 5 before, 3 dealt."
+            " batch). Padding: 0.0%. Optimizer steps of an epoch: 5 before, 3 dealt."
         ),
     ]
     assert (
@@ -316,16 +316,16 @@ def test_a_collator_that_may_mean_more_is_refused(
     processes.warn_once.cache_clear()
     if named is None:
         hf_distca.deal(trainers[0], TOKENS)
-        assert "in the place of" not in caplog.text
+        assert "by PackingCollator" not in caplog.text
     else:
         with pytest.raises(
             hf_distca.UnsupportedError,
-            match=rf'replaces the data_collator, and {named} .*collator="replace"',
+            match=rf'replaces the data_collator, and does not know {named}: .*collator="replace"',
         ):
             hf_distca.deal(trainers[0], TOKENS)
         hf_distca.deal(trainers[1], TOKENS, collator="replace").train()
         assert re.search(
-            f"puts PackingCollator in the place of {named}, which is not called", caplog.text
+            f"replaces {named} by PackingCollator: it is no longer called", caplog.text
         )
 
 
@@ -336,7 +336,7 @@ def test_a_pad_token_that_ends_documents_is_said(caplog: pytest.LogCaptureFixtur
     processes.warn_once.cache_clear()
     hf_distca.deal(trainer, TOKENS)
     assert (
-        "would leave out all targets that are token 1, which pads and ends documents alike"
+        "would leave out all targets that are token 1, which both pads and ends documents"
         in caplog.text
     )
 
@@ -571,23 +571,32 @@ def test_other_batches_are_warned_of_in_a_resumed_training(
         "gradient_accumulation_steps": 2,
     }
 
-    def resume(step: int | None, tokens: int, max_steps: int, **others: int) -> list[str]:
+    def resume(
+        step: int | None, tokens: int, max_steps: int, fill: Any = None, **others: int
+    ) -> list[str]:
         caplog.clear()
         hf_distca.configure(settings(cost_model="analytic"))
         trainer = make(Trainer, "distca", rows(), {**changes, "max_steps": max_steps, **others})
-        hf_distca.deal(trainer, tokens)
+        hf_distca.deal(trainer, tokens, fill=fill)
         checkpoint = None if step is None else str(tmp_path / f"checkpoint-{step}")
         trainer.train(resume_from_checkpoint=checkpoint)
         return [text for text in caplog.messages if "resumes after step" in text]
 
     assert resume(None, TOKENS, 2) == []
     assert resume(2, TOKENS, 5) == []
-    assert [resume(step, TOKENS, 7) for step in (3, 4, 5)] == [[]] * 3, "over an epoch's end"
-    (said,) = resume(2, TOKENS // 2, 4)
-    assert f"global batches of {TOKENS // 2} tokens an epoch" in said
-    assert "with the tokens_per_rank, number of ranks, fill and documents of before" in said
-    (said,) = resume(2, TOKENS, 4, data_seed=7)
-    assert "were shuffled by seed 42; now it is seed 7" in said
+    assert resume(5, TOKENS, 7) == [], "over an epoch's end"
+    (said,) = resume(2, TOKENS // 2, 3)
+    before, now = said.split("; now they are ")
+    assert all(fact in before for fact in ("'batches': 8", "'seed': 42", f"'tokens': {TOKENS}"))
+    assert f"'tokens': {TOKENS // 2}" in now
+    assert "tokens_per_rank, number of ranks, fill" in said
+    for others, shown in (
+        ({"data_seed": 7}, "'seed': 7"),
+        ({"fill": "cut"}, "'batches': 6"),
+        ({"gradient_accumulation_steps": 1}, "'gradient_accumulation_steps': 1}"),
+    ):
+        (said,) = resume(2, TOKENS, 3, **others)
+        assert shown in said.split("; now they are ")[1]
 
 
 def test_an_evaluation_set_without_an_end_is_refused() -> None:

@@ -50,7 +50,9 @@ def some_documents() -> datasets.Dataset:
 def make(ranks: int, **more: Any) -> Any:
     shapes, config = [(SHAPE, None)], tiny_runs.settings()
     return hf_distca.document_shares(
-        some_documents(), TOKENS // ranks, shapes=shapes, config=config, ranks=ranks, **more
+        some_documents(),
+        TOKENS // ranks,
+        **{"shapes": shapes, "config": config, "ranks": ranks, "fill": "cut", **more},
     )
 
 
@@ -258,7 +260,18 @@ def test_what_cannot_be_dealt_is_refused() -> None:
                 some_documents(), **{"tokens_per_rank": 16, "model": LlamaConfig(), **wrong}
             )
     with pytest.raises(LayoutError, match="642 tokens together, a global batch has 10000"):
-        hf_distca.document_shares(some_documents(), 10_000, model=LlamaConfig())
+        hf_distca.document_shares(some_documents(), 10_000, model=LlamaConfig(), fill="cut")
+
+
+@pytest.mark.parametrize(
+    ("how", "is_whole"), [({}, True), ({"seed": None}, False), ({"fill": "cut"}, False)]
+)
+def test_shuffled_documents_stay_whole_by_default(how: dict[str, Any], is_whole: bool) -> None:
+    """Packing changes their order, so documents in their order are cut."""
+    dataset = hf_distca.document_shares(some_documents(), 200, shapes=[(SHAPE, None)], **how)
+    shares = find_shares(dataset)
+    starts = [shares.batches.get_pieces(0, number).starts for number in range(len(shares.batches))]
+    assert np.concatenate(starts).any() != is_whole
 
 
 def evaluate(rank: int, ranks: int) -> dict[str, float]:

@@ -14,7 +14,7 @@ import torch
 import hf_distca
 from hf_distca.agreement.announce import PlanKey
 from hf_distca.integration.current_session import current_session
-from hf_distca.integration.layer_planner import LayerPlanner
+from hf_distca.integration.handle import LayerPlanner
 from hf_distca.integration.session import Session
 from hf_distca.runtime.group import AttentionGroup
 from hf_distca.schedule.cost import AttentionShape, CostModel

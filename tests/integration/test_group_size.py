@@ -140,7 +140,9 @@ def cut_by_default(rank: int) -> tuple[tuple[int, ...], int, list[str]]:
         with state, patch.multiple(config_module, _MOST_RANKS=2, _FEWEST_RANKS=2, _WHOLE_NODES=2):
             ranks = current_session().join_group().ranks
             shares = find_shares(
-                hf_distca.document_shares([[1, 2, 3]] * 64, 8, shapes=[(SHAPE, None)], device="cpu")
+                hf_distca.document_shares(
+                    [[1, 2, 3]] * 64, 8, shapes=[(SHAPE, None)], device="cpu", fill="cut"
+                )
             )
             check_loader(
                 DataLoader(

@@ -12,7 +12,7 @@ from typing import Any
 import datasets
 import pytest
 import torch
-from accelerate.data_loader import BatchSamplerShard, prepare_data_loader, skip_first_batches
+from accelerate.data_loader import prepare_data_loader, skip_first_batches
 from peft import PromptTuningConfig, get_peft_model
 from torch.utils.data import (
     BatchSampler,
@@ -26,14 +26,13 @@ from transformers import (
     AutoModelForCausalLM,
     JambaConfig,
     Trainer,
-    TrainerState,
     TrainingArguments,
     WhisperConfig,
 )
 
 import hf_distca
 from hf_distca.integration.checks.reading_order import find_shares
-from hf_distca.integration.checks.share_readers import check_loader, warn_of_other_batches
+from hf_distca.integration.checks.share_readers import check_loader
 from hf_distca.integration.current_session import current_session
 from tiny_runs import COMMON, PAIRS, documents, make_trainer, rows, settings, tiny_llama
 
@@ -55,6 +54,7 @@ def shares(
         device="cpu",
         config=config,
         seed=seed,
+        fill="cut",
     )
 
 
@@ -314,33 +314,6 @@ def test_each_rank_must_count_the_targets_of_all() -> None:
         hf_distca.UnsupportedError, match=r"LlamaForCausalLM is a mean .*accepts_loss_kwargs = True"
     ):
         check_loader(loader_of(shares()), trainer=trainer)
-
-
-@pytest.mark.parametrize("accumulation", [1, 2])
-@pytest.mark.parametrize(
-    ("group_size", "processes", "drop_last"),
-    [(None, 2, False), (2, 2, False), (2, 4, False), (2, 8, True)],
-)
-def test_a_resumed_training_of_groups_is_where_it_was(
-    group_size: int | None,
-    processes: int,
-    drop_last: bool,
-    accumulation: int,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    """Groups take global batches in turns, so each reads a part of them."""
-    data = shares(group_size=group_size)
-    sampler = BatchSampler(SequentialSampler(data), 1, drop_last=drop_last)
-    loader = DataLoader(
-        data, batch_sampler=BatchSamplerShard(sampler, processes, 0), collate_fn=collate
-    )
-    args = TrainingArguments(**COMMON, gradient_accumulation_steps=accumulation)
-    state = TrainerState(global_step=1, epoch=accumulation / len(loader))
-    warn_of_other_batches(loader, args, state)
-    assert not caplog.text
-    state.epoch = 2 * state.epoch
-    warn_of_other_batches(loader, args, state)
-    assert f"with {len(loader)} global batches of" in caplog.text
 
 
 def test_ranks_that_evaluate_alone_are_refused() -> None:

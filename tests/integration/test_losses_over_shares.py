@@ -364,6 +364,7 @@ def train(ranks: int, name: str, precision: str, watched: bool) -> Outcome:
     shares = hf_distca.document_shares(
         [{"input_ids": ids} for ids in documents(*LENGTHS)],
         TOKENS // ranks,
+        fill="cut",
         shapes=[(PAIRS.shape, None)],
         ranks=ranks,
         device="cpu",

@@ -16,7 +16,7 @@ from transformers import LlamaForSequenceClassification, PreTrainedTokenizerFast
 
 import hf_distca
 from hf_distca.integration.current_session import current_session
-from hf_distca.integration.training.pairs import ItemRules
+from hf_distca.integration.training.place_rows import ItemRules
 from ranks import RankPool
 from tiny_runs import COMMON, VOCABULARY, documents, losses, settings, tiny_llama
 

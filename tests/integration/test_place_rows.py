@@ -312,11 +312,11 @@ def test_nodes_are_found(
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "stream": (
         lambda: DataLoader(rows(4).to_iterable_dataset()),
-        "data of IterableDataset does not say how many there are",
+        "data of IterableDataset has no length",
     ),
-    "no loader": (lambda: None, "data of NoneType does not say"),
+    "no loader": (lambda: None, "data of NoneType has no length"),
     "dealt": (lambda: loader_of(0, dataset=dealt()), "documents of this data set are dealt"),
-    "batches": (lambda: loader_of(0, batches=[[0, 1], [2]]), "list makes batches of its own sizes"),
+    "batches": (lambda: loader_of(0, batches=[[0, 1], [2]]), "list chooses its own batch sizes"),
     "dispatched": (
         lambda: DataLoaderDispatcher(rows(4)),
         "rank 0 would read the batches of all ranks",

@@ -186,7 +186,7 @@ BLOCKS = {
     },
 }
 
-STEPS = {"docs/long_documents.md": [4, 6], "docs/getting_started.md": [4]}
+STEPS = {"docs/long_documents.md": [4, 7], "docs/getting_started.md": [4]}
 
 
 def script_of_blocks(page: str) -> str:

@@ -34,9 +34,8 @@ from tiny import MODEL_TYPES, build, class_of
 import hf_distca
 from hf_distca import DistCAError, UnsupportedError
 from hf_distca.hybrids.recurrent_layers import RECURRENT_MODULES
-from hf_distca.integration.handle import ForwardBatch
+from hf_distca.integration.handle import ForwardBatch, LayerPlanner
 from hf_distca.integration.hooks import nano_batch_layers
-from hf_distca.integration.layer_planner import LayerPlanner
 
 # The statuses with which a type is not refused, and their names in families.py.
 WORKING = {

@@ -26,6 +26,7 @@ LongerRule = Literal["cut", "refuse"]
 
 # Tokens of a document of padding: attention of one long document would take time.
 _MAX_PADDING_TOKENS = 128
+_MUCH_PADDING = 0.05  # part of needless batches from which on a warning names the other rule
 # Batches that are filled at the same time: more of them waste a little less, and take longer.
 _MAX_OPEN_BATCHES = 64
 
@@ -55,20 +56,20 @@ class BatchPieces:
 class GlobalBatches:
     """Global batches of the same number of tokens, in another order in each epoch.
 
-    With ``fill="cut"``, documents follow each other in the epoch's order, and each batch is filled
-    to the last token. The rest of a document is a separate document in the next batch. Tokens at
-    the end of an epoch that do not fill a batch are dropped.
-
     With ``fill="whole"``, documents stay whole. They are packed once, and epochs differ in the
     order of batches. Free space is filled with padding. No document is dropped: one batch may be
     mostly padding.
+
+    With ``fill="cut"``, documents follow each other in the epoch's order, and each batch is filled
+    to the last token. The rest of a document is a separate document in the next batch. Tokens at
+    the end of an epoch that do not fill a batch are dropped.
 
     Args:
         lengths: (documents,) number of tokens of each document. Documents of 0 tokens are left out.
         tokens: number of tokens of a global batch.
         seed: seed of the order of epochs; None for the order as given, the same in every epoch, as
             for evaluation.
-        fill: "cut" or "whole".
+        fill: "whole" or "cut".
         longer: "cut" to cut documents that are longer than a global batch, "refuse" to raise.
         quiet: log nothing, and show no progress bar.
 
@@ -96,19 +97,19 @@ class GlobalBatches:
             )
         self.tokens = tokens
         self.seed = seed
-        self._fills_whole = fill == "whole"
+        self.fills_whole = fill == "whole"
         self._document = np.flatnonzero(counts)
         self._start = np.zeros_like(self._document)
         self._length = counts[self._document]
         self._apply_longer_rule(longer, quiet)
         total = int(self._length.sum())
-        if not total or (not self._fills_whole and total < tokens):
+        if not total or (not self.fills_whole and total < tokens):
             raise LayoutError(
                 f"{len(self._document)} documents with tokens have {total} tokens together, a "
                 f"global batch has {tokens} (ranks x tokens_per_rank): give more documents or "
                 'fewer tokens a rank, or fill="whole" to train on padding.'
             )
-        if self._fills_whole:
+        if self.fills_whole:
             self._pack_whole_documents(quiet)
             total = int(self._length.sum())
         self._count = total // tokens
@@ -135,7 +136,7 @@ class GlobalBatches:
             raise IndexError(f"global batch {number} of {len(self)}")
         if self._epoch is None or self._epoch[0] != epoch:
             count = len(self._length)
-            whole = self._fills_whole
+            whole = self.fills_whole
             batches = self._shuffle(self._count, 1 + epoch) if whole else np.arange(self._count)
             documents = np.arange(count) if whole else self._shuffle(count, epoch)
             self._epoch = epoch, batches, documents, np.cumsum(self._length[documents])
@@ -155,12 +156,16 @@ class GlobalBatches:
         """Count the tokens of the first epoch that see less of their document than they would if
         it were whole, because it is cut before them.
         """
-        if self._fills_whole:
+        if self.fills_whole:
             return int(self._length[self._start > 0].sum())
         ends = np.cumsum(self._length[self._shuffle(len(self._length), 0)])
         # The first one behind the start of each document.
         cuts = (np.append(0, ends[:-1]) // self.tokens + 1) * self.tokens
         return int(np.maximum(np.minimum(ends, self._count * self.tokens) - cuts, 0).sum())
+
+    def count_padding_tokens(self) -> int:
+        """Count the tokens of padding in an epoch."""
+        return int(self._length[self._document < 0].sum())
 
     def _shuffle(self, count: int, stream: int) -> IntArray:
         if self.seed is None:
@@ -183,11 +188,13 @@ class GlobalBatches:
         self._document = np.append(self._document[order], np.full_like(lengths, -1))[by_batch]
         self._start = np.append(self._start[order], np.zeros_like(lengths))[by_batch]
         self._length = np.append(self._length[order], lengths)[by_batch]
-        if not quiet:
-            _log.info(
-                "%d global batches of whole documents, %.2f %% of them padding.",
-                len(used),
-                100 * lengths.sum() / (len(used) * self.tokens),
+        least = -(-int(used.sum()) // self.tokens)  # batches, if documents filled all but the last
+        if not quiet and len(used) > (1 + _MUCH_PADDING) * least:
+            _log.warning(
+                "%.1f %% of the tokens of %d global batches are padding, because documents are too"
+                " long to fill batches of %d tokens well. Raise tokens_per_rank; or set"
+                ' fill="cut", which needs no padding, and cuts the last document of each batch.',
+                *(100 * lengths.sum() / (len(used) * self.tokens), len(used), self.tokens),
             )
 
     def _apply_longer_rule(self, longer: LongerRule, quiet: bool) -> None:
@@ -213,7 +220,7 @@ class GlobalBatches:
                 description,
                 math.ceil(10 * self._length[longest] / self.tokens) / 10,
             )
-        if not self._fills_whole:
+        if not self.fills_whole:
             return
         counts = -(-self._length // self.tokens)  # pieces of each document
         whole, part = enumerate_ranges(np.zeros_like(counts), counts)

@@ -22,8 +22,8 @@ from hf_distca.agreement.documents import Documents, TokenBatch
 from hf_distca.errors import LayoutError, UnsupportedError
 from hf_distca.hybrids.recurrent_rows import RecurrentRows
 from hf_distca.hybrids.segments import Segments
+from hf_distca.integration.handle import LayerPlanner
 from hf_distca.integration.hooks.positions import mark_document_starts
-from hf_distca.integration.layer_planner import LayerPlanner
 from hf_distca.integration.session import Session
 from hf_distca.runtime.group import AttentionGroup
 from hf_distca.schedule.layout import Layout

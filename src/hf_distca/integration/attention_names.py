@@ -1,4 +1,4 @@
-"""Names of attention in transformers: distca under its own name, in place of others, by default."""
+"""Names of attention in transformers: distca under its own name, instead of others, by default."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def check_not_replaced(config: PreTrainedConfig | None) -> None:
         raise UnsupportedError(
             f'attn_implementation="{name}" is distca here, and {describe_origin(changed)} has been'
             " put in front of it since. Packages do so to cut sequences over ranks; distca would"
-            " take each part for documents of its own. Switch that off (sequence, context or"
+            " take each part for whole documents. Switch that off (sequence, context or"
             " Ulysses parallelism of size 1): distca shares the attention of long documents between"
             " ranks."
         )
@@ -81,7 +81,7 @@ def replace_attention(name: str) -> None:
         UnsupportedError: if `name` is another, or a package has replaced its function, as packages
             do that cut sequences over ranks. If a package does so later, the next forward raises.
     """
-    if name in tuple(_registered):  # which need no hash of whatever a user gives
+    if name in tuple(_registered):  # a user's value may have no hash
         return
     check_replaceable(name)
     origin = "TRL's" if name == TREE_ATTENTION else _check_replaced(name)

@@ -1,4 +1,4 @@
-"""The session of this process, and how it is configured and replaced."""
+"""The session of this process, how it is configured and replaced, and its figures."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from hf_distca.config import DistCAConfig, check_settings
 from hf_distca.integration.attention_names import replace_attention
-from hf_distca.integration.reports import print_summary
+from hf_distca.integration.reports import Metrics, print_summary, read_metrics
 from hf_distca.integration.session import Session
 
 _configured: Session | None = None  # by `configure`, or with the defaults
-_session: Session | None = None  # in use: that one, or one of a callback with settings of its own
+_session: Session | None = None  # in use: that one, or one of a callback with other settings
 
 
 def current_session() -> Session:
@@ -93,6 +93,32 @@ def balancing(enabled: bool) -> Iterator[None]:
         yield
     finally:
         session.config = before
+
+
+def metrics(*, gather: bool = False) -> Metrics:
+    """Return sums of estimates and measurements since `configure`; reading does not reset them.
+
+    For custom logs: ``before = metrics()``, and later ``(metrics(gather=True) -
+    before).figures()``. All ranks see the same figures, except ``distca/planning_ms``,
+    ``distca/server_time_share``, ``distca/states_mb`` and ``distca/late_compiles``, which are of
+    this rank. With one rank or another attention implementation there are none.
+
+    Args:
+        gather: let ranks exchange their measurements first, so that all micro-batches up to here
+            are in the sums. This takes one small collective, for which all ranks must call it at
+            the same point, after a backward, and waits for the device, as reading the loss does.
+            Without it nothing is exchanged and a rank may read alone: the sums then contain
+            measurements announced with the documents of later micro-batches, so the last
+            micro-batch is missing, and on CUDA the last two.
+
+    Raises:
+        DistCADesyncError: with `gather`, if not all ranks come.
+    """
+    session = current_session()
+    session.times_local_work = True
+    if gather:
+        session.gather_measurements()
+    return read_metrics(session)
 
 
 def print_last_summary() -> None:

@@ -48,7 +48,7 @@ def count_layers(model: Any, dtype: torch.dtype | None, device: str) -> dict[Pla
     config = model_config.get_text_config(decoder=True)
     bytes_ = (dtype or _choose_dtype(model, config, model_config)).itemsize
     kinds = getattr(config, "layer_types", None) or [None]
-    # A layer of each kind; layers may differ in more than what `layer_types` says.
+    # A layer of each kind; layers may differ in more than their `layer_types`.
     layers = {kind: kinds.index(kind) for kind in kinds}
     configs = (
         config.per_layer_config

@@ -1,4 +1,4 @@
-"""Objects in place of mask tensors: what transformers sees of a mask under distca."""
+"""Objects instead of mask tensors: what transformers sees of a mask under distca."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hf_distca.errors import UnsupportedError
 
 
 class MaskObject:
-    """Object in place of a mask tensor: the methods of tensors that transformers calls."""
+    """Object instead of a mask tensor: it has the methods of tensors that transformers calls."""
 
     # Generation with static caches makes masks ahead of the forward and takes them for 4-D tensors.
     ndim: ClassVar[int] = 4

@@ -111,8 +111,8 @@ def _check_dimensions(sizes: dict[str, int]) -> None:
             raise UnsupportedError(
                 f'the device mesh has a dimension "{name}" of {size} ranks; distca knows'
                 f" {_DATA_DIMENSIONS} for data and {_MODEL_DIMENSIONS} for the model, and would"
-                " take the part of a sequence that each of these ranks holds for documents of its"
-                ' own. Make it 1 (for "cp" and "sp": cp_size=1, sp_size=1 in accelerate\'s'
+                " take the part of a sequence that each of these ranks holds for whole documents."
+                ' Make it 1 (for "cp" and "sp": cp_size=1, sp_size=1 in accelerate\'s'
                 " ParallelismConfig): distca does what context and sequence parallelism are used"
                 " for, by sharing the attention of long documents between data-parallel ranks."
             )

@@ -152,11 +152,11 @@ class Session:
             return get_current_world() is None or dist.get_rank() == 0
         return self._group.ranks[self._group.rank] == 0
 
-    def report_errors(self, doing: str) -> AbstractContextManager[None]:
-        """Return a context manager that reports an exception inside to the ranks of the group, if
-        it was made: in what this rank does alone, while they go on to what needs all.
+    def report_errors(self, activity: str) -> AbstractContextManager[None]:
+        """Return a context manager that reports an exception to the other ranks of the group, if it
+        was made, because they may already wait for this one.
         """
-        return nullcontext() if self._group is None else self._group.report_errors(doing)
+        return nullcontext() if self._group is None else self._group.report_errors(activity)
 
     def gather_measurements(self) -> None:
         """Gather the measurements up to here, on all ranks of the group. Collective."""

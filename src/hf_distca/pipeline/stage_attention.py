@@ -16,8 +16,7 @@ import torch
 from hf_distca.agreement.announce import PlanKey
 from hf_distca.borrowed import is_in_backward
 from hf_distca.errors import DistCADesyncError, UnsupportedError
-from hf_distca.integration.handle import ForwardBatch, LayerPlan
-from hf_distca.integration.layer_planner import LayerPlanner
+from hf_distca.integration.handle import ForwardBatch, LayerPlan, LayerPlanner
 from hf_distca.integration.session import Session
 from hf_distca.kernels.base import Grads, Outputs, Scores, TaskBatch
 from hf_distca.kernels.varlen import to_device

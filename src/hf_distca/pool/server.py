@@ -29,8 +29,7 @@ from hf_distca.agreement.documents import Documents
 from hf_distca.agreement.planner import Planner
 from hf_distca.borrowed import Store, TCPStore
 from hf_distca.errors import DistCADesyncError, make_printable
-from hf_distca.integration.handle import LayerPlan
-from hf_distca.integration.layer_planner import LayerPlanner
+from hf_distca.integration.handle import LayerPlan, LayerPlanner
 from hf_distca.integration.session import Session
 from hf_distca.kernels.base import Grads, Outputs, Scores
 from hf_distca.package_versions import list_versions

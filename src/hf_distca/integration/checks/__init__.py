@@ -1,1 +1,1 @@
-"""Checks of Trainers, loaders and losses: they raise, or say why not, and change nothing."""
+"""Checks of Trainers, loaders and losses: they raise or warn, and change nothing."""

@@ -24,7 +24,7 @@ _HARMLESS_ARGUMENTS = {
     "logits_to_keep",
     "cache_position",
     "is_causal",
-    # Of loaders; the first say where documents start.
+    # Of loaders; the first tell where documents start.
     *DOCUMENT_KEYS,
     *PACKING_KEYS,
     *TREE_KEYS,
@@ -48,7 +48,7 @@ _HARMLESS_ARGUMENTS = {
 def check_arguments(
     module: torch.nn.Module, dropout: float, kwargs: dict[str, Any], mask: object
 ) -> None:
-    """Check arguments that may differ between layers that are called alike.
+    """Check arguments that may differ between layers with the same shapes and options.
 
     Args:
         module: the attention module.
@@ -69,7 +69,7 @@ def check_arguments(
         _raise_for_weights(module)
     causal = kwargs.get("is_causal")
     if not (getattr(module, "is_causal", True) if causal is None else causal) and not (
-        # The mask says what its tokens see.
+        # The mask determines what its tokens see.
         isinstance(mask, MaskStandIn) and mask.batch.context.ahead is not None
     ):
         raise UnsupportedError(
@@ -82,9 +82,9 @@ def check_arguments(
 
 def _check_unknown_arguments(module: torch.nn.Module, arguments: dict[str, Any]) -> None:
     """Raise for arguments that are not known to leave attention unchanged."""
-    # What the attention of a proven family passes by itself was seen when it was compared. A switch
-    # beside that came with the call of the model, and is for somebody else, such as the loss.
-    # Numbers and tensors may change what attention computes.
+    # Arguments that a proven family always passes were there when it was compared. Any other switch
+    # came with the call of the model, and is for another part, such as the loss. Numbers and
+    # tensors may change what attention computes.
     proven = (
         FAMILIES.get(getattr(getattr(module, "config", None), "model_type", "")) in PROVEN_GROUPS
     )
@@ -126,7 +126,7 @@ def check_window(module: torch.nn.Module, window: object) -> None:
 def check_layer(
     module: torch.nn.Module, states: Sequence[torch.Tensor], shape: tuple[int, int]
 ) -> None:
-    """Check facts that layers that are called alike have in common: shapes, and their config.
+    """Check facts that layers with the same call have in common: shapes, and their config.
 
     Args:
         module: the attention module.
@@ -188,7 +188,7 @@ def check_cached_mask(
         raise UnsupportedError(
             f"{name} has {len(documents.lengths)} packed documents (distca_documents) and a"
             " key/value cache, in which each would see the others. Give the model use_cache=False"
-            " and no past_key_values; in place of prefix tuning use another adapter, such as LoRA."
+            " and no past_key_values; instead of prefix tuning use another adapter, such as LoRA."
         )
     return mask.as_subclass(torch.Tensor)
 

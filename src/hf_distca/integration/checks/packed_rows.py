@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 
 def check_packed_row(call: MaskCall, part: PreTrainedModel, packed: PackedDocuments) -> None:
-    """Raise if the model of a forward, of which a part makes the mask, would compute documents of a
-    row otherwise than each in a row of its own.
+    """Raise if the model of a forward, of which a part makes the mask, would compute the documents
+    of a row differently from documents in separate rows.
 
     Raises:
         UnsupportedError: names what acts once a row, and a remedy.

@@ -54,7 +54,7 @@ def _get_collator(loader: object) -> object:
 
 def find_reading_cases(loader: Any, shares: Shares | StreamedShares, *, training: bool) -> Cases:
     """Find the cases in which ranks would get other shares than their own, or, in training, epochs
-    would not be shuffled anew.
+    would not be shuffled again.
     """
     package, name = get_collator_origin(_get_collator(loader))
     # All that the Trainer leaves in.
@@ -97,7 +97,7 @@ def find_reading_cases(loader: Any, shares: Shares | StreamedShares, *, training
     yield (
         batches.batch_size != 1,
         f"batches of {batches.batch_size}. Set per_device_train_batch_size=1 and"
-        " per_device_eval_batch_size=1; tokens_per_rank says how large a batch is.",
+        " per_device_eval_batch_size=1; tokens_per_rank decides how large a batch is.",
     )
     yield (
         not _is_for_ranks(processes, shares),
@@ -127,7 +127,7 @@ def _is_for_ranks(processes: int, shares: Shares | StreamedShares) -> bool:
     if getattr(shares, "rank", None) is not None:  # a stream of the shares of one rank alone
         return processes == 1
     world = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-    # Each group takes global batches of its own, in turns.
+    # Groups take global batches in turns.
     if ranks > 1 and (config.group_size == ranks or config.group_ranks(world) == ranks < world):
         return processes % ranks == 0
     return processes == ranks

@@ -76,8 +76,8 @@ def check_collator(trainer: Trainer, collator: CollatorRule) -> None:
             and pad == getattr(tokenizer, "eos_token_id", None)
         ):
             warn_once(
-                "%s would leave out all targets that are token %d, which pads and ends documents"
-                " alike; dealt, they are trained on. Give rows labels with -100 there if they"
+                "%s would leave out all targets that are token %d, which both pads and ends"
+                " documents; dealt, they are trained on. Give rows labels with -100 there if they"
                 " should not be.",
                 *(name, pad),
             )
@@ -85,15 +85,15 @@ def check_collator(trainer: Trainer, collator: CollatorRule) -> None:
     shown = f"{name}(mlm=True)" if masks_at_random else name
     if collator == "replace":
         warn_once(
-            "hf_distca.deal puts PackingCollator in the place of %s, which is not called any more.",
+            "hf_distca.deal replaces %s by PackingCollator: it is no longer called.",
             shown,
         )
         return
     raise UnsupportedError(
-        f"hf_distca.deal replaces the data_collator, and {shown} is none whose rows are read as"
-        " it reads them: what it masks, drops or changes would be lost. Do in the data set what it"
-        " does: rows may have labels with -100, completion_mask or assistant_masks. If nothing is"
-        ' lost, say hf_distca.deal(..., collator="replace"), or hf-distca run --set'
+        f"hf_distca.deal replaces the data_collator, and does not know {shown}: what it masks,"
+        " drops or changes would be lost. Do in the data set what it does: rows may have labels"
+        " with -100, completion_mask or assistant_masks. If nothing is lost, call"
+        ' hf_distca.deal(..., collator="replace"), or set it by hf-distca run --set'
         " collator=replace."
     )
 
@@ -112,7 +112,7 @@ def warn_of_row_order(trainer: Trainer) -> None:
 
 def warn_of_carried_states(model: torch.nn.Module | None) -> None:
     """Warn of recurrent layers under other attention than distca: they carry states on from
-    document to document of a row, so such a run is none to compare with.
+    document to document of a row, so such a run cannot be compared with.
     """
     for kind in sorted({part.config.model_type for part in iterate_models(model)}):
         remedy = _STATE_REMEDIES.get(FAMILIES.get(kind, ""))

@@ -4,8 +4,6 @@ another loss of them.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
@@ -29,6 +27,8 @@ from hf_distca.integration.processes import LOG, warn_once
 
 if TYPE_CHECKING:
     from transformers import Trainer, TrainerState, TrainingArguments
+
+    from hf_distca.agreement.dealt_share import DealtShare
 
 # Models as Trainers call them, in which gradients of ranks are averaged. `unwrap_model` of
 # accelerate takes DDP out of a compiled module, whose compiled forward still runs it.
@@ -119,66 +119,45 @@ def _list_evaluation_sets(trainer: Trainer | None) -> list[Any]:
     return list(data.values()) if isinstance(data, dict) else [data]
 
 
-def warn_of_another_seed(loader: object, state: TrainerState) -> None:
-    """Warn in a resumed training if documents were shuffled by another seed in the steps before;
-    keep the seed in checkpoints for that.
+def warn_of_other_epochs(loader: object, args: TrainingArguments, state: TrainerState) -> None:
+    """Warn in a resumed training if epochs of shares had other global batches in the steps before:
+    batches are skipped by their number, so documents would be trained on again, or left out.
+
+    Keep the facts in checkpoints for that.
     """
     shares = find_shares(loader)
     if not isinstance(shares, Shares):
         return
     saved: Any = state.stateful_callbacks
-    if not isinstance(saved, dict):
-        return
-    seed = {"seed": shares.batches.seed}
-    before = saved.get("distca_shares", seed)
-    if state.global_step and state.is_world_process_zero and before != seed:
+    facts: Any = {
+        "seed": shares.batches.seed,
+        "batches": len(loader),  # type: ignore[arg-type]  # groups of ranks take them in turns
+        "tokens": shares.deal_settings.tokens,
+        "gradient_accumulation_steps": args.gradient_accumulation_steps,
+    }
+    before: Any = saved.get("distca_shares", "not known")
+    if state.global_step and state.is_world_process_zero and before != facts:
         LOG.warning(
-            "this training resumes after step %d, before which documents were shuffled by seed %s;"
-            " now it is seed %s. Documents are trained on again or left out: resume with the seed"
-            " (data_seed) of before.",
-            state.global_step,
-            before["seed"],
-            seed["seed"],
+            "this training resumes after step %d, before which the global batches of an epoch were"
+            " %s; now they are %s. Some documents will be repeated or skipped: resume with the seed"
+            " (data_seed), tokens_per_rank, number of ranks, fill, gradient_accumulation_steps and"
+            " documents of before.",
+            *(state.global_step, before, facts),
         )
-    saved["distca_shares"] = seed
+    saved["distca_shares"] = facts
 
 
-def warn_of_other_batches(loader: object, args: TrainingArguments, state: TrainerState) -> None:
-    """Warn in a resumed training if the steps before it were on other global batches: batches are
-    skipped by their number, so documents would be trained on again, or left out.
+def check_step(trainer: Trainer, model: torch.nn.Module, share: DealtShare | None) -> None:
+    """Raise if a Trainer of shares trains on other batches, or if nothing averages the gradients of
+    ranks that have parts of documents.
 
-    The checkpoint has the step and the part of the epoch; both tell how many batches an epoch had.
-    """
-    shares = find_shares(loader)
-    if not isinstance(shares, Shares) or not state.global_step:
-        return
-    count = len(loader)  # type: ignore[arg-type]  # groups of ranks take global batches in turns
-    accumulation = args.gradient_accumulation_steps
-    epochs, steps = divmod(state.global_step, -(-count // accumulation))
-    epoch = epochs + min(steps * accumulation / count, 1.0)
-    is_told = state.is_world_process_zero and state.epoch is not None
-    if is_told and not math.isclose(state.epoch, epoch, abs_tol=1e-6):
-        LOG.warning(
-            "this training resumes after step %d, which was at epoch %.4g; with %d global batches"
-            " of %d tokens an epoch it is at %.4g. Documents are trained on again or left out:"
-            " resume with the tokens_per_rank, number of ranks, fill and documents of before.",
-            state.global_step,
-            state.epoch,
-            count,
-            shares.deal_settings.tokens,
-            epoch,
-        )
-
-
-def check_step(trainer: Trainer, model: torch.nn.Module, inputs: Any) -> None:
-    """Raise if a Trainer of shares trains on other batches, or if each of several ranks trains a
-    model of its own on parts of documents.
+    Args:
+        trainer, model: the Trainer, and its model.
+        share: share of its micro-batch; None for other rows.
 
     Raises:
         UnsupportedError: names the Trainer, and a remedy.
     """
-    packed = inputs.get("distca_documents") if isinstance(inputs, Mapping) else None
-    share = getattr(packed, "dealt_share", None)
     if share is None and find_shares(trainer.train_dataset) is not None:
         raise UnsupportedError(
             f"the train_dataset of this {type(trainer).__name__} is dealt, and its batches are not"
@@ -204,46 +183,30 @@ def check_step(trainer: Trainer, model: torch.nn.Module, inputs: Any) -> None:
         )
 
 
-def check_unread_shares(trainer: Trainer, ranks: int) -> None:
-    """Raise if a Trainer would train differently on shares than on whole documents, where its
-    loader does not show that it gives shares.
-
-    Args:
-        trainer: the Trainer, before it trains.
-        ranks: number of ranks that the documents are dealt to; a single one has all of each.
-
-    Raises:
-        UnsupportedError: names the cause, and the setting to change.
-    """
-    if ranks > 1:
-        _raise_first(
-            f"batches are shares of documents dealt to {ranks} ranks",
-            _find_loss_cases(trainer.args, trainer, ranks),
-            _find_model_cases(trainer.model, ranks, *_SHARE_REMEDIES),
-        )
-
-
-def check_dealing(trainer: Trainer, ranks: int, evaluation: DistCAConfig | None) -> None:
+def check_trainer(
+    trainer: Trainer,
+    ranks: int,
+    subject: str,
+    *,
+    remedies: tuple[str, str] = _SHARE_REMEDIES,
+    evaluation: DistCAConfig | None = None,
+) -> None:
     """Raise if a Trainer would not train, or evaluate, on documents dealt to `ranks` ranks as one
     process would.
 
     Args:
-        trainer: the Trainer.
-        ranks: number of ranks that share documents.
+        trainer, ranks: the Trainer, and the number of ranks that share documents.
+        subject: beginning of the error, which names the data.
+        remedies: how to train on one rank, and how to keep documents whole.
         evaluation: settings in use, if evaluation sets are dealt, too.
 
     Raises:
         UnsupportedError: names the cause, and the setting to change.
     """
     _raise_first(
-        f"hf_distca.deal for {ranks} ranks",
+        subject,
         _find_loss_cases(trainer.args, trainer, ranks),
-        _find_model_cases(
-            trainer.model,
-            ranks,
-            "train without hf_distca.deal",
-            "Train without hf_distca.deal, which keeps documents whole",
-        ),
+        _find_model_cases(trainer.model, ranks, *remedies),
         _find_evaluation_cases(trainer, ranks, evaluation),
     )
 

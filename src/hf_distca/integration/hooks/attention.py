@@ -121,8 +121,7 @@ def distca_attention(
     batch, nano = attention_mask.batch, attention_mask.nano
     if sliding_window is not None:
         check_window(module, sliding_window)
-    # All else that must be found out or checked is the same in layers that are called with the
-    # same.
+    # Everything else that must be found out or checked is the same in layers with the same call.
     autocast = torch.is_autocast_enabled(query.device.type) and torch.get_autocast_dtype(
         query.device.type
     )
@@ -154,7 +153,7 @@ def _prepare_layers(
     options: tuple[float | None, int | None, float | None],
     kwargs: dict[str, Any],
 ) -> LayerPlan:
-    """Prepare the plan and the kernel for the first of several layers that are called alike.
+    """Prepare the plan and the kernel for the first of several layers with the same call.
 
     Args:
         module, mask, kwargs: see `distca_attention`.
@@ -205,9 +204,7 @@ def _make_scores(
 def _scale_queries(
     module: torch.nn.Module, query_BHLD: torch.Tensor, scaling: torch.Tensor
 ) -> torch.Tensor:
-    """Scale queries in place of the scores, so that the scale gets its gradient, as one that is
-    learned.
-    """
+    """Scale queries instead of scores, so that a scale that is learned gets its gradient."""
     heads = query_BHLD.shape[1]
     if scaling.numel() > 1 and scaling.shape not in ((heads, 1, 1), (1, heads, 1, 1)):
         raise UnsupportedError(

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache, partial, wraps
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -21,14 +21,18 @@ import torch
 
 from hf_distca.borrowed import count_shifted_targets
 from hf_distca.data.collator import IGNORED_LABEL
-from hf_distca.integration.checks.first_gradient import watch_gradient
-from hf_distca.integration.checks.first_loss import is_loss_watched, run_watched_step, wrap_method
+from hf_distca.integration.checks.first_loss import (
+    is_loss_watched,
+    run_watched_step,
+    watch_gradient,
+    wrap_method,
+)
 from hf_distca.integration.checks.reading_order import find_shares
 from hf_distca.integration.checks.share_readers import (
     check_evaluation,
     check_loader,
     check_step,
-    check_unread_shares,
+    check_trainer,
     warn_of_rows_not_dealt,
 )
 from hf_distca.integration.hooks.other_models import check_calls
@@ -72,7 +76,7 @@ def check_first_share(call: MaskCall, share: DealtShare, session: Session) -> No
             )
             check_evaluation(trainer, session.config)
         elif model.training:
-            check_unread_shares(trainer, share.ranks)
+            check_trainer(trainer, share.ranks, f"batches are shares for {share.ranks} ranks")
     if model.training and share.ranks > 1:
         wrap_trainers()
         if not is_loss_watched(trainer):
@@ -116,10 +120,11 @@ def _wrap_trainer_methods() -> None:
     def training_step(
         self: Trainer, model: torch.nn.Module, inputs: Any, *args: Any, **kwargs: Any
     ) -> torch.Tensor:
-        check_step(self, model, inputs)
-        return run_watched_step(
-            self, model, partial(step, self, model, inputs, *args, **kwargs), inputs
-        )
+        packed = inputs.get("distca_documents") if isinstance(inputs, Mapping) else None
+        share = getattr(packed, "dealt_share", None)
+        check_step(self, model, share)
+        run = partial(step, self, model, inputs, *args, **kwargs)
+        return run_watched_step(self, model, share, inputs, run)
 
     @wraps(loop)
     def evaluation_loop(

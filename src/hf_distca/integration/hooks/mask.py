@@ -32,7 +32,13 @@ from hf_distca.integration.families import (
     check_layerdrop,
     warn_of_unproven_family,
 )
-from hf_distca.integration.handle import PLANNER, ForwardBatch, ForwardContext, MaskStandIn
+from hf_distca.integration.handle import (
+    PLANNER,
+    ForwardBatch,
+    ForwardContext,
+    LayerPlanner,
+    MaskStandIn,
+)
 from hf_distca.integration.hooks.dealt_trainers import check_first_share
 from hf_distca.integration.hooks.dense_masks import choose_dense_mask
 from hf_distca.integration.hooks.mask_functions import read_mask
@@ -44,10 +50,8 @@ from hf_distca.integration.hooks.positions import (
     mark_document_starts,
 )
 from hf_distca.integration.hooks.recomputed_masks import reuse_forward_handle
-from hf_distca.integration.layer_planner import LayerPlanner
 from hf_distca.integration.mask_objects import CachedMask, DenseMask, ForeignMask
 from hf_distca.integration.seen_ahead import Ahead
-from hf_distca.integration.session import Session
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -59,7 +63,7 @@ def distca_mask(
     config: PreTrainedConfig | None = None,
     **sizes: Any,
 ) -> MaskStandIn | CachedMask | DenseMask | ForeignMask:
-    """Make the handle of a micro-batch in place of a dense mask: the mask function registered as
+    """Make the handle of a micro-batch instead of a dense mask: the mask function registered as
     "distca".
 
     `sizes` has ``batch_size``, ``q_length`` and ``kv_length``, and may have ``q_offset``,
@@ -156,8 +160,8 @@ def _make_handle(
         *limits,
         config=config,
         rotary_reason=extend_rotary(model, config, packed),
-        # A model can be left in training mode while one rank generates: the mode alone does not
-        # tell that the others take part.
+        # A model can be left in training mode while one rank generates, so the mode alone does not
+        # tell whether the others take part.
         is_generating=call.is_generating,
         # Only what is computed while gradients are recorded can be recomputed. Layers under
         # reentrant checkpointing record none in their first forward, but their mask is made before.
@@ -165,11 +169,6 @@ def _make_handle(
         training=None if model is None else model.training,
     )
     return MaskStandIn(ForwardBatch(planner, tokens, context))
-
-
-def find_session() -> Session:
-    """Return the session of this process, for files that get it handed down."""
-    return current_session()
 
 
 def find_planner(model: PreTrainedModel) -> LayerPlanner | None:
@@ -230,7 +229,7 @@ def prepare(model: Model) -> Model:
     session.find_mesh(iterate_models(model))
     if session.config.ping_pong:
         for part in iterate_models(model):
-            # Of others the first forward says why it leaves them whole.
+            # The first forward warns that it leaves layers of other models whole.
             if part.config.model_type in PING_PONG_FAMILIES:
                 cut_layers(part)
     if dist.is_available() and dist.is_initialized():

@@ -30,7 +30,7 @@ def read_mask(
     Args:
         function: the mask function.
         local_size: tokens of the window or chunk of the mask, by its caller.
-        use_vmap: whether the model has added functions of its own.
+        use_vmap: whether the model has added mask functions.
 
     Returns:
         Window, chunk, and what tokens see of those behind them; or the features of the mask that

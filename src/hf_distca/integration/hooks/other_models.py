@@ -23,22 +23,13 @@ from hf_distca.integration.attention_names import (
     iterate_models,
 )
 from hf_distca.integration.callers import is_in_model
+from hf_distca.integration.current_session import current_session
 from hf_distca.integration.hooks.positions import find_first_position
-from hf_distca.integration.session import Session
 
 _REMEDY = (
     'Load it with attn_implementation="distca" and call it with all of the batch, as'
     " model(**inputs). All ranks then compute it together, in eval() and under no_grad() as well."
 )
-
-
-_find_session: Callable[[], Session]
-
-
-def ask_for_session(find_session: Callable[[], Session]) -> None:
-    """Let the checks find the session of this process."""
-    global _find_session
-    _find_session = find_session
 
 
 @cache
@@ -83,7 +74,7 @@ def _check_call(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str,
         else _find_position_reason(model, kwargs)
     )
     if reason is not None:
-        with _find_session().report_errors(f"calling {type(model).__name__}"):
+        with current_session().report_errors(f"calling {type(model).__name__}"):
             raise UnsupportedError(f"{type(model).__name__} {reason} {_REMEDY}")
 
 
@@ -123,7 +114,7 @@ def _find_position_reason(model: PreTrainedModel, kwargs: dict[str, Any]) -> str
     )
     if is_known or (
         find_distca_configs(model)
-        and (model.training or _find_session().config.documents_span_ranks)
+        and (model.training or current_session().config.documents_span_ranks)
     ):
         return None
     first = int(positions.flatten()[0]) - find_first_position(model)

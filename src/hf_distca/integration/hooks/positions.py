@@ -1,4 +1,4 @@
-"""Treatment of positions by a model whose documents are in several parts.
+"""Positions of models whose documents are in several parts.
 
 The model must count positions as the documents do. And with ``rope_type`` "dynamic" and "longrope"
 it finds the largest position in its batch and chooses frequencies by it. A rank that holds only the
@@ -69,7 +69,7 @@ def accept_document_positions() -> None:
     PreTrainedModel.post_init = post_init  # type: ignore[method-assign]
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]  # compiled, each length would be a graph of its own
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # compiled, each length would make another graph
 def _shift_positions(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     documents, positions = kwargs.get("distca_documents"), kwargs.get("position_ids")
     if not isinstance(documents, PackedDocuments):
@@ -139,7 +139,7 @@ def check_positions(
     if counts_itself:
         counted = np.arange(len(position)) + first
     elif position_ids is None or position_ids.numel() != len(position):
-        return  # the latter is said where documents are read
+        return  # where documents are read, wrong numbers are refused
     else:
         counted = position_ids.reshape(-1).cpu().numpy()
     offsets = counted - position
@@ -251,7 +251,7 @@ def _is_varying_rotary(module: torch.nn.Module) -> bool:
     )
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]  # compiled, each length would be a graph of its own
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # compiled, each length would make another graph
 def _add_longest(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     longest = _get_longest_document(find_model_argument("distca_documents"))
     setattr(module, _HAS_LONGEST, longest is not None)
@@ -261,8 +261,8 @@ def _add_longest(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[st
     if not isinstance(positions, torch.Tensor):
         raise UnsupportedError(
             f"{type(module).__name__} is called without position_ids, and makes a rotary embedding"
-            " that depends on the longest document of all ranks: distca has nowhere to say how"
-            " long that is."
+            " that depends on the longest document of all ranks: distca cannot pass that"
+            " length to it."
         )
     longest = _restore_length(
         module, longest, kwargs.get("layer_type", args[2] if len(args) > 2 else None)

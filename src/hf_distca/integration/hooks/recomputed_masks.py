@@ -1,10 +1,10 @@
 """Masks that a recompute makes again: it gets the masks of its forward.
 
-A checkpoint around a whole model makes the mask a second time. With a handle of its own the
+A checkpoint around a whole model makes the mask a second time. With another handle the
 recompute would plan, exchange and attend once more, or cut layers in two where the forward did not.
 So the forward leaves its handles with the checkpoint, and the recompute, which makes masks in the
 same order, takes them from there. Reentrant checkpoints leave no trace of themselves in forward:
-their recompute plans anew, as all ranks do at the same time.
+their recompute plans again, as all ranks do at the same time.
 """
 
 from __future__ import annotations

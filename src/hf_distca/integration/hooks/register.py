@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from hf_distca.integration import attention_names
 from hf_distca.integration.hooks.attention import distca_attention
-from hf_distca.integration.hooks.mask import distca_mask, find_session
-from hf_distca.integration.hooks.other_models import ask_for_session
+from hf_distca.integration.hooks.mask import distca_mask
 from hf_distca.integration.hooks.positions import accept_document_positions
 
 
@@ -13,4 +12,3 @@ def register() -> None:
     """Give transformers the attention function and the mask function named "distca"."""
     attention_names.register_attention("distca", distca_attention, distca_mask)
     accept_document_positions()
-    ask_for_session(find_session)

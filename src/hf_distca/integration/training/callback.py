@@ -26,8 +26,7 @@ from hf_distca.integration.callers import find_trainer
 from hf_distca.integration.checks.share_readers import (
     check_evaluation,
     check_loader,
-    warn_of_another_seed,
-    warn_of_other_batches,
+    warn_of_other_epochs,
 )
 from hf_distca.integration.current_session import current_session, use_session
 from hf_distca.integration.hooks.dealt_trainers import wrap_trainers
@@ -43,7 +42,7 @@ from hf_distca.integration.reports import (
 from hf_distca.integration.session import Session
 from hf_distca.integration.training.record import Recorder
 
-_MIN_MICRO_BATCHES = 20  # micro-batches in which nothing was moved, to say so
+_MIN_MICRO_BATCHES = 20  # micro-batches in which nothing was moved, before a warning
 
 
 class DistCACallback(TrainerCallback):
@@ -129,11 +128,9 @@ class DistCACallback(TrainerCallback):
         trainer = find_trainer(self)
         wrap_trainers()
         check_loader(kwargs.get("train_dataloader"), model=model, args=args, trainer=trainer)
-        warn_of_other_batches(kwargs.get("train_dataloader"), args, state)
-        warn_of_another_seed(kwargs.get("train_dataloader"), state)
+        warn_of_other_epochs(kwargs.get("train_dataloader"), args, state)
         session = self.apply_settings()
         check_evaluation(trainer, session.config)
-        self._move_before_reporters(trainer)
         if model is not None:
             prepare(model)
             if not find_distca_configs(model):
@@ -272,7 +269,7 @@ class DistCACallback(TrainerCallback):
 
     def _warn_if_no_gain(self, after: int) -> None:
         """Warn once that nothing was moved, after so many micro-batches, and once that exchanges
-        were given up; say why.
+        were given up, with the reasons.
         """
         session = current_session()
         totals = (read_metrics(session) - self._first_metrics).balance

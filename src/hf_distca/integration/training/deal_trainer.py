@@ -34,7 +34,7 @@ from hf_distca.integration.checks.replaced_parts import (
     warn_of_carried_states,
     warn_of_row_order,
 )
-from hf_distca.integration.checks.share_readers import check_dealing
+from hf_distca.integration.checks.share_readers import check_trainer
 from hf_distca.integration.processes import LOG, print_lines
 from hf_distca.integration.training.callback import (
     call_before_training,
@@ -42,15 +42,20 @@ from hf_distca.integration.training.callback import (
     find_session,
 )
 from hf_distca.integration.training.document_shares import document_shares
-from hf_distca.integration.training.pairs import check_deals_documents
+from hf_distca.integration.training.place_rows import check_deals_documents
 from hf_distca.schedule.layout import IntArray, Layout
 
 _COMPARED_BATCHES = 4  # global batches of which orders are compared
 _COLLATORS_OF_EQUAL_ROWS = (DataCollatorWithPadding, DefaultDataCollator)
 _REPLACED_BATCHES = 64  # batches of which the imbalance is estimated
+# How to train on one rank, and how to keep documents whole.
+_REMEDIES = (
+    "train without hf_distca.deal",
+    "Train without hf_distca.deal, which keeps documents whole",
+)
 # Attribute of arguments that `deal` has changed: their train_sampling_strategy.
 _STRATEGY_BEFORE = "distca_strategy_before"
-_PACKED_COLUMNS = {"seq_lengths", "position_ids"}  # columns that say which documents a row has
+_PACKED_COLUMNS = {"seq_lengths", "position_ids"}  # columns that tell which documents a row has
 
 AnyTrainer = TypeVar("AnyTrainer", bound=Trainer)
 
@@ -60,7 +65,7 @@ def deal(
     tokens_per_rank: int,
     *,
     evaluation: bool = False,
-    fill: FillRule = "cut",
+    fill: FillRule | None = None,
     longer: LongerRule = "cut",
     collator: CollatorRule = "check",
 ) -> AnyTrainer:
@@ -82,13 +87,14 @@ def deal(
         tokens_per_rank: tokens of each rank in a micro-batch. It replaces the batch size.
         evaluation: whether to deal the evaluation set, too: in its own order, and with all ranks
             evaluating together.
-        fill: ``"cut"`` to fill global batches to the token, ``"whole"`` for whole documents and
-            some padding.
+        fill: ``"whole"`` for whole documents and some padding, ``"cut"`` to fill global batches to
+            the token. If not given, documents stay whole, except in a stream or in the order of
+            rows.
         longer: whether documents that are longer than a global batch are cut (``"cut"``) or refused
             (``"refuse"``).
-        collator: ``"replace"`` to replace a collator of your own, too. Otherwise it is refused, as
-            it may say which tokens are targets; those of transformers and TRL read rows as they are
-            read here.
+        collator: ``"replace"`` to replace a collator of your own, too. Otherwise it is refused,
+            because it may decide which tokens are targets; those of transformers and TRL read rows
+            as they are read here.
 
     Returns:
         The same Trainer.
@@ -132,7 +138,14 @@ def deal(
         }
     dataset = make(documents, fill=fill, longer=longer, **facts)
     shares = cast("Shares | StreamedShares", find_shares(dataset))
-    check_dealing(trainer, shares.deal_settings.ranks, config if evaluation else None)
+    ranks = shares.deal_settings.ranks
+    check_trainer(
+        trainer,
+        ranks,
+        f"hf_distca.deal for {ranks} ranks",
+        remedies=_REMEDIES,
+        evaluation=config if evaluation else None,
+    )
     eval_dataset = (
         _deal_evaluation(trainer, partial(make, seed=None, fill="whole", longer=longer))
         if evaluation
@@ -160,7 +173,7 @@ def deal(
         )
         if isinstance(shares, Shares):
             steps = f"{steps_before:,} before, {_count_steps(trainer, dataset):,} dealt"
-            print_lines(_compare_orders(shares, imbalance, steps, fill))
+            print_lines(_compare_orders(shares, imbalance, steps))
             _warn_of_cut(int(facts["lengths"].max()), args)
     return trainer
 
@@ -168,7 +181,7 @@ def deal(
 def _choose_seed(args: Any) -> int | None:
     """Choose the seed by which documents are shuffled; None if rows are read in their order.
 
-    `deal` sets this strategy itself, so arguments that several Trainers share keep what they said
+    `deal` sets this strategy itself, so arguments that several Trainers share keep the strategy of
     before.
     """
     strategy = getattr(args, _STRATEGY_BEFORE, args.train_sampling_strategy)
@@ -332,7 +345,7 @@ def _estimate_batches(args: Any, lengths: IntArray, dealing: Dealing) -> float |
     )
 
 
-def _compare_orders(shares: Shares, imbalance: float | None, steps: str, fill: FillRule) -> str:
+def _compare_orders(shares: Shares, imbalance: float | None, steps: str) -> str:
     """Compare dealt documents with their order, and with the batches that the Trainer had: their
     imbalance, if it is known, and the steps of an epoch, before and now.
     """
@@ -343,14 +356,16 @@ def _compare_orders(shares: Shares, imbalance: float | None, steps: str, fill: F
     ]
     in_order = np.mean([dealing.estimate_in_order(some) for some in lengths])
     even = np.mean([dealing.estimate_dealt(some) for some in lengths])
-    cut = batches.count_cut_tokens() / (len(batches) * dealing.tokens)
-    remedy = ' (fill="whole" cuts none that fits in a global batch)' * (fill == "cut" and cut > 0)
+    tokens = len(batches) * dealing.tokens
+    cut = batches.count_cut_tokens() / tokens
+    remedy = ' (fill="whole" cuts none that fits in a global batch)'
     replaced = "" if imbalance is None else f"{imbalance:.2f} in the batches replaced, "
     return (
         f"Attention of the slowest rank / mean, estimated: {replaced}{in_order:.2f} with documents"
         f" in their order, {even:.2f} dealt.\n"
-        f"Tokens that lose context by a cut: {cut:.1%}{remedy}. Optimizer steps of an epoch:"
-        f" {steps}."
+        f"Tokens that lose context by a cut: {cut:.1%}"
+        f"{remedy if cut and not batches.fills_whole else ''}. Padding:"
+        f" {batches.count_padding_tokens() / tokens:.1%}. Optimizer steps of an epoch: {steps}."
     )
 
 

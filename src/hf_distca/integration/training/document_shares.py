@@ -46,7 +46,7 @@ def document_shares(
     device: str | torch.device | None = None,
     config: DistCAConfig | None = None,
     seed: int | None = 0,
-    fill: FillRule = "cut",
+    fill: FillRule | None = None,
     longer: LongerRule = "cut",
     column: str = "input_ids",
     lengths: Any = None,
@@ -77,7 +77,7 @@ def document_shares(
             first.
         ranks: number of ranks that share attention; all processes, or as many of them as `config`
             puts in a group, if not given. Tensor-parallel ranks count once. Each group of ranks
-            trains on global batches of its own: item ``k * ranks + r`` is then the share of rank r
+            trains on different global batches: item ``k * ranks + r`` is then the share of rank r
             of a group in batch k, and the groups take batches in turns.
         ranks_per_node: number of ranks of a node; documents are kept on one node if possible. If
             neither this nor `ranks` is given, it is read from torchrun or `accelerate launch`.
@@ -89,9 +89,10 @@ def document_shares(
         config: settings to train with; those given to `hf_distca.configure`, if not given.
         seed: epochs are shuffled by it; None for the order as given in every epoch, as for
             evaluation.
-        fill: ``"cut"`` to fill global batches to the token: the rest of a document becomes a
-            document of its own in the next batch, and the rest of an epoch is dropped. ``"whole"``
-            for whole documents, and padding in the few free places.
+        fill: ``"whole"`` for whole documents, and padding in the few free places. ``"cut"`` to fill
+            global batches to the token: the rest of a document becomes a separate document in the
+            next batch, and the rest of an epoch is dropped. If not given, shuffled documents stay
+            whole, and documents in their order are cut, because packing changes the order.
         longer: whether documents that are longer than a global batch are cut (``"cut"``) or refused
             (``"refuse"``).
         column: column of the token ids.
@@ -148,7 +149,7 @@ def document_shares(
     inputs = read_input_names(model)
     if not hasattr(documents, "__len__"):
         # The default seed shuffles nothing here.
-        if fill != "cut" or longer != "cut" or seed or lengths is not None:
+        if fill not in (None, "cut") or longer != "cut" or seed or lengths is not None:
             raise ConfigError(
                 f"seed={seed!r}, fill={fill!r}, longer={longer!r} and lengths={lengths!r} for"
                 " documents without a length: they are taken as they come, and cut where a global"
@@ -158,6 +159,7 @@ def document_shares(
         return StreamedShares(documents, dealing, column=column, inputs=inputs)
     quiet = dist.is_available() and dist.is_initialized() and dist.get_rank() > 0
     lengths = read_document_lengths(documents, column, lengths, quiet=quiet)
+    fill = fill or ("cut" if seed is None else "whole")
     batches = GlobalBatches(lengths, dealing.tokens, seed, fill, longer, quiet=quiet)
     return make_lazy_dataset(
         Shares(documents, batches, dealing, column=column, pad_token_id=pad_token_id, inputs=inputs)

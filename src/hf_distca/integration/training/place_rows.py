@@ -6,6 +6,10 @@ every n-th batch, or, with ``split_batches``, its part of each. The placement go
 two. So what comes before it (seeds, epochs, generators that accelerate keeps equal on all ranks)
 and after it (what a resume skips, workers, devices) is as it was. The Trainer makes its loader when
 it begins to train: there `get_train_dataloader` is followed.
+
+Items of some of TRL's Trainers stay whole as rows do: pairs of DPO and of reward models,
+completions of KTO. The items of an optimizer step may go to any rank if the loss is a mean over
+them: ranks have equally many, so the mean over ranks is that of one process. Read against TRL 1.16.
 """
 
 from __future__ import annotations
@@ -13,9 +17,10 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import wraps
 from itertools import groupby
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import numpy as np
 from accelerate.data_loader import BatchSamplerShard, DataLoaderDispatcher
@@ -25,19 +30,28 @@ from torch.utils.data import BatchSampler, IterableDataset
 from transformers import Trainer
 
 from hf_distca.config import DistCAConfig
-from hf_distca.data.row_documents import find_row_documents
-from hf_distca.data.row_placement import RowPlacement, StepPlaces
+from hf_distca.data.reading import read_document_lengths
+from hf_distca.data.row_placement import RowPlacement, StepPlaces, find_row_documents
 from hf_distca.errors import ConfigError, UnsupportedError
 from hf_distca.integration.checks.reading_order import find_shares
 from hf_distca.integration.layer_kinds import count_layers, make_initial_cost
 from hf_distca.integration.processes import print_lines
 from hf_distca.integration.training.callback import find_session
-from hf_distca.integration.training.pairs import ItemRules
 from hf_distca.runtime.members import find_node_number
 from hf_distca.schedule.layout import FloatArray, IntArray
 
 Reader = TypeVar("Reader")
 _SAMPLE_STEPS = 16  # that the estimate of the first line looks at
+# Columns that follow each other in a document, for each document of an item. KTO reads a prompt
+# again with an answer to another one, for losses that compare the two.
+_DOCUMENTS = {
+    "DPOTrainer": (("prompt_ids", "chosen_ids"), ("prompt_ids", "rejected_ids")),
+    "KTOTrainer": (("prompt_ids", "completion_ids"), ("prompt_ids", "KL_completion_ids")),
+    "RewardTrainer": (("chosen_ids",), ("rejected_ids",)),
+}
+# Losses of DPO that sort the pairs of a rank's batch, or are a mean over its tokens.
+_LOSSES_OF_RANKS = {"aot", "aot_unpaired", "sft"}
+_AS_THEY_ARE = 'attn_implementation="distca" balances its batches as they are.'
 
 
 def place_rows(
@@ -58,7 +72,7 @@ def place_rows(
 
     Pairs of TRL's `DPOTrainer` and `RewardTrainer` and completions of its `KTOTrainer` are placed
     in the same way. The loss stays the same: losses that depend on which of them share a rank are
-    refused, and so are TRL's other Trainers, but for `SFTTrainer`.
+    refused, and so are TRL's other Trainers except `SFTTrainer`.
 
     Call it on every rank, with the same arguments: between a Trainer and its ``train()``, or on a
     loader that accelerate has prepared. Ranks compare what they read. A rank alone keeps its order.
@@ -68,8 +82,8 @@ def place_rows(
             `DataLoader`.
         model: for a loader the model, or its config, for whose attention rows are weighed. Without
             it, they are weighed by the squares of document lengths.
-        accumulation: for a loader micro-batches of a step, counted anew in each epoch; those of the
-            `Accelerator` if None.
+        accumulation: for a loader, the micro-batches of a step, counted from the start of each
+            epoch; those of the `Accelerator` if None.
         ranks_per_node: ranks [0, n), [n, 2n), ... are nodes; as they are found if None.
             Tensor-parallel ranks count once. With 1, ranks are evened, as for attention that they
             do not share.
@@ -84,7 +98,7 @@ def place_rows(
         UnsupportedError: for data without a length, dealt documents, items of TRL whose loss would
             change, and loaders whose batches cannot be placed, with what to set instead; for those
             of a Trainer before its first step.
-        LayoutError: if rows do not say how long they are.
+        LayoutError: if rows have no column that tells how long they are.
     """
     if not isinstance(reader, Trainer):
         config = find_session().config
@@ -141,8 +155,8 @@ def _weigh_rows(
     """
     if not hasattr(rows, "__len__") or isinstance(rows, IterableDataset):
         raise UnsupportedError(
-            f"place_rows weighs all rows before training, and data of {type(rows).__name__} does"
-            " not say how many there are. Give a data set with a length, or leave place_rows out."
+            f"place_rows weighs all rows before training, and data of {type(rows).__name__} has"
+            " no length. Give a data set with a length, or leave place_rows out."
         )
     if find_shares(rows) is not None:
         raise UnsupportedError(
@@ -187,8 +201,8 @@ def _make_placer(
     Args:
         work: seconds of attention of each row.
         accumulation: micro-batches of a step.
-        ranks_per_node: ranks of a node, if the user said.
-        config: settings, which say which ranks share attention.
+        ranks_per_node: ranks of a node, if the user gave it.
+        config: settings, which determine the ranks that share attention.
     """
     node_numbers, digests = zip(
         *gather_object([(find_node_number(), zlib.crc32(work.tobytes()))]), strict=True
@@ -283,15 +297,15 @@ def _find_shard(loader: Any) -> BatchSamplerShard | None:
         )
     if not getattr(shard.batch_sampler, "batch_size", None):
         raise UnsupportedError(
-            f"{type(shard.batch_sampler).__name__} makes batches of its own sizes, and place_rows"
-            ' keeps those that there are. Set train_sampling_strategy="random", or give a batch'
+            f"{type(shard.batch_sampler).__name__} chooses its own batch sizes, and place_rows"
+            ' needs a fixed one. Set train_sampling_strategy="random", or give a batch'
             " sampler with a batch_size."
         )
     return shard
 
 
 def _describe_places(places: StepPlaces, work: IntArray) -> str:
-    """Say where rows are placed, and what it gains in steps of rows in random order."""
+    """Describe where rows are placed, and the gain compared with rows in random order."""
     rows = places.micro_batch_rows * places.micro_batches
     shuffled = np.random.default_rng(0).permutation(work)
     count = min(len(work) // rows, _SAMPLE_STEPS)
@@ -310,3 +324,121 @@ def _describe_places(places: StepPlaces, work: IntArray) -> str:
         f"{text} Attention of the busiest node / mean: {before / mean:.3f} in random order,"
         f" {after / mean:.3f} placed."
     )
+
+
+@dataclass(frozen=True)
+class ItemRules:
+    """Places that the items of a Trainer may have, and the documents they consist of.
+
+    Attributes:
+        documents: columns of token ids that make up each document of an item.
+        max_length: number of tokens at which the collator cuts documents; None if it does not.
+        in_micro_batches: whether items stay in their micro-batch, rather than in their step.
+    """
+
+    documents: tuple[tuple[str, ...], ...]
+    max_length: int | None
+    in_micro_batches: bool
+
+    @classmethod
+    def read(cls, trainer: Trainer) -> Self | None:
+        """Read the rules of one of TRL's Trainers; None for those that train on documents.
+
+        Raises:
+            UnsupportedError: if its loss would change with the ranks of items, or its items have no
+                lengths yet; names the Trainer and a remedy.
+        """
+        name = _find_trl_name(trainer)
+        if name is None:
+            return None
+        if name not in _DOCUMENTS:
+            raise UnsupportedError(_explain_unknown_items(name, "hf_distca.place_rows"))
+        _check_loss(trainer, name)
+        columns = getattr(trainer.train_dataset, "column_names", None) or []
+        documents = tuple(parts for parts in _DOCUMENTS[name] if set(parts) <= set(columns))
+        if not documents:
+            raise UnsupportedError(
+                f"place_rows weighs the items of {name} by their token ids, in"
+                f" {' and '.join(_DOCUMENTS[name][0])}, and its rows have the columns"
+                f" {', '.join(columns) or 'none'}, as where images are read in the collator or rows"
+                f" are a stream. Leave place_rows out: {_AS_THEY_ARE}"
+            )
+        return cls(
+            documents,
+            # A reward Trainer drops longer pairs, and cuts none.
+            None if name == "RewardTrainer" else getattr(trainer.args, "max_length", None),
+            # KTO compares each item of a micro-batch with the KL of them all.
+            bool(getattr(trainer, "calculate_KL", False)),
+        )
+
+    def find_documents(self, rows: Any, *, quiet: bool) -> tuple[IntArray, IntArray]:
+        """Find the documents of all items, as `find_row_documents` does for packed rows.
+
+        Returns:
+            The number of tokens of each document, and the number of its item: (documents,) int64
+            each.
+        """
+        counts = {
+            column: read_document_lengths(rows, column, quiet=quiet)
+            for column in {part for parts in self.documents for part in parts}
+        }
+        lengths: IntArray = np.concatenate(
+            [sum((counts[part] for part in parts), np.int64(0)) for parts in self.documents]
+        )
+        if self.max_length is not None:
+            lengths = np.minimum(lengths, self.max_length)
+        return lengths, np.tile(np.arange(len(rows)), len(self.documents))
+
+
+def check_deals_documents(trainer: Trainer) -> None:
+    """Raise for TRL's Trainers that do not train on documents.
+
+    Raises:
+        UnsupportedError: names the Trainer, and the call to make instead.
+    """
+    name = _find_trl_name(trainer)
+    if name in _DOCUMENTS:
+        items = "completions" if name == "KTOTrainer" else "pairs"
+        raise UnsupportedError(
+            f"{name} trains on {items}, which stay whole on one rank, and hf_distca.deal and"
+            " --tokens-per-rank cut documents. Call hf_distca.place_rows(trainer) instead, which"
+            f" gives nodes {items} of equal attention and keeps the loss. Inside a node nothing has"
+            f" to be called: {_AS_THEY_ARE}"
+        )
+    if name is not None:
+        raise UnsupportedError(_explain_unknown_items(name, "hf_distca.deal or --tokens-per-rank"))
+
+
+def _find_trl_name(trainer: Trainer) -> str | None:
+    """Find the name of TRL's own class that a Trainer is of; None for one of documents."""
+    names = [
+        base.__name__
+        for base in type(trainer).__mro__
+        if base.__module__.partition(".")[0] == "trl"
+    ]
+    return None if not names or "SFTTrainer" in names else names[0]
+
+
+def _explain_unknown_items(name: str, call: str) -> str:
+    reason = (
+        "groups of completions that are written in the step: their lengths are not known when rows"
+        " are read, and TRL's sampler repeats each prompt for the ranks of its group"
+        if name in {"GRPOTrainer", "RLOOTrainer"}
+        else "items that hf_distca does not know, with a loss that may not be a mean over them"
+    )
+    return f"{name} trains on {reason}. Train without {call}: {_AS_THEY_ARE}"
+
+
+def _check_loss(trainer: Any, name: str) -> None:
+    """Raise for losses that depend on the items that share a rank."""
+    size = trainer.args.per_device_train_batch_size
+    losses = [
+        *sorted(_LOSSES_OF_RANKS & set(getattr(trainer, "loss_types", ()))),
+        *(["router_aux_loss_coef"] if getattr(trainer, "aux_loss_enabled", False) else []),
+    ]
+    if losses and size > 1:
+        raise UnsupportedError(
+            f"{name} with {' and '.join(losses)} and per_device_train_batch_size={size} has a loss"
+            " of the items that share a rank, not a mean over items, and place_rows puts others"
+            f" together. Set per_device_train_batch_size=1, or leave place_rows out: {_AS_THEY_ARE}"
+        )
