@@ -79,10 +79,7 @@ def step(rank: int, window: int | None, device: str | None) -> list[object]:
         gathered = [
             [row.tolist() for row in group.gather(one, doing="gathering")] for one in numbers
         ]
-        meeting = group.gather_async(
-            numbers[0] + rank, doing="meeting", on_arrival=lambda rows: None
-        )
-        meeting.wait()
+        texts = group.gather_text(f"rank {rank}", doing="gathering texts")
         traded = group.all_to_all(
             torch.tensor([rank, rank], device="cpu"), [1, 1], [1, 1], doing="trading"
         )
@@ -95,10 +92,9 @@ def step(rank: int, window: int | None, device: str | None) -> list[object]:
         out.backward(do)
     finally:
         torch.set_default_device(None)
-    rows = [row.tolist() for row in meeting.wait()]
     return [
         gathered,
-        rows,
+        texts,
         traded.tolist(),
         *(x.detach().numpy() for x in (out, *(leaf.grad for leaf in leaves))),
     ]

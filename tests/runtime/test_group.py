@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
-from threading import Event, Thread
+from threading import Event
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -437,33 +437,3 @@ def patient(rank: int) -> list[float]:
 def test_ranks_wait_as_long_as_their_world_does(rank_pool: Callable[[int], RankPool]) -> None:
     world = dist.default_pg_timeout.total_seconds()
     assert rank_pool(2)(patient) == [[world, world, 7]] * 2
-
-
-def served_meanwhile(rank: int, port: int) -> float:
-    """Seconds that the store takes for a request while another thread waits for what a rank says
-    that says nothing.
-    """
-    store = dist.TCPStore("127.0.0.1", port, 2, rank == 0, wait_for_workers=True)
-    link: Any = SimpleNamespace(
-        name=lambda: "no gloo", get_group_store=lambda: store, abort=lambda: None
-    )
-    seconds = 0.0
-    if rank == 1:
-        thread = Thread(
-            target=FailureMonitor((0, 1), 1, 3.0, (link,)).gather_text, args=("here",), daemon=True
-        )
-        thread.start()
-        time.sleep(0.3)
-        started = time.monotonic()
-        store.add("other", 1)
-        seconds = time.monotonic() - started
-        assert thread.is_alive()
-    dist.barrier()
-    return seconds
-
-
-def test_what_ranks_say_keeps_nobody_from_the_store(rank_pool: Callable[[int], RankPool]) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    assert max(rank_pool(2)(served_meanwhile, port)) < 1.0

@@ -93,7 +93,6 @@ class LayerPlan:
             return compute_core_attention(
                 inputs, self.make_exchange(self.route, group, server, stored)
             )
-        group.raise_pending()
         label = f"layer {getattr(module, 'layer_idx', number)} of {self.name}"
         try:
             return compute_core_attention(

@@ -156,7 +156,6 @@ class StageAttention(LayerPlanner):
         scores: Scores,
     ) -> torch.Tensor:
         """Make a call of a micro-batch, in its forward or in a recompute."""
-        self.group.raise_pending()
         again = is_in_backward()
         kind = LayerKind.from_call(key, inputs, scores)
         if id(module) not in self.modules:

@@ -48,7 +48,6 @@ NO_NAMES: Mapping[int, str] = MappingProxyType({})
 LATE_SECONDS = 0.1
 _COUNT = "distca words"  # the key that counts them; the only one that ranks look at while they wait
 _LONGEST_WORD = 400  # characters
-_WOKEN_SECONDS = 0.2  # after an error is found, a rank is woken where it waits
 # That a store has to answer, however late it is asked, and threads have to end.
 ANSWER_SECONDS = 0.5
 BREAK_TAG = 2**31 - 1  # tags of messages are below
@@ -113,8 +112,6 @@ class FailureMonitor:
         self._named = frozenset(names)
         self._store = links[-1].get_group_store()
         self._word: str | None = None
-        self._found: DistCADesyncError | None = None
-        self._told = 0
 
     @contextmanager
     def watch_collective(self, doing: str) -> Iterator[None]:
@@ -187,9 +184,6 @@ class FailureMonitor:
         Returns:
             The error to raise, with what each rank was doing.
         """
-        if self._found is not None:
-            self.leave(str(self._found))
-            return self._found
         rank_here = self.ranks[self._rank]
         if self._word:
             happened = (
@@ -227,48 +221,6 @@ class FailureMonitor:
             f"{self._names[rank]} {said[rank]}" for rank in sorted(said) if rank != here
         ).rstrip(".")
 
-    def abort_with(self, error: DistCADesyncError) -> None:
-        """Wake this rank from a wait for others, to raise an error that another thread has found on
-        every rank.
-        """
-        self._found = error
-        _print_error(str(error))  # nobody may ask for long: the host may wait for its GPU
-        # For messages of ranks that do belong together: a wait for half of one would not wake up.
-        time.sleep(_WOKEN_SECONDS)
-        for link in self._links:
-            _break_link(link)
-
-    def raise_pending(self) -> None:
-        """Raise the error that this rank was to be woken for: one that a `Rendezvous` has found.
-
-        Raises:
-            DistCADesyncError: if there is one.
-        """
-        if self._found is not None:
-            raise self.give_up("", self._found)
-
-    def gather_text(self, text: str) -> list[str]:
-        """Gather a text from every rank, in rank order, each time that all call it; empty
-        for ranks that give none in time. No collective.
-        """
-        self._told += 1
-        keys = [f"distca said {self._told} {rank}" for rank in range(len(self.ranks))]
-        self._store.set(keys[self._rank], text)
-        deadline = (
-            time.monotonic()
-            + self._timeout_seconds
-            - compute_reserved_seconds(self._timeout_seconds)
-        )
-        said = [""] * len(keys)
-        for rank, key in enumerate(keys):
-            with suppress(RuntimeError):
-                # Not `Store.wait`: no other thread could use the store meanwhile.
-                while not self._store.check([key]) and time.monotonic() < deadline:
-                    time.sleep(0.02)
-                if self._store.check([key]):
-                    said[rank] = self._store.get(key).decode(errors="replace")
-        return said
-
     @property
     def first_failure(self) -> str:
         """First word of a rank that left, prefixed by its name; "" if none has, if all
@@ -297,29 +249,11 @@ class FailureMonitor:
             _print_error(
                 f"{self._names[rank]} has left the attention group of ranks {self.ranks}: it {word}"
             )
-            self._abort()
+            # Over gloo, the leaving rank breaks the links.
+            for link in self._links:
+                if link.name() != "gloo":
+                    _break_link(link)
         return False
-
-    def report_timeout(self, doing: str, error: Exception) -> None:
-        """Report that others did not come in time.
-
-        Over NCCL, also wake this rank's host from its wait for the GPU.
-        """
-        if self._abort():
-            _print_error(
-                f"not all of ranks {self.ranks} came while {doing}"
-                f" ({str(error).partition(chr(10))[0]})"
-            )
-
-    def _abort(self) -> bool:
-        """Break links whose waits nothing else ends; over gloo, the leaving rank breaks them.
-
-        Return whether there are any.
-        """
-        links = [link for link in self._links if link.name() != "gloo"]
-        for link in links:
-            _break_link(link)
-        return bool(links)
 
     def announce_exit(self, error: BaseException | None) -> bool:
         """Tell the others that this process ends, and with which error; print who ended before.
