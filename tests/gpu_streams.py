@@ -177,13 +177,7 @@ class Link:
     """A channel over NCCL: its exchanges are on a stream of their own, one after another."""
 
     streams: Streams
-    under_way_count: int = 0
     is_gloo = False
-
-    @property
-    def under_way(self) -> bool:
-        """Whether a message is not waited for yet."""
-        return self.under_way_count > 0
 
     def start(
         self,
@@ -197,7 +191,6 @@ class Link:
         self.streams.learn(LINK, self.streams.known(self.streams.current))
         self.streams.work(LINK, purpose, [sent], [received])
         self.streams.log.append((self.streams.current, f"launch {purpose}"))
-        self.under_way_count += 1
         return Flight(self, purpose, self.streams.known(LINK), (received, sent))
 
 
@@ -217,4 +210,3 @@ class Flight:
         streams = self.link.streams
         streams.learn(streams.current, self.clock)
         streams.log.append((streams.current, f"wait {self.name}"))
-        self.link.under_way_count -= 1

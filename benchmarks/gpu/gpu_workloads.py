@@ -24,7 +24,6 @@ from hf_distca.kernels.flash import (
     CUDA,
     FLASH_ATTN,
     FLASH_ATTN_3,
-    FLASH_ATTN_3_WITH_ROOM,
     FLASH_ATTN_4,
 )
 from hf_distca.runtime.route import Route
@@ -246,7 +245,6 @@ def variants(setting: Setting, only: Sequence[Kernel] | None = None) -> Iterator
             EFFICIENT,
             FLASH_ATTN,
             FLASH_ATTN_3,
-            FLASH_ATTN_3_WITH_ROOM,
             FLASH_ATTN_4,
         )
     ]

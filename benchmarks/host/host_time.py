@@ -137,7 +137,7 @@ def zeros_function(*tensors: torch.Tensor, **_: Any) -> torch.Tensor:
 class Nowhere:
     """A channel whose messages arrive at once; what they hold was there before."""
 
-    is_gloo = under_way = False
+    is_gloo = False
 
     def start(self, *_: Any) -> Nowhere:
         return self

@@ -32,7 +32,6 @@ KERNELS = (
     efficient.EFFICIENT,
     flash.FLASH_ATTN,
     flash.FLASH_ATTN_3,
-    flash.FLASH_ATTN_3_WITH_ROOM,
     flash.FLASH_ATTN_3_HUB,
     flash.FLASH_ATTN_4,
 )
@@ -273,9 +272,6 @@ def sizes(options: dict[str, Any], least: int = 0) -> Sequences:
 class Interface3:
     """FlashAttention 3, which is to leave so many multiprocessors free."""
 
-    def __init__(self, margin: int = 0) -> None:
-        self.margin = margin
-
     def _flash_attn_forward(self, **options: Any) -> tuple[Any, ...]:
         assert options.keys() <= set(FLASH_ATTN_3["_flash_attn_forward"])
         assert options.pop("num_splits") == 1
@@ -303,7 +299,6 @@ class Interface3:
 
     def _scores(self, options: dict[str, Any], causal: str) -> Scores:
         left, right = options.pop("window_size_left"), options.pop("window_size_right")
-        assert options.pop("sm_margin", 0) == self.margin
         scores = scores_of(
             options.pop("softmax_scale"), left, right, options.pop(causal), options.pop("softcap")
         )
@@ -358,7 +353,6 @@ class Interface4(Interface3):
         "efficient",
         "flash_attn",
         "flash_attn_3",
-        "flash_attn_3 during messages",
         "kernels-community/flash-attn3",
         "flash_attn_4",
     ]
@@ -366,7 +360,7 @@ class Interface4(Interface3):
 def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Kernel:
     modules = {
         "flash_attn.flash_attn_interface": SimpleNamespace(**package()),
-        "flash_attn_interface": Interface3(16 if "during" in request.param else 0),
+        "flash_attn_interface": Interface3(),
         "kernels-community/flash-attn3": Interface3(),
         "flash_attn.cute.interface": Interface4(),
     }

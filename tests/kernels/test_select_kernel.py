@@ -362,19 +362,6 @@ def test_a_kernel_that_is_wrong_on_the_gpu_is_not_taken(
 
 
 @pytest.mark.usefixtures("_one_hopper")
-def test_a_kernel_that_is_wrong_during_messages_is_not_taken(
-    monkeypatch: pytest.MonkeyPatch, packages: dict[str, object]
-) -> None:
-    monkeypatch.setattr(flash, "_find_version", lambda: None)
-    packages["flash_attn_interface"] = object()
-    reason = "its check on cuda:0 raised TypeError: unexpected keyword argument 'sm_margin'"
-    monkeypatch.setattr(
-        kernels, "mismatch_reason", lambda kernel, case: reason if "during" in kernel.name else None
-    )
-    assert select("auto", CUDA, torch.bfloat16, 64, 64, PLAIN).name == "cuda"
-
-
-@pytest.mark.usefixtures("_one_hopper")
 def test_a_kernel_whose_variants_do_not_compile_is_not_taken(
     monkeypatch: pytest.MonkeyPatch, packages: dict[str, object]
 ) -> None:

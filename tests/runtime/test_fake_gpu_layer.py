@@ -43,7 +43,6 @@ class Peers:
 
     messages: list[tuple[int, int]] = field(default_factory=list)
     is_gloo: ClassVar[bool] = False
-    under_way: ClassVar[bool] = False
 
     def start(
         self,

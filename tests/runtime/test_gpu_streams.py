@@ -24,7 +24,6 @@ from hf_distca.errors import UnsupportedError
 from hf_distca.kernels import Scores, TaskBatch
 from hf_distca.kernels.base import Grads, Operands, Outputs, Saved
 from hf_distca.kernels.flash import CUDA as CUDA_KERNEL
-from hf_distca.kernels.flash import FLASH_ATTN_3, FLASH_ATTN_3_WITH_ROOM
 from hf_distca.runtime import core_attention as module
 from hf_distca.runtime.call import AttentionServer, Inputs, LayerExchange
 from hf_distca.runtime.core_attention import compute_core_attention
@@ -302,27 +301,3 @@ def test_what_may_race_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
         "memory that was freed what link may be using" in race for race in raced(not_kept, RELAYED)
     )
     assert any("may be using" in race for race in raced(without_order, RELAYED))
-
-
-def test_flash_attention_3_leaves_room_for_messages_under_way() -> None:
-    """Flash attention 3 leaves room while messages are under way."""
-    found: list[object] = []
-
-    class Server(AttentionServer):
-        def run(self, pools: Any, tasks: TaskBatch, *, leaves_room: bool = False) -> Any:
-            found.append(leaves_room)
-            return super().run(pools, tasks, leaves_room=leaves_room)
-
-    assert FLASH_ATTN_3_WITH_ROOM is not FLASH_ATTN_3
-    with pytest.MonkeyPatch.context() as patch, gpu(patch) as (streams, tapes):
-        for plan, expected in ((PLAN, [True, False]), (Plan.make_local(LAYOUT), [False])):
-            route = Route.build(plan, 0)
-            group = AttentionGroup((0, 1, 2), 0, data=Link(streams))  # type: ignore[arg-type]
-            call = LayerExchange(route, group, Server(CUDA_KERNEL, Scores(DIM**-0.5), Meter()))
-            shapes = ((600, heads, DIM) for heads in (HEADS, KEY_HEADS, KEY_HEADS))
-            out = compute_core_attention(
-                Inputs(*(torch.empty(s, dtype=torch.bfloat16, device=CUDA) for s in shapes)), call
-            )
-            backward(tapes, (call, out))
-            assert found == expected * 2
-            found.clear()

@@ -57,7 +57,7 @@ class Mailbox:
     post: Post
     rank: int
     launched: int = 0
-    is_gloo = under_way = False
+    is_gloo = False
 
     def start(
         self,

@@ -21,7 +21,6 @@ from hf_distca.kernels.flash import (
     FLASH_ATTN_4,
     INTERFACE_4,
     import_error,
-    leave_room_for_messages,
 )
 from hf_distca.kernels.plain_torch import ReferenceKernel
 from hf_distca.kernels.variants import compile_ahead, compile_failure_reason
@@ -135,16 +134,9 @@ def unusable_reason(kernel: Kernel, case: Case) -> str | None:
 
 @lru_cache(maxsize=256)
 def _check_once(kernel: Kernel, case: Case, _deterministic: bool) -> str | None:
-    """Check a kernel on a GPU, also its variant that runs while messages travel.
-
-    Exceptions, such as a lack of memory, are not cached.
-    """
+    """Check a kernel on a GPU. Exceptions, such as a lack of memory, are not cached."""
     with compile_ahead():
-        reasons = (
-            mismatch_reason(variant, case)
-            for variant in dict.fromkeys((kernel, leave_room_for_messages(kernel)))
-        )
-        return next((reason for reason in reasons if reason is not None), None)
+        return mismatch_reason(kernel, case)
 
 
 def list_candidates(case: Case) -> list[tuple[str, str | None]]:

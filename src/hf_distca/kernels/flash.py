@@ -32,7 +32,6 @@ from hf_distca.borrowed import cuda_attention, cuda_attention_backward
 from hf_distca.kernels.base import (
     Case,
     Grads,
-    Kernel,
     Operands,
     Outputs,
     Saved,
@@ -47,10 +46,6 @@ _HALF_DTYPES = (torch.float16, torch.bfloat16)
 _MIN_FLASH_ATTN = (2, 7)  # older flash-attn has other names and return values
 # Major compute capabilities whose backward FlashAttention 4 has.
 _FA4_CAPABILITIES = (9, 10, 11, 12)
-# That FlashAttention 3, whose blocks stay to the end, leaves to messages. NCCL takes one for each
-# channel of an all-to-all; torch and its options neither tell nor bound how many
-# (https://github.com/NVIDIA/nccl/issues/1598, where it had 16). Not measured yet.
-_MESSAGE_MULTIPROCESSORS = 16
 # rows, more than the two blocks of 192 and 128 that FlashAttention 4 takes as one at most.
 _MIN_LONGEST = 512
 _INTERFACE_3, INTERFACE_4 = "flash_attn_interface", "flash_attn.cute.interface"
@@ -386,12 +381,6 @@ FLASH_ATTN = VarlenKernel(_PackageFlash(_FLASH_ATTN), "flash_attn", _flash_attn_
 # FlashAttention 3, from wheels of the PyTorch index or built from the folder hopper of the sources:
 # Hopper GPUs. Not run yet.
 FLASH_ATTN_3 = VarlenKernel(_PackageFlash(_FLASH_ATTN_3), "flash_attn_3", _flash_attn_3_reason)
-# The same while messages travel.
-FLASH_ATTN_3_WITH_ROOM = VarlenKernel(
-    _PackageFlash(replace(_FLASH_ATTN_3, options={"sm_margin": _MESSAGE_MULTIPROCESSORS})),
-    "flash_attn_3 during messages",
-    _flash_attn_3_reason,
-)
 # The same from a hub, only where it is asked for.
 FLASH_ATTN_3_HUB = VarlenKernel(
     _PackageFlash(replace(_FLASH_ATTN_3, module=_HUB_3)),
@@ -401,10 +390,3 @@ FLASH_ATTN_3_HUB = VarlenKernel(
 # flash-attn-4, which compiles its kernels (`hf_distca.kernels.variants`): Hopper, and Blackwell
 # with widths up to 128 and 256.
 FLASH_ATTN_4 = VarlenKernel(_PackageFlash(_FLASH_ATTN_4), "flash_attn_4", _flash_attn_4_reason)
-
-
-def leave_room_for_messages(kernel: Kernel) -> Kernel:
-    """Return the variant of a kernel that leaves multiprocessors to messages under way; for most
-    kernels the kernel itself.
-    """
-    return FLASH_ATTN_3_WITH_ROOM if kernel is FLASH_ATTN_3 else kernel

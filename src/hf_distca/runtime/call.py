@@ -29,8 +29,7 @@ from hf_distca.kernels.base import (
     TaskBatch,
     Tensors,
 )
-from hf_distca.kernels.flash import leave_room_for_messages
-from hf_distca.runtime.empty_rows import make_empty_results, make_empty_saved
+from hf_distca.runtime.empty_rows import make_empty_saved
 from hf_distca.runtime.group import AttentionGroup, Phase
 from hf_distca.runtime.messages import MessagePart, Pending, enter_side_stream, launch, put_rows
 from hf_distca.runtime.meter import Meter, get_clock, show
@@ -111,28 +110,22 @@ class AttentionServer:
     scores: Scores
     meter: Meter
 
-    def run(
-        self, pools: Operands | Saved, tasks: TaskBatch, *, leaves_room: bool = False
-    ) -> Outputs | Grads:
-        """Compute outputs of a batch, or its gradients; zeros in rows that no task covers.
-
-        With `leaves_room` the kernel leaves room for messages.
-        """
+    def run(self, pools: Operands | Saved, tasks: TaskBatch) -> Outputs | Grads:
+        """Compute outputs of a batch, or its gradients; zeros in rows that no task covers."""
         device_type = pools.q_THD.device.type
         if is_profiling() or torch.is_autocast_enabled(device_type):
             # Kernels compute in the dtypes that they are given, and in wider ones: the user's
             # autocast is not for them.
             with show("server"), torch.autocast(device_type, enabled=False):
-                return self._compute(pools, tasks, leaves_room)
-        return self._compute(pools, tasks, leaves_room)
+                return self._compute(pools, tasks)
+        return self._compute(pools, tasks)
 
-    def _compute(
-        self, pools: Operands | Saved, tasks: TaskBatch, leaves_room: bool
-    ) -> Outputs | Grads:
+    def _compute(self, pools: Operands | Saved, tasks: TaskBatch) -> Outputs | Grads:
         backward = isinstance(pools, Saved)
         self.meter.count(kernel_calls=1, backward_calls=int(backward))
-        kernel = leave_room_for_messages(self.kernel) if leaves_room else self.kernel
-        compute: Callable[..., Outputs | Grads] = kernel.backward if backward else kernel.forward
+        compute: Callable[..., Outputs | Grads] = (
+            self.kernel.backward if backward else self.kernel.forward
+        )
         clock = get_clock(pools.q_THD.device) if self.meter.timed else float
         begin = clock()
         results = compute(pools, tasks, self.scores)
@@ -166,7 +159,7 @@ class LayerExchange:
         self.label, self.stored = label, stored
         recorded = None if stored is None else stored.take_recorded()
         self.recomputed_outputs = None if recorded is None else Outputs(*recorded)
-        self.backward, self._has_rows = False, True
+        self.backward = False
         self.exchanges = route.exchanges
         # Of the tensors that travel to a server, and of results, so many have a row per query, and
         # the others a row per key.
@@ -185,7 +178,6 @@ class LayerExchange:
         """Begin on a rank that runs tasks of others only, with `make_empty_operands` of the
         layer.
         """
-        self._has_rows = False
         self.begin(make_empty_saved(operands) if self.backward else operands)
 
     def serve(self) -> None:
@@ -195,8 +187,7 @@ class LayerExchange:
         self._enter_phase("serve")
         home = split_head_groups(tokens, self.route.groups)
         dispatch = self.forward_keys(home, dispatch)
-        results = self.run_local(tokens) if self._has_rows else make_empty_results(home)
-        self._stashed = self.run_pooled(home, results, dispatch)
+        self._stashed = self.run_pooled(home, self.run_local(tokens), dispatch)
 
     def finish(self, kind: type[Results]) -> Results:
         """Wait for the results of this rank's own rows, and return them."""
@@ -344,12 +335,9 @@ class LayerExchange:
         return type(results)(*results[:queries], *sums)
 
     def _run(self, pools: Operands | Saved, tasks: TaskBatch) -> Outputs | Grads:
-        """Run tasks, leaving room for messages if any are under way, of this call or of the other
-        nano-batch. Others hear of an error.
-        """
-        data = self.group.data
+        """Run tasks. Others hear of an error."""
         try:
-            return self.server.run(pools, tasks, leaves_room=data is not None and data.under_way)
+            return self.server.run(pools, tasks)
         except Exception:
             with self.group.report_errors(f"computing {self.label}"):
                 raise

@@ -56,14 +56,6 @@ class Channel:
         """Seconds of a bounded wait; the rest of the timeout is for the words of other ranks."""
         return self.timeout_seconds - compute_reserved_seconds(self.timeout_seconds)
 
-    @property
-    def under_way(self) -> bool:
-        """True if there are messages that this rank has not waited for."""
-        for transfer in tuple(self.monitor.under_way):  # noqa: SIM110 - a generator takes calls
-            if transfer.works:
-                return True
-        return False
-
     def start(
         self,
         received: torch.Tensor,
