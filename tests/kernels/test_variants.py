@@ -231,7 +231,7 @@ def test_ahead_is_said_and_counted_and_warnings_are_not(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, take: Callable[[Any], None]
 ) -> None:
     take(Interface(warning="a compiler's own"))
-    monkeypatch.setattr(kernels, "_said", set())
+    monkeypatch.setattr(kernels, "_logged", set())
     with caplog.at_level(logging.INFO, logger="hf_distca"):
         for _ in range(2):
             assert variants.compile_failure_reason(flash.FLASH_ATTN_4, CASES["window"]) is None

@@ -184,7 +184,7 @@ def test_a_run_that_moves_nothing_says_so(tmp_path: Path) -> None:
         ({RECORD_NAME: "[]\n"}, None, "is no row of a record: it has no 'row'. Take that line"),
         ({RECORD_NAME: '{"step": 1}\n'}, None, "is no row of a record: it has no 'row'."),
         ({RECORD_NAME: '{"row": [1]}\n'}, None, "is no row of a record: it has no 'row'."),
-        ({RECORD_NAME: '{"row": "run"}\n'}, None, "is no row of a record: it has no 'step', "),
+        ({RECORD_NAME: '{"row": "run"}\n'}, None, "is no row of a record: it does not have what"),
         (
             {RECORD_NAME: '{"row": "steps", "step": 1, "tally": {}, "per_rank": 3}\n'},
             None,

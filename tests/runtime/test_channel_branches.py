@@ -41,8 +41,8 @@ class Works:
     def start(
         self, received: Any, sent: Any, arriving: Any = None, leaving: Any = None, **options: Any
     ) -> Any:
-        if arriving is None:  # ranks gather what they plan by
-            return ALL_TO_ALL(received, sent, **options)
+        if received.dtype == torch.int64:  # ranks gather what they plan by
+            return ALL_TO_ALL(received, sent, arriving, leaving, **options)
         assert options.pop("async_op") is True
         assert (received.dtype, sent.dtype) == (torch.uint8, torch.uint8)
         assert (sum(arriving), sum(leaving)) == (len(received), len(sent))

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import astuple, dataclass, field, replace
+from dataclasses import astuple, dataclass, field
 from operator import add, sub
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -233,7 +233,7 @@ def observe_plans(plans: Sequence[MicroBatchPlan], cost: CostModel) -> RateSampl
     pairs = [(plan.plan, plan.ranks) for plan in plans]
     local = [(Plan.make_local(plan.layout, plan.window), ranks) for plan, ranks in pairs]
     return RateSample(
-        estimated=np.sum([_sum_seconds(plan, cost) for plan, _ in pairs], axis=0),
+        estimated=np.sum([PlanLoad(plan, cost).compute_seconds for plan, _ in pairs], axis=0),
         kernel=seconds[:, 0],
         measured_exchange=seconds[:, 2],
         estimated_exchange=np.sum([_estimate_exchange(*pair, cost) for pair in pairs], axis=0),
@@ -241,14 +241,6 @@ def observe_plans(plans: Sequence[MicroBatchPlan], cost: CostModel) -> RateSampl
         unmoved_exchange=np.sum([_estimate_exchange(*pair, cost) for pair in local], axis=0),
         is_overlapped=is_nano,
     )
-
-
-def _sum_seconds(plan: Plan, cost: CostModel) -> FloatArray:
-    """Sum the seconds of the tasks of each server, forward and backward: (ranks,)."""
-    cost = replace(cost, window=plan.window)
-    seconds = cost.estimate_seconds(plan.end - plan.start, plan.end, plan.heads)
-    size = plan.layout.world_size
-    return np.bincount(plan.server, weights=seconds, minlength=size).astype(np.float64)
 
 
 def _estimate_exchange(plan: Plan, ranks: Ranks, cost: CostModel) -> FloatArray:

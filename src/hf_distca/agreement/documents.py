@@ -33,13 +33,13 @@ DOCUMENT_KEYS = {
     "cu_seq_lens_q": "cu_seq_lens",
     "position_ids": "position_ids",
 }
-# Keys that packing loaders add for flash attention and state space layers: they follow from the
-# documents.
 # Keys that TRL adds for documents that share prefixes, in its attention "tree_fa3".
 TREE_KEYS = (
     *("tree_kv_index", "tree_cu_seqlens_q", "tree_cu_seqlens_k"),
     *("tree_max_seqlen_q", "tree_max_seqlen_k"),
 )
+# Keys that packing loaders add for flash attention and state space layers. They follow from the
+# documents.
 PACKING_KEYS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 
 
@@ -162,18 +162,18 @@ class Documents:
     A *run* is a contiguous piece of a document on one rank.
 
     Attributes:
-        runs: (runs, 3) int64 with columns document, start and length; document is -1 where only
+        runs: (runs, 3) int64 with columns document, start and length; document is -1 if only
             positions are known.
         span_ranks: True if documents may span ranks; document and start of a run then tell which
             run of another rank it continues.
         token_indices: (tokens,) int64 indices among batch * sequence of the tokens that are not
             padding; None if there is no padding.
-        copied_tokens: int64 indices of the tokens whose keys lie in front of all once more, as the
-            prefixes of documents that share them; None without any.
+        copied_tokens: int64 indices of the tokens whose keys are copied to the front, as the shared
+            prefixes of documents; None without any.
         context_runs: number of runs of these copies, the first ones of `runs`.
         context_tokens: number of tokens of the first document that lie in the first nano-batch;
             they are the first run here, and not in `token_indices`.
-        home_pairs: number of query-key pairs that this rank computes besides, of blocks.
+        home_pairs: number of query-key pairs of blocks that this rank computes in addition.
         dealt_share: the share of a global batch that these documents are; None for other batches.
         longest_holed: number of tokens of the longest document that has padding inside, with that
             padding; 0 if there is none.
@@ -207,12 +207,12 @@ class Documents:
             raise UnsupportedError(
                 "attention_mask has zeros between the tokens of a document, over "
                 f"{self.longest_holed} places, and a layer has a window or chunks of {reach} "
-                "tokens, which would reach over the zeros. Give the parts as documents of their "
-                "own, or remove the tokens that are masked."
+                "tokens, which would reach over the zeros. Give the parts as separate documents, "
+                "or remove the tokens that are masked."
             )
 
     def cut_into_chunks(self, size: int | None) -> Documents:
-        """Cut documents into chunks, each a document of its own.
+        """Cut documents into chunks, each a separate document.
 
         Args:
             size: number of positions of a chunk; None to cut nothing.
@@ -531,8 +531,8 @@ def read_tree(arguments: Mapping[str, Any]) -> PackedDocuments | None:
     paths = np.concatenate([keys[:0], *list_paths(tree.lengths, parents.tolist())])
     if not np.array_equal(paths, keys[: ends[-1]]):
         raise LayoutError(
-            f"tree_kv_index of {len(lengths)} parts is none of a tree: the keys of a part must be"
-            f" those of an earlier one, {parents.tolist()}, and its own tokens."
+            f"tree_kv_index of {len(lengths)} parts describes no tree: the keys of a part must be"
+            f" those of an earlier part, {parents.tolist()}, followed by its own tokens."
         )
     return tree
 

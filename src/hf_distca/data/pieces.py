@@ -18,7 +18,7 @@ from hf_distca.schedule.layout import IntArray
 # in the middle and at the end of each.
 SAMPLE_COUNT = 64
 _SAMPLE_TOKENS = 64
-_PADDING_REMEDY = "documents over ranks come without padding. Tokenize with padding=False."
+_PADDING_REMEDY = "documents to deal must have no padding. Tokenize with padding=False."
 _PACKED_MASK_REMEDY = (
     "it numbers the documents of a row that was packed already, which would be dealt as one. Give "
     "them one by one, as PackingCollator takes such a row."

@@ -27,7 +27,7 @@ _TASKS = TaskBatch(
 # pools.
 _GAPS = TaskBatch((0, 150, 420), (90, 200, 1), (20, 110, 500), (90, 320, 170))
 _ROWS, _KEYS = 560, 770
-_SCALE = 0.7  # of 1 / sqrt(head dim): no kernel's own
+_SCALE = 0.7  # times 1 / sqrt(head dim), so that it is no kernel's default
 _WINDOW = 100  # keys: it hides some of those tasks' keys
 _SOFTCAP = 1.0  # below many of the scores
 _KEY_HEADS = 2
@@ -81,7 +81,7 @@ def mismatch_reason(kernel: Kernel, case: Case) -> str | None:
             expected = _compute_results(ReferenceKernel(), [pool.double() for pool in pools], seen)
         errors = {name: _compute_relative_error(results[name], expected[name]) for name in expected}
     except torch.OutOfMemoryError:
-        raise  # of this moment, and no property of the kernel
+        raise  # it may fit the next time, and says nothing about the kernel
     except Exception as error:  # whatever the packages raise where they do not fit
         return f"its check on {device} raised {type(error).__name__}: {error}"
     bound = (_UNITS_OF_FLOAT32 if dtype == torch.float32 else _UNITS) * torch.finfo(dtype).eps

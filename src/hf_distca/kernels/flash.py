@@ -22,7 +22,6 @@ from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -46,7 +45,7 @@ _HALF_DTYPES = (torch.float16, torch.bfloat16)
 _MIN_FLASH_ATTN = (2, 7)  # older flash-attn has other names and return values
 # Major compute capabilities whose backward FlashAttention 4 has.
 _FA4_CAPABILITIES = (9, 10, 11, 12)
-# rows, more than the two blocks of 192 and 128 that FlashAttention 4 takes as one at most.
+# Rows: more than two blocks of FlashAttention 4, which have up to 192 rows.
 _MIN_LONGEST = 512
 _INTERFACE_3, INTERFACE_4 = "flash_attn_interface", "flash_attn.cute.interface"
 _INTERFACE_3_IN_PACKAGE = "flash_attn_3.flash_attn_interface"  # where wheels have it
@@ -297,17 +296,10 @@ def _import_once(name: str) -> Any:
 @cache
 def _find_version() -> tuple[int, ...] | None:
     """Return the numbers of the version of flash-attn; None if it is not installed."""
-    spec = find_spec("flash_attn")
-    # flash-attn-4 alone has flash_attn.cute, which makes flash_attn a namespace.
-    if spec is None or spec.origin is None:
-        return None
     try:
-        text = version("flash-attn")
-    except (
-        PackageNotFoundError
-    ):  # a source tree on the path, or another distribution that provides the module
-        text = str(getattr(import_module("flash_attn"), "__version__", "0"))
-    return Version(text).release
+        return Version(version("flash-attn")).release
+    except PackageNotFoundError:
+        return None
 
 
 def import_error(name: str = _INTERFACE_3) -> Exception | None:

@@ -99,7 +99,7 @@ def _compile_once(kernel: Kernel, case: Case, _deterministic: bool) -> str | Non
     try:
         compile_variants(kernel, case)
     except torch.OutOfMemoryError:
-        raise  # of this moment, and no property of the kernel
+        raise  # it may fit the next time, and says nothing about the kernel
     except Exception as error:  # whatever compilers raise
         return f"it cannot be compiled on {case.device} ({type(error).__name__}: {error})"
     seconds = time.perf_counter() - started

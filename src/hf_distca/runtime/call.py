@@ -1,13 +1,13 @@
 """A layer's call of core attention on one rank: its messages and tasks, forward and backward.
 
-It has three phases, forward and backward: `begin`, `serve` and `finish`. They consist of these
-steps, in this order: `send_queries_and_keys`; `forward_keys`, `run_local` and `run_pooled`, which
-sends results back; and `collect`. With `Operands` they run forward, and results are `Outputs`; with
+It has three phases, forward and backward: `begin` sends queries and keys, `serve` runs tasks and
+sends results back, and `finish` waits for results. `serve` has three steps: `forward_keys`,
+`run_local` and `run_pooled`. With `Operands` they run forward, and results are `Outputs`; with
 `Saved` they run backward, and results are `Grads`. Steps that start an exchange return it; the step
 that waits for it takes it as an argument.
 
 `home` holds the tensors of this rank's own tokens. This code runs between the launches of every
-layer: what the route knows is not computed here, and what can be said without a Python call is.
+layer: it computes nothing that the route knows, and avoids Python calls.
 """
 
 from __future__ import annotations
@@ -171,7 +171,15 @@ class LayerExchange:
     def begin(self, tokens: Operands | Saved) -> None:
         """Launch the first dispatch, forward or, once that has begun, backward."""
         self._enter_phase("begin", tokens.q_THD.dtype)
-        dispatch = self.send_queries_and_keys(split_head_groups(tokens, self.route.groups))
+        dispatch = None
+        # A pipeline may exchange in one direction only: then there is nothing to launch in the
+        # other one, and nothing to wait for.
+        if self.route.exchanges:
+            home, pooled = split_head_groups(tokens, self.route.groups), self.route.pooled
+            rows = [pooled.queries] * self._sent_queries + [pooled.keys] * 2
+            # Log-sum-exps lie as kernels give them.
+            parts = [MessagePart(t.contiguous(), sent) for t, sent in zip(home, rows, strict=True)]
+            dispatch = self._launch(parts, "dispatch", dispatches=1)
         self._stashed = tokens, dispatch
 
     def begin_without_rows(self, operands: Operands) -> None:
@@ -190,9 +198,23 @@ class LayerExchange:
         self._stashed = self.run_pooled(home, self.run_local(tokens), dispatch)
 
     def finish(self, kind: type[Results]) -> Results:
-        """Wait for the results of this rank's own rows, and return them."""
+        """Wait for the results of this rank's own rows, and return them; gradients of keys may be
+        new tensors, wide enough for sums.
+        """
         self._enter_phase("finish")
-        return self.collect(*self._pop_stashed(kind))
+        results, returned = self._pop_stashed(kind)
+        if returned is None:
+            return results
+        pooled, queries = self.route.pooled, self._returned_queries
+        if pooled.relay is not None and len(results) > queries:
+            returned = self._send_home(pooled.relay, returned)
+        received = self._await_sections(returned, "return")
+        clock = get_clock(returned.device)
+        begin = clock()
+        put_rows(results[:queries], pooled.queries.returned, received[:queries])
+        sums = list(map(pooled.add_copies, results[queries:], received[queries:]))
+        self.server.meter.span("unpack", begin, clock())
+        return type(results)(*results[:queries], *sums)
 
     def _enter_phase(self, phase: Phase, dtype: torch.dtype | None = None) -> None:
         if self.group.observer is not None:
@@ -206,7 +228,7 @@ class LayerExchange:
         handed, self._stashed = self._stashed, None
         if handed is None or not isinstance(handed[0], kind):
             raise RuntimeError(
-                "core attention ran out of order: what its next step needs was never made"
+                "core attention ran out of order: the previous phase has not run in this direction"
             )
         return handed[0], handed[1]
 
@@ -218,19 +240,6 @@ class LayerExchange:
         self._sent_queries, self._returned_queries = 4, 1
         if self.stored is not None:
             self.stored.discard()
-
-    # A pipeline may exchange in one direction only. In the other one there is nothing to launch and
-    # nothing to wait for.
-
-    def send_queries_and_keys(self, home: Operands | Saved) -> Pending | None:
-        """Send this rank's own rows to the servers."""
-        if not self.route.exchanges:
-            return None
-        pooled = self.route.pooled
-        rows = [pooled.queries] * self._sent_queries + [pooled.keys] * 2
-        # Log-sum-exps lie as kernels give them.
-        parts = [MessagePart(t.contiguous(), sent) for t, sent in zip(home, rows, strict=True)]
-        return self._launch(parts, "dispatch", dispatches=1)
 
     def forward_keys(self, home: Operands | Saved, dispatch: Pending | None) -> Pending | None:
         """Wait for the dispatch, and forward the keys that this rank relays; without relays return
@@ -282,7 +291,7 @@ class LayerExchange:
         """Run the tasks that a dispatch brings, write this rank's own rows into `results`, and send
         the others back.
 
-        Where keys are relayed, gradients of keys go to the relays first, and `collect` sends all of
+        Where keys are relayed, gradients of keys go to the relays first, and `finish` sends all of
         them home.
 
         Returns:
@@ -316,26 +325,8 @@ class LayerExchange:
         put_rows(results[:queries], pooled.query_pool.own_copies, [[pool] for pool in query_pools])
         return type(results)(*results[:queries], *sums), returned
 
-    def collect(self, results: Results, returned: Pending | None) -> Results:
-        """Wait for a return and write the received rows into `results`.
-
-        Return them; gradients of keys may be new tensors, as above.
-        """
-        if returned is None:
-            return results
-        pooled, queries = self.route.pooled, self._returned_queries
-        if pooled.relay is not None and len(results) > queries:
-            returned = self._send_home(pooled.relay, returned)
-        received = self._await_sections(returned, "return")
-        clock = get_clock(returned.device)
-        begin = clock()
-        put_rows(results[:queries], pooled.queries.returned, received[:queries])
-        sums = list(map(pooled.add_copies, results[queries:], received[queries:]))
-        self.server.meter.span("unpack", begin, clock())
-        return type(results)(*results[:queries], *sums)
-
     def _run(self, pools: Operands | Saved, tasks: TaskBatch) -> Outputs | Grads:
-        """Run tasks. Others hear of an error."""
+        """Run tasks. Report an error to the other ranks, which would wait for this one."""
         try:
             return self.server.run(pools, tasks)
         except Exception:

@@ -113,8 +113,7 @@ class Channel:
         sent = _split_messages(transfer.sent, send_bytes)
         if rank_here in sent:
             received.pop(rank_here).copy_(sent.pop(rank_here))
-        # One message after another: if a rank has left, those that were started before must be seen
-        # through.
+        # One message after another: if a rank has left, those already started must be completed.
         for rank, message in received.items():
             if len(message):
                 transfer.works.append(dist.irecv(message, group=group, group_src=rank, tag=tag))
@@ -146,7 +145,7 @@ class Transfer:
             DistCADesyncError: if other ranks do not take part in time.
         """
         channel = self.channel
-        # From now on: what this rank did since the launch is not the others' time.
+        # The timeout begins now: time that this rank spent since the launch is not the others'.
         deadline = time.monotonic() + channel.wait_seconds if channel.is_gloo else None
         try:
             wait_for_works(self.works, deadline)

@@ -30,27 +30,21 @@ from hf_distca.runtime.channel import Channel, Transfer
 
 _ALIGNMENT = 16
 NOBODY = range(0)
+OWN = -1  # in place of a section
 # What bytes are copied as: a GPU copies eight at a time about as fast as one.
 _WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 
 
 class RowRun(NamedTuple):
-    """`rows` rows of a tensor, from `start` on, `step` apart, and the rank that they go to."""
+    """`rows` rows of a tensor, from `start` on, `step` apart.
 
-    rank: int
-    start: int
-    rows: int
-    step: int = 1
-
-
-class PoolRun(NamedTuple):
-    """Keys [start, start + rows) of a section of the message, or of this rank's own, `step` apart,
-    if `section` is None.
-
-    Sections of the second hop, if there is one, count on after those of the first.
+    Attributes:
+        peer: the rank that they are sent to. In a pool, the section of the message that they are
+            taken from, or `OWN` for this rank's tensor. Sections of the second hop, if there is
+            one, count on after those of the first.
     """
 
-    section: int | None
+    peer: int
     start: int
     rows: int
     step: int = 1
@@ -84,7 +78,7 @@ class Rows:
     @cached_property
     def runs_by_rank(self) -> dict[int, list[RowRun]]:
         """`runs` by destination rank, in the order of ranks."""
-        return {rank: list(runs) for rank, runs in groupby(self.runs, key=lambda run: run.rank)}
+        return {rank: list(runs) for rank, runs in groupby(self.runs, key=lambda run: run.peer)}
 
     @cached_property
     def send(self) -> dict[int, int]:

@@ -43,16 +43,17 @@ if TYPE_CHECKING:
 
 NO_NAMES: Mapping[int, str] = MappingProxyType({})
 
-# How late a thread of gloo may be when the interpreter ends: what one has to do takes it
-# microseconds, once it has a processor.
+# Seconds that a thread of gloo may need when the interpreter ends. Its work takes microseconds, but
+# it may have to wait for a processor.
 LATE_SECONDS = 0.1
 _COUNT = "distca words"  # the key that counts them; the only one that ranks look at while they wait
 _LONGEST_WORD = 400  # characters
-# That a store has to answer, however late it is asked, and threads have to end.
+# Seconds that a store always has to answer, even after the deadline, and that threads have to end.
 ANSWER_SECONDS = 0.5
 BREAK_TAG = 2**31 - 1  # tags of messages are below
 _PROBE_TAG = BREAK_TAG - 1  # nobody receives it
-# In gloo's errors: now, or before; other errors are of one connection.
+# Texts in gloo's errors that mean that all connections are closed, now or before. Other errors
+# concern one connection.
 _ALL_CLOSED = ("Timed out", "Application timeout")
 _SILENT = "is silent (dead, stuck, or running something else): look at its log"
 _START_AGAIN = ", and start it again before training goes on"  # of a server

@@ -228,7 +228,7 @@ def check_model_kernels(
 
 
 def _check_case(asked: Case) -> Iterator[Finding]:
-    looked_at = list_candidates(asked)
+    looked_at = [(kernel.name, reason) for kernel, reason in list_candidates(asked)]
     dtype = asked.dtype
     device = asked.device
     window = f", window {asked.scores.window}" if asked.scores.window else ""
