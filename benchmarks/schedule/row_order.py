@@ -34,8 +34,7 @@ from trl import pack_dataset
 sys.path.extend(map(str, Path(__file__).resolve().parents[1].glob("*/")))
 
 from hf_distca.config import DistCAConfig
-from hf_distca.data.row_documents import find_row_documents
-from hf_distca.data.row_placement import RowPlacement, StepPlaces
+from hf_distca.data.row_placement import RowPlacement, StepPlaces, find_row_documents
 from hf_distca.schedule.balance import balance
 from hf_distca.schedule.layout import Layout
 from hf_distca.schedule.load import PlanLoad

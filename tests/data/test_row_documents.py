@@ -10,7 +10,7 @@ from datasets import Dataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_distca.data.row_documents import find_row_documents
+from hf_distca.data.row_placement import find_row_documents
 from hf_distca.errors import LayoutError
 
 END = 2

@@ -24,7 +24,8 @@ from uncompiled import uncompiled
 
 import hf_distca.kernels as kernels
 from hf_distca.config import DistCAConfig
-from hf_distca.kernels import Case, Scores, TaskBatch, flash, variants
+from hf_distca.kernels import Case, Scores, TaskBatch, flash
+from hf_distca.kernels import check as variants
 from hf_distca.kernels.base import Operands, Saved
 from hf_distca.runtime.route import Route
 from hf_distca.schedule.balance import balance

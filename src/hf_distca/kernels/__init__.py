@@ -10,7 +10,7 @@ import torch
 from hf_distca.config import KernelName
 from hf_distca.errors import KernelError
 from hf_distca.kernels.base import Case, Kernel, Scores, TaskBatch
-from hf_distca.kernels.check import mismatch_reason
+from hf_distca.kernels.check import compile_ahead, compile_failure_reason, mismatch_reason
 from hf_distca.kernels.cpu import CpuKernel
 from hf_distca.kernels.efficient import EFFICIENT
 from hf_distca.kernels.flash import (
@@ -23,7 +23,6 @@ from hf_distca.kernels.flash import (
     import_error,
 )
 from hf_distca.kernels.plain_torch import ReferenceKernel
-from hf_distca.kernels.variants import compile_ahead, compile_failure_reason
 
 __all__ = [
     "Case",

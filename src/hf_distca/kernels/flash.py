@@ -379,6 +379,6 @@ FLASH_ATTN_3_HUB = VarlenKernel(
     _HUB_3,
     partial(_flash_attn_3_reason, module=_HUB_3),
 )
-# flash-attn-4, which compiles its kernels (`hf_distca.kernels.variants`): Hopper, and Blackwell
+# flash-attn-4, which compiles its kernels (`hf_distca.kernels.check`): Hopper, and Blackwell
 # with widths up to 128 and 256.
 FLASH_ATTN_4 = VarlenKernel(_PackageFlash(_FLASH_ATTN_4), "flash_attn_4", _flash_attn_4_reason)

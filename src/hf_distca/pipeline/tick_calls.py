@@ -17,8 +17,7 @@ from hf_distca.config import DistCAConfig
 from hf_distca.errors import DistCADesyncError, UnsupportedError
 from hf_distca.integration.nano_batches import choose_cut
 from hf_distca.kernels.base import Operands, Scores
-from hf_distca.runtime.call import Inputs
-from hf_distca.runtime.empty_rows import make_empty_operands
+from hf_distca.runtime.call import Inputs, make_empty_operands
 from hf_distca.runtime.outputs import OutputStore
 from hf_distca.runtime.route import Route
 from hf_distca.schedule.cost import AttentionShape

@@ -44,8 +44,7 @@ from hf_distca.pool.words import (
     read_requests,
     read_share,
 )
-from hf_distca.runtime.call import AttentionServer, LayerExchange
-from hf_distca.runtime.empty_rows import make_empty_operands
+from hf_distca.runtime.call import AttentionServer, LayerExchange, make_empty_operands
 from hf_distca.runtime.meter import Meter
 from hf_distca.runtime.trial import exchange
 

@@ -29,12 +29,12 @@ from hf_distca.kernels.base import (
     TaskBatch,
     Tensors,
 )
-from hf_distca.runtime.empty_rows import make_empty_saved
 from hf_distca.runtime.group import AttentionGroup, Phase
 from hf_distca.runtime.messages import MessagePart, Pending, enter_side_stream, launch, put_rows
 from hf_distca.runtime.meter import Meter, get_clock, show
 from hf_distca.runtime.outputs import LayerOutputs
 from hf_distca.runtime.route import KeyRelay, Pool, PooledTasks, Route
+from hf_distca.schedule.cost import AttentionShape
 
 Handed = TypeVar("Handed", bound=Tensors)
 Results = TypeVar("Results", bound=Outputs | Grads)
@@ -94,6 +94,24 @@ class Inputs(NamedTuple):
             torch.cat([self.context_k_TKD, self.k_TKD]),
             torch.cat([self.context_v_TKV, self.v_TKV]),
         )
+
+
+def make_empty_operands(
+    shape: AttentionShape, dtype: torch.dtype, device: torch.device
+) -> Operands:
+    """Make q, k and v of a layer without rows."""
+    queries, keys = shape.query_heads, shape.key_value_heads
+    widths = (queries, shape.head_dim), (keys, shape.head_dim), (keys, shape.value_head_dim)
+    return Operands(*(torch.empty((0, *width), dtype=dtype, device=device) for width in widths))
+
+
+def make_empty_saved(operands: Operands) -> Saved:
+    """Make what backward reads of a layer without rows, from its `make_empty_operands`."""
+    q_THD, k_TKD, v_TKV = operands
+    # Kernels put log-sum-exps out in float32 at least.
+    lse_TH = q_THD.new_empty(q_THD.shape[:2], dtype=torch.promote_types(q_THD.dtype, torch.float32))
+    o_THV = q_THD.new_empty((*q_THD.shape[:2], v_TKV.shape[2]))
+    return Saved(o_THV, q_THD, o_THV, lse_TH, k_TKD, v_TKV)
 
 
 @dataclass(frozen=True, eq=False)

@@ -25,8 +25,7 @@ from torch.utils.data import BatchSampler, IterableDataset
 from transformers import Trainer
 
 from hf_distca.config import DistCAConfig
-from hf_distca.data.row_documents import find_row_documents
-from hf_distca.data.row_placement import RowPlacement, StepPlaces
+from hf_distca.data.row_placement import RowPlacement, StepPlaces, find_row_documents
 from hf_distca.errors import ConfigError, UnsupportedError
 from hf_distca.integration.checks.reading_order import find_shares
 from hf_distca.integration.layer_kinds import count_layers, make_initial_cost
