@@ -58,7 +58,7 @@ def counted_planning() -> Iterator[list[str]]:
         return call
 
     with ExitStack() as undo:
-        for name in ("gather", "is_equal_on_all"):
+        for name in ("gather", "gather_same_length"):
             undo.enter_context(
                 patch.object(AttentionGroup, name, spy(name, getattr(AttentionGroup, name)))
             )

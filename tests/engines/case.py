@@ -158,7 +158,7 @@ def counting_gathers() -> Iterator[list[str]]:
         return call
 
     with ExitStack() as stack:
-        for name in ("gather", "is_equal_on_all"):
+        for name in ("gather", "gather_same_length"):
             if hasattr(AttentionGroup, name):
                 stack.enter_context(
                     patch.object(AttentionGroup, name, counted(name, getattr(AttentionGroup, name)))

@@ -29,7 +29,7 @@ from recorded import recorded
 
 LAYERS = 2
 # Documents of all ranks, then whether their plans are equal.
-PLANNING = Counter(all_to_all_single=1, all_reduce=1)
+PLANNING = Counter(all_to_all_single=2)
 
 
 def batch(rank: int, scale: int = 1) -> dict[str, Any]:

@@ -333,7 +333,7 @@ def counted() -> Iterator[list[str]]:
 
         return patch.object(AttentionGroup, name, call)
 
-    with counting("gather"), counting("is_equal_on_all"):
+    with counting("gather"), counting("gather_same_length"):
         yield calls
 
 

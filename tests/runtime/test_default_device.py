@@ -80,9 +80,6 @@ def step(rank: int, window: int | None, device: str | None) -> list[object]:
             [row.tolist() for row in group.gather(one, doing="gathering")] for one in numbers
         ]
         texts = group.gather_text(f"rank {rank}", doing="gathering texts")
-        traded = group.all_to_all(
-            torch.tensor([rank, rank], device="cpu"), [1, 1], [1, 1], doing="trading"
-        )
         plan = Plan.from_tasks(
             Layout.from_segments(ROWS, [0, 0]), [CATask(*task) for task in TASKS], window
         )
@@ -95,7 +92,6 @@ def step(rank: int, window: int | None, device: str | None) -> list[object]:
     return [
         gathered,
         texts,
-        traded.tolist(),
         *(x.detach().numpy() for x in (out, *(leaf.grad for leaf in leaves))),
     ]
 
@@ -104,8 +100,8 @@ def step(rank: int, window: int | None, device: str | None) -> list[object]:
 def test_a_step_does_not_notice(rank_pool: Callable[[int], RankPool], window: int | None) -> None:
     plain, other = (rank_pool(2)(step, window, device) for device in (None, "meta"))
     for mine, expected in zip(other, plain, strict=True):
-        assert mine[:3] == expected[:3]
-        for found, wanted in zip(mine[3:], expected[3:], strict=True):
+        assert mine[:2] == expected[:2]
+        for found, wanted in zip(mine[2:], expected[2:], strict=True):
             np.testing.assert_array_equal(found, wanted)
 
 

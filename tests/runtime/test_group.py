@@ -85,15 +85,15 @@ def compared(rank: int) -> list[bool]:
     )
     sizes = []
 
-    def all_reduce(
-        tensor: torch.Tensor, original: Callable[..., Any] = dist.all_reduce, **options: Any
+    def all_to_all(
+        *args: Any, original: Callable[..., Any] = dist.all_to_all_single, **options: Any
     ) -> None:
-        sizes.append(tensor.numel())
-        original(tensor, **options)
+        sizes.append(args[1].numel() // group.size)
+        original(*args, **options)
 
-    with patch.object(dist, "all_reduce", all_reduce):
+    with patch.object(dist, "all_to_all_single", all_to_all):
         same = [
-            group.is_equal_on_all(np.array(numbers), doing="testing")
+            len(set(map(tuple, group.gather_same_length(np.array(numbers), doing="testing")))) == 1
             for numbers in (
                 [7],
                 [rank],
@@ -103,7 +103,7 @@ def compared(rank: int) -> list[bool]:
                 [-rank // 3, 0],
             )
         ]
-    assert sizes == [2, 2, 6, 6, 2, 4]  # one collective each, however many ranks there are
+    assert sizes == [1, 1, 3, 3, 1, 2]  # one collective each, without padding
     return same
 
 
@@ -114,8 +114,9 @@ def test_numbers_are_compared_in_one_collective(
     assert rank_pool(world)(compared) == [[True, False, True, False, False, False]] * world
 
 
-def test_a_rank_alone_agrees_with_itself() -> None:
-    assert AttentionGroup().is_equal_on_all(np.array([1, 2]), doing="testing")
+def test_a_rank_alone_gathers_its_own_row() -> None:
+    (row,) = AttentionGroup().gather_same_length(np.array([1, 2]), doing="testing")
+    assert row.tolist() == [1, 2]
 
 
 def one_compares(rank: int) -> str:
@@ -123,7 +124,7 @@ def one_compares(rank: int) -> str:
     if rank == 1:
         return ""
     with pytest.raises(DistCADesyncError) as caught:
-        group.is_equal_on_all(np.array([1]), doing="comparing plans of micro-batch 7")
+        group.gather_same_length(np.array([1]), doing="comparing plans of micro-batch 7")
     return str(caught.value)
 
 

@@ -68,7 +68,6 @@ class MicroBatchPlan:
         ranks: properties of the ranks, as estimated when the plan was made.
         meter: meter of this rank's work for it.
         planning_ms: milliseconds of planning, with the exchange of documents.
-        per_node: ranks of a node that the plan assumes; None if nodes were not told apart.
         has_tokens: for each rank whether it holds tokens; None if all do.
         source: name of the global batch, for a share; else "".
         is_planned_again: whether this process planned a share that its loader had planned for other
@@ -86,7 +85,6 @@ class MicroBatchPlan:
     ranks: Ranks
     meter: Meter
     planning_ms: float = 0.0
-    per_node: int | None = None
     has_tokens: tuple[bool, ...] | None = None
     source: str = ""
     is_planned_again: bool = False
@@ -96,7 +94,8 @@ class MicroBatchPlan:
     @property
     def on_several_nodes(self) -> bool:
         """True if nodes are told apart, and there are several."""
-        return self.per_node is not None and self.per_node < self.plan.layout.world_size
+        per_node = self.ranks.per_node
+        return per_node is not None and per_node < self.plan.layout.world_size
 
     @property
     def own_measurement(self) -> Measurement:

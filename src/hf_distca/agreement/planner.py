@@ -132,20 +132,17 @@ class Planner:
             plans.append(balance(documents.build_layout(), job.cost, job.config, ranks))
         # Plans come from equal inputs, but an exchange with unequal plans would hang.
         digests = np.array([_shorten_digest(plan) for plan in plans], dtype=np.int64)
-        doing = f"comparing plans of {label}"
-        if not group.is_equal_on_all(digests, doing=doing):
-            for column in np.stack(group.gather(digests, doing=doing)).T:
-                check_equal(
-                    group,
-                    column,
-                    "plans for the same documents",
-                    label,
-                    "use one version of hf_distca and numpy",
-                )
-        planning_ms = (time.perf_counter() - started) * 1e3
-        return self._use_plans(
-            requests, plans, group, per_node=group.per_node, planning_ms=planning_ms
-        )
+        digests_of_ranks = group.gather_same_length(digests, doing=f"comparing plans of {label}")
+        for column in np.stack(digests_of_ranks).T:
+            check_equal(
+                group,
+                column,
+                "plans for the same documents",
+                label,
+                "use one version of hf_distca and numpy",
+            )
+        planning_ms = (time.perf_counter() - started) * 1e3 / len(plans)
+        return self._use_plans(requests, plans, group, group.per_node, planning_ms=planning_ms)
 
     @mark_joint_step
     def plan_share(
@@ -156,10 +153,9 @@ class Planner:
         """
         started = time.perf_counter()
         share.check_group(group)
-        size, per_node = share.ranks, share.per_node
-        if group.has_tokens is not None:  # then others have a part in the plan
-            size, per_node = group.size, group.per_node
-        jobs = [self._make_job(key, size, per_node, group.has_tokens) for _, key in requests]
+        # Ranks without tokens have a part in the plan, and the share knows nothing of them.
+        per_node = share.per_node if group.has_tokens is None else group.per_node
+        jobs = [self._make_job(key, group.size, per_node, group.has_tokens) for _, key in requests]
         is_planned_again = bool(share.plans) and not share.plans.keys() >= set(jobs)
         plans = [share.plan(job) for job in jobs]
         share_numbers = [*share.batch_id, share.digest, *map(_shorten_digest, plans)]
@@ -169,8 +165,8 @@ class Planner:
             requests,
             plans,
             group,
-            per_node=per_node,
-            planning_ms=(time.perf_counter() - started) * 1e3,
+            per_node,
+            planning_ms=(time.perf_counter() - started) * 1e3 / len(plans),
             source=str(share),
             is_planned_again=is_planned_again,
             in_order_imbalance=share.in_order_imbalance,
@@ -260,8 +256,8 @@ class Planner:
             raise type(error)(f"rank {group.ranks[group.rank]}: {error}") from error
 
     def _find_number(self, requests: Sequence[Request]) -> int:
-        """Return the number of the micro-batch that the requested plans are for: a new one if the
-        last one is over, or has used a plan with such a key.
+        """Return the number of the micro-batch that the requested plans are for: the next number if
+        the last micro-batch is over, or already uses a plan with one of these keys.
         """
         is_next = self._is_over or not self._used_keys.isdisjoint(key for _, key in requests)
         return self.number + is_next
@@ -282,12 +278,17 @@ class Planner:
         requests: Sequence[Request],
         plans: Sequence[Plan],
         group: AttentionGroup,
-        *,
-        planning_ms: float,
+        per_node: int | None,
         **facts: Any,
     ) -> list[MicroBatchPlan]:
-        """Use plans for a micro-batch, which took so long together; `facts` are further attributes
-        of each.
+        """Use plans for a micro-batch.
+
+        Args:
+            requests: the requests that they answer.
+            plans: one plan for each request.
+            group: the ranks.
+            per_node: ranks of a node that they assume; None if nodes were not told apart.
+            facts: further attributes of each `MicroBatchPlan`.
         """
         number = self._find_number(requests)
         if number > self.number:
@@ -302,9 +303,8 @@ class Planner:
                 plan,
                 number,
                 cost.estimate_seconds(plan.end - plan.start, plan.end, plan.heads),
-                self.costs.make_ranks(plan.layout.world_size, facts["per_node"]),
+                self.costs.make_ranks(plan.layout.world_size, per_node),
                 Meter(self._meter),
-                planning_ms / len(plans),
                 has_tokens=group.has_tokens,
                 **facts,
             )
@@ -333,8 +333,8 @@ class Planner:
                 )
 
     def _warn_above_bound(self, used: MicroBatchPlan, group: AttentionGroup) -> None:
-        """Warn if documents over ranks need more memory than the bound; they are computed all the
-        same, and most likely fit.
+        """Warn if documents that span ranks need more memory than the bound. They are computed
+        anyway, and most likely fit.
         """
         bound = self.config.max_transient_bytes
         if bound is None or not used.plan.moved:
@@ -344,8 +344,8 @@ class Planner:
         if held > bound:
             warnings.warn(
                 f"rank {group.ranks[group.rank]} needs about {held} transient bytes for documents"
-                f" that span ranks, more than max_transient_bytes={bound}; they are computed all"
-                " the same. Raise the bound, or cut documents so that each lies on one rank.",
+                f" that span ranks, more than max_transient_bytes={bound}; they are computed"
+                " anyway. Raise the bound, or cut documents so that each lies on one rank.",
                 stacklevel=2,
             )
 

@@ -24,7 +24,6 @@ from hf_distca.runtime.listener import start_polling
 from hf_distca.runtime.members import (
     NOT_ALL_CAME,
     Members,
-    all_reduce_min,
     find_node_number,
     find_ranks_per_node,
     make_communicator,
@@ -237,7 +236,7 @@ class AttentionGroup:
             dist.all_to_all_single(nodes, torch.full_like(nodes, find_node_number()), group=control)
             # A barrier: a rank that fails right after this must not break connections that others
             # are still making.
-            all_reduce_min(np.zeros(1, dtype=np.int64), control)
+            _wait_for_all(control)
         except RuntimeError as error:
             raise DistCADesyncError(
                 f"rank {ranks[rank]} waited up to {seconds:g} s for ranks {ranks} while making"
@@ -271,16 +270,13 @@ class AttentionGroup:
 
         Rows may differ in length. Collective.
         """
-        if self.monitor is None:
-            return [row]
         inline, rest = np.split(row, [self.inline_row_capacity])
         padded = np.zeros(1 + self.inline_row_capacity, dtype=np.int64)
         padded[0] = len(row)
         padded[1 : 1 + len(inline)] = inline
         first = self._send_to_all(padded, [len(padded)] * self.size, doing)
-        counts = [int(numbers[0]) for numbers in first]
-        rows = [numbers[1 : 1 + count] for numbers, count in zip(first, counts, strict=True)]
-        more = [max(count - self.inline_row_capacity, 0) for count in counts]
+        rows = [numbers[1 : 1 + numbers[0]] for numbers in first]
+        more = [max(int(numbers[0]) - self.inline_row_capacity, 0) for numbers in first]
         if not any(more):
             return rows
         rests = self._send_to_all(rest, more, doing)
@@ -293,39 +289,21 @@ class AttentionGroup:
             numbers.astype(np.uint8).tobytes().decode() for numbers in self.gather(row, doing=doing)
         ]
 
-    def is_equal_on_all(self, numbers: IntArray, *, doing: str) -> bool:
-        """Return whether every rank has equal numbers, a flat int64 array of one length.
-
-        One collective of twice their size.
-        """
-        if self.control is None or self.monitor is None:
-            return True
-        with self.monitor.watch_collective(doing):
-            # ~x = -x - 1 turns the order round.
-            smallest = all_reduce_min(np.concatenate([numbers, ~numbers]), self.control)
-        return bool((smallest[: len(numbers)] == ~smallest[len(numbers) :]).all())
-
-    def all_to_all(
-        self, sent: torch.Tensor, send: Sequence[int], receive: Sequence[int], *, doing: str
-    ) -> torch.Tensor:
-        """Send rows of a CPU tensor to every rank, with row counts to and from each.
-
-        Both tensors are in rank order. Collective.
-        """
-        if self.control is None or self.monitor is None:
-            return sent
-        received = sent.new_empty((sum(receive), *sent.shape[1:]))
-        with self.monitor.watch_collective(doing):
-            dist.all_to_all_single(
-                received, sent.contiguous(), list(receive), list(send), group=self.control
-            )
-        return received
+    def gather_same_length(self, row: IntArray, *, doing: str) -> list[IntArray]:
+        """Gather a row of integers as `gather`, where rows have the same length on all ranks."""
+        return self._send_to_all(row, [len(row)] * self.size, doing)
 
     def _send_to_all(self, row: IntArray, receive: Sequence[int], doing: str) -> list[IntArray]:
         """Send a row to every rank, and return the rows of all, which have these lengths."""
-        # Over gloo an all-to-all is one step, an all-gather one a rank.
+        if self.control is None or self.monitor is None:
+            return [row]
+        received = torch.empty(sum(receive), dtype=torch.int64, device="cpu")
         sent = torch.from_numpy(row).repeat(self.size)
-        received = self.all_to_all(sent, [len(row)] * self.size, receive, doing=doing)
+        with self.monitor.watch_collective(doing):
+            # Over gloo an all-to-all is one step, an all-gather one a rank.
+            dist.all_to_all_single(
+                received, sent, list(receive), [len(row)] * self.size, group=self.control
+            )
         return np.split(received.numpy(), np.cumsum(receive)[:-1])
 
 
@@ -333,12 +311,17 @@ class AttentionGroup:
 _groups: dict[tuple[dist.ProcessGroup, Members, float], AttentionGroup] = {}
 
 
+def _wait_for_all(control: dist.ProcessGroup) -> None:
+    """Wait until all ranks have come here."""
+    dist.all_reduce(torch.zeros(1, device="cpu"), group=control)
+
+
 def _has_all_ranks(group: AttentionGroup) -> bool:
     """Return whether no rank has left the group. Collective."""
     if group.control is None or group.monitor is None:
         return True
     try:
-        all_reduce_min(np.zeros(1, dtype=np.int64), group.control)
+        _wait_for_all(group.control)
     except RuntimeError as error:
         if not group.monitor.leave_after_others():
             raise group.monitor.give_up("making the attention group again", error) from error
