@@ -132,11 +132,11 @@ class Streams(TorchDispatchMode):
             self._check(f"{what} on {stream} writes", clock, memory.reads, memory.writes)
             memory.writes[stream] = clock[stream]
 
-    def _check(self, doing: str, clock: Clock, *accesses: Clock) -> None:
+    def _check(self, activity: str, clock: Clock, *accesses: Clock) -> None:
         for access in accesses:
             for other, time in access.items():
                 if clock.get(other, 0) < time:
-                    self.races.append(f"{doing} what {other} may be using")
+                    self.races.append(f"{activity} what {other} may be using")
 
     def _of(self, tensor: torch.Tensor, stream: str) -> _Memory:
         reference = StorageWeakRef(tensor.untyped_storage())

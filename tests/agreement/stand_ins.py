@@ -18,8 +18,8 @@ class MadeUpGroup(AttentionGroup):
         object.__setattr__(self, "others", others or (lambda row: [row] * ranks))
         object.__setattr__(self, "gathered", [])
 
-    def gather(self, row: IntArray, *, doing: str) -> list[IntArray]:
-        self.gathered.append(doing)
+    def gather(self, row: IntArray, *, activity: str) -> list[IntArray]:
+        self.gathered.append(activity)
         return self.others(row)
 
     gather_same_length = gather

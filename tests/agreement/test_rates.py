@@ -20,7 +20,7 @@ from hf_distca.agreement.batch_plan import RateSample
 from hf_distca.agreement.dealt_share import Dealing
 from hf_distca.agreement.documents import Documents, PackedDocuments, TokenBatch
 from hf_distca.agreement.planner import Planner
-from hf_distca.agreement.rates import Costs
+from hf_distca.agreement.rates import LearnedCosts
 from hf_distca.config import DistCAConfig
 from hf_distca.errors import DistCADesyncError
 from hf_distca.runtime.meter import Meter
@@ -302,8 +302,8 @@ def made_up_plan(key: PlanKey) -> Any:
     return SimpleNamespace(number=1, key=key)
 
 
-def given(cost: CostModel = TRUE) -> Costs:
-    costs = Costs()
+def given(cost: CostModel = TRUE) -> LearnedCosts:
+    costs = LearnedCosts()
     costs[KIND] = cost
     return costs
 

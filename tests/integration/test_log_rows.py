@@ -252,7 +252,7 @@ def test_between_logs_ranks_gather_only_what_they_plan_by(
     for collectives, operations in rank_pool(2)(counted, dealt):
         assert len(collectives) == len(operations) == STEPS
         for step, (called, count) in enumerate(zip(collectives, operations, strict=True), 1):
-            planning = [doing for doing in called if not doing.startswith(GATHERING)]
+            planning = [activity for activity in called if not activity.startswith(GATHERING)]
             assert len(planning) == 2 * (1 if dealt else 2), (
                 "shares, or documents and then plans, in each micro-batch"
             )

@@ -20,7 +20,7 @@ from torch.profiler import ProfilerActivity, profile
 import hf_distca
 from hf_distca.agreement import planner
 from hf_distca.integration.current_session import current_session
-from hf_distca.kernels.base import Grads, Operands, Outputs, Saved, TaskBatch
+from hf_distca.kernels.base import BackwardInputs, Grads, Operands, Outputs, TaskBatch
 from hf_distca.runtime import meter
 from hf_distca.runtime.call import AttentionServer
 from hf_distca.runtime.channel import Channel, Transfer
@@ -64,7 +64,7 @@ def deliberate_times() -> Iterator[None]:
     run = AttentionServer.run
 
     def slow(
-        self: AttentionServer, pools: Operands | Saved, tasks: TaskBatch, **options: bool
+        self: AttentionServer, pools: Operands | BackwardInputs, tasks: TaskBatch, **options: bool
     ) -> Outputs | Grads:
         if tasks.query_length:
             begin = get_clock(pools.q_THD.device)()

@@ -21,8 +21,8 @@ from dense_attention import CASES, SCORES, SHAPES, exact, random_pools, relative
 from signatures import FLASH_ATTN_3, FLASH_ATTN_4
 from strict_varlen_op import StrictVarlenOp
 
-from hf_distca.kernels import Kernel, Scores, efficient, flash
-from hf_distca.kernels.base import Operands, Saved
+from hf_distca.kernels import Kernel, ScoreOptions, efficient, flash
+from hf_distca.kernels.base import BackwardInputs, Operands
 from hf_distca.kernels.flash import AtenFlash
 from hf_distca.kernels.varlen import Sequences
 
@@ -38,14 +38,16 @@ KERNELS = (
 BACKWARD = torch.ops.aten._efficient_attention_backward
 
 
-def scores_of(scale: float, left: int, right: int, causal: bool, softcap: float = 0.0) -> Scores:
+def scores_of(
+    scale: float, left: int, right: int, causal: bool, softcap: float = 0.0
+) -> ScoreOptions:
     """The flash-attention convention: keys [position - left, position + right], -1 for no limit,
     `causal` caps the right.
     """
     assert causal
     assert left >= -1
     assert right == (-1 if left == -1 else 0)
-    return Scores(scale, None if left == -1 else left + 1, softcap or None)
+    return ScoreOptions(scale, None if left == -1 else left + 1, softcap or None)
 
 
 def aten_forward(
@@ -140,7 +142,7 @@ class Efficient:
         assert (bias, dropout_p, custom_mask_type) == (None, 0, 2)
         sequences = Sequences(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
         pools = self._checked(query, key, value)
-        o, lse_HT = self.op.attend(*pools, sequences, Scores(scale, window_size))
+        o, lse_HT = self.op.attend(*pools, sequences, ScoreOptions(scale, window_size))
         longest = -(-max_seqlen_q // 32) * 32
         # The op writes some of the padding.
         lse = lse_HT.new_full((len(cu_seqlens_q) - 1, len(lse_HT), longest), float("nan"))
@@ -192,7 +194,7 @@ class Efficient:
         sequences = Sequences(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
         pools = self._checked(query, key, value)
         grads = self.op.differentiate(
-            grad_out_[0], *pools, out[0], lse, sequences, Scores(scale, window_size)
+            grad_out_[0], *pools, out[0], lse, sequences, ScoreOptions(scale, window_size)
         )
         return *(grad[None] for grad in grads), None
 
@@ -212,7 +214,7 @@ EFFICIENT_OP = Efficient()
 def package() -> dict[str, Callable[..., Any]]:
     """The two functions of flash-attn."""
 
-    def shared(options: dict[str, Any]) -> tuple[Sequences, Scores]:
+    def shared(options: dict[str, Any]) -> tuple[Sequences, ScoreOptions]:
         sizes = (
             options.pop(f"{name}seqlen{s}")
             for name in ("cu_", "max_")
@@ -297,7 +299,7 @@ class Interface3:
     def _pools(options: dict[str, Any]) -> tuple[Any, ...]:
         return tuple(options.pop(name) for name in "qkv")
 
-    def _scores(self, options: dict[str, Any], causal: str) -> Scores:
+    def _scores(self, options: dict[str, Any], causal: str) -> ScoreOptions:
         left, right = options.pop("window_size_left"), options.pop("window_size_right")
         scores = scores_of(
             options.pop("softmax_scale"), left, right, options.pop(causal), options.pop("softcap")
@@ -384,7 +386,7 @@ def test_results_of_every_shape(kernel: Kernel, shape: str) -> None:
     check_results(kernel, shape, SCORES["plain"])
 
 
-def check_results(kernel: Kernel, shape: str, scores: Scores) -> None:
+def check_results(kernel: Kernel, shape: str, scores: ScoreOptions) -> None:
     case = CASES["shared keys with gaps"]
     pools = random_pools(case, SHAPES[shape], torch.float64)
     expected = exact(pools, case.tasks, scores)
@@ -450,11 +452,11 @@ def test_the_installed_torch_takes_these_arguments(window: int | None) -> None:
         for size in ((10, 4, 64), (20, 2, 64))
     )
     cu = torch.empty(2, dtype=torch.int32, device="meta")
-    sequences, scores = Sequences(cu, cu, 10, 20), Scores(0.1, window)
+    sequences, scores = Sequences(cu, cu, 10, 20), ScoreOptions(0.1, window)
     o, lse = AtenFlash().forward(Operands(q, k, k), sequences, scores)
     assert o.shape == q.shape
     assert lse.shape == (10, 4)
-    dq, dk, dv = AtenFlash().backward(Saved(q, q, o, lse, k, k), sequences, scores)
+    dq, dk, dv = AtenFlash().backward(BackwardInputs(q, q, o, lse, k, k), sequences, scores)
     assert dq.shape == q.shape
     assert dk.shape == dv.shape == k.shape
 

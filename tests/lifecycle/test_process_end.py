@@ -52,7 +52,7 @@ def ends_with_a_late_thread(rank: int, folder: Path) -> None:
         (folder / f"{rank} let go").touch()
 
     threading.Thread(target=let_go, daemon=True).start()
-    AttentionGroup.find_or_create().gather(np.arange(5), doing="a test")
+    AttentionGroup.find_or_create().gather(np.arange(5), activity="a test")
     last.set()
 
 

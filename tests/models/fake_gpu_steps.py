@@ -113,7 +113,7 @@ class NoWaits(NoHostSyncs):
 class Group(AttentionGroup):
     """Two ranks of which the other one announces the same as this one."""
 
-    def gather(self, row: IntArray, *, doing: str) -> list[IntArray]:
+    def gather(self, row: IntArray, *, activity: str) -> list[IntArray]:
         """As `AttentionGroup.gather`."""
         return [row] * self.size
 

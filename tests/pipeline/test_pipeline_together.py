@@ -328,7 +328,7 @@ def counted() -> Iterator[list[str]]:
         function = getattr(AttentionGroup, name)
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            calls.append(kwargs.get("doing", name))
+            calls.append(kwargs.get("activity", name))
             return function(*args, **kwargs)
 
         return patch.object(AttentionGroup, name, call)

@@ -161,7 +161,7 @@ def staged_exchange(rank: int) -> list[list[int]]:
         received = torch.full((64,), 99, dtype=torch.uint8)
         transfer = group.data.start(received, sent, {1 - rank: 64}, {1 - rank: 64})
         sent.fill_(77)  # a GPU's next kernel
-        group.gather(torch.zeros(1, dtype=torch.int64).numpy(), doing="testing")
+        group.gather(torch.zeros(1, dtype=torch.int64).numpy(), activity="testing")
         before = received.unique().tolist()
         assert transfer.works
         transfer.wait()

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.utils._device import _device_constructors
 
-from hf_distca.kernels import Scores, TaskBatch
+from hf_distca.kernels import ScoreOptions, TaskBatch
 from hf_distca.kernels.cpu import CpuKernel, _make_block_mask
 from hf_distca.kernels.varlen import _make_call
 from hf_distca.runtime.call import AttentionServer, Inputs, LayerExchange
@@ -77,13 +77,13 @@ def step(rank: int, window: int | None, device: str | None) -> list[object]:
         group = AttentionGroup.create(timeout_seconds=30)
         numbers = [np.arange(length) for length in (3, 150 + rank, 150 + 400 * rank)]
         gathered = [
-            [row.tolist() for row in group.gather(one, doing="gathering")] for one in numbers
+            [row.tolist() for row in group.gather(one, activity="gathering")] for one in numbers
         ]
-        texts = group.gather_text(f"rank {rank}", doing="gathering texts")
+        texts = group.gather_text(f"rank {rank}", activity="gathering texts")
         plan = Plan.from_tasks(
             Layout.from_segments(ROWS, [0, 0]), [CATask(*task) for task in TASKS], window
         )
-        server = AttentionServer(CpuKernel(), Scores(0.2, window), Meter())
+        server = AttentionServer(CpuKernel(), ScoreOptions(0.2, window), Meter())
         route = Route.build(plan, rank)
         out = compute_core_attention(Inputs(*leaves), LayerExchange(route, group, server))
         out.backward(do)

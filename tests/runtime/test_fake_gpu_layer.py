@@ -21,7 +21,7 @@ from hf_distca.agreement.documents import PackedDocuments
 from hf_distca.integration.current_session import current_session
 from hf_distca.integration.handle import MaskStandIn
 from hf_distca.integration.hooks.attention import distca_attention
-from hf_distca.kernels import Scores
+from hf_distca.kernels import ScoreOptions
 from hf_distca.kernels.flash import CUDA as CUDA_KERNEL
 from hf_distca.runtime import core_attention as module
 from hf_distca.runtime.call import AttentionServer, Inputs, LayerExchange
@@ -102,7 +102,7 @@ def test_a_layer_stays_on_the_gpu(
     monkeypatch.setattr(module, "_apply", tape.apply)
     with fake_cuda(), gpu.installed():
         group = AttentionGroup((0, 1), rank, data=peers)  # type: ignore[arg-type]
-        server = AttentionServer(CUDA_KERNEL, Scores(DIM**-0.5), meter)
+        server = AttentionServer(CUDA_KERNEL, ScoreOptions(DIM**-0.5), meter)
         q, k, v = leaves(tokens, dtype)
         sink = torch.empty(HEADS, dtype=torch.float32, device=CUDA)
 

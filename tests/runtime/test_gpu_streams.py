@@ -21,8 +21,8 @@ from device_events import Device
 from fake_cuda import CUDA, fake_cuda, needs_cpu_build
 from gpu_streams import COMPUTE, Link, Streams
 from hf_distca.errors import UnsupportedError
-from hf_distca.kernels import Scores, TaskBatch
-from hf_distca.kernels.base import Grads, Operands, Outputs, Saved
+from hf_distca.kernels import ScoreOptions, TaskBatch
+from hf_distca.kernels.base import BackwardInputs, Grads, Operands, Outputs
 from hf_distca.kernels.flash import CUDA as CUDA_KERNEL
 from hf_distca.runtime import core_attention as module
 from hf_distca.runtime.call import AttentionServer, Inputs, LayerExchange
@@ -64,11 +64,11 @@ class Named:
     route: Route
     nano: str
 
-    def forward(self, pools: Operands, tasks: TaskBatch, scores: Scores) -> Outputs:
+    def forward(self, pools: Operands, tasks: TaskBatch, scores: ScoreOptions) -> Outputs:
         self._say(tasks)
         return CUDA_KERNEL.forward(pools, tasks, scores)
 
-    def backward(self, pools: Saved, tasks: TaskBatch, scores: Scores) -> Grads:
+    def backward(self, pools: BackwardInputs, tasks: TaskBatch, scores: ScoreOptions) -> Grads:
         self._say(tasks)
         return CUDA_KERNEL.backward(pools, tasks, scores)
 
@@ -134,7 +134,7 @@ def half(streams: Streams, link: Link, plan: Plan, rank: int, nano: str = "") ->
     """A layer on new tensors: gives its call and its output."""
     route = Route.build(plan, rank)
     group = AttentionGroup((0, 1, 2), rank, data=link)  # type: ignore[arg-type]
-    server = AttentionServer(Named(streams, route, nano), Scores(DIM**-0.5), Meter())  # type: ignore[arg-type]
+    server = AttentionServer(Named(streams, route, nano), ScoreOptions(DIM**-0.5), Meter())  # type: ignore[arg-type]
     tokens = int(plan.layout.query_tokens[rank])
     shapes = ((tokens, heads, DIM) for heads in (HEADS, KEY_HEADS, KEY_HEADS))
 

@@ -46,11 +46,11 @@ def gathered(rank: int, lengths: list[int]) -> int:
     row = np.arange(lengths[rank]) - 2**40
     row.flags.writeable = False
     expected = [(np.arange(length) - 2**40).tolist() for length in lengths]
-    assert [row.tolist() for row in group.gather(row, doing="testing")] == expected
+    assert [row.tolist() for row in group.gather(row, activity="testing")] == expected
     dist.barrier()
     before = bytes_received()
     for _ in range(10):
-        group.gather(row, doing="testing")
+        group.gather(row, activity="testing")
     dist.barrier()
     return (bytes_received() - before) // 10
 
@@ -93,7 +93,8 @@ def compared(rank: int) -> list[bool]:
 
     with patch.object(dist, "all_to_all_single", all_to_all):
         same = [
-            len(set(map(tuple, group.gather_same_length(np.array(numbers), doing="testing")))) == 1
+            len(set(map(tuple, group.gather_same_length(np.array(numbers), activity="testing"))))
+            == 1
             for numbers in (
                 [7],
                 [rank],
@@ -115,7 +116,7 @@ def test_numbers_are_compared_in_one_collective(
 
 
 def test_a_rank_alone_gathers_its_own_row() -> None:
-    (row,) = AttentionGroup().gather_same_length(np.array([1, 2]), doing="testing")
+    (row,) = AttentionGroup().gather_same_length(np.array([1, 2]), activity="testing")
     assert row.tolist() == [1, 2]
 
 
@@ -124,7 +125,7 @@ def one_compares(rank: int) -> str:
     if rank == 1:
         return ""
     with pytest.raises(DistCADesyncError) as caught:
-        group.gather_same_length(np.array([1]), doing="comparing plans of micro-batch 7")
+        group.gather_same_length(np.array([1]), activity="comparing plans of micro-batch 7")
     return str(caught.value)
 
 
@@ -248,13 +249,13 @@ def test_a_store_that_no_longer_answers_keeps_nobody_waiting() -> None:
 def receives_of_breaking(rank: int) -> int:
     group = AttentionGroup.create(timeout_seconds=10)
     assert group.monitor is not None
-    group.gather(np.array([1]), doing="testing")
+    group.gather(np.array([1]), activity="testing")
     with patch.object(dist, "irecv", wraps=dist.irecv) as irecv:
         if rank == 0:
             group.monitor.give_up("testing", RuntimeError("unlucky"))
         else:
             with pytest.raises(DistCADesyncError, match="rank 0 waited in vain while testing"):
-                group.gather(np.array([1]), doing="testing")
+                group.gather(np.array([1]), activity="testing")
     return irecv.call_count
 
 
@@ -310,11 +311,11 @@ def stages(rank: int, members: str) -> list[int]:
     with bound_world():
         if rank < 2:
             group = AttentionGroup.create(given, timeout_seconds=10)
-            rows = group.gather(np.array([rank]), doing="testing")
+            rows = group.gather(np.array([rank]), activity="testing")
         token(0, 2), token(1, 3)
         if rank >= 2:
             group = AttentionGroup.create(given, timeout_seconds=10)
-            rows = group.gather(np.array([rank]), doing="testing")
+            rows = group.gather(np.array([rank]), activity="testing")
         assert dist.GroupMember.WORLD.bound_device_id == torch.device("cuda", 0)
         sent, received = (
             torch.full((2,), rank, dtype=torch.uint8),
@@ -340,7 +341,7 @@ def beside_other_groups(rank: int) -> list[list[int]]:
     for ranks in ([0], [0], [1, 2], [0]):
         dist.new_group(ranks)
     group = AttentionGroup.create(timeout_seconds=10)
-    return [row.tolist() for row in group.gather(np.array([rank]), doing="testing")]
+    return [row.tolist() for row in group.gather(np.array([rank]), activity="testing")]
 
 
 def test_members_may_be_in_different_numbers_of_groups(
@@ -354,7 +355,7 @@ def unsorted(rank: int) -> tuple[tuple[int, ...], int, list[list[int]]]:
     return (
         group.ranks,
         group.rank,
-        [row.tolist() for row in group.gather(np.array([10 * rank]), doing="testing")],
+        [row.tolist() for row in group.gather(np.array([10 * rank]), activity="testing")],
     )
 
 
@@ -370,7 +371,7 @@ def fails_late(rank: int) -> list[bool]:
         with pytest.raises(ValueError, match="unlucky"), first.report_errors("testing"):
             raise ValueError("unlucky")
     made = AttentionGroup.find_or_create(timeout_seconds=20)
-    rows = made.gather(np.array([rank]), doing="testing again")
+    rows = made.gather(np.array([rank]), activity="testing again")
     return [again is first, made is first, len(rows) == dist.get_world_size()]
 
 

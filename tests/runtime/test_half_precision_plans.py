@@ -27,7 +27,7 @@ from test_core_attention import (
 )
 from torch.nn.functional import scaled_dot_product_attention
 
-from hf_distca.kernels import Case, Scores, select_kernel
+from hf_distca.kernels import KernelRequest, ScoreOptions, select_kernel
 from hf_distca.runtime.call import AttentionServer, Inputs, LayerExchange
 from hf_distca.runtime.core_attention import compute_core_attention
 from hf_distca.runtime.group import AttentionGroup
@@ -49,7 +49,7 @@ def errors(
     window: int | None,
 ) -> Errors:
     """Errors over this rank's tokens, if a plan runs forward and backward."""
-    scores = Scores(DIM**-0.5, window)
+    scores = ScoreOptions(DIM**-0.5, window)
     layout = Layout.from_segments(ranks, [0] * len(ranks))
     layout = (
         layout if split is None else layout.split_heads(np.isin(layout.documents, split), KEY_HEADS)
@@ -66,7 +66,9 @@ def errors(
     ]
     leaves = [tensor.requires_grad_() for tensor in rows[:3]]
     server = AttentionServer(
-        select_kernel("auto", Case(leaves[0].device, dtype, DIM, DIM, scores)), scores, Meter()
+        select_kernel("auto", KernelRequest(leaves[0].device, dtype, DIM, DIM, scores)),
+        scores,
+        Meter(),
     )
     route = Route.build(plan, rank)
     out = compute_core_attention(
@@ -99,14 +101,14 @@ def slices(random_: random.Random, world: int, ranks: Segments) -> Tasks:
     return found
 
 
-def exactly(inputs: list[torch.Tensor], scores: Scores) -> list[torch.Tensor]:
+def exactly(inputs: list[torch.Tensor], scores: ScoreOptions) -> list[torch.Tensor]:
     """Output and gradients of a document by definition, in float64."""
     q, k, v, do = (tensor.double().requires_grad_() for tensor in inputs)
     out = dense(q, k, v, None, scores)
     return [out.detach(), *torch.autograd.grad(out, (q, k, v), do)]
 
 
-def plainly(inputs: list[torch.Tensor], scores: Scores) -> list[torch.Tensor]:
+def plainly(inputs: list[torch.Tensor], scores: ScoreOptions) -> list[torch.Tensor]:
     """The same by torch, in the dtype of the inputs."""
     q, k, v, do = (tensor.detach().clone().requires_grad_() for tensor in inputs)
     heads_first = [tensor.transpose(0, 1)[None] for tensor in (q, k, v)]

@@ -227,13 +227,13 @@ def leave(rank: int, folder: Path) -> None:
     group = AttentionGroup.find_or_create(timeout_seconds=30)
     row = np.zeros(1, dtype=np.int64)
     if rank:
-        group.gather(row, doing="planning micro-batch 1")
+        group.gather(row, activity="planning micro-batch 1")
         WAYS[rank - 1][0](group)
         return
-    group.gather(row, doing="planning micro-batch 1")
+    group.gather(row, activity="planning micro-batch 1")
     started = time.monotonic()
     with pytest.raises(DistCADesyncError) as error:
-        group.gather(row, doing="planning micro-batch 2")
+        group.gather(row, activity="planning micro-batch 2")
     (folder / "told").write_text(f"{time.monotonic() - started < 20} {error.value}")
 
 

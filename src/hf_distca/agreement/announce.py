@@ -395,7 +395,7 @@ def check_shared_settings(
     """
     if (hashes == hashes[0]).all():
         return
-    texts = group.gather_text(json.dumps(settings), doing="comparing settings")
+    texts = group.gather_text(json.dumps(settings), activity="comparing settings")
     by_rank = list(map(json.loads, texts))
     differences = []
     for name in dict.fromkeys(chain.from_iterable(by_rank)):

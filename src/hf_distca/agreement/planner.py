@@ -34,7 +34,7 @@ from hf_distca.agreement.announce import (
 )
 from hf_distca.agreement.batch_plan import History, MicroBatchPlan
 from hf_distca.agreement.dealt_share import DealtShare, PlanJob
-from hf_distca.agreement.rates import Costs
+from hf_distca.agreement.rates import LearnedCosts
 from hf_distca.config import DistCAConfig
 from hf_distca.errors import LayoutError, UnsupportedError
 from hf_distca.runtime.group import AttentionGroup, get_current_world, mark_joint_step
@@ -74,7 +74,7 @@ class Planner:
     def reset(self) -> None:
         """Start again with other ranks. Plans that were made before may still be used."""
         self.history.reset()
-        self.costs = Costs()
+        self.costs = LearnedCosts()
         self.number = 0
         self._exchanges_before = self._meter.dispatches + self._meter.returns
         self._announcement_count = 0
@@ -132,7 +132,7 @@ class Planner:
             plans.append(balance(documents.build_layout(), job.cost, job.config, ranks))
         # Plans come from equal inputs, but an exchange with unequal plans would hang.
         digests = np.array([_shorten_digest(plan) for plan in plans], dtype=np.int64)
-        digests_of_ranks = group.gather_same_length(digests, doing=f"comparing plans of {label}")
+        digests_of_ranks = group.gather_same_length(digests, activity=f"comparing plans of {label}")
         for column in np.stack(digests_of_ranks).T:
             check_equal(
                 group,
@@ -213,7 +213,7 @@ class Planner:
             share_numbers=share_numbers,
         ).to_row()
 
-        announced = Announcements.from_rows(group.gather(row, doing=f"planning {label}"))
+        announced = Announcements.from_rows(group.gather(row, activity=f"planning {label}"))
         documents = check_agreement(announced, settings, group, label)
         self._learn(announced.figures, plans, group)
         return documents
@@ -229,8 +229,8 @@ class Planner:
             self._meter.running[0].end.synchronize()
         plans = self.history.unmeasured_plans
         row = np.array([plan.own_measurement for plan in plans], dtype=np.int64).reshape(-1)
-        doing = f"gathering what ranks measured up to micro-batch {self.number}"
-        rows = group.gather(row, doing=doing)
+        activity = f"gathering what ranks measured up to micro-batch {self.number}"
+        rows = group.gather(row, activity=activity)
         counts = [len(other) // FIGURE_COUNT for other in rows]
         if len(set(counts)) == 1:
             figures = np.stack(rows).reshape(len(rows), -1, FIGURE_COUNT)

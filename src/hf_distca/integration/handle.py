@@ -27,7 +27,7 @@ from hf_distca.integration.mask_objects import MaskObject
 from hf_distca.integration.nano_batches import NanoBatches
 from hf_distca.integration.seen_ahead import Ahead
 from hf_distca.integration.session import Session
-from hf_distca.kernels.base import Scores
+from hf_distca.kernels.base import ScoreOptions
 from hf_distca.runtime.call import AttentionServer, Inputs, LayerExchange
 from hf_distca.runtime.core_attention import compute_core_attention
 from hf_distca.runtime.group import AttentionGroup
@@ -78,7 +78,7 @@ class LayerPlan:
     name: str = "a micro-batch"
     call_numbers: Iterator[int] = field(default_factory=itertools.count)
     make_exchange: Callable[..., LayerExchange] = LayerExchange
-    stage_attention: Callable[[torch.nn.Module, Inputs, Scores], torch.Tensor] | None = None
+    stage_attention: Callable[[torch.nn.Module, Inputs, ScoreOptions], torch.Tensor] | None = None
     dtype: torch.dtype | None = None
     server: AttentionServer | None = None
 

@@ -19,7 +19,7 @@ from hf_distca.integration.layer_kinds import make_initial_cost
 from hf_distca.integration.processes import print_if_slow
 from hf_distca.integration.seen_ahead import sum_documents
 from hf_distca.integration.session import Session
-from hf_distca.kernels import Scores
+from hf_distca.kernels import ScoreOptions
 from hf_distca.kernels.varlen import to_device
 from hf_distca.runtime.call import LayerExchange
 from hf_distca.runtime.group import AttentionGroup, mark_joint_step
@@ -215,14 +215,14 @@ class LayerPlanner:
 
         Ranks plan with one cost model, and learn in training which of them are slower.
         """
-        kernel = self.session.choose_kernel(query, cost.shape, Scores(1.0)).name
+        kernel = self.session.choose_kernel(query, cost.shape, ScoreOptions(1.0)).name
         if kernel == "cuda":  # torch may have been told to run another flash-attention in it
             kernel = torch.nn.attention.current_flash_attention_impl() or kernel
         device = torch.cuda.get_device_name(query.device)
         factored = make_gpu_cost(cost.shape, device, kernel, tile=cost.tile)
         rates = [factored.forward.flops_per_second, factored.exchange_bytes_per_second]
         rows = group.gather_same_length(
-            np.array(rates).view(np.int64), doing="comparing GPUs and attention kernels"
+            np.array(rates).view(np.int64), activity="comparing GPUs and attention kernels"
         )
         return factored if all(np.array_equal(row, rows[0]) for row in rows) else cost
 

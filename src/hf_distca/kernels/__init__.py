@@ -9,7 +9,7 @@ import torch
 
 from hf_distca.config import KernelName
 from hf_distca.errors import KernelError
-from hf_distca.kernels.base import Case, Kernel, Scores, TaskBatch
+from hf_distca.kernels.base import Kernel, KernelRequest, ScoreOptions, TaskBatch
 from hf_distca.kernels.check import compile_ahead, compile_failure_reason, mismatch_reason
 from hf_distca.kernels.cpu import CpuKernel
 from hf_distca.kernels.efficient import EFFICIENT
@@ -25,9 +25,9 @@ from hf_distca.kernels.flash import (
 from hf_distca.kernels.plain_torch import ReferenceKernel
 
 __all__ = [
-    "Case",
+    "KernelRequest",
     "Kernel",
-    "Scores",
+    "ScoreOptions",
     "TaskBatch",
     "suggest_faster_kernel",
     "is_slow",
@@ -61,7 +61,7 @@ _MADE_FOR = {9: "Hopper", 10: "Blackwell"}
 _logged: set[str] = set()
 
 
-def select_kernel(name: KernelName, case: Case) -> Kernel:
+def select_kernel(name: KernelName, case: KernelRequest) -> Kernel:
     """Return the kernel to run: the same object for the same kernel each time.
 
     Args:
@@ -77,7 +77,7 @@ def select_kernel(name: KernelName, case: Case) -> Kernel:
 
 
 @lru_cache(maxsize=256)
-def _select_once(name: KernelName, case: Case, _deterministic: bool) -> Kernel:
+def _select_once(name: KernelName, case: KernelRequest, _deterministic: bool) -> Kernel:
     """Select like `select_kernel`, once per case: every layer of every micro-batch calls this."""
     automatic = name == "auto"
     candidates = list_candidates(case, name)
@@ -105,7 +105,7 @@ def _select_once(name: KernelName, case: Case, _deterministic: bool) -> Kernel:
     )
 
 
-def unusable_reason(kernel: Kernel, case: Case) -> str | None:
+def unusable_reason(kernel: Kernel, case: KernelRequest) -> str | None:
     """Return why a kernel cannot run a case, does not compile or computes it wrongly on that GPU;
     None if it can.
 
@@ -117,7 +117,7 @@ def unusable_reason(kernel: Kernel, case: Case) -> str | None:
         return reason
     # Kernels have other code for windows and softcaps, whatever their sizes, and for deterministic
     # algorithms.
-    kind = Scores(
+    kind = ScoreOptions(
         1.0, *(None if value is None else 1 for value in (case.scores.window, case.scores.softcap))
     )
     return _check_once(
@@ -126,13 +126,13 @@ def unusable_reason(kernel: Kernel, case: Case) -> str | None:
 
 
 @lru_cache(maxsize=256)
-def _check_once(kernel: Kernel, case: Case, _deterministic: bool) -> str | None:
+def _check_once(kernel: Kernel, case: KernelRequest, _deterministic: bool) -> str | None:
     """Check a kernel on a GPU. Exceptions, such as a lack of memory, are not cached."""
     with compile_ahead():
         return mismatch_reason(kernel, case)
 
 
-def list_candidates(case: Case, name: str = "auto") -> list[tuple[Kernel, str | None]]:
+def list_candidates(case: KernelRequest, name: str = "auto") -> list[tuple[Kernel, str | None]]:
     """List the kernels to look at for a case, in this order, each with the reason why it cannot
     run; None for the one that is taken, which is the last.
 
@@ -149,7 +149,7 @@ def list_candidates(case: Case, name: str = "auto") -> list[tuple[Kernel, str | 
     return looked_at
 
 
-def _announce(name: str, case: Case, refused: list[str], *, automatic: bool) -> None:
+def _announce(name: str, case: KernelRequest, refused: list[str], *, automatic: bool) -> None:
     """Log once which kernel runs; as a warning where "auto" found none of the fast ones of a
     GPU.
     """
@@ -176,13 +176,13 @@ def is_slow(name: str, dtype: torch.dtype) -> bool:
     return name == ReferenceKernel.name or (name == EFFICIENT.name and dtype == torch.float32)
 
 
-def _describe_features(scores: Scores) -> str:
+def _describe_features(scores: ScoreOptions) -> str:
     """Name the features of the scores besides their scale, as the end of a phrase."""
     present = [name for name in ("window", "softcap") if getattr(scores, name) is not None]
     return f" with {' and '.join(present)}" if present else ""
 
 
-def _suggest_speedup(case: Case) -> str:
+def _suggest_speedup(case: KernelRequest) -> str:
     """Describe how to get flash attention for a case on a GPU; "" where the head dimensions or the
     GPU rule it out.
     """

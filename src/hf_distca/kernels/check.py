@@ -38,7 +38,14 @@ from itertools import accumulate
 
 import torch
 
-from hf_distca.kernels.base import Case, Kernel, Operands, Saved, Scores, TaskBatch
+from hf_distca.kernels.base import (
+    BackwardInputs,
+    Kernel,
+    KernelRequest,
+    Operands,
+    ScoreOptions,
+    TaskBatch,
+)
 from hf_distca.kernels.flash import FLASH_ATTN_4, INTERFACE_4
 from hf_distca.kernels.plain_torch import ReferenceKernel
 
@@ -66,7 +73,7 @@ _KEY_HEADS = 2
 _UNITS, _UNITS_OF_FLOAT32 = 2.0, 16.0
 
 
-def mismatch_reason(kernel: Kernel, case: Case) -> str | None:
+def mismatch_reason(kernel: Kernel, case: KernelRequest) -> str | None:
     """Run a small check of a kernel and describe what it computes wrongly; None if nothing.
 
     The host waits for the device.
@@ -84,7 +91,7 @@ def mismatch_reason(kernel: Kernel, case: Case) -> str | None:
         torch.OutOfMemoryError: if there was no memory for the check.
     """
     device, dtype, head_dim, value_head_dim, scores, ratio = case
-    seen = Scores(
+    seen = ScoreOptions(
         _SCALE * head_dim**-0.5,
         None if scores.window is None else _WINDOW,
         None if scores.softcap is None else _SOFTCAP,
@@ -123,7 +130,7 @@ def mismatch_reason(kernel: Kernel, case: Case) -> str | None:
 
 
 def _compute_results(
-    kernel: Kernel, pools: list[torch.Tensor], scores: Scores
+    kernel: Kernel, pools: list[torch.Tensor], scores: ScoreOptions
 ) -> dict[str, torch.Tensor]:
     q_THD, k_TKD, v_TKV, do_THV = pools
     results: list[torch.Tensor] = []
@@ -131,7 +138,7 @@ def _compute_results(
         outputs = kernel.forward(Operands(q_THD, k_TKD, v_TKV), tasks, scores)
         results += (
             *outputs,
-            *kernel.backward(Saved(do_THV, q_THD, *outputs, k_TKD, v_TKV), tasks, scores),
+            *kernel.backward(BackwardInputs(do_THV, q_THD, *outputs, k_TKD, v_TKV), tasks, scores),
         )
     names = ("o", "lse", "dq", "dk", "dv")
     return dict(zip((*names, *(f"{name} with gaps" for name in names)), results, strict=True))
@@ -181,7 +188,7 @@ def compile_ahead() -> Iterator[None]:
         _ahead += _count_compiled_functions() - before
 
 
-def compile_failure_reason(kernel: Kernel, case: Case) -> str | None:
+def compile_failure_reason(kernel: Kernel, case: KernelRequest) -> str | None:
     """Compile a kernel's variants for a case and return why it failed; None if it did not, or if
     the kernel compiles none.
     """
@@ -194,7 +201,7 @@ def compile_failure_reason(kernel: Kernel, case: Case) -> str | None:
 
 
 @lru_cache(maxsize=256)
-def _compile_once(kernel: Kernel, case: Case, _deterministic: bool) -> str | None:
+def _compile_once(kernel: Kernel, case: KernelRequest, _deterministic: bool) -> str | None:
     started = time.perf_counter()
     before = _count_compiled_functions()
     _logger.info(
@@ -221,7 +228,7 @@ def _compile_once(kernel: Kernel, case: Case, _deterministic: bool) -> str | Non
     return None
 
 
-def compile_variants(kernel: Kernel, case: Case) -> None:
+def compile_variants(kernel: Kernel, case: KernelRequest) -> None:
     """Run a small call of each variant that plans may ask for, forward and backward.
 
     Args:
@@ -241,9 +248,9 @@ def compile_variants(kernel: Kernel, case: Case) -> None:
                 for width in (head_dim, value_head_dim)
             )
             for window in windows:
-                seen = Scores(scores.scale, window, scores.softcap)
+                seen = ScoreOptions(scores.scale, window, scores.softcap)
                 outputs = kernel.forward(Operands(q, k, v), tasks, seen)
-                kernel.backward(Saved(do, q, *outputs, k, v), tasks, seen)
+                kernel.backward(BackwardInputs(do, q, *outputs, k, v), tasks, seen)
 
 
 def _list_sequence_counts() -> tuple[int, int]:
@@ -253,7 +260,7 @@ def _list_sequence_counts() -> tuple[int, int]:
     return 2, getattr(sys.modules.get(INTERFACE_4), "BIN_BATCH_SEARCH_THRESH", 256) + 1
 
 
-def _describe(case: Case) -> str:
+def _describe(case: KernelRequest) -> str:
     """Describe the case for a log."""
     extras = [name for name in ("window", "softcap") if getattr(case.scores, name) is not None]
     width = f"heads of {case.head_dim}" + (

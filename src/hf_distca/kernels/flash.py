@@ -29,12 +29,12 @@ from packaging.version import Version
 
 from hf_distca.borrowed import cuda_attention, cuda_attention_backward
 from hf_distca.kernels.base import (
-    Case,
+    BackwardInputs,
     Grads,
+    KernelRequest,
     Operands,
     Outputs,
-    Saved,
-    Scores,
+    ScoreOptions,
     find_capability,
     find_first_reason,
 )
@@ -52,7 +52,7 @@ _INTERFACE_3_IN_PACKAGE = "flash_attn_3.flash_attn_interface"  # where wheels ha
 _HUB_3 = "kernels-community/flash-attn3"  # of the package `kernels`, which downloads it
 
 
-def flash_reason(case: Case) -> str | None:
+def flash_reason(case: KernelRequest) -> str | None:
     """Return why flash-attention 2, from wherever it comes, cannot run a case; None if it can."""
     device = case.device
     width = max(case.head_dim, case.value_head_dim)
@@ -109,7 +109,7 @@ class AtenFlash:
     takes_gaps = torch.version.hip is None
     width_multiple = 8
 
-    def forward(self, pools: Operands, sequences: Sequences, scores: Scores) -> Outputs:
+    def forward(self, pools: Operands, sequences: Sequences, scores: ScoreOptions) -> Outputs:
         """See `VarlenOp.forward`."""
         o_THD, lse_HT, *_ = cuda_attention(
             *pools,
@@ -122,7 +122,7 @@ class AtenFlash:
         )
         return Outputs(o_THD, lse_HT.T)
 
-    def backward(self, pools: Saved, sequences: Sequences, scores: Scores) -> Grads:
+    def backward(self, pools: BackwardInputs, sequences: Sequences, scores: ScoreOptions) -> Grads:
         """See `VarlenOp.backward`."""
         do_THD, q_THD, o_THD, lse_TH, k_TKD, v_TKD = pools
         return Grads(
@@ -142,7 +142,7 @@ class AtenFlash:
             )
         )
 
-    def _make_window(self, scores: Scores) -> dict[str, int]:
+    def _make_window(self, scores: ScoreOptions) -> dict[str, int]:
         """Return the window arguments: the op counts keys to the left of a row's own, and without
         arguments it hides none.
         """
@@ -193,7 +193,7 @@ class _PackageFlash:
     def __init__(self, package: _Package) -> None:
         self._package, self.width_multiple = package, package.width_multiple
 
-    def forward(self, pools: Operands, sequences: Sequences, scores: Scores) -> Outputs:
+    def forward(self, pools: Operands, sequences: Sequences, scores: ScoreOptions) -> Outputs:
         """See `VarlenOp.forward`."""
         package = self._package
         tensors = dict(zip("qkv", pools, strict=True))
@@ -203,7 +203,7 @@ class _PackageFlash:
         )
         return Outputs(o_THD, lse_HT.T)
 
-    def backward(self, pools: Saved, sequences: Sequences, scores: Scores) -> Grads:
+    def backward(self, pools: BackwardInputs, sequences: Sequences, scores: ScoreOptions) -> Grads:
         """See `VarlenOp.backward`."""
         package = self._package
         arguments = {
@@ -222,7 +222,7 @@ class _PackageFlash:
         function(**arguments, **dict(zip(("dq", "dk", "dv"), grads, strict=True)))
         return grads
 
-    def _make_options(self, sequences: Sequences, scores: Scores) -> dict[str, Any]:
+    def _make_options(self, sequences: Sequences, scores: ScoreOptions) -> dict[str, Any]:
         """Return the arguments that forward and backward have in common."""
         package, window = self._package, scores.window
         # Keys to the left of a row's own; causal attention sees none to the right.
@@ -310,7 +310,7 @@ def import_error(name: str = _INTERFACE_3) -> Exception | None:
     return module if isinstance(module, Exception) else None
 
 
-def _aten_reason(case: Case) -> str | None:
+def _aten_reason(case: KernelRequest) -> str | None:
     reason = flash_reason(case)
     if reason is None and case.scores.softcap is not None:
         return (
@@ -322,7 +322,7 @@ def _aten_reason(case: Case) -> str | None:
     return reason
 
 
-def _flash_attn_reason(case: Case) -> str | None:
+def _flash_attn_reason(case: KernelRequest) -> str | None:
     installed = _find_version()
     if installed is None:
         return "the package flash-attn is not installed: pip install flash-attn"
@@ -335,7 +335,7 @@ def _flash_attn_reason(case: Case) -> str | None:
 
 
 def _generation_reason(
-    case: Case, module: str, package: str, capabilities: Sequence[int], gpus: str
+    case: KernelRequest, module: str, package: str, capabilities: Sequence[int], gpus: str
 ) -> str | None:
     """Return why a package of FlashAttention 3 or 4, for GPUs of these major compute capabilities,
     cannot run a case.
@@ -349,11 +349,11 @@ def _generation_reason(
     return None
 
 
-def _flash_attn_3_reason(case: Case, module: str = _INTERFACE_3) -> str | None:
+def _flash_attn_3_reason(case: KernelRequest, module: str = _INTERFACE_3) -> str | None:
     return _generation_reason(case, module, "FlashAttention 3", (9,), "Hopper")
 
 
-def _flash_attn_4_reason(case: Case) -> str | None:
+def _flash_attn_4_reason(case: KernelRequest) -> str | None:
     width = max(case.head_dim, case.value_head_dim)
     if find_capability(case.device)[0] in _FA4_CAPABILITIES[1:] and 128 < width <= 248:
         return (

@@ -19,7 +19,7 @@ from hf_distca.errors import DistCADesyncError, UnsupportedError
 from hf_distca.integration.handle import ForwardBatch, LayerPlan
 from hf_distca.integration.layer_planner import LayerPlanner
 from hf_distca.integration.session import Session
-from hf_distca.kernels.base import Grads, Outputs, Scores, TaskBatch
+from hf_distca.kernels.base import Grads, Outputs, ScoreOptions, TaskBatch
 from hf_distca.kernels.varlen import to_device
 from hf_distca.pipeline.tick_calls import CallPart, LayerKind, MicroBatch, MicroBatchPart, OwnCall
 from hf_distca.runtime.call import AttentionServer, Inputs, LayerExchange
@@ -70,7 +70,7 @@ class LayerKindRecorder(LayerPlanner):
         return plan
 
     def _record(
-        self, key: PlanKey, module: torch.nn.Module, inputs: Inputs, scores: Scores
+        self, key: PlanKey, module: torch.nn.Module, inputs: Inputs, scores: ScoreOptions
     ) -> torch.Tensor:
         """Record the kind of a call, and return zeros: nobody looks at the outputs."""
         if id(module) in self.kinds:
@@ -153,7 +153,7 @@ class StageAttention(LayerPlanner):
         key: PlanKey,
         module: torch.nn.Module,
         inputs: Inputs,
-        scores: Scores,
+        scores: ScoreOptions,
     ) -> torch.Tensor:
         """Make a call of a micro-batch, in its forward or in a recompute."""
         again = is_in_backward()
@@ -191,7 +191,7 @@ class StageAttention(LayerPlanner):
     def make_server(self, part: CallPart) -> AttentionServer:
         """Make the server that runs the tasks of a call."""
         kind = part.kind
-        scores = Scores(kind.scale, part.window, kind.softcap)
+        scores = ScoreOptions(kind.scale, part.window, kind.softcap)
         query = kind.make_empty_operands(self.device).q_THD
         return AttentionServer(
             self.session.choose_kernel(query, kind.key.shape, scores),

@@ -254,7 +254,7 @@ class Schedule(OneStageSchedule):
                 *shape,
                 compute_checksum(self.stage.unwrapped.tied_weight),
             )
-            rows = group.gather(np.array(row), doing=f"comparing plans of {place}")
+            rows = group.gather(np.array(row), activity=f"comparing plans of {place}")
             check_steps(group, rows, facts, pipeline.copies, place)
         return plans
 

@@ -32,7 +32,7 @@ from hf_distca.errors import DistCADesyncError, make_printable
 from hf_distca.integration.handle import LayerPlan
 from hf_distca.integration.layer_planner import LayerPlanner
 from hf_distca.integration.session import Session
-from hf_distca.kernels.base import Grads, Outputs, Scores
+from hf_distca.kernels.base import Grads, Outputs, ScoreOptions
 from hf_distca.package_versions import list_versions
 from hf_distca.pool.door import accept, find_refusal, refuse
 from hf_distca.pool.observer import PoolRanks
@@ -238,7 +238,7 @@ class Server:
         """Begin a call, when a layer sends its queries, keys and values."""
         session, key, used = self._known[work]
         operands = make_empty_operands(key.shape, read_dtype(layer["dtype"]), self._device)
-        scores = Scores(layer["scale"], used.window, layer["softcap"])
+        scores = ScoreOptions(layer["scale"], used.window, layer["softcap"])
         kernel = session.choose_kernel(operands.q_THD, key.shape, scores)
         server = AttentionServer(kernel, scores, used.meter)
         self._calls[call] = taken = LayerExchange(used.route, used.group, server, None, place)

@@ -3,8 +3,8 @@
 It has three phases, forward and backward: `begin` sends queries and keys, `serve` runs tasks and
 sends results back, and `finish` waits for results. `serve` has three steps: `forward_keys`,
 `run_local` and `run_pooled`. With `Operands` they run forward, and results are `Outputs`; with
-`Saved` they run backward, and results are `Grads`. Steps that start an exchange return it; the step
-that waits for it takes it as an argument.
+`BackwardInputs` they run backward, and results are `Grads`. Steps that start an exchange return it;
+the step that waits for it takes it as an argument.
 
 `home` holds the tensors of this rank's own tokens. This code runs between the launches of every
 layer: it computes nothing that the route knows, and avoids Python calls.
@@ -20,12 +20,12 @@ import torch
 
 from hf_distca.borrowed import is_profiling
 from hf_distca.kernels.base import (
+    BackwardInputs,
     Grads,
     Kernel,
     Operands,
     Outputs,
-    Saved,
-    Scores,
+    ScoreOptions,
     TaskBatch,
     Tensors,
 )
@@ -105,13 +105,13 @@ def make_empty_operands(
     return Operands(*(torch.empty((0, *width), dtype=dtype, device=device) for width in widths))
 
 
-def make_empty_saved(operands: Operands) -> Saved:
+def make_empty_saved(operands: Operands) -> BackwardInputs:
     """Make what backward reads of a layer without rows, from its `make_empty_operands`."""
     q_THD, k_TKD, v_TKV = operands
     # Kernels put log-sum-exps out in float32 at least.
     lse_TH = q_THD.new_empty(q_THD.shape[:2], dtype=torch.promote_types(q_THD.dtype, torch.float32))
     o_THV = q_THD.new_empty((*q_THD.shape[:2], v_TKV.shape[2]))
-    return Saved(o_THV, q_THD, o_THV, lse_TH, k_TKD, v_TKV)
+    return BackwardInputs(o_THV, q_THD, o_THV, lse_TH, k_TKD, v_TKV)
 
 
 @dataclass(frozen=True, eq=False)
@@ -125,10 +125,10 @@ class AttentionServer:
     """
 
     kernel: Kernel
-    scores: Scores
+    scores: ScoreOptions
     meter: Meter
 
-    def run(self, pools: Operands | Saved, tasks: TaskBatch) -> Outputs | Grads:
+    def run(self, pools: Operands | BackwardInputs, tasks: TaskBatch) -> Outputs | Grads:
         """Compute outputs of a batch, or its gradients; zeros in rows that no task covers."""
         device_type = pools.q_THD.device.type
         if is_profiling() or torch.is_autocast_enabled(device_type):
@@ -138,8 +138,8 @@ class AttentionServer:
                 return self._compute(pools, tasks)
         return self._compute(pools, tasks)
 
-    def _compute(self, pools: Operands | Saved, tasks: TaskBatch) -> Outputs | Grads:
-        backward = isinstance(pools, Saved)
+    def _compute(self, pools: Operands | BackwardInputs, tasks: TaskBatch) -> Outputs | Grads:
+        backward = isinstance(pools, BackwardInputs)
         self.meter.count(kernel_calls=1, backward_calls=int(backward))
         compute: Callable[..., Outputs | Grads] = (
             self.kernel.backward if backward else self.kernel.forward
@@ -186,7 +186,7 @@ class LayerExchange:
         # Gradients of received queries, and those of the key pool, wide enough for sums.
         self._relay_buffers: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
 
-    def begin(self, tokens: Operands | Saved) -> None:
+    def begin(self, tokens: Operands | BackwardInputs) -> None:
         """Launch the first dispatch, forward or, once that has begun, backward."""
         self._enter_phase("begin", tokens.q_THD.dtype)
         dispatch = None
@@ -208,7 +208,7 @@ class LayerExchange:
 
     def serve(self) -> None:
         """Run the tasks of this rank, and send their results back."""
-        kind: type[Operands] | type[Saved] = Saved if self.backward else Operands
+        kind: type[Operands] | type[BackwardInputs] = BackwardInputs if self.backward else Operands
         tokens, dispatch = self._pop_stashed(kind)
         self._enter_phase("serve")
         home = split_head_groups(tokens, self.route.groups)
@@ -259,7 +259,9 @@ class LayerExchange:
         if self.stored is not None:
             self.stored.discard()
 
-    def forward_keys(self, home: Operands | Saved, dispatch: Pending | None) -> Pending | None:
+    def forward_keys(
+        self, home: Operands | BackwardInputs, dispatch: Pending | None
+    ) -> Pending | None:
         """Wait for the dispatch, and forward the keys that this rank relays; without relays return
         the dispatch.
 
@@ -282,7 +284,7 @@ class LayerExchange:
             second.earlier_transfer = first
         return second
 
-    def run_local(self, home: Operands | Saved) -> Outputs | Grads:
+    def run_local(self, home: Operands | BackwardInputs) -> Outputs | Grads:
         """Run this rank's own tasks, which wait for no message.
 
         Return results of all its tokens, in rows of head groups.
@@ -304,7 +306,7 @@ class LayerExchange:
         return type(results)(*results[:queries], *sums)
 
     def run_pooled(
-        self, home: Operands | Saved, results: Results, dispatch: Pending | None
+        self, home: Operands | BackwardInputs, results: Results, dispatch: Pending | None
     ) -> tuple[Results, Pending | None]:
         """Run the tasks that a dispatch brings, write this rank's own rows into `results`, and send
         the others back.
@@ -343,7 +345,7 @@ class LayerExchange:
         put_rows(results[:queries], pooled.query_pool.own_copies, [[pool] for pool in query_pools])
         return type(results)(*results[:queries], *sums), returned
 
-    def _run(self, pools: Operands | Saved, tasks: TaskBatch) -> Outputs | Grads:
+    def _run(self, pools: Operands | BackwardInputs, tasks: TaskBatch) -> Outputs | Grads:
         """Run tasks. Report an error to the other ranks, which would wait for this one."""
         try:
             return self.server.run(pools, tasks)
@@ -390,7 +392,7 @@ class LayerExchange:
         with show(name):
             begin = clock()
             pending = launch(
-                self.group.data, parts, self.route.pooled.layouts, purpose, self.group.is_near
+                self.group.data, parts, self.route.pooled.layouts, purpose, self.group.node_ranks
             )
             counted["sent_bytes"] = pending.layout.payload
             counted["between_bytes"] = pending.layout.between
@@ -409,8 +411,8 @@ class LayerExchange:
         return received
 
     def _build_pools(
-        self, pooled: PooledTasks, home: Operands | Saved, dispatch: Pending | None
-    ) -> Operands | Saved:
+        self, pooled: PooledTasks, home: Operands | BackwardInputs, dispatch: Pending | None
+    ) -> Operands | BackwardInputs:
         """Build the pools that tasks read.
 
         Rows go from the message straight to their pools, and the message is freed. The pools are

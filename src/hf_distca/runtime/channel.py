@@ -74,20 +74,20 @@ class Channel:
             purpose: purpose of the exchange in words that are the same on every rank, such as
                 "dispatch in forward of layer 3 of micro-batch 7".
         """
-        doing = f"waiting for the {purpose}"
-        tag = zlib.crc32(doing.encode()) % BREAK_TAG
-        self.checksum = zlib.crc32(doing.encode(), self.checksum)
+        activity = f"waiting for the {purpose}"
+        tag = zlib.crc32(activity.encode()) % BREAK_TAG
+        self.checksum = zlib.crc32(activity.encode(), self.checksum)
         landing = None
         if self._is_staged(received):
             landing, received = received, torch.empty_like(received, device="cpu")
             sent = sent.to("cpu", copy=True)
-        transfer = Transfer(self, [], received, sent, doing, tag, landing)
+        transfer = Transfer(self, [], received, sent, activity, tag, landing)
         self.monitor.under_way.add(transfer)
         launch = self._start_tagged if self.is_gloo else self._start_all_to_all
         try:
             launch(transfer, receive_bytes, send_bytes)
         except RuntimeError as error:
-            raise self.monitor.give_up(doing, error) from error
+            raise self.monitor.give_up(activity, error) from error
         return transfer
 
     def _is_staged(self, message: torch.Tensor) -> bool:
@@ -134,7 +134,7 @@ class Transfer:
     works: list[dist.Work | None]
     received: torch.Tensor
     sent: torch.Tensor
-    doing: str
+    activity: str
     tag: int
     landing: torch.Tensor | None
 
@@ -150,7 +150,7 @@ class Transfer:
         try:
             wait_for_works(self.works, deadline)
         except RuntimeError as error:
-            raise channel.monitor.give_up(self.doing, error) from error
+            raise channel.monitor.give_up(self.activity, error) from error
         if self.landing is not None:
             self.landing.copy_(self.received)
 

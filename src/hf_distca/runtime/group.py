@@ -93,7 +93,7 @@ def get_current_world() -> dist.ProcessGroup | None:
 class AttentionGroup:
     """The ranks that share core attention, seen from one of them.
 
-    Methods that all ranks call together take a description in `doing`, and raise
+    Methods that all ranks call together take a description in `activity`, and raise
     `DistCADesyncError` if not every rank comes in time.
 
     Attributes:
@@ -129,7 +129,7 @@ class AttentionGroup:
         return len(self.ranks)
 
     @cached_property
-    def is_near(self) -> range:
+    def node_ranks(self) -> range:
         """The ranks of this one's node, itself among them; none if nodes are not told apart."""
         first = self.rank - self.rank % (self.per_node or 1)
         return range(first, first + (self.per_node or 0))
@@ -259,13 +259,13 @@ class AttentionGroup:
         """True if this rank has left the group: it failed, or heard that another did."""
         return self.monitor is not None and self.monitor.has_left
 
-    def report_errors(self, doing: str) -> AbstractContextManager[None]:
+    def report_errors(self, activity: str) -> AbstractContextManager[None]:
         """Return a context manager that reports an exception inside to the other ranks, so that
         they do not wait for this one.
         """
-        return nullcontext() if self.monitor is None else self.monitor.report_errors(doing)
+        return nullcontext() if self.monitor is None else self.monitor.report_errors(activity)
 
-    def gather(self, row: IntArray, *, doing: str) -> list[IntArray]:
+    def gather(self, row: IntArray, *, activity: str) -> list[IntArray]:
         """Gather one row of integers, a flat int64 array, from every rank, in rank order.
 
         Rows may differ in length. Collective.
@@ -274,32 +274,33 @@ class AttentionGroup:
         padded = np.zeros(1 + self.inline_row_capacity, dtype=np.int64)
         padded[0] = len(row)
         padded[1 : 1 + len(inline)] = inline
-        first = self._send_to_all(padded, [len(padded)] * self.size, doing)
+        first = self._send_to_all(padded, [len(padded)] * self.size, activity)
         rows = [numbers[1 : 1 + numbers[0]] for numbers in first]
         more = [max(int(numbers[0]) - self.inline_row_capacity, 0) for numbers in first]
         if not any(more):
             return rows
-        rests = self._send_to_all(rest, more, doing)
+        rests = self._send_to_all(rest, more, activity)
         return [np.concatenate(pair) for pair in zip(rows, rests, strict=True)]
 
-    def gather_text(self, text: str, *, doing: str) -> list[str]:
+    def gather_text(self, text: str, *, activity: str) -> list[str]:
         """Gather a text from every rank, in rank order. Collective."""
         row = np.frombuffer(text.encode(), dtype=np.uint8).astype(np.int64)
         return [
-            numbers.astype(np.uint8).tobytes().decode() for numbers in self.gather(row, doing=doing)
+            numbers.astype(np.uint8).tobytes().decode()
+            for numbers in self.gather(row, activity=activity)
         ]
 
-    def gather_same_length(self, row: IntArray, *, doing: str) -> list[IntArray]:
+    def gather_same_length(self, row: IntArray, *, activity: str) -> list[IntArray]:
         """Gather a row of integers as `gather`, where rows have the same length on all ranks."""
-        return self._send_to_all(row, [len(row)] * self.size, doing)
+        return self._send_to_all(row, [len(row)] * self.size, activity)
 
-    def _send_to_all(self, row: IntArray, receive: Sequence[int], doing: str) -> list[IntArray]:
+    def _send_to_all(self, row: IntArray, receive: Sequence[int], activity: str) -> list[IntArray]:
         """Send a row to every rank, and return the rows of all, which have these lengths."""
         if self.control is None or self.monitor is None:
             return [row]
         received = torch.empty(sum(receive), dtype=torch.int64, device="cpu")
         sent = torch.from_numpy(row).repeat(self.size)
-        with self.monitor.watch_collective(doing):
+        with self.monitor.watch_collective(activity):
             # Over gloo an all-to-all is one step, an all-gather one a rank.
             dist.all_to_all_single(
                 received, sent, list(receive), [len(row)] * self.size, group=self.control

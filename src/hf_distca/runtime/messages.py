@@ -129,11 +129,11 @@ def put_rows(
     """Copy rows of the sections of each tensor to their places, by one operation a tensor."""
     if not copies:
         return
-    for tensor, came in zip(tensors, sections, strict=True):
+    for tensor, received in zip(tensors, sections, strict=True):
         places, rows = [], []
         for section, first, start, count, step in copies:
             places.append(view_rows(tensor, start, count, step))
-            rows.append(view_rows(came[section], first, count))
+            rows.append(view_rows(received[section], first, count))
         copy_each(places, rows)
 
 
@@ -269,17 +269,17 @@ class Pending:
         if self.transfer is not None:
             self.transfer.wait()
         before, self.earlier_sections = self.earlier_sections, []
-        came = before[: max(len(before) - len(self.layout.sections), 0)]
-        after = before[len(came) :]
+        received = before[: max(len(before) - len(self.layout.sections), 0)]
+        after = before[len(received) :]
         for dtype, sections in self.layout.sections:
             typed = self._received.view(dtype)
             views = after.pop(0) if after else []
             for size, strides, offset in sections:
                 views.append(typed.as_strided(size, strides, offset))
-            came.append(views)
+            received.append(views)
         del self._received
         self.transfer = self.earlier_transfer = None
-        return came
+        return received
 
 
 @contextmanager

@@ -115,7 +115,7 @@ class FailureMonitor:
         self._word: str | None = None
 
     @contextmanager
-    def watch_collective(self, doing: str) -> Iterator[None]:
+    def watch_collective(self, activity: str) -> Iterator[None]:
         """Return a context manager for a collective of all ranks.
 
         Raises:
@@ -124,18 +124,18 @@ class FailureMonitor:
         try:
             yield
         except RuntimeError as error:
-            raise self.give_up(doing, error) from error
-        self.last_collective = doing
+            raise self.give_up(activity, error) from error
+        self.last_collective = activity
 
     @contextmanager
-    def report_errors(self, doing: str) -> Iterator[None]:
+    def report_errors(self, activity: str) -> Iterator[None]:
         """Report an exception inside to the other ranks, which nothing else would do."""
         try:
             yield
         except DistCADesyncError:
             raise  # raised on all ranks, or told already
         except BaseException as error:
-            self.leave(f"raised {type(error).__name__} while {doing}: {_get_text(error)}")
+            self.leave(f"raised {type(error).__name__} while {activity}: {_get_text(error)}")
             raise
 
     def compute_deadline(self) -> float:
@@ -178,7 +178,7 @@ class FailureMonitor:
         self.leave("left because another rank had")
         return True
 
-    def give_up(self, doing: str, error: Exception) -> DistCADesyncError:
+    def give_up(self, activity: str, error: Exception) -> DistCADesyncError:
         """Leave the group because others did not come. Takes up to `compute_reserved_seconds`
         seconds.
 
@@ -188,19 +188,19 @@ class FailureMonitor:
         rank_here = self.ranks[self._rank]
         if self._word:
             happened = (
-                f"had left the group of ranks {self.ranks} before {doing}: it"
+                f"had left the group of ranks {self.ranks} before {activity}: it"
                 f" {self._word.rstrip('.')}. hf_distca.configure, on all ranks, makes a new one"
             )
         elif any(text in str(error) for text in _CLOSED_ERRORS):
-            happened = f"was {doing} when a connection among ranks {self.ranks} was closed"
+            happened = f"was {activity} when a connection among ranks {self.ranks} was closed"
         else:
             happened = (
-                f"waited up to {self._timeout_seconds:g} s for ranks {self.ranks} while {doing},"
+                f"waited up to {self._timeout_seconds:g} s for ranks {self.ranks} while {activity},"
                 " and not all came"
             )
         seen = dict.fromkeys(self.ranks, _SILENT) | dict.fromkeys(self._find_closed(), _CLOSED)
         deadline = self.compute_deadline()
-        self.leave(f"waited in vain while {doing}", deadline)
+        self.leave(f"waited in vain while {activity}", deadline)
         words: dict[int, tuple[int, str]] = {}
         _query_store(partial(self._read_words, words, deadline - LATE_SECONDS), deadline)
         others = self._describe(seen, words)
@@ -214,12 +214,12 @@ class FailureMonitor:
         )
 
     def _describe(self, seen: Mapping[int, str], words: Mapping[int, tuple[int, str]]) -> str:
-        """Describe other ranks by what they said, or else by what was seen of them."""
-        said = {rank: text + _START_AGAIN * (rank in self._named) for rank, text in seen.items()}
-        said |= {rank: word or _ENDED for rank, word in words.values()}
+        """Describe other ranks by their words, or else by what this rank has seen of them."""
+        texts = {rank: text + _START_AGAIN * (rank in self._named) for rank, text in seen.items()}
+        texts |= {rank: word or _ENDED for rank, word in words.values()}
         here = self.ranks[self._rank]
         return "; ".join(
-            f"{self._names[rank]} {said[rank]}" for rank in sorted(said) if rank != here
+            f"{self._names[rank]} {texts[rank]}" for rank in sorted(texts) if rank != here
         ).rstrip(".")
 
     @property
@@ -227,9 +227,9 @@ class FailureMonitor:
         """First word of a rank that left, prefixed by its name; "" if none has, if all
         ended as they should, or if it is unknown.
         """
-        said: list[tuple[int, str] | None] = []
-        _query_store(lambda: said.append(self._read(1)), self.compute_deadline())
-        rank, word = next(iter(said), None) or (0, "")
+        first: list[tuple[int, str] | None] = []
+        _query_store(lambda: first.append(self._read(1)), self.compute_deadline())
+        rank, word = next(iter(first), None) or (0, "")
         return f"{self._names[rank]} {word}" if word else ""
 
     def poll(self) -> bool:
@@ -269,8 +269,8 @@ class FailureMonitor:
                 words: dict[int, tuple[int, str]] = {}
                 with suppress(RuntimeError):
                     self._read_words(words, deadline=0.0)
-                said = self._describe(dict.fromkeys(closed, _CLOSED), words)
-                _print_error(f"before {self._names[self.ranks[self._rank]]} ended: {said}")
+                others = self._describe(dict.fromkeys(closed, _CLOSED), words)
+                _print_error(f"before {self._names[self.ranks[self._rank]]} ended: {others}")
             self.leave(f"ended with {type(error).__name__}: {_get_text(error)}")
         else:
             with suppress(RuntimeError):

@@ -18,10 +18,10 @@ from typing import Any, TypeVar
 
 import torch
 
-from hf_distca.kernels.base import Grads, Operands, Outputs, Saved, TaskBatch, Tensors
+from hf_distca.kernels.base import BackwardInputs, Grads, Operands, Outputs, TaskBatch, Tensors
 from hf_distca.runtime.call import LayerExchange, merge_head_groups, split_head_groups
 
-Handed = TypeVar("Handed", bound=Operands | Saved)
+Handed = TypeVar("Handed", bound=Operands | BackwardInputs)
 Results = TypeVar("Results", bound=Outputs | Grads)
 
 
@@ -109,11 +109,11 @@ class SumExchange(LayerExchange):
         self.planned, self.at_home = planned, at_home
         self._part: Outputs | Grads | None = None
 
-    def begin(self, tokens: Operands | Saved) -> None:
+    def begin(self, tokens: Operands | BackwardInputs) -> None:
         """Launch the first dispatch, with the tokens that are taken again."""
         super().begin(tokens if self.planned is None else self.planned.join(tokens))
 
-    def run_local(self, home: Operands | Saved) -> Outputs | Grads:
+    def run_local(self, home: Operands | BackwardInputs) -> Outputs | Grads:
         """Run this rank's own tasks, and those at home.
 
         Without an exchange `home` comes from no `begin`, and the results go to no `finish`.

@@ -36,7 +36,7 @@ def exchange(has: Mapping[str, str], device: torch.device, group: AttentionGroup
     # As JSON and not as objects, which would be unpickled: whoever sends a pickle runs code in the
     # process that reads it.
     texts = group.gather_text(
-        json.dumps([find_node_number(), dict(has)]), doing="telling node and versions"
+        json.dumps([find_node_number(), dict(has)]), activity="telling node and versions"
     )
     nodes, versions = zip(*map(json.loads, texts), strict=True)
     data = group.data
@@ -56,5 +56,5 @@ def exchange(has: Mapping[str, str], device: torch.device, group: AttentionGroup
         if not torch.equal(received, wanted):  # waits for the device, too
             raise RuntimeError("an exchange delivered other bytes than were sent")
         fastest = min(fastest, time.perf_counter() - started)
-    times = group.gather(np.array([int(fastest * 1e9)]), doing="timing an exchange")
+    times = group.gather(np.array([int(fastest * 1e9)]), activity="timing an exchange")
     return Trial(list(nodes), list(versions), float(np.max(times)) / 1e9)
