@@ -124,7 +124,10 @@ class _WorkList(NamedTuple):
         return room
 
     def is_all_of(self, pools: Operands | BackwardInputs) -> bool:
-        """Return whether consecutive whole documents fill the pools."""
+        """Return whether consecutive whole documents fill the pools.
+
+        The results of a single one need no copies.
+        """
         return bool(self.lengths) and pools.q_THD.shape[0] == pools.k_TKD.shape[0] == sum(
             self.lengths
         )
@@ -163,9 +166,18 @@ class CpuKernel:
         value_width = pools.v_TKV.shape[2]
         work = self._get_work(tasks, scores, q_THD.dtype)
         padded = _pad_widths(*pools)
+        documents = work.is_all_of(pools)
+        if documents and len(work.lengths) == 1:
+            o_BHTD, lse_BHT = cpu_attention(
+                *map(_move_heads_first, padded), 0.0, True, attn_mask=None, scale=scores.scale
+            )
+            return Outputs(
+                _move_tokens_first(o_BHTD, value_width).contiguous(),
+                _move_tokens_first(lse_BHT).contiguous(),
+            )
         o_THV = work.allocate(q_THD, q_THD.shape[1], value_width)
         lse_TH = work.allocate(q_THD, q_THD.shape[1], dtype=choose_accumulation_dtype(q_THD.dtype))
-        if work.is_all_of(pools):
+        if documents:
             for q, k, v, o, lse in _split_by_document(work.lengths, *padded, o_THV, lse_TH):
                 results = cpu_attention(q, k, v, 0.0, True, attn_mask=None, scale=scores.scale)
                 o.copy_(results[0][..., :value_width])
@@ -202,7 +214,16 @@ class CpuKernel:
         padded = _pad_widths(*operands)
         width = padded[0].shape[2]
         rows = pad_last(do_THV, width), pad_last(o_THV, width), lse_TH
-        if work.is_all_of(pools):
+        documents = work.is_all_of(pools)
+        if documents and len(work.lengths) == 1:
+            do_BHTD, o_BHTD, lse_BHT, *views_BHTD = map(_move_heads_first, (*rows, *padded))
+            grads = cpu_attention_backward(
+                do_BHTD, *views_BHTD, o_BHTD, lse_BHT, 0.0, True, attn_mask=None, scale=scores.scale
+            )
+            return Grads(
+                *(_move_tokens_first(dx, x.shape[2]) for dx, x in zip(grads, operands, strict=True))
+            )
+        if documents:
             totals = [torch.empty_like(x) for x in padded]
             for do, o, lse, q, k, v, *into in _split_by_document(
                 work.lengths, *rows, *padded, *totals
@@ -270,6 +291,14 @@ def _pad_widths(
         return q_THD, k_TKD, v_TKV
     width = max(width, v_TKV.shape[2])
     return pad_last(q_THD, width), pad_last(k_TKD, width), pad_last(v_TKV, width)
+
+
+def _move_tokens_first(x_BHTD: torch.Tensor, width: int | None = None) -> torch.Tensor:
+    """Return a view (B * T, H, ...) with last dimension `width`; torch's kernel lays out its
+    results so that none is copied.
+    """
+    x_THD = x_BHTD.transpose(1, 2).flatten(0, 1)
+    return x_THD if width in (None, x_THD.shape[-1]) else x_THD[..., :width]
 
 
 def _cut_tasks(tasks: TaskBatch, scores: ScoreOptions) -> Iterator[_Task]:
