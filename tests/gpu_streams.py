@@ -132,11 +132,11 @@ class Streams(TorchDispatchMode):
             self._check(f"{what} on {stream} writes", clock, memory.reads, memory.writes)
             memory.writes[stream] = clock[stream]
 
-    def _check(self, doing: str, clock: Clock, *accesses: Clock) -> None:
+    def _check(self, activity: str, clock: Clock, *accesses: Clock) -> None:
         for access in accesses:
             for other, time in access.items():
                 if clock.get(other, 0) < time:
-                    self.races.append(f"{doing} what {other} may be using")
+                    self.races.append(f"{activity} what {other} may be using")
 
     def _of(self, tensor: torch.Tensor, stream: str) -> _Memory:
         reference = StorageWeakRef(tensor.untyped_storage())
@@ -177,13 +177,7 @@ class Link:
     """A channel over NCCL: its exchanges are on a stream of their own, one after another."""
 
     streams: Streams
-    under_way_count: int = 0
     is_gloo = False
-
-    @property
-    def under_way(self) -> bool:
-        """Whether a message is not waited for yet."""
-        return self.under_way_count > 0
 
     def start(
         self,
@@ -201,7 +195,6 @@ class Link:
         self.streams.learn(LINK, self.streams.known(self.streams.current))
         self.streams.work(LINK, purpose, [sent], [received])
         self.streams.log.append((self.streams.current, f"launch {purpose}"))
-        self.under_way_count += 1
         return Flight(self, purpose, self.streams.known(LINK), (received, sent))
 
 
@@ -221,4 +214,3 @@ class Flight:
         streams = self.link.streams
         streams.learn(streams.current, self.clock)
         streams.log.append((streams.current, f"wait {self.name}"))
-        self.link.under_way_count -= 1

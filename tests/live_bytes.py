@@ -12,7 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from hf_distca.kernels import Kernel, Scores, TaskBatch
+from hf_distca.kernels import Kernel, ScoreOptions, TaskBatch
 
 
 class LiveBytes(TorchDispatchMode):
@@ -104,7 +104,9 @@ class OutsideKernel:
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         return self._counted(self.kernel.backward, tensors_tasks_scores)
 
-    def _counted(self, call: Any, arguments: tuple[torch.Tensor | TaskBatch | Scores, ...]) -> Any:
+    def _counted(
+        self, call: Any, arguments: tuple[torch.Tensor | TaskBatch | ScoreOptions, ...]
+    ) -> Any:
         self.live.paused = True
         try:
             result = call(*arguments)

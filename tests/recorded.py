@@ -51,14 +51,14 @@ def counted_planning() -> Iterator[list[str]]:
     seen: list[str] = []
 
     def spy(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-        def call(self: AttentionGroup, *args: Any, doing: str) -> Any:
-            seen.append(f"{name} for {doing}")
-            return original(self, *args, doing=doing)
+        def call(self: AttentionGroup, *args: Any, activity: str) -> Any:
+            seen.append(f"{name} for {activity}")
+            return original(self, *args, activity=activity)
 
         return call
 
     with ExitStack() as undo:
-        for name in ("gather", "is_equal_on_all"):
+        for name in ("gather", "gather_same_length"):
             undo.enter_context(
                 patch.object(AttentionGroup, name, spy(name, getattr(AttentionGroup, name)))
             )

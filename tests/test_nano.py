@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from hf_distca.config import DistCAConfig
-from hf_distca.kernels import Case, Scores, select_kernel
+from hf_distca.kernels import KernelRequest, ScoreOptions, select_kernel
 from hf_distca.runtime.call import AttentionServer, Inputs, LayerExchange
 from hf_distca.runtime.core_attention import compute_core_attention
 from hf_distca.runtime.group import AttentionGroup
@@ -51,8 +51,8 @@ def make_plans() -> tuple[list[nano.Task], list[Plan]]:
 def attend_by_library(
     rank: int, plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
 ) -> torch.Tensor:
-    scores = Scores(scale=WIDTH**-0.5)
-    kernel = select_kernel("auto", Case(q.device, q.dtype, WIDTH, WIDTH, scores))
+    scores = ScoreOptions(scale=WIDTH**-0.5)
+    kernel = select_kernel("auto", KernelRequest(q.device, q.dtype, WIDTH, WIDTH, scores))
     route = Route.build(plan, rank)
     group = AttentionGroup.find_or_create(timeout_seconds=60)
     call = LayerExchange(route, group, AttentionServer(kernel, scores, Meter()))

@@ -11,7 +11,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import is_flash_attn_3_available
 
 from gpu_models import PLAIN, PLAIN_4
-from hf_distca.kernels import Case, Scores
+from hf_distca.kernels import KernelRequest, ScoreOptions
 from hf_distca.kernels.flash import FLASH_ATTN_4
 
 ULYSSES, RING = "eight_ulysses", "eight_ring"
@@ -26,7 +26,9 @@ def find_packed(config: Any, device: torch.device, dtype: torch.dtype) -> str:
     width = config.head_dim
     if device.type != "cuda":
         return PLAIN
-    if not FLASH_ATTN_4.unsupported_reason(Case(device, dtype, width, width, Scores(1.0))):
+    if not FLASH_ATTN_4.unsupported_reason(
+        KernelRequest(device, dtype, width, width, ScoreOptions(1.0))
+    ):
         return PLAIN_4
     return "flash_attention_3" if is_flash_attn_3_available() else PLAIN
 

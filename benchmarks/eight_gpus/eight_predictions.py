@@ -16,7 +16,7 @@ import torch
 from eight_arms import Arm, Rows, half_node, place_documents
 from eight_models import Batches
 from eight_rank import Part
-from hf_distca.kernels import Case, Scores
+from hf_distca.kernels import KernelRequest, ScoreOptions
 from hf_distca.kernels.flash import FLASH_ATTN_4
 from hf_distca.schedule.cost import AttentionShape, CostModel, count_causal_pairs
 from simulator import context, disaggregated
@@ -75,7 +75,7 @@ def find_rates(part: Part, shape: ModelShape, links: dict[str, Any]) -> Hardware
     """
     if part.device == "cuda":
         widths = (shape.head_dim, shape.head_dim)
-        case = Case(torch.device("cuda", 0), part.dtype, *widths, Scores(1.0))
+        case = KernelRequest(torch.device("cuda", 0), part.dtype, *widths, ScoreOptions(1.0))
         fourth = not FLASH_ATTN_4.unsupported_reason(case)
         card = find_card() or "h100"
         hopper = card in ("h100", "h200")

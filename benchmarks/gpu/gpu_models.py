@@ -14,7 +14,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, LlamaConfig
 import hf_distca
 from gpu_setting import Setting, synchronize
 from hf_distca.agreement.documents import PackedDocuments
-from hf_distca.kernels import Case, Scores
+from hf_distca.kernels import KernelRequest, ScoreOptions
 from hf_distca.kernels.flash import FLASH_ATTN_4
 
 # transformers takes a name with "flash" in it for one of its own, and looks for a package.
@@ -188,7 +188,7 @@ def pairs(setting: Setting) -> list[Pair]:
     """The device's kernels that plain attention can be had of."""
     if setting.device.type != "cuda":
         return [Pair("auto", PLAIN)]
-    case = Case(setting.device, setting.dtype, 128, 128, Scores(1.0))
+    case = KernelRequest(setting.device, setting.dtype, 128, 128, ScoreOptions(1.0))
     fourth = [] if FLASH_ATTN_4.unsupported_reason(case) else [Pair("flash_attn_4", PLAIN_4)]
     return [*fourth, Pair("cuda", PLAIN)]
 

@@ -16,15 +16,14 @@ from torch.nn import attention
 
 from gpu_setting import Setting
 from hf_distca.config import DistCAConfig
-from hf_distca.kernels import Case, Kernel, Scores, TaskBatch, select_kernel
-from hf_distca.kernels.base import Operands, Saved
+from hf_distca.kernels import Kernel, KernelRequest, ScoreOptions, TaskBatch, select_kernel
+from hf_distca.kernels.base import BackwardInputs, Operands
 from hf_distca.kernels.cpu import CpuKernel
 from hf_distca.kernels.efficient import EFFICIENT
 from hf_distca.kernels.flash import (
     CUDA,
     FLASH_ATTN,
     FLASH_ATTN_3,
-    FLASH_ATTN_3_WITH_ROOM,
     FLASH_ATTN_4,
 )
 from hf_distca.runtime.route import Route
@@ -164,7 +163,7 @@ class Calls:
         self.k_TKD, self.v_TKV = (
             torch.randn(keys, heads[1], shape.head_dim, **made) for _ in range(2)
         )
-        self.scores = Scores(shape.head_dim**-0.5)
+        self.scores = ScoreOptions(shape.head_dim**-0.5)
 
     def pools(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         q_THD = self._of(self.q_THD, batch.rows, batch)
@@ -188,7 +187,7 @@ class Calls:
         self, kernel: Kernel, batch: Batch, outputs: tuple[torch.Tensor, torch.Tensor]
     ) -> object:
         q_THD, k_TKD, v_TKV = self.pools(batch)
-        saved = Saved(self.gradient(batch), q_THD, *outputs, k_TKD, v_TKV)
+        saved = BackwardInputs(self.gradient(batch), q_THD, *outputs, k_TKD, v_TKV)
         return kernel.backward(saved, batch.tasks, self.scores)
 
 
@@ -224,7 +223,9 @@ class Variant(NamedTuple):
 def fastest(setting: Setting) -> Variant:
     """The kernel that `kernel="auto"` takes there, in torch's own implementation."""
     return Variant(
-        select_kernel("auto", Case(setting.device, setting.dtype, 128, 128, Scores(1.0)))
+        select_kernel(
+            "auto", KernelRequest(setting.device, setting.dtype, 128, 128, ScoreOptions(1.0))
+        )
     )
 
 
@@ -246,7 +247,6 @@ def variants(setting: Setting, only: Sequence[Kernel] | None = None) -> Iterator
             EFFICIENT,
             FLASH_ATTN,
             FLASH_ATTN_3,
-            FLASH_ATTN_3_WITH_ROOM,
             FLASH_ATTN_4,
         )
     ]
@@ -257,7 +257,7 @@ def variants(setting: Setting, only: Sequence[Kernel] | None = None) -> Iterator
     )
     for variant in wanted:
         reason = variant.kernel.unsupported_reason(
-            Case(setting.device, setting.dtype, 128, 128, Scores(1.0))
+            KernelRequest(setting.device, setting.dtype, 128, 128, ScoreOptions(1.0))
         )
         if reason is not None:
             refused[variant.label] = reason

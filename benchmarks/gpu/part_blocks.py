@@ -17,8 +17,8 @@ import torch
 
 from gpu_setting import Setting, free, seconds_of
 from gpu_workloads import Batch, Variant, batch_of, variants
-from hf_distca.kernels import Kernel, Scores
-from hf_distca.kernels.base import Operands, Saved
+from hf_distca.kernels import Kernel, ScoreOptions
+from hf_distca.kernels.base import BackwardInputs, Operands
 from hf_distca.kernels.flash import CUDA, FLASH_ATTN_4
 
 # Gemma 3 4B (its config.json): query heads, key heads, width; 256 tokens an image.
@@ -44,7 +44,7 @@ class Blocks:
         self, kernel: Kernel, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKV: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The merged output, and its log-sum-exp of shape (T, H)."""
-        scores = Scores(q_THD.shape[-1] ** -0.5)
+        scores = ScoreOptions(q_THD.shape[-1] ** -0.5)
         o_THV, lse_TH = kernel.forward(Operands(q_THD, k_TKD, v_TKV), self.document.tasks, scores)
         upper = Operands(q_THD[self.queries], k_TKD[self.keys], v_TKV[self.keys])
         more_THV, more_TH = kernel.forward(upper, self.triangles.tasks, scores)
@@ -60,11 +60,11 @@ class Blocks:
         self, kernel: Kernel, do_THV: torch.Tensor, inputs: Inputs, found: Any
     ) -> Computed:
         q_THD, k_TKD, v_TKV = inputs
-        scores = Scores(q_THD.shape[-1] ** -0.5)
-        saved = Saved(do_THV, q_THD, *found, k_TKD, v_TKV)
+        scores = ScoreOptions(q_THD.shape[-1] ** -0.5)
+        saved = BackwardInputs(do_THV, q_THD, *found, k_TKD, v_TKV)
         dq, dk, dv = kernel.backward(saved, self.document.tasks, scores)
         rows = (x[self.queries] for x in (do_THV, q_THD, *found))
-        upper = Saved(*rows, k_TKD[self.keys], v_TKV[self.keys])
+        upper = BackwardInputs(*rows, k_TKD[self.keys], v_TKV[self.keys])
         more = kernel.backward(upper, self.triangles.tasks, scores)
         for grad, index, extra in zip(
             (dq, dk, dv), (self.queries, self.keys, self.keys), more, strict=True
@@ -84,9 +84,9 @@ def time_batch(
     setting: Setting, kernel: Kernel, batch: Batch, inputs: Inputs, do_THV: torch.Tensor
 ) -> dict[str, float]:
     """Seconds of plain causal tasks."""
-    scores = Scores(WIDTH**-0.5)
+    scores = ScoreOptions(WIDTH**-0.5)
     found = kernel.forward(Operands(*inputs), batch.tasks, scores)
-    saved = Saved(do_THV, inputs[0], *found, *inputs[1:])
+    saved = BackwardInputs(do_THV, inputs[0], *found, *inputs[1:])
     return time_both(
         setting,
         lambda: kernel.forward(Operands(*inputs), batch.tasks, scores),

@@ -27,7 +27,7 @@ from gpu_workloads import (
     skewed,
 )
 from hf_distca.kernels import Kernel
-from hf_distca.kernels.base import Operands, Saved
+from hf_distca.kernels.base import BackwardInputs, Operands
 from hf_distca.runtime.call import AttentionServer
 from hf_distca.runtime.meter import Meter
 from hf_distca.schedule.cost import CostModel
@@ -65,7 +65,8 @@ def rank_seconds(calls: Calls, kernel: Kernel, batches: list[Batch]) -> tuple[fl
                 outputs.append(server.run(Operands(q_THD, k_TKD, v_TKV), batch.tasks))
             else:
                 server.run(
-                    Saved(calls.gradient(batch), q_THD, *outputs[place], k_TKD, v_TKV), batch.tasks
+                    BackwardInputs(calls.gradient(batch), q_THD, *outputs[place], k_TKD, v_TKV),
+                    batch.tasks,
                 )
         synchronize(device)
     return meters[0].seconds, meters[1].seconds

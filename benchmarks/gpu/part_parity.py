@@ -19,8 +19,8 @@ import torch
 
 from gpu_setting import Setting, free
 from gpu_workloads import Batch, Variant, batch_of, variants
-from hf_distca.kernels import Kernel, Scores, TaskBatch
-from hf_distca.kernels.base import Case, Operands, Saved
+from hf_distca.kernels import Kernel, ScoreOptions, TaskBatch
+from hf_distca.kernels.base import BackwardInputs, KernelRequest, Operands
 from hf_distca.kernels.efficient import EFFICIENT
 from hf_distca.kernels.flash import CUDA, FLASH_ATTN_4
 from hf_distca.kernels.plain_torch import ReferenceKernel
@@ -34,20 +34,20 @@ from hf_distca.schedule.plan import Plan
 
 TESTS = Path(__file__).parents[2] / "tests" / "kernels" / "test_cuda_kernels.py"
 SCORES = {
-    "plain": Scores(1.0),
-    "window of 300": Scores(1.0, window=300),
-    "softcap": Scores(1.0, softcap=2.0),
-    "window and softcap": Scores(1.0, window=300, softcap=2.0),
+    "plain": ScoreOptions(1.0),
+    "window of 300": ScoreOptions(1.0, window=300),
+    "softcap": ScoreOptions(1.0, softcap=2.0),
+    "window and softcap": ScoreOptions(1.0, window=300, softcap=2.0),
 }
 # Heads, width, and what its layers ask for: shapes of models that ask for more than plain attention
 # does.
 MODELS = {
-    "gpt-oss": ((64, 8, 64), Scores(64**-0.5, window=128)),
-    "Gemma 3": ((8, 4, 256), Scores(256**-0.5, window=1024)),
-    "Gemma 2": ((8, 4, 256), Scores(256**-0.5, window=1024, softcap=50.0)),
-    "Mistral": ((32, 8, 128), Scores(128**-0.5, window=1000)),
-    "512 wide": ((8, 4, 512), Scores(512**-0.5)),
-    "512 wide, window": ((8, 4, 512), Scores(512**-0.5, window=1000)),
+    "gpt-oss": ((64, 8, 64), ScoreOptions(64**-0.5, window=128)),
+    "Gemma 3": ((8, 4, 256), ScoreOptions(256**-0.5, window=1024)),
+    "Gemma 2": ((8, 4, 256), ScoreOptions(256**-0.5, window=1024, softcap=50.0)),
+    "Mistral": ((32, 8, 128), ScoreOptions(128**-0.5, window=1000)),
+    "512 wide": ((8, 4, 512), ScoreOptions(512**-0.5)),
+    "512 wide, window": ((8, 4, 512), ScoreOptions(512**-0.5, window=1000)),
 }
 # A compile of FlashAttention 4, which a new case may need.
 COMPILE_SECONDS = 25.0
@@ -80,11 +80,13 @@ def random_pools(
 
 
 def results(
-    kernel: Kernel, pools: list[torch.Tensor], tasks: TaskBatch, scores: Scores
+    kernel: Kernel, pools: list[torch.Tensor], tasks: TaskBatch, scores: ScoreOptions
 ) -> dict[str, torch.Tensor]:
     q_THD, k_TKD, v_TKV, do_THV = pools
     o_THV, lse_TH = kernel.forward(Operands(q_THD, k_TKD, v_TKV), tasks, scores)
-    grads = kernel.backward(Saved(do_THV, q_THD, o_THV, lse_TH, k_TKD, v_TKV), tasks, scores)
+    grads = kernel.backward(
+        BackwardInputs(do_THV, q_THD, o_THV, lse_TH, k_TKD, v_TKV), tasks, scores
+    )
     return {"o": o_THV, "lse": lse_TH, **dict(zip(("dq", "dk", "dv"), grads, strict=True))}
 
 
@@ -96,7 +98,7 @@ def with_sinks(
     """
     *leaves, sink_H = (x.detach().clone().requires_grad_() for x in (*pools[:3], sink_H))
     route = Route.build(Plan.make_local(Layout.from_lengths([[len(leaves[0])]])), 0)
-    server = AttentionServer(kernel, Scores(leaves[0].shape[2] ** -0.5), Meter())
+    server = AttentionServer(kernel, ScoreOptions(leaves[0].shape[2] ** -0.5), Meter())
     o_THV = compute_core_attention(
         Inputs(*leaves, sink_H=sink_H), LayerExchange(route, AttentionGroup(), server)
     )
@@ -126,7 +128,9 @@ def one_case(
     variant: Variant, kernel: Kernel, setting: Setting, case: tuple[Any, ...]
 ) -> dict[str, Any]:
     dtype, heads, name, scores = case
-    reason = kernel.unsupported_reason(Case(setting.device, dtype, heads[2], heads[2], scores))
+    reason = kernel.unsupported_reason(
+        KernelRequest(setting.device, dtype, heads[2], heads[2], scores)
+    )
     row: dict[str, Any] = {
         "kernel": variant.label,
         "dtype": str(dtype),

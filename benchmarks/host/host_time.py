@@ -71,8 +71,8 @@ from hf_distca.agreement.documents import PackedDocuments, TokenBatch
 from hf_distca.config import DistCAConfig
 from hf_distca.integration.handle import ForwardBatch, LayerPlanner, MaskStandIn
 from hf_distca.integration.session import Session
-from hf_distca.kernels import Case, Scores, TaskBatch, select_kernel
-from hf_distca.kernels.base import Grads, Operands, Outputs, Saved
+from hf_distca.kernels import KernelRequest, ScoreOptions, TaskBatch, select_kernel
+from hf_distca.kernels.base import BackwardInputs, Grads, Operands, Outputs
 from hf_distca.runtime.call import AttentionServer, Inputs, LayerExchange
 from hf_distca.runtime.core_attention import compute_core_attention
 from hf_distca.runtime.group import AttentionGroup
@@ -110,7 +110,7 @@ class Zeros:
             pools.q_THD.new_zeros(size, dtype=torch.float32),
         )
 
-    def backward(self, pools: Saved, *_: Any) -> Grads:
+    def backward(self, pools: BackwardInputs, *_: Any) -> Grads:
         return Grads(*map(torch.zeros_like, pools.operands))
 
 
@@ -137,7 +137,7 @@ def zeros_function(*tensors: torch.Tensor, **_: Any) -> torch.Tensor:
 class Nowhere:
     """A channel whose messages arrive at once; what they hold was there before."""
 
-    is_gloo = under_way = False
+    is_gloo = False
 
     def start(self, *_: Any) -> Nowhere:
         return self
@@ -182,7 +182,7 @@ def layer(plan: Plan, rank: int) -> Callable[[], object]:
     """Forward and backward of a layer on a rank."""
     route, rows = Route.build(plan, rank), int(plan.layout.query_tokens[rank])
     group = AttentionGroup(tuple(range(plan.layout.world_size)), rank, Nowhere())  # type: ignore[arg-type]
-    server = AttentionServer(ZEROS, Scores(1.0), Meter())  # type: ignore[arg-type]
+    server = AttentionServer(ZEROS, ScoreOptions(1.0), Meter())  # type: ignore[arg-type]
     heads = plan.layout.groups  # of a document that is split by heads, every group has one
     leaves = [
         torch.zeros(rows, heads, WIDTH, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)
@@ -312,12 +312,14 @@ def alone(count: int, tokens: int, repeats: int, session: Switch) -> dict[str, f
     q_THD, k_TKD, v_TKV = (leaf.detach()[0].transpose(0, 1).contiguous() for leaf in leaves)
     lengths = (tokens // count,) * count
     starts = tuple(range(0, tokens, tokens // count))
-    tasks, scores = TaskBatch(starts, lengths, starts, lengths), Scores(module.scaling)
-    real = select_kernel("auto", Case(CPU, q_THD.dtype, module.head_dim, module.head_dim, scores))
+    tasks, scores = TaskBatch(starts, lengths, starts, lengths), ScoreOptions(module.scaling)
+    real = select_kernel(
+        "auto", KernelRequest(CPU, q_THD.dtype, module.head_dim, module.head_dim, scores)
+    )
 
     def kernel(which: Any) -> None:
         o_THV, lse_TH = which.forward(Operands(q_THD, k_TKD, v_TKV), tasks, scores)
-        which.backward(Saved(o_THV, q_THD, o_THV, lse_TH, k_TKD, v_TKV), tasks, scores)
+        which.backward(BackwardInputs(o_THV, q_THD, o_THV, lse_TH, k_TKD, v_TKV), tasks, scores)
 
     def without_kernel(run: Callable[[], object]) -> None:
         session.bare = True

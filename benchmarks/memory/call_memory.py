@@ -34,7 +34,7 @@ from torch.utils._pytree import tree_leaves
 sys.path.extend(map(str, Path(__file__).resolve().parents[1].glob("*/")))
 
 from hf_distca.config import DistCAConfig
-from hf_distca.kernels import Case, Scores, select_kernel
+from hf_distca.kernels import KernelRequest, ScoreOptions, select_kernel
 from hf_distca.runtime.call import AttentionServer, Inputs, LayerExchange
 from hf_distca.runtime.core_attention import compute_core_attention
 from hf_distca.runtime.group import AttentionGroup
@@ -137,8 +137,8 @@ class Layer:
             Layout.from_lengths(lengths_of(group.size, arguments.tokens)), self.cost, config
         )
         self.route, self.group = Route.build(plan, rank), group
-        scores, self.meter = Scores(DIM**-0.5), Meter()
-        kernel = select_kernel("auto", Case(self.device, dtype, DIM, DIM, scores))
+        scores, self.meter = ScoreOptions(DIM**-0.5), Meter()
+        kernel = select_kernel("auto", KernelRequest(self.device, dtype, DIM, DIM, scores))
         self.server = AttentionServer(kernel, scores, self.meter)
         heads = (self.shape.query_heads, self.shape.key_value_heads, self.shape.key_value_heads)
         like = {"dtype": dtype, "device": self.device}

@@ -12,7 +12,7 @@ from unittest.mock import patch
 
 import torch
 
-from hf_distca.kernels.base import Grads, Operands, Outputs, Saved, Scores, TaskBatch
+from hf_distca.kernels.base import BackwardInputs, Grads, Operands, Outputs, ScoreOptions, TaskBatch
 from hf_distca.kernels.cpu import CpuKernel
 from hf_distca.schedule.cost import CostModel
 
@@ -25,7 +25,7 @@ def timed_kernels(cost: CostModel | None, slowness: float = 1.0) -> Iterator[Non
     """
     forward, backward = CpuKernel.forward, CpuKernel.backward
 
-    def late(tasks: TaskBatch, pools: Operands | Saved, started: float) -> None:
+    def late(tasks: TaskBatch, pools: Operands | BackwardInputs, started: float) -> None:
         taken = time.perf_counter() - started
         if cost is None:
             time.sleep((slowness - 1) * taken)
@@ -35,14 +35,16 @@ def timed_kernels(cost: CostModel | None, slowness: float = 1.0) -> Iterator[Non
                 cost.shape, query_heads=pools.q_THD.shape[1], key_value_heads=pools.k_TKD.shape[1]
             )
             priced = replace(cost, shape=shape)
-            way = int(isinstance(pools, Saved))
+            way = int(isinstance(pools, BackwardInputs))
             seconds = (
                 float(priced.estimate_directions(tasks.query_length, tasks.key_length)[way].sum())
                 * slowness
             )
             time.sleep(max(0.0, seconds - taken))
 
-    def slow_forward(self: CpuKernel, pools: Operands, tasks: TaskBatch, scores: Scores) -> Outputs:
+    def slow_forward(
+        self: CpuKernel, pools: Operands, tasks: TaskBatch, scores: ScoreOptions
+    ) -> Outputs:
         started = time.perf_counter()
         q_THD, _, v_TKV = pools
         empty = Outputs(
@@ -52,7 +54,9 @@ def timed_kernels(cost: CostModel | None, slowness: float = 1.0) -> Iterator[Non
         late(tasks, pools, started)
         return outputs
 
-    def slow_backward(self: CpuKernel, pools: Saved, tasks: TaskBatch, scores: Scores) -> Grads:
+    def slow_backward(
+        self: CpuKernel, pools: BackwardInputs, tasks: TaskBatch, scores: ScoreOptions
+    ) -> Grads:
         started = time.perf_counter()
         zeros = Grads(*map(torch.zeros_like, (pools.q_THD, pools.k_TKD, pools.v_TKV)))
         grads = backward(self, pools, tasks, scores) if cost is None else zeros

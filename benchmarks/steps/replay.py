@@ -72,7 +72,7 @@ class Recorder:
         self, method: Any, this: Any, received: Any, sent: Any, coming: Any, going: Any, *more: Any
     ) -> Any:
         transfer = method(this, received, sent, coming, going, *more)
-        what = transfer.doing  # names step, tick and call, and the same on all ranks
+        what = transfer.activity  # names step, tick and call, and the same on all ranks
         self._expect(
             transfer,
             [

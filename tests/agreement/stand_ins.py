@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import numpy as np
-
 from hf_distca.runtime.group import AttentionGroup
 from hf_distca.schedule.layout import IntArray
 
@@ -20,10 +18,8 @@ class MadeUpGroup(AttentionGroup):
         object.__setattr__(self, "others", others or (lambda row: [row] * ranks))
         object.__setattr__(self, "gathered", [])
 
-    def gather(self, row: IntArray, *, doing: str) -> list[IntArray]:
-        self.gathered.append(doing)
+    def gather(self, row: IntArray, *, activity: str) -> list[IntArray]:
+        self.gathered.append(activity)
         return self.others(row)
 
-    def is_equal_on_all(self, numbers: IntArray, *, doing: str) -> bool:
-        self.gathered.append(doing)
-        return all(np.array_equal(numbers, row) for row in self.others(numbers))
+    gather_same_length = gather

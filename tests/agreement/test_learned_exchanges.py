@@ -13,7 +13,7 @@ import pytest
 
 from hf_distca.agreement.announce import PlanKey
 from hf_distca.agreement.batch_plan import MicroBatchPlan, RateSample, observe_plans
-from hf_distca.agreement.rates import Costs
+from hf_distca.agreement.rates import LearnedCosts
 from hf_distca.config import DistCAConfig
 from hf_distca.runtime.meter import Meter
 from hf_distca.schedule.balance import balance
@@ -148,7 +148,7 @@ def test_costly_exchanges_end_where_ranks_wait_elsewhere() -> None:
     seen = RateSample(kernel, kernel, waited, wire, np.array([1.2, 0.8, 0.95]), none)
     assert seen.compute_exchange_factor() == pytest.approx(5, rel=0.02)
     assert seen.slowdown == pytest.approx(1.5 / 1.2 - 1, rel=0.02)
-    costs, key = Costs(), PlanKey(SHAPE, "cuda")
+    costs, key = LearnedCosts(), PlanKey(SHAPE, "cuda")
     costs[SHAPE, "cuda"] = COST
     for _ in range(6):
         costs.learn_from_sample((SHAPE, "cuda"), seen)

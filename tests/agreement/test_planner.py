@@ -66,16 +66,6 @@ def run(ours: Planner, group: MadeUpGroup, key: PlanKey, seconds: float) -> Mete
     return planned.meter
 
 
-def test_on_a_gpu_the_newest_measurement_waits_for_its_kernels() -> None:
-    for device, expected in (("cpu", [0.0, 1.0, 3.0]), ("cuda", [0.0, 0.0, 1.0])):
-        ours, group, key = planner(device), MadeUpGroup(2), KEY._replace(device=device)
-        seen = []
-        for seconds in (1.0, 2.0, 4.0):
-            run(ours, group, key, seconds)
-            seen.append(ours.history.total.measured_mean)
-        assert seen == pytest.approx(expected)
-
-
 def test_gathered_figures_wait_for_the_device() -> None:
     """Between two gatherings nobody waits for the device, and what is announced leaves the newest
     out.

@@ -11,7 +11,7 @@ from unittest.mock import patch
 
 import numpy as np
 import pytest
-from stand_ins import MadeUpGroup
+from stand_ins import MadeUpGroup, Rows
 
 from hf_distca.agreement import dealt_share as dealt_module
 from hf_distca.agreement import rates as rates_module
@@ -20,7 +20,7 @@ from hf_distca.agreement.batch_plan import RateSample
 from hf_distca.agreement.dealt_share import Dealing
 from hf_distca.agreement.documents import Documents, PackedDocuments, TokenBatch
 from hf_distca.agreement.planner import Planner
-from hf_distca.agreement.rates import Costs
+from hf_distca.agreement.rates import LearnedCosts
 from hf_distca.config import DistCAConfig
 from hf_distca.errors import DistCADesyncError
 from hf_distca.runtime.meter import Meter
@@ -302,8 +302,8 @@ def made_up_plan(key: PlanKey) -> Any:
     return SimpleNamespace(number=1, key=key)
 
 
-def given(cost: CostModel = TRUE) -> Costs:
-    costs = Costs()
+def given(cost: CostModel = TRUE) -> LearnedCosts:
+    costs = LearnedCosts()
     costs[KIND] = cost
     return costs
 
@@ -358,51 +358,20 @@ def test_ranks_with_nothing_to_do_say_nothing_of_their_speed() -> None:
     assert costs.measured_ranks.speeds is None
 
 
-class Later:
-    """Rows of all ranks that arrive when somebody waits."""
-
-    def __init__(self, rows: list[np.ndarray]) -> None:
-        self.rows, self.is_done = rows, False
-
-    def raise_failure(self) -> None:
-        if len(self.rows[0]) != len(self.rows[1]):
-            raise DistCADesyncError("rows of different lengths")
-
-    def wait(self) -> list[np.ndarray]:
-        self.is_done = True
-        return self.rows
+def announce_slower(row: np.ndarray) -> list[np.ndarray]:
+    """What both ranks announce: kernels of the other one take twice as long."""
+    theirs = row.copy()
+    if row[5]:
+        theirs[HEADER_SIZE] = row[HEADER_SIZE] * 2
+    return [row, theirs]
 
 
-class Slow(MadeUpGroup):
-    """Two ranks whose rows take long."""
-
-    def __init__(self) -> None:
-        super().__init__(2)
-        object.__setattr__(self, "meetings", [])
-
-    def gather_async(self, row: np.ndarray, **_: object) -> Later:
-        self.meetings.append(Later([row, self.other(row)]))
-        return self.meetings[-1]
-
-    @staticmethod
-    def other(row: np.ndarray) -> np.ndarray:
-        """What the other rank announces, whose kernels are slower."""
-        theirs = row.copy()
-        theirs[-2] = 1  # its rank
-        if theirs[5]:
-            theirs[HEADER_SIZE] = row[HEADER_SIZE] * 2
-        return theirs
-
-
-class Lagging(Slow):
-    """The kernels of the other rank still run when they are announced for the first time."""
-
-    @staticmethod
-    def other(row: np.ndarray) -> np.ndarray:
-        theirs = Slow.other(row)
-        if row[5]:
-            theirs[HEADER_SIZE + FIGURE_COUNT * (row[5] - 1)] = -1
-        return theirs
+def announce_later(row: np.ndarray) -> list[np.ndarray]:
+    """As above, and the newest kernels of the other rank still run."""
+    _, theirs = announce_slower(row)
+    if row[5] > 1:
+        theirs[HEADER_SIZE + FIGURE_COUNT * (row[5] - 1)] = -1
+    return [row, theirs]
 
 
 def train_on_shares(
@@ -410,20 +379,20 @@ def train_on_shares(
     dealing: Dealing,
     steps: int,
     key: PlanKey = KEY,
-    group: Slow | None = None,
+    others: Rows = announce_slower,
 ) -> tuple[list[int], list[tuple[CostModel, Ranks]]]:
     """Train on shares that a worker made, and planned.
 
     Returns:
         The steps that had to make a plan, and the rates that each began with.
     """
-    group = group or Slow()
+    group = MadeUpGroup(2, others)
     planned: list[int] = []
     rates: list[tuple[CostModel, Ranks]] = []
     costs = planner.costs
 
     def counted(layout: Layout, *args: Any) -> Plan:
-        planned.append(step)
+        planned.append(len(rates) - 1)
         return balance(layout, *args)
 
     with patch.object(dealt_module, "get_worker_info", return_value="a worker"):
@@ -432,81 +401,52 @@ def train_on_shares(
             for number in range(steps)
         ]
     with patch.object(dealt_module, "balance", counted):
-        for step, share in enumerate(shares):
+        for share in shares:
             rates.append((costs.get_cost(key), costs.make_ranks(2)))
             documents = TokenBatch(1, 4096, packed=pickle.loads(share)).read_documents()
             (plan,) = planner.plan([(documents, key)], group)
             plan.meter.count(calls=1, kernel_calls=2, backward_calls=1)
             plan.meter.span("server", 0.0, 0.1)
-            assert sum(one.is_done for one in group.meetings) == max(step - 8, 0)
+    assert group.gathered == [
+        f"planning micro-batch {number + 1} (global batch {number} of epoch 0)"
+        for number in range(steps)
+    ]
     return planned, rates
 
 
-@pytest.mark.parametrize("kind", [Slow, Lagging])
-def test_rates_of_dealt_batches_change_at_one_micro_batch(kind: type[Slow]) -> None:
-    """A rank may be eight micro-batches ahead, and learns from what it need not wait for; plans of
-    workers are made again by what was learned, and counted. Late kernels are announced again.
+@pytest.mark.parametrize("others", [announce_slower, announce_later])
+def test_rates_of_dealt_batches_change_at_one_micro_batch(others: Rows) -> None:
+    """Ranks take one collective for a share. Plans of workers are made again by what was learned,
+    and counted. Late kernels are announced again.
     """
     planner = Planner(DistCAConfig(), Meter())
     planner.costs[SHAPE, "cpu"] = TRUE
     dealing = Dealing(2, 4096, {KEY: TRUE}, planner.config)
-    planned, rates = train_on_shares(planner, dealing, 40, group=kind())
+    planned, rates = train_on_shares(planner, dealing, 40, others=others)
     changed = [number for number in range(1, 40) if rates[number] != rates[number - 1]]
-    assert 1 <= len(changed) <= 5
+    assert 1 <= len(changed) <= 8
     # The step before learned, in its announcement, when its own plan was made.
     assert planned == list(range(changed[0], 40))
     speeds = rates[-1][1].speeds
     assert speeds is not None
     assert speeds[0] > 1.5 * speeds[1]
-    planner.gather_measurements(Slow())
+    planner.gather_measurements(MadeUpGroup(2, lambda row: [row, row]))
     total = planner.history.total
     assert total.planned_here == 40 - changed[0]
     assert total.micro_batches == 40
 
 
-def test_what_is_found_of_shares_is_raised_before_it_is_read() -> None:
-    """By the next micro-batch, not only when it is waited for."""
+def test_shares_of_other_batches_are_refused_before_they_are_used() -> None:
+    def others(row: np.ndarray) -> list[np.ndarray]:
+        theirs = row.copy()
+        theirs[-3] += 1  # number of the global batch
+        return [row, theirs]
 
-    class Other(Slow):
-        @staticmethod
-        def other(row: np.ndarray) -> np.ndarray:
-            return row[:-1]
-
-    planner, group = Planner(DistCAConfig(), Meter()), Other()
+    planner = Planner(DistCAConfig(), Meter())
     planner.costs[SHAPE, "cpu"] = TRUE
-    with pytest.raises(DistCADesyncError, match="rows of different lengths"):
-        train_on_shares(planner, Dealing(2, 4096, {KEY: TRUE}, planner.config), 4, group=group)
-    assert len(group.meetings) == 1
-
-
-@pytest.mark.parametrize(
-    ("key", "config", "said"),
-    [
-        (KEY, DistCAConfig(tolerance=0.2), "tolerance was 0.01 and is 0.2"),
-        (
-            KEY._replace(shape=replace(SHAPE, element_bytes=2)),
-            DistCAConfig(),
-            "elements had 4 bytes and have 2 (dtype)",
-        ),
-        (KEY, DistCAConfig(), None),
-    ],
-)
-def test_shares_planned_for_other_settings_warn_once(
-    caplog: pytest.LogCaptureFixture, key: PlanKey, config: DistCAConfig, said: str | None
-) -> None:
-    """Shares that were planned for other settings are told of once."""
-    planner = Planner(config, Meter())
-    planner.costs[key.shape, "cpu"] = replace(TRUE, shape=key.shape)
-    dealing = Dealing(2, 4096, {KEY: TRUE}, DistCAConfig())
-    planned, _ = train_on_shares(planner, dealing, 6, key)
-    lines = [
-        record.getMessage()
-        for record in caplog.records
-        if "shares were planned for other settings" in record.getMessage()
-    ]
-    assert len(lines) == (said is not None)
-    assert said is None or said in lines[0]
-    assert planned == ([] if said is None else [0, 1, 2, 3, 4, 5])
+    with pytest.raises(DistCADesyncError, match="different global batches in micro-batch 1"):
+        train_on_shares(planner, Dealing(2, 4096, {KEY: TRUE}, planner.config), 4, others=others)
+    assert not planner.history.unmeasured_plans
 
 
 @pytest.mark.parametrize(

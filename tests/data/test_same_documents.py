@@ -15,8 +15,7 @@ from some_documents import dealing, some_lengths
 
 from hf_distca.data.global_batches import GlobalBatches
 from hf_distca.data.reading import read_document_lengths
-from hf_distca.data.shares import Shares
-from hf_distca.data.streaming import StreamedShares
+from hf_distca.data.shares import Shares, StreamedShares
 from hf_distca.errors import ConfigError
 
 RANKS, TOKENS = 2, 120

@@ -290,7 +290,7 @@ def test_of_arrow_only_the_slice_is_turned_into_tokens(monkeypatch: pytest.Monke
     documents = datasets.Dataset.from_list(some_documents([4000, 96]))
     shares = make(documents, 8, 512, seed=None)
     seen = []
-    import hf_distca.data.pieces as pieces
+    import hf_distca.data.reading as pieces
 
     convert = pieces.convert_integers
     monkeypatch.setattr(

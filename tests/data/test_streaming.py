@@ -15,9 +15,9 @@ from some_documents import ROWS, check_shares, dealing, some_documents, some_len
 from torch.utils.data import DataLoader, get_worker_info
 
 from hf_distca import ConfigError, PackingCollator
-from hf_distca.data import streaming
+from hf_distca.data import shares as streaming
 from hf_distca.data.global_batches import GlobalBatches
-from hf_distca.data.streaming import StreamedShares
+from hf_distca.data.shares import StreamedShares
 from hf_distca.errors import LayoutError
 
 RANKS, TOKENS = 3, 100

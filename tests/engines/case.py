@@ -149,16 +149,16 @@ def counting_gathers() -> Iterator[list[str]]:
     seen: list[str] = []
 
     def counted(name: str, original: Any) -> Any:
-        def call(*args: Any, doing: str, **kwargs: Any) -> Any:
+        def call(*args: Any, activity: str, **kwargs: Any) -> Any:
             # Once a log, which integration/test_log_rows counts.
-            if "what ranks measured" not in doing:
+            if "what ranks measured" not in activity:
                 seen.append(name)
-            return original(*args, doing=doing, **kwargs)
+            return original(*args, activity=activity, **kwargs)
 
         return call
 
     with ExitStack() as stack:
-        for name in ("gather", "is_equal_on_all"):
+        for name in ("gather", "gather_same_length"):
             if hasattr(AttentionGroup, name):
                 stack.enter_context(
                     patch.object(AttentionGroup, name, counted(name, getattr(AttentionGroup, name)))

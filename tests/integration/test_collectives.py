@@ -21,7 +21,7 @@ from checkpointed import checkpoint_layers
 from handles import make_handle
 from hf_distca.integration.current_session import current_session
 from hf_distca.integration.handle import LayerPlanner
-from hf_distca.kernels import Scores
+from hf_distca.kernels import ScoreOptions
 from hf_distca.runtime.call import AttentionServer, Inputs
 from hf_distca.schedule.cost import AttentionShape
 from ranks import RankPool
@@ -29,7 +29,7 @@ from recorded import recorded
 
 LAYERS = 2
 # Documents of all ranks, then whether their plans are equal.
-PLANNING = Counter(all_to_all_single=1, all_reduce=1)
+PLANNING = Counter(all_to_all_single=2)
 
 
 def batch(rank: int, scale: int = 1) -> dict[str, Any]:
@@ -121,7 +121,7 @@ def operations_of_a_planned_call(rank: int, scale: int) -> Counter[str]:
     plan = LayerPlanner(session).plan_layers(
         handle.batch, {"distca_documents": packed}, q, key, training=True
     )
-    scores = Scores(0.25)
+    scores = ScoreOptions(0.25)
     kernel = session.choose_kernel(q, key.shape, scores)
     plan = replace(plan, server=AttentionServer(kernel, scores, plan.meter))
     leaves = [t[0].transpose(0, 1).contiguous().requires_grad_() for t in (q, k, v)]

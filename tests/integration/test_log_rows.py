@@ -246,15 +246,15 @@ def counted(rank: int, dealt: bool) -> tuple[list[list[str]], list[int]]:
 
 
 @pytest.mark.parametrize("dealt", [False, True])
-def test_between_logs_nothing_is_gathered_and_nothing_waited_for(
+def test_between_logs_ranks_gather_only_what_they_plan_by(
     rank_pool: Callable[[int], RankPool], dealt: bool
 ) -> None:
     for collectives, operations in rank_pool(2)(counted, dealt):
         assert len(collectives) == len(operations) == STEPS
         for step, (called, count) in enumerate(zip(collectives, operations, strict=True), 1):
-            planning = [doing for doing in called if not doing.startswith(GATHERING)]
-            assert len(planning) == (0 if dealt else 2 * 2), (
-                "documents of all ranks and whether plans are equal, a micro-batch"
+            planning = [activity for activity in called if not activity.startswith(GATHERING)]
+            assert len(planning) == 2 * (1 if dealt else 2), (
+                "shares, or documents and then plans, in each micro-batch"
             )
             gathered = [f"{GATHERING} {2 * step}"] if step % 3 == 0 else []
             assert called == planning + gathered

@@ -29,7 +29,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 import hf_distca
 from hf_distca.agreement.announce import PlanKey
 from hf_distca.agreement.batch_plan import BalanceTotals, History, MicroBatchPlan
-from hf_distca.agreement.rates import Costs
+from hf_distca.agreement.rates import LearnedCosts
 from hf_distca.agreement.record_rows import (
     RECORD_NAME,
     PlanRow,
@@ -221,7 +221,7 @@ def test_tokens_count_once_and_pieces_are_as_long_as_the_bars(
     long.
     """
     history, ranks = History(), Ranks(speeds=(0.5, 1.25))
-    planner = SimpleNamespace(number=0, costs=Costs(), history=history)
+    planner = SimpleNamespace(number=0, costs=LearnedCosts(), history=history)
     session: Any = SimpleNamespace(
         planner=planner, rank_count=2, node_count=1, config=settings(), kernel_names=["cpu"]
     )
@@ -321,7 +321,7 @@ def test_warnings_are_seen_while_they_are_recorded(
 
 
 def begin_record(folder: Path, step: int) -> None:
-    planner = SimpleNamespace(number=0, costs=Costs(), history=History())
+    planner = SimpleNamespace(number=0, costs=LearnedCosts(), history=History())
     session: Any = SimpleNamespace(
         planner=planner, rank_count=2, node_count=1, config=settings(), kernel_names=["cpu"]
     )

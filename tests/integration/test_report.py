@@ -19,7 +19,7 @@ from transformers.utils.logging import disable_progress_bar, enable_progress_bar
 
 import hf_distca
 from hf_distca.agreement.batch_plan import BalanceTotals, RateSample
-from hf_distca.agreement.rates import Costs
+from hf_distca.agreement.rates import LearnedCosts
 from hf_distca.integration import processes
 from hf_distca.integration.reports import (
     fewer_moves_reason,
@@ -116,7 +116,7 @@ def test_why_exchanges_were_given_up() -> None:
 def test_the_callback_says_once_that_exchanges_were_given_up(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(Costs, "exchange_slowdown", 0.5)
+    monkeypatch.setattr(LearnedCosts, "exchange_slowdown", 0.5)
     trainer = make_trainer("distca", EVEN, config=settings(), max_steps=3)
     with caplog.at_level(logging.WARNING, "hf_distca"):
         trainer.train()

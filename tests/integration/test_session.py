@@ -21,7 +21,7 @@ from hf_distca.runtime.meter import Meter
 from hf_distca.schedule.cost import AttentionShape
 from hf_distca.schedule.layout import Layout
 from hf_distca.schedule.plan import Plan
-from hf_distca.schedule.ranks import UNIFORM_RANKS
+from hf_distca.schedule.ranks import Ranks
 from ranks import RankPool
 
 
@@ -177,9 +177,7 @@ def test_figures_of_a_tally() -> None:
     # Only the second one knows of nodes, of a rank each.
     tasks, node = np.array([2.0, 1.0, 1.0]), {1: None, 2: 1}
     first, second = (
-        MicroBatchPlan(
-            key, plan, n, tasks, UNIFORM_RANKS, Meter(), planning_ms=5.0, per_node=node[n]
-        )
+        MicroBatchPlan(key, plan, n, tasks, Ranks(per_node=node[n]), Meter(), planning_ms=5.0)
         for n in node
     )
     history.record_plan(first)

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from strict_varlen_op import StrictVarlenOp
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-from hf_distca.kernels import Case, Kernel, Scores, TaskBatch
-from hf_distca.kernels.base import Operands, Saved
+from hf_distca.kernels import Kernel, KernelRequest, ScoreOptions, TaskBatch
+from hf_distca.kernels.base import BackwardInputs, Operands
 from hf_distca.kernels.cpu import CpuKernel
 from hf_distca.kernels.plain_torch import ReferenceKernel
 from hf_distca.kernels.varlen import VarlenKernel
@@ -28,11 +28,11 @@ KERNELS: dict[str, Callable[[], Kernel]] = {
 }
 
 
-def supported_part(kernel: Kernel, scores: Scores) -> Scores:
+def supported_part(kernel: Kernel, scores: ScoreOptions) -> ScoreOptions:
     """The scores without a window or softcap that the kernel says it does not support."""
     for name in ("window", "softcap"):
-        alone = Scores(scores.scale, **{name: getattr(scores, name)})
-        case = Case(torch.device("cpu"), torch.float64, 64, 64, alone)
+        alone = ScoreOptions(scores.scale, **{name: getattr(scores, name)})
+        case = KernelRequest(torch.device("cpu"), torch.float64, 64, 64, alone)
         if kernel.unsupported_reason(case) is not None:
             scores = replace(scores, **{name: None})
     return scores
@@ -84,16 +84,16 @@ CASES = {
 
 # A scale of no head dim in SHAPES, so that a kernel that takes its own fails; a softcap below about
 # half of the pools' scores.
-PLAIN = Scores(0.19)
+PLAIN = ScoreOptions(0.19)
 SCORES = {
     "plain": PLAIN,
-    "window of 1": Scores(0.19, window=1),
-    "window of 3": Scores(0.19, window=3),
-    "window of 17": Scores(0.19, window=17),
-    "window of 300": Scores(0.19, window=300),
-    "window of all": Scores(0.19, window=1000),
-    "softcap": Scores(0.19, softcap=1.5),
-    "window of 17, softcap": Scores(0.19, window=17, softcap=1.5),
+    "window of 1": ScoreOptions(0.19, window=1),
+    "window of 3": ScoreOptions(0.19, window=3),
+    "window of 17": ScoreOptions(0.19, window=17),
+    "window of 300": ScoreOptions(0.19, window=300),
+    "window of all": ScoreOptions(0.19, window=1000),
+    "softcap": ScoreOptions(0.19, softcap=1.5),
+    "window of 17, softcap": ScoreOptions(0.19, window=17, softcap=1.5),
 }
 
 # query heads, key/value heads, head dim, value head dim
@@ -156,11 +156,11 @@ def random_pools(
     return {name: x.to(dtype).to(device) for name, x in pools.items()}
 
 
-def run_kernel(kernel: Kernel, pools: Tensors, tasks: TaskBatch, scores: Scores) -> Tensors:
+def run_kernel(kernel: Kernel, pools: Tensors, tasks: TaskBatch, scores: ScoreOptions) -> Tensors:
     """Everything a kernel computes."""
     q, k, v = pools["q"], pools["k"], pools["v"]
     o, lse = kernel.forward(Operands(q, k, v), tasks, scores)
-    dq, dk, dv = kernel.backward(Saved(pools["do"], q, o, lse, k, v), tasks, scores)
+    dq, dk, dv = kernel.backward(BackwardInputs(pools["do"], q, o, lse, k, v), tasks, scores)
     return {"o": o, "lse": lse, "dq": dq, "dk": dk, "dv": dv}
 
 
@@ -173,7 +173,7 @@ def seen(q: torch.Tensor, k: torch.Tensor, window: int | None) -> torch.Tensor:
 
 
 def _softmax(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scores: Scores
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scores: ScoreOptions
 ) -> tuple[torch.Tensor, torch.Tensor]:
     logits = torch.einsum("qhd,khd->hqk", q, k) * scores.scale
     if scores.softcap is not None:
@@ -183,7 +183,7 @@ def _softmax(
 
 
 def _plain_sdpa(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scores: Scores
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scores: ScoreOptions
 ) -> tuple[torch.Tensor, torch.Tensor]:
     # One head dim, a multiple of 8: else torch falls back to float32 arithmetic, which is no
     # measure for a half-precision kernel.
@@ -200,7 +200,7 @@ def _by_task(
     attention: Callable[..., tuple[torch.Tensor, torch.Tensor]],
     pools: Tensors,
     tasks: TaskBatch,
-    scores: Scores,
+    scores: ScoreOptions,
 ) -> Tensors:
     q, k, v = (pools[name].clone().requires_grad_() for name in "qkv")
     o = q.new_zeros(*q.shape[:2], v.shape[2])
@@ -223,12 +223,12 @@ def _by_task(
     return {"o": o.detach(), "lse": lse.detach(), **grads}
 
 
-def exact(pools: Tensors, tasks: TaskBatch, scores: Scores) -> Tensors:
+def exact(pools: Tensors, tasks: TaskBatch, scores: ScoreOptions) -> Tensors:
     """The answer, in float64."""
     return _by_task(_softmax, {name: x.double() for name, x in pools.items()}, tasks, scores)
 
 
-def plain(pools: Tensors, tasks: TaskBatch, scores: Scores) -> Tensors:
+def plain(pools: Tensors, tasks: TaskBatch, scores: ScoreOptions) -> Tensors:
     """What torch makes of each task in the dtype of the pools: scaled_dot_product_attention with a
     mask, which gives no lse.
 

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 
 import torch
 
-from hf_distca.kernels import Scores
-from hf_distca.kernels.base import Grads, Operands, Outputs, Saved
+from hf_distca.kernels import ScoreOptions
+from hf_distca.kernels.base import BackwardInputs, Grads, Operands, Outputs
 from hf_distca.kernels.varlen import Sequences
 
 
@@ -30,11 +30,11 @@ class StrictVarlenOp:
         self.calls: list[dict[str, torch.Tensor]] = []
         self.windows: list[int | None] = []
 
-    def forward(self, pools: Operands, sequences: Sequences, scores: Scores) -> Outputs:
+    def forward(self, pools: Operands, sequences: Sequences, scores: ScoreOptions) -> Outputs:
         o, lse_HT = self.attend(*pools, sequences, scores)
         return Outputs(o, lse_HT.T)
 
-    def backward(self, pools: Saved, sequences: Sequences, scores: Scores) -> Grads:
+    def backward(self, pools: BackwardInputs, sequences: Sequences, scores: ScoreOptions) -> Grads:
         lse_HT = pools.lse_TH.T.contiguous()
         return Grads(
             *self.differentiate(
@@ -48,7 +48,7 @@ class StrictVarlenOp:
         k: torch.Tensor,
         v: torch.Tensor,
         sequences: Sequences,
-        scores: Scores,
+        scores: ScoreOptions,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         self._check(q, k, v, sequences, scores)
         self.calls.append({"q": q, "k": k, "v": v})
@@ -76,7 +76,7 @@ class StrictVarlenOp:
         o: torch.Tensor,
         lse: torch.Tensor,
         sequences: Sequences,
-        scores: Scores,
+        scores: ScoreOptions,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         self._check(q, k, v, sequences, scores)
         assert do.shape == o.shape == q.shape
@@ -111,7 +111,7 @@ class StrictVarlenOp:
         k: torch.Tensor,
         v: torch.Tensor,
         sequences: Sequences,
-        scores: Scores,
+        scores: ScoreOptions,
     ) -> None:
         assert q.shape[2] == k.shape[2] == v.shape[2]
         assert q.shape[2] % 8 == 0
@@ -151,7 +151,7 @@ def _wide(x: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
 
 
 def _logits(
-    q: torch.Tensor, k: torch.Tensor, scores: Scores, *, window_from_first_key: bool = False
+    q: torch.Tensor, k: torch.Tensor, scores: ScoreOptions, *, window_from_first_key: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """What goes into the softmax, and its derivative by the product of q and k."""
     logits = torch.einsum("qhd,khd->hqk", _wide(q, q), _wide(k, q)) * scores.scale

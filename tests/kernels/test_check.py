@@ -13,14 +13,18 @@ import torch
 from strict_varlen_op import StrictVarlenOp
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_distca.kernels import Case, Scores
+from hf_distca.kernels import KernelRequest, ScoreOptions
 from hf_distca.kernels.check import mismatch_reason
 from hf_distca.kernels.cpu import CpuKernel
 from hf_distca.kernels.plain_torch import ReferenceKernel
 from hf_distca.kernels.varlen import Sequences, VarlenKernel
 
 CPU = torch.device("cpu")
-PLAIN, WINDOW, SOFTCAP = Scores(0.1), Scores(0.1, window=7), Scores(0.1, softcap=30.0)
+PLAIN, WINDOW, SOFTCAP = (
+    ScoreOptions(0.1),
+    ScoreOptions(0.1, window=7),
+    ScoreOptions(0.1, softcap=30.0),
+)
 
 
 class Changed(StrictVarlenOp):
@@ -28,13 +32,13 @@ class Changed(StrictVarlenOp):
 
     def __init__(
         self,
-        scores: Callable[[Scores], Scores] = lambda scores: scores,
+        scores: Callable[[ScoreOptions], ScoreOptions] = lambda scores: scores,
         results: Callable[..., Any] = lambda *results: results,
     ) -> None:
         super().__init__()
         self.changed, self.results = scores, results
 
-    def attend(self, q: Any, k: Any, v: Any, sequences: Sequences, scores: Scores) -> Any:
+    def attend(self, q: Any, k: Any, v: Any, sequences: Sequences, scores: ScoreOptions) -> Any:
         return self.results(*super().attend(q, k, v, sequences, self.changed(scores)))
 
     def differentiate(
@@ -46,7 +50,7 @@ class Changed(StrictVarlenOp):
         o: Any,
         lse: Any,
         sequences: Sequences,
-        scores: Scores,
+        scores: ScoreOptions,
     ) -> Any:
         return self.results(
             *super().differentiate(do, q, k, v, o, lse, sequences, self.changed(scores))
@@ -56,7 +60,7 @@ class Changed(StrictVarlenOp):
 class Dense(StrictVarlenOp):
     """Takes rows to lie one after another, whatever the strides are."""
 
-    def attend(self, q: Any, k: Any, v: Any, sequences: Sequences, scores: Scores) -> Any:
+    def attend(self, q: Any, k: Any, v: Any, sequences: Sequences, scores: ScoreOptions) -> Any:
         q = q.as_strided(q.shape, (q[0].numel(), q.shape[2], 1), q.storage_offset())
         return super().attend(q, k, v, sequences, scores)
 
@@ -64,7 +68,7 @@ class Dense(StrictVarlenOp):
 class WrongRatio(StrictVarlenOp):
     """Wrong where so many query heads share a key head."""
 
-    def attend(self, q: Any, k: Any, v: Any, sequences: Sequences, scores: Scores) -> Any:
+    def attend(self, q: Any, k: Any, v: Any, sequences: Sequences, scores: ScoreOptions) -> Any:
         o, lse = super().attend(q, k, v, sequences, scores)
         return o * (2 if q.shape[1] == 8 * k.shape[1] else 1), lse
 
@@ -74,7 +78,7 @@ class TopLeft(StrictVarlenOp):
     masks.
     """
 
-    def attend(self, q: Any, k: Any, v: Any, sequences: Sequences, scores: Scores) -> Any:
+    def attend(self, q: Any, k: Any, v: Any, sequences: Sequences, scores: ScoreOptions) -> Any:
         o, lse = super().attend(q, k, v, sequences, scores)
         rows, keys = sequences.cu_rows.tolist(), sequences.cu_keys.tolist()
         for a, b, c in zip(rows, rows[1:], keys, strict=False):
@@ -113,11 +117,11 @@ class Tf32(TorchDispatchMode):
         return torch.ldexp((mantissa * 2**11).round() / 2**11, exponent)
 
 
-def halved(scores: Scores) -> Scores:
+def halved(scores: ScoreOptions) -> ScoreOptions:
     return replace(scores, scale=scores.scale / 2)
 
 
-def next_window(scores: Scores) -> Scores:
+def next_window(scores: ScoreOptions) -> ScoreOptions:
     return replace(scores, window=None if scores.window is None else scores.window + 1)
 
 
@@ -135,18 +139,21 @@ def not_a_number(*results: torch.Tensor) -> tuple[torch.Tensor, ...]:
 @pytest.mark.parametrize(
     ("dtype", "widths"), [(torch.bfloat16, (128, 64)), (torch.float16, (40, 40))], ids=str
 )
-@pytest.mark.parametrize("scores", [PLAIN, WINDOW, SOFTCAP, Scores(0.1, 7, 30.0)])
-def test_right_kernels_pass(dtype: torch.dtype, widths: tuple[int, int], scores: Scores) -> None:
+@pytest.mark.parametrize("scores", [PLAIN, WINDOW, SOFTCAP, ScoreOptions(0.1, 7, 30.0)])
+def test_right_kernels_pass(
+    dtype: torch.dtype, widths: tuple[int, int], scores: ScoreOptions
+) -> None:
     assert (
-        mismatch_reason(VarlenKernel(StrictVarlenOp()), Case(CPU, dtype, *widths, scores)) is None
+        mismatch_reason(VarlenKernel(StrictVarlenOp()), KernelRequest(CPU, dtype, *widths, scores))
+        is None
     )
     if scores.softcap is None:
-        assert mismatch_reason(CpuKernel(), Case(CPU, dtype, *widths, scores)) is None
+        assert mismatch_reason(CpuKernel(), KernelRequest(CPU, dtype, *widths, scores)) is None
 
 
 @pytest.mark.parametrize("scores", [PLAIN, WINDOW])
-def test_an_exact_float32_kernel_passes_where_tf32_is_on(scores: Scores) -> None:
-    case = Case(CPU, torch.float32, 64, 64, scores)
+def test_an_exact_float32_kernel_passes_where_tf32_is_on(scores: ScoreOptions) -> None:
+    case = KernelRequest(CPU, torch.float32, 64, 64, scores)
     with Tf32():
         assert mismatch_reason(CpuKernel(), case) is None
         reason = mismatch_reason(ReferenceKernel(), case)  # whose own products are those of TF32
@@ -171,8 +178,8 @@ def test_an_exact_float32_kernel_passes_where_tf32_is_on(scores: Scores) -> None
         (Changed(results=not_a_number), PLAIN, {"lse", "dv"}),
     ],
 )
-def test_wrong_kernels_are_found(op: StrictVarlenOp, scores: Scores, named: set[str]) -> None:
-    reason = mismatch_reason(VarlenKernel(op), Case(CPU, torch.bfloat16, 64, 64, scores))
+def test_wrong_kernels_are_found(op: StrictVarlenOp, scores: ScoreOptions, named: set[str]) -> None:
+    reason = mismatch_reason(VarlenKernel(op), KernelRequest(CPU, torch.bfloat16, 64, 64, scores))
     assert reason is not None
     assert reason.startswith("its results on cpu are wrong: ")
     found = {
@@ -184,7 +191,7 @@ def test_wrong_kernels_are_found(op: StrictVarlenOp, scores: Scores, named: set[
 def test_each_ratio_of_heads_is_other_code() -> None:
     kernel = VarlenKernel(WrongRatio())
     found = {
-        ratio: mismatch_reason(kernel, Case(CPU, torch.bfloat16, 64, 64, PLAIN, ratio))
+        ratio: mismatch_reason(kernel, KernelRequest(CPU, torch.bfloat16, 64, 64, PLAIN, ratio))
         for ratio in (1, 2, 5, 8)
     }
     assert [ratio for ratio, reason in found.items() if reason is not None] == [8]
@@ -195,7 +202,9 @@ def test_what_a_kernel_raises_is_the_reason() -> None:
         def backward(self, *args: Any) -> Any:
             raise TypeError("got an unexpected keyword argument")
 
-    reason = mismatch_reason(VarlenKernel(Other()), Case(CPU, torch.bfloat16, 64, 64, PLAIN))
+    reason = mismatch_reason(
+        VarlenKernel(Other()), KernelRequest(CPU, torch.bfloat16, 64, 64, PLAIN)
+    )
     assert reason == "its check on cpu raised TypeError: got an unexpected keyword argument"
 
 
@@ -205,7 +214,7 @@ def test_a_device_that_is_full_says_nothing_of_a_kernel() -> None:
             raise torch.OutOfMemoryError("CUDA out of memory")
 
     with pytest.raises(torch.OutOfMemoryError, match="out of memory"):
-        mismatch_reason(VarlenKernel(Full()), Case(CPU, torch.bfloat16, 64, 64, PLAIN))
+        mismatch_reason(VarlenKernel(Full()), KernelRequest(CPU, torch.bfloat16, 64, 64, PLAIN))
 
 
 def test_training_does_not_notice() -> None:
@@ -216,7 +225,8 @@ def test_training_does_not_notice() -> None:
     try:
         with torch.autocast("cpu", torch.bfloat16):
             assert (
-                mismatch_reason(ReferenceKernel(), Case(CPU, torch.float16, 64, 64, PLAIN)) is None
+                mismatch_reason(ReferenceKernel(), KernelRequest(CPU, torch.float16, 64, 64, PLAIN))
+                is None
             )
     finally:
         torch.set_default_dtype(torch.float32)
@@ -236,7 +246,7 @@ class LeftGaps(StrictVarlenOp):
         o: Any,
         lse: Any,
         sequences: Sequences,
-        scores: Scores,
+        scores: ScoreOptions,
     ) -> Any:
         grads = super().differentiate(do, q, k, v, o, lse, sequences, scores)
         rows, keys = sequences.cu_rows.diff(), sequences.cu_keys.diff()
@@ -248,7 +258,7 @@ class LeftGaps(StrictVarlenOp):
 
 
 def test_an_op_that_takes_no_gaps_is_found() -> None:
-    case = Case(CPU, torch.float32, 32, 32, PLAIN)
+    case = KernelRequest(CPU, torch.float32, 32, 32, PLAIN)
     assert mismatch_reason(VarlenKernel(StrictVarlenOp(takes_gaps=True)), case) is None
     assert mismatch_reason(VarlenKernel(LeftGaps()), case) is None, "tasks are gathered"
     reason = mismatch_reason(VarlenKernel(LeftGaps(takes_gaps=True)), case)

@@ -16,8 +16,8 @@ from dense_attention import (
     run_kernel,
 )
 
-from hf_distca.kernels import Kernel, Scores
-from hf_distca.kernels.base import Case
+from hf_distca.kernels import Kernel, ScoreOptions
+from hf_distca.kernels.base import KernelRequest
 from hf_distca.kernels.efficient import EFFICIENT
 from hf_distca.kernels.flash import CUDA as CUDA_KERNEL
 from hf_distca.kernels.flash import FLASH_ATTN, FLASH_ATTN_3, FLASH_ATTN_4
@@ -34,14 +34,14 @@ CUDA = torch.device("cuda", 0)
 )
 def kernel(request: pytest.FixtureRequest) -> Kernel:
     kernel: Kernel = request.param
-    reason = kernel.unsupported_reason(Case(CUDA, torch.bfloat16, 64, 64, PLAIN))
+    reason = kernel.unsupported_reason(KernelRequest(CUDA, torch.bfloat16, 64, 64, PLAIN))
     if reason is not None:
         pytest.skip(reason)
     return kernel
 
 
-def check(kernel: Kernel, case: str, shape: str, dtype: torch.dtype, scores: Scores) -> None:
-    reason = kernel.unsupported_reason(Case(CUDA, dtype, *SHAPES[shape][2:], scores))
+def check(kernel: Kernel, case: str, shape: str, dtype: torch.dtype, scores: ScoreOptions) -> None:
+    reason = kernel.unsupported_reason(KernelRequest(CUDA, dtype, *SHAPES[shape][2:], scores))
     if reason is not None:
         pytest.skip(reason)
     pools, tasks = random_pools(CASES[case], SHAPES[shape], dtype, "cuda"), CASES[case].tasks

@@ -12,8 +12,8 @@ import torch
 from dense_attention import CASES
 
 from fake_cuda import CUDA, fake_cuda, needs_cpu_build
-from hf_distca.kernels import Case, Scores, flash
-from hf_distca.kernels.base import Operands, Saved
+from hf_distca.kernels import KernelRequest, ScoreOptions, flash
+from hf_distca.kernels.base import BackwardInputs, Operands
 from hf_distca.kernels.efficient import EFFICIENT
 from hf_distca.kernels.varlen import VarlenKernel
 
@@ -81,7 +81,10 @@ def test_results_are_where_and_what_they_should_be(
 ) -> None:
     width, value_width = widths
     with fake_cuda() as pinned:
-        assert kernel.unsupported_reason(Case(CUDA, dtype, *widths, Scores(0.1))) is None
+        assert (
+            kernel.unsupported_reason(KernelRequest(CUDA, dtype, *widths, ScoreOptions(0.1)))
+            is None
+        )
         for case in map(CASES.__getitem__, cases):
             tasks = replace(case.tasks)  # index tensors of the last GPU are not for this one
             made = {"dtype": dtype, "device": CUDA}
@@ -90,14 +93,14 @@ def test_results_are_where_and_what_they_should_be(
                 torch.empty(case.keys, 2, width, **made),
                 torch.empty(case.keys, 2, value_width, **made),
             )
-            for scores in (Scores(0.1), Scores(0.1, window=7)):
+            for scores in (ScoreOptions(0.1), ScoreOptions(0.1, window=7)):
                 pinned.clear()
                 o, lse = kernel.forward(Operands(q, k, v), tasks, scores)
                 assert (o.shape, o.dtype, o.device) == ((case.rows, 4, value_width), dtype, CUDA)
                 assert (lse.shape, lse.dtype, lse.device) == ((case.rows, 4), torch.float32, CUDA)
                 made_once = list(pinned)
                 dq, dk, dv = kernel.backward(
-                    Saved(torch.empty_like(o), q, o, lse, k, v), tasks, scores
+                    BackwardInputs(torch.empty_like(o), q, o, lse, k, v), tasks, scores
                 )
                 wide = torch.float32 if tasks.shares_keys else dtype
                 for found, like, expected in ((dq, q, dtype), (dk, k, wide), (dv, v, wide)):
@@ -115,7 +118,7 @@ def test_results_are_where_and_what_they_should_be(
 @pytest.mark.usefixtures("kernel")
 def test_which_kernels_a_gpu_has(capability: tuple[int, int], newest: str) -> None:
     with fake_cuda(capability):
-        case = Case(CUDA, torch.bfloat16, 64, 64, Scores(0.1))
+        case = KernelRequest(CUDA, torch.bfloat16, 64, 64, ScoreOptions(0.1))
         names = [
             name for name, kernel in KERNELS.items() if kernel.unsupported_reason(case) is None
         ]

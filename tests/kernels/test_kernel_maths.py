@@ -25,8 +25,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_distca.errors import KernelError
-from hf_distca.kernels import Kernel, Scores, TaskBatch, plain_torch
-from hf_distca.kernels.base import Operands, Saved
+from hf_distca.kernels import Kernel, ScoreOptions, TaskBatch, plain_torch
+from hf_distca.kernels.base import BackwardInputs, Operands
 from hf_distca.kernels.cpu import CpuKernel
 from hf_distca.kernels.plain_torch import ReferenceKernel
 from turns import in_turn
@@ -44,7 +44,7 @@ Answer = tuple[Tensors, Tensors, Tensors]
 
 
 def answer(
-    case: PooledTasks, shape: tuple[int, int, int, int], dtype: torch.dtype, scores: Scores
+    case: PooledTasks, shape: tuple[int, int, int, int], dtype: torch.dtype, scores: ScoreOptions
 ) -> Answer:
     """Pools, what is right for them, and what torch makes of them in half precision."""
     pools = random_pools(case, shape, dtype)
@@ -61,7 +61,7 @@ def known_answer(case: str, shape: str, dtype: torch.dtype, scores: str) -> Answ
 
 
 def check(
-    kernel: Kernel, case: PooledTasks, dtype: torch.dtype, scores: Scores, right: Answer
+    kernel: Kernel, case: PooledTasks, dtype: torch.dtype, scores: ScoreOptions, right: Answer
 ) -> None:
     pools, expected, baseline = right
     found = run_kernel(kernel, pools, case.tasks, scores)
@@ -127,7 +127,7 @@ def test_every_shape(kernel: str, scores: str, shape: str, dtype: torch.dtype) -
 def test_random_batches(
     kernel: str, case: PooledTasks, window: int | None, softcap: float | None
 ) -> None:
-    scores = supported_part(KERNELS[kernel](), Scores(0.19, window, softcap))
+    scores = supported_part(KERNELS[kernel](), ScoreOptions(0.19, window, softcap))
     check(
         KERNELS[kernel](),
         case,
@@ -199,7 +199,7 @@ def test_tasks_outside_their_pools_are_refused(
     with pytest.raises(KernelError, match=message):
         KERNELS[kernel]().forward(Operands(q, k, k), tasks, PLAIN)
     with pytest.raises(KernelError, match=message):
-        KERNELS[kernel]().backward(Saved(q, q, q, q[..., 0], k, k), tasks, PLAIN)
+        KERNELS[kernel]().backward(BackwardInputs(q, q, q, q[..., 0], k, k), tasks, PLAIN)
 
 
 @pytest.mark.parametrize(

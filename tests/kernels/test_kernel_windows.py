@@ -18,8 +18,8 @@ from dense_attention import (
 )
 
 from hf_distca.errors import KernelError
-from hf_distca.kernels import Kernel, Scores, TaskBatch, cpu
-from hf_distca.kernels.base import Operands, Saved
+from hf_distca.kernels import Kernel, ScoreOptions, TaskBatch, cpu
+from hf_distca.kernels.base import BackwardInputs, Operands
 from hf_distca.kernels.cpu import CpuKernel
 from hf_distca.kernels.varlen import VarlenKernel
 from turns import in_turn
@@ -27,7 +27,7 @@ from turns import in_turn
 WITH_WINDOWS = [
     pytest.param(kernel, id=name)
     for name, kernel in ((name, make()) for name, make in KERNELS.items())
-    if supported_part(kernel, Scores(0.19, 17)).window
+    if supported_part(kernel, ScoreOptions(0.19, 17)).window
 ]
 LENGTH = 500
 
@@ -59,7 +59,7 @@ def with_own_keys(tasks: TaskBatch) -> tuple[TaskBatch, torch.Tensor]:
     )
 
 
-def whole(kernel: Kernel, scores: Scores) -> tuple[Tensors, Tensors]:
+def whole(kernel: Kernel, scores: ScoreOptions) -> tuple[Tensors, Tensors]:
     tasks = TaskBatch([0], [LENGTH], [0], [LENGTH])
     pools = random_pools(PooledTasks(tasks, LENGTH, LENGTH), SHAPES["GQA"], torch.float64)
     return pools, run_kernel(kernel, pools, tasks, scores)
@@ -68,7 +68,7 @@ def whole(kernel: Kernel, scores: Scores) -> tuple[Tensors, Tensors]:
 @pytest.mark.parametrize("kernel", WITH_WINDOWS)
 @pytest.mark.parametrize("window", in_turn([1, 2, 3, 17, 64, 250, LENGTH, 2 * LENGTH], 3, [17]))
 def test_slices_need_the_keys_in_their_windows_only(kernel: Kernel, window: int) -> None:
-    scores, tasks = Scores(0.19, window), slices(window)
+    scores, tasks = ScoreOptions(0.19, window), slices(window)
     pools, expected = whole(kernel, scores)
     found = run_kernel(kernel, pools, tasks, scores)
     for name, value in found.items():
@@ -89,11 +89,11 @@ def test_keys_before_the_window_are_not_read(kernel: Kernel) -> None:
     """Nor multiplied by a weight of 0, which would make NaN of what is not a number."""
     tasks, window = TaskBatch([0], [30], [0], [400]), 20
     pools = random_pools(PooledTasks(tasks, 30, 400), SHAPES["GQA"], torch.float64)
-    expected = exact(pools, tasks, Scores(0.19, window))
+    expected = exact(pools, tasks, ScoreOptions(0.19, window))
     unseen = slice(0, 400 - 30 - window + 1)
     if not isinstance(kernel, VarlenKernel):  # the op behind it masks, as a test does
         pools["k"][unseen] = pools["v"][unseen] = float("nan")
-    found = run_kernel(kernel, pools, tasks, Scores(0.19, window))
+    found = run_kernel(kernel, pools, tasks, ScoreOptions(0.19, window))
     assert not found["dk"][unseen].any()
     assert not found["dv"][unseen].any()
     for name, value in found.items():
@@ -105,7 +105,7 @@ def test_keys_before_the_window_are_not_read(kernel: Kernel) -> None:
 def test_blocks_of_any_size(block: int, window: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu, "_BLOCK_ROWS", block)
     cpu._make_block_mask.cache_clear()
-    case, scores = CASES["shared keys with gaps"], Scores(0.19, window)
+    case, scores = CASES["shared keys with gaps"], ScoreOptions(0.19, window)
     pools = random_pools(case, SHAPES["GQA"], torch.float64)
     expected = exact(pools, case.tasks, scores)
     for name, value in run_kernel(CpuKernel(), pools, case.tasks, scores).items():
@@ -117,7 +117,7 @@ def test_blocks_of_any_size(block: int, window: int, monkeypatch: pytest.MonkeyP
 def test_the_cpu_kernel_computes_little_more_than_the_band(window: int) -> None:
     length = 16384
     tasks = TaskBatch([0], [length], [0], [length])
-    blocks = list(cpu._cut_tasks(tasks, Scores(0.19, window)))
+    blocks = list(cpu._cut_tasks(tasks, ScoreOptions(0.19, window)))
     assert sum(block.rows for block in blocks) == length
     computed = sum(
         block.rows * block.keys if block.keys > window else block.rows * (block.rows + 1) / 2
@@ -128,7 +128,7 @@ def test_the_cpu_kernel_computes_little_more_than_the_band(window: int) -> None:
 
 def test_one_mask_serves_all_blocks_of_a_window() -> None:
     cpu._make_block_mask.cache_clear()
-    scores = Scores(0.19, 17)
+    scores = ScoreOptions(0.19, 17)
     for name in ("shared keys with gaps", "more rows than a kernel tile", "shared keys"):
         case = CASES[name]
         run_kernel(
@@ -141,13 +141,13 @@ def test_key_gradients_of_blocks_are_summed_in_float32(monkeypatch: pytest.Monke
     """512 blocks give a key 1/512 each; a sum of them in bfloat16 stops growing at 1/2."""
     monkeypatch.setattr(cpu, "_BLOCK_ROWS", 2)
     cpu._make_block_mask.cache_clear()
-    tasks, scores = TaskBatch([0], [2200], [0], [2200]), Scores(0.1, 1024)
+    tasks, scores = TaskBatch([0], [2200], [0], [2200]), ScoreOptions(0.1, 1024)
     zeros, ones = (
         torch.zeros(2200, 1, 8, dtype=torch.bfloat16),
         torch.ones(2200, 1, 8, dtype=torch.bfloat16),
     )
     o, lse = CpuKernel().forward(Operands(zeros, zeros, ones), tasks, scores)
-    _, _, dv = CpuKernel().backward(Saved(ones, zeros, o, lse, zeros, ones), tasks, scores)
+    _, _, dv = CpuKernel().backward(BackwardInputs(ones, zeros, o, lse, zeros, ones), tasks, scores)
     assert dv.dtype == torch.bfloat16
     assert dv[1100, 0].tolist() == [1.0] * 8
     cpu._make_block_mask.cache_clear()
@@ -159,4 +159,4 @@ def test_key_gradients_of_blocks_are_summed_in_float32(monkeypatch: pytest.Monke
 )
 def test_scores_without_meaning_are_refused(options: dict[str, int], message: str) -> None:
     with pytest.raises(KernelError, match=message):
-        Scores(0.1, **options)
+        ScoreOptions(0.1, **options)

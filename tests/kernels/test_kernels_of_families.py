@@ -15,13 +15,13 @@ from fake_cuda import CUDA
 from hf_distca import kernels
 from hf_distca.errors import ConfigError
 from hf_distca.integration import families, layer_kinds
-from hf_distca.kernels import Case, Scores, flash, select_kernel
+from hf_distca.kernels import KernelRequest, ScoreOptions, flash, select_kernel
 
 PAGE = Path(__file__).parents[2] / "docs" / "settings.md"
 FAMILIES = [name for group in families.PROVEN_GROUPS for name in families._TABLE[group]]
 
 
-def cases(name: str) -> list[Case]:
+def cases(name: str) -> list[KernelRequest]:
     """What the layers of a family ask for, in bfloat16, as its default config says."""
     config = CONFIG_MAPPING[name]()
     softcap = getattr(config.get_text_config(decoder=True), "attn_logit_softcapping", None)
@@ -30,8 +30,12 @@ def cases(name: str) -> list[Case]:
     except ConfigError:  # bamba and granitemoehybrid have no attention layers by default
         return []
     return [
-        Case(
-            CUDA, torch.bfloat16, shape.head_dim, shape.value_head_dim, Scores(1.0, softcap=softcap)
+        KernelRequest(
+            CUDA,
+            torch.bfloat16,
+            shape.head_dim,
+            shape.value_head_dim,
+            ScoreOptions(1.0, softcap=softcap),
         )
         for shape in sorted(shapes, key=repr)
     ]

@@ -21,8 +21,8 @@ from dense_attention import CASES, SCORES, SHAPES, exact, random_pools, relative
 from signatures import FLASH_ATTN_3, FLASH_ATTN_4
 from strict_varlen_op import StrictVarlenOp
 
-from hf_distca.kernels import Kernel, Scores, efficient, flash
-from hf_distca.kernels.base import Operands, Saved
+from hf_distca.kernels import Kernel, ScoreOptions, efficient, flash
+from hf_distca.kernels.base import BackwardInputs, Operands
 from hf_distca.kernels.flash import AtenFlash
 from hf_distca.kernels.varlen import Sequences
 
@@ -32,21 +32,22 @@ KERNELS = (
     efficient.EFFICIENT,
     flash.FLASH_ATTN,
     flash.FLASH_ATTN_3,
-    flash.FLASH_ATTN_3_WITH_ROOM,
     flash.FLASH_ATTN_3_HUB,
     flash.FLASH_ATTN_4,
 )
 BACKWARD = torch.ops.aten._efficient_attention_backward
 
 
-def scores_of(scale: float, left: int, right: int, causal: bool, softcap: float = 0.0) -> Scores:
+def scores_of(
+    scale: float, left: int, right: int, causal: bool, softcap: float = 0.0
+) -> ScoreOptions:
     """The flash-attention convention: keys [position - left, position + right], -1 for no limit,
     `causal` caps the right.
     """
     assert causal
     assert left >= -1
     assert right == (-1 if left == -1 else 0)
-    return Scores(scale, None if left == -1 else left + 1, softcap or None)
+    return ScoreOptions(scale, None if left == -1 else left + 1, softcap or None)
 
 
 def aten_forward(
@@ -141,7 +142,7 @@ class Efficient:
         assert (bias, dropout_p, custom_mask_type) == (None, 0, 2)
         sequences = Sequences(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
         pools = self._checked(query, key, value)
-        o, lse_HT = self.op.attend(*pools, sequences, Scores(scale, window_size))
+        o, lse_HT = self.op.attend(*pools, sequences, ScoreOptions(scale, window_size))
         longest = -(-max_seqlen_q // 32) * 32
         # The op writes some of the padding.
         lse = lse_HT.new_full((len(cu_seqlens_q) - 1, len(lse_HT), longest), float("nan"))
@@ -193,7 +194,7 @@ class Efficient:
         sequences = Sequences(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
         pools = self._checked(query, key, value)
         grads = self.op.differentiate(
-            grad_out_[0], *pools, out[0], lse, sequences, Scores(scale, window_size)
+            grad_out_[0], *pools, out[0], lse, sequences, ScoreOptions(scale, window_size)
         )
         return *(grad[None] for grad in grads), None
 
@@ -213,7 +214,7 @@ EFFICIENT_OP = Efficient()
 def package() -> dict[str, Callable[..., Any]]:
     """The two functions of flash-attn."""
 
-    def shared(options: dict[str, Any]) -> tuple[Sequences, Scores]:
+    def shared(options: dict[str, Any]) -> tuple[Sequences, ScoreOptions]:
         sizes = (
             options.pop(f"{name}seqlen{s}")
             for name in ("cu_", "max_")
@@ -273,9 +274,6 @@ def sizes(options: dict[str, Any], least: int = 0) -> Sequences:
 class Interface3:
     """FlashAttention 3, which is to leave so many multiprocessors free."""
 
-    def __init__(self, margin: int = 0) -> None:
-        self.margin = margin
-
     def _flash_attn_forward(self, **options: Any) -> tuple[Any, ...]:
         assert options.keys() <= set(FLASH_ATTN_3["_flash_attn_forward"])
         assert options.pop("num_splits") == 1
@@ -301,9 +299,8 @@ class Interface3:
     def _pools(options: dict[str, Any]) -> tuple[Any, ...]:
         return tuple(options.pop(name) for name in "qkv")
 
-    def _scores(self, options: dict[str, Any], causal: str) -> Scores:
+    def _scores(self, options: dict[str, Any], causal: str) -> ScoreOptions:
         left, right = options.pop("window_size_left"), options.pop("window_size_right")
-        assert options.pop("sm_margin", 0) == self.margin
         scores = scores_of(
             options.pop("softmax_scale"), left, right, options.pop(causal), options.pop("softcap")
         )
@@ -358,7 +355,6 @@ class Interface4(Interface3):
         "efficient",
         "flash_attn",
         "flash_attn_3",
-        "flash_attn_3 during messages",
         "kernels-community/flash-attn3",
         "flash_attn_4",
     ]
@@ -366,7 +362,7 @@ class Interface4(Interface3):
 def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Kernel:
     modules = {
         "flash_attn.flash_attn_interface": SimpleNamespace(**package()),
-        "flash_attn_interface": Interface3(16 if "during" in request.param else 0),
+        "flash_attn_interface": Interface3(),
         "kernels-community/flash-attn3": Interface3(),
         "flash_attn.cute.interface": Interface4(),
     }
@@ -390,7 +386,7 @@ def test_results_of_every_shape(kernel: Kernel, shape: str) -> None:
     check_results(kernel, shape, SCORES["plain"])
 
 
-def check_results(kernel: Kernel, shape: str, scores: Scores) -> None:
+def check_results(kernel: Kernel, shape: str, scores: ScoreOptions) -> None:
     case = CASES["shared keys with gaps"]
     pools = random_pools(case, SHAPES[shape], torch.float64)
     expected = exact(pools, case.tasks, scores)
@@ -456,11 +452,11 @@ def test_the_installed_torch_takes_these_arguments(window: int | None) -> None:
         for size in ((10, 4, 64), (20, 2, 64))
     )
     cu = torch.empty(2, dtype=torch.int32, device="meta")
-    sequences, scores = Sequences(cu, cu, 10, 20), Scores(0.1, window)
+    sequences, scores = Sequences(cu, cu, 10, 20), ScoreOptions(0.1, window)
     o, lse = AtenFlash().forward(Operands(q, k, k), sequences, scores)
     assert o.shape == q.shape
     assert lse.shape == (10, 4)
-    dq, dk, dv = AtenFlash().backward(Saved(q, q, o, lse, k, k), sequences, scores)
+    dq, dk, dv = AtenFlash().backward(BackwardInputs(q, q, o, lse, k, k), sequences, scores)
     assert dq.shape == q.shape
     assert dk.shape == dv.shape == k.shape
 

@@ -19,7 +19,7 @@ from dense_attention import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_distca.kernels import Scores, TaskBatch
+from hf_distca.kernels import ScoreOptions, TaskBatch
 from hf_distca.kernels.base import Operands
 from hf_distca.kernels.cpu import CpuKernel
 
@@ -66,7 +66,7 @@ def some_documents(draw: st.DrawFn) -> PooledTasks:
 @settings(max_examples=75, deadline=None)
 def test_any_documents(case: PooledTasks, window: int | None, loud: float) -> None:
     """With loud scores, exponentials of keys that a row does not see would overflow."""
-    scores = Scores(0.19, window)
+    scores = ScoreOptions(0.19, window)
     pools = random_pools(case, SHAPES["narrow values"], torch.float64)
     pools["q"] *= loud
     found, expected = (

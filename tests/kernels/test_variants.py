@@ -18,25 +18,26 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import hf_distca.kernels as kernels
 from hf_distca.config import DistCAConfig
-from hf_distca.kernels import Case, Scores, TaskBatch, flash, variants
-from hf_distca.kernels.base import Operands, Saved
+from hf_distca.kernels import KernelRequest, ScoreOptions, TaskBatch, flash
+from hf_distca.kernels import check as variants
+from hf_distca.kernels.base import BackwardInputs, Operands
 from hf_distca.runtime.route import Route
 from hf_distca.schedule.balance import balance
 from hf_distca.schedule.cost import AttentionShape, CostModel
 from hf_distca.schedule.layout import Layout
 
 CPU = torch.device("cpu")
-LLAMA = Case(CPU, torch.bfloat16, 128, 128, Scores(0.1), 4)
+LLAMA = KernelRequest(CPU, torch.bfloat16, 128, 128, ScoreOptions(0.1), 4)
 CASES = {
     "plain": LLAMA,
-    "window": LLAMA._replace(scores=Scores(0.1, window=700)),
+    "window": LLAMA._replace(scores=ScoreOptions(0.1, window=700)),
     "window of less than a block, softcap": LLAMA._replace(
-        scores=Scores(0.1, window=5, softcap=30.0)
+        scores=ScoreOptions(0.1, window=5, softcap=30.0)
     ),
     "narrow heads": LLAMA._replace(head_dim=64, value_head_dim=64, gqa_ratio=1),
     "widths that differ": LLAMA._replace(head_dim=72),
     "wide heads with a window": LLAMA._replace(
-        head_dim=256, value_head_dim=256, scores=Scores(0.1, window=700)
+        head_dim=256, value_head_dim=256, scores=ScoreOptions(0.1, window=700)
     ),
 }
 BLOCK = 128
@@ -107,7 +108,7 @@ def package(take: Callable[[Any], None]) -> Iterator[Any]:
         yield module
 
 
-def attend(case: Case, tasks: TaskBatch, rows: int, keys: int, key_heads: int = 2) -> None:
+def attend(case: KernelRequest, tasks: TaskBatch, rows: int, keys: int, key_heads: int = 2) -> None:
     """One layer of tasks, forward and backward."""
     heads = case.gqa_ratio * key_heads
     q, do = (
@@ -118,10 +119,10 @@ def attend(case: Case, tasks: TaskBatch, rows: int, keys: int, key_heads: int = 
         for n in (case.head_dim, case.value_head_dim)
     )
     outputs = flash.FLASH_ATTN_4.forward(Operands(q, k, v), tasks, case.scores)
-    flash.FLASH_ATTN_4.backward(Saved(do, q, *outputs, k, v), tasks, case.scores)
+    flash.FLASH_ATTN_4.backward(BackwardInputs(do, q, *outputs, k, v), tasks, case.scores)
 
 
-def run(case: Case, lengths: list[list[int]]) -> None:
+def run(case: KernelRequest, lengths: list[list[int]]) -> None:
     """What the ranks of a plan call in a layer: their own tasks, and those that arrive, by heads as
     well.
     """
@@ -164,7 +165,7 @@ MANY = st.tuples(st.integers(250, 300), st.integers(1, 3))
 
 @pytest.mark.usefixtures("package")
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_plans_of_random_layouts_compile_nothing_more(case: Case) -> None:
+def test_plans_of_random_layouts_compile_nothing_more(case: KernelRequest) -> None:
     assert variants.compile_failure_reason(flash.FLASH_ATTN_4, case) is None
 
     @settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
@@ -212,7 +213,7 @@ def test_ahead_is_said_and_counted_and_warnings_are_not(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, take: Callable[[Any], None]
 ) -> None:
     take(Interface(warning="a compiler's own"))
-    monkeypatch.setattr(kernels, "_said", set())
+    monkeypatch.setattr(kernels, "_logged", set())
     with caplog.at_level(logging.INFO, logger="hf_distca"):
         for _ in range(2):
             assert variants.compile_failure_reason(flash.FLASH_ATTN_4, CASES["window"]) is None

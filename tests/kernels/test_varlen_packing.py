@@ -20,8 +20,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from strict_varlen_op import StrictVarlenOp
 
-from hf_distca.kernels import Scores, TaskBatch, varlen
-from hf_distca.kernels.base import Operands, Saved
+from hf_distca.kernels import ScoreOptions, TaskBatch, varlen
+from hf_distca.kernels.base import BackwardInputs, Operands
 from hf_distca.kernels.efficient import EFFICIENT
 from hf_distca.kernels.varlen import VarlenKernel
 
@@ -84,8 +84,8 @@ def test_tasks_with_gaps_are_gathered() -> None:
     assert torch.equal(found[0]["k"], torch.cat([pools["k"][:9], pools["k"][20:29]]))
 
 
-@pytest.mark.parametrize("scores", [PLAIN, Scores(0.1, window=7)], ids=["plain", "window"])
-def test_gaps_are_sequences_where_the_op_takes_them(scores: Scores) -> None:
+@pytest.mark.parametrize("scores", [PLAIN, ScoreOptions(0.1, window=7)], ids=["plain", "window"])
+def test_gaps_are_sequences_where_the_op_takes_them(scores: ScoreOptions) -> None:
     """The call is over the whole pools, though neither rows nor keys lie one after another, and
     rows of no task get 0.
     """
@@ -159,7 +159,7 @@ def test_key_gradients_are_summed_in_float32() -> None:
     ones = torch.ones(400, 1, 8, dtype=torch.bfloat16)
     kernel = VarlenKernel(StrictVarlenOp())
     o, lse = kernel.forward(Operands(ones, ones, ones), tasks, PLAIN)
-    _, _, dv = kernel.backward(Saved(ones, ones, o, lse, ones, ones), tasks, PLAIN)
+    _, _, dv = kernel.backward(BackwardInputs(ones, ones, o, lse, ones, ones), tasks, PLAIN)
     assert dv.dtype == torch.float32
     assert dv[0, 0].tolist() == [400.0] * 8
 
@@ -203,7 +203,7 @@ def test_a_window_that_hides_nothing_is_none(window: int | None, seen: int | Non
         VarlenKernel(op),
         random_pools(PooledTasks(tasks, 50, 170), SHAPES["MQA"], torch.float32),
         tasks,
-        Scores(0.1, window),
+        ScoreOptions(0.1, window),
     )
     assert op.windows == [seen, seen]
 

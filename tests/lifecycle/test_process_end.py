@@ -14,12 +14,12 @@ from unittest.mock import patch
 
 import numpy as np
 import pytest
-import torch
 import torch.distributed as dist
 
 import forks
 from hf_distca.runtime import listener
-from hf_distca.runtime.group import AttentionGroup, Rendezvous
+from hf_distca.runtime.group import AttentionGroup
+from hf_distca.runtime.monitor import AwaitedThread
 from ranks import join_world
 
 
@@ -52,7 +52,7 @@ def ends_with_a_late_thread(rank: int, folder: Path) -> None:
         (folder / f"{rank} let go").touch()
 
     threading.Thread(target=let_go, daemon=True).start()
-    AttentionGroup.find_or_create().gather(np.arange(5), doing="a test")
+    AttentionGroup.find_or_create().gather(np.arange(5), activity="a test")
     last.set()
 
 
@@ -83,14 +83,14 @@ def ends_while_a_store_is_asked(rank: int, folder: Path) -> None:
     group.monitor.give_up("a test", RuntimeError("nobody came"))
 
 
-def ends_while_rows_are_compared(rank: int, folder: Path) -> None:
-    """Nobody asks for the outcome of a meeting, as at the end of training."""
+def ends_while_a_thread_runs(rank: int, folder: Path) -> None:
+    """Nobody waits for what a thread does, as at the end of training."""
 
-    def agree(_: object) -> None:
+    def come_back() -> None:
         time.sleep(0.3)
         (folder / f"{rank} came back").touch()
 
-    Rendezvous(torch.zeros(1, 1, dtype=torch.int64), None, agree, None, "meeting at the end")
+    AwaitedThread(come_back, "test at the end")
 
 
 def ends_where_no_thread_starts(rank: int, folder: Path) -> None:
@@ -109,11 +109,11 @@ def ends_where_no_thread_starts(rank: int, folder: Path) -> None:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
     AttentionGroup.find_or_create()
     atexit.register(refuse)
-    ends_while_rows_are_compared(rank, folder)
+    ends_while_a_thread_runs(rank, folder)
 
 
 @pytest.mark.parametrize(
-    "ends", [ends_while_a_store_is_asked, ends_while_rows_are_compared, ends_where_no_thread_starts]
+    "ends", [ends_while_a_store_is_asked, ends_while_a_thread_runs, ends_where_no_thread_starts]
 )
 def test_threads_of_ours_come_back_before_the_end(
     ends: Callable[[int, Path], None], tmp_path: Path

@@ -8,7 +8,7 @@ the other rank have the sizes that are awaited.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from threading import get_ident
@@ -110,27 +110,9 @@ class NoWaits(NoHostSyncs):
 class Group(AttentionGroup):
     """Two ranks of which the other one announces the same as this one."""
 
-    def gather_async(
-        self, row: IntArray, *, doing: str, on_arrival: Callable[[Sequence[IntArray]], object]
-    ) -> Any:
-        """As `AttentionGroup.gather_async`; it is over at once."""
-        rows = [row] * self.size
-        on_arrival(rows)
-        return Met(rows)
-
-
-@dataclass
-class Met:
-    """A rendezvous that is over."""
-
-    rows: list[IntArray]
-    is_done = True
-
-    def wait(self) -> None:
-        """Nothing to wait for."""
-
-    def raise_failure(self) -> None:
-        """Nothing has failed."""
+    def gather(self, row: IntArray, *, activity: str) -> list[IntArray]:
+        """As `AttentionGroup.gather`."""
+        return [row] * self.size
 
 
 @dataclass

@@ -328,12 +328,12 @@ def counted() -> Iterator[list[str]]:
         function = getattr(AttentionGroup, name)
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            calls.append(kwargs.get("doing", name))
+            calls.append(kwargs.get("activity", name))
             return function(*args, **kwargs)
 
         return patch.object(AttentionGroup, name, call)
 
-    with counting("gather"), counting("is_equal_on_all"):
+    with counting("gather"), counting("gather_same_length"):
         yield calls
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from test_core_attention import dense
 
-from hf_distca.kernels import Case, Scores, select_kernel
+from hf_distca.kernels import KernelRequest, ScoreOptions, select_kernel
 from hf_distca.runtime.call import AttentionServer, Inputs, LayerExchange
 from hf_distca.runtime.core_attention import compute_core_attention
 from hf_distca.runtime.group import AttentionGroup
@@ -27,15 +27,15 @@ LSE_BOUND = 2e-6
 @pytest.mark.parametrize(
     ("name", "scores"),
     [
-        ("cpu", Scores(DIM**-0.5)),
-        ("cpu", Scores(DIM**-0.5, window=9)),
-        ("reference", Scores(DIM**-0.5)),
-        ("reference", Scores(DIM**-0.5, window=9, softcap=3.0)),
+        ("cpu", ScoreOptions(DIM**-0.5)),
+        ("cpu", ScoreOptions(DIM**-0.5, window=9)),
+        ("reference", ScoreOptions(DIM**-0.5)),
+        ("reference", ScoreOptions(DIM**-0.5, window=9, softcap=3.0)),
     ],
     ids=["cpu", "cpu, window", "reference", "reference, window and softcap"],
 )
 def test_kernels_under_autocast_are_as_exact_as_without(
-    name: str, scores: Scores, dtype: torch.dtype
+    name: str, scores: ScoreOptions, dtype: torch.dtype
 ) -> None:
     generator = torch.Generator().manual_seed(0)
     # The scale of scores of trained models: their log-sum-exps are far from 0.
@@ -44,7 +44,7 @@ def test_kernels_under_autocast_are_as_exact_as_without(
     expected_o = dense(*exact, None, scores)
     expected = torch.autograd.grad(expected_o, exact, do.double())
     leaves = [tensor.clone().requires_grad_() for tensor in (q, k, v)]
-    kernel = select_kernel(name, Case(CPU, dtype, DIM, DIM, scores))
+    kernel = select_kernel(name, KernelRequest(CPU, dtype, DIM, DIM, scores))
     call = LayerExchange(
         Route.build(Plan.make_local(Layout.from_lengths([[TOKENS]]), scores.window), 0),
         AttentionGroup(),

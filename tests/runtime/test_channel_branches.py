@@ -41,8 +41,8 @@ class Works:
     def start(
         self, received: Any, sent: Any, arriving: Any = None, leaving: Any = None, **options: Any
     ) -> Any:
-        if arriving is None:  # ranks gather what they plan by
-            return ALL_TO_ALL(received, sent, **options)
+        if received.dtype == torch.int64:  # ranks gather what they plan by
+            return ALL_TO_ALL(received, sent, arriving, leaving, **options)
         assert options.pop("async_op") is True
         assert (received.dtype, sent.dtype) == (torch.uint8, torch.uint8)
         assert (sum(arriving), sum(leaving)) == (len(received), len(sent))
@@ -161,11 +161,11 @@ def staged_exchange(rank: int) -> list[list[int]]:
         received = torch.full((64,), 99, dtype=torch.uint8)
         transfer = group.data.start(received, sent, {1 - rank: 64}, {1 - rank: 64})
         sent.fill_(77)  # a GPU's next kernel
-        group.gather(torch.zeros(1, dtype=torch.int64).numpy(), doing="testing")
+        group.gather(torch.zeros(1, dtype=torch.int64).numpy(), activity="testing")
         before = received.unique().tolist()
-        assert group.data.under_way
+        assert transfer.works
         transfer.wait()
-        assert not group.data.under_way
+        assert not transfer.works
         return [before, received.unique().tolist()]
 
 

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
 
-from hf_distca.kernels import Case, Scores, select_kernel
+from hf_distca.kernels import KernelRequest, ScoreOptions, select_kernel
 from hf_distca.runtime.call import AttentionServer, Inputs, LayerExchange
 from hf_distca.runtime.channel import Channel
 from hf_distca.runtime.core_attention import compute_core_attention
@@ -32,7 +32,11 @@ TILE = 8
 
 
 def dense(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sink: torch.Tensor | None, scores: Scores
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    sink: torch.Tensor | None,
+    scores: ScoreOptions,
 ) -> torch.Tensor:
     """One whole document, (T, heads, dim), by definition."""
     rep = q.shape[1] // k.shape[1]
@@ -69,7 +73,7 @@ def run_plan(
     context: list[int],
     tasks: Tasks,
     dtype: torch.dtype,
-    scores: Scores,
+    scores: ScoreOptions,
     with_sink: bool = False,
     relays: Relays | None = None,
     split: list[int] | None = None,
@@ -109,7 +113,7 @@ def run_plan(
     leaves = [t.clone().requires_grad_() for t in (q, k, v)]
     sink = torch.linspace(-1, 2, HEADS, dtype=dtype).requires_grad_() if with_sink else None
     meter = Meter()
-    kernel = select_kernel("auto", Case(q.device, dtype, DIM, VALUE_DIM, scores))
+    kernel = select_kernel("auto", KernelRequest(q.device, dtype, DIM, VALUE_DIM, scores))
     route = Route.build(plan, rank)
     out = compute_core_attention(
         Inputs(*leaves, sink_H=sink),
@@ -224,7 +228,7 @@ def test_plans_are_exact_without_tags(rank_pool: Callable[[int], RankPool]) -> N
     pool = rank_pool(2)
     for seed in range(20):
         ranks, context, tasks = random_case(random.Random(seed), 2)
-        scores = Scores(DIM**-0.5, (None, 9)[seed % 2])
+        scores = ScoreOptions(DIM**-0.5, (None, 9)[seed % 2])
         results = pool(run_untagged, ranks, context, tasks, torch.float64, scores, True)
         assert max(error for error, *_ in results) < 1e-9, (ranks, context, tasks)
         assert max(float(d_sink.abs().max()) for _, d_sink, _ in results) < 1e-9, (
@@ -248,8 +252,10 @@ def recomputed(
         torch.nn.Identity(),
     )
     server = AttentionServer(
-        select_kernel("auto", Case(torch.device("cpu"), torch.float64, DIM, DIM, Scores(1.0))),
-        Scores(1.0),
+        select_kernel(
+            "auto", KernelRequest(torch.device("cpu"), torch.float64, DIM, DIM, ScoreOptions(1.0))
+        ),
+        ScoreOptions(1.0),
         meter,
     )
     q, k, v, do = document_tensors(rank, (40, 24)[rank], torch.float64)
@@ -269,7 +275,7 @@ def recomputed(
 
     checkpoint(forward, *leaves, use_reentrant=reentrant).backward(do)
     whole = [t.clone().requires_grad_() for t in (q, k, v)]
-    dense(*whole, None, Scores(1.0)).backward(do)
+    dense(*whole, None, ScoreOptions(1.0)).backward(do)
     errors = [
         float((leaf.grad - exact.grad).abs().max())
         for leaf, exact in zip(leaves, whole, strict=True)
@@ -323,7 +329,7 @@ def test_random_layouts_and_plans_are_exact(
             context,
             tasks,
             torch.float64,
-            Scores(DIM**-0.5, window, softcap),
+            ScoreOptions(DIM**-0.5, window, softcap),
             with_sink,
         )
         assert max(error for error, *_ in results) < 1e-9, (ranks, context, tasks)
@@ -348,7 +354,7 @@ def test_documents_split_by_heads_are_exact(
     def check(random_: random.Random, with_sink: bool) -> None:
         ranks, _, _ = random_case(random_, world)
         split, tasks = split_case(random_, world, whole_tasks(ranks))
-        scores = Scores(DIM**-0.5)
+        scores = ScoreOptions(DIM**-0.5)
         results = pool(
             run_plan, ranks, [0] * world, tasks, torch.float64, scores, with_sink, None, split
         )

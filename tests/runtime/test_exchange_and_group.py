@@ -139,13 +139,13 @@ def test_a_group_of_one_needs_no_torch_distributed() -> None:
     assert torch.equal(section, tensor[[2, 0]])
     group = AttentionGroup.create()
     assert (group.size, group.rank, group.data) == (1, 0, None)
-    assert group.gather(np.array([4, 5]), doing="testing")[0].tolist() == [4, 5]
+    assert group.gather(np.array([4, 5]), activity="testing")[0].tolist() == [4, 5]
 
 
 def gather_rows(rank: int) -> None:
     group = AttentionGroup.create(timeout_seconds=30)
     for lengths in ([0, 0], [3, 0], [512, 1], [513, 2000]):
-        rows = group.gather(np.arange(lengths[rank]) + rank, doing="testing")
+        rows = group.gather(np.arange(lengths[rank]) + rank, activity="testing")
         assert [row.tolist() for row in rows] == [
             list(range(r, r + n)) for r, n in enumerate(lengths)
         ]
@@ -161,7 +161,7 @@ def subgroup(rank: int) -> tuple[tuple[int, ...], int, list[list[int]]]:
     return (
         group.ranks,
         group.rank,
-        [row.tolist() for row in group.gather(np.array([rank]), doing="testing")],
+        [row.tolist() for row in group.gather(np.array([rank]), activity="testing")],
     )
 
 
@@ -176,7 +176,7 @@ def gather_or_fail(group: AttentionGroup) -> None:
     with group.report_errors("testing"):
         if group.rank == 0:
             raise ValueError("unlucky")
-        group.gather(np.array([1]), doing="testing")
+        group.gather(np.array([1]), activity="testing")
 
 
 def reused(rank: int) -> list[bool]:
@@ -188,7 +188,7 @@ def reused(rank: int) -> list[bool]:
     with pytest.raises(DistCADesyncError if rank else ValueError):
         gather_or_fail(group)
     after = AttentionGroup.find_or_create(timeout_seconds=30)
-    rows = after.gather(np.array([rank]), doing="testing again")
+    rows = after.gather(np.array([rank]), activity="testing again")
     return [*same, after is group, [row.tolist() for row in rows] == [[0], [1]]]
 
 
@@ -207,7 +207,7 @@ def exchanges_or_raises(
     assert group.data is not None
     sizes, start = dict(enumerate(table[rank])), starts[rank]
     sent, received = torch.zeros(2, sum(table[rank]), dtype=torch.uint8)
-    group.gather(np.array([0]), doing="testing")
+    group.gather(np.array([0]), activity="testing")
     began = time.monotonic()
     try:
         with group.report_errors("testing"):
@@ -257,7 +257,7 @@ def one_stays_away(rank: int) -> str:
     if rank == 1:
         return ""
     with pytest.raises(DistCADesyncError) as caught:
-        group.gather(np.array([1]), doing="planning micro-batch 7")
+        group.gather(np.array([1]), activity="planning micro-batch 7")
     return str(caught.value)
 
 

@@ -21,10 +21,9 @@ from device_events import Device
 from fake_cuda import CUDA, fake_cuda, needs_cpu_build
 from gpu_streams import COMPUTE, Link, Streams
 from hf_distca.errors import UnsupportedError
-from hf_distca.kernels import Scores, TaskBatch
-from hf_distca.kernels.base import Grads, Operands, Outputs, Saved
+from hf_distca.kernels import ScoreOptions, TaskBatch
+from hf_distca.kernels.base import BackwardInputs, Grads, Operands, Outputs
 from hf_distca.kernels.flash import CUDA as CUDA_KERNEL
-from hf_distca.kernels.flash import FLASH_ATTN_3, FLASH_ATTN_3_WITH_ROOM
 from hf_distca.runtime import core_attention as module
 from hf_distca.runtime.call import AttentionServer, Inputs, LayerExchange
 from hf_distca.runtime.core_attention import compute_core_attention
@@ -65,11 +64,11 @@ class Named:
     route: Route
     nano: str
 
-    def forward(self, pools: Operands, tasks: TaskBatch, scores: Scores) -> Outputs:
+    def forward(self, pools: Operands, tasks: TaskBatch, scores: ScoreOptions) -> Outputs:
         self._say(tasks)
         return CUDA_KERNEL.forward(pools, tasks, scores)
 
-    def backward(self, pools: Saved, tasks: TaskBatch, scores: Scores) -> Grads:
+    def backward(self, pools: BackwardInputs, tasks: TaskBatch, scores: ScoreOptions) -> Grads:
         self._say(tasks)
         return CUDA_KERNEL.backward(pools, tasks, scores)
 
@@ -135,7 +134,7 @@ def half(streams: Streams, link: Link, plan: Plan, rank: int, nano: str = "") ->
     """A layer on new tensors: gives its call and its output."""
     route = Route.build(plan, rank)
     group = AttentionGroup((0, 1, 2), rank, data=link)  # type: ignore[arg-type]
-    server = AttentionServer(Named(streams, route, nano), Scores(DIM**-0.5), Meter())  # type: ignore[arg-type]
+    server = AttentionServer(Named(streams, route, nano), ScoreOptions(DIM**-0.5), Meter())  # type: ignore[arg-type]
     tokens = int(plan.layout.query_tokens[rank])
     shapes = ((tokens, heads, DIM) for heads in (HEADS, KEY_HEADS, KEY_HEADS))
 
@@ -302,27 +301,3 @@ def test_what_may_race_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
         "memory that was freed what link may be using" in race for race in raced(not_kept, RELAYED)
     )
     assert any("may be using" in race for race in raced(without_order, RELAYED))
-
-
-def test_flash_attention_3_leaves_room_for_messages_under_way() -> None:
-    """Flash attention 3 leaves room while messages are under way."""
-    found: list[object] = []
-
-    class Server(AttentionServer):
-        def run(self, pools: Any, tasks: TaskBatch, *, leaves_room: bool = False) -> Any:
-            found.append(leaves_room)
-            return super().run(pools, tasks, leaves_room=leaves_room)
-
-    assert FLASH_ATTN_3_WITH_ROOM is not FLASH_ATTN_3
-    with pytest.MonkeyPatch.context() as patch, gpu(patch) as (streams, tapes):
-        for plan, expected in ((PLAN, [True, False]), (Plan.make_local(LAYOUT), [False])):
-            route = Route.build(plan, 0)
-            group = AttentionGroup((0, 1, 2), 0, data=Link(streams))  # type: ignore[arg-type]
-            call = LayerExchange(route, group, Server(CUDA_KERNEL, Scores(DIM**-0.5), Meter()))
-            shapes = ((600, heads, DIM) for heads in (HEADS, KEY_HEADS, KEY_HEADS))
-            out = compute_core_attention(
-                Inputs(*(torch.empty(s, dtype=torch.bfloat16, device=CUDA) for s in shapes)), call
-            )
-            backward(tapes, (call, out))
-            assert found == expected * 2
-            found.clear()

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
-from threading import Event, Thread
+from threading import Event
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -46,11 +46,11 @@ def gathered(rank: int, lengths: list[int]) -> int:
     row = np.arange(lengths[rank]) - 2**40
     row.flags.writeable = False
     expected = [(np.arange(length) - 2**40).tolist() for length in lengths]
-    assert [row.tolist() for row in group.gather(row, doing="testing")] == expected
+    assert [row.tolist() for row in group.gather(row, activity="testing")] == expected
     dist.barrier()
     before = bytes_received()
     for _ in range(10):
-        group.gather(row, doing="testing")
+        group.gather(row, activity="testing")
     dist.barrier()
     return (bytes_received() - before) // 10
 
@@ -85,15 +85,16 @@ def compared(rank: int) -> list[bool]:
     )
     sizes = []
 
-    def all_reduce(
-        tensor: torch.Tensor, original: Callable[..., Any] = dist.all_reduce, **options: Any
+    def all_to_all(
+        *args: Any, original: Callable[..., Any] = dist.all_to_all_single, **options: Any
     ) -> None:
-        sizes.append(tensor.numel())
-        original(tensor, **options)
+        sizes.append(args[1].numel() // group.size)
+        original(*args, **options)
 
-    with patch.object(dist, "all_reduce", all_reduce):
+    with patch.object(dist, "all_to_all_single", all_to_all):
         same = [
-            group.is_equal_on_all(np.array(numbers), doing="testing")
+            len(set(map(tuple, group.gather_same_length(np.array(numbers), activity="testing"))))
+            == 1
             for numbers in (
                 [7],
                 [rank],
@@ -103,7 +104,7 @@ def compared(rank: int) -> list[bool]:
                 [-rank // 3, 0],
             )
         ]
-    assert sizes == [2, 2, 6, 6, 2, 4]  # one collective each, however many ranks there are
+    assert sizes == [1, 1, 3, 3, 1, 2]  # one collective each, without padding
     return same
 
 
@@ -114,8 +115,9 @@ def test_numbers_are_compared_in_one_collective(
     assert rank_pool(world)(compared) == [[True, False, True, False, False, False]] * world
 
 
-def test_a_rank_alone_agrees_with_itself() -> None:
-    assert AttentionGroup().is_equal_on_all(np.array([1, 2]), doing="testing")
+def test_a_rank_alone_gathers_its_own_row() -> None:
+    (row,) = AttentionGroup().gather_same_length(np.array([1, 2]), activity="testing")
+    assert row.tolist() == [1, 2]
 
 
 def one_compares(rank: int) -> str:
@@ -123,7 +125,7 @@ def one_compares(rank: int) -> str:
     if rank == 1:
         return ""
     with pytest.raises(DistCADesyncError) as caught:
-        group.is_equal_on_all(np.array([1]), doing="comparing plans of micro-batch 7")
+        group.gather_same_length(np.array([1]), activity="comparing plans of micro-batch 7")
     return str(caught.value)
 
 
@@ -247,13 +249,13 @@ def test_a_store_that_no_longer_answers_keeps_nobody_waiting() -> None:
 def receives_of_breaking(rank: int) -> int:
     group = AttentionGroup.create(timeout_seconds=10)
     assert group.monitor is not None
-    group.gather(np.array([1]), doing="testing")
+    group.gather(np.array([1]), activity="testing")
     with patch.object(dist, "irecv", wraps=dist.irecv) as irecv:
         if rank == 0:
             group.monitor.give_up("testing", RuntimeError("unlucky"))
         else:
             with pytest.raises(DistCADesyncError, match="rank 0 waited in vain while testing"):
-                group.gather(np.array([1]), doing="testing")
+                group.gather(np.array([1]), activity="testing")
     return irecv.call_count
 
 
@@ -309,11 +311,11 @@ def stages(rank: int, members: str) -> list[int]:
     with bound_world():
         if rank < 2:
             group = AttentionGroup.create(given, timeout_seconds=10)
-            rows = group.gather(np.array([rank]), doing="testing")
+            rows = group.gather(np.array([rank]), activity="testing")
         token(0, 2), token(1, 3)
         if rank >= 2:
             group = AttentionGroup.create(given, timeout_seconds=10)
-            rows = group.gather(np.array([rank]), doing="testing")
+            rows = group.gather(np.array([rank]), activity="testing")
         assert dist.GroupMember.WORLD.bound_device_id == torch.device("cuda", 0)
         sent, received = (
             torch.full((2,), rank, dtype=torch.uint8),
@@ -339,7 +341,7 @@ def beside_other_groups(rank: int) -> list[list[int]]:
     for ranks in ([0], [0], [1, 2], [0]):
         dist.new_group(ranks)
     group = AttentionGroup.create(timeout_seconds=10)
-    return [row.tolist() for row in group.gather(np.array([rank]), doing="testing")]
+    return [row.tolist() for row in group.gather(np.array([rank]), activity="testing")]
 
 
 def test_members_may_be_in_different_numbers_of_groups(
@@ -353,7 +355,7 @@ def unsorted(rank: int) -> tuple[tuple[int, ...], int, list[list[int]]]:
     return (
         group.ranks,
         group.rank,
-        [row.tolist() for row in group.gather(np.array([10 * rank]), doing="testing")],
+        [row.tolist() for row in group.gather(np.array([10 * rank]), activity="testing")],
     )
 
 
@@ -369,7 +371,7 @@ def fails_late(rank: int) -> list[bool]:
         with pytest.raises(ValueError, match="unlucky"), first.report_errors("testing"):
             raise ValueError("unlucky")
     made = AttentionGroup.find_or_create(timeout_seconds=20)
-    rows = made.gather(np.array([rank]), doing="testing again")
+    rows = made.gather(np.array([rank]), activity="testing again")
     return [again is first, made is first, len(rows) == dist.get_world_size()]
 
 
@@ -437,33 +439,3 @@ def patient(rank: int) -> list[float]:
 def test_ranks_wait_as_long_as_their_world_does(rank_pool: Callable[[int], RankPool]) -> None:
     world = dist.default_pg_timeout.total_seconds()
     assert rank_pool(2)(patient) == [[world, world, 7]] * 2
-
-
-def served_meanwhile(rank: int, port: int) -> float:
-    """Seconds that the store takes for a request while another thread waits for what a rank says
-    that says nothing.
-    """
-    store = dist.TCPStore("127.0.0.1", port, 2, rank == 0, wait_for_workers=True)
-    link: Any = SimpleNamespace(
-        name=lambda: "no gloo", get_group_store=lambda: store, abort=lambda: None
-    )
-    seconds = 0.0
-    if rank == 1:
-        thread = Thread(
-            target=FailureMonitor((0, 1), 1, 3.0, (link,)).gather_text, args=("here",), daemon=True
-        )
-        thread.start()
-        time.sleep(0.3)
-        started = time.monotonic()
-        store.add("other", 1)
-        seconds = time.monotonic() - started
-        assert thread.is_alive()
-    dist.barrier()
-    return seconds
-
-
-def test_what_ranks_say_keeps_nobody_from_the_store(rank_pool: Callable[[int], RankPool]) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    assert max(rank_pool(2)(served_meanwhile, port)) < 1.0

@@ -21,7 +21,7 @@ import torch
 from test_core_attention import DIM, HEADS, KEY_HEADS, dense, document_tensors
 
 from hf_distca.config import DistCAConfig
-from hf_distca.kernels import Case, Scores, select_kernel
+from hf_distca.kernels import KernelRequest, ScoreOptions, select_kernel
 from hf_distca.runtime.call import AttentionServer, Inputs, LayerExchange
 from hf_distca.runtime.core_attention import compute_core_attention
 from hf_distca.runtime.group import AttentionGroup
@@ -35,7 +35,7 @@ from hf_distca.schedule.plan import Plan
 from turns import in_turn
 
 SHAPE = AttentionShape(HEADS, KEY_HEADS, DIM, DIM, 8)
-SCORES = Scores(DIM**-0.5)
+SCORES = ScoreOptions(DIM**-0.5)
 TILE, LONG, SECONDS = 16, 1024, 120.0
 
 
@@ -57,7 +57,7 @@ class Mailbox:
     post: Post
     rank: int
     launched: int = 0
-    is_gloo = under_way = False
+    is_gloo = False
 
     def start(
         self,
@@ -127,7 +127,9 @@ class World:
     def computed(self, rank: int) -> list[torch.Tensor]:
         """o, dq, dk and dv of a rank's tokens."""
         leaves = [self.rows(rank, part, self.documents).requires_grad_() for part in range(3)]
-        kernel = select_kernel("auto", Case(leaves[0].device, torch.float64, DIM, DIM, SCORES))
+        kernel = select_kernel(
+            "auto", KernelRequest(leaves[0].device, torch.float64, DIM, DIM, SCORES)
+        )
         group = AttentionGroup(
             tuple(range(self.layout.world_size)), rank, data=Mailbox(self.post, rank)
         )  # type: ignore[arg-type]

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from test_core_attention import random_case
 
 from hf_distca.config import DistCAConfig
-from hf_distca.kernels import Case, Scores, select_kernel
+from hf_distca.kernels import KernelRequest, ScoreOptions, select_kernel
 from hf_distca.runtime import call as runtime
 from hf_distca.runtime.call import AttentionServer, Inputs
 from hf_distca.runtime.core_attention import compute_core_attention
@@ -53,9 +53,10 @@ class Call:
 
     def __init__(self, plan: Plan, rank: int, dtype: torch.dtype) -> None:
         self.live, self.meter = LiveBytes(), Meter()
-        scores = Scores(DIM**-0.5, plan.window)
+        scores = ScoreOptions(DIM**-0.5, plan.window)
         self.kernel = OutsideKernel(
-            select_kernel("auto", Case(torch.device("cpu"), dtype, DIM, DIM, scores)), self.live
+            select_kernel("auto", KernelRequest(torch.device("cpu"), dtype, DIM, DIM, scores)),
+            self.live,
         )
         self.estimate = count_transient_bytes(plan, TransientBytes.from_shape(shape_of(dtype)))
         self.arguments = {

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from device_events import Device
-from hf_distca.kernels import Scores, TaskBatch
-from hf_distca.kernels.base import Grads, Operands, Outputs, Saved
+from hf_distca.kernels import ScoreOptions, TaskBatch
+from hf_distca.kernels.base import BackwardInputs, Grads, Operands, Outputs
 from hf_distca.runtime import meter as meters
 from hf_distca.runtime.call import AttentionServer
 from hf_distca.runtime.meter import Meter, get_clock
@@ -119,23 +119,23 @@ def test_exchanges_are_timed_beside_kernels(device: Device) -> None:
 class Kernel:
     """One that computes nothing, or raises."""
 
-    def forward(self, pools: Operands, tasks: TaskBatch, scores: Scores) -> Outputs:
+    def forward(self, pools: Operands, tasks: TaskBatch, scores: ScoreOptions) -> Outputs:
         if not len(tasks):
             raise ZeroDivisionError
         return Outputs(pools.q_THD, pools.q_THD)
 
-    def backward(self, pools: Saved, tasks: TaskBatch, scores: Scores) -> Grads:
+    def backward(self, pools: BackwardInputs, tasks: TaskBatch, scores: ScoreOptions) -> Grads:
         return Grads(*pools.operands)
 
 
 def test_kernel_calls_that_raise_are_counted_but_not_timed() -> None:
     """Kernel calls are counted by direction and not timed if they raise."""
     meter, x = Meter(), torch.empty(1, 1, 1)
-    server = AttentionServer(Kernel(), Scores(1.0), meter)  # type: ignore[arg-type]
+    server = AttentionServer(Kernel(), ScoreOptions(1.0), meter)  # type: ignore[arg-type]
     with pytest.raises(ZeroDivisionError):
         server.run(Operands(x, x, x), TaskBatch((), (), (), ()))
     assert (meter.kernel_calls, meter.backward_calls, meter.seconds) == (1, 0, 0.0)
     server.run(Operands(x, x, x), TaskBatch((0,), (1,), (0,), (1,)))
-    server.run(Saved(*[x] * 6), TaskBatch((0,), (1,), (0,), (1,)))
+    server.run(BackwardInputs(*[x] * 6), TaskBatch((0,), (1,), (0,), (1,)))
     assert (meter.kernel_calls, meter.backward_calls) == (3, 1)
     assert meter.seconds > 0

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 import forks
 from hf_distca.errors import DistCADesyncError
-from hf_distca.runtime.group import AttentionGroup, Rendezvous
+from hf_distca.runtime.group import AttentionGroup
 from hf_distca.runtime.monitor import FailureMonitor
 from ranks import join_world
 
@@ -110,42 +110,6 @@ def test_words_are_shown_without_control_characters(capsys: pytest.CaptureFixtur
     assert not first.poll()
     assert first.first_failure.removeprefix("rank 1 ") in capsys.readouterr().err
     assert first.first_failure == ("rank 1 said \\x1b[2J\\x9b31m\\u202e\\x00, and\nmore of \u00e9")
-
-
-def test_failure_found_by_a_thread_is_shown_and_wakes_its_rank(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    """What is found behind the back of a rank is shown and wakes it."""
-    (first, _), links = watches(2)
-    first.abort_with(DistCADesyncError("ranks have different numbers of plans"))
-    assert capsys.readouterr().err == "hf_distca: ranks have different numbers of plans\n"
-    assert links[0].aborted == 1
-    with pytest.raises(DistCADesyncError, match="different numbers of plans"):
-        first.raise_pending()
-
-
-class Lost:
-    """A collective to which others do not come."""
-
-    def wait(self) -> None:
-        raise RuntimeError("Connection closed by peer\nand more")
-
-
-def test_ranks_absent_from_a_rendezvous_are_named_at_once(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    """Ranks that do not come to a meeting are told of at once over NCCL."""
-    (first, _), links = watches(2)
-    meeting = Rendezvous(
-        torch.zeros(2, 1, dtype=torch.int64), Lost(), lambda rows: None, first, "comparing shares"
-    )  # type: ignore[arg-type]
-    wait_until(lambda: links[0].aborted)
-    with pytest.raises(DistCADesyncError, match="was comparing shares when a connection among"):
-        meeting.wait()
-    assert (
-        "hf_distca: not all of ranks (0, 1) came while comparing shares (Connection closed by"
-        " peer)\n" in capsys.readouterr().err
-    )
 
 
 def reduce_in_vain(rank: int, folder: Path, ended: Connection) -> None:
@@ -263,13 +227,13 @@ def leave(rank: int, folder: Path) -> None:
     group = AttentionGroup.find_or_create(timeout_seconds=30)
     row = np.zeros(1, dtype=np.int64)
     if rank:
-        group.gather(row, doing="planning micro-batch 1")
+        group.gather(row, activity="planning micro-batch 1")
         WAYS[rank - 1][0](group)
         return
-    group.gather(row, doing="planning micro-batch 1")
+    group.gather(row, activity="planning micro-batch 1")
     started = time.monotonic()
     with pytest.raises(DistCADesyncError) as error:
-        group.gather(row, doing="planning micro-batch 2")
+        group.gather(row, activity="planning micro-batch 2")
     (folder / "told").write_text(f"{time.monotonic() - started < 20} {error.value}")
 
 

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from hf_distca.kernels import Case, Kernel, Scores, select_kernel
-from hf_distca.kernels.base import Grads, Operands, Outputs, Saved
+from hf_distca.kernels import Kernel, KernelRequest, ScoreOptions, select_kernel
+from hf_distca.kernels.base import BackwardInputs, Grads, Operands, Outputs
 from hf_distca.kernels.varlen import Sequences, VarlenKernel
 from hf_distca.runtime.call import AttentionServer, Inputs, LayerExchange
 from hf_distca.runtime.core_attention import compute_core_attention
@@ -37,20 +37,20 @@ class Op:
 
     takes_gaps, width_multiple = True, 8  # as those for GPUs
 
-    def forward(self, pools: Operands, sequences: Sequences, scores: Scores) -> Outputs:
+    def forward(self, pools: Operands, sequences: Sequences, scores: ScoreOptions) -> Outputs:
         q_THD = pools.q_THD
         return Outputs(
             torch.zeros_like(q_THD), q_THD.new_zeros(q_THD.shape[:2], dtype=torch.float32)
         )
 
-    def backward(self, pools: Saved, sequences: Sequences, scores: Scores) -> Grads:
+    def backward(self, pools: BackwardInputs, sequences: Sequences, scores: ScoreOptions) -> Grads:
         return Grads(*map(torch.zeros_like, pools.operands))
 
 
-def kernel_of(name: str, scores: Scores) -> Kernel:
+def kernel_of(name: str, scores: ScoreOptions) -> Kernel:
     if name == "varlen":  # what runs around every kernel for GPUs
         return VarlenKernel(Op())
-    return select_kernel(name, Case(torch.device("cpu"), torch.float32, DIM, DIM, scores))
+    return select_kernel(name, KernelRequest(torch.device("cpu"), torch.float32, DIM, DIM, scores))
 
 
 # Rows of (document, start, length) by rank; tokens of context; tasks of (document, start, end,
@@ -78,7 +78,7 @@ def layer(
     rank: int,
     layout: str,
     name: str,
-    scores: Scores,
+    scores: ScoreOptions,
     *,
     reentrant: bool | None,
 ) -> tuple[int, int]:
@@ -131,12 +131,12 @@ def layer(
 
 
 CASES = [
-    *[(layout, "varlen", Scores(0.25), None) for layout in LAYOUTS],
-    ("slices moved", "varlen", Scores(0.25, window=9), None),
-    ("slices moved", "cpu", Scores(0.25), None),
-    ("slices moved", "reference", Scores(0.25, 9, 3.0), None),
-    ("slices moved", "varlen", Scores(0.25), True),
-    ("slices moved", "varlen", Scores(0.25), False),
+    *[(layout, "varlen", ScoreOptions(0.25), None) for layout in LAYOUTS],
+    ("slices moved", "varlen", ScoreOptions(0.25, window=9), None),
+    ("slices moved", "cpu", ScoreOptions(0.25), None),
+    ("slices moved", "reference", ScoreOptions(0.25, 9, 3.0), None),
+    ("slices moved", "varlen", ScoreOptions(0.25), True),
+    ("slices moved", "varlen", ScoreOptions(0.25), False),
 ]
 
 

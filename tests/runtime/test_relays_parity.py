@@ -24,7 +24,7 @@ from test_core_attention import (
     whole_tasks,
 )
 
-from hf_distca.kernels import Scores
+from hf_distca.kernels import ScoreOptions
 from hf_distca.runtime.route import Route
 from hf_distca.schedule.cost import AttentionShape, CostModel
 from hf_distca.schedule.layout import Layout
@@ -57,7 +57,7 @@ def test_random_relays_are_exact(rank_pool: Callable[[int], RankPool], world: in
             context,
             tasks,
             torch.float64,
-            Scores(DIM**-0.5),
+            ScoreOptions(DIM**-0.5),
             True,
             plan.relays,
         )
@@ -86,7 +86,7 @@ def test_relays_of_head_groups_are_exact(rank_pool: Callable[[int], RankPool], w
             [0] * world,
             tasks,
             torch.float64,
-            Scores(DIM**-0.5),
+            ScoreOptions(DIM**-0.5),
             False,
             relays,
             split,
@@ -134,7 +134,7 @@ def test_relays_are_exact_without_tags(rank_pool: Callable[[int], RankPool]) -> 
             context,
             tasks,
             torch.float64,
-            Scores(DIM**-0.5),
+            ScoreOptions(DIM**-0.5),
             True,
             plan.relays,
         )

@@ -20,7 +20,7 @@ from test_core_attention import (
 
 from hf_distca.kernels import TaskBatch
 from hf_distca.runtime import messages as runtime
-from hf_distca.runtime.messages import PoolRun
+from hf_distca.runtime.messages import OWN, RowRun
 from hf_distca.runtime.route import PooledTasks, Route
 from hf_distca.schedule.layout import Layout
 from hf_distca.schedule.plan import CATask, Plan
@@ -152,10 +152,9 @@ def cut(rows: Rows, start: int, count: int, step: int = 1) -> Rows:
     return rows[start : start + count * step : step][:count]
 
 
-def make_pool(pieces: Iterable[PoolRun], own: Rows, sections: list[Rows]) -> Rows:
+def make_pool(pieces: Iterable[RowRun], own: Rows, sections: list[Rows]) -> Rows:
     parts = [
-        cut(own if piece.section is None else sections[piece.section], *piece[1:])
-        for piece in pieces
+        cut(own if piece.peer == OWN else sections[piece.peer], *piece[1:]) for piece in pieces
     ]
     return np.concatenate([own[:0], *parts])
 

@@ -34,7 +34,7 @@ from some_relays import some_relays
 from test_core_attention import DIM, HEADS, KEY_HEADS, random_case, split_case, whole_tasks
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_distca.kernels import Case, Scores, select_kernel
+from hf_distca.kernels import KernelRequest, ScoreOptions, select_kernel
 from hf_distca.runtime.call import AttentionServer, Inputs, LayerExchange
 from hf_distca.runtime.channel import Channel, Transfer
 from hf_distca.runtime.core_attention import compute_core_attention
@@ -55,7 +55,7 @@ WAYS = (
     "ping-pong",
     "ping-pong with relays",
 )
-SCORES = Scores(DIM**-0.5)
+SCORES = ScoreOptions(DIM**-0.5)
 SHAPE = AttentionShape(HEADS, KEY_HEADS, DIM, DIM, 4)
 REPEATS = 4
 
@@ -194,7 +194,9 @@ class Stack:
     ) -> list[torch.Tensor]:
         """Outputs, and gradients of what the layers are given."""
         random_ = torch.Generator().manual_seed(100 * self.seed + self.rank)
-        kernel = select_kernel("auto", Case(torch.device("cpu"), torch.float32, DIM, DIM, SCORES))
+        kernel = select_kernel(
+            "auto", KernelRequest(torch.device("cpu"), torch.float32, DIM, DIM, SCORES)
+        )
         server = AttentionServer(kernel, SCORES, Meter())
         leaves, upstream, halves = [], [], []
         for plan in self.plans:

@@ -380,7 +380,7 @@ def check_shared_settings(
 ) -> None:
     """Raise if settings differ between ranks.
 
-    Ranks exchange the settings themselves only if their hashes differ.
+    Ranks exchange the settings themselves only if their hashes differ. Collective then.
 
     Args:
         group: the ranks.
@@ -395,7 +395,8 @@ def check_shared_settings(
     """
     if (hashes == hashes[0]).all():
         return
-    by_rank = [json.loads(text or "{}") for text in group.gather_text(json.dumps(settings))]
+    texts = group.gather_text(json.dumps(settings), activity="comparing settings")
+    by_rank = list(map(json.loads, texts))
     differences = []
     for name in dict.fromkeys(chain.from_iterable(by_rank)):
         ranks_of = defaultdict(list)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import astuple, dataclass, field, replace
+from dataclasses import astuple, dataclass, field
 from operator import add, sub
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -68,7 +68,6 @@ class MicroBatchPlan:
         ranks: properties of the ranks, as estimated when the plan was made.
         meter: meter of this rank's work for it.
         planning_ms: milliseconds of planning, with the exchange of documents.
-        per_node: ranks of a node that the plan assumes; None if nodes were not told apart.
         has_tokens: for each rank whether it holds tokens; None if all do.
         source: name of the global batch, for a share; else "".
         is_planned_again: whether this process planned a share that its loader had planned for other
@@ -86,7 +85,6 @@ class MicroBatchPlan:
     ranks: Ranks
     meter: Meter
     planning_ms: float = 0.0
-    per_node: int | None = None
     has_tokens: tuple[bool, ...] | None = None
     source: str = ""
     is_planned_again: bool = False
@@ -96,7 +94,8 @@ class MicroBatchPlan:
     @property
     def on_several_nodes(self) -> bool:
         """True if nodes are told apart, and there are several."""
-        return self.per_node is not None and self.per_node < self.plan.layout.world_size
+        per_node = self.ranks.per_node
+        return per_node is not None and per_node < self.plan.layout.world_size
 
     @property
     def own_measurement(self) -> Measurement:
@@ -233,7 +232,7 @@ def observe_plans(plans: Sequence[MicroBatchPlan], cost: CostModel) -> RateSampl
     pairs = [(plan.plan, plan.ranks) for plan in plans]
     local = [(Plan.make_local(plan.layout, plan.window), ranks) for plan, ranks in pairs]
     return RateSample(
-        estimated=np.sum([_sum_seconds(plan, cost) for plan, _ in pairs], axis=0),
+        estimated=np.sum([PlanLoad(plan, cost).compute_seconds for plan, _ in pairs], axis=0),
         kernel=seconds[:, 0],
         measured_exchange=seconds[:, 2],
         estimated_exchange=np.sum([_estimate_exchange(*pair, cost) for pair in pairs], axis=0),
@@ -241,14 +240,6 @@ def observe_plans(plans: Sequence[MicroBatchPlan], cost: CostModel) -> RateSampl
         unmoved_exchange=np.sum([_estimate_exchange(*pair, cost) for pair in local], axis=0),
         is_overlapped=is_nano,
     )
-
-
-def _sum_seconds(plan: Plan, cost: CostModel) -> FloatArray:
-    """Sum the seconds of the tasks of each server, forward and backward: (ranks,)."""
-    cost = replace(cost, window=plan.window)
-    seconds = cost.estimate_seconds(plan.end - plan.start, plan.end, plan.heads)
-    size = plan.layout.world_size
-    return np.bincount(plan.server, weights=seconds, minlength=size).astype(np.float64)
 
 
 def _estimate_exchange(plan: Plan, ranks: Ranks, cost: CostModel) -> FloatArray:

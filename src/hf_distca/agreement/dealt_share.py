@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import compress, product
 from typing import Literal, NamedTuple, get_args
@@ -85,7 +85,6 @@ class DealtShare:
         layouts: tokens of each rank: one layout, or those of both nano-batches, which have no
             document in common.
         digest: hash of the documents, below 2**56; the same on all ranks.
-        loader_config: settings under which its loader plans.
         per_node: number of ranks of a node that it was dealt for; None if nodes were not told
             apart.
         in_order_imbalance: estimated imbalance of attention if documents lay on ranks in their
@@ -97,7 +96,6 @@ class DealtShare:
     rank: int
     layouts: tuple[Layout, ...]
     digest: int
-    loader_config: DistCAConfig
     per_node: int | None = None
     in_order_imbalance: float = 1.0
     plans: dict[PlanJob, Plan] = field(default_factory=dict)
@@ -166,24 +164,6 @@ class DealtShare:
             plan = self.plans[job] = balance(layout, job.cost, job.config, job.ranks)
             _ = plan.digest  # cached for later comparison: a loader's worker has the time for it
         return self.plans[job]
-
-    def replanning_reason(self, key: PlanKey, config: DistCAConfig) -> str | None:
-        """Return which settings have changed since the loader planned this batch, in words.
-
-        None if nothing has changed, or if the loader planned for other kinds of layers.
-        """
-        names = [setting.name for setting in fields(config)]
-        pairs = [(name, getattr(self.loader_config, name), getattr(config, name)) for name in names]
-        changes = [f"{name} was {old!r} and is {new!r}" for name, old, new in pairs if old != new]
-        element_bytes = key.shape.element_bytes
-        sizes = {
-            job.key.shape.element_bytes
-            for job in self.plans
-            if replace(job.key.shape, element_bytes=element_bytes) == key.shape
-        }
-        if sizes and element_bytes not in sizes:
-            changes.insert(0, f"elements had {min(sizes)} bytes and have {element_bytes} (dtype)")
-        return "; ".join(changes) or None
 
 
 @dataclass(eq=False)
@@ -292,7 +272,6 @@ class Dealing:
             rank,
             self.deal_layouts(lengths),
             hash_numbers([lengths] if document_ids is None else [lengths, document_ids]),
-            self.config,
             self.ranks_per_node,
             self.estimate_in_order(lengths),
         )

@@ -196,8 +196,8 @@ class RowTokens:
             repeated = numbers[counts > 1][0]
             raise LayoutError(
                 f"attention_mask numbers the documents of row {repeated[0]}, and {repeated[1]} "
-                "comes again after another number: give each document a number of its own, and "
-                "its tokens one after another."
+                "comes again after another number: give each document a different number, and "
+                "keep its tokens together."
             )
 
     def _check_row_starts(self) -> None:
@@ -210,8 +210,8 @@ class RowTokens:
             raise UnsupportedError(
                 f"row {self.row[inside[0]]} of a training batch begins at position "
                 f"{self.position[inside[0]]}, and there are no distca_documents. Dealt batches "
-                "have more than input_ids: call model(**inputs). Else another tool may have cut "
-                "sequences over ranks (context parallelism, Ulysses), and distca would take the "
-                "rest for a document of its own. Switch that off; or set "
+                "have more than input_ids: call model(**inputs). Otherwise another tool may have "
+                "cut sequences over ranks (context parallelism, Ulysses), and distca would take "
+                "the rest for a separate document. Switch that off; or set "
                 "DistCAConfig(documents_span_ranks=True) if ranks of the group hold the parts."
             )

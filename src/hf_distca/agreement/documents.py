@@ -161,14 +161,14 @@ class Documents:
     A *run* is a contiguous piece of a document on one rank.
 
     Attributes:
-        runs: (runs, 3) int64 with columns document, start and length; document is -1 where only
+        runs: (runs, 3) int64 with columns document, start and length; document is -1 if only
             positions are known.
         span_ranks: True if documents may span ranks; document and start of a run then tell which
             run of another rank it continues.
         token_indices: (tokens,) int64 indices among batch * sequence of the tokens that are not
             padding; None if there is no padding.
-        copied_tokens: int64 indices of the tokens whose keys lie in front of all once more, as the
-            prefixes of documents that share them; None without any.
+        copied_tokens: int64 indices of the tokens whose keys are copied to the front, as the shared
+            prefixes of documents; None without any.
         context_runs: number of runs of these copies, the first ones of `runs`.
         context_tokens: number of tokens of the first document that lie in the first nano-batch;
             they are the first run here, and not in `token_indices`.
@@ -210,12 +210,12 @@ class Documents:
             raise UnsupportedError(
                 "attention_mask has zeros between the tokens of a document, over "
                 f"{self.longest_holed} places, and a layer has a window or chunks of {reach} "
-                "tokens, which would reach over the zeros. Give the parts as documents of their "
-                "own, or remove the tokens that are masked."
+                "tokens, which would reach over the zeros. Give the parts as separate documents, "
+                "or remove the tokens that are masked."
             )
 
     def cut_into_chunks(self, size: int | None) -> Documents:
-        """Cut documents into chunks, each a document of its own.
+        """Cut documents into chunks, each a separate document.
 
         Args:
             size: number of positions of a chunk; None to cut nothing.

@@ -1,11 +1,11 @@
 """`Planner`: ranks tell each other their documents, make the same plans, and learn from what they
 measured.
 
-Before a micro-batch each rank announces its documents, or the share of a dealt batch, and what it
-has measured of earlier ones. Nobody can plan documents before all ranks have announced theirs.
-Shares hold the documents of all ranks, so nobody waits for an announcement of them: it is compared
-meanwhile, and read some micro-batches later. Several plans can be requested at once, as for two
-nano-batches: they take the same two small collectives as one plan.
+Before a micro-batch each rank announces what it has measured of earlier ones, and its documents or
+its share of a dealt batch. A share holds the documents of all ranks: each rank plans it alone, and
+announces the digest of its plan, in one small collective. Other documents can be planned only after
+all ranks have announced theirs, and a second collective compares the plans. Several plans can be
+requested at once, as for two nano-batches: they take the same collectives as one plan.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ from __future__ import annotations
 import logging
 import time
 import warnings
-from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -23,7 +22,6 @@ import numpy as np
 
 from hf_distca.agreement.announce import (
     FIGURE_COUNT,
-    HEADER_SIZE,
     AnnouncedDocuments,
     Announcement,
     Announcements,
@@ -36,15 +34,10 @@ from hf_distca.agreement.announce import (
 )
 from hf_distca.agreement.batch_plan import History, MicroBatchPlan
 from hf_distca.agreement.dealt_share import DealtShare, PlanJob
-from hf_distca.agreement.rates import Costs
+from hf_distca.agreement.rates import LearnedCosts
 from hf_distca.config import DistCAConfig
 from hf_distca.errors import LayoutError, UnsupportedError
-from hf_distca.runtime.group import (
-    AttentionGroup,
-    Rendezvous,
-    get_current_world,
-    mark_joint_step,
-)
+from hf_distca.runtime.group import AttentionGroup, get_current_world, mark_joint_step
 from hf_distca.runtime.meter import Meter
 from hf_distca.schedule.balance import balance
 from hf_distca.schedule.cost import MarginalCost, TransientBytes
@@ -54,9 +47,9 @@ from hf_distca.schedule.plan import Plan
 
 _log = logging.getLogger("hf_distca")
 
-# Micro-batches with shares that a rank may be ahead of the slowest. All ranks read an announcement
-# after as many more, so that they correct rates at the same micro-batch.
-_MOST_AHEAD = 8
+# Measured plans of an announcement at most: so many fit into the first step of a gathering, with
+# the header.
+_MOST_MEASURED = 16
 
 
 class Planner:
@@ -81,17 +74,12 @@ class Planner:
     def reset(self) -> None:
         """Start again with other ranks. Plans that were made before may still be used."""
         self.history.reset()
-        self.costs = Costs()
+        self.costs = LearnedCosts()
         self.number = 0
-        self._has_shares = False
         self._exchanges_before = self._meter.dispatches + self._meter.returns
         self._announcement_count = 0
         self._used_keys: set[PlanKey] = set()  # in the current micro-batch
         self._is_over = True  # the next plan begins another micro-batch
-        # In their order; of the same plans on all ranks.
-        self._unannounced: list[MicroBatchPlan] = []
-        # Announcements that wait to be read, each with the plans whose figures it has.
-        self._unread: deque[tuple[Rendezvous, list[MicroBatchPlan]]] = deque()
 
     def join_world(self) -> None:
         """Start again in another world of torch.distributed than before: each rank may have failed
@@ -106,8 +94,7 @@ class Planner:
     def plan(self, requests: Sequence[Request], group: AttentionGroup) -> list[MicroBatchPlan]:
         """Plan this rank's documents together with those of the other ranks.
 
-        All ranks must request the same plans. Collective, except for shares of dealt batches: their
-        announcements are compared while ranks compute.
+        All ranks must request the same plans. Collective.
 
         Args:
             requests: documents, each with the key of a plan.
@@ -145,35 +132,30 @@ class Planner:
             plans.append(balance(documents.build_layout(), job.cost, job.config, ranks))
         # Plans come from equal inputs, but an exchange with unequal plans would hang.
         digests = np.array([_shorten_digest(plan) for plan in plans], dtype=np.int64)
-        doing = f"comparing plans of {label}"
-        if not group.is_equal_on_all(digests, doing=doing):
-            for column in np.stack(group.gather(digests, doing=doing)).T:
-                check_equal(
-                    group,
-                    column,
-                    "plans for the same documents",
-                    label,
-                    "use one version of hf_distca and numpy",
-                )
-        planning_ms = (time.perf_counter() - started) * 1e3
-        return self._use_plans(
-            requests, plans, group, per_node=group.per_node, planning_ms=planning_ms
-        )
+        digests_of_ranks = group.gather_same_length(digests, activity=f"comparing plans of {label}")
+        for column in np.stack(digests_of_ranks).T:
+            check_equal(
+                group,
+                column,
+                "plans for the same documents",
+                label,
+                "use one version of hf_distca and numpy",
+            )
+        planning_ms = (time.perf_counter() - started) * 1e3 / len(plans)
+        return self._use_plans(requests, plans, group, group.per_node, planning_ms=planning_ms)
 
     @mark_joint_step
     def plan_share(
         self, share: DealtShare, requests: Sequence[Request], group: AttentionGroup
     ) -> list[MicroBatchPlan]:
-        """Make plans from the share of the requests, which need no other rank, and announce it
-        without waiting.
+        """Make plans from the share of the requests, which need no other rank, and announce them:
+        one collective.
         """
         started = time.perf_counter()
         share.check_group(group)
-        self._warn_of_other_settings(share, requests[0][1], group)
-        size, per_node = share.ranks, share.per_node
-        if group.has_tokens is not None:  # then others have a part in the plan
-            size, per_node = group.size, group.per_node
-        jobs = [self._make_job(key, size, per_node, group.has_tokens) for _, key in requests]
+        # Ranks without tokens have a part in the plan, and the share knows nothing of them.
+        per_node = share.per_node if group.has_tokens is None else group.per_node
+        jobs = [self._make_job(key, group.size, per_node, group.has_tokens) for _, key in requests]
         is_planned_again = bool(share.plans) and not share.plans.keys() >= set(jobs)
         plans = [share.plan(job) for job in jobs]
         share_numbers = [*share.batch_id, share.digest, *map(_shorten_digest, plans)]
@@ -183,8 +165,8 @@ class Planner:
             requests,
             plans,
             group,
-            per_node=per_node,
-            planning_ms=(time.perf_counter() - started) * 1e3,
+            per_node,
+            planning_ms=(time.perf_counter() - started) * 1e3 / len(plans),
             source=str(share),
             is_planned_again=is_planned_again,
             in_order_imbalance=share.in_order_imbalance,
@@ -197,8 +179,8 @@ class Planner:
         label: str,
         share_numbers: Sequence[int] = (),
     ) -> list[AnnouncedDocuments]:
-        """Announce documents, settings and measurements, and wait for those of all ranks; or a
-        share, without waiting. Collective.
+        """Announce settings, measurements, and documents or a share, and compare them with those of
+        all ranks. Collective.
 
         Args:
             requests: documents, each with the key of a plan.
@@ -210,19 +192,17 @@ class Planner:
             The documents of all ranks, for each request; none for shares.
 
         Raises:
-            DistCADesyncError: if ranks do not agree, or did not in an earlier announcement.
+            DistCADesyncError: if ranks do not agree.
         """
-        self._read_announcements(group, left=_MOST_AHEAD if share_numbers else 0)
         self._announcement_count += 1
         keys = dict.fromkeys(key for _, key in requests)
         dtypes = tuple(self.costs.dtypes.get((key.shape, key.device), "") for key in keys)
         costs = tuple(map(self.costs.get_cost, keys))
         settings = collect_shared_settings(self.config, costs, dtypes)
-        plans = self._pop_launched(keys)
-        if share_numbers:  # figures that do not fit are announced later, the same on all ranks
-            room = (group.inline_row_capacity - HEADER_SIZE - len(share_numbers)) // FIGURE_COUNT
-            self._unannounced[:0] = plans[room:]
-            plans = plans[:room]
+        # All work of a micro-batch is launched before the next one begins.
+        number = self._find_number(requests)
+        earlier = [plan for plan in self.history.unmeasured_plans if plan.number < number]
+        plans = earlier[:_MOST_MEASURED]
         row = Announcement(
             count=self._announcement_count,
             settings=hash_settings(settings),
@@ -233,17 +213,7 @@ class Planner:
             share_numbers=share_numbers,
         ).to_row()
 
-        if share_numbers:
-            rendezvous = group.gather_async(
-                row,
-                doing=f"comparing shares of {label}",
-                on_arrival=lambda rows: check_agreement(
-                    Announcements.from_rows(rows), settings, group, label
-                ),
-            )
-            self._unread.append((rendezvous, plans))
-            return []
-        announced = Announcements.from_rows(group.gather(row, doing=f"planning {label}"))
+        announced = Announcements.from_rows(group.gather(row, activity=f"planning {label}"))
         documents = check_agreement(announced, settings, group, label)
         self._learn(announced.figures, plans, group)
         return documents
@@ -254,15 +224,13 @@ class Planner:
         if self._is_over:
             return
         self._is_over = True
-        self._read_announcements(group, left=0)
         self.history.end_micro_batch()
         while not self._meter.is_finished:
             self._meter.running[0].end.synchronize()
         plans = self.history.unmeasured_plans
         row = np.array([plan.own_measurement for plan in plans], dtype=np.int64).reshape(-1)
-        doing = f"gathering what ranks measured up to micro-batch {self.number}"
-        rows = group.gather(row, doing=doing)
-        self._unannounced = []
+        activity = f"gathering what ranks measured up to micro-batch {self.number}"
+        rows = group.gather(row, activity=activity)
         counts = [len(other) // FIGURE_COUNT for other in rows]
         if len(set(counts)) == 1:
             figures = np.stack(rows).reshape(len(rows), -1, FIGURE_COUNT)
@@ -288,8 +256,8 @@ class Planner:
             raise type(error)(f"rank {group.ranks[group.rank]}: {error}") from error
 
     def _find_number(self, requests: Sequence[Request]) -> int:
-        """Return the number of the micro-batch that the requested plans are for: a new one if the
-        last one is over, or has used a plan with such a key.
+        """Return the number of the micro-batch that the requested plans are for: the next number if
+        the last micro-batch is over, or already uses a plan with one of these keys.
         """
         is_next = self._is_over or not self._used_keys.isdisjoint(key for _, key in requests)
         return self.number + is_next
@@ -310,12 +278,17 @@ class Planner:
         requests: Sequence[Request],
         plans: Sequence[Plan],
         group: AttentionGroup,
-        *,
-        planning_ms: float,
+        per_node: int | None,
         **facts: Any,
     ) -> list[MicroBatchPlan]:
-        """Use plans for a micro-batch, which took so long together; `facts` are further attributes
-        of each.
+        """Use plans for a micro-batch.
+
+        Args:
+            requests: the requests that they answer.
+            plans: one plan for each request.
+            group: the ranks.
+            per_node: ranks of a node that they assume; None if nodes were not told apart.
+            facts: further attributes of each `MicroBatchPlan`.
         """
         number = self._find_number(requests)
         if number > self.number:
@@ -330,27 +303,15 @@ class Planner:
                 plan,
                 number,
                 cost.estimate_seconds(plan.end - plan.start, plan.end, plan.heads),
-                self.costs.make_ranks(plan.layout.world_size, facts["per_node"]),
+                self.costs.make_ranks(plan.layout.world_size, per_node),
                 Meter(self._meter),
-                planning_ms / len(plans),
                 has_tokens=group.has_tokens,
                 **facts,
             )
             self._warn_above_bound(planned, group)
             self.history.record_plan(planned)
             used.append(planned)
-        self._unannounced += used
         return used
-
-    def _read_announcements(self, group: AttentionGroup, *, left: int) -> None:
-        """Wait for announcements and read them, in the order in which micro-batches ran, until so
-        many are left.
-        """
-        for rendezvous, _ in self._unread:
-            rendezvous.raise_failure()
-        while len(self._unread) > left:
-            rendezvous, plans = self._unread.popleft()  # also if `wait` raises an error
-            self._learn(Announcements.from_rows(rendezvous.wait()).figures, plans, group)
 
     def _learn(
         self, figures: IntArray, plans: Sequence[MicroBatchPlan], group: AttentionGroup
@@ -358,11 +319,11 @@ class Planner:
         """Record the (ranks, plans, 5) figures of all ranks, correct rates by them, and log the
         changes. Plans whose kernels still ran on some rank are announced again.
         """
-        is_running = figures[:, :, 0].min(axis=0) < 0
-        for index in np.flatnonzero(~is_running).tolist():
-            self.history.record_figures(plans[index], figures[:, index])
-        self._unannounced[:0] = [plan for plan in plans if not plan.is_measured]
-        measured = [plan for plan in plans if plan.is_measured]
+        measured = []
+        for plan, of_ranks in zip(plans, figures.swapaxes(0, 1), strict=True):
+            if of_ranks[:, 0].min() >= 0:
+                self.history.record_figures(plan, of_ranks)
+                measured.append(plan)
         for change in self.costs.learn_from_plans(measured, self.config):
             if group.rank == 0:
                 _log.info(
@@ -371,25 +332,9 @@ class Planner:
                     change,
                 )
 
-    def _pop_launched(self, keys: Iterable[PlanKey]) -> list[MicroBatchPlan]:
-        """Remove from the plans to announce those with such keys whose work is launched, and return
-        them.
-
-        All work of a plan is launched before the next plan of its key is used. On a GPU, kernels of
-        the newest plan may still have to run.
-        """
-        newest = {plan.key: plan for plan in self._unannounced if plan.key.device != "cpu"}
-        plans = [
-            plan
-            for plan in self._unannounced
-            if plan.key in keys and newest.get(plan.key) is not plan
-        ]
-        self._unannounced = [plan for plan in self._unannounced if plan not in plans]
-        return plans
-
     def _warn_above_bound(self, used: MicroBatchPlan, group: AttentionGroup) -> None:
-        """Warn if documents over ranks need more memory than the bound; they are computed all the
-        same, and most likely fit.
+        """Warn if documents that span ranks need more memory than the bound. They are computed
+        anyway, and most likely fit.
         """
         bound = self.config.max_transient_bytes
         if bound is None or not used.plan.moved:
@@ -399,23 +344,9 @@ class Planner:
         if held > bound:
             warnings.warn(
                 f"rank {group.ranks[group.rank]} needs about {held} transient bytes for documents"
-                f" that span ranks, more than max_transient_bytes={bound}; they are computed all"
-                " the same. Raise the bound, or cut documents so that each lies on one rank.",
+                f" that span ranks, more than max_transient_bytes={bound}; they are computed"
+                " anyway. Raise the bound, or cut documents so that each lies on one rank.",
                 stacklevel=2,
-            )
-
-    def _warn_of_other_settings(
-        self, share: DealtShare, key: PlanKey, group: AttentionGroup
-    ) -> None:
-        """Warn if a loader's first plans do not fit the first ones that are needed."""
-        reason = None if self._has_shares else share.replanning_reason(key, self.config)
-        self._has_shares = True
-        if reason is not None and group.rank == 0:
-            _log.warning(
-                "shares were planned for other settings than those of now, so this process plans "
-                "each of them again: %s. Give document_shares the dtype that attention computes "
-                "in, and the config of the run.",
-                reason,
             )
 
 

@@ -1,4 +1,4 @@
-"""`Costs`: the cost models that ranks plan with, and corrections of them by measurements.
+"""`LearnedCosts`: the cost models that ranks plan with, and corrections of them by measurements.
 
 Every rank learns from the same figures in the same order, so all ranks have the same corrections,
 and exchange nothing for them. Results are rounded, so that different processors find the same
@@ -98,7 +98,7 @@ def _correct_cost(cost: CostModel, kernel: float, exchange: float, window: int |
     return replace(cost.scale(kernel, exchange), window=window)
 
 
-class Costs(dict[Kind, CostModel]):
+class LearnedCosts(dict[Kind, CostModel]):
     """Cost models by kind of layer, without windows, with corrections by measurements.
 
     Attributes:

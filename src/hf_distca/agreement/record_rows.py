@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import MISSING, asdict, astuple, dataclass, field, fields
+from dataclasses import asdict, astuple, dataclass, field, fields, replace
 from typing import Any
 
 import numpy as np
@@ -161,13 +161,6 @@ def read_row(data: Any, name: str) -> Row | None:
     kind = _KINDS.get(data["row"])
     if kind is None:
         return None
-    missing = ", ".join(
-        repr(part.name)
-        for part in fields(kind)
-        if part.default is part.default_factory is MISSING and part.name not in data
-    )
-    if missing:
-        raise ReportError(f"{name} is no row of a record: it has no {missing}. {_REMEDY}")
     try:
         # A newer version may write more.
         values = {part.name: data[part.name] for part in fields(kind) if part.name in data}
@@ -175,10 +168,11 @@ def read_row(data: Any, name: str) -> Row | None:
             values["per_rank"] = PerRank(**values["per_rank"])
         if "parts" in values:
             values["parts"] = [PlanPart(**part) for part in values["parts"]]
-        return kind(**{**values, "step": int(values["step"])})
+        row = kind(**values)
+        return replace(row, step=int(row.step))
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise ReportError(
-            f"{name} is no row of a record: it has other values than DistCACallback writes"
+            f"{name} is no row of a record: it does not have what DistCACallback writes"
             f" ({error}). {_REMEDY}"
         ) from error
 

@@ -222,76 +222,54 @@ def read_feature_documents(
                 f"a row has {count} input_ids and {len(column)} numbers in its {name}: they must "
                 "match."
             )
-    indices = _find_real_tokens(row.get("attention_mask"), count)
-    row = {name: column[indices] for name, column in row.items()}
+    positions = row.pop("position_ids", None)
+    tokens = RowTokens.from_rows(
+        np.arange(count) if positions is None else positions, row.get("attention_mask"), count
+    )
+    row = {name: column[tokens.index] for name, column in row.items()}
     ids = row["input_ids"]
     masks = [row[name] for name in TARGET_MASKS if name in row]
     labels = row["labels"] if "labels" in row else make_labels(ids, masks)
-    starts = _choose_starts(
-        len(ids), lengths, _find_starts(row.get("position_ids"), row.get("attention_mask"))
-    )
-    columns = ids, labels, row.get("position_ids", np.arange(len(ids)))
+    starts = _find_starts(tokens, lengths, has_positions=positions is not None)
+    columns = ids, labels, tokens.position
     parts = zip(*(np.split(column, starts[1:]) for column in columns), strict=True)
     return [
         DocumentTokens(ids, labels, positions - positions[:1]) for ids, labels, positions in parts
     ]
 
 
-def _find_starts(positions: IntArray | None, mask_numbers: IntArray | None) -> IntArray | None:
-    """Find where documents of a row begin, by its positions and the numbers in its mask.
-
-    None if neither marks any.
-    """
-    count = 0 if positions is None else len(positions)
-    if mask_numbers is not None and (mask_numbers != 1).any():
-        count = len(mask_numbers)
-    if not count:
-        return None
-    if positions is not None and positions[0] != 0:
-        raise LayoutError(
-            f"position_ids[0] of a row is {positions[0]}, where a document begins: each counts "
-            "from 0. Rows of which other ranks hold the rest are not packed here."
-        )
-    positions = np.arange(count) if positions is None else positions
-    return RowTokens.from_rows(positions, mask_numbers, count).find_document_starts(training=True)
-
-
-def _choose_starts(
-    tokens: int, lengths: IntArray | None, found_starts: IntArray | None
-) -> IntArray:
-    """Choose the places in a row where documents begin.
+def _find_starts(tokens: RowTokens, lengths: IntArray | None, *, has_positions: bool) -> IntArray:
+    """Find the tokens of a row at which documents begin, padding not counted.
 
     They are those of its lengths or, without lengths, those found by positions and mask; without
-    either, the row is one document.
+    any of these, the row is one document.
     """
-    if lengths is None:
-        return np.zeros(1, dtype=np.int64) if found_starts is None else found_starts
-    if lengths.min(initial=0) < 0 or lengths.sum() != tokens:
+    if has_positions and tokens.position[:1].any():
         raise LayoutError(
-            f"seq_lengths of a row are of {lengths.sum()} tokens, and it has {tokens} without "
+            f"position_ids[0] of a row is {tokens.position[0]}, where a document begins: each"
+            " counts from 0. Rows of which other ranks hold the rest are not packed here."
+        )
+    starts = tokens.find_document_starts(training=True)
+    holes = np.setdiff1d(np.flatnonzero(np.diff(tokens.index) > 1) + 1, starts)
+    if len(holes):
+        raise LayoutError(
+            f"attention_mask[{tokens.index[holes[0] - 1] + 1}] of a document is 0, between tokens"
+            f" {tokens.index[0]} and {tokens.index[-1]}: only padding before and after the tokens"
+            " can be cut off. Give the parts as separate documents."
+        )
+    if lengths is None:
+        return starts
+    count = len(tokens.index)
+    if lengths.min(initial=0) < 0 or lengths.sum() != count:
+        raise LayoutError(
+            f"seq_lengths of a row are of {lengths.sum()} tokens, and it has {count} without "
             "padding: they must match, and each be at least 0."
         )
-    if found_starts is not None:
-        found_lengths = np.diff(found_starts, append=tokens)
-        if not np.array_equal(found_lengths, lengths[lengths > 0]):
-            raise LayoutError(
-                f"seq_lengths of a row, {lengths}, and its position_ids or attention_mask, "
-                f"{found_lengths}, disagree about where documents begin: give only one of them."
-            )
-    return np.cumsum(lengths) - lengths
-
-
-def _find_real_tokens(mask: IntArray | None, count: int) -> IntArray:
-    """Find the indices of a row's tokens that are not padding, (tokens,) int64."""
-    if mask is None:
-        return np.arange(count)
-    indices = np.flatnonzero(mask)
-    is_before_hole = (np.diff(indices) > 1) & (np.diff(mask[indices]) == 0)
-    if is_before_hole.any():
-        hole = int(indices[np.flatnonzero(is_before_hole)[0]]) + 1
+    found_lengths = np.diff(starts, append=count)
+    has_marks = has_positions or tokens.document_number is not None
+    if has_marks and not np.array_equal(found_lengths, lengths[lengths > 0]):
         raise LayoutError(
-            f"attention_mask[{hole}] of a document is 0, between tokens {indices[0]} and "
-            f"{indices[-1]}: only padding before and after the tokens can be cut off. Give the "
-            "parts as separate documents."
+            f"seq_lengths of a row, {lengths}, and its position_ids or attention_mask, "
+            f"{found_lengths}, disagree about where documents begin: give only one of them."
         )
-    return indices
+    return np.cumsum(lengths) - lengths

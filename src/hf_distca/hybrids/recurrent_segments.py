@@ -130,8 +130,8 @@ def _agree_on_layout(documents: Documents, group: AttentionGroup, name: str) -> 
             return share.whole_layout
         announcement = Announcement(_SHARE_ROW, share_numbers=[*share.batch_id, share.digest])
         name = f"{name} ({share})"
-    doing = f"comparing documents of {name} for recurrent layers"
-    announced = Announcements.from_rows(group.gather(announcement.to_row(), doing=doing))
+    activity = f"comparing documents of {name} for recurrent layers"
+    announced = Announcements.from_rows(group.gather(announcement.to_row(), activity=activity))
     kinds = np.maximum(-announced.header[:, 0], 0)
     subject = "documents in recurrent layers (0: all whole, 1: numbered parts, 2: parts of a share)"
     check_equal(group, kinds, subject, name, "use the same data set and collator on every rank")

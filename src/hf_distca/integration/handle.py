@@ -33,7 +33,7 @@ from hf_distca.integration.nano_batches import NanoBatches
 from hf_distca.integration.processes import print_if_slow
 from hf_distca.integration.seen_ahead import Ahead, sum_documents
 from hf_distca.integration.session import Session
-from hf_distca.kernels import Scores
+from hf_distca.kernels import ScoreOptions
 from hf_distca.kernels.varlen import to_device
 from hf_distca.runtime.call import AttentionServer, Inputs, LayerExchange
 from hf_distca.runtime.core_attention import compute_core_attention
@@ -88,7 +88,7 @@ class LayerPlan:
     name: str = "a micro-batch"
     call_numbers: Iterator[int] = field(default_factory=itertools.count)
     make_exchange: Callable[..., LayerExchange] = LayerExchange
-    stage_attention: Callable[[torch.nn.Module, Inputs, Scores], torch.Tensor] | None = None
+    stage_attention: Callable[[torch.nn.Module, Inputs, ScoreOptions], torch.Tensor] | None = None
     dtype: torch.dtype | None = None
     server: AttentionServer | None = None
 
@@ -103,7 +103,6 @@ class LayerPlan:
             return compute_core_attention(
                 inputs, self.make_exchange(self.route, group, server, stored)
             )
-        group.raise_pending()
         label = f"layer {getattr(module, 'layer_idx', number)} of {self.name}"
         try:
             return compute_core_attention(
@@ -448,16 +447,16 @@ class LayerPlanner:
 
         Ranks plan with one cost model, and learn in training which of them are slower.
         """
-        kernel = self.session.choose_kernel(query, cost.shape, Scores(1.0)).name
+        kernel = self.session.choose_kernel(query, cost.shape, ScoreOptions(1.0)).name
         if kernel == "cuda":  # torch may have been told to run another flash-attention in it
             kernel = torch.nn.attention.current_flash_attention_impl() or kernel
         device = torch.cuda.get_device_name(query.device)
         factored = make_gpu_cost(cost.shape, device, kernel, tile=cost.tile)
         rates = [factored.forward.flops_per_second, factored.exchange_bytes_per_second]
-        same = group.is_equal_on_all(
-            np.array(rates).view(np.int64), doing="comparing GPUs and attention kernels"
+        rows = group.gather_same_length(
+            np.array(rates).view(np.int64), activity="comparing GPUs and attention kernels"
         )
-        return factored if same else cost
+        return factored if all(np.array_equal(row, rows[0]) for row in rows) else cost
 
     @mark_joint_step
     def make_layer_plan(

@@ -9,7 +9,7 @@ from hf_distca.agreement.announce import PlanKey
 from hf_distca.agreement.batch_plan import BalanceTotals
 from hf_distca.integration.processes import print_lines
 from hf_distca.integration.session import Session
-from hf_distca.kernels.variants import count_late_compiles
+from hf_distca.kernels.check import count_late_compiles
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from hf_distca.integration.processes import (
     find_members,
     print_if_slow,
 )
-from hf_distca.kernels import Case, Kernel, Scores, select_kernel
+from hf_distca.kernels import Kernel, KernelRequest, ScoreOptions, select_kernel
 from hf_distca.runtime.group import AttentionGroup, get_current_world
 from hf_distca.runtime.members import Members, check_group_size
 from hf_distca.runtime.meter import Meter
@@ -178,10 +178,12 @@ class Session:
                 (mesh for model in models if (mesh := get_mesh(model)) is not None), None
             )
 
-    def choose_kernel(self, query: torch.Tensor, shape: AttentionShape, scores: Scores) -> Kernel:
+    def choose_kernel(
+        self, query: torch.Tensor, shape: AttentionShape, scores: ScoreOptions
+    ) -> Kernel:
         """Choose the kernel for the device and dtype of a tensor, and layers of this shape."""
         widths = shape.head_dim, shape.value_head_dim
-        case = Case(query.device, query.dtype, *widths, scores, shape.heads_per_key_head)
+        case = KernelRequest(query.device, query.dtype, *widths, scores, shape.heads_per_key_head)
         kernel = select_kernel(self.config.kernel, case)
         self.kernel_names[kernel.name] = None
         return kernel

@@ -9,8 +9,8 @@ import torch
 
 from hf_distca.config import KernelName
 from hf_distca.errors import KernelError
-from hf_distca.kernels.base import Case, Kernel, Scores, TaskBatch
-from hf_distca.kernels.check import mismatch_reason
+from hf_distca.kernels.base import Kernel, KernelRequest, ScoreOptions, TaskBatch
+from hf_distca.kernels.check import compile_ahead, compile_failure_reason, mismatch_reason
 from hf_distca.kernels.cpu import CpuKernel
 from hf_distca.kernels.efficient import EFFICIENT
 from hf_distca.kernels.flash import (
@@ -21,15 +21,13 @@ from hf_distca.kernels.flash import (
     FLASH_ATTN_4,
     INTERFACE_4,
     import_error,
-    leave_room_for_messages,
 )
 from hf_distca.kernels.plain_torch import ReferenceKernel
-from hf_distca.kernels.variants import compile_ahead, compile_failure_reason
 
 __all__ = [
-    "Case",
+    "KernelRequest",
     "Kernel",
-    "Scores",
+    "ScoreOptions",
     "TaskBatch",
     "suggest_faster_kernel",
     "is_slow",
@@ -41,7 +39,7 @@ __all__ = [
 _logger = logging.getLogger("hf_distca")
 
 # Every kernel, in the order in which "auto" looks at them, and the type of device on which it takes
-# them: None for all, "" for kernels that run only if they are named, as one that is downloaded.
+# them: None for all, "" for kernels that run only if they are named, such as one to download.
 # CONTRIBUTING.md lists what else a new kernel needs. The order decides, and no clock: ranks with
 # the same GPU and packages make the same choice, and so does the next run. FlashAttention 4 stands
 # before 3: forward and backward together it is faster on Hopper, where its backward reaches 557 to
@@ -59,11 +57,11 @@ _KERNELS: tuple[tuple[Kernel, str | None], ...] = (
 # Major compute capabilities for which FlashAttention 4 is made, by what such GPUs are called.
 _MADE_FOR = {9: "Hopper", 10: "Blackwell"}
 
-# What has been logged: a case comes back in every micro-batch, and is logged once.
-_said: set[str] = set()
+# Messages that have been logged: a case comes back in every micro-batch, and is logged once.
+_logged: set[str] = set()
 
 
-def select_kernel(name: KernelName, case: Case) -> Kernel:
+def select_kernel(name: KernelName, case: KernelRequest) -> Kernel:
     """Return the kernel to run: the same object for the same kernel each time.
 
     Args:
@@ -74,31 +72,25 @@ def select_kernel(name: KernelName, case: Case) -> Kernel:
         KernelError: if the named kernel, or with "auto" every kernel, does not support the case or,
             on a GPU, computes it wrongly; with the reason and what to use.
     """
-    # With these, it is another question.
+    # Deterministic algorithms change the answer.
     return _select_once(name, case, torch.are_deterministic_algorithms_enabled())
 
 
 @lru_cache(maxsize=256)
-def _select_once(name: KernelName, case: Case, _deterministic: bool) -> Kernel:
+def _select_once(name: KernelName, case: KernelRequest, _deterministic: bool) -> Kernel:
     """Select like `select_kernel`, once per case: every layer of every micro-batch calls this."""
     automatic = name == "auto"
-    candidates = [
-        kernel
-        for kernel, where in _KERNELS
-        if (where in (case.device.type, None) if automatic else kernel.name == name)
-    ]
+    candidates = list_candidates(case, name)
     if not candidates:
         names = ["auto", *(kernel.name for kernel, _ in _KERNELS)]
         raise KernelError(
             f"There is no kernel {name!r}; choose one of {', '.join(map(repr, names))}."
         )
-    refused: list[str] = []
-    for kernel in candidates:
-        reason = unusable_reason(kernel, case) or compile_failure_reason(kernel, case)
-        if reason is None:
-            _announce(kernel.name, case, refused, automatic=automatic)
-            return kernel
-        refused.append(f"{kernel.name}: {reason}")
+    refused = [f"{kernel.name}: {reason}" for kernel, reason in candidates if reason is not None]
+    kernel, reason = candidates[-1]
+    if reason is None:
+        _announce(kernel.name, case, refused, automatic=automatic)
+        return kernel
     words = (
         f"{case.dtype} tensors on {case.device}{_describe_features(case.scores)}, with head dim"
         f" {case.head_dim} and value head dim {case.value_head_dim}"
@@ -113,53 +105,51 @@ def _select_once(name: KernelName, case: Case, _deterministic: bool) -> Kernel:
     )
 
 
-def unusable_reason(kernel: Kernel, case: Case) -> str | None:
-    """Return why a kernel cannot run a case, or why its results on that GPU are wrong; None if it
-    can.
+def unusable_reason(kernel: Kernel, case: KernelRequest) -> str | None:
+    """Return why a kernel cannot run a case, does not compile or computes it wrongly on that GPU;
+    None if it can.
 
     On a GPU the first question about a case makes the host wait, for what `hf_distca.kernels.check`
-    computes.
+    computes, and for compilers.
     """
     reason = kernel.unsupported_reason(case)
     if reason is not None or case.device.type != "cuda" or kernel.name == ReferenceKernel.name:
         return reason
     # Kernels have other code for windows and softcaps, whatever their sizes, and for deterministic
     # algorithms.
-    kind = Scores(
+    kind = ScoreOptions(
         1.0, *(None if value is None else 1 for value in (case.scores.window, case.scores.softcap))
     )
     return _check_once(
         kernel, case._replace(scores=kind), torch.are_deterministic_algorithms_enabled()
-    )
+    ) or compile_failure_reason(kernel, case)
 
 
 @lru_cache(maxsize=256)
-def _check_once(kernel: Kernel, case: Case, _deterministic: bool) -> str | None:
-    """Check a kernel on a GPU, also its variant that runs while messages travel.
-
-    Exceptions, such as a lack of memory, are not cached.
-    """
+def _check_once(kernel: Kernel, case: KernelRequest, _deterministic: bool) -> str | None:
+    """Check a kernel on a GPU. Exceptions, such as a lack of memory, are not cached."""
     with compile_ahead():
-        reasons = (
-            mismatch_reason(variant, case)
-            for variant in dict.fromkeys((kernel, leave_room_for_messages(kernel)))
-        )
-        return next((reason for reason in reasons if reason is not None), None)
+        return mismatch_reason(kernel, case)
 
 
-def list_candidates(case: Case) -> list[tuple[str, str | None]]:
-    """List the kernels that "auto" looks at for a case, in this order, each with the reason
-    why it cannot run; None for the one that is taken.
+def list_candidates(case: KernelRequest, name: str = "auto") -> list[tuple[Kernel, str | None]]:
+    """List the kernels to look at for a case, in this order, each with the reason why it cannot
+    run; None for the one that is taken, which is the last.
+
+    Args:
+        case: what it is to run.
+        name: a kernel, or "auto" for all that are taken on the device without being named.
     """
-    looked_at: list[tuple[str, str | None]] = []
-    for kernel in (kernel for kernel, where in _KERNELS if where in (case.device.type, None)):
-        looked_at.append((kernel.name, unusable_reason(kernel, case)))
-        if looked_at[-1][1] is None:
-            break
+    looked_at: list[tuple[Kernel, str | None]] = []
+    for kernel, where in _KERNELS:
+        if where in (case.device.type, None) if name == "auto" else kernel.name == name:
+            looked_at.append((kernel, unusable_reason(kernel, case)))
+            if looked_at[-1][1] is None:
+                break
     return looked_at
 
 
-def _announce(name: str, case: Case, refused: list[str], *, automatic: bool) -> None:
+def _announce(name: str, case: KernelRequest, refused: list[str], *, automatic: bool) -> None:
     """Log once which kernel runs; as a warning where "auto" found none of the fast ones of a
     GPU.
     """
@@ -167,9 +157,9 @@ def _announce(name: str, case: Case, refused: list[str], *, automatic: bool) -> 
         f"core attention in {case.dtype} on {case.device.type}{_describe_features(case.scores)}"
         f" runs in kernel {name!r}"
     )
-    if message in _said:
+    if message in _logged:
         return
-    _said.add(message)
+    _logged.add(message)
     why = f" ({'; '.join(refused)})" if refused else ""
     if refused and case.device.type == "cuda" and is_slow(name, case.dtype):
         _logger.warning(
@@ -186,13 +176,13 @@ def is_slow(name: str, dtype: torch.dtype) -> bool:
     return name == ReferenceKernel.name or (name == EFFICIENT.name and dtype == torch.float32)
 
 
-def _describe_features(scores: Scores) -> str:
+def _describe_features(scores: ScoreOptions) -> str:
     """Name the features of the scores besides their scale, as the end of a phrase."""
     present = [name for name in ("window", "softcap") if getattr(scores, name) is not None]
     return f" with {' and '.join(present)}" if present else ""
 
 
-def _suggest_speedup(case: Case) -> str:
+def _suggest_speedup(case: KernelRequest) -> str:
     """Describe how to get flash attention for a case on a GPU; "" where the head dimensions or the
     GPU rule it out.
     """

@@ -39,7 +39,7 @@ def disable_gradients(method: Callable[Given, Result]) -> Callable[Given, Result
 
 
 @dataclass(frozen=True, slots=True)
-class Scores:
+class ScoreOptions:
     """Rule that turns queries and keys into weights: softmax over the visible keys of cap(q k^T *
     scale).
 
@@ -75,7 +75,7 @@ class Scores:
         return self.window if self.window is not None and self.window < keys else None
 
 
-class Case(NamedTuple):
+class KernelRequest(NamedTuple):
     """The problem that a kernel is asked to run.
 
     Attributes:
@@ -90,7 +90,7 @@ class Case(NamedTuple):
     dtype: torch.dtype
     head_dim: int
     value_head_dim: int
-    scores: Scores
+    scores: ScoreOptions
     gqa_ratio: int = 2
 
 
@@ -149,8 +149,8 @@ class TaskBatch:
 
 
 class Operands(NamedTuple):
-    """Tensors that a task reads in forward: rows of queries first, then rows of keys, as in `Saved`
-    and in every message.
+    """Tensors that a task reads in forward: rows of queries first, then rows of keys, as in
+    `BackwardInputs` and in every message.
     """
 
     q_THD: torch.Tensor
@@ -165,7 +165,7 @@ class Outputs(NamedTuple):
     lse_TH: torch.Tensor
 
 
-class Saved(NamedTuple):
+class BackwardInputs(NamedTuple):
     """Tensors that a task reads in backward: rows of queries first, then rows of keys."""
 
     do_THV: torch.Tensor
@@ -191,9 +191,9 @@ class Grads(NamedTuple):
     dv_TKV: torch.Tensor
 
 
-Tensors = Operands | Outputs | Saved | Grads
+Tensors = Operands | Outputs | BackwardInputs | Grads
 # So many of them have a row per query, the others a row per key.
-_QUERY_TENSORS: dict[type, int] = {Operands: 1, Outputs: 2, Saved: 4, Grads: 1}
+_QUERY_TENSORS: dict[type, int] = {Operands: 1, Outputs: 2, BackwardInputs: 4, Grads: 1}
 
 
 def get_query_rows(tensors: Tensors) -> tuple[torch.Tensor, ...]:
@@ -232,11 +232,11 @@ class Kernel(Protocol):
 
     def __hash__(self) -> int: ...
 
-    def unsupported_reason(self, case: Case) -> str | None:
+    def unsupported_reason(self, case: KernelRequest) -> str | None:
         """Return why this kernel cannot run the given case, or None if it can."""
         ...
 
-    def forward(self, pools: Operands, tasks: TaskBatch, scores: Scores) -> Outputs:
+    def forward(self, pools: Operands, tasks: TaskBatch, scores: ScoreOptions) -> Outputs:
         """Compute attention output and log-sum-exp.
 
         Returns:
@@ -246,7 +246,7 @@ class Kernel(Protocol):
         """
         ...
 
-    def backward(self, pools: Saved, tasks: TaskBatch, scores: Scores) -> Grads:
+    def backward(self, pools: BackwardInputs, tasks: TaskBatch, scores: ScoreOptions) -> Grads:
         """Compute gradients of q, k and v, each the size of its pool, 0 where no task reaches.
 
         dk and dv of keys that several tasks share are summed in float32 (float64 for float64
@@ -270,7 +270,7 @@ def choose_key_gradient_dtype(tasks: TaskBatch, dtype: torch.dtype) -> torch.dty
     return choose_accumulation_dtype(dtype) if tasks.shares_keys else dtype
 
 
-def check_pools(pools: Operands | Saved, tasks: TaskBatch) -> None:
+def check_pools(pools: Operands | BackwardInputs, tasks: TaskBatch) -> None:
     """Raise if pools do not fit together or are shorter than the tasks need.
 
     Without this check on the host, a kernel that takes raw offsets would read foreign memory where
@@ -280,15 +280,15 @@ def check_pools(pools: Operands | Saved, tasks: TaskBatch) -> None:
     shapes = q, k, v = pools.q_THD.shape, pools.k_TKD.shape, pools.v_TKV.shape
     if tasks.derived.get(check_pools) == shapes:
         return
-    said = f"q {tuple(q)}, k {tuple(k)}, v {tuple(v)}"
+    shown = f"q {tuple(q)}, k {tuple(k)}, v {tuple(v)}"
     if not len(q) == len(k) == len(v) == 3:
-        raise KernelError(f"Pools must have the dimensions (tokens, heads, head dim), got {said}.")
+        raise KernelError(f"Pools must have the dimensions (tokens, heads, head dim), got {shown}.")
     if q[2] != k[2] or k[:2] != v[:2]:
         raise KernelError(
-            f"q and k must agree in head dim, k and v in tokens and heads, got {said}."
+            f"q and k must agree in head dim, k and v in tokens and heads, got {shown}."
         )
     if q[1] % max(k[1], 1):
-        raise KernelError(f"Query heads must be a multiple of key/value heads, got {said}.")
+        raise KernelError(f"Query heads must be a multiple of key/value heads, got {shown}.")
     most_rows, most_keys = tasks.required_sizes
     if most_rows <= q[0] and most_keys <= k[0]:
         tasks.derived[check_pools] = shapes

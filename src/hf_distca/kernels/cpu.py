@@ -29,12 +29,12 @@ import torch
 
 from hf_distca.borrowed import cpu_attention, cpu_attention_backward
 from hf_distca.kernels.base import (
-    Case,
+    BackwardInputs,
     Grads,
+    KernelRequest,
     Operands,
     Outputs,
-    Saved,
-    Scores,
+    ScoreOptions,
     TaskBatch,
     check_pools,
     choose_accumulation_dtype,
@@ -95,7 +95,7 @@ class _WorkList(NamedTuple):
     lengths: list[int]
 
     @classmethod
-    def from_tasks(cls, tasks: TaskBatch, scores: Scores, dtype: torch.dtype) -> Self:
+    def from_tasks(cls, tasks: TaskBatch, scores: ScoreOptions, dtype: torch.dtype) -> Self:
         """Build the work list of a task batch on pools of a dtype."""
         end, uncovered = 0, []
         for start, rows, *_ in sorted(tasks.runs):
@@ -123,7 +123,7 @@ class _WorkList(NamedTuple):
             room[uncovered].zero_()
         return room
 
-    def is_all_of(self, pools: Operands | Saved) -> bool:
+    def is_all_of(self, pools: Operands | BackwardInputs) -> bool:
         """Return whether consecutive whole documents fill the pools.
 
         The results of a single one need no copies.
@@ -140,7 +140,7 @@ class CpuKernel:
 
     name: ClassVar[str] = "cpu"
 
-    def unsupported_reason(self, case: Case) -> str | None:
+    def unsupported_reason(self, case: KernelRequest) -> str | None:
         """Return why it cannot run a case.
 
         Supports float64, float32, bfloat16 and float16 on CPUs, any
@@ -159,7 +159,7 @@ class CpuKernel:
         )
 
     @disable_gradients
-    def forward(self, pools: Operands, tasks: TaskBatch, scores: Scores) -> Outputs:
+    def forward(self, pools: Operands, tasks: TaskBatch, scores: ScoreOptions) -> Outputs:
         """See `Kernel.forward`."""
         check_pools(pools, tasks)
         q_THD = pools.q_THD
@@ -205,7 +205,7 @@ class CpuKernel:
         return Outputs(o_THV, lse_TH)
 
     @disable_gradients
-    def backward(self, pools: Saved, tasks: TaskBatch, scores: Scores) -> Grads:
+    def backward(self, pools: BackwardInputs, tasks: TaskBatch, scores: ScoreOptions) -> Grads:
         """See `Kernel.backward`."""
         check_pools(pools, tasks)
         do_THV, q_THD, o_THV, lse_TH, k_TKD, v_TKV = pools
@@ -260,7 +260,7 @@ class CpuKernel:
         )
         return Grads(dq_THD, dk_TKD.to(dtype), dv_TKV.to(dtype))
 
-    def _get_work(self, tasks: TaskBatch, scores: Scores, dtype: torch.dtype) -> _WorkList:
+    def _get_work(self, tasks: TaskBatch, scores: ScoreOptions, dtype: torch.dtype) -> _WorkList:
         work: _WorkList | None = tasks.derived.get((self, scores.window, dtype))
         if work is None:
             work = _WorkList.from_tasks(tasks, scores, dtype)
@@ -301,7 +301,7 @@ def _move_tokens_first(x_BHTD: torch.Tensor, width: int | None = None) -> torch.
     return x_THD if width in (None, x_THD.shape[-1]) else x_THD[..., :width]
 
 
-def _cut_tasks(tasks: TaskBatch, scores: Scores) -> Iterator[_Task]:
+def _cut_tasks(tasks: TaskBatch, scores: ScoreOptions) -> Iterator[_Task]:
     """Yield the tasks, in blocks of rows where a window hides keys from them."""
     for task in starmap(_Task, tasks.runs):
         window = scores.find_hiding_window(task.keys)
@@ -335,7 +335,7 @@ def _make_block_mask(window: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.zeros(hidden.shape, dtype=dtype, device="cpu").masked_fill_(hidden, float("-inf"))
 
 
-def _list_calls(task: _Task, scores: Scores, dtype: torch.dtype) -> list[_Call]:
+def _list_calls(task: _Task, scores: ScoreOptions, dtype: torch.dtype) -> list[_Call]:
     """List the calls that make up a task or block: a causal one of its last keys first."""
     if scores.window is not None and task.keys > scores.window:
         mask = _make_block_mask(scores.window, choose_accumulation_dtype(dtype))[

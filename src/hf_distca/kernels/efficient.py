@@ -27,12 +27,12 @@ import torch
 
 from hf_distca.borrowed import efficient_attention, efficient_attention_backward
 from hf_distca.kernels.base import (
-    Case,
+    BackwardInputs,
     Grads,
+    KernelRequest,
     Operands,
     Outputs,
-    Saved,
-    Scores,
+    ScoreOptions,
     TaskBatch,
     choose_accumulation_dtype,
     find_capability,
@@ -60,7 +60,7 @@ class AtenEfficient:
     takes_gaps = False
     width_multiple = 8
 
-    def forward(self, pools: Operands, sequences: Sequences, scores: Scores) -> Outputs:
+    def forward(self, pools: Operands, sequences: Sequences, scores: ScoreOptions) -> Outputs:
         """See `VarlenOp.forward`."""
         q_THD, k_TKD, v_TKD = map(_align, pools)
         places = _find_padded_rows(sequences, len(q_THD))
@@ -82,7 +82,7 @@ class AtenEfficient:
             lses.append(lse_BKM.transpose(1, 2).flatten(0, 1).index_select(0, places))
         return Outputs(_merge_query_groups(outputs), _merge_query_groups(lses))
 
-    def backward(self, pools: Saved, sequences: Sequences, scores: Scores) -> Grads:
+    def backward(self, pools: BackwardInputs, sequences: Sequences, scores: ScoreOptions) -> Grads:
         """See `VarlenOp.backward`."""
         if scores.window is not None and len(pools.q_THD) != len(pools.k_TKD):
             return self._run_backward_of_slices(pools, sequences, scores)
@@ -123,7 +123,9 @@ class AtenEfficient:
                 total.add_(grad[0])
         return Grads(_merge_query_groups(dq), sums[0].to(k_TKD.dtype), sums[1].to(v_TKD.dtype))
 
-    def _run_backward_of_slices(self, pools: Saved, sequences: Sequences, scores: Scores) -> Grads:
+    def _run_backward_of_slices(
+        self, pools: BackwardInputs, sequences: Sequences, scores: ScoreOptions
+    ) -> Grads:
         """Compute gradients with a window where some sequences have more keys than
         rows: such sequences get rows of 0 in front.
         """
@@ -136,11 +138,13 @@ class AtenEfficient:
         whole = Sequences(
             sequences.cu_keys, sequences.cu_keys, sequences.max_keys, sequences.max_keys
         )
-        dq_THD, dk_TKD, dv_TKD = self.backward(Saved(*padded, *get_key_rows(pools)), whole, scores)
+        dq_THD, dk_TKD, dv_TKD = self.backward(
+            BackwardInputs(*padded, *get_key_rows(pools)), whole, scores
+        )
         return Grads(dq_THD.index_select(0, places), dk_TKD, dv_TKD)
 
 
-def _make_options(scores: Scores) -> dict[str, Any]:
+def _make_options(scores: ScoreOptions) -> dict[str, Any]:
     """Return the scale, and the number of keys that a row sees, its own included."""
     return {"scale": scores.scale} | (
         {} if scores.window is None else {"window_size": scores.window}
@@ -187,7 +191,7 @@ def _number_rows(sequences: Sequences, rows: int) -> tuple[torch.Tensor, torch.T
     return row, torch.bucketize(row, sequences.cu_rows[1:], right=True)
 
 
-def _efficient_reason(case: Case) -> str | None:
+def _efficient_reason(case: KernelRequest) -> str | None:
     """Return why this kernel cannot run a case; None if it can."""
     capability = find_capability(case.device)
     return find_first_reason(

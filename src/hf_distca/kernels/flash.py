@@ -22,7 +22,6 @@ from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -30,13 +29,12 @@ from packaging.version import Version
 
 from hf_distca.borrowed import cuda_attention, cuda_attention_backward
 from hf_distca.kernels.base import (
-    Case,
+    BackwardInputs,
     Grads,
-    Kernel,
+    KernelRequest,
     Operands,
     Outputs,
-    Saved,
-    Scores,
+    ScoreOptions,
     find_capability,
     find_first_reason,
 )
@@ -47,18 +45,14 @@ _HALF_DTYPES = (torch.float16, torch.bfloat16)
 _MIN_FLASH_ATTN = (2, 7)  # older flash-attn has other names and return values
 # Major compute capabilities whose backward FlashAttention 4 has.
 _FA4_CAPABILITIES = (9, 10, 11, 12)
-# That FlashAttention 3, whose blocks stay to the end, leaves to messages. NCCL takes one for each
-# channel of an all-to-all; torch and its options neither tell nor bound how many
-# (https://github.com/NVIDIA/nccl/issues/1598, where it had 16). Not measured yet.
-_MESSAGE_MULTIPROCESSORS = 16
-# rows, more than the two blocks of 192 and 128 that FlashAttention 4 takes as one at most.
+# Rows: more than two blocks of FlashAttention 4, which have up to 192 rows.
 _MIN_LONGEST = 512
 _INTERFACE_3, INTERFACE_4 = "flash_attn_interface", "flash_attn.cute.interface"
 _INTERFACE_3_IN_PACKAGE = "flash_attn_3.flash_attn_interface"  # where wheels have it
 _HUB_3 = "kernels-community/flash-attn3"  # of the package `kernels`, which downloads it
 
 
-def flash_reason(case: Case) -> str | None:
+def flash_reason(case: KernelRequest) -> str | None:
     """Return why flash-attention 2, from wherever it comes, cannot run a case; None if it can."""
     device = case.device
     width = max(case.head_dim, case.value_head_dim)
@@ -115,7 +109,7 @@ class AtenFlash:
     takes_gaps = torch.version.hip is None
     width_multiple = 8
 
-    def forward(self, pools: Operands, sequences: Sequences, scores: Scores) -> Outputs:
+    def forward(self, pools: Operands, sequences: Sequences, scores: ScoreOptions) -> Outputs:
         """See `VarlenOp.forward`."""
         o_THD, lse_HT, *_ = cuda_attention(
             *pools,
@@ -128,7 +122,7 @@ class AtenFlash:
         )
         return Outputs(o_THD, lse_HT.T)
 
-    def backward(self, pools: Saved, sequences: Sequences, scores: Scores) -> Grads:
+    def backward(self, pools: BackwardInputs, sequences: Sequences, scores: ScoreOptions) -> Grads:
         """See `VarlenOp.backward`."""
         do_THD, q_THD, o_THD, lse_TH, k_TKD, v_TKD = pools
         return Grads(
@@ -148,7 +142,7 @@ class AtenFlash:
             )
         )
 
-    def _make_window(self, scores: Scores) -> dict[str, int]:
+    def _make_window(self, scores: ScoreOptions) -> dict[str, int]:
         """Return the window arguments: the op counts keys to the left of a row's own, and without
         arguments it hides none.
         """
@@ -199,7 +193,7 @@ class _PackageFlash:
     def __init__(self, package: _Package) -> None:
         self._package, self.width_multiple = package, package.width_multiple
 
-    def forward(self, pools: Operands, sequences: Sequences, scores: Scores) -> Outputs:
+    def forward(self, pools: Operands, sequences: Sequences, scores: ScoreOptions) -> Outputs:
         """See `VarlenOp.forward`."""
         package = self._package
         tensors = dict(zip("qkv", pools, strict=True))
@@ -209,7 +203,7 @@ class _PackageFlash:
         )
         return Outputs(o_THD, lse_HT.T)
 
-    def backward(self, pools: Saved, sequences: Sequences, scores: Scores) -> Grads:
+    def backward(self, pools: BackwardInputs, sequences: Sequences, scores: ScoreOptions) -> Grads:
         """See `VarlenOp.backward`."""
         package = self._package
         arguments = {
@@ -228,7 +222,7 @@ class _PackageFlash:
         function(**arguments, **dict(zip(("dq", "dk", "dv"), grads, strict=True)))
         return grads
 
-    def _make_options(self, sequences: Sequences, scores: Scores) -> dict[str, Any]:
+    def _make_options(self, sequences: Sequences, scores: ScoreOptions) -> dict[str, Any]:
         """Return the arguments that forward and backward have in common."""
         package, window = self._package, scores.window
         # Keys to the left of a row's own; causal attention sees none to the right.
@@ -302,17 +296,10 @@ def _import_once(name: str) -> Any:
 @cache
 def _find_version() -> tuple[int, ...] | None:
     """Return the numbers of the version of flash-attn; None if it is not installed."""
-    spec = find_spec("flash_attn")
-    # flash-attn-4 alone has flash_attn.cute, which makes flash_attn a namespace.
-    if spec is None or spec.origin is None:
-        return None
     try:
-        text = version("flash-attn")
-    except (
-        PackageNotFoundError
-    ):  # a source tree on the path, or another distribution that provides the module
-        text = str(getattr(import_module("flash_attn"), "__version__", "0"))
-    return Version(text).release
+        return Version(version("flash-attn")).release
+    except PackageNotFoundError:
+        return None
 
 
 def import_error(name: str = _INTERFACE_3) -> Exception | None:
@@ -323,7 +310,7 @@ def import_error(name: str = _INTERFACE_3) -> Exception | None:
     return module if isinstance(module, Exception) else None
 
 
-def _aten_reason(case: Case) -> str | None:
+def _aten_reason(case: KernelRequest) -> str | None:
     reason = flash_reason(case)
     if reason is None and case.scores.softcap is not None:
         return (
@@ -335,7 +322,7 @@ def _aten_reason(case: Case) -> str | None:
     return reason
 
 
-def _flash_attn_reason(case: Case) -> str | None:
+def _flash_attn_reason(case: KernelRequest) -> str | None:
     installed = _find_version()
     if installed is None:
         return "the package flash-attn is not installed: pip install flash-attn"
@@ -348,7 +335,7 @@ def _flash_attn_reason(case: Case) -> str | None:
 
 
 def _generation_reason(
-    case: Case, module: str, package: str, capabilities: Sequence[int], gpus: str
+    case: KernelRequest, module: str, package: str, capabilities: Sequence[int], gpus: str
 ) -> str | None:
     """Return why a package of FlashAttention 3 or 4, for GPUs of these major compute capabilities,
     cannot run a case.
@@ -362,11 +349,11 @@ def _generation_reason(
     return None
 
 
-def _flash_attn_3_reason(case: Case, module: str = _INTERFACE_3) -> str | None:
+def _flash_attn_3_reason(case: KernelRequest, module: str = _INTERFACE_3) -> str | None:
     return _generation_reason(case, module, "FlashAttention 3", (9,), "Hopper")
 
 
-def _flash_attn_4_reason(case: Case) -> str | None:
+def _flash_attn_4_reason(case: KernelRequest) -> str | None:
     width = max(case.head_dim, case.value_head_dim)
     if find_capability(case.device)[0] in _FA4_CAPABILITIES[1:] and 128 < width <= 248:
         return (
@@ -386,25 +373,12 @@ FLASH_ATTN = VarlenKernel(_PackageFlash(_FLASH_ATTN), "flash_attn", _flash_attn_
 # FlashAttention 3, from wheels of the PyTorch index or built from the folder hopper of the sources:
 # Hopper GPUs. Not run yet.
 FLASH_ATTN_3 = VarlenKernel(_PackageFlash(_FLASH_ATTN_3), "flash_attn_3", _flash_attn_3_reason)
-# The same while messages travel.
-FLASH_ATTN_3_WITH_ROOM = VarlenKernel(
-    _PackageFlash(replace(_FLASH_ATTN_3, options={"sm_margin": _MESSAGE_MULTIPROCESSORS})),
-    "flash_attn_3 during messages",
-    _flash_attn_3_reason,
-)
 # The same from a hub, only where it is asked for.
 FLASH_ATTN_3_HUB = VarlenKernel(
     _PackageFlash(replace(_FLASH_ATTN_3, module=_HUB_3)),
     _HUB_3,
     partial(_flash_attn_3_reason, module=_HUB_3),
 )
-# flash-attn-4, which compiles its kernels (`hf_distca.kernels.variants`): Hopper, and Blackwell
+# flash-attn-4, which compiles its kernels (`hf_distca.kernels.check`): Hopper, and Blackwell
 # with widths up to 128 and 256.
 FLASH_ATTN_4 = VarlenKernel(_PackageFlash(_FLASH_ATTN_4), "flash_attn_4", _flash_attn_4_reason)
-
-
-def leave_room_for_messages(kernel: Kernel) -> Kernel:
-    """Return the variant of a kernel that leaves multiprocessors to messages under way; for most
-    kernels the kernel itself.
-    """
-    return FLASH_ATTN_3_WITH_ROOM if kernel is FLASH_ATTN_3 else kernel

@@ -14,12 +14,12 @@ from typing import ClassVar
 import torch
 
 from hf_distca.kernels.base import (
-    Case,
+    BackwardInputs,
     Grads,
+    KernelRequest,
     Operands,
     Outputs,
-    Saved,
-    Scores,
+    ScoreOptions,
     TaskBatch,
     check_pools,
     choose_accumulation_dtype,
@@ -41,7 +41,7 @@ class _Chunk:
 
     rows: slice
     keys: slice
-    scores: Scores
+    scores: ScoreOptions
 
     def compute_scores(self, q_KGD: torch.Tensor, k_KTD: torch.Tensor) -> torch.Tensor:
         """Compute the scores of all rows with all keys, hidden ones too: (K, G, keys)."""
@@ -82,12 +82,12 @@ class ReferenceKernel:
 
     name: ClassVar[str] = "reference"
 
-    def unsupported_reason(self, case: Case) -> str | None:
+    def unsupported_reason(self, case: KernelRequest) -> str | None:
         """Return None for every floating dtype."""
         return None if case.dtype.is_floating_point else f"{case.dtype} is not a floating dtype"
 
     @torch.no_grad()
-    def forward(self, pools: Operands, tasks: TaskBatch, scores: Scores) -> Outputs:
+    def forward(self, pools: Operands, tasks: TaskBatch, scores: ScoreOptions) -> Outputs:
         """See `Kernel.forward`."""
         check_pools(pools, tasks)
         q_THD, k_TKD, v_TKV = pools
@@ -111,7 +111,7 @@ class ReferenceKernel:
         return Outputs(o_THV, lse_TH)
 
     @torch.no_grad()
-    def backward(self, pools: Saved, tasks: TaskBatch, scores: Scores) -> Grads:
+    def backward(self, pools: BackwardInputs, tasks: TaskBatch, scores: ScoreOptions) -> Grads:
         """See `Kernel.backward`."""
         check_pools(pools.operands, tasks)
         do_THV, q_THD, o_THV, lse_TH, k_TKD, v_TKV = pools
@@ -142,7 +142,7 @@ class ReferenceKernel:
         return Grads(dq_THD, dk_TKD.to(dtype), dv_TKV.to(dtype))
 
 
-def _cut_chunks(tasks: TaskBatch, heads: int, scores: Scores) -> Iterator[_Chunk]:
+def _cut_chunks(tasks: TaskBatch, heads: int, scores: ScoreOptions) -> Iterator[_Chunk]:
     """Cut the tasks into pieces of at most `_SCORES_PER_CHUNK` scores."""
     for query_start, query_length, key_start, key_length in tasks.runs:
         window = scores.find_hiding_window(key_length) or key_length

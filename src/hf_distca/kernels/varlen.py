@@ -26,12 +26,12 @@ from typing import NamedTuple, Protocol
 import torch
 
 from hf_distca.kernels.base import (
-    Case,
+    BackwardInputs,
     Grads,
+    KernelRequest,
     Operands,
     Outputs,
-    Saved,
-    Scores,
+    ScoreOptions,
     TaskBatch,
     check_pools,
     choose_accumulation_dtype,
@@ -74,11 +74,11 @@ class VarlenOp(Protocol):
     takes_gaps: bool
     width_multiple: int
 
-    def forward(self, pools: Operands, sequences: Sequences, scores: Scores) -> Outputs:
+    def forward(self, pools: Operands, sequences: Sequences, scores: ScoreOptions) -> Outputs:
         """Return output in q's dtype and log-sum-exp in the accumulation dtype, of any strides."""
         ...
 
-    def backward(self, pools: Saved, sequences: Sequences, scores: Scores) -> Grads:
+    def backward(self, pools: BackwardInputs, sequences: Sequences, scores: ScoreOptions) -> Grads:
         """Return gradients of q, k and v in their dtypes; do and o are contiguous."""
         ...
 
@@ -135,7 +135,7 @@ class _OpCall:
         """Set the outputs in the rows of gaps to 0."""
         return outputs if self.gaps is None else outputs.index_fill_(0, self.gaps, 0.0)
 
-    def drop_idle_window(self, scores: Scores) -> Scores:
+    def drop_idle_window(self, scores: ScoreOptions) -> ScoreOptions:
         """Drop a window that hides no key in this call: ops run plain causal attention faster."""
         if scores.window is None or scores.window < self.sequences.max_keys:
             return scores
@@ -151,11 +151,11 @@ class VarlenKernel:
         self,
         op: VarlenOp,
         name: str = "varlen",
-        why_not: Callable[[Case], str | None] | None = None,
+        why_not: Callable[[KernelRequest], str | None] | None = None,
     ) -> None:
         self._op, self.name, self._why_not = op, name, why_not
 
-    def unsupported_reason(self, case: Case) -> str | None:
+    def unsupported_reason(self, case: KernelRequest) -> str | None:
         """See `Kernel.unsupported_reason`."""
         return None if self._why_not is None else self._why_not(case)
 
@@ -178,7 +178,7 @@ class VarlenKernel:
         return calls
 
     @disable_gradients
-    def forward(self, pools: Operands, tasks: TaskBatch, scores: Scores) -> Outputs:
+    def forward(self, pools: Operands, tasks: TaskBatch, scores: ScoreOptions) -> Outputs:
         """See `Kernel.forward`."""
         check_pools(pools, tasks)
         q_THD, k_TKD, v_TKV = pools
@@ -209,7 +209,7 @@ class VarlenKernel:
         return Outputs(o_THV, lse_TH)
 
     @disable_gradients
-    def backward(self, pools: Saved, tasks: TaskBatch, scores: Scores) -> Grads:
+    def backward(self, pools: BackwardInputs, tasks: TaskBatch, scores: ScoreOptions) -> Grads:
         """See `Kernel.backward`."""
         check_pools(pools, tasks)
         do_THV, q_THD, o_THV, lse_TH, k_TKD, v_TKV = pools
@@ -217,7 +217,7 @@ class VarlenKernel:
         value_width = v_TKV.shape[2]
         width = self._choose_width(q_THD, v_TKV)
         rows = pad_last(do_THV, width), pad_last(q_THD, width), pad_last(o_THV, width), lse_TH
-        padded = Saved(*rows, pad_last(k_TKD, width), pad_last(v_TKV, width))
+        padded = BackwardInputs(*rows, pad_last(k_TKD, width), pad_last(v_TKV, width))
         calls = self._get_calls(tasks, pools)
         if len(calls) == 1 and calls[0].rows.is_whole(q_THD) and calls[0].keys.is_whole(k_TKD):
             taken = padded._replace(
@@ -237,7 +237,7 @@ class VarlenKernel:
         for call in calls:
             do, q, o, lse = map(call.rows.take, get_query_rows(padded))
             keys = map(call.keys.take, get_key_rows(padded))
-            taken = Saved(do.contiguous(), q, o.contiguous(), lse, *keys)
+            taken = BackwardInputs(do.contiguous(), q, o.contiguous(), lse, *keys)
             dq, dk, dv = self._op.backward(taken, call.sequences, call.drop_idle_window(scores))
             call.rows.put(dq_THD, _cut_width(dq, key_width))
             call.keys.add(dk_TKD, _cut_width(dk, key_width))
@@ -251,7 +251,7 @@ class VarlenKernel:
         multiple = self._op.width_multiple
         return -(-max(q_THD.shape[2], v_TKV.shape[2]) // multiple) * multiple
 
-    def _get_calls(self, tasks: TaskBatch, pools: Operands | Saved) -> tuple[_OpCall, ...]:
+    def _get_calls(self, tasks: TaskBatch, pools: Operands | BackwardInputs) -> tuple[_OpCall, ...]:
         """Return the calls of a batch on pools of these lengths, made by the first layer."""
         device = pools.q_THD.device
         rows = len(pools.q_THD)

@@ -18,7 +18,7 @@ from hf_distca.borrowed import is_in_backward
 from hf_distca.errors import DistCADesyncError, UnsupportedError
 from hf_distca.integration.handle import ForwardBatch, LayerPlan, LayerPlanner
 from hf_distca.integration.session import Session
-from hf_distca.kernels.base import Grads, Outputs, Scores, TaskBatch
+from hf_distca.kernels.base import Grads, Outputs, ScoreOptions, TaskBatch
 from hf_distca.kernels.varlen import to_device
 from hf_distca.pipeline.tick_calls import CallPart, LayerKind, MicroBatch, MicroBatchPart, OwnCall
 from hf_distca.runtime.call import AttentionServer, Inputs, LayerExchange
@@ -69,7 +69,7 @@ class LayerKindRecorder(LayerPlanner):
         return plan
 
     def _record(
-        self, key: PlanKey, module: torch.nn.Module, inputs: Inputs, scores: Scores
+        self, key: PlanKey, module: torch.nn.Module, inputs: Inputs, scores: ScoreOptions
     ) -> torch.Tensor:
         """Record the kind of a call, and return zeros: nobody looks at the outputs."""
         if id(module) in self.kinds:
@@ -152,10 +152,9 @@ class StageAttention(LayerPlanner):
         key: PlanKey,
         module: torch.nn.Module,
         inputs: Inputs,
-        scores: Scores,
+        scores: ScoreOptions,
     ) -> torch.Tensor:
         """Make a call of a micro-batch, in its forward or in a recompute."""
-        self.group.raise_pending()
         again = is_in_backward()
         kind = LayerKind.from_call(key, inputs, scores)
         if id(module) not in self.modules:
@@ -191,7 +190,7 @@ class StageAttention(LayerPlanner):
     def make_server(self, part: CallPart) -> AttentionServer:
         """Make the server that runs the tasks of a call."""
         kind = part.kind
-        scores = Scores(kind.scale, part.window, kind.softcap)
+        scores = ScoreOptions(kind.scale, part.window, kind.softcap)
         query = kind.make_empty_operands(self.device).q_THD
         return AttentionServer(
             self.session.choose_kernel(query, kind.key.shape, scores),

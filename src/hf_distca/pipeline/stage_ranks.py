@@ -72,7 +72,7 @@ def find_ranks(
         _find_members(stage, session), timeout_seconds=session.config.timeout_seconds
     )
     hashes = group.gather(
-        np.array([hash_settings(facts)]), doing="comparing the models of the pipeline stages"
+        np.array([hash_settings(facts)]), activity="comparing the models of the pipeline stages"
     )
     check_facts(group, [int(row[0]) for row in hashes], facts, "the first step")
     _check_settings(session.config, group)
@@ -86,7 +86,7 @@ def find_ranks(
         None if weight is None else weight.requires_grad,
         [kind.numbers for kind in kinds.values()],
     )
-    rows = group.gather(facts_of_stage.to_row(), doing="meeting the other pipeline stages")
+    rows = group.gather(facts_of_stage.to_row(), activity="meeting the other pipeline stages")
     pipeline = _make_pipeline(
         [StageFacts(*json.loads(row.tobytes())) for row in rows], group, stage.device.type
     )

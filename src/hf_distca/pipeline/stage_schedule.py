@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -38,7 +37,7 @@ from hf_distca.pipeline.ticks import (
     TickPlans,
     order_ticks,
 )
-from hf_distca.runtime.group import AttentionGroup, Rendezvous
+from hf_distca.runtime.group import AttentionGroup
 
 # How a batch was loaded. They are no numbers that another announcement begins with.
 _STATED, _SHARES = -1, -2
@@ -86,7 +85,6 @@ class Schedule(OneStageSchedule):
         self._ranks: tuple[Pipeline, StageAttention] | None = None  # found in the first step
         self._packed: Sequence[PackedDocuments] | None = None
         self._steps = 0
-        self._comparing: Rendezvous | None = None  # of the last step with shares
 
     def step(
         self, *args: Any, distca_documents: Sequence[PackedDocuments] | None = None, **kwargs: Any
@@ -211,9 +209,7 @@ class Schedule(OneStageSchedule):
         shape: tuple[int, int],
         name: str,
     ) -> TickPlans:
-        """Plan all ticks: from one announcement, or from dealt shares, which hold all documents, so
-        that no rank waits.
-        """
+        """Plan all ticks: from one announcement, or from dealt shares, which hold all documents."""
         planner = self._session.planner
         config = self._session.config
         shares = [read.dealt_share for read in documents if read.dealt_share is not None]
@@ -258,15 +254,8 @@ class Schedule(OneStageSchedule):
                 *shape,
                 compute_checksum(self.stage.unwrapped.tied_weight),
             )
-            check = partial(check_steps, group, facts=facts, copies=pipeline.copies, place=place)
-            if not are_dealt:
-                check(group.gather(np.array(row), doing=f"comparing plans of {place}"))
-                return plans
-            if self._comparing is not None:
-                self._comparing.wait()
-            self._comparing = group.gather_async(
-                np.array(row), doing=f"comparing shares of {place}", on_arrival=check
-            )
+            rows = group.gather(np.array(row), activity=f"comparing plans of {place}")
+            check_steps(group, rows, facts, pipeline.copies, place)
         return plans
 
     def _uses_nano_batches(self, documents: Sequence[Documents]) -> bool:

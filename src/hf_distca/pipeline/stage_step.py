@@ -184,7 +184,7 @@ class Messages:
         self._ops = ops  # what is sent must stay until it has left
         self._works = list[dist.Work | None](dist.batch_isend_irecv(list(ops)) if ops else ())
 
-    def wait(self, group: AttentionGroup, doing: str) -> None:
+    def wait(self, group: AttentionGroup, activity: str) -> None:
         """Wait until all have arrived and left; over gloo no longer than the ranks of the group
         wait for each other.
         """
@@ -197,7 +197,9 @@ class Messages:
         try:
             wait_for_works(self._works, deadline if over_gloo else None)
         except RuntimeError as error:
-            raise error if group.monitor is None else group.monitor.give_up(doing, error) from error
+            raise (
+                error if group.monitor is None else group.monitor.give_up(activity, error)
+            ) from error
 
 
 @torch.no_grad()
@@ -250,11 +252,11 @@ def sum_tied_gradients(
     local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
     arriving = torch.empty_like(local)
     peer = 0 if stage.is_last else stage.num_stages - 1
-    with group.report_errors(doing := f"adding the gradients of the tied embedding in {name}"):
+    with group.report_errors(activity := f"adding the gradients of the tied embedding in {name}"):
         tensors = ((dist.isend, local), (dist.irecv, arriving))
         Messages(
             [dist.P2POp(way, tensor, group=stage.group, group_peer=peer) for way, tensor in tensors]
-        ).wait(group, doing)
+        ).wait(group, activity)
     local.add_(arriving)
     if before is not None:
         gradient.add_(before)

@@ -16,9 +16,8 @@ from hf_distca.agreement.documents import Documents
 from hf_distca.config import DistCAConfig
 from hf_distca.errors import DistCADesyncError, UnsupportedError
 from hf_distca.integration.nano_batches import choose_cut
-from hf_distca.kernels.base import Operands, Scores
-from hf_distca.runtime.call import Inputs
-from hf_distca.runtime.empty_rows import make_empty_operands
+from hf_distca.kernels.base import Operands, ScoreOptions
+from hf_distca.runtime.call import Inputs, make_empty_operands
 from hf_distca.runtime.outputs import OutputStore
 from hf_distca.runtime.route import Route
 from hf_distca.schedule.cost import AttentionShape
@@ -60,7 +59,7 @@ class LayerKind(NamedTuple):
     Attributes:
         key: plan of its tasks.
         dtype: dtype of q, k and v.
-        scale, softcap: see `Scores`.
+        scale, softcap: see `ScoreOptions`.
     """
 
     key: PlanKey
@@ -69,7 +68,7 @@ class LayerKind(NamedTuple):
     softcap: float | None
 
     @classmethod
-    def from_call(cls, key: PlanKey, inputs: Inputs, scores: Scores) -> LayerKind:
+    def from_call(cls, key: PlanKey, inputs: Inputs, scores: ScoreOptions) -> LayerKind:
         """Return the kind of a call; raise if stages cannot run in its dtype."""
         dtype = inputs.q_THD.dtype
         if dtype not in DTYPES:

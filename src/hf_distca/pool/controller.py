@@ -110,8 +110,8 @@ class PoolController:
                 words.send([step, said, serial, forgotten])
             except OSError as error:
                 if group.monitor is not None:
-                    doing = f"telling {name} what comes next"
-                    raise group.monitor.give_up(doing, error) from error
+                    activity = f"telling {name} what comes next"
+                    raise group.monitor.give_up(activity, error) from error
                 raise DistCADesyncError(
                     f"{name} has ended ({error}): look at its log, and start it again."
                 ) from error

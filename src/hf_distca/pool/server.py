@@ -31,7 +31,7 @@ from hf_distca.borrowed import Store, TCPStore
 from hf_distca.errors import DistCADesyncError, make_printable
 from hf_distca.integration.handle import LayerPlan, LayerPlanner
 from hf_distca.integration.session import Session
-from hf_distca.kernels.base import Grads, Outputs, Scores
+from hf_distca.kernels.base import Grads, Outputs, ScoreOptions
 from hf_distca.package_versions import list_versions
 from hf_distca.pool.door import accept, find_refusal, refuse
 from hf_distca.pool.observer import PoolRanks
@@ -43,8 +43,7 @@ from hf_distca.pool.words import (
     read_requests,
     read_share,
 )
-from hf_distca.runtime.call import AttentionServer, LayerExchange
-from hf_distca.runtime.empty_rows import make_empty_operands
+from hf_distca.runtime.call import AttentionServer, LayerExchange, make_empty_operands
 from hf_distca.runtime.meter import Meter
 from hf_distca.runtime.trial import exchange
 
@@ -238,7 +237,7 @@ class Server:
         """Begin a call, when a layer sends its queries, keys and values."""
         session, key, used = self._known[work]
         operands = make_empty_operands(key.shape, read_dtype(layer["dtype"]), self._device)
-        scores = Scores(layer["scale"], used.window, layer["softcap"])
+        scores = ScoreOptions(layer["scale"], used.window, layer["softcap"])
         kernel = session.choose_kernel(operands.q_THD, key.shape, scores)
         server = AttentionServer(kernel, scores, used.meter)
         self._calls[call] = taken = LayerExchange(used.route, used.group, server, None, place)

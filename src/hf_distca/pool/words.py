@@ -130,7 +130,6 @@ def _encode(value: Any) -> Any:
             return {
                 "batch": value.batch_id,
                 "documents": value.digest,
-                "config": value.loader_config,
                 "layouts": [
                     (layout.document, layout.start, layout.length, layout.offsets)
                     for layout in value.layouts
@@ -185,5 +184,4 @@ def read_share(share: Mapping[str, Any]) -> DealtShare:
             for document, start, length, offsets in share["layouts"]
         ),
         share["documents"],
-        read_config(share["config"]),
     )

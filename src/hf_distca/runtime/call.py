@@ -1,13 +1,13 @@
 """A layer's call of core attention on one rank: its messages and tasks, forward and backward.
 
-It has three phases, forward and backward: `begin`, `serve` and `finish`. They consist of these
-steps, in this order: `send_queries_and_keys`; `forward_keys`, `run_local` and `run_pooled`, which
-sends results back; and `collect`. With `Operands` they run forward, and results are `Outputs`; with
-`Saved` they run backward, and results are `Grads`. Steps that start an exchange return it; the step
-that waits for it takes it as an argument.
+It has three phases, forward and backward: `begin` sends queries and keys, `serve` runs tasks and
+sends results back, and `finish` waits for results. `serve` has three steps: `forward_keys`,
+`run_local` and `run_pooled`. With `Operands` they run forward, and results are `Outputs`; with
+`BackwardInputs` they run backward, and results are `Grads`. Steps that start an exchange return it;
+the step that waits for it takes it as an argument.
 
 `home` holds the tensors of this rank's own tokens. This code runs between the launches of every
-layer: what the route knows is not computed here, and what can be said without a Python call is.
+layer: it computes nothing that the route knows, and avoids Python calls.
 """
 
 from __future__ import annotations
@@ -20,22 +20,21 @@ import torch
 
 from hf_distca.borrowed import is_profiling
 from hf_distca.kernels.base import (
+    BackwardInputs,
     Grads,
     Kernel,
     Operands,
     Outputs,
-    Saved,
-    Scores,
+    ScoreOptions,
     TaskBatch,
     Tensors,
 )
-from hf_distca.kernels.flash import leave_room_for_messages
-from hf_distca.runtime.empty_rows import make_empty_results, make_empty_saved
 from hf_distca.runtime.group import AttentionGroup, Phase
 from hf_distca.runtime.messages import MessagePart, Pending, enter_side_stream, launch, put_rows
 from hf_distca.runtime.meter import Meter, get_clock, show
 from hf_distca.runtime.outputs import LayerOutputs
 from hf_distca.runtime.route import KeyRelay, Pool, PooledTasks, Route
+from hf_distca.schedule.cost import AttentionShape
 
 Handed = TypeVar("Handed", bound=Tensors)
 Results = TypeVar("Results", bound=Outputs | Grads)
@@ -97,6 +96,24 @@ class Inputs(NamedTuple):
         )
 
 
+def make_empty_operands(
+    shape: AttentionShape, dtype: torch.dtype, device: torch.device
+) -> Operands:
+    """Make q, k and v of a layer without rows."""
+    queries, keys = shape.query_heads, shape.key_value_heads
+    widths = (queries, shape.head_dim), (keys, shape.head_dim), (keys, shape.value_head_dim)
+    return Operands(*(torch.empty((0, *width), dtype=dtype, device=device) for width in widths))
+
+
+def make_empty_saved(operands: Operands) -> BackwardInputs:
+    """Make what backward reads of a layer without rows, from its `make_empty_operands`."""
+    q_THD, k_TKD, v_TKV = operands
+    # Kernels put log-sum-exps out in float32 at least.
+    lse_TH = q_THD.new_empty(q_THD.shape[:2], dtype=torch.promote_types(q_THD.dtype, torch.float32))
+    o_THV = q_THD.new_empty((*q_THD.shape[:2], v_TKV.shape[2]))
+    return BackwardInputs(o_THV, q_THD, o_THV, lse_TH, k_TKD, v_TKV)
+
+
 @dataclass(frozen=True, eq=False)
 class AttentionServer:
     """A rank in its role of running CA-tasks, with one kernel. Keeps nothing between calls.
@@ -108,31 +125,25 @@ class AttentionServer:
     """
 
     kernel: Kernel
-    scores: Scores
+    scores: ScoreOptions
     meter: Meter
 
-    def run(
-        self, pools: Operands | Saved, tasks: TaskBatch, *, leaves_room: bool = False
-    ) -> Outputs | Grads:
-        """Compute outputs of a batch, or its gradients; zeros in rows that no task covers.
-
-        With `leaves_room` the kernel leaves room for messages.
-        """
+    def run(self, pools: Operands | BackwardInputs, tasks: TaskBatch) -> Outputs | Grads:
+        """Compute outputs of a batch, or its gradients; zeros in rows that no task covers."""
         device_type = pools.q_THD.device.type
         if is_profiling() or torch.is_autocast_enabled(device_type):
             # Kernels compute in the dtypes that they are given, and in wider ones: the user's
             # autocast is not for them.
             with show("server"), torch.autocast(device_type, enabled=False):
-                return self._compute(pools, tasks, leaves_room)
-        return self._compute(pools, tasks, leaves_room)
+                return self._compute(pools, tasks)
+        return self._compute(pools, tasks)
 
-    def _compute(
-        self, pools: Operands | Saved, tasks: TaskBatch, leaves_room: bool
-    ) -> Outputs | Grads:
-        backward = isinstance(pools, Saved)
+    def _compute(self, pools: Operands | BackwardInputs, tasks: TaskBatch) -> Outputs | Grads:
+        backward = isinstance(pools, BackwardInputs)
         self.meter.count(kernel_calls=1, backward_calls=int(backward))
-        kernel = leave_room_for_messages(self.kernel) if leaves_room else self.kernel
-        compute: Callable[..., Outputs | Grads] = kernel.backward if backward else kernel.forward
+        compute: Callable[..., Outputs | Grads] = (
+            self.kernel.backward if backward else self.kernel.forward
+        )
         clock = get_clock(pools.q_THD.device) if self.meter.timed else float
         begin = clock()
         results = compute(pools, tasks, self.scores)
@@ -166,7 +177,7 @@ class LayerExchange:
         self.label, self.stored = label, stored
         recorded = None if stored is None else stored.take_recorded()
         self.recomputed_outputs = None if recorded is None else Outputs(*recorded)
-        self.backward, self._has_rows = False, True
+        self.backward = False
         self.exchanges = route.exchanges
         # Of the tensors that travel to a server, and of results, so many have a row per query, and
         # the others a row per key.
@@ -175,33 +186,53 @@ class LayerExchange:
         # Gradients of received queries, and those of the key pool, wide enough for sums.
         self._relay_buffers: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
 
-    def begin(self, tokens: Operands | Saved) -> None:
+    def begin(self, tokens: Operands | BackwardInputs) -> None:
         """Launch the first dispatch, forward or, once that has begun, backward."""
         self._enter_phase("begin", tokens.q_THD.dtype)
-        dispatch = self.send_queries_and_keys(split_head_groups(tokens, self.route.groups))
+        dispatch = None
+        # A pipeline may exchange in one direction only: then there is nothing to launch in the
+        # other one, and nothing to wait for.
+        if self.route.exchanges:
+            home, pooled = split_head_groups(tokens, self.route.groups), self.route.pooled
+            rows = [pooled.queries] * self._sent_queries + [pooled.keys] * 2
+            # Log-sum-exps lie as kernels give them.
+            parts = [MessagePart(t.contiguous(), sent) for t, sent in zip(home, rows, strict=True)]
+            dispatch = self._launch(parts, "dispatch", dispatches=1)
         self._stashed = tokens, dispatch
 
     def begin_without_rows(self, operands: Operands) -> None:
         """Begin on a rank that runs tasks of others only, with `make_empty_operands` of the
         layer.
         """
-        self._has_rows = False
         self.begin(make_empty_saved(operands) if self.backward else operands)
 
     def serve(self) -> None:
         """Run the tasks of this rank, and send their results back."""
-        kind: type[Operands] | type[Saved] = Saved if self.backward else Operands
+        kind: type[Operands] | type[BackwardInputs] = BackwardInputs if self.backward else Operands
         tokens, dispatch = self._pop_stashed(kind)
         self._enter_phase("serve")
         home = split_head_groups(tokens, self.route.groups)
         dispatch = self.forward_keys(home, dispatch)
-        results = self.run_local(tokens) if self._has_rows else make_empty_results(home)
-        self._stashed = self.run_pooled(home, results, dispatch)
+        self._stashed = self.run_pooled(home, self.run_local(tokens), dispatch)
 
     def finish(self, kind: type[Results]) -> Results:
-        """Wait for the results of this rank's own rows, and return them."""
+        """Wait for the results of this rank's own rows, and return them; gradients of keys may be
+        new tensors, wide enough for sums.
+        """
         self._enter_phase("finish")
-        return self.collect(*self._pop_stashed(kind))
+        results, returned = self._pop_stashed(kind)
+        if returned is None:
+            return results
+        pooled, queries = self.route.pooled, self._returned_queries
+        if pooled.relay is not None and len(results) > queries:
+            returned = self._send_home(pooled.relay, returned)
+        received = self._await_sections(returned, "return")
+        clock = get_clock(returned.device)
+        begin = clock()
+        put_rows(results[:queries], pooled.queries.returned, received[:queries])
+        sums = list(map(pooled.add_copies, results[queries:], received[queries:]))
+        self.server.meter.span("unpack", begin, clock())
+        return type(results)(*results[:queries], *sums)
 
     def _enter_phase(self, phase: Phase, dtype: torch.dtype | None = None) -> None:
         if self.group.observer is not None:
@@ -215,7 +246,7 @@ class LayerExchange:
         handed, self._stashed = self._stashed, None
         if handed is None or not isinstance(handed[0], kind):
             raise RuntimeError(
-                "core attention ran out of order: what its next step needs was never made"
+                "core attention ran out of order: the previous phase has not run in this direction"
             )
         return handed[0], handed[1]
 
@@ -228,20 +259,9 @@ class LayerExchange:
         if self.stored is not None:
             self.stored.discard()
 
-    # A pipeline may exchange in one direction only. In the other one there is nothing to launch and
-    # nothing to wait for.
-
-    def send_queries_and_keys(self, home: Operands | Saved) -> Pending | None:
-        """Send this rank's own rows to the servers."""
-        if not self.route.exchanges:
-            return None
-        pooled = self.route.pooled
-        rows = [pooled.queries] * self._sent_queries + [pooled.keys] * 2
-        # Log-sum-exps lie as kernels give them.
-        parts = [MessagePart(t.contiguous(), sent) for t, sent in zip(home, rows, strict=True)]
-        return self._launch(parts, "dispatch", dispatches=1)
-
-    def forward_keys(self, home: Operands | Saved, dispatch: Pending | None) -> Pending | None:
+    def forward_keys(
+        self, home: Operands | BackwardInputs, dispatch: Pending | None
+    ) -> Pending | None:
         """Wait for the dispatch, and forward the keys that this rank relays; without relays return
         the dispatch.
 
@@ -264,7 +284,7 @@ class LayerExchange:
             second.earlier_transfer = first
         return second
 
-    def run_local(self, home: Operands | Saved) -> Outputs | Grads:
+    def run_local(self, home: Operands | BackwardInputs) -> Outputs | Grads:
         """Run this rank's own tasks, which wait for no message.
 
         Return results of all its tokens, in rows of head groups.
@@ -286,12 +306,12 @@ class LayerExchange:
         return type(results)(*results[:queries], *sums)
 
     def run_pooled(
-        self, home: Operands | Saved, results: Results, dispatch: Pending | None
+        self, home: Operands | BackwardInputs, results: Results, dispatch: Pending | None
     ) -> tuple[Results, Pending | None]:
         """Run the tasks that a dispatch brings, write this rank's own rows into `results`, and send
         the others back.
 
-        Where keys are relayed, gradients of keys go to the relays first, and `collect` sends all of
+        Where keys are relayed, gradients of keys go to the relays first, and `finish` sends all of
         them home.
 
         Returns:
@@ -325,31 +345,10 @@ class LayerExchange:
         put_rows(results[:queries], pooled.query_pool.own_copies, [[pool] for pool in query_pools])
         return type(results)(*results[:queries], *sums), returned
 
-    def collect(self, results: Results, returned: Pending | None) -> Results:
-        """Wait for a return and write the received rows into `results`.
-
-        Return them; gradients of keys may be new tensors, as above.
-        """
-        if returned is None:
-            return results
-        pooled, queries = self.route.pooled, self._returned_queries
-        if pooled.relay is not None and len(results) > queries:
-            returned = self._send_home(pooled.relay, returned)
-        received = self._await_sections(returned, "return")
-        clock = get_clock(returned.device)
-        begin = clock()
-        put_rows(results[:queries], pooled.queries.returned, received[:queries])
-        sums = list(map(pooled.add_copies, results[queries:], received[queries:]))
-        self.server.meter.span("unpack", begin, clock())
-        return type(results)(*results[:queries], *sums)
-
-    def _run(self, pools: Operands | Saved, tasks: TaskBatch) -> Outputs | Grads:
-        """Run tasks, leaving room for messages if any are under way, of this call or of the other
-        nano-batch. Others hear of an error.
-        """
-        data = self.group.data
+    def _run(self, pools: Operands | BackwardInputs, tasks: TaskBatch) -> Outputs | Grads:
+        """Run tasks. Report an error to the other ranks, which would wait for this one."""
         try:
-            return self.server.run(pools, tasks, leaves_room=data is not None and data.under_way)
+            return self.server.run(pools, tasks)
         except Exception:
             with self.group.report_errors(f"computing {self.label}"):
                 raise
@@ -393,7 +392,7 @@ class LayerExchange:
         with show(name):
             begin = clock()
             pending = launch(
-                self.group.data, parts, self.route.pooled.layouts, purpose, self.group.is_near
+                self.group.data, parts, self.route.pooled.layouts, purpose, self.group.node_ranks
             )
             counted["sent_bytes"] = pending.layout.payload
             counted["between_bytes"] = pending.layout.between
@@ -412,8 +411,8 @@ class LayerExchange:
         return received
 
     def _build_pools(
-        self, pooled: PooledTasks, home: Operands | Saved, dispatch: Pending | None
-    ) -> Operands | Saved:
+        self, pooled: PooledTasks, home: Operands | BackwardInputs, dispatch: Pending | None
+    ) -> Operands | BackwardInputs:
         """Build the pools that tasks read.
 
         Rows go from the message straight to their pools, and the message is freed. The pools are

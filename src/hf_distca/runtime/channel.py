@@ -56,14 +56,6 @@ class Channel:
         """Seconds of a bounded wait; the rest of the timeout is for the words of other ranks."""
         return self.timeout_seconds - compute_reserved_seconds(self.timeout_seconds)
 
-    @property
-    def under_way(self) -> bool:
-        """True if there are messages that this rank has not waited for."""
-        for transfer in tuple(self.monitor.under_way):  # noqa: SIM110 - a generator takes calls
-            if transfer.works:
-                return True
-        return False
-
     def start(
         self,
         received: torch.Tensor,
@@ -82,20 +74,20 @@ class Channel:
             purpose: purpose of the exchange in words that are the same on every rank, such as
                 "dispatch in forward of layer 3 of micro-batch 7".
         """
-        doing = f"waiting for the {purpose}"
-        tag = zlib.crc32(doing.encode()) % BREAK_TAG
-        self.checksum = zlib.crc32(doing.encode(), self.checksum)
+        activity = f"waiting for the {purpose}"
+        tag = zlib.crc32(activity.encode()) % BREAK_TAG
+        self.checksum = zlib.crc32(activity.encode(), self.checksum)
         landing = None
         if self._is_staged(received):
             landing, received = received, torch.empty_like(received, device="cpu")
             sent = sent.to("cpu", copy=True)
-        transfer = Transfer(self, [], received, sent, doing, tag, landing)
+        transfer = Transfer(self, [], received, sent, activity, tag, landing)
         self.monitor.under_way.add(transfer)
         launch = self._start_tagged if self.is_gloo else self._start_all_to_all
         try:
             launch(transfer, receive_bytes, send_bytes)
         except RuntimeError as error:
-            raise self.monitor.give_up(doing, error) from error
+            raise self.monitor.give_up(activity, error) from error
         return transfer
 
     def _is_staged(self, message: torch.Tensor) -> bool:
@@ -121,8 +113,7 @@ class Channel:
         sent = _split_messages(transfer.sent, send_bytes)
         if rank_here in sent:
             received.pop(rank_here).copy_(sent.pop(rank_here))
-        # One message after another: if a rank has left, those that were started before must be seen
-        # through.
+        # One message after another: if a rank has left, those already started must be completed.
         for rank, message in received.items():
             if len(message):
                 transfer.works.append(dist.irecv(message, group=group, group_src=rank, tag=tag))
@@ -143,7 +134,7 @@ class Transfer:
     works: list[dist.Work | None]
     received: torch.Tensor
     sent: torch.Tensor
-    doing: str
+    activity: str
     tag: int
     landing: torch.Tensor | None
 
@@ -154,12 +145,12 @@ class Transfer:
             DistCADesyncError: if other ranks do not take part in time.
         """
         channel = self.channel
-        # From now on: what this rank did since the launch is not the others' time.
+        # The timeout begins now: time that this rank spent since the launch is not the others'.
         deadline = time.monotonic() + channel.wait_seconds if channel.is_gloo else None
         try:
             wait_for_works(self.works, deadline)
         except RuntimeError as error:
-            raise channel.monitor.give_up(self.doing, error) from error
+            raise channel.monitor.give_up(self.activity, error) from error
         if self.landing is not None:
             self.landing.copy_(self.received)
 

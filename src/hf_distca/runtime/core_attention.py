@@ -40,7 +40,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from hf_distca.errors import UnsupportedError
-from hf_distca.kernels.base import Grads, Outputs, Saved
+from hf_distca.kernels.base import BackwardInputs, Grads, Outputs
 from hf_distca.runtime.call import Inputs, LayerExchange, merge_head_groups
 from hf_distca.runtime.pingpong import yield_to_other_nano_batch
 
@@ -165,7 +165,7 @@ class _Return(torch.autograd.Function):
         exchange.begin_backward()
         q_THD, k_TKD, v_TKV = inputs.operands
         # o and lse have the sinks merged in.
-        saved = Saved(do_THV.contiguous(), q_THD, o_THV, lse_TH, k_TKD, v_TKV)
+        saved = BackwardInputs(do_THV.contiguous(), q_THD, o_THV, lse_TH, k_TKD, v_TKV)
         if not exchange.exchanges:
             grads = merge_head_groups(exchange.run_local(saved), exchange.route.groups)
             d_sink_H = _compute_sink_gradient(saved, inputs.sink_H)
@@ -202,7 +202,7 @@ def _merge_sink(outputs: tuple[torch.Tensor, ...], sink_H: torch.Tensor) -> Outp
     return Outputs((o_THV * (lse_TH - merged_TH).exp().unsqueeze(-1)).to(o_THV.dtype), merged_TH)
 
 
-def _compute_sink_gradient(saved: Saved, sink_H: _Optional) -> _Optional:
+def _compute_sink_gradient(saved: BackwardInputs, sink_H: _Optional) -> _Optional:
     if sink_H is None:
         return None
     weight_TH = (sink_H.to(saved.lse_TH.dtype) - saved.lse_TH).exp()

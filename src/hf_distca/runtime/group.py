@@ -24,14 +24,12 @@ from hf_distca.runtime.listener import start_polling
 from hf_distca.runtime.members import (
     NOT_ALL_CAME,
     Members,
-    all_reduce_min,
     find_node_number,
     find_ranks_per_node,
     make_communicator,
 )
 from hf_distca.runtime.monitor import (
     NO_NAMES,
-    AwaitedThread,
     FailureMonitor,
     compute_reserved_seconds,
 )
@@ -95,13 +93,13 @@ def get_current_world() -> dist.ProcessGroup | None:
 class AttentionGroup:
     """The ranks that share core attention, seen from one of them.
 
-    Methods that all ranks call together take a description in `doing`, and raise
+    Methods that all ranks call together take a description in `activity`, and raise
     `DistCADesyncError` if not every rank comes in time.
 
     Attributes:
         observer: observer of all groups of this process; None for none.
         inline_row_capacity: numbers of a row that travel in the first step of `gather`; a longer
-            row takes a second step, which `gather_async` does not have.
+            row takes a second step.
         ranks: their global ranks. Everywhere else in the package, "rank" is an index into this
             tuple.
         rank: this process.
@@ -131,7 +129,7 @@ class AttentionGroup:
         return len(self.ranks)
 
     @cached_property
-    def is_near(self) -> range:
+    def node_ranks(self) -> range:
         """The ranks of this one's node, itself among them; none if nodes are not told apart."""
         first = self.rank - self.rank % (self.per_node or 1)
         return range(first, first + (self.per_node or 0))
@@ -238,7 +236,7 @@ class AttentionGroup:
             dist.all_to_all_single(nodes, torch.full_like(nodes, find_node_number()), group=control)
             # A barrier: a rank that fails right after this must not break connections that others
             # are still making.
-            all_reduce_min(np.zeros(1, dtype=np.int64), control)
+            _wait_for_all(control)
         except RuntimeError as error:
             raise DistCADesyncError(
                 f"rank {ranks[rank]} waited up to {seconds:g} s for ranks {ranks} while making"
@@ -261,179 +259,62 @@ class AttentionGroup:
         """True if this rank has left the group: it failed, or heard that another did."""
         return self.monitor is not None and self.monitor.has_left
 
-    def report_errors(self, doing: str) -> AbstractContextManager[None]:
+    def report_errors(self, activity: str) -> AbstractContextManager[None]:
         """Return a context manager that reports an exception inside to the other ranks, so that
         they do not wait for this one.
         """
-        return nullcontext() if self.monitor is None else self.monitor.report_errors(doing)
+        return nullcontext() if self.monitor is None else self.monitor.report_errors(activity)
 
-    def gather(self, row: IntArray, *, doing: str) -> list[IntArray]:
+    def gather(self, row: IntArray, *, activity: str) -> list[IntArray]:
         """Gather one row of integers, a flat int64 array, from every rank, in rank order.
 
         Rows may differ in length. Collective.
         """
-        if self.monitor is None:
-            return [row]
-        with self.monitor.watch_collective(doing):
-            first, work = self._start_gathering(row)
-            if work is not None:
-                work.wait()
-        counts = first[:, 0].tolist()
-        rows = [part[1 : 1 + count] for part, count in zip(first.numpy(), counts, strict=True)]
-        more = [max(count - self.inline_row_capacity, 0) for count in counts]
+        inline, rest = np.split(row, [self.inline_row_capacity])
+        padded = np.zeros(1 + self.inline_row_capacity, dtype=np.int64)
+        padded[0] = len(row)
+        padded[1 : 1 + len(inline)] = inline
+        first = self._send_to_all(padded, [len(padded)] * self.size, activity)
+        rows = [numbers[1 : 1 + numbers[0]] for numbers in first]
+        more = [max(int(numbers[0]) - self.inline_row_capacity, 0) for numbers in first]
         if not any(more):
             return rows
-        rest = torch.tensor(row[self.inline_row_capacity :], dtype=torch.int64, device="cpu")
-        rests = self.all_to_all(rest.repeat(self.size), [len(rest)] * self.size, more, doing=doing)
+        rests = self._send_to_all(rest, more, activity)
+        return [np.concatenate(pair) for pair in zip(rows, rests, strict=True)]
+
+    def gather_text(self, text: str, *, activity: str) -> list[str]:
+        """Gather a text from every rank, in rank order. Collective."""
+        row = np.frombuffer(text.encode(), dtype=np.uint8).astype(np.int64)
         return [
-            np.concatenate(pair)
-            for pair in zip(rows, np.split(rests.numpy(), np.cumsum(more)[:-1]), strict=True)
+            numbers.astype(np.uint8).tobytes().decode()
+            for numbers in self.gather(row, activity=activity)
         ]
 
-    def is_equal_on_all(self, numbers: IntArray, *, doing: str) -> bool:
-        """Return whether every rank has equal numbers, a flat int64 array of one length.
+    def gather_same_length(self, row: IntArray, *, activity: str) -> list[IntArray]:
+        """Gather a row of integers as `gather`, where rows have the same length on all ranks."""
+        return self._send_to_all(row, [len(row)] * self.size, activity)
 
-        One collective of twice their size.
-        """
+    def _send_to_all(self, row: IntArray, receive: Sequence[int], activity: str) -> list[IntArray]:
+        """Send a row to every rank, and return the rows of all, which have these lengths."""
         if self.control is None or self.monitor is None:
-            return True
-        with self.monitor.watch_collective(doing):
-            # ~x = -x - 1 turns the order round.
-            smallest = all_reduce_min(np.concatenate([numbers, ~numbers]), self.control)
-        return bool((smallest[: len(numbers)] == ~smallest[len(numbers) :]).all())
-
-    def gather_async(
-        self, row: IntArray, *, doing: str, on_arrival: Callable[[Sequence[IntArray]], object]
-    ) -> Rendezvous:
-        """Start to gather a row of integers from every rank, without waiting.
-
-        Args:
-            row: flat int64 array of at most `inline_row_capacity`.
-            doing: for errors.
-            on_arrival: called with the rows of all ranks, in a thread of its own; see `Rendezvous`.
-        """
-        return Rendezvous(*self._start_gathering(row), on_arrival, self.monitor, doing)
-
-    def all_to_all(
-        self, sent: torch.Tensor, send: Sequence[int], receive: Sequence[int], *, doing: str
-    ) -> torch.Tensor:
-        """Send rows of a CPU tensor to every rank, with row counts to and from each.
-
-        Both tensors are in rank order. Collective.
-        """
-        if self.control is None or self.monitor is None:
-            return sent
-        received = sent.new_empty((sum(receive), *sent.shape[1:]))
-        with self.monitor.watch_collective(doing):
+            return [row]
+        received = torch.empty(sum(receive), dtype=torch.int64, device="cpu")
+        sent = torch.from_numpy(row).repeat(self.size)
+        with self.monitor.watch_collective(activity):
+            # Over gloo an all-to-all is one step, an all-gather one a rank.
             dist.all_to_all_single(
-                received, sent.contiguous(), list(receive), list(send), group=self.control
+                received, sent, list(receive), [len(row)] * self.size, group=self.control
             )
-        return received
-
-    def raise_pending(self) -> None:
-        """Raise the error that another thread has found, if any; see
-        `FailureMonitor.raise_pending`.
-
-        Takes no time.
-        """
-        if self.monitor is not None:
-            self.monitor.raise_pending()
-
-    def gather_text(self, text: str) -> list[str]:
-        """Gather a text from every rank, in rank order; empty for ranks that give none in time.
-
-        No collective, so possible at any time.
-        """
-        return [text] if self.monitor is None else self.monitor.gather_text(text)
-
-    def _start_gathering(self, row: IntArray) -> tuple[torch.Tensor, dist.Work | None]:
-        """Start to gather rows padded to (ranks, 1 + `inline_row_capacity`); the first number of
-        each is its true length.
-        """
-        first = [len(row), *row[: self.inline_row_capacity].tolist()]
-        first += [0] * (1 + self.inline_row_capacity - len(first))
-        padded = torch.tensor(first, dtype=torch.int64, device="cpu")
-        if self.control is None:
-            return padded[None], None
-        rows = torch.empty((self.size, len(padded)), dtype=torch.int64, device="cpu")
-        # Over gloo an all-to-all is one step, an all-gather one a rank.
-        return rows, dist.all_to_all_single(
-            rows.view(-1), padded.repeat(self.size), group=self.control, async_op=True
-        )
-
-
-class Rendezvous:
-    """Rows of integers on their way from all ranks, for which no rank waits while it computes.
-
-    Args:
-        rows: (ranks, width) tensor that receives them; the first number of a row is its length.
-        work: the collective that fills it; None if it is done.
-        on_arrival: called with the rows once they have arrived, in a thread of its own. It raises
-            `DistCADesyncError` if they show that the ranks do different things; then `monitor`
-            wakes this rank from its wait for the others.
-        monitor: of the group; None for a group without messages.
-        doing: description of what the ranks are doing, for errors.
-    """
-
-    def __init__(
-        self,
-        rows: torch.Tensor,
-        work: dist.Work | None,
-        on_arrival: Callable[[Sequence[IntArray]], object],
-        monitor: FailureMonitor | None,
-        doing: str,
-    ) -> None:
-        self._rows, self._work, self._monitor, self._doing = rows, work, monitor, doing
-        self._on_arrival = on_arrival
-        self._lost: RuntimeError | None = None  # of the collective: others did not come
-        self._failure: Exception | None = None  # of what was to be done with the rows
-        self._thread = AwaitedThread(self._attend, "meeting")
-
-    def wait(self) -> list[IntArray]:
-        """Wait until it is over, and return the row of each rank; for errors see
-        `raise_failure`.
-        """
-        self._thread.join()
-        self.raise_failure()
-        return self._list_rows()
-
-    def raise_failure(self) -> None:
-        """Raise the error that it ended with, if it has. Never waits.
-
-        Raises:
-            DistCADesyncError: if the ranks do not do the same, or not all came.
-            Exception: any other error that `on_arrival` raised.
-        """
-        if self._thread.is_alive():
-            return
-        if self._lost is not None and self._monitor is not None:
-            raise self._monitor.give_up(self._doing, self._lost)
-        if (error := self._lost or self._failure) is not None:
-            raise error
-
-    def _list_rows(self) -> list[IntArray]:
-        return [row[1 : 1 + row[0]] for row in self._rows.numpy()]
-
-    def _attend(self) -> None:
-        try:
-            if self._work is not None:
-                self._work.wait()
-        except RuntimeError as error:
-            self._lost = error
-            if self._monitor is not None:
-                self._monitor.report_timeout(self._doing, error)
-            return
-        try:
-            self._on_arrival(self._list_rows())
-        except Exception as error:
-            # A thread would drop it, and ranks that were never compared would pass for equal.
-            self._failure = error
-            if self._monitor is not None and isinstance(error, DistCADesyncError):
-                self._monitor.abort_with(error)
+        return np.split(received.numpy(), np.cumsum(receive)[:-1])
 
 
 # The groups that `AttentionGroup.find_or_create` made in the world of now.
 _groups: dict[tuple[dist.ProcessGroup, Members, float], AttentionGroup] = {}
+
+
+def _wait_for_all(control: dist.ProcessGroup) -> None:
+    """Wait until all ranks have come here."""
+    dist.all_reduce(torch.zeros(1, device="cpu"), group=control)
 
 
 def _has_all_ranks(group: AttentionGroup) -> bool:
@@ -441,7 +322,7 @@ def _has_all_ranks(group: AttentionGroup) -> bool:
     if group.control is None or group.monitor is None:
         return True
     try:
-        all_reduce_min(np.zeros(1, dtype=np.int64), group.control)
+        _wait_for_all(group.control)
     except RuntimeError as error:
         if not group.monitor.leave_after_others():
             raise group.monitor.give_up("making the attention group again", error) from error

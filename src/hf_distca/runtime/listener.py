@@ -21,7 +21,7 @@ from hf_distca.runtime.monitor import (
 
 _LOOK_SECONDS = 0.25  # between two looks at the store; longer where more than `_MANY` ranks look
 _MANY = 512
-_FAREWELL_SECONDS = 5.0  # that a store has to take down that a rank ends
+_FAREWELL_SECONDS = 5.0  # for a store to record that a rank ends
 
 
 class _MonitorPoller:
@@ -71,7 +71,7 @@ class _MonitorPoller:
             for monitor in tuple(self._polled):
                 if not self._ended.is_set() and not monitor.poll():
                     self._polled.discard(monitor)
-        # Not in `end`: what asks a store does it in a thread, and Python 3.12 starts none any more.
+        # Not in `end`: stores are asked in a thread, and Python 3.12 starts no threads at exit.
         error = getattr(sys, "last_value", None)
         # Where another rank has ended well, the store may be gone.
         monitors = self._monitors if error is not None else self._polled

@@ -20,12 +20,10 @@ from itertools import count
 from pathlib import Path
 from weakref import WeakKeyDictionary
 
-import torch
 import torch.distributed as dist
 
 from hf_distca.borrowed import group_of_members, list_group_names, store_of_world
 from hf_distca.errors import ConfigError, DistCADesyncError
-from hf_distca.schedule.layout import IntArray
 
 NOT_ALL_CAME = (
     "Every rank must come here, by a training forward, hf_distca.prepare or a DistCACallback that"
@@ -147,13 +145,6 @@ def make_communicator(
         with suppress(RuntimeError):
             store.set(f"{name} failed", "")
         raise
-
-
-def all_reduce_min(numbers: IntArray, control: dist.ProcessGroup) -> IntArray:
-    """Return the minimum over all ranks at each place. Collective."""
-    smallest = torch.from_numpy(numbers)
-    dist.all_reduce(smallest, op=dist.ReduceOp.MIN, group=control)
-    return smallest.numpy()
 
 
 def find_node_number() -> int:

@@ -30,27 +30,21 @@ from hf_distca.runtime.channel import Channel, Transfer
 
 _ALIGNMENT = 16
 NOBODY = range(0)
+OWN = -1  # in place of a section
 # What bytes are copied as: a GPU copies eight at a time about as fast as one.
 _WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 
 
 class RowRun(NamedTuple):
-    """`rows` rows of a tensor, from `start` on, `step` apart, and the rank that they go to."""
+    """`rows` rows of a tensor, from `start` on, `step` apart.
 
-    rank: int
-    start: int
-    rows: int
-    step: int = 1
-
-
-class PoolRun(NamedTuple):
-    """Keys [start, start + rows) of a section of the message, or of this rank's own, `step` apart,
-    if `section` is None.
-
-    Sections of the second hop, if there is one, count on after those of the first.
+    Attributes:
+        peer: the rank that they are sent to. In a pool, the section of the message that they are
+            taken from, or `OWN` for this rank's tensor. Sections of the second hop, if there is
+            one, count on after those of the first.
     """
 
-    section: int | None
+    peer: int
     start: int
     rows: int
     step: int = 1
@@ -84,7 +78,7 @@ class Rows:
     @cached_property
     def runs_by_rank(self) -> dict[int, list[RowRun]]:
         """`runs` by destination rank, in the order of ranks."""
-        return {rank: list(runs) for rank, runs in groupby(self.runs, key=lambda run: run.rank)}
+        return {rank: list(runs) for rank, runs in groupby(self.runs, key=lambda run: run.peer)}
 
     @cached_property
     def send(self) -> dict[int, int]:
@@ -135,11 +129,11 @@ def put_rows(
     """Copy rows of the sections of each tensor to their places, by one operation a tensor."""
     if not copies:
         return
-    for tensor, came in zip(tensors, sections, strict=True):
+    for tensor, received in zip(tensors, sections, strict=True):
         places, rows = [], []
         for section, first, start, count, step in copies:
             places.append(view_rows(tensor, start, count, step))
-            rows.append(view_rows(came[section], first, count))
+            rows.append(view_rows(received[section], first, count))
         copy_each(places, rows)
 
 
@@ -275,17 +269,17 @@ class Pending:
         if self.transfer is not None:
             self.transfer.wait()
         before, self.earlier_sections = self.earlier_sections, []
-        came = before[: max(len(before) - len(self.layout.sections), 0)]
-        after = before[len(came) :]
+        received = before[: max(len(before) - len(self.layout.sections), 0)]
+        after = before[len(received) :]
         for dtype, sections in self.layout.sections:
             typed = self._received.view(dtype)
             views = after.pop(0) if after else []
             for size, strides, offset in sections:
                 views.append(typed.as_strided(size, strides, offset))
-            came.append(views)
+            received.append(views)
         del self._received
         self.transfer = self.earlier_transfer = None
-        return came
+        return received
 
 
 @contextmanager

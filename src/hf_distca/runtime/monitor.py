@@ -43,17 +43,17 @@ if TYPE_CHECKING:
 
 NO_NAMES: Mapping[int, str] = MappingProxyType({})
 
-# How late a thread of gloo may be when the interpreter ends: what one has to do takes it
-# microseconds, once it has a processor.
+# Seconds that a thread of gloo may need when the interpreter ends. Its work takes microseconds, but
+# it may have to wait for a processor.
 LATE_SECONDS = 0.1
 _COUNT = "distca words"  # the key that counts them; the only one that ranks look at while they wait
 _LONGEST_WORD = 400  # characters
-_WOKEN_SECONDS = 0.2  # after an error is found, a rank is woken where it waits
-# That a store has to answer, however late it is asked, and threads have to end.
+# Seconds that a store always has to answer, even after the deadline, and that threads have to end.
 ANSWER_SECONDS = 0.5
 BREAK_TAG = 2**31 - 1  # tags of messages are below
 _PROBE_TAG = BREAK_TAG - 1  # nobody receives it
-# In gloo's errors: now, or before; other errors are of one connection.
+# Texts in gloo's errors that mean that all connections are closed, now or before. Other errors
+# concern one connection.
 _ALL_CLOSED = ("Timed out", "Application timeout")
 _SILENT = "is silent (dead, stuck, or running something else): look at its log"
 _START_AGAIN = ", and start it again before training goes on"  # of a server
@@ -113,11 +113,9 @@ class FailureMonitor:
         self._named = frozenset(names)
         self._store = links[-1].get_group_store()
         self._word: str | None = None
-        self._found: DistCADesyncError | None = None
-        self._told = 0
 
     @contextmanager
-    def watch_collective(self, doing: str) -> Iterator[None]:
+    def watch_collective(self, activity: str) -> Iterator[None]:
         """Return a context manager for a collective of all ranks.
 
         Raises:
@@ -126,18 +124,18 @@ class FailureMonitor:
         try:
             yield
         except RuntimeError as error:
-            raise self.give_up(doing, error) from error
-        self.last_collective = doing
+            raise self.give_up(activity, error) from error
+        self.last_collective = activity
 
     @contextmanager
-    def report_errors(self, doing: str) -> Iterator[None]:
+    def report_errors(self, activity: str) -> Iterator[None]:
         """Report an exception inside to the other ranks, which nothing else would do."""
         try:
             yield
         except DistCADesyncError:
             raise  # raised on all ranks, or told already
         except BaseException as error:
-            self.leave(f"raised {type(error).__name__} while {doing}: {_get_text(error)}")
+            self.leave(f"raised {type(error).__name__} while {activity}: {_get_text(error)}")
             raise
 
     def compute_deadline(self) -> float:
@@ -180,32 +178,29 @@ class FailureMonitor:
         self.leave("left because another rank had")
         return True
 
-    def give_up(self, doing: str, error: Exception) -> DistCADesyncError:
+    def give_up(self, activity: str, error: Exception) -> DistCADesyncError:
         """Leave the group because others did not come. Takes up to `compute_reserved_seconds`
         seconds.
 
         Returns:
             The error to raise, with what each rank was doing.
         """
-        if self._found is not None:
-            self.leave(str(self._found))
-            return self._found
         rank_here = self.ranks[self._rank]
         if self._word:
             happened = (
-                f"had left the group of ranks {self.ranks} before {doing}: it"
+                f"had left the group of ranks {self.ranks} before {activity}: it"
                 f" {self._word.rstrip('.')}. hf_distca.configure, on all ranks, makes a new one"
             )
         elif any(text in str(error) for text in _CLOSED_ERRORS):
-            happened = f"was {doing} when a connection among ranks {self.ranks} was closed"
+            happened = f"was {activity} when a connection among ranks {self.ranks} was closed"
         else:
             happened = (
-                f"waited up to {self._timeout_seconds:g} s for ranks {self.ranks} while {doing},"
+                f"waited up to {self._timeout_seconds:g} s for ranks {self.ranks} while {activity},"
                 " and not all came"
             )
         seen = dict.fromkeys(self.ranks, _SILENT) | dict.fromkeys(self._find_closed(), _CLOSED)
         deadline = self.compute_deadline()
-        self.leave(f"waited in vain while {doing}", deadline)
+        self.leave(f"waited in vain while {activity}", deadline)
         words: dict[int, tuple[int, str]] = {}
         _query_store(partial(self._read_words, words, deadline - LATE_SECONDS), deadline)
         others = self._describe(seen, words)
@@ -219,64 +214,22 @@ class FailureMonitor:
         )
 
     def _describe(self, seen: Mapping[int, str], words: Mapping[int, tuple[int, str]]) -> str:
-        """Describe other ranks by what they said, or else by what was seen of them."""
-        said = {rank: text + _START_AGAIN * (rank in self._named) for rank, text in seen.items()}
-        said |= {rank: word or _ENDED for rank, word in words.values()}
+        """Describe other ranks by their words, or else by what this rank has seen of them."""
+        texts = {rank: text + _START_AGAIN * (rank in self._named) for rank, text in seen.items()}
+        texts |= {rank: word or _ENDED for rank, word in words.values()}
         here = self.ranks[self._rank]
         return "; ".join(
-            f"{self._names[rank]} {said[rank]}" for rank in sorted(said) if rank != here
+            f"{self._names[rank]} {texts[rank]}" for rank in sorted(texts) if rank != here
         ).rstrip(".")
-
-    def abort_with(self, error: DistCADesyncError) -> None:
-        """Wake this rank from a wait for others, to raise an error that another thread has found on
-        every rank.
-        """
-        self._found = error
-        _print_error(str(error))  # nobody may ask for long: the host may wait for its GPU
-        # For messages of ranks that do belong together: a wait for half of one would not wake up.
-        time.sleep(_WOKEN_SECONDS)
-        for link in self._links:
-            _break_link(link)
-
-    def raise_pending(self) -> None:
-        """Raise the error that this rank was to be woken for: one that a `Rendezvous` has found.
-
-        Raises:
-            DistCADesyncError: if there is one.
-        """
-        if self._found is not None:
-            raise self.give_up("", self._found)
-
-    def gather_text(self, text: str) -> list[str]:
-        """Gather a text from every rank, in rank order, each time that all call it; empty
-        for ranks that give none in time. No collective.
-        """
-        self._told += 1
-        keys = [f"distca said {self._told} {rank}" for rank in range(len(self.ranks))]
-        self._store.set(keys[self._rank], text)
-        deadline = (
-            time.monotonic()
-            + self._timeout_seconds
-            - compute_reserved_seconds(self._timeout_seconds)
-        )
-        said = [""] * len(keys)
-        for rank, key in enumerate(keys):
-            with suppress(RuntimeError):
-                # Not `Store.wait`: no other thread could use the store meanwhile.
-                while not self._store.check([key]) and time.monotonic() < deadline:
-                    time.sleep(0.02)
-                if self._store.check([key]):
-                    said[rank] = self._store.get(key).decode(errors="replace")
-        return said
 
     @property
     def first_failure(self) -> str:
         """First word of a rank that left, prefixed by its name; "" if none has, if all
         ended as they should, or if it is unknown.
         """
-        said: list[tuple[int, str] | None] = []
-        _query_store(lambda: said.append(self._read(1)), self.compute_deadline())
-        rank, word = next(iter(said), None) or (0, "")
+        first: list[tuple[int, str] | None] = []
+        _query_store(lambda: first.append(self._read(1)), self.compute_deadline())
+        rank, word = next(iter(first), None) or (0, "")
         return f"{self._names[rank]} {word}" if word else ""
 
     def poll(self) -> bool:
@@ -297,29 +250,11 @@ class FailureMonitor:
             _print_error(
                 f"{self._names[rank]} has left the attention group of ranks {self.ranks}: it {word}"
             )
-            self._abort()
+            # Over gloo, the leaving rank breaks the links.
+            for link in self._links:
+                if link.name() != "gloo":
+                    _break_link(link)
         return False
-
-    def report_timeout(self, doing: str, error: Exception) -> None:
-        """Report that others did not come in time.
-
-        Over NCCL, also wake this rank's host from its wait for the GPU.
-        """
-        if self._abort():
-            _print_error(
-                f"not all of ranks {self.ranks} came while {doing}"
-                f" ({str(error).partition(chr(10))[0]})"
-            )
-
-    def _abort(self) -> bool:
-        """Break links whose waits nothing else ends; over gloo, the leaving rank breaks them.
-
-        Return whether there are any.
-        """
-        links = [link for link in self._links if link.name() != "gloo"]
-        for link in links:
-            _break_link(link)
-        return bool(links)
 
     def announce_exit(self, error: BaseException | None) -> bool:
         """Tell the others that this process ends, and with which error; print who ended before.
@@ -334,8 +269,8 @@ class FailureMonitor:
                 words: dict[int, tuple[int, str]] = {}
                 with suppress(RuntimeError):
                     self._read_words(words, deadline=0.0)
-                said = self._describe(dict.fromkeys(closed, _CLOSED), words)
-                _print_error(f"before {self._names[self.ranks[self._rank]]} ended: {said}")
+                others = self._describe(dict.fromkeys(closed, _CLOSED), words)
+                _print_error(f"before {self._names[self.ranks[self._rank]]} ended: {others}")
             self.leave(f"ended with {type(error).__name__}: {_get_text(error)}")
         else:
             with suppress(RuntimeError):

@@ -17,8 +17,8 @@ import torch
 
 from hf_distca.kernels.base import TaskBatch
 from hf_distca.runtime.messages import (
+    OWN,
     MessageLayouts,
-    PoolRun,
     RowCopy,
     RowRun,
     Rows,
@@ -41,7 +41,7 @@ class Pool:
             arrival, and numbers of rows that come back from each.
     """
 
-    pieces: tuple[PoolRun, ...]
+    pieces: tuple[RowRun, ...]
     way_back: Rows
 
     @cached_property
@@ -56,19 +56,19 @@ class Pool:
         return [
             RowCopy(0, first, *piece[1:])
             for first, piece in zip(firsts, self.pieces, strict=False)
-            if piece.section is None
+            if piece.peer == OWN
         ]
 
     @cached_property
     def is_whole_message(self) -> bool:
         """True if the pool is one run of received rows."""
-        return len(self.pieces) == 1 and self.pieces[0].section is not None
+        return len(self.pieces) == 1 and self.pieces[0].peer != OWN
 
     def assemble(self, home: torch.Tensor, sections: Sequence[torch.Tensor]) -> torch.Tensor:
         """Build the pool of one tensor, from this rank's rows and the message's sections."""
         rows = []
         for section, start, size, step in self.pieces:
-            tensor = home if section is None else sections[section]
+            tensor = home if section == OWN else sections[section]
             rows.append(view_rows(tensor, start, size, step))
         return concat_rows(rows, home)
 
@@ -205,16 +205,16 @@ def _make_pooled(share: ExchangeShare, groups: int) -> PooledTasks:
     queries = _read_rows(share.queries, groups)
     _, own_starts, own_rows = share.own_queries
     query_runs = [
-        *map(PoolRun, repeat(None), own_starts, own_rows, repeat(groups)),
-        *map(PoolRun, count(), repeat(0), queries.receive.values()),
+        *map(RowRun, repeat(OWN), own_starts, own_rows, repeat(groups)),
+        *map(RowRun, count(), repeat(0), queries.receive.values()),
     ]
     sections, starts, rows = share.pool
     key_runs = map(
-        PoolRun,
-        (None if s < 0 else s for s in sections),
+        RowRun,
+        sections,
         starts,
         rows,
-        (groups if s < 0 else 1 for s in sections),
+        (groups if section == OWN else 1 for section in sections),
     )
     return PooledTasks(
         queries,
@@ -230,7 +230,7 @@ def _make_relay(duty: RelayDuty) -> KeyRelay:
     sections, starts, rows, places = duty.pieces
     firsts = accumulate(rows, initial=0)
     return KeyRelay(
-        Pool(tuple(map(PoolRun, sections, starts, rows)), _NO_ROWS),
+        Pool(tuple(map(RowRun, sections, starts, rows)), _NO_ROWS),
         tuple(map(RowCopy, repeat(0), firsts, places, rows)),
         _read_rows(duty.keys),
         _read_rows(duty.gradients),

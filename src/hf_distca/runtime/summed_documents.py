@@ -18,10 +18,10 @@ from typing import Any, TypeVar
 
 import torch
 
-from hf_distca.kernels.base import Grads, Operands, Outputs, Saved, TaskBatch, Tensors
+from hf_distca.kernels.base import BackwardInputs, Grads, Operands, Outputs, TaskBatch, Tensors
 from hf_distca.runtime.call import LayerExchange, merge_head_groups, split_head_groups
 
-Handed = TypeVar("Handed", bound=Operands | Saved)
+Handed = TypeVar("Handed", bound=Operands | BackwardInputs)
 Results = TypeVar("Results", bound=Outputs | Grads)
 
 
@@ -107,11 +107,11 @@ class SumExchange(LayerExchange):
         self.retaken = retaken
         self._part: Outputs | Grads | None = None
 
-    def begin(self, tokens: Operands | Saved) -> None:
+    def begin(self, tokens: Operands | BackwardInputs) -> None:
         """Launch the first dispatch, with the tokens taken again if they are in the plan."""
         super().begin(self.retaken.join(tokens) if self.retaken.tasks is None else tokens)
 
-    def run_local(self, home: Operands | Saved) -> Outputs | Grads:
+    def run_local(self, home: Operands | BackwardInputs) -> Outputs | Grads:
         """Run this rank's own tasks, and those at home.
 
         Without an exchange `home` comes from no `begin`, and the results go to no `finish`.

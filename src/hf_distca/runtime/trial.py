@@ -35,13 +35,10 @@ def exchange(has: Mapping[str, str], device: torch.device, group: AttentionGroup
     """
     # As JSON and not as objects, which would be unpickled: whoever sends a pickle runs code in the
     # process that reads it.
-    text = json.dumps([find_node_number(), dict(has)]).encode()
-    rows = group.gather(
-        np.frombuffer(text, dtype=np.uint8).astype(np.int64), doing="telling node and versions"
+    texts = group.gather_text(
+        json.dumps([find_node_number(), dict(has)]), activity="telling node and versions"
     )
-    nodes, versions = zip(
-        *(json.loads(row.astype(np.uint8).tobytes()) for row in rows), strict=True
-    )
+    nodes, versions = zip(*map(json.loads, texts), strict=True)
     data = group.data
     if data is None:
         raise RuntimeError("a group of one rank exchanges nothing")
@@ -59,5 +56,5 @@ def exchange(has: Mapping[str, str], device: torch.device, group: AttentionGroup
         if not torch.equal(received, wanted):  # waits for the device, too
             raise RuntimeError("an exchange delivered other bytes than were sent")
         fastest = min(fastest, time.perf_counter() - started)
-    times = group.gather(np.array([int(fastest * 1e9)]), doing="timing an exchange")
+    times = group.gather(np.array([int(fastest * 1e9)]), activity="timing an exchange")
     return Trial(list(nodes), list(versions), float(np.max(times)) / 1e9)

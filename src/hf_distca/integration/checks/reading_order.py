@@ -13,8 +13,7 @@ from accelerate.utils import DistributedType
 from torch.utils.data import BatchSampler, DistributedSampler, IterableDataset, SequentialSampler
 
 from hf_distca.data.collator import PackingCollator
-from hf_distca.data.shares import Shares
-from hf_distca.data.streaming import StreamedShares
+from hf_distca.data.shares import Shares, StreamedShares
 from hf_distca.errors import UnsupportedError
 from hf_distca.integration.checks.replaced_parts import get_collator_origin
 

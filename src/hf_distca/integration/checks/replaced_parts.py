@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from hf_distca.data.collator import IGNORED_LABEL
-from hf_distca.data.pieces import DocumentPiece
-from hf_distca.data.reading import DocumentReader
+from hf_distca.data.reading import DocumentPiece, DocumentReader
 from hf_distca.errors import ConfigError, UnsupportedError
 from hf_distca.integration.attention_names import find_distca_configs, iterate_models
 from hf_distca.integration.families import FAMILIES

@@ -28,7 +28,7 @@ from hf_distca.integration.checks.attention_arguments import (
 )
 from hf_distca.integration.handle import LayerPlan, MaskStandIn
 from hf_distca.integration.mask_objects import DenseMask, ForeignMask
-from hf_distca.kernels import Scores
+from hf_distca.kernels import ScoreOptions
 from hf_distca.runtime.call import AttentionServer, Inputs
 from hf_distca.schedule.cost import AttentionShape
 
@@ -192,13 +192,13 @@ def _make_scores(
     scaling: float | None,
     window: int | None,
     softcap: float | torch.Tensor | None,
-) -> Scores:
+) -> ScoreOptions:
     if softcap is not None and isinstance(softcap, torch.Tensor):
         raise UnsupportedError(
             f"{type(module).__name__} passes a tensor as softcap, which would get no gradient: give"
             ' a number, or use attn_implementation="eager".'
         )
-    return Scores(query.shape[-1] ** -0.5 if scaling is None else scaling, window, softcap)
+    return ScoreOptions(query.shape[-1] ** -0.5 if scaling is None else scaling, window, softcap)
 
 
 def _scale_queries(
@@ -257,7 +257,7 @@ def _choose_dtype(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -
 
 
 def _attend_by_mask(
-    module: torch.nn.Module, inputs: Inputs, dense: torch.Tensor, scores: Scores
+    module: torch.nn.Module, inputs: Inputs, dense: torch.Tensor, scores: ScoreOptions
 ) -> torch.Tensor:
     """Attend with a dense mask, as to cached keys: by sdpa, or by plain operations if scores are
     capped or there is a sink.

@@ -23,8 +23,7 @@ from hf_distca.data.collator import PackingCollator, ShareCollator, read_feature
 from hf_distca.data.columns import InputNames, read_input_names
 from hf_distca.data.global_batches import FillRule, LongerRule
 from hf_distca.data.reading import read_document_lengths
-from hf_distca.data.shares import Shares
-from hf_distca.data.streaming import StreamedShares
+from hf_distca.data.shares import Shares, StreamedShares
 from hf_distca.errors import ConfigError
 from hf_distca.integration.checks.reading_order import find_shares
 from hf_distca.integration.checks.replaced_parts import (

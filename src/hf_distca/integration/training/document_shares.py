@@ -21,8 +21,7 @@ from hf_distca.config import DistCAConfig, check_settings
 from hf_distca.data.columns import read_input_names
 from hf_distca.data.global_batches import FillRule, GlobalBatches, LongerRule
 from hf_distca.data.reading import read_document_lengths
-from hf_distca.data.shares import Shares
-from hf_distca.data.streaming import StreamedShares
+from hf_distca.data.shares import Shares, StreamedShares
 from hf_distca.errors import ConfigError
 from hf_distca.integration.hooks.dealt_trainers import wrap_trainers
 from hf_distca.integration.layer_kinds import list_layer_keys, make_initial_cost

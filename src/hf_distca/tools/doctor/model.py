@@ -23,7 +23,13 @@ from hf_distca.integration.families import (
     whole_document_reason,
 )
 from hf_distca.integration.layer_kinds import list_layer_keys
-from hf_distca.kernels import Case, Scores, is_slow, list_candidates, suggest_faster_kernel
+from hf_distca.kernels import (
+    KernelRequest,
+    ScoreOptions,
+    is_slow,
+    list_candidates,
+    suggest_faster_kernel,
+)
 from hf_distca.tools.doctor import Finding
 
 _SHORT_NAMES = {
@@ -203,7 +209,7 @@ def check_model_kernels(
     kernels cannot.
     """
     if config is None:
-        cases = [Case(device, dtype, _USUAL_WIDTH, _USUAL_WIDTH, Scores(1.0), 1)]
+        cases = [KernelRequest(device, dtype, _USUAL_WIDTH, _USUAL_WIDTH, ScoreOptions(1.0), 1)]
     else:
         try:
             keys = list_layer_keys(config, dtype, device.type)
@@ -213,12 +219,12 @@ def check_model_kernels(
         text = config.get_text_config(decoder=True)
         softcap = getattr(text, "attn_logit_softcapping", None) or None
         cases = [
-            Case(
+            KernelRequest(
                 device,
                 dtype,
                 key.shape.head_dim,
                 key.shape.value_head_dim,
-                Scores(1.0, key.window, softcap),
+                ScoreOptions(1.0, key.window, softcap),
                 key.shape.heads_per_key_head,
             )
             for key in keys
@@ -227,8 +233,8 @@ def check_model_kernels(
         yield from _check_case(case)
 
 
-def _check_case(asked: Case) -> Iterator[Finding]:
-    looked_at = list_candidates(asked)
+def _check_case(asked: KernelRequest) -> Iterator[Finding]:
+    looked_at = [(kernel.name, reason) for kernel, reason in list_candidates(asked)]
     dtype = asked.dtype
     device = asked.device
     window = f", window {asked.scores.window}" if asked.scores.window else ""
