@@ -15,12 +15,19 @@ from hf_distca.schedule.load import PlanLoad, count_transient_bytes
 from hf_distca.schedule.plan import Plan
 from hf_distca.schedule.tails import (
     COMPUTE,
+    FIRST,
     HELD,
+    LAST,
+    PART,
     PIECE,
+    ROWS,
     SERVER,
+    SERVES,
+    SPEED,
     START,
     STOP,
     UNITS,
+    WIRE,
     Batch,
 )
 from hf_distca.schedule.trial import make_moves
@@ -30,7 +37,7 @@ from hf_distca.schedule.trial import make_moves
 _MOST_GROUPS, _TYPICAL_SLICE = 4, 0.25
 _LARGEST_NUMBER = 2**56  # of documents: numbers are multiplied by those of groups
 # What a trial changes, but for rows of `holders` and `moves` behind `counts`.
-_STATE = ("ranks", "end", "sent", "last_holder", "counts")
+_STATE = ("parts", "segments", "pieces", "ranks", "counts")
 
 
 @dataclass(frozen=True)
@@ -85,7 +92,7 @@ class Pieces:
         moved = np.flatnonzero(layout.has_queries[rows])
         moved = moved[np.lexsort((-last[moved], home[moved]))]
         part, number = (np.cumsum(starts_part) - 1)[moved], number[starts_part]
-        link, rate = load.ranks.list_links(cost, ranks)
+        _, rate = load.ranks.list_links(cost, ranks)
         bound, transient = config.max_transient_bytes, TransientBytes.from_shape(cost.shape)
         marginal = MarginalCost.from_cost_model(cost)
         heads = np.where(number % (groups + 1) > 0, 1.0 / groups, 1.0)
@@ -94,40 +101,40 @@ class Pieces:
             for count in (1, groups)
         )
         per_node, capacity = load.ranks.per_node or ranks, 8 * ranks + 2 * len(moved) + 64
+        keys = np.column_stack([first, last, home, np.zeros((len(rows), UNITS), dtype=np.int64)])
         batch = Batch(
             cost=marginal,
+            transient=transient,
+            most_bytes=math.inf if bound is None else float(bound),
             grid=config.tile,
+            per_node=per_node,
             shared=min(cost.ranks_per_link, per_node),
             hidden=load.overlapped,
             has_relays=has_relays,
-            transient=transient,
-            most_bytes=math.inf if bound is None else float(bound),
             heads=heads,
-            segments=np.append(np.flatnonzero(starts_part), len(rows)),
-            first=first,
-            last=last,
-            home=home,
             offsets=np.searchsorted(home[moved], np.arange(ranks + 1)),
-            part=part,
-            start=first[moved],
-            node=np.arange(ranks) // per_node,
-            first_of_node=np.arange(0, ranks + 1, per_node),
-            speeds=np.array(load.ranks.list_speeds(ranks)),
-            can_serve=(layout.query_tokens == 0) | config.serve_in_place,
-            wire=1 / rate,
-            link=link,
-            ranks=np.zeros((9, ranks)),
-            end=last[moved],
-            sent=np.zeros((len(rows), UNITS), dtype=np.int64),
-            last_holder=np.full(len(number), -1),
+            parts=np.stack(
+                [
+                    np.append(np.flatnonzero(starts_part), len(rows)),
+                    np.full(len(number) + 1, -1),
+                ],
+                axis=1,
+            ),
+            segments=keys,
+            pieces=np.column_stack([part, first[moved], last[moved]]),
+            ranks=np.zeros((ROWS, ranks)),
             holders=np.zeros((capacity + len(moved), 3), dtype=np.int64),
             moves=np.zeros((capacity, 4), dtype=np.int64),
             counts=np.zeros(2, dtype=np.int64),
         )
         batch.ranks[COMPUTE] = load.compute_seconds
+        batch.ranks[SPEED] = load.ranks.list_speeds(ranks)
+        batch.ranks[WIRE : WIRE + 2] = 1 / rate
+        batch.ranks[SERVES] = (layout.query_tokens == 0) | config.serve_in_place
         make_moves(batch, np.arange(0), False)
         batch.ranks[HELD] = count_transient_bytes(load.plan, transient) if bound else 0.0
-        np.minimum(batch.end, np.where(heads[part] < 1, split, whole), out=batch.end)
+        end = batch.pieces[:, LAST]
+        np.minimum(end, np.where(heads[part] < 1, split, whole), out=end)
         start = batch._replace(**{name: getattr(batch, name).copy() for name in _STATE})
         return cls(load, groups, number, home[moved], last[moved], batch, start)
 
@@ -139,8 +146,8 @@ class Pieces:
 
     def make_plan(self, moves: IntArray) -> Plan:
         """Make the plan of some moves. Neighbours on one server become one task."""
-        layout, batch, groups = self.load.plan.layout, self.batch, self.groups
-        movable, first = self.start.end, batch.start
+        layout, groups = self.load.plan.layout, self.groups
+        movable, first = self.start.pieces[:, LAST], self.start.pieces[:, FIRST]
         end = movable.copy()
         np.minimum.at(end, moves[:, PIECE], moves[:, START])
         left, stayed = np.flatnonzero(first < end), np.flatnonzero(movable < self.stop)
@@ -149,7 +156,7 @@ class Pieces:
         stop = np.concatenate([moves[:, STOP], end[left], self.stop[stayed]])
         home = self.home[piece]
         server = np.append(moves[:, SERVER], home[len(moves) :])
-        number = self.number[batch.part[piece]]
+        number = self.number[self.start.pieces[piece, PART]]
         place, group = number // (groups + 1), number % (groups + 1)
         # A document of which no group is moved is not split.
         split_mask = np.zeros(len(layout.documents), dtype=np.bool_)

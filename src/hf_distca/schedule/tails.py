@@ -12,18 +12,24 @@ from typing import NamedTuple
 
 from hf_distca.schedule.compiled import compile_inner
 from hf_distca.schedule.cost import MarginalCost, TransientBytes
-from hf_distca.schedule.layout import BoolArray, FloatArray, IntArray
+from hf_distca.schedule.layout import FloatArray, IntArray
 from hf_distca.schedule.slice_cost import estimate_slice_seconds
 
 # Rows of `Batch.ranks`. Traffic is in seconds that a link is busy, inside a node and, one row
 # further, between nodes; that of a shared link stands at the first rank of those that share it.
-COMPUTE, SENT, RECEIVED, HELD, END, LATEST, USEFUL = 0, 1, 3, 5, 6, 7, 8
+COMPUTE, SENT, RECEIVED, HELD, END, LATEST, USEFUL, SPEED, WIRE, SERVES, ROWS = (
+    *(0, 1, 3, 5, 6, 7, 8, 9, 10, 12, 13),
+)
+# Columns of `Batch.parts`, `Batch.segments` and `Batch.pieces`.
+SEGMENT, HOLDER = range(2)
+LOW, HIGH, HOME, LEFT_HOME = range(4)
+PART, FIRST, LAST = range(3)
 # Columns of `Batch.moves`: a piece, rows [start, end) of its document, and the rank that gets them.
 PIECE, START, STOP, SERVER = range(4)
 # Columns of `Batch.holders`: a rank that has the first keys of a part, how many, and the row of the
 # part's holder before.
 RANK, KEYS, PREVIOUS = range(3)
-# Columns of `Batch.sent`: nodes where rows of a part lie, by the rest of their number, and others.
+# Units of a part: nodes where rows of it lie, by the rest of their number, and all others.
 UNITS, OTHERS = 9, 8
 # Part of T by which a rank ends earlier than it has to.
 CLOSE = 0.0005
@@ -34,67 +40,63 @@ class Batch(NamedTuple):
 
     Attributes:
         cost: of slices.
+        transient: bytes that a rank holds for a row and a key that it gets, and sends.
+        most_bytes: bytes that a rank may hold.
         grid: documents are cut at its multiples.
+        per_node: ranks of a node; all, if nodes are not told apart.
         shared: ranks that share a link between nodes.
         hidden: whether exchanges are hidden behind compute.
         has_relays: whether servers pass keys on, so that a home sends each key once to a unit:
             servers of a node where rows of the document lie, or those of all other nodes.
-        transient: bytes that a rank holds for a row and a key that it gets, and sends.
-        most_bytes: bytes that a rank may hold.
         heads: (parts,) the part of the heads that each has.
-        segments: (parts + 1,) segments of part p are [segments[p], segments[p + 1]).
-        first, last, home: (segments,) keys [first, last) lie on rank `home`.
         offsets: (ranks + 1,) pieces of rank r are [offsets[r], offsets[r + 1]), deepest first.
-        part, start: (pieces,) the part and the first row of each.
-        node, first_of_node: (ranks,), (nodes + 1,) the node of each, and its first rank; all are
-            one node if nodes are not told apart.
-        speeds, can_serve: (ranks,) the relative speed of each, and whether it may get tails.
-        wire, link: (2, ranks) seconds a byte, and the first rank that shares the link: inside a
-            node and between nodes.
-        ranks: (9, ranks) compute, traffic, transient bytes, end, T, and after which no end is of
-            use, in seconds.
-        end: (pieces,) where the rows end that are left.
-        sent: (segments, units) the key before which all have left their home for a unit; the last
-            unit are nodes without rows of the part.
-        last_holder: (parts,) the last row of `holders`, or -1.
+        parts: (parts + 1, 2) the first segment of each, behind those of the part before, and the
+            last row of `holders`, or -1.
+        segments: (segments, 3 + units) keys [low, high) of a part lie on rank `home`. For each
+            unit, the key before which all have left their home for it.
+        pieces: (pieces, 3) the part of each, and the rows [first, last) that are left.
+        ranks: (13, ranks) compute, traffic, transient bytes, end, T, and after which no end is of
+            use, in seconds; relative speed, seconds of a byte on each link, and 1 for ranks that
+            may get tails.
         holders, moves: room for rows.
         counts: (2,) rows of `holders` and of `moves`.
     """
 
     cost: MarginalCost
+    transient: TransientBytes
+    most_bytes: float
     grid: int
+    per_node: int
     shared: int
     hidden: bool
     has_relays: bool
-    transient: TransientBytes
-    most_bytes: float
     heads: FloatArray
-    segments: IntArray
-    first: IntArray
-    last: IntArray
-    home: IntArray
     offsets: IntArray
-    part: IntArray
-    start: IntArray
-    node: IntArray
-    first_of_node: IntArray
-    speeds: FloatArray
-    can_serve: BoolArray
-    wire: FloatArray
-    link: IntArray
+    parts: IntArray
+    segments: IntArray
+    pieces: IntArray
     ranks: FloatArray
-    end: IntArray
-    sent: IntArray
-    last_holder: IntArray
     holders: IntArray
     moves: IntArray
     counts: IntArray
 
 
 @compile_inner
+def is_far(batch: Batch, rank: int, other: int) -> bool:
+    """Return whether two ranks are on different nodes."""
+    return rank // batch.per_node != other // batch.per_node
+
+
+@compile_inner
+def find_link(batch: Batch, rank: int) -> int:
+    """Find the first rank that shares a rank's link to other nodes."""
+    return rank - rank % batch.per_node % batch.shared
+
+
+@compile_inner
 def end_seconds(batch: Batch, rank: int) -> float:
     """Return when a rank ends. Its links carry at the same time, and both ways."""
-    ranks, link = batch.ranks, batch.link[1, rank]
+    ranks, link = batch.ranks, find_link(batch, rank)
     exchange = max(
         max(ranks[SENT, rank], ranks[RECEIVED, rank]),
         max(ranks[SENT + 1, link], ranks[RECEIVED + 1, link]),
@@ -132,7 +134,7 @@ def solve_rows(
 @compile_inner
 def find_held(batch: Batch, part: int, server: int) -> int:
     """Find how many of the first keys of a part a server has."""
-    row = batch.last_holder[part]
+    row = batch.parts[part, HOLDER]
     while row >= 0:
         # The last row of a rank is that with the most keys.
         if batch.holders[row, RANK] == server:
@@ -144,9 +146,9 @@ def find_held(batch: Batch, part: int, server: int) -> int:
 @compile_inner
 def find_unit(batch: Batch, part: int, server: int) -> int:
     """Find the unit of a part that a server belongs to."""
-    for segment in range(batch.segments[part], batch.segments[part + 1]):
-        if batch.node[batch.home[segment]] == batch.node[server]:
-            return int(batch.node[server] % OTHERS)
+    for segment in range(batch.parts[part, SEGMENT], batch.parts[part + 1, SEGMENT]):
+        if not is_far(batch, batch.segments[segment, HOME], server):
+            return server // batch.per_node % OTHERS
     return OTHERS
 
 
@@ -173,38 +175,36 @@ class _Links(NamedTuple):
 @compile_inner
 def _weigh_links(batch: Batch, piece: int, source: int, server: int) -> _Links:
     """Weigh the links of a tail that a server gets."""
-    ranks, wire, cost, part = batch.ranks, batch.wire, batch.cost, batch.part[piece]
-    end, node = batch.end[piece], batch.node[server]
+    ranks, cost, part, end = (
+        batch.ranks,
+        batch.cost,
+        batch.pieces[piece, PART],
+        batch.pieces[piece, LAST],
+    )
     begin = max(find_held(batch, part, server), end - (cost.window - 1))
     near, far, near_sent, far_sent, keys = 0, 0, 0, 0, 0
     unit = find_unit(batch, part, server)
-    for segment in range(batch.segments[part], batch.segments[part + 1]):
-        home = batch.home[segment]
-        is_far = batch.node[home] != node
-        low, high = max(batch.first[segment], begin), min(batch.last[segment], end)
+    for number in range(batch.parts[part, SEGMENT], batch.parts[part + 1, SEGMENT]):
+        segment = batch.segments[number]
+        low, high = max(segment[LOW], begin), min(segment[HIGH], end)
         count = max(high - low, 0)
-        sent = max(high - max(low, batch.sent[segment, unit]), 0) * (home == source)
+        sent = max(high - max(low, segment[LEFT_HOME + unit]), 0) * (segment[HOME] == source)
         keys += count
-        near += count * (home != server and not is_far)
-        far += count * is_far
-        near_sent += sent * (home != server and not is_far)
-        far_sent += sent * is_far
-    key_bytes, into, out = (
-        batch.heads[part] * cost.key_bytes,
-        batch.link[1, server],
-        batch.link[1, source],
-    )
-    near_seconds, far_seconds = (
-        near * key_bytes * wire[0, server],
-        far * key_bytes * wire[1, server],
-    )
+        if is_far(batch, segment[HOME], server):
+            far, far_sent = far + count, far_sent + sent
+        elif segment[HOME] != server:
+            near, near_sent = near + count, near_sent + sent
+    key_bytes = batch.heads[part] * cost.key_bytes
+    into, out = find_link(batch, server), find_link(batch, source)
+    near_seconds = near * key_bytes * ranks[WIRE, server]
+    far_seconds = far * key_bytes * ranks[WIRE + 1, server]
     arrive, other_arrive = (
         ranks[RECEIVED, server] + near_seconds,
         ranks[RECEIVED + 1, into] + far_seconds,
     )
-    leave = ranks[SENT, source] + near_sent * key_bytes * wire[0, source]
-    other_leave = ranks[SENT + 1, out] + far_sent * key_bytes * wire[1, source]
-    level = int(batch.node[source] != node)
+    leave = ranks[SENT, source] + near_sent * key_bytes * ranks[WIRE, source]
+    other_leave = ranks[SENT + 1, out] + far_sent * key_bytes * ranks[WIRE + 1, source]
+    level = int(is_far(batch, source, server))
     if level:
         arrive, other_arrive, leave, other_leave = other_arrive, arrive, other_leave, leave
     # With a window, each row needs a key more.
@@ -214,8 +214,8 @@ def _weigh_links(batch: Batch, piece: int, source: int, server: int) -> _Links:
         leave,
         max(other_arrive, max(ranks[SENT, server], ranks[SENT + 1, into])),
         max(other_leave, max(ranks[RECEIVED, source], ranks[RECEIVED + 1, out])),
-        row_bytes * wire[level, server],
-        row_bytes * wire[level, source],
+        row_bytes * ranks[WIRE + level, server],
+        row_bytes * ranks[WIRE + level, source],
         near_seconds + far_seconds,
         keys,
     )
@@ -224,8 +224,9 @@ def _weigh_links(batch: Batch, piece: int, source: int, server: int) -> _Links:
 @compile_inner
 def _count_taken(batch: Batch, piece: int, source: int, server: int, links: _Links) -> float:
     """Count the rows of a tail that its server can take and end by T."""
-    cost, ranks, end, speed = batch.cost, batch.ranks, batch.end[piece], batch.speeds[server]
-    heads, latest = batch.heads[batch.part[piece]], ranks[LATEST, server]
+    cost, ranks, speed = batch.cost, batch.ranks, batch.ranks[SPEED, server]
+    end, latest = batch.pieces[piece, LAST], ranks[LATEST, server]
+    heads = batch.heads[batch.pieces[piece, PART]]
     spare = latest - ranks[COMPUTE, server]
     fixed = cost.task + heads * cost.key * min(end, cost.window - 1)
     if batch.hidden:
@@ -261,8 +262,9 @@ def _count_taken(batch: Batch, piece: int, source: int, server: int, links: _Lin
 @compile_inner
 def _count_given(batch: Batch, piece: int, source: int, goal: float, links: _Links) -> float:
     """Count the rows of a tail that its home has to give to end at its goal."""
-    cost, heads, end = batch.cost, batch.heads[batch.part[piece]], batch.end[piece]
-    speed, key = batch.speeds[source], heads * cost.key
+    cost, end, speed = batch.cost, batch.pieces[piece, LAST], batch.ranks[SPEED, source]
+    heads = batch.heads[batch.pieces[piece, PART]]
+    key = heads * cost.key
     excess = batch.ranks[COMPUTE, source] - goal
     if batch.hidden:
         return solve_rows(cost, heads, end, excess * speed, key)
@@ -278,8 +280,8 @@ def weigh_tail(batch: Batch, piece: int, source: int, server: int) -> tuple[floa
     """Return the seconds that are lost for a second that the source saves, and the first row of the
     tail; inf if no tail gains enough.
     """
-    cost, ranks, heads = batch.cost, batch.ranks, batch.heads[batch.part[piece]]
-    start, end = batch.start[piece], batch.end[piece]
+    cost, ranks, heads = batch.cost, batch.ranks, batch.heads[batch.pieces[piece, PART]]
+    start, end = batch.pieces[piece, FIRST], batch.pieces[piece, LAST]
     goal = ranks[LATEST, source] * (1 - CLOSE)
     links = _weigh_links(batch, piece, source, server)
     # From the grid's line after which the server can take all, or from that before which the source
@@ -296,7 +298,7 @@ def weigh_tail(batch: Batch, piece: int, source: int, server: int) -> tuple[floa
         cost, heads, start, row
     )
     leave = max(links.other_leave, links.leave + (end - row) * links.row_leave)
-    compute = ranks[COMPUTE, source] - removed / batch.speeds[source]
+    compute = ranks[COMPUTE, source] - removed / ranks[SPEED, source]
     gain = ranks[END, source] - (max(compute, leave) if batch.hidden else compute + leave)
     excess, latest = ranks[END, source] - goal, ranks[LATEST, server]
     enough = 0.05 * min(excess, latest - ranks[END, server]) + 0.001 * latest

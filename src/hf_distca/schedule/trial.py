@@ -23,22 +23,36 @@ from hf_distca.schedule.tails import (
     CLOSE,
     COMPUTE,
     END,
+    FIRST,
     HELD,
+    HIGH,
+    HOLDER,
+    HOME,
     KEYS,
+    LAST,
     LATEST,
+    LEFT_HOME,
+    LOW,
+    PART,
     PIECE,
     PREVIOUS,
     RANK,
     RECEIVED,
+    SEGMENT,
     SENT,
     SERVER,
+    SERVES,
+    SPEED,
     START,
     STOP,
     USEFUL,
+    WIRE,
     Batch,
     end_seconds,
     find_held,
+    find_link,
     find_unit,
+    is_far,
     weigh_tail,
 )
 
@@ -49,18 +63,19 @@ _MOST_PIECES, _MOST_HOLDERS = 4, 2
 @compile_inner
 def _update_ends(batch: Batch, rank: int) -> None:
     """Update when a rank ends, and those that share its link."""
-    first = batch.link[1, rank]
-    for other in range(first, min(first + batch.shared, len(batch.speeds))):
+    first = find_link(batch, rank)
+    for other in range(first, min(first + batch.shared, batch.ranks.shape[1])):
         batch.ranks[END, other] = end_seconds(batch, other)
 
 
 @compile_inner
 def _add_traffic(batch: Batch, source: int, server: int, sent: float, received: float) -> None:
     """Add bytes that one rank sends, and that another receives, to their links."""
-    far = int(batch.node[source] != batch.node[server])
-    wire, link, ranks = batch.wire, batch.link, batch.ranks
-    ranks[SENT + far, link[far, source]] += sent * wire[far, source]
-    ranks[RECEIVED + far, link[far, server]] += received * wire[far, server]
+    ranks, far, out, into = batch.ranks, 0, source, server
+    if is_far(batch, source, server):
+        far, out, into = 1, find_link(batch, source), find_link(batch, server)
+    ranks[SENT + far, out] += sent * ranks[WIRE + far, source]
+    ranks[RECEIVED + far, into] += received * ranks[WIRE + far, server]
 
 
 @compile_inner
@@ -72,42 +87,42 @@ def _give_keys(batch: Batch, part: int, server: int, start: int, end: int) -> No
     begin, key_bytes = max(held, start - (batch.cost.window - 1)), batch.cost.key_bytes
     heads, (_, key, _, sent_key) = batch.heads[part], batch.transient
     unit = find_unit(batch, part, server)
-    for segment in range(batch.segments[part], batch.segments[part + 1]):
-        low, high = max(batch.first[segment], begin), min(batch.last[segment], end)
+    for number in range(batch.parts[part, SEGMENT], batch.parts[part + 1, SEGMENT]):
+        segment = batch.segments[number]
+        home, low, high = segment[HOME], max(segment[LOW], begin), min(segment[HIGH], end)
         if low >= high:
             continue
-        home = batch.home[segment]
         batch.ranks[HELD, server] += heads * key * (high - low)
         if home == server:
             continue
         batch.ranks[HELD, home] += heads * sent_key * (high - low)
         sent = high - low
         if batch.has_relays:
-            sent = max(high - max(low, batch.sent[segment, unit]), 0)
-            batch.sent[segment, unit] = max(high, batch.sent[segment, unit])
+            sent = max(high - max(low, segment[LEFT_HOME + unit]), 0)
+            segment[LEFT_HOME + unit] = max(high, segment[LEFT_HOME + unit])
         _add_traffic(
             batch, home, server, heads * key_bytes * sent, heads * key_bytes * (high - low)
         )
         _update_ends(batch, home)
     row = batch.counts[0]
     holder = batch.holders[row]
-    holder[RANK], holder[KEYS], holder[PREVIOUS] = server, end, batch.last_holder[part]
-    batch.last_holder[part] = row
+    holder[RANK], holder[KEYS], holder[PREVIOUS] = server, end, batch.parts[part, HOLDER]
+    batch.parts[part, HOLDER] = row
     batch.counts[0] += 1
 
 
 @compile_inner
 def _make_move(batch: Batch, piece: int, source: int, server: int, row: int) -> None:
     """Give rows [row, end) of a piece to a server."""
-    cost, ranks, part, end = batch.cost, batch.ranks, batch.part[piece], batch.end[piece]
-    heads, start = batch.heads[part], batch.start[piece]
+    cost, ranks, part = batch.cost, batch.ranks, batch.pieces[piece, PART]
+    heads, start, end = batch.heads[part], batch.pieces[piece, FIRST], batch.pieces[piece, LAST]
     query, key, sent_query, sent_key = batch.transient
     is_windowed = end > cost.window  # then each row needs a key more
     before = estimate_slice_seconds(cost, heads, start, end)
     after = estimate_slice_seconds(cost, heads, start, row)
-    ranks[COMPUTE, source] -= (before - after) / batch.speeds[source]
+    ranks[COMPUTE, source] -= (before - after) / ranks[SPEED, source]
     added = estimate_slice_seconds(cost, heads, row, end)
-    ranks[COMPUTE, server] += added / batch.speeds[server]
+    ranks[COMPUTE, server] += added / ranks[SPEED, server]
     ranks[HELD, server] += (end - row) * heads * (query + key * is_windowed)
     ranks[HELD, source] += (end - row) * heads * (sent_query + sent_key * is_windowed)
     row_bytes = (end - row) * heads * (cost.query_bytes + cost.key_bytes * is_windowed)
@@ -116,7 +131,7 @@ def _make_move(batch: Batch, piece: int, source: int, server: int, row: int) -> 
     move = batch.moves[batch.counts[1]]
     move[PIECE], move[START], move[STOP], move[SERVER] = piece, row, end, server
     batch.counts[1] += 1
-    batch.end[piece] = row
+    batch.pieces[piece, LAST] = row
     _update_ends(batch, source)
     _update_ends(batch, server)
 
@@ -126,9 +141,9 @@ def _may_serve(batch: Batch, source: int, server: int, inside: bool) -> bool:
     """Return whether a rank may get tails of another."""
     return bool(
         batch.ranks[END, server] < batch.ranks[LATEST, server] * (1 - CLOSE)
-        and batch.can_serve[server]
+        and batch.ranks[SERVES, server]
         and server != source
-        and (batch.node[server] == batch.node[source] or not inside)
+        and not (inside and is_far(batch, source, server))
     )
 
 
@@ -147,20 +162,20 @@ def _find_move(batch: Batch, source: int, inside: bool) -> tuple[int, int, int]:
     """Find the cheapest tail of all pieces of a rank, for the emptiest ranks and for those that
     have keys of its document: its piece, or -1, the server and the first row.
     """
-    node = batch.node[source]
-    first, last = batch.first_of_node[node], batch.first_of_node[node + 1]
+    first = source - source % batch.per_node
+    last = first + batch.per_node
     near, far = _find_emptiest(batch, source, first, last, -1), -1
     if not inside:
         far = _find_emptiest(batch, source, 0, first, far)
-        far = _find_emptiest(batch, source, last, len(batch.speeds), far)
+        far = _find_emptiest(batch, source, last, batch.ranks.shape[1], far)
     lowest, best, looked = math.inf, (-1, -1, 0), 0
     for piece in range(batch.offsets[source], batch.offsets[source + 1]):
-        if batch.start[piece] >= batch.end[piece]:
+        if batch.pieces[piece, FIRST] >= batch.pieces[piece, LAST]:
             continue
         if looked >= _MOST_PIECES and best[0] >= 0:
             break
         looked += 1
-        holder, server, count = batch.last_holder[batch.part[piece]], near, -2
+        holder, server, count = batch.parts[batch.pieces[piece, PART], HOLDER], near, -2
         while count < _MOST_HOLDERS:
             if server >= 0 and (count < 0 or _may_serve(batch, source, server, inside)):
                 lost, row = weigh_tail(batch, piece, source, server)
@@ -179,11 +194,11 @@ def _find_move(batch: Batch, source: int, inside: bool) -> tuple[int, int, int]:
 @compile_inner
 def _give_own_keys(batch: Batch) -> None:
     """Give all ranks the keys of others that their own rows need."""
-    for rank in range(len(batch.speeds)):
+    for rank in range(batch.ranks.shape[1]):
         for piece in range(batch.offsets[rank + 1] - 1, batch.offsets[rank] - 1, -1):
-            part = batch.part[piece]
-            if batch.segments[part + 1] - batch.segments[part] > 1:
-                _give_keys(batch, part, rank, batch.start[piece], batch.end[piece])
+            part, first, last = batch.pieces[piece]
+            if batch.parts[part + 1, SEGMENT] - batch.parts[part, SEGMENT] > 1:
+                _give_keys(batch, part, rank, first, last)
         _update_ends(batch, rank)
 
 
@@ -210,8 +225,8 @@ def _make_moves(batch: Batch, order: IntArray, inside: bool) -> None:
                     break
                 _make_move(batch, piece, rank, server, row)
             if ranks[END, rank] > ranks[USEFUL, rank]:
-                for other in range(len(batch.speeds)):
-                    if not inside or batch.node[other] == batch.node[rank]:
+                for other in range(ranks.shape[1]):
+                    if not (inside and is_far(batch, rank, other)):
                         ranks[LATEST, other] = math.inf
 
 
