@@ -190,6 +190,15 @@ def test_a_bound_holds_where_rows_need_a_window_of_keys_each(window: int) -> Non
     assert count_transient_bytes(plan, EACH).max() <= 2**26
 
 
+def test_a_bound_holds_where_documents_are_as_long_as_the_window() -> None:
+    layout = Layout.from_lengths([[1, 1, 1, 1, 2], [], []])
+    config = DistCAConfig(
+        tolerance=0.0, min_gain=0.0, tile=1, head_groups=1, max_transient_bytes=LEAST
+    )
+    plan = balance(layout, replace(PAIRS, window=1), config)
+    assert count_transient_bytes(plan, EACH).max() <= LEAST
+
+
 def test_nodes_that_do_not_divide_the_ranks_are_refused() -> None:
     with pytest.raises(ConfigError, match="3 ranks cannot be nodes of 2"):
         balance(Layout.from_lengths([[9]] * 3), CUDA, DistCAConfig(), Ranks(per_node=2))

@@ -208,7 +208,7 @@ def _weigh_links(batch: Batch, piece: int, source: int, server: int) -> _Links:
     if level:
         arrive, other_arrive, leave, other_leave = other_arrive, arrive, other_leave, leave
     # With a window, each row needs a key more.
-    row_bytes = batch.heads[part] * (cost.query_bytes + cost.key_bytes * (end > cost.window))
+    row_bytes = batch.heads[part] * (cost.query_bytes + cost.key_bytes * (end >= cost.window))
     return _Links(
         arrive,
         leave,
@@ -246,7 +246,7 @@ def _count_taken(batch: Batch, piece: int, source: int, server: int, links: _Lin
         )
     if batch.most_bytes < math.inf:
         query, key, sent_query, sent_key = batch.transient
-        is_windowed = end > cost.window
+        is_windowed = end >= cost.window
         room = batch.most_bytes - ranks[HELD, server] - heads * key * links.keys
         sent = batch.most_bytes - ranks[HELD, source] - heads * sent_key * links.keys
         rows = min(
