@@ -199,6 +199,22 @@ def test_a_bound_holds_where_documents_are_as_long_as_the_window() -> None:
     assert count_transient_bytes(plan, EACH).max() <= LEAST
 
 
+def test_a_bound_holds_where_a_server_gets_tails_of_two_pieces() -> None:
+    """With a window, the tail of the second piece needs other keys than that of the first."""
+    layout = Layout.from_segments(
+        [
+            [(0, 0, 6149), (0, 6149, 6150), (1, 0, 2), (1, 13, 3)],
+            [(1, 2, 3), (1, 10, 3)],
+            [(1, 5, 3), (1, 8, 2)],
+        ]
+    )
+    config = DistCAConfig(
+        tolerance=0.0, min_gain=0.0, tile=16, head_groups=1, max_transient_bytes=2**26
+    )
+    plan = balance(layout, replace(CPU, window=300), config)
+    assert count_transient_bytes(plan, EACH).max() <= 2**26
+
+
 def test_nodes_that_do_not_divide_the_ranks_are_refused() -> None:
     with pytest.raises(ConfigError, match="3 ranks cannot be nodes of 2"):
         balance(Layout.from_lengths([[9]] * 3), CUDA, DistCAConfig(), Ranks(per_node=2))

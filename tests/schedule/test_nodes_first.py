@@ -89,7 +89,7 @@ def drawn(name: str, longest: int, ranks: int, tokens: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("name", ["pretrain", "prolong"])
-@pytest.mark.parametrize(("tokens", "most"), [(65536, 1.035), (32768, 1.09)])
+@pytest.mark.parametrize(("tokens", "most"), [(65536, 1.035), (32768, 1.085)])
 def test_documents_that_fit_nodes_need_no_exchange_between_them(
     name: str, tokens: int, most: float
 ) -> None:
@@ -125,7 +125,7 @@ def test_nano_batches_stay_in_their_nodes() -> None:
     for half in halves:
         load = PlanLoad(balance(half, CUDA, config, NODES), CUDA, overlapped=True, ranks=NODES)
         assert load.slowest_seconds <= 1.021 * load.compute_seconds.mean()
-        assert load.node_bytes.inter_node[0].sum() <= 0.15 * load.node_bytes.intra_node[0].sum()
+        assert load.node_bytes.inter_node[0].sum() <= 0.1 * load.node_bytes.intra_node[0].sum()
 
 
 def test_work_crosses_nodes_only_where_a_node_has_too_much() -> None:

@@ -11,7 +11,7 @@ import math
 from typing import NamedTuple
 
 from hf_distca.schedule.compiled import compile_inner
-from hf_distca.schedule.cost import MarginalCost, TransientBytes
+from hf_distca.schedule.cost import ALL_KEYS, MarginalCost, TransientBytes
 from hf_distca.schedule.layout import FloatArray, IntArray
 from hf_distca.schedule.slice_cost import estimate_slice_seconds
 
@@ -133,7 +133,12 @@ def solve_rows(
 
 @compile_inner
 def find_held(batch: Batch, part: int, server: int) -> int:
-    """Find how many of the first keys of a part a server has."""
+    """Find how many of the first keys of a part a server has.
+
+    With a window it has only those near its rows, so none count for other rows.
+    """
+    if batch.cost.window < ALL_KEYS:
+        return 0
     row = batch.parts[part, HOLDER]
     while row >= 0:
         # The last row of a rank is that with the most keys.
