@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from dataclasses import replace
 
 import numpy as np
@@ -57,7 +58,8 @@ def ranks_of(draw: st.DrawFn, count: int) -> Ranks:
     return Ranks.from_speeds(unequal, size)
 
 
-@settings(max_examples=300, deadline=None)
+# EXAMPLES=3000 for a longer search.
+@settings(max_examples=int(os.environ.get("EXAMPLES", "300")), deadline=None)
 @given(st.data(), layouts(), CONFIGS, COSTS)
 def test_any_batch(
     data: st.DataObject, layout: Layout, config: DistCAConfig, cost: CostModel

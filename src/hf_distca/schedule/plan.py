@@ -22,7 +22,6 @@ from hf_distca.schedule.layout import (
     Layout,
     enumerate_ranges,
     mark_changes,
-    repeat_split_rows,
     require_integers,
 )
 from hf_distca.schedule.placement import build_layout
@@ -108,10 +107,10 @@ class Plan:
     moved: bool = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        if self.window is not None and self.window < 1:
+        if self.window is not None and (type(self.window) is not int or self.window < 1):
             raise PlanError(
-                f"window={self.window!r}: a query position sees at least itself, or pass None for"
-                " no window."
+                f"window={self.window!r} must be a whole number or None: a query position sees at"
+                " least itself, or all before it without a window."
             )
         if self.window is not None and self.layout.groups > 1:
             raise PlanError(
@@ -147,10 +146,6 @@ class Plan:
         held = int(layout.length[layout.has_queries].sum())
         self._check_tasks(
             np.full(len(self.document), not held), "is in a plan for a layout without tokens"
-        )
-        self._check_tasks(
-            self.end > layout.longest,
-            f"ends behind the longest document, which has {layout.longest} tokens",
         )
         segment = layout.by_document[
             np.maximum(layout.find_segments(layout.find_places(self.document), self.start), 0)
@@ -199,29 +194,11 @@ class Plan:
         window: int | None = None,
     ) -> Plan:
         """Build a plan from rows, as for hand-written plans."""
-        if window is not None and type(window) is not int:
-            raise PlanError(f"window={window!r} must be a whole number or None.")
         rows = require_integers(
             tasks, "tasks as (document, start, end, home, server)", (-1, 5), PlanError
         )
         document, start, end, home, server = rows.T
         return cls(layout, document, start, end, home, server, window)
-
-    def split_heads(self, split_mask: BoolArray, groups: int) -> Plan:
-        """Split some documents with all heads into head groups, with the same tasks; see
-        `Layout.split_heads`.
-        """
-        numbers = self.document if self.layout.groups == groups else self.document * (groups + 1)
-        row, part = repeat_split_rows(split_mask[self.place], groups)
-        return Plan(
-            self.layout.split_heads(split_mask, groups),
-            numbers[row] + part,
-            self.start[row],
-            self.end[row],
-            self.home[row],
-            self.server[row],
-            self.window,
-        )
 
     def with_relays(self, relays: Relays | None) -> Plan:
         """Return the plan with these relays, which are not checked; nor are its tasks again."""
