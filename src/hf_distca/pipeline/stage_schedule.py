@@ -6,13 +6,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
-from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
-from hf_distca.agreement.announce import SharedSettings, hash_settings
+from hf_distca.agreement.announce import SharedSettings, check_equal, hash_settings
 from hf_distca.agreement.document_starts import convert_mask
 from hf_distca.agreement.documents import Documents, PackedDocuments, TokenBatch
 from hf_distca.errors import ConfigError, LayoutError
@@ -38,10 +37,7 @@ from hf_distca.pipeline.ticks import (
     TickPlans,
     order_ticks,
 )
-from hf_distca.runtime.group import AttentionGroup, Rendezvous
-
-# How a batch was loaded. They are no numbers that another announcement begins with.
-_STATED, _SHARES = -1, -2
+from hf_distca.runtime.group import AttentionGroup
 
 
 class Schedule(OneStageSchedule):
@@ -86,7 +82,6 @@ class Schedule(OneStageSchedule):
         self._ranks: tuple[Pipeline, StageAttention] | None = None  # found in the first step
         self._packed: Sequence[PackedDocuments] | None = None
         self._steps = 0
-        self._comparing: Rendezvous | None = None  # of the last step with shares
 
     def step(
         self, *args: Any, distca_documents: Sequence[PackedDocuments] | None = None, **kwargs: Any
@@ -211,61 +206,46 @@ class Schedule(OneStageSchedule):
         shape: tuple[int, int],
         name: str,
     ) -> TickPlans:
-        """Plan all ticks: from one announcement, or from dealt shares, which hold all documents, so
-        that no rank waits.
+        """Plan all ticks from the documents that ranks announce, after a check that all run the
+        same step.
         """
         planner = self._session.planner
-        config = self._session.config
         shares = [read.dealt_share for read in documents if read.dealt_share is not None]
-        are_dealt = len(shares) == len(documents)
-        place = f"{name}, {self.micro_batches} micro-batches in {self.stage.num_stages} stages"
-        with group.report_errors(f"planning {place}"):
-            config = replace(config, ping_pong=self._uses_nano_batches(documents))
+        label = f"{name}, {self.micro_batches} micro-batches in {self.stage.num_stages} stages"
+        with group.report_errors(f"planning {label}"):
+            check_shares_of_copy(shares, pipeline)
+            config = replace(self._session.config, ping_pong=self._uses_nano_batches(documents))
             facts = {
                 **self._collect_facts(),
                 "nano-batches of a micro-batch": str(1 + config.ping_pong),
+                "the dealt batches": ", ".join(map(str, shares)) or "none",
+                "the dealt documents (checksums)": str([share.digest for share in shares]),
             }
+            row = StepRow(
+                hash_settings(facts), *shape, compute_checksum(self.stage.unwrapped.tied_weight)
+            )
+            rows = group.gather(np.array(row), doing=f"comparing {label}")
+            check_steps(group, rows, facts, pipeline.copies, label)
             requests = make_requests(pipeline.keys, documents, shape, config)
-            if are_dealt:
-                check_shares_of_copy(shares, pipeline)
-                facts["the batch"] = str(shares[0])
-                layouts = {
-                    part: (
-                        shares[part.micro_batch].layouts[part.nano - 1]
-                        if part.nano
-                        else shares[part.micro_batch].whole_layout
-                    )
-                    for part in requests
-                }
-            else:
-                announced = planner.announce(list(requests.values()), group, place)
-                layouts = {
-                    part: build_layout_of_copies(
-                        announced_documents, pipeline.copies, group.ranks, part.micro_batch
-                    )
-                    for part, announced_documents in zip(requests, announced, strict=True)
-                }
+            announced = planner.announce(list(requests.values()), group, label)
+            layouts = {
+                part: build_layout_of_copies(
+                    announced_documents, pipeline.copies, group.ranks, part.micro_batch
+                )
+                for part, announced_documents in zip(requests, announced, strict=True)
+            }
             costs = {key: planner.costs.get_cost(key) for key in pipeline.keys}
             order = order_ticks(
                 self.stage.num_stages, self.micro_batches, backward=self.is_training
             )
             plans = TickPlans(order, pipeline, layouts, costs, config, name)
-            row = StepRow(
-                _SHARES if are_dealt else _STATED,
-                hash_settings(facts),
-                shares[0].digest if are_dealt else 0,
-                plans.make(),
-                *shape,
-                compute_checksum(self.stage.unwrapped.tied_weight),
-            )
-            check = partial(check_steps, group, facts=facts, copies=pipeline.copies, place=place)
-            if not are_dealt:
-                check(group.gather(np.array(row), doing=f"comparing plans of {place}"))
-                return plans
-            if self._comparing is not None:
-                self._comparing.wait()
-            self._comparing = group.gather_async(
-                np.array(row), doing=f"comparing shares of {place}", on_arrival=check
+            digests = group.gather(np.array([plans.make()]), doing=f"comparing plans of {label}")
+            check_equal(
+                group,
+                np.concatenate(digests),
+                "plans (as digests)",
+                label,
+                "use one version of hf_distca and numpy",
             )
         return plans
 

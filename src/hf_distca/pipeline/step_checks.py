@@ -17,7 +17,6 @@ from torch.distributed.tensor import DTensor
 from hf_distca.agreement.announce import (
     AnnouncedDocuments,
     SharedSettings,
-    check_equal,
     check_shared_settings,
 )
 from hf_distca.agreement.dealt_share import DealtShare
@@ -40,27 +39,17 @@ _BITS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
 class StepRow(NamedTuple):
     """Numbers that a rank sends about a step before it begins.
 
-    Ranks that load batches in another way read them as an `Announcement`.
-
     Attributes:
-        way: code of the way in which the batch was loaded; no announcement begins with it.
         facts: `hash_settings` of all that must be equal on all ranks.
-        documents: checksum of the documents of a dealt global batch; 0 for other batches.
-        plans: digest of the plans.
         batch, tokens: shape of a micro-batch, which the stages of a copy of the model must have in
             common.
-        tied: `checksum` of this stage's copy of a tied weight, 0 if it has none.
-        leaves: 0, for no stage leaves.
+        tied: checksum of this stage's copy of a tied weight, 0 if it has none.
     """
 
-    way: int
     facts: int
-    documents: int
-    plans: int
     batch: int
     tokens: int
     tied: int
-    leaves: int = 0
 
 
 def compute_checksum(weight: torch.Tensor | None) -> int:
@@ -95,12 +84,12 @@ def check_shares_of_copy(shares: Sequence[DealtShare], pipeline: Pipeline) -> No
 
 
 def check_facts(
-    group: AttentionGroup, hashes: Sequence[int], facts: SharedSettings, place: str
+    group: AttentionGroup, hashes: Sequence[int], facts: SharedSettings, label: str
 ) -> None:
     """Compare `hash_settings` of the facts of each rank, and raise `DistCADesyncError` with those
     that differ; `facts` are this rank's.
     """
-    description = f"ranks do not run the same in {place}"
+    description = f"ranks do not run the same in {label}"
     check_shared_settings(group, np.array(hashes), facts, description, _SAME)
 
 
@@ -109,7 +98,7 @@ def check_steps(
     rows: Sequence[IntArray],
     facts: SharedSettings,
     copies: Sequence[int],
-    place: str,
+    label: str,
 ) -> None:
     """Compare the `StepRow` of each rank. `copies` gives each rank's copy of the model.
 
@@ -117,30 +106,18 @@ def check_steps(
         DistCADesyncError: if ranks do not run the same, if stages of one copy of the model have
             micro-batches of different shapes, or if their copies of a tied weight differ.
     """
-    if any(len(row) != len(StepRow._fields) or row[0] != rows[0][0] for row in rows):
-        raise DistCADesyncError(
-            f"some ranks have shares of dealt batches in {place} and others have not: give"
-            " Schedule.step distca_documents on all of them, or on none."
-        )
     steps = [StepRow(*row.tolist()) for row in rows]
-    check_facts(group, [step.facts for step in steps], facts, place)
-    arguments = "give document_shares the same documents, seed and other arguments on every rank"
-    documents = np.array([step.documents for step in steps])
-    check_equal(
-        group, documents, "documents in the same global batch (as checksums)", place, arguments
-    )
+    check_facts(group, [step.facts for step in steps], facts, label)
     for copy in sorted(set(copies)):
         members = {
             rank: step
             for rank, step, its_copy in zip(group.ranks, steps, copies, strict=True)
             if its_copy == copy
         }
-        _check_copy(members, facts, place)
-    plans = np.array([step.plans for step in steps])
-    check_equal(group, plans, "plans (as digests)", place, "use one version of hf_distca and numpy")
+        _check_copy(members, facts, label)
 
 
-def _check_copy(steps: Mapping[int, StepRow], facts: SharedSettings, place: str) -> None:
+def _check_copy(steps: Mapping[int, StepRow], facts: SharedSettings, label: str) -> None:
     """Compare the rows that the stages of one copy of the model sent, by rank."""
     shapes = {rank: (step.batch, step.tokens) for rank, step in steps.items()}
     first = min(shapes)
@@ -148,7 +125,7 @@ def _check_copy(steps: Mapping[int, StepRow], facts: SharedSettings, place: str)
         if shape != shapes[first]:
             raise DistCADesyncError(
                 f"ranks {first} and {rank} are stages of one copy of the model and have"
-                f" micro-batches of shapes {shapes[first]} and {shape} in {place}. Give all stages"
+                f" micro-batches of shapes {shapes[first]} and {shape} in {label}. Give all stages"
                 " of a copy the same position_ids."
             )
     checksums = {rank: step.tied for rank, step in steps.items() if step.tied}
@@ -156,7 +133,7 @@ def _check_copy(steps: Mapping[int, StepRow], facts: SharedSettings, place: str)
         holders = " and ".join(map(str, checksums))
         raise DistCADesyncError(
             f"{facts[TIED]} are one weight, of which ranks {holders} have a copy each, and the"
-            f" copies differ in {place}. Make all stages from one model, give their optimizers the"
+            f" copies differ in {label}. Make all stages from one model, give their optimizers the"
             " same settings, and clip with hf_distca.pipeline.clip_grad_norm_, which takes the"
             " norm over all stages."
         )
