@@ -34,7 +34,7 @@ from hf_distca.integration.layer_planner import LayerPlanner
 from hf_distca.integration.session import Session
 from hf_distca.kernels.base import Grads, Outputs, Scores
 from hf_distca.package_versions import list_versions
-from hf_distca.pool.door import accept, find_refusal, refuse
+from hf_distca.pool.door import accept, find_refusal
 from hf_distca.pool.observer import PoolRanks
 from hf_distca.pool.words import (
     JsonLineConnection,
@@ -103,7 +103,6 @@ def serve(
             f"is rank {invitation['number']} of {len(ranks.ranks)}, and serves the"
             f" {sum(ranks.has_tokens)} that train"
         )
-        Thread(target=accept, args=[listening, refuse, None], daemon=True).start()
         Thread(target=_outlive_briefly, args=[words, server, say], daemon=True).start()
         server.run(words)
     except (EndedError, DistCADesyncError, EOFError, OSError) as end:
