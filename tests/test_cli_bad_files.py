@@ -76,7 +76,7 @@ def record(folder: Path, change: Callable[[dict[str, Any]], object]) -> Path:
     [
         (lambda row: row["tally"].update(moved=10**400), "int too large"),
         (lambda row: row["tally"].pop("micro_batches"), "is no record of a run"),
-        (lambda row: row["per_rank"].update(tokens=[10**400] * 4), "is no row of a record"),
+        (lambda row: row["per_rank"].update(tokens=[10**400] * 4), "tells of no micro-batch"),
         (lambda row: row["tally"].update(micro_batches=0, moved=1), "is no record of a run"),
     ],
 )
