@@ -217,7 +217,7 @@ def test_of_a_saved_data_set_only_its_own_files_count(tmp_path: Path) -> None:
         ("[", "is not JSON"),
         ("\x00", "is not JSON"),
         ("[" * 100_000, "nested too deeply"),
-        (f"[{'9' * 5000}]", "holds a number of thousands of digits"),
+        (f"[{'9' * 5000}]", "is not JSON: Exceeds the limit"),
         ({"lengths": [1]}, "must hold a list of document lengths, it holds dict"),
         ([1.5], "1.5 must be an integer"),
         ("[NaN]", "nan must be an integer"),

@@ -27,7 +27,6 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial, wraps
 from types import ModuleType
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
 from transformers import PreTrainedModel
@@ -185,10 +184,6 @@ def _pass_rows_to_model(
     return forward_with_rows
 
 
-# Whether models have mixers.
-_has_mixers: WeakKeyDictionary[torch.nn.Module, bool] = WeakKeyDictionary()
-
-
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _check_rows_used(
     mixers: tuple[type, ...],
@@ -205,9 +200,7 @@ def _check_rows_used(
         or set(functions) - {_FUSED_FUNCTION} <= rows.used_functions
     ):
         return
-    if model not in _has_mixers:
-        _has_mixers[model] = any(isinstance(part, mixers) for part in model.modules())
-    if _has_mixers[model]:
+    if any(isinstance(part, mixers) for part in model.modules()):
         model_type = model.config.model_type
         warn_of_packing(model_type)
         if not rows.segments.has_only_whole_documents:

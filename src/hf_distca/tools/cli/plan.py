@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from threading import Timer
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
@@ -43,7 +40,10 @@ _LIMITED = (
     "ranks_per_node",
     "ranks_per_link",
 )
-_LONG_SECONDS = 1.0
+_MAY_COMPILE = (
+    "planning; the first time after an installation the loop of the scheduler is compiled, which"
+    " takes some seconds ..."
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,23 +190,24 @@ def plan(options: Options) -> None:
     )
     model = options.make_cost_model()
     lines = [f"{'cost model':<26} {model.name}"]
-    with _announce_if_slow():
-        if options.deal is None:
-            layouts, written = [_read_layout(options.documents)], ""
-        else:
-            layouts, written = _deal_documents(options, options.deal, model)
-        for number, layout in enumerate(layouts, 1):
-            result, summary = _plan_layout(options, layout, model, config)
-            lines += [f"{'nano-batch':<26} {number}"] * options.ping_pong
-            if options.deal is not None:
-                lines += _describe_layout(layout)
-            elif options.window is not None:
-                # If no document is longer than the window, the plan has none.
-                lines.append(
-                    f"{'sliding window':<26} {options.window}"
-                    f" keys{'' if result.window else ', as long as any document'}"
-                )
-            lines.append(summary)
+    if sys.stderr.isatty():
+        typer.echo(_MAY_COMPILE, err=True)
+    if options.deal is None:
+        layouts, written = [_read_layout(options.documents)], ""
+    else:
+        layouts, written = _deal_documents(options, options.deal, model)
+    for number, layout in enumerate(layouts, 1):
+        result, summary = _plan_layout(options, layout, model, config)
+        lines += [f"{'nano-batch':<26} {number}"] * options.ping_pong
+        if options.deal is not None:
+            lines += _describe_layout(layout)
+        elif options.window is not None:
+            # If no document is longer than the window, the plan has none.
+            lines.append(
+                f"{'sliding window':<26} {options.window}"
+                f" keys{'' if result.window else ', as long as any document'}"
+            )
+        lines.append(summary)
     write(written or result.to_json(), "\n".join(lines), options.output)
 
 
@@ -286,20 +287,3 @@ def _make_placement(layouts: list[Layout], lengths: list[int]) -> dict[str, Any]
     if len(layouts) > 1:
         placement["first_nano_batch"] = layouts[0].query_tokens.tolist()
     return placement
-
-
-@contextmanager
-def _announce_if_slow() -> Iterator[None]:
-    """Tell a terminal what a command is doing, once that has taken more than a second."""
-    said = (
-        "planning; the first time after an installation the loop of the scheduler is compiled,"
-        " which takes some seconds ..."
-    )
-    timer = Timer(_LONG_SECONDS, print, [said], {"file": sys.stderr, "flush": True})
-    timer.daemon = True
-    if sys.stderr.isatty():
-        timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
