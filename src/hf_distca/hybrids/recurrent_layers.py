@@ -319,7 +319,7 @@ def _run_package_rule(
     *,
     final_states: bool,
 ) -> RuleOutputs:
-    """Run a `DeltaRule` of a package: fla runs several documents in one call."""
+    """Run the delta rule of a package: fla runs several documents in one call."""
     query, key, value, decay, beta = inputs
     return RuleOutputs(
         *kernel(
