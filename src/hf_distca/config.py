@@ -312,16 +312,13 @@ def read_cost_model(path: Any) -> CostModel:
 
 
 def _read_costs(source: Any) -> CostModel:
-    expected = (
-        f"cost_model={show_value(source)} must be 'analytic', whose rates ranks correct as they"
-        " train, a CostModel, or the path of one in JSON"
-    )
-    if not isinstance(source, str | Path):
-        raise ConfigError(f"{expected}.")
     try:
         return read_cost_model(source)
     except ConfigError as error:
-        raise ConfigError(f"{expected}: {error}") from error
+        raise ConfigError(
+            f"cost_model={show_value(source)} must be 'analytic', whose rates ranks correct as they"
+            f" train, a CostModel, or the path of one in JSON: {error}"
+        ) from error
 
 
 def check_settings(config: object, receiver: str) -> None:

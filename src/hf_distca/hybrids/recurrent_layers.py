@@ -41,7 +41,7 @@ from hf_distca.hybrids.delta_rule import (
     compute_gated_delta_rule,
     run_by_document,
 )
-from hf_distca.hybrids.recurrent_rows import RecurrentRows, get_recurrent_rows
+from hf_distca.hybrids.recurrent_rows import RecurrentRows
 from hf_distca.hybrids.recurrent_segments import make_recurrent_rows
 from hf_distca.hybrids.segments import Segments
 from hf_distca.hybrids.state_space import ScanInputs, compute_mamba2, scan_by_document
@@ -212,8 +212,8 @@ def _pass_rows_to_mixer(forward: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(forward)
     def forward_with_mixer(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        rows = get_recurrent_rows(kwargs)
-        if rows is not None and rows.segments is not None:
+        rows = kwargs.get(MODEL_ROWS)  # of a model that was given some
+        if isinstance(rows, RecurrentRows) and rows.segments is not None:
             kwargs[MODEL_ROWS] = _MixerCall(rows, rows.segments, self)
         return forward(self, *args, **kwargs)
 

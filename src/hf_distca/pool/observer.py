@@ -117,10 +117,6 @@ class PoolObserver:
     controller: PoolController = field(default_factory=PoolController, init=False)
     _joined: tuple[object, AttentionGroup] | None = field(default=None, init=False)
 
-    def register(self) -> None:
-        """Observe all groups of this process."""
-        AttentionGroup.observer = self
-
     def take_step(self, step: Callable[..., Any], *args: Any, **options: Any) -> Any:
         """See `GroupObserver.take_step`."""
         return self.controller.take_step(step, *args, **options)

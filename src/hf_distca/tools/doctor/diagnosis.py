@@ -54,33 +54,25 @@ def diagnose(
         if dist.is_available() and dist.is_backend_available(name)
     ]
     findings.append(Finding("ranks", "backends of torch", ", ".join(backends) or "none"))
-    if is_launched():
-        return [*findings, *_check_launcher(timeout_seconds)]
-    return [
-        *findings,
-        Finding(
+    if not is_launched():
+        alone = Finding(
             "ranks",
             "attention group",
             "this process alone: no launcher started it",
             "note",
             "start training with a launcher, so that there are ranks to share with; under it, -m"
             " hf_distca.tools.cli doctor tries them",
-        ),
-    ]
-
-
-def _check_launcher(timeout_seconds: float) -> list[Finding]:
+        )
+        return [*findings, alone]
     try:
-        return try_launched(list_versions(), timeout_seconds)
+        return [*findings, *try_launched(list_versions(), timeout_seconds)]
     except (DistCAError, RuntimeError) as error:
-        return [
-            Finding(
-                "ranks",
-                "exchange",
-                f"failed: {' '.join(str(error).split())}",
-                "bad",
-                "look at the logs of the other ranks; check that all nodes reach MASTER_ADDR, and"
-                " each other over the interface that NCCL_SOCKET_IFNAME or GLOO_SOCKET_IFNAME"
-                " names",
-            )
-        ]
+        failed = Finding(
+            "ranks",
+            "exchange",
+            f"failed: {' '.join(str(error).split())}",
+            "bad",
+            "look at the logs of the other ranks; check that all nodes reach MASTER_ADDR, and each"
+            " other over the interface that NCCL_SOCKET_IFNAME or GLOO_SOCKET_IFNAME names",
+        )
+        return [*findings, failed]

@@ -367,15 +367,16 @@ def _prepare_models(options: Options) -> None:
 
     if options.launched is not None or options.servers or options.server_address:
         from hf_distca.pool.observer import PoolObserver
+        from hf_distca.runtime.group import AttentionGroup
 
         nodes, each_node, attempt = options.launched or (0, options.servers, "0")
-        PoolObserver(
+        AttentionGroup.observer = PoolObserver(
             tuple(options.server_address),
             nodes,
             each_node,
             attempt,
             options.server_wait,
-        ).register()
+        )
     if options.settings is not None or options.instead_of is not None:
         configure(DistCAConfig(**(options.settings or {})), instead_of=options.instead_of)
     if options.attn_implementation is not None:
