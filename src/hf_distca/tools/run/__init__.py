@@ -16,7 +16,7 @@ import json
 import os
 import runpy
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from errno import ENOEXEC
 from functools import partial
 from importlib.util import find_spec
@@ -42,10 +42,24 @@ _OPTIONS, _PYTHONPATH = "HF_DISTCA_RUN", "PYTHONPATH"
 _CHILD_START = str(Path(__file__).parents[1] / "cli" / "child_start")
 _NO_OPTIONS = ("settings", "launched", "given")  # fields that no file may name
 _MOST_SECONDS = 366 * 86400
-_CHOICES: dict[str, tuple[object, ...]] = {
-    "attn_implementation": (None, "distca"),
-    "collator": ("check", "replace"),
-    **dict.fromkeys(("summary", "observe"), (True, False)),
+# What each option takes, and how an error says it.
+_CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "attn_implementation": (lambda value: value in (None, "distca"), "'distca'"),
+    "collator": (lambda value: value in ("check", "replace"), "'check' or 'replace'"),
+    "summary": (lambda value: isinstance(value, bool), "True or False"),
+    "observe": (lambda value: isinstance(value, bool), "True or False"),
+    "servers": (
+        lambda value: type(value) is int and value >= 0,
+        "a whole number of at least 0",
+    ),
+    "server_wait": (
+        lambda value: type(value) in (int, float) and 1 <= value <= _MOST_SECONDS,
+        f"a number of seconds from 1 to {_MOST_SECONDS}, a year",
+    ),
+    "server_address": (
+        lambda value: isinstance(value, list | tuple),
+        "a list of HOST:PORT, such as [10.0.0.7:29600]",
+    ),
 }
 
 
@@ -128,11 +142,10 @@ class Options(NamedTuple):
         Raises:
             ConfigError, UnsupportedError: if it cannot.
         """
-        for name, choices in _CHOICES.items():
-            texts = [repr(choice) for choice in choices]
-            if repr(getattr(self, name)) not in texts:
-                expected = " or ".join(texts).removeprefix("None or ")
-                raise ConfigError(f"{name}={getattr(self, name)!r} must be {expected}.")
+        for name, (is_right, expected) in _CHECKS.items():
+            value = getattr(self, name)
+            if not is_right(value):
+                raise ConfigError(f"{name}={value!r} must be {expected}.")
         changing = ("attn_implementation", "instead_of", "tokens_per_rank", "settings", "servers")
         given = [name for name in (*changing, "server_address") if getattr(self, name)]
         if self.observe and given:
@@ -144,18 +157,6 @@ class Options(NamedTuple):
             from hf_distca.config import check_replaceable
 
             check_replaceable(self.instead_of)
-        if type(self.servers) is not int or self.servers < 0:
-            raise ConfigError(f"servers={self.servers!r} must be a whole number of at least 0.")
-        if type(self.server_wait) not in (int, float) or not 1 <= self.server_wait <= _MOST_SECONDS:
-            raise ConfigError(
-                f"server_wait={self.server_wait!r} must be a number of seconds from 1 to"
-                f" {_MOST_SECONDS}, a year."
-            )
-        if not isinstance(self.server_address, list | tuple):
-            raise ConfigError(
-                f"server_address={self.server_address!r} must be a list of HOST:PORT, such as"
-                " [10.0.0.7:29600]."
-            )
         for address in self.server_address:
             parse_address(address)
         return self
