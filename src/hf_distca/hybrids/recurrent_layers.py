@@ -45,10 +45,10 @@ from hf_distca.hybrids.recurrent_rows import RecurrentRows
 from hf_distca.hybrids.recurrent_segments import make_recurrent_rows
 from hf_distca.hybrids.segments import Segments
 from hf_distca.hybrids.state_space import ScanInputs, compute_mamba2, scan_by_document
+from hf_distca.import_hooks import call_after_import
 from hf_distca.integration.families import check_cut_documents, warn_of_packing
 from hf_distca.integration.handle import MODEL_ROWS
 from hf_distca.integration.hooks.mask import find_planner
-from hf_distca.late_imports import call_after_import
 from hf_distca.runtime.outputs import LayerOutputs
 
 _CONVOLUTION_FUNCTIONS = ("causal_conv1d_fn",)

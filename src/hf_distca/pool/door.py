@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from hf_distca.pool.words import JsonLineConnection
+from hf_distca.pool.protocol import JsonLineConnection
 
 # Limits of a greeting: whoever connects has to send one.
 _HANDSHAKE_SECONDS = 5.0
@@ -74,14 +74,14 @@ def _ask_all(
 
 
 def find_refusal(
-    token: str, device: torch.device, say: Callable[[str], None], asked: Mapping[str, Any]
+    token: str, device: torch.device, log: Callable[[str], None], greeting: Mapping[str, Any]
 ) -> str | None:
     """Return why this server cannot serve a client that sent this greeting; None if it can."""
-    ours, theirs = version("hf-distca"), asked.get("version")
-    wanted = asked.get("device")
+    ours, theirs = version("hf-distca"), greeting.get("version")
+    wanted = greeting.get("device")
     conditions = (
         (
-            hmac.compare_digest(str(asked.get("token", "")).encode(), token.encode()),
+            hmac.compare_digest(str(greeting.get("token", "")).encode(), token.encode()),
             "it asks for another token. Set HF_DISTCA_POOL_TOKEN to the same where this server and"
             " where the ranks that train are started.",
         ),
@@ -97,5 +97,5 @@ def find_refusal(
     )
     why = next((text for is_met, text in conditions if not is_met), None)
     if why is not None:
-        say(f"turned ranks away: {why}")
+        log(f"turned ranks away: {why}")
     return why

@@ -219,12 +219,12 @@ class PoolObserver:
             "meeting": f"distca pool {uuid.uuid4().hex}",
             "seconds": seconds,
         }
-        for number, words in enumerate(servers.values(), start=ranks):
-            words.send(
+        for number, connection in enumerate(servers.values(), start=ranks):
+            connection.send(
                 {
                     **invitation,
                     "number": number,
-                    "host": words.here if tcp.host in _ANYWHERE else tcp.host,
+                    "host": connection.local_address if tcp.host in _ANYWHERE else tcp.host,
                     "port": tcp.port,
                 }
             )

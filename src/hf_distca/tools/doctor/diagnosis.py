@@ -30,7 +30,7 @@ def diagnose(
     dtype: str | None,
     *,
     timeout_seconds: float,
-    say: Callable[[str], None] = lambda text: None,
+    log: Callable[[str], None] = lambda text: None,
 ) -> list[Finding]:
     """Check everything. Under a launcher, all ranks must call it.
 
@@ -39,12 +39,12 @@ def diagnose(
         dtype: dtype in which attention computes; if None, that of the model, or the usual one of
             the device.
         timeout_seconds: how long an exchange between ranks may take.
-        say: called with a message before a step that takes a while.
+        log: called with a message before a step that takes a while.
 
     Raises:
         ConfigError: if there is no such model or dtype.
     """
-    config = None if model is None else read_config(model, say)
+    config = None if model is None else read_config(model, log)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     findings = [] if config is None else list(check_model_family(config))
     findings += check_model_kernels(config, find_dtype(dtype, config, device), device)

@@ -35,12 +35,12 @@ _DROPOUT = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
 _USUAL_WIDTH = 128  # of a head, where no model is given
 
 
-def read_config(name: str, say: Callable[[str], None] = lambda text: None) -> PreTrainedConfig:
+def read_config(name: str, log: Callable[[str], None] = lambda text: None) -> PreTrainedConfig:
     """Read the config of a model.
 
     Args:
         name: folder of a model, its config.json, or a name on the Hub.
-        say: called with a message before a step that takes a while.
+        log: called with a message before a step that takes a while.
 
     Raises:
         ConfigError: if there is none, or if transformers does not know the model.
@@ -56,7 +56,7 @@ def read_config(name: str, say: Callable[[str], None] = lambda text: None) -> Pr
     if not is_file:
         # What it logs between tries would be a dozen lines.
         logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
-        say(f"asking the Hub for {name}, which takes a minute to give up without a network ...")
+        log(f"asking the Hub for {name}, which takes a minute to give up without a network ...")
     try:
         config: PreTrainedConfig = AutoConfig.from_pretrained(
             str(path) if is_file else name, trust_remote_code=False

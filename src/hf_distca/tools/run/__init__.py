@@ -25,7 +25,7 @@ from shutil import which
 from typing import Any, Literal, NamedTuple, NoReturn
 
 from hf_distca.errors import ConfigError, DistCAError
-from hf_distca.late_imports import call_after_import, call_after_models_load, call_at_exit
+from hf_distca.import_hooks import call_after_import, call_after_models_load, call_at_exit
 from hf_distca.pool.addresses import parse_address
 
 __all__ = [
@@ -104,7 +104,7 @@ class Options(NamedTuple):
         """Return the variables that give the options to Python processes.
 
         Args:
-            environment: variables besides which they are set. Options of a run around this one
+            environment: variables to which they are added. Options of a run around this one
                 stay, where this one has none.
         """
         changed = {
@@ -188,12 +188,12 @@ def read_options(file: Path | None, changes: Sequence[str], **given: Any) -> Opt
         )
         names = tuple(name for name in Options._fields if name not in _NO_OPTIONS)
         for source, values in sources.items():
-            _, beside = split_settings(values, source, names)
+            _, others = split_settings(values, source, names)
             try:
-                Options(**beside).check()
+                Options(**others).check()
             except DistCAError as error:
                 raise ConfigError(f"{source}: {error}") from error
-            options = options | beside
+            options = options | others
             settings = settings | {n: v for n, v in (values or {}).items() if n not in names}
         # Children may run in other folders.
         if not is_built_in(settings.get("cost_model", "analytic")):
@@ -269,9 +269,9 @@ def find_command(command: str) -> Path:
             f"there is no file {command!r} in {Path.cwd()}, and no such command on the PATH: the"
             " first argument is what to run."
         )
-    beside = f" The file in this folder is ./{command}." if is_file else ""
+    hint = f" The file in this folder is ./{command}." if is_file else ""
     raise FileNotFoundError(
-        f"there is no command {command!r} on the PATH: the first argument is what to run.{beside}"
+        f"there is no command {command!r} on the PATH: the first argument is what to run.{hint}"
     )
 
 
@@ -338,7 +338,7 @@ def run_command(path: Path, arguments: Sequence[str], options: Options) -> None:
         )
     _start_distca(options)
     sys.argv = [str(path), *arguments]
-    if not sys.flags.safe_path:  # as Python does for a script: what lies beside it can be imported
+    if not sys.flags.safe_path:  # as Python does for a script: what lies next to it can be imported
         sys.path[0] = str(path.resolve().parent)
     _script_names.update(runpy.run_path(str(path), run_name="__main__"))
 
