@@ -1,5 +1,5 @@
-"""Bring segments the rows that they need from earlier segments on any rank, in one differentiable
-exchange.
+"""Run recurrent rules along documents whose segments lie on several ranks, and bring each segment
+the rows that it needs from earlier ones, in one differentiable exchange.
 
 Forward sends rows to every rank that needs them. Backward sends the gradients of received rows the
 same way back, where they are added up in the order of ranks, so that a sum is the same in every

@@ -11,9 +11,9 @@ as soon as they are imported:
   mixers, to the functions that mix tokens. An argument is the same in the recompute of activation
   checkpointing and another one for every micro-batch in flight.
 - The forward of a mixer adds the mixer itself: tensors that it received are kept for its recompute.
-- The functions that mix tokens run along segments of documents instead of rows, by
-  this room with the replaced function as kernel. Without `RecurrentRows`, as under
-  another attention implementation, they call what they replace.
+- The functions that mix tokens run along segments of documents instead of rows, with the replaced
+  function as kernel. Without `RecurrentRows`, as under another attention implementation, they call
+  what they replace.
 
 A model that generates uses its cache as before.
 """
@@ -221,7 +221,7 @@ def _pass_rows_to_mixer(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _run_along_segments(original: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """Make a function in place of `original`, which runs along segments if there are any."""
+    """Make a replacement of `original` that runs along segments if there are any."""
 
     # Compiled, segments would be traced with the lengths of one micro-batch.
     @torch.compiler.disable  # type: ignore[untyped-decorator]

@@ -56,8 +56,8 @@ def compute_checksum(weight: torch.Tensor | None) -> int:
     """Return a 60-bit checksum of a weight's bits and their places; of a sharded weight, of this
     rank's shard.
 
-    It is 0 only for None. Sums of bits times numbers without a pattern are equal by chance only:
-    neither permutations nor drifts that cancel are lost.
+    It is 0 only for None. The bits of each element are multiplied by a number that depends on its
+    place without a pattern, so that exchanged elements and changes that cancel out are noticed.
     """
     if weight is None:
         return 0

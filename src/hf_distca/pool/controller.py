@@ -1,9 +1,9 @@
-"""Announcements of rank 0: every step that ranks take together is named to the servers, right
-before this rank takes it. On other ranks there are no servers to name it to.
+"""Announcements of rank 0: it tells the servers each step that ranks take together, right before it
+takes the step itself. Other ranks have no servers to tell.
 
 A step of another room that is marked by `mark_joint_step` is a step of `Server`, with the same
-name and arguments. Of an argument that servers have, too, its name is sent; of a tensor, its
-dtype; and no group, device or documents, of which servers have their own.
+name and arguments. Arguments that servers know are sent by name, and tensors as their dtype.
+Groups, devices and documents are not sent: servers have their own.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ _ANSWER_BYTES = 1 << 16
 class PoolController:
     """Announces the steps of a group to its servers.
 
-    Sessions and results of steps have names, by which later steps refer to them. Once one of them
-    is gone here, servers forget what they keep under its name.
+    Sessions and results of steps have names, by which later steps refer to them. Once this rank has
+    dropped one of them, servers forget what they keep under its name.
 
     Attributes:
         servers: the connection to each server, by its name.
@@ -118,7 +118,7 @@ class PoolController:
 
     def end(self) -> None:
         """End the servers, and tell them that the run is over, or that this process failed."""
-        # The last value is an exception that nobody caught.
+        # The interpreter sets `last_value` to an exception that nobody caught.
         failed = self.group.monitor is None or self.group.has_left or hasattr(sys, "last_value")
         why = "the run failed, see the log of rank 0" if failed else "the run is over"
         for connection in self.servers.values():

@@ -56,10 +56,9 @@ def _ask_all(
     def ask(connection: JsonLineConnection) -> None:
         # A stranger may have sent anything, or ended.
         with suppress(EOFError, OSError, ValueError, RecursionError, TypeError, AttributeError):
-            refusal = find_refusal(connection.receive(_HANDSHAKE_SECONDS, _HANDSHAKE_BYTES))
+            greeting = connection.receive(_HANDSHAKE_SECONDS, _HANDSHAKE_BYTES)
             with deciding:
-                if refusal is None and is_taken.is_set():
-                    refusal = _TAKEN
+                refusal = _TAKEN if is_taken.is_set() else find_refusal(greeting)
                 connection.send({"error": refusal})
                 if refusal is None:
                     is_taken.set()

@@ -42,7 +42,7 @@ from hf_distca.runtime.members import Members
 
 _log = logging.getLogger("hf_distca")
 
-_ALONE_SECONDS = 1800.0  # that ranks wait for each other, where torch.distributed has no timeout
+_ALONE_SECONDS = 1800.0  # timeout of ranks where torch.distributed has none
 
 
 @dataclass(frozen=True, eq=False)

@@ -50,8 +50,8 @@ from hf_distca.runtime.meter import Meter
 from hf_distca.runtime.trial import exchange
 
 _LOOK_SECONDS = 1.0  # between two checks for a rank that has left
-_END_SECONDS = 3.0  # that rank 0, which fails when others do not come, may take to report it
-_LONGER_SECONDS = 30.0  # that a server may run after rank 0 has ended
+_END_SECONDS = 3.0  # for rank 0 to report that it failed because others did not come
+_LONGER_SECONDS = 30.0  # a server ends so long after rank 0, at the latest
 
 
 class EndedError(BaseException):

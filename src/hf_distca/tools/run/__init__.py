@@ -4,10 +4,9 @@ does not import hf_distca, under distca.
 The options apply to the script and to Python processes that it starts, such as those of
 accelerate's launcher: each of them runs the ``sitecustomize`` module of the folder ``child_start``,
 which is put in front of their ``PYTHONPATH``, and reads the options in ``HF_DISTCA_RUN``. No other
-way reaches them all: launchers write their
-own command lines, and packages of others call launchers in more ways than could be rewritten. That
-folder is part of the installed package, so that a process that outlives the run finds only
-installed files there.
+way reaches them all: launchers write their own command lines, and packages call launchers in more
+ways than could be rewritten. That folder is part of the installed package, so that a process that
+outlives the run finds only installed files there.
 """
 
 from __future__ import annotations
