@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from hf_distca.agreement.announce import (
     AnnouncedDocuments,
     SharedSettings,
+    check_equal,
     check_shared_settings,
 )
 from hf_distca.agreement.dealt_share import DealtShare
@@ -41,12 +42,14 @@ class StepRow(NamedTuple):
 
     Attributes:
         facts: `hash_settings` of all that must be equal on all ranks.
+        plans: digest of the plans.
         batch, tokens: shape of a micro-batch, which the stages of a copy of the model must have in
             common.
         tied: checksum of this stage's copy of a tied weight, 0 if it has none.
     """
 
     facts: int
+    plans: int
     batch: int
     tokens: int
     tied: int
@@ -104,7 +107,8 @@ def check_steps(
 
     Raises:
         DistCADesyncError: if ranks do not run the same, if stages of one copy of the model have
-            micro-batches of different shapes, or if their copies of a tied weight differ.
+            micro-batches of different shapes, if their copies of a tied weight differ, or if ranks
+            have other plans.
     """
     steps = [StepRow(*row.tolist()) for row in rows]
     check_facts(group, [step.facts for step in steps], facts, label)
@@ -115,6 +119,8 @@ def check_steps(
             if its_copy == copy
         }
         _check_copy(members, facts, label)
+    plans = np.array([step.plans for step in steps])
+    check_equal(group, plans, "plans (as digests)", label, "use one version of hf_distca and numpy")
 
 
 def _check_copy(steps: Mapping[int, StepRow], facts: SharedSettings, label: str) -> None:
@@ -153,6 +159,7 @@ def build_layout_of_copies(
 
     Raises:
         DistCADesyncError: if the stages of a copy have different documents.
+        LayoutError: if those of the copies do not fit together.
     """
     firsts = [copies.index(copy) for copy in range(1 + max(copies))]
     of_ranks = documents.split_by_rank()
@@ -168,4 +175,10 @@ def build_layout_of_copies(
                 f" {other_lengths} tokens. Give all stages of a copy the same position_ids."
             )
     numbers = np.concatenate([of_ranks[first] for first in firsts])
-    return AnnouncedDocuments(documents.header[firsts], numbers).build_layout()
+    try:
+        return AnnouncedDocuments(documents.header[firsts], numbers).build_layout()
+    except LayoutError as error:
+        raise LayoutError(
+            f"documents of micro-batch {micro_batch} do not fit together on the copies of the model:"
+            f" {error} Give all copies their shares of one data set, in one order."
+        ) from error

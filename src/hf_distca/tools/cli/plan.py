@@ -153,15 +153,14 @@ class Options:
             model = CostModel.make_of_pairs(shape)
         else:
             model = CostModel.make_analytic(shape, device_type=self.cost, tile=self.tile)
-        links = {
-            "exchange_bytes_per_second": read_rate("--link-gigabytes", self.link_gigabytes),
-            "node_bytes_per_second": read_rate("--node-gigabytes", self.node_gigabytes),
-        }
+        link = read_rate("--link-gigabytes", self.link_gigabytes)
+        node = read_rate("--node-gigabytes", self.node_gigabytes)
         return replace(
             model,
             window=self.window,
             ranks_per_link=self.ranks_per_link,
-            **{name: rate for name, rate in links.items() if rate is not None},
+            exchange_bytes_per_second=link or model.exchange_bytes_per_second,
+            node_bytes_per_second=node or model.node_bytes_per_second,
         )
 
 
@@ -236,7 +235,7 @@ def _deal_documents(options: Options, tokens: int, model: CostModel) -> tuple[li
             f"--deal {tokens}: {sum(lengths)} tokens would need {ranks} ranks, and at most"
             f" {_MOST_RANKS} are dealt to."
         )
-    by = {"tile": options.tile, "ranks_per_node": options.ranks_per_node}
+    by: dict[str, Any] = {"tile": options.tile, "ranks_per_node": options.ranks_per_node}
     if options.ping_pong:
         layouts = [*dealing.deal_nano_batches(lengths, ranks, tokens, model, **by)]
     else:
