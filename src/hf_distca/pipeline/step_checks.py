@@ -179,6 +179,6 @@ def build_layout_of_copies(
         return AnnouncedDocuments(documents.header[firsts], numbers).build_layout()
     except LayoutError as error:
         raise LayoutError(
-            f"documents of micro-batch {micro_batch} do not fit together on the copies of the model:"
-            f" {error} Give all copies their shares of one data set, in one order."
+            f"copies of the model have documents of micro-batch {micro_batch} that do not fit"
+            f" together: {error} Give all copies their shares of one data set, in one order."
         ) from error
