@@ -25,6 +25,7 @@ from torch._C._autograd import _profiler_enabled as is_profiling
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch._C._dynamo.eval_frame import get_eval_frame_callback as compiler_of_calls
 from torch._dynamo.decorators import skip as leave_uncompiled
+from torch._dynamo.eval_frame import OptimizedModule as CompiledModule
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed._composable.contract import _get_registry
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
 __all__ = [
     "BOTH_WAYS_MASK_PARTS",
     "CAUSAL_MASK_PARTS",
+    "CompiledModule",
     "MASK_BLOCKS",
     "MASK_BOTH_WAYS",
     "MASK_BOTH_WAYS_WINDOW",

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from peft import LoraConfig, get_peft_model
 from test_dealt import BATCHES, dealing, documents, gradients, model_for, settings, share
 from transformers import FalconMambaConfig, FalconMambaForCausalLM, Lfm2Config, Lfm2ForCausalLM
 
@@ -104,9 +105,27 @@ def mamba() -> Any:
     return FalconMambaForCausalLM(config).eval()
 
 
+def compiled(teacher: Any) -> Any:
+    return torch.compile(teacher, backend="eager")
+
+
+def compiled_in_place() -> Any:
+    teacher = teacher_of("full", "sdpa")
+    teacher.compile(backend="eager")
+    return teacher
+
+
+def adapted() -> Any:
+    """A teacher whose adapters call `forward` of the model itself."""
+    return get_peft_model(teacher_of("full", "sdpa"), LoraConfig(r=2, task_type="CAUSAL_LM")).eval()
+
+
 TEACHERS: dict[str, tuple[Callable[[], Any], tuple[str, ...], str]] = {
     "sdpa": (lambda: teacher_of("full", "sdpa"), INPUTS, 'attn_implementation="sdpa"'),
     "eager": (lambda: teacher_of("windows", "eager").train(), INPUTS, "eager"),
+    "sdpa, compiled": (lambda: compiled(teacher_of("full", "sdpa")), INPUTS, "LlamaForCausalLM"),
+    "sdpa, compiled in place": (compiled_in_place, INPUTS, "LlamaForCausalLM"),
+    "sdpa, adapter": (adapted, INPUTS, "LlamaForCausalLM"),
     "mamba": (mamba, INPUTS, "FalconMambaForCausalLM"),
     "its decoder": (lambda: teacher_of("full", "sdpa").model, INPUTS, "LlamaModel"),
     "sdpa, positions": (lambda: teacher_of("full", "sdpa"), INPUTS[:2], "distca_documents"),

@@ -60,7 +60,7 @@ def make_trainer(*args: Any, **changes: Any) -> Trainer:
 def same(ours: list[Trained], theirs: list[Trained]) -> None:
     """Losses and norms of gradients are."""
     for here, there in zip(ours, theirs, strict=True):
-        assert here.value["losses"] == pytest.approx(there.value["losses"], rel=1e-6)
+        assert here.value["losses"] == pytest.approx(there.value["losses"], rel=2e-6)
     assert ours[0].told["begin"] > 0
     assert ours[0].share > 0.05
 

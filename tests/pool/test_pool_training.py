@@ -31,7 +31,7 @@ SLOW = [
     Exact("windows", "dealt", checkpointing=True, changes={"ping_pong": True}),
     Exact(documents="spanning", changes={"documents_span_ranks": True}),
     Exact(
-        documents="spanning", changes={"documents_span_ranks": True, "max_transient_bytes": 400_000}
+        documents="spanning", changes={"documents_span_ranks": True, "max_transient_bytes": 800_000}
     ),
     Exact(documents="dealt", changes={"max_transient_bytes": 400_000, "ping_pong": True}),
     Exact(changes={"head_groups": 1}),

@@ -40,12 +40,14 @@ _VALUE_FREE_FUNCTIONS = frozenset(_value_free.split())
 
 
 class SpyTensor(torch.Tensor):
-    """A tensor that calls `report_read`, which is set on it, when its values are read."""
+    """A tensor that calls `report_read`, which is set on it, when its values are read or moved
+    along the row; the argument says whether they are moved.
+    """
 
-    report_read: Callable[[], object] = bool  # which does nothing
+    report_read: Callable[[bool], object] = bool  # which does nothing
 
     @classmethod
-    def wrap_tensor(cls, tensor: torch.Tensor, report_read: Callable[[], object]) -> SpyTensor:
+    def wrap_tensor(cls, tensor: torch.Tensor, report_read: Callable[[bool], object]) -> SpyTensor:
         """Return the tensor in a form that reports reads."""
         spy = tensor.as_subclass(cls)
         spy.report_read = report_read
@@ -60,19 +62,27 @@ class SpyTensor(torch.Tensor):
         call: Callable[..., Any] = super().__torch_function__
         result = call(func, types, args, kwargs or {})
         spies = list(_find_spies((args, kwargs)))
-        if getattr(func, "__name__", "") in _VALUE_FREE_FUNCTIONS:
+        name = getattr(func, "__name__", "")
+        is_moved = name == "roll" or (name == "__getitem__" and _leaves_first_out(args[1]))
+        if name in _VALUE_FREE_FUNCTIONS and not is_moved:
             return (
                 cls.wrap_tensor(result, spies[0].report_read)
                 if isinstance(result, torch.Tensor) and spies
                 else result
             )
         for spy in spies:
-            spy.report_read()
+            spy.report_read(is_moved)
         return (
             type(result)(map(_strip_spy, result))
             if isinstance(result, (tuple, list))
             else _strip_spy(result)
         )
+
+
+def _leaves_first_out(index: Any) -> bool:
+    """Return whether an index is, or ends with, ``1:``."""
+    last = index[-1] if isinstance(index, tuple) else index
+    return isinstance(last, slice) and last.start == 1 and last.stop is None
 
 
 def _find_spies(values: Any) -> Iterator[SpyTensor]:
@@ -108,12 +118,22 @@ class LossWatch:
         self.names_read.add(name)
         return value
 
-    def record_read(self, name: str) -> None:
+    def record_read(self, name: str, is_moved: bool = False) -> None:
         """Record that values of this name were read, unless a model reads them for a loss of its
         own.
+
+        Raises:
+            UnsupportedError: if targets are moved along the row to be read.
         """
-        if not is_in_model():  # another one, such as a teacher
-            self.names_read.add(name)
+        if is_in_model():  # another one, such as a teacher
+            return
+        if is_moved and name == TARGETS:
+            raise UnsupportedError(
+                "the loss shifts `shift_labels`, which are shifted already. For tokens further"
+                " ahead the targets are missing where documents are cut: they are on another rank."
+                " Read shift_labels as they are; or train on whole documents with PackingCollator."
+            )
+        self.names_read.add(name)
 
     def forget_batch(self) -> None:
         """Let go of the batch and of its graph; what was read stays known."""

@@ -15,8 +15,13 @@ import torch
 from transformers import PreTrainedModel
 
 from hf_distca.agreement.documents import PackedDocuments
+from hf_distca.borrowed import CompiledModule
 from hf_distca.errors import UnsupportedError
-from hf_distca.integration.attention_names import find_distca_configs, is_distca_model
+from hf_distca.integration.attention_names import (
+    find_distca_configs,
+    is_distca_model,
+    iterate_models,
+)
 from hf_distca.integration.callers import is_in_model
 from hf_distca.integration.hooks.positions import find_first_position
 from hf_distca.integration.session import Session
@@ -42,18 +47,25 @@ def check_calls() -> None:
 
     Only processes that train on shares need this. It costs a call for each model, none for a layer.
     """
-    call: Callable[..., Any] = PreTrainedModel.__call__
+    for kind in (PreTrainedModel, CompiledModule):
+        kind.__call__ = _add_check(kind.__call__)  # type: ignore[method-assign]
+
+
+def _add_check(call: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a call that first checks its model, or the outermost one of a compiled module."""
 
     @wraps(call)
-    def call_checked(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
+    def call_checked(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         # In a compiled model the check would cut the graph in two.
-        if not torch.compiler.is_compiling() and (
-            "distca_documents" not in kwargs or not is_distca_model(self)
-        ):
-            _check_call(self, args, kwargs)
+        if not torch.compiler.is_compiling():
+            model = next(iterate_models(self), None)
+            if model is not None and (
+                "distca_documents" not in kwargs or not is_distca_model(model)
+            ):
+                _check_call(model, args, kwargs)
         return call(self, *args, **kwargs)
 
-    PreTrainedModel.__call__ = call_checked  # type: ignore[method-assign]
+    return call_checked
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
