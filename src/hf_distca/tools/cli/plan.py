@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from hf_distca.schedule.layout import Layout
     from hf_distca.schedule.plan import Plan
 
-_CostName = Literal["pairs", "cpu", "cuda"]
 _MOST_RANKS = 65536
 _LIMIT = 2**31  # what follows counts with 64 bits
 _LIMITED = (
@@ -59,7 +58,8 @@ class Options:
         ),
     ]
     cost: Annotated[
-        _CostName, typer.Option(help="What is balanced: seconds on a device, or causal pairs.")
+        Literal["pairs", "cpu", "cuda"],
+        typer.Option(help="What is balanced: seconds on a device, or causal pairs."),
     ] = "cuda"
     tile: Annotated[
         int,
@@ -126,11 +126,6 @@ class Options:
     head_groups: Annotated[
         int, typer.Option(help="Most head groups of a long document; 1 plans all heads together.")
     ] = 8
-
-    @property
-    def has_seconds(self) -> bool:
-        """True if figures are seconds of a device, and not causal pairs."""
-        return self.cost_file is not None or self.cost != "pairs"
 
     def make_cost_model(self) -> CostModel:
         """Make the cost model in the file, or else the built-in one of `cost`, with the links of
@@ -254,7 +249,8 @@ def _plan_layout(
     ranks = Ranks(per_node=options.ranks_per_node)
     planned = balance(layout, model, config, ranks)
     summary = summarize_plan(planned, model, ranks)
-    return planned, format_summary(summary, seconds=options.has_seconds)
+    has_seconds = options.cost_file is not None or options.cost != "pairs"
+    return planned, format_summary(summary, seconds=has_seconds)
 
 
 def _describe_layout(layout: Layout) -> list[str]:
