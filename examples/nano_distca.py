@@ -2,8 +2,8 @@
 
 Every rank holds packed documents: as many tokens as other ranks, but more or less attention. Layers
 with weights run on the rank that holds a token, its home. Core attention, softmax(QK^T)V, has no
-weights: query rows [start, end) of a document need these rows and the keys and values [0, end). Any
-rank that is sent them can serve the rows, so ranks with little attention help those with much.
+weights: rows [start, end) of a document need q[start:end], k[:end] and v[:end] alone. Any rank that
+is sent these can compute them, so ranks with little attention serve those with much.
 """
 
 from typing import Any, NamedTuple
@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 DOCUMENTS = [[1024], [128] * 8, [512] * 2, [32] * 32]  # lengths on ranks 0 to 3, known to all ranks
-TILE = 16  # documents are cut at multiples of this: kernels compute whole tiles of rows
+TILE = 16  # tails have a multiple of this many rows: fast kernels compute whole tiles
 ROW_TIME = 8  # a row travels in the time in which 8 query-key pairs are computed: a made-up figure
 
 
@@ -29,12 +29,12 @@ class Task(NamedTuple):
 
     @property
     def rows(self) -> tuple[int, int, int]:
-        """Rows of q, k and v that the server needs. It returns as many as it needs of q."""
+        """Numbers of rows of q, k and v that the server needs. It returns one for each of q."""
         return self.end - self.start, self.end, self.end
 
 
 def end_times(tasks: list[Task], world: int) -> list[int]:
-    """Add up what each rank computes, sends and receives. The unit of time is a query-key pair."""
+    """Add up what each rank computes, sends and receives in the forward, in query-key pairs."""
     ends = [0] * world
     for task in tasks:
         queries, keys, _ = task.rows
@@ -67,9 +67,9 @@ def meet(deadline: float, tasks: list[Task], world: int) -> list[Task] | None:
 
 
 def make_plan(documents: list[Task], world: int) -> list[Task]:
-    """Find the earliest deadline that can be met, to one percent, by bisection."""
+    """Find the earliest deadline that `meet` can meet, to one percent, by bisection."""
     plan, ends = documents, end_times(documents, world)
-    low, high = sum(ends) / world, max(ends)  # no plan can beat the mean
+    low, high = sum(ends) / world, max(ends)  # sending only adds to the mean
     while high > 1.01 * low:
         deadline = (low + high) / 2
         found = meet(deadline, documents, world)
@@ -79,7 +79,7 @@ def make_plan(documents: list[Task], world: int) -> list[Task]:
 
 
 class Exchange(torch.autograd.Function):
-    """All-to-all of rows, cut by lists of (rank, rows): what is sent, and what arrives."""
+    """All-to-all of rows. Two lists of (rank, number of rows): what is sent, and what arrives."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, *lists: list[tuple[int, int]]) -> Tensor:
@@ -91,7 +91,7 @@ class Exchange(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return Exchange.apply(gradient, *reversed(ctx.lists)), None, None  # to where rows came from
+        return Exchange.apply(gradient, *reversed(ctx.lists)), None, None  # back to the senders
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
@@ -102,7 +102,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
 
 def attend_by_plan(q: Tensor, k: Tensor, v: Tensor, plan: list[Task], rank: int) -> Tensor:
     """Core attention for the rows of this rank, computed by their servers. All ranks call this."""
-    # Both ends of a message have the plan, so none needs a header. What stays is sent to oneself.
+    # Both ends sort the plan the same way, so messages need no header. What stays is sent, too.
     mine = sorted((t for t in plan if t.home == rank), key=lambda t: t.server)
     served = sorted((t for t in plan if t.server == rank), key=lambda t: t.home)
     places, parts, outputs = [], [], []
@@ -132,9 +132,9 @@ def main() -> None:
         mean = sum(end_times(documents, world)) / world
         for name, tasks in ("before", documents), ("after", plan):
             ends = end_times(tasks, world)
-            print(f"{name}: ranks end at {ends}, slowest / mean {max(ends) / mean:.2f}")
-        for home, row, a, b, server in [t for t in plan if t.server != t.home]:
-            print(f"rank {server} serves rank {home}: q[{a}:{b}], k, v[:{b}] (document at {row})")
+            print(f"{name}: ranks end at {ends}, slowest / mean before {max(ends) / mean:.2f}")
+        for home, at, a, b, server in [t for t in plan if t.server != t.home]:
+            print(f"rank {server} serves rank {home}: q[{a}:{b}], k, v[:{b}], document at row {at}")
     torch.manual_seed(rank)
     q, k, v = torch.randn(3, 1024, 4, 16, dtype=torch.float64).requires_grad_().unbind()
     mask = torch.block_diag(*[torch.ones(n, n) for n in DOCUMENTS[rank % 4]]).tril().bool()

@@ -193,7 +193,11 @@ class Link:
         send_bytes: Mapping[int, int],
         purpose: str,
     ) -> Flight:
-        """As `Channel.start`."""
+        """As `Channel.start`; sizes are those of the messages, and keep what follows aligned."""
+        for message, sizes in ((received, receive_bytes), (sent, send_bytes)):
+            assert message.dtype == torch.uint8
+            assert message.shape == (sum(sizes.values()),)
+            assert all(size % 16 == 0 for size in sizes.values())
         self.streams.learn(LINK, self.streams.known(self.streams.current))
         self.streams.work(LINK, purpose, [sent], [received])
         self.streams.log.append((self.streams.current, f"launch {purpose}"))

@@ -9,28 +9,23 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
-from typer.testing import CliRunner, Result
 
-from hf_distca.tools.cli import app
+from cli_runs import check_one_line, run, write
 from hf_distca.tools.cli.lengths import open_documents
 from pages import words_of
 
 SMALL = ("--ranks", 8, "--tokens-per-rank", 8192, "--batches", 1)
 
 
-def run(*arguments: str | Path | float) -> Result:
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
-
-
-def lengths(path: Path, content: object) -> Path:
-    file = path / "lengths.json"
-    file.write_text(content if isinstance(content, str) else json.dumps(content))
-    return file
-
-
 def test_a_table_and_what_to_paste(tmp_path: Path) -> None:
     words = np.random.default_rng(0).lognormal(7.5, 1.5, 400).astype(int).clip(1, 65536)
-    arguments = ("--lengths", lengths(tmp_path, words.tolist()), *SMALL, "--ranks", 32)
+    arguments = (
+        "--lengths",
+        write(tmp_path / "lengths.json", words.tolist()),
+        *SMALL,
+        "--ranks",
+        32,
+    )
     result = run("advise", *arguments)
     assert result.exit_code == 0, result.output
     for text in (
@@ -75,7 +70,7 @@ def test_options_change_what_they_say() -> None:
 def test_the_simulator_is_named_by_its_old_command() -> None:
     """Whatever options it had."""
     for options in ((), ("--lengths", "prolong", "--ranks", 64, "--tp", 8, "--no-assumptions")):
-        one_line(run("simulate", *options), "python benchmarks/simulated/simulate.py")
+        check_one_line(run("simulate", *options), "python benchmarks/simulated/simulate.py")
 
 
 def test_a_column_of_a_table_and_standard_input(tmp_path: Path) -> None:
@@ -94,18 +89,18 @@ def test_a_column_of_a_table_and_standard_input(tmp_path: Path) -> None:
         writer.write_table(table)
     (tmp_path / "data.parquet").unlink()
     assert run("advise", "--lengths", tmp_path, *SMALL).exit_code == 0
-    one_line(run("advise", "--lengths", tmp_path, "--column", "text", *SMALL), "holds string")
-    one_line(
+    check_one_line(run("advise", "--lengths", tmp_path, "--column", "text", *SMALL), "holds string")
+    check_one_line(
         run("advise", "--lengths", tmp_path, "--column", "ids", *SMALL),
         "no column 'ids', only 'input_ids'",
     )
     (tmp_path / "data.arrow").write_bytes(b"no table")
-    one_line(run("advise", "--lengths", tmp_path, *SMALL), "cannot be read as a table")
+    check_one_line(run("advise", "--lengths", tmp_path, *SMALL), "cannot be read as a table")
     (tmp_path / "empty").mkdir()
-    one_line(run("advise", "--lengths", tmp_path / "empty", *SMALL), "no .parquet or .arrow files")
-    given = CliRunner().invoke(
-        app, ["advise", "--lengths", "-", *map(str, SMALL)], input="[3000, 4000]"
+    check_one_line(
+        run("advise", "--lengths", tmp_path / "empty", *SMALL), "no .parquet or .arrow files"
     )
+    given = run("advise", "--lengths", "-", *map(str, SMALL), given="[3000, 4000]")
     assert given.exit_code == 0, given.output
 
 
@@ -125,7 +120,7 @@ def test_a_model_is_counted_by_its_config(tmp_path: Path) -> None:
     for kind, changes in kinds.items():
         transformers.AutoConfig.for_model(kind, **sizes, **changes).save_pretrained(tmp_path / kind)
         result = run(
-            *("advise", "--lengths", lengths(tmp_path, [65536]), *SMALL, "--json"),
+            *("advise", "--lengths", write(tmp_path / "lengths.json", [65536]), *SMALL, "--json"),
             *("--model", tmp_path / kind),
         )
         assert result.exit_code == 0, result.output
@@ -133,7 +128,7 @@ def test_a_model_is_counted_by_its_config(tmp_path: Path) -> None:
     assert seconds[0] < 0.8 * seconds[1]
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "config.json").write_text('{"model_type": "t5"}')
-    one_line(
+    check_one_line(
         run("advise", "--lengths", "equal:64", "--ranks", 2, "--model", tmp_path / "other"),
         "does not support t5 models",
     )
@@ -162,10 +157,10 @@ def test_rows_in_lines(tmp_path: Path) -> None:
         ("", "cannot be read as a table: Empty JSON file"),
     ):
         file.write_text(text)
-        one_line(run("advise", "--lengths", file, *SMALL), message)
-    one_line(run("advise", "--lengths", tmp_path / "none.jsonl", *SMALL), "No such file")
+        check_one_line(run("advise", "--lengths", file, *SMALL), message)
+    check_one_line(run("advise", "--lengths", tmp_path / "none.jsonl", *SMALL), "No such file")
     file.rename(tmp_path / "rows.json").write_text('{"text": "a"}\n{"text": "b"}')
-    one_line(
+    check_one_line(
         run("advise", "--lengths", tmp_path / "rows.json", *SMALL),
         "Rows, one a line, are read by advise, from a .jsonl",
     )
@@ -193,7 +188,7 @@ def test_texts_are_counted_by_their_tokenizer(
     assert result.exit_code == 0, result.output
     assert "documents.jsonl, 1 batch" in result.stdout
     (tmp_path / "none").mkdir()
-    one_line(run(*command[1:4], "--tokenizer", "none", "--ranks", 8), "--tokenizer none: ")
+    check_one_line(run(*command[1:4], "--tokenizer", "none", "--ranks", 8), "--tokenizer none: ")
 
 
 def test_of_a_saved_data_set_only_its_own_files_count(tmp_path: Path) -> None:
@@ -215,60 +210,46 @@ def test_of_a_saved_data_set_only_its_own_files_count(tmp_path: Path) -> None:
     ("content", "message"),
     [
         ("[", "is not JSON"),
-        ("\x00", "is not JSON"),
         ("[" * 100_000, "nested too deeply"),
-        (f"[{'9' * 5000}]", "is not JSON: Exceeds the limit"),
         ({"lengths": [1]}, "must hold a list of document lengths, it holds dict"),
         ([1.5], "1.5 must be an integer"),
-        ("[NaN]", "nan must be an integer"),
-        ([True], "True must be an integer"),
-        ([10**30], "is too large"),
         ([2**40], "the limit is 2**32"),
         ([500, 0], "document 1 has length 0"),
-        ([-5], "document 0 has length -5"),
         ([], "holds no document lengths"),
         ([100_000], "longer than a global batch of 65536"),
     ],
 )
 def test_bad_lengths(tmp_path: Path, content: object, message: str) -> None:
-    one_line(run("advise", "--lengths", lengths(tmp_path, content), *SMALL), message)
+    check_one_line(
+        run("advise", "--lengths", write(tmp_path / "lengths.json", content), *SMALL), message
+    )
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         (("--ranks", 0), "Invalid value for '--ranks'"),
-        (("--ranks", 10**12), "Invalid value for '--ranks'"),
-        (("--ranks", "many"), "Invalid value for '--ranks'"),
-        (("--tokens-per-rank", 0), "Invalid value for '--tokens-per-rank'"),
         (("--batches", 0), "Invalid value for '--batches'"),
-        (("--max-length", 0), "Invalid value for '--max-length'"),
-        (("--ranks-per-node", 0), "Invalid value for '--ranks-per-node'"),
         (("--model", "gpt-9"), "neither a config.json nor one of llama-3.2-1b"),
         (("--hardware", "abacus"), "is not one of 'a100', 'h100'"),
         (("--kernel", "flash_attn_9"), "kernel 'flash_attn_9' has no published timings on h100"),
         (("--link-gigabytes", "nan"), "--link-gigabytes nan: a rate is a number from 1e-9 to 1e9"),
-        (("--link-gigabytes", 0), "--link-gigabytes 0"),
         (("--lengths", "none.json"), "none.json: No such file"),
-        (("--lengths", "none.parquet"), "none.parquet: No such file"),
-        (("--lengths", ""), "lengths '' are neither a file"),
         (("--lengths", "zipf"), "lengths 'zipf' are neither a file nor one of pretrain, prolong"),
-        (("--lengths", "equal:nan"), "lengths 'equal:nan'"),
         (
             ("--lengths", "equal:1", "--ranks", 65536, "--tokens-per-rank", 2**28),
             "would hold over 33554432 of these documents",
         ),
-        (("--hope", 1), "No such option: --hope"),
     ],
 )
 def test_bad_options(options: tuple[str | int, ...], message: str) -> None:
-    one_line(run("advise", "--lengths", "equal:1024", *SMALL, *options), message)
+    check_one_line(run("advise", "--lengths", "equal:1024", *SMALL, *options), message)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_advice_for_few_ranks(tmp_path: Path, ranks: int) -> None:
     """Of one rank every way of the loader is the same step; of few, one long document decides."""
-    file = lengths(tmp_path, [900, 400, 20, 30, 50, 600])
+    file = write(tmp_path / "lengths.json", [900, 400, 20, 30, 50, 600])
     result = run(
         "advise",
         "--lengths",
@@ -283,10 +264,3 @@ def test_advice_for_few_ranks(tmp_path: Path, ranks: int) -> None:
     )
     assert result.exit_code == 0, result.output
     assert json.loads(result.stdout)["ways"][-1]["seconds"] > 0
-
-
-def one_line(result: Result, message: str) -> None:
-    assert result.exit_code == 2, result.output
-    assert message in result.stderr
-    assert result.stderr.count("\n") == 1
-    assert "Traceback" not in result.output

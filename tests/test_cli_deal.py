@@ -4,23 +4,13 @@ import json
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner, Result
+from typer.testing import Result
 
-from hf_distca.tools.cli import app
-
-
-def run(*arguments: str | Path | int) -> Result:
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
-
-
-def lengths(path: Path, content: object) -> Path:
-    file = path / "lengths.json"
-    file.write_text(content if isinstance(content, str) else json.dumps(content))
-    return file
+from cli_runs import check_one_line, run, write
 
 
 def deal(path: Path, content: object, *options: str | int, tokens: int = 4096) -> Result:
-    file = lengths(path, content)
+    file = write(path / "lengths.json", content)
     return run(
         "plan",
         file,
@@ -41,7 +31,7 @@ def rows(path: Path) -> list[list[list[int]]]:
 
 def test_the_verb_of_its_own_names_the_option() -> None:
     assert " deal " not in run("--help").output
-    one_line(
+    check_one_line(
         run("deal", "lengths.json", "--ranks", 4), "hf-distca plan LENGTHS --deal TOKENS_PER_RANK"
     )
 
@@ -130,39 +120,27 @@ def test_options(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("[", "is not JSON"),
         ({"lengths": [1]}, "must hold a list of document lengths, it holds dict"),
-        ([1.5], "1.5 must be an integer"),
-        (["a"], "'a' must be an integer"),
-        ([True], "True must be an integer"),
-        ([10**30], f"{10**30} is too large"),
-        ([[4096]], "[4096] must be an integer"),
         ([16384, 0], "document 1 has length 0"),
         ([16383], "1 documents have 16383 tokens, 3 ranks with 4096 tokens each have 12288"),
         ([], "0 documents have 0 tokens"),
     ],
 )
 def test_bad_lengths(tmp_path: Path, content: object, message: str) -> None:
-    one_line(deal(tmp_path, content), message)
+    check_one_line(deal(tmp_path, content), message)
     assert not (tmp_path / "placement.json").exists()
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--tile", 0), "tile=0"),
-        (("--window", 0), "window=0"),
-        (("--window", 2**63), "--window 9223372036854775808: the limit is 2**31"),
-        (("--window", 10**30), "--window 1000000000000000000000000000000: the limit is 2**31"),
         (("--ranks-per-node", 3), "ranks_per_node=3 must divide ranks=4"),
-        (("--query-heads", 5, "--key-value-heads", 2), "query_heads=5"),
-        (("--link-gigabytes", 0), "--link-gigabytes 0: a rate is a number from 1e-9 to 1e9 GB/s"),
         (("--node-gigabytes", "nan"), "--node-gigabytes nan"),
         (("--ranks-per-link", 0), "ranks_per_link=0"),
     ],
 )
 def test_bad_options(tmp_path: Path, options: tuple[str | int, ...], message: str) -> None:
-    one_line(deal(tmp_path, [16384], *options), message)
+    check_one_line(deal(tmp_path, [16384], *options), message)
 
 
 def test_links_of_nodes(tmp_path: Path) -> None:
@@ -175,50 +153,52 @@ def test_links_of_nodes(tmp_path: Path) -> None:
         assert "between nodes" in dealt.stdout
         said.append(float(dealt.stdout.split("slowest rank, estimated")[1].split()[0]))
     assert said[1] > 2 * said[0]
-    planned = CliRunner().invoke(
-        app,
-        ["plan", "-", "--cost", "cuda", "--ranks-per-node", "2"],
-        input='{"lengths": [[65536], [512], [65536], [512]]}',
+    planned = run(
+        "plan",
+        "-",
+        "--cost",
+        "cuda",
+        "--ranks-per-node",
+        "2",
+        given='{"lengths": [[65536], [512], [65536], [512]]}',
     )
     assert planned.exit_code == 0, planned.output
     assert "between nodes              0.0 of" in planned.stderr
-    wrong = CliRunner().invoke(
-        app, ["plan", "-", "--ranks-per-node", "3"], input='{"lengths": [[8], [8]]}'
-    )
-    one_line(wrong, "2 ranks cannot be nodes of 3")
+    wrong = run("plan", "-", "--ranks-per-node", "3", given='{"lengths": [[8], [8]]}')
+    check_one_line(wrong, "2 ranks cannot be nodes of 3")
 
 
 def test_standard_input_and_output() -> None:
-    dealt = CliRunner().invoke(app, ["plan", "-", "--deal", "4096"], input="[8192,4096,4096]")
+    dealt = run("plan", "-", "--deal", "4096", given="[8192,4096,4096]")
     assert dealt.exit_code == 0, dealt.output
     assert "4096 on each rank" in dealt.stderr
-    planned = CliRunner().invoke(app, ["plan", "-"], input=dealt.stdout)
+    planned = run("plan", "-", given=dealt.stdout)
     assert planned.exit_code == 0, planned.output
 
 
 def test_bad_numbers(tmp_path: Path) -> None:
-    one_line(
+    check_one_line(
         deal(tmp_path, [10**9], tokens=1),
         "--deal 1: 1000000000 tokens would need 1000000000 ranks, and at most 65536 are dealt to",
     )
     for tokens in (0, -1):
-        one_line(deal(tmp_path, [8], tokens=tokens), f"tokens_per_rank={tokens}")
-    one_line(run("plan", lengths(tmp_path, [8]), "--ping-pong"), "give --deal TOKENS too")
+        check_one_line(deal(tmp_path, [8], tokens=tokens), f"tokens_per_rank={tokens}")
+    check_one_line(
+        run("plan", write(tmp_path / "lengths.json", [8]), "--ping-pong"), "give --deal TOKENS too"
+    )
 
 
 def test_files_that_cannot_be_used(tmp_path: Path) -> None:
     options = ("--deal", 8, "--output")
-    one_line(
+    check_one_line(
         run("plan", tmp_path / "none.json", *options, tmp_path / "placement.json"), "No such file"
     )
-    one_line(
-        run("plan", lengths(tmp_path, [8]), *options, tmp_path / "none" / "placement.json"),
+    check_one_line(
+        run(
+            "plan",
+            write(tmp_path / "lengths.json", [8]),
+            *options,
+            tmp_path / "none" / "placement.json",
+        ),
         "No such file",
     )
-
-
-def one_line(result: Result, message: str) -> None:
-    assert result.exit_code == 2, result.output
-    assert message in result.stderr
-    assert result.stderr.count("\n") == 1
-    assert "Traceback" not in result.output

@@ -1,10 +1,7 @@
-"""Every command of the pages is run: by a test, or by make, whose targets the checks of a change
-run.
-"""
+"""Commands of the pages: scripts run, small, and print what pages show of them."""
 
 from __future__ import annotations
 
-import ast
 import configparser
 import json
 import os
@@ -20,7 +17,7 @@ import pytest
 import scripts
 from benchmark_modules import import_benchmark
 from pages import PAGES, ROOT, commands, on_a_page, printed, words_of
-from test_example import LAUNCH, OTHERS, run_program
+from test_example import LAUNCH, run_program
 from turns import in_turn
 
 # These need rights that not every machine gives.
@@ -135,57 +132,9 @@ IN_TURN = {
 }
 # One starts as users start it, in an interpreter of its own: one that imports little.
 AS_USERS_DO = "python benchmarks/schedule/one_factor.py"
-# Runs of pytest, which collect only: these tests are among them.
-COLLECTED = {
-    "pytest": "test_commands.py",
-    "pytest -n 0": "test_commands.py",
-    'pytest -m "slow or not slow"': "test_commands.py",
-    "pytest tests/models": "test_families.py",
-    'pytest -m "slow or not slow" tests/schedule': "test_scheduler.py",
-}
-# Of trainers that no environment can have beside each other: their pins of transformers exclude
-# these. docs/works_with.md says when each was run by hand.
-OF_OTHER_TRAINERS = {
-    r"""printf 'import hf_distca\n\nhf_distca.configure(instead_of="flash_attention_2")\n' """
-    "> distca_plugin.py",
-    (
-        "swift sft --external_plugins distca_plugin.py --attn_impl flash_attention_2 --packing true"
-        " --model m --dataset d.jsonl"
-    ),
-    (
-        "torchrun --nproc_per_node 2 -m hf_distca.tools.run --instead-of sdpa -m "
-        "llamafactory.launcher train.yaml"
-    ),
-    (
-        "hf-distca run --attn-implementation distca --tokens-per-rank 16384 llamafactory-cli train"
-        " train.yaml"
-    ),
-}
-# They write tables that tests/models/test_families.py and test_cut_hybrids.py compare, cell by
-# cell.
-WRITERS = {"python tests/models/generate.py", "python tests/models/cut_hybrids.py"}
-# Cannot be run by a test: they start all tests, or never end.
-NOT_HERE = {"bash .ci/run", "make test", "mkdocs serve", *WRITERS, *OF_OTHER_TRAINERS}
-# It downloads half a gigabyte; where that was done, tests/test_cuda_wheel.py runs it.
-NOT_HERE |= {"python tests/cuda_wheel.py tests/kernels tests/runtime tests/test_borrowed.py"}
 
 
 PRINTED = [(page, *shown) for page in PAGES for shown in printed(page)]
-SHOWN = {command for _, block, _ in PRINTED for command in block}
-
-
-@cache
-def named_in_tests() -> frozenset[str]:
-    """Commands that a test runs: it gives `words_of` the command, word for word."""
-    found = {LAUNCH + name for name in OTHERS}
-    for file in (ROOT / "tests").rglob("test_*.py"):
-        for node in ast.walk(ast.parse(file.read_text())):
-            if isinstance(node, ast.Call) and getattr(node.func, "id", "") in (
-                "on_a_page",
-                "words_of",
-            ):
-                found |= {word.value for word in node.args if isinstance(word, ast.Constant)}
-    return frozenset(found)
 
 
 @cache
@@ -198,41 +147,6 @@ def run_by_make(target: str) -> list[str]:
         ["make", "-Bn", target], cwd=ROOT, env=path, capture_output=True, text=True, check=True
     )
     return [re.sub(r"^set -o pipefail; | \| .*", "", line) for line in done.stdout.splitlines()]
-
-
-def is_run(command: str) -> bool:
-    if (
-        command
-        in {*SMALL, *COLLECTED, *NOT_HERE}
-        | named_in_tests()
-        | {one for _, block, _ in PRINTED for one in block}
-        or installed(command) is not None
-    ):
-        return True
-    if command == "make example":
-        return run_by_make("example")[-1] in named_in_tests()
-    # make needs no activation: it puts the environment in front of the PATH.
-    parts = [part for part in command.split(" && ") if part != "source .venv/bin/activate"]
-    return set(parts) <= {*run_by_make("test"), *run_by_make("example")}
-
-
-def test_every_command_is_run() -> None:
-    assert not [command for command in sorted(commands()) if not is_run(command)]
-
-
-def test_a_command_that_nothing_runs_is_noticed() -> None:
-    for command in (
-        "pytest tests",
-        "pip install requests",
-        "mypy tests",
-        "ruff check",
-        "python benchmarks/steps/step_time.py --tokens 7",
-    ):
-        assert not is_run(command), command
-
-
-def test_no_command_is_listed_that_no_page_has() -> None:
-    assert {*SMALL, *COLLECTED} <= commands()
 
 
 def installed(command: str) -> list[str] | None:
@@ -310,29 +224,6 @@ def _has_rights_or_skip(command: str) -> None:
             pass
     except RuntimeError as error:
         pytest.skip(str(error))
-
-
-# Those of the whole folder collect as those of a part do. Of the whole folder one file will do:
-# whoever runs this test has collected the rest.
-@pytest.mark.parametrize(
-    "command",
-    [pytest.param(one, marks=[pytest.mark.slow] * ("tests/" not in one)) for one in COLLECTED],
-)
-def test_pytest_collects(command: str, tmp_path: Path) -> None:
-    # From another folder it finds it by name.
-    place = [] if "tests/" in command else [str(ROOT / "tests" / COLLECTED[command])]
-    options = [
-        "--collect-only",
-        "-q",
-        "-c",
-        str(ROOT / "pyproject.toml"),
-        "-p",
-        "no:cacheprovider",
-        "--assert=plain",
-    ]
-    assert f"{COLLECTED[command]}::" in scripts.run(
-        [*words_of(command), *place, *options], tmp_path
-    )
 
 
 def test_the_page_of_scripts_lists_every_script() -> None:

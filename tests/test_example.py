@@ -97,13 +97,6 @@ def test_the_example_trains_compares_and_draws(tmp_path: Path) -> None:
     run_the_example(scripts.run, tmp_path)
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(400)
-def test_the_example_as_users_start_it(tmp_path: Path) -> None:
-    """With accelerate's launcher, which takes three interpreters: `make` has a target for it."""
-    run_the_example(run_program, tmp_path)
-
-
 # The other scripts, by what their launch command ends with: what makes them small, and what they
 # write.
 WHOLE = ["--max_length", "1024", "--tokens_per_batch", "1024"]
@@ -205,19 +198,6 @@ def test_examples_take_no_longer_than_they_say(name: str, tmp_path: Path) -> Non
     assert "times faster, at best" in output
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(800)
-@pytest.mark.parametrize("name", [name for name in OTHERS if "gpt_oss" not in name])
-def test_the_other_examples_train_the_same_under_sdpa(name: str, tmp_path: Path) -> None:
-    ours, theirs = (
-        train(name, tmp_path, "--attn_implementation", attention)
-        for attention in ("distca", "sdpa")
-    )
-    # Four digits are logged.
-    assert [row["loss"] for row in ours] == pytest.approx([row["loss"] for row in theirs], rel=1e-3)
-    assert not set(BALANCE) & theirs[-1].keys()
-
-
 @pytest.fixture
 def example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
     """Imports a module of examples/; what `datasets` caches stays in the test's folder."""
@@ -273,17 +253,6 @@ def test_documents_from_a_file_or_a_folder_are_packed_whole(
         match=rf"{len(rows)} row\(s\) of 64 tokens for 9 ranks: lower --tokens_per_batch",
     ):
         packing.pack(documents, tokenizer, data, ranks=9)
-
-
-def test_a_column_that_is_not_there(example: Callable[[str], Any], tmp_path: Path) -> None:
-    write_texts(tmp_path / "train.jsonl")
-    data = example("arguments").PackingArguments(
-        train_file=str(tmp_path / "train.jsonl"), text_column="body"
-    )
-    with pytest.raises(
-        ValueError, match=r"--text_column 'body' is not among the columns \['text', 'more'\]"
-    ):
-        example("packing").load_documents(data)
 
 
 def test_a_new_model_is_made_for_the_texts_of_any_column(
@@ -380,26 +349,6 @@ def test_token_files_that_cannot_be_right(example: Callable[[str], Any], tmp_pat
         ValueError, match="odd has 3 bytes: that is no file of uint16, which take 2 each"
     ):
         tokens.read_numbers(tmp_path / "odd", "uint16")
-
-
-@pytest.mark.parametrize(
-    "name", ["finetune_long_documents", *sorted({name.split(".")[0] for name in OTHERS})]
-)
-def test_help(
-    name: str, example: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
-    monkeypatch.setattr(sys, "argv", [f"{name}.py", "--help"])
-    with pytest.raises(SystemExit) as ended:
-        example(name).main()
-    assert ended.value.code == 0
-    text = capsys.readouterr().out
-    for option in (
-        "--model_name_or_path",
-        "--dataset_name",
-        "--attn_implementation",
-        "--output_dir",
-    ):
-        assert option in text
 
 
 @pytest.mark.parametrize("name", ["options.json", "options.yaml"])

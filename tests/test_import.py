@@ -48,42 +48,6 @@ def test_model_imported_first_imports_no_more_for_distca() -> None:
     assert seen == {"loaded": [], "said": ""}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("first", ["transformers", "hf_distca"])
-def test_import_costs_little_beside_transformers_models(first: str) -> None:
-    """peft and bitsandbytes come with transformers' Trainer, and so with the callback; not with all
-    that a model needs.
-    """
-    models = (
-        "from transformers import AutoModelForCausalLM, LlamaForCausalLM\nfrom transformers import"
-        " AttentionInterface"
-    )
-    ours = "import hf_distca"
-    parts = {"transformers": (models, ours), "hf_distca": (ours, models)}[first]
-    lines = ["marks = [time.perf_counter()]"]
-    for part in parts:
-        lines += [part, "marks.append(time.perf_counter())"]
-    lines += [
-        "seen['seconds'] = [after - before for before, after in zip(marks, marks[1:])]",
-        "seen['registered'] = 'distca' in AttentionInterface._global_mapping",
-        (
-            "hf_distca.configure(hf_distca.DistCAConfig()), hf_distca.PackingCollator(),"
-            " hf_distca.prepare"
-        ),
-        (
-            "seen['loaded'] = [name for name in ('peft', 'bitsandbytes', 'transformers.trainer') if"
-            " name in sys.modules]"
-        ),
-    ]
-    seen = run("\n".join(lines))
-    assert seen["registered"]
-    assert seen["loaded"] == []
-    assert seen["said"] == ""
-    if first == "transformers":
-        stock, added = seen["seconds"]
-        assert added < 0.2 * stock, "a tenth of a second beside four seconds"
-
-
 def test_a_call_waits_for_the_end_of_an_import_under_way(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -130,21 +94,6 @@ def test_a_hybrid_imported_first_keeps_documents_apart() -> None:
         "seen['off'] = max(float((a - b).abs().max()) for a, b in zip(found, expected))"
     )
     assert seen["off"] < 1e-9
-
-
-@pytest.mark.slow
-def test_a_look_for_the_module_of_the_models_does_no_harm() -> None:
-    """What waited for it is gone; others still wait for modules that nobody has imported."""
-    seen = run(
-        "import hf_distca\n"
-        "from importlib.util import find_spec\n"
-        "find_spec('transformers.modeling_utils')\n"
-        "from transformers import AttentionInterface\n"
-        "seen['registered'] = 'distca' in AttentionInterface._global_mapping\n"
-        "ours = [it for it in sys.meta_path if type(it).__module__.startswith('hf_distca')]\n"
-        "seen['left'] = [name for it in ours for name in it.acts if name in sys.modules]"
-    )
-    assert (seen["registered"], seen["left"]) == (True, [])
 
 
 SLOW = pytest.mark.slow

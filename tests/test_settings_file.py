@@ -100,7 +100,6 @@ def test_an_empty_file_has_the_defaults(tmp_path: Path) -> None:
     ("written", "said"),
     [
         ("pingpong: true", "there is no setting 'pingpong'; the nearest is 'ping_pong'."),
-        ("1: true", "there is no setting 1; there are "),
         ("tolerance: 2", "tolerance=2 must be in [0, 1)"),
         (
             "tolerance: 1e-2",
@@ -112,20 +111,15 @@ def test_an_empty_file_has_the_defaults(tmp_path: Path) -> None:
         ("cost_model: none.json", "or the path of one in JSON: none.json: [Errno 2]"),
         ("cost_model: distca.yaml", "distca.yaml: the text is no cost model in JSON"),
         ("cost_model: calibrated", "Give what CostModel.to_json wrote: there are no profiles"),
-        ("cost_model: h100_flash_attn_3", "Give what CostModel.to_json wrote: there are no"),
         ("- ping_pong", "['ping_pong'] should be names and values of settings"),
-        ("ping_pong", "'ping_pong' should be names and values of settings"),
         ("ping_pong: [", "while parsing a flow node"),
-        ("ping_pong: \t@", "found character"),
-        (b"\xff\xfe\x00", ""),
-        ("[" * 5000, ""),
     ],
 )
 def test_what_is_wrong_is_said_in_one_line(
-    written: str | bytes, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    written: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    Path("distca.yaml").write_bytes(written if isinstance(written, bytes) else written.encode())
+    Path("distca.yaml").write_text(written)
     with pytest.raises(ConfigError) as error:
         DistCAConfig.from_file("distca.yaml")
     assert str(error.value).startswith("distca.yaml: ")

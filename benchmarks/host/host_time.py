@@ -86,6 +86,7 @@ from hf_distca.schedule.plan import Plan
 from hf_distca.schedule.ranks import UNIFORM_RANKS
 from host_calls import compare, measure_calls
 from machine import describe
+from options import add_option
 from output import add_json_option, put_out
 
 LLAMA_8B = AttentionShape(
@@ -401,21 +402,9 @@ def main() -> None:
         default=[64, 512, 4096],
         help="numbers of ranks (default: 64 512 4096)",
     )
-    parser.add_argument(
-        "--tokens", type=int, default=65536, help="tokens a rank (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--sample",
-        type=int,
-        default=15,
-        help="typical ranks that are measured (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--repeats",
-        type=int,
-        default=20,
-        help="of each measurement; the median counts (default: %(default)s)",
-    )
+    add_option(parser, "--tokens", 65536, "tokens a rank")
+    add_option(parser, "--sample", 15, "typical ranks that are measured")
+    add_option(parser, "--repeats", 20, "of each measurement; the median counts")
     parser.add_argument(
         "--documents",
         type=int,
@@ -429,12 +418,7 @@ def main() -> None:
         metavar="FOLDER",
         help="checkout of an earlier commit, to be measured beside this",
     )
-    parser.add_argument(
-        "--tokens-alone",
-        type=int,
-        default=512,
-        help="tokens of the layer on one rank (default: %(default)s)",
-    )
+    add_option(parser, "--tokens-alone", 512, "tokens of the layer on one rank")
     add_json_option(parser)
     arguments = parser.parse_args()
     torch.set_num_threads(1)

@@ -45,6 +45,7 @@ from hf_distca.schedule.cost import AttentionShape, CostModel
 from hf_distca.schedule.layout import Layout
 from hf_distca.schedule.load import compute_imbalance
 from machine import describe
+from options import add_option
 from output import add_json_option, put_out
 from processes import in_turns, on_ranks, rounds, setting_of
 from timed_kernels import timed_kernels
@@ -236,12 +237,8 @@ def show(result: dict[str, Any]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--tokens", type=int, default=16384, help="tokens a rank (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--heads", type=int, default=4, help="query heads of 64; half as many key/value heads"
-    )
+    add_option(parser, "--tokens", 16384, "tokens a rank")
+    add_option(parser, "--heads", 4, "query heads of 64; half as many key/value heads")
     parser.add_argument(
         "--ranks", type=int, nargs="+", default=[2, 4], help="numbers of ranks (default: 2 4)"
     )
@@ -253,12 +250,7 @@ def main() -> None:
         metavar="MiB",
         help="max_transient_bytes, in MiB",
     )
-    parser.add_argument(
-        "--rounds",
-        type=int,
-        default=3,
-        help="timed calls of each mode; 0 to count only (default: %(default)s)",
-    )
+    add_option(parser, "--rounds", 3, "timed calls of each mode; 0 to count only")
     parser.set_defaults(device="cpu")
     add_json_option(parser)
     arguments = parser.parse_args()

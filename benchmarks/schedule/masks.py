@@ -114,7 +114,7 @@ def make_groups(rng: Generator) -> Documents:
 
 def _sum(packed: PackedDocuments, ahead: Ahead | None) -> Documents:
     documents = TokenBatch(1, sum(packed.lengths), packed).read_documents()
-    return sum_documents(ahead, documents, 0, None, CPU)[0]
+    return sum_documents(ahead, documents, None, CPU)
 
 
 FORMS: dict[str, Callable[[Generator], Documents]] = {

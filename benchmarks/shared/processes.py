@@ -16,6 +16,8 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from tqdm import tqdm
 
+from options import add_option
+
 Measure = Callable[[int, int, argparse.Namespace], Any]
 T = TypeVar("T")
 
@@ -75,21 +77,10 @@ def add_model_options(
     parser: argparse.ArgumentParser, *, tokens: int, layers: int, heads: int = 4, rounds: int = 5
 ) -> None:
     """Add ``--tokens``, ``--layers``, ``--heads`` and ``--rounds`` with these defaults."""
-    parser.add_argument(
-        "--tokens", type=int, default=tokens, help="tokens a rank (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--layers", type=int, default=layers, help="decoder layers (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--heads", type=int, default=heads, help="query heads of 64; half as many key/value heads"
-    )
-    parser.add_argument(
-        "--rounds",
-        type=int,
-        default=rounds,
-        help="rounds, each running every mode once (default: %(default)s)",
-    )
+    add_option(parser, "--tokens", tokens, "tokens a rank")
+    add_option(parser, "--layers", layers, "decoder layers")
+    add_option(parser, "--heads", heads, "query heads of 64; half as many key/value heads")
+    add_option(parser, "--rounds", rounds, "rounds, each running every mode once")
 
 
 def setting_of(arguments: argparse.Namespace, **more: Any) -> dict[str, Any]:

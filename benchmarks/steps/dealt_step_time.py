@@ -40,6 +40,7 @@ from hf_distca.agreement.documents import PackedDocuments
 from hf_distca.integration.layer_kinds import list_layer_keys, make_initial_cost
 from hf_distca.schedule.layout import Layout
 from machine import describe
+from options import add_option
 from output import add_json_option, put_out
 from step_time import model_of
 
@@ -278,27 +279,16 @@ def show(result: dict[str, Any]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--ranks", type=int, default=2, help="processes (default: %(default)s)")
-    parser.add_argument(
-        "--tokens", type=int, default=8192, help="tokens a rank (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--layers", type=int, default=2, help="decoder layers (default: %(default)s)"
-    )
+    add_option(parser, "--ranks", 2, "processes")
+    add_option(parser, "--tokens", 8192, "tokens a rank")
+    add_option(parser, "--layers", 2, "decoder layers")
     parser.add_argument(
         "--hybrid",
         action="store_true",
         help="a Qwen3-Next of at least 4 layers in place of a Llama",
     )
-    parser.add_argument(
-        "--heads", type=int, default=4, help="query heads of 64; half as many key/value heads"
-    )
-    parser.add_argument(
-        "--rounds",
-        type=int,
-        default=5,
-        help="rounds, each running every way once (default: %(default)s)",
-    )
+    add_option(parser, "--heads", 4, "query heads of 64; half as many key/value heads")
+    add_option(parser, "--rounds", 5, "rounds, each running every way once")
     add_json_option(parser)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:

@@ -41,6 +41,8 @@ from step_time import plain_model_of
 mpl.use("Agg")
 from matplotlib import pyplot as plt
 
+from options import add_option
+
 RANKS = 2
 WAYS = ("sdpa", "sdpa, other order", "distca, in order", "distca, dealt")
 
@@ -164,24 +166,11 @@ def show(result: dict[str, Any]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--steps", type=int, default=300, help="optimizer steps (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--tokens", type=int, default=256, help="tokens a rank (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--layers", type=int, default=2, help="decoder layers (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--heads",
-        type=int,
-        default=2,
-        help="query heads of 64; half as many key/value heads (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--rate", type=float, default=1e-3, help="learning rate (default: %(default)s)"
-    )
+    add_option(parser, "--steps", 300, "optimizer steps")
+    add_option(parser, "--tokens", 256, "tokens a rank")
+    add_option(parser, "--layers", 2, "decoder layers")
+    add_option(parser, "--heads", 2, "query heads of 64; half as many key/value heads")
+    add_option(parser, "--rate", 1e-3, "learning rate")
     parser.add_argument(
         "--dtype", choices=("float64", "float32"), default="float64", help="default: %(default)s"
     )

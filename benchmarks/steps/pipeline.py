@@ -67,6 +67,7 @@ from hf_distca.pipeline import Schedule, split
 from hf_distca.pipeline.ticks import order_ticks
 from hf_distca.runtime import meter
 from machine import describe
+from options import add_option
 from output import add_json_option, put_out
 from replay import Event, Recorder, replay
 
@@ -425,33 +426,13 @@ def show(result: dict[str, Any]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--stages", type=int, default=2, help="processes, one a stage (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--micro-batches", type=int, default=8, help="of a step (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--tokens", type=int, default=24576, help="of a micro-batch (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--layers",
-        type=int,
-        default=4,
-        help="decoder layers of the whole model (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--heads", type=int, default=2, help="query heads of 64; half as many key/value heads"
-    )
-    parser.add_argument(
-        "--rounds", type=int, default=3, help="turns of each mode (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--core-share",
-        type=float,
-        default=1.0,
-        help="of a core, for each stage (default: all of it)",
-    )
+    add_option(parser, "--stages", 2, "processes, one a stage")
+    add_option(parser, "--micro-batches", 8, "of a step")
+    add_option(parser, "--tokens", 24576, "of a micro-batch")
+    add_option(parser, "--layers", 4, "decoder layers of the whole model")
+    add_option(parser, "--heads", 2, "query heads of 64; half as many key/value heads")
+    add_option(parser, "--rounds", 3, "turns of each mode")
+    add_option(parser, "--core-share", 1.0, "of a core, for each stage (default: all of it)")
     add_json_option(parser)
     arguments = parser.parse_args()
     if (

@@ -51,6 +51,7 @@ from hf_distca.runtime import meter
 from hf_distca.runtime.channel import Channel
 from hf_distca.schedule.cost import AttentionShape, CostModel, KernelCost
 from machine import describe
+from options import add_option
 from output import add_json_option, put_out
 from processes import in_turns, on_ranks, setting_of
 from slow_network import Late
@@ -335,15 +336,9 @@ def show(result: dict[str, Any]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--tokens", type=int, default=2048, help="tokens a rank (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--layers", type=int, default=1, help="decoder layers (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--heads", type=int, default=4, help="query heads of 64; half as many key/value heads"
-    )
+    add_option(parser, "--tokens", 2048, "tokens a rank")
+    add_option(parser, "--layers", 1, "decoder layers")
+    add_option(parser, "--heads", 4, "query heads of 64; half as many key/value heads")
     parser.add_argument(
         "--ranks", type=int, nargs="+", default=[2, 4], help="numbers of ranks (default: 2 4)"
     )

@@ -27,6 +27,7 @@ sys.path.extend(map(str, Path(__file__).resolve().parents[1].glob("*/")))
 
 import hf_distca
 from machine import describe
+from options import add_option
 from output import add_json_option, put_out
 from processes import add_model_options, in_turns, on_ranks, rounds, setting_of
 
@@ -205,12 +206,7 @@ def show(result: dict[str, Any]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add_model_options(parser, tokens=16384, layers=2)
-    parser.add_argument(
-        "--sdpa-rounds",
-        type=int,
-        default=1,
-        help="rounds that also run stock sdpa (default: %(default)s)",
-    )
+    add_option(parser, "--sdpa-rounds", 1, "rounds that also run stock sdpa")
     add_json_option(parser)
     arguments = parser.parse_args()
     put_out(on_ranks(measure, RANKS, arguments), arguments.json, show)

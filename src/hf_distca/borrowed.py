@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import datetime
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache, wraps
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
@@ -332,12 +332,12 @@ def get_changed_flash_attention() -> Callable[..., Any] | None:
     return None
 
 
-_passing: set[str] = set()
+_passing: dict[str, str] = {}
 
 
-def let_names_pass(names: frozenset[str]) -> None:
+def let_names_pass(names: Mapping[str, str]) -> None:
     """Let transformers accept these names of attention without a check for the package that
-    computes it elsewhere.
+    computes it elsewhere, and give models the names that they are mapped to.
 
     Models check the name when they are made and when it is changed. Without the package they would
     ask the hub for a kernel.
@@ -350,7 +350,7 @@ def let_names_pass(names: frozenset[str]) -> None:
         @wraps(ask)
         def check(self: Any, attn_implementation: str | None, *args: Any, **kwargs: Any) -> Any:
             return (
-                attn_implementation
+                _passing[attn_implementation]
                 if attn_implementation in _passing
                 else ask(self, attn_implementation, *args, **kwargs)
             )

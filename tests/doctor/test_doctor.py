@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -25,7 +24,7 @@ from hf_distca.package_versions import list_versions
 from hf_distca.runtime.trial import exchange
 from hf_distca.tools.cli import app
 from hf_distca.tools.doctor import Finding, State
-from hf_distca.tools.doctor.exchange import describe_ranks, describe_trial
+from hf_distca.tools.doctor.exchange import describe_trial
 from hf_distca.tools.doctor.model import (
     check_model_family,
     check_model_kernels,
@@ -190,13 +189,6 @@ def test_configs_that_cannot_be_read(tmp_path: Path, content: str | None, messag
         read_config(str(tmp_path))
 
 
-def test_a_config_that_is_a_pipe(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "config.json")
-    for name in (tmp_path, tmp_path / "config.json"):
-        with pytest.raises(ConfigError, match="there is no file"):
-            read_config(str(name))
-
-
 @pytest.mark.parametrize("name", ["/no/such/folder", "./none", "config.json", "a/b/c"])
 def test_a_path_that_is_wrong_is_not_looked_for_on_the_hub(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -262,10 +254,6 @@ def test_versions_are_of_what_is_installed() -> None:
     has = list_versions()
     assert has["torch"] == torch.__version__
     assert None not in has.values()
-
-
-def test_nodes_are_told_apart() -> None:
-    assert describe_ranks([7, 7, 8, 8, 8], 0) == "5 ranks on 2 nodes, 2 or 3 on each"
 
 
 def exchanged_in_containers(rank: int) -> str:

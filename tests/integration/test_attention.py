@@ -72,32 +72,6 @@ def test_padding(side: str, training: bool) -> None:
     torch.testing.assert_close(got[mask.bool()], want[mask.bool()], rtol=1e-4, atol=1e-5)
 
 
-def test_a_batch_of_full_rows_without_positions() -> None:
-    ids = tokens(3, 17)
-    got, want = (
-        model_for(name).eval()(input_ids=ids, use_cache=False).logits for name in ("distca", "sdpa")
-    )
-    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("use_cache", [True, False])
-@pytest.mark.parametrize("mask", [None, "all ones"])
-def test_packed_documents_stay_apart(use_cache: bool, mask: str | None) -> None:
-    """Stock sdpa leaks here once a cache or an all-ones mask is given."""
-    lengths = [5, 1, 9]
-    positions = torch.cat([torch.arange(n) for n in lengths])[None]
-    ids, model = tokens(1, 15), model_for("distca").train()
-    attention_mask = None if mask is None else torch.ones_like(ids)
-    out = model(
-        input_ids=ids, position_ids=positions, attention_mask=attention_mask, use_cache=use_cache
-    ).logits
-    start = 0
-    for length in lengths:
-        alone = model(input_ids=ids[:, start : start + length], use_cache=False).logits
-        torch.testing.assert_close(out[:, start : start + length], alone, rtol=1e-4, atol=1e-5)
-        start += length
-
-
 def test_every_key_of_documents_equals_positions() -> None:
     """Beside positions and what loaders add for flash attention; and alone, where the model counts
     the whole row.
@@ -175,66 +149,6 @@ def test_generate(kind: str, cache: str) -> None:
         for n in ("distca", "eager")
     )
     assert torch.equal(got, want)
-
-
-@pytest.mark.parametrize("kind", VARIANTS)
-def test_packed_variants_equal_each_document_under_eager(kind: str) -> None:
-    """Variants in packed batches equal each document alone under eager."""
-    lengths, ids = [17, 1, 9], tokens(1, 27)
-    # Grouped matrix products of experts know no float64.
-    dtype = torch.float32 if kind == "gpt_oss" else torch.float64
-    ours, theirs = (variant(kind, name).to(dtype).train() for name in ("distca", "eager"))
-    positions = torch.cat([torch.arange(n) for n in lengths])[None]
-    weight = torch.randn(27, 61, dtype=dtype, generator=torch.Generator().manual_seed(1))
-    logits = ours(input_ids=ids, position_ids=positions, use_cache=False).logits[0]
-    (logits * weight).sum().backward()
-    start = 0
-    for length in lengths:
-        alone = theirs(input_ids=ids[:, start : start + length], use_cache=False).logits[0]
-        torch.testing.assert_close(logits[start : start + length], alone, rtol=1e-5, atol=1e-5)
-        (alone * weight[start : start + length]).sum().backward()
-        start += length
-    for (name, mine), other in zip(ours.named_parameters(), theirs.parameters(), strict=True):
-        if other.grad is not None:
-            torch.testing.assert_close(
-                mine.grad, other.grad, rtol=1e-4, atol=1e-4, msg=lambda m, n=name: f"{n}: {m}"
-            )
-
-
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_activation_checkpointing_changes_nothing(reentrant: bool) -> None:
-    ids, positions = tokens(1, 30), torch.cat([torch.arange(21), torch.arange(9)])[None]
-    grads = []
-    for checkpointing in (False, True):
-        model = model_for("distca").train()
-        if checkpointing:
-            checkpoint_layers(model, use_reentrant=reentrant)
-            model.enable_input_require_grads()
-        model(input_ids=ids, position_ids=positions, labels=ids, use_cache=False).loss.backward()
-        grads.append([p.grad for p in model.parameters()])
-    for plain, recomputed in zip(*grads, strict=True):
-        torch.testing.assert_close(plain, recomputed)
-
-
-def test_bf16_is_within_twice_the_error_of_plain_attention() -> None:
-    ids, positions = tokens(1, 700), torch.cat([torch.arange(600), torch.arange(100)])[None]
-    exact = (
-        model_for("sdpa").double()(input_ids=ids, position_ids=positions, use_cache=False).logits
-    )
-    errors = [
-        float(
-            (
-                model_for(n)
-                .bfloat16()(input_ids=ids, position_ids=positions, use_cache=False)
-                .logits
-                - exact
-            )
-            .detach()
-            .norm()
-        )
-        for n in ("distca", "sdpa")
-    ]
-    assert errors[0] <= 2 * errors[1]
 
 
 def call(**changes: object) -> None:

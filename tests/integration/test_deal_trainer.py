@@ -4,10 +4,7 @@ transformers' own attention.
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
@@ -37,7 +34,6 @@ import hf_distca
 from checkpointed import ARGUMENT
 from hf_distca.integration import processes
 from hf_distca.integration.current_session import current_session
-from pages import ROOT, words_of
 from ranks import RankPool
 from tiny_runs import COMMON, VOCABULARY, documents, losses, settings, tiny_llama
 from turns import in_turn
@@ -565,15 +561,14 @@ def test_evaluation_sets_with_names_are_dealt_each() -> None:
     assert trainer.args.per_device_eval_batch_size == 1
 
 
-@pytest.mark.parametrize("accumulation", [1, 2])
 def test_other_batches_are_warned_of_in_a_resumed_training(
-    accumulation: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     changes = {
         "output_dir": str(tmp_path),
         "save_strategy": "steps",
         "save_steps": 1,
-        "gradient_accumulation_steps": accumulation,
+        "gradient_accumulation_steps": 2,
     }
 
     def resume(step: int | None, tokens: int, max_steps: int, **others: int) -> list[str]:
@@ -763,46 +758,3 @@ def test_targets_are_those_of_the_collator_of_trl(name: str) -> None:
     )
     shares = hf_distca.deal(trainer, 1024, fill="whole").train_dataset
     assert sum(int((share["shift_labels"] != -100).sum()) for share in shares) == theirs
-
-
-SCRIPT = """
-import sys
-sys.path[:0] = {folders}
-from test_deal_trainer import COMMON, STEPS, rows, tiny_llama, losses
-from transformers import Trainer, TrainingArguments
-
-options = {{"output_dir": {folder!r}, "max_steps": STEPS, "seed": 3, "bf16": False}}
-options |= {{"learning_rate": 1e-2, "adam_epsilon": 1e-2}}
-args = TrainingArguments(**{{**COMMON, **options}})
-trainer = Trainer(tiny_llama(None), args, train_dataset=rows())
-trainer.train()
-if trainer.is_world_process_zero():
-    print("LOSSES", losses(trainer))
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-def test_a_script_without_a_changed_line(tmp_path: Path) -> None:
-    script, here = tmp_path / "train.py", Path(__file__).parent
-    script.write_text(SCRIPT.format(folders=[str(here), str(here.parent)], folder=str(tmp_path)))
-    config = str(ROOT / "configs/accelerate/cpu_2_processes.yaml")
-    words = words_of(
-        "hf-distca run --attn-implementation distca --tokens-per-rank 16384 accelerate launch"
-        " train.py"
-    )
-    program, *words = [str(TOKENS // 2) if word == "16384" else word for word in words]
-    folder = Path(sys.executable).parent
-    done = subprocess.run(
-        [str(folder / program), *words[:-1], "--config_file", config, words[-1]],
-        env=os.environ | {"PATH": os.pathsep.join([str(folder), os.environ["PATH"]])},
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=250,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert "to 2 ranks with 48 tokens each" in done.stderr
-    line = next(line for line in done.stdout.splitlines() if line.startswith("LOSSES"))
-    found = [float(number) for number in line.removeprefix("LOSSES [").removesuffix("]").split(",")]
-    assert found == pytest.approx(one_process("plain"), rel=1e-5)

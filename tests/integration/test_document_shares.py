@@ -13,7 +13,6 @@ import datasets
 import numpy as np
 import pytest
 import torch
-import transformers
 from accelerate import Accelerator
 from accelerate.data_loader import IterableDatasetShard
 from accelerate.state import AcceleratorState
@@ -64,24 +63,6 @@ def trainer_of(dataset: Any, **more: Any) -> Trainer:
         **more,
     }
     return tiny_runs.make_trainer("distca", dataset, **how)
-
-
-def train(rank: int, ranks: int) -> tuple[list[float], int, int]:
-    """Losses of two epochs, the number of shares in one, and dispatches."""
-    trainer = trainer_of(make(ranks))
-    trainer.train()
-    return tiny_runs.losses(trainer), len(make(ranks)), tiny_runs.dispatches()
-
-
-def test_two_ranks_train_as_one_does(rank_pool: Callable[[int], RankPool]) -> None:
-    alone, items, _ = train(0, 1)
-    assert items == sum(LENGTHS) // TOKENS
-    for found, shares, exchanged in rank_pool(2)(train, 2):
-        assert shares == 2 * items
-        assert found[::2] == pytest.approx(alone[::2], rel=1e-5)  # losses
-        assert found[1::2] == pytest.approx(alone[1::2], rel=1e-4)  # norms of gradients
-        assert exchanged > 0  # documents longer than a rank need the keys of the other one
-    assert len(alone) == 2 * 2 * items  # loss and norm, two epochs
 
 
 def train_on_a_part(rank: int) -> str:
@@ -138,43 +119,6 @@ def test_the_trainer_tells_shares_their_epoch(unused: bool) -> None:
     items = sum(LENGTHS) // TOKENS
     assert epochs.seen == [0] * items + [1] * items
     assert find_shares(trainer.get_train_dataloader()) is find_shares(dataset)
-
-
-@pytest.mark.slow
-def test_trl_takes_them() -> None:
-    trl = pytest.importorskip("trl", reason='needs pip install -e ".[trl]"')
-    from tokenizers import Tokenizer, models
-
-    words = Tokenizer(
-        models.WordLevel({str(n): n for n in range(tiny_runs.VOCABULARY)}, unk_token="0")
-    )
-    tokenizer = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=words, pad_token="0", eos_token="1"
-    )
-    # TRL adds its losses up in another order. A small rate keeps Adam, which divides by small
-    # gradients, from enlarging that.
-    rate = {"learning_rate": 1e-4}
-    arguments = {**tiny_runs.COMMON, "output_dir": "/tmp", **rate, "num_train_epochs": 2}
-    how = {
-        "bf16": False,
-        "max_length": None,
-        "activation_checkpointing": False,
-        "dataset_kwargs": {"skip_prepare_dataset": True},
-        "train_sampling_strategy": "sequential",
-        "lr_scheduler_type": "linear",
-    }
-    trainer = trl.SFTTrainer(
-        tiny_runs.tiny_llama("distca"),
-        trl.SFTConfig(**(arguments | how)),
-        data_collator=hf_distca.PackingCollator(),
-        train_dataset=make(1),
-        processing_class=tokenizer,
-        callbacks=[hf_distca.DistCACallback(tiny_runs.settings(), record=False)],
-    )
-    trainer.train()
-    plain = trainer_of(make(1), **rate)
-    plain.train()
-    assert tiny_runs.losses(trainer) == pytest.approx(tiny_runs.losses(plain), rel=1e-5)
 
 
 def test_shares_are_found_behind_what_is_wrapped_around_them() -> None:

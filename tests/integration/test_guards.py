@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from test_foreign_models import MineConfig, run_mine
-from transformers import LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
+from transformers import MixtralConfig, MixtralForCausalLM
 
 import hf_distca
 from hf_distca.integration import processes
@@ -51,12 +51,6 @@ def test_what_may_change_attention_is_refused(value: Any) -> None:
         match=r"LlamaAttention passes position_bias .*If it is for the loss",
     ):
         tiny_llama("distca")(**batch(5, 7), use_cache=False, position_bias=value)
-
-
-def test_unproven_models_refuse_every_unknown_argument() -> None:
-    """Of models that nobody compared, every unknown argument is refused."""
-    with pytest.raises(hf_distca.UnsupportedError, match="Mine passes alibi"):
-        run_mine("distca", {"alibi": True})
 
 
 def test_a_family_that_nobody_compared_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -190,24 +184,3 @@ def groups(rank: int) -> tuple[bool, bool]:
 
 def test_a_trainer_has_not_the_group_of_another(rank_pool: Callable[[int], RankPool]) -> None:
     assert rank_pool(2)(groups) == [(True, True)] * 2
-
-
-def masked(implementation: str, mask: bool) -> torch.Tensor:
-    model: LlamaForCausalLM = tiny_llama(implementation)
-    given = batch(5, 7)
-    given.pop("distca_documents")
-    if mask:
-        given["attention_mask"] = torch.ones_like(given["input_ids"])
-    logits: torch.Tensor = model(**given, use_cache=False).logits
-    return logits
-
-
-def test_positions_tell_documents_apart_beside_a_mask_of_ones() -> None:
-    """sdpa takes one document then, which the documentation says; without the mask both find
-    two.
-    """
-    hf_distca.configure()
-    apart = masked("sdpa", mask=False)
-    torch.testing.assert_close(masked("distca", mask=True), apart)
-    torch.testing.assert_close(masked("distca", mask=False), apart)
-    assert not torch.allclose(masked("sdpa", mask=True), apart)

@@ -11,7 +11,6 @@ import inspect
 import tempfile
 from collections.abc import Callable
 from functools import cache
-from itertools import product
 from typing import Any
 
 import pytest
@@ -142,22 +141,6 @@ def test_half_precision_trains_as_one_process_does(
     rank_pool: Callable[[int], RankPool], way: str
 ) -> None:
     assert difference(rank_pool(2), 2, way) <= TOLERANCE
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_half_precision_on_more_ranks(rank_pool: Callable[[int], RankPool]) -> None:
-    found = {
-        (way, ranks): difference(rank_pool(ranks), ranks, way)
-        for way, ranks in product(WAYS, (2, 3))
-        if way != "compiled"
-    }
-    print(  # noqa: T201
-        "",
-        *(f"{way}, {ranks} ranks: {value:.1e}" for (way, ranks), value in found.items()),
-        sep="\n",
-    )
-    assert max(found.values()) <= TOLERANCE
 
 
 def train_on_nothing(rank: int, ranks: int, way: str) -> tuple[str, int, list[float]]:

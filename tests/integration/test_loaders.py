@@ -35,7 +35,6 @@ import hf_distca
 from hf_distca.integration.checks.reading_order import find_shares
 from hf_distca.integration.checks.share_readers import check_loader, warn_of_other_batches
 from hf_distca.integration.current_session import current_session
-from ranks import RankPool
 from tiny_runs import COMMON, PAIRS, documents, make_trainer, rows, settings, tiny_llama
 
 TOKENS = 64
@@ -418,39 +417,3 @@ def test_models_of_whole_documents_are_refused_over_ranks(
 def test_a_part_of_shares_may_evaluate_in_any_epoch() -> None:
     hf_distca.configure(settings(balance_evaluation=True))
     check_loader(loader_of(shares().select(range(4))), evaluation=current_session().config)
-
-
-def train_on_two_ranks(rank: int, changes: dict[str, Any]) -> str:
-    data = shares()
-    trainer = make_trainer(
-        "distca", data, config=settings(), **{"max_steps": 2, **IN_ORDER, **changes}
-    )
-    try:
-        return str(trainer.train().training_loss)
-    except hf_distca.UnsupportedError as error:
-        return str(error)
-
-
-@pytest.mark.parametrize(
-    ("changes", "named"),
-    [
-        ({}, ""),
-        ({"train_sampling_strategy": "random"}, "RandomSampler reads them"),
-        ({"per_device_train_batch_size": 2}, "batches of 2"),
-        (
-            {"per_device_train_batch_size": 2, "accelerator_config": {"split_batches": True}},
-            "split_batches=True",
-        ),
-        ({"accelerator_config": {"dispatch_batches": True}}, "dispatch_batches"),
-        ({"average_tokens_across_devices": False}, "average_tokens_across_devices"),
-    ],
-    ids=lambda value: " ".join(value) or "nothing" if isinstance(value, dict) else "",
-)
-def test_trainers_of_two_ranks(
-    rank_pool: Callable[[int], RankPool], changes: dict[str, Any], named: str
-) -> None:
-    for said in rank_pool(2)(train_on_two_ranks, changes):
-        if named:
-            assert named in said
-        else:
-            assert float(said) > 0

@@ -76,32 +76,27 @@ def step(
     reentrant: bool | None,
     use_cache: bool,
     around: bool | None = None,
-    bf16: bool = False,
     **settings: Any,
 ) -> tuple[Any, ...]:
-    """Loss and gradients summed over ranks, logits of this rank's documents, and counts; in float64
-    or bfloat16 by autocast.
+    """Loss and gradients summed over ranks, logits of this rank's documents, and counts; in
+    float64.
 
     Of layers, or `around` the whole model, a checkpoint is reentrant or not, or is not there.
     """
-    configure(kernel="auto" if bf16 else "reference", **settings)
+    configure(kernel="reference", **settings)
     rows = PLACEMENTS[placement][rank]
-    model = model_for(2, "distca", torch.float32 if bf16 else torch.float64)
+    model = model_for(2, "distca", torch.float64)
     if reentrant is not None:
         checkpoint_layers(model, use_reentrant=reentrant)
         model.enable_input_require_grads()
     batch = batch_of(rows)
-    with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
-        if around is None:
-            logits = model(**batch, use_cache=use_cache).logits
-        else:
-            embedded = model.get_input_embeddings()(batch.pop("input_ids"))
-            embedded.requires_grad_()
-            whole = partial(model, use_cache=use_cache, **batch)
-            logits = checkpoint(
-                lambda x: whole(inputs_embeds=x).logits, embedded, use_reentrant=around
-            )
-    logits = logits.float() if bf16 else logits
+    if around is None:
+        logits = model(**batch, use_cache=use_cache).logits
+    else:
+        embedded = model.get_input_embeddings()(batch.pop("input_ids"))
+        embedded.requires_grad_()
+        whole = partial(model, use_cache=use_cache, **batch)
+        logits = checkpoint(lambda x: whole(inputs_embeds=x).logits, embedded, use_reentrant=around)
     pieces, losses = {}, [logits.sum() * 0]
     for place, row in enumerate(rows):
         at = 0
@@ -185,46 +180,6 @@ def test_a_checkpoint_may_be_around_the_whole_model(
             assert relative(grad, grads[name]) <= 1e-9, name
     if not around:
         assert [counts[1:] for *_, counts, _ in results] == plain
-
-
-def rounded(documents: tuple[int, ...]) -> tuple[dict[int, torch.Tensor], dict[str, torch.Tensor]]:
-    """Logits and gradients of each document alone under sdpa in autocast to bfloat16."""
-    model, logits = model_for(2, "sdpa", torch.float32), {}
-    for d in documents:
-        tokens = tokens_of(d, LENGTHS[d])
-        with torch.autocast("cpu", torch.bfloat16):
-            out = model(input_ids=tokens[None], use_cache=False).logits[0]
-        logits[d] = out.detach()
-        if len(tokens) > 1:
-            summed_loss(out.float(), tokens, 0, len(tokens)).backward()
-    return logits, {name: p.grad for name, p in model.named_parameters()}
-
-
-def apart(got: dict[Any, torch.Tensor], want: dict[Any, torch.Tensor]) -> float:
-    """Norm of all differences."""
-    return float(
-        torch.stack([(got[name].double() - tensor).norm() for name, tensor in want.items()]).norm()
-    )
-
-
-def step_in_bfloat16(rank: int, placement: str, reentrant: bool | None) -> tuple[Any, ...]:
-    return step(rank, placement, reentrant, False, bf16=True)
-
-
-@pytest.mark.parametrize("placement", ["skewed", "several rows, padded"])
-@pytest.mark.parametrize("reentrant", in_turn([None, True, False], 3, [None]))
-def test_halves_in_bfloat16_round_as_documents_alone(
-    rank_pool: Callable[[int], RankPool], placement: str, reentrant: bool | None
-) -> None:
-    documents = tuple(range(7))
-    _, logits, grads = oracle(documents, 2, torch.float64)
-    other_logits, other_grads = rounded(documents)
-    results = rank_pool(3)(step_in_bfloat16, placement, reentrant)
-    pieces = {d: piece for _, found, *_ in results for d, piece in found.items()}
-    assert 0 < apart(pieces, logits) <= 1.25 * apart(other_logits, logits)
-    for _, _, found, counts, _ in results:
-        assert 0 < apart(found, grads) <= 1.25 * apart(other_grads, grads)
-        assert counts[1] == 2 * 2 * 2, "the layers were cut"
 
 
 def bounded_step(

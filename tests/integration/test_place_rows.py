@@ -15,7 +15,6 @@ from accelerate.data_loader import BatchSamplerShard, DataLoaderDispatcher, Data
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import DataLoaderConfiguration
 from datasets import Dataset, disable_progress_bars
-from test_deal_trainer import tokenizer
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 from transformers import MistralConfig, Trainer, TrainingArguments
 
@@ -368,49 +367,3 @@ def test_ranks_compare_what_they_read(rank_pool: Callable[[int], RankPool]) -> N
         )
         assert "this DataLoader has batches of BatchSampler" in said[1]
         assert said[2].startswith("the loader reads 6 rows, and place_rows weighed 8")
-
-
-def train_packed(rank: int, per_node: int | None) -> list[int]:
-    """First tokens of the rows of TRL's packing that a rank reads."""
-    import trl
-
-    disable_progress_bars()
-    hf_distca.configure(settings(cost_model="analytic"))
-    lengths = [48, 30, 10, 8, 24, 24, 40, 8, *[12] * 12, *[6] * 16]
-    texts = [[number % 60, *text[1:]] for number, text in enumerate(documents(*lengths))]
-    arguments = {
-        **COMMON,
-        "bf16": False,
-        "output_dir": tempfile.gettempdir(),
-        "packing": True,
-        "max_length": 48,
-    }
-    read: list[int] = []
-
-    class Noting(trl.SFTTrainer):  # type: ignore[misc, name-defined, unused-ignore]
-        def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-            assert (inputs["position_ids"] == 0).any()
-            read.append(int(inputs["input_ids"][0, 0]))
-            return super().compute_loss(model, inputs, *args, **kwargs)
-
-    data = Dataset.from_dict({"input_ids": texts})
-    config = trl.SFTConfig(**arguments, gradient_accumulation_steps=2, num_train_epochs=1)
-    trainer = Noting(tiny_llama("distca"), config, train_dataset=data, processing_class=tokenizer())
-    assert "seq_lengths" in trainer.train_dataset.column_names
-    if per_node is not None:
-        hf_distca.place_rows(trainer, ranks_per_node=per_node)
-    trainer.train()
-    return read
-
-
-@pytest.mark.slow
-def test_packing_of_trl(rank_pool: Callable[[int], RankPool]) -> None:
-    given, placed = (rank_pool(2)(train_packed, per_node) for per_node in (None, 1))
-    assert placed != given
-    assert list(map(len, placed)) == list(map(len, given))
-    for first in range(0, len(given[0]), 2):
-        before, after = (
-            sorted(row for rank in read for row in rank[first : first + 2])
-            for read in (given, placed)
-        )
-        assert after == before

@@ -196,14 +196,6 @@ def test_ranks_rotate_for_the_longest_global_document(
     check(rank_pool(2), kind, tuple(range(len(BATCHES))))
 
 
-@pytest.mark.parametrize("kind", CHOSEN, ids=" ".join)
-def test_the_first_batch_alone_is_right(
-    rank_pool: Callable[[int], RankPool], kind: tuple[str, str]
-) -> None:
-    """The forward in which an unprepared model is seen for the first time."""
-    check(rank_pool(2), kind, (0,))
-
-
 @pytest.mark.parametrize(
     "how",
     [

@@ -68,30 +68,6 @@ def test_groups_and_meshes_are_taken_only(take: Callable[..., object], given: An
         take(group=given)
 
 
-@pytest.mark.parametrize(
-    ("take", "expected"),
-    [
-        (lambda: hf_distca.DistCACallback(record="al"), "record='al' must be True, False or"),
-        (lambda: hf_distca.DistCACallback(summary="no"), "summary='no' must be True or False"),
-        (lambda: hf_distca.configure(instead_of=["sdpa"]), r"stand in for \['sdpa'\], only for"),
-        (lambda: hf_distca.DistCAConfig(tile=np.arange(2)), r"tile=array\(\[0, 1\]\) must be a"),
-        (
-            lambda: hf_distca.DistCAConfig(kernel=np.zeros(0)),
-            r"kernel=array\(\[\].* must be one of",
-        ),
-        (lambda: hf_distca.DistCAConfig(cost_model=np.ones((9, 9))), r"cost_model=array\(\[\[1"),
-        (lambda: hf_distca.DistCAConfig(tolerance="x" * 9999), "must be a number"),
-        (lambda: hf_distca.DistCAConfig.from_file(None), "None: "),
-        (lambda: hf_distca.DistCAConfig.from_file("a\0b"), "embedded null byte"),
-    ],
-)
-def test_values_of_other_types_get_one_line(take: Callable[[], object], expected: str) -> None:
-    with pytest.raises(hf_distca.DistCAError, match=expected) as error:
-        take()
-    assert "\n" not in str(error.value)
-    assert len(str(error.value)) < 500
-
-
 def test_balancing_is_switched_for_a_while() -> None:
     hf_distca.configure(hf_distca.DistCAConfig(tile=64))
     with hf_distca.balancing(False):

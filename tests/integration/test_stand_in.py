@@ -39,7 +39,7 @@ def restored() -> Iterator[None]:
         interface._global_mapping for interface in (AttentionInterface, AttentionMaskInterface)
     ]
     kept = [dict(mapping) for mapping in [*interfaces, attention_names._registered]]
-    passing, check = set(borrowed._passing), PreTrainedModel._check_and_adjust_attn_implementation
+    passing, check = dict(borrowed._passing), PreTrainedModel._check_and_adjust_attn_implementation
     forward = flash._flash_attention_forward
     try:
         yield

@@ -161,50 +161,6 @@ def test_a_callback_that_finds_no_handler_says_what_is_missing(
     assert "trainer.callback_handler.callbacks" in caplog.text
 
 
-def own_reader(rank: int, reads: bool) -> list[dict[str, Any]]:
-    """The log history of a run in which somebody else reads figures after each step, or does
-    not.
-    """
-    read: list[int] = []
-
-    class Reader(TrainerCallback):
-        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-            if reads:
-                read.append(hf_distca.metrics().balance.micro_batches)
-
-    trainer = make_trainer(
-        "distca",
-        rows(12),
-        callbacks=[Reader()],
-        max_steps=6,
-        logging_steps=3,
-        train_sampling_strategy="sequential",
-    )
-    trainer.train()
-    assert read == ([0, 1, 3, 3, 4, 6] if reads else []), (
-        "what came in with the documents of the step, and all in steps that log"
-    )
-    return [row for row in trainer.state.log_history if "loss" in row]
-
-
-def test_readers_of_the_balance_take_nothing_from_each_other(
-    rank_pool: Callable[[int], RankPool],
-) -> None:
-    timed = {"distca/planning_ms", "distca/server_time_share"} | {
-        f"distca/imbalance_measured_{at}" for at in ("before", "after")
-    }
-    compared = FIGURES - timed
-    for alone, read in zip(
-        *(rank_pool(2)(own_reader, reads) for reads in (False, True)), strict=True
-    ):
-        assert len(alone) == len(read) == 2
-        for one, other in zip(alone, read, strict=True):
-            assert other.keys() >= FIGURES
-            assert {name: one[name] for name in compared} == {
-                name: other[name] for name in compared
-            }
-
-
 def evaluate_first(rank: int, when: str) -> tuple[int, int, int, str, bool]:
     """Exchanges of evaluation before training and of prediction after it, and whether the same
     settings held throughout.

@@ -5,16 +5,23 @@ with TRL's packing and with parents.
 from __future__ import annotations
 
 import random
+import tempfile
 import warnings
 from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from queue import Queue
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from datasets import Dataset
 from test_stand_in import restored
-from torch.nn.functional import log_softmax
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from tokenizers import Tokenizer, models
+from torch.nn.functional import log_softmax, scaled_dot_product_attention
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 import hf_distca
 from float64 import Float64Throughout
@@ -22,7 +29,7 @@ from hf_distca.agreement.documents import PackedDocuments, read_tree
 from hf_distca.errors import LayoutError, UnsupportedError
 from hf_distca.integration.current_session import current_session
 from ranks import RankPool
-from tiny_runs import VOCABULARY, settings, tiny_llama
+from tiny_runs import COMMON, VOCABULARY, losses, settings, tiny_llama
 
 # By rank, groups of a prompt and its answers.
 GROUPS = [[(60, [50, 30, 40]), (9, [20, 3])], [(12, [6, 8])]]
@@ -153,10 +160,107 @@ def test_distca_stands_in_for_the_attention_of_trl() -> None:
     with restored():
         want = tiny_llama("distca")(**batch, use_cache=False).logits[0, places]
         hf_distca.configure(instead_of=packing.TREE_ATTENTION)
-        try:
-            packing.register_tree_attention()
-            model: PreTrainedModel = tiny_llama(packing.TREE_ATTENTION)
-            assert torch.equal(model(**batch, use_cache=False).logits[0, places], want)
-        finally:
-            for interface in (AttentionInterface, AttentionMaskInterface):
-                del interface.register
+        packing.register_tree_attention()
+        model: PreTrainedModel = tiny_llama(packing.TREE_ATTENTION)
+        assert torch.equal(model(**batch, use_cache=False).logits[0, places], want)
+
+
+class TorchKernel:
+    """What TRL's attention asks of FlashAttention 3, which has no CPU: causal, aligned at the
+    bottom right.
+    """
+
+    @staticmethod
+    def flash_attn_varlen_func(
+        *states: torch.Tensor | int, softmax_scale: float | None, **_: Any
+    ) -> torch.Tensor:
+        q, k, v, rows, keys, *_longest = states
+        found = []
+        for (a, b), (c, d) in zip(pairwise(rows.tolist()), pairwise(keys.tolist()), strict=True):
+            seen = torch.ones(b - a, d - c, dtype=torch.bool).tril(d - c - b + a)
+            states_of_part = (t.transpose(0, 1)[None] for t in (q[a:b], k[c:d], v[c:d]))
+            output = scaled_dot_product_attention(
+                *states_of_part, attn_mask=seen, scale=softmax_scale, enable_gqa=True
+            )
+            found.append(output[0].transpose(0, 1))
+        return torch.cat(found)
+
+
+class Rollouts:
+    """Rollouts that are there already; weights go nowhere."""
+
+    def __init__(self) -> None:
+        from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
+
+        self.rollout_buffer: Queue[Any] = Queue()
+        self.metrics_queue: Queue[Any] = Queue()
+        for step in range(8):
+            for rank in (0, 1):
+                for number, (tokens, prompt, group) in enumerate(draw_samples(rank)):
+                    mask = np.arange(len(tokens)) >= prompt
+                    self.rollout_buffer.put(
+                        RolloutSample(
+                            *([], [], np.array(tokens), mask.astype(int)),
+                            *(np.full(len(tokens), -4.0, dtype=np.float32), number - 1.2),
+                            *(0, 10 * step + 2 * rank + group, {"reward": 1.0}),
+                        )
+                    )
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *_: None
+
+
+def train_async_grpo(rank: int, folder: str, form: str) -> tuple[list[float], int]:
+    """Losses and gradient norms of TRL's Trainer that packs trees, and bytes sent: with its own
+    attention and no shared prefixes, or with distca.
+    """
+    with warnings.catch_warnings(), restored(), pytest.MonkeyPatch.context() as patch:
+        warnings.simplefilter("ignore")
+        from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer, packing
+
+        patch.setattr(packing, "_flash_attn", lambda: TorchKernel)
+        patch.setattr(torch.cuda, "get_device_name", lambda _: "CPU")  # it asks without a GPU, too
+        hf_distca.configure(settings(), instead_of="tree_fa3" if form == "distca" else None)
+        add = packing.TreeRow.add
+
+        def add_alone(row: Any, sample: dict[str, Any]) -> None:
+            known, row.roots = row.roots, {}
+            add(row, sample)
+            (root,) = row.roots.values()
+            row.roots = {**known, (len(row.samples), None): root}
+
+        if form == "alone":
+            patch.setattr(packing.TreeRow, "add", add_alone)
+        arguments = {**COMMON, "bf16": False, "max_steps": 2, "token_budget": -1}
+        arguments |= {"output_dir": tempfile.gettempdir(), "per_device_train_batch_size": 4}
+        arguments |= {"gradient_checkpointing": False, "learning_rate": 1e-2}
+        del arguments["remove_unused_columns"]
+        rollouts = Rollouts()
+        words = Tokenizer(models.WordLevel({str(word): word for word in range(VOCABULARY)}, "0"))
+        trainer = AsyncGRPOTrainer(
+            model=folder,
+            args=AsyncGRPOConfig(**arguments),
+            train_dataset=Dataset.from_dict({"prompt": ["0"] * 8}),
+            processing_class=PreTrainedTokenizerFast(
+                tokenizer_object=words, pad_token="0", eos_token="1"
+            ),
+            rollout_worker=rollouts,
+            weight_transfer=rollouts,
+        )
+        trainer.train()
+    return losses(trainer), current_session().meter.sent_bytes
+
+
+def test_the_trainer_of_trl_that_packs_trees(
+    tmp_path: Path, rank_pool: Callable[[int], RankPool]
+) -> None:
+    """As without shared prefixes and distca: losses and gradient norms, in float32."""
+    tiny_llama("sdpa").save_pretrained(tmp_path)
+    alone, ours = (
+        rank_pool(2)(train_async_grpo, str(tmp_path), form) for form in ("alone", "distca")
+    )
+    for (want, none), (found, _) in zip(alone, ours, strict=True):
+        assert not none
+        assert len(found) == 4
+        assert found == pytest.approx(want, rel=1e-5)
+    assert any(sent for _, sent in ours)

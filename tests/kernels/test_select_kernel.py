@@ -125,12 +125,6 @@ def test_refusals(name: str, device: torch.device, dtype: torch.dtype, message: 
         select(name, device, dtype, 64, 64, PLAIN)
 
 
-def test_flash_attn_absent(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flash, "_find_version", lambda: None)
-    with pytest.raises(KernelError, match=r"flash-attn is not installed: pip install flash-attn"):
-        select("flash_attn", CUDA, torch.bfloat16, 64, 64, PLAIN)
-
-
 def test_flash_attn_4_alone_is_no_flash_attn(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -211,17 +205,6 @@ def test_says_what_flash_attention_4_would_do(
     assert active.endswith(
         ", which is FA3 since torch.nn.attention.activate_flash_attention_impl was called"
     )
-
-
-@pytest.mark.usefixtures("_one_hopper", "_new_log")
-def test_says_it_beside_the_package_flash_attn_too(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(flash, "_find_version", lambda: (2, 8, 3))
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
-    with caplog.at_level(logging.INFO, logger="hf_distca"):
-        assert select("auto", CUDA, torch.bfloat16, 64, 64, PLAIN).name == "flash_attn"
-    assert "FlashAttention 4 is made for Blackwell GPUs" in caplog.text
 
 
 @pytest.mark.usefixtures("_one_hopper", "_new_log")
@@ -520,14 +503,3 @@ def test_warns_of_the_reference_on_a_gpu(
     assert "cuda: torch's flash attention has no softcap" in softcap
     assert "bf16=True" not in softcap
     assert "runs in kernel 'efficient' (flash_attn_4: head dimensions go up to 256" in width
-
-
-def test_kernels_are_asked_once_a_case(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
-    monkeypatch.setattr(kernels, "_select_once", SELECTED)
-    SELECTED.cache_clear()
-    monkeypatch.setattr(kernels.CpuKernel, "unsupported_reason", lambda *case: asked.append(case))
-    for _ in range(3):
-        for window in (7, 8):
-            select("auto", CPU, torch.float32, 64, 64, Scores(0.1, window))
-    assert len(asked) == 2

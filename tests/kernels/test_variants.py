@@ -1,6 +1,4 @@
-"""Nothing is compiled after the first step: a stand-in of FlashAttention 4 that counts, and the
-keys of the installed one.
-"""
+"""Nothing is compiled after the first step: a stand-in of FlashAttention 4 that counts."""
 
 from __future__ import annotations
 
@@ -8,10 +6,7 @@ import logging
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from dataclasses import replace
-from importlib.metadata import PackageNotFoundError, distribution
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,7 +15,6 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
-from uncompiled import uncompiled
 
 import hf_distca.kernels as kernels
 from hf_distca.config import DistCAConfig
@@ -92,13 +86,6 @@ class Interface:
         self._flash_attn_fwd, self._flash_attn_bwd = forward, backward
 
 
-def installed() -> Path:
-    try:
-        return Path(str(distribution("flash-attn-4").locate_file("flash_attn/cute")))
-    except PackageNotFoundError:
-        return pytest.skip("flash-attn-4 is not installed: the stand-in has its keys")
-
-
 @pytest.fixture
 def take(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], None]:
     """Makes an object the package, with nothing compiled in this process yet."""
@@ -112,17 +99,11 @@ def take(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], None]:
     return taken
 
 
-@pytest.fixture(params=["stand-in", 90, 100])
-def package(request: pytest.FixtureRequest, take: Callable[[Any], None]) -> Iterator[Any]:
-    """The stand-in, then the installed package for Hopper and for Blackwell GPUs."""
-    with ExitStack() as stack:
-        module = (
-            Interface()
-            if request.param == "stand-in"
-            else stack.enter_context(uncompiled(installed(), request.param))
-        )
-        take(module)
-        stack.enter_context(FakeTensorMode())  # the package launches nothing there
+@pytest.fixture
+def package(take: Callable[[Any], None]) -> Iterator[Any]:
+    """The stand-in, which launches nothing."""
+    take(module := Interface())
+    with FakeTensorMode():
         yield module
 
 

@@ -20,7 +20,6 @@ import pytest
 from two_nodes import TESTS, Command, Node, two_nodes
 
 from pages import ROOT, on_a_page, words_of
-from test_commands import run_by_make
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(280)]
 
@@ -185,24 +184,3 @@ def test_ray_train_runs_a_script_as_one_process_does(nodes: list[Node], folder: 
     assert job.wait(LIMIT) == 0, job.output
     assert losses_in(job.output) == pytest.approx(losses_of_one_process(), rel=1e-5)
     assert "micro-batches on 2 ranks" in job.output
-
-
-def test_the_image_is_built() -> None:
-    build = words_of("docker build --file examples/Dockerfile --tag hf-distca .")
-    if (
-        shutil.which("docker") is None
-        or subprocess.run(["docker", "version"], capture_output=True, timeout=60).returncode
-    ):
-        pytest.skip("needs a Docker daemon")
-    subprocess.run(build, cwd=ROOT, check=True, timeout=LIMIT)
-
-
-def test_the_image_installs_what_make_example_does() -> None:
-    lines = (ROOT / "examples/Dockerfile").read_text().splitlines()
-    installs = [
-        line.removeprefix("RUN ").replace("--no-cache-dir ", "")
-        for line in lines
-        if line.startswith("RUN ")
-    ]
-    assert len(installs) == 1
-    assert installs[0] in run_by_make("example")

@@ -239,14 +239,10 @@ def test_loss_of_dealt_evaluation_is_the_mean_over_targets(
         ranks: rank_pool(ranks)(evaluate, ranks, cases if ranks == 2 else plain)
         for ranks in counts[1:]
     }
-    print()  # noqa: T201
     for ranks, (kind, form) in (
         (ranks, case) for ranks, found in by_ranks.items() for case in found[0]
     ):
         found = by_ranks[ranks]
-        print(  # noqa: T201
-            f"{ranks} ranks, {kind}, {form}: {found[0][kind, form]}, by hand {mean_over_targets()}"
-        )
         for of_rank in found:
             metrics, tolerance = of_rank[kind, form], 1e-2 if form == "bfloat16" else 1e-6
             if form == "of two sets":

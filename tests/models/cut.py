@@ -28,7 +28,6 @@ from compare import (
     without_table,
 )
 from measure import WORKING, Result
-from mutations import mutated
 from tiny import build, with_long_memory
 from torch.nn.functional import cross_entropy
 
@@ -44,6 +43,22 @@ Parts = tuple[tuple[tuple[int, int, int], ...], ...]  # (document, start, end) o
 CUT: Parts = (((0, 0, 17), (0, 40, 61), (2, 0, 1), (3, 5, 14)), ((1, 0, 9), (0, 17, 40), (3, 0, 5)))
 WHOLE: Parts = (((0, 0, 61),), ((1, 0, 9),))
 PAIRS = CostModel.make_of_pairs(AttentionShape(4, 2, 16, 16, 8))
+# Over four ranks: documents of 150, 9, 1 and 32 tokens, the first longer than three ranks hold, and
+# than two chunks of a delta rule.
+OVER_FOUR: dict[str, Parts] = {
+    "one-token pieces": (
+        ((0, 0, 60), *((0, a, a + 1) for a in range(60, 84, 4)), (1, 0, 1), (1, 4, 5), (1, 8, 9)),
+        ((0, 84, 150), *((0, a, a + 1) for a in range(61, 84, 4)), (1, 1, 2), (1, 5, 6)),
+        ((2, 0, 1), *((0, a, a + 1) for a in range(62, 84, 4)), (1, 2, 3), (1, 6, 7)),
+        ((3, 0, 32), *((0, a, a + 1) for a in range(63, 84, 4)), (1, 3, 4), (1, 7, 8)),
+    ),
+    "3, 2 and 1 pieces": (
+        ((0, 0, 20), (0, 50, 70), (2, 0, 1), (0, 100, 120)),
+        ((1, 0, 4), (0, 20, 50), (0, 120, 150)),
+        ((0, 70, 100),),
+        ((1, 4, 9), (3, 0, 32)),
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -56,7 +71,7 @@ class Case:
         table: whether families.txt may refuse the model.
         numbered: whether the batch says which document each run belongs to; else position ids alone
             tell documents apart.
-        mutation: a fault of the library.
+        ping_pong: whether layers run as two nano-batches.
     """
 
     model_type: str
@@ -64,7 +79,7 @@ class Case:
     parts: Parts
     table: bool = False
     numbered: bool = True
-    mutation: str | None = None
+    ping_pong: bool = False
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -84,18 +99,26 @@ class Share:
         outcome: loss of the logits, logits of its parts, gradients summed over ranks.
         own_loss: its part of the model's own loss.
         sent_bytes, state_exchanges: by attention; by recurrent layers.
+        calls: of attention.
     """
 
     outcome: Outcome
     own_loss: float
     sent_bytes: int
     state_exchanges: int
+    calls: int
 
 
 def share(rank: int, case: Case) -> Share | str:
     """What a rank gets of its parts of documents; the error, if there is one."""
     hf_distca.configure(
-        hf_distca.DistCAConfig(tile=8, min_gain=0.0, cost_model=PAIRS, timeout_seconds=120)
+        hf_distca.DistCAConfig(
+            tile=8,
+            min_gain=0.0,
+            cost_model=PAIRS,
+            ping_pong=case.ping_pong,
+            timeout_seconds=120,
+        )
     )
     docs, parts = documents(case.lengths), case.parts[rank]
     numbers, starts, ends = zip(*parts, strict=True)
@@ -104,7 +127,6 @@ def share(rank: int, case: Case) -> Share | str:
     try:
         with (
             quiet(),
-            mutated(case.mutation),
             nullcontext() if case.table else without_table(),
             _precision(case.model_type),
         ):
@@ -135,7 +157,9 @@ def share(rank: int, case: Case) -> Share | str:
     logits = [piece.detach() for piece in out.logits[0].split(sizes)]
     meter = current_session().meter
     outcome = Outcome(float(loss.detach()), logits, grads)
-    return Share(outcome, float(out.loss.detach()), meter.sent_bytes, meter.state_exchanges)
+    return Share(
+        outcome, float(out.loss.detach()), meter.sent_bytes, meter.state_exchanges, meter.calls
+    )
 
 
 def compare(
@@ -166,9 +190,8 @@ def whole_documents(
         )[0]
 
 
-def over_ranks(pool: RankPool, measured: Result, mutation: str | None = None) -> str:
-    """What the table is to say of documents over ranks, with a fault in the library or without:
-    "OVER_RANKS" if that is exact.
+def over_ranks(pool: RankPool, measured: Result) -> str:
+    """What the table is to say of documents over ranks: "OVER_RANKS" if they are exact.
 
     Returns:
         That, or the reason why it is not.
@@ -177,7 +200,7 @@ def over_ranks(pool: RankPool, measured: Result, mutation: str | None = None) ->
         AssertionError: if it is not and no reason is known.
     """
     dtype = torch.float64 if measured.dtype == "float64" else torch.float32
-    case = Case(measured.model_type, dtype, CUT, mutation=mutation)
+    case = Case(measured.model_type, dtype, CUT)
     whole = whole_documents(measured.model_type, measured.oracle, dtype, case.lengths)
     states, what, shares = compare(pool, case, whole)
     if states <= TOLERANCE[dtype]:
@@ -191,6 +214,25 @@ def over_ranks(pool: RankPool, measured: Result, mutation: str | None = None) ->
     reason = WORKING[measured.status]
     assert reason in WHOLE_DOCUMENT_REASONS, f"{what} differs by {states:.1e}"
     return reason
+
+
+def check_two_ranks(pool: RankPool, measured: Result, *, ping_pong: bool = False) -> None:
+    """Fail unless a rank with a long document and one with short ones, which balance, give what
+    each document alone gives; in halves if told so.
+
+    Raises:
+        AssertionError: states what differs.
+    """
+    dtype = torch.float64 if measured.dtype == "float64" else torch.float32
+    packs = FAMILIES[measured.model_type] in ("PROVEN", "PACKED")
+    short = ((1, 0, 9), (2, 0, 1), (3, 0, 7)) if packs else ((1, 0, 9),)
+    parts = (((0, 0, 70),), short)
+    case = Case(measured.model_type, dtype, parts, numbered=False, ping_pong=ping_pong)
+    whole = whole_documents(measured.model_type, measured.oracle, dtype, case.lengths)
+    value, what, shares = compare(pool, case, whole)
+    assert value <= TOLERANCE[dtype], f"{what} differs by {value:.1e}"
+    assert shares[0].sent_bytes, "nothing was exchanged, so nothing was tested"
+    assert not ping_pong or shares[0].calls > measured.expected_calls, "no layer ran as halves"
 
 
 def _precision(model_type: str) -> AbstractContextManager[Any]:

@@ -206,34 +206,6 @@ def _whole(parameter: torch.Tensor) -> torch.Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
 
 
-def run_a_share(
-    rank: int, model_type: str, lengths: Sequence[int]
-) -> tuple[float, dict[str, torch.Tensor], int]:
-    """Loss and gradients, both summed over ranks, of one global batch of these documents."""
-    pairs = CostModel.make_of_pairs(AttentionShape(4, 2, 16, 16, 4))
-    hf_distca.configure(hf_distca.DistCAConfig(tile=8, min_gain=0.0, cost_model=pairs))
-    rows = Dataset.from_dict({"input_ids": [doc.tolist() for doc in documents(lengths)]})
-    with quiet():
-        model = with_long_memory(build(model_type, "distca", torch.float64))
-        tokens = sum(lengths) // dist.get_world_size()
-        shares = hf_distca.document_shares(rows, model=model, tokens_per_rank=tokens, seed=None)
-        batch = hf_distca.PackingCollator()([shares[rank]])
-        targets = batch.pop("shift_labels")[0]
-        batch.pop("labels")
-        loss = cross_entropy(
-            model(**batch, use_cache=False).logits[0], targets, reduction="sum", ignore_index=-100
-        )
-        loss.backward()
-    grads = {
-        name: parameter.grad
-        for name, parameter in model.named_parameters()
-        if parameter.grad is not None
-    }
-    for tensor in (total := loss.detach(), *grads.values()):
-        dist.all_reduce(tensor)
-    return float(total), grads, current_session().meter.state_exchanges
-
-
 # Two global batches of two ranks, and by rank which of them it reads.
 BATCHES = {
     "parts of other documents": ((64, 20, 44), (0, 1)),

@@ -22,7 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import hf_distca
 from device_events import Device
 from fake_cuda import CUDA, fake_cuda
-from gpu_streams import Flight, Link, Streams
+from gpu_streams import Link, Streams
 from hf_distca import kernels
 from hf_distca.agreement.announce import PlanKey
 from hf_distca.agreement.dealt_share import Dealing
@@ -30,10 +30,7 @@ from hf_distca.agreement.documents import PackedDocuments
 from hf_distca.integration.current_session import current_session
 from hf_distca.integration.hooks import dealt_trainers, dense_masks, mask
 from hf_distca.integration.session import Session
-from hf_distca.kernels import varlen
-from hf_distca.runtime import core_attention
 from hf_distca.runtime.group import AttentionGroup
-from hf_distca.runtime.outputs import OutputStore
 from hf_distca.schedule.cost import AttentionShape, CostModel
 from hf_distca.schedule.layout import IntArray
 from host_syncs import NoHostSyncs
@@ -243,33 +240,3 @@ def step(family: str, way: Way) -> Step:
 def _alike(parameter: torch.Tensor, grad: torch.Tensor | None) -> bool:
     kinds = [(x.device, x.dtype, x.shape) for x in (parameter, grad) if x is not None]
     return len(kinds) == 2 and kinds[0] == kinds[1] and kinds[0][0] == CUDA
-
-
-def _reading(compute: Callable[..., Any]) -> Callable[..., Any]:
-    def read(saved: Any, sink_H: Any) -> Any:
-        assert not saved.do_THV.isnan().any()
-        return compute(saved, sink_H)
-
-    return read
-
-
-# What is changed in the source, and by what.
-_CHANGES: dict[str, tuple[Any, str, Any]] = {
-    "a gradient is read": (
-        core_attention,
-        "_compute_sink_gradient",
-        _reading(core_attention._compute_sink_gradient),
-    ),
-    "a table stays on the host": (varlen, "to_device", lambda tensor, device: tensor),
-    "a wait is left out": (Flight, "wait", lambda flight: None),
-    "outputs are not kept": (OutputStore, "find_outputs", lambda store, module, inputs: None),
-}
-
-
-def step_with(change: str, way: Way) -> Step | str:
-    """A step with a change of the source, or what it raises."""
-    with patch.object(*_CHANGES[change]):
-        try:
-            return step("llama", way)
-        except Exception as error:
-            return f"{type(error).__name__}: {error}"

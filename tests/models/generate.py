@@ -98,7 +98,7 @@ text first, or of three: a document begins where all three axes are 0.
 prefixes (PaliGemma, HRM) are exact, in padded and in packed rows. transformers' own masks are wrong
 for packed rows with images in the windowed layers of Gemma 3 and 4, so packed rows are compared
 with each document alone. `PackingCollator` and shares refuse the columns of images: use the model's
-processor. Blocks of 2,048 tokens or more are planned, and shorter ones are computed at home.
+processor. Blocks are planned where one has a quarter of its rank's tokens; else they stay at home.
 
 **Both ways.** Decoders with `config.is_causal=False`, and the text encoders EuroBERT, ModernBERT,
 GTE, Nomic BERT, Jina v3, NeoMME, UltraBERT, ESM, ESM C and BERT are compared in packed rows

@@ -16,7 +16,6 @@ from transformers import AutoConfig, AutoModel, PreTrainedModel
 
 import hf_distca
 from float64 import Float64Throughout
-from hf_distca.integration import seen_ahead
 from hf_distca.integration.current_session import current_session
 from hf_distca.schedule.cost import AttentionShape, CostModel
 from ranks import RankPool
@@ -95,13 +94,9 @@ def share(rank: int, kind: str, world: int) -> tuple[list[torch.Tensor], dict[st
     pairs = CostModel.make_of_pairs(AttentionShape(4, 2, 16, 16, 8))
     hf_distca.configure(hf_distca.DistCAConfig(tile=8, min_gain=0.0, cost_model=pairs))
     lengths = list(LENGTHS) if world == 1 else [list(LENGTHS[:1]), list(LENGTHS[1:])][rank]
-    seen_ahead.LEAST_PLANNED, usual = 20, seen_ahead.LEAST_PLANNED
-    try:
-        with quiet(), Float64Throughout():
-            model = build(kind, "distca")
-            outputs = run(model, lengths, packed=True)
-    finally:
-        seen_ahead.LEAST_PLANNED = usual
+    with quiet(), Float64Throughout():
+        model = build(kind, "distca")
+        outputs = run(model, lengths, packed=True)
     grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     for grad in grads.values():
         if world > 1:
@@ -112,7 +107,10 @@ def share(rank: int, kind: str, world: int) -> tuple[list[torch.Tensor], dict[st
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("kind", KINDS)
 def test_packed_documents_are_as_each_alone(
-    kind: str, world: int, rank_pool: Callable[[int], RankPool]
+    kind: str,
+    world: int,
+    rank_pool: Callable[[int], RankPool],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     with quiet(), Float64Throughout():
         model = build(kind, "sdpa")
@@ -127,3 +125,4 @@ def test_packed_documents_are_as_each_alone(
     largest = max(float(grad.abs().max()) for grad in grads.values())
     for name, grad in grads.items():
         torch.testing.assert_close(found[0][1][name], grad, rtol=0, atol=1e-10 * largest, msg=name)
+    assert "never compared" not in caplog.text

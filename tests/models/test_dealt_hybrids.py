@@ -7,12 +7,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cache
 
-import numpy as np
 import pytest
-import torch
-from compare import Outcome, alone, difference, documents
-from dealt_hybrids import BATCHES, Case, Run, run_a_share, train, train_on_other_documents
-from tiny import build, with_long_memory
+from dealt_hybrids import BATCHES, Case, Run, train, train_on_other_documents
 
 from ranks import RankPool
 from turns import in_turn
@@ -79,61 +75,14 @@ def test_cut_documents_train_as_whole_ones_on_one_process(
     assert len(want.losses) == 2 * case.steps + case.evaluation
     for run in ranks:
         assert run.losses == pytest.approx(want.losses, rel=1e-4)
-        cut = bool(run.spanning), bool(run.state_exchanges), run.states_mb > 0
-        assert cut == (case.ranks > 1,) * 3
+        assert (bool(run.spanning), run.states_mb > 0) == (case.ranks > 1,) * 2
+        # One a layer in forward, and one in backward; none in recomputes.
+        layers = sum("conv1d.weight" in name or "conv.conv.weight" in name for name in want.weights)
+        assert run.state_exchanges == (2 * 2 * layers * case.steps if case.ranks > 1 else 0)
         assert run.halves == case.ping_pong
     for name, weight in want.weights.items():
         difference = (ranks[0].weights[name] - weight).norm() / weight.norm().clamp_min(1e-3)
         assert difference < 1e-4, name
-
-
-@pytest.mark.parametrize(
-    "model_type", in_turn(["nemotron_h", "qwen3_next", "lfm2", "bamba"], 8, ["nemotron_h"])
-)
-def test_bfloat16_rounds_as_on_one_process(
-    model_type: str, rank_pool: Callable[[int], RankPool]
-) -> None:
-    """Both are equally far from float32: losses, as norms of gradients are a single number that may
-    be right by chance.
-    """
-    exact = np.array(one_process(model_type).losses[::2])
-    alone = np.array(train(0, Case(model_type, 1, bf16=True), "sdpa").losses[::2])
-    together = np.array(
-        rank_pool(2)(train, Case(model_type, bf16=True), timeout=300)[0].losses[::2]
-    )
-    assert 0 < np.linalg.norm(together / exact - 1) <= 2 * np.linalg.norm(alone / exact - 1)
-
-
-@pytest.mark.parametrize("model_type", in_turn(["nemotron_h", "olmo_hybrid"], 4))
-def test_recomputes_exchange_no_states(
-    model_type: str, rank_pool: Callable[[int], RankPool]
-) -> None:
-    """Two exchanges a recurrent layer, forward and backward, however it is checkpointed; none where
-    no document is cut.
-    """
-    layers = sum("conv1d.weight" in name for name in one_process(model_type).weights)
-    for checkpointing in (None, False, True):
-        for run in rank_pool(2)(train, Case(model_type, checkpointing=checkpointing)):
-            assert run.state_exchanges == 2 * 2 * layers * Case.steps
-    for run in rank_pool(2)(train, Case(model_type, checkpointing=False), "distca", (96, 96) * 6):
-        assert not run.spanning
-        assert not run.state_exchanges
-
-
-@pytest.mark.parametrize("model_type", in_turn(["nemotron_h", "olmo_hybrid", "lfm2"], 3))
-def test_a_global_batch_equals_its_documents(
-    model_type: str, rank_pool: Callable[[int], RankPool]
-) -> None:
-    lengths = (150, 3, 20, 9, 1, 3)
-    model = with_long_memory(build(model_type, "sdpa", torch.float64))
-    want = alone(model, documents(lengths))
-    for loss, grads, exchanges in rank_pool(3)(run_a_share, model_type, lengths):
-        assert exchanges
-        value, what = difference(
-            Outcome(loss, [], grads),
-            Outcome(want.loss, [], {name: want.grads[name] for name in grads}),
-        )
-        assert value < 1e-4, f"{what} differs by {value:.1e}"
 
 
 @pytest.mark.parametrize("what", BATCHES)

@@ -19,7 +19,7 @@ import torch
 from compare import Outcome, alone, difference, documents, finish, forward, packed, quiet
 from tiny import build, with_long_memory
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from transformers import DataCollatorWithFlattening, DynamicCache, PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 from transformers.integrations.hub_kernels import use_kernel_func_from_hub_with_fallback
 from transformers.models.kimi_linear import modeling_kimi_linear
 from transformers.models.nemotron_h import modeling_nemotron_h
@@ -130,17 +130,6 @@ def test_rows_with_padding_and_several_documents(model_type: str) -> None:
     check(finish(model, docs, pieces), alone(model_of(model_type, "sdpa"), docs))
 
 
-def test_rows_of_padding_hide_no_packed_documents() -> None:
-    """As many documents as rows, and two of them in one."""
-    docs = documents((20, 7))
-    row, positions = torch.cat(docs)[None], torch.cat([torch.arange(20), torch.arange(7)])[None]
-    mask = torch.stack([torch.ones(27), torch.zeros(27)]).long()
-    logits = forward(
-        model := model_of("lfm2"), row.repeat(2, 1), positions.repeat(2, 1), attention_mask=mask
-    )
-    check(finish(model, docs, list(logits[0].split([20, 7]))), expected("lfm2", (20, 7)))
-
-
 @pytest.mark.parametrize("model_type", in_turn(KINDS, 3, ["nemotron_h"]))
 @pytest.mark.parametrize(
     "lengths", in_turn([pytest.param(lengths) for lengths in [(30, 10), (7, 33), (3, 20, 17)]], 3)
@@ -214,20 +203,6 @@ def test_generation_goes_on_from_its_cache_as_ever(model_type: str) -> None:
                 )
             )
     assert torch.equal(*written)
-
-
-@pytest.mark.parametrize("model_type", in_turn(KINDS, 3, ["nemotron_h"]))
-@pytest.mark.parametrize("lengths", [LENGTHS, (50,)])
-def test_bounds_of_packing_loaders_need_no_packages(
-    model_type: str, lengths: tuple[int, ...]
-) -> None:
-    collate = DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True)
-    docs = documents(lengths)
-    batch = collate([{"input_ids": doc.tolist()} for doc in docs])
-    del batch["labels"]
-    model = model_of(model_type)
-    logits = model(**batch, use_cache=False).logits[0]
-    check(finish(model, docs, list(logits.split(list(lengths)))), expected(model_type, lengths))
 
 
 @pytest.mark.parametrize("model_type", KINDS)
@@ -483,12 +458,6 @@ def test_a_cache_is_refused_for_documents_in_pieces(model_type: str) -> None:
         in_pieces(model, past_key_values=DynamicCache(config=model.config))
 
 
-def test_attention_both_ways_is_that_of_each_document_alone() -> None:
-    ours, theirs = model_of("qwen3_5_text"), model_of("qwen3_5_text", "sdpa")
-    ours.config.is_causal = theirs.config.is_causal = False
-    check(packed(ours, documents(LENGTHS)), alone(theirs, documents(LENGTHS)))
-
-
 PIECES = ((0, 0, 30), (1, 0, 5), (0, 30, 31), (2, 0, 1), (0, 31, 70), (3, 0, 33))
 
 
@@ -547,26 +516,6 @@ def test_a_model_with_layers_of_its_own_is_warned_of_and_refused(
     ]
     assert len(said) == 1
     assert "Upgrade transformers" in said[0]
-
-
-def test_modules_of_other_versions_are_left_as_they_are() -> None:
-    """Before 5.16, mixers take functions from attributes of their own."""
-    module = ModuleType("transformers.models.lfm2.modeling_lfm2")
-
-    class Mixer(torch.nn.Module):
-        def forward(self, states: torch.Tensor) -> torch.Tensor:
-            return self.causal_conv1d_fn(states)  # type: ignore[no-any-return, operator]
-
-    def causal_conv1d_fn(states: torch.Tensor) -> torch.Tensor:
-        return states
-
-    Mixer.__module__ = module.__name__
-    vars(module).update(
-        Lfm2ShortConv=Mixer, Lfm2Model=type("Lfm2Model", (), {}), causal_conv1d_fn=causal_conv1d_fn
-    )
-    with patch.dict(sys.modules, {module.__name__: module}):
-        recurrent_layers._replace_functions("lfm2")
-    assert module.causal_conv1d_fn is causal_conv1d_fn
 
 
 @pytest.mark.slow

@@ -262,7 +262,10 @@ def balanced(rank: int, kind: str, world: int) -> tuple[Outcome, list[str], list
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("kind", ["llava", "qwen2_vl", "qwen2_vl, three axes", *SEEING_AHEAD])
 def test_language_tower_is_balanced_vision_tower_is_not(
-    kind: str, world: int, rank_pool: Callable[[int], RankPool]
+    kind: str,
+    world: int,
+    rank_pool: Callable[[int], RankPool],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """The language tower is balanced and the vision tower left alone."""
     want = alone(kind)
@@ -289,6 +292,7 @@ def test_language_tower_is_balanced_vision_tower_is_not(
             assert "pooling" in theirs.pop(0)
         assert all("vis" in name for name in theirs)
         assert bool(sent) == (world == 2)
+    assert "never compared" not in caplog.text
 
 
 def test_a_vision_tower_under_distca_is_refused() -> None:

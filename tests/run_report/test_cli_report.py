@@ -5,22 +5,9 @@ from pathlib import Path
 
 import pytest
 from some_run import some_rows, write_record
-from typer.testing import CliRunner, Result
 
-from hf_distca.tools.cli import app
+from cli_runs import check_one_line, run
 from pages import words_of
-
-
-def run(*arguments: str | Path | int) -> Result:
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
-
-
-def one_line(result: Result, message: str) -> None:
-    assert result.exit_code == 2, result.output
-    assert message in result.stderr
-    assert result.stderr.count("\n") == 1
-    assert "Traceback" not in result.output
-    assert not result.stdout
 
 
 def test_a_page_and_what_it_says(tmp_path: Path) -> None:
@@ -46,20 +33,24 @@ def test_the_figures_behind_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("options", [(), ("--json",)])
-def test_what_is_wrong_is_said_in_one_line(tmp_path: Path, options: tuple[str, ...]) -> None:
-    one_line(run("report", tmp_path / "none", *options), "is no folder with _distca_run.jsonl")
-    one_line(run("report", tmp_path, *options), "is no folder with _distca_run.jsonl")
+def test_what_is_wrong_is_said_in_check_one_line(tmp_path: Path, options: tuple[str, ...]) -> None:
+    check_one_line(
+        run("report", tmp_path / "none", *options), "is no folder with _distca_run.jsonl"
+    )
+    check_one_line(run("report", tmp_path, *options), "is no folder with _distca_run.jsonl")
     folder = write_record(tmp_path / "run", some_rows())
-    one_line(
+    check_one_line(
         run("report", folder, "--step", 9, *options), "Plans of these steps were kept: 1, 2, 3, 4."
     )
     (folder / "_distca_run.jsonl").write_text("{\n")
-    one_line(run("report", folder, *options), "does not tell how a training began")
+    check_one_line(run("report", folder, *options), "does not tell how a training began")
 
 
 def test_a_page_that_cannot_be_written(tmp_path: Path) -> None:
     folder = write_record(tmp_path / "run", some_rows())
-    one_line(run("report", folder, "--output", tmp_path / "none" / "page.html"), "No such file")
+    check_one_line(
+        run("report", folder, "--output", tmp_path / "none" / "page.html"), "No such file"
+    )
 
 
 @pytest.mark.parametrize(

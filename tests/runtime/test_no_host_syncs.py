@@ -9,16 +9,12 @@ at; tests of kernels on a GPU are in tests/kernels/test_cuda_kernels.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
-from hf_distca.borrowed import without_dispatch_modes
 from hf_distca.kernels import Case, Kernel, Scores, select_kernel
 from hf_distca.kernels.base import Grads, Operands, Outputs, Saved
 from hf_distca.kernels.varlen import Sequences, VarlenKernel
@@ -28,14 +24,12 @@ from hf_distca.runtime.group import AttentionGroup
 from hf_distca.runtime.meter import Meter
 from hf_distca.runtime.outputs import OutputStore
 from hf_distca.runtime.route import Route
-from hf_distca.schedule.cost import AttentionShape
 from hf_distca.schedule.layout import Layout
 from hf_distca.schedule.plan import CATask, Plan
-from host_syncs import HostSyncError, NoHostSyncs
+from host_syncs import NoHostSyncs
 from ranks import RankPool
 
 HEADS, KEY_HEADS, DIM = 4, 2, 16
-SHAPE = AttentionShape(HEADS, KEY_HEADS, DIM, DIM, 4)
 
 
 class Op:
@@ -53,22 +47,10 @@ class Op:
         return Grads(*map(torch.zeros_like, pools.operands))
 
 
-class Reading(Op):
-    """One that reads the lengths of its sequences, as a careless one would."""
-
-    def forward(self, pools: Operands, sequences: Sequences, scores: Scores) -> Outputs:
-        assert int(sequences.cu_rows[-1]) == len(pools.q_THD)
-        return super().forward(pools, sequences, scores)
-
-
 def kernel_of(name: str, scores: Scores) -> Kernel:
     if name == "varlen":  # what runs around every kernel for GPUs
         return VarlenKernel(Op())
-    return (
-        VarlenKernel(Reading())
-        if name == "reading"
-        else select_kernel(name, Case(torch.device("cpu"), torch.float32, DIM, DIM, scores))
-    )
+    return select_kernel(name, Case(torch.device("cpu"), torch.float32, DIM, DIM, scores))
 
 
 # Rows of (document, start, length) by rank; tokens of context; tasks of (document, start, end,
@@ -183,126 +165,3 @@ def test_no_layer_reads_a_tensor(rank_pool: Callable[[int], RankPool]) -> None:
         assert operations > 20, "the mode saw nothing of it"
         expected = 0 if layout == "nothing moved" else 4
         assert exchanges == expected, (layout, reentrant)
-
-
-def caught(rank: int) -> str:
-    try:
-        layer(rank, "nothing moved", "reading", Scores(0.25), reentrant=None)
-    except HostSyncError as error:
-        return str(error)
-    return ""
-
-
-def test_a_kernel_that_reads_is_found(rank_pool: Callable[[int], RankPool]) -> None:
-    assert (
-        rank_pool(2)(caught) == ["aten._local_scalar_dense.default reads a tensor on the host"] * 2
-    )
-
-
-def x() -> torch.Tensor:
-    return torch.arange(6.0)
-
-
-def mask() -> torch.Tensor:
-    return torch.tensor([True, False, True, True, False, False])
-
-
-def assigned() -> None:
-    x()[mask()] = torch.ones(3)
-
-
-READING: dict[str, Callable[[], object]] = {
-    "item": lambda: x()[2].item(),
-    "float": lambda: float(x().sum()),
-    "int": lambda: int(x()[1]),
-    "bool": lambda: bool(x().any()),
-    "slice": lambda: x()[: torch.tensor(3)],
-    "contains": lambda: 3.0 in x(),
-    "tolist": lambda: x().tolist(),
-    "numpy": lambda: x().numpy(),
-    "array": lambda: __import__("numpy").asarray(x()),
-    "dlpack": lambda: torch.from_dlpack(x()),
-    "print": lambda: str(x()),
-    "equal": lambda: torch.equal(x(), x()),
-    "allclose": lambda: torch.allclose(x(), x()),
-    "nonzero": lambda: x().nonzero(),
-    "where": lambda: torch.where(mask()),
-    "mask": lambda: x()[mask()],
-    "mask of bytes": lambda: torch.ops.aten.index(x(), [mask().to(torch.uint8)]),
-    "assignment": assigned,
-    "masked_select": lambda: x().masked_select(mask()),
-    "unique": lambda: x().unique(),
-    "unique of rows": lambda: x().view(3, 2).unique(dim=0),
-    "unique_consecutive": lambda: x().unique_consecutive(),
-    "bincount": lambda: x().long().bincount(),
-    "histogram": lambda: x().histc(3),
-    "repeat_interleave": lambda: x().repeat_interleave(torch.ones(6, dtype=torch.long)),
-    "tensor_split": lambda: torch.ops.aten.tensor_split(x(), torch.tensor([2, 4])),
-}
-
-
-@pytest.mark.parametrize("read", READING)
-def test_every_kind_of_read_is_found(read: str) -> None:
-    with NoHostSyncs(), pytest.raises(HostSyncError):
-        READING[read]()
-    READING[read]()  # and nothing of the mode is left
-
-
-COPYING: dict[str, Callable[[torch.Tensor, torch.Tensor], object]] = {
-    "cpu": lambda host, device: device.cpu(),
-    "to": lambda host, device: device.to("cpu", torch.float64),
-    "without waiting": lambda host, device: device.to("cpu", non_blocking=True),
-    "to the device": lambda host, device: torch.ops.aten._to_copy(host, device=device.device),
-    "copy_": lambda host, device: host.copy_(device),
-    "many": lambda host, device: torch._foreach_copy_([host], [device]),
-}
-
-
-@pytest.mark.parametrize("copy", COPYING)
-def test_every_copy_between_devices_is_found(copy: str) -> None:
-    with FakeTensorMode():
-        host, device = torch.zeros(3), torch.zeros(3, device="cuda")
-        with NoHostSyncs():
-            with pytest.raises(HostSyncError, match="copies between cpu and cuda"):
-                COPYING[copy](host, device)
-            device.to(torch.float64)
-            torch.ops.aten.add(device, device)
-
-
-@contextmanager
-def allowed() -> Iterator[None]:
-    with without_dispatch_modes():
-        yield
-
-
-def test_what_reads_nothing_is_let_through() -> None:
-    table = torch.tensor([1, 0])
-    with NoHostSyncs() as mode:
-        y = x().index_select(0, table)[table] + x().masked_fill(mask(), 0.0)[:2]
-        y.index_copy_(0, table, y.clone())
-        torch.where(mask(), x(), 0.0)
-        x()[1:3] = x()[table]
-        x().repeat_interleave(2)
-        x().histc(3, min=0, max=5)
-        with allowed():
-            assert y[0].item() >= 0
-    assert mode.operations > 5
-
-
-def test_host_tensors_may_be_read_where_device_tensors_are_named() -> None:
-    """Tensors of the host may be read where those of the device are named."""
-    device, host = x(), x()
-    with NoHostSyncs(of=[device]):
-        assert host.sum().item() == 15
-        assert host.tolist() == list(range(6))
-        views = (
-            device.view(2, 3)[1],
-            (device + host).exp(),
-            torch.cat([host, device]),
-            host.clone().copy_(device),
-        )
-        for computed in views:
-            with pytest.raises(HostSyncError):
-                computed.sum().item()
-            with pytest.raises(HostSyncError):
-                computed.tolist()

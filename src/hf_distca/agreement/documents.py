@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate, chain
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from hf_distca.agreement.document_starts import (
     read_positions,
 )
 from hf_distca.errors import LayoutError, UnsupportedError
+from hf_distca.runtime.call import LayerExchange
 from hf_distca.schedule.layout import (
     IntArray,
     compute_lengths,
@@ -33,13 +35,13 @@ DOCUMENT_KEYS = {
     "cu_seq_lens_q": "cu_seq_lens",
     "position_ids": "position_ids",
 }
-# Keys that packing loaders add for flash attention and state space layers: they follow from the
-# documents.
 # Keys that TRL adds for documents that share prefixes, in its attention "tree_fa3".
 TREE_KEYS = (
     *("tree_kv_index", "tree_cu_seqlens_q", "tree_cu_seqlens_k"),
     *("tree_max_seqlen_q", "tree_max_seqlen_k"),
 )
+# Keys that packing loaders add for flash attention and state space layers: they follow from the
+# documents.
 PACKING_KEYS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 
 
@@ -68,17 +70,17 @@ class PackedDocuments(metaclass=_RemedyRepr):
             else None.
         documents: number of each part's document, the same on all ranks, if documents span ranks;
             else None.
-        parents: if documents share prefixes, the index of the part that each part continues, one
-            before it, or -1: a part sees its parent, what that one sees, and itself. Positions go
-            on from those of the parent. Else None.
+        parents: if documents share prefixes, the index of the earlier part that each part
+            continues, or -1 for none: a part sees its parent, what the parent sees, and itself.
+            Its positions go on from those of the parent. Else None.
         dealt_share: the share of a global batch that these documents are; None for other batches.
 
     Raises:
         LayoutError: if a number is negative or no whole number, if lengths, starts and documents
-            differ in count, or a parent is none.
+            differ in count, or if `parents` are not those of earlier parts.
     """
 
-    __slots__ = ("dealt_share", "documents", "lengths", "parents", "starts")
+    __slots__ = ("copied_tokens", "dealt_share", "documents", "lengths", "starts")
 
     def __init__(
         self,
@@ -89,23 +91,20 @@ class PackedDocuments(metaclass=_RemedyRepr):
         parents: Sequence[int] | None = None,
     ) -> None:
         self.lengths = _check_counts(lengths, "lengths")
-        self.parents = None
+        self.copied_tokens: tuple[int, ...] | None = None
         if parents is not None:
-            self.parents = tuple(require_integers(parents, "parents of PackedDocuments").tolist())
-            given = starts is not None or documents is not None or 0 in self.lengths
-            is_tree = all(-1 <= parent < part for part, parent in enumerate(self.parents))
-            if given or len(self.parents) != len(self.lengths) or not is_tree:
+            above = require_integers(parents, "parents of PackedDocuments").tolist()
+            is_tree = all(-1 <= parent < part for part, parent in enumerate(above))
+            is_given = starts is not None or documents is not None or 0 in self.lengths
+            if is_given or len(above) != len(self.lengths) or not is_tree:
                 raise LayoutError(
-                    f"parents={self.parents} of PackedDocuments with lengths={self.lengths}: each"
-                    " part needs tokens, and an earlier part or -1 as its parent; starts and"
-                    " documents cannot be given as well."
+                    f"parents={above} of PackedDocuments with lengths={self.lengths}: each part"
+                    " needs tokens, and an earlier part or -1 as its parent; starts and documents"
+                    " cannot be given as well."
                 )
-            paths = zip(list_paths(self.lengths, self.parents), self.lengths, strict=True)
-            self.starts: tuple[int, ...] | None = tuple(
-                len(path) - length for path, length in paths
-            )
-            self.documents, self.dealt_share = None, dealt_share
-            return
+            prefixes = _list_prefixes(self.lengths, above)
+            starts, documents = list(map(len, prefixes)), range(len(prefixes))
+            self.copied_tokens = tuple(chain.from_iterable(prefixes))
         self.starts = None if starts is None else _check_counts(starts, "starts")
         self.documents = None if documents is None else _check_counts(documents, "documents")
         self.dealt_share = dealt_share
@@ -136,7 +135,7 @@ class PackedDocuments(metaclass=_RemedyRepr):
 
     @property
     def _columns(self) -> tuple[tuple[int, ...] | None, ...]:
-        return self.lengths, self.starts, self.documents, self.parents
+        return self.lengths, self.starts, self.documents, self.copied_tokens
 
 
 # Positions stay small enough to be added and multiplied.
@@ -173,7 +172,9 @@ class Documents:
         context_runs: number of runs of these copies, the first ones of `runs`.
         context_tokens: number of tokens of the first document that lie in the first nano-batch;
             they are the first run here, and not in `token_indices`.
-        home_pairs: number of query-key pairs that this rank computes besides, of blocks.
+        first_token: index among batch * sequence at which a nano-batch begins.
+        home_pairs: number of query-key pairs of blocks that this rank computes outside of the plan.
+        make_exchange: makes the `LayerExchange` of a call of attention, with its arguments.
         dealt_share: the share of a global batch that these documents are; None for other batches.
         longest_holed: number of tokens of the longest document that has padding inside, with that
             padding; 0 if there is none.
@@ -186,7 +187,9 @@ class Documents:
     copied_tokens: IntArray | None = None
     context_runs: int = 0
     context_tokens: int = 0
+    first_token: int = 0
     home_pairs: int = 0
+    make_exchange: Callable[..., LayerExchange] = LayerExchange
     dealt_share: DealtShare | None = None
     longest_holed: int = 0
     has_mask_numbers: bool = False
@@ -245,7 +248,8 @@ class Documents:
         length = self.runs[:, 2]
         if self.span_ranks:
             count = int(np.searchsorted(np.cumsum(length), index, side="right"))
-            return replace(self, runs=self.runs[:count]), replace(self, runs=self.runs[count:])
+            second = replace(self, runs=self.runs[count:], first_token=index)
+            return replace(self, runs=self.runs[:count]), second
         indices = self.token_indices
         tokens = index if indices is None else int(np.searchsorted(indices, index))
         before = np.clip(tokens - (np.cumsum(length) - length), 0, length)  # of each document
@@ -264,6 +268,7 @@ class Documents:
                 runs=make_unknown_runs(lengths, starts),
                 token_indices=None if indices is None else indices[tokens:] - index,
                 context_tokens=int(context.sum()),
+                first_token=index,
             ),
         )
 
@@ -280,7 +285,7 @@ class Documents:
     @property
     def first_token_indices(self) -> IntArray:
         """Index among batch * sequence of the first token of each run, (runs,) int64."""
-        return self._find_indices(self.runs[:, 2].cumsum() - self.runs[:, 2])
+        return self.find_indices(self.runs[:, 2].cumsum() - self.runs[:, 2])
 
     def is_packed(self, row_length: int) -> bool:
         """Return whether a row holds several documents, or a document continues in the next row.
@@ -288,11 +293,13 @@ class Documents:
         Args:
             row_length: number of tokens of a row, padding included.
         """
-        first_row = self.first_token_indices // max(row_length, 1)
-        last_row = self._find_indices(self.runs[:, 2].cumsum() - 1) // max(row_length, 1)
+        ends = self.runs[:, 2].cumsum()
+        first_row, last_row = self.find_indices(
+            np.array([ends - self.runs[:, 2], ends - 1])
+        ) // max(row_length, 1)
         return bool((first_row != last_row).any() or (first_row[1:] == first_row[:-1]).any())
 
-    def _find_indices(self, tokens: IntArray) -> IntArray:
+    def find_indices(self, tokens: IntArray) -> IntArray:
         """Find the indices among batch * sequence of tokens that are counted without padding."""
         return tokens if self.token_indices is None else self.token_indices[tokens]
 
@@ -470,11 +477,18 @@ def _find_longest_holed(lengths: IntArray, token_indices: IntArray) -> int:
 
 
 def _read_lengths(packed: PackedDocuments) -> Documents:
-    if packed.parents is not None:
-        return _copy_prefixes(packed.lengths, packed.parents)
     count = len(packed.lengths)
     columns = packed.documents or (-1,) * count, packed.starts or (0,) * count, packed.lengths
     runs = np.array(columns, dtype=np.int64).reshape(3, count).T
+    if packed.copied_tokens is not None:
+        prefixes = np.stack([runs[:, 0], np.zeros_like(runs[:, 1]), runs[:, 1]], 1)[runs[:, 1] > 0]
+        copied = np.array(packed.copied_tokens, dtype=np.int64)
+        return Documents(
+            np.concatenate([prefixes, runs]),
+            span_ranks=True,
+            copied_tokens=copied,
+            context_runs=len(prefixes),
+        )
     return Documents(
         runs[runs[:, 2] > 0],
         packed.documents is not None,
@@ -482,33 +496,15 @@ def _read_lengths(packed: PackedDocuments) -> Documents:
     )
 
 
-def list_paths(lengths: Sequence[int], parents: Sequence[int]) -> list[IntArray]:
-    """List the tokens that the last token of each part sees, of parts that continue others."""
-    ends, paths = np.cumsum(lengths, dtype=np.int64), list[IntArray]()
-    for end, length, parent in zip(ends, lengths, parents, strict=True):
-        own = np.arange(end - length, end)
-        paths.append(own if parent < 0 else np.append(paths[parent], own))
-    return paths
-
-
-def _copy_prefixes(lengths: Sequence[int], parents: Sequence[int]) -> Documents:
-    """Make documents of parts that continue earlier ones.
-
-    A part right behind its parent goes on with the parent's document. Any other begins a document,
-    with copies of the keys that it sees in front: context.
-    """
-    runs, context = list[tuple[int, int, int]](), list[tuple[int, int, int]]()
-    copied = [np.zeros(0, dtype=np.int64)]
-    for part, path in enumerate(list_paths(lengths, parents)):
-        depth = len(path) - lengths[part]
-        goes_on = 0 <= parents[part] == part - 1
-        number = runs[-1][0] if goes_on else len(runs)
-        if depth and not goes_on:
-            context.append((number, 0, depth))
-            copied.append(path[:depth])
-        runs.append((number, depth, lengths[part]))
-    columns = np.array(context + runs, dtype=np.int64).reshape(-1, 3)
-    return Documents(columns, True, copied_tokens=np.concatenate(copied), context_runs=len(context))
+def _list_prefixes(lengths: Sequence[int], parents: Sequence[int]) -> list[list[int]]:
+    """List the tokens before each part that it sees, of parts that continue earlier ones."""
+    ends = list(accumulate(lengths, initial=0))
+    prefixes: list[list[int]] = []
+    for parent in parents:
+        prefixes.append(
+            [] if parent < 0 else [*prefixes[parent], *range(ends[parent], ends[parent + 1])]
+        )
+    return prefixes
 
 
 def read_tree(arguments: Mapping[str, Any]) -> PackedDocuments | None:
@@ -516,24 +512,24 @@ def read_tree(arguments: Mapping[str, Any]) -> PackedDocuments | None:
     them.
 
     Raises:
-        LayoutError: if keys of a part are not those of a part before it, and its own.
+        LayoutError: if the last keys of a part are not its own tokens.
     """
     if arguments.get(TREE_KEYS[0]) is None:
         return None
-    given = [arguments[name] for name in TREE_KEYS[:3]]
-    numbers = torch.cat([tensor.long() for tensor in given]).cpu().numpy()
-    keys, rows, ends = np.split(numbers, np.cumsum(list(map(len, given)))[:-1])
+    given = [arguments[name].long() for name in TREE_KEYS[:3]]
+    bounds = np.cumsum([len(given[0]), len(given[1])])
+    keys, rows, ends = np.split(torch.cat(given).cpu().numpy(), bounds)
     lengths = np.diff(rows)
-    above = ends[1:] - lengths - 1  # the last key before a part's own
-    parents = np.searchsorted(rows[1:], keys[above], side="right")
-    parents = np.where(above < ends[:-1], -1, parents)
-    tree = PackedDocuments(lengths.tolist(), parents=parents.tolist())
-    paths = np.concatenate([keys[:0], *list_paths(tree.lengths, parents.tolist())])
-    if not np.array_equal(paths, keys[: ends[-1]]):
+    _, own = enumerate_ranges(ends[1:] - lengths, ends[1:])  # places of the own tokens of parts
+    if not np.array_equal(keys[own], np.arange(rows[-1])) or not np.isin(keys, keys[own]).all():
         raise LayoutError(
             f"tree_kv_index of {len(lengths)} parts is none of a tree: the keys of a part must be"
-            f" those of an earlier one, {parents.tolist()}, and its own tokens."
+            " those of earlier tokens, and its own tokens at the end."
         )
+    tree = PackedDocuments(
+        lengths.tolist(), (np.diff(ends) - lengths).tolist(), range(len(lengths))
+    )
+    tree.copied_tokens = tuple(np.delete(keys, own).tolist())
     return tree
 
 

@@ -86,10 +86,8 @@ def replace_attention(name: str) -> None:
     check_replaceable(name)
     origin = "TRL's" if name == TREE_ATTENTION else _check_replaced(name)
     register_attention(name, _registered["distca"], ALL_MASK_ATTENTION_FUNCTIONS["distca"])
-    if name == TREE_ATTENTION:  # which TRL registers when it makes a trainer
-        for interface in (AttentionInterface, AttentionMaskInterface):
-            interface.register = partial(_register_others, interface.register)  # type: ignore[method-assign]
-    let_names_pass(frozenset(_registered))
+    # TRL registers its own attention under its name when it makes a trainer.
+    let_names_pass({name: "distca" if name == TREE_ATTENTION else name})
     LOG.warning(
         'distca stands in for attn_implementation="%s": models that ask for it in this process get'
         " distca, not %s.",
@@ -117,14 +115,6 @@ def _check_replaced(name: str) -> str:
                 " know of: switch that off."
             )
     return describe_origin(replaced)
-
-
-def _register_others(
-    register: Callable[..., None], name: str, function: Callable[..., Any]
-) -> None:
-    """Register a function, unless it is TRL's for trees."""
-    if name != TREE_ATTENTION:
-        register(name, function)
 
 
 def make_distca_default() -> None:

@@ -59,9 +59,9 @@ def configure(
         group: the ranks that share core attention, as a process group or a device mesh. By default
             the data-parallel ranks of the mesh of a model loaded with transformers'
             `DistributedConfig`, or of accelerate's device mesh, else all ranks.
-        instead_of: "flash_attention_2", "flash_attention_3", "flash_attention_4" or "sdpa", for
-            trainers that take only names they know: from now on, models that this process loads
-            with this attention get distca.
+        instead_of: "flash_attention_2", "flash_attention_3", "flash_attention_4", "sdpa", or TRL's
+            "tree_fa3", for trainers that take only names they know: from now on, models that this
+            process loads with this attention get distca.
 
     Returns:
         The settings now in use.

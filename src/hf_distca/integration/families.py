@@ -66,8 +66,15 @@ WHOLE_DOCUMENT_REASONS = {
     ),
 }
 
-# Language towers of composite models that are compared in tests/models/test_vision_language.py.
-_COMPARED_PARTS = frozenset({"qwen2_vl_text"})
+# Types that are no causal language models: language towers of composite models, compared in
+# tests/models/test_vision_language.py, and encoders of texts, in tests/models/test_both_ways.py.
+_COMPARED_OTHERS = frozenset(
+    {
+        *("llava", "molmo2", "molmo2_text", "paligemma", "qwen2_vl_text"),
+        *("esm", "esmc", "eurobert", "gte", "jina_embeddings_v3", "modernbert", "neomme"),
+        *("nomic_bert", "ultrabert"),
+    }
+)
 
 _ENCODER_DECODER_REASON = (
     "this one is an encoder with a decoder, which has cross attention and bidirectional masks"
@@ -161,7 +168,7 @@ def check_layerdrop(config: PreTrainedConfig | None) -> None:
 
 def warn_of_unproven_family(model_type: str | None) -> None:
     """Warn, once a family, that it was never compared with another attention."""
-    if model_type is not None and model_type not in FAMILIES and model_type not in _COMPARED_PARTS:
+    if model_type is not None and model_type not in FAMILIES and model_type not in _COMPARED_OTHERS:
         warn_once(
             "%s models were never compared under distca with another attention. The arguments of"
             " every attention call are checked. Before you rely on it, train a few steps with"

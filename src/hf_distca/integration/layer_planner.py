@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -21,7 +21,6 @@ from hf_distca.integration.seen_ahead import sum_documents
 from hf_distca.integration.session import Session
 from hf_distca.kernels import Scores
 from hf_distca.kernels.varlen import to_device
-from hf_distca.runtime.call import LayerExchange
 from hf_distca.runtime.group import AttentionGroup, mark_joint_step
 from hf_distca.runtime.meter import Meter
 from hf_distca.runtime.outputs import OutputStore
@@ -115,16 +114,18 @@ class LayerPlanner:
         # Both nano-batches, so that ranks meet once.
         keys = [key, key._replace(nano=2)] if key.nano == 1 else [key]
         whole, cut = self.read_documents(batch, arguments, training), batch.nano_batches
-        requests, makers = [], []
-        for part in keys:
-            first, documents = (0, whole) if cut is None else cut.find_half(part.nano, whole)
-            make_exchange: Callable[..., LayerExchange] = LayerExchange
-            if batch.context.ahead is not None or documents.copied_tokens is not None:
-                documents, make_exchange = sum_documents(
-                    batch.context.ahead, documents, first, part.window, query.device
-                )
-            requests.append((documents, part))
-            makers.append(make_exchange)
+        requests = [
+            (
+                sum_documents(
+                    batch.context.ahead,
+                    cut.documents[part.nano - 1] if cut is not None and part.nano else whole,
+                    part.window,
+                    query.device,
+                ),
+                part,
+            )
+            for part in keys
+        ]
         if group.size == 1:
             evaluating = batch.context.is_generating or not training
             layer_plans = [
@@ -147,9 +148,6 @@ class LayerPlanner:
                     self.make_layer_plan(documents, planned, group, query.device)
                     for (documents, _), planned in zip(requests, plans, strict=True)
                 ]
-        for place, maker in enumerate(makers):
-            if maker is not LayerExchange:
-                layer_plans[place] = replace(layer_plans[place], make_exchange=maker)
         if not (batch.context.can_recompute and training):
             layer_plans = [replace(plan, outputs=None) for plan in layer_plans]
         batch.plans |= zip(keys, layer_plans, strict=True)
@@ -190,6 +188,7 @@ class LayerPlanner:
             # To time a layer on CUDA, the host records four events.
             Meter(self.session.meter, timed=self.session.times_local_work or key.device != "cuda"),
             OutputStore(),
+            make_exchange=documents.make_exchange,
         )
 
     @mark_joint_step
@@ -246,6 +245,7 @@ class LayerPlanner:
             planned.meter,
             OutputStore(),
             f"micro-batch {planned.number}{part}{source}",
+            make_exchange=documents.make_exchange,
         )
 
 

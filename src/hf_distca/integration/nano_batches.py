@@ -66,13 +66,6 @@ class NanoBatches:
         rows, length = self.shape
         return tuple((rows, size) if self.axis else (size, length) for size in self.sizes)
 
-    def find_half(self, nano: int, whole: Documents) -> tuple[int, Documents]:
-        """Find the documents of a nano-batch, and the index among batch * sequence of its first
-        token; for 0 those of the batch.
-        """
-        first = max(nano - 1, 0) * self.border * (1 if self.axis else self.shape[1])
-        return first, self.documents[nano - 1] if nano else whole
-
     def pass_keys(
         self, nano: int, k_TKD: torch.Tensor, v_TKV: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:

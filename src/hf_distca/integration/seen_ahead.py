@@ -4,7 +4,6 @@ prefixes. Their attention is made a sum of causal documents (`runtime.summed_doc
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
@@ -16,14 +15,16 @@ from hf_distca.agreement.documents import Documents, make_unknown_runs
 from hf_distca.errors import UnsupportedError
 from hf_distca.kernels.base import TaskBatch
 from hf_distca.kernels.varlen import to_device
-from hf_distca.runtime.call import LayerExchange
 from hf_distca.runtime.summed_documents import Retaken, SumExchange
 from hf_distca.schedule.cost import count_causal_pairs
 from hf_distca.schedule.layout import IntArray, Layout, enumerate_ranges, mark_changes
 
-# Blocks are planned from so many tokens on. Shorter ones stay at home: images are a few hundredths
-# of the work.
-LEAST_PLANNED = 2048
+# The blocks of a rank are planned if one has at least this part of the rank's tokens. Planning
+# copies all tokens of the rank, which took 5 to 12 % of a layer on a CPU. Of 64 ranks that drew
+# prefixes, or documents whose tokens all see each other, the slowest was at 1.03 and 1.08 of the
+# mean with all blocks planned, at 1.04 and 1.08 with this part, and at 1.47 and 2.31 with none
+# (draws of `benchmarks/schedule/masks.py`).
+LEAST_PART = 1 / 4
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,19 +40,18 @@ class Ahead:
     ids: torch.Tensor | None = None
     is_outside: bool = False
 
-    def number_tokens(self, documents: Documents, first: int = 0) -> IntArray:
+    def number_tokens(self, documents: Documents) -> IntArray:
         """Return the block of each token of documents that is not padding, with one read of the
-        device for all kinds of layers. They begin with the first among batch * sequence.
+        device for all kinds of layers.
         """
-        count = int(documents.runs[:, 2].sum())
+        tokens = np.arange(documents.runs[:, 2].sum())
         if self.ids is None:
-            return np.zeros(count, dtype=np.int64)
+            return np.zeros_like(tokens)
         host: IntArray | None = getattr(self.ids, "distca_host_copy", None)
         if host is None:
             host = self.ids.reshape(-1).cpu().numpy()
             self.ids.distca_host_copy = host  # type: ignore[attr-defined]  # lives as long as they
-        indices = documents.token_indices
-        return host[first : first + count] if indices is None else host[first + indices]
+        return host[documents.first_token + documents.find_indices(tokens)]
 
     def check_whole(self, documents: Documents, layout: Layout, rank: int) -> None:
         """Raise if a document with blocks lies in several parts: no part could see the others."""
@@ -66,14 +66,13 @@ class Ahead:
 
 
 def sum_documents(
-    ahead: Ahead | None, documents: Documents, first: int, window: int | None, device: torch.device
-) -> tuple[Documents, Callable[..., LayerExchange]]:
-    """Make the documents to plan, and the maker of exchanges.
+    ahead: Ahead | None, documents: Documents, window: int | None, device: torch.device
+) -> Documents:
+    """Make the documents to plan, with the maker of their exchanges.
 
     Args:
         ahead: what tokens see of those behind them.
         documents: the documents of this rank, or of a nano-batch.
-        first: index among batch * sequence of their first token.
         window: keys that a row of the layer sees at most, its own included.
         device: device of the layer.
 
@@ -82,31 +81,31 @@ def sum_documents(
             them in documents that share prefixes.
     """
     copied = documents.copied_tokens
-    if copied is not None:
-        if ahead is not None:
-            raise UnsupportedError(
-                "documents share prefixes, and tokens see others behind them (images, a prefix, or"
-                " is_causal=False): distca computes one of both. Give each document its own prefix."
-            )
-        keys = to_device(torch.from_numpy(copied), device)
-        return documents, partial(SumExchange, Retaken(keys[:0], keys, is_context=True), None)
-    if ahead is None:
-        return documents, LayerExchange
-    return _add_blocks(ahead, documents, first, window, device)
+    if copied is None:
+        return documents if ahead is None else _add_blocks(ahead, documents, window, device)
+    if ahead is not None:
+        raise UnsupportedError(
+            "documents share prefixes, and tokens see others behind them (images, a prefix, or"
+            " is_causal=False): distca computes one of both. Give each document its own prefix."
+        )
+    keys = to_device(torch.from_numpy(copied), device)
+    prefixes = Retaken(keys[:0], keys, is_context=True)
+    return replace(documents, make_exchange=partial(SumExchange, prefixes))
 
 
 def _add_blocks(
-    ahead: Ahead, documents: Documents, first: int, window: int | None, device: torch.device
-) -> tuple[Documents, Callable[..., LayerExchange]]:
-    """Add the blocks of documents: long ones to the documents, the others to their exchanges."""
-    if ahead.ids is None and documents.dealt_share is not None and not documents.dealt_share.is_cut:
+    ahead: Ahead, documents: Documents, window: int | None, device: torch.device
+) -> Documents:
+    """Add the blocks of documents: to the plan if they are long, else to be computed at home."""
+    if documents.dealt_share is not None and not documents.dealt_share.is_cut:
+        # The plan of a share knows of no blocks.
         documents = replace(
             documents,
             runs=make_unknown_runs(documents.runs[:, 2]),
             span_ranks=False,
             dealt_share=None,
         )
-    number = ahead.number_tokens(documents, first)
+    number = ahead.number_tokens(documents)
     document = np.repeat(np.arange(len(documents.runs)), documents.runs[:, 2])
     tokens = np.flatnonzero(number >= 0)[::-1]
     tokens = tokens[np.lexsort((number[tokens], document[tokens]))]
@@ -119,20 +118,23 @@ def _add_blocks(
             f" layer has a window of {window}, which would hide keys from them. Use blocks within"
             ' the window, or attn_implementation="sdpa".'
         )
-    rows, keys, length = np.delete(tokens, begin), np.delete(tokens, last), last - begin
     behind = None if ahead.ids is not None or window is None else window - 1
-    if not len(rows) or behind == 0:
-        return documents, LayerExchange
-    is_planned = (length >= LEAST_PLANNED) & (window is None and not documents.span_ranks)
-    parts: list[Retaken | None] = []
-    for chosen in (is_planned, ~is_planned & (length > 0)):
-        lengths = length[chosen].tolist()
-        starts = list(accumulate(lengths, initial=0))[:-1]
-        places = [index[np.repeat(chosen, length)] for index in (rows, keys)]
-        own_rows, own_keys = (to_device(torch.from_numpy(place), device) for place in places)
-        tasks = TaskBatch(starts, lengths, starts, lengths)
-        parts.append(Retaken(own_rows, own_keys, tasks=tasks, window=behind) if lengths else None)
-    runs = np.concatenate([documents.runs, make_unknown_runs(length[is_planned])])
-    home = length[~is_planned]
-    pairs = count_causal_pairs(home, home, behind).sum()
-    return replace(documents, runs=runs, home_pairs=int(pairs)), partial(SumExchange, *parts)
+    length = (last - begin)[last > begin]
+    if not len(length) or behind == 0:
+        return documents
+    places = np.delete(tokens, begin), np.delete(tokens, last)
+    rows, keys = (to_device(torch.from_numpy(place), device) for place in places)
+    if window is None and not documents.span_ranks and max(length) >= LEAST_PART * len(number):
+        return replace(
+            documents,
+            runs=np.concatenate([documents.runs, make_unknown_runs(length)]),
+            make_exchange=partial(SumExchange, Retaken(rows, keys)),
+        )
+    lengths = length.tolist()
+    starts = list(accumulate(lengths, initial=0))[:-1]
+    at_home = Retaken(rows, keys, False, TaskBatch(starts, lengths, starts, lengths), behind)
+    return replace(
+        documents,
+        home_pairs=int(count_causal_pairs(length, length, behind).sum()),
+        make_exchange=partial(SumExchange, at_home),
+    )

@@ -13,7 +13,7 @@ merged output and log-sum-exp, and the gradients add. Nothing more is saved for 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
@@ -33,14 +33,14 @@ class Retaken:
         rows, keys: int64 indices of the tokens whose queries, and whose keys and values, are taken.
         is_context: whether they lie in front of this rank's tokens, in the pools of a plan; else
             behind.
-        tasks: causal documents of them that run at home; none if they are in the plan.
+        tasks: causal documents of them that run at home; None if they are in the plan.
         window: keys that a row of `tasks` sees at most.
     """
 
     rows: torch.Tensor
     keys: torch.Tensor
     is_context: bool = False
-    tasks: TaskBatch = field(default_factory=lambda: TaskBatch((), (), (), ()))
+    tasks: TaskBatch | None = None
     window: int | None = None
 
     def list_places(self, tensors: Tensors) -> list[torch.Tensor]:
@@ -61,16 +61,15 @@ class Retaken:
             *(torch.cat(pair[::order]) if len(pair[1]) else pair[0] for pair in pairs)
         )
 
-    def sum_joined(self, results: Results) -> Results:
-        """Sum the results of what `join` returned."""
+    def split(self, results: Results) -> tuple[Results, Results]:
+        """Split the results of what `join` returned."""
         order = -1 if self.is_context else 1
         parts = [
             torch.split(tensor, [len(tensor) - len(place), len(place)][::order])[::order]
             for tensor, place in zip(results, self.list_places(results), strict=True)
         ]
-        whole, part = (type(results)(*part) for part in zip(*parts, strict=True))
-        summed: Results = self.add(whole, part)
-        return summed
+        whole, part = zip(*parts, strict=True)
+        return type(results)(*whole), type(results)(*part)
 
     def add(self, results: Any, part: Any) -> Any:
         """Add the results of tokens taken again to those of this rank's tokens."""
@@ -99,34 +98,34 @@ class SumExchange(LayerExchange):
     """An exchange whose attention is a sum of causal documents, some over tokens taken again.
 
     Args:
-        planned: the tokens whose documents are in the plan; None without any.
-        at_home: the tokens whose documents run at home; None without any.
+        retaken: the tokens taken again.
         arguments: of `LayerExchange`.
     """
 
-    def __init__(self, planned: Retaken | None, at_home: Retaken | None, *arguments: Any) -> None:
+    def __init__(self, retaken: Retaken, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self.planned, self.at_home = planned, at_home
+        self.retaken = retaken
         self._part: Outputs | Grads | None = None
 
     def begin(self, tokens: Operands | Saved) -> None:
-        """Launch the first dispatch, with the tokens that are taken again."""
-        super().begin(tokens if self.planned is None else self.planned.join(tokens))
+        """Launch the first dispatch, with the tokens taken again if they are in the plan."""
+        super().begin(self.retaken.join(tokens) if self.retaken.tasks is None else tokens)
 
     def run_local(self, home: Operands | Saved) -> Outputs | Grads:
         """Run this rank's own tasks, and those at home.
 
         Without an exchange `home` comes from no `begin`, and the results go to no `finish`.
         """
-        if self.planned is not None and not self.exchanges:
-            home = self.planned.join(home)
+        tasks = self.retaken.tasks
+        if tasks is None and not self.exchanges:
+            home = self.retaken.join(home)
         results = super().run_local(home)
-        if self.at_home is not None:
+        if tasks is not None:
+            scores = replace(self.server.scores, window=self.retaken.window)
             # Rates are learned from planned work only: count this for the process, not the plan.
             meter = self.server.meter.parent or self.server.meter
-            scores = replace(self.server.scores, window=self.at_home.window)
             server = replace(self.server, scores=scores, meter=meter)
-            self._part = server.run(self.at_home.take(home), self.at_home.tasks)
+            self._part = server.run(self.retaken.take(home), tasks)
         return results if self.exchanges else self._sum(results)
 
     def finish(self, kind: type[Results]) -> Results:
@@ -134,10 +133,9 @@ class SumExchange(LayerExchange):
         return self._sum(super().finish(kind))
 
     def _sum(self, results: Results) -> Results:
-        results = merge_head_groups(results, self.route.groups)
-        if self.planned is not None:
-            results = self.planned.sum_joined(results)
+        whole: Any = merge_head_groups(results, self.route.groups)
         part, self._part = self._part, None
-        if self.at_home is not None:
-            results = self.at_home.add(results, part)
-        return split_head_groups(results, self.route.groups)
+        if part is None:
+            whole, part = self.retaken.split(whole)
+        summed: Results = self.retaken.add(whole, part)
+        return split_head_groups(summed, self.route.groups)

@@ -38,7 +38,7 @@ def read_mask(
     """
     functions = _list_functions(function)
     parts = dict(functions)
-    overlays = [f for name, f in functions if name == _BLOCKS] if _BLOCKS in parts else []
+    overlays = [found for name, found in functions if name == _BLOCKS] if _BLOCKS in parts else []
     both_ways = MASK_BOTH_WAYS in parts
     known = BOTH_WAYS_MASK_PARTS if both_ways else CAUSAL_MASK_PARTS | {_BLOCKS}
     foreign = sorted(parts.keys() - known)
@@ -76,10 +76,7 @@ def _list_functions(function: Callable[..., Any]) -> list[tuple[str, Any]]:
             parts.remove(blocks[0])
             ids = _read_closure(blocks[0])["block_sequence_ids"]
             name, closure = _BLOCKS, Ahead(ids, MASK_WINDOW in dict(_list_functions(parts[0])))
-    found = [(name, closure)]
-    for part in parts:
-        found += _list_functions(part)
-    return found
+    return [(name, closure), *[found for part in parts for found in _list_functions(part)]]
 
 
 def _read_closure(function: Any) -> dict[str, Any]:

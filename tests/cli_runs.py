@@ -1,0 +1,30 @@
+"""Command lines in this process, and what they end with."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from typer.testing import CliRunner, Result
+
+from hf_distca.tools.cli import app
+
+
+def run(*arguments: str | Path | float, given: str | bytes | None = None) -> Result:
+    """Run `hf-distca` with these words, and with text for its standard input."""
+    return CliRunner().invoke(app, [str(argument) for argument in arguments], input=given)
+
+
+def check_one_line(result: Result, message: str = "") -> None:
+    """Check that a command ended with a line that has this message, and with status 2."""
+    assert isinstance(result.exception, SystemExit), result.exception
+    assert (result.exit_code, result.stderr.count("\n")) == (2, 1), result.output
+    assert message in result.stderr
+    assert len(result.stderr) < 700
+    assert "Traceback" not in result.output
+
+
+def write(path: Path, content: object) -> Path:
+    """Write text, or a value as JSON, into a file."""
+    path.write_text(content if isinstance(content, str) else json.dumps(content))
+    return path
