@@ -52,7 +52,7 @@ def test_a_call_waits_for_the_end_of_an_import_under_way(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "half_imported.py").write_text(
-        "from hf_distca.late_imports import call_after_import\n"
+        "from hf_distca.import_hooks import call_after_import\n"
         "seen = []\n"
         "call_after_import(__name__, lambda: seen.append(last_line))\n"
         "last_line = 1\n"
@@ -67,7 +67,7 @@ def test_a_fork_ends_without_what_its_parent_does_at_the_end() -> None:
     """Forks that end as interpreters do, also forks of forks, leave that to who asked for it."""
     code = (
         "import os\n"
-        "from hf_distca.late_imports import call_at_exit\n"
+        "from hf_distca.import_hooks import call_at_exit\n"
         "call_at_exit(lambda: print('of', os.getpid()))\n"
         "for _ in range(2):\n"
         "    os.fork() and os.wait()\n"

@@ -30,9 +30,9 @@ sys.path.extend(map(str, Path(__file__).resolve().parents[1].glob("*/")))
 from hf_distca.errors import ConfigError
 from hf_distca.schedule.cost import AttentionShape, CostModel
 from hf_distca.tools.advise.document_lengths import DocumentSource
-from hf_distca.tools.cli.files import InJson, exit_on_error, get_input_name, read
+from hf_distca.tools.cli.files import exit_on_error, get_input_name, read
 from hf_distca.tools.cli.lengths import open_documents
-from hf_distca.tools.cli.options import Column, Tokenizer, with_options
+from hf_distca.tools.cli.options import Column, InJson, Tokenizer, with_options
 from simulator.assumptions import list_assumptions
 from simulator.hardware import find_hardware
 from simulator.longest import WAYS, LongestDocument, find_longest_documents
@@ -129,6 +129,23 @@ class Scale:
     ] = None
     batches: Annotated[int, typer.Option(help="Global batches to predict; figures are means.")] = 10
     seed: Annotated[int, typer.Option(help="Seed of the drawn documents.")] = 0
+    strategy: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Strategies by name, as --json has them; all if left out.", show_default=False
+        ),
+    ] = None
+    as_json: InJson = False
+    assumptions: Annotated[
+        bool, typer.Option(help="Print what is assumed, and where it comes from.")
+    ] = True
+    longest: Annotated[
+        bool,
+        typer.Option(
+            "--longest",
+            help="Say instead how long a document may be, which all ranks hold together.",
+        ),
+    ] = False
 
     def make_setting(self) -> Setting:
         """Make the setting that the options describe; raise for options out of their ranges."""
@@ -198,41 +215,22 @@ def _read_profile(source: str, shape: AttentionShape) -> CostModel:
 
 @with_options(Scale)
 @exit_on_error()
-def main(
-    scale: Scale,
-    strategy: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Strategies by name, as --json has them; all if left out.", show_default=False
-        ),
-    ] = None,
-    as_json: InJson = False,
-    assumptions: Annotated[
-        bool, typer.Option(help="Print what is assumed, and where it comes from.")
-    ] = True,
-    longest: Annotated[
-        bool,
-        typer.Option(
-            "--longest",
-            help="Say instead how long a document may be, which all ranks hold together.",
-        ),
-    ] = False,
-) -> None:
+def main(scale: Scale) -> None:
     """Predict the step time of a training run under every strategy, with the scheduler and cost
     model that train.
     """
-    if longest:
-        _predict_longest(scale, as_json)
+    if scale.longest:
+        _predict_longest(scale)
         return
-    names = strategy or list(STRATEGIES)
+    names = scale.strategy or list(STRATEGIES)
     setting, documents, predictions = scale.predict(names)
     facts = list_assumptions(setting, documents, names)
-    if as_json:
+    if scale.as_json:
         report = _collect_report(setting, documents, predictions, facts, scale)
         typer.echo(json.dumps(report, indent=1))
         return
     _show_predictions(setting, documents, predictions, scale.batches)
-    if assumptions:
+    if scale.assumptions:
         typer.echo("Assumptions")
         for what, text in facts:
             typer.echo(
@@ -240,10 +238,10 @@ def main(
             )
 
 
-def _predict_longest(scale: Scale, as_json: bool) -> None:
+def _predict_longest(scale: Scale) -> None:
     setting = scale.make_setting()
     documents = find_longest_documents(setting)
-    if not as_json:
+    if not scale.as_json:
         _show_longest(setting, documents)
         return
     named = _name_setting(setting)

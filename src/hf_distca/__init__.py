@@ -21,7 +21,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from hf_distca.errors import ConfigError, DistCADesyncError, DistCAError, UnsupportedError
-from hf_distca.late_imports import call_after_models_load
+from hf_distca.import_hooks import call_after_models_load
 
 if TYPE_CHECKING:
     from hf_distca.agreement.documents import PackedDocuments

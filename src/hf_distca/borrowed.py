@@ -105,7 +105,7 @@ top_saved_tensor_hooks = _autograd._top_saved_tensors_default_hooks
 push_saved_tensor_hooks = _autograd._push_saved_tensors_default_hooks
 pop_saved_tensor_hooks = _autograd._pop_saved_tensors_default_hooks
 
-# The dispatch modes of a thread, beside `has_dispatch_modes`. `compiler_of_calls` is None where
+# The dispatch modes of a thread; see also `has_dispatch_modes`. `compiler_of_calls` is None where
 # nothing that is called would be compiled; `leave_uncompiled` marks a function that never is, but
 # what it calls, at no cost where nothing is.
 dispatch_modes = _python_dispatch._get_current_dispatch_mode_stack
@@ -319,7 +319,7 @@ def get_mesh(model: PreTrainedModel) -> DeviceMesh | None:
 
 
 def get_changed_flash_attention() -> Callable[..., Any] | None:
-    """Return the function that another package has put in place of the one through
+    """Return the function that another package has put instead of the one through
     which transformers calls flash-attn, if any.
     """
     from transformers import modeling_flash_attention_utils

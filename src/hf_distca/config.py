@@ -48,7 +48,7 @@ else:
 _MOST_RANKS, _FEWEST_RANKS, _WHOLE_NODES = 512, 256, 8
 _LONGEST_TIMEOUT = 366 * 86400.0  # seconds; what torch adds to it must fit in its clock
 
-# What numbers each field takes: their type, their range, and how an error says it.
+# What numbers each field takes: their type, their range, and the text of the error.
 _NUMBERS: dict[str, tuple[type, Callable[[Any], bool], str]] = {
     "tolerance": (
         Real,
@@ -73,7 +73,7 @@ _NUMBERS: dict[str, tuple[type, Callable[[Any], bool], str]] = {
         lambda value: 0 < value <= _LONGEST_TIMEOUT,
         f"in (0, {_LONGEST_TIMEOUT:g}], a year, or None for that of torch.distributed",
     ),
-    # No field, but written beside them.
+    # Not a field, but given next to the fields.
     "tokens_per_rank": (
         int,
         lambda value: value >= 1,
@@ -112,7 +112,7 @@ class DistCAConfig:
             gain. Off, plans depend on the documents alone, as they always do with a `CostModel` of
             your own, which is never corrected, and where torch uses deterministic algorithms.
         documents_span_ranks: read position ids that start above 0 as the continuation of another
-            rank's document. Off, every run of positions is a document of its own, as it is for
+            rank's document. Off, every run of positions is a separate document, as it is for
             transformers.
         balance_evaluation: let ranks share attention also while the model is in evaluation mode.
             Only where every rank evaluates the same number of batches. Shares whose documents are
@@ -233,7 +233,7 @@ def split_settings(
     values: Any, source: str, others: tuple[str, ...] = ("tokens_per_rank",)
 ) -> tuple[DistCAConfig, dict[str, Any]]:
     """Split names and values that a user wrote into settings, and values of `others`, which may
-    stand beside them.
+    stand next to them.
 
     Args:
         values: by name; None for none.
@@ -312,16 +312,13 @@ def read_cost_model(path: Any) -> CostModel:
 
 
 def _read_costs(source: Any) -> CostModel:
-    expected = (
-        f"cost_model={show_value(source)} must be 'analytic', whose rates ranks correct as they"
-        " train, a CostModel, or the path of one in JSON"
-    )
-    if not isinstance(source, str | Path):
-        raise ConfigError(f"{expected}.")
     try:
         return read_cost_model(source)
     except ConfigError as error:
-        raise ConfigError(f"{expected}: {error}") from error
+        raise ConfigError(
+            f"cost_model={show_value(source)} must be 'analytic', whose rates ranks correct as they"
+            f" train, a CostModel, or the path of one in JSON: {error}"
+        ) from error
 
 
 def check_settings(config: object, receiver: str) -> None:
@@ -346,6 +343,6 @@ def check_replaceable(name: Any) -> None:
     if not (isinstance(name, str) and name in REPLACEABLE_ATTENTION):
         raise UnsupportedError(
             f"distca cannot stand in for {show_value(name)}, only for"
-            f" {', '.join(REPLACEABLE_ATTENTION)}: others take masks or arguments of their own, or"
+            f" {', '.join(REPLACEABLE_ATTENTION)}: others take special masks or arguments, or"
             " are kernels that transformers loads from the hub."
         )

@@ -96,7 +96,7 @@ def test_windows_are_those_of_the_config_and_its_family(
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"model_type": "gemma9"}, "makes no 'gemma9' model of .* pip install --upgrade"),
+        ({"model_type": "gemma9"}, "model type `gemma9` .*pip install --upgrade"),
         ({"model_type": "t5"}, "distca does not support t5 models"),
         ({"model_type": "mamba"}, "distca does not support mamba models|in no layer|heads"),
         ({"model_type": "bert"}, "causal attention in no layer"),

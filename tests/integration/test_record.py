@@ -107,10 +107,7 @@ def train(
 
 
 def rows(folder: Path) -> list[Row]:
-    found = [
-        read_row(json.loads(line), "row")
-        for line in (folder / RECORD_NAME).read_text().splitlines()
-    ]
+    found = [read_row(line) for line in (folder / RECORD_NAME).read_text().splitlines()]
     return [row for row in found if row is not None]
 
 

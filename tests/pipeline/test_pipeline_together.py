@@ -4,11 +4,9 @@ padding, dealt batches.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -35,7 +33,6 @@ from transformers import PreTrainedModel
 from hf_distca import PackingCollator, document_shares
 from hf_distca.integration.current_session import current_session
 from hf_distca.pipeline import Schedule, save_pretrained, split
-from hf_distca.runtime.group import AttentionGroup
 from ranks import RankPool
 
 EXACT = 1e-9
@@ -274,10 +271,8 @@ def tokens_of(number: int, document: int, length: int) -> torch.Tensor:
     )
 
 
-def dealt(rank: int, case: Case) -> tuple[float, dict[str, torch.Tensor], int]:
-    """Loss and gradients of a step of dealt batches, summed over copies, and how many collectives
-    the plans took.
-    """
+def dealt(rank: int, case: Case) -> tuple[float, dict[str, torch.Tensor]]:
+    """Loss and gradients of a step of dealt batches, summed over copies."""
     configure(case)
     mesh = init_device_mesh(
         "cpu", (case.copies, case.stages), mesh_dim_names=("dp_replicate", "pp")
@@ -303,38 +298,18 @@ def dealt(rank: int, case: Case) -> tuple[float, dict[str, torch.Tensor], int]:
     packed = [one["distca_documents"] for one in mine]
     stage = split(model, mesh["pp"])
     schedule = Schedule(stage, case.micro_batches, whole_loss, scale_grads=False)
-    losses, collectives = list[torch.Tensor](), 0
-    for step in range(2):
+    losses = list[torch.Tensor]()
+    for _ in range(2):
         stage.submod.zero_grad()
-        with counted() as calls:
-            schedule.step(
-                ids, position_ids=positions, target=targets, losses=losses, distca_documents=packed
-            )
-        collectives = len(calls) if step else 0  # before the first step stages meet
+        schedule.step(
+            ids, position_ids=positions, target=targets, losses=losses, distca_documents=packed
+        )
     grads = {name: weight.grad for name, weight in stage.submod.model.named_parameters()}
     for grad in grads.values():
         dist.all_reduce(grad, group=mesh["dp_replicate"].get_group())
     loss = torch.tensor(sum(one.item() for one in losses), dtype=torch.float64)
     dist.all_reduce(loss)
-    return loss.item(), grads, collectives
-
-
-@contextmanager
-def counted() -> Iterator[list[str]]:
-    """What all ranks of the attention group gather or compare inside, waiting for each other."""
-    calls: list[str] = []
-
-    def counting(name: str) -> Any:
-        function = getattr(AttentionGroup, name)
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            calls.append(kwargs.get("activity", name))
-            return function(*args, **kwargs)
-
-        return patch.object(AttentionGroup, name, call)
-
-    with counting("gather"), counting("gather_same_length"):
-        yield calls
+    return loss.item(), grads
 
 
 def whole_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -360,8 +335,7 @@ def test_dealt_batches_equal_one_process(
             loss.backward()
             total += loss.item()
     gradients = {name: weight.grad for name, weight in model.named_parameters()}
-    for loss, own, collectives in rank_pool(4)(dealt, case):
-        assert collectives == 0
+    for loss, own in rank_pool(4)(dealt, case):
         assert abs(loss - total) <= EXACT * total
         for name, gradient in own.items():
             assert (gradient - gradients[name]).norm() <= EXACT * gradients[name].norm(), name

@@ -251,13 +251,10 @@ def test_ranks_that_differ_are_told_apart_by_name(
 
 
 def test_shares_on_some_ranks_alone_are_told_apart(rank_pool: Callable[[int], RankPool]) -> None:
-    (name, _, seconds), (other_name, text, other_seconds) = rank_pool(2)(odd_one_out, "shares")
-    assert name == other_name == "DistCADesyncError"
-    assert (
-        "some ranks have shares of dealt batches in step 1, 3 micro-batches in 2 stages and others"
-        " have not" in text
-    )
-    assert max(seconds, other_seconds) < TIMEOUT + SLACK
+    for name, text, seconds in rank_pool(2)(odd_one_out, "shares"):
+        assert name == "DistCADesyncError"
+        assert "ranks have different ways of giving documents in step 1, 3 micro-batches" in text
+        assert seconds < TIMEOUT
 
 
 def test_a_rank_that_configures_again_tells_the_others_at_once(

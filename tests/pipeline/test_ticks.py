@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import itertools
 
+import numpy as np
 import pytest
 
-from hf_distca.errors import ConfigError
+from hf_distca.agreement.announce import AnnouncedDocuments
+from hf_distca.errors import ConfigError, LayoutError
 from hf_distca.pipeline.model_parts import divide_layers
+from hf_distca.pipeline.step_checks import build_layout_of_copies
 from hf_distca.pipeline.ticks import merge_calls, order_ticks
 
 SIZES = [(1, 1), (1, 3), (2, 1), (2, 2), (2, 5), (3, 8), (4, 3), (4, 8), (8, 32)]
@@ -95,3 +98,17 @@ def test_the_most_expensive_stage_is_as_cheap_as_can_be(
 def test_more_stages_than_layers_are_refused() -> None:
     with pytest.raises(ConfigError, match="2 layers cannot be split into 3 stages"):
         divide_layers([1.0, 1.0], 3)
+
+
+def test_documents_of_other_shares_are_refused_by_name() -> None:
+    """Two stages of two copies, which have parts of one document: with its middle, and without."""
+    copies, header = (0, 0, 1, 1), np.array([[1, 0, 0, 1, 0]] * 4)
+    for second in (10, 20):
+        runs = np.array([[7, 0, 10], [7, 0, 10], [7, second, 10], [7, second, 10]])
+        documents = AnnouncedDocuments(header, runs)
+        if second == 10:
+            layout = build_layout_of_copies(documents, copies, (0, 1, 2, 3), 5)
+            assert layout.list_segments(1)[0][1:] == (10, 10)
+        else:
+            with pytest.raises(LayoutError, match=r"micro-batch 5 .* shares of one data set"):
+                build_layout_of_copies(documents, copies, (0, 1, 2, 3), 5)

@@ -30,7 +30,7 @@ from hf_distca.integration.current_session import current_session
 from hf_distca.pool import server as pool_server
 from hf_distca.pool.controller import PoolController
 from hf_distca.pool.observer import PoolObserver
-from hf_distca.pool.words import JsonLineConnection
+from hf_distca.pool.protocol import JsonLineConnection
 from hf_distca.runtime.group import AttentionGroup
 from hf_distca.tools.run import Options, begin
 from ranks import RankPool
@@ -193,13 +193,13 @@ def _be_server(rank: int, join: Callable[[int], None], asked: Connection, output
     class Answering(pool_server.Server):
         """A server that says what it did, when it has nothing to do."""
 
-        def run(self, words: JsonLineConnection) -> NoReturn:
-            Thread(target=_answer, args=(self, words, asked, steps), daemon=True).start()
-            super().run(words)
+        def run(self, connection: JsonLineConnection) -> NoReturn:
+            Thread(target=_answer, args=(self, connection, asked, steps), daemon=True).start()
+            super().run(connection)
 
-        def _receive_next(self, words: JsonLineConnection) -> Any:
+        def _receive_next(self, connection: JsonLineConnection) -> Any:
             steps["waits"] = True
-            word = super()._receive_next(words)
+            word = super()._receive_next(connection)
             steps["waits"] = False
             steps["told"][word[0]] += 1
             return word
@@ -213,14 +213,17 @@ def _be_server(rank: int, join: Callable[[int], None], asked: Connection, output
 
 
 def _answer(
-    server: pool_server.Server, words: JsonLineConnection, asked: Connection, steps: dict[str, Any]
+    server: pool_server.Server,
+    connection: JsonLineConnection,
+    asked: Connection,
+    steps: dict[str, Any],
 ) -> None:
     before = Served(Counter(), 0, 0, Counter())
     while True:
         asked.recv()
         idle = 0
         while idle < 3:
-            coming = words._came or select([words._socket], [], [], 0)[0]
+            coming = connection._received or select([connection._socket], [], [], 0)[0]
             idle = idle + 1 if steps["waits"] and not coming else 0
             time.sleep(0.01)
         told, steps["told"] = steps["told"], Counter()

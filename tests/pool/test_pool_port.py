@@ -23,7 +23,7 @@ from hf_distca.errors import ConfigError
 from hf_distca.pool import door, server
 from hf_distca.pool.controller import PoolController, connect_server
 from hf_distca.pool.launch import listen_at, serve_alone
-from hf_distca.pool.words import JsonLineConnection
+from hf_distca.pool.protocol import JsonLineConnection
 
 TOKEN, SECONDS = "c0ffee", 0.4
 Port = tuple[tuple[str, int], Future[Any], list[str]]
@@ -72,7 +72,7 @@ def test_rank_0_says_which_server_asks_for_another_token(port: Port) -> None:
 def test_strangers_that_say_nothing_keep_nobody(
     port: Port, strangers: int, greeting: bytes
 ) -> None:
-    """Be they few, in the middle of a word, or more than a server listens to."""
+    """Be they few, in the middle of a message, or more than a server listens to."""
     address, *_ = port
     with ExitStack() as connected:
         for _ in range(strangers):
@@ -157,10 +157,10 @@ def send_bytes(client: socket.socket, parts: Iterator[bytes], pause: float) -> N
 
 
 @pytest.mark.parametrize(("part", "pause"), [(b"x" * 4096, 0.0), (b"1", 0.05)])
-def test_a_client_that_never_ends_a_word_keeps_nobody(
+def test_a_client_that_never_ends_a_message_keeps_nobody(
     port: Port, part: bytes, pause: float
 ) -> None:
-    """Be it fast or slow: what a word may take is bounded in bytes and in seconds, both in all."""
+    """Be it fast or slow: a message is bounded in bytes and in seconds, both in all."""
     address, *_ = port
     with socket.create_connection(address) as client:
         began = time.monotonic()

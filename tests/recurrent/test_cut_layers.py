@@ -30,7 +30,7 @@ from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
 
 from hf_distca.errors import DistCADesyncError, LayoutError
-from hf_distca.hybrids import carryover, convolution, delta_rule, state_space
+from hf_distca.hybrids import carryover, convolution, delta_rule
 from hf_distca.hybrids.segments import Segments
 from hf_distca.runtime.group import AttentionGroup
 from hf_distca.runtime.meter import Meter
@@ -210,9 +210,9 @@ def test_bytes_are_those_of_the_summaries_that_a_rank_needs() -> None:
 @pytest.mark.parametrize(
     ("kind", "room", "name"),
     [
-        ("delta rule", delta_rule, "compute_starting_states"),
-        ("delta rule by channel", delta_rule, "compute_starting_states"),
-        ("mamba2", state_space, "compute_starting_states"),
+        ("delta rule", carryover, "compute_starting_states"),
+        ("delta rule by channel", carryover, "compute_starting_states"),
+        ("mamba2", carryover, "compute_starting_states"),
         ("convolution", convolution, "_gather_halo"),
     ],
 )
@@ -237,12 +237,11 @@ def test_a_state_that_is_lost_is_seen(
 
 def test_a_transition_that_is_lost_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     real = carryover.compute_starting_states
-    for room in (delta_rule, state_space):
-        monkeypatch.setattr(
-            room,
-            "compute_starting_states",
-            lambda segments, carried, _: real(segments, carried, lambda _, state: state),
-        )
+    monkeypatch.setattr(
+        carryover,
+        "compute_starting_states",
+        lambda segments, carried, _: real(segments, carried, lambda _, state: state),
+    )
     for kind in KINDS[:3]:
         assert max(worst(kind, ODD, threads(kind, ODD)).values()) > 0.01
 

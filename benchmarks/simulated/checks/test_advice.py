@@ -8,7 +8,7 @@ import pytest
 
 from hf_distca.tools.advise.document_lengths import find_distribution
 from hf_distca.tools.advise.ways import estimate_ways
-from hf_distca.tools.cli.advise import Scale
+from hf_distca.tools.cli.advise import Options
 from simulator.hardware import find_hardware
 from simulator.model_shape import find_model
 from simulator.predict import simulate
@@ -52,7 +52,7 @@ def test_steps_and_gains_are_about_those_of_the_simulator(
     )
     steps = simulate(setting, documents, SAME.values(), batches=3)
     predicted = {step.strategy: step.step_seconds for step in steps}
-    run = Scale(lengths, ranks, tokens, model, hardware, checkpointing=checkpointing).make_run()
+    run = Options(lengths, ranks, tokens, model, hardware, checkpointing=checkpointing).make_run()
     ways = estimate_ways(run, documents.draw_batches(ranks * tokens, 3))
     estimated = {way.title: way.seconds for way in ways}
     for title, name in SAME.items():

@@ -11,12 +11,10 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, astuple, dataclass, field, fields, replace
+from dataclasses import asdict, astuple, dataclass, field, fields
 from typing import Any
 
 import numpy as np
-
-from hf_distca.errors import ReportError
 
 RECORD_NAME = "_distca_run.jsonl"  # `Trainer.push_to_hub` leaves out what begins so
 
@@ -136,7 +134,6 @@ _KINDS: dict[str, type[Row]] = {
     "plan": PlanRow,
     "warning": WarningRow,
 }
-_REMEDY = "Take that line out to get a page without it."
 _NAMES = {kind: name for name, kind in _KINDS.items()}
 
 
@@ -146,45 +143,25 @@ def write_row(row: Row) -> str:
     return json.dumps(json.loads(exact, parse_float=_round_digits), separators=(",", ":"))
 
 
-def read_row(data: Any, name: str) -> Row | None:
+def read_row(line: str) -> Row | None:
     """Read what `write_row` wrote; None for a kind of row that this version does not know.
 
-    Args:
-        data: the line, parsed.
-        name: name of the file and the line, for errors.
-
     Raises:
-        ReportError: if it is not a row.
+        ArithmeticError, AttributeError, LookupError, TypeError, ValueError: if it is no row.
     """
-    if not isinstance(data, dict) or not isinstance(data.get("row"), str):
-        raise ReportError(f"{name} is no row of a record: it has no 'row'. {_REMEDY}")
+    # NaN is no integer.
+    data = json.loads(line, parse_constant=int, parse_float=_read_finite)
     kind = _KINDS.get(data["row"])
     if kind is None:
         return None
-    try:
-        # A newer version may write more.
-        values = {part.name: data[part.name] for part in fields(kind) if part.name in data}
-        if "per_rank" in values:
-            values["per_rank"] = PerRank(**values["per_rank"])
-        if "parts" in values:
-            values["parts"] = [PlanPart(**part) for part in values["parts"]]
-        row = kind(**values)
-        return replace(row, step=int(row.step))
-    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-        raise ReportError(
-            f"{name} is no row of a record: it does not have what DistCACallback writes"
-            f" ({error}). {_REMEDY}"
-        ) from error
-
-
-def read_json(text: str | bytes, name: str) -> Any:
-    """Parse JSON whose numbers are finite; `name` appears in errors."""
-    try:
-        return json.loads(text, parse_constant=int, parse_float=_read_finite)  # NaN is no integer
-    except ValueError as error:
-        raise ReportError(
-            f"{name} is not JSON: {error}. Move the file away to get a page without it."
-        ) from error
+    # A newer version may write more.
+    values = {part.name: data[part.name] for part in fields(kind) if part.name in data}
+    values["step"] = int(values["step"])
+    if "per_rank" in values:
+        values["per_rank"] = PerRank(**values["per_rank"])
+    if "parts" in values:
+        values["parts"] = [PlanPart(**part) for part in values["parts"]]
+    return kind(**values)
 
 
 def _as_json(value: Any) -> Any:

@@ -1,5 +1,5 @@
-"""Bring segments the rows that they need from earlier segments on any rank, in one differentiable
-exchange.
+"""Run recurrent rules along documents whose segments lie on several ranks, and bring each segment
+the rows that it needs from earlier ones, in one differentiable exchange.
 
 Forward sends rows to every rank that needs them. Backward sends the gradients of received rows the
 same way back, where they are added up in the order of ranks, so that a sum is the same in every
@@ -11,9 +11,9 @@ a gradient on every rank or on none, and returns an anchor: a scalar without mea
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -63,6 +63,30 @@ def append_token(tensor: torch.Tensor, dim: int = 1) -> torch.Tensor:
     return torch.cat([tensor, tensor.new_zeros(shape)], dim)
 
 
+class RecurrentKernel(Protocol):
+    """A kernel of a rule that runs several documents, one after another in the tokens of its
+    inputs.
+    """
+
+    def __call__(
+        self,
+        inputs: Any,
+        lengths: Sequence[int],
+        states: torch.Tensor | None,
+        *,
+        final_states: bool,
+    ) -> RuleOutputs:
+        """Run documents of these lengths.
+
+        Args:
+            inputs: of all documents.
+            lengths: tokens of each document, at least 1.
+            states: the states that the documents start with, as `make_no_states` of the inputs
+                with one for each; None for zeros.
+            final_states: whether `RuleOutputs.states` are needed.
+        """
+
+
 class SegmentKernel(NamedTuple):
     """A kernel, and the inputs of all segments of this rank.
 
@@ -70,13 +94,12 @@ class SegmentKernel(NamedTuple):
         inputs: named tuple of tensors (1, tokens, ...), and of such with one dimension, which have
             no tokens.
         segments: segments of this rank.
-        kernel: runs several documents, one after another: called with inputs, lengths, `states` and
-            ``final_states``.
+        kernel: the kernel.
     """
 
     inputs: Any
     segments: Segments
-    kernel: Callable[..., RuleOutputs]
+    kernel: RecurrentKernel
 
     def convert_inputs(self, convert: Callable[[torch.Tensor], torch.Tensor]) -> Any:
         """Return the inputs with other tokens."""
@@ -89,33 +112,85 @@ class SegmentKernel(NamedTuple):
         return self.convert_inputs(lambda tensor: self.segments.select(tensor, which))
 
     def run(
-        self, which: Sequence[int], *states: torch.Tensor | None, final_states: bool = False
+        self,
+        which: Sequence[int],
+        states: torch.Tensor | None = None,
+        *,
+        final_states: bool = False,
     ) -> RuleOutputs:
         """Run some segments."""
         if not which:
             return RuleOutputs(self.inputs[0][:, :0], None)
         lengths = self.segments.count_tokens(which)
-        return self.kernel(self.select_inputs(which), lengths, *states, final_states=final_states)
+        return self.kernel(self.select_inputs(which), lengths, states, final_states=final_states)
 
-    def run_none(self, *states: None) -> torch.Tensor:
+    def run_none(self) -> torch.Tensor:
         """Run the kernel of a rank without tokens, and return its empty output."""
         inputs = self.convert_inputs(append_token)
-        return self.kernel(inputs, [1], *states, final_states=False).output[:, :0]
+        return self.kernel(inputs, [1], None, final_states=False).output[:, :0]
 
-    def run_whole_documents(self, *states: None) -> torch.Tensor:
-        """Run the segments of a rank that has only whole documents, or none."""
-        if not self.segments.here:
-            return self.run_none(*states)
-        return self.run(self.segments.whole_documents, *states).output
 
-    def join(
-        self, outputs: Mapping[int, torch.Tensor], anchor: torch.Tensor, *states: None
-    ) -> torch.Tensor:
-        """Join the outputs of all segments, by index, and tie them to an anchor."""
-        parts = [outputs[index] for index in range(len(outputs))]
-        return with_gradient_anchor(
-            torch.cat(parts, 1) if parts else self.run_none(*states), anchor
-        )
+class Between(NamedTuple):
+    """Results of segments between others of their documents, whose initial state is not known yet.
+
+    Attributes:
+        output: outputs if they start from zeros.
+        summaries: their summaries.
+        read_state: returns what an initial state adds to the outputs of a segment, given the index
+            of the segment and the state.
+    """
+
+    output: torch.Tensor
+    summaries: Summaries
+    read_state: Callable[[int, torch.Tensor], torch.Tensor]
+
+
+def run_along_documents(
+    layer: SegmentKernel,
+    run_between: Callable[[SegmentKernel, Sequence[int]], Between],
+    move: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    stored: LayerOutputs | None,
+) -> torch.Tensor:
+    """Run a rule along each document from no state to its end, wherever its segments lie.
+
+    Args:
+        layer: kernel, inputs and segments of this rank.
+        run_between: runs segments between others.
+        move: applies a transition to a state: (transition, state) -> state.
+        stored: see `exchange_states`.
+    """
+    inputs, segments, _ = layer
+    if segments.has_only_whole_documents:
+        return layer.run(segments.whole_documents).output if segments.here else layer.run_none()
+    # 1. Segments that begin a document which goes on run from zeros, and end with their bias.
+    first = layer.run(segments.first_segments, final_states=True)
+    # 2. Segments between others run from zeros, and have a transition, too.
+    between = run_between(layer, segments.inner_segments)
+    # 3. Biases and transitions travel to the ranks that hold later segments.
+    biases = torch.cat([first.get_states(inputs.make_no_states()), between.summaries.biases])
+    held = biases, between.summaries.transitions
+    rows, anchor = exchange_states(
+        segments, held, (segments.summaries, segments.transitions), inputs, stored
+    )
+    # 4. They are composed, in the order of the document, to the state before each segment.
+    with torch.autocast(biases.device.type, enabled=False):
+        states = compute_starting_states(segments, Summaries(*rows), move)
+        # 5. It adds to the outputs of segments between others, and segments that end a document run
+        # from it.
+        outputs = segments.split(between.output, segments.inner_segments)
+        for index, output in outputs.items():
+            added = between.read_state(index, states[index])
+            outputs[index] = (output + added).to(output.dtype)
+    endings = [index for index in states if index not in outputs]
+    starts = torch.stack([states[index] for index in endings]) if endings else None
+    for which, run in (
+        (segments.first_segments, first),
+        (endings, layer.run(endings, starts)),
+        (segments.whole_documents, layer.run(segments.whole_documents)),
+    ):
+        outputs |= segments.split(run.output, which)
+    parts = [outputs[index] for index in range(len(outputs))]
+    return with_gradient_anchor(torch.cat(parts, 1) if parts else layer.run_none(), anchor)
 
 
 class _Exchange:

@@ -19,16 +19,17 @@ Shape suffixes: T tokens, H value heads, G key heads, K key dim, V value dim, N 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
 from hf_distca.hybrids.carryover import (
+    Between,
+    RecurrentKernel,
     RuleOutputs,
     SegmentKernel,
     Summaries,
-    compute_starting_states,
-    exchange_states,
+    run_along_documents,
 )
 from hf_distca.hybrids.segments import Segments
 from hf_distca.runtime.outputs import LayerOutputs
@@ -58,33 +59,10 @@ class DeltaInputs(NamedTuple):
         )
 
 
-class DeltaRule(Protocol):
-    """A kernel of the rule that runs several documents, one after another in the tokens of its
-    inputs.
-    """
-
-    def __call__(
-        self,
-        inputs: DeltaInputs,
-        lengths: Sequence[int],
-        states: torch.Tensor | None,
-        *,
-        final_states: bool,
-    ) -> RuleOutputs:
-        """Run documents of these lengths.
-
-        Args:
-            inputs: of all documents; `value` and `states` may be wider than those of the model.
-            lengths: tokens of each document, at least 1.
-            states: the states that the documents start with, (N, H, K, V); None for zeros.
-            final_states: whether `RuleOutputs.states` are needed.
-        """
-
-
 def run_by_document(
     kernel: Callable[..., tuple[torch.Tensor, torch.Tensor | None]],
-) -> DeltaRule:
-    """Make a rule of a kernel that runs one document.
+) -> RecurrentKernel:
+    """Make a `RecurrentKernel` of a kernel that runs one document.
 
     Args:
         kernel: called as ``kernel(query, key, value, g=decay, beta=beta, initial_state=...,
@@ -122,7 +100,10 @@ def run_by_document(
 
 
 def compute_gated_delta_rule(
-    inputs: DeltaInputs, segments: Segments, rule: DeltaRule, stored: LayerOutputs | None = None
+    inputs: DeltaInputs,
+    segments: Segments,
+    rule: RecurrentKernel,
+    stored: LayerOutputs | None = None,
 ) -> torch.Tensor:
     """Compute the rule for this rank's tokens: each document from no state to its end, wherever its
     segments lie.
@@ -132,7 +113,7 @@ def compute_gated_delta_rule(
     Args:
         inputs: inputs for the tokens of `segments`, in their order; T may be 0.
         segments: segments of this rank.
-        rule: the model's kernel.
+        rule: the model's kernel; inputs and states may be wider than those of the model.
         stored: keeps received states for activation checkpointing: the recompute then exchanges
             nothing.
 
@@ -146,66 +127,28 @@ def compute_gated_delta_rule(
     with segments.group.report_errors(f"computing a delta rule of {segments.name}"):
         segments.check(inputs.value, 1)
         layer = SegmentKernel(inputs, segments, rule)
-        if not segments.has_only_whole_documents:
-            return _add_states(layer, stored)
-        return layer.run_whole_documents(None)
+        return run_along_documents(layer, _run_between, torch.matmul, stored)
 
 
-class _SegmentStates(NamedTuple):
-    """Results of segments of unknown initial state: outputs (1, T, H, V) from zeros, factors
-    (1, T, H, K) that read the state, and summaries.
-    """
-
-    output: torch.Tensor
-    reader: torch.Tensor
-    summaries: Summaries
-
-
-def _run_between(layer: SegmentKernel, which: Sequence[int]) -> _SegmentStates:
-    """Run segments whose initial state is not known yet."""
+def _run_between(layer: SegmentKernel, which: Sequence[int]) -> Between:
+    """Run segments from zeros and from the identity, in one run."""
     inputs: DeltaInputs = layer.select_inputs(which)
     none = inputs.make_no_states()
     heads, rows, columns = none.shape[1:]
-    if not which:
-        return _SegmentStates(
-            inputs.value, inputs.value, Summaries(none, none.new_zeros((0, heads, rows, rows)))
-        )
     zeros = inputs.value.new_zeros((*inputs.value.shape[:3], rows))
     wide = inputs._replace(value=torch.cat([zeros, inputs.value], -1))
     start = torch.eye(rows, rows + columns, dtype=none.dtype, device=none.device)
     states = start.expand(len(which), heads, rows, rows + columns)
-    outputs = layer.kernel(wide, layer.segments.count_tokens(which), states, final_states=True)
-    reader, output = torch.split(outputs.output, [rows, columns], -1)
-    transitions, biases = torch.split(outputs.get_states(none), [rows, columns], -1)
-    return _SegmentStates(output, reader, Summaries(biases, transitions))
+    if which:
+        lengths = layer.segments.count_tokens(which)
+        run = layer.kernel(wide, lengths, states, final_states=True)
+    else:
+        run = RuleOutputs(wide.value, states)
+    reader, output = torch.split(run.output, [rows, columns], -1)
+    transitions, biases = torch.split(run.get_states(none), [rows, columns], -1)
+    readers = layer.segments.split(reader, which)
 
+    def read_state(index: int, state: torch.Tensor) -> torch.Tensor:
+        return torch.einsum("bthk,hkv->bthv", readers[index].to(state.dtype), state)
 
-def _add_states(layer: SegmentKernel, stored: LayerOutputs | None) -> torch.Tensor:
-    inputs, segments, _ = layer
-    # 1. Segments that begin a document which goes on run from zeros, and end with their bias.
-    first = layer.run(segments.first_segments, None, final_states=True)
-    # 2. Segments between others run from zeros and from the identity.
-    between = _run_between(layer, segments.inner_segments)
-    # 3. Biases and transitions travel to the ranks that hold later segments.
-    biases = torch.cat([first.get_states(inputs.make_no_states()), between.summaries.biases])
-    held = biases, between.summaries.transitions
-    rows, anchor = exchange_states(
-        segments, held, (segments.summaries, segments.transitions), inputs, stored
-    )
-    # 4. They are composed, in the order of the document, to the state before each segment.
-    with torch.autocast(biases.device.type, enabled=False):
-        states = compute_starting_states(segments, Summaries(*rows), torch.matmul)
-        # 5. It adds to the outputs of segments between others, and segments that end a document run
-        # from it.
-        outputs = segments.split(between.output, segments.inner_segments)
-        for index, reader in segments.split(between.reader, segments.inner_segments).items():
-            added = torch.einsum("bthk,hkv->bthv", reader.to(biases.dtype), states[index])
-            outputs[index] = (outputs[index] + added).to(reader.dtype)
-    endings = [index for index in states if index not in outputs]
-    starts = torch.stack([states[index] for index in endings]) if endings else None
-    last = layer.run(endings, starts)
-    whole = layer.run(segments.whole_documents, None)
-    outputs |= segments.split(first.output, segments.first_segments)
-    outputs |= segments.split(last.output, endings)
-    outputs |= segments.split(whole.output, segments.whole_documents)
-    return layer.join(outputs, anchor, None)
+    return Between(output, Summaries(biases, transitions), read_state)

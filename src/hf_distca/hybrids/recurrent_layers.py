@@ -11,9 +11,9 @@ as soon as they are imported:
   mixers, to the functions that mix tokens. An argument is the same in the recompute of activation
   checkpointing and another one for every micro-batch in flight.
 - The forward of a mixer adds the mixer itself: tensors that it received are kept for its recompute.
-- The functions that mix tokens run along segments of documents instead of rows, by
-  this room with the replaced function as kernel. Without `RecurrentRows`, as under
-  another attention implementation, they call what they replace.
+- The functions that mix tokens run along segments of documents instead of rows, with the replaced
+  function as kernel. Without `RecurrentRows`, as under another attention implementation, they call
+  what they replace.
 
 A model that generates uses its cache as before.
 """
@@ -27,7 +27,6 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial, wraps
 from types import ModuleType
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
 from transformers import PreTrainedModel
@@ -42,14 +41,14 @@ from hf_distca.hybrids.delta_rule import (
     compute_gated_delta_rule,
     run_by_document,
 )
-from hf_distca.hybrids.recurrent_rows import RecurrentRows, get_recurrent_rows
+from hf_distca.hybrids.recurrent_rows import RecurrentRows
 from hf_distca.hybrids.recurrent_segments import make_recurrent_rows
 from hf_distca.hybrids.segments import Segments
 from hf_distca.hybrids.state_space import ScanInputs, compute_mamba2, scan_by_document
+from hf_distca.import_hooks import call_after_import
 from hf_distca.integration.families import check_cut_documents, warn_of_packing
 from hf_distca.integration.handle import MODEL_ROWS
 from hf_distca.integration.hooks.mask import find_planner
-from hf_distca.late_imports import call_after_import
 from hf_distca.runtime.outputs import LayerOutputs
 
 _CONVOLUTION_FUNCTIONS = ("causal_conv1d_fn",)
@@ -185,10 +184,6 @@ def _pass_rows_to_model(
     return forward_with_rows
 
 
-# Whether models have mixers.
-_has_mixers: WeakKeyDictionary[torch.nn.Module, bool] = WeakKeyDictionary()
-
-
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _check_rows_used(
     mixers: tuple[type, ...],
@@ -205,9 +200,7 @@ def _check_rows_used(
         or set(functions) - {_FUSED_FUNCTION} <= rows.used_functions
     ):
         return
-    if model not in _has_mixers:
-        _has_mixers[model] = any(isinstance(part, mixers) for part in model.modules())
-    if _has_mixers[model]:
+    if any(isinstance(part, mixers) for part in model.modules()):
         model_type = model.config.model_type
         warn_of_packing(model_type)
         if not rows.segments.has_only_whole_documents:
@@ -219,8 +212,8 @@ def _pass_rows_to_mixer(forward: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(forward)
     def forward_with_mixer(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        rows = get_recurrent_rows(kwargs)
-        if rows is not None and rows.segments is not None:
+        rows = kwargs.get(MODEL_ROWS)  # of a model that was given some
+        if isinstance(rows, RecurrentRows) and rows.segments is not None:
             kwargs[MODEL_ROWS] = _MixerCall(rows, rows.segments, self)
         return forward(self, *args, **kwargs)
 
@@ -228,7 +221,7 @@ def _pass_rows_to_mixer(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _run_along_segments(original: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """Make a function in place of `original`, which runs along segments if there are any."""
+    """Make a replacement of `original` that runs along segments if there are any."""
 
     # Compiled, segments would be traced with the lengths of one micro-batch.
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -326,7 +319,7 @@ def _run_package_rule(
     *,
     final_states: bool,
 ) -> RuleOutputs:
-    """Run a `DeltaRule` of a package: fla runs several documents in one call."""
+    """Run the delta rule of a package: fla runs several documents in one call."""
     query, key, value, decay, beta = inputs
     return RuleOutputs(
         *kernel(

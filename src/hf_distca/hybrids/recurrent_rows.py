@@ -5,7 +5,7 @@ from rank to rank.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,6 @@ import torch
 
 from hf_distca.agreement.documents import Documents
 from hf_distca.hybrids.segments import Segments
-from hf_distca.integration.handle import MODEL_ROWS
 from hf_distca.kernels.varlen import to_device
 from hf_distca.runtime.outputs import OutputStore
 
@@ -66,11 +65,3 @@ class RecurrentRows:
         if (name, device) not in self._tensors:
             self._tensors[name, device] = to_device(torch.from_numpy(make()), device)
         return self._tensors[name, device]
-
-
-def get_recurrent_rows(arguments: Mapping[str, Any]) -> RecurrentRows | None:
-    """Return the `RecurrentRows` among the keyword arguments of a layer, if its model added
-    them.
-    """
-    rows = arguments.get(MODEL_ROWS)
-    return rows if isinstance(rows, RecurrentRows) else None

@@ -16,16 +16,17 @@ Shape suffixes: T tokens, H heads, P head dim, G groups, N state size, D documen
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
 from hf_distca.hybrids.carryover import (
+    Between,
+    RecurrentKernel,
     RuleOutputs,
     SegmentKernel,
     Summaries,
-    compute_starting_states,
-    exchange_states,
+    run_along_documents,
 )
 from hf_distca.hybrids.segments import Segments
 from hf_distca.runtime.outputs import LayerOutputs
@@ -55,21 +56,8 @@ class ScanInputs(NamedTuple):
         )
 
 
-class Scan(Protocol):
-    """A kernel that scans several documents, one after another in the tokens of its inputs, each
-    from a state of zeros.
-    """
-
-    def __call__(
-        self, inputs: ScanInputs, lengths: Sequence[int], *, final_states: bool
-    ) -> RuleOutputs:
-        """Scan documents of these lengths, each at least 1; `final_states` says whether
-        `RuleOutputs.states` are needed.
-        """
-
-
-def scan_by_document(kernel: Callable[..., tuple[torch.Tensor, torch.Tensor]]) -> Scan:
-    """Make a scan of a kernel that scans one document.
+def scan_by_document(kernel: Callable[..., tuple[torch.Tensor, torch.Tensor]]) -> RecurrentKernel:
+    """Make a `RecurrentKernel` of a kernel that scans one document from zeros.
 
     Args:
         kernel: called as ``kernel(x, dt, A, B, C, return_final_states=True)``, as are mamba-ssm's
@@ -77,24 +65,36 @@ def scan_by_document(kernel: Callable[..., tuple[torch.Tensor, torch.Tensor]]) -
             bound before. It returns output and final state.
     """
 
-    def run(inputs: ScanInputs, lengths: Sequence[int], *, final_states: bool) -> RuleOutputs:
+    def run(
+        inputs: ScanInputs,
+        lengths: Sequence[int],
+        states: torch.Tensor | None,
+        *,
+        final_states: bool,
+    ) -> RuleOutputs:
         by_document = (
             torch.split(tensor, list(lengths), 1)
             for tensor in (inputs.x, inputs.dt, inputs.B, inputs.C)
         )
-        documents = zip(*by_document, strict=True)
-        scanned = [
-            kernel(x, dt, inputs.A, *projections, return_final_states=True)
-            for x, dt, *projections in documents
-        ]
-        outputs, finals = zip(*scanned, strict=True)
+        outputs, finals = list[torch.Tensor](), list[torch.Tensor]()
+        for number, (x, dt, *projections) in enumerate(zip(*by_document, strict=True)):
+            output, final = kernel(x, dt, inputs.A, *projections, return_final_states=True)
+            if states is not None:
+                document = ScanInputs(x, dt, inputs.A, *projections)
+                output = (output + _read_state(document, states[number])).to(output.dtype)
+                final = final + _sum_decays(document)[-1, :, None, None] * states[number]
+            outputs.append(output)
+            finals.append(final)
         return RuleOutputs(torch.cat(outputs, 1), torch.cat(finals) if final_states else None)
 
     return run
 
 
 def compute_mamba2(
-    inputs: ScanInputs, segments: Segments, scan: Scan, stored: LayerOutputs | None = None
+    inputs: ScanInputs,
+    segments: Segments,
+    scan: RecurrentKernel,
+    stored: LayerOutputs | None = None,
 ) -> torch.Tensor:
     """Compute the scan for this rank's tokens: each document from no state to its end, wherever its
     segments lie.
@@ -118,57 +118,41 @@ def compute_mamba2(
     with segments.group.report_errors(f"computing a state space of {segments.name}"):
         segments.check(inputs.x, 1)
         layer = SegmentKernel(inputs, segments, scan)
-        if not segments.has_only_whole_documents:
-            return _add_states(layer, stored)
-        return layer.run_whole_documents()
+        return run_along_documents(layer, _run_between, _decay_state, stored)
 
 
-def _add_states(layer: SegmentKernel, stored: LayerOutputs | None) -> torch.Tensor:
-    inputs, segments, _ = layer
-    # 1, 2. Segments that others come after are scanned from zeros, and end with their bias.
-    # Transitions follow from decays.
-    handing_on = (*segments.first_segments, *segments.inner_segments)
-    handed = layer.run(handing_on, final_states=True)
-    none = inputs.make_no_states()
-    biases = handed.get_states(none)
-    decays = [
-        _log_decays(layer.select_inputs([index])).sum(0).exp() for index in segments.inner_segments
-    ]
+def _run_between(layer: SegmentKernel, which: Sequence[int]) -> Between:
+    """Scan segments from zeros; their transitions follow from decays."""
+    run = layer.run(which, final_states=True)
+    none = layer.inputs.make_no_states()
+    inputs = {index: layer.select_inputs([index]) for index in which}
+    decays = [_sum_decays(segment)[-1] for segment in inputs.values()]
     transitions = torch.stack(decays) if decays else none.new_zeros((0, none.shape[1]))
-    # 3. Biases and transitions travel to the ranks that hold later segments.
-    rows, anchor = exchange_states(
-        segments, (biases, transitions), (segments.summaries, segments.transitions), inputs, stored
+    return Between(
+        run.output,
+        Summaries(run.get_states(none), transitions),
+        lambda index, state: _read_state(inputs[index], state),
     )
-    # 4. They are composed, in the order of the document, to the state before each segment.
-    states = compute_starting_states(segments, Summaries(*rows), _decay_state)
-    # 5. All other segments are scanned from zeros, and the state before a segment adds to its
-    # outputs.
-    ending = [index for index in range(len(segments.here)) if index not in handing_on]
-    ended = layer.run(ending)
-    outputs = segments.split(handed.output, handing_on) | segments.split(ended.output, ending)
-    for index, state in states.items():
-        added = _add_state(layer.select_inputs([index]), state)
-        outputs[index] = (outputs[index] + added).to(outputs[index].dtype)
-    return layer.join(outputs, anchor)
 
 
 def _decay_state(transition_H: torch.Tensor, state_HPN: torch.Tensor) -> torch.Tensor:
     return transition_H[:, None, None] * state_HPN
 
 
-def _log_decays(inputs: ScanInputs) -> torch.Tensor:
-    """Return the logarithms of the decays of one segment, (T, H), in the dtype of states."""
+def _sum_decays(inputs: ScanInputs) -> torch.Tensor:
+    """Return the decay of one segment from its start to each token, (T, H), in the dtype of
+    states.
+    """
     dtype = inputs.make_no_states().dtype
-    return inputs.A.to(dtype) * inputs.dt[0].to(dtype)
+    return (inputs.A.to(dtype) * inputs.dt[0].to(dtype)).cumsum(0).exp()
 
 
-def _add_state(inputs: ScanInputs, state_HPN: torch.Tensor) -> torch.Tensor:
+def _read_state(inputs: ScanInputs, state_HPN: torch.Tensor) -> torch.Tensor:
     """Return the contribution of a state to the outputs of the segment after it, (1, T, H, P), in
     the dtype of states.
     """
-    decay_TH = _log_decays(inputs).cumsum(0).exp()
     C_TGN = inputs.C[0].to(state_HPN.dtype)
     by_group = state_HPN.reshape(C_TGN.shape[1], -1, *state_HPN.shape[1:])
     with torch.autocast(state_HPN.device.type, enabled=False):
         read = torch.einsum("tgn,ghpn->tghp", C_TGN, by_group).flatten(1, 2)
-    return (decay_TH[..., None] * read)[None]
+    return (_sum_decays(inputs)[..., None] * read)[None]

@@ -27,7 +27,7 @@ from hf_distca.runtime.group import AttentionGroup
 from hf_distca.runtime.outputs import LayerOutputs
 from hf_distca.runtime.route import NOTHING_POOLED, Route
 
-# Of work whose calls have their routes from elsewhere. They may exchange, so that there is
+# Stands in plans whose calls get their own routes. It exchanges, so that nano-batches have
 # something to hide.
 _NO_ROUTE = Route(TaskBatch((), (), (), ()), NOTHING_POOLED, exchanges=True)
 

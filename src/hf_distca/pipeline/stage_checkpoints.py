@@ -48,9 +48,8 @@ def save_pretrained(stage: Stage, directory: str | Path, **kwargs: Any) -> None:
     """
     folder = Path(directory)
     model = stage.unwrapped
-    # Of sharded ones, all copies together.
     adapted = has_adapters(model.model)
-    weights = _collect_weights(model)
+    weights = _collect_weights(model)  # all copies gather sharded weights together
     if adapted:
         weights = select_adapter_weights(model.model, weights)
     parts = [folder / f".stage-{number}" for number in range(model.stages)]
@@ -59,7 +58,7 @@ def save_pretrained(stage: Stage, directory: str | Path, **kwargs: Any) -> None:
     writes = bool((stage.mesh.mesh == whole_mesh.flatten()[0]).any())  # the first copy does
     if writes:
         folder.mkdir(parents=True, exist_ok=True)
-        if part.exists():  # of a save that was killed
+        if part.exists():  # left by a save that was killed
             shutil.rmtree(part)
         if adapted:  # there may be no layer with an adapter on this stage
             part.mkdir()

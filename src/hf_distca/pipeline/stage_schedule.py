@@ -39,9 +39,6 @@ from hf_distca.pipeline.ticks import (
 )
 from hf_distca.runtime.group import AttentionGroup
 
-# How a batch was loaded. They are no numbers that another announcement begins with.
-_STATED, _SHARES = -1, -2
-
 
 class Schedule(OneStageSchedule):
     """Runs the micro-batches of a step through the stages, in as many ticks as 1F1B, and shares the
@@ -209,53 +206,38 @@ class Schedule(OneStageSchedule):
         shape: tuple[int, int],
         name: str,
     ) -> TickPlans:
-        """Plan all ticks: from one announcement, or from dealt shares, which hold all documents."""
+        """Plan all ticks from the documents that ranks announce, and check that all run the same
+        step.
+        """
         planner = self._session.planner
-        config = self._session.config
         shares = [read.dealt_share for read in documents if read.dealt_share is not None]
-        are_dealt = len(shares) == len(documents)
-        place = f"{name}, {self.micro_batches} micro-batches in {self.stage.num_stages} stages"
-        with group.report_errors(f"planning {place}"):
-            config = replace(config, ping_pong=self._uses_nano_batches(documents))
+        label = f"{name}, {self.micro_batches} micro-batches in {self.stage.num_stages} stages"
+        with group.report_errors(f"planning {label}"):
+            check_shares_of_copy(shares, pipeline)
+            config = replace(self._session.config, ping_pong=self._uses_nano_batches(documents))
             facts = {
                 **self._collect_facts(),
                 "nano-batches of a micro-batch": str(1 + config.ping_pong),
+                "the dealt batches": ", ".join(map(str, shares)) or "none",
+                "the dealt documents (checksums)": str([share.digest for share in shares]),
             }
             requests = make_requests(pipeline.keys, documents, shape, config)
-            if are_dealt:
-                check_shares_of_copy(shares, pipeline)
-                facts["the batch"] = str(shares[0])
-                layouts = {
-                    part: (
-                        shares[part.micro_batch].layouts[part.nano - 1]
-                        if part.nano
-                        else shares[part.micro_batch].whole_layout
-                    )
-                    for part in requests
-                }
-            else:
-                announced = planner.announce(list(requests.values()), group, place)
-                layouts = {
-                    part: build_layout_of_copies(
-                        announced_documents, pipeline.copies, group.ranks, part.micro_batch
-                    )
-                    for part, announced_documents in zip(requests, announced, strict=True)
-                }
+            announced = planner.announce(list(requests.values()), group, label)
+            layouts = {
+                part: build_layout_of_copies(
+                    announced_documents, pipeline.copies, group.ranks, part.micro_batch
+                )
+                for part, announced_documents in zip(requests, announced, strict=True)
+            }
             costs = {key: planner.costs.get_cost(key) for key in pipeline.keys}
             order = order_ticks(
                 self.stage.num_stages, self.micro_batches, backward=self.is_training
             )
             plans = TickPlans(order, pipeline, layouts, costs, config, name)
-            row = StepRow(
-                _SHARES if are_dealt else _STATED,
-                hash_settings(facts),
-                shares[0].digest if are_dealt else 0,
-                plans.make(),
-                *shape,
-                compute_checksum(self.stage.unwrapped.tied_weight),
-            )
-            rows = group.gather(np.array(row), activity=f"comparing plans of {place}")
-            check_steps(group, rows, facts, pipeline.copies, place)
+            tied = compute_checksum(self.stage.unwrapped.tied_weight)
+            row = StepRow(hash_settings(facts), plans.make(), *shape, tied)
+            rows = group.gather(np.array(row), activity=f"comparing plans of {label}")
+            check_steps(group, rows, facts, pipeline.copies, label)
         return plans
 
     def _uses_nano_batches(self, documents: Sequence[Documents]) -> bool:

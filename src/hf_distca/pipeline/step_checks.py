@@ -40,35 +40,27 @@ _BITS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
 class StepRow(NamedTuple):
     """Numbers that a rank sends about a step before it begins.
 
-    Ranks that load batches in another way read them as an `Announcement`.
-
     Attributes:
-        way: code of the way in which the batch was loaded; no announcement begins with it.
         facts: `hash_settings` of all that must be equal on all ranks.
-        documents: checksum of the documents of a dealt global batch; 0 for other batches.
         plans: digest of the plans.
         batch, tokens: shape of a micro-batch, which the stages of a copy of the model must have in
             common.
-        tied: `checksum` of this stage's copy of a tied weight, 0 if it has none.
-        leaves: 0, for no stage leaves.
+        tied: checksum of this stage's copy of a tied weight, 0 if it has none.
     """
 
-    way: int
     facts: int
-    documents: int
     plans: int
     batch: int
     tokens: int
     tied: int
-    leaves: int = 0
 
 
 def compute_checksum(weight: torch.Tensor | None) -> int:
     """Return a 60-bit checksum of a weight's bits and their places; of a sharded weight, of this
     rank's shard.
 
-    It is 0 only for None. Sums of bits times numbers without a pattern are equal by chance only:
-    neither permutations nor drifts that cancel are lost.
+    It is 0 only for None. The bits of each element are multiplied by a number that depends on its
+    place without a pattern, so that exchanged elements and changes that cancel out are noticed.
     """
     if weight is None:
         return 0
@@ -95,12 +87,12 @@ def check_shares_of_copy(shares: Sequence[DealtShare], pipeline: Pipeline) -> No
 
 
 def check_facts(
-    group: AttentionGroup, hashes: Sequence[int], facts: SharedSettings, place: str
+    group: AttentionGroup, hashes: Sequence[int], facts: SharedSettings, label: str
 ) -> None:
     """Compare `hash_settings` of the facts of each rank, and raise `DistCADesyncError` with those
     that differ; `facts` are this rank's.
     """
-    description = f"ranks do not run the same in {place}"
+    description = f"ranks do not run the same in {label}"
     check_shared_settings(group, np.array(hashes), facts, description, _SAME)
 
 
@@ -109,38 +101,29 @@ def check_steps(
     rows: Sequence[IntArray],
     facts: SharedSettings,
     copies: Sequence[int],
-    place: str,
+    label: str,
 ) -> None:
     """Compare the `StepRow` of each rank. `copies` gives each rank's copy of the model.
 
     Raises:
         DistCADesyncError: if ranks do not run the same, if stages of one copy of the model have
-            micro-batches of different shapes, or if their copies of a tied weight differ.
+            micro-batches of different shapes, if their copies of a tied weight differ, or if ranks
+            have other plans.
     """
-    if any(len(row) != len(StepRow._fields) or row[0] != rows[0][0] for row in rows):
-        raise DistCADesyncError(
-            f"some ranks have shares of dealt batches in {place} and others have not: give"
-            " Schedule.step distca_documents on all of them, or on none."
-        )
     steps = [StepRow(*row.tolist()) for row in rows]
-    check_facts(group, [step.facts for step in steps], facts, place)
-    arguments = "give document_shares the same documents, seed and other arguments on every rank"
-    documents = np.array([step.documents for step in steps])
-    check_equal(
-        group, documents, "documents in the same global batch (as checksums)", place, arguments
-    )
+    check_facts(group, [step.facts for step in steps], facts, label)
     for copy in sorted(set(copies)):
         members = {
             rank: step
             for rank, step, its_copy in zip(group.ranks, steps, copies, strict=True)
             if its_copy == copy
         }
-        _check_copy(members, facts, place)
+        _check_copy(members, facts, label)
     plans = np.array([step.plans for step in steps])
-    check_equal(group, plans, "plans (as digests)", place, "use one version of hf_distca and numpy")
+    check_equal(group, plans, "plans (as digests)", label, "use one version of hf_distca and numpy")
 
 
-def _check_copy(steps: Mapping[int, StepRow], facts: SharedSettings, place: str) -> None:
+def _check_copy(steps: Mapping[int, StepRow], facts: SharedSettings, label: str) -> None:
     """Compare the rows that the stages of one copy of the model sent, by rank."""
     shapes = {rank: (step.batch, step.tokens) for rank, step in steps.items()}
     first = min(shapes)
@@ -148,7 +131,7 @@ def _check_copy(steps: Mapping[int, StepRow], facts: SharedSettings, place: str)
         if shape != shapes[first]:
             raise DistCADesyncError(
                 f"ranks {first} and {rank} are stages of one copy of the model and have"
-                f" micro-batches of shapes {shapes[first]} and {shape} in {place}. Give all stages"
+                f" micro-batches of shapes {shapes[first]} and {shape} in {label}. Give all stages"
                 " of a copy the same position_ids."
             )
     checksums = {rank: step.tied for rank, step in steps.items() if step.tied}
@@ -156,7 +139,7 @@ def _check_copy(steps: Mapping[int, StepRow], facts: SharedSettings, place: str)
         holders = " and ".join(map(str, checksums))
         raise DistCADesyncError(
             f"{facts[TIED]} are one weight, of which ranks {holders} have a copy each, and the"
-            f" copies differ in {place}. Make all stages from one model, give their optimizers the"
+            f" copies differ in {label}. Make all stages from one model, give their optimizers the"
             " same settings, and clip with hf_distca.pipeline.clip_grad_norm_, which takes the"
             " norm over all stages."
         )
@@ -176,6 +159,7 @@ def build_layout_of_copies(
 
     Raises:
         DistCADesyncError: if the stages of a copy have different documents.
+        LayoutError: if those of the copies do not fit together.
     """
     firsts = [copies.index(copy) for copy in range(1 + max(copies))]
     of_ranks = documents.split_by_rank()
@@ -191,4 +175,10 @@ def build_layout_of_copies(
                 f" {other_lengths} tokens. Give all stages of a copy the same position_ids."
             )
     numbers = np.concatenate([of_ranks[first] for first in firsts])
-    return AnnouncedDocuments(documents.header[firsts], numbers).build_layout()
+    try:
+        return AnnouncedDocuments(documents.header[firsts], numbers).build_layout()
+    except LayoutError as error:
+        raise LayoutError(
+            f"copies of the model have documents of micro-batch {micro_batch} that do not fit"
+            f" together: {error} Give all copies their shares of one data set, in one order."
+        ) from error

@@ -51,8 +51,8 @@ class DistCAPlugin(BasePlugin):  # type: ignore[misc]  # Any, where axolotl is n
             UnsupportedError: if it names an attention that distca does not stand in for, or a
                 sequence is cut over ranks.
         """
-        self.config, beside = split_settings(cfg.get("distca"), "distca")
-        self.tokens_per_rank = beside.get("tokens_per_rank")
+        self.config, others = split_settings(cfg.get("distca"), "distca")
+        self.tokens_per_rank = others.get("tokens_per_rank")
         if self.tokens_per_rank is not None and cfg.get("sample_packing"):
             raise UnsupportedError(
                 "sample_packing: true packs samples of up to sequence_len tokens, and distca:"

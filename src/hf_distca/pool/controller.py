@@ -1,9 +1,9 @@
-"""Announcements of rank 0: every step that ranks take together is named to the servers, right
-before this rank takes it. On other ranks there are no servers to name it to.
+"""Announcements of rank 0: it tells the servers each step that ranks take together, right before it
+takes the step itself. Other ranks have no servers to tell.
 
 A step of another room that is marked by `mark_joint_step` is a step of `Server`, with the same
-name and arguments. Of an argument that servers have, too, its name is sent; of a tensor, its
-dtype; and no group, device or documents, of which servers have their own.
+name and arguments. Arguments that servers know are sent by name, and tensors as their dtype.
+Groups, devices and documents are not sent: servers have their own.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from hf_distca.agreement.documents import Documents
 from hf_distca.agreement.planner import Planner
 from hf_distca.config import DistCAConfig
 from hf_distca.errors import ConfigError, DistCADesyncError, make_printable
+from hf_distca.import_hooks import call_at_exit
 from hf_distca.integration.handle import LayerPlan
-from hf_distca.late_imports import call_at_exit
 from hf_distca.pool.addresses import parse_address
-from hf_distca.pool.words import JsonLineConnection
+from hf_distca.pool.protocol import JsonLineConnection
 from hf_distca.runtime.call import LayerExchange
 from hf_distca.runtime.group import AttentionGroup, Phase
 
 ASK_SECONDS = 0.2  # between two attempts to find a server
-# That a server has to answer, and may.
+# Limits on a server's answer.
 _ANSWER_SECONDS = 30.0
 _ANSWER_BYTES = 1 << 16
 
@@ -42,8 +42,8 @@ _ANSWER_BYTES = 1 << 16
 class PoolController:
     """Announces the steps of a group to its servers.
 
-    Sessions and results of steps have names, by which later steps refer to them. Once one of them
-    is gone here, servers forget what they keep under its name.
+    Sessions and results of steps have names, by which later steps refer to them. Once this rank has
+    dropped one of them, servers forget what they keep under its name.
 
     Attributes:
         servers: the connection to each server, by its name.
@@ -65,13 +65,13 @@ class PoolController:
         group = given["group"]
         if (owner := given.pop("self", None)) is not None:
             given["session"] = self._name_session(getattr(owner, "planner", owner), group)
-        said = {
+        arguments = {
             name: self._names.get(id(value), value)
             for name, value in given.items()
             if not isinstance(value, AttentionGroup | torch.device | Documents)
         }
         serial = next(self._count)
-        self.announce(group, step.__name__, said, serial)
+        self.announce(group, step.__name__, arguments, serial)
         result = step(*args, **options)
         # As long as a route is known, calls of its work may come.
         known = result.route if isinstance(result, LayerPlan) else result
@@ -81,20 +81,20 @@ class PoolController:
 
     def enter_phase(self, call: LayerExchange, phase: Phase, dtype: torch.dtype | None) -> None:
         """See `GroupObserver.enter_phase`."""
-        said: dict[str, Any] = {"call": id(call)}
+        arguments: dict[str, Any] = {"call": id(call)}
         if phase == "begin":
-            said |= {
+            arguments |= {
                 "work": self._names[id(call.route)],
-                "place": call.label,
+                "label": call.label,
                 "dtype": dtype,
                 "scale": call.server.scores.scale,
                 "softcap": call.server.scores.softcap,
                 "backward": call.backward,
             }
-        self.announce(call.group, phase, said)
+        self.announce(call.group, phase, arguments)
 
     def announce(
-        self, group: AttentionGroup, step: str, said: Mapping[str, Any], serial: int = 0
+        self, group: AttentionGroup, step: str, arguments: Mapping[str, Any], serial: int = 0
     ) -> None:
         """Announce a step of the group to its servers, with the names of what is gone; results get
         names with its serial number. Steps of other groups have no servers.
@@ -105,9 +105,9 @@ class PoolController:
         if self.group.monitor is not group.monitor:
             return
         forgotten = [self._forgotten.popleft() for _ in range(len(self._forgotten))]
-        for name, words in self.servers.items():
+        for name, connection in self.servers.items():
             try:
-                words.send([step, said, serial, forgotten])
+                connection.send([step, arguments, serial, forgotten])
             except OSError as error:
                 if group.monitor is not None:
                     activity = f"telling {name} what comes next"
@@ -118,13 +118,13 @@ class PoolController:
 
     def end(self) -> None:
         """End the servers, and tell them that the run is over, or that this process failed."""
-        # The last value is an exception that nobody caught.
+        # The interpreter sets `last_value` to an exception that nobody caught.
         failed = self.group.monitor is None or self.group.has_left or hasattr(sys, "last_value")
         why = "the run failed, see the log of rank 0" if failed else "the run is over"
-        for words in self.servers.values():
+        for connection in self.servers.values():
             with suppress(OSError):  # it may have ended already
-                words.send(["end", {"why": why, "status": int(failed)}, 0, []])
-                words.close()
+                connection.send(["end", {"why": why, "status": int(failed)}, 0, []])
+                connection.close()
         self.servers.clear()
 
     def _name_session(self, planner: Planner, group: AttentionGroup) -> str:
@@ -150,7 +150,7 @@ def connect_server(
     address: str, token: str, device: str, deadline: float, seconds: float
 ) -> JsonLineConnection:
     """Connect to a server that asks for this token and computes on a device of this type, and that
-    may take so many seconds to read a word.
+    may take so many seconds to read a message.
 
     Raises:
         ConfigError: if it does not answer before the deadline, has another token, version or
@@ -160,7 +160,7 @@ def connect_server(
     start = f"`hf-distca serve --address {address}`"
     while True:
         try:
-            words = JsonLineConnection(
+            connection = JsonLineConnection(
                 socket.create_connection((host, port), max(deadline - time.monotonic(), 1.0)),
                 seconds,
             )
@@ -173,16 +173,16 @@ def connect_server(
                 ) from error
             time.sleep(ASK_SECONDS)
     try:
-        words.send({"token": token, "version": version("hf-distca"), "device": device})
-        refusal = words.receive(_ANSWER_SECONDS, _ANSWER_BYTES)["error"]
+        connection.send({"token": token, "version": version("hf-distca"), "device": device})
+        refusal = connection.receive(_ANSWER_SECONDS, _ANSWER_BYTES)["error"]
     except (EOFError, OSError, ValueError, TypeError, LookupError) as error:
         raise ConfigError(
             f"what listens at {address} is no server of hf-distca, or has ended"
             f" ({type(error).__name__}). Start one with {start}, or name another address."
         ) from error
     if refusal is not None:
-        words.close()
+        connection.close()
         raise ConfigError(
             f"the server at {address} cannot take part: {make_printable(str(refusal))}"
         )
-    return words
+    return connection

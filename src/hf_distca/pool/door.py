@@ -5,100 +5,88 @@ let in.
 from __future__ import annotations
 
 import hmac
-import math
 import socket
-import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from importlib.metadata import version
-from multiprocessing.connection import wait
+from queue import Empty, SimpleQueue
+from threading import Event, Lock, Thread
 from typing import Any
 
 import torch
 
-from hf_distca.pool.words import JsonLineConnection
+from hf_distca.pool.protocol import JsonLineConnection
 
-# That whoever connects has to tell what it wants.
+# Limits of a greeting: whoever connects has to send one.
 _HANDSHAKE_SECONDS = 5.0
 _HANDSHAKE_BYTES = 1 << 16
-_LOOK_SECONDS = 1.0  # between two looks at who has been silent for too long
-_GLANCE_SECONDS = 0.01  # to read what has arrived
-_MOST_ASKING = 256  # connections at a time that have not told what they want
+_TAKEN = "it serves the ranks of another run. Start a separate server for each run."
 
 
 def accept(
-    listening: socket.socket, why_not: Callable[[Any], str | None], wait_seconds: float | None
+    listening: socket.socket, find_refusal: Callable[[Any], str | None], wait_seconds: float | None
 ) -> JsonLineConnection | None:
-    """Accept the connection of a rank 0 that this server can serve, among those of strangers and
-    those that `why_not` gives a reason to refuse. Nobody waits for another who is silent.
+    """Accept the connection of the first rank 0 that this server can serve. All others are refused,
+    now and later; each is asked in a thread, so that nobody waits for another who is silent.
+
+    Args:
+        listening: socket to which they connect.
+        find_refusal: returns the reason to refuse a greeting, None to accept it.
+        wait_seconds: time that rank 0 may take; None for no limit.
 
     Returns:
         The connection; None if no such rank 0 comes in time.
     """
-    deadline = math.inf if wait_seconds is None else time.monotonic() + wait_seconds
-    listening.settimeout(_GLANCE_SECONDS)  # who has connected may have ended already
-    asking = dict[JsonLineConnection, float]()  # until when each may tell what it wants
-    accepted = None
-    while accepted is None:
-        if (left := deadline - time.monotonic()) <= 0:
-            return None
-        sources: list[Any] = [listening, *asking]
-        ready: list[Any] = wait(sources, min(left, _LOOK_SECONDS))
-        if listening in ready:
-            with suppress(TimeoutError):
-                words = JsonLineConnection(listening.accept()[0], _HANDSHAKE_SECONDS)
-                asking[words] = time.monotonic() + _HANDSHAKE_SECONDS
-        for words in [words for words in asking if words in ready]:
-            is_served = _answer(words, why_not if accepted is None else refuse)
-            if is_served:
-                accepted = words
-            if is_served is not None:
-                del asking[words]
-        _close_overdue(asking, everyone=accepted is not None)
-    return accepted
-
-
-def _answer(words: JsonLineConnection, why_not: Callable[[Any], str | None]) -> bool | None:
-    """Answer who has connected. Return whether it is served, or None if it has not told what it
-    wants.
-    """
+    accepted = SimpleQueue[JsonLineConnection]()
+    Thread(target=_ask_all, args=[listening, find_refusal, accepted], daemon=True).start()
     try:
-        error = why_not(words.receive(_GLANCE_SECONDS, _HANDSHAKE_BYTES))
-        words.send({"error": error})
-    except TimeoutError:
+        return accepted.get(timeout=wait_seconds)
+    except Empty:
         return None
-    except (EOFError, OSError, ValueError, RecursionError, TypeError, AttributeError):
-        error = "a stranger"
-    if error is not None:
-        words.close()
-    return error is None
 
 
-def _close_overdue(asking: dict[JsonLineConnection, float], *, everyone: bool) -> None:
-    """Close the connections whose time is over, and those that came first if there are too many."""
-    now, excess = time.monotonic(), len(asking) - _MOST_ASKING
-    for number, (words, end) in enumerate(tuple(asking.items())):
-        if everyone or end <= now or number < excess:
-            del asking[words]
-            words.close()
+def _ask_all(
+    listening: socket.socket,
+    find_refusal: Callable[[Any], str | None],
+    accepted: SimpleQueue[JsonLineConnection],
+) -> None:
+    """Ask everyone who connects what it wants, as long as the socket is open."""
+    deciding, is_taken = Lock(), Event()
+
+    def ask(connection: JsonLineConnection) -> None:
+        # A stranger may have sent anything, or ended.
+        with suppress(EOFError, OSError, ValueError, RecursionError, TypeError, AttributeError):
+            greeting = connection.receive(_HANDSHAKE_SECONDS, _HANDSHAKE_BYTES)
+            with deciding:
+                refusal = _TAKEN if is_taken.is_set() else find_refusal(greeting)
+                connection.send({"error": refusal})
+                if refusal is None:
+                    is_taken.set()
+                    accepted.put(connection)
+                    return
+        connection.close()
+
+    while listening.fileno() >= 0:
+        with suppress(OSError):  # the socket was closed, or too many are connected
+            connection = JsonLineConnection(listening.accept()[0], _HANDSHAKE_SECONDS)
+            Thread(target=ask, args=[connection], daemon=True).start()
 
 
 def find_refusal(
-    token: str, device: torch.device, say: Callable[[str], None], asked: Mapping[str, Any]
+    token: str, device: torch.device, log: Callable[[str], None], greeting: Mapping[str, Any]
 ) -> str | None:
     """Return why this server cannot serve a client that sent this greeting; None if it can."""
-    here = version("hf-distca")
-    there = asked.get("version")
-    wanted = asked.get("device")
+    ours, theirs = version("hf-distca"), greeting.get("version")
+    wanted = greeting.get("device")
     conditions = (
         (
-            hmac.compare_digest(str(asked.get("token", "")).encode(), token.encode()),
+            hmac.compare_digest(str(greeting.get("token", "")).encode(), token.encode()),
             "it asks for another token. Set HF_DISTCA_POOL_TOKEN to the same where this server and"
             " where the ranks that train are started.",
         ),
         (
-            there == here,
-            f"it runs hf-distca {here}, and rank 0 {there}. Install one version everywhere.",
+            theirs == ours,
+            f"it runs hf-distca {ours}, and rank 0 {theirs}. Install one version everywhere.",
         ),
         (
             wanted == device.type,
@@ -108,10 +96,5 @@ def find_refusal(
     )
     why = next((text for is_met, text in conditions if not is_met), None)
     if why is not None:
-        say(f"turned ranks away: {why}")
+        log(f"turned ranks away: {why}")
     return why
-
-
-def refuse(_asked: object) -> str:
-    """Return why a server that is taken refuses all further connections."""
-    return "it serves the ranks of another run. Start a separate server for each run."

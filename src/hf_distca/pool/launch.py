@@ -16,7 +16,7 @@ from typing import NamedTuple, NoReturn
 from hf_distca.errors import ConfigError
 from hf_distca.pool.addresses import read_token, store_key
 
-# What keeps torch from writing frames of C++ where a connection ends, as all do with rank 0.
+# Keeps torch from printing C++ stack frames when connections end, as all do when rank 0 ends.
 QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
 
 
@@ -56,10 +56,10 @@ class LaunchPlace(NamedTuple):
         except (KeyError, ValueError):
             rank = local = world = per_node = 0
         if not per_node or world % per_node or rank % per_node != local:
-            told = ", ".join(f"{name}={environment.get(name)}" for name in names)
+            given = ", ".join(f"{name}={environment.get(name)}" for name in names)
             raise ConfigError(
                 "servers are the last processes of each node, and this launcher does not tell which"
-                f" these are ({told}). Start with torchrun or accelerate launch, or start servers"
+                f" these are ({given}). Start with torchrun or accelerate launch, or start servers"
                 " with `hf-distca serve` and name them by --server-address."
             )
         if servers >= per_node:
@@ -147,8 +147,8 @@ def serve_launched(number: int, attempt: str, wait_seconds: float, local: int) -
         host, port, None, False, timedelta(seconds=wait_seconds), wait_for_workers=False
     )
     with socket.create_connection((host, port)) as connected:
-        here = connected.getsockname()[0]  # under which other hosts see this one
-    listening = listen_at(here, 0)
+        address = connected.getsockname()[0]  # under which other hosts see this one
+    listening = listen_at(address, 0)
     # Whoever can read the store of the launch is of the launch.
     token = secrets.token_hex(16)
     store.set(store_key(number, attempt), "{}:{} {}".format(*listening.getsockname()[:2], token))

@@ -42,7 +42,7 @@ from hf_distca.runtime.members import Members
 
 _log = logging.getLogger("hf_distca")
 
-_ALONE_SECONDS = 1800.0  # that ranks wait for each other, where torch.distributed has no timeout
+_ALONE_SECONDS = 1800.0  # timeout of ranks where torch.distributed has none
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,10 +116,6 @@ class PoolObserver:
     # Only that of rank 0 has servers to tell.
     controller: PoolController = field(default_factory=PoolController, init=False)
     _joined: tuple[object, AttentionGroup] | None = field(default=None, init=False)
-
-    def register(self) -> None:
-        """Observe all groups of this process."""
-        AttentionGroup.observer = self
 
     def take_step(self, step: Callable[..., Any], *args: Any, **options: Any) -> Any:
         """See `GroupObserver.take_step`."""
@@ -223,12 +219,12 @@ class PoolObserver:
             "meeting": f"distca pool {uuid.uuid4().hex}",
             "seconds": seconds,
         }
-        for number, words in enumerate(servers.values(), start=ranks):
-            words.send(
+        for number, connection in enumerate(servers.values(), start=ranks):
+            connection.send(
                 {
                     **invitation,
                     "number": number,
-                    "host": words.here if tcp.host in _ANYWHERE else tcp.host,
+                    "host": connection.local_address if tcp.host in _ANYWHERE else tcp.host,
                     "port": tcp.port,
                 }
             )

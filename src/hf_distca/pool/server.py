@@ -33,9 +33,9 @@ from hf_distca.integration.handle import LayerPlan, LayerPlanner
 from hf_distca.integration.session import Session
 from hf_distca.kernels.base import Grads, Outputs, ScoreOptions
 from hf_distca.package_versions import list_versions
-from hf_distca.pool.door import accept, find_refusal, refuse
+from hf_distca.pool.door import accept, find_refusal
 from hf_distca.pool.observer import PoolRanks
-from hf_distca.pool.words import (
+from hf_distca.pool.protocol import (
     JsonLineConnection,
     read_config,
     read_dtype,
@@ -47,9 +47,9 @@ from hf_distca.runtime.call import AttentionServer, LayerExchange, make_empty_op
 from hf_distca.runtime.meter import Meter
 from hf_distca.runtime.trial import exchange
 
-_LOOK_SECONDS = 1.0  # between two looks whether another rank has left
-_END_SECONDS = 3.0  # that rank 0, which fails when others do not come, may take to report it
-_LONGER_SECONDS = 30.0  # that a server may run after rank 0 has ended
+_LOOK_SECONDS = 1.0  # between two checks for a rank that has left
+_END_SECONDS = 3.0  # for rank 0 to report that it failed because others did not come
+_LONGER_SECONDS = 30.0  # a server ends so long after rank 0, at the latest
 
 
 class EndedError(BaseException):
@@ -83,32 +83,31 @@ def serve(
         torch.cuda.set_device(device)
     host, port = listening.getsockname()[:2]
 
-    def say(text: str) -> None:
+    def log(text: str) -> None:
         sys.stderr.write(make_printable(f"hf-distca: server at {host}:{port} {text}\n"))
 
     server: Server | None = None
     try:
-        say(f"waits on {device} for the ranks that train")
-        words = accept(listening, partial(find_refusal, token, device, say), wait_seconds)
-        if words is None:
+        log(f"waits on {device} for the ranks that train")
+        connection = accept(listening, partial(find_refusal, token, device, log), wait_seconds)
+        if connection is None:
             raise EndedError(f"no ranks came within {wait_seconds:g} s")
-        invitation = words.receive(wait_seconds)  # once rank 0 has found all servers
+        invitation = connection.receive(wait_seconds)  # once rank 0 has found all servers
         if not isinstance(invitation, dict):
             raise EndedError("the run failed before it began, see the log of rank 0")
         ranks = PoolRanks.read(invitation, _connect_store(invitation), invitation["number"])
         server = Server(ranks, invitation["seconds"], device)
-        say(
+        log(
             f"is rank {invitation['number']} of {len(ranks.ranks)}, and serves the"
             f" {sum(ranks.has_tokens)} that train"
         )
-        Thread(target=accept, args=[listening, refuse, None], daemon=True).start()
-        Thread(target=_outlive_briefly, args=[words, server, say], daemon=True).start()
-        server.run(words)
+        Thread(target=_outlive_briefly, args=[connection, server, log], daemon=True).start()
+        server.run(connection)
     except (EndedError, DistCADesyncError, EOFError, OSError) as end:
         why = str(end)
         if isinstance(end, EOFError | OSError):
             why = f"rank 0 has ended without a word, see its log ({end})"
-        say(f"{server.done if server else 'served nothing'}; ended: {why}")
+        log(f"{server.done if server else 'served nothing'}; ended: {why}")
         return getattr(end, "status", 1)
 
 
@@ -139,7 +138,7 @@ class Server:
         self._newest: tuple[str, int] | None = None  # session and number of a micro-batch
         self._began = time.perf_counter()
 
-    def run(self, words: JsonLineConnection) -> NoReturn:
+    def run(self, connection: JsonLineConnection) -> NoReturn:
         """Execute the steps that rank 0 announces until it ends.
 
         Raises:
@@ -149,7 +148,7 @@ class Server:
         """
         try:
             while True:
-                step, arguments, serial, forgotten = self._receive_next(words)
+                step, arguments, serial, forgotten = self._receive_next(connection)
                 with self._group.report_errors(f"taking the step {step!r}"), torch.no_grad():
                     for name in forgotten:
                         self._known.pop(name, None)
@@ -160,9 +159,9 @@ class Server:
                     }
         except DistCADesyncError:
             with suppress(TimeoutError):
-                while (word := words.receive(_END_SECONDS))[0] != "end":
+                while (message := connection.receive(_END_SECONDS))[0] != "end":
                     pass
-                self.end(**word[1])
+                self.end(**message[1])
             raise
         except (EndedError, EOFError, OSError) as end:
             if self._group.monitor is not None and getattr(end, "status", True):
@@ -171,7 +170,7 @@ class Server:
 
     @property
     def done(self) -> str:
-        """Work that it did, in words."""
+        """Description of the work that it did."""
         lasted = max(time.perf_counter() - self._began, 1e-9)
         seconds = self._meter.seconds
         sent = self._meter.sent_bytes / 1e9
@@ -233,14 +232,14 @@ class Server:
         """Take part in the trial exchange of `hf-distca doctor`, of ranks with these versions."""
         exchange(list_versions(), self._device, self._group)
 
-    def begin(self, call: int, work: str, place: str, backward: bool, **layer: Any) -> None:
+    def begin(self, call: int, work: str, label: str, backward: bool, **layer: Any) -> None:
         """Begin a call, when a layer sends its queries, keys and values."""
         session, key, used = self._known[work]
         operands = make_empty_operands(key.shape, read_dtype(layer["dtype"]), self._device)
         scores = ScoreOptions(layer["scale"], used.window, layer["softcap"])
         kernel = session.choose_kernel(operands.q_THD, key.shape, scores)
         server = AttentionServer(kernel, scores, used.meter)
-        self._calls[call] = taken = LayerExchange(used.route, used.group, server, None, place)
+        self._calls[call] = taken = LayerExchange(used.route, used.group, server, None, label)
         if backward:
             taken.begin_backward()
         else:
@@ -261,16 +260,16 @@ class Server:
         planner: Planner = self._known[session].planner
         return planner
 
-    def _receive_next(self, words: JsonLineConnection) -> Any:
-        """Return the next word of rank 0.
+    def _receive_next(self, connection: JsonLineConnection) -> Any:
+        """Return the next message of rank 0.
 
         End if another rank leaves the group before, for rank 0 may hear of that late, or never.
         """
         while True:
             with suppress(TimeoutError):
-                return words.receive(_LOOK_SECONDS)
-            if self._group.monitor is not None and (word := self._group.monitor.first_failure):
-                raise EndedError(word)
+                return connection.receive(_LOOK_SECONDS)
+            if self._group.monitor is not None and (failure := self._group.monitor.first_failure):
+                raise EndedError(failure)
 
 
 # By the names under which rank 0 announces them; it can name nothing else.
@@ -292,13 +291,15 @@ STEPS: dict[str, Callable[..., object]] = {
 }
 
 
-def _outlive_briefly(words: JsonLineConnection, server: Server, say: Callable[[str], None]) -> None:
+def _outlive_briefly(
+    connection: JsonLineConnection, server: Server, log: Callable[[str], None]
+) -> None:
     """End this process some time after rank 0 has ended: if a rank's failure message is lost, the
     server would wait in vain.
     """
-    words.wait_for_end()
+    connection.wait_for_end()
     time.sleep(_LONGER_SECONDS)
-    say(
+    log(
         f"{server.done}; ended: rank 0 has ended without a word, see its log ({_LONGER_SECONDS:g} s"
         " ago)"
     )

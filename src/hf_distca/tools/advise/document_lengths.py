@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from statistics import NormalDist
 
 import numpy as np
 import numpy.typing as npt
@@ -105,7 +104,8 @@ class _Mixture:
         name: name of documents like these.
         short, long: both distributions.
         boundary: short documents are at most so long, and others longer, before they are stretched.
-        long_tokens: part of all tokens that long documents hold, before the longest are cut off.
+        odds: number of long documents for each short one in a context of 65,536, by the means of
+            both distributions: half of the tokens (pretrain) or 60 % (prolong) are theirs.
         source: source of the figures.
     """
 
@@ -113,15 +113,13 @@ class _Mixture:
     short: tuple[float, float]
     long: tuple[float, float]
     boundary: int
-    long_tokens: float
+    odds: float
     source: str
 
     def make_source(self, longest: int) -> DocumentSource:
         """Make a source of documents of at most `longest` tokens."""
         stretch = longest / 65536
-        short = self._compute_mean(*self.short, side=-1)
-        long = self._compute_mean(*self.long, side=1) * stretch
-        share = self.long_tokens / long / (self.long_tokens / long + (1 - self.long_tokens) / short)
+        share = self.odds / (self.odds + stretch)  # longer documents, and fewer
 
         def draw(generator: np.random.Generator) -> FloatArray:
             is_long = generator.random(_PIECE) < share
@@ -133,19 +131,11 @@ class _Mixture:
 
         return DocumentSource(f"{self.name} up to {longest}", draw, longest, self.source)
 
-    def _compute_mean(self, mean: float, width: float, *, side: int) -> float:
-        """Compute the mean of a distribution cut off at the boundary: with `side` 1 it lies above,
-        with -1 below.
-        """
-        distance = side * (mean - math.log(self.boundary)) / width
-        below = NormalDist().cdf
-        return math.exp(mean + width**2 / 2) * below(distance + side * width) / below(distance)
-
 
 DISTRIBUTIONS = {
     "pretrain": _Mixture(  # web text with long documents kept more often
         "pretrain-like",
-        *((7.747, 0.998), (10.128, 0.885), 8192, 0.5),
+        *((7.747, 0.998), (10.128, 0.885), 8192, 0.06325347201),
         "two lognormal distributions fitted to the list 'wlbllm' of hao-ai-lab/DistCA (commit"
         " 2afd219) below and above 8192 tokens; long ones stretched with the context and kept more"
         " often, until they hold half of the tokens: assumed, as arXiv 2510.18121 says that short"
@@ -153,7 +143,7 @@ DISTRIBUTIONS = {
     ),
     "prolong": _Mixture(  # long-context data
         "ProLong-like",
-        *((7.657, 0.697), (10.162, 0.522), 16384, 0.6),
+        *((7.657, 0.697), (10.162, 0.522), 16384, 0.1187843038),
         "two lognormal distributions fitted to the list 'prolong' of hao-ai-lab/DistCA (commit"
         " 2afd219) below and above 16384 tokens; long ones stretched with the context, with 60 % of"
         " the tokens, the best mixture of arXiv 2410.02660",

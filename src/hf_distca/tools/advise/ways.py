@@ -112,7 +112,7 @@ def estimate_ways(run: Run, batches: Iterable[IntArray]) -> list[Way]:
 def pack_rows(lengths: IntArray, rows: int, tokens: int) -> Layout:
     """Fill rows of so many tokens with documents in order.
 
-    The part after the end of a row is a document of its own.
+    The part after the end of a row is a separate document.
     """
     ends = np.unique(np.concatenate([np.cumsum(lengths), np.arange(1, rows + 1) * tokens]))
     pieces = np.diff(ends, prepend=0)
@@ -171,8 +171,8 @@ def _count_pairs(run: Run, lengths: IntArray) -> float:
 
 
 def _share_rows(run: Run, lengths: IntArray, whole: float) -> Iterable[Way]:
-    """Share each row among a number of ranks: a ring passes keys on beside computing, and under
-    Ulysses heads change ranks.
+    """Share each row among a number of ranks: in a ring they pass keys on while they compute, and
+    under Ulysses each computes some of the heads.
     """
     for degree in (n for n in range(2, run.ranks + 1) if run.ranks % n == 0):
         rows = pack_rows(lengths, run.ranks // degree, run.tokens * degree)
@@ -191,8 +191,8 @@ def _share_rows(run: Run, lengths: IntArray, whole: float) -> Iterable[Way]:
 
 
 def _estimate_exchanges(run: Run, degree: int) -> FloatArray:
-    """Estimate what a rank needs besides attention if so many share a row: seconds of merging the
-    parts of a ring, of its messages, and of those of Ulysses.
+    """Estimate the seconds of a rank beyond attention if so many share a row: of merging the parts
+    of a ring, of its messages, and of those of Ulysses.
     """
     total = np.zeros(3)
     inside = min(degree, run.per_node)
@@ -216,8 +216,8 @@ def _estimate_exchanges(run: Run, degree: int) -> FloatArray:
 
 
 def _disaggregate(run: Run, lengths: IntArray, whole: float, *, dealt: bool) -> Way:
-    """Plan every kind of layers as training does, in groups of ranks with documents of their own
-    where there are many.
+    """Plan every kind of layers as training does; many ranks form groups, each with separate
+    documents.
     """
     config = DistCAConfig()
     group = config.group_ranks(run.ranks)

@@ -10,10 +10,10 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from hf_distca.tools.cli.advise import advise, profile, simulate
+from hf_distca.tools.cli.advise import advise
 from hf_distca.tools.cli.doctor import doctor
 from hf_distca.tools.cli.files import exit_with_error
-from hf_distca.tools.cli.plan import deal, plan
+from hf_distca.tools.cli.plan import plan
 from hf_distca.tools.cli.report import report
 from hf_distca.tools.cli.run import run
 from hf_distca.tools.cli.serve import serve
@@ -21,9 +21,25 @@ from hf_distca.tools.cli.serve import serve
 # What is wrong with words after a verb. Its class has moved between releases of typer.
 _UsageError: type[Any] = typer.BadParameter.__mro__[1]
 
+# Verbs of earlier versions, and what to use instead.
+_REMOVED = {
+    "deal": "deal is an option of another verb now: hf-distca plan LENGTHS --deal TOKENS_PER_RANK,"
+    " for as many ranks as these tokens need.",
+    "profile": "profile is gone: ranks correct the rates of their GPU as they train. For rates of"
+    " your own, write a CostModel with its to_json, for cost_model and --cost-model.",
+    "simulate": "simulate is a script of the repository now: python"
+    " benchmarks/simulated/simulate.py, with the same options. `hf-distca advise` estimates what"
+    " you would gain.",
+}
+
 
 class _Verbs(TyperGroup):
     """A group of verbs that reports a wrong option in one line, like all other errors of a user."""
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        if cmd_name in _REMOVED:
+            exit_with_error(_REMOVED[cmd_name])
+        return super().get_command(ctx, cmd_name)
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -45,7 +61,7 @@ app = typer.Typer(
 )
 
 
-def _say_version(wanted: bool) -> None:
+def _print_version(wanted: bool) -> None:
     if wanted:
         from importlib.metadata import version
 
@@ -58,7 +74,7 @@ def main(
     version: Annotated[
         bool,
         typer.Option(
-            "--version", callback=_say_version, is_eager=True, help="Show the version and exit."
+            "--version", callback=_print_version, is_eager=True, help="Show the version and exit."
         ),
     ] = False,
 ) -> None:
@@ -67,9 +83,5 @@ def main(
 
 for verb in (plan, advise, report, doctor, serve):
     app.command()(verb)
-for verb in (profile, simulate, deal):  # they end in one line, whatever their options are
-    app.command(
-        hidden=True, context_settings={"ignore_unknown_options": True, "allow_extra_args": True}
-    )(verb)
 # What follows the script is the script's, options included.
 app.command(context_settings={"allow_interspersed_args": False})(run)

@@ -1,4 +1,4 @@
-"""``hf-distca advise``: what hf-distca would gain on documents; and what became of two verbs."""
+"""``hf-distca advise``: what hf-distca would gain on documents."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from hf_distca.errors import ConfigError
-from hf_distca.tools.cli.files import InJson, exit_on_error, exit_with_error
-from hf_distca.tools.cli.options import Column, Tokenizer, with_options
+from hf_distca.tools.cli.files import exit_on_error
+from hf_distca.tools.cli.options import Column, InJson, Tokenizer, read_rate, with_options
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -41,7 +41,7 @@ _ABOUT_TOKENS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Scale:
+class Options:
     """Documents, a model, and the ranks that train it."""
 
     lengths: Annotated[
@@ -77,7 +77,10 @@ class Scale:
     ] = 8
     link_gigabytes: Annotated[
         float | None,
-        typer.Option(help="GB/s that a rank sends to other nodes.", show_default="as the hardware"),
+        typer.Option(
+            help="GB/s that a rank sends to other nodes.",
+            show_default="as the hardware",
+        ),
     ] = None
     checkpointing: Annotated[
         bool, typer.Option(help="Whether the run has activation checkpointing.")
@@ -90,6 +93,7 @@ class Scale:
     batches: Annotated[
         int, typer.Option(help="Global batches; figures are means.", min=1, max=1000)
     ] = 10
+    as_json: InJson = False
 
     def make_run(self) -> Run:
         """Make the run that the options describe."""
@@ -107,14 +111,10 @@ class Scale:
             (replace(make_gpu_cost(shape, device, kernel), window=window), layers)
             for shape, window, layers in model.layers
         ]
-        if (link := self.link_gigabytes) is not None:
-            if not 1e-9 <= link <= 1e9:
-                raise ConfigError(
-                    f"--link-gigabytes {link:g}: a rate is a number from 1e-9 to 1e9 GB/s."
-                )
+        link = read_rate("--link-gigabytes", self.link_gigabytes)
+        if link is not None:
             costs = [
-                (replace(cost, exchange_bytes_per_second=link * 1e9), layers)
-                for cost, layers in costs
+                (replace(cost, exchange_bytes_per_second=link), layers) for cost, layers in costs
             ]
         return Run(
             model,
@@ -127,9 +127,9 @@ class Scale:
         )
 
 
-@with_options(Scale)
+@with_options(Options)
 @exit_on_error()
-def advise(scale: Scale, as_json: InJson = False) -> None:
+def advise(options: Options) -> None:
     """Say what hf-distca would gain on your documents, or that it would gain nothing.
 
     Steps are estimated with the scheduler and cost model that train; nothing is run and no GPU is
@@ -140,17 +140,19 @@ def advise(scale: Scale, as_json: InJson = False) -> None:
     from hf_distca.tools.advise.ways import estimate_ways
     from hf_distca.tools.cli.lengths import open_documents
 
-    run = scale.make_run()
-    documents = open_documents(scale.lengths, scale.column, scale.max_length, scale.tokenizer)
-    drawn = documents.draw_batches(run.ranks * run.tokens, scale.batches)
+    run = options.make_run()
+    documents = open_documents(
+        options.lengths, options.column, options.max_length, options.tokenizer
+    )
+    drawn = documents.draw_batches(run.ranks * run.tokens, options.batches)
     ways = estimate_ways(run, drawn)
     advice = advise_by(run, ways)
     about = (
-        f"{run.model.name} on {run.ranks} {scale.hardware}, {run.tokens} tokens a rank\n"
-        f"{documents.name}, {scale.batches} batch{'es' * (scale.batches > 1)}, checkpointing"
+        f"{run.model.name} on {run.ranks} {options.hardware}, {run.tokens} tokens a rank\n"
+        f"{documents.name}, {options.batches} batch{'es' * (options.batches > 1)}, checkpointing"
         f" {'on' if run.checkpointing else 'off'}"
     )
-    if as_json:
+    if options.as_json:
         report = {
             "about": about.splitlines(),
             "lengths": documents.source,
@@ -165,22 +167,6 @@ def advise(scale: Scale, as_json: InJson = False) -> None:
         typer.echo("\n" + fill(_ABOUT_TOKENS, _WIDTH))
     if advice.settings:
         typer.echo("\nSettings\n" + "\n".join(f"  {line}" for line in advice.settings))
-
-
-def simulate() -> None:
-    """Name the place of what this command was."""
-    exit_with_error(
-        "simulate is a script of the repository now: python benchmarks/simulated/simulate.py, with"
-        " the same options. `hf-distca advise` estimates what you would gain."
-    )
-
-
-def profile() -> None:
-    """Name what is used instead of what this command wrote."""
-    exit_with_error(
-        "profile is gone: ranks correct the rates of their GPU as they train. For rates of your"
-        " own, write a CostModel with its to_json, for cost_model and --cost-model."
-    )
 
 
 def _show_ways(about: str, ways: Sequence[Way]) -> None:

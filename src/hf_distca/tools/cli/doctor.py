@@ -48,12 +48,12 @@ def doctor(
     """
     from hf_distca.tools.doctor.diagnosis import diagnose, is_reporting_rank
 
-    def say(text: str) -> None:
+    def log(text: str) -> None:
         if is_reporting_rank():
             typer.echo(f"hf-distca: {text}", err=True)
 
     try:
-        findings = diagnose(model, dtype, timeout_seconds=timeout, say=say)
+        findings = diagnose(model, dtype, timeout_seconds=timeout, log=log)
     except DistCAError as error:
         if is_reporting_rank():
             exit_with_error(str(error))

@@ -9,14 +9,12 @@ from codecs import BOM_UTF8
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
 
 import typer
 
 from hf_distca.errors import DistCAError, LayoutError, make_printable
 from hf_distca.input_files import read_file, read_stream
 
-InJson = Annotated[bool, typer.Option("--json", help="Write everything as JSON.")]
 _STANDARD = Path("-")
 _MOST_BYTES = 2**24  # of a list: a placement on 4,096 ranks takes 7 MB
 _MOST_DOCUMENTS = 2**18  # of a micro-batch that is planned, which takes minutes

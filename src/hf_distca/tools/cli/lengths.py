@@ -28,15 +28,11 @@ def read_lengths(path: Path) -> list[int]:
     name = get_input_name(path)
     try:
         data = json.loads(read(path).decode("utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except ValueError as error:
         hint = " Rows, one a line, are read by advise, from a .jsonl file." * (
             "Extra data" in str(error)
         )
         raise LayoutError(f"{name} is not JSON: {error}.{hint}") from error
-    except ValueError as error:
-        raise LayoutError(
-            f"{name} holds a number of thousands of digits: lengths are below 2**48."
-        ) from error
     if not isinstance(data, list):
         raise LayoutError(
             f"{name} must hold a list of document lengths, it holds {type(data).__name__}."

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
-from threading import Timer
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -22,7 +20,7 @@ from hf_distca.tools.cli.files import (
     write,
 )
 from hf_distca.tools.cli.lengths import read_lengths
-from hf_distca.tools.cli.options import Layer, with_options
+from hf_distca.tools.cli.options import read_rate, with_options
 
 if TYPE_CHECKING:
     from hf_distca.config import DistCAConfig
@@ -31,13 +29,26 @@ if TYPE_CHECKING:
     from hf_distca.schedule.plan import Plan
 
 _MOST_RANKS = 65536
-_LONG_SECONDS = 1.0
+_LIMIT = 2**31  # what follows counts with 64 bits
+_LIMITED = (
+    "tile",
+    "query_heads",
+    "key_value_heads",
+    "head_dim",
+    "window",
+    "ranks_per_node",
+    "ranks_per_link",
+)
+_MAY_COMPILE = (
+    "planning; the first time after an installation the loop of the scheduler is compiled, which"
+    " takes some seconds ..."
+)
 
 
-@with_options(Layer)
-@exit_on_error()
-def plan(
-    layer: Layer,
+@dataclass(frozen=True, slots=True)
+class Options:
+    """Documents, and a layer of attention in bfloat16 with the devices and links that run it."""
+
     documents: Annotated[
         Path,
         typer.Argument(
@@ -45,27 +56,112 @@ def plan(
             " for standard input.",
             show_default=False,
         ),
-    ],
+    ]
+    cost: Annotated[
+        Literal["pairs", "cpu", "cuda"],
+        typer.Option(help="What is balanced: seconds on a device, or causal pairs."),
+    ] = "cuda"
+    tile: Annotated[
+        int,
+        typer.Option(help="Documents are cut at multiples of this where tokens allow."),
+    ] = 128
+    query_heads: Annotated[int, typer.Option(help="Query heads of a layer.")] = 32
+    key_value_heads: Annotated[int, typer.Option(help="Key/value heads of a layer.")] = 8
+    head_dim: Annotated[int, typer.Option(help="Width of a head.")] = 128
+    window: Annotated[
+        int | None,
+        typer.Option(help="Keys that a position sees, if all layers have a sliding window."),
+    ] = None
+    cost_file: Annotated[
+        str | None,
+        typer.Option(
+            "--cost-model",
+            help="Seconds of your own instead: a file with a CostModel in JSON.",
+            show_default=False,
+        ),
+    ] = None
+    ranks_per_node: Annotated[
+        int | None,
+        typer.Option(help="Ranks of a node; its links are faster.", show_default=False),
+    ] = None
+    link_gigabytes: Annotated[
+        float | None,
+        typer.Option(
+            help="GB/s that a rank sends to other nodes.",
+            show_default="as the cost model",
+        ),
+    ] = None
+    node_gigabytes: Annotated[
+        float | None,
+        typer.Option(
+            help="GB/s that a rank sends inside its node.",
+            show_default="as the cost model",
+        ),
+    ] = None
+    ranks_per_link: Annotated[
+        int, typer.Option(help="Ranks of a node that share a link to other nodes.")
+    ] = 1
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--output", "-o", help="Where the result goes, as JSON; else standard output."
+        ),
+    ] = None
     deal: Annotated[
         int | None,
         typer.Option(
             help="Deal documents to ranks of so many tokens, and write their placement.",
             show_default=False,
         ),
-    ] = None,
+    ] = None
     ping_pong: Annotated[
         bool, typer.Option("--ping-pong", help="Deal two nano-batches that share no document.")
-    ] = False,
+    ] = False
     tolerance: Annotated[
         float, typer.Option(help="How far a rank may lie from the mean, as a fraction.")
-    ] = 0.01,
+    ] = 0.01
     min_gain: Annotated[
         float, typer.Option(help="Smallest gain for which anything is moved, as a fraction.")
-    ] = 0.02,
+    ] = 0.02
     head_groups: Annotated[
         int, typer.Option(help="Most head groups of a long document; 1 plans all heads together.")
-    ] = 8,
-) -> None:
+    ] = 8
+
+    def make_cost_model(self) -> CostModel:
+        """Make the cost model in the file, or else the built-in one of `cost`, with the links of
+        the options.
+        """
+        from hf_distca.config import read_cost_model
+        from hf_distca.schedule.cost import AttentionShape, CostModel
+
+        for name in _LIMITED:
+            if (getattr(self, name) or 0) >= _LIMIT:
+                raise ConfigError(
+                    f"--{name.replace('_', '-')} {getattr(self, name)}: the limit is 2**31."
+                )
+        shape = AttentionShape(
+            self.query_heads, self.key_value_heads, self.head_dim, self.head_dim, 2
+        )
+        if self.cost_file is not None:
+            model = replace(read_cost_model(self.cost_file), shape=shape, tile=self.tile)
+        elif self.cost == "pairs":
+            model = CostModel.make_of_pairs(shape)
+        else:
+            model = CostModel.make_analytic(shape, device_type=self.cost, tile=self.tile)
+        link = read_rate("--link-gigabytes", self.link_gigabytes)
+        node = read_rate("--node-gigabytes", self.node_gigabytes)
+        return replace(
+            model,
+            window=self.window,
+            ranks_per_link=self.ranks_per_link,
+            exchange_bytes_per_second=link or model.exchange_bytes_per_second,
+            node_bytes_per_second=node or model.node_bytes_per_second,
+        )
+
+
+@with_options(Options)
+@exit_on_error()
+def plan(options: Options) -> None:
     """Plan which rank computes which attention, and write the plan as JSON.
 
     DOCUMENTS holds {"rank_segments": [[[document, start, end], ...] per rank]}, where a row may go
@@ -78,43 +174,35 @@ def plan(
     """
     from hf_distca.config import DistCAConfig
 
-    if ping_pong and deal is None:
+    if options.ping_pong and options.deal is None:
         raise ConfigError("--ping-pong divides documents that are dealt: give --deal TOKENS too.")
     config = DistCAConfig(
-        tolerance=tolerance,
-        min_gain=min_gain,
-        tile=layer.tile,
-        head_groups=head_groups,
-        ping_pong=ping_pong,
+        tolerance=options.tolerance,
+        min_gain=options.min_gain,
+        tile=options.tile,
+        head_groups=options.head_groups,
     )
-    model = layer.make_cost_model()
+    model = options.make_cost_model()
     lines = [f"{'cost model':<26} {model.name}"]
-    with _announce_if_slow():
-        if deal is None:
-            layouts, written = [_read_layout(documents)], ""
-        else:
-            layouts, written = _deal_documents(documents, deal, layer, model, ping_pong)
-        for number, layout in enumerate(layouts, 1):
-            result, summary = _plan_layout(layer, layout, model, config)
-            lines += [f"{'nano-batch':<26} {number}"] * ping_pong
-            if deal is not None:
-                lines += _describe_layout(layout)
-            elif layer.window is not None:
-                # If no document is longer than the window, the plan has none.
-                lines.append(
-                    f"{'sliding window':<26} {layer.window}"
-                    f" keys{'' if result.window else ', as long as any document'}"
-                )
-            lines.append(summary)
-    write(written or result.to_json(), "\n".join(lines), layer.output)
-
-
-def deal() -> None:
-    """Say that documents are dealt by `hf-distca plan`."""
-    exit_with_error(
-        "deal is an option of another verb now: hf-distca plan LENGTHS --deal TOKENS_PER_RANK, for"
-        " as many ranks as these tokens need."
-    )
+    if sys.stderr.isatty():
+        typer.echo(_MAY_COMPILE, err=True)
+    if options.deal is None:
+        layouts, written = [_read_layout(options.documents)], ""
+    else:
+        layouts, written = _deal_documents(options, options.deal, model)
+    for number, layout in enumerate(layouts, 1):
+        result, summary = _plan_layout(options, layout, model, config)
+        lines += [f"{'nano-batch':<26} {number}"] * options.ping_pong
+        if options.deal is not None:
+            lines += _describe_layout(layout)
+        elif options.window is not None:
+            # If no document is longer than the window, the plan has none.
+            lines.append(
+                f"{'sliding window':<26} {options.window}"
+                f" keys{'' if result.window else ', as long as any document'}"
+            )
+        lines.append(summary)
+    write(written or result.to_json(), "\n".join(lines), options.output)
 
 
 def _read_layout(path: Path) -> Layout:
@@ -128,39 +216,41 @@ def _read_layout(path: Path) -> Layout:
     return layout
 
 
-def _deal_documents(
-    path: Path, tokens: int, layer: Layer, model: CostModel, ping_pong: bool
-) -> tuple[list[Layout], str]:
-    """Deal the documents of a file; return the layouts and the placement."""
+def _deal_documents(options: Options, tokens: int, model: CostModel) -> tuple[list[Layout], str]:
+    """Deal the documents of a file to ranks of so many tokens; return the layouts and the
+    placement.
+    """
     from hf_distca.schedule import deal as dealing
 
-    lengths = read_lengths(path)
-    check_documents(len(lengths), path)
+    lengths = read_lengths(options.documents)
+    check_documents(len(lengths), options.documents)
     ranks = max(sum(lengths) // max(tokens, 1), 1)
     if ranks > _MOST_RANKS:
         raise ConfigError(
             f"--deal {tokens}: {sum(lengths)} tokens would need {ranks} ranks, and at most"
             f" {_MOST_RANKS} are dealt to."
         )
-    options: dict[str, Any] = {"tile": layer.tile, "ranks_per_node": layer.ranks_per_node}
-    if ping_pong:
-        layouts = [*dealing.deal_nano_batches(lengths, ranks, tokens, model, **options)]
+    by: dict[str, Any] = {"tile": options.tile, "ranks_per_node": options.ranks_per_node}
+    if options.ping_pong:
+        layouts = [*dealing.deal_nano_batches(lengths, ranks, tokens, model, **by)]
     else:
-        layouts = [dealing.deal(lengths, ranks, tokens, model, **options)]
+        layouts = [dealing.deal(lengths, ranks, tokens, model, **by)]
     return layouts, json.dumps(_make_placement(layouts, lengths), separators=(",", ":"))
 
 
 def _plan_layout(
-    layer: Layer, layout: Layout, model: CostModel, config: DistCAConfig
+    options: Options, layout: Layout, model: CostModel, config: DistCAConfig
 ) -> tuple[Plan, str]:
     """Plan a layout, and summarize the plan."""
     from hf_distca.schedule.balance import balance
     from hf_distca.schedule.load import format_summary, summarize_plan
     from hf_distca.schedule.ranks import Ranks
 
-    ranks = Ranks(per_node=layer.ranks_per_node)
+    ranks = Ranks(per_node=options.ranks_per_node)
     planned = balance(layout, model, config, ranks)
-    return planned, format_summary(summarize_plan(planned, model, ranks), seconds=layer.has_seconds)
+    summary = summarize_plan(planned, model, ranks)
+    has_seconds = options.cost_file is not None or options.cost != "pairs"
+    return planned, format_summary(summary, seconds=has_seconds)
 
 
 def _describe_layout(layout: Layout) -> list[str]:
@@ -192,20 +282,3 @@ def _make_placement(layouts: list[Layout], lengths: list[int]) -> dict[str, Any]
     if len(layouts) > 1:
         placement["first_nano_batch"] = layouts[0].query_tokens.tolist()
     return placement
-
-
-@contextmanager
-def _announce_if_slow() -> Iterator[None]:
-    """Tell a terminal what a command is doing, once that has taken more than a second."""
-    said = (
-        "planning; the first time after an installation the loop of the scheduler is compiled,"
-        " which takes some seconds ..."
-    )
-    timer = Timer(_LONG_SECONDS, print, [said], {"file": sys.stderr, "flush": True})
-    timer.daemon = True
-    if sys.stderr.isatty():
-        timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()

@@ -37,7 +37,7 @@ def serve(
 ) -> None:
     """Compute slices of core attention for training that names this server by --server-address.
 
-    Ends with the ranks that it served, and says what it did.
+    Ends with the ranks that it served, and prints what it did.
     """
     from hf_distca.pool.addresses import parse_address
     from hf_distca.pool.launch import listen_at, serve_alone

@@ -30,7 +30,7 @@ def diagnose(
     dtype: str | None,
     *,
     timeout_seconds: float,
-    say: Callable[[str], None] = lambda text: None,
+    log: Callable[[str], None] = lambda text: None,
 ) -> list[Finding]:
     """Check everything. Under a launcher, all ranks must call it.
 
@@ -39,12 +39,12 @@ def diagnose(
         dtype: dtype in which attention computes; if None, that of the model, or the usual one of
             the device.
         timeout_seconds: how long an exchange between ranks may take.
-        say: called with a message before a step that takes a while.
+        log: called with a message before a step that takes a while.
 
     Raises:
         ConfigError: if there is no such model or dtype.
     """
-    config = None if model is None else read_config(model, say)
+    config = None if model is None else read_config(model, log)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     findings = [] if config is None else list(check_model_family(config))
     findings += check_model_kernels(config, find_dtype(dtype, config, device), device)
@@ -54,33 +54,25 @@ def diagnose(
         if dist.is_available() and dist.is_backend_available(name)
     ]
     findings.append(Finding("ranks", "backends of torch", ", ".join(backends) or "none"))
-    if is_launched():
-        return [*findings, *_check_launcher(timeout_seconds)]
-    return [
-        *findings,
-        Finding(
+    if not is_launched():
+        alone = Finding(
             "ranks",
             "attention group",
             "this process alone: no launcher started it",
             "note",
             "start training with a launcher, so that there are ranks to share with; under it, -m"
             " hf_distca.tools.cli doctor tries them",
-        ),
-    ]
-
-
-def _check_launcher(timeout_seconds: float) -> list[Finding]:
+        )
+        return [*findings, alone]
     try:
-        return try_launched(list_versions(), timeout_seconds)
+        return [*findings, *try_launched(list_versions(), timeout_seconds)]
     except (DistCAError, RuntimeError) as error:
-        return [
-            Finding(
-                "ranks",
-                "exchange",
-                f"failed: {' '.join(str(error).split())}",
-                "bad",
-                "look at the logs of the other ranks; check that all nodes reach MASTER_ADDR, and"
-                " each other over the interface that NCCL_SOCKET_IFNAME or GLOO_SOCKET_IFNAME"
-                " names",
-            )
-        ]
+        failed = Finding(
+            "ranks",
+            "exchange",
+            f"failed: {' '.join(str(error).split())}",
+            "bad",
+            "look at the logs of the other ranks; check that all nodes reach MASTER_ADDR, and each"
+            " other over the interface that NCCL_SOCKET_IFNAME or GLOO_SOCKET_IFNAME names",
+        )
+        return [*findings, failed]

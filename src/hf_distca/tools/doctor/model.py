@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 from transformers import AutoConfig, PreTrainedConfig
-from transformers import __version__ as transformers_version
 
 from hf_distca.errors import ConfigError, DistCAError, UnsupportedError
-from hf_distca.input_files import read_file
 from hf_distca.integration.families import (
     FAMILIES,
     PING_PONG_FAMILIES,
@@ -45,78 +41,40 @@ _DROPOUT = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
 _USUAL_WIDTH = 128  # of a head, where no model is given
 
 
-def read_config(name: str, say: Callable[[str], None] = lambda text: None) -> PreTrainedConfig:
+def read_config(name: str, log: Callable[[str], None] = lambda text: None) -> PreTrainedConfig:
     """Read the config of a model.
 
     Args:
         name: folder of a model, its config.json, or a name on the Hub.
-        say: called with a message before a step that takes a while.
+        log: called with a message before a step that takes a while.
 
     Raises:
         ConfigError: if there is none, or if transformers does not know the model.
     """
-    path = Path(name)
-    if not name or path.is_dir():
-        path = path / "config.json"
-        if not path.is_file():
-            raise ConfigError(
-                f"there is no config.json in {path.parent}: give the folder of a model, its"
-                " config.json, or a name on the Hub."
-            )
-    if path.is_file():
-        return _read_config_file(path)
-    if name.startswith((".", "/", "~")) or name.endswith(".json") or name.count("/") > 1:
+    path = Path(name) / "config.json" if not name or Path(name).is_dir() else Path(name)
+    is_file = path.is_file()
+    is_path = path.suffix == ".json" or name.startswith((".", "/", "~")) or name.count("/") > 1
+    if is_path and not is_file:
         raise ConfigError(
-            f"there is no file or folder {name}: give the folder of a model, its config.json, or a"
-            " name on the Hub."
+            f"there is no file {path}: give the folder of a model, its config.json, or a name on"
+            " the Hub."
         )
-    # What it says between tries would be a dozen lines.
-    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
-    say(f"asking the Hub for {name}, which takes a minute to give up without a network ...")
+    if not is_file:
+        # What it logs between tries would be a dozen lines.
+        logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
+        log(f"asking the Hub for {name}, which takes a minute to give up without a network ...")
     try:
-        config: PreTrainedConfig = AutoConfig.from_pretrained(name)
-    except (OSError, ValueError) as error:
-        reason = str(error).strip().partition("\n")[0]
-        raise ConfigError(
-            f"{name!r} is no folder here, and the Hub gives no config of that name: {reason}"
-        ) from error
-    return config
-
-
-def _read_config_file(path: Path) -> PreTrainedConfig:
-    try:
-        data: Any = json.loads(read_file(path), object_hook=_read_floats)
-    except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}.") from error
-    except ValueError as error:
-        raise ConfigError(f"{path} is not JSON: {error}.") from error
-    if not isinstance(data, dict) or not isinstance(kind := data.get("model_type"), str):
-        raise ConfigError(
-            f"{path} is no config of a model: it must be an object with the key 'model_type'."
+        config: PreTrainedConfig = AutoConfig.from_pretrained(
+            str(path) if is_file else name, trust_remote_code=False
         )
-    try:
-        config: PreTrainedConfig = AutoConfig.for_model(**data)
-    except ValueError as error:
-        raise ConfigError(
-            f"transformers {transformers_version} makes no {kind!r} model of {path}:"
-            f" {str(error).partition(chr(10))[0][:200]} If the family is newer, pip install"
-            " --upgrade transformers."
-        ) from error
     except Exception as error:  # configs check themselves with exceptions of many kinds
-        reason = " ".join(str(error).split())
-        raise ConfigError(
-            f"{path} is no config that {kind!r} models take: {reason[:300]}"
-        ) from error
+        problem = (
+            f"transformers cannot read {path} as the config of a model"
+            if is_file
+            else f"{name!r} is no folder here, and the Hub gives no config of that name"
+        )
+        raise ConfigError(f"{problem}: {' '.join(str(error).split())[:400]}") from error
     return config
-
-
-def _read_floats(values: dict[str, Any]) -> Any:
-    """Return an object of a config, or the number that transformers writes as one, because JSON has
-    no infinity.
-    """
-    if values.keys() == {"__float__"} and values["__float__"] in ("Infinity", "-Infinity", "NaN"):
-        return float(values["__float__"])
-    return values
 
 
 def find_dtype(

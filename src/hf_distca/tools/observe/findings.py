@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -126,55 +125,43 @@ def find(facts: Sequence[BatchFacts], per_node: int | None, *, plans: bool) -> R
         per_node: ranks of a node; None if nodes are not told apart.
         plans: whether to plan it, too.
     """
-    first, lengths = facts[0], [list(fact.lengths) for fact in facts]
-    cost = _make_cost(AttentionShape(*first.shape), first.device, first.attention)
+    first, layout = facts[0], Layout.from_lengths([fact.lengths for fact in facts])
+    # As distca begins, if it runs a flash kernel.
+    is_flash = "flash" in first.attention
+    kernel = first.attention.replace("attention", "attn") if is_flash else "cuda"
+    cost = make_gpu_cost(AttentionShape(*first.shape), first.device, kernel)
     layers = [(replace(cost, window=window), count) for window, count in first.layers]
-    tokens = sum(map(sum, lengths))
+    seconds = np.zeros(len(layout.length))
+    for cost, count in layers:
+        seconds += cost.estimate_seconds(layout.length, layout.length) * count
+    tokens = int(layout.length.sum())
     return Row(
         tokens,
-        _sum_work(layers, lengths),
+        np.bincount(layout.rank, seconds, len(facts)).astype(np.float64),
         np.array([fact.seconds for fact in facts]),
-        _plan(layers, lengths, per_node) if plans and 1 < len(facts) <= tokens else None,
+        _plan(layers, layout, per_node) if plans and 1 < len(facts) <= tokens else None,
     )
 
 
-@cache
-def _make_cost(shape: AttentionShape, device: str, attention: str) -> CostModel:
-    """Make the cost model that distca begins with, if it runs a flash kernel."""
-    kernel = attention.replace("attention", "attn") if "flash" in attention else "cuda"
-    return make_gpu_cost(shape, device, kernel)
-
-
-def _sum_work(layers: Sequence[tuple[CostModel, int]], lengths: list[list[int]]) -> FloatArray:
-    """Estimate the seconds of each rank in all layers, (ranks,)."""
-    rank = np.repeat(np.arange(len(lengths)), [len(row) for row in lengths])
-    length = np.array([count for row in lengths for count in row], dtype=np.int64)
-    seconds = sum((cost.estimate_seconds(length, length) * count for cost, count in layers), 0.0)
-    total: Any = np.bincount(rank, weights=seconds, minlength=len(lengths))
-    return np.asarray(total, dtype=np.float64)
-
-
 def _plan(
-    layers: Sequence[tuple[CostModel, int]], lengths: list[list[int]], per_node: int | None
+    layers: Sequence[tuple[CostModel, int]], layout: Layout, per_node: int | None
 ) -> tuple[float, float]:
     """Estimate the seconds of the slowest rank in all layers, with messages: as given and dealt."""
-    ranks = Ranks(per_node=per_node)
-    config = DistCAConfig()
-    documents = [count for row in lengths for count in row]
-    tokens, rest = divmod(sum(documents), len(lengths))
+    ranks, config, size = Ranks(per_node=per_node), DistCAConfig(), layout.world_size
+    tokens, rest = divmod(int(layout.length.sum()), size)
     cost = next((cost for cost, _ in layers if cost.window is None), layers[0][0])
     dealt_layout = deal(
-        documents,
-        len(lengths),
-        [tokens + (rank < rest) for rank in range(len(lengths))],
+        layout.length,
+        size,
+        [tokens + (rank < rest) for rank in range(size)],
         cost,
         ranks_per_node=per_node,
     )
     given, dealt = (
         sum(
-            PlanLoad(balance(layout, cost, config, ranks), cost, ranks=ranks).slowest_seconds * n
+            PlanLoad(balance(placed, cost, config, ranks), cost, ranks=ranks).slowest_seconds * n
             for cost, n in layers
         )
-        for layout in (Layout.from_lengths(lengths), dealt_layout)
+        for placed in (layout, dealt_layout)
     )
     return float(given), float(dealt)

@@ -22,7 +22,7 @@ class ImbalanceCallback(TrainerCallback):
     slowest rank by the mean, by documents and by measured seconds, the rank that was most often the
     slowest, and the estimate of what hf-distca would make of it. Rank 0 prints them for the whole
     training at its end, and why a rank was slow. Every rank has the callback, or none: at a log,
-    ranks gather what they saw, over a communicator of their own.
+    ranks gather what they saw, over a separate communicator.
     """
 
     def __init__(self) -> None:

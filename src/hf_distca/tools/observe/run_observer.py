@@ -1,6 +1,6 @@
 """`Observer`: the meter of a process, and how rank 0 learns the facts of all ranks.
 
-Ranks gather their facts over a communicator of their own, at each log and now and then between
+Ranks gather their facts over a separate communicator, at each log and now and then between
 logs. If a rank does not come in time, the watch ends, and training goes on.
 """
 
@@ -72,7 +72,7 @@ class Observer:
         notes = {
             f"  unread    {self._unread} micro-batches: {self._reason}": self._unread,
             f"  unseen    {unseen} forwards called no causal attention through transformers'"
-            " interface: compiled models and attention of their own cannot be watched": unseen,
+            " interface: compiled models and custom attention cannot be watched": unseen,
             "  missing   facts of some ranks: put the meter on all of them; they come to a log"
             f" within {_PATIENCE:g} s of each other ({self._missing})": self._missing,
             "  alone     one process has nobody to share with: start one for each GPU, with"

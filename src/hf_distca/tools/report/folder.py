@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from hf_distca.agreement.record_rows import RECORD_NAME, Row, RunRow, StepsRow, read_json, read_row
+from hf_distca.agreement.record_rows import RECORD_NAME, Row, RunRow, StepsRow, read_row
 from hf_distca.errors import ReportError
 from hf_distca.input_files import read_file
 
@@ -48,39 +48,34 @@ class RunFolder:
                 " output_dir of that run. A run on one rank, or under --observe, leaves no record."
             )
         folder = cls(path, *_read_record(record))
+        lines = f" (broken lines: {', '.join(map(str, folder.broken))})" * bool(folder.broken)
         if (folder.rows or folder.broken) and not folder.select_rows(RunRow):
             raise ReportError(
                 f"{record} does not tell how a training began, so no page can be made:"
-                " its first row is not there, or is broken. A training that begins or resumes with"
-                " this output_dir writes another."
+                f" its first row is missing or broken{lines}. A training that begins or resumes"
+                " with this output_dir writes another."
             )
         if not folder.select_rows(StepsRow):
             raise ReportError(
-                f"{record} tells of no micro-batch yet: wait until the run has logged, or look at"
-                " what ended it."
+                f"{record} tells of no micro-batch yet{lines}: wait until the run has logged, or"
+                " look at what ended it."
             )
         return folder
 
 
 def _read_record(path: Path) -> tuple[list[Row], list[int]]:
-    """Return the rows, and the numbers of lines that are broken, as where a process was killed."""
-    rows: list[Row] = []
-    broken: list[int] = []
+    """Return the rows, and the numbers of lines that are none, as where a process was killed."""
+    rows, broken = list[Row](), list[int]()
     text = read_file(path, _MOST_RECORD_BYTES).decode("utf-8", errors="replace")
     # Without an end, the last line is being written, or the process was killed there.
     for number, line in enumerate(text[: text.rfind("\n") + 1].splitlines(), 1):
-        name = f"line {number} of {path}"
         try:
-            data = read_json(line, name)
-        except ReportError:
+            row = read_row(line)
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
             broken.append(number)
             continue
-        row = read_row(data, name)
         if isinstance(row, RunRow):  # what comes after its step runs again
-            rows = [
-                earlier
-                for earlier in rows
-                if isinstance(earlier, RunRow) or earlier.step <= row.step
-            ]
+            begun = row.step
+            rows = [other for other in rows if isinstance(other, RunRow) or other.step <= begun]
         rows += [] if row is None else [row]
     return rows, broken

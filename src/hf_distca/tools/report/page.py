@@ -83,7 +83,7 @@ class Picture(NamedTuple):
         name: name of the element.
         title, text: text above it.
         width: meaning of its whole width.
-        sides: rows by caption, one side or two beside each other.
+        sides: rows by caption, one side, or two side by side.
         legend: colours by their meaning.
     """
 

@@ -121,8 +121,8 @@ def collect(folder: RunFolder, step: int | None = None) -> Figures:
                     for warning in folder.select_rows(WarningRow)
                 ],
                 missing=[
-                    f"What broken lines of {folder.path / RECORD_NAME} told, as where a training"
-                    f" was ended while it wrote: {', '.join(map(str, folder.broken))}."
+                    f"Broken lines of {folder.path / RECORD_NAME}, as left by a training that was"
+                    f" ended while it wrote: {', '.join(map(str, folder.broken))}."
                 ]
                 * bool(folder.broken),
             )

@@ -4,10 +4,9 @@ does not import hf_distca, under distca.
 The options apply to the script and to Python processes that it starts, such as those of
 accelerate's launcher: each of them runs the ``sitecustomize`` module of the folder ``child_start``,
 which is put in front of their ``PYTHONPATH``, and reads the options in ``HF_DISTCA_RUN``. No other
-way reaches them all: launchers write their
-own command lines, and packages of others call launchers in more ways than could be rewritten. That
-folder is part of the installed package, so that a process that outlives the run finds only
-installed files there.
+way reaches them all: launchers write their own command lines, and packages call launchers in more
+ways than could be rewritten. That folder is part of the installed package, so that a process that
+outlives the run finds only installed files there.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import json
 import os
 import runpy
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from errno import ENOEXEC
 from functools import partial
 from importlib.util import find_spec
@@ -25,7 +24,7 @@ from shutil import which
 from typing import Any, Literal, NamedTuple, NoReturn
 
 from hf_distca.errors import ConfigError, DistCAError
-from hf_distca.late_imports import call_after_import, call_after_models_load, call_at_exit
+from hf_distca.import_hooks import call_after_import, call_after_models_load, call_at_exit
 from hf_distca.pool.addresses import parse_address
 
 __all__ = [
@@ -42,10 +41,24 @@ _OPTIONS, _PYTHONPATH = "HF_DISTCA_RUN", "PYTHONPATH"
 _CHILD_START = str(Path(__file__).parents[1] / "cli" / "child_start")
 _NO_OPTIONS = ("settings", "launched", "given")  # fields that no file may name
 _MOST_SECONDS = 366 * 86400
-_CHOICES: dict[str, tuple[object, ...]] = {
-    "attn_implementation": (None, "distca"),
-    "collator": ("check", "replace"),
-    **dict.fromkeys(("summary", "observe"), (True, False)),
+# What each option takes, and how an error says it.
+_CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "attn_implementation": (lambda value: value in (None, "distca"), "'distca'"),
+    "collator": (lambda value: value in ("check", "replace"), "'check' or 'replace'"),
+    "summary": (lambda value: isinstance(value, bool), "True or False"),
+    "observe": (lambda value: isinstance(value, bool), "True or False"),
+    "servers": (
+        lambda value: type(value) is int and value >= 0,
+        "a whole number of at least 0",
+    ),
+    "server_wait": (
+        lambda value: type(value) in (int, float) and 1 <= value <= _MOST_SECONDS,
+        f"a number of seconds from 1 to {_MOST_SECONDS}, a year",
+    ),
+    "server_address": (
+        lambda value: isinstance(value, list | tuple),
+        "a list of HOST:PORT, such as [10.0.0.7:29600]",
+    ),
 }
 
 
@@ -90,7 +103,7 @@ class Options(NamedTuple):
         """Return the variables that give the options to Python processes.
 
         Args:
-            environment: variables besides which they are set. Options of a run around this one
+            environment: variables to which they are added. Options of a run around this one
                 stay, where this one has none.
         """
         changed = {
@@ -128,11 +141,10 @@ class Options(NamedTuple):
         Raises:
             ConfigError, UnsupportedError: if it cannot.
         """
-        for name, choices in _CHOICES.items():
-            texts = [repr(choice) for choice in choices]
-            if repr(getattr(self, name)) not in texts:
-                expected = " or ".join(texts).removeprefix("None or ")
-                raise ConfigError(f"{name}={getattr(self, name)!r} must be {expected}.")
+        for name, (is_right, expected) in _CHECKS.items():
+            value = getattr(self, name)
+            if not is_right(value):
+                raise ConfigError(f"{name}={value!r} must be {expected}.")
         changing = ("attn_implementation", "instead_of", "tokens_per_rank", "settings", "servers")
         given = [name for name in (*changing, "server_address") if getattr(self, name)]
         if self.observe and given:
@@ -144,18 +156,6 @@ class Options(NamedTuple):
             from hf_distca.config import check_replaceable
 
             check_replaceable(self.instead_of)
-        if type(self.servers) is not int or self.servers < 0:
-            raise ConfigError(f"servers={self.servers!r} must be a whole number of at least 0.")
-        if type(self.server_wait) not in (int, float) or not 1 <= self.server_wait <= _MOST_SECONDS:
-            raise ConfigError(
-                f"server_wait={self.server_wait!r} must be a number of seconds from 1 to"
-                f" {_MOST_SECONDS}, a year."
-            )
-        if not isinstance(self.server_address, list | tuple):
-            raise ConfigError(
-                f"server_address={self.server_address!r} must be a list of HOST:PORT, such as"
-                " [10.0.0.7:29600]."
-            )
         for address in self.server_address:
             parse_address(address)
         return self
@@ -187,12 +187,12 @@ def read_options(file: Path | None, changes: Sequence[str], **given: Any) -> Opt
         )
         names = tuple(name for name in Options._fields if name not in _NO_OPTIONS)
         for source, values in sources.items():
-            _, beside = split_settings(values, source, names)
+            _, others = split_settings(values, source, names)
             try:
-                Options(**beside).check()
+                Options(**others).check()
             except DistCAError as error:
                 raise ConfigError(f"{source}: {error}") from error
-            options = options | beside
+            options = options | others
             settings = settings | {n: v for n, v in (values or {}).items() if n not in names}
         # Children may run in other folders.
         if not is_built_in(settings.get("cost_model", "analytic")):
@@ -268,9 +268,9 @@ def find_command(command: str) -> Path:
             f"there is no file {command!r} in {Path.cwd()}, and no such command on the PATH: the"
             " first argument is what to run."
         )
-    beside = f" The file in this folder is ./{command}." if is_file else ""
+    hint = f" The file in this folder is ./{command}." if is_file else ""
     raise FileNotFoundError(
-        f"there is no command {command!r} on the PATH: the first argument is what to run.{beside}"
+        f"there is no command {command!r} on the PATH: the first argument is what to run.{hint}"
     )
 
 
@@ -337,7 +337,7 @@ def run_command(path: Path, arguments: Sequence[str], options: Options) -> None:
         )
     _start_distca(options)
     sys.argv = [str(path), *arguments]
-    if not sys.flags.safe_path:  # as Python does for a script: what lies beside it can be imported
+    if not sys.flags.safe_path:  # as Python does for a script: what lies next to it can be imported
         sys.path[0] = str(path.resolve().parent)
     _script_names.update(runpy.run_path(str(path), run_name="__main__"))
 
@@ -367,15 +367,16 @@ def _prepare_models(options: Options) -> None:
 
     if options.launched is not None or options.servers or options.server_address:
         from hf_distca.pool.observer import PoolObserver
+        from hf_distca.runtime.group import AttentionGroup
 
         nodes, each_node, attempt = options.launched or (0, options.servers, "0")
-        PoolObserver(
+        AttentionGroup.observer = PoolObserver(
             tuple(options.server_address),
             nodes,
             each_node,
             attempt,
             options.server_wait,
-        ).register()
+        )
     if options.settings is not None or options.instead_of is not None:
         configure(DistCAConfig(**(options.settings or {})), instead_of=options.instead_of)
     if options.attn_implementation is not None:

@@ -2,8 +2,8 @@
 
 Rank 0 has a connection to every server. It announces each step that they take part in, just before
 it takes that step itself, so that servers make the same plans and launch the same exchanges in the
-same order. Words are JSON: nothing that arrives is executed or unpickled. Tensors and plans do not
-travel here.
+same order. Messages are JSON: nothing that arrives is executed or unpickled. Tensors and plans do
+not travel here.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _SOCKET_OPTIONS = {
     (socket.IPPROTO_TCP, socket.TCP_KEEPCNT): 6,
 }
 _PART_BYTES = 1 << 16
-_WORD_BYTES = 1 << 28  # at most: a share of a global batch has some of each document
+_MESSAGE_BYTES = 1 << 28  # at most: a share of a global batch has some of each document
 _DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -46,32 +46,32 @@ _DTYPES = {
 
 
 class JsonLineConnection:
-    """A connection that carries words both ways, one line each.
+    """A connection that carries messages both ways, one line each.
 
     Args:
         connected: the socket, which is taken over.
-        seconds: time that the other side may take to read a word.
+        seconds: time that the other side may take to read a message.
     """
 
     def __init__(self, connected: socket.socket, seconds: float) -> None:
         for (level, option), value in _SOCKET_OPTIONS.items():
             connected.setsockopt(level, option, value)
-        self.here = connected.getsockname()[0]
+        self.local_address = connected.getsockname()[0]
         self._socket = connected
         self._seconds = seconds
-        self._came = bytearray()
+        self._received = bytearray()
 
     def fileno(self) -> int:
-        """Return the descriptor of the socket, by which to wait for words."""
+        """Return the descriptor of the socket, by which to wait for messages."""
         return self._socket.fileno()
 
-    def send(self, word: Any) -> None:
-        """Send a word. Raise `OSError` if the other side has ended, or does not read."""
+    def send(self, message: Any) -> None:
+        """Send a message. Raise `OSError` if the other side has ended, or does not read."""
         self._socket.settimeout(self._seconds)
-        self._socket.sendall(json.dumps(word, default=_encode).encode() + b"\n")
+        self._socket.sendall(json.dumps(message, default=_encode).encode() + b"\n")
 
-    def receive(self, seconds: float | None, most_bytes: int = _WORD_BYTES) -> Any:
-        """Return the next word, of at most `most_bytes`; wait up to `seconds`, however slowly it
+    def receive(self, seconds: float | None, most_bytes: int = _MESSAGE_BYTES) -> Any:
+        """Return the next message, of at most `most_bytes`; wait up to `seconds`, however slowly it
         arrives.
 
         Raises:
@@ -81,20 +81,21 @@ class JsonLineConnection:
         """
         deadline = math.inf if seconds is None else time.monotonic() + seconds
         read = 0
-        while (end := self._came.find(b"\n", read)) < 0:
-            read = len(self._came)
+        while (end := self._received.find(b"\n", read)) < 0:
+            read = len(self._received)
             if read > most_bytes:
                 raise ValueError(
-                    f"{read} bytes came without the end of a word, which has {most_bytes} at most"
+                    f"{read} bytes arrived without the end of a message, which has at most"
+                    f" {most_bytes}"
                 )
             if (left := deadline - time.monotonic()) <= 0:
-                raise TimeoutError(f"no word came within {seconds:g} s")
+                raise TimeoutError(f"no message arrived within {seconds:g} s")
             self._socket.settimeout(None if seconds is None else left)
-            self._came += self._socket.recv(_PART_BYTES)
-            if len(self._came) == read:
+            self._received += self._socket.recv(_PART_BYTES)
+            if len(self._received) == read:
                 raise EOFError("the other side has ended")
-        line = self._came[:end]
-        del self._came[: end + 1]
+        line = self._received[:end]
+        del self._received[: end + 1]
         return json.loads(line)
 
     def wait_for_end(self) -> None:
@@ -135,7 +136,7 @@ def _encode(value: Any) -> Any:
                     for layout in value.layouts
                 ],
             }
-    raise TypeError(f"no word for {value!r}")
+    raise TypeError(f"{value!r} has no form in a message")
 
 
 def read_dtype(name: str) -> torch.dtype:

@@ -17,8 +17,8 @@ import torch
 
 from hf_distca.config import DistCAConfig
 from hf_distca.errors import ConfigError
+from hf_distca.pool.protocol import JsonLineConnection, read_config, read_dtype
 from hf_distca.pool.server import STEPS, Server
-from hf_distca.pool.words import JsonLineConnection, read_config, read_dtype
 from hf_distca.schedule.cost import AttentionShape, CostModel
 from test_rooms import JOINT_STEPS
 
@@ -29,15 +29,15 @@ def connected() -> Iterator[tuple[JsonLineConnection, socket.socket]]:
         socket.create_server(("127.0.0.1", 0)) as listening,
         socket.create_connection(listening.getsockname()) as client,
     ):
-        words = JsonLineConnection(listening.accept()[0], 1.0)
-        yield words, client
-        words.close()
+        connection = JsonLineConnection(listening.accept()[0], 1.0)
+        yield connection, client
+        connection.close()
 
 
-def test_a_word_that_trickles_in_keeps_nobody(
+def test_a_message_that_trickles_in_keeps_nobody(
     connected: tuple[JsonLineConnection, socket.socket],
 ) -> None:
-    words, client = connected
+    connection, client = connected
     ended = threading.Event()
 
     def trickle() -> None:
@@ -48,26 +48,26 @@ def test_a_word_that_trickles_in_keeps_nobody(
     thread.start()
     began = time.monotonic()
     with pytest.raises(TimeoutError):
-        words.receive(0.3)
+        connection.receive(0.3)
     ended.set()
     thread.join()
     assert time.monotonic() - began < 1.0
     client.sendall(b"2\n")
-    assert str(words.receive(1.0)).endswith("12"), "what came before is not lost"
+    assert str(connection.receive(1.0)).endswith("12"), "what came before is not lost"
 
 
-def test_a_word_has_a_bound_where_one_is_set(
+def test_a_message_has_a_bound_where_one_is_set(
     connected: tuple[JsonLineConnection, socket.socket],
 ) -> None:
-    words, client = connected
+    connection, client = connected
     client.sendall(b'["' + b"x" * 1000)
     with pytest.raises(
-        ValueError, match="1002 bytes came without the end of a word, which has 100 at most"
+        ValueError, match="1002 bytes arrived without the end of a message, which has at most 100"
     ):
-        words.receive(1.0, 100)
+        connection.receive(1.0, 100)
     client.sendall(b'"]\n[1]\n')
-    assert words.receive(1.0) == ["x" * 1000]
-    assert words.receive(1.0, 100) == [1]
+    assert connection.receive(1.0) == ["x" * 1000]
+    assert connection.receive(1.0, 100) == [1]
 
 
 @pytest.mark.parametrize(
