@@ -316,7 +316,7 @@ def test_a_collator_that_may_mean_more_is_refused(
     processes.warn_once.cache_clear()
     if named is None:
         hf_distca.deal(trainers[0], TOKENS)
-        assert "by PackingCollator" not in caplog.text
+        assert "with PackingCollator" not in caplog.text
     else:
         with pytest.raises(
             hf_distca.UnsupportedError,
@@ -325,7 +325,7 @@ def test_a_collator_that_may_mean_more_is_refused(
             hf_distca.deal(trainers[0], TOKENS)
         hf_distca.deal(trainers[1], TOKENS, collator="replace").train()
         assert re.search(
-            f"replaces {named} by PackingCollator: it is no longer called", caplog.text
+            f"replaces {named} with PackingCollator: it is no longer called", caplog.text
         )
 
 

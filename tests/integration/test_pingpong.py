@@ -476,18 +476,23 @@ def test_copies_and_pickles_keep_the_models_class() -> None:
     model = model_for(2, "distca", torch.float32)
     original = type(model.model.layers[0])
     nano_batch_layers.cut_layers(model.model)
-    for twin in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+    cut = type(model.model.layers[0])
+    assert cut is not original
+    assert cut.__name__ == original.__name__
+    assert isinstance(model.model.layers[0], original)
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert type(twin.model.layers[0]) is original
-        assert nano_batch_layers.can_cut_layers(twin.model)
+        nano_batch_layers.cut_layers(twin.model)
+        assert type(twin.model.layers[0]) is cut
         assert twin.state_dict().keys() == model.state_dict().keys()
-    assert not nano_batch_layers.can_cut_layers(model_for(2, "distca", torch.float32))
 
 
 def test_a_model_that_is_not_proven_is_left_whole(caplog: pytest.LogCaptureFixture) -> None:
     model = model_for(2, "distca", torch.float32)
     model.model.config.model_type = "somebodys-own"
+    before = type(model.model.layers[0])
     nano_batch_layers.cut_layers(model.model)
-    assert not nano_batch_layers.can_cut_layers(model.model)
+    assert type(model.model.layers[0]) is before
     assert "somebodys-own" in caplog.text
 
 

@@ -166,7 +166,7 @@ def test_command_line_overrides_a_file_of_settings(script: Path, tmp_path: Path)
     said = scripts.run(
         [*launch, *ours, script.name, "--own_collator", "--output", str(tmp_path)], script.parent
     )
-    assert "hf_distca.deal puts PackingCollator in the place of collate" in said
+    assert "hf_distca.deal replaces collate with PackingCollator" in said
     seen = json.loads((tmp_path / "seen.json").read_text())
     assert (seen["world"], seen["attention"]) == (2, "distca")
     assert (seen["settings"], set(seen["tokens"])) == ([False, 0.1, None], {4})

@@ -170,7 +170,7 @@ def _batches(rank: int, case: Exact, model: Any) -> Iterator[dict[str, Any]]:
     config = settings(**case.changes)
     ranks = dist.get_world_size()
     shares = hf_distca.document_shares(
-        rows, TOKENS, model=model, ranks=ranks, dtype=torch.float64, config=config
+        rows, TOKENS, model=model, ranks=ranks, dtype=torch.float64, config=config, fill="cut"
     )
     return (
         hf_distca.PackingCollator()([shares[number * ranks + rank]])

@@ -246,6 +246,7 @@ def check_agreement(
     forwards = "every rank must run the same number of training forwards"
     micro_batches = "give every rank as many micro-batches a step"
     layers = "run the same layers on every rank"
+    check_document_kinds(group, header[:, _COUNT], label)
     check_equal(group, header[:, _COUNT], "numbers of plans asked for", label, forwards)
     # First of all: a rank without a batch has no cost models that could be compared.
     has_batch = np.any(header[:, [_REQUEST_COUNT, _SHARE_NUMBER_COUNT]] > 0, axis=1).astype(int)
@@ -282,6 +283,20 @@ def check_agreement(
     if header[0, _SHARE_NUMBER_COUNT]:
         check_shares(announced.share_numbers, group, label)
     return documents
+
+
+def check_document_kinds(group: AttentionGroup, counts: IntArray, label: str) -> None:
+    """Raise if ranks have different kinds of documents in recurrent layers, of which only those
+    with parts are announced there.
+
+    Args:
+        group: the ranks.
+        counts: (ranks,) count of each announcement: negative in recurrent layers.
+        label: description of the batch, for errors.
+    """
+    subject = "documents in recurrent layers (0: all whole, 1: numbered parts, 2: parts of a share)"
+    remedy = "use the same data set and collator on every rank"
+    check_equal(group, np.maximum(-counts, 0), subject, label, remedy)
 
 
 def check_shares(share_numbers: IntArray, group: AttentionGroup, label: str) -> None:

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from hf_distca.agreement.announce import (
     Announcement,
     Announcements,
-    check_equal,
+    check_document_kinds,
     check_shares,
 )
 from hf_distca.agreement.document_starts import convert_mask
@@ -132,9 +132,7 @@ def _agree_on_layout(documents: Documents, group: AttentionGroup, name: str) -> 
         name = f"{name} ({share})"
     activity = f"comparing documents of {name} for recurrent layers"
     announced = Announcements.from_rows(group.gather(announcement.to_row(), activity=activity))
-    kinds = np.maximum(-announced.header[:, 0], 0)
-    subject = "documents in recurrent layers (0: all whole, 1: numbered parts, 2: parts of a share)"
-    check_equal(group, kinds, subject, name, "use the same data set and collator on every rank")
+    check_document_kinds(group, announced.header[:, 0], name)
     if share is not None:
         check_shares(announced.share_numbers, group, name)
         return share.whole_layout

@@ -84,7 +84,7 @@ def check_collator(trainer: Trainer, collator: CollatorRule) -> None:
     shown = f"{name}(mlm=True)" if masks_at_random else name
     if collator == "replace":
         warn_once(
-            "hf_distca.deal replaces %s by PackingCollator: it is no longer called.",
+            "hf_distca.deal replaces %s with PackingCollator: it is no longer called.",
             shown,
         )
         return

@@ -1,9 +1,11 @@
 """Decoder layers that run their tokens as two nano-batches, half a phase apart.
 
-The `forward` of a layer's class is wrapped. In the layers that are marked, because other models may
-have layers of the same class, it runs the original one twice, in turns. The cut stays inside one
-call of the layer: hooks of FSDP, DeepSpeed or PEFT, checkpointing and collected hidden states see
-one layer call, and no line of the model changes.
+The layers of a model get a subclass of their own class, under its name, whose `forward` runs the
+original one twice, in turns. transformers checkpoints only in the `forward` of the outermost class,
+which it wraps for each subclass, so a `forward` that is replaced in the class of the layer would
+switch checkpointing off. The cut stays inside one call of the layer: hooks of FSDP, DeepSpeed
+or PEFT, checkpointing and collected hidden states see one layer call, and no line of the model
+changes.
 """
 
 from __future__ import annotations
@@ -25,7 +27,6 @@ from hf_distca.integration.processes import LOG, warn_once
 from hf_distca.runtime.pingpong import find_checkpointed_parts, run_nano_batches
 
 _cut_models: WeakSet[torch.nn.Module] = WeakSet()
-_MARK = "_distca_cuts"  # attribute of layers that may run as nano-batches
 
 
 def cut_layers(model: torch.nn.Module) -> None:
@@ -45,24 +46,51 @@ def cut_layers(model: torch.nn.Module) -> None:
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     for module in model.modules():
-        if isinstance(module, GradientCheckpointingLayer):
-            setattr(module, _MARK, True)
-            _wrap_forward(type(module))  # type: ignore[arg-type]  # a class is hashable
+        is_layer = isinstance(module, GradientCheckpointingLayer)
+        if is_layer and not hasattr(type(module), "_distca_whole"):
+            module.__class__ = _make_layer_class(type(module))  # type: ignore[arg-type]  # a class is hashable
 
 
 @cache
-def _wrap_forward(kind: Any) -> None:
-    """Let the layers of a class that were marked run as nano-batches."""
-    run_whole = kind.forward
+def _make_layer_class(base: Any) -> Any:
+    """Make the class of layers like `base` that run as nano-batches."""
 
-    @wraps(run_whole)
+    @wraps(base.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        cut = _choose_nano_batches(self, args, kwargs) if hasattr(self, _MARK) else None
-        if cut is None:
-            return run_whole(self, *args, **kwargs)
-        return _run_cut_layer(partial(run_whole, self), cut, args, kwargs)
+        run_whole = partial(base.forward, self)
+        cut = _choose_nano_batches(self, args, kwargs)
+        return (
+            run_whole(*args, **kwargs)
+            if cut is None
+            else _run_cut_layer(run_whole, cut, args, kwargs)
+        )
 
-    kind.forward = forward
+    def __reduce_ex__(self: Any, protocol: Any) -> Any:  # noqa: N807
+        # Copies and pickles are of the class that has an address; their first forward makes them
+        # like this one again.
+        _, arguments, *state = base.__reduce_ex__(self, protocol)
+        return (_make_blank, (base, *arguments[1:]), *state)
+
+    return type(
+        base.__name__,
+        (base,),
+        {
+            "__module__": base.__module__,
+            "__qualname__": base.__qualname__,
+            "__doc__": base.__doc__,
+            "forward": forward,
+            "__reduce_ex__": __reduce_ex__,
+            "_distca_whole": base,
+        },
+    )
+
+
+def _make_blank(kind: Any, *arguments: Any) -> Any:
+    """Make a new object without a state.
+
+    Needed because pickle lets `copyreg.__newobj__` make objects of their own class only.
+    """
+    return kind.__new__(kind, *arguments)
 
 
 def _run_cut_layer(forward: Callable[..., Any], cut: NanoBatches, args: Any, kwargs: Any) -> Any:
@@ -133,7 +161,7 @@ def _choose_nano_batches(
 
 def can_cut_layers(model: torch.nn.Module) -> bool:
     """Return whether all decoder layers of a model that ran once can run as two nano-batches."""
-    layers = [module for module in model.modules() if hasattr(module, _MARK)]
+    layers = [module for module in model.modules() if hasattr(type(module), "_distca_whole")]
     return bool(layers) and all(_separate_attention_reason(layer) is None for layer in layers)
 
 
