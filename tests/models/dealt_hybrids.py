@@ -180,7 +180,7 @@ def train(
             **evaluated,
         )
         trainer.remove_callback(PrinterCallback)
-        hf_distca.deal(trainer, TOKENS // case.ranks, evaluation=case.evaluation)
+        hf_distca.deal(trainer, TOKENS // case.ranks, fill="cut", evaluation=case.evaluation)
         trainer.train()
         if case.evaluation:
             trainer.evaluate()
