@@ -213,13 +213,13 @@ def test_what_is_said(capfd: pytest.CaptureFixture[str]) -> None:
     assert said == [
         (
             "distca deals 10 documents of 642 tokens, the longest of 200, to 1 rank with 96 tokens"
-            " each. Targets: 632; 1 of the documents have none."
+            " each, which has nobody to share with. Targets: 632; 1 of the documents have none."
         ),
         "An epoch has 6 global batches of 96 tokens, 2 in each optimizer step.",
         "Documents longer than a rank holds: 2. Longer than a global batch, and therefore cut: 2.",
         (
             "Attention of the slowest rank / mean, estimated: 1.00 in the batches replaced, 1.00"
-            " with documents in their order, 1.00 dealt."
+            " with documents in their order, 1.00 dealt and moved."
         ),
         (
             'Tokens that lose context by a cut: 45.8% (fill="whole" cuts none that fits in a global'
@@ -272,7 +272,10 @@ def test_documents_without_a_target_are_refused_or_said(caplog: pytest.LogCaptur
 
 def test_a_stream_says_what_is_known_of_it(capfd: pytest.CaptureFixture[str]) -> None:
     lines = said_by(capfd, stream(), gradient_accumulation_steps=2).splitlines()[-3:]
-    assert lines[0] == "distca deals a stream of documents to 1 rank with 96 tokens each."
+    assert lines[0] == (
+        "distca deals a stream of documents to 1 rank with 96 tokens each, which has nobody to"
+        " share with."
+    )
     assert lines[1].startswith(
         "Global batches have 96 tokens, 2 in each optimizer step, and take documents as they come"
     )

@@ -299,6 +299,7 @@ def _describe_shares(
     ranks = (
         f"{dealing.ranks} {'ranks' if dealing.ranks > 1 else 'rank'} with"
         f" {dealing.tokens_per_rank:,} tokens each"
+        f"{'' if dealing.ranks > 1 else ', which has nobody to share with'}"
     )
     accumulated = "" if accumulation == 1 else f", {accumulation} in each optimizer step"
     if isinstance(shares, Shares) and shares.batches.seed is None:
@@ -361,7 +362,7 @@ def _compare_orders(shares: Shares, imbalance: float | None, steps: str) -> str:
     replaced = "" if imbalance is None else f"{imbalance:.2f} in the batches replaced, "
     return (
         f"Attention of the slowest rank / mean, estimated: {replaced}{in_order:.2f} with documents"
-        f" in their order, {even:.2f} dealt.\n"
+        f" in their order, {even:.2f} dealt and moved.\n"
         f"Tokens that lose context by a cut: {cut:.1%}"
         f"{remedy if cut and not batches.fills_whole else ''}. Padding:"
         f" {batches.count_padding_tokens() / tokens:.1%}. Optimizer steps of an epoch: {steps}."

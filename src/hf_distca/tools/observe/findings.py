@@ -113,7 +113,7 @@ class Findings:
         tokens = round(self.tokens / self.work.size)
         return [
             f"  balance   put hf-distca run {way} in front of your command",
-            f"  deal      the same with --tokens-per-rank {tokens}: a step has as many as now",
+            f"  deal      the same with --tokens-per-rank {tokens}: as many tokens a step as now",
         ][: 1 if self.given < self.dealt else 2]
 
 

@@ -76,7 +76,8 @@ class Observer:
             "  missing   facts of some ranks: put the meter on all of them; they come to a log"
             f" within {_PATIENCE:g} s of each other ({self._missing})": self._missing,
             "  alone     one process has nobody to share with: start one for each GPU, with"
-            " torchrun or accelerate launch": ranks == 1,
+            " torchrun or accelerate launch; its --cpu --num_processes 2 starts one, and a config"
+            " file with distributed_type: MULTI_GPU and use_cpu: true starts two": ranks == 1,
         }
         lines = [text for text, is_true in notes.items() if is_true]
         if self._rows:
