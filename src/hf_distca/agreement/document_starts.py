@@ -204,8 +204,9 @@ class RowTokens:
         """Raise if a row begins inside a document, which another tool must have cut.
 
         After padding, a row may begin at any position: without position ids, padding is counted.
+        PaliGemma counts from 1.
         """
-        inside = np.flatnonzero((self.index % self.row_length == 0) & (self.position > 0))
+        inside = np.flatnonzero((self.index % self.row_length == 0) & (self.position > 1))
         if len(inside):
             raise UnsupportedError(
                 f"row {self.row[inside[0]]} of a training batch begins at position "
