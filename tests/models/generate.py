@@ -178,7 +178,7 @@ def page(results: list[Result], cuts: dict[str, str]) -> str:
             " time, under transformers' own attention. The loss, the logits of every token and the"
             " gradient of every parameter agree.",
             "`python tests/models/generate.py` writes this page from such a run."
-            " `pytest tests/models` fails where they differ.",
+            " `pytest tests/models` fails if the two differ.",
             "## Which types work with packed documents?",
             "By the features that the comparison covered:",
         ),
