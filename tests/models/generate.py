@@ -55,28 +55,29 @@ REASONS = (
 NOTES = """
 ## Models outside the table
 
-They pass with a warning, once for each type. The arguments of every attention call are checked.
-Compare a few losses with those of sdpa, and with one process if documents lie on several ranks.
+Models outside the table run, with one warning for each type. The arguments of every attention call
+are checked. Compare a few losses with those of sdpa, and with one process if documents lie on
+several ranks.
 
 ## Positions
 
-Position ids may be an argument of the model or one that it hands on in its keyword arguments
-(Whisper, Moss).
+Position ids may be an argument of the model, or pass through its keyword arguments (Whisper, Moss).
 
 **Rotary embeddings of the longest document** (`rope_type` "dynamic" and "longrope", as in Phi-3)
-are made for the longest document of all ranks. Only the shares of `document_shares` know it. Other
-batches with a document in several parts are refused, and so is Moshi with such an embedding.
+are made for the longest document of all ranks. Only the shares of `document_shares` know its
+length. Other batches with a document in several parts are refused, and so is Moshi with such an
+embedding.
 
 **Llama 4**: layers without rotary embedding scale queries by the place of a token in its row, not
 in its document, under any attention. Rows of fewer than 8,192 tokens (`floor_scale`) are not
 affected.
 
-**RoBERTa and its kin** (CamemBERT, Data2Vec, XLM-RoBERTa, X-MOD) count learned positions from
-`pad_token_id + 1`. Positions of `PackingCollator` and of shares are moved there when the model is
-called. In other batches positions from 0 are refused:
-`DataCollatorWithFlattening(position_ids_start=2)` makes the right ones.
+**RoBERTa and related models** (CamemBERT, Data2Vec, XLM-RoBERTa, X-MOD) count learned positions
+from `pad_token_id + 1`. hf-distca shifts the positions of `PackingCollator` and of shares when the
+model is called. It refuses positions from 0 in other batches: use
+`DataCollatorWithFlattening(position_ids_start=2)`.
 
-**Encoder-decoders** are refused, also those whose decoder alone is listed here.
+**Encoder-decoders** are refused, even if their decoder alone is listed here.
 
 ## Vision-language models
 
@@ -89,8 +90,8 @@ model = AutoModelForImageTextToText.from_pretrained(name, attn_implementation=at
 
 The keys are the names of the parts in the model's config. LLaVA and Qwen2-VL are compared with sdpa
 in this way, with images in packed rows, on one rank and on two
-(`tests/models/test_vision_language.py`). For M-RoPE give position ids of four rows, those of the
-text first, or of three: a document begins where all three axes are 0.
+(`tests/models/test_vision_language.py`). For M-RoPE give position ids of four rows, with those of
+the text first, or of three rows: a document begins where all three are 0.
 
 ## Masks that are not causal
 
@@ -98,21 +99,22 @@ text first, or of three: a document begins where all three axes are 0.
 prefixes (PaliGemma, HRM) are exact, in padded and in packed rows. transformers' own masks are wrong
 for packed rows with images in the windowed layers of Gemma 3 and 4, so packed rows are compared
 with each document alone. `PackingCollator` and shares refuse the columns of images: use the model's
-processor. Blocks are planned where one has a quarter of its rank's tokens; else they stay at home.
+processor. Blocks move to other ranks only if a block has a quarter of its rank's tokens.
 
 **Both ways.** Decoders with `config.is_causal=False`, and the text encoders EuroBERT, ModernBERT,
 GTE, Nomic BERT, Jina v3, NeoMME, UltraBERT, ESM, ESM C and BERT are compared in packed rows
-(`tests/models/test_both_ways.py`). Documents must be whole: those that a share cuts are refused.
+(`tests/models/test_both_ways.py`). Documents must be whole: documents that a share cuts are
+refused.
 
 **Shared prefixes.** `PackedDocuments(lengths, parents=...)` names the part that each part
-continues, and TRL's trees (`tree_kv_index`) are read: `--instead-of tree_fa3`. They are neither
-dealt nor mixed with the masks above, and ping-pong leaves their layers whole.
+continues. With `--instead-of tree_fa3`, TRL's trees (`tree_kv_index`) are read. Such documents are
+neither dealt nor mixed with the masks above, and ping-pong leaves their layers whole.
 
 **Refused by name.** Block diffusion and other functions in masks need a mask inside the kernel,
-which FlashAttention 4 does not have in the backward of several lengths. Keys chosen by scores (DSA,
-NSA, MoBA) are not known before the layer. Towers of images and sounds spend a third of their time
-in attention. Dense masks, blocks that reach beyond the window of their layer, and masks that are
-not causal in stages of a pipeline are refused, too.
+which FlashAttention 4 does not support in the backward of packed documents. Keys chosen by scores
+(DSA, NSA, MoBA) are not known before the layer runs. Image and audio towers spend only a third of
+their time in attention. Dense masks, blocks that reach beyond the window of their layer, and masks
+that are not causal in stages of a pipeline are also refused.
 """
 
 
@@ -176,27 +178,28 @@ def page(results: list[Result], cuts: dict[str, str]) -> str:
             " time, under transformers' own attention. The loss, the logits of every token and the"
             " gradient of every parameter agree.",
             "`python tests/models/generate.py` writes this page from such a run."
-            " `pytest tests/models` fails where they differ.",
+            " `pytest tests/models` fails if the two differ.",
             "## Which types work with packed documents?",
-            "By the features that the comparison met:",
+            "By the features that the comparison covered:",
         ),
         *_features(by_group["PROVEN"]),
         *_paragraph(
             "",
-            f"In the other {counts['PACKED']}, recurrent layers (state space, convolution, linear"
-            " attention) would carry state from one document to the next. Under distca [each"
+            f"In the other {counts['PACKED']} types, recurrent layers (state space, convolution,"
+            " linear attention) would carry state from one document to the next. Under distca [each"
             " document starts without a state](hybrid_models.md):",
         ),
         *_features(by_group["PACKED"]),
         *_paragraph(
             "",
             "## Which types need one document a row?",
-            f"{rows} types. Packed documents stay apart in attention, but not in the rest of the"
-            " model.",
-            f"- Recurrent layers carry state, and distca leaves them as they are:"
+            f"{rows} types do: their attention keeps packed documents apart, but the rest of the"
+            " model does not.",
+            f"- Their recurrent layers carry state, and distca does not change that:"
             f" {_names(by_group['CARRIES_STATE'])}.",
-            f"- They take no position ids and count positions on. Their attention of packed"
-            f" documents is proven against a dense mask: {_names(by_group['NO_POSITIONS'])}.",
+            f"- They take no position ids and count positions from document to document. Their"
+            f" attention of packed documents is proven against a dense mask:"
+            f" {_names(by_group['NO_POSITIONS'])}.",
             "## Which types are refused?",
         ),
         "| reason | types |",
@@ -208,9 +211,9 @@ def page(results: list[Result], cuts: dict[str, str]) -> str:
         *_paragraph(
             "",
             "## Documents over ranks",
-            f"{over_ranks} types also give the loss, logits and gradients of whole documents where"
-            " heads, middles and tails of documents lie on two ranks. These types refuse a document"
-            " in several parts:",
+            f"{over_ranks} types also give the loss, logits and gradients of whole documents when"
+            " heads, middles and tails of documents lie on two ranks. The other types refuse a"
+            " document in several parts:",
             *(
                 f"- {text}: "
                 + ", ".join(name for name, found in cuts.items() if found == reason)
@@ -219,7 +222,7 @@ def page(results: list[Result], cuts: dict[str, str]) -> str:
             ),
             "## Ping-pong",
             f"Layers of {len(working) - len(whole)} types run as two halves. Those of"
-            f" {', '.join(whole)} stay whole: something else than attention mixes their tokens, or"
+            f" {', '.join(whole)} stay whole: something other than attention mixes their tokens, or"
             " they are not built of decoder layers that transformers can checkpoint.",
         ),
     ]
