@@ -29,9 +29,10 @@ from hf_distca.runtime.group import AttentionGroup
 from hf_distca.schedule.cost import AttentionShape, CostModel
 from hf_distca.schedule.layout import IntArray, Layout, enumerate_ranges
 
-# Layout of a row: these numbers; the figures of each measured plan; the share numbers; and each
-# request, as (documents span ranks, nano-batch, has context, runs, pairs at home) and its runs. A
-# run is its length alone, or a triple (document, start, length) where documents span ranks.
+# A row holds these header numbers, the figures of each measured plan, the share numbers, and the
+# requests. A request is (documents span ranks, nano-batch, has context, runs, pairs at home) and
+# its runs. A run is a triple (document, start, length) if documents span ranks, else only its
+# length.
 (
     _COUNT,
     _SETTINGS,
@@ -44,8 +45,8 @@ from hf_distca.schedule.layout import IntArray, Layout, enumerate_ranges
 HEADER_SIZE = 7
 _REQUEST_SIZE = 5
 FIGURE_COUNT = len(Measurement._fields)
-SharedSettings = Mapping[str, str]  # what ranks must have in common: names and values
-_MAX_VALUE_LENGTH = 80  # characters of a fact in an error
+SharedSettings = Mapping[str, str]  # names and values that all ranks must have in common
+_MAX_VALUE_LENGTH = 80  # characters of a setting in an error
 
 
 class PlanKey(NamedTuple):
@@ -66,7 +67,7 @@ class PlanKey(NamedTuple):
     nano: int = 0
 
 
-# Documents, and which plan of them is asked for.
+# Documents, and the key of the plan that is requested for them.
 Request = tuple[Documents, PlanKey]
 
 
@@ -117,7 +118,7 @@ class Announcement:
                     documents.home_pairs,
                 ]
             )
-            # Where documents lie on one rank, their lengths say all.
+            # If documents do not span ranks, their lengths are enough.
             runs = documents.runs if documents.span_ranks else documents.runs[:, 2]
             parts.append(runs.reshape(-1))
         return np.concatenate([np.asarray(part, dtype=np.int64) for part in parts])
@@ -248,7 +249,7 @@ def check_agreement(
     layers = "run the same layers on every rank"
     check_document_kinds(group, header[:, _COUNT], label)
     check_equal(group, header[:, _COUNT], "numbers of plans asked for", label, forwards)
-    # First of all: a rank without a batch has no cost models that could be compared.
+    # This comes before the settings, because a rank without a batch has no cost models to compare.
     has_batch = np.any(header[:, [_REQUEST_COUNT, _SHARE_NUMBER_COUNT]] > 0, axis=1).astype(int)
     check_equal(group, has_batch, "batches to plan (0: none)", label, micro_batches)
     check_shared_settings(

@@ -24,7 +24,7 @@ from hf_distca.schedule.load import PlanLoad
 from hf_distca.schedule.plan import Plan
 from hf_distca.schedule.ranks import Ranks
 
-if TYPE_CHECKING:  # reports of runs read totals without torch
+if TYPE_CHECKING:  # run reports read totals without importing torch
     from hf_distca.agreement.announce import PlanKey
     from hf_distca.runtime.meter import Meter
 
@@ -370,7 +370,7 @@ def _compute_totals(plan: MicroBatchPlan) -> BalanceTotals:
     measured = plan.measured_after
     tokenless = ~np.array(plan.has_tokens or [True] * len(measured))
     served = float(measured[tokenless].sum())
-    # Both nano-batches go through each layer: the first one counts it.
+    # Both nano-batches run each layer, so only the first one counts it.
     layers = 0 if plan.key.nano == 2 else plan.meter.calls
     return BalanceTotals(
         largest_tokens=float(tokens.max()),
@@ -396,7 +396,7 @@ def _compute_totals(plan: MicroBatchPlan) -> BalanceTotals:
     )
 
 
-# Micro-batches that wait for measurements of all ranks; older ones are never counted.
+# The most micro-batches that wait for measurements of all ranks. Older ones are never counted.
 _MAX_RUNNING = 1024
 
 

@@ -162,7 +162,7 @@ class DealtShare:
             if job.has_tokens is not None:
                 layout = layout.place_on_holders(job.has_tokens)
             plan = self.plans[job] = balance(layout, job.cost, job.config, job.ranks)
-            _ = plan.digest  # cached for later comparison: a loader's worker has the time for it
+            _ = plan.digest  # cached here, because a loader's worker has the time for it
         return self.plans[job]
 
 
@@ -275,7 +275,7 @@ class Dealing:
             self.ranks_per_node,
             self.estimate_in_order(lengths),
         )
-        # A training process plans when it trains, by its own rates.
+        # A training process plans later, with the rates that it has learned.
         if self.ranks > 1 and get_worker_info() is not None:
             self._plan(share)
         runs = share.whole_layout.list_segments(rank)

@@ -159,7 +159,7 @@ class RowTokens:
             (runs,) int64 indices of tokens, padding not counted.
         """
         step = np.diff(self.position)
-        counts_on = (step == 1) | (step == np.diff(self.index))  # without padding, or with it
+        counts_on = (step == 1) | (step == np.diff(self.index))  # padding is skipped or counted
         breaks = np.concatenate([[True], ~counts_on])[: len(self.index)]
         return np.flatnonzero(self._mark_starts() | breaks)
 

@@ -28,20 +28,20 @@ from hf_distca.schedule.layout import (
 if TYPE_CHECKING:
     from hf_distca.agreement.dealt_share import DealtShare
 
-# Keys of a batch, which are arguments of attention as well, that say where documents begin, each
-# with the attribute of `TokenBatch` that it fills. The first that is given decides.
+# Keys of a batch that say where documents begin, with the attribute of `TokenBatch` that each
+# fills. They are also arguments of attention. The first key that is given decides.
 DOCUMENT_KEYS = {
     "distca_documents": "packed",
     "cu_seq_lens_q": "cu_seq_lens",
     "position_ids": "position_ids",
 }
-# Keys that TRL adds for documents that share prefixes, in its attention "tree_fa3".
+# Keys that TRL's attention "tree_fa3" adds for documents that share prefixes.
 TREE_KEYS = (
     *("tree_kv_index", "tree_cu_seqlens_q", "tree_cu_seqlens_k"),
     *("tree_max_seqlen_q", "tree_max_seqlen_k"),
 )
-# Keys that packing loaders add for flash attention and state space layers: they follow from the
-# documents.
+# Keys that packing loaders add for flash attention and state space layers. The documents determine
+# their values.
 PACKING_KEYS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 
 
@@ -138,7 +138,7 @@ class PackedDocuments(metaclass=_RemedyRepr):
         return self.lengths, self.starts, self.documents, self.copied_tokens
 
 
-# Positions stay small enough to be added and multiplied.
+# These limits keep sums and products of positions within 64 bits.
 _MAX_COUNTS = {"lengths": 2**48, "starts": 2**48, "documents": 2**63 - 1}
 
 
@@ -252,9 +252,9 @@ class Documents:
             return replace(self, runs=self.runs[:count]), second
         indices = self.token_indices
         tokens = index if indices is None else int(np.searchsorted(indices, index))
-        before = np.clip(tokens - (np.cumsum(length) - length), 0, length)  # of each document
+        before = np.clip(tokens - (np.cumsum(length) - length), 0, length)  # tokens per document
         in_second = before < length
-        context = before[in_second & (before > 0)]  # of the one document that is cut, if any
+        context = before[in_second & (before > 0)]  # empty unless a document is cut
         starts = np.concatenate([np.zeros_like(context), before[in_second]])
         lengths = np.concatenate([context, (length - before)[in_second]])
         return (
@@ -520,7 +520,7 @@ def read_tree(arguments: Mapping[str, Any]) -> PackedDocuments | None:
     bounds = np.cumsum([len(given[0]), len(given[1])])
     keys, rows, ends = np.split(torch.cat(given).cpu().numpy(), bounds)
     lengths = np.diff(rows)
-    _, own = enumerate_ranges(ends[1:] - lengths, ends[1:])  # places of the own tokens of parts
+    _, own = enumerate_ranges(ends[1:] - lengths, ends[1:])  # places of the parts' own tokens
     if not np.array_equal(keys[own], np.arange(rows[-1])) or not np.isin(keys, keys[own]).all():
         raise LayoutError(
             f"tree_kv_index of {len(lengths)} parts is none of a tree: the keys of a part must be"

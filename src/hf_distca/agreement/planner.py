@@ -47,8 +47,8 @@ from hf_distca.schedule.plan import Plan
 
 _log = logging.getLogger("hf_distca")
 
-# Measured plans of an announcement at most: so many fit into the first step of a gathering, with
-# the header.
+# The most measured plans in an announcement. With the header, they fit into the first step of a
+# gathering.
 _MOST_MEASURED = 16
 
 
@@ -78,7 +78,7 @@ class Planner:
         self.number = 0
         self._exchanges_before = self._meter.dispatches + self._meter.returns
         self._announcement_count = 0
-        self._used_keys: set[PlanKey] = set()  # in the current micro-batch
+        self._used_keys: set[PlanKey] = set()  # used in the current micro-batch
         self._is_over = True  # the next plan begins another micro-batch
 
     def join_world(self) -> None:
@@ -108,7 +108,7 @@ class Planner:
         """
         shares = [documents.dealt_share for documents, _ in requests if documents.dealt_share]
         with self.report_errors(group, f"planning for micro-batch {self.number + 1}"):
-            if len(shares) == len(requests):  # of one batch
+            if len(shares) == len(requests):  # all are shares of one batch
                 return self.plan_share(shares[0], requests, group)
             return self.plan_documents(requests, group)
 
@@ -153,7 +153,7 @@ class Planner:
         """
         started = time.perf_counter()
         share.check_group(group)
-        # Ranks without tokens have a part in the plan, and the share knows nothing of them.
+        # A share does not know of ranks without tokens, which also take part in the plan.
         per_node = share.per_node if group.has_tokens is None else group.per_node
         jobs = [self._make_job(key, group.size, per_node, group.has_tokens) for _, key in requests]
         is_planned_again = bool(share.plans) and not share.plans.keys() >= set(jobs)
@@ -199,7 +199,7 @@ class Planner:
         dtypes = tuple(self.costs.dtypes.get((key.shape, key.device), "") for key in keys)
         costs = tuple(map(self.costs.get_cost, keys))
         settings = collect_shared_settings(self.config, costs, dtypes)
-        # All work of a micro-batch is launched before the next one begins.
+        # Only earlier micro-batches have launched all their work.
         number = self._find_number(requests)
         earlier = [plan for plan in self.history.unmeasured_plans if plan.number < number]
         plans = earlier[:_MOST_MEASURED]

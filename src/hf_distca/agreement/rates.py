@@ -35,22 +35,23 @@ from hf_distca.schedule.cost import AttentionShape, CostModel
 from hf_distca.schedule.layout import FloatArray
 from hf_distca.schedule.ranks import UNIFORM_RANKS, Ranks
 
-# Kind of layer: shape and type of device. Layers of one kind share a cost model, with any window.
+# A kind of layer is a shape and a type of device. Its layers share a cost model, whatever their
+# windows are.
 Kind = tuple[AttentionShape, str]
 
-# Samples, one a micro-batch: the first ones make buffers and caches and are left out.
+# A micro-batch gives one sample. The first samples are left out, because they fill caches.
 _WARM_UP_SAMPLES = 2
-_MAX_SAMPLES = 32  # the newest ones that are kept
-_SAMPLE_INTERVAL = 8  # after as many, one of so many micro-batches is a sample
-_MIN_SAMPLES = 4  # for a change
-_MIN_CLEAR_SAMPLES = 2  # for a change, if attention was clearly slower than without exchanges
-_CLEAR_SLOWDOWN = 0.05  # relative slowdown that is clear
-# Relative errors that are worth a change: of the slowest rank's estimate, and of a rank's speed.
+_MAX_SAMPLES = 32  # only the newest samples are kept
+_SAMPLE_INTERVAL = 8  # after _MAX_SAMPLES micro-batches, every eighth one is a sample
+_MIN_SAMPLES = 4  # needed for a change
+_MIN_CLEAR_SAMPLES = 2  # needed if attention was clearly slower than without exchanges
+_CLEAR_SLOWDOWN = 0.05  # relative slowdown that counts as clear
+# Relative errors that cause a change, in the slowest rank's estimate and in a rank's speed.
 _TOLERANCE = 0.05
 _SPEED_TOLERANCE = 0.07
 _FACTOR_RANGE = 1e-3, 1e6
-# Samples without an exchange before a trial: at least so many, and so many that trials cost no more
-# than this share of the time.
+# A trial comes after at least this many samples without an exchange, and after enough of them that
+# trials cost at most this share of the time.
 _MIN_TRIAL_INTERVAL = 64
 _TRIAL_SHARE = 0.01
 
@@ -156,14 +157,15 @@ class LearnedCosts(dict[Kind, CostModel]):
         Return the changes, as sentences.
         """
         changes: list[str] = []
-        # A user's own model is not corrected, nor is any where times would make runs differ.
+        # A user's own model is not corrected. With deterministic algorithms no model is, because
+        # measured times would make runs differ.
         is_own = isinstance(config.cost_model, CostModel)
         if is_own or not config.measured_rates or torch.are_deterministic_algorithms_enabled():
             return changes
-        plans_of = defaultdict(list)  # by micro-batch and whole batch
+        plans_of = defaultdict(list)  # by micro-batch and key of the whole batch
         for plan in plans:
             plans_of[plan.number, plan.key._replace(nano=0)].append(plan)
-        for _, key in plans_of:  # a micro-batch has been planned since
+        for _, key in plans_of:  # a trial ends when its plans, or later ones, are measured
             self._rates[key.shape, key.device].is_trial = False
         for (_, key), nano_plans in plans_of.items():
             kind = key.shape, key.device

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-RECORD_NAME = "_distca_run.jsonl"  # `Trainer.push_to_hub` leaves out what begins so
+RECORD_NAME = "_distca_run.jsonl"  # `Trainer.push_to_hub` skips names that begin with _
 
 
 @dataclass(frozen=True)
@@ -29,10 +29,10 @@ class PerRank:
     measured_before: list[float]
     measured_after: list[float]
     sent_bytes: list[float]
-    between_bytes: list[float]  # of these, to other nodes
+    between_bytes: list[float]  # the part of sent_bytes that goes to other nodes
 
     def __post_init__(self) -> None:
-        # Fails if they are no numbers, or not equally many.
+        # This raises if the lists differ in length, or hold anything but numbers.
         columns = np.array(astuple(self), dtype=np.float64)
         if not columns.size or not np.isfinite(columns).all():
             raise ValueError("figures by rank are lists of finite numbers, of one length")
@@ -149,12 +149,12 @@ def read_row(line: str) -> Row | None:
     Raises:
         ArithmeticError, AttributeError, LookupError, TypeError, ValueError: if it is no row.
     """
-    # NaN is no integer.
+    # `int` refuses NaN.
     data = json.loads(line, parse_constant=int, parse_float=_read_finite)
     kind = _KINDS.get(data["row"])
     if kind is None:
         return None
-    # A newer version may write more.
+    # Ignore fields that only a newer version knows.
     values = {part.name: data[part.name] for part in fields(kind) if part.name in data}
     values["step"] = int(values["step"])
     if "per_rank" in values:

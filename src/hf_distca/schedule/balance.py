@@ -25,11 +25,13 @@ from hf_distca.schedule.relays import add_relays
 from hf_distca.schedule.tails import END, LATEST, PIECE, USEFUL
 from hf_distca.schedule.trial import make_moves
 
-# Times T that a rank may end later for the trial to go on: it may end before those of later T.
+# A trial stops once a rank ends later than T times this. A trial with a later T may end before
+# that.
 _USEFUL = 1.05
-# Parts of the way from the mean to T that others are tried to end at, where T is so late.
+# If T is later than `_LATE` times the mean, the other ranks try to end at these parts of the way
+# from the mean to T.
 _EVEN_PARTS, _LATE = (0.1, 0.2, 0.4, 0.6, 0.8), 1.2
-# The finest tolerance that is aimed at, and how many trials are made for it.
+# The finest tolerance of the search, and the most trials it makes.
 _FINEST_TOLERANCE, _MOST_TRIALS = 0.002, 16
 
 
@@ -64,7 +66,7 @@ def balance(
             row and a key fit the bound.
     """
     ranks.check_count(layout.world_size)
-    # All links are those inside a node.
+    # With a single node, all links are inside it.
     if ranks.per_node == layout.world_size and cost.node_bytes_per_second is not None:
         cost = replace(cost, exchange_bytes_per_second=cost.node_bytes_per_second)
         ranks = replace(ranks, per_node=None)
@@ -111,20 +113,20 @@ class PlanTrials:
         """Find the plan whose last rank ends first; if it does not gain enough, nothing moves."""
         best, required = self.unmoved_load, self.unmoved_load.slowest_seconds
         required *= 1 - self.config.min_gain
-        # Without seconds of pairs, attention is as long as its tokens are many.
+        # If pairs cost nothing, seconds only depend on the number of tokens.
         can_gain = self.layout.world_size > 1 and MarginalCost.from_cost_model(self.cost).pair
         if not (self.config.balance and can_gain):
             return best.plan
         mean, nodes = self.compute_means(1), self.compute_means(self.node_count)
-        # First node by node, where that can be about as early.
+        # Plan inside nodes first, if that can end about as early.
         ways = [nodes, mean] if nodes.max() < mean[0] * (1 + self.tolerance) else [mean, nodes]
         splits = list_splits(self.unmoved_load, self.config, mean[0])
         for groups, split_mask in splits:
             pieces, is_first = None, best is self.unmoved_load
             for means in ways[: self.node_count]:
                 earliest, limit = min(best.slowest_seconds, required), math.inf
-                # What was found is left for what ends earlier by the tolerance; but the first plan
-                # of nodes alone for what ends earlier at all.
+                # A further plan must end earlier by the tolerance. The first plan inside nodes only
+                # has to end earlier.
                 if best is not self.unmoved_load and not (is_first and len(means) > 1):
                     earliest = limit = earliest * (1 - self.tolerance)
                 # No plan ends before the mean of its ranks.
@@ -145,7 +147,7 @@ class PlanTrials:
         seconds = self.unmoved_load.compute_seconds.reshape(units, -1)
         speeds = np.array(self.ranks.list_speeds(seconds.size)).reshape(units, -1)
         work = (seconds * speeds).tolist()
-        # fsum: what plain `sum` rounds to depends on the version of Python.
+        # `fsum`, because the rounding of `sum` depends on the Python version.
         return np.array(list(map(math.fsum, work))) / list(map(math.fsum, speeds.tolist()))
 
     def _search(self, pieces: Pieces, mean: FloatArray, limit: float) -> IntArray:
@@ -159,15 +161,15 @@ class PlanTrials:
             made, end = self._try(pieces, latest, np.minimum(high, _USEFUL * latest))
             moves = self._replace(pieces, moves, made, end <= high)
             high = np.minimum(high, end)
-            # A trial that nearly reaches its T does not say that earlier ones fail.
+            # If a trial nearly reaches its T, earlier T may still be reached.
             low = np.where(end > latest * (1 + tolerance), latest, low)
             is_done = (high <= low * (1 + 0.75 * tolerance)) | (low == high)
             if is_done.all():
                 break
-            # Twice as late, and more, until it is reached.
+            # The next T is at most 5 times as far from the mean as the last T that failed.
             most = mean + 5 * np.maximum(low - mean, tolerance * mean)
             latest = np.where(is_done, math.inf, np.minimum((low + high) / 2, most))
-        # Where single ranks end late whatever they give, the others still can be even.
+        # If some rank ends late whatever it gives away, the other ranks can still be even.
         is_even, most = high <= _LATE * mean, high * (1 + tolerance / 2)
         for part in _EVEN_PARTS:
             if is_even.all():

@@ -74,8 +74,8 @@ def _fill_bins(
         length, count = last - first, counts[chunk]
         chosen, room = _choose_bins(bins, length, count)
         left = length
-        # From the narrowest: those with too little room are filled up, and wide ones make up for
-        # them.
+        # Start with the narrowest bin. Bins with too little room are filled, and wider bins take
+        # the rest.
         for place in range(chosen - 1, -1, -1):
             bin_ = bins.chosen[place]
             bins.is_chosen[bin_] = False
@@ -125,7 +125,7 @@ def deal_to_bins(
     order = np.argsort(-pairs, kind="stable")
     chunks, pairs, size = chunks.take(order, axis=0), pairs[order], len(rooms)
     length = chunks[:, 2] - chunks[:, 1]
-    # A cumulative sum is the same on every machine.
+    # Unlike `sum`, `cumsum` rounds the same on every machine.
     filled = spread(pairs * size / np.cumsum(pairs)[-1:], chunks)
     counts = np.clip(np.ceil(np.maximum(filled, length / rooms.max())), 1, size).astype(np.int64)
     numbers = np.zeros(size, dtype=np.int64)

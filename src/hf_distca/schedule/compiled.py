@@ -28,12 +28,12 @@ def compile_function(function: F, *, keep: Sequence[str] = (), inside: bool = Fa
             compile as the function.
     """
     if keep:
-        # numba names what it keeps by this, and otherwise looks at times of files, which copies may
-        # share.
+        # numba names its cache files by `__qualname__`. Otherwise it only compares the times of
+        # source files, and different copies of a source may have the same time.
         sources = b"".join(Path(source).read_bytes() for source in keep)
         function.__qualname__ += f"-{hashlib.sha256(sources).hexdigest()[:16]}"
-    # Without the GIL, so that plans can be made beside training. The arrays outlive the call, so
-    # nothing counts references.
+    # Without the GIL, plans can be made while training runs. The arrays outlive the call, so their
+    # references need no count.
     options: dict[str, Any] = {
         "error_model": "numpy",
         "nogil": True,

@@ -35,10 +35,11 @@ from hf_distca.errors import ConfigError
 from hf_distca.schedule.layout import FloatArray
 from hf_distca.schedule.slice_cost import count_task_work
 
-# What a device may be like; beyond, sums of seconds are infinite, and their ratios are no numbers.
-MIN_RATE = 1.0  # a second
+# Limits on the figures of a device. Outside them, sums of seconds become infinite and their ratios
+# NaN.
+MIN_RATE = 1.0  # bytes or operations per second
 MAX_SECONDS = 1e6
-# The window of layers in which a row sees all keys before it.
+# This window stands for layers in which a row sees all keys before it.
 ALL_KEYS = 2**62
 
 
@@ -183,12 +184,12 @@ class KernelCost:
         )
 
 
-# Round figures. cpu: one thread of a recent server core over loopback, which stands for all links
-# between processes of one machine. cuda: an H100, flash-attention 2 and a 400 Gbit/s link a GPU;
-# forward is close to published packed documents, backward is assumed to reach 0.8 of its rate.
-# Inside a node, NVLink 4 carries 450 GB/s each way (NVIDIA H100 datasheet: 900 GB/s in both
-# directions together), of which exchanges are taken to reach two thirds. Other GPUs and kernels
-# have a factor (`schedule.gpus`).
+# Round figures. "cpu" is one thread of a recent server core; loopback stands for all links between
+# processes of one machine. "cuda" is an H100 with flash-attention 2 and one 400 Gbit/s link per
+# GPU. Its forward rate is close to published rates for packed documents, and backward is assumed to
+# reach 0.8 of it. Inside a node, NVLink 4 carries 450 GB/s each way (NVIDIA H100 datasheet: 900
+# GB/s in both directions together), and exchanges are assumed to reach two thirds of that. Other
+# GPUs and kernels have a factor on these figures (`schedule.gpus`).
 _BUILT_IN = {
     "cpu": (KernelCost(3e-5, 5e9, 4.5e10), KernelCost(6e-5, 5e9, 4.5e10), 1e9, 3e-4, None),
     "cuda": (KernelCost(5e-7, 2e12, 3.5e14), KernelCost(1e-6, 1.6e12, 2.8e14), 4e10, 3e-5, 3e11),
@@ -353,7 +354,7 @@ class CostModel:
                     **_read_rates(rates),
                 }
             )
-        except Exception as error:  # whatever was handed over
+        except Exception as error:  # the text may hold anything
             raise ConfigError(
                 f"the text is no cost model in JSON ({type(error).__name__}: {error}): it is an"
                 f" object with the attributes of `CostModel` as keys, got {text!r:.100}."
@@ -389,8 +390,8 @@ class CostModel:
         """Return the seconds of each task, forward and backward: shape (2, tasks)."""
         coefficients = np.stack([self.forward.coefficients, self.backward.coefficients])[:, None]
         parts = self.count_work(rows, keys, heads) * coefficients
-        # Not a matrix product: BLAS rounds differently from one processor to the next, and plans
-        # are decided by these seconds.
+        # Not a matrix product, because BLAS rounds differently on different processors. All ranks
+        # must get equal seconds to make equal plans.
         task, moved, computed = np.moveaxis(parts, -1, 0)
         return np.asarray(task + moved + computed)
 
@@ -472,11 +473,11 @@ class TransientBytes(NamedTuple):
     @classmethod
     def from_shape(cls, shape: AttentionShape) -> TransientBytes:
         """Compute the bytes for an attention shape."""
-        wide = max(4, shape.element_bytes)  # log-sum-exps and sums of key gradients
+        wide = max(4, shape.element_bytes)  # bytes of a log-sum-exp, and of a summed key gradient
         row = shape.query_bytes + 2 * shape.output_bytes + shape.query_heads * wide
         key = shape.key_value_bytes
         wide_key = shape.key_value_bytes * wide // shape.element_bytes
-        # Gradients of copies that are not wide yet become so when they are added up at home.
+        # Narrow gradients of copies become wide when their home adds them up.
         return cls(
             2 * row, key + wide_key, row, key + (wide_key if wide > shape.element_bytes else 0)
         )

@@ -20,11 +20,11 @@ from hf_distca.schedule.bins import deal_to_ranks
 from hf_distca.schedule.cost import ALL_KEYS, CostModel
 from hf_distca.schedule.layout import IntArray, Layout, mark_changes, require_integers
 
-# Tokens of the short documents that make the halves of a global batch equal, at most, and how many
-# documents at least and at most.
+# The shortest documents make the halves of a global batch equal. They have at most `_SMALL_TOKENS`
+# tokens together, unless the limits on their number say otherwise.
 _SMALL_TOKENS = 2**17
 _MIN_SMALL_DOCUMENTS, _MOST_SMALL_DOCUMENTS = 16, 256
-# Tokens of a document. Cuts are found with products of such numbers, which must fit 64 bits.
+# The most tokens of a document. Products of two lengths, which find the cuts, must fit 64 bits.
 _MAX_LENGTH = 2**32
 
 
@@ -105,7 +105,7 @@ def deal_in_order(
     For arguments and errors see `deal`.
     """
     length, tokens = _check_arguments(lengths, ranks, tokens_per_rank, 1, None)
-    # Where a document begins or a rank does.
+    # Documents are cut where a document or a rank ends.
     ends = np.cumsum(length), np.cumsum(tokens)
     bounds = np.union1d(*ends)
     begin = np.append(0, bounds[:-1])
@@ -174,8 +174,8 @@ def _choose_half(
     large, small = np.split(longest_first, [max(len(length) - small_count, 0)])
     first = np.zeros(len(length), dtype=np.bool_)
     rooms, loads = [tokens, int(length.sum()) - tokens], [0.0, 0.0]
-    # With a part of the short documents to come, many more sums can be made than with hardly any or
-    # nearly all of them.
+    # Each half keeps room for a third of the short documents' tokens. Far more sums can then be
+    # reached than with room for almost none or almost all of them.
     reserve = int(length[small].sum()) // 3
     for document in large.tolist():
         half = int(loads[0] > loads[1] and not is_late[document])
@@ -190,7 +190,7 @@ def _choose_half(
 
 def _find_closest_subset(lengths: list[int], target: int) -> list[int]:
     """Find the indices of the lengths whose sum is closest to a target; the lower sum of two."""
-    # Bit n of a number: whether some of the lengths so far add up to n.
+    # Bit n of `sums[i]` says whether some of the first i lengths add up to n.
     sums = list(
         accumulate(lengths, lambda reachable, length: reachable | reachable << length, initial=1)
     )
@@ -223,7 +223,7 @@ def _check_arguments(
         "ranks_per_node": per_node,
     }
     for name, value in numbers.items():
-        # Not `isinstance`: True is no number of ranks.
+        # `isinstance` would accept True.
         if type(value) is not int or value < 1:
             raise ConfigError(f"{name}={value!r} must be a whole number of at least 1.")
     if ranks % per_node:

@@ -11,8 +11,8 @@ from dataclasses import replace
 
 from hf_distca.schedule.cost import AttentionShape, CostModel
 
-# Factors are those of the profiles in benchmarks/simulated/simulator/profiles.py, whose seconds are
-# fitted to published timings and to our own (benchmarks/results/h100_2026-11-26).
+# These are the factors of the profiles in benchmarks/simulated/simulator/profiles.py. Their seconds
+# are fitted to published timings and to our own (benchmarks/results/h100_2026-11-26).
 _FACTORS = {
     ("A100", "flash_attn"): 1.50,  # a100_flash_attn_2
     ("H100", "flash_attn"): 0.92,  # h100_flash_attn_2
@@ -20,9 +20,9 @@ _FACTORS = {
     ("H100", "flash_attn_4"): 0.47,  # h100_flash_attn_4
     ("B200", "flash_attn_4"): 0.24,  # b200_flash_attn_4
 }
-# Bytes per second that a rank sends to other nodes, and inside its node, by the same profiles.
+# Bytes per second that a rank sends to other nodes and inside its node, from the same profiles.
 _LINKS = {"A100": (1.8e10, 2.1e11), "H100": (3.7e10, 3.0e11), "B200": (3.7e10, 6.4e11)}
-# GPUs with the same multiprocessors, by the name of the row that stands for them.
+# GPUs that have the same multiprocessors as a GPU of the tables.
 _SAME_GPU = {"H200": "H100", "GH200": "H100", "GB200": "B200"}
 _SAME_KERNEL = {"cuda": "flash_attn", "kernels-community/flash-attn3": "flash_attn_3"}
 

@@ -23,7 +23,7 @@ IntArray = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]
 FloatArray = npt.NDArray[np.float64]
 
-# Position: sums and products of what is larger may not fit in 64 bits.
+# The largest position or length. Sums and products of larger numbers may not fit in 64 bits.
 _LARGEST_NUMBER = 2**48
 
 
@@ -394,7 +394,7 @@ def require_integers(
         array = np.asarray(values)
     except ValueError as ragged:
         raise error(f"{expected}, got rows of different lengths: {values!r:.100}.") from ragged
-    except RuntimeError as refused:  # of torch, about a tensor
+    except RuntimeError as refused:  # torch cannot convert the tensor
         raise error(f"{expected}, got {values!r:.100} ({refused}).") from refused
     if not array.size:
         return np.zeros([max(n, 0) for n in shape], dtype=np.int64)
@@ -444,8 +444,8 @@ def _number_documents(
                 f" there, on ranks {ranks} and {ending[position]}: which belong together is not in"
                 " the position ids. Give document numbers instead (PackedDocuments in the batch)."
             )
-    # By the position that a run ends at, and by the run. A run without tokens may find none: the
-    # layout is refused.
+    # Document numbers by the position where a run ends, and by the run. Only a run without tokens
+    # may find no number below, and `Layout` refuses that run.
     number_ending_at: dict[int, int] = {}
     numbers: dict[tuple[int, int], int] = {}
     for number, (start, rank, row, end) in enumerate(sorted(rows)):

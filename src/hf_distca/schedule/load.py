@@ -21,9 +21,9 @@ from hf_distca.schedule.plan import KeyTransfers, Plan, Relays
 from hf_distca.schedule.ranks import UNIFORM_RANKS, Ranks
 from hf_distca.schedule.relays import with_sending_ranks
 
-# Dispatch and return, forward and backward: what a rank that exchanges anything waits for at least.
+# Dispatch and return, forward and backward. A rank that exchanges anything waits for all four.
 _EXCHANGES_PER_LAYER = 4
-# With relays: dispatch a second time, forward and backward, and gradients of keys to relays.
+# Relays add a second dispatch, forward and backward, and a return of key gradients to relays.
 _RELAY_EXCHANGES = 3
 
 
@@ -87,7 +87,7 @@ class PlanLoad:
         return load
 
     def _sum_by_rank(self, rank: IntArray, weights: npt.NDArray[Any]) -> FloatArray:
-        # bincount of nothing counts in integers, whatever the weights are.
+        # `bincount` of an empty array returns integers, even with weights.
         return np.bincount(rank, weights=weights, minlength=self.plan.layout.world_size).astype(
             np.float64
         )
@@ -284,28 +284,28 @@ def summarize_plan(
     return {
         "ranks": plan.layout.world_size,
         "tasks": len(plan.document),
-        "moved_tasks": int((plan.home != plan.server).sum()),  # whose server is not their home
-        "pairs_imbalance_before": compute_imbalance(before.pairs),  # of causal pairs
+        "moved_tasks": int((plan.home != plan.server).sum()),  # tasks with a server away from home
+        "pairs_imbalance_before": compute_imbalance(before.pairs),
         "pairs_imbalance_after": compute_imbalance(after.pairs),
-        # Of estimated compute seconds.
+        # Imbalance of the estimated compute seconds.
         "seconds_imbalance_before": compute_imbalance(before.compute_seconds),
         "seconds_imbalance_after": compute_imbalance(after.compute_seconds),
-        # Estimated compute plus exchange of the slowest rank.
+        # The slowest rank's estimated compute plus exchange.
         "slowest_seconds_before": before.slowest_seconds,
         "slowest_seconds_after": after.slowest_seconds,
-        "query_tokens": int(plan.layout.query_tokens.sum()),  # of all ranks together
+        "query_tokens": int(plan.layout.query_tokens.sum()),  # sum over all ranks
         "query_tokens_moved": int(after.query_tokens[0].sum()),
-        # Between ranks, each once per destination.
+        # Each key token counts once for every rank that receives it.
         "key_tokens_sent": int(after.key_tokens[0].sum()),
-        # Of documents on several ranks, with no move at all.
+        # Key tokens of documents on several ranks that are sent even if nothing moves.
         "key_tokens_sent_unplanned": int(before.key_tokens[0].sum()),
-        "max_sent_key_tokens": int(after.key_tokens[0].max()),  # of the busiest rank
-        "max_sent_bytes": int(after.exchange_bytes[0].max()),  # of the busiest home
-        "max_received_bytes": int(after.exchange_bytes[1].max()),  # of the busiest server
-        "bytes_inside_nodes": int(nodes.intra_node[0].sum()),  # of all ranks
+        "max_sent_key_tokens": int(after.key_tokens[0].max()),  # by the busiest rank
+        "max_sent_bytes": int(after.exchange_bytes[0].max()),  # by the busiest home
+        "max_received_bytes": int(after.exchange_bytes[1].max()),  # by the busiest server
+        "bytes_inside_nodes": int(nodes.intra_node[0].sum()),  # sum over all ranks
         # All bytes, if nodes are not told apart.
         "bytes_between_nodes": int(nodes.inter_node[0].sum()),
-        # Of the busiest rank, as a home or as a server.
+        # Sent or received by the busiest rank, whichever is more.
         "max_bytes_between_nodes": int(nodes.inter_node.max()),
     }
 

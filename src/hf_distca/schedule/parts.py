@@ -32,11 +32,13 @@ from hf_distca.schedule.tails import (
 )
 from hf_distca.schedule.trial import make_moves
 
-# Head groups that documents are split in; more gain nothing. And the part of the mean that a server
-# typically takes: documents are long if slices of it would have more bytes of keys than of rows.
+# The most head groups of a document, because more gain nothing. And the part of the mean seconds
+# that a typical slice takes: a document is long if the keys of such a slice have more bytes than
+# its rows.
 _MOST_GROUPS, _TYPICAL_SLICE = 4, 0.25
-_LARGEST_NUMBER = 2**56  # of documents: numbers are multiplied by those of groups
-# What a trial changes, but for rows of `holders` and `moves` behind `counts`.
+_LARGEST_NUMBER = 2**56  # of a document, because it is multiplied by `groups + 1`
+# Fields of `Batch` that are restored before a trial. Rows of `holders` and `moves` beyond `counts`
+# may keep old values.
 _STATE = ("parts", "segments", "pieces", "ranks", "counts")
 
 
@@ -158,7 +160,7 @@ class Pieces:
         server = np.append(moves[:, SERVER], home[len(moves) :])
         number = self.number[self.start.pieces[piece, PART]]
         place, group = number // (groups + 1), number % (groups + 1)
-        # A document of which no group is moved is not split.
+        # A document is split only if one of its groups is moved.
         split_mask = np.zeros(len(layout.documents), dtype=np.bool_)
         split_mask[place[(server != home) & (group > 0)]] = True
         document = layout.documents[place]
@@ -199,8 +201,8 @@ def list_splits(
         or np.abs(layout.documents).max(initial=0) > _LARGEST_NUMBER
     ):
         return [(1, none)]
-    # A slice of F seconds at position y has F / (p * y) rows. Its bytes of queries are as many as
-    # those of keys if q * F / (p * y) = kv * y.
+    # With p seconds a pair, a slice of F seconds at position y has F / (p * y) rows. Its queries
+    # and its keys have equally many bytes where q * F / (p * y) = kv * y.
     slice_bytes = _TYPICAL_SLICE * mean_seconds * marginal.query_bytes
     length = math.sqrt(slice_bytes / (marginal.key_bytes * marginal.pair))
     long[layout.place[layout.end >= length]] = True

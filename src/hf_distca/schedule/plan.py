@@ -257,16 +257,15 @@ class Plan:
         """
         tasks = np.arange(len(self.document)) if tasks is None else tasks
         server = self.server[tasks] if server is None else server
-        # Tasks are in order of document and position, and never overlap: those of one server are in
-        # order of their ends.
+        # Tasks are in order of document and position and never overlap, so the tasks of one server
+        # are also in order of their ends.
         order = np.argsort(server, kind="stable")
         tasks, server = tasks[order], server[order]
         layout = self.layout
         place = self.place[tasks]
         first = self.first_key[tasks]
         end = self.end[tasks]
-        # Rows that follow each other share a run if the second needs a key that the first needs, or
-        # the next one.
+        # Neighbouring rows share a run if the ranges of their keys overlap or touch.
         starts_range = mark_changes(server, place)
         starts_range[1:] |= first[1:] > end[:-1]
         server = server[starts_range]

@@ -63,7 +63,7 @@ def with_relay_hops(
     """
     if relays is None:
         return keys, np.full(len(keys.document), -1)
-    # The keys of a document that have no relay are its last run. Positions count on from one
+    # Keys without a relay are the last run of their document. Positions are numbered on from one
     # unit to the next.
     units = [
         find_units(layout, document, rank, relays.per_node)
@@ -89,7 +89,7 @@ def with_relay_hops(
 
 def _select_rows(rows: KeyTransfers, mask: BoolArray) -> KeyTransfers:
     """Select some of the rows."""
-    # Five times faster than five masks.
+    # One index is five times faster than a mask on each of the five columns.
     index = np.flatnonzero(mask)
     return KeyTransfers(*(column[index] for column in rows))
 
@@ -135,7 +135,7 @@ def _choose_relays(load: PlanLoad, other_seconds: FloatArray, unchanged: float) 
     if not late.any():
         return None
     keys = _select_rows(keys, late[place])
-    # What a server needs of a document ends with its last row.
+    # The last row of a server and document ends the keys that this server needs.
     last = np.append(mark_changes(keys.server, keys.document), True)[1:]
     document, server, key_end = keys.document[last], keys.server[last], keys.end[last]
     unit = find_units(layout, document, server, per_node)
@@ -143,8 +143,8 @@ def _choose_relays(load: PlanLoad, other_seconds: FloatArray, unchanged: float) 
     unit, document, server, key_end = (
         column[order] for column in (unit, document, server, key_end)
     )
-    # Seconds that each rank has left to pass keys on, once its own leave it but once; shared by all
-    # documents it may do it for.
+    # Seconds that each rank has left to forward keys, if it sends each of its own keys only once.
+    # All documents that it may forward share these seconds.
     resent = _count_resent(_select_rows(keys, keys.source != keys.server), layout)
     spare_seconds = unchanged - seconds + load.cost.key_seconds * resent
     weight = np.maximum(spare_seconds, 0.0)[server] / np.bincount(server)[server]
@@ -173,24 +173,24 @@ def _divide_keys(
         Unit, start, end and relay of each run; None if there is none.
     """
     forwarding = np.flatnonzero(weight > 0)
-    # How often the keys before each reach are sent beyond the first time: it grows evenly from one
-    # reach to the next.
+    # A reach is the `key_end` of a server. Count how often the keys before each reach are sent
+    # again after the first time. This count grows linearly between reaches.
     place = np.cumsum(mark_changes(unit)) - 1
     times = np.searchsorted(place, place, side="right") - 1 - np.arange(len(place))
     resent = _sum_running(place, times * (key_end - _shift_down(place, key_end)))
-    # The positions before which so much is passed on: both grow from 0 in each document.
+    # For each position, the count of forwarded keys before it. Both grow from 0 in each document.
     width, most = int(key_end.max()) + 1, float(resent.max()) + 1
     documents = np.arange(place[-1] + 1)
     rows = np.argsort(np.append(documents, place), kind="stable")
     positions = np.append(documents * width, place * width + key_end)[rows]
     amounts = np.append(documents * most, place * most + resent)[rows]
-    # Where the last keys end that two servers need and one of these has.
+    # The second largest reach of the document. Only one server needs the keys after it.
     second = key_end[np.searchsorted(place, place, side="right") - 2][forwarding]
     unit, server, key_end, place = (column[forwarding] for column in (unit, server, key_end, place))
     parts = _sum_running(place, weight[forwarding])
     last = np.searchsorted(place, place, side="right") - 1
     end = np.minimum(second, key_end[last])
-    # Weights that are lost in the rounding of larger ones before them add up to 0.
+    # Running sums can round small weights after large ones to 0.
     total = np.maximum(parts[last], np.finfo(np.float64).tiny)
     resent_target = (np.interp(place * width + end, positions, amounts) - place * most) * (
         parts / total

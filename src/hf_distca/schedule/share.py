@@ -17,7 +17,8 @@ from hf_distca.schedule.plan import KeyTransfers, Plan, Relays
 from hf_distca.schedule.relays import with_relay_hops
 
 Columns = tuple[list[int], ...]
-# Runs that are sent: rank, first row, rows. And what comes: rank, rows.
+# Sent runs as columns rank, first row and number of rows; received rows as columns rank and number
+# of rows.
 RankMessage = tuple[Columns, Columns]
 
 
@@ -139,7 +140,8 @@ class _TokenRows(NamedTuple):
         for itself.
         """
         keys, relay = with_relay_hops(plan.layout, plan.list_key_transfers(tasks), relays)
-        # Relays get theirs in the first hop, and keys of their own go to all in it.
+        # A relay gets its keys in the first hop. Keys without a relay, and keys that their relay
+        # holds itself, reach all servers in this hop.
         relay = np.where(
             (relay < 0) | (relay == keys.source) | (keys.source == keys.server), keys.server, relay
         )
@@ -203,7 +205,7 @@ def _compute_exchange(
     if relays is None:
         return share
     relayed_keys = keys.select((keys.relay == rank) & (keys.server != rank))
-    # Each run of the pool is passed on as far as the server needs it that needs most of it.
+    # Each run of the pool is forwarded as far as any server needs it.
     pool_row = _find_pool_rows(pool, relayed_keys.number, relayed_keys.start)
     relayed_rows = np.zeros_like(pool.rows)
     np.maximum.at(relayed_rows, pool_row, relayed_keys.rows)

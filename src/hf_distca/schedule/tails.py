@@ -15,8 +15,9 @@ from hf_distca.schedule.cost import ALL_KEYS, MarginalCost, TransientBytes
 from hf_distca.schedule.layout import FloatArray, IntArray
 from hf_distca.schedule.slice_cost import estimate_slice_seconds
 
-# Rows of `Batch.ranks`. Traffic is in seconds that a link is busy, inside a node and, one row
-# further, between nodes; that of a shared link stands at the first rank of those that share it.
+# Rows of `Batch.ranks`. Traffic is the seconds that a link is busy: a link inside a node, and in
+# the next row a link between nodes. The seconds of a shared link belong to the first rank that
+# shares it.
 COMPUTE, SENT, RECEIVED, HELD, END, LATEST, USEFUL, SPEED, WIRE, SERVES, ROWS = (
     *(0, 1, 3, 5, 6, 7, 8, 9, 10, 12, 13),
 )
@@ -26,12 +27,13 @@ LOW, HIGH, HOME, LEFT_HOME = range(4)
 PART, FIRST, LAST = range(3)
 # Columns of `Batch.moves`: a piece, rows [start, end) of its document, and the rank that gets them.
 PIECE, START, STOP, SERVER = range(4)
-# Columns of `Batch.holders`: a rank that has the first keys of a part, how many, and the row of the
-# part's holder before.
+# Columns of `Batch.holders`: a rank that has the first keys of a part, the number of these keys,
+# and the row of the part's previous holder.
 RANK, KEYS, PREVIOUS = range(3)
-# Units of a part: nodes where rows of it lie, by the rest of their number, and all others.
+# Units of a part: each node where its rows lie, numbered modulo OTHERS, and one unit for all other
+# nodes.
 UNITS, OTHERS = 9, 8
-# Part of T by which a rank ends earlier than it has to.
+# Ranks aim to end before T by this part of T.
 CLOSE = 0.0005
 
 
@@ -141,7 +143,7 @@ def find_held(batch: Batch, part: int, server: int) -> int:
         return 0
     row = batch.parts[part, HOLDER]
     while row >= 0:
-        # The last row of a rank is that with the most keys.
+        # The newest row of a rank comes first, and has the most keys.
         if batch.holders[row, RANK] == server:
             return int(batch.holders[row, KEYS])
         row = batch.holders[row, PREVIOUS]
@@ -212,7 +214,7 @@ def _weigh_links(batch: Batch, piece: int, source: int, server: int) -> _Links:
     level = int(is_far(batch, source, server))
     if level:
         arrive, other_arrive, leave, other_leave = other_arrive, arrive, other_leave, leave
-    # With a window, each row needs a key more.
+    # With a window, each further row needs one more key.
     row_bytes = batch.heads[part] * (cost.query_bytes + cost.key_bytes * (end >= cost.window))
     return _Links(
         arrive,
@@ -289,8 +291,8 @@ def weigh_tail(batch: Batch, piece: int, source: int, server: int) -> tuple[floa
     start, end = batch.pieces[piece, FIRST], batch.pieces[piece, LAST]
     goal = ranks[LATEST, source] * (1 - CLOSE)
     links = _weigh_links(batch, piece, source, server)
-    # From the grid's line after which the server can take all, or from that before which the source
-    # need not give any.
+    # The tail begins at the first multiple of the grid from which the server can take all rows, or
+    # later: at the last multiple from which the source gives enough.
     first = end - _count_taken(batch, piece, source, server, links)
     row = start if first <= start else int(-(-first // batch.grid)) * batch.grid
     wanted = end - _count_given(batch, piece, source, goal, links)

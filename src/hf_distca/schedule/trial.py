@@ -56,7 +56,8 @@ from hf_distca.schedule.tails import (
     weigh_tail,
 )
 
-# Pieces that a rank looks at for a tail, the deepest first, and servers that have keys of each.
+# The most pieces that a rank tries for a tail, deepest first, and the most holders of a piece's
+# keys that it tries as servers.
 _MOST_PIECES, _MOST_HOLDERS = 4, 2
 
 
@@ -117,7 +118,7 @@ def _make_move(batch: Batch, piece: int, source: int, server: int, row: int) -> 
     cost, ranks, part = batch.cost, batch.ranks, batch.pieces[piece, PART]
     heads, start, end = batch.heads[part], batch.pieces[piece, FIRST], batch.pieces[piece, LAST]
     query, key, sent_query, sent_key = batch.transient
-    is_windowed = end >= cost.window  # then each row needs a key more
+    is_windowed = end >= cost.window  # each row then needs one more key
     before = estimate_slice_seconds(cost, heads, start, end)
     after = estimate_slice_seconds(cost, heads, start, row)
     ranks[COMPUTE, source] -= (before - after) / ranks[SPEED, source]
@@ -215,7 +216,7 @@ def _make_moves(batch: Batch, order: IntArray, inside: bool) -> None:
     if not len(order):
         _give_own_keys(batch)
     ranks, count = batch.ranks, -1
-    # Again, as ranks whose keys others gave away may be late.
+    # Repeat, because a move can make the ranks late that send its keys.
     while count < batch.counts[1]:
         count = batch.counts[1]
         for rank in order:
