@@ -16,15 +16,15 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def compile_function(function: F, *, keep: Sequence[str] = (), inside: bool = False) -> F:
-    """Compile a function, which may call only compiled functions.
+    """Compile a function. It may call only compiled functions.
 
     Divisions by zero behave as in numpy.
 
     Args:
-        function: to be compiled when it is first called.
-        keep: the sources of the function and of those it calls, if the machine code is kept for
-            other processes.
-        inside: whether only compiled functions call it. A way in from Python takes as long to
+        function: compiled when it is first called.
+        keep: the sources of the function and of the functions that it calls, to cache its machine
+            code for other processes. If empty, nothing is cached.
+        inside: whether only compiled functions call it. An entry from Python takes as long to
             compile as the function.
     """
     if keep:

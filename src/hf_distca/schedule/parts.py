@@ -1,4 +1,4 @@
-"""The pieces of a batch as arrays, which trials move (`schedule.trial`), and plans of moves."""
+"""Pieces of a batch as arrays for trials (`schedule.trial`), and plans made from their moves."""
 
 from __future__ import annotations
 
@@ -49,12 +49,13 @@ class Pieces:
     Attributes:
         load: load of the plan that moves nothing.
         groups: head groups of documents that are split.
-        number: (parts,) place of the document times ``groups + 1``, plus the head group from 1.
-        home: (pieces,) the rank of each.
-        stop: (pieces,) where the rows of each end. Those that may move may end before, where they
-            need more keys than a bound of transient bytes allows.
-        batch: what trials read and change.
-        start: what they begin with.
+        number: (parts,) place of the part's document times ``groups + 1``, plus its head group from
+            1.
+        home: (pieces,) the rank of each piece.
+        stop: (pieces,) where the rows of each piece end. The last rows of a piece cannot move if
+            they need more keys than a bound of transient bytes allows.
+        batch: arrays that trials read and change.
+        start: the same arrays before any move.
     """
 
     load: PlanLoad
@@ -79,9 +80,9 @@ class Pieces:
         Args:
             load: load of the plan that moves nothing.
             config: the settings.
-            groups: head groups.
+            groups: number of head groups.
             split_mask: for each document, whether it is split by heads.
-            has_relays: whether servers pass keys on.
+            has_relays: whether servers forward keys.
         """
         layout, cost, ranks = load.plan.layout, load.cost, load.plan.layout.world_size
         rows, group = repeat_split_rows(split_mask[layout.place[layout.by_document]], groups)
@@ -147,7 +148,7 @@ class Pieces:
         return self.batch
 
     def make_plan(self, moves: IntArray) -> Plan:
-        """Make the plan of some moves. Neighbours on one server become one task."""
+        """Make a plan from moves. Neighbouring rows on one server become one task."""
         layout, groups = self.load.plan.layout, self.groups
         movable, first = self.start.pieces[:, LAST], self.start.pieces[:, FIRST]
         end = movable.copy()
@@ -184,8 +185,9 @@ class Pieces:
 def list_splits(
     load: PlanLoad, config: DistCAConfig, mean_seconds: float
 ) -> list[tuple[int, BoolArray]]:
-    """List numbers of head groups with the documents to split: long ones, on ranks with work to
-    give away.
+    """List the options of splitting by heads: number of head groups, and documents to split.
+
+    Only long documents are split, on ranks that have work to give away.
     """
     layout, cost, marginal = load.plan.layout, load.cost, MarginalCost.from_cost_model(load.cost)
     long, on_busy_rank, none = np.zeros((3, len(layout.documents)), dtype=np.bool_)

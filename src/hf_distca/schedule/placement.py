@@ -1,4 +1,4 @@
-"""Placements in files: documents on ranks, as the command line and the benchmarks read them."""
+"""Files that say on which ranks documents lie, for the command line and the benchmarks."""
 
 from __future__ import annotations
 
@@ -39,8 +39,9 @@ def parse_placement(text: bytes, name: str) -> Layout:
 
 
 def build_layout(data: Any, name: str) -> Layout:
-    """Make the layout of a placement that was read from JSON; `name` and errors as in
-    `parse_placement`.
+    """Make the layout of a placement that was read from JSON.
+
+    For `name` and errors see `parse_placement`.
     """
     keys = [key for key in ("rank_segments", "lengths") if isinstance(data, dict) and key in data]
     if len(keys) != 1:

@@ -2,13 +2,13 @@
 
 Without relays, every server gets the keys it needs from the ranks that hold them, and a rank that
 holds a long document sends it once for every server. With relays, the first part of a document is
-cut in runs, one for each of its *relays*: servers that need the run anyway. In the first hop a run
-goes from the ranks that hold it to its relay, in the second from the relay to the other servers
-that need it. No rank receives more or less than before; only the sending is shared. Gradients of
-keys go the same way back, and the relay adds them up.
+cut into runs, one for each of its *relays*. A relay is a server that needs the run anyway. In the
+first hop a run goes from the ranks that hold it to its relay. In the second hop it goes from the
+relay to the other servers that need it. No rank receives more or less than before; only the sending
+is shared. Gradients of keys go the same way back, and the relay adds them up.
 
-A rank may be the relay of keys that it holds itself: then they go to all servers in the first hop,
-as all keys do that have no relay.
+A rank may be the relay of keys that it holds itself. These keys go to all servers in the first hop,
+as do all keys without a relay.
 """
 
 from __future__ import annotations
@@ -33,8 +33,10 @@ if TYPE_CHECKING:
 
 
 def find_units(layout: Layout, document: IntArray, rank: IntArray, per_node: int) -> IntArray:
-    """Number the groups of servers of each document that share relays: the ranks of a node where
-    tokens of it lie, and all ranks of other nodes.
+    """Number the units of servers that share relays of a document.
+
+    The servers of each node where tokens of the document lie are a unit. The servers of all other
+    nodes together are another unit.
     """
     nodes = -(-layout.world_size // per_node) + 1
     place = layout.find_places(document) * nodes
@@ -44,8 +46,9 @@ def find_units(layout: Layout, document: IntArray, rank: IntArray, per_node: int
 
 
 def with_sending_ranks(layout: Layout, keys: KeyTransfers, relays: Relays | None) -> KeyTransfers:
-    """Return the keys that servers need from other ranks, with the sending rank as
-    `source`: a relay, or a rank that holds them.
+    """Return the keys that servers need from other ranks.
+
+    `source` is the sending rank: a relay, or a rank that holds the keys.
     """
     remote_keys = _select_rows(keys, keys.source != keys.server)
     if relays is None:
@@ -59,7 +62,7 @@ def with_relay_hops(
 ) -> tuple[KeyTransfers, IntArray]:
     """Cut rows where the runs of relays begin and end.
 
-    Return the rows, and the relay of each; -1 for keys without one.
+    Return the rows, and the relay of each row; -1 for keys without a relay.
     """
     if relays is None:
         return keys, np.full(len(keys.document), -1)
@@ -88,7 +91,7 @@ def with_relay_hops(
 
 
 def _select_rows(rows: KeyTransfers, mask: BoolArray) -> KeyTransfers:
-    """Select some of the rows."""
+    """Select the rows that `mask` marks."""
     # One index is five times faster than a mask on each of the five columns.
     index = np.flatnonzero(mask)
     return KeyTransfers(*(column[index] for column in rows))
@@ -97,14 +100,15 @@ def _select_rows(rows: KeyTransfers, mask: BoolArray) -> KeyTransfers:
 def add_relays(load: PlanLoad, min_gain: float = 0.0) -> PlanLoad:
     """Return the load of the plan with relays, or unchanged if they gain nothing.
 
-    A rank is *late* if it ends after everything that relays cannot change: compute and receiving of
-    all ranks or, if exchanges are hidden behind compute, receiving alone. Documents that late ranks
-    send to several servers get relays.
+    Relays change neither compute nor receiving, so no rank ends before its compute plus receiving,
+    or before its receiving if exchanges are hidden behind compute. A rank is *late* if it sends for
+    longer than all ranks need for that. Documents that late ranks send to several servers get
+    relays.
 
     Args:
         load: load of a plan without relays. A plan with a window is left unchanged, because a
-            server then needs a window of keys, which few share.
-        min_gain: part of the seconds of the slowest rank that relays have to gain.
+            server then needs only a window of keys, which few servers share.
+        min_gain: part of the slowest rank's seconds that relays must gain.
     """
     plan, slowest = load.plan, load.slowest_seconds
     if plan.window is not None or not plan.moved:
@@ -122,9 +126,10 @@ def add_relays(load: PlanLoad, min_gain: float = 0.0) -> PlanLoad:
 
 
 def _choose_relays(load: PlanLoad, other_seconds: FloatArray, unchanged: float) -> Relays | None:
-    """Choose relays of documents that late ranks send, if any of these has several servers.
+    """Choose relays of the documents that late ranks send.
 
-    Each forwards in proportion to the seconds that it has left before `unchanged`.
+    Each relay forwards in proportion to the seconds that it has left before `unchanged`. Return
+    None if no such document has several servers.
     """
     layout, keys = load.plan.layout, load.needed_keys
     per_node = load.ranks.per_node or layout.world_size
@@ -161,16 +166,17 @@ def _choose_relays(load: PlanLoad, other_seconds: FloatArray, unchanged: float) 
 def _divide_keys(
     unit: IntArray, server: IntArray, key_end: IntArray, weight: FloatArray
 ) -> tuple[IntArray, ...] | None:
-    """Choose relays that forward in proportion to weights, as far as each has the
-    keys; servers of weight 0 forward nothing.
+    """Divide keys among relays in proportion to weights, as far as each relay has the keys.
+
+    Servers of weight 0 forward nothing.
 
     Args:
-        unit, server, key_end: servers and the keys [0, key_end) that they need, in order of unit
-            and reach.
+        unit, server, key_end: servers with their units, and the keys [0, key_end) that they need,
+            in order of unit and key_end.
         weight: weight of each server.
 
     Returns:
-        Unit, start, end and relay of each run; None if there is none.
+        Unit, start, end and relay of each run; None if there are no runs.
     """
     forwarding = np.flatnonzero(weight > 0)
     # A reach is the `key_end` of a server. Count how often the keys before each reach are sent
@@ -220,8 +226,9 @@ def _sum_running(place: IntArray, values: npt.NDArray[Any]) -> Any:
 
 
 def _count_resent(remote_keys: KeyTransfers, layout: Layout) -> FloatArray:
-    """Count K/V tokens that each rank sends beyond the first time; those of some of the heads count
-    in part.
+    """Count the K/V tokens that each rank sends again after the first time.
+
+    Tokens with only some of the heads count in part.
     """
     tokens = remote_keys.end - remote_keys.start
     order = np.lexsort((-tokens, remote_keys.start, remote_keys.document))

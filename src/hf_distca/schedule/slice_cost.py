@@ -11,13 +11,14 @@ if TYPE_CHECKING:
 
 
 def count_task_work(rows: Any, keys: Any, tile: int, window: int) -> tuple[Any, Any]:
-    """Count keys that tasks read, and query-key pairs that they compute: in whole
-    kernel tiles, with the keys behind a row in its own.
+    """Count the keys that tasks read, and the query-key pairs that they compute.
+
+    Pairs are those of whole kernel tiles, with the keys behind a row in its tile.
 
     Args:
-        rows: query rows; numbers or arrays, like the results.
-        keys: position after the last of them, which sees as many keys, or the last `window` of
-            them.
+        rows: number of query rows; numbers or arrays, like the results.
+        keys: document position after the last row. This row sees all keys before it, or the last
+            `window` of them.
         tile: rows of a kernel tile.
         window: keys that a row sees, its own included; 2**62 for all.
     """

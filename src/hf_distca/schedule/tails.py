@@ -1,8 +1,8 @@
 """Tails of pieces for `schedule.trial`: when a rank ends, how many rows a tail has, and what it
 costs to give it away.
 
-`end_seconds` alone knows what a rank waits for. How many rows a server takes, and how many a home
-has to give, are solutions of a quadratic equation (`solve_rows`).
+Only `end_seconds` knows what a rank waits for. `solve_rows` solves a quadratic equation for the
+rows that a server can take, and for the rows that a home must give away.
 """
 
 from __future__ import annotations
@@ -41,27 +41,28 @@ class Batch(NamedTuple):
     """Pieces and ranks, and the state of a trial.
 
     Attributes:
-        cost: of slices.
-        transient: bytes that a rank holds for a row and a key that it gets, and sends.
-        most_bytes: bytes that a rank may hold.
-        grid: documents are cut at its multiples.
-        per_node: ranks of a node; all, if nodes are not told apart.
-        shared: ranks that share a link between nodes.
+        cost: marginal cost of slices.
+        transient: bytes of a row and a key that a rank gets, and that it sends.
+        most_bytes: the most bytes that a rank may hold.
+        grid: documents are cut at multiples of it.
+        per_node: number of ranks of a node; all ranks if nodes are not told apart.
+        shared: number of ranks that share a link between nodes.
         hidden: whether exchanges are hidden behind compute.
-        has_relays: whether servers pass keys on, so that a home sends each key once to a unit:
-            servers of a node where rows of the document lie, or those of all other nodes.
-        heads: (parts,) the part of the heads that each has.
+        has_relays: whether servers forward keys, so that a home sends each key only once to each
+            unit. A unit is the servers of a node where rows of the document lie, or those of all
+            other nodes.
+        heads: (parts,) part of the heads that each part has.
         offsets: (ranks + 1,) pieces of rank r are [offsets[r], offsets[r + 1]), deepest first.
-        parts: (parts + 1, 2) the first segment of each, behind those of the part before, and the
-            last row of `holders`, or -1.
+        parts: (parts + 1, 2) the first segment of each part, and its newest row of `holders` or -1.
+            The segments of a part end where those of the next part begin.
         segments: (segments, 3 + units) keys [low, high) of a part lie on rank `home`. For each
-            unit, the key before which all have left their home for it.
-        pieces: (pieces, 3) the part of each, and the rows [first, last) that are left.
-        ranks: (13, ranks) compute, traffic, transient bytes, end, T, and after which no end is of
+            unit, the position before which the home has sent all keys to it.
+        pieces: (pieces, 3) the part of each piece, and its rows [first, last) that are not moved.
+        ranks: (13, ranks) compute, traffic, transient bytes, end, T, and the latest end that is of
             use, in seconds; relative speed, seconds of a byte on each link, and 1 for ranks that
             may get tails.
-        holders, moves: room for rows.
-        counts: (2,) rows of `holders` and of `moves`.
+        holders, moves: arrays with room for new rows.
+        counts: (2,) number of rows in `holders` and in `moves`.
     """
 
     cost: MarginalCost
@@ -97,7 +98,7 @@ def find_link(batch: Batch, rank: int) -> int:
 
 @compile_inner
 def end_seconds(batch: Batch, rank: int) -> float:
-    """Return when a rank ends. Its links carry at the same time, and both ways."""
+    """Return when a rank ends. Its links carry at the same time, in both directions."""
     ranks, link = batch.ranks, find_link(batch, rank)
     exchange = max(
         max(ranks[SENT, rank], ranks[RECEIVED, rank]),
@@ -111,11 +112,10 @@ def end_seconds(batch: Batch, rank: int) -> float:
 def solve_rows(
     cost: MarginalCost, heads: float, end: int, seconds: float, row_seconds: float
 ) -> float:
-    """Return how many rows before position `end` take so many seconds, with `row_seconds` more for
-    each; a very large number if all take less.
+    """Return how many rows before position `end` take `seconds`, plus `row_seconds` for each row.
 
-    Rows that see a whole window are equal. The n rows before a position b have n b - n (n - 1) / 2
-    pairs.
+    The result is a very large number if all rows take less. Rows that see a whole window cost the
+    same. The n rows before a position b have n b - n (n - 1) / 2 pairs.
     """
     if seconds <= 0:
         return 0.0
@@ -137,7 +137,7 @@ def solve_rows(
 def find_held(batch: Batch, part: int, server: int) -> int:
     """Find how many of the first keys of a part a server has.
 
-    With a window it has only those near its rows, so none count for other rows.
+    With a window, the result is 0: a server has only keys near its rows, which few other rows need.
     """
     if batch.cost.window < ALL_KEYS:
         return 0
@@ -160,13 +160,15 @@ def find_unit(batch: Batch, part: int, server: int) -> int:
 
 
 class _Links(NamedTuple):
-    """Seconds of the links of a home and of a server, with the keys that a tail needs.
+    """Seconds of the links of a home and of a server, including the keys that a tail needs.
 
     Attributes:
-        arrive, leave: of the link by which rows arrive at the server, and leave the home.
-        other_arrive, other_leave: of the busiest other link of the server, and of the home.
-        row_arrive, row_leave: of each row.
-        key_seconds, keys: of all keys that the server receives; how many it has not.
+        arrive, leave: seconds of the link by which rows arrive at the server, and of the link by
+            which they leave the home.
+        other_arrive, other_leave: seconds of the busiest other link of the server, and of the home.
+        row_arrive, row_leave: seconds of each row on its two links.
+        key_seconds, keys: seconds of all keys that the server receives, and the number of keys that
+            it lacks.
     """
 
     arrive: float
@@ -181,7 +183,7 @@ class _Links(NamedTuple):
 
 @compile_inner
 def _weigh_links(batch: Batch, piece: int, source: int, server: int) -> _Links:
-    """Weigh the links of a tail that a server gets."""
+    """Weigh the links that carry a tail to a server."""
     ranks, cost, part, end = (
         batch.ranks,
         batch.cost,
@@ -230,7 +232,7 @@ def _weigh_links(batch: Batch, piece: int, source: int, server: int) -> _Links:
 
 @compile_inner
 def _count_taken(batch: Batch, piece: int, source: int, server: int, links: _Links) -> float:
-    """Count the rows of a tail that its server can take and end by T."""
+    """Count the rows of a tail that its server can take and still end by T."""
     cost, ranks, speed = batch.cost, batch.ranks, batch.ranks[SPEED, server]
     end, latest = batch.pieces[piece, LAST], ranks[LATEST, server]
     heads = batch.heads[batch.pieces[piece, PART]]
@@ -268,7 +270,7 @@ def _count_taken(batch: Batch, piece: int, source: int, server: int, links: _Lin
 
 @compile_inner
 def _count_given(batch: Batch, piece: int, source: int, goal: float, links: _Links) -> float:
-    """Count the rows of a tail that its home has to give to end at its goal."""
+    """Count the rows of a tail that its home must give away to end by its goal."""
     cost, end, speed = batch.cost, batch.pieces[piece, LAST], batch.ranks[SPEED, source]
     heads = batch.heads[batch.pieces[piece, PART]]
     key = heads * cost.key
@@ -284,8 +286,9 @@ def _count_given(batch: Batch, piece: int, source: int, goal: float, links: _Lin
 
 @compile_inner
 def weigh_tail(batch: Batch, piece: int, source: int, server: int) -> tuple[float, int]:
-    """Return the seconds that are lost for a second that the source saves, and the first row of the
-    tail; inf if no tail gains enough.
+    """Return the seconds lost for each second that the source saves, and the first row of the tail.
+
+    The seconds are inf if no tail gains enough.
     """
     cost, ranks, heads = batch.cost, batch.ranks, batch.heads[batch.pieces[piece, PART]]
     start, end = batch.pieces[piece, FIRST], batch.pieces[piece, LAST]
