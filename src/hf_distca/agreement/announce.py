@@ -1,7 +1,7 @@
 """Announcements that ranks exchange before they share attention: settings, documents, figures.
 
 An announcement is one row of integers, so nothing that comes from another rank is executed or
-unpickled. The rows of all ranks are read together, as columns: each further rank costs only a few
+unpickled. The rows of all ranks are read together as columns, so each further rank costs only a few
 array elements.
 """
 
@@ -128,11 +128,11 @@ class AnnouncedDocuments(NamedTuple):
     """Documents of all ranks for one requested plan.
 
     Attributes:
-        header: (ranks, 5) int64: 1 where documents may span ranks; number of the nano-batch, 0 for
-            a whole batch; 1 where the first document begins with context, or where documents
-            share prefixes one more than the runs of context; number of runs; query-key pairs that
-            the rank computes besides.
-        numbers: int64 runs of all ranks in rank order: (runs, 3) where documents span ranks, else
+        header: (ranks, 5) int64: 1 if documents may span ranks; number of the nano-batch, 0 for a
+            whole batch; 1 if the first document begins with context (or 1 plus the number of
+            context runs, if documents share prefixes); number of runs; query-key pairs that the
+            rank computes outside of the plan.
+        numbers: int64 runs of all ranks in rank order: (runs, 3) if documents span ranks, else
             (runs,) lengths.
     """
 
@@ -225,7 +225,7 @@ class Announcements:
         return requested
 
     def _read_columns(self, begin: IntArray, count: int) -> IntArray:
-        """Read so many numbers of each rank's row from an index on, (ranks, count)."""
+        """Read `count` numbers of each rank's row from an index on, (ranks, count)."""
         return np.asarray(self.numbers[begin[:, None] + np.arange(count)])
 
 
@@ -234,11 +234,11 @@ def check_agreement(
 ) -> list[AnnouncedDocuments]:
     """Compare the announcements of all ranks, in the same order on each rank.
 
-    If hashes of shared settings differ, a further exchange finds the names of those that do.
+    If hashes of shared settings differ, a further exchange finds the settings that differ.
 
     Returns:
-        The documents for each requested plan; none for dealt shares, of which only batches and
-        plans are compared.
+        The documents for each requested plan. No documents are returned for dealt shares, of which
+            only batches and plans are compared.
 
     Raises:
         DistCADesyncError: if anything differs.
@@ -287,8 +287,9 @@ def check_agreement(
 
 
 def check_document_kinds(group: AttentionGroup, counts: IntArray, label: str) -> None:
-    """Raise if ranks have different kinds of documents in recurrent layers, of which only those
-    with parts are announced there.
+    """Raise if ranks have different kinds of documents in recurrent layers.
+
+    Recurrent layers announce documents only if these are in parts.
 
     Args:
         group: the ranks.
@@ -377,7 +378,7 @@ def collect_shared_settings(
 ) -> SharedSettings:
     """Collect all that must be equal on all ranks: settings, cost models, and dtypes.
 
-    Dtypes of the same size could not be told apart in messages.
+    Dtypes are compared because messages do not tell dtypes of the same size apart.
     """
     values: dict[str, list[str]] = {"hf-distca": [version("hf-distca")]}
     for part in (config, *(part for cost in costs for part in (cost.shape, cost))):
@@ -396,14 +397,14 @@ def check_shared_settings(
 ) -> None:
     """Raise if settings differ between ranks.
 
-    Ranks exchange the settings themselves only if their hashes differ. Collective then.
+    Ranks exchange the settings themselves only if their hashes differ. This is collective then.
 
     Args:
         group: the ranks.
         hashes: (ranks,) int64 `hash_settings` of each rank.
         settings: the settings of this rank.
-        description: begins the error.
-        remedy: ends the error.
+        description: beginning of the error.
+        remedy: end of the error.
 
     Raises:
         DistCADesyncError: if settings differ; names each of them, and each value with the ranks

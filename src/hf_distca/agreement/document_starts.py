@@ -19,7 +19,7 @@ def is_integer_tensor(tensor: torch.Tensor) -> bool:
 def convert_mask(attention_mask: object) -> torch.Tensor | None:
     """Convert a 2-D mask to whole numbers, which may number documents, or to bool.
 
-    Return None for anything but a tensor.
+    Return None if the mask is no tensor.
     """
     if not isinstance(attention_mask, torch.Tensor):
         return None
@@ -94,8 +94,8 @@ class RowTokens:
             first_position: position id of a document's first token.
 
         Raises:
-            LayoutError: if a position or a number of the mask is out of range, or a number of the
-                mask comes again after another one.
+            LayoutError: if a position or a number of the mask is out of range, or if a number of
+                the mask comes again after another number.
         """
         index = np.arange(len(position)) if mask is None else np.flatnonzero(mask)
         number = None if mask is None else mask[index]
@@ -113,9 +113,9 @@ class RowTokens:
     def find_document_starts(self, *, training: bool) -> IntArray:
         """Find the first tokens of documents that each lie on one rank.
 
-        A document begins with a row, where the mask has another number, and where positions start
-        again. Inside a document, positions may jump ahead, as where some are skipped to train for
-        longer documents, or repeat, as for images.
+        A document begins where a row begins, where the number in the mask changes, and where
+        positions start again. Inside a document, positions may jump ahead (training for longer
+        documents may skip some) or repeat (as for images).
 
         Args:
             training: refuse a row that begins inside a document.
@@ -152,8 +152,8 @@ class RowTokens:
     def find_run_starts(self) -> IntArray:
         """Find the first tokens of runs where documents may span ranks.
 
-        A run begins with a row, where the mask has another number, and where positions do not count
-        on.
+        A run begins where a row begins, where the number in the mask changes, and where positions
+        do not count on.
 
         Returns:
             (runs,) int64 indices of tokens, padding not counted.
@@ -203,7 +203,7 @@ class RowTokens:
     def _check_row_starts(self) -> None:
         """Raise if a row begins inside a document, which another tool must have cut.
 
-        After padding, a row may begin at any position: without position ids, padding is counted.
+        After padding, a row may begin at any position, because default position ids count padding.
         """
         inside = np.flatnonzero((self.index % self.row_length == 0) & (self.position > 0))
         if len(inside):

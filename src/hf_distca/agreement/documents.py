@@ -46,7 +46,7 @@ PACKING_KEYS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"
 
 
 class _RemedyRepr(type):
-    """Metaclass whose repr says how to keep objects on their rank: libraries put it into errors."""
+    """Metaclass whose repr, in errors of libraries, says how to keep objects on their rank."""
 
     def __repr__(cls) -> str:
         return (
@@ -58,11 +58,12 @@ class _RemedyRepr(type):
 
 
 class PackedDocuments(metaclass=_RemedyRepr):
-    """Documents of one rank's micro-batch, on the host: no device tensor has to be read for them.
+    """Documents of one rank's micro-batch, on the host, so that no device tensor is read for them.
 
-    A collator puts it into the batch under the key ``distca_documents``; Trainer, accelerate and
-    the model pass it on. This is no dataclass: FSDP with mixed precision rebuilds dataclasses for
-    every layer, and engines that move batches to a device copy them with all their contents.
+    A collator puts it into the batch under the key ``distca_documents``. Trainer, accelerate and
+    the model pass it on. It is not a dataclass, because FSDP with mixed precision rebuilds
+    dataclasses for every layer, and engines that move batches to a device copy dataclasses with all
+    their contents.
 
     Args:
         lengths: number of tokens of each document, or of each part of a document, in token order.
@@ -70,14 +71,14 @@ class PackedDocuments(metaclass=_RemedyRepr):
             else None.
         documents: number of each part's document, the same on all ranks, if documents span ranks;
             else None.
-        parents: if documents share prefixes, the index of the earlier part that each part
-            continues, or -1 for none: a part sees its parent, what the parent sees, and itself.
-            Its positions go on from those of the parent. Else None.
+        parents: for documents that share prefixes, the index of the earlier part that each part
+            continues, or -1. A part sees itself, its parent, and all that the parent sees. Its
+            positions go on from those of the parent. None for other documents.
         dealt_share: the share of a global batch that these documents are; None for other batches.
 
     Raises:
         LayoutError: if a number is negative or no whole number, if lengths, starts and documents
-            differ in count, or if `parents` are not those of earlier parts.
+            differ in count, or if `parents` are not earlier parts.
     """
 
     __slots__ = ("copied_tokens", "dealt_share", "documents", "lengths", "starts")
@@ -155,8 +156,9 @@ def _check_counts(values: Sequence[int], name: str) -> tuple[int, ...]:
 
 @dataclass(frozen=True, eq=False)
 class Documents:
-    """Documents of one rank in a micro-batch, or in one nano-batch of it, without padding: what
-    `TokenBatch` makes of `PackedDocuments` or of any other key.
+    """Documents of one rank in a micro-batch, or in one of its nano-batches, without padding.
+
+    `TokenBatch` makes them from `PackedDocuments` or from any other key.
 
     A *run* is a contiguous piece of a document on one rank.
 
@@ -167,17 +169,17 @@ class Documents:
             run of another rank it continues.
         token_indices: (tokens,) int64 indices among batch * sequence of the tokens that are not
             padding; None if there is no padding.
-        copied_tokens: int64 indices of the tokens whose keys are copied to the front, as the shared
-            prefixes of documents; None without any.
-        context_runs: number of runs of these copies, the first ones of `runs`.
+        copied_tokens: int64 indices of the tokens of shared prefixes, whose keys are copied to the
+            front; None if no documents share prefixes.
+        context_runs: number of runs of copied tokens; they are the first runs of `runs`.
         context_tokens: number of tokens of the first document that lie in the first nano-batch;
             they are the first run here, and not in `token_indices`.
         first_token: index among batch * sequence at which a nano-batch begins.
         home_pairs: number of query-key pairs of blocks that this rank computes outside of the plan.
         make_exchange: makes the `LayerExchange` of a call of attention, with its arguments.
         dealt_share: the share of a global batch that these documents are; None for other batches.
-        longest_holed: number of tokens of the longest document that has padding inside, with that
-            padding; 0 if there is none.
+        longest_holed: number of tokens of the longest document that has padding inside, with this
+            padding; 0 if no document has padding inside.
         has_mask_numbers: True if the padding mask numbers the documents.
     """
 
@@ -197,8 +199,8 @@ class Documents:
     def check_holes(self, reach: int | None) -> None:
         """Raise if a layer's window or chunks would count padding inside a document.
 
-        Padding is removed before tokens are counted, where other attention implementations count
-        it: tokens would see other keys than there.
+        distca removes padding before it counts tokens, but other attention implementations count
+        it. Tokens would see other keys than there.
 
         Args:
             reach: tokens of a window or chunk; None for layers that see whole documents.
@@ -402,8 +404,9 @@ class TokenBatch:
         return self._remove_padding(_read_lengths(packed))
 
     def _choose_attribute(self, span_ranks: bool) -> str:
-        """Choose the attribute that says where documents begin: the first that is given, and can
-        say so.
+        """Choose the first given attribute that can say where documents begin.
+
+        `cu_seq_lens` cannot if documents span ranks.
         """
         for name in DOCUMENT_KEYS.values():
             if getattr(self, name) is not None and not (span_ranks and name == "cu_seq_lens"):
@@ -497,7 +500,7 @@ def _read_lengths(packed: PackedDocuments) -> Documents:
 
 
 def _list_prefixes(lengths: Sequence[int], parents: Sequence[int]) -> list[list[int]]:
-    """List the tokens before each part that it sees, of parts that continue earlier ones."""
+    """List, for each part, the tokens of earlier parts that it sees."""
     ends = list(accumulate(lengths, initial=0))
     prefixes: list[list[int]] = []
     for parent in parents:
@@ -508,8 +511,9 @@ def _list_prefixes(lengths: Sequence[int], parents: Sequence[int]) -> list[list[
 
 
 def read_tree(arguments: Mapping[str, Any]) -> PackedDocuments | None:
-    """Read the tree of TRL's arguments of attention, with one read of the device; None without
-    them.
+    """Read the tree of documents from TRL's arguments of attention, with one read of the device.
+
+    Return None without these arguments.
 
     Raises:
         LayoutError: if the last keys of a part are not its own tokens.

@@ -1,11 +1,12 @@
 """`Planner`: ranks tell each other their documents, make the same plans, and learn from what they
 measured.
 
-Before a micro-batch each rank announces what it has measured of earlier ones, and its documents or
-its share of a dealt batch. A share holds the documents of all ranks: each rank plans it alone, and
-announces the digest of its plan, in one small collective. Other documents can be planned only after
-all ranks have announced theirs, and a second collective compares the plans. Several plans can be
-requested at once, as for two nano-batches: they take the same collectives as one plan.
+Before a micro-batch, each rank announces its measurements of earlier micro-batches, and its
+documents or its share of a dealt batch. A share holds the documents of all ranks. So each rank
+plans it alone, and announces the digest of its plan in one small collective. Other documents can be
+planned only after all ranks have announced theirs, and a second collective compares the plans.
+Several plans can be requested at once, as for two nano-batches. They take the same collectives as
+one plan.
 """
 
 from __future__ import annotations
@@ -82,8 +83,9 @@ class Planner:
         self._is_over = True  # the next plan begins another micro-batch
 
     def join_world(self) -> None:
-        """Start again in another world of torch.distributed than before: each rank may have failed
-        at another point of the last one, and some may be new.
+        """Start again if the world of torch.distributed is another one than before.
+
+        Ranks may have failed at different points of the last world, and some ranks may be new.
         """
         world = get_current_world()
         if world is not None and world is not self._world:
@@ -148,9 +150,7 @@ class Planner:
     def plan_share(
         self, share: DealtShare, requests: Sequence[Request], group: AttentionGroup
     ) -> list[MicroBatchPlan]:
-        """Make plans from the share of the requests, which need no other rank, and announce them:
-        one collective.
-        """
+        """Make plans from a share, without other ranks, and announce them in one collective."""
         started = time.perf_counter()
         share.check_group(group)
         # A share does not know of ranks without tokens, which also take part in the plan.
@@ -186,10 +186,10 @@ class Planner:
             requests: documents, each with the key of a plan.
             group: the ranks.
             label: text that names the micro-batch in errors.
-            share_numbers: for shares, see `Announcement`; else empty.
+            share_numbers: those of `Announcement` for shares; else empty.
 
         Returns:
-            The documents of all ranks, for each request; none for shares.
+            The documents of all ranks for each request; empty for shares.
 
         Raises:
             DistCADesyncError: if ranks do not agree.
@@ -256,8 +256,10 @@ class Planner:
             raise type(error)(f"rank {group.ranks[group.rank]}: {error}") from error
 
     def _find_number(self, requests: Sequence[Request]) -> int:
-        """Return the number of the micro-batch that the requested plans are for: the next number if
-        the last micro-batch is over, or already uses a plan with one of these keys.
+        """Return the number of the micro-batch that the requested plans are for.
+
+        It is the next number if the last micro-batch is over, or if it already uses a plan with one
+        of these keys.
         """
         is_next = self._is_over or not self._used_keys.isdisjoint(key for _, key in requests)
         return self.number + is_next
@@ -284,10 +286,10 @@ class Planner:
         """Use plans for a micro-batch.
 
         Args:
-            requests: the requests that they answer.
+            requests: the requests that the plans answer.
             plans: one plan for each request.
             group: the ranks.
-            per_node: ranks of a node that they assume; None if nodes were not told apart.
+            per_node: ranks of a node that the plans assume; None if nodes were not told apart.
             facts: further attributes of each `MicroBatchPlan`.
         """
         number = self._find_number(requests)
@@ -317,7 +319,9 @@ class Planner:
         self, figures: IntArray, plans: Sequence[MicroBatchPlan], group: AttentionGroup
     ) -> None:
         """Record the (ranks, plans, 5) figures of all ranks, correct rates by them, and log the
-        changes. Plans whose kernels still ran on some rank are announced again.
+        changes.
+
+        A plan is announced again if its kernels were still running on some rank.
         """
         measured = []
         for plan, of_ranks in zip(plans, figures.swapaxes(0, 1), strict=True):
@@ -333,8 +337,9 @@ class Planner:
                 )
 
     def _warn_above_bound(self, used: MicroBatchPlan, group: AttentionGroup) -> None:
-        """Warn if documents that span ranks need more memory than the bound. They are computed
-        anyway, and most likely fit.
+        """Warn if documents that span ranks need more memory than the bound.
+
+        They are computed anyway, because they most likely fit.
         """
         bound = self.config.max_transient_bytes
         if bound is None or not used.plan.moved:
