@@ -319,8 +319,8 @@ def check_shares(share_numbers: IntArray, group: AttentionGroup, label: str) -> 
     )
     arguments = (
         "give document_shares the same documents, seed and other arguments on every rank: all of "
-        "the documents, not a part that was divided by rank (split_dataset_by_node, shard), which "
-        "do not change from one reading to the next"
+        "the documents, not a part that was divided by rank (split_dataset_by_node, shard). The "
+        "documents must not change from one reading to the next"
     )
     kinds = [
         ("epochs of their global batches", "call set_epoch on every rank"),

@@ -142,7 +142,7 @@ class DealtShare:
         ranks = tuple(compress(group.ranks, has_tokens))
         if self.ranks != len(ranks):
             raise LayoutError(
-                f"{self} is dealt to {self.ranks} ranks, and the attention group has {len(ranks)}: "
+                f"{self} is dealt to {self.ranks} ranks, but the attention group has {len(ranks)}: "
                 f"{ranks}. Deal to as many ranks as share attention."
             )
         if ranks[self.rank] != group.ranks[group.rank]:

@@ -55,7 +55,7 @@ def read_positions(
             "use PackingCollator, which says where documents lie."
         )
     if not is_integer_tensor(positions):
-        raise LayoutError(f"position_ids are {positions.dtype}: positions are integers.")
+        raise LayoutError(f"position_ids are {positions.dtype}: positions must be integers.")
     rows = positions.expand(shape).long()
     if padding is None:
         return rows.reshape(-1).cpu().numpy(), None
@@ -143,8 +143,8 @@ class RowTokens:
             token = falls[0]
             raise LayoutError(
                 f"position_ids[{row[token]}, {self.index[token] % self.row_length}] falls from "
-                f"{position[token - 1]} to {position[token]}: a document begins at its first "
-                "position, and counts on. Say where documents begin, with PackingCollator or "
+                f"{position[token - 1]} to {position[token]}: positions may fall only to a "
+                "document's first position. Say where documents begin, with PackingCollator or "
                 "cu_seq_lens_q."
             )
         return np.flatnonzero(begin | restart)
@@ -212,6 +212,6 @@ class RowTokens:
                 f"{self.position[inside[0]]}, and there are no distca_documents. Dealt batches "
                 "have more than input_ids: call model(**inputs). Otherwise another tool may have "
                 "cut sequences over ranks (context parallelism, Ulysses), and distca would take "
-                "the rest for a separate document. Switch that off; or set "
+                "the rest for a separate document. Switch that tool off, or set "
                 "DistCAConfig(documents_span_ranks=True) if ranks of the group hold the parts."
             )

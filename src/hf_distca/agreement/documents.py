@@ -213,7 +213,7 @@ class Documents:
                 "attention_mask has zeros between the tokens of a document, over "
                 f"{self.longest_holed} places, and a layer has a window or chunks of {reach} "
                 "tokens, which would reach over the zeros. Give the parts as separate documents, "
-                "or remove the tokens that are masked."
+                "or remove the masked tokens."
             )
 
     def cut_into_chunks(self, size: int | None) -> Documents:
@@ -434,7 +434,7 @@ class TokenBatch:
         if documents.span_ranks:  # other ranks rely on these lengths
             raise LayoutError(
                 f"{total - real} of the {batch} tokens are padding by attention_mask, and the "
-                "documents may go on on other ranks (PackedDocuments with starts): leave "
+                "documents may continue on other ranks (PackedDocuments with starts): leave "
                 "attention_mask out, and give padding as a document of its own."
             )
         lengths = documents.runs[:, 2]
@@ -527,8 +527,8 @@ def read_tree(arguments: Mapping[str, Any]) -> PackedDocuments | None:
     _, own = enumerate_ranges(ends[1:] - lengths, ends[1:])  # places of the parts' own tokens
     if not np.array_equal(keys[own], np.arange(rows[-1])) or not np.isin(keys, keys[own]).all():
         raise LayoutError(
-            f"tree_kv_index of {len(lengths)} parts is none of a tree: the keys of a part must be"
-            " those of earlier tokens, and its own tokens at the end."
+            f"tree_kv_index of {len(lengths)} parts describes no tree: the keys of a part must be"
+            " earlier tokens, and then its own tokens."
         )
     tree = PackedDocuments(
         lengths.tolist(), (np.diff(ends) - lengths).tolist(), range(len(lengths))

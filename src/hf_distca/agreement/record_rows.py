@@ -34,7 +34,7 @@ class PerRank:
         # This raises if the lists differ in length, or hold anything but numbers.
         columns = np.array(astuple(self), dtype=np.float64)
         if not columns.size or not np.isfinite(columns).all():
-            raise ValueError("figures by rank are lists of finite numbers, of one length")
+            raise ValueError("figures by rank must be lists of finite numbers, all of one length")
 
 
 @dataclass(frozen=True)

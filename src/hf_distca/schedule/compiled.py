@@ -45,9 +45,8 @@ def compile_function(function: F, *, keep: Sequence[str] = (), inside: bool = Fa
         machine_code: F = numba.njit(cache=bool(keep), **options)(function)
     except RuntimeError:
         _log.warning(
-            "numba finds no folder that it can write to, so every process compiles the moves of the"
-            " scheduler again, in a few seconds: set NUMBA_CACHE_DIR to a folder that can be"
-            " written."
+            "numba finds no writable folder for its cache, so every process compiles the scheduler"
+            " again, which takes a few seconds. Set NUMBA_CACHE_DIR to a writable folder."
         )
         return compile_function(function)
     return machine_code

@@ -81,7 +81,7 @@ class AttentionShape:
             or self.query_heads % self.key_value_heads
         ):
             raise ConfigError(
-                f"{self}: all must be >= 1 and query_heads a multiple of key_value_heads."
+                f"{self}: all must be >= 1, query_heads must be a multiple of key_value_heads."
             )
 
     @property
@@ -167,8 +167,8 @@ class KernelCost:
             and 0 < self.row_passes < math.inf
         ):
             raise ConfigError(
-                f"{self}: seconds must be from 0 to 1e6, rates at least 1 a second, passes positive"
-                " and finite."
+                f"{self}: task_seconds must be from 0 to 1e6, rates must be at least 1, and"
+                " row_passes must be positive and finite."
             )
 
     @property
@@ -239,8 +239,8 @@ class CostModel:
         for is_right, text in (
             (
                 window is None or window >= 1,
-                f"window={window}: a query position sees at least itself, or pass None for no"
-                " window.",
+                f"window={window} must be at least 1, because a query position sees itself, or None"
+                " for no window.",
             ),
             (
                 rate is None or 0 < rate < math.inf,
@@ -360,8 +360,8 @@ class CostModel:
             )
         except Exception as error:  # the text may hold anything
             raise ConfigError(
-                f"the text is no cost model in JSON ({type(error).__name__}: {error}): it is an"
-                f" object with the attributes of `CostModel` as keys, got {text!r:.100}."
+                f"the text is no cost model in JSON ({type(error).__name__}: {error}). Give an"
+                f" object with the attributes of `CostModel` as keys, not {text!r:.100}."
             ) from error
 
     def count_work(
@@ -500,7 +500,7 @@ class TransientBytes(NamedTuple):
         if bound is not None and bound < self.query + self.key:
             raise ConfigError(
                 f"max_transient_bytes={bound} is less than the {self.query + self.key} bytes that"
-                " one query row and one key take: give what many rows take, or None for no bound."
+                " one query row and one key take. Give enough for many rows, or None for no bound."
             )
 
 

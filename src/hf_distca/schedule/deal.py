@@ -232,7 +232,7 @@ def _check_arguments(
     length = require_integers(lengths, "document lengths")
     for document in np.flatnonzero((length < 1) | (length > _MAX_LENGTH)):
         raise LayoutError(
-            f"document {document} has length {length[document]}: at least 1 token is needed, the"
+            f"document {document} has length {length[document]}: it must be at least 1, and the"
             " limit is 2**32."
         )
     tokens = tokens * ranks if tokens == [given] else tokens
@@ -240,7 +240,7 @@ def _check_arguments(
     if total != expected or len(tokens) != ranks:
         raise LayoutError(
             f"{len(length)} documents have {total} tokens, {ranks} ranks with {tokens_per_rank}"
-            f" tokens each have {expected}: every token must have its place, so the numbers must be"
-            " equal."
+            f" tokens each have {expected}. Both numbers must be equal, so that every token has a"
+            " place."
         )
     return length, np.array(tokens)

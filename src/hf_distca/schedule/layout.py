@@ -96,7 +96,7 @@ class Layout:
     def __post_init__(self) -> None:
         counts = np.diff(self.offsets)
         if not len(self.offsets) or self.offsets[0] != 0 or counts.min(initial=0) < 0:
-            raise LayoutError(f"offsets {self.offsets.tolist()}: they begin with 0 and never fall.")
+            raise LayoutError(f"offsets {self.offsets.tolist()} must begin with 0 and never fall.")
         rows = [len(column) for column in (self.document, self.start, self.length)]
         if any(count != self.offsets[-1] for count in rows):
             raise LayoutError(f"columns of {str(rows)[1:-1]} rows for {self.offsets[-1]} segments.")
@@ -108,8 +108,8 @@ class Layout:
             or (self.context > counts).any()
         ):
             raise LayoutError(
-                f"context of {self.context.tolist()} segments for ranks with {counts.tolist()}: "
-                "give one number a rank, at most as many as it has segments."
+                f"context={self.context.tolist()} for ranks with {counts.tolist()} segments: give "
+                "one number for each rank, at most the number of its segments."
             )
         wrong = (
             (self.start < 0)
@@ -122,7 +122,7 @@ class Layout:
             raise LayoutError(
                 f"segment {row} is (document {self.document[row]}, start {self.start[row]}, length"
                 f" {self.length[row]}): start must be >= 0 and length >= 1 (leave empty documents"
-                " out), none above 2**48."
+                " out), and neither above 2**48."
             )
         vars(self).update(self._build_index(counts))
 
@@ -409,7 +409,7 @@ def require_integers(
     if not fits or array.dtype.kind not in "iu":
         raise error(f"{expected}, got shape {array.shape} of {array.dtype}: {values!r:.100}.")
     if array.dtype.kind == "u" and array.max() > np.iinfo(np.int64).max:
-        raise error(f"{expected} of 64 bits with sign, got {array.max()}.")
+        raise error(f"{expected} that fit in int64, got {array.max()}.")
     return array.astype(np.int64)
 
 
@@ -446,8 +446,8 @@ def _number_documents(
         if position and not len(ranks) == len(ending[position]) == 1:
             raise LayoutError(
                 f"{len(ranks)} run(s) start at position {position} and {len(ending[position])} end"
-                f" there, on ranks {ranks} and {ending[position]}: which belong together is not in"
-                " the position ids. Give document numbers instead (PackedDocuments in the batch)."
+                f" there, on ranks {ranks} and {ending[position]}. Position ids do not say which of"
+                " them belong together: give document numbers (PackedDocuments in the batch)."
             )
     # Document numbers by the position where a run ends, and by the run. Only a run without tokens
     # may find no number below, and `Layout` refuses that run.

@@ -109,13 +109,13 @@ class Plan:
     def __post_init__(self) -> None:
         if self.window is not None and (type(self.window) is not int or self.window < 1):
             raise PlanError(
-                f"window={self.window!r} must be a whole number or None: a query position sees at"
-                " least itself, or all before it without a window."
+                f"window={self.window!r} must be a whole number or None: at least 1, because a"
+                " query position sees itself, and None for no window."
             )
         if self.window is not None and self.layout.groups > 1:
             raise PlanError(
-                f"window={self.window}: only documents of layers without a window can be split by"
-                " heads."
+                f"window={self.window}: documents can be split by heads only for layers without a"
+                " window."
             )
         columns = [
             np.ascontiguousarray(getattr(self, name), dtype=np.int64) for name in CATask._fields

@@ -39,13 +39,11 @@ class Ranks:
     def __post_init__(self) -> None:
         if self.speeds is not None and not all(0 < speed < math.inf for speed in self.speeds):
             raise ConfigError(
-                f"speeds={self.speeds}: the speed of a rank is a positive number, 1 for one like"
-                " the others."
+                f"speeds={self.speeds}: each speed must be a positive number; the average rank has"
+                " speed 1."
             )
         if self.per_node is not None and (type(self.per_node) is not int or self.per_node < 1):
-            raise ConfigError(
-                f"per_node={self.per_node!r}: a node has a whole number of ranks, at least 1."
-            )
+            raise ConfigError(f"per_node={self.per_node!r} must be a whole number of at least 1.")
 
     @classmethod
     def from_speeds(cls, speeds: npt.ArrayLike | None, per_node: int | None = None) -> Ranks:
