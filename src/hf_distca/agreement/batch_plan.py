@@ -277,7 +277,7 @@ class BalanceTotals:
             tokens.
         all_seconds: measured seconds of all ranks together.
         between_bytes: bytes sent to other nodes by the rank that sent most there.
-        node_layers: number of layers of ranks on several nodes.
+        node_layers: number of layers if ranks are on several nodes, else 0.
         estimated_in_order, dealt_mean: for dealt documents, estimated seconds of the slowest rank
             if documents lay on ranks in their order, and of the mean rank.
     """

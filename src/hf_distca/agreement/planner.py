@@ -132,7 +132,7 @@ class Planner:
                 seconds = pairs * MarginalCost.from_cost_model(job.cost).pair
                 ranks = replace(ranks, fixed_seconds=tuple(seconds.tolist()))
             plans.append(balance(documents.build_layout(), job.cost, job.config, ranks))
-        # Plans come from equal inputs, but an exchange with unequal plans would hang.
+        # Equal inputs should give equal plans. Compare them, because unequal plans would hang.
         digests = np.array([_shorten_digest(plan) for plan in plans], dtype=np.int64)
         digests_of_ranks = group.gather_same_length(digests, activity=f"comparing plans of {label}")
         for column in np.stack(digests_of_ranks).T:

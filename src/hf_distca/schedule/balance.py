@@ -25,8 +25,7 @@ from hf_distca.schedule.relays import add_relays
 from hf_distca.schedule.tails import END, LATEST, PIECE, USEFUL
 from hf_distca.schedule.trial import make_moves
 
-# A trial stops once a rank ends later than T times this. A trial with a later T may end before
-# that.
+# A trial stops if a rank ends later than this times T, because a later T may then do better.
 _USEFUL = 1.05
 # If T is later than `_LATE` times the mean, the other ranks try to end at these parts of the way
 # from the mean to T.
@@ -140,7 +139,7 @@ class PlanTrials:
         return best.plan
 
     def compute_means(self, units: int) -> FloatArray:
-        """Compute, for each unit, the seconds of compute if all its ranks end together.
+        """Compute, for each unit, the seconds after which all its ranks would end compute together.
 
         A unit is a run of consecutive ranks. All units have equally many ranks.
         """

@@ -32,8 +32,8 @@ def compile_function(function: F, *, keep: Sequence[str] = (), inside: bool = Fa
         # source files, and different copies of a source may have the same time.
         sources = b"".join(Path(source).read_bytes() for source in keep)
         function.__qualname__ += f"-{hashlib.sha256(sources).hexdigest()[:16]}"
-    # Without the GIL, plans can be made while training runs. The arrays outlive the call, so their
-    # references need no count.
+    # Without the GIL, plans can be made while training runs. The arrays outlive the call, so numba
+    # need not count references to them.
     options: dict[str, Any] = {
         "error_model": "numpy",
         "nogil": True,

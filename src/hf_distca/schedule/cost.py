@@ -211,7 +211,7 @@ class CostModel:
         tile: query rows of a kernel tile.
         name: source of the figures.
         window: keys that a query position sees, its own included, in layers with a sliding window;
-            None for layers without one.
+            None for layers without a window.
         node_bytes_per_second: rate at which one rank sends to ranks of its node while it also
             receives as much; None if this is not faster than to other nodes.
         ranks_per_link: number of ranks of a node that share a link to other nodes; 1 if each rank

@@ -32,11 +32,11 @@ from hf_distca.schedule.tails import (
 )
 from hf_distca.schedule.trial import make_moves
 
-# The most head groups of a document, because more gain nothing. And the part of the mean seconds
-# that a typical slice takes: a document is long if the keys of such a slice have more bytes than
-# its rows.
+# Documents have at most `_MOST_GROUPS` head groups, because more gain nothing. A typical slice
+# takes `_TYPICAL_SLICE` of the mean seconds. A document is long if the keys of such a slice have
+# more bytes than its rows.
 _MOST_GROUPS, _TYPICAL_SLICE = 4, 0.25
-_LARGEST_NUMBER = 2**56  # of a document, because it is multiplied by `groups + 1`
+_LARGEST_NUMBER = 2**56  # document numbers are multiplied by `groups + 1`
 # Fields of `Batch` that are restored before a trial. Rows of `holders` and `moves` beyond `counts`
 # may keep old values.
 _STATE = ("parts", "segments", "pieces", "ranks", "counts")
@@ -49,8 +49,8 @@ class Pieces:
     Attributes:
         load: load of the plan that moves nothing.
         groups: head groups of documents that are split.
-        number: (parts,) place of the part's document times ``groups + 1``, plus its head group from
-            1.
+        number: (parts,) place of the part's document times ``groups + 1``, plus its head group: 0
+            for all heads, else from 1.
         home: (pieces,) the rank of each piece.
         stop: (pieces,) where the rows of each piece end. The last rows of a piece cannot move if
             they need more keys than a bound of transient bytes allows.

@@ -59,11 +59,11 @@ class Relays(NamedTuple):
 
     A relay is a server that gets a run first, and forwards it to the other servers that need it.
     The servers of a document share relays within each unit (`schedule.relays.find_units`). The runs
-    of a unit follow each other from position 0, and each run has another relay.
+    of a unit follow each other from position 0, and each run has its own relay.
 
     Attributes:
         document, start, end, relay: the columns.
-        per_node: number of ranks of a node; that of all ranks or more if nodes are not told apart.
+        per_node: number of ranks of a node; the number of all ranks or more without nodes.
     """
 
     document: IntArray

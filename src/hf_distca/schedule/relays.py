@@ -35,8 +35,7 @@ if TYPE_CHECKING:
 def find_units(layout: Layout, document: IntArray, rank: IntArray, per_node: int) -> IntArray:
     """Number the units of servers that share relays of a document.
 
-    The servers of each node where tokens of the document lie are a unit. The servers of all other
-    nodes together are another unit.
+    Each node where tokens of the document lie has a unit of its own. All other nodes share one unit.
     """
     nodes = -(-layout.world_size // per_node) + 1
     place = layout.find_places(document) * nodes
@@ -66,8 +65,8 @@ def with_relay_hops(
     """
     if relays is None:
         return keys, np.full(len(keys.document), -1)
-    # Keys without a relay are the last run of their document. Positions are numbered on from one
-    # unit to the next.
+    # Keys without a relay are the last run of their unit. Positions continue from one unit to the
+    # next.
     units = [
         find_units(layout, document, rank, relays.per_node)
         for document, rank in ((keys.document, keys.server), (relays.document, relays.relay))
@@ -100,9 +99,9 @@ def _select_rows(rows: KeyTransfers, mask: BoolArray) -> KeyTransfers:
 def add_relays(load: PlanLoad, min_gain: float = 0.0) -> PlanLoad:
     """Return the load of the plan with relays, or unchanged if they gain nothing.
 
-    Relays change neither compute nor receiving, so no rank ends before its compute plus receiving,
-    or before its receiving if exchanges are hidden behind compute. A rank is *late* if it sends for
-    longer than all ranks need for that. Documents that late ranks send to several servers get
+    Relays only change sending. So the plan cannot end before the longest compute plus receiving of
+    any rank, or before the longest receiving if exchanges are hidden behind compute. A rank is
+    *late* if its sending ends after that. Documents that late ranks send to several servers get
     relays.
 
     Args:
@@ -196,7 +195,7 @@ def _divide_keys(
     parts = _sum_running(place, weight[forwarding])
     last = np.searchsorted(place, place, side="right") - 1
     end = np.minimum(second, key_end[last])
-    # Running sums can round small weights after large ones to 0.
+    # Rounding can make this sum 0, if the weights of earlier documents are much larger.
     total = np.maximum(parts[last], np.finfo(np.float64).tiny)
     resent_target = (np.interp(place * width + end, positions, amounts) - place * most) * (
         parts / total

@@ -17,8 +17,7 @@ from hf_distca.schedule.plan import KeyTransfers, Plan, Relays
 from hf_distca.schedule.relays import with_relay_hops
 
 Columns = tuple[list[int], ...]
-# Sent runs as columns rank, first row and number of rows; received rows as columns rank and number
-# of rows.
+# A message: sent runs (rank, first row, number of rows) and received rows (rank, number of rows).
 RankMessage = tuple[Columns, Columns]
 
 
@@ -71,9 +70,9 @@ def compute_share(
         rank: the rank.
 
     Returns:
-        Tasks on this rank's own tensors: first query row, query rows, first key, keys. The
-            exchange, or None if the plan has no exchange. And an exchange of this rank with itself,
-            for head groups that need only its own keys; None if it runs no such groups.
+        Tasks on this rank's own tensors: first query row, query rows, first key, keys. Then
+            the exchange, or None if the plan has no exchange. Then an exchange of this rank with
+            itself, for head groups that need only its own keys, or None without such groups.
     """
     layout = plan.layout
     is_concerned = np.zeros(len(layout.documents), dtype=np.bool_)

@@ -58,9 +58,9 @@ class Batch(NamedTuple):
         segments: (segments, 3 + units) keys [low, high) of a part lie on rank `home`. For each
             unit, the position before which the home has sent all keys to it.
         pieces: (pieces, 3) the part of each piece, and its rows [first, last) that are not moved.
-        ranks: (13, ranks) compute, traffic, transient bytes, end, T, and the latest end that is of
-            use, in seconds; relative speed, seconds of a byte on each link, and 1 for ranks that
-            may get tails.
+        ranks: (13, ranks) seconds of compute and traffic; transient bytes; end, T, and the latest
+            useful end in seconds; relative speed; seconds of a byte on each link; and 1 for ranks
+            that may get tails.
         holders, moves: arrays with room for new rows.
         counts: (2,) number of rows in `holders` and in `moves`.
     """

@@ -218,7 +218,7 @@ def _make_moves(batch: Batch, order: IntArray, inside: bool) -> None:
     if not len(order):
         _give_own_keys(batch)
     ranks, count = batch.ranks, -1
-    # Repeat, because a move can make the ranks late that send its keys.
+    # Repeat, because a move adds traffic to the ranks that send its keys, and they may end late.
     while count < batch.counts[1]:
         count = batch.counts[1]
         for rank in order:
