@@ -213,7 +213,7 @@ class Dealing:
             lengths: (documents,) tokens of each document; they add up to `tokens`.
 
         Returns:
-            One layout, or with ping-pong those of both nano-batches.
+            One layout, or the layouts of both nano-batches with ping-pong.
 
         Raises:
             LayoutError: if lengths do not fill the ranks; see `deal`.

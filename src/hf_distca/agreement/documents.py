@@ -200,7 +200,7 @@ class Documents:
         """Raise if a layer's window or chunks would count padding inside a document.
 
         distca removes padding before it counts tokens, but other attention implementations count
-        it. Tokens would see other keys than there.
+        it. So tokens would see different keys here.
 
         Args:
             reach: tokens of a window or chunk; None for layers that see whole documents.

@@ -42,7 +42,7 @@ class RunRow:
     """The beginning of a training.
 
     Attributes:
-        step: optimizer steps that were done before.
+        step: number of optimizer steps before this training.
         started: time of the start, in UTC.
         ranks, nodes: numbers of ranks and nodes of the attention group; 0 nodes if unknown.
         device: device of rank 0.
@@ -71,7 +71,7 @@ class StepsRow:
     """Micro-batches that were counted since the previous row.
 
     Attributes:
-        step: optimizer steps that are done.
+        step: number of optimizer steps so far.
         tally: the fields of a `BalanceTotals`, from which the figures of the log are made.
         per_rank: sums over the micro-batches.
         loss: the logged loss; None if none was logged.

@@ -388,7 +388,7 @@ def require_integers(
 ) -> IntArray:
     """Convert `values` to an int64 array of this shape, where -1 is any length.
 
-    numpy would round, parse or wrap around some values. They are refused here.
+    numpy would round, parse or wrap around some values. This function refuses them.
 
     Raises:
         LayoutError: if the values are not whole numbers of this shape; or `error`, if that is

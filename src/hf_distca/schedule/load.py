@@ -167,7 +167,7 @@ class PlanLoad:
 
     @cached_property
     def exchange_bytes(self) -> FloatArray:
-        """Bytes, forward and backward, that each rank exchanges as a home and as a server: shape
+        """Bytes that each rank exchanges as a home and as a server, forward plus backward: shape
         (2, ranks).
         """
         return np.asarray(
@@ -267,7 +267,7 @@ def count_transient_bytes(plan: Plan, transient: TransientBytes) -> IntArray:
 
 
 def compute_imbalance(values: FloatArray) -> float:
-    """Return max over mean of the ranks; 1 where there is nothing to balance."""
+    """Return max over mean of the ranks; 1 if there is nothing to balance."""
     total = float(values.sum())
     return float(values.max()) * len(values) / total if total > 0 else 1.0
 

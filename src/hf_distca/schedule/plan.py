@@ -193,7 +193,7 @@ class Plan:
         tasks: Sequence[CATask | tuple[int, int, int, int, int]],
         window: int | None = None,
     ) -> Plan:
-        """Build a plan from rows, for example one that is written by hand."""
+        """Build a plan from rows, for example from tasks written by hand."""
         rows = require_integers(
             tasks, "tasks as (document, start, end, home, server)", (-1, 5), PlanError
         )

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 def find_units(layout: Layout, document: IntArray, rank: IntArray, per_node: int) -> IntArray:
     """Number the units of servers that share relays of a document.
 
-    Each node where tokens of the document lie has a unit of its own. All other nodes share one unit.
+    Each node where tokens of the document lie has its own unit. All other nodes share one unit.
     """
     nodes = -(-layout.world_size // per_node) + 1
     place = layout.find_places(document) * nodes

@@ -151,7 +151,7 @@ class _TokenRows(NamedTuple):
         return cls.select_tokens(plan, keys, relay[rows], keys.start, plan.layout.groups)
 
     def select(self, which: npt.NDArray[Any]) -> Self:
-        """Select some of the rows."""
+        """Select rows by a mask or by their indices."""
         return type(self)(*map(itemgetter(which), self))
 
 
