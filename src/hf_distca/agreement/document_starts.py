@@ -1,4 +1,4 @@
-"""Beginnings of documents in rows of tokens, by positions or by a mask that numbers documents."""
+"""Places where documents begin in rows of tokens, found by positions or by a numbered mask."""
 
 from __future__ import annotations
 

@@ -357,8 +357,9 @@ class TokenBatch:
         ).with_documents(batch)
 
     def with_documents(self, arguments: Mapping[str, Any]) -> TokenBatch:
-        """Replace the attributes for which a batch, or arguments of attention, have a key of
-        `DOCUMENT_KEYS`.
+        """Replace attributes by values from a batch, or from arguments of attention.
+
+        The keys of these values are `DOCUMENT_KEYS`, or those of a tree of TRL.
         """
         given: dict[str, Any] = {
             attribute: arguments[key]

@@ -1,4 +1,4 @@
-"""`Layout`: the place of documents on ranks, made of position ids, cu_seqlens or lengths.
+"""`Layout`: the place of documents on ranks, made from position ids, cu_seqlens or lengths.
 
 A *document* is a run of tokens that attend causally to each other and to nothing else. A *segment*
 is the part of a document that lies on one rank. A *layout* holds the segments of all ranks for one
@@ -174,7 +174,7 @@ class Layout:
         cls, ranks: Sequence[Sequence[tuple[int, int, int]]], context: Sequence[int] = ()
     ) -> Layout:
         """Build from ``(document, start, length)`` rows per rank. A document may lie on any number
-        of ranks, in any cut.
+        of ranks, cut anywhere.
 
         The first ``context[rank]`` rows of a rank are context.
         """
@@ -272,7 +272,7 @@ class Layout:
         return np.where(self._find_head_group(document) == 0, 1.0, 1.0 / self.groups)
 
     def restore_numbers(self, document: IntArray) -> IntArray:
-        """Return the numbers that these documents of the layout had before it was split."""
+        """Return the numbers that these documents of the layout had before the layout was split."""
         return document // (self.groups + 1) if self.groups > 1 else document
 
     def _find_head_group(self, document: IntArray) -> IntArray:

@@ -29,7 +29,7 @@ def parse_placement(text: bytes, name: str) -> Layout:
         name: source of the text, for errors.
 
     Raises:
-        LayoutError: if it is no placement; the message names the mistake.
+        LayoutError: if the text is no placement; the message names the mistake.
     """
     try:
         data = json.loads(text.decode("utf-8"))
@@ -84,7 +84,7 @@ def require_whole_number(value: Any) -> int:
     """Check that a number of a file is an integer that 64 bits hold, and return it.
 
     Raises:
-        LayoutError: if it is not.
+        LayoutError: if it is no such integer.
     """
     if not isinstance(value, int) or isinstance(value, bool):
         raise LayoutError(f"{value!r} must be an integer.")

@@ -114,8 +114,8 @@ class Plan:
             )
         if self.window is not None and self.layout.groups > 1:
             raise PlanError(
-                f"window={self.window}: documents can be split by heads only for layers without a"
-                " window."
+                f"window={self.window}: only documents of layers without a window can be split by"
+                " heads."
             )
         columns = [
             np.ascontiguousarray(getattr(self, name), dtype=np.int64) for name in CATask._fields
