@@ -240,7 +240,6 @@ def _check_arguments(
     if total != expected or len(tokens) != ranks:
         raise LayoutError(
             f"{len(length)} documents have {total} tokens, {ranks} ranks with {tokens_per_rank}"
-            f" tokens each have {expected}. Both numbers must be equal, so that every token has a"
-            " place."
+            f" tokens each have {expected}: every token needs a place, so the numbers must be equal."
         )
     return length, np.array(tokens)
