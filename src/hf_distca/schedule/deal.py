@@ -240,6 +240,7 @@ def _check_arguments(
     if total != expected or len(tokens) != ranks:
         raise LayoutError(
             f"{len(length)} documents have {total} tokens, {ranks} ranks with {tokens_per_rank}"
-            f" tokens each have {expected}: every token needs a place, so the numbers must be equal."
+            f" tokens each have {expected}: every token needs its place, so the numbers must"
+            " be equal."
         )
     return length, np.array(tokens)
