@@ -301,7 +301,7 @@ def test_a_share_for_another_number_of_ranks_is_refused(
 ) -> None:
     for error in rank_pool(2)(for_three_ranks):
         assert (
-            "global batch 0 of epoch 0 is dealt to 3 ranks, and the attention group has 2: (0, 1)"
+            "global batch 0 of epoch 0 is dealt to 3 ranks, but the attention group has 2: (0, 1)"
             in error
         )
 

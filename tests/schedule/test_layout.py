@@ -107,7 +107,7 @@ def test_offsets_begin_with_0(offsets: list[int]) -> None:
     """Segments before the first rank's would be on no rank, and their tokens computed by none."""
     two = np.arange(2)
     with pytest.raises(
-        LayoutError, match=re.escape(f"offsets {offsets}: they begin with 0 and never fall")
+        LayoutError, match=re.escape(f"offsets {offsets} must begin with 0 and never fall")
     ):
         Layout(two, 0 * two, two + 1, np.array(offsets, dtype=np.int64))
 

@@ -1,4 +1,4 @@
 """Agreement of ranks on plans, and comparison of their measurements.
 
-Knows no model; tested without one.
+It knows no model, and is tested without one.
 """

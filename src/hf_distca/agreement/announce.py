@@ -1,7 +1,7 @@
 """Announcements that ranks exchange before they share attention: settings, documents, figures.
 
 An announcement is one row of integers, so nothing that comes from another rank is executed or
-unpickled. The rows of all ranks are read together, as columns: each further rank costs only a few
+unpickled. The rows of all ranks are read together as columns, so each further rank costs only a few
 array elements.
 """
 
@@ -29,9 +29,10 @@ from hf_distca.runtime.group import AttentionGroup
 from hf_distca.schedule.cost import AttentionShape, CostModel
 from hf_distca.schedule.layout import IntArray, Layout, enumerate_ranges
 
-# Layout of a row: these numbers; the figures of each measured plan; the share numbers; and each
-# request, as (documents span ranks, nano-batch, has context, runs, pairs at home) and its runs. A
-# run is its length alone, or a triple (document, start, length) where documents span ranks.
+# A row holds these header numbers, the figures of each measured plan, the share numbers, and the
+# requests. A request is (documents span ranks, nano-batch, has context, runs, pairs at home) and
+# its runs. A run is a triple (document, start, length) if documents span ranks, else only its
+# length.
 (
     _COUNT,
     _SETTINGS,
@@ -44,8 +45,8 @@ from hf_distca.schedule.layout import IntArray, Layout, enumerate_ranges
 HEADER_SIZE = 7
 _REQUEST_SIZE = 5
 FIGURE_COUNT = len(Measurement._fields)
-SharedSettings = Mapping[str, str]  # what ranks must have in common: names and values
-_MAX_VALUE_LENGTH = 80  # characters of a fact in an error
+SharedSettings = Mapping[str, str]  # names and values that all ranks must have in common
+_MAX_VALUE_LENGTH = 80  # characters of a setting in an error
 
 
 class PlanKey(NamedTuple):
@@ -66,7 +67,7 @@ class PlanKey(NamedTuple):
     nano: int = 0
 
 
-# Documents, and which plan of them is asked for.
+# Documents, and the key of the plan that is requested for them.
 Request = tuple[Documents, PlanKey]
 
 
@@ -117,7 +118,7 @@ class Announcement:
                     documents.home_pairs,
                 ]
             )
-            # Where documents lie on one rank, their lengths say all.
+            # If documents do not span ranks, their lengths are enough.
             runs = documents.runs if documents.span_ranks else documents.runs[:, 2]
             parts.append(runs.reshape(-1))
         return np.concatenate([np.asarray(part, dtype=np.int64) for part in parts])
@@ -127,11 +128,11 @@ class AnnouncedDocuments(NamedTuple):
     """Documents of all ranks for one requested plan.
 
     Attributes:
-        header: (ranks, 5) int64: 1 where documents may span ranks; number of the nano-batch, 0 for
-            a whole batch; 1 where the first document begins with context, or where documents
-            share prefixes one more than the runs of context; number of runs; query-key pairs that
-            the rank computes besides.
-        numbers: int64 runs of all ranks in rank order: (runs, 3) where documents span ranks, else
+        header: (ranks, 5) int64: 1 if documents may span ranks; number of the nano-batch, 0 for a
+            whole batch; 1 if the first document begins with context (or 1 plus the number of
+            context runs, if documents share prefixes); number of runs; query-key pairs that the
+            rank computes outside of the plan.
+        numbers: int64 runs of all ranks in rank order: (runs, 3) if documents span ranks, else
             (runs,) lengths.
     """
 
@@ -224,7 +225,7 @@ class Announcements:
         return requested
 
     def _read_columns(self, begin: IntArray, count: int) -> IntArray:
-        """Read so many numbers of each rank's row from an index on, (ranks, count)."""
+        """Read `count` numbers of each rank's row from an index on, (ranks, count)."""
         return np.asarray(self.numbers[begin[:, None] + np.arange(count)])
 
 
@@ -233,11 +234,11 @@ def check_agreement(
 ) -> list[AnnouncedDocuments]:
     """Compare the announcements of all ranks, in the same order on each rank.
 
-    If hashes of shared settings differ, a further exchange finds the names of those that do.
+    If hashes of shared settings differ, a further exchange finds the settings that differ.
 
     Returns:
-        The documents for each requested plan; none for dealt shares, of which only batches and
-        plans are compared.
+        The documents for each requested plan. No documents are returned for dealt shares, of which
+            only batches and plans are compared.
 
     Raises:
         DistCADesyncError: if anything differs.
@@ -248,7 +249,7 @@ def check_agreement(
     layers = "run the same layers on every rank"
     check_document_kinds(group, header[:, _COUNT], label)
     check_equal(group, header[:, _COUNT], "numbers of plans asked for", label, forwards)
-    # First of all: a rank without a batch has no cost models that could be compared.
+    # This comes before the settings, because a rank without a batch has no cost models to compare.
     has_batch = np.any(header[:, [_REQUEST_COUNT, _SHARE_NUMBER_COUNT]] > 0, axis=1).astype(int)
     check_equal(group, has_batch, "batches to plan (0: none)", label, micro_batches)
     check_shared_settings(
@@ -286,8 +287,9 @@ def check_agreement(
 
 
 def check_document_kinds(group: AttentionGroup, counts: IntArray, label: str) -> None:
-    """Raise if ranks have different kinds of documents in recurrent layers, of which only those
-    with parts are announced there.
+    """Raise if ranks have different kinds of documents in recurrent layers.
+
+    Recurrent layers announce documents only if these are in parts.
 
     Args:
         group: the ranks.
@@ -317,8 +319,8 @@ def check_shares(share_numbers: IntArray, group: AttentionGroup, label: str) -> 
     )
     arguments = (
         "give document_shares the same documents, seed and other arguments on every rank: all of "
-        "the documents, not a part that was divided by rank (split_dataset_by_node, shard), which "
-        "do not change from one reading to the next"
+        "the documents, not a part that was divided by rank (split_dataset_by_node, shard). The "
+        "documents must not change from one reading to the next"
     )
     kinds = [
         ("epochs of their global batches", "call set_epoch on every rank"),
@@ -376,7 +378,7 @@ def collect_shared_settings(
 ) -> SharedSettings:
     """Collect all that must be equal on all ranks: settings, cost models, and dtypes.
 
-    Dtypes of the same size could not be told apart in messages.
+    Dtypes are compared because messages do not tell dtypes of the same size apart.
     """
     values: dict[str, list[str]] = {"hf-distca": [version("hf-distca")]}
     for part in (config, *(part for cost in costs for part in (cost.shape, cost))):
@@ -395,14 +397,14 @@ def check_shared_settings(
 ) -> None:
     """Raise if settings differ between ranks.
 
-    Ranks exchange the settings themselves only if their hashes differ. Collective then.
+    Ranks exchange the settings themselves only if their hashes differ. This is collective then.
 
     Args:
         group: the ranks.
         hashes: (ranks,) int64 `hash_settings` of each rank.
         settings: the settings of this rank.
-        description: begins the error.
-        remedy: ends the error.
+        description: beginning of the error.
+        remedy: end of the error.
 
     Raises:
         DistCADesyncError: if settings differ; names each of them, and each value with the ranks

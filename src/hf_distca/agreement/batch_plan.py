@@ -1,11 +1,10 @@
-"""`MicroBatchPlan`: a plan of a micro-batch, with its use and what ranks measured; `History`: the
-sums of all of them.
+"""Plans of micro-batches with what ranks measured (`MicroBatchPlan`), and sums (`History`).
 
-The imbalance of several micro-batches is sum(max over ranks) / sum(mean over ranks): ranks wait in
-every micro-batch, so the slowest of each counts. A micro-batch is counted as a whole, once the
-measurements of all ranks are known: ranks gather them for a log, or announce them with the
-documents of a later micro-batch. A `RateSample` combines the measurements of a micro-batch, per
-layer, as a sample from which rates are learned.
+The imbalance of several micro-batches is sum(max over ranks) / sum(mean over ranks), because ranks
+wait for the slowest rank in every micro-batch. A micro-batch is counted as a whole, once the
+measurements of all ranks are known. Ranks gather these for a log, or announce them with the
+documents of a later micro-batch. A `RateSample` combines the measurements of a micro-batch per
+layer. Rates are learned from such samples.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from hf_distca.schedule.load import PlanLoad
 from hf_distca.schedule.plan import Plan
 from hf_distca.schedule.ranks import Ranks
 
-if TYPE_CHECKING:  # reports of runs read totals without torch
+if TYPE_CHECKING:  # run reports read totals without importing torch
     from hf_distca.agreement.announce import PlanKey
     from hf_distca.runtime.meter import Meter
 
@@ -66,16 +65,16 @@ class MicroBatchPlan:
         number: number of the micro-batch, from 1.
         task_seconds: (tasks,) estimated seconds, forward and backward, on a rank of speed 1.
         ranks: properties of the ranks, as estimated when the plan was made.
-        meter: meter of this rank's work for it.
+        meter: meter of this rank's work for the plan.
         planning_ms: milliseconds of planning, with the exchange of documents.
         has_tokens: for each rank whether it holds tokens; None if all do.
         source: name of the global batch, for a share; else "".
         is_planned_again: whether this process planned a share that its loader had planned for other
             settings or rates.
         in_order_imbalance: estimated imbalance if the documents of a share lay on ranks in their
-            order; 0 for others.
+            order; 0 if the batch is no share.
         figures: (ranks, 5) int64, the `Measurement` of each rank after its last kernel; empty until
-            all ranks are known to have them.
+            those of all ranks are known.
     """
 
     key: PlanKey
@@ -191,9 +190,10 @@ class RateSample:
     def compute_exchange_factor(self) -> float | None:
         """Compute the factor by which exchanges take longer than estimated.
 
-        None if they were hidden behind other work, or if nothing was exchanged. No rank finishes
-        its exchange before the data has arrived, and most ranks also wait for slower ranks. So the
-        rank that waits least, relative to its exchange, shows how long exchanges take.
+        Return None if exchanges were hidden behind other work, or if nothing was exchanged. No rank
+        finishes its exchange before the data has arrived, and most ranks also wait for slower
+        ranks. So the rank that waits least, relative to its exchange, shows how long exchanges
+        take.
         """
         if not self.has_exchange:
             return None
@@ -220,7 +220,8 @@ def observe_plans(plans: Sequence[MicroBatchPlan], cost: CostModel) -> RateSampl
         cost: uncorrected cost model of the layer.
 
     Returns:
-        None if some rank did not run whole layers, or if one of two nano-batches is missing.
+        The sample, or None if some rank did not run whole layers or one of two nano-batches is
+            missing.
     """
     is_nano = plans[0].key.nano > 0
     figures = np.stack([plan.figures for plan in plans])
@@ -252,33 +253,33 @@ def _estimate_exchange(plan: Plan, ranks: Ranks, cost: CostModel) -> FloatArray:
 
 @dataclass(frozen=True)
 class BalanceTotals:
-    """Sums over micro-batches, in which a micro-batch may have several plans.
+    """Sums over micro-batches, each of which may have several plans.
 
     The difference of two totals is the total of the micro-batches between them.
 
     Attributes:
         micro_batches: number of micro-batches.
         moved: number of micro-batches in which work was moved.
-        largest_tokens, mean_tokens: tokens of the rank with most of them, and of the mean rank.
+        largest_tokens, mean_tokens: tokens of the rank that has most, and of the mean rank.
         planning_ms: milliseconds of planning.
-        estimated_before, estimated_after: estimated attention seconds of the slowest rank, if
-            nothing is moved and by the plan.
+        estimated_before, estimated_after: estimated attention seconds of the slowest rank, without
+            moves and by the plan.
         estimated_mean: estimated attention seconds of the mean rank.
-        measured_before, measured_after, measured_mean: the same, measured; before the move,
-            measured seconds are attributed to home ranks.
+        measured_before, measured_after, measured_mean: the same figures, measured. For
+            measured_before, the measured seconds are attributed to home ranks.
         busiest_bytes: bytes sent by the rank that sent most.
         layers: number of layers of attention.
         own_seconds: seconds of this rank in attention kernels.
         elapsed_seconds: seconds from the beginning of each micro-batch to that of the next.
         planned_here: number of plans of dealt shares that this process made again, because the
-            loader's were for other rates or settings.
-        served_seconds, server_seconds: measured seconds of all ranks without tokens together, and
-            of their mean.
+            loader had planned for other rates or settings.
+        served_seconds, server_seconds: sum and mean of the measured seconds of ranks without
+            tokens.
         all_seconds: measured seconds of all ranks together.
         between_bytes: bytes sent to other nodes by the rank that sent most there.
-        node_layers: number of layers of ranks on several nodes.
-        estimated_in_order, dealt_mean: of dealt documents, estimated seconds of the slowest rank if
-            they lay on ranks in their order, and of the mean rank.
+        node_layers: number of layers if ranks are on several nodes, else 0.
+        estimated_in_order, dealt_mean: for dealt documents, estimated seconds of the slowest rank
+            if documents lay on ranks in their order, and of the mean rank.
     """
 
     micro_batches: int = 0
@@ -312,7 +313,7 @@ class BalanceTotals:
         return BalanceTotals(*map(sub, astuple(self), astuple(other)))
 
     def compute_figures(self) -> dict[str, float]:
-        """Compute the figures to log; those without data are left out."""
+        """Compute the figures to log, and leave out figures without data."""
         elapsed = max(self.elapsed_seconds, 1e-9)
         ratios = {
             "imbalance_tokens": (self.largest_tokens, self.mean_tokens),
@@ -370,7 +371,7 @@ def _compute_totals(plan: MicroBatchPlan) -> BalanceTotals:
     measured = plan.measured_after
     tokenless = ~np.array(plan.has_tokens or [True] * len(measured))
     served = float(measured[tokenless].sum())
-    # Both nano-batches go through each layer: the first one counts it.
+    # Both nano-batches run each layer, so only the first one counts it.
     layers = 0 if plan.key.nano == 2 else plan.meter.calls
     return BalanceTotals(
         largest_tokens=float(tokens.max()),
@@ -396,7 +397,7 @@ def _compute_totals(plan: MicroBatchPlan) -> BalanceTotals:
     )
 
 
-# Micro-batches that wait for measurements of all ranks; older ones are never counted.
+# The most micro-batches that wait for measurements of all ranks. Older ones are never counted.
 _MAX_RUNNING = 1024
 
 
@@ -404,13 +405,14 @@ _MAX_RUNNING = 1024
 class History:
     """Sums of micro-batches.
 
-    Each is counted when it is over and all its plans are measured, so that sums cover whole ones.
+    A micro-batch is counted when it is over and all its plans are measured, so sums cover only
+    whole micro-batches.
 
     Attributes:
         total: sum since the start. It only grows: a report subtracts the total that it reported
             last.
         observer: called with each micro-batch when it is counted, and with its totals.
-        step: optimizer step of micro-batches from now on.
+        step: optimizer step of the micro-batches that begin from now on.
     """
 
     total: BalanceTotals = field(default_factory=BalanceTotals)
@@ -429,7 +431,7 @@ class History:
         self._running[plan.number].plans.append(plan)
 
     def record_figures(self, plan: MicroBatchPlan, figures: IntArray) -> None:
-        """Record what all ranks measured of a plan. A micro-batch with all of them is counted."""
+        """Record what all ranks measured of a plan, and count its micro-batch if it is complete."""
         plan.figures = figures
         self._count_if_measured(plan.number)
 
@@ -440,7 +442,7 @@ class History:
         return [plan for batch in batches for plan in batch.plans if not plan.is_measured]
 
     def reset(self) -> None:
-        """Drop micro-batches that are not counted yet, as numbers start again."""
+        """Drop micro-batches that are not counted yet, because numbers start again."""
         self._running.clear()
 
     def end_micro_batch(self) -> None:

@@ -1,8 +1,8 @@
 """Shares of dealt global batches, with the layout of all ranks and with plans.
 
 A *global batch* holds the tokens of all ranks for one micro-batch. A process that loads a rank's
-share knows the documents of the other ranks, so it deals and plans by itself, with the same result
-as every other process: no exchange is needed for a plan.
+share also knows the documents of the other ranks. So it deals and plans by itself, with the same
+result as every other process, and plans need no exchange.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Placement = Literal["dealt", "in order"]
 
 
 class PlanJob(NamedTuple):
-    """Inputs of a plan besides its layout.
+    """Inputs of a plan, except its layout.
 
     Attributes:
         key: key of the plan.
@@ -82,14 +82,14 @@ class DealtShare:
     Attributes:
         batch_id: epoch and number of the global batch.
         rank: rank that the share is for; -1 on a rank that the batch is not dealt to.
-        layouts: tokens of each rank: one layout, or those of both nano-batches, which have no
+        layouts: tokens of each rank: one layout, or the layouts of both nano-batches, which have no
             document in common.
         digest: hash of the documents, below 2**56; the same on all ranks.
-        per_node: number of ranks of a node that it was dealt for; None if nodes were not told
-            apart.
+        per_node: number of ranks of a node for which the batch was dealt; None if nodes were not
+            told apart.
         in_order_imbalance: estimated imbalance of attention if documents lay on ranks in their
             order.
-        plans: the plans made so far, by the loader at first.
+        plans: plans made so far, first by the loader.
     """
 
     batch_id: tuple[int, int]
@@ -121,7 +121,7 @@ class DealtShare:
 
     @property
     def is_cut(self) -> bool:
-        """True if any document lies on several ranks, which none of them can compute alone."""
+        """True if any document lies on several ranks, so that no rank can compute it alone."""
         return bool(self.whole_layout.has_many_ranks.any())
 
     @property
@@ -142,7 +142,7 @@ class DealtShare:
         ranks = tuple(compress(group.ranks, has_tokens))
         if self.ranks != len(ranks):
             raise LayoutError(
-                f"{self} is dealt to {self.ranks} ranks, and the attention group has {len(ranks)}: "
+                f"{self} is dealt to {self.ranks} ranks, but the attention group has {len(ranks)}: "
                 f"{ranks}. Deal to as many ranks as share attention."
             )
         if ranks[self.rank] != group.ranks[group.rank]:
@@ -162,21 +162,21 @@ class DealtShare:
             if job.has_tokens is not None:
                 layout = layout.place_on_holders(job.has_tokens)
             plan = self.plans[job] = balance(layout, job.cost, job.config, job.ranks)
-            _ = plan.digest  # cached for later comparison: a loader's worker has the time for it
+            _ = plan.digest  # cached here, because a loader's worker has the time for it
         return self.plans[job]
 
 
 @dataclass(eq=False)
 class Dealing:
-    """Dealing of global batches, and of their plans where they are loaded.
+    """Dealing of global batches, and planning of them where they are loaded.
 
     Attributes:
         ranks: number of ranks that share a global batch.
-        tokens_per_rank: number of tokens of a rank, one for all or one for each.
+        tokens_per_rank: number of tokens of a rank: one number for all ranks, or one for each.
         costs: cost models of at least one kind of layer, by the keys of plans of whole batches.
             Documents are dealt by the first one.
-        config: settings under which the batches will train. If they train under others, plans are
-            made when they are needed.
+        config: settings under which the batches will train. If training uses other settings, it
+            makes plans when it needs them.
         ranks_per_node: number of ranks of a node, for dealing and for plans; None to treat all
             ranks alike.
         placement: "dealt"; or "in order" for documents one after another, cut where a rank is
@@ -210,10 +210,10 @@ class Dealing:
         """Deal the documents of one global batch to ranks.
 
         Args:
-            lengths: (documents,) tokens of each document, `tokens` together.
+            lengths: (documents,) tokens of each document; they add up to `tokens`.
 
         Returns:
-            One layout, or with ping-pong those of both nano-batches.
+            One layout, or the layouts of both nano-batches with ping-pong.
 
         Raises:
             LayoutError: if lengths do not fill the ranks; see `deal`.
@@ -231,8 +231,9 @@ class Dealing:
         return dealt if isinstance(dealt, tuple) else (dealt,)
 
     def estimate_in_order(self, lengths: IntArray) -> float:
-        """Estimate the imbalance of attention over ranks if documents lay on them one after
-        another: the order that dealing does not take.
+        """Estimate the imbalance of attention over ranks if documents were not dealt.
+
+        They would lie on ranks one after another, in their order.
         """
         return self.estimate_imbalance(deal_in_order(lengths, self.ranks, self.tokens_per_rank))
 
@@ -245,7 +246,7 @@ class Dealing:
         )
 
     def estimate_imbalance(self, layout: Layout) -> float:
-        """Estimate the imbalance of attention if each rank computes that of its own tokens."""
+        """Estimate the imbalance of attention if each rank computes only for its own tokens."""
         seconds = next(iter(self.costs.values())).estimate_seconds(layout.length, layout.end)
         return compute_imbalance(np.bincount(layout.rank, seconds, self.ranks).astype(np.float64))
 
@@ -256,8 +257,9 @@ class Dealing:
         rank: int,
         document_ids: IntArray | None = None,
     ) -> PackedDocuments:
-        """Make a rank's share of a global batch: its runs of tokens, and in a loader's worker the
-        plans of all ranks.
+        """Make a rank's share of a global batch.
+
+        It has the rank's runs of tokens. In a loader's worker, it also has the plans of all ranks.
 
         Args:
             lengths: (documents,) tokens of each document. The share numbers documents by their
@@ -275,7 +277,7 @@ class Dealing:
             self.ranks_per_node,
             self.estimate_in_order(lengths),
         )
-        # A training process plans when it trains, by its own rates.
+        # A training process plans later, with the rates that it has learned.
         if self.ranks > 1 and get_worker_info() is not None:
             self._plan(share)
         runs = share.whole_layout.list_segments(rank)

@@ -1,4 +1,4 @@
-"""Beginnings of documents in rows of tokens, by positions or by a mask that numbers documents."""
+"""Places where documents begin in rows of tokens, found by positions or by a numbered mask."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def is_integer_tensor(tensor: torch.Tensor) -> bool:
 def convert_mask(attention_mask: object) -> torch.Tensor | None:
     """Convert a 2-D mask to whole numbers, which may number documents, or to bool.
 
-    Return None for anything but a tensor.
+    Return None if the mask is no tensor.
     """
     if not isinstance(attention_mask, torch.Tensor):
         return None
@@ -55,7 +55,7 @@ def read_positions(
             "use PackingCollator, which says where documents lie."
         )
     if not is_integer_tensor(positions):
-        raise LayoutError(f"position_ids are {positions.dtype}: positions are integers.")
+        raise LayoutError(f"position_ids are {positions.dtype}: positions must be integers.")
     rows = positions.expand(shape).long()
     if padding is None:
         return rows.reshape(-1).cpu().numpy(), None
@@ -94,8 +94,8 @@ class RowTokens:
             first_position: position id of a document's first token.
 
         Raises:
-            LayoutError: if a position or a number of the mask is out of range, or a number of the
-                mask comes again after another one.
+            LayoutError: if a position or a number of the mask is out of range, or if a number of
+                the mask comes again after another number.
         """
         index = np.arange(len(position)) if mask is None else np.flatnonzero(mask)
         number = None if mask is None else mask[index]
@@ -113,9 +113,9 @@ class RowTokens:
     def find_document_starts(self, *, training: bool) -> IntArray:
         """Find the first tokens of documents that each lie on one rank.
 
-        A document begins with a row, where the mask has another number, and where positions start
-        again. Inside a document, positions may jump ahead, as where some are skipped to train for
-        longer documents, or repeat, as for images.
+        A document begins where a row begins, where the number in the mask changes, and where
+        positions start again. Inside a document, positions may jump ahead (training for longer
+        documents may skip some) or repeat (as for images).
 
         Args:
             training: refuse a row that begins inside a document.
@@ -143,8 +143,8 @@ class RowTokens:
             token = falls[0]
             raise LayoutError(
                 f"position_ids[{row[token]}, {self.index[token] % self.row_length}] falls from "
-                f"{position[token - 1]} to {position[token]}: a document begins at its first "
-                "position, and counts on. Say where documents begin, with PackingCollator or "
+                f"{position[token - 1]} to {position[token]}: positions may fall only to a "
+                "document's first position. Say where documents begin, with PackingCollator or "
                 "cu_seq_lens_q."
             )
         return np.flatnonzero(begin | restart)
@@ -152,14 +152,14 @@ class RowTokens:
     def find_run_starts(self) -> IntArray:
         """Find the first tokens of runs where documents may span ranks.
 
-        A run begins with a row, where the mask has another number, and where positions do not count
-        on.
+        A run begins where a row begins, where the number in the mask changes, and where positions
+        do not count on.
 
         Returns:
             (runs,) int64 indices of tokens, padding not counted.
         """
         step = np.diff(self.position)
-        counts_on = (step == 1) | (step == np.diff(self.index))  # without padding, or with it
+        counts_on = (step == 1) | (step == np.diff(self.index))  # padding is skipped or counted
         breaks = np.concatenate([[True], ~counts_on])[: len(self.index)]
         return np.flatnonzero(self._mark_starts() | breaks)
 
@@ -203,7 +203,7 @@ class RowTokens:
     def _check_row_starts(self) -> None:
         """Raise if a row begins inside a document, which another tool must have cut.
 
-        After padding, a row may begin at any position: without position ids, padding is counted.
+        After padding, a row may begin at any position, because default position ids count padding.
         PaliGemma counts from 1.
         """
         inside = np.flatnonzero((self.index % self.row_length == 0) & (self.position > 1))
@@ -213,6 +213,6 @@ class RowTokens:
                 f"{self.position[inside[0]]}, and there are no distca_documents. Dealt batches "
                 "have more than input_ids: call model(**inputs). Otherwise another tool may have "
                 "cut sequences over ranks (context parallelism, Ulysses), and distca would take "
-                "the rest for a separate document. Switch that off; or set "
+                "the rest for a separate document. Switch that tool off, or set "
                 "DistCAConfig(documents_span_ranks=True) if ranks of the group hold the parts."
             )

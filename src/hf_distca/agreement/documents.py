@@ -28,25 +28,25 @@ from hf_distca.schedule.layout import (
 if TYPE_CHECKING:
     from hf_distca.agreement.dealt_share import DealtShare
 
-# Keys of a batch, which are arguments of attention as well, that say where documents begin, each
-# with the attribute of `TokenBatch` that it fills. The first that is given decides.
+# Keys of a batch that say where documents begin, with the attribute of `TokenBatch` that each
+# fills. They are also arguments of attention. The first key that is given decides.
 DOCUMENT_KEYS = {
     "distca_documents": "packed",
     "cu_seq_lens_q": "cu_seq_lens",
     "position_ids": "position_ids",
 }
-# Keys that TRL adds for documents that share prefixes, in its attention "tree_fa3".
+# Keys that TRL's attention "tree_fa3" adds for documents that share prefixes.
 TREE_KEYS = (
     *("tree_kv_index", "tree_cu_seqlens_q", "tree_cu_seqlens_k"),
     *("tree_max_seqlen_q", "tree_max_seqlen_k"),
 )
-# Keys that packing loaders add for flash attention and state space layers: they follow from the
-# documents.
+# Keys that packing loaders add for flash attention and state space layers. The documents determine
+# their values.
 PACKING_KEYS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 
 
 class _RemedyRepr(type):
-    """Metaclass whose repr says how to keep objects on their rank: libraries put it into errors."""
+    """Metaclass whose repr, in errors of libraries, says how to keep objects on their rank."""
 
     def __repr__(cls) -> str:
         return (
@@ -58,11 +58,12 @@ class _RemedyRepr(type):
 
 
 class PackedDocuments(metaclass=_RemedyRepr):
-    """Documents of one rank's micro-batch, on the host: no device tensor has to be read for them.
+    """Documents of one rank's micro-batch, on the host, so that no device tensor is read for them.
 
-    A collator puts it into the batch under the key ``distca_documents``; Trainer, accelerate and
-    the model pass it on. This is no dataclass: FSDP with mixed precision rebuilds dataclasses for
-    every layer, and engines that move batches to a device copy them with all their contents.
+    A collator puts it into the batch under the key ``distca_documents``. Trainer, accelerate and
+    the model pass it on. It is not a dataclass, because FSDP with mixed precision rebuilds
+    dataclasses for every layer, and engines that move batches to a device copy dataclasses with all
+    their contents.
 
     Args:
         lengths: number of tokens of each document, or of each part of a document, in token order.
@@ -70,14 +71,14 @@ class PackedDocuments(metaclass=_RemedyRepr):
             else None.
         documents: number of each part's document, the same on all ranks, if documents span ranks;
             else None.
-        parents: if documents share prefixes, the index of the earlier part that each part
-            continues, or -1 for none: a part sees its parent, what the parent sees, and itself.
-            Its positions go on from those of the parent. Else None.
+        parents: for documents that share prefixes, the index of the earlier part that each part
+            continues, or -1. A part sees itself, its parent, and all that the parent sees. Its
+            positions go on from those of the parent. None for other documents.
         dealt_share: the share of a global batch that these documents are; None for other batches.
 
     Raises:
         LayoutError: if a number is negative or no whole number, if lengths, starts and documents
-            differ in count, or if `parents` are not those of earlier parts.
+            differ in count, or if `parents` are not earlier parts.
     """
 
     __slots__ = ("copied_tokens", "dealt_share", "documents", "lengths", "starts")
@@ -138,7 +139,7 @@ class PackedDocuments(metaclass=_RemedyRepr):
         return self.lengths, self.starts, self.documents, self.copied_tokens
 
 
-# Positions stay small enough to be added and multiplied.
+# These limits keep sums and products of positions within 64 bits.
 _MAX_COUNTS = {"lengths": 2**48, "starts": 2**48, "documents": 2**63 - 1}
 
 
@@ -155,8 +156,9 @@ def _check_counts(values: Sequence[int], name: str) -> tuple[int, ...]:
 
 @dataclass(frozen=True, eq=False)
 class Documents:
-    """Documents of one rank in a micro-batch, or in one nano-batch of it, without padding: what
-    `TokenBatch` makes of `PackedDocuments` or of any other key.
+    """Documents of one rank in a micro-batch, or in one of its nano-batches, without padding.
+
+    `TokenBatch` makes them from `PackedDocuments` or from any other key.
 
     A *run* is a contiguous piece of a document on one rank.
 
@@ -167,17 +169,17 @@ class Documents:
             run of another rank it continues.
         token_indices: (tokens,) int64 indices among batch * sequence of the tokens that are not
             padding; None if there is no padding.
-        copied_tokens: int64 indices of the tokens whose keys are copied to the front, as the shared
-            prefixes of documents; None without any.
-        context_runs: number of runs of these copies, the first ones of `runs`.
+        copied_tokens: int64 indices of the tokens of shared prefixes, whose keys are copied to the
+            front; None if no documents share prefixes.
+        context_runs: number of runs of copied tokens; they are the first runs of `runs`.
         context_tokens: number of tokens of the first document that lie in the first nano-batch;
             they are the first run here, and not in `token_indices`.
         first_token: index among batch * sequence at which a nano-batch begins.
         home_pairs: number of query-key pairs of blocks that this rank computes outside of the plan.
         make_exchange: makes the `LayerExchange` of a call of attention, with its arguments.
         dealt_share: the share of a global batch that these documents are; None for other batches.
-        longest_holed: number of tokens of the longest document that has padding inside, with that
-            padding; 0 if there is none.
+        longest_holed: number of tokens of the longest document that has padding inside, with this
+            padding; 0 if no document has padding inside.
         has_mask_numbers: True if the padding mask numbers the documents.
     """
 
@@ -197,8 +199,8 @@ class Documents:
     def check_holes(self, reach: int | None) -> None:
         """Raise if a layer's window or chunks would count padding inside a document.
 
-        Padding is removed before tokens are counted, where other attention implementations count
-        it: tokens would see other keys than there.
+        distca removes padding before it counts tokens, but other attention implementations count
+        it. So tokens would see different keys here.
 
         Args:
             reach: tokens of a window or chunk; None for layers that see whole documents.
@@ -211,7 +213,7 @@ class Documents:
                 "attention_mask has zeros between the tokens of a document, over "
                 f"{self.longest_holed} places, and a layer has a window or chunks of {reach} "
                 "tokens, which would reach over the zeros. Give the parts as separate documents, "
-                "or remove the tokens that are masked."
+                "or remove the masked tokens."
             )
 
     def cut_into_chunks(self, size: int | None) -> Documents:
@@ -252,9 +254,9 @@ class Documents:
             return replace(self, runs=self.runs[:count]), second
         indices = self.token_indices
         tokens = index if indices is None else int(np.searchsorted(indices, index))
-        before = np.clip(tokens - (np.cumsum(length) - length), 0, length)  # of each document
+        before = np.clip(tokens - (np.cumsum(length) - length), 0, length)  # tokens per document
         in_second = before < length
-        context = before[in_second & (before > 0)]  # of the one document that is cut, if any
+        context = before[in_second & (before > 0)]  # empty unless a document is cut
         starts = np.concatenate([np.zeros_like(context), before[in_second]])
         lengths = np.concatenate([context, (length - before)[in_second]])
         return (
@@ -355,8 +357,9 @@ class TokenBatch:
         ).with_documents(batch)
 
     def with_documents(self, arguments: Mapping[str, Any]) -> TokenBatch:
-        """Replace the attributes for which a batch, or arguments of attention, have a key of
-        `DOCUMENT_KEYS`.
+        """Replace attributes by values from a batch, or from arguments of attention.
+
+        The keys of these values are `DOCUMENT_KEYS`, or those of a tree of TRL.
         """
         given: dict[str, Any] = {
             attribute: arguments[key]
@@ -402,8 +405,9 @@ class TokenBatch:
         return self._remove_padding(_read_lengths(packed))
 
     def _choose_attribute(self, span_ranks: bool) -> str:
-        """Choose the attribute that says where documents begin: the first that is given, and can
-        say so.
+        """Choose the first given attribute that can say where documents begin.
+
+        `cu_seq_lens` cannot if documents span ranks.
         """
         for name in DOCUMENT_KEYS.values():
             if getattr(self, name) is not None and not (span_ranks and name == "cu_seq_lens"):
@@ -431,7 +435,7 @@ class TokenBatch:
         if documents.span_ranks:  # other ranks rely on these lengths
             raise LayoutError(
                 f"{total - real} of the {batch} tokens are padding by attention_mask, and the "
-                "documents may go on on other ranks (PackedDocuments with starts): leave "
+                "documents may continue on other ranks (PackedDocuments with starts): leave "
                 "attention_mask out, and give padding as a document of its own."
             )
         lengths = documents.runs[:, 2]
@@ -497,7 +501,7 @@ def _read_lengths(packed: PackedDocuments) -> Documents:
 
 
 def _list_prefixes(lengths: Sequence[int], parents: Sequence[int]) -> list[list[int]]:
-    """List the tokens before each part that it sees, of parts that continue earlier ones."""
+    """List, for each part, the tokens of earlier parts that it sees."""
     ends = list(accumulate(lengths, initial=0))
     prefixes: list[list[int]] = []
     for parent in parents:
@@ -508,8 +512,9 @@ def _list_prefixes(lengths: Sequence[int], parents: Sequence[int]) -> list[list[
 
 
 def read_tree(arguments: Mapping[str, Any]) -> PackedDocuments | None:
-    """Read the tree of TRL's arguments of attention, with one read of the device; None without
-    them.
+    """Read the tree of documents from TRL's arguments of attention, with one read of the device.
+
+    Return None without these arguments.
 
     Raises:
         LayoutError: if the last keys of a part are not its own tokens.
@@ -520,11 +525,11 @@ def read_tree(arguments: Mapping[str, Any]) -> PackedDocuments | None:
     bounds = np.cumsum([len(given[0]), len(given[1])])
     keys, rows, ends = np.split(torch.cat(given).cpu().numpy(), bounds)
     lengths = np.diff(rows)
-    _, own = enumerate_ranges(ends[1:] - lengths, ends[1:])  # places of the own tokens of parts
+    _, own = enumerate_ranges(ends[1:] - lengths, ends[1:])  # places of the parts' own tokens
     if not np.array_equal(keys[own], np.arange(rows[-1])) or not np.isin(keys, keys[own]).all():
         raise LayoutError(
-            f"tree_kv_index of {len(lengths)} parts is none of a tree: the keys of a part must be"
-            " those of earlier tokens, and its own tokens at the end."
+            f"tree_kv_index of {len(lengths)} parts describes no tree: the keys of a part must be"
+            " earlier tokens, and then its own tokens."
         )
     tree = PackedDocuments(
         lengths.tolist(), (np.diff(ends) - lengths).tolist(), range(len(lengths))

@@ -1,11 +1,12 @@
 """`Planner`: ranks tell each other their documents, make the same plans, and learn from what they
 measured.
 
-Before a micro-batch each rank announces what it has measured of earlier ones, and its documents or
-its share of a dealt batch. A share holds the documents of all ranks: each rank plans it alone, and
-announces the digest of its plan, in one small collective. Other documents can be planned only after
-all ranks have announced theirs, and a second collective compares the plans. Several plans can be
-requested at once, as for two nano-batches: they take the same collectives as one plan.
+Before a micro-batch, each rank announces its measurements of earlier micro-batches, and its
+documents or its share of a dealt batch. A share holds the documents of all ranks. So each rank
+plans it alone, and announces the digest of its plan in one small collective. Other documents can be
+planned only after all ranks have announced theirs, and a second collective compares the plans.
+Several plans can be requested at once, as for two nano-batches. They take the same collectives as
+one plan.
 """
 
 from __future__ import annotations
@@ -47,8 +48,8 @@ from hf_distca.schedule.plan import Plan
 
 _log = logging.getLogger("hf_distca")
 
-# Measured plans of an announcement at most: so many fit into the first step of a gathering, with
-# the header.
+# The most measured plans in an announcement. With the header, they fit into the first step of a
+# gathering.
 _MOST_MEASURED = 16
 
 
@@ -78,12 +79,13 @@ class Planner:
         self.number = 0
         self._exchanges_before = self._meter.dispatches + self._meter.returns
         self._announcement_count = 0
-        self._used_keys: set[PlanKey] = set()  # in the current micro-batch
+        self._used_keys: set[PlanKey] = set()  # used in the current micro-batch
         self._is_over = True  # the next plan begins another micro-batch
 
     def join_world(self) -> None:
-        """Start again in another world of torch.distributed than before: each rank may have failed
-        at another point of the last one, and some may be new.
+        """Start again if the world of torch.distributed is another one than before.
+
+        Ranks may have failed at different points of the last world, and some ranks may be new.
         """
         world = get_current_world()
         if world is not None and world is not self._world:
@@ -108,7 +110,7 @@ class Planner:
         """
         shares = [documents.dealt_share for documents, _ in requests if documents.dealt_share]
         with self.report_errors(group, f"planning for micro-batch {self.number + 1}"):
-            if len(shares) == len(requests):  # of one batch
+            if len(shares) == len(requests):  # all are shares of one batch
                 return self.plan_share(shares[0], requests, group)
             return self.plan_documents(requests, group)
 
@@ -130,7 +132,7 @@ class Planner:
                 seconds = pairs * MarginalCost.from_cost_model(job.cost).pair
                 ranks = replace(ranks, fixed_seconds=tuple(seconds.tolist()))
             plans.append(balance(documents.build_layout(), job.cost, job.config, ranks))
-        # Plans come from equal inputs, but an exchange with unequal plans would hang.
+        # Equal inputs should give equal plans. Compare them, because unequal plans would hang.
         digests = np.array([_shorten_digest(plan) for plan in plans], dtype=np.int64)
         digests_of_ranks = group.gather_same_length(digests, activity=f"comparing plans of {label}")
         for column in np.stack(digests_of_ranks).T:
@@ -148,12 +150,10 @@ class Planner:
     def plan_share(
         self, share: DealtShare, requests: Sequence[Request], group: AttentionGroup
     ) -> list[MicroBatchPlan]:
-        """Make plans from the share of the requests, which need no other rank, and announce them:
-        one collective.
-        """
+        """Make plans from a share, without other ranks, and announce them in one collective."""
         started = time.perf_counter()
         share.check_group(group)
-        # Ranks without tokens have a part in the plan, and the share knows nothing of them.
+        # A share does not know of ranks without tokens, which also take part in the plan.
         per_node = share.per_node if group.has_tokens is None else group.per_node
         jobs = [self._make_job(key, group.size, per_node, group.has_tokens) for _, key in requests]
         is_planned_again = bool(share.plans) and not share.plans.keys() >= set(jobs)
@@ -186,10 +186,10 @@ class Planner:
             requests: documents, each with the key of a plan.
             group: the ranks.
             label: text that names the micro-batch in errors.
-            share_numbers: for shares, see `Announcement`; else empty.
+            share_numbers: those of `Announcement` for shares; else empty.
 
         Returns:
-            The documents of all ranks, for each request; none for shares.
+            The documents of all ranks for each request; empty for shares.
 
         Raises:
             DistCADesyncError: if ranks do not agree.
@@ -199,7 +199,7 @@ class Planner:
         dtypes = tuple(self.costs.dtypes.get((key.shape, key.device), "") for key in keys)
         costs = tuple(map(self.costs.get_cost, keys))
         settings = collect_shared_settings(self.config, costs, dtypes)
-        # All work of a micro-batch is launched before the next one begins.
+        # Only earlier micro-batches have launched all their work.
         number = self._find_number(requests)
         earlier = [plan for plan in self.history.unmeasured_plans if plan.number < number]
         plans = earlier[:_MOST_MEASURED]
@@ -256,8 +256,10 @@ class Planner:
             raise type(error)(f"rank {group.ranks[group.rank]}: {error}") from error
 
     def _find_number(self, requests: Sequence[Request]) -> int:
-        """Return the number of the micro-batch that the requested plans are for: the next number if
-        the last micro-batch is over, or already uses a plan with one of these keys.
+        """Return the number of the micro-batch that the requested plans are for.
+
+        It is the next number if the last micro-batch is over, or if it already uses a plan with one
+        of these keys.
         """
         is_next = self._is_over or not self._used_keys.isdisjoint(key for _, key in requests)
         return self.number + is_next
@@ -284,10 +286,10 @@ class Planner:
         """Use plans for a micro-batch.
 
         Args:
-            requests: the requests that they answer.
+            requests: the requests that the plans answer.
             plans: one plan for each request.
             group: the ranks.
-            per_node: ranks of a node that they assume; None if nodes were not told apart.
+            per_node: ranks of a node that the plans assume; None if nodes were not told apart.
             facts: further attributes of each `MicroBatchPlan`.
         """
         number = self._find_number(requests)
@@ -317,7 +319,9 @@ class Planner:
         self, figures: IntArray, plans: Sequence[MicroBatchPlan], group: AttentionGroup
     ) -> None:
         """Record the (ranks, plans, 5) figures of all ranks, correct rates by them, and log the
-        changes. Plans whose kernels still ran on some rank are announced again.
+        changes.
+
+        A plan is announced again if its kernels were still running on some rank.
         """
         measured = []
         for plan, of_ranks in zip(plans, figures.swapaxes(0, 1), strict=True):
@@ -333,8 +337,9 @@ class Planner:
                 )
 
     def _warn_above_bound(self, used: MicroBatchPlan, group: AttentionGroup) -> None:
-        """Warn if documents that span ranks need more memory than the bound. They are computed
-        anyway, and most likely fit.
+        """Warn if documents that span ranks need more memory than the bound.
+
+        They are computed anyway, because they most likely fit.
         """
         bound = self.config.max_transient_bytes
         if bound is None or not used.plan.moved:

@@ -2,18 +2,19 @@
 
 Every rank learns from the same figures in the same order, so all ranks have the same corrections,
 and exchange nothing for them. Results are rounded, so that different processors find the same
-values. Figures are times, which differ from run to run: nothing is learned from them where torch is
-set to deterministic algorithms.
+values. Figures are times, which differ from run to run. So nothing is learned if torch is set to
+deterministic algorithms.
 
 - **Kernels.** One factor makes estimates of kernels as long as measured.
-- **Ranks.** A rank whose kernels keep taking longer or shorter than that has another speed.
+- **Ranks.** If the kernels of a rank keep taking longer or shorter than these estimates, its speed
+  is corrected.
 - **Exchanges.** One factor makes estimates of exchanges as long as measured. It is taken from the
-  rank that spends least on packing, waiting and unpacking relative to its exchange: other ranks
-  also wait for slower ranks. Attention is then estimated to take as long as the rank whose kernels
-  and exchanges take longest.
-- **Trials.** Where exchanges take longer than they gain, plans move less, or nothing. As nothing
-  could be learned about exchanges from then on, one in many micro-batches is planned without the
-  exchange factor. The more such a trial costs, the rarer trials are.
+  rank that spends least on packing, waiting and unpacking relative to its exchange, because other
+  ranks also wait for slower ranks. Attention is then estimated to take as long as the rank whose
+  kernels and exchanges take longest.
+- **Trials.** If exchanges take longer than they gain, plans move less, or nothing. Nothing could
+  then be learned about exchanges. So one in many micro-batches is a trial: it is planned without
+  the exchange factor. The more a trial costs, the rarer trials are.
 """
 
 from __future__ import annotations
@@ -35,22 +36,23 @@ from hf_distca.schedule.cost import AttentionShape, CostModel
 from hf_distca.schedule.layout import FloatArray
 from hf_distca.schedule.ranks import UNIFORM_RANKS, Ranks
 
-# Kind of layer: shape and type of device. Layers of one kind share a cost model, with any window.
+# A kind of layer is a shape and a type of device. Its layers share a cost model, whatever their
+# windows are.
 Kind = tuple[AttentionShape, str]
 
-# Samples, one a micro-batch: the first ones make buffers and caches and are left out.
+# A micro-batch gives one sample. The first samples are left out, because they fill caches.
 _WARM_UP_SAMPLES = 2
-_MAX_SAMPLES = 32  # the newest ones that are kept
-_SAMPLE_INTERVAL = 8  # after as many, one of so many micro-batches is a sample
-_MIN_SAMPLES = 4  # for a change
-_MIN_CLEAR_SAMPLES = 2  # for a change, if attention was clearly slower than without exchanges
-_CLEAR_SLOWDOWN = 0.05  # relative slowdown that is clear
-# Relative errors that are worth a change: of the slowest rank's estimate, and of a rank's speed.
+_MAX_SAMPLES = 32  # only the newest samples are kept
+_SAMPLE_INTERVAL = 8  # after _MAX_SAMPLES micro-batches, every eighth one is a sample
+_MIN_SAMPLES = 4  # needed for a change
+_MIN_CLEAR_SAMPLES = 2  # needed if attention was clearly slower than without exchanges
+_CLEAR_SLOWDOWN = 0.05  # relative slowdown that counts as clear
+# Relative errors that cause a change, in the slowest rank's estimate and in a rank's speed.
 _TOLERANCE = 0.05
 _SPEED_TOLERANCE = 0.07
 _FACTOR_RANGE = 1e-3, 1e6
-# Samples without an exchange before a trial: at least so many, and so many that trials cost no more
-# than this share of the time.
+# A trial comes after at least this many samples without an exchange, and after enough of them that
+# trials cost at most this share of the time.
 _MIN_TRIAL_INTERVAL = 64
 _TRIAL_SHARE = 0.01
 
@@ -71,11 +73,11 @@ class _KindRates:
         offered_samples: number of micro-batches that could have been samples.
         sample_count: number of samples.
         new_samples: newest samples since the last change.
-        slowdown: relative slowdown by exchanges that takes longer than moving nothing; None where
-            exchanges gain.
-        idle_samples: samples without an exchange since the last one that had some, while exchanges
-            lose.
-        is_trial: True while plans leave exchanges uncorrected, so that one can be measured.
+        slowdown: relative slowdown by exchanges, compared with moving nothing; None if exchanges
+            gain.
+        idle_samples: number of samples without an exchange since the last sample with one, counted
+            while exchanges lose.
+        is_trial: True while plans leave exchanges uncorrected, so that an exchange can be measured.
     """
 
     correction: Correction = field(default_factory=Correction)
@@ -88,13 +90,16 @@ class _KindRates:
 
     @property
     def trial_interval(self) -> int:
-        """Number of samples without moved work in a row before work is moved for a trial."""
+        """Number of samples in a row without moved work after which a trial moves work."""
         return max(_MIN_TRIAL_INTERVAL, math.ceil((self.slowdown or 0) / _TRIAL_SHARE))
 
 
 @lru_cache
 def _correct_cost(cost: CostModel, kernel: float, exchange: float, window: int | None) -> CostModel:
-    """Correct a cost model by factors, and give it a window; several times a micro-batch."""
+    """Correct a cost model by factors, and give it a window.
+
+    The result is cached, because each micro-batch needs it several times.
+    """
     return replace(cost.scale(kernel, exchange), window=window)
 
 
@@ -133,7 +138,7 @@ class LearnedCosts(dict[Kind, CostModel]):
     def learned_corrections(self) -> dict[str, object]:
         """Measured corrections: factors by kind of layer in words, and "speeds" of ranks.
 
-        Empty before there are any.
+        Empty until something is learned.
         """
         corrections: dict[str, object] = {
             _describe_kind(kind): rates.correction._asdict()
@@ -146,7 +151,7 @@ class LearnedCosts(dict[Kind, CostModel]):
 
     @property
     def exchange_slowdown(self) -> float | None:
-        """Relative slowdown by exchanges, if some kind of layer loses by them; else None."""
+        """Relative slowdown by exchanges, or None if no kind of layer loses by them."""
         slowdowns = (rates.slowdown for rates in self._rates.values())
         return max((slowdown for slowdown in slowdowns if slowdown is not None), default=None)
 
@@ -156,14 +161,15 @@ class LearnedCosts(dict[Kind, CostModel]):
         Return the changes, as sentences.
         """
         changes: list[str] = []
-        # A user's own model is not corrected, nor is any where times would make runs differ.
+        # A user's own model is not corrected. With deterministic algorithms no model is, because
+        # measured times would make runs differ.
         is_own = isinstance(config.cost_model, CostModel)
         if is_own or not config.measured_rates or torch.are_deterministic_algorithms_enabled():
             return changes
-        plans_of = defaultdict(list)  # by micro-batch and whole batch
+        plans_of = defaultdict(list)  # by micro-batch and key of the whole batch
         for plan in plans:
             plans_of[plan.number, plan.key._replace(nano=0)].append(plan)
-        for _, key in plans_of:  # a micro-batch has been planned since
+        for _, key in plans_of:  # a trial ends when its plans, or later ones, are measured
             self._rates[key.shape, key.device].is_trial = False
         for (_, key), nano_plans in plans_of.items():
             kind = key.shape, key.device
@@ -176,7 +182,7 @@ class LearnedCosts(dict[Kind, CostModel]):
     def accept_sample(self, kind: Kind) -> bool:
         """Count a micro-batch, and return whether to learn from it.
 
-        Of many micro-batches a few are enough, and making a sample takes time.
+        A few of many micro-batches are enough, and making a sample takes time.
         """
         rates = self._rates[kind]
         rates.offered_samples += 1
@@ -271,7 +277,7 @@ def _compute_factor(samples: Sequence[RateSample], ranks: Ranks) -> float:
 
 
 def _compute_speeds(samples: Sequence[RateSample]) -> FloatArray:
-    """Compute the relative speed of each rank, (ranks,): estimated by measured seconds.
+    """Compute the relative speed of each rank, (ranks,): estimated divided by measured seconds.
 
     Samples in which a rank has next to nothing to do are left out.
     """

@@ -1,9 +1,8 @@
-"""Rows of a run's record: `DistCACallback` writes them into the run folder, one JSON object a line,
-and the page reads them.
+"""Rows of a run's record, which `DistCACallback` writes and the page reads.
 
-Arrays have one number per rank of the attention group of rank 0. Seconds are of attention kernels,
-forward and backward; bytes are those that a rank sent. "Before" means if every rank computed its
-own attention.
+The record is a file in the run folder, with one JSON object a line. Arrays have one number for each
+rank of the attention group of rank 0. Seconds are those of attention kernels, forward plus
+backward. Bytes are those that a rank sent. "Before" means if every rank computed its own attention.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-RECORD_NAME = "_distca_run.jsonl"  # `Trainer.push_to_hub` leaves out what begins so
+RECORD_NAME = "_distca_run.jsonl"  # `Trainer.push_to_hub` skips names that begin with _
 
 
 @dataclass(frozen=True)
@@ -29,13 +28,13 @@ class PerRank:
     measured_before: list[float]
     measured_after: list[float]
     sent_bytes: list[float]
-    between_bytes: list[float]  # of these, to other nodes
+    between_bytes: list[float]  # the part of sent_bytes that goes to other nodes
 
     def __post_init__(self) -> None:
-        # Fails if they are no numbers, or not equally many.
+        # This raises if the lists differ in length, or hold anything but numbers.
         columns = np.array(astuple(self), dtype=np.float64)
         if not columns.size or not np.isfinite(columns).all():
-            raise ValueError("figures by rank are lists of finite numbers, of one length")
+            raise ValueError("figures by rank must be lists of finite numbers, all of one length")
 
 
 @dataclass(frozen=True)
@@ -43,16 +42,16 @@ class RunRow:
     """The beginning of a training.
 
     Attributes:
-        step: optimizer steps that were done before.
-        started: time, in UTC.
+        step: number of optimizer steps before this training.
+        started: time of the start, in UTC.
         ranks, nodes: numbers of ranks and nodes of the attention group; 0 nodes if unknown.
         device: device of rank 0.
-        model: its type, shape and dtype.
+        model: type, shape and dtype of the model.
         settings: the fields of `DistCAConfig`.
         training: the training arguments that define a micro-batch.
         versions: versions of packages.
         replaced_imbalance: estimated imbalance of attention in the batches that dealt documents
-            replaced; None if there were none, or if it is not known.
+            replaced; None if they replaced no batches, or if it is not known.
     """
 
     step: int
@@ -72,7 +71,7 @@ class StepsRow:
     """Micro-batches that were counted since the previous row.
 
     Attributes:
-        step: optimizer steps that are done.
+        step: number of optimizer steps so far.
         tally: the fields of a `BalanceTotals`, from which the figures of the log are made.
         per_rank: sums over the micro-batches.
         loss: the logged loss; None if none was logged.
@@ -90,12 +89,12 @@ class StepsRow:
 
 @dataclass(frozen=True)
 class PlanPart:
-    """A plan of a micro-batch, which has several with nano-batches or several kinds of layers.
+    """A plan of a micro-batch. Each nano-batch and each kind of layer has its own plan.
 
     Attributes:
-        plan: as `Plan.to_json` writes it.
-        seconds: estimated, of each of its tasks, on a rank of speed 1.
-        speeds: of the ranks, None if all are alike.
+        plan: the plan, as `Plan.to_json` writes it.
+        seconds: estimated seconds of each task on a rank of speed 1.
+        speeds: speeds of the ranks; None if all are equally fast.
     """
 
     plan: dict[str, Any]
@@ -109,8 +108,9 @@ class PlanRow:
 
     Attributes:
         step: step of the optimizer.
-        micro_batch: its number since the training began, from 1.
-        per_rank, parts: estimated and measured figures; its plans.
+        micro_batch: number of the micro-batch since the training began, from 1.
+        per_rank: estimated and measured figures.
+        parts: plans of the micro-batch.
     """
 
     step: int
@@ -138,23 +138,23 @@ _NAMES = {kind: name for name, kind in _KINDS.items()}
 
 
 def write_row(row: Row) -> str:
-    """Format a row as a line without its end; floats are rounded to five digits."""
+    """Format a row as a line without its line break. Floats are rounded to five digits."""
     exact = json.dumps({"row": _NAMES[type(row)], **asdict(row)}, default=_as_json)
     return json.dumps(json.loads(exact, parse_float=_round_digits), separators=(",", ":"))
 
 
 def read_row(line: str) -> Row | None:
-    """Read what `write_row` wrote; None for a kind of row that this version does not know.
+    """Read a row that `write_row` wrote; None if this version does not know its kind.
 
     Raises:
         ArithmeticError, AttributeError, LookupError, TypeError, ValueError: if it is no row.
     """
-    # NaN is no integer.
+    # `int` refuses NaN.
     data = json.loads(line, parse_constant=int, parse_float=_read_finite)
     kind = _KINDS.get(data["row"])
     if kind is None:
         return None
-    # A newer version may write more.
+    # Ignore fields that only a newer version knows.
     values = {part.name: data[part.name] for part in fields(kind) if part.name in data}
     values["step"] = int(values["step"])
     if "per_rank" in values:

@@ -1,4 +1,4 @@
-"""The scheduler: documents in, plan out.
+"""The scheduler makes a plan from documents.
 
-Pure Python and numpy: nothing here knows of processes, devices or models.
+It is pure Python and numpy, and knows nothing of processes, devices or models.
 """

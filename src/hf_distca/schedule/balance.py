@@ -1,9 +1,9 @@
 """`balance`: moves query rows between ranks until the last rank ends as early as it can.
 
-**A trial** (`schedule.trial`) is for a time T: every rank that would end after T gives tails of its
-pieces away, each to a rank that still ends by T with it, until it ends by T itself. **The plan** is
-that of the lowest T that a trial reaches: bisection between the mean of all ranks and the end
-without moves.
+A **trial** (`schedule.trial`) tries to end at a time T. Every rank that would end after T gives
+away tails of its pieces until it ends by T. Each tail goes to a rank that still ends by T with it.
+The **plan** comes from the trial with the lowest T that was reached. A bisection between the mean
+of all ranks and the end without moves finds this T.
 """
 
 from __future__ import annotations
@@ -25,11 +25,12 @@ from hf_distca.schedule.relays import add_relays
 from hf_distca.schedule.tails import END, LATEST, PIECE, USEFUL
 from hf_distca.schedule.trial import make_moves
 
-# Times T that a rank may end later for the trial to go on: it may end before those of later T.
+# A trial stops if a rank ends later than this times T, because a later T may then do better.
 _USEFUL = 1.05
-# Parts of the way from the mean to T that others are tried to end at, where T is so late.
+# If T is later than `_LATE` times the mean, the other ranks try to end at these parts of the way
+# from the mean to T.
 _EVEN_PARTS, _LATE = (0.1, 0.2, 0.4, 0.6, 0.8), 1.2
-# The finest tolerance that is aimed at, and how many trials are made for it.
+# The finest tolerance of the search, and the most trials it makes.
 _FINEST_TOLERANCE, _MOST_TRIALS = 0.002, 16
 
 
@@ -43,8 +44,8 @@ def balance(
 ) -> Plan:
     """Assign every query token of `layout` to a server.
 
-    The result never has a slower rank than moving nothing, by the estimate (compute plus exchange;
-    see `PlanLoad`); where it gains less than `config.min_gain`, it is `Plan.local`.
+    The estimated end of the slowest rank (compute plus exchange, see `PlanLoad`) is never later
+    than without moves. If the gain is less than `config.min_gain`, nothing moves.
 
     Args:
         layout: documents and their ranks; the same on every rank.
@@ -52,19 +53,20 @@ def balance(
             its window, or for layers without one if no document is longer than the window.
         config: `balance`, `tolerance`, `min_gain`, `tile`, `head_groups`, `max_transient_bytes`,
             `ping_pong` and `serve_in_place` are read. A tolerance below 0.002 counts as 0.002. With
-            head groups, the layout of the plan is `layout` with some documents split by heads. With
-            a bound, only tails are moved that fit it. With `ping_pong` the layout is that of a
-            nano-batch, whose exchange costs only what is longer than the compute beside it.
-        ranks: properties of the ranks; the same on every rank. A slower one gets less, so that all
-            end together.
+            head groups, the plan's layout is `layout` with some documents split by heads. With
+            `max_transient_bytes`, only tails that fit this bound are moved. With `ping_pong`,
+            `layout` is that of a nano-batch, and only the part of its exchange that is longer than
+            compute costs time.
+        ranks: properties of the ranks; the same on every rank. A slower rank gets less work, so
+            that all ranks end together.
         allow_relays: whether servers may forward keys.
 
     Raises:
-        ConfigError: if `ranks` and the layout have different numbers of ranks, or if not even a
-            row and a key fit the bound.
+        ConfigError: if `ranks` and the layout have different numbers of ranks, or if the bound is
+            too small for one row and one key.
     """
     ranks.check_count(layout.world_size)
-    # All links are those inside a node.
+    # With a single node, all links are inside it.
     if ranks.per_node == layout.world_size and cost.node_bytes_per_second is not None:
         cost = replace(cost, exchange_bytes_per_second=cost.node_bytes_per_second)
         ranks = replace(ranks, per_node=None)
@@ -77,7 +79,7 @@ def balance(
 
 @dataclass(frozen=True)
 class PlanTrials:
-    """Plans for a layout, made and weighed; for the attributes see `balance`."""
+    """Make and weigh plans for a layout; see `balance` for the attributes."""
 
     layout: Layout
     cost: CostModel
@@ -87,44 +89,42 @@ class PlanTrials:
 
     @cached_property
     def unmoved_load(self) -> PlanLoad:
-        """Load of the plan that moves nothing, except that keys are forwarded if that alone gains
-        enough.
-        """
+        """Load of the plan that moves no queries. It forwards keys if that alone gains enough."""
         return self.weigh_plan(Plan.make_local(self.layout, self.cost.window), self.config.min_gain)
 
     @property
     def node_count(self) -> int:
-        """Number of nodes, 1 if they are not told apart."""
+        """Number of nodes, 1 if nodes are not told apart."""
         return self.layout.world_size // (self.ranks.per_node or self.layout.world_size)
 
     @property
     def tolerance(self) -> float:
-        """Part of T that is searched for."""
+        """Relative tolerance of the search for T."""
         return max(self.config.tolerance, _FINEST_TOLERANCE)
 
     def weigh_plan(self, plan: Plan, min_gain: float = 0.0) -> PlanLoad:
-        """Weigh a plan, with forwarded keys if they gain at least so much."""
+        """Weigh a plan, with forwarded keys if they gain at least `min_gain`."""
         load = PlanLoad(plan, self.cost, overlapped=self.config.ping_pong, ranks=self.ranks)
         return add_relays(load, min_gain) if self.has_relays else load
 
     def find_plan(self) -> Plan:
-        """Find the plan whose last rank ends first; if it does not gain enough, nothing moves."""
+        """Find the plan whose last rank ends first. Nothing moves if it does not gain enough."""
         best, required = self.unmoved_load, self.unmoved_load.slowest_seconds
         required *= 1 - self.config.min_gain
-        # Without seconds of pairs, attention is as long as its tokens are many.
+        # If pairs cost nothing, seconds only depend on the number of tokens.
         can_gain = self.layout.world_size > 1 and MarginalCost.from_cost_model(self.cost).pair
         if not (self.config.balance and can_gain):
             return best.plan
         mean, nodes = self.compute_means(1), self.compute_means(self.node_count)
-        # First node by node, where that can be about as early.
+        # Plan inside nodes first, if that can end about as early.
         ways = [nodes, mean] if nodes.max() < mean[0] * (1 + self.tolerance) else [mean, nodes]
         splits = list_splits(self.unmoved_load, self.config, mean[0])
         for groups, split_mask in splits:
             pieces, is_first = None, best is self.unmoved_load
             for means in ways[: self.node_count]:
                 earliest, limit = min(best.slowest_seconds, required), math.inf
-                # What was found is left for what ends earlier by the tolerance; but the first plan
-                # of nodes alone for what ends earlier at all.
+                # A further plan must end earlier by the tolerance. The first plan inside nodes only
+                # has to end earlier.
                 if best is not self.unmoved_load and not (is_first and len(means) > 1):
                     earliest = limit = earliest * (1 - self.tolerance)
                 # No plan ends before the mean of its ranks.
@@ -139,17 +139,18 @@ class PlanTrials:
         return best.plan
 
     def compute_means(self, units: int) -> FloatArray:
-        """Compute the seconds of compute of each rank if all of a unit end together; units are
-        equally many ranks that follow each other.
+        """Compute, for each unit, the seconds after which all its ranks would end compute together.
+
+        A unit is a run of consecutive ranks. All units have equally many ranks.
         """
         seconds = self.unmoved_load.compute_seconds.reshape(units, -1)
         speeds = np.array(self.ranks.list_speeds(seconds.size)).reshape(units, -1)
         work = (seconds * speeds).tolist()
-        # fsum: what plain `sum` rounds to depends on the version of Python.
+        # `fsum`, because the rounding of `sum` depends on the Python version.
         return np.array(list(map(math.fsum, work))) / list(map(math.fsum, speeds.tolist()))
 
     def _search(self, pieces: Pieces, mean: FloatArray, limit: float) -> IntArray:
-        """Find the lowest T of each unit that trials reach, and return the moves."""
+        """Find the lowest T that trials reach in each unit, and return the moves."""
         tolerance, moves = self.tolerance, np.zeros((0, 4), dtype=np.int64)
         high = np.minimum(pieces.start.ranks[END].reshape(len(mean), -1).max(axis=1), limit)
         low, latest = mean, high
@@ -159,15 +160,15 @@ class PlanTrials:
             made, end = self._try(pieces, latest, np.minimum(high, _USEFUL * latest))
             moves = self._replace(pieces, moves, made, end <= high)
             high = np.minimum(high, end)
-            # A trial that nearly reaches its T does not say that earlier ones fail.
+            # If a trial nearly reaches its T, earlier T may still be reached.
             low = np.where(end > latest * (1 + tolerance), latest, low)
             is_done = (high <= low * (1 + 0.75 * tolerance)) | (low == high)
             if is_done.all():
                 break
-            # Twice as late, and more, until it is reached.
+            # The next T is at most 5 times as far from the mean as the last T that failed.
             most = mean + 5 * np.maximum(low - mean, tolerance * mean)
             latest = np.where(is_done, math.inf, np.minimum((low + high) / 2, most))
-        # Where single ranks end late whatever they give, the others still can be even.
+        # If some rank ends late whatever it gives away, the other ranks can still be even.
         is_even, most = high <= _LATE * mean, high * (1 + tolerance / 2)
         for part in _EVEN_PARTS:
             if is_even.all():
@@ -181,8 +182,9 @@ class PlanTrials:
     def _try(
         self, pieces: Pieces, latest: FloatArray, useful: FloatArray
     ) -> tuple[IntArray, FloatArray]:
-        """Make a trial for the T of each unit: its moves, and when the last rank of each ends; inf
-        if that is of no use.
+        """Make a trial for the T of each unit.
+
+        Return its moves, and when the last rank of each unit ends; inf if the trial was stopped.
         """
         batch, units = pieces.restore(), len(latest)
         per_unit = self.layout.world_size // units
@@ -196,7 +198,7 @@ class PlanTrials:
     def _replace(
         self, pieces: Pieces, moves: IntArray, made: IntArray, units: BoolArray
     ) -> IntArray:
-        """Replace the moves of some units by others."""
+        """Replace the moves of the units that `units` marks by those in `made`."""
         old, new = [
             units[pieces.home[some[:, PIECE]] * len(units) // self.layout.world_size]
             for some in (moves, made)

@@ -5,13 +5,14 @@ The document with the most attention goes first, to the bin with the least atten
 for it. A document for several bins is cut: each bin gets rows from its front and from its back, so
 that tokens and attention are even. A document that fits nowhere is cut to fit.
 
-A document with the attention of n nodes lies in n nodes. It stays in one node, if it fits, where
-sending its keys between nodes would take longer than a node computes it. A document with the
+A document with the attention of n nodes lies in n nodes. But it stays in one node, if it fits, when
+sending its keys between nodes would take longer than computing it in one node. A document with the
 attention of n ranks lies on the square root of n / 2 ranks, or on more if it is too long for them.
-On n ranks, each rank would need nearly all of its keys; on one rank, most of its rows would have to
-move. `balance` evens out the rest.
+On n ranks, each rank would need nearly all keys of the document. On one rank, most of its rows
+would have to move. `balance` evens out the rest.
 
-Every rank deals for itself, so this is IEEE double arithmetic in a fixed order.
+Every rank deals for itself, and all must find the same result, so this is IEEE double arithmetic in
+a fixed order.
 """
 
 from __future__ import annotations
@@ -29,9 +30,10 @@ class Bins(NamedTuple):
     """Bins that are being filled.
 
     Attributes:
-        rooms: (bins,) tokens that each still has to get.
-        pairs: (bins,) query-key pairs that each has.
-        chosen, is_chosen: (bins,) the bins that a chunk is put in, and whether one is among them.
+        rooms: (bins,) tokens that each bin still has room for.
+        pairs: (bins,) query-key pairs in each bin.
+        chosen, is_chosen: (bins,) the bins chosen for a chunk, and for each bin whether it is
+            chosen.
     """
 
     rooms: IntArray
@@ -42,9 +44,10 @@ class Bins(NamedTuple):
 
 @compile_inner
 def _choose_bins(bins: Bins, length: int, count: int) -> tuple[int, int]:
-    """Choose so many bins for a chunk, or as many as have room for it: their number and their room.
+    """Choose `count` bins for a chunk, or more if these have too little room for it.
 
-    Those with the fewest pairs come first that have room for an equal part, then the widest.
+    Bins with room for an equal part come first, in order of their pairs. Then come the widest bins.
+    Return the number of chosen bins and their room.
     """
     chosen, room = 0, 0
     while chosen < count or room < length:
@@ -64,9 +67,10 @@ def _choose_bins(bins: Bins, length: int, count: int) -> tuple[int, int]:
 def _fill_bins(
     chunks: IntArray, pairs: FloatArray, counts: IntArray, bins: Bins, tile: int, rows: IntArray
 ) -> int:
-    """Put chunks into bins in their order, each into as many as `counts` has; see `deal_to_bins`.
+    """Put chunks into bins in order, each into as many bins as `counts` says; see `deal_to_bins`.
 
-    Return the number of rows: at most two for each bin of a chunk, and for each that it fills up.
+    Return the number of rows. A chunk has at most two rows for each bin in `counts`, and two more
+    for each bin that it fills up.
     """
     row = 0
     for chunk in range(len(chunks)):
@@ -74,8 +78,8 @@ def _fill_bins(
         length, count = last - first, counts[chunk]
         chosen, room = _choose_bins(bins, length, count)
         left = length
-        # From the narrowest: those with too little room are filled up, and wide ones make up for
-        # them.
+        # Start with the narrowest bin. Bins with too little room are filled, and wider bins take
+        # the rest.
         for place in range(chosen - 1, -1, -1):
             bin_ = bins.chosen[place]
             bins.is_chosen[bin_] = False
@@ -109,12 +113,12 @@ def deal_to_bins(
     """Put chunks into bins.
 
     Args:
-        chunks: (chunks, 3) document, start and end; together as many tokens as there is room for.
-        rooms: (bins,) tokens that each has to get.
-        window: keys that a row sees.
+        chunks: (chunks, 3) document, start and end. Together they fill the rooms.
+        rooms: (bins,) tokens that each bin must get.
+        window: number of keys that a row sees.
         tile: chunks are cut at multiples of it where rooms allow.
-        spread: of the bins that the attention of chunks fills, and the chunks, in how many bins
-            each is to lie.
+        spread: called with the number of bins that the attention of each chunk fills, and with the
+            chunks. It returns in how many bins each chunk is to lie.
 
     Returns:
         (rows, 4) document, start, end, bin.
@@ -125,7 +129,7 @@ def deal_to_bins(
     order = np.argsort(-pairs, kind="stable")
     chunks, pairs, size = chunks.take(order, axis=0), pairs[order], len(rooms)
     length = chunks[:, 2] - chunks[:, 1]
-    # A cumulative sum is the same on every machine.
+    # Unlike `sum`, `cumsum` rounds the same on every machine.
     filled = spread(pairs * size / np.cumsum(pairs)[-1:], chunks)
     counts = np.clip(np.ceil(np.maximum(filled, length / rooms.max())), 1, size).astype(np.int64)
     numbers = np.zeros(size, dtype=np.int64)
@@ -146,9 +150,10 @@ def deal_to_ranks(
     tile: int,
     stays: BoolArray,
 ) -> IntArray:
-    """Deal chunks to nodes and then to the ranks of each, or to all ranks; see `deal_to_bins`.
+    """Deal chunks to nodes and then to the ranks of each node, or to all ranks without nodes.
 
-    Documents that `stays` marks, by number, lie in no more nodes than their tokens need.
+    `stays` marks documents, by number, that lie in no more nodes than their tokens need. See
+    `deal_to_bins`.
     """
     if per_node is None:
         return deal_to_bins(chunks, tokens, window, tile, _spread_over_ranks)

@@ -16,24 +16,24 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def compile_function(function: F, *, keep: Sequence[str] = (), inside: bool = False) -> F:
-    """Compile a function, which may call only compiled functions.
+    """Compile a function. It may call only compiled functions.
 
     Divisions by zero behave as in numpy.
 
     Args:
-        function: to be compiled when it is first called.
-        keep: the sources of the function and of those it calls, if the machine code is kept for
-            other processes.
-        inside: whether only compiled functions call it. A way in from Python takes as long to
+        function: compiled when it is first called.
+        keep: the sources of the function and of the functions that it calls, to cache its machine
+            code for other processes. If empty, nothing is cached.
+        inside: whether only compiled functions call it. An entry from Python takes as long to
             compile as the function.
     """
     if keep:
-        # numba names what it keeps by this, and otherwise looks at times of files, which copies may
-        # share.
+        # numba names its cache files by `__qualname__`. Otherwise it only compares the times of
+        # source files, and different copies of a source may have the same time.
         sources = b"".join(Path(source).read_bytes() for source in keep)
         function.__qualname__ += f"-{hashlib.sha256(sources).hexdigest()[:16]}"
-    # Without the GIL, so that plans can be made beside training. The arrays outlive the call, so
-    # nothing counts references.
+    # Without the GIL, plans can be made while training runs. The arrays outlive the call, so numba
+    # need not count references to them.
     options: dict[str, Any] = {
         "error_model": "numpy",
         "nogil": True,
@@ -45,9 +45,8 @@ def compile_function(function: F, *, keep: Sequence[str] = (), inside: bool = Fa
         machine_code: F = numba.njit(cache=bool(keep), **options)(function)
     except RuntimeError:
         _log.warning(
-            "numba finds no folder that it can write to, so every process compiles the moves of the"
-            " scheduler again, in a few seconds: set NUMBA_CACHE_DIR to a folder that can be"
-            " written."
+            "numba finds no writable folder for its cache, so every process compiles the scheduler"
+            " again, which takes a few seconds. Set NUMBA_CACHE_DIR to a writable folder."
         )
         return compile_function(function)
     return machine_code

@@ -1,24 +1,26 @@
 """Costs of a CA-task and of an exchange, in seconds.
 
-One direction of a CA-task with n query rows and m keys is modelled as three parts that add up::
+One direction of a CA-task with n query rows and m keys costs the sum of three parts::
 
     seconds = task_seconds + bytes / bytes_per_second + flops(n, m) / flops_per_second
 
-where flops are those of whole kernel tiles, so that slivers are known to be slow, and the keys
-behind a row that are in its tile count, too. The flop count of causal attention is that of
-FlashAttention-2 (arXiv 2307.08691, section 4.1): 4 * head_dim per query-key pair and head forward,
-2.5 times that backward. Bytes are those that a block of the kernel reads first and writes last, for
-no product hides them. A block of forward has rows, and one of backward keys, of one query head
-(section 3.2); others stream past, beside products. So forward reads q and writes o. Backward reads
-q, o and do and writes dq for each row. For each key and query head it reads k and v and writes dk
-and dv, and reads these once more to add them up where heads share keys. What fills up a tile is
-neither read nor written. The three coefficients are built-in figures times a factor of the GPU
-and its kernel (`schedule.gpus`), or a user's own. A kernel may also move its rows more than once
-(`KernelCost.row_passes`): in backward, one more kernel may read o and do first, and another one dq
-last, in float32.
+Flops are counted in whole kernel tiles, because small slices are slow. They include the keys behind
+a row in its tile. The flop count of causal attention follows FlashAttention-2 (arXiv 2307.08691,
+section 4.1): 4 * head_dim per query-key pair and head in forward, and 2.5 times as many in
+backward. Bytes are those that a block of the kernel reads first and writes last, because no matrix
+product hides them. A block of forward holds rows of one query head, and a block of backward holds
+keys of one query head (section 3.2). All other bytes move while products run. So forward reads q
+and writes o. Backward reads q, o and do and writes dq for each row. For each key and query head it
+reads k and v and writes dk and dv. Where heads share keys, it reads dk and dv once more to add them
+up. Rows and keys that only fill up a tile are neither read nor written.
 
-With a sliding window of w keys, position p sees keys (p - w, p]: only the pairs of that band count,
-and of the keys only the last n + w - 1 are read.
+The three coefficients are built-in figures times a factor of the GPU and its kernel
+(`schedule.gpus`), or the user's own figures. A kernel may also move its rows more than once
+(`KernelCost.row_passes`). In backward, an extra kernel may first read o and do, and another may
+read dq in float32 at the end.
+
+With a sliding window of w keys, position p sees keys (p - w, p]. Only the pairs of this band count
+then, and only the last n + w - 1 keys are read.
 """
 
 from __future__ import annotations
@@ -35,10 +37,11 @@ from hf_distca.errors import ConfigError
 from hf_distca.schedule.layout import FloatArray
 from hf_distca.schedule.slice_cost import count_task_work
 
-# What a device may be like; beyond, sums of seconds are infinite, and their ratios are no numbers.
-MIN_RATE = 1.0  # a second
+# Limits on the figures of a device. Outside them, sums of seconds become infinite and their ratios
+# NaN.
+MIN_RATE = 1.0  # bytes or operations per second
 MAX_SECONDS = 1e6
-# The window of layers in which a row sees all keys before it.
+# This window stands for layers in which a row sees all keys before it.
 ALL_KEYS = 2**62
 
 
@@ -78,7 +81,7 @@ class AttentionShape:
             or self.query_heads % self.key_value_heads
         ):
             raise ConfigError(
-                f"{self}: all must be >= 1 and query_heads a multiple of key_value_heads."
+                f"{self}: all must be >= 1, query_heads must be a multiple of key_value_heads."
             )
 
     @property
@@ -108,8 +111,8 @@ class AttentionShape:
 
     @property
     def backward_key_bytes(self) -> int:
-        """Bytes that backward moves for a key: k, v, dk, dv of every query head; the latter twice
-        where heads share a key.
+        """Bytes that backward moves for a key: k, v, dk and dv of every query head. dk and dv count
+        twice where heads share a key.
         """
         return (3 if self.heads_per_key_head > 1 else 2) * self.row_bytes
 
@@ -120,14 +123,14 @@ class AttentionShape:
 
     @property
     def moved_query_bytes(self) -> int:
-        """Bytes exchanged for one moved query token, forward (q; o, lse) and backward (q, o, dO,
-        lse; dq).
+        """Bytes exchanged for one moved query token: q, o and lse in forward; q, o, dO, lse and dq
+        in backward.
         """
         return 3 * self.query_bytes + 3 * self.output_bytes + 2 * self.lse_bytes
 
     @property
     def moved_key_bytes(self) -> int:
-        """Bytes exchanged for one moved key token, forward (k, v) and backward (k, v; dk, dv)."""
+        """Bytes exchanged for one moved key token: k, v in forward; k, v, dk and dv in backward."""
         return 3 * self.key_value_bytes
 
     @property
@@ -141,12 +144,12 @@ class KernelCost:
     """Costs of one direction of a kernel: seconds per task, memory bytes and floating-point
     operations per second.
 
-    The time of a call besides its tasks is about the same on all ranks, so plans leave it out.
+    The fixed time of a call is about the same on all ranks, so plans leave it out.
 
     Attributes:
-        task_seconds, bytes_per_second, flops_per_second: what tasks take; infinite rates cost
-            nothing.
-        row_passes: how often the bytes of a row count.
+        task_seconds, bytes_per_second, flops_per_second: fixed seconds of a task, and rates. An
+            infinite rate costs nothing.
+        row_passes: number of times that the bytes of a row are moved.
 
     Raises:
         ConfigError: if a figure is out of range.
@@ -164,8 +167,8 @@ class KernelCost:
             and 0 < self.row_passes < math.inf
         ):
             raise ConfigError(
-                f"{self}: seconds must be from 0 to 1e6, rates at least 1 a second, passes positive"
-                " and finite."
+                f"{self}: task_seconds must be from 0 to 1e6, rates must be at least 1, and"
+                " row_passes must be positive and finite."
             )
 
     @property
@@ -183,12 +186,12 @@ class KernelCost:
         )
 
 
-# Round figures. cpu: one thread of a recent server core over loopback, which stands for all links
-# between processes of one machine. cuda: an H100, flash-attention 2 and a 400 Gbit/s link a GPU;
-# forward is close to published packed documents, backward is assumed to reach 0.8 of its rate.
-# Inside a node, NVLink 4 carries 450 GB/s each way (NVIDIA H100 datasheet: 900 GB/s in both
-# directions together), of which exchanges are taken to reach two thirds. Other GPUs and kernels
-# have a factor (`schedule.gpus`).
+# Round figures. "cpu" is one thread of a recent server core; loopback stands for all links between
+# processes of one machine. "cuda" is an H100 with flash-attention 2 and one 400 Gbit/s link per
+# GPU. Its forward rate is close to published rates for packed documents, and backward is assumed to
+# reach 0.8 of it. Inside a node, NVLink 4 carries 450 GB/s each way (NVIDIA H100 datasheet: 900
+# GB/s in both directions together), and exchanges are assumed to reach two thirds of that. Other
+# GPUs and kernels have a factor on these figures (`schedule.gpus`).
 _BUILT_IN = {
     "cpu": (KernelCost(3e-5, 5e9, 4.5e10), KernelCost(6e-5, 5e9, 4.5e10), 1e9, 3e-4, None),
     "cuda": (KernelCost(5e-7, 2e12, 3.5e14), KernelCost(1e-6, 1.6e12, 2.8e14), 4e10, 3e-5, 3e11),
@@ -202,20 +205,20 @@ class CostModel:
     Attributes:
         shape: heads and widths of the layer.
         forward, backward: the kernel's coefficients.
-        exchange_bytes_per_second: rate at which one rank sends while it also receives as much, and
-            all others do, too; to ranks of other nodes, if nodes are told apart.
+        exchange_bytes_per_second: rate at which one rank sends while all ranks send and receive as
+            much; to ranks of other nodes, if nodes are told apart.
         exchange_seconds: fixed seconds of one exchange.
         tile: query rows of a kernel tile.
         name: source of the figures.
         window: keys that a query position sees, its own included, in layers with a sliding window;
-            None where it sees all.
+            None for layers without a window.
         node_bytes_per_second: rate at which one rank sends to ranks of its node while it also
-            receives as much; None if that is no faster.
-        ranks_per_link: ranks of a node that share a link to other nodes, which carries
-            ``exchange_bytes_per_second`` for each of them, and for all together where only some
-            have something to send. 1 if each has its own.
-        peer_seconds: addition to the fixed seconds of an exchange for each rank that takes part in
-            it.
+            receives as much; None if this is not faster than to other nodes.
+        ranks_per_link: number of ranks of a node that share a link to other nodes; 1 if each rank
+            has its own. The link carries ``exchange_bytes_per_second`` times this number, also if
+            only some of the ranks send.
+        peer_seconds: seconds added to the fixed seconds of an exchange for each rank that a rank
+            sends to or receives from.
     """
 
     shape: AttentionShape
@@ -236,8 +239,8 @@ class CostModel:
         for is_right, text in (
             (
                 window is None or window >= 1,
-                f"window={window}: a query position sees at least itself, or pass None for no"
-                " window.",
+                f"window={window} must be at least 1, because a query position sees itself, or None"
+                " for no window.",
             ),
             (
                 rate is None or 0 < rate < math.inf,
@@ -284,8 +287,9 @@ class CostModel:
 
     @classmethod
     def make_of_pairs(cls, shape: AttentionShape) -> CostModel:
-        """Make a model of one second per 2**30 causal pairs, nothing for anything
-        else: balances pairs, as published planners do.
+        """Make a model that balances causal pairs, as published planners do.
+
+        2**30 pairs cost one second, and nothing else costs anything.
         """
         return cls(
             shape,
@@ -297,7 +301,7 @@ class CostModel:
         )
 
     def scale(self, kernel: float = 1.0, exchange: float = 1.0) -> Self:
-        """Return this model with kernels and exchanges that take so many times as long."""
+        """Return this model with kernels `kernel` times and exchanges `exchange` times as long."""
         node_rate = self.node_bytes_per_second
         return replace(
             self,
@@ -310,8 +314,9 @@ class CostModel:
         )
 
     def without_unused_window(self, longest: int) -> Self:
-        """Return this model for documents of at most `longest` tokens: without a window that none
-        exceeds.
+        """Return this model, without its window if no document is longer than it.
+
+        `longest` is the number of tokens of the longest document.
         """
         return (
             replace(self, window=None)
@@ -322,7 +327,7 @@ class CostModel:
     def to_json(self) -> str:
         """Return the model as JSON, with the names of its attributes as keys.
 
-        Infinite rates, which cost nothing, are null.
+        Infinite rates, which cost nothing, are written as null.
         """
         return json.dumps(
             asdict(
@@ -353,10 +358,10 @@ class CostModel:
                     **_read_rates(rates),
                 }
             )
-        except Exception as error:  # whatever was handed over
+        except Exception as error:  # the text may hold anything
             raise ConfigError(
-                f"the text is no cost model in JSON ({type(error).__name__}: {error}): it is an"
-                f" object with the attributes of `CostModel` as keys, got {text!r:.100}."
+                f"the text is no cost model in JSON ({type(error).__name__}: {error}). Give an"
+                f" object with the attributes of `CostModel` as keys, not {text!r:.100}."
             ) from error
 
     def count_work(
@@ -364,8 +369,8 @@ class CostModel:
     ) -> FloatArray:
         """Count tasks, bytes and flops of tasks with `rows` query rows that end at position `keys`.
 
-        `heads` is the part of the heads that each computes, as in the methods below. Shape (2,
-        tasks, 3), forward and backward.
+        `heads` is the part of the heads that each task computes, here and in the methods below. The
+        result has shape (2, tasks, 3): forward and backward, then tasks, bytes and flops.
         """
         n, m = np.broadcast_arrays(np.atleast_1d(rows), np.atleast_1d(keys))
         read, pairs = count_task_work(
@@ -389,8 +394,8 @@ class CostModel:
         """Return the seconds of each task, forward and backward: shape (2, tasks)."""
         coefficients = np.stack([self.forward.coefficients, self.backward.coefficients])[:, None]
         parts = self.count_work(rows, keys, heads) * coefficients
-        # Not a matrix product: BLAS rounds differently from one processor to the next, and plans
-        # are decided by these seconds.
+        # Not a matrix product, because BLAS rounds differently on different processors. All ranks
+        # must get equal seconds to make equal plans.
         task, moved, computed = np.moveaxis(parts, -1, 0)
         return np.asarray(task + moved + computed)
 
@@ -402,22 +407,19 @@ class CostModel:
 
     @property
     def key_seconds(self) -> float:
-        """Seconds on the wire of a moved key, forward and backward together, without the fixed
-        part.
-        """
+        """Seconds of a moved key on the wire, forward plus backward, without fixed seconds."""
         return self.shape.moved_key_bytes / self.exchange_bytes_per_second
 
 
 class MarginalCost(NamedTuple):
-    """Marginal cost of slices: a cost model as numbers, for the loop that weighs one slice after
-    another (`schedule.balance`).
+    """A cost model as plain numbers, for the compiled loop that weighs slices (`schedule.trial`).
 
     Attributes:
-        task, row, key, pair: seconds of a task, query row, key and query-key pair, forward and
+        task, row, key, pair: seconds of a task, query row, key and query-key pair, forward plus
             backward.
-        query_bytes, key_bytes: exchanged for a moved query and key token.
+        query_bytes, key_bytes: bytes exchanged for a moved query token and for a moved key token.
         tile: query rows of a kernel tile.
-        window: keys that a row sees, `ALL_KEYS` if it sees all.
+        window: number of keys that a row sees; `ALL_KEYS` without a window.
     """
 
     task: float
@@ -451,17 +453,16 @@ class MarginalCost(NamedTuple):
 
 
 class TransientBytes(NamedTuple):
-    """Bytes that live during a call for each token that travels, the larger of forward and
-    backward.
+    """Bytes in memory during a call for each token that travels, forward or backward.
 
-    Backward decides, with do, q, o, log-sum-exp for each query row and k, v for each key. A server
-    holds them as received and as pools first, then as pools and gradients; a home holds the rows
-    that it sends, then the gradients that come back.
+    Backward needs more, so it decides. It holds do, q, o and log-sum-exp for each query row, and k
+    and v for each key. A server holds them as received and as pools first, then as pools and
+    gradients. A home holds the rows that it sends, then the gradients that come back.
 
     Attributes:
         query, key: bytes of a query row and of a key in a server's pools.
-        sent_query, sent_key: bytes of a query row and of a key that a home sends, once for every
-            server.
+        sent_query, sent_key: bytes of a query row and of a key that a home sends, for each server
+            that gets it.
     """
 
     query: int
@@ -472,18 +473,20 @@ class TransientBytes(NamedTuple):
     @classmethod
     def from_shape(cls, shape: AttentionShape) -> TransientBytes:
         """Compute the bytes for an attention shape."""
-        wide = max(4, shape.element_bytes)  # log-sum-exps and sums of key gradients
+        wide = max(4, shape.element_bytes)  # bytes of a log-sum-exp, and of a summed key gradient
         row = shape.query_bytes + 2 * shape.output_bytes + shape.query_heads * wide
         key = shape.key_value_bytes
         wide_key = shape.key_value_bytes * wide // shape.element_bytes
-        # Gradients of copies that are not wide yet become so when they are added up at home.
+        # Narrow gradients of copies become wide when their home adds them up.
         return cls(
             2 * row, key + wide_key, row, key + (wide_key if wide > shape.element_bytes else 0)
         )
 
     def find_last_row(self, bound: int | None, window: int, groups: int) -> int:
-        """Find the row of a head group up to which keys take at most half of a bound, so that rows
-        can take the other half; `bound` is None for none.
+        """Find the row up to which keys take at most half of a bound, so that rows can take the
+        rest.
+
+        The row is that of one of `groups` head groups. `bound` is None if there is no bound.
         """
         most = ALL_KEYS if bound is None else bound * groups // (2 * self.key)
         return ALL_KEYS if window <= most else most
@@ -492,12 +495,12 @@ class TransientBytes(NamedTuple):
         """Raise unless a query row and a key fit a bound.
 
         Raises:
-            ConfigError: if they do not; states both.
+            ConfigError: if they do not fit; states the bound and their bytes.
         """
         if bound is not None and bound < self.query + self.key:
             raise ConfigError(
                 f"max_transient_bytes={bound} is less than the {self.query + self.key} bytes that"
-                " one query row and one key take: give what many rows take, or None for no bound."
+                " one query row and one key take. Give enough for many rows, or None for no bound."
             )
 
 

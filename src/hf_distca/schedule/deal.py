@@ -1,8 +1,7 @@
 """`deal`: assigns documents of a global batch to ranks, before any work is moved.
 
-The place of documents decides the cost of exchanges. Dealt, every rank has the same number of
-tokens, and as much attention as `balance` evens out at little cost; and a document may be longer
-than a rank.
+The places of documents decide what exchanges cost. After a deal, all ranks have the same number of
+tokens, and `balance` can even out attention at little cost. A document may be longer than a rank.
 """
 
 from __future__ import annotations
@@ -20,11 +19,11 @@ from hf_distca.schedule.bins import deal_to_ranks
 from hf_distca.schedule.cost import ALL_KEYS, CostModel
 from hf_distca.schedule.layout import IntArray, Layout, mark_changes, require_integers
 
-# Tokens of the short documents that make the halves of a global batch equal, at most, and how many
-# documents at least and at most.
+# The shortest documents make the halves of a global batch equal. They have at most `_SMALL_TOKENS`
+# tokens together, unless the limits on their number say otherwise.
 _SMALL_TOKENS = 2**17
 _MIN_SMALL_DOCUMENTS, _MOST_SMALL_DOCUMENTS = 16, 256
-# Tokens of a document. Cuts are found with products of such numbers, which must fit 64 bits.
+# The most tokens of a document. Products of two lengths, which find the cuts, must fit 64 bits.
 _MAX_LENGTH = 2**32
 
 
@@ -40,21 +39,22 @@ def deal(
     """Deal the documents of a global batch to ranks: equal tokens, and attention that `balance`
     can even out.
 
-    Short documents stay whole where they fit. A long one is cut head and tail over a few ranks, as
-    `schedule.bins` explains. Every machine finds the same layout.
+    Short documents stay whole where they fit. A long document is cut head and tail over a few
+    ranks, as `schedule.bins` explains. Every machine finds the same layout.
 
     Args:
         lengths: number of tokens of each document, at least 1. Documents keep their index as their
             number.
         ranks: number of ranks.
-        tokens_per_rank: tokens of each rank; `ranks` times as many as this are dealt. Or a number
-            for each rank, if the tokens cannot be divided evenly.
-        cost: says whether keys travel longer than a node computes, and has the window. With one,
-            the deal is for a model whose layers all have it; for a model that mixes both kinds of
-            layers, deal without. A window that no document exceeds is ignored.
+        tokens_per_rank: tokens of each rank; `ranks` times as many are dealt. Or one number for
+            each rank, if the tokens cannot be divided evenly.
+        cost: cost model. It says whether the keys of a document travel longer than a node computes
+            it, and it has the window. Give a window only if all layers of the model have it. A
+            window that no document exceeds is ignored.
         tile: documents are cut at multiples of it where tokens allow.
-        ranks_per_node: ranks [0, n), [n, 2n), ... are nodes: a document lies on ranks of one node
-            if one has enough left for it, and on no more than it fits.
+        ranks_per_node: number n of ranks of a node; ranks [0, n), [n, 2n), ... are nodes. Documents
+            that need no more than a node's attention and room lie in one node. See `schedule.bins`
+            for longer documents.
 
     Raises:
         LayoutError: if lengths are not whole numbers from 1 to 2**32, or do not add up to the
@@ -78,10 +78,10 @@ def deal_nano_batches(
     share no document.
 
     Both layouts number documents as `lengths` does. A rank has `tokens_per_rank` tokens in both
-    together. Its two halves are equal (the second has one more token, if the number is odd)
-    wherever documents can be divided so, which is nearly always possible if some are short. Else
-    halves are as equal as documents allow, and ranks may differ by one token. A single document
-    leaves the second layout empty.
+    together. Its two halves are equal, or the second has one more token if the number is odd. This
+    is nearly always possible if some documents are short. Otherwise halves are as equal as
+    documents allow, and ranks may differ by one token. If there is only one document, the second
+    layout is empty.
 
     For arguments and errors see `deal`.
     """
@@ -99,13 +99,12 @@ def deal_nano_batches(
 def deal_in_order(
     lengths: npt.ArrayLike, ranks: int, tokens_per_rank: int | Sequence[int]
 ) -> Layout:
-    """Put the documents of a global batch one after another, cut where a rank is full, as a
-    baseline for `deal`.
+    """Put the documents of a global batch one after another, as a baseline for `deal`.
 
-    For arguments and errors see `deal`.
+    A document is cut where a rank is full. For arguments and errors see `deal`.
     """
     length, tokens = _check_arguments(lengths, ranks, tokens_per_rank, 1, None)
-    # Where a document begins or a rank does.
+    # Documents are cut where a document or a rank ends.
     ends = np.cumsum(length), np.cumsum(tokens)
     bounds = np.union1d(*ends)
     begin = np.append(0, bounds[:-1])
@@ -124,7 +123,7 @@ def _deal_documents(
     cost: CostModel,
     tile: int,
 ) -> Layout:
-    """Deal some documents."""
+    """Deal the documents with these numbers."""
     chunks = np.column_stack([documents, np.zeros_like(documents), length[documents]])
     window = cost.window or ALL_KEYS
     keys = np.minimum(length, window) * cost.key_seconds
@@ -134,8 +133,9 @@ def _deal_documents(
 
 
 def _build_layout(rows: IntArray, ranks: int) -> Layout:
-    """Make a layout of rows (document, start, end, rank), in order of documents and positions;
-    those that follow each other are joined.
+    """Make a layout of rows (document, start, end, rank), in order of documents and positions.
+
+    Rows that continue each other on one rank are joined.
     """
     document, start, end, rank = rows[np.lexsort(rows.T[[1, 0, 3]])].T
     begins = mark_changes(rank, document)
@@ -146,8 +146,9 @@ def _build_layout(rows: IntArray, ranks: int) -> Layout:
 
 
 def _divide_halves(tokens: IntArray, total: int) -> IntArray:
-    """Divide `total` tokens of the first half among ranks: half of each rank's own, and its part of
-    the difference.
+    """Divide `total` tokens of the first half among ranks.
+
+    Each rank gives half of its own tokens, and its part of the difference to `total`.
     """
     halves = tokens // 2
     difference = total - int(halves.sum())
@@ -158,11 +159,11 @@ def _divide_halves(tokens: IntArray, total: int) -> IntArray:
 def _choose_half(
     length: IntArray, cost: CostModel, ranks: int, tokens: int
 ) -> npt.NDArray[np.bool_]:
-    """Choose documents with `tokens` tokens together, or as close as possible, and about half of
-    the seconds.
+    """Choose documents with `tokens` tokens together, or as close as possible, and with about half
+    of the seconds.
 
-    Documents whose keys travel longer than ranks compute are all in one half, on different ranks,
-    so that only this half is late.
+    Documents whose keys travel longer than ranks compute are all in one half, on different ranks.
+    Then only this half is late.
     """
     seconds = cost.estimate_seconds(length, length)
     keys = length if cost.window is None else np.minimum(length, cost.window)
@@ -174,8 +175,8 @@ def _choose_half(
     large, small = np.split(longest_first, [max(len(length) - small_count, 0)])
     first = np.zeros(len(length), dtype=np.bool_)
     rooms, loads = [tokens, int(length.sum()) - tokens], [0.0, 0.0]
-    # With a part of the short documents to come, many more sums can be made than with hardly any or
-    # nearly all of them.
+    # Each half keeps room for a third of the short documents' tokens. Far more sums can then be
+    # reached than with room for almost none or almost all of them.
     reserve = int(length[small].sum()) // 3
     for document in large.tolist():
         half = int(loads[0] > loads[1] and not is_late[document])
@@ -189,8 +190,8 @@ def _choose_half(
 
 
 def _find_closest_subset(lengths: list[int], target: int) -> list[int]:
-    """Find the indices of the lengths whose sum is closest to a target; the lower sum of two."""
-    # Bit n of a number: whether some of the lengths so far add up to n.
+    """Find the indices of lengths whose sum is closest to a target. Of two sums, take the lower."""
+    # Bit n of `sums[i]` says whether some of the first i lengths add up to n.
     sums = list(
         accumulate(lengths, lambda reachable, length: reachable | reachable << length, initial=1)
     )
@@ -223,7 +224,7 @@ def _check_arguments(
         "ranks_per_node": per_node,
     }
     for name, value in numbers.items():
-        # Not `isinstance`: True is no number of ranks.
+        # `isinstance` would accept True.
         if type(value) is not int or value < 1:
             raise ConfigError(f"{name}={value!r} must be a whole number of at least 1.")
     if ranks % per_node:
@@ -231,7 +232,7 @@ def _check_arguments(
     length = require_integers(lengths, "document lengths")
     for document in np.flatnonzero((length < 1) | (length > _MAX_LENGTH)):
         raise LayoutError(
-            f"document {document} has length {length[document]}: at least 1 token is needed, the"
+            f"document {document} has length {length[document]}: it must be at least 1, and the"
             " limit is 2**32."
         )
     tokens = tokens * ranks if tokens == [given] else tokens
@@ -239,7 +240,7 @@ def _check_arguments(
     if total != expected or len(tokens) != ranks:
         raise LayoutError(
             f"{len(length)} documents have {total} tokens, {ranks} ranks with {tokens_per_rank}"
-            f" tokens each have {expected}: every token must have its place, so the numbers must be"
-            " equal."
+            f" tokens each have {expected}: every token needs its place, so the numbers must"
+            " be equal."
         )
     return length, np.array(tokens)

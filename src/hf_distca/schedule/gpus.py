@@ -1,7 +1,7 @@
-"""Factors of GPUs and their kernels, on the built-in figures: one number for each.
+"""Factors on the built-in figures, one number for each GPU and kernel.
 
-Plans made with it are as good as those of rates for tasks, bytes and flops that are fitted to
-timings of each direction (`benchmarks/schedule/one_factor.py` compares them).
+Plans with such a factor are as good as plans with separate rates for tasks, bytes and flops that
+are fitted to timings of each direction (`benchmarks/schedule/one_factor.py` compares them).
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from dataclasses import replace
 
 from hf_distca.schedule.cost import AttentionShape, CostModel
 
-# Factors are those of the profiles in benchmarks/simulated/simulator/profiles.py, whose seconds are
-# fitted to published timings and to our own (benchmarks/results/h100_2026-11-26).
+# These are the factors of the profiles in benchmarks/simulated/simulator/profiles.py. Their seconds
+# are fitted to published timings and to our own (benchmarks/results/h100_2026-11-26).
 _FACTORS = {
     ("A100", "flash_attn"): 1.50,  # a100_flash_attn_2
     ("H100", "flash_attn"): 0.92,  # h100_flash_attn_2
@@ -20,18 +20,19 @@ _FACTORS = {
     ("H100", "flash_attn_4"): 0.47,  # h100_flash_attn_4
     ("B200", "flash_attn_4"): 0.24,  # b200_flash_attn_4
 }
-# Bytes per second that a rank sends to other nodes, and inside its node, by the same profiles.
+# Bytes per second that a rank sends to other nodes and inside its node, from the same profiles.
 _LINKS = {"A100": (1.8e10, 2.1e11), "H100": (3.7e10, 3.0e11), "B200": (3.7e10, 6.4e11)}
-# GPUs with the same multiprocessors, by the name of the row that stands for them.
+# GPUs that have the same multiprocessors as a GPU of the tables.
 _SAME_GPU = {"H200": "H100", "GH200": "H100", "GB200": "B200"}
 _SAME_KERNEL = {"cuda": "flash_attn", "kernels-community/flash-attn3": "flash_attn_3"}
 
 
 def find_factor(device: str, kernel: str) -> tuple[str, float] | None:
-    """Find the GPU of the table that stands for a device, and its factor for a kernel, both as
-    torch and `DistCAConfig` name them; None if there is none.
+    """Find the GPU of the table that stands for a device, and its factor for a kernel.
 
-    Cards with fewer multiprocessors than those that were timed, as PCIe ones of Hopper, have none.
+    The device is named as in torch, and the kernel as in `DistCAConfig`. The result is None if the
+    table has no factor for them. Cards with fewer multiprocessors than the timed cards, such as
+    PCIe cards of Hopper, have no factor.
     """
     words = re.split(r"[\s-]+", device)
     gpus = {_SAME_GPU.get(word, word) for word in words} & _LINKS.keys()
@@ -43,8 +44,10 @@ def find_factor(device: str, kernel: str) -> tuple[str, float] | None:
 
 
 def make_gpu_cost(shape: AttentionShape, device: str, kernel: str, *, tile: int = 128) -> CostModel:
-    """Make the cost model that plans begin with: built-in figures times the factor of a GPU and a
-    kernel, with the GPU's links; or as they are, if the table has none.
+    """Make the cost model that plans begin with.
+
+    It has the built-in figures times the factor of a GPU and a kernel, and the links of this GPU.
+    If the table has no factor, the built-in figures stay unchanged.
     """
     cost = CostModel.make_analytic(shape, device_type=device, tile=tile)
     row = find_factor(device, kernel)

@@ -1,4 +1,4 @@
-"""`Layout`: the place of documents on ranks, made of position ids, cu_seqlens or lengths.
+"""`Layout`: the place of documents on ranks, made from position ids, cu_seqlens or lengths.
 
 A *document* is a run of tokens that attend causally to each other and to nothing else. A *segment*
 is the part of a document that lies on one rank. A *layout* holds the segments of all ranks for one
@@ -23,7 +23,7 @@ IntArray = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]
 FloatArray = npt.NDArray[np.float64]
 
-# Position: sums and products of what is larger may not fit in 64 bits.
+# The largest position or length. Sums and products of larger numbers may not fit in 64 bits.
 _LARGEST_NUMBER = 2**48
 
 
@@ -44,12 +44,13 @@ class Segment(NamedTuple):
 class Layout:
     """All segments of all ranks for one micro-batch.
 
-    The three columns have one row per segment, ordered by rank and, within a rank, by token: the
-    tokens of a rank are its segments one after another. Build one with a ``from_...`` method; each
-    checks that every document is covered exactly once.
+    The three columns have one row per segment, ordered by rank and, within a rank, by token. The
+    tokens of a rank are its segments one after another. Build a layout with a ``from_...`` method.
+    Each method checks that every document is covered exactly once.
 
-    The first segments of a rank may be *context*: their keys are read, their queries are computed
-    elsewhere. The second nano-batch of ping-pong has one where a document crosses the cut.
+    The first segments of a rank may be *context*: their keys are read, but their queries are
+    computed elsewhere. The second nano-batch of ping-pong has context where a document crosses the
+    cut.
 
     Attributes:
         document: document number of each segment.
@@ -57,14 +58,15 @@ class Layout:
         length: number of tokens of each segment, at least 1.
         offsets: ``ranks + 1`` numbers from 0; the segments of rank r are rows ``offsets[r]`` to
             ``offsets[r + 1]``.
-        context: number of context segments of each rank; none if not given.
-        groups: head groups that documents are split in, as `split_heads` does; 1 if none is.
-        longest: length of the longest document in tokens, 0 if there is none.
+        context: number of context segments of each rank; 0 if not given.
+        groups: number of head groups of each document that `split_heads` split; 1 if no document is
+            split.
+        longest: length of the longest document in tokens, 0 without documents.
         is_scattered: whether any document lies in more than one run of tokens, on several ranks or
             with a gap on one.
         rank, end: for each segment, its rank, and the document position after its last token.
         token: for each segment, the index of its first token among those of its rank.
-        has_queries: for each segment, whether its queries are to be computed: false for context.
+        has_queries: for each segment, whether its queries are to be computed; false for context.
         by_document: the segments in order of document and position.
         documents: the numbers of all documents, in order.
         place: for each segment, the place of its document among `documents`.
@@ -94,7 +96,7 @@ class Layout:
     def __post_init__(self) -> None:
         counts = np.diff(self.offsets)
         if not len(self.offsets) or self.offsets[0] != 0 or counts.min(initial=0) < 0:
-            raise LayoutError(f"offsets {self.offsets.tolist()}: they begin with 0 and never fall.")
+            raise LayoutError(f"offsets {self.offsets.tolist()} must begin with 0 and never fall.")
         rows = [len(column) for column in (self.document, self.start, self.length)]
         if any(count != self.offsets[-1] for count in rows):
             raise LayoutError(f"columns of {str(rows)[1:-1]} rows for {self.offsets[-1]} segments.")
@@ -106,8 +108,8 @@ class Layout:
             or (self.context > counts).any()
         ):
             raise LayoutError(
-                f"context of {self.context.tolist()} segments for ranks with {counts.tolist()}: "
-                "give one number a rank, at most as many as it has segments."
+                f"context={self.context.tolist()} for ranks with {counts.tolist()} segments: give "
+                "one number for each rank, at most the number of its segments."
             )
         wrong = (
             (self.start < 0)
@@ -120,12 +122,12 @@ class Layout:
             raise LayoutError(
                 f"segment {row} is (document {self.document[row]}, start {self.start[row]}, length"
                 f" {self.length[row]}): start must be >= 0 and length >= 1 (leave empty documents"
-                " out), none above 2**48."
+                " out), and neither above 2**48."
             )
         vars(self).update(self._build_index(counts))
 
     def _build_index(self, counts: IntArray) -> dict[str, Any]:
-        """Derive the other attributes from the columns; `counts` are the segments of each rank."""
+        """Derive the other attributes from the columns; `counts` has the segments of each rank."""
         length = self.length
         end = self.start + self.length
         rank = np.repeat(np.arange(len(counts)), counts)
@@ -172,7 +174,7 @@ class Layout:
         cls, ranks: Sequence[Sequence[tuple[int, int, int]]], context: Sequence[int] = ()
     ) -> Layout:
         """Build from ``(document, start, length)`` rows per rank. A document may lie on any number
-        of ranks, in any cut.
+        of ranks, cut anywhere.
 
         The first ``context[rank]`` rows of a rank are context.
         """
@@ -201,15 +203,16 @@ class Layout:
         A run that starts above 0 continues the run that ends right before it, on any rank.
 
         Raises:
-            LayoutError: if not exactly one run ends there, or several start: then position ids do
-                not identify documents.
+            LayoutError: if several runs start at one position above 0, or if not exactly one run
+                ends there. Position ids do not identify documents then.
         """
         return cls.from_segments(_number_documents(ranks))
 
     @classmethod
     def concatenate(cls, first: Layout, second: Layout) -> Layout:
-        """Put on each rank the tokens of the first layout and then those of the second, with which
-        it shares no document.
+        """Put on each rank the tokens of the first layout and then those of the second.
+
+        The layouts must have no document in common.
         """
         order = np.argsort(np.append(first.rank, second.rank), kind="stable")
         return cls(
@@ -220,9 +223,7 @@ class Layout:
         )
 
     def place_on_holders(self, holds: Sequence[bool]) -> Layout:
-        """Place the tokens on more ranks: those of rank r move to the r-th rank that `holds`
-        marks.
-        """
+        """Move the tokens of rank r to the r-th of the ranks that `holds` marks."""
         ranks_before = np.cumsum(holds)
         return Layout(
             self.document,
@@ -236,18 +237,18 @@ class Layout:
         """Split some documents by heads: each then counts as `groups` documents, one for each group
         of heads.
 
-        Document d is then number ``d * (groups + 1)``, and group g of one that is split ``d *
-        (groups + 1) + 1 + g``. A group lies where the whole document lies, and takes its part of
-        the attention and of the bytes (`compute_head_fractions`).
+        Document d gets the number ``d * (groups + 1)``. If it is split, its group g gets the number
+        ``d * (groups + 1) + 1 + g``. A group lies where the whole document lies, and has its part
+        of the attention and of the bytes (`compute_head_fractions`).
 
         Args:
-            split_mask: for each of `documents`, whether to split it. Only documents with all heads
-                can be split.
+            split_mask: for each of `documents`, whether to split it. Documents that are split
+                already cannot be split again.
             groups: at least 2; it must divide the key/value heads of the layers.
 
         Raises:
-            LayoutError: if there is context, or if documents were split in another number of groups
-                before.
+            LayoutError: if there is context, or if documents are already split into another number
+                of groups.
         """
         if self.groups not in (1, groups) or self.context.any():
             raise LayoutError(
@@ -271,7 +272,7 @@ class Layout:
         return np.where(self._find_head_group(document) == 0, 1.0, 1.0 / self.groups)
 
     def restore_numbers(self, document: IntArray) -> IntArray:
-        """Return the numbers that these documents of the layout had before it was split."""
+        """Return the numbers that these documents of the layout had before the layout was split."""
         return document // (self.groups + 1) if self.groups > 1 else document
 
     def _find_head_group(self, document: IntArray) -> IntArray:
@@ -287,8 +288,8 @@ class Layout:
 
     @cached_property
     def context_tokens(self) -> IntArray:
-        """Number of tokens of context on each rank: its first query row has the key with this
-        index.
+        """Number of context tokens on each rank. It is also the index of the key of the first query
+        row.
         """
         return np.bincount(
             self.rank, weights=self.length * ~self.has_queries, minlength=self.world_size
@@ -296,8 +297,8 @@ class Layout:
 
     @cached_property
     def query_tokens(self) -> IntArray:
-        """Number of tokens on each rank whose queries are to be computed; those of a split document
-        are counted once.
+        """Number of tokens on each rank whose queries are to be computed. Tokens of a split
+        document count once.
         """
         counted = self.has_queries & (self._find_head_group(self.document) <= 1)
         return np.bincount(
@@ -306,12 +307,14 @@ class Layout:
 
     @cached_property
     def _positions(self) -> IntArray:
-        """Starts of the segments of `by_document`, in one sequence of all documents."""
+        """Starts of the segments of `by_document`, in one increasing sequence for all documents."""
         return np.asarray((self.place * (self.longest + 1) + self.start)[self.by_document])
 
     def find_segments(self, place: IntArray, position: IntArray) -> IntArray:
-        """Return the index in `by_document` of the segment that holds a position of
-        the document at a place among `documents`.
+        """Find the segments that hold positions of documents.
+
+        Each document is given by its place among `documents`. Return the index in `by_document` of
+        each segment.
         """
         return (
             np.searchsorted(self._positions, place * (self.longest + 1) + position, side="right")
@@ -341,12 +344,12 @@ class Layout:
 
 
 def _find_offsets(ranks: Sequence[Sequence[Any]]) -> IntArray:
-    """Return where the rows of each rank begin and end, among those of all."""
+    """Return where the rows of each rank begin and end among the rows of all ranks."""
     return np.cumsum([0, *map(len, ranks)], dtype=np.int64)
 
 
 def mark_changes(*columns: npt.NDArray[Any]) -> BoolArray:
-    """Mark rows that differ from the row before in any of these columns; the first row does."""
+    """Mark the first row, and rows that differ from the row before in any of these columns."""
     differs = np.zeros(len(columns[0]), dtype=np.bool_)
     differs[:1] = True
     for column in columns:
@@ -355,8 +358,9 @@ def mark_changes(*columns: npt.NDArray[Any]) -> BoolArray:
 
 
 def enumerate_ranges(begin: IntArray, end: IntArray) -> tuple[IntArray, IntArray]:
-    """Enumerate the numbers of ranges [begin, end), none of which falls: the index
-    of the range of each number, and the numbers.
+    """Enumerate the numbers of ranges [begin, end), where end is never below begin.
+
+    Return the index of the range of each number, and the numbers.
     """
     count = end - begin
     index = np.repeat(np.arange(len(count)), count)
@@ -367,8 +371,8 @@ def repeat_split_rows(split_mask: BoolArray, groups: int) -> tuple[IntArray, Int
     """Repeat rows that are split by heads once for each group.
 
     Returns:
-        The original row of each, and the addition to its document number: 0 with all heads, 1 for
-            the first group.
+        The original row of each new row, and the addition to its document number: 0 for all heads,
+            1 for the first group.
     """
     row, part = enumerate_ranges(
         np.zeros(len(split_mask), dtype=np.int64), np.where(split_mask, groups, 1)
@@ -384,17 +388,18 @@ def require_integers(
 ) -> IntArray:
     """Convert `values` to an int64 array of this shape, where -1 is any length.
 
-    Nothing is rounded, parsed or wrapped around, all of which numpy would do.
+    numpy would round, parse or wrap around some values. This function refuses them.
 
     Raises:
-        LayoutError: or `error`, if the values are not whole numbers in this shape.
+        LayoutError: if the values are not whole numbers of this shape; or `error`, if that is
+            given.
     """
     expected = f"{what} must be whole numbers of shape {shape}"
     try:
         array = np.asarray(values)
     except ValueError as ragged:
         raise error(f"{expected}, got rows of different lengths: {values!r:.100}.") from ragged
-    except RuntimeError as refused:  # of torch, about a tensor
+    except RuntimeError as refused:  # torch cannot convert the tensor
         raise error(f"{expected}, got {values!r:.100} ({refused}).") from refused
     if not array.size:
         return np.zeros([max(n, 0) for n in shape], dtype=np.int64)
@@ -404,7 +409,7 @@ def require_integers(
     if not fits or array.dtype.kind not in "iu":
         raise error(f"{expected}, got shape {array.shape} of {array.dtype}: {values!r:.100}.")
     if array.dtype.kind == "u" and array.max() > np.iinfo(np.int64).max:
-        raise error(f"{expected} of 64 bits with sign, got {array.max()}.")
+        raise error(f"{expected} that fit in int64, got {array.max()}.")
     return array.astype(np.int64)
 
 
@@ -425,7 +430,7 @@ def compute_lengths(cu_seqlens: Iterable[int]) -> list[int]:
 def _number_documents(
     runs: Sequence[Sequence[tuple[int, int]]],
 ) -> list[list[tuple[int, int, int]]]:
-    """Give runs document numbers: a run that starts above 0 has the number of the run that ends
+    """Give runs document numbers. A run that starts above 0 has the number of the run that ends
     there.
     """
     rows = [
@@ -441,11 +446,11 @@ def _number_documents(
         if position and not len(ranks) == len(ending[position]) == 1:
             raise LayoutError(
                 f"{len(ranks)} run(s) start at position {position} and {len(ending[position])} end"
-                f" there, on ranks {ranks} and {ending[position]}: which belong together is not in"
-                " the position ids. Give document numbers instead (PackedDocuments in the batch)."
+                f" there, on ranks {ranks} and {ending[position]}. Position ids do not say which of"
+                " them belong together: give document numbers (PackedDocuments in the batch)."
             )
-    # By the position that a run ends at, and by the run. A run without tokens may find none: the
-    # layout is refused.
+    # Document numbers by the position where a run ends, and by the run. Only a run without tokens
+    # may find no number below, and `Layout` refuses that run.
     number_ending_at: dict[int, int] = {}
     numbers: dict[tuple[int, int], int] = {}
     for number, (start, rank, row, end) in enumerate(sorted(rows)):

@@ -1,9 +1,9 @@
 """Loads of ranks under a plan: seconds of compute and exchange, and tokens and bytes sent and
 received.
 
-Inside a node, every rank has a link to the others; to other nodes, it has one of its own or shares
-one with ranks of its node (`CostModel.ranks_per_link`). Both kinds of links carry at the same time:
-sending takes the longer of both, and so does receiving.
+Every rank has a link to the other ranks of its node. It also has a link to other nodes, or shares
+this link with ranks of its node (`CostModel.ranks_per_link`). Both links carry at the same time, so
+sending takes as long as the busier of them. Receiving is counted in the same way.
 """
 
 from __future__ import annotations
@@ -21,23 +21,21 @@ from hf_distca.schedule.plan import KeyTransfers, Plan, Relays
 from hf_distca.schedule.ranks import UNIFORM_RANKS, Ranks
 from hf_distca.schedule.relays import with_sending_ranks
 
-# Dispatch and return, forward and backward: what a rank that exchanges anything waits for at least.
+# Dispatch and return, forward and backward. A rank that exchanges anything waits for all four.
 _EXCHANGES_PER_LAYER = 4
-# With relays: dispatch a second time, forward and backward, and gradients of keys to relays.
+# Relays add a second dispatch, forward and backward, and a return of key gradients to relays.
 _RELAY_EXCHANGES = 3
 
 
 class NodeBytes(NamedTuple):
-    """Bytes that each rank sends and receives: to and from ranks of its node, and of other nodes;
-    shape (2, ranks).
-    """
+    """Bytes that each rank sends and receives inside nodes and between nodes: shape (2, ranks)."""
 
     intra_node: FloatArray
     inter_node: FloatArray
 
     def estimate_seconds(self, cost: CostModel, ranks: Ranks) -> FloatArray:
-        """Return the seconds that each rank sends and receives, without the fixed part of
-        exchanges: shape (2, ranks).
+        """Return the seconds that each rank sends and receives, without fixed seconds: shape (2,
+        ranks).
         """
         link, rate = ranks.list_links(cost, self.inter_node.shape[1])
         # A link to other nodes is busy with the bytes of all ranks that share it.
@@ -46,8 +44,9 @@ class NodeBytes(NamedTuple):
 
 
 class Traffic(NamedTuple):
-    """Query rows and keys that travel, with source and server ranks; tokens of some of the heads
-    count in part.
+    """Query rows and keys that travel, with their source and server ranks.
+
+    Tokens with only some of the heads count in part.
     """
 
     source: IntArray
@@ -60,13 +59,14 @@ class Traffic(NamedTuple):
 class PlanLoad:
     """Work and traffic of every rank under a plan; arrays have shape (ranks,).
 
-    Sums run in task order through `numpy.bincount` and products element by element, so that every
-    machine finds the same figures: the scheduler decides by them.
+    Sums run in task order through `numpy.bincount`, and products element by element. So every
+    machine finds the same figures, and makes the same plan.
 
     Attributes:
-        plan, cost: the plan to weigh, and the cost model. The window is the plan's.
-        overlapped: whether the plan is for a nano-batch of ping-pong, whose messages travel while
-            the other one, with about as much work, computes.
+        plan, cost: the plan to weigh, and the cost model. The plan's window replaces that of the
+            model.
+        overlapped: whether the plan is for a nano-batch of ping-pong. Its messages travel while the
+            other nano-batch computes, which has about as much work.
         ranks: properties of the ranks.
     """
 
@@ -80,14 +80,14 @@ class PlanLoad:
             object.__setattr__(self, "cost", replace(self.cost, window=self.plan.window))
 
     def with_relays(self, relays: Relays) -> PlanLoad:
-        """Return the load of the plan with relays, reusing figures that these do not change."""
+        """Return the load of the plan with relays, reusing figures that relays do not change."""
         load = replace(self, plan=self.plan.with_relays(relays))
         kept = {"compute_seconds", "query_tokens", "needed_keys"}
         vars(load).update({name: value for name, value in vars(self).items() if name in kept})
         return load
 
     def _sum_by_rank(self, rank: IntArray, weights: npt.NDArray[Any]) -> FloatArray:
-        # bincount of nothing counts in integers, whatever the weights are.
+        # `bincount` of an empty array returns integers, even with weights.
         return np.bincount(rank, weights=weights, minlength=self.plan.layout.world_size).astype(
             np.float64
         )
@@ -103,7 +103,7 @@ class PlanLoad:
 
     @cached_property
     def pairs(self) -> FloatArray:
-        """Causal query-key pairs that each rank computes; pairs of some of the heads count in
+        """Causal query-key pairs that each rank computes. Pairs of only some of the heads count in
         part.
         """
         plan = self.plan
@@ -126,7 +126,9 @@ class PlanLoad:
 
     @cached_property
     def needed_keys(self) -> KeyTransfers:
-        """Keys that each server needs, once; none of documents that nobody exchanges."""
+        """Keys that each server needs, each key once. Documents that are not exchanged are left
+        out.
+        """
         plan = self.plan
         is_exchanged = plan.layout.has_many_ranks.copy()
         is_exchanged[plan.place[plan.home != plan.server]] = True
@@ -134,7 +136,7 @@ class PlanLoad:
 
     @cached_property
     def traffic(self) -> Traffic:
-        """All traffic: query rows, then keys, in the first hop or in the second."""
+        """All traffic of both hops: query rows, then keys."""
         plan = self.plan
         layout = plan.layout
         sent = with_sending_ranks(plan.layout, self.needed_keys, plan.relays)
@@ -150,8 +152,9 @@ class PlanLoad:
 
     @cached_property
     def query_tokens(self) -> FloatArray:
-        """Query tokens that each rank sends and receives, shape (2, ranks); those of some of the
-        heads count in part.
+        """Query tokens that each rank sends and receives: shape (2, ranks).
+
+        Tokens with only some of the heads count in part.
         """
         return self._sum_by_role(self.traffic.query_tokens)
 
@@ -164,7 +167,7 @@ class PlanLoad:
 
     @cached_property
     def exchange_bytes(self) -> FloatArray:
-        """Bytes, forward and backward, that each rank exchanges as a home and as a server: shape
+        """Bytes that each rank exchanges as a home and as a server, forward plus backward: shape
         (2, ranks).
         """
         return np.asarray(
@@ -174,8 +177,9 @@ class PlanLoad:
 
     @cached_property
     def node_bytes(self) -> NodeBytes:
-        """Same bytes as `exchange_bytes`, inside nodes and between them; all between, if nodes are
-        not told apart.
+        """The same bytes as `exchange_bytes`, inside nodes and between nodes.
+
+        If nodes are not told apart, all bytes count as between nodes.
         """
         return self.count_node_bytes(
             self.cost.shape.moved_query_bytes, self.cost.shape.moved_key_bytes
@@ -206,8 +210,8 @@ class PlanLoad:
 
     @cached_property
     def exchange_seconds(self) -> FloatArray:
-        """Seconds that each rank exchanges: the busier of its two roles, plus the fixed part of
-        every exchange.
+        """Seconds that each rank exchanges: sending or receiving, whichever is longer, plus the
+        fixed seconds of every exchange.
         """
         exchanges = _EXCHANGES_PER_LAYER + _RELAY_EXCHANGES * (self.plan.relays is not None)
         fixed = self.cost.exchange_seconds + self.cost.peer_seconds * self.peer_counts
@@ -242,8 +246,8 @@ class PlanLoad:
 
 
 def count_transient_bytes(plan: Plan, transient: TransientBytes) -> IntArray:
-    """Count the bytes that each rank holds during a call for other ranks, and for its own rows of
-    documents on other ranks; shape (ranks,).
+    """Count the bytes that each rank holds during a call for tasks that need an exchange: shape
+    (ranks,).
     """
     tasks = np.flatnonzero(plan.needs_exchange)
     rows = ((plan.end - plan.start) * plan.heads)[tasks]
@@ -263,7 +267,7 @@ def count_transient_bytes(plan: Plan, transient: TransientBytes) -> IntArray:
 
 
 def compute_imbalance(values: FloatArray) -> float:
-    """Return max over mean of the ranks; 1 where there is nothing to balance."""
+    """Return max over mean of the ranks; 1 if there is nothing to balance."""
     total = float(values.sum())
     return float(values.max()) * len(values) / total if total > 0 else 1.0
 
@@ -271,10 +275,10 @@ def compute_imbalance(values: FloatArray) -> float:
 def summarize_plan(
     plan: Plan, cost: CostModel, ranks: Ranks = UNIFORM_RANKS
 ) -> dict[str, int | float]:
-    """Compare figures of a plan, "after", with those of the plan that moves nothing, "before";
-    `json` can write them.
+    """Compare a plan ("after") with the plan that moves nothing ("before").
 
-    Imbalance is max/mean over ranks, and bytes are exchanged forward and backward.
+    Imbalance is max/mean over ranks, and bytes are exchanged forward and backward. The `json`
+    module can write the result.
     """
     before, after = (
         PlanLoad(weighed_plan, cost, ranks=ranks)
@@ -284,35 +288,36 @@ def summarize_plan(
     return {
         "ranks": plan.layout.world_size,
         "tasks": len(plan.document),
-        "moved_tasks": int((plan.home != plan.server).sum()),  # whose server is not their home
-        "pairs_imbalance_before": compute_imbalance(before.pairs),  # of causal pairs
+        "moved_tasks": int((plan.home != plan.server).sum()),  # tasks with a server away from home
+        "pairs_imbalance_before": compute_imbalance(before.pairs),
         "pairs_imbalance_after": compute_imbalance(after.pairs),
-        # Of estimated compute seconds.
+        # Imbalance of the estimated compute seconds.
         "seconds_imbalance_before": compute_imbalance(before.compute_seconds),
         "seconds_imbalance_after": compute_imbalance(after.compute_seconds),
-        # Estimated compute plus exchange of the slowest rank.
+        # The slowest rank's estimated compute plus exchange.
         "slowest_seconds_before": before.slowest_seconds,
         "slowest_seconds_after": after.slowest_seconds,
-        "query_tokens": int(plan.layout.query_tokens.sum()),  # of all ranks together
+        "query_tokens": int(plan.layout.query_tokens.sum()),  # sum over all ranks
         "query_tokens_moved": int(after.query_tokens[0].sum()),
-        # Between ranks, each once per destination.
+        # Each key token counts once for every rank that receives it.
         "key_tokens_sent": int(after.key_tokens[0].sum()),
-        # Of documents on several ranks, with no move at all.
+        # Key tokens of documents on several ranks that are sent even if nothing moves.
         "key_tokens_sent_unplanned": int(before.key_tokens[0].sum()),
-        "max_sent_key_tokens": int(after.key_tokens[0].max()),  # of the busiest rank
-        "max_sent_bytes": int(after.exchange_bytes[0].max()),  # of the busiest home
-        "max_received_bytes": int(after.exchange_bytes[1].max()),  # of the busiest server
-        "bytes_inside_nodes": int(nodes.intra_node[0].sum()),  # of all ranks
+        "max_sent_key_tokens": int(after.key_tokens[0].max()),  # by the busiest rank
+        "max_sent_bytes": int(after.exchange_bytes[0].max()),  # by the busiest home
+        "max_received_bytes": int(after.exchange_bytes[1].max()),  # by the busiest server
+        "bytes_inside_nodes": int(nodes.intra_node[0].sum()),  # sum over all ranks
         # All bytes, if nodes are not told apart.
         "bytes_between_nodes": int(nodes.inter_node[0].sum()),
-        # Of the busiest rank, as a home or as a server.
+        # Sent or received by the busiest rank, whichever is more.
         "max_bytes_between_nodes": int(nodes.inter_node.max()),
     }
 
 
 def format_summary(summary: dict[str, int | float], *, seconds: bool = True) -> str:
-    """Format the result of `summarize_plan` as lines of text; `seconds` is false for a cost model
-    of pairs, which has none.
+    """Format the result of `summarize_plan` as lines of text.
+
+    Give `seconds` as false for a cost model of pairs, which knows no seconds.
     """
     moved = summary["query_tokens_moved"] / max(summary["query_tokens"], 1)
     unplanned = ", {key_tokens_sent_unplanned} for documents that lie on several ranks anyway"

@@ -1,4 +1,4 @@
-"""The pieces of a batch as arrays, which trials move (`schedule.trial`), and plans of moves."""
+"""Pieces of a batch as arrays for trials (`schedule.trial`), and plans made from their moves."""
 
 from __future__ import annotations
 
@@ -32,11 +32,13 @@ from hf_distca.schedule.tails import (
 )
 from hf_distca.schedule.trial import make_moves
 
-# Head groups that documents are split in; more gain nothing. And the part of the mean that a server
-# typically takes: documents are long if slices of it would have more bytes of keys than of rows.
+# Documents have at most `_MOST_GROUPS` head groups, because more gain nothing. A typical slice
+# takes `_TYPICAL_SLICE` of the mean seconds. A document is long if the keys of such a slice have
+# more bytes than its rows.
 _MOST_GROUPS, _TYPICAL_SLICE = 4, 0.25
-_LARGEST_NUMBER = 2**56  # of documents: numbers are multiplied by those of groups
-# What a trial changes, but for rows of `holders` and `moves` behind `counts`.
+_LARGEST_NUMBER = 2**56  # document numbers are multiplied by `groups + 1`
+# Fields of `Batch` that are restored before a trial. Rows of `holders` and `moves` beyond `counts`
+# may keep old values.
 _STATE = ("parts", "segments", "pieces", "ranks", "counts")
 
 
@@ -47,12 +49,13 @@ class Pieces:
     Attributes:
         load: load of the plan that moves nothing.
         groups: head groups of documents that are split.
-        number: (parts,) place of the document times ``groups + 1``, plus the head group from 1.
-        home: (pieces,) the rank of each.
-        stop: (pieces,) where the rows of each end. Those that may move may end before, where they
-            need more keys than a bound of transient bytes allows.
-        batch: what trials read and change.
-        start: what they begin with.
+        number: (parts,) place of the part's document times ``groups + 1``, plus its head group: 0
+            for all heads, else from 1.
+        home: (pieces,) the rank of each piece.
+        stop: (pieces,) where the rows of each piece end. The last rows of a piece cannot move if
+            they need more keys than a bound of transient bytes allows.
+        batch: arrays that trials read and change.
+        start: the same arrays before any move.
     """
 
     load: PlanLoad
@@ -77,9 +80,9 @@ class Pieces:
         Args:
             load: load of the plan that moves nothing.
             config: the settings.
-            groups: head groups.
+            groups: number of head groups.
             split_mask: for each document, whether it is split by heads.
-            has_relays: whether servers pass keys on.
+            has_relays: whether servers forward keys.
         """
         layout, cost, ranks = load.plan.layout, load.cost, load.plan.layout.world_size
         rows, group = repeat_split_rows(split_mask[layout.place[layout.by_document]], groups)
@@ -145,7 +148,7 @@ class Pieces:
         return self.batch
 
     def make_plan(self, moves: IntArray) -> Plan:
-        """Make the plan of some moves. Neighbours on one server become one task."""
+        """Make a plan from moves. Neighbouring rows on one server become one task."""
         layout, groups = self.load.plan.layout, self.groups
         movable, first = self.start.pieces[:, LAST], self.start.pieces[:, FIRST]
         end = movable.copy()
@@ -158,7 +161,7 @@ class Pieces:
         server = np.append(moves[:, SERVER], home[len(moves) :])
         number = self.number[self.start.pieces[piece, PART]]
         place, group = number // (groups + 1), number % (groups + 1)
-        # A document of which no group is moved is not split.
+        # A document is split only if one of its groups is moved.
         split_mask = np.zeros(len(layout.documents), dtype=np.bool_)
         split_mask[place[(server != home) & (group > 0)]] = True
         document = layout.documents[place]
@@ -182,8 +185,9 @@ class Pieces:
 def list_splits(
     load: PlanLoad, config: DistCAConfig, mean_seconds: float
 ) -> list[tuple[int, BoolArray]]:
-    """List numbers of head groups with the documents to split: long ones, on ranks with work to
-    give away.
+    """List the options of splitting by heads: number of head groups, and documents to split.
+
+    Only long documents are split, on ranks that have work to give away.
     """
     layout, cost, marginal = load.plan.layout, load.cost, MarginalCost.from_cost_model(load.cost)
     long, on_busy_rank, none = np.zeros((3, len(layout.documents)), dtype=np.bool_)
@@ -199,8 +203,8 @@ def list_splits(
         or np.abs(layout.documents).max(initial=0) > _LARGEST_NUMBER
     ):
         return [(1, none)]
-    # A slice of F seconds at position y has F / (p * y) rows. Its bytes of queries are as many as
-    # those of keys if q * F / (p * y) = kv * y.
+    # With p seconds a pair, a slice of F seconds at position y has F / (p * y) rows. Its queries
+    # and its keys have equally many bytes where q * F / (p * y) = kv * y.
     slice_bytes = _TYPICAL_SLICE * mean_seconds * marginal.query_bytes
     length = math.sqrt(slice_bytes / (marginal.key_bytes * marginal.pair))
     long[layout.place[layout.end >= length]] = True

@@ -1,4 +1,4 @@
-"""Placements in files: documents on ranks, as the command line and the benchmarks read them."""
+"""Files that say on which ranks documents lie, for the command line and the benchmarks."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def parse_placement(text: bytes, name: str) -> Layout:
         name: source of the text, for errors.
 
     Raises:
-        LayoutError: if it is no placement; the message names the mistake.
+        LayoutError: if the text is no placement; the message names the mistake.
     """
     try:
         data = json.loads(text.decode("utf-8"))
@@ -39,8 +39,9 @@ def parse_placement(text: bytes, name: str) -> Layout:
 
 
 def build_layout(data: Any, name: str) -> Layout:
-    """Make the layout of a placement that was read from JSON; `name` and errors as in
-    `parse_placement`.
+    """Make the layout of a placement that was read from JSON.
+
+    For `name` and errors see `parse_placement`.
     """
     keys = [key for key in ("rank_segments", "lengths") if isinstance(data, dict) and key in data]
     if len(keys) != 1:
@@ -83,7 +84,7 @@ def require_whole_number(value: Any) -> int:
     """Check that a number of a file is an integer that 64 bits hold, and return it.
 
     Raises:
-        LayoutError: if it is not.
+        LayoutError: if it is no such integer.
     """
     if not isinstance(value, int) or isinstance(value, bool):
         raise LayoutError(f"{value!r} must be an integer.")

@@ -31,7 +31,7 @@ class CATask(NamedTuple):
     """Query tokens [start, end) of a document, owned by `home`, computed by `server` against keys
     [0, end).
 
-    In a plan with a window, against keys [max(0, start - window + 1), end).
+    In a plan with a window, the keys are [max(0, start - window + 1), end).
     """
 
     document: int
@@ -44,7 +44,7 @@ class CATask(NamedTuple):
 class KeyTransfers(NamedTuple):
     """K/V tokens that servers need: tokens [start, end) of a document, held by `source`.
 
-    One row per run and server.
+    There is one row for each run and server.
     """
 
     document: IntArray
@@ -55,15 +55,15 @@ class KeyTransfers(NamedTuple):
 
 
 class Relays(NamedTuple):
-    """Runs of keys that a server, its relay, gets first and forwards to the others that need them;
-    see `schedule.relays`.
+    """Runs of keys that relays forward; see `schedule.relays`.
 
-    Each group of servers of a document that share relays (`schedule.relays.find_units`) has runs
-    that follow each other from position 0, each with another relay.
+    A relay is a server that gets a run first, and forwards it to the other servers that need it.
+    The servers of a document share relays within each unit (`schedule.relays.find_units`). The runs
+    of a unit follow each other from position 0, and each run has its own relay.
 
     Attributes:
         document, start, end, relay: the columns.
-        per_node: ranks of a node; at least all ranks if nodes are not told apart.
+        per_node: number of ranks of a node; the number of all ranks or more without nodes.
     """
 
     document: IntArray
@@ -78,21 +78,21 @@ class Plan:
     """The tasks of all ranks for one micro-batch, in five columns, ordered by document and start.
 
     Building a plan checks it: every query token of the layout is computed exactly once, each task
-    lies in one segment of its home rank, and every server exists. Keys need no check of their own:
-    a layout holds its documents from 0 to their end.
+    lies in one segment of its home rank, and every server exists. Keys need no check, because a
+    layout holds every document from 0 to its end.
 
     Attributes:
         layout: the placement that the plan is for.
         document, start, end, home, server: the columns of `CATask`.
         window: keys that a query position sees, its own included, in the layers that the plan is
             for; None if it sees all.
-        relays: keys that are forwarded; None if every server gets all from the ranks that hold
-            them. Not in the JSON, for they follow from the rest and from a cost model
+        relays: keys that are forwarded; None if every server gets its keys from the ranks that hold
+            them. The JSON leaves them out, because they follow from the rest and from a cost model
             (`schedule.relays`).
         segment: for each task, its row of the layout.
         moved: whether anything is exchanged: a query is moved, or the keys of a document do not lie
-            in one run. The rare case of a window that ends at every border between runs, which
-            would need no exchange, is ignored.
+            in one run. No exchange would be needed if a window ended at every border between runs;
+            this rare case is ignored.
     """
 
     layout: Layout
@@ -109,8 +109,8 @@ class Plan:
     def __post_init__(self) -> None:
         if self.window is not None and (type(self.window) is not int or self.window < 1):
             raise PlanError(
-                f"window={self.window!r} must be a whole number or None: a query position sees at"
-                " least itself, or all before it without a window."
+                f"window={self.window!r} must be a whole number or None: at least 1, because a"
+                " query position sees itself, and None for no window."
             )
         if self.window is not None and self.layout.groups > 1:
             raise PlanError(
@@ -173,7 +173,7 @@ class Plan:
         return segment
 
     def _check_tasks(self, wrong: BoolArray, what: str) -> None:
-        """Raise an error about the first of some wrong tasks."""
+        """Raise an error about the first wrong task, if there is any."""
         if wrong.any():
             raise PlanError(f"{self.tasks[int(wrong.argmax())]} {what}.")
 
@@ -193,7 +193,7 @@ class Plan:
         tasks: Sequence[CATask | tuple[int, int, int, int, int]],
         window: int | None = None,
     ) -> Plan:
-        """Build a plan from rows, as for hand-written plans."""
+        """Build a plan from rows, for example from tasks written by hand."""
         rows = require_integers(
             tasks, "tasks as (document, start, end, home, server)", (-1, 5), PlanError
         )
@@ -201,7 +201,7 @@ class Plan:
         return cls(layout, document, start, end, home, server, window)
 
     def with_relays(self, relays: Relays | None) -> Plan:
-        """Return the plan with these relays, which are not checked; nor are its tasks again."""
+        """Return the plan with these relays. Neither the relays nor its tasks are checked."""
         plan = copy(self)
         vars(plan).update(relays=relays)
         vars(plan).pop("digest", None)
@@ -214,12 +214,12 @@ class Plan:
 
     @cached_property
     def place(self) -> IntArray:
-        """Place of the document of each task among those of the layout."""
+        """Place of each task's document among `layout.documents`."""
         return self.layout.place[self.segment]
 
     @cached_property
     def heads(self) -> npt.NDArray[np.float64]:
-        """Part of the heads that each task computes: 1, or that of a head group."""
+        """Part of the heads that each task computes: 1, or less for a head group."""
         return self.layout.compute_head_fractions(self.document)
 
     @cached_property
@@ -233,8 +233,8 @@ class Plan:
 
     @cached_property
     def needs_exchange(self) -> BoolArray:
-        """True for each task that runs on another rank than its home, or whose keys
-        do not lie in one run of its home's tokens.
+        """True for each task that does not run on its home, or whose keys do not lie in one run of
+        its home's tokens.
         """
         return np.asarray(
             (self.home != self.server) | (self.first_key < self.layout.run_start[self.segment])
@@ -245,28 +245,28 @@ class Plan:
     ) -> KeyTransfers:
         """List the K/V runs that each server needs, each token once, cut where segments end.
 
-        Runs the server holds itself included.
+        Runs that the server holds itself are included.
 
-        Per document, these are its longest prefix or, in a plan with a window, the union of the
-        ranges that its tasks need. Rows of one server are in order of document and start.
+        A server needs the longest prefix of each document. In a plan with a window, it needs the
+        union of the ranges that its tasks need. Rows of one server are in order of document and
+        start.
 
         Args:
-            tasks: rows of the plan, in order, that keys are for; all if not given.
-            server: number to use as the server of each task, for example to tell keys apart by wave
-                as well.
+            tasks: rows of the plan, in order, whose keys are listed; all rows if not given.
+            server: number to use as the server of each task, for example to list the keys of each
+                wave separately.
         """
         tasks = np.arange(len(self.document)) if tasks is None else tasks
         server = self.server[tasks] if server is None else server
-        # Tasks are in order of document and position, and never overlap: those of one server are in
-        # order of their ends.
+        # Tasks are in order of document and position and never overlap, so the tasks of one server
+        # are also in order of their ends.
         order = np.argsort(server, kind="stable")
         tasks, server = tasks[order], server[order]
         layout = self.layout
         place = self.place[tasks]
         first = self.first_key[tasks]
         end = self.end[tasks]
-        # Rows that follow each other share a run if the second needs a key that the first needs, or
-        # the next one.
+        # Neighbouring rows share a run if the ranges of their keys overlap or touch.
         starts_range = mark_changes(server, place)
         starts_range[1:] |= first[1:] > end[:-1]
         server = server[starts_range]
@@ -307,7 +307,7 @@ class Plan:
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
-        """Read what `to_json` wrote; the plan is checked like any other."""
+        """Read a plan that `to_json` wrote, and check it like any other plan."""
         try:
             data: Any = json.loads(text)
         except ValueError as error:

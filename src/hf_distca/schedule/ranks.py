@@ -15,22 +15,21 @@ from hf_distca.schedule.layout import FloatArray, IntArray
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """Speeds and nodes of ranks that are not all alike.
+    """Speeds and nodes of ranks.
 
-    The same on every rank; it can be compared and hashed.
+    All ranks must have the same values. They can be compared and hashed.
 
     Attributes:
-        speeds: relative speed of the attention kernels of each rank, about 1 on average: work that
+        speeds: relative speed of the attention kernels of each rank, about 1 on average. Work that
             a cost model estimates at a second takes rank r ``1 / speeds[r]`` seconds. None if all
             are equally fast.
-        per_node: ranks [0, n), [n, 2n), ... are nodes, inside which exchanges take
-            ``CostModel.node_bytes_per_second``; None if nodes are not told apart, and every
-            exchange takes ``exchange_bytes_per_second``.
-        fixed_seconds: seconds that each rank computes besides, which nobody can take from it; None
-            for none.
+        per_node: number n of ranks of a node; ranks [0, n), [n, 2n), ... are nodes. Exchanges
+            inside a node run at ``CostModel.node_bytes_per_second``. None if nodes are not told
+            apart: all exchanges then run at ``exchange_bytes_per_second``.
+        fixed_seconds: seconds of each rank's other work, which cannot move; None if there is none.
 
     Raises:
-        ConfigError: if a speed is not a positive number, or a node without ranks.
+        ConfigError: if a speed is not a positive number, or if a node has no ranks.
     """
 
     speeds: tuple[float, ...] | None = None
@@ -40,13 +39,11 @@ class Ranks:
     def __post_init__(self) -> None:
         if self.speeds is not None and not all(0 < speed < math.inf for speed in self.speeds):
             raise ConfigError(
-                f"speeds={self.speeds}: the speed of a rank is a positive number, 1 for one like"
-                " the others."
+                f"speeds={self.speeds}: each speed must be a positive number; the average rank has"
+                " speed 1."
             )
         if self.per_node is not None and (type(self.per_node) is not int or self.per_node < 1):
-            raise ConfigError(
-                f"per_node={self.per_node!r}: a node has a whole number of ranks, at least 1."
-            )
+            raise ConfigError(f"per_node={self.per_node!r} must be a whole number of at least 1.")
 
     @classmethod
     def from_speeds(cls, speeds: npt.ArrayLike | None, per_node: int | None = None) -> Ranks:
@@ -61,7 +58,7 @@ class Ranks:
         )
 
     def check_count(self, count: int) -> None:
-        """Raise unless these properties are for so many ranks.
+        """Raise unless these properties are for `count` ranks.
 
         Raises:
             ConfigError: if they are not; states both numbers.
@@ -86,19 +83,18 @@ class Ranks:
         )
 
     def list_speeds(self, count: int) -> list[float]:
-        """Return the speed of each of so many ranks."""
+        """Return the speed of each of `count` ranks."""
         return [1.0] * count if self.speeds is None else list(self.speeds)
 
     def scale_by_speed(self, seconds: FloatArray) -> FloatArray:
-        """Return the seconds that each rank takes for work of so many seconds; arrays of shape
-        (ranks,).
-        """
+        """Divide seconds of work at speed 1 by the speeds of the ranks; shape (ranks,)."""
         return seconds if self.speeds is None else np.asarray(seconds / np.array(self.speeds))
 
     def list_links(self, cost: CostModel, count: int) -> tuple[IntArray, FloatArray]:
-        """List the links of so many ranks, inside their node and to other nodes.
+        """List the links of `count` ranks, inside their node and to other nodes.
 
-        Without nodes, all ranks are one node, and its links are those between nodes.
+        Without nodes, all ranks count as one node, and its links are as fast as those between
+        nodes.
 
         Returns:
             The first rank that shares each link, and its bytes per second; shape (2, ranks).

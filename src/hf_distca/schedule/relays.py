@@ -2,13 +2,13 @@
 
 Without relays, every server gets the keys it needs from the ranks that hold them, and a rank that
 holds a long document sends it once for every server. With relays, the first part of a document is
-cut in runs, one for each of its *relays*: servers that need the run anyway. In the first hop a run
-goes from the ranks that hold it to its relay, in the second from the relay to the other servers
-that need it. No rank receives more or less than before; only the sending is shared. Gradients of
-keys go the same way back, and the relay adds them up.
+cut into runs, one for each of its *relays*. A relay is a server that needs the run anyway. In the
+first hop a run goes from the ranks that hold it to its relay. In the second hop it goes from the
+relay to the other servers that need it. No rank receives more or less than before; only the sending
+is shared. Gradients of keys go the same way back, and the relay adds them up.
 
-A rank may be the relay of keys that it holds itself: then they go to all servers in the first hop,
-as all keys do that have no relay.
+A rank may be the relay of keys that it holds itself. These keys go to all servers in the first hop,
+as do all keys without a relay.
 """
 
 from __future__ import annotations
@@ -33,8 +33,9 @@ if TYPE_CHECKING:
 
 
 def find_units(layout: Layout, document: IntArray, rank: IntArray, per_node: int) -> IntArray:
-    """Number the groups of servers of each document that share relays: the ranks of a node where
-    tokens of it lie, and all ranks of other nodes.
+    """Number the units of servers that share relays of a document.
+
+    Each node where tokens of the document lie has its own unit. All other nodes share one unit.
     """
     nodes = -(-layout.world_size // per_node) + 1
     place = layout.find_places(document) * nodes
@@ -44,8 +45,9 @@ def find_units(layout: Layout, document: IntArray, rank: IntArray, per_node: int
 
 
 def with_sending_ranks(layout: Layout, keys: KeyTransfers, relays: Relays | None) -> KeyTransfers:
-    """Return the keys that servers need from other ranks, with the sending rank as
-    `source`: a relay, or a rank that holds them.
+    """Return the keys that servers need from other ranks.
+
+    `source` is the sending rank: a relay, or a rank that holds the keys.
     """
     remote_keys = _select_rows(keys, keys.source != keys.server)
     if relays is None:
@@ -59,12 +61,12 @@ def with_relay_hops(
 ) -> tuple[KeyTransfers, IntArray]:
     """Cut rows where the runs of relays begin and end.
 
-    Return the rows, and the relay of each; -1 for keys without one.
+    Return the rows, and the relay of each row; -1 for keys without a relay.
     """
     if relays is None:
         return keys, np.full(len(keys.document), -1)
-    # The keys of a document that have no relay are its last run. Positions count on from one
-    # unit to the next.
+    # Keys without a relay are the last run of their unit. Positions continue from one unit to the
+    # next.
     units = [
         find_units(layout, document, rank, relays.per_node)
         for document, rank in ((keys.document, keys.server), (relays.document, relays.relay))
@@ -88,8 +90,8 @@ def with_relay_hops(
 
 
 def _select_rows(rows: KeyTransfers, mask: BoolArray) -> KeyTransfers:
-    """Select some of the rows."""
-    # Five times faster than five masks.
+    """Select the rows that `mask` marks."""
+    # One index is five times faster than a mask on each of the five columns.
     index = np.flatnonzero(mask)
     return KeyTransfers(*(column[index] for column in rows))
 
@@ -97,14 +99,15 @@ def _select_rows(rows: KeyTransfers, mask: BoolArray) -> KeyTransfers:
 def add_relays(load: PlanLoad, min_gain: float = 0.0) -> PlanLoad:
     """Return the load of the plan with relays, or unchanged if they gain nothing.
 
-    A rank is *late* if it ends after everything that relays cannot change: compute and receiving of
-    all ranks or, if exchanges are hidden behind compute, receiving alone. Documents that late ranks
-    send to several servers get relays.
+    Relays only change sending. So the plan cannot end before the longest compute plus receiving of
+    any rank, or before the longest receiving if exchanges are hidden behind compute. A rank is
+    *late* if its sending ends after that. Documents that late ranks send to several servers get
+    relays.
 
     Args:
         load: load of a plan without relays. A plan with a window is left unchanged, because a
-            server then needs a window of keys, which few share.
-        min_gain: part of the seconds of the slowest rank that relays have to gain.
+            server then needs only a window of keys, which few servers share.
+        min_gain: part of the slowest rank's seconds that relays must gain.
     """
     plan, slowest = load.plan, load.slowest_seconds
     if plan.window is not None or not plan.moved:
@@ -122,9 +125,10 @@ def add_relays(load: PlanLoad, min_gain: float = 0.0) -> PlanLoad:
 
 
 def _choose_relays(load: PlanLoad, other_seconds: FloatArray, unchanged: float) -> Relays | None:
-    """Choose relays of documents that late ranks send, if any of these has several servers.
+    """Choose relays of the documents that late ranks send.
 
-    Each forwards in proportion to the seconds that it has left before `unchanged`.
+    Each relay forwards in proportion to the seconds that it has left before `unchanged`. Return
+    None if no such document has several servers.
     """
     layout, keys = load.plan.layout, load.needed_keys
     per_node = load.ranks.per_node or layout.world_size
@@ -135,7 +139,7 @@ def _choose_relays(load: PlanLoad, other_seconds: FloatArray, unchanged: float) 
     if not late.any():
         return None
     keys = _select_rows(keys, late[place])
-    # What a server needs of a document ends with its last row.
+    # The last row of a server and document ends the keys that this server needs.
     last = np.append(mark_changes(keys.server, keys.document), True)[1:]
     document, server, key_end = keys.document[last], keys.server[last], keys.end[last]
     unit = find_units(layout, document, server, per_node)
@@ -143,8 +147,8 @@ def _choose_relays(load: PlanLoad, other_seconds: FloatArray, unchanged: float) 
     unit, document, server, key_end = (
         column[order] for column in (unit, document, server, key_end)
     )
-    # Seconds that each rank has left to pass keys on, once its own leave it but once; shared by all
-    # documents it may do it for.
+    # Seconds that each rank has left to forward keys, if it sends each of its own keys only once.
+    # All documents that it may forward share these seconds.
     resent = _count_resent(_select_rows(keys, keys.source != keys.server), layout)
     spare_seconds = unchanged - seconds + load.cost.key_seconds * resent
     weight = np.maximum(spare_seconds, 0.0)[server] / np.bincount(server)[server]
@@ -161,36 +165,37 @@ def _choose_relays(load: PlanLoad, other_seconds: FloatArray, unchanged: float) 
 def _divide_keys(
     unit: IntArray, server: IntArray, key_end: IntArray, weight: FloatArray
 ) -> tuple[IntArray, ...] | None:
-    """Choose relays that forward in proportion to weights, as far as each has the
-    keys; servers of weight 0 forward nothing.
+    """Divide keys among relays in proportion to weights, as far as each relay has the keys.
+
+    Servers of weight 0 forward nothing.
 
     Args:
-        unit, server, key_end: servers and the keys [0, key_end) that they need, in order of unit
-            and reach.
+        unit, server, key_end: servers with their units, and the keys [0, key_end) that they need,
+            in order of unit and key_end.
         weight: weight of each server.
 
     Returns:
-        Unit, start, end and relay of each run; None if there is none.
+        Unit, start, end and relay of each run; None if there are no runs.
     """
     forwarding = np.flatnonzero(weight > 0)
-    # How often the keys before each reach are sent beyond the first time: it grows evenly from one
-    # reach to the next.
+    # A reach is the `key_end` of a server. Count how often the keys before each reach are sent
+    # again after the first time. This count grows linearly between reaches.
     place = np.cumsum(mark_changes(unit)) - 1
     times = np.searchsorted(place, place, side="right") - 1 - np.arange(len(place))
     resent = _sum_running(place, times * (key_end - _shift_down(place, key_end)))
-    # The positions before which so much is passed on: both grow from 0 in each document.
+    # For each position, the count of forwarded keys before it. Both grow from 0 in each document.
     width, most = int(key_end.max()) + 1, float(resent.max()) + 1
     documents = np.arange(place[-1] + 1)
     rows = np.argsort(np.append(documents, place), kind="stable")
     positions = np.append(documents * width, place * width + key_end)[rows]
     amounts = np.append(documents * most, place * most + resent)[rows]
-    # Where the last keys end that two servers need and one of these has.
+    # The second largest reach of the document. Only one server needs the keys after it.
     second = key_end[np.searchsorted(place, place, side="right") - 2][forwarding]
     unit, server, key_end, place = (column[forwarding] for column in (unit, server, key_end, place))
     parts = _sum_running(place, weight[forwarding])
     last = np.searchsorted(place, place, side="right") - 1
     end = np.minimum(second, key_end[last])
-    # Weights that are lost in the rounding of larger ones before them add up to 0.
+    # Rounding can make this sum 0, if the weights of earlier documents are much larger.
     total = np.maximum(parts[last], np.finfo(np.float64).tiny)
     resent_target = (np.interp(place * width + end, positions, amounts) - place * most) * (
         parts / total
@@ -220,8 +225,9 @@ def _sum_running(place: IntArray, values: npt.NDArray[Any]) -> Any:
 
 
 def _count_resent(remote_keys: KeyTransfers, layout: Layout) -> FloatArray:
-    """Count K/V tokens that each rank sends beyond the first time; those of some of the heads count
-    in part.
+    """Count the K/V tokens that each rank sends again after the first time.
+
+    Tokens with only some of the heads count in part.
     """
     tokens = remote_keys.end - remote_keys.start
     order = np.lexsort((-tokens, remote_keys.start, remote_keys.document))

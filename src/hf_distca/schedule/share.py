@@ -1,7 +1,7 @@
-"""A rank's share of a plan, in numbers: rows to send and receive, pools of keys, and tasks to run.
+"""A rank's share of a plan as numbers: rows to send and receive, pools of keys, and tasks to run.
 
-`runtime.route` makes objects of the numbers. All rows between two ranks travel in order of
-document, head group and position, so that messages need no description.
+`runtime.route` makes objects from these numbers. All rows between two ranks travel in order of
+document, head group and position, so messages need no description.
 """
 
 from __future__ import annotations
@@ -17,17 +17,18 @@ from hf_distca.schedule.plan import KeyTransfers, Plan, Relays
 from hf_distca.schedule.relays import with_relay_hops
 
 Columns = tuple[list[int], ...]
-# Runs that are sent: rank, first row, rows. And what comes: rank, rows.
+# A message: sent runs (rank, first row, number of rows) and received rows (rank, number of rows).
 RankMessage = tuple[Columns, Columns]
 
 
 class RelayDuty(NamedTuple):
-    """The second hop of keys.
+    """The second hop of keys, on one rank.
 
     Attributes:
-        pieces: forwarded runs of the first hop: section, first row, rows, row of the pool.
-        keys: rows of these runs to send, and keys that come from relays.
-        gradients: gradients of these keys, rows of the pool, and gradients that come.
+        pieces: runs of the first hop to forward: section, first row, rows, row of the pool.
+        keys: rows of these runs to send, and keys to receive from relays.
+        gradients: gradients of the keys from relays to send, as rows of the pool, and gradients to
+            receive.
     """
 
     pieces: Columns
@@ -39,12 +40,13 @@ class ExchangeShare(NamedTuple):
     """A dispatch and a return of one rank.
 
     Attributes:
-        queries: query rows of this rank to send, and query rows that come.
+        queries: query rows of this rank to send, and query rows to receive.
         own_queries: query rows of this rank that run on its own pool: rank, first row, rows.
-        keys: keys of this rank to send, and keys that come in the first hop.
+        keys: keys of this rank to send, and keys to receive in the first hop.
         pool: the keys that tasks need: section of the received message, or -1 for keys of this
             rank; first row, rows.
-        gradients: gradients of keys that came, rows of the pool, and gradients that come.
+        gradients: gradients of received keys to send, as rows of the pool, and gradients to
+            receive.
         pool_tasks: tasks on the pool: first query row, query rows, first key, keys.
         relay_duty: the second hop, if the plan has relays.
     """
@@ -68,9 +70,9 @@ def compute_share(
         rank: the rank.
 
     Returns:
-        Tasks on this rank's own tensors: first query row, query rows, first key, keys. The
-            exchange, if the plan has one. And one that needs nothing from other ranks: head groups
-            on keys of this rank alone, if it runs any.
+        Tasks on this rank's own tensors: first query row, query rows, first key, keys. Then
+            the exchange, or None if the plan has no exchange. Then an exchange of this rank with
+            itself, for head groups that need only its own keys, or None without such groups.
     """
     layout = plan.layout
     is_concerned = np.zeros(len(layout.documents), dtype=np.bool_)
@@ -94,11 +96,11 @@ class _TokenRows(NamedTuple):
     """Query rows or keys, in order of number and position.
 
     Attributes:
-        number, start: document and head group, and the document position.
+        number, start: number of the document and head group, and the document position.
         row, rows: the first row in a tensor whose rows are head groups, and the number of rows.
-        source, server: the rank that has them, and the rank that needs them.
-        relay: the rank that forwards them; the server if none does.
-        first_key: position of the first key that they need.
+        source, server: the rank that holds the rows, and the rank that needs them.
+        relay: the rank that forwards the rows; the server if no rank does.
+        first_key: position of the first key that the rows need.
     """
 
     number: IntArray
@@ -114,7 +116,7 @@ class _TokenRows(NamedTuple):
     def select_tokens(
         cls, plan: Plan, tokens: KeyTransfers, relay: IntArray, first_key: IntArray, groups: int
     ) -> Self:
-        """Select tokens of documents, with all of so many head groups or of one."""
+        """Select rows of tokens: one head group if the document is a group, else all of them."""
         layout, (document, start, end, source, server) = plan.layout, tokens
         group = document % (groups + 1) if groups > 1 else np.ones_like(document)
         index, part = enumerate_ranges(
@@ -135,11 +137,12 @@ class _TokenRows(NamedTuple):
 
     @classmethod
     def select_keys(cls, plan: Plan, tasks: IntArray, rank: int, relays: Relays | None) -> Self:
-        """Select the keys that tasks need, as far as a rank sends, forwards, gets, or holds them
-        for itself.
+        """Select the keys that tasks need and that a rank sends, forwards, receives or holds
+        itself.
         """
         keys, relay = with_relay_hops(plan.layout, plan.list_key_transfers(tasks), relays)
-        # Relays get theirs in the first hop, and keys of their own go to all in it.
+        # A relay gets its keys in the first hop. Keys without a relay, and keys that their relay
+        # holds itself, reach all servers in this hop.
         relay = np.where(
             (relay < 0) | (relay == keys.source) | (keys.source == keys.server), keys.server, relay
         )
@@ -148,16 +151,14 @@ class _TokenRows(NamedTuple):
         return cls.select_tokens(plan, keys, relay[rows], keys.start, plan.layout.groups)
 
     def select(self, which: npt.NDArray[Any]) -> Self:
-        """Select some of the rows."""
+        """Select rows by a mask or by their indices."""
         return type(self)(*map(itemgetter(which), self))
 
 
 def _compute_exchange(
     plan: Plan, rank: int, needed_tasks: IntArray, run_tasks: IntArray, relays: Relays | None
 ) -> ExchangeShare:
-    """Compute an exchange that carries the keys of the tasks `needed_tasks`; the tasks `run_tasks`
-    run on pools.
-    """
+    """Compute an exchange. It carries the keys of `needed_tasks`; `run_tasks` run on pools."""
     layout, groups = plan.layout, plan.layout.groups
     queries = _TokenRows.select_queries(
         plan, run_tasks[(plan.server[run_tasks] == rank) | (plan.home[run_tasks] == rank)], groups
@@ -203,7 +204,7 @@ def _compute_exchange(
     if relays is None:
         return share
     relayed_keys = keys.select((keys.relay == rank) & (keys.server != rank))
-    # Each run of the pool is passed on as far as the server needs it that needs most of it.
+    # Each run of the pool is forwarded as far as any server needs it.
     pool_row = _find_pool_rows(pool, relayed_keys.number, relayed_keys.start)
     relayed_rows = np.zeros_like(pool.rows)
     np.maximum.at(relayed_rows, pool_row, relayed_keys.rows)
@@ -220,7 +221,7 @@ def _compute_exchange(
 
 
 def _find_pool_rows(pool: _TokenRows, number: IntArray, position: IntArray) -> IntArray:
-    """Find the row of a pool that holds the key of each position."""
+    """Find the row of `pool` that holds each key, given by its number and position."""
     starts_run = mark_changes(pool.number)
     width = int(max(pool.start.max(initial=0), position.max(initial=0))) + 1
     wanted = np.searchsorted(pool.number[starts_run], number) * width + position
@@ -230,12 +231,15 @@ def _find_pool_rows(pool: _TokenRows, number: IntArray, position: IntArray) -> I
 
 
 def _merge_tasks(rows: _TokenRows, place: IntArray, query: IntArray) -> Columns:
-    """Merge tasks that follow each other: first query row, query rows, first key, keys.
+    """Merge tasks that follow each other.
 
     Args:
         rows: the query rows.
-        place: place where keys of position 0 would lie, if all keys lay in one run.
-        query: place of the query rows.
+        place: row where the key of position 0 would lie, if all keys lay in one run.
+        query: row of the first query.
+
+    Returns:
+        First query row, query rows, first key, and keys of each task.
     """
     end = rows.start + rows.rows
     starts_run = mark_changes(rows.number, place)
@@ -249,8 +253,9 @@ def _merge_tasks(rows: _TokenRows, place: IntArray, query: IntArray) -> Columns:
 def _describe_exchange(
     sent: _TokenRows, received: _TokenRows, step: int = 1
 ) -> tuple[RankMessage, RankMessage]:
-    """Describe a message of sent rows, `step` apart, and received rows; and the message of the
-    gradients that go back.
+    """Describe a message of sent rows, which are `step` apart, and received rows.
+
+    Return it, and the message of the gradients that go back.
     """
     message = _group_runs(sent.server, sent, step), _sum_rows(received.source, received.rows)
     return message, (_group_runs(received.source, received, 1), _sum_rows(sent.server, sent.rows))
@@ -271,15 +276,16 @@ def _join_runs(key: IntArray, first: IntArray, rows: IntArray, step: IntArray | 
 
 
 def _sum_rows(rank: IntArray, rows: IntArray) -> Columns:
-    """Sum rows by rank, of ranks that have any: rank, rows."""
+    """Sum rows by rank, and leave out ranks without rows: rank, rows."""
     total = np.bincount(rank, weights=rows).astype(np.int64)
     ranks = np.flatnonzero(total)
     return _to_lists(ranks, total[ranks])
 
 
 def _number_sections(sender: IntArray, rows: IntArray) -> tuple[IntArray, IntArray]:
-    """Number the senders of consecutive received rows, and the rows within each section; -1 without
-    a sender.
+    """Number the senders of received rows as sections, and the rows of each section.
+
+    The section of rows without a sender is -1.
     """
     section = np.unique(np.append(-1, sender), return_inverse=True)[1][1:] - 1
     order = np.argsort(section, kind="stable")
@@ -290,7 +296,7 @@ def _number_sections(sender: IntArray, rows: IntArray) -> tuple[IntArray, IntArr
 
 
 def _sum_rows_before(rows: IntArray) -> IntArray:
-    """Return the number of rows before each."""
+    """Return the number of rows before each entry."""
     return np.cumsum(rows) - rows
 
 

@@ -7,23 +7,24 @@ from typing import TYPE_CHECKING, Any
 from hf_distca.schedule.compiled import compile_function
 
 if TYPE_CHECKING:
-    from hf_distca.schedule.cost import MarginalCost  # which counts with `count_task_work`
+    from hf_distca.schedule.cost import MarginalCost  # imports this module
 
 
 def count_task_work(rows: Any, keys: Any, tile: int, window: int) -> tuple[Any, Any]:
-    """Count keys that tasks read, and query-key pairs that they compute: in whole
-    kernel tiles, with the keys behind a row in its own.
+    """Count the keys that tasks read, and the query-key pairs that they compute.
+
+    Pairs are those of whole kernel tiles, with the keys behind a row in its tile.
 
     Args:
-        rows: query rows; numbers or arrays, like the results.
-        keys: position after the last of them, which sees as many keys, or the last `window` of
-            them.
+        rows: number of query rows; numbers or arrays, like the results.
+        keys: document position after the last row. This row sees all keys before it, or the last
+            `window` of them.
         tile: rows of a kernel tile.
         window: keys that a row sees, its own included; 2**62 for all.
     """
     tiled = -(-rows // tile) * tile
-    # Rows that see a whole window, and those before them, which see all there is.
-    # No `numpy.maximum`: of numbers, numba takes long to compile it.
+    # `full` rows see a whole window, and the `rest` before them see all keys up to their own.
+    # `numpy.maximum` is avoided, because numba takes long to compile it for numbers.
     rest = rows - (keys - window) * (keys > window)
     rest = rest * (rest > 0)
     full = rows - rest

@@ -1,8 +1,8 @@
 """Tails of pieces for `schedule.trial`: when a rank ends, how many rows a tail has, and what it
 costs to give it away.
 
-`end_seconds` alone knows what a rank waits for. How many rows a server takes, and how many a home
-has to give, are solutions of a quadratic equation (`solve_rows`).
+Only `end_seconds` knows what a rank waits for. `solve_rows` solves a quadratic equation for the
+rows that a server can take, and for the rows that a home must give away.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from hf_distca.schedule.cost import ALL_KEYS, MarginalCost, TransientBytes
 from hf_distca.schedule.layout import FloatArray, IntArray
 from hf_distca.schedule.slice_cost import estimate_slice_seconds
 
-# Rows of `Batch.ranks`. Traffic is in seconds that a link is busy, inside a node and, one row
-# further, between nodes; that of a shared link stands at the first rank of those that share it.
+# Rows of `Batch.ranks`. Traffic is the seconds that a link is busy: a link inside a node, and in
+# the next row a link between nodes. The seconds of a shared link belong to the first rank that
+# shares it.
 COMPUTE, SENT, RECEIVED, HELD, END, LATEST, USEFUL, SPEED, WIRE, SERVES, ROWS = (
     *(0, 1, 3, 5, 6, 7, 8, 9, 10, 12, 13),
 )
@@ -26,12 +27,13 @@ LOW, HIGH, HOME, LEFT_HOME = range(4)
 PART, FIRST, LAST = range(3)
 # Columns of `Batch.moves`: a piece, rows [start, end) of its document, and the rank that gets them.
 PIECE, START, STOP, SERVER = range(4)
-# Columns of `Batch.holders`: a rank that has the first keys of a part, how many, and the row of the
-# part's holder before.
+# Columns of `Batch.holders`: a rank that has the first keys of a part, the number of these keys,
+# and the row of the part's previous holder.
 RANK, KEYS, PREVIOUS = range(3)
-# Units of a part: nodes where rows of it lie, by the rest of their number, and all others.
+# Units of a part: each node where its rows lie, numbered modulo OTHERS, and one unit for all other
+# nodes.
 UNITS, OTHERS = 9, 8
-# Part of T by which a rank ends earlier than it has to.
+# Ranks aim to end before T by this part of T.
 CLOSE = 0.0005
 
 
@@ -39,27 +41,28 @@ class Batch(NamedTuple):
     """Pieces and ranks, and the state of a trial.
 
     Attributes:
-        cost: of slices.
-        transient: bytes that a rank holds for a row and a key that it gets, and sends.
-        most_bytes: bytes that a rank may hold.
-        grid: documents are cut at its multiples.
-        per_node: ranks of a node; all, if nodes are not told apart.
-        shared: ranks that share a link between nodes.
+        cost: marginal cost of slices.
+        transient: bytes of a row and a key that a rank gets, and that it sends.
+        most_bytes: the most bytes that a rank may hold.
+        grid: documents are cut at multiples of it.
+        per_node: number of ranks of a node; all ranks if nodes are not told apart.
+        shared: number of ranks that share a link between nodes.
         hidden: whether exchanges are hidden behind compute.
-        has_relays: whether servers pass keys on, so that a home sends each key once to a unit:
-            servers of a node where rows of the document lie, or those of all other nodes.
-        heads: (parts,) the part of the heads that each has.
+        has_relays: whether servers forward keys, so that a home sends each key only once to each
+            unit. A unit is the servers of a node where rows of the document lie, or those of all
+            other nodes.
+        heads: (parts,) part of the heads that each part has.
         offsets: (ranks + 1,) pieces of rank r are [offsets[r], offsets[r + 1]), deepest first.
-        parts: (parts + 1, 2) the first segment of each, behind those of the part before, and the
-            last row of `holders`, or -1.
+        parts: (parts + 1, 2) the first segment of each part, and its newest row of `holders` or -1.
+            The segments of a part end where those of the next part begin.
         segments: (segments, 3 + units) keys [low, high) of a part lie on rank `home`. For each
-            unit, the key before which all have left their home for it.
-        pieces: (pieces, 3) the part of each, and the rows [first, last) that are left.
-        ranks: (13, ranks) compute, traffic, transient bytes, end, T, and after which no end is of
-            use, in seconds; relative speed, seconds of a byte on each link, and 1 for ranks that
-            may get tails.
-        holders, moves: room for rows.
-        counts: (2,) rows of `holders` and of `moves`.
+            unit, the position before which the home has sent all keys to it.
+        pieces: (pieces, 3) the part of each piece, and its rows [first, last) that are not moved.
+        ranks: (13, ranks) seconds of compute and traffic; transient bytes; end, T, and the latest
+            useful end in seconds; relative speed; seconds of a byte on each link; and 1 for ranks
+            that may get tails.
+        holders, moves: arrays with room for new rows.
+        counts: (2,) number of rows in `holders` and in `moves`.
     """
 
     cost: MarginalCost
@@ -95,7 +98,7 @@ def find_link(batch: Batch, rank: int) -> int:
 
 @compile_inner
 def end_seconds(batch: Batch, rank: int) -> float:
-    """Return when a rank ends. Its links carry at the same time, and both ways."""
+    """Return when a rank ends. Its links carry at the same time, in both directions."""
     ranks, link = batch.ranks, find_link(batch, rank)
     exchange = max(
         max(ranks[SENT, rank], ranks[RECEIVED, rank]),
@@ -109,11 +112,10 @@ def end_seconds(batch: Batch, rank: int) -> float:
 def solve_rows(
     cost: MarginalCost, heads: float, end: int, seconds: float, row_seconds: float
 ) -> float:
-    """Return how many rows before position `end` take so many seconds, with `row_seconds` more for
-    each; a very large number if all take less.
+    """Return how many rows before position `end` take `seconds`, plus `row_seconds` for each row.
 
-    Rows that see a whole window are equal. The n rows before a position b have n b - n (n - 1) / 2
-    pairs.
+    The result is a very large number if all rows take less. Rows that see a whole window cost the
+    same. The n rows before a position b have n b - n (n - 1) / 2 pairs.
     """
     if seconds <= 0:
         return 0.0
@@ -135,13 +137,13 @@ def solve_rows(
 def find_held(batch: Batch, part: int, server: int) -> int:
     """Find how many of the first keys of a part a server has.
 
-    With a window it has only those near its rows, so none count for other rows.
+    With a window, the result is 0: a server has only keys near its rows, which few other rows need.
     """
     if batch.cost.window < ALL_KEYS:
         return 0
     row = batch.parts[part, HOLDER]
     while row >= 0:
-        # The last row of a rank is that with the most keys.
+        # The newest row of a rank comes first, and has the most keys.
         if batch.holders[row, RANK] == server:
             return int(batch.holders[row, KEYS])
         row = batch.holders[row, PREVIOUS]
@@ -158,13 +160,15 @@ def find_unit(batch: Batch, part: int, server: int) -> int:
 
 
 class _Links(NamedTuple):
-    """Seconds of the links of a home and of a server, with the keys that a tail needs.
+    """Seconds of the links of a home and of a server, including the keys that a tail needs.
 
     Attributes:
-        arrive, leave: of the link by which rows arrive at the server, and leave the home.
-        other_arrive, other_leave: of the busiest other link of the server, and of the home.
-        row_arrive, row_leave: of each row.
-        key_seconds, keys: of all keys that the server receives; how many it has not.
+        arrive, leave: seconds of the link by which rows arrive at the server, and of the link by
+            which they leave the home.
+        other_arrive, other_leave: seconds of the busiest other link of the server, and of the home.
+        row_arrive, row_leave: seconds of each row on its two links.
+        key_seconds, keys: seconds of all keys that the server receives, and the number of keys that
+            it lacks.
     """
 
     arrive: float
@@ -179,7 +183,7 @@ class _Links(NamedTuple):
 
 @compile_inner
 def _weigh_links(batch: Batch, piece: int, source: int, server: int) -> _Links:
-    """Weigh the links of a tail that a server gets."""
+    """Weigh the links that carry a tail to a server."""
     ranks, cost, part, end = (
         batch.ranks,
         batch.cost,
@@ -212,7 +216,7 @@ def _weigh_links(batch: Batch, piece: int, source: int, server: int) -> _Links:
     level = int(is_far(batch, source, server))
     if level:
         arrive, other_arrive, leave, other_leave = other_arrive, arrive, other_leave, leave
-    # With a window, each row needs a key more.
+    # With a window, each further row needs one more key.
     row_bytes = batch.heads[part] * (cost.query_bytes + cost.key_bytes * (end >= cost.window))
     return _Links(
         arrive,
@@ -228,7 +232,7 @@ def _weigh_links(batch: Batch, piece: int, source: int, server: int) -> _Links:
 
 @compile_inner
 def _count_taken(batch: Batch, piece: int, source: int, server: int, links: _Links) -> float:
-    """Count the rows of a tail that its server can take and end by T."""
+    """Count the rows of a tail that its server can take and still end by T."""
     cost, ranks, speed = batch.cost, batch.ranks, batch.ranks[SPEED, server]
     end, latest = batch.pieces[piece, LAST], ranks[LATEST, server]
     heads = batch.heads[batch.pieces[piece, PART]]
@@ -266,7 +270,7 @@ def _count_taken(batch: Batch, piece: int, source: int, server: int, links: _Lin
 
 @compile_inner
 def _count_given(batch: Batch, piece: int, source: int, goal: float, links: _Links) -> float:
-    """Count the rows of a tail that its home has to give to end at its goal."""
+    """Count the rows of a tail that its home must give away to end by its goal."""
     cost, end, speed = batch.cost, batch.pieces[piece, LAST], batch.ranks[SPEED, source]
     heads = batch.heads[batch.pieces[piece, PART]]
     key = heads * cost.key
@@ -282,15 +286,16 @@ def _count_given(batch: Batch, piece: int, source: int, goal: float, links: _Lin
 
 @compile_inner
 def weigh_tail(batch: Batch, piece: int, source: int, server: int) -> tuple[float, int]:
-    """Return the seconds that are lost for a second that the source saves, and the first row of the
-    tail; inf if no tail gains enough.
+    """Return the seconds lost for each second that the source saves, and the first row of the tail.
+
+    The seconds are inf if no tail gains enough.
     """
     cost, ranks, heads = batch.cost, batch.ranks, batch.heads[batch.pieces[piece, PART]]
     start, end = batch.pieces[piece, FIRST], batch.pieces[piece, LAST]
     goal = ranks[LATEST, source] * (1 - CLOSE)
     links = _weigh_links(batch, piece, source, server)
-    # From the grid's line after which the server can take all, or from that before which the source
-    # need not give any.
+    # The tail begins at the first multiple of the grid from which the server can take all rows, or
+    # later: at the last multiple from which the source gives enough.
     first = end - _count_taken(batch, piece, source, server, links)
     row = start if first <= start else int(-(-first // batch.grid)) * batch.grid
     wanted = end - _count_given(batch, piece, source, goal, links)

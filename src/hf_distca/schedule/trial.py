@@ -1,14 +1,14 @@
-"""The trial for a time T: every rank that would end after T gives tails of its pieces away.
+"""The trial for a time T: every rank that would end after T gives away tails of its pieces.
 
-A *part* is a document, or a head group of one; a *piece* is the rows of a part on a rank, and a
-tail of it rows [x, end). Each tail goes to a rank that still ends by T with it, until its home ends
-by T itself. Of all tails that would do, the cheapest goes first: that with the fewest seconds of
-exchange and of repeated work for a second that the home saves (`schedule.tails`).
+A *part* is a document, or a head group of a document. A *piece* is the rows of a part on one rank,
+and a *tail* is the last rows of a piece. Each tail goes to a rank that still ends by T with it,
+until the home itself ends by T. The cheapest possible tail goes first. It costs the fewest seconds
+of exchange and of repeated work for each second that the home saves (`schedule.tails`).
 
-All ranks make the same moves: this is IEEE double arithmetic in the order in which it is written.
-numba compiles it when it is first called, and keeps the machine code beside the source or in the
-user's cache, under a name with a hash of the sources. If numba is told to compile nothing, it runs
-in Python, and makes the same moves.
+All ranks make the same moves, because this is IEEE double arithmetic in a fixed order. numba
+compiles it at the first call. It keeps the machine code next to the source or in the user's cache,
+under a name with a hash of the sources. If numba is told to compile nothing, the code runs in
+Python and makes the same moves.
 """
 
 from __future__ import annotations
@@ -56,13 +56,14 @@ from hf_distca.schedule.tails import (
     weigh_tail,
 )
 
-# Pieces that a rank looks at for a tail, the deepest first, and servers that have keys of each.
+# The most pieces that a rank tries for a tail, deepest first, and the most holders of a piece's
+# keys that it tries as servers.
 _MOST_PIECES, _MOST_HOLDERS = 4, 2
 
 
 @compile_inner
 def _update_ends(batch: Batch, rank: int) -> None:
-    """Update when a rank ends, and those that share its link."""
+    """Update the ends of a rank and of the ranks that share its link."""
     first = find_link(batch, rank)
     for other in range(first, min(first + batch.shared, batch.ranks.shape[1])):
         batch.ranks[END, other] = end_seconds(batch, other)
@@ -80,7 +81,7 @@ def _add_traffic(batch: Batch, source: int, server: int, sent: float, received: 
 
 @compile_inner
 def _give_keys(batch: Batch, part: int, server: int, start: int, end: int) -> None:
-    """Give a server the keys that rows [start, end) of a part need and that it has not."""
+    """Give a server the keys that rows [start, end) of a part need and that it does not have."""
     held = find_held(batch, part, server)
     if end <= held:
         return
@@ -117,7 +118,7 @@ def _make_move(batch: Batch, piece: int, source: int, server: int, row: int) -> 
     cost, ranks, part = batch.cost, batch.ranks, batch.pieces[piece, PART]
     heads, start, end = batch.heads[part], batch.pieces[piece, FIRST], batch.pieces[piece, LAST]
     query, key, sent_query, sent_key = batch.transient
-    is_windowed = end >= cost.window  # then each row needs a key more
+    is_windowed = end >= cost.window  # each row then needs one more key
     before = estimate_slice_seconds(cost, heads, start, end)
     after = estimate_slice_seconds(cost, heads, start, row)
     ranks[COMPUTE, source] -= (before - after) / ranks[SPEED, source]
@@ -138,7 +139,7 @@ def _make_move(batch: Batch, piece: int, source: int, server: int, row: int) -> 
 
 @compile_inner
 def _may_serve(batch: Batch, source: int, server: int, inside: bool) -> bool:
-    """Return whether a rank may get tails of another."""
+    """Return whether `server` may get tails of `source`."""
     return bool(
         batch.ranks[END, server] < batch.ranks[LATEST, server] * (1 - CLOSE)
         and batch.ranks[SERVES, server]
@@ -149,7 +150,7 @@ def _may_serve(batch: Batch, source: int, server: int, inside: bool) -> bool:
 
 @compile_inner
 def _find_emptiest(batch: Batch, source: int, first: int, last: int, found: int) -> int:
-    """Find which of ranks [first, last) and `found` ends first and may serve; -1 for none."""
+    """Find the rank of [first, last), or `found`, that ends first and may serve; -1 if none may."""
     earliest = math.inf if found < 0 else batch.ranks[END, found]
     for rank in range(first, last):
         if batch.ranks[END, rank] < earliest and _may_serve(batch, source, rank, False):
@@ -159,8 +160,10 @@ def _find_emptiest(batch: Batch, source: int, first: int, last: int, found: int)
 
 @compile_inner
 def _find_move(batch: Batch, source: int, inside: bool) -> tuple[int, int, int]:
-    """Find the cheapest tail of all pieces of a rank, for the emptiest ranks and for those that
-    have keys of its document: its piece, or -1, the server and the first row.
+    """Find the cheapest tail of all pieces of a rank.
+
+    Servers are the emptiest ranks, and ranks that have keys of the document. Return the piece, or
+    -1 if there is no tail; the server; and the first row.
     """
     first = source - source % batch.per_node
     last = first + batch.per_node
@@ -193,7 +196,7 @@ def _find_move(batch: Batch, source: int, inside: bool) -> tuple[int, int, int]:
 
 @compile_inner
 def _give_own_keys(batch: Batch) -> None:
-    """Give all ranks the keys of others that their own rows need."""
+    """Give all ranks the keys from other ranks that their own rows need."""
     for rank in range(batch.ranks.shape[1]):
         for piece in range(batch.offsets[rank + 1] - 1, batch.offsets[rank] - 1, -1):
             part, first, last = batch.pieces[piece]
@@ -206,16 +209,16 @@ def _make_moves(batch: Batch, order: IntArray, inside: bool) -> None:
     """Make the moves of a trial; the times T of all ranks are `batch.ranks[LATEST]`.
 
     Args:
-        batch: changed by the moves. T is infinite after the trial where a rank ended after
-            `batch.ranks[USEFUL]`: for all ranks or, inside nodes, for those of its node.
-        order: ranks in the order in which they give, the latest first. If there is none, all get
-            the keys of others that their own rows need, which precedes all trials.
-        inside: whether ranks give only to ranks of their node.
+        batch: changed by the moves. If a rank ends after `batch.ranks[USEFUL]`, the trial sets T to
+            infinity: for all ranks or, inside nodes, for the ranks of its node.
+        order: ranks in the order in which they give tails, the latest first. If it is empty, all
+            ranks get the keys from other ranks that their own rows need. This precedes all trials.
+        inside: whether ranks give tails only to ranks of their node.
     """
     if not len(order):
         _give_own_keys(batch)
     ranks, count = batch.ranks, -1
-    # Again, as ranks whose keys others gave away may be late.
+    # Repeat, because a move adds traffic to the ranks that send its keys, and they may end late.
     while count < batch.counts[1]:
         count = batch.counts[1]
         for rank in order:
