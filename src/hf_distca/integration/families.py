@@ -31,7 +31,7 @@ _TABLE = _read_table()
 
 PROVEN_GROUPS = {
     "PROVEN": "proven",
-    "PACKED": "proven: its recurrent layers begin anew with each document",
+    "PACKED": "proven: its recurrent layers are reset at each document",
     "CARRIES_STATE": (
         "proven, one document a row: its other layers carry state over packed documents"
     ),
@@ -181,9 +181,9 @@ def warn_of_unproven_family(model_type: str | None) -> None:
 _PACKING_WARNINGS = {
     "PACKED": (
         "this batch has packed documents, and layers of this %s model (state space, convolution,"
-        " linear attention) carry state from one to the next. distca lets each begin anew in those"
-        " of transformers 5.23, and these are others. Upgrade transformers, load the model without"
-        " code of its own, or give it one document a row."
+        " linear attention) carry state from one to the next. distca resets the layers of"
+        " transformers 5.23 at each document, but these layers are others. Upgrade transformers,"
+        " load the model without code of its own, or give it one document a row."
     ),
     "CARRIES_STATE": (
         "this batch has packed documents, and %s models have layers (state space, convolution,"
@@ -234,8 +234,8 @@ def check_cut_documents(
         )
     if model_type not in CUT_DOCUMENT_FAMILIES:
         warn_once(
-            "documents of this batch are in several parts, and %s models were never tried so:"
-            " attention is exact, but whatever else mixes tokens would not see those of other"
-            " parts. Compare with one process before you rely on it.",
+            "documents of this batch are in several parts, and %s models were never tried with such"
+            " documents: attention is exact, but other layers that mix tokens would not see the"
+            " tokens of other parts. Compare with one process before you rely on it.",
             model_type,
         )
