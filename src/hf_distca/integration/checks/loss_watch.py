@@ -1,5 +1,5 @@
-"""Record of what a loss is made of: reads of the targets of a batch and of their number, and paths
-in the graph from the loss to what a model made of them.
+"""Record of the targets that a loss uses: who reads the targets of a batch and their number, and
+which outputs that a model made from them the loss leads to in the graph.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from hf_distca.errors import UnsupportedError
 from hf_distca.integration.callers import is_in_model
 
 TARGETS, LABELS, ITEMS = "shift_labels", "labels", "num_items_in_batch"
-# A node of a graph, and which of its outputs: DDP has one node for all that a model returns.
+# A node of a graph, and the number of one of its outputs. DDP has one node for all outputs of a
+# model.
 GraphPlace = tuple[Any, int]
-# What a model returns that does not depend on targets. Anything else may.
+# Outputs of models that do not depend on targets. All others may.
 _TARGET_FREE_OUTPUTS = {
     "attentions",
     "aux_loss",
@@ -29,7 +30,7 @@ _TARGET_FREE_OUTPUTS = {
     "router_logits",
     "z_loss",
 }
-# Torch functions that hand values on without looking at them, or ask for a shape.
+# Torch functions that pass values on without computing with them, or ask only for a shape.
 _value_free = """
     __format__ __get__ __getitem__ __hash__ __len__ __repr__ __set__ __setitem__
     clone contiguous cpu cuda detach dim element_size expand flatten get_device int is_contiguous
@@ -40,24 +41,24 @@ _VALUE_FREE_FUNCTIONS = frozenset(_value_free.split())
 
 
 class SpyTensor(torch.Tensor):
-    """A tensor that calls `report_read`, which is set on it, when its values are read or moved
-    along the row; the argument says whether they are moved.
+    """A tensor that calls its `report_read` when its values are read, or moved along the row. The
+    argument is True if they are moved.
     """
 
-    report_read: Callable[[bool], object] = bool  # which does nothing
+    report_read: Callable[[bool], object] = bool  # does nothing
 
     @classmethod
     def wrap_tensor(cls, tensor: torch.Tensor, report_read: Callable[[bool], object]) -> SpyTensor:
-        """Return the tensor in a form that reports reads."""
+        """Return the tensor as a `SpyTensor` with this `report_read`."""
         spy = tensor.as_subclass(cls)
         spy.report_read = report_read
         return spy
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call a function of torch.
+        """Call a function of torch, and report a read of the values.
 
-        A result with the same values is a spy, too; any other is a plain tensor.
+        A result with the same values becomes a spy as well. Other results are plain tensors.
         """
         call: Callable[..., Any] = super().__torch_function__
         result = call(func, types, args, kwargs or {})
@@ -80,7 +81,7 @@ class SpyTensor(torch.Tensor):
 
 
 def _leaves_first_out(index: Any) -> bool:
-    """Return whether an index is, or ends with, ``1:``."""
+    """Return whether an index is ``1:`` or ends with it."""
     last = index[-1] if isinstance(index, tuple) else index
     return isinstance(last, slice) and last.start == 1 and last.stop is None
 
@@ -99,12 +100,12 @@ def _strip_spy(value: Any) -> Any:
 
 @dataclass(eq=False)
 class LossWatch:
-    """Record of a loss: its use of the targets of a batch and of their number.
+    """Record of the names in a batch that a loss uses: targets, labels and the number of targets.
 
     Attributes:
         ids: the tokens of the batch, if they are known.
-        names_read: names of those that it read itself.
-        names_given: names of those that a model got, by the places in the graph of its results.
+        names_read: names that the loss read itself.
+        names_given: names that a model got, by the places of the model's outputs in the graph.
     """
 
     ids: torch.Tensor | None = None
@@ -112,20 +113,19 @@ class LossWatch:
     names_given: dict[GraphPlace, set[str]] = field(default_factory=dict)
 
     def watch_value(self, value: Any, name: str) -> Any:
-        """Return the value in a form that reports reads; a value that cannot counts as read."""
+        """Return a tensor as one that records reads. Any other value counts as read at once."""
         if isinstance(value, torch.Tensor):
             return SpyTensor.wrap_tensor(value, partial(self.record_read, name))
         self.names_read.add(name)
         return value
 
     def record_read(self, name: str, is_moved: bool = False) -> None:
-        """Record that values of this name were read, unless a model reads them for a loss of its
-        own.
+        """Record that the loss read values of this name. Reads inside a model do not count.
 
         Raises:
-            UnsupportedError: if targets are moved along the row to be read.
+            UnsupportedError: if the loss moves targets along the row.
         """
-        if is_in_model():  # another one, such as a teacher
+        if is_in_model():  # a model whose calls are not recorded, such as a teacher
             return
         if is_moved and name == TARGETS:
             raise UnsupportedError(
@@ -136,14 +136,14 @@ class LossWatch:
         self.names_read.add(name)
 
     def forget_batch(self) -> None:
-        """Let go of the batch and of its graph; what was read stays known."""
+        """Release the batch and its graph, but keep `names_read`."""
         self.ids = None
         self.names_given.clear()
 
     @contextmanager
     def record_calls(self, models: Iterable[torch.nn.Module]) -> Iterator[None]:
-        """Record calls of models, which get plain tensors: reads inside a model are not its
-        caller's.
+        """Record the names that models get in a ``with`` block. Models get plain tensors, because
+        their reads are not reads of the loss.
         """
         calls: list[set[str]] = []
 
@@ -177,7 +177,7 @@ class LossWatch:
             )
 
     def find_loss_reason(self, loss: torch.Tensor) -> str | None:
-        """Describe the mistake in the loss of one of several ranks; None if there is none."""
+        """Describe what is wrong with the loss of one of several ranks; None if it is right."""
         reached = _collect_places(loss) & self.names_given.keys()
         from_targets = {place for place in reached if TARGETS in self.names_given[place]}
         names = self.names_read.union(*(self.names_given[place] for place in reached))
@@ -216,7 +216,7 @@ def _find_target_places(output: Any) -> list[GraphPlace]:
     values: Iterable[Any] = [output]
     if isinstance(output, Mapping):
         values = [value for name, value in output.items() if name not in _TARGET_FREE_OUTPUTS]
-    elif isinstance(output, (tuple, list)):  # a loss comes first, and is one number
+    elif isinstance(output, (tuple, list)):  # a loss is the first item, and has no dimensions
         values = [value for value in output[:1] if getattr(value, "shape", None) == ()]
     return [
         _get_place(value)
@@ -230,7 +230,7 @@ def _get_place(value: torch.Tensor) -> GraphPlace:
 
 
 def _collect_places(loss: torch.Tensor) -> set[GraphPlace]:
-    """Collect the places in the graph to which a loss leads."""
+    """Collect the places that can be reached from a loss in the graph."""
     reached = {_get_place(loss)}
     remaining = list(reached)
     while remaining:
