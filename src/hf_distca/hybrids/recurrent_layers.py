@@ -108,8 +108,8 @@ class _MixerCall(NamedTuple):
         if states.shape[:2] != shape:
             raise UnsupportedError(
                 f"{type(self.mixer).__name__} got {tuple(states.shape[:2])} rows and tokens of a"
-                f" batch of {shape} with packed documents: layers that mix tokens by more than"
-                " attention run whole. Set DistCAConfig(ping_pong=False)."
+                f" batch of {shape} with packed documents, but a layer that mixes tokens outside"
+                " attention needs the whole batch. Set DistCAConfig(ping_pong=False)."
             )
         return states.flatten(0, 1)[None]
 
@@ -309,8 +309,8 @@ def _check_no_state(call: _MixerCall, kwargs: dict[str, Any], *names: str) -> No
     if passed:
         raise UnsupportedError(
             f"{type(call.mixer).__name__} runs its rule with {passed[0]}, and this batch has"
-            " packed or cut documents: each begins without a state, and none is kept at its end."
-            " Give this model whole documents, one a row."
+            " packed or cut documents, which start without a state and leave no state. Give this"
+            " model whole documents, one a row."
         )
 
 

@@ -52,11 +52,11 @@ def check_not_replaced(config: PreTrainedConfig | None) -> None:
         changed = get_changed_flash_attention() if "flash" in name else None
     if changed is not None:
         raise UnsupportedError(
-            f'attn_implementation="{name}" is distca here, and {describe_origin(changed)} has been'
-            " put in front of it since. Packages do so to cut sequences over ranks; distca would"
-            " take each part for whole documents. Switch that off (sequence, context or"
-            " Ulysses parallelism of size 1): distca shares the attention of long documents between"
-            " ranks."
+            f'attn_implementation="{name}" is distca here, but {describe_origin(changed)} has been'
+            " put in front of it. Packages do so to cut sequences over ranks, and distca would take"
+            " each part for whole documents. Switch this off (set the size of sequence, context or"
+            " Ulysses parallelism to 1). distca itself shares the attention of long documents"
+            " between ranks."
         )
 
 
@@ -114,8 +114,8 @@ def _check_replaced(name: str) -> str:
         if function is not None and not describe_origin(function).startswith("transformers."):
             raise UnsupportedError(
                 f"distca cannot stand in for {name!r}: {describe_origin(function)} has been put in"
-                " its place. Packages do so to cut sequences over ranks, which distca would not"
-                " know of: switch that off."
+                " its place. Packages do so to cut sequences over ranks, and distca would take each"
+                " part for whole documents. Switch this off."
             )
     return describe_origin(replaced)
 
@@ -168,7 +168,7 @@ def _is_suitable(model: PreTrainedModel) -> bool:
     if FAMILIES.get(config.model_type) in PROVEN_GROUPS:
         return True
     warn_once(
-        "hf-distca leaves %s models with the attention of transformers: they are not proven.",
+        "hf-distca does not change the attention of %s models, because they are not proven.",
         config.model_type,
     )
     return False

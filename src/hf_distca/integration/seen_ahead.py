@@ -60,8 +60,8 @@ class Ahead:
         _, tokens = enumerate_ranges(layout.token[row], layout.token[row] + layout.length[row])
         if (self.number_tokens(documents)[tokens] >= 0).any():
             raise UnsupportedError(
-                "a document in which tokens see others behind them (an image, a prefix, or all of"
-                f" it) lies in several parts, one of them on rank {rank}, and no part could see the"
+                "a document in which tokens see later tokens (an image, a prefix, or all of it)"
+                f" lies in several parts, one of them on rank {rank}, and no part could see the"
                 " others. Give each such document to one rank, in one piece."
             )
 
@@ -86,8 +86,9 @@ def sum_documents(
         return documents if ahead is None else _add_blocks(ahead, documents, window, device)
     if ahead is not None:
         raise UnsupportedError(
-            "documents share prefixes, and tokens see others behind them (images, a prefix, or"
-            " is_causal=False): distca computes one of both. Give each document its own prefix."
+            "documents share prefixes, and tokens see later tokens (images, a prefix, or"
+            " is_causal=False): distca computes only one of the two. Give each document its own"
+            " prefix."
         )
     keys = to_device(torch.from_numpy(copied), device)
     prefixes = Retaken(keys[:0], keys, is_context=True)

@@ -98,9 +98,9 @@ def _check_unknown_arguments(module: torch.nn.Module, arguments: dict[str, Any])
     ]:
         raise UnsupportedError(
             f"{type(module).__name__} passes {', '.join(sorted(unknown))} to attention, and distca"
-            " does not know what that does there. If it is for the loss, keep it out of the call"
-            ' of the model. Else use attn_implementation="eager" (or "sdpa", where it knows'
-            " the argument)."
+            " does not know how this changes the result. If it is for the loss, do not pass it to"
+            ' the model. Else use attn_implementation="eager", or "sdpa" if that supports the'
+            " argument."
         )
 
 
@@ -154,7 +154,8 @@ def check_layer(
         )
     if query.shape[2] != key.shape[2]:
         raise UnsupportedError(
-            f"{name} has {query.shape[2]} query and {key.shape[2]} key positions without a cache."
+            f"{name} has {query.shape[2]} query and {key.shape[2]} key positions without a cache:"
+            " both numbers must be equal."
         )
     if getattr(getattr(module, "config", None), "output_attentions", False):
         _raise_for_weights(module)
@@ -197,6 +198,6 @@ def check_cached_mask(
 
 def _raise_for_weights(module: torch.nn.Module) -> NoReturn:
     raise UnsupportedError(
-        f"{type(module).__name__} is asked for output_attentions:"
-        ' attn_implementation="eager" has weights to return.'
+        f"{type(module).__name__} is asked for output_attentions, but distca has no weights to"
+        ' return. Use attn_implementation="eager".'
     )

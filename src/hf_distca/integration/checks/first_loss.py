@@ -182,8 +182,8 @@ def check_head_gradient(model: PreTrainedModel, targets: torch.Tensor | None) ->
 def _make_error(model: PreTrainedModel) -> UnsupportedError:
     return UnsupportedError(
         f"the loss of {type(model).__name__} gives its logits no gradient, though shift_labels has"
-        " targets: it reads `labels`, which are -100 in shares, as they could not be shifted where"
-        " documents are cut. Read `shift_labels`, which are shifted already."
+        " targets: it reads `labels`, which are -100 in shares, because labels cannot be shifted"
+        " where documents are cut. Read `shift_labels`, which are shifted already."
     )
 
 

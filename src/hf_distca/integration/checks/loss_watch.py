@@ -129,8 +129,8 @@ class LossWatch:
             return
         if is_moved and name == TARGETS:
             raise UnsupportedError(
-                "the loss shifts `shift_labels`, which are shifted already. For tokens further"
-                " ahead the targets are missing where documents are cut: they are on another rank."
+                "the loss shifts `shift_labels`, which are shifted already. Targets further ahead"
+                " are missing where documents are cut, because they are on another rank."
                 " Read shift_labels as they are; or train on whole documents with PackingCollator."
             )
         self.names_read.add(name)
@@ -171,9 +171,9 @@ class LossWatch:
         if keywords.get("distca_documents") is None and any(value is self.ids for value in values):
             other_names = ", ".join(sorted(keywords.keys() - {"input_ids"})) or "nothing else"
             raise UnsupportedError(
-                f"the model is called with input_ids and {other_names}, and dealt batches have more"
-                " than that: distca_documents say which documents the tokens are of, and on which"
-                " ranks the rest is. Call model(**inputs)."
+                f"the model is called with input_ids and {other_names}, but dealt batches have more"
+                " than that: distca_documents tells which documents the tokens belong to, and which"
+                " ranks hold the rest. Call model(**inputs)."
             )
 
     def find_loss_reason(self, loss: torch.Tensor) -> str | None:
@@ -185,9 +185,9 @@ class LossWatch:
             return None
         if TARGETS not in names:
             return (
-                "is not made of `shift_labels`: it reads `labels`, which are -100 in shares, as"
-                " they could not be shifted where documents are cut. Hand shift_labels to the model"
-                " under this name and use its loss, or read shift_labels, which are shifted"
+                "is not made of `shift_labels`: it reads `labels`, which are -100 in shares,"
+                " because labels cannot be shifted where documents are cut. Pass shift_labels to the"
+                " model under this name and use its loss, or read shift_labels, which are shifted"
                 " already."
             )
         is_models_loss = _get_place(loss) in from_targets
@@ -196,17 +196,18 @@ class LossWatch:
         ):
             return (
                 "is not divided by `num_items_in_batch`, the number of targets of all ranks: each"
-                " rank would divide by its own number, and ranks differ. Hand num_items_in_batch to"
-                " the model, or take super().compute_loss(model, inputs,"
-                " num_items_in_batch=num_items_in_batch). A mean by weights divides by it as well,"
-                " once its weights are multiplied by num_items_in_batch / the sum of the weights of"
-                " all ranks."
+                " rank would divide by its own number, and ranks differ. Pass num_items_in_batch to"
+                " the model, or use super().compute_loss(model, inputs,"
+                " num_items_in_batch=num_items_in_batch). For a weighted mean, multiply the weights"
+                " by num_items_in_batch / the sum of the weights of all ranks, and divide by"
+                " num_items_in_batch."
             )
         if is_models_loss:
             return (
-                "is the model's as it is: a sum divided by the targets of all ranks, over which"
-                " gradients are averaged then. Multiply it by self.accelerator.num_processes, or"
-                " take super().compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)."
+                "is the model's as it is: a sum divided by the number of targets of all ranks."
+                " Averaging gradients over ranks divides it again. Multiply it by"
+                " self.accelerator.num_processes, or use super().compute_loss(model, inputs,"
+                " num_items_in_batch=num_items_in_batch)."
             )
         return None
 

@@ -42,16 +42,16 @@ def check_packed_row(call: MaskCall, part: PreTrainedModel, packed: PackedDocume
     if alpha is not None:
         raise UnsupportedError(
             f"neftune_noise_alpha={alpha}: NEFTune's noise depends on the length of a row, and rows"
-            " hold packed or dealt documents, so it would be another one with every"
-            f" tokens_per_rank. Leave neftune_noise_alpha out, {remedy}"
+            " hold packed or dealt documents, so the noise would change with tokens_per_rank. Leave"
+            f" neftune_noise_alpha out, {remedy}"
         )
     for adapter in vars(model).get("peft_config", {}).values():
         tokens = getattr(adapter, "alora_invocation_tokens", None)
         if tokens is not None:
             raise UnsupportedError(
-                f"alora_invocation_tokens={list(tokens)}: the adapter looks for them once in a row,"
-                " and rows hold packed or dealt documents, most of which it would leave as they"
-                f" are. Use LoRA without them, {remedy}"
+                f"alora_invocation_tokens={list(tokens)}: the adapter looks for them once in a row."
+                " Rows hold packed or dealt documents, so it would not change most of them. Use"
+                f" LoRA without alora_invocation_tokens, {remedy}"
             )
 
 

@@ -161,9 +161,9 @@ def check_step(trainer: Trainer, model: torch.nn.Module, share: DealtShare | Non
     """
     if share is None and find_shares(trainer.train_dataset) is not None:
         raise UnsupportedError(
-            f"the train_dataset of this {type(trainer).__name__} is dealt, and its batches are not"
-            " of it: get_train_dataloader reads other rows, or a collator drops distca_documents."
-            " Let it read self.train_dataset; or train without dealing."
+            f"the train_dataset of this {type(trainer).__name__} is dealt, but its batches are not"
+            " shares: get_train_dataloader reads other rows, or a collator drops distca_documents."
+            " Make it read self.train_dataset, or train without dealing."
         )
     if (
         share is not None

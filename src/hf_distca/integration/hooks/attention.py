@@ -106,8 +106,8 @@ def distca_attention(
     if isinstance(attention_mask, ForeignMask):
         raise UnsupportedError(
             f"this model's attention mask uses {attention_mask.features}; distca computes causal"
-            " attention, windows, chunks, blocks and whole documents. Others need a mask inside the"
-            ' kernel (block diffusion). Use attn_implementation="sdpa" for it.'
+            " attention, windows, chunks, blocks and whole documents. Other masks, such as block"
+            ' diffusion, need a mask inside the kernel. Use attn_implementation="sdpa" for it.'
         )
     check_arguments(module, dropout, kwargs, attention_mask)
     sink_H = None if s_aux is None else _flatten_sink(module, s_aux, query.shape[1])
@@ -178,8 +178,8 @@ def _prepare_layers(
         )
     if plan.stage_attention is not None and batch.context.ahead is not None:
         raise UnsupportedError(
-            "tokens of this batch see others behind them (images, a prefix, or is_causal=False),"
-            " which stages of a pipeline do not compute. Train the model without one."
+            "tokens of this batch see later tokens (images, a prefix, or is_causal=False), which"
+            " stages of a pipeline do not compute. Train the model without a pipeline."
         )
     scores = _make_scores(module, query, scaling, plan.window, softcap)
     with plan.group.report_errors(f"choosing a kernel for {plan.name}"):

@@ -137,9 +137,9 @@ def _make_handle(
     if both_ways and model is not None and model.main_input_name != "input_ids":
         raise UnsupportedError(
             f"{type(model).__name__} takes {model.main_input_name}: towers of images or sounds are"
-            " not for distca, as attention is a third of their time, and ranks may have different"
-            ' numbers of images. Give it to the text alone: attn_implementation={"text_config":'
-            ' "distca"}, and "sdpa" for other parts.'
+            " not for distca, because attention is only a third of their time, and ranks may have"
+            " different numbers of images. Use distca only for the text:"
+            ' attn_implementation={"text_config": "distca"}, and "sdpa" for other parts.'
         )
     first = find_first_position(model)
     if position_ids is None and (positions := call.find_tensor("position_ids")) is not None:

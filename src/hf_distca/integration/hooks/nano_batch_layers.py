@@ -39,8 +39,8 @@ def cut_layers(model: torch.nn.Module) -> None:
     model_type = str(getattr(getattr(model, "config", None), "model_type", None))
     if model_type not in PING_PONG_FAMILIES:
         LOG.warning(
-            "ping-pong leaves the layers of %s models whole: it is not proven that attention is all"
-            " that mixes tokens in them.",
+            "ping-pong leaves the layers of %s models whole: it is not proven that only attention"
+            " mixes their tokens.",
             model_type,
         )
         return
@@ -132,8 +132,8 @@ def _choose_nano_batches(
         return None
     if (reason := _separate_attention_reason(layer)) is not None:
         warn_once(
-            "ping-pong leaves layers whole whose attention is %s by itself: do it with whole"
-            " layers, which costs no second attention under distca, and which ping-pong can cut.",
+            "ping-pong leaves layers whole if their attention is %s by itself. Do it with whole"
+            " layers: under distca that costs no second attention, and ping-pong can cut them.",
             reason,
         )
         return None
@@ -150,8 +150,8 @@ def _choose_nano_batches(
         cut = NanoBatches.cut_batch(batch.tokens.shape, documents, planner.session.config.tile)
         if batch.context.ahead is not None and cut.documents[1].context_tokens:
             warn_once(
-                "ping-pong leaves layers whole where tokens see others behind them, and no document"
-                " begins near the middle of the row."
+                "ping-pong leaves layers whole if tokens see later tokens and no document begins"
+                " near the middle of the row."
             )
             return None
         batch.nano_batches = cut

@@ -27,8 +27,8 @@ from hf_distca.integration.current_session import current_session
 from hf_distca.integration.hooks.positions import find_first_position
 
 _REMEDY = (
-    'Load it with attn_implementation="distca" and call it with all of the batch, as'
-    " model(**inputs). All ranks then compute it together, in eval() and under no_grad() as well."
+    'Load it with attn_implementation="distca" and give it the whole batch: model(**inputs). All'
+    " ranks then compute it together, in eval() and under no_grad() as well."
 )
 
 
@@ -95,7 +95,7 @@ def _find_cut_reason(model: PreTrainedModel, documents: PackedDocuments) -> str 
     return (
         f'has attn_implementation="{name}" and gets a part of'
         f" {share or 'a batch'} whose documents are cut. It would compute what this rank holds,"
-        " without what came before. Give it whole documents of its own; or do as with the student."
+        " without the tokens before. Give it whole documents, or do as for the model in training."
     )
 
 
@@ -122,7 +122,7 @@ def _find_position_reason(model: PreTrainedModel, kwargs: dict[str, Any]) -> str
     if first <= 0:
         return None
     return (
-        f"gets a row that begins at position {first} of a document, and not the documents of its"
-        " batch (distca_documents). It would compute what this rank holds, without what came"
+        f"gets a row that begins at position {first} of a document, but not the documents of its"
+        " batch (distca_documents). It would compute what this rank holds, without the tokens"
         " before."
     )

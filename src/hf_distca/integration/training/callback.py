@@ -136,7 +136,7 @@ class DistCACallback(TrainerCallback):
             if not find_distca_configs(model):
                 LOG.warning(
                     "DistCACallback has nothing to balance: this %s has attn_implementation=%r,"
-                    " which is right for a run to compare with. Load it with"
+                    " which is right only for a baseline. Load it with"
                     ' attn_implementation="distca" (hf-distca run --attn-implementation distca) to'
                     " share attention.",
                     type(model).__name__,
@@ -308,17 +308,17 @@ class DistCACallback(TrainerCallback):
     def _apply_late_settings(self) -> Session:
         if self._session is None and self._has_settings:
             LOG.warning(
-                "DistCACallback was added while its Trainer was at work: its settings hold from now"
-                " on, not for what has run. Give it to the Trainer's `callbacks`, or call"
-                " hf_distca.configure before."
+                "DistCACallback was added while its Trainer was running: its settings hold only"
+                " from now on. Give it to the Trainer's `callbacks`, or call hf_distca.configure"
+                " first."
             )
         return self.apply_settings()
 
     def _move_before_reporters(self, trainer: transformers.Trainer | None) -> None:
         if trainer is None:
             LOG.warning(
-                "DistCACallback does not find who calls it: balance figures reach log_history, but"
-                " not the reporters. Put it in front of them in"
+                "DistCACallback does not find its Trainer: balance figures reach log_history, but"
+                " not the reporters. Put it in front of the reporters in"
                 " trainer.callback_handler.callbacks."
             )
         else:

@@ -443,6 +443,6 @@ def _check_loss(trainer: Any, name: str) -> None:
     if losses and size > 1:
         raise UnsupportedError(
             f"{name} with {' and '.join(losses)} and per_device_train_batch_size={size} has a loss"
-            " of the items that share a rank, not a mean over items, and place_rows puts others"
-            f" together. Set per_device_train_batch_size=1, or leave place_rows out: {_AS_THEY_ARE}"
+            " that depends on which items share a rank, and place_rows changes that. Set"
+            f" per_device_train_batch_size=1, or leave place_rows out: {_AS_THEY_ARE}"
         )
