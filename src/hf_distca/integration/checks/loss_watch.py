@@ -186,9 +186,9 @@ class LossWatch:
         if TARGETS not in names:
             return (
                 "is not made of `shift_labels`: it reads `labels`, which are -100 in shares,"
-                " because labels cannot be shifted where documents are cut. Pass shift_labels to the"
-                " model under this name and use its loss, or read shift_labels, which are shifted"
-                " already."
+                " because labels cannot be shifted where documents are cut. Pass shift_labels to"
+                " the model under this name and use its loss, or read shift_labels, which are"
+                " shifted already."
             )
         is_models_loss = _get_place(loss) in from_targets
         if not any(ITEMS in self.names_given[place] for place in from_targets) and (
