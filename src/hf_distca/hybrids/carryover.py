@@ -92,7 +92,8 @@ class SegmentKernel(NamedTuple):
     """A kernel, and the inputs of all segments of this rank.
 
     Attributes:
-        inputs: named tuple of tensors (1, tokens, ...). Tensors with one dimension have no tokens.
+        inputs: named tuple of tensors (1, tokens, ...). Tensors with one dimension, such as A of
+            Mamba 2, are the same for all tokens.
         segments: segments of this rank.
         kernel: the kernel.
     """

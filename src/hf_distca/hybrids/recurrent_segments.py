@@ -29,7 +29,7 @@ from hf_distca.runtime.group import AttentionGroup
 from hf_distca.schedule.layout import Layout
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]  # it reads documents
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # documents are read on the host
 def make_recurrent_rows(
     planner: LayerPlanner, model: PreTrainedModel, arguments: Mapping[str, Any]
 ) -> RecurrentRows | None:

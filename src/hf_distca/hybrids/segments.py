@@ -43,8 +43,8 @@ class RowNeeds:
     """Rows that segments need from segments before them, seen from one rank.
 
     Attributes:
-        held: keys of the rows that this rank holds and a segment on any rank needs. Keys of
-            position 0 come first.
+        held: keys of this rank's rows that a segment on any rank needs. Keys of position 0 come
+            first.
         rows: which held rows go to which ranks, and how many rows come from each rank.
         place: the index of each held or received row in a tensor of all held rows followed by all
             received rows.

@@ -83,7 +83,7 @@ def replace_attention(name: str) -> None:
             packages that cut sequences over ranks do. If a package does so later, the next forward
             raises.
     """
-    if name in tuple(_registered):  # a user's value may have no hash
+    if name in tuple(_registered):  # a tuple, because a user's value may not be hashable
         return
     check_replaceable(name)
     origin = "TRL's" if name == TREE_ATTENTION else _check_replaced(name)

@@ -99,7 +99,7 @@ class NanoBatches:
             return value if dim is None else value.narrow(dim, start, self.sizes[nano - 1])
         if isinstance(value, MaskObject):
             return value.select_half(nano)
-        if isinstance(value, Cache):  # a recompute would fill it twice
+        if isinstance(value, Cache):  # a recompute must not fill it a second time
             return None if is_in_backward() else NanoCache(value, self, nano)
         if isinstance(value, dict):
             return {name: self.select_part(nano, item) for name, item in value.items()}

@@ -1,5 +1,7 @@
-"""Record of the targets that a loss uses: who reads the targets of a batch and their number, and
-which outputs that a model made from them the loss leads to in the graph.
+"""Record of what a loss uses.
+
+It notes each read of the targets of a batch and of their number. It also finds the outputs of
+models that can be reached from the loss in the graph, and whether these were made from targets.
 """
 
 from __future__ import annotations

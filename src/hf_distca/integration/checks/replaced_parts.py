@@ -17,7 +17,7 @@ from hf_distca.integration.processes import LOG, warn_once
 
 if TYPE_CHECKING:
     import torch
-    from transformers import Trainer  # models are loaded without it
+    from transformers import Trainer  # not imported when models are loaded
 
 CollatorRule = Literal["check", "replace"]
 # Remedies for recurrent layers that carry states on, by group of model families.
@@ -74,9 +74,8 @@ def check_collator(trainer: Trainer, collator: CollatorRule) -> None:
             and pad == getattr(tokenizer, "eos_token_id", None)
         ):
             warn_once(
-                "%s would leave out all targets that are token %d, which both pads and ends"
-                " documents; dealt, they are trained on. Give rows labels with -100 there if they"
-                " should not be.",
+                "%s does not train on token %d, which both pads and ends documents, but dealt"
+                " documents train on it. If they should not, give rows labels of -100 there.",
                 *(name, pad),
             )
         return

@@ -70,7 +70,7 @@ def accept_document_positions() -> None:
     PreTrainedModel.post_init = post_init  # type: ignore[method-assign]
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]  # compiled, each length would make another graph
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # a compiler would make a graph for each length
 def _shift_positions(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     documents, positions = kwargs.get("distca_documents"), kwargs.get("position_ids")
     if not isinstance(documents, PackedDocuments):
@@ -255,7 +255,7 @@ def _is_varying_rotary(module: torch.nn.Module) -> bool:
     )
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]  # compiled, each length would make another graph
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # a compiler would make a graph for each length
 def _add_longest(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     longest = _get_longest_document(find_model_argument("distca_documents"))
     setattr(module, _HAS_LONGEST, longest is not None)

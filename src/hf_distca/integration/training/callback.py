@@ -251,7 +251,7 @@ class DistCACallback(TrainerCallback):
     def on_log(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Add the figures to the logs of training steps, and to the final ones."""
+        """Add the figures to the logs of training steps and to the final log."""
         logs: dict[str, Any] | None = kwargs.get("logs")
         if not logs or not logs.keys() & {"loss", "train_loss"}:
             return

@@ -149,7 +149,7 @@ def document_shares(
     dealing.deal_layouts(np.array([ranks * tokens_per_rank]))
     inputs = read_input_names(model)
     if not hasattr(documents, "__len__"):
-        # The default seed shuffles nothing here.
+        # Seed 0, the default, is accepted, although a stream is not shuffled.
         if fill not in (None, "cut") or longer != "cut" or seed or lengths is not None:
             raise ConfigError(
                 f"seed={seed!r}, fill={fill!r}, longer={longer!r} and lengths={lengths!r} for"
@@ -174,7 +174,7 @@ def make_lazy_dataset(shares: Shares) -> Dataset:
     Their column is named "input_ids", an argument of every model, so that no Trainer removes it as
     unused.
     """
-    from datasets import Dataset  # an extra, and slow to import
+    from datasets import Dataset  # an optional package, and slow to import
 
     dataset = Dataset.from_dict({"input_ids": np.arange(len(shares))}).with_transform(shares)
     dataset.set_epoch = shares.set_epoch  # accelerate's loaders call it

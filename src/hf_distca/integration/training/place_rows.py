@@ -242,7 +242,7 @@ def _make_placer(
 def _place_in_shard(
     shard: BatchSamplerShard, rows: Any, nodes: int, work: FloatArray, accumulation: int
 ) -> StepPlaces:
-    """Place the rows of a data set for several nodes."""
+    """Place the rows that a shard reads, for several nodes."""
     batches, ranks = shard.batch_sampler, shard.num_processes
     if isinstance(batches, RowPlacement):
         raise ConfigError(
@@ -434,7 +434,7 @@ def _explain_unknown_items(name: str, call: str) -> str:
 
 
 def _check_loss(trainer: Any, name: str) -> None:
-    """Raise for losses that depend on the items that share a rank."""
+    """Raise for losses that depend on which items share a rank."""
     size = trainer.args.per_device_train_batch_size
     losses = [
         *sorted(_LOSSES_OF_RANKS & set(getattr(trainer, "loss_types", ()))),
