@@ -55,7 +55,7 @@ from hf_distca.runtime.outputs import LayerOutputs
 _CONVOLUTION_FUNCTIONS = ("causal_conv1d_fn",)
 _DELTA_RULE_FUNCTIONS = (*_CONVOLUTION_FUNCTIONS, "torch_chunk_gated_delta_rule")
 _KIMI_DELTA_FUNCTIONS = (*_CONVOLUTION_FUNCTIONS, "chunk_kimi_delta_attention")
-# It computes a whole layer. Without mamba-ssm it is None.
+# This function computes a whole layer. Without mamba-ssm it is None.
 _FUSED_FUNCTION = "mamba2_split_conv1d_scan_combined"
 _MAMBA2_FUNCTIONS = (*_CONVOLUTION_FUNCTIONS, "mamba2_chunk_scan", _FUSED_FUNCTION)
 

@@ -50,8 +50,8 @@ _LOCAL_GROUP = AttentionGroup()
 # Keyword argument by which a pipeline stage gives a model's forward the `LayerPlanner` of its
 # handles. Without it, the forward makes one that plans with the current session.
 PLANNER = "distca_planner"
-# Keyword argument by which models with recurrent layers, which read the documents of the batch
-# first, give their layers an object with `documents`.
+# Keyword argument by which models with recurrent layers give their layers an object with
+# `documents`. These models read the documents before attention does.
 MODEL_ROWS = "distca_rows"
 
 

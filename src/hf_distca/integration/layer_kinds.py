@@ -50,7 +50,7 @@ def count_layers(model: Any, dtype: torch.dtype | None, device: str) -> dict[Pla
     config = model_config.get_text_config(decoder=True)
     bytes_ = (dtype or _choose_dtype(model, config, model_config)).itemsize
     kinds = getattr(config, "layer_types", None) or [None]
-    # The index of one layer of each kind, because a heterogeneous config has one config a layer.
+    # The index of one layer of each kind. A heterogeneous config has a config for each layer.
     layers = {kind: kinds.index(kind) for kind in kinds}
     configs = (
         config.per_layer_config

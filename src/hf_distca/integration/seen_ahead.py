@@ -24,7 +24,7 @@ from hf_distca.schedule.layout import IntArray, Layout, enumerate_ranges, mark_c
 # tokens. Planning copies all tokens of the rank, which took 5 to 12 % of a layer on a CPU. Measured
 # with `benchmarks/schedule/masks.py` on 64 ranks, for prefixes and for documents whose tokens all
 # see each other, the slowest rank took 1.03 and 1.08 times the mean if all blocks were planned,
-# 1.04 and 1.08 with this fraction, and 1.47 and 2.31 if no blocks were.
+# 1.04 and 1.08 with this fraction, and 1.47 and 2.31 without planned blocks.
 LEAST_PART = 1 / 4
 
 

@@ -47,8 +47,8 @@ def choose_dense_mask(
     ):
         # Generation reads the whole cache for one token at a time. There are no query rows to move,
         # and only this rank generates.
-        # With `allow_is_causal_skip=False` the mask is never None.
         dense = sdpa_mask(mask_function=mask_function, **arguments)
+        # With `allow_is_causal_skip=False`, `sdpa_mask` never returns None.
         return torch.Tensor.as_subclass(dense, CachedMask)  # type: ignore[arg-type]
     is_usual = not is_in_transform() and not has_dispatch_modes()  # a cheap check
     if sizes.get("device") != _META and (is_usual or not has_no_values()):

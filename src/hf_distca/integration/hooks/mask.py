@@ -92,7 +92,7 @@ def distca_mask(
     if dense is not None:
         return dense
     length = sizes["q_length"]
-    # This mask is bool. `_choose_padding` takes the model's own numbers instead if it can.
+    # transformers makes this mask bool. `_choose_padding` prefers the numbers that the model got.
     padding = None if attention_mask is None else attention_mask[:, :length]
     shape = sizes["batch_size"], length
     return reuse_forward_handle(_make_handle(shape, padding, limits, config))

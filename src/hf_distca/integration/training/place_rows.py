@@ -44,8 +44,8 @@ from hf_distca.schedule.layout import FloatArray, IntArray
 
 Reader = TypeVar("Reader")
 _SAMPLE_STEPS = 16  # steps from which the printed gain is estimated
-# For each document of an item: the columns that follow each other in it. In the second document of
-# KTO, the prompt has an answer to another prompt, for losses that compare the two answers.
+# For each document of an item: the columns that follow each other in it. The second document of KTO
+# repeats the prompt with an answer to another prompt, for losses that compare the two answers.
 _DOCUMENTS = {
     "DPOTrainer": (("prompt_ids", "chosen_ids"), ("prompt_ids", "rejected_ids")),
     "KTOTrainer": (("prompt_ids", "completion_ids"), ("prompt_ids", "KL_completion_ids")),

@@ -86,7 +86,8 @@ class Recorder(logging.Filter):
         # Sums since rows were last written.
         self._totals = BalanceTotals()
         self._figures = np.zeros(())
-        # The plan of the worst micro-batch, after its imbalance: slowest rank / mean, in seconds.
+        # Imbalance and plan of the worst micro-batch. The imbalance is slowest rank / mean, in
+        # estimated seconds.
         self._worst_plan: tuple[float, RunningMicroBatch] | None = None
         self._plan_bytes = 0
         self._has_failed = False
