@@ -86,7 +86,7 @@ def _convolve_segments(
     size: int,
     halos: Mapping[int, torch.Tensor] = MappingProxyType({}),
 ) -> torch.Tensor:
-    """Convolve all segments in one call, each after its halo, filled up with zeros to `size`."""
+    """Convolve all segments in one call, each after `size` rows: zeros, and then its halo."""
     if not segments.here:
         return convolve(append_token(x_BCT, 2))[..., :0]
     if len(segments.here) == 1 and not halos:

@@ -212,7 +212,7 @@ def _check_rows_used(
 
 
 def _pass_rows_to_mixer(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap the forward of a mixer to pass the mixer to its functions."""
+    """Wrap the forward of a mixer, so that the functions that mix its tokens get the mixer."""
 
     @wraps(forward)
     def forward_with_mixer(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:

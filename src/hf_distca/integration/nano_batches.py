@@ -111,7 +111,8 @@ class NanoBatches:
         """Join the outputs of a layer's nano-batches.
 
         Raises:
-            UnsupportedError: if an output contains anything but tensors that are cut along `axis`.
+            UnsupportedError: if an output contains anything but None, or tensors that are cut along
+                `axis`.
         """
         if isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor):
             cut = slice(self.axis, self.axis + 1)

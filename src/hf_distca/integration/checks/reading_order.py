@@ -133,8 +133,8 @@ def _is_for_ranks(processes: int, shares: Shares | StreamedShares) -> bool:
 
 
 def _find_sampler(loader: Any) -> tuple[Any, Any, int | None]:
-    """Find the batch sampler, accelerate's shard of it, and the number of processes that it is cut
-    for; None as this number if the sampler reads out of order.
+    """Find the batch sampler, accelerate's shard of it, and the number of processes that read its
+    batches. The number is None if the sampler reads out of order.
     """
     if isinstance(loader.dataset, IterableDatasetShard):
         return loader.dataset, loader.dataset, loader.dataset.num_processes
