@@ -1,9 +1,9 @@
 """Short causal convolutions over segments of documents. Each segment sees the last rows before it,
 wherever they lie.
 
-All segments of a rank are convolved in one call. In its input, each segment comes after its halo:
-the last rows before the segment, or zeros if the segment is the first of its document. The outputs
-of halos are dropped.
+All segments of a rank are convolved in one call. In its input, each segment comes after its halo,
+the last rows before it in its document. Zeros stand in for rows before the document. Only the
+outputs of segments are kept.
 
 Shape suffixes: B rows of the batch (1), C channels, T tokens, W width of the kernel.
 """
