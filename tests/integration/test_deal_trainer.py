@@ -400,7 +400,7 @@ def test_batches_that_were_not_dealt_are_refused(kind: type[Trainer]) -> None:
     trainer = make(kind, "distca", rows(), {})
     with pytest.raises(
         hf_distca.UnsupportedError,
-        match=f"train_dataset of this {kind.__name__} is dealt, and its batches are not",
+        match=f"train_dataset of this {kind.__name__} is dealt, but its batches are not",
     ):
         hf_distca.deal(trainer, TOKENS).train()
     assert not trainer.state.global_step

@@ -224,7 +224,7 @@ def test_a_callback_added_later_says_what_its_settings_missed(
         assert (evaluated, trained, predicted) == (layers, 2 * 2 * layers, layers), (
             "all but the first batch"
         )
-        assert "its settings hold from now on, not for what has run" in said
+        assert "its settings hold only from now on" in said
 
 
 def groups(rank: int) -> list[tuple[int, ...]]:

@@ -145,7 +145,7 @@ def test_what_is_no_tree_is_refused() -> None:
     model.config.is_causal = False
     tree = PackedDocuments([2, 2], parents=[-1, 0])
     positions = torch.arange(4)[None]
-    with pytest.raises(UnsupportedError, match="share prefixes, and tokens see others behind"):
+    with pytest.raises(UnsupportedError, match="share prefixes, and tokens see later tokens"):
         model(input_ids=positions + 3, position_ids=positions, distca_documents=tree)
 
 

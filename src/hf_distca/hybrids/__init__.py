@@ -1,6 +1,6 @@
-"""Hybrid models: states that pass between the segments of a document, in linear attention and Mamba
-layers, and the hooks that bring segments to these layers of transformers.
+"""Hybrid models: the state passing of linear attention and Mamba layers between the segments of a
+document, and the hooks that tell these layers of transformers where segments begin.
 """
 
-# First of all, as in `integration`: with it, the hooks of this room are registered.
+# This import must come first, as in `integration`: it registers the hooks of this room.
 import transformers.modeling_utils  # noqa: F401

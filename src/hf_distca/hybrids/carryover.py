@@ -1,11 +1,13 @@
 """Run recurrent rules along documents whose segments lie on several ranks, and bring each segment
-the rows that it needs from earlier ones, in one differentiable exchange.
+the rows that it needs from earlier segments, in one differentiable exchange.
 
-Forward sends rows to every rank that needs them. Backward sends the gradients of received rows the
-same way back, where they are added up in the order of ranks, so that a sum is the same in every
-run. An exchange is an autograd function that every rank must reach, forward and backward, even if
-the rank sends and receives no rows. So `exchange_states` takes the inputs of the layer, which need
-a gradient on every rank or on none, and returns an anchor: a scalar without meaning.
+Forward sends rows to every rank that needs them. Backward sends the gradients of received rows back
+to the ranks that sent the rows. There they are added up in the order of ranks, so that a sum is the
+same in every run.
+
+An exchange is an autograd function that every rank must reach, forward and backward, even if the
+rank sends and receives no rows. So `exchange_states` takes the inputs of the layer, which need a
+gradient on every rank or on none, and returns an anchor: a scalar without meaning.
 `with_gradient_anchor` makes the anchor part of the layer's output.
 """
 
@@ -26,11 +28,11 @@ from hf_distca.runtime.outputs import LayerOutputs
 class Summaries(NamedTuple):
     """Effect of segments on a state: S_out = transition(S_in) + bias.
 
-    One row for each segment with a later one in its document.
+    Only segments that have a later segment in their document have a row.
 
     Attributes:
-        biases: rows as in `Segments.summaries`.
-        transitions: rows as in `Segments.transitions`.
+        biases: one row for each key of `Segments.summaries`.
+        transitions: one row for each key of `Segments.transitions`.
     """
 
     biases: torch.Tensor
@@ -41,32 +43,31 @@ class RuleOutputs(NamedTuple):
     """Result of a recurrent layer's kernel.
 
     Attributes:
-        output: of all tokens, (1, tokens, heads, width).
-        states: after each document, (documents, heads, ...), if they were asked for.
+        output: outputs of all tokens, (1, tokens, heads, width).
+        states: states after each document, (documents, heads, ...); None if they were not asked
+            for.
     """
 
     output: torch.Tensor
     states: torch.Tensor | None
 
     def get_states(self, none: torch.Tensor) -> torch.Tensor:
-        """Return the states in the dtype of `none`; `none` itself if there are no states."""
+        """Return the states in the dtype of `none`, or `none` itself if there are no states."""
         return none if self.states is None else self.states.to(none.dtype)
 
 
 def append_token(tensor: torch.Tensor, dim: int = 1) -> torch.Tensor:
-    """Append a token of zeros to no tokens.
+    """Append a token of zeros.
 
-    A rank without tokens runs its kernels on this and drops the outputs, so that weights get a
-    gradient as on all other ranks.
+    A rank without tokens runs its kernels on this one token and drops the outputs. So its weights
+    get a gradient, as on all other ranks.
     """
     shape = [1 if number == dim else size for number, size in enumerate(tensor.shape)]
     return torch.cat([tensor, tensor.new_zeros(shape)], dim)
 
 
 class RecurrentKernel(Protocol):
-    """A kernel of a rule that runs several documents, one after another in the tokens of its
-    inputs.
-    """
+    """A kernel of a rule for several documents, whose tokens follow each other in its inputs."""
 
     def __call__(
         self,
@@ -79,10 +80,10 @@ class RecurrentKernel(Protocol):
         """Run documents of these lengths.
 
         Args:
-            inputs: of all documents.
-            lengths: tokens of each document, at least 1.
-            states: the states that the documents start with, as `make_no_states` of the inputs
-                with one for each; None for zeros.
+            inputs: inputs of all documents.
+            lengths: number of tokens of each document, at least 1.
+            states: the state that each document starts with, in the shape and dtype of
+                `make_no_states` of the inputs; None for zeros.
             final_states: whether `RuleOutputs.states` are needed.
         """
 
@@ -91,8 +92,8 @@ class SegmentKernel(NamedTuple):
     """A kernel, and the inputs of all segments of this rank.
 
     Attributes:
-        inputs: named tuple of tensors (1, tokens, ...), and of such with one dimension, which have
-            no tokens.
+        inputs: named tuple of tensors (1, tokens, ...). Tensors with one dimension, such as A of
+            Mamba 2, are the same for all tokens.
         segments: segments of this rank.
         kernel: the kernel.
     """
@@ -102,7 +103,7 @@ class SegmentKernel(NamedTuple):
     kernel: RecurrentKernel
 
     def convert_inputs(self, convert: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-        """Return the inputs with other tokens."""
+        """Return the inputs, with all tensors of tokens converted."""
         return type(self.inputs)(
             *(tensor if tensor.dim() == 1 else convert(tensor) for tensor in self.inputs)
         )
@@ -131,13 +132,14 @@ class SegmentKernel(NamedTuple):
 
 
 class Between(NamedTuple):
-    """Results of segments between others of their documents, whose initial state is not known yet.
+    """Results of inner segments: segments that are neither the first nor the last of their
+    document. Their initial states are not known yet.
 
     Attributes:
-        output: outputs if they start from zeros.
-        summaries: their summaries.
-        read_state: returns what an initial state adds to the outputs of a segment, given the index
-            of the segment and the state.
+        output: outputs of the segments when each starts from zeros.
+        summaries: summaries of the segments.
+        read_state: takes the index of a segment and its initial state, and returns what this state
+            adds to the outputs of the segment.
     """
 
     output: torch.Tensor
@@ -151,20 +153,21 @@ def run_along_documents(
     move: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
     stored: LayerOutputs | None,
 ) -> torch.Tensor:
-    """Run a rule along each document from no state to its end, wherever its segments lie.
+    """Run a rule along each document, from no state at its start to its end, wherever its segments
+    lie.
 
     Args:
         layer: kernel, inputs and segments of this rank.
-        run_between: runs segments between others.
+        run_between: runs inner segments.
         move: applies a transition to a state: (transition, state) -> state.
         stored: see `exchange_states`.
     """
     inputs, segments, _ = layer
     if segments.has_only_whole_documents:
         return layer.run(segments.whole_documents).output if segments.here else layer.run_none()
-    # 1. Segments that begin a document which goes on run from zeros, and end with their bias.
+    # 1. The first segments of cut documents run from zeros. Their final states are their biases.
     first = layer.run(segments.first_segments, final_states=True)
-    # 2. Segments between others run from zeros, and have a transition, too.
+    # 2. Inner segments run from zeros. They have a bias and a transition.
     between = run_between(layer, segments.inner_segments)
     # 3. Biases and transitions travel to the ranks that hold later segments.
     biases = torch.cat([first.get_states(inputs.make_no_states()), between.summaries.biases])
@@ -172,11 +175,12 @@ def run_along_documents(
     rows, anchor = exchange_states(
         segments, held, (segments.summaries, segments.transitions), inputs, stored
     )
-    # 4. They are composed, in the order of the document, to the state before each segment.
+    # 4. Biases and transitions are composed, in the order of the document, to the state before each
+    # segment.
     with torch.autocast(biases.device.type, enabled=False):
         states = compute_starting_states(segments, Summaries(*rows), move)
-        # 5. It adds to the outputs of segments between others, and segments that end a document run
-        # from it.
+        # 5. Inner segments add what this state contributes to their outputs. The last segments of
+        # documents run from this state.
         outputs = segments.split(between.output, segments.inner_segments)
         for index, output in outputs.items():
             added = between.read_state(index, states[index])
@@ -210,9 +214,7 @@ class _Exchange:
         return pending.receive_sections()
 
     def get_received(self, held: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return rows from other ranks; in a recompute those of the forward before, if they were
-        kept.
-        """
+        """Return rows from other ranks. A recompute returns those that its forward kept."""
         if self.stored is not None and (kept := self.stored.take_recorded()) is not None:
             return [rows.detach() for rows in kept]
         parts = [
@@ -228,7 +230,7 @@ class _Exchange:
         return came
 
     def return_gradients(self, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return gradients of the held rows, given those of held and received rows."""
+        """Return the gradients of held rows, given the gradients of held and received rows."""
         if self.stored is not None:
             self.stored.discard()
         parts = [
@@ -282,18 +284,19 @@ def exchange_states(
     inputs: Sequence[torch.Tensor],
     stored: LayerOutputs | None,
 ) -> tuple[Sequence[torch.Tensor], torch.Tensor]:
-    """Bring rows to the ranks that need them; exchange nothing if no document of the micro-batch
-    lies on several ranks.
+    """Bring rows to the ranks that need them. Nothing is exchanged if no document of the
+    micro-batch lies on several ranks.
+
+    Every rank of the group must call it at the same point, forward and backward.
 
     Args:
-        segments: of this rank. Every rank of the group must call it at the same point, forward and
-            backward.
+        segments: segments of this rank.
         held: tensors whose rows are `RowNeeds.held`. Dtypes and row shapes must be equal on all
             ranks.
-        needed: the `RowNeeds` of each of these tensors.
-        inputs: inputs of the layer; they need a gradient on every rank or on none.
-        stored: keeps received rows for activation checkpointing: the recompute finds them and
-            exchanges nothing.
+        needed: the `RowNeeds` of each tensor of `held`.
+        inputs: inputs of the layer, which need a gradient on every rank or on none.
+        stored: keeps received rows for activation checkpointing, so that the recompute exchanges
+            nothing.
 
     Returns:
         The held and received rows of each tensor, and the anchor.
@@ -305,7 +308,7 @@ def exchange_states(
 
 
 def with_gradient_anchor(output: torch.Tensor, anchor: torch.Tensor) -> torch.Tensor:
-    """Return the output, tied to the anchor: its backward reaches the exchange of the anchor."""
+    """Tie the output to the anchor, so that its backward reaches the exchange of the anchor."""
     result: torch.Tensor = _Tie.apply(output, anchor)  # type: ignore[no-untyped-call]
     return result
 
@@ -315,12 +318,12 @@ def compute_starting_states(
     carried: Summaries,
     move: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
 ) -> dict[int, torch.Tensor]:
-    """Return the state at the start of each segment here that is not the first of its
-    document, by its place among `Segments.here`.
+    """Return the state at the start of each segment of this rank that is not the first of its
+    document, by the segment's index in `Segments.here`.
 
     Args:
-        segments: of this rank.
-        carried: summaries of the segments before, from the rows that `exchange_states` returned.
+        segments: segments of this rank.
+        carried: summaries of the earlier segments, from the rows that `exchange_states` returned.
         move: applies a transition to a state: (transition, state) -> state.
     """
     states: dict[int, torch.Tensor] = {}

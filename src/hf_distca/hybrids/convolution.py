@@ -1,9 +1,9 @@
-"""Short causal convolutions over segments of documents: each segment sees the last rows before it,
+"""Short causal convolutions over segments of documents. Each segment sees the last rows before it,
 wherever they lie.
 
-All segments are convolved in one call, one after another. Each segment is preceded by the rows
-before it, or by zeros if it is the first of its document. Only the outputs of the segments are
-kept.
+All segments of a rank are convolved in one call. In its input, each segment comes after its halo,
+the last rows before it in its document. Zeros stand in for rows before the document. Only the
+outputs of segments are kept.
 
 Shape suffixes: B rows of the batch (1), C channels, T tokens, W width of the kernel.
 """
@@ -29,25 +29,25 @@ def compute_causal_convolution(
     segments: Segments,
     stored: LayerOutputs | None = None,
 ) -> torch.Tensor:
-    """Compute a causal convolution of this rank's tokens that starts with zeros at the first token
-    of each document.
+    """Compute a causal convolution of this rank's tokens. The first tokens of a document see zeros
+    before it.
 
     Every rank of the group must call it at the same point, forward and backward.
 
     Args:
         x_BCT: rows of the tokens of `segments`, in their order; B is 1, and T may be 0.
-        convolve: the model's own function, with activation: (1, C, any T) to the same, with zeros
-            in front of the first token.
-        width: W, so that a token sees `width - 1` before it.
+        convolve: the model's own function, activation included. It maps (1, C, any T) to the same
+            shape, and puts zeros in front of the first token.
+        width: W; a token sees the `width - 1` tokens before it.
         segments: segments of this rank.
-        stored: keeps received rows for activation checkpointing: the recompute then exchanges
+        stored: keeps received rows for activation checkpointing, so that the recompute exchanges
             nothing.
 
     Returns:
-        (1, C, T).
+        Outputs (1, C, T).
 
     Raises:
-        LayoutError: if the input has another number of tokens than the segments.
+        LayoutError: if the input and the segments differ in their number of tokens.
         DistCADesyncError: if other ranks do not take part in time.
     """
     with segments.group.report_errors(f"computing a convolution of {segments.name}"):
@@ -71,7 +71,7 @@ def compute_causal_convolution(
 
 
 def _gather_halo(rows: torch.Tensor, needed: RowNeeds, segment: Segment, size: int) -> torch.Tensor:
-    """Return up to `size` rows in front of a segment, (1, C, size or less)."""
+    """Return the last rows before a segment, at most `size`: (1, C, size or less)."""
     places = [
         needed.place[StateKey(segment.document, position)]
         for position in range(max(segment.start - size, 0), segment.start)
@@ -86,7 +86,7 @@ def _convolve_segments(
     size: int,
     halos: Mapping[int, torch.Tensor] = MappingProxyType({}),
 ) -> torch.Tensor:
-    """Convolve all segments in one call, each behind `size` rows: its halo, or zeros."""
+    """Convolve all segments in one call, each after `size` rows: zeros, and then its halo."""
     if not segments.here:
         return convolve(append_token(x_BCT, 2))[..., :0]
     if len(segments.here) == 1 and not halos:

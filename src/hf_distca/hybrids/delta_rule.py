@@ -1,17 +1,19 @@
 """The gated delta rule over segments of documents, and its form with a decay for each channel (Kimi
 delta attention).
 
-For each token, with a state S of (K, V) for each head, a decay a = exp(decay), a key k of length K
-and a value v::
+Each head has a state S of shape (K, V). A token with decay a = exp(decay), key k of length K and
+value v of length V changes the state and reads it::
 
     S <- a S;   S <- S + beta k (v - S^T k)^T;   output = S^T q / sqrt(K)
 
-(Yang et al., Gated Delta Networks, arXiv 2412.06464; with a decay for each channel, which is a row
-of S, Kimi Linear, arXiv 2510.26692). Each step is affine in S, and so is a segment of any length:
-S_out = T S_in + B, where T is (K, K). A run of the rule from zeros ends with B. A run from the
-identity, with values of zero, ends with T. The outputs of the segment are the outputs from zeros
-plus S_in^T times the outputs from the identity. Columns of a state do not affect each other, so
-both runs are one run, whose values and states are K columns wider.
+The rule is that of Gated Delta Networks (Yang et al., arXiv 2412.06464). In Kimi Linear (arXiv
+2510.26692) each channel, which is a row of S, has its own decay.
+
+Each step is affine in S, and so is a segment of any length: S_out = T S_in + B, where T is (K, K).
+A run of the rule from zeros ends with B. A run from the identity, with values of zero, ends with T.
+The outputs of the segment are the outputs from zeros plus S_in^T times the outputs from the
+identity. Columns of a state do not affect each other, so both runs are one run, whose values and
+states are K columns wider.
 
 Shape suffixes: T tokens, H value heads, G key heads, K key dim, V value dim, N documents.
 """
@@ -41,7 +43,7 @@ class DeltaInputs(NamedTuple):
     Attributes:
         query, key: (1, T, G, K); G divides H.
         value: (1, T, H, V).
-        decay: logarithms, (1, T, H), or (1, T, H, K) with a decay for each channel.
+        decay: logarithms of decays, (1, T, H), or (1, T, H, K) with a decay for each channel.
         beta: (1, T, H).
     """
 
@@ -52,7 +54,7 @@ class DeltaInputs(NamedTuple):
     beta: torch.Tensor
 
     def make_no_states(self) -> torch.Tensor:
-        """Make an empty batch of states (0, H, K, V), in float32, or float64 if the values are."""
+        """Make an empty batch of states (0, H, K, V): in float64 if values are, else float32."""
         shape = 0, self.value.shape[2], self.key.shape[3], self.value.shape[3]
         return self.value.new_zeros(
             shape, dtype=torch.promote_types(self.value.dtype, torch.float32)
@@ -62,12 +64,12 @@ class DeltaInputs(NamedTuple):
 def run_by_document(
     kernel: Callable[..., tuple[torch.Tensor, torch.Tensor | None]],
 ) -> RecurrentKernel:
-    """Make a `RecurrentKernel` of a kernel that runs one document.
+    """Make a `RecurrentKernel` from a kernel that runs one document.
 
     Args:
         kernel: called as ``kernel(query, key, value, g=decay, beta=beta, initial_state=...,
-            output_final_state=...)`` with states of (1, H, K, V), as the functions of transformers
-            and of fla are. It returns output and final state.
+            output_final_state=...)``, with states of (1, H, K, V), like the functions of
+            transformers and fla. It returns the output and the final state.
     """
 
     def run(
@@ -105,7 +107,7 @@ def compute_gated_delta_rule(
     rule: RecurrentKernel,
     stored: LayerOutputs | None = None,
 ) -> torch.Tensor:
-    """Compute the rule for this rank's tokens: each document from no state to its end, wherever its
+    """Compute the rule for this rank's tokens. Each document starts without a state, wherever its
     segments lie.
 
     Every rank of the group must call it at the same point, forward and backward.
@@ -113,15 +115,15 @@ def compute_gated_delta_rule(
     Args:
         inputs: inputs for the tokens of `segments`, in their order; T may be 0.
         segments: segments of this rank.
-        rule: the model's kernel; inputs and states may be wider than those of the model.
-        stored: keeps received states for activation checkpointing: the recompute then exchanges
+        rule: the model's kernel, which must accept values and states wider than the model's.
+        stored: keeps received states for activation checkpointing, so that the recompute exchanges
             nothing.
 
     Returns:
         Outputs (1, T, H, V) in the dtype in which the rule returns them.
 
     Raises:
-        LayoutError: if the inputs have another number of tokens than the segments.
+        LayoutError: if the inputs and the segments differ in their number of tokens.
         DistCADesyncError: if other ranks do not take part in time.
     """
     with segments.group.report_errors(f"computing a delta rule of {segments.name}"):
@@ -131,7 +133,7 @@ def compute_gated_delta_rule(
 
 
 def _run_between(layer: SegmentKernel, which: Sequence[int]) -> Between:
-    """Run segments from zeros and from the identity, in one run."""
+    """Run segments from zeros and from the identity at once."""
     inputs: DeltaInputs = layer.select_inputs(which)
     none = inputs.make_no_states()
     heads, rows, columns = none.shape[1:]

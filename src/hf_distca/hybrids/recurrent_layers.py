@@ -1,19 +1,20 @@
 """Recurrent layers of hybrid models (linear attention, Mamba 2, short convolutions), reset at each
 document.
 
-Such layers mix tokens along a row: a document would begin with the state after the previous one,
-and its convolution would see the last tokens of that one. And the part of a document that other
-ranks hold would be missing. So three things in the modeling modules of transformers are replaced,
-as soon as they are imported:
+These layers mix tokens along a row. A document would begin with the state that the previous
+document left, and its convolution would see the last tokens of that document. The parts of a
+document on other ranks would be missing. So three things in the modeling modules of transformers
+are replaced as soon as the modules are imported:
 
-- The forward of the model that calls the layers reads the documents and adds them to its keyword
-  arguments, as `RecurrentRows`. The models hand their keyword arguments on, through layers and
-  mixers, to the functions that mix tokens. An argument is the same in the recompute of activation
-  checkpointing and another one for every micro-batch in flight.
-- The forward of a mixer adds the mixer itself: tensors that it received are kept for its recompute.
+- The forward of the model reads the documents and adds them to its keyword arguments, as
+  `RecurrentRows`. Models pass their keyword arguments on, through layers and mixers, to the
+  functions that mix tokens. An argument is the same object in the recompute of activation
+  checkpointing, and each micro-batch in flight has its own.
+- The forward of a mixer adds the mixer itself, so that its functions can keep received tensors for
+  its recompute.
 - The functions that mix tokens run along segments of documents instead of rows, with the replaced
   function as kernel. Without `RecurrentRows`, as under another attention implementation, they call
-  what they replace.
+  the replaced function.
 
 A model that generates uses its cache as before.
 """
@@ -54,13 +55,13 @@ from hf_distca.runtime.outputs import LayerOutputs
 _CONVOLUTION_FUNCTIONS = ("causal_conv1d_fn",)
 _DELTA_RULE_FUNCTIONS = (*_CONVOLUTION_FUNCTIONS, "torch_chunk_gated_delta_rule")
 _KIMI_DELTA_FUNCTIONS = (*_CONVOLUTION_FUNCTIONS, "chunk_kimi_delta_attention")
-# All of a layer in one; None where mamba-ssm is missing.
+# This function computes a whole layer. Without mamba-ssm it is None.
 _FUSED_FUNCTION = "mamba2_split_conv1d_scan_combined"
 _MAMBA2_FUNCTIONS = (*_CONVOLUTION_FUNCTIONS, "mamba2_chunk_scan", _FUSED_FUNCTION)
 
-# Modeling modules: the model whose forward calls the layers, and the functions through which their
-# tokens mix. Seen in transformers 5.16.0, 5.18.0 and 5.23.0. Before, mixers keep functions of their
-# own, and nothing is replaced; LFM2 of 5.18.0 does not hand its keyword arguments on, which
+# For each modeling module: the model whose forward calls the layers, and the functions that mix
+# tokens. Checked in transformers 5.16.0, 5.18.0 and 5.23.0. In older versions mixers hold their own
+# functions, and nothing is replaced. LFM2 in 5.18.0 does not pass its keyword arguments on, which
 # `_check_rows_used` notices.
 RECURRENT_MODULES: dict[str, tuple[str, tuple[str, ...]]] = {
     "bailing_hybrid": ("BailingHybridModel", _KIMI_DELTA_FUNCTIONS),
@@ -79,20 +80,21 @@ RECURRENT_MODULES: dict[str, tuple[str, tuple[str, ...]]] = {
     "zamba2": ("Zamba2Model", _MAMBA2_FUNCTIONS),
 }
 
-# Functions of torch raise when they get them; the first is what some mixers call one of the others.
+# Arguments about boundaries of documents. The functions of torch do not accept them. Some mixers
+# pass one of `PACKING_KEYS` as "cu_seqlens".
 _BOUNDARY_ARGUMENTS = ("cu_seqlens", *PACKING_KEYS)
 
 
 class _MixerCall(NamedTuple):
-    """Rows, and the mixer in which a function mixes their tokens."""
+    """The rows of a batch and the mixer that calls a function with them."""
 
     rows: RecurrentRows
     segments: Segments
     mixer: torch.nn.Module
 
     def get_outputs(self, name: str, inputs: Sequence[torch.Tensor]) -> LayerOutputs | None:
-        """Return the place to keep rows that a function receives from other ranks; None if no
-        recompute can follow.
+        """Return the store for rows that a function receives from other ranks; None if no recompute
+        can follow.
         """
         return (
             self.rows.stores[name].find_outputs(self.mixer, inputs)
@@ -106,8 +108,8 @@ class _MixerCall(NamedTuple):
         if states.shape[:2] != shape:
             raise UnsupportedError(
                 f"{type(self.mixer).__name__} got {tuple(states.shape[:2])} rows and tokens of a"
-                f" batch of {shape} with packed documents: layers that mix tokens by more than"
-                " attention run whole. Set DistCAConfig(ping_pong=False)."
+                f" batch of {shape} with packed documents, but a layer that mixes tokens outside"
+                " attention needs the whole batch. Set DistCAConfig(ping_pong=False)."
             )
         return states.flatten(0, 1)[None]
 
@@ -117,8 +119,8 @@ class _MixerCall(NamedTuple):
 
 
 def register() -> None:
-    """Replace the forwards and functions named above, in each module now if it is imported, else
-    right after its import.
+    """Replace the forwards and functions in `RECURRENT_MODULES`. A module that is not imported yet
+    gets its replacements right after its import.
     """
     for name in RECURRENT_MODULES:
         call_after_import(
@@ -134,7 +136,7 @@ def _replace_functions(name: str) -> None:
     if not hasattr(module, model) or not set(functions) <= vars(module).keys() & set().union(
         *used_names.values()
     ):
-        return  # another version, whose layers mix tokens in another way
+        return  # a version of transformers whose layers mix tokens in another way
     for function in functions:
         setattr(module, function, _run_along_segments(getattr(module, function), function))
     for mixer in mixers:
@@ -146,7 +148,9 @@ def _replace_functions(name: str) -> None:
 
 
 def _list_forwards(module: ModuleType) -> Iterator[tuple[Any, set[str]]]:
-    """Yield the classes of a module that have a forward, and the global names that it uses."""
+    """Yield each class of a module that defines a forward, with the global names that the forward
+    uses.
+    """
     for owner in vars(module).values():
         if (
             inspect.isclass(owner)
@@ -161,8 +165,8 @@ def _pass_rows_to_model(
     forward: Callable[..., Any],
     check: Callable[[PreTrainedModel, RecurrentRows], None],
 ) -> Callable[..., Any]:
-    """Wrap the forward of a model: add `RecurrentRows` to its keyword arguments, and check that
-    they were used.
+    """Wrap the forward of a model to add `RecurrentRows` to its keyword arguments, and to check
+    that the mixers used them.
     """
     _, *names = inspect.signature(forward).parameters
 
@@ -176,7 +180,7 @@ def _pass_rows_to_model(
         if rows is None:
             return forward(self, **arguments)
         if rows.segments is not None:
-            arguments["use_cache"] = False  # nobody goes on from the end of several documents
+            arguments["use_cache"] = False  # generation cannot continue from several documents
         output = forward(self, **arguments, **{MODEL_ROWS: rows})
         check(self, rows)
         return output
@@ -191,8 +195,8 @@ def _check_rows_used(
     model: PreTrainedModel,
     rows: RecurrentRows,
 ) -> None:
-    """Warn about packed documents, and raise for cut ones, if a model has not passed rows on to the
-    functions of its mixers.
+    """Warn about packed documents, and raise for cut documents, if a model has not passed its rows
+    to the functions of its mixers.
     """
     if (
         rows.segments is None
@@ -208,11 +212,11 @@ def _check_rows_used(
 
 
 def _pass_rows_to_mixer(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap the forward of a mixer: pass the mixer to its functions."""
+    """Wrap the forward of a mixer, so that the functions that mix its tokens get the mixer."""
 
     @wraps(forward)
     def forward_with_mixer(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        rows = kwargs.get(MODEL_ROWS)  # of a model that was given some
+        rows = kwargs.get(MODEL_ROWS)
         if isinstance(rows, RecurrentRows) and rows.segments is not None:
             kwargs[MODEL_ROWS] = _MixerCall(rows, rows.segments, self)
         return forward(self, *args, **kwargs)
@@ -221,9 +225,9 @@ def _pass_rows_to_mixer(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _run_along_segments(original: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """Make a replacement of `original` that runs along segments if there are any."""
+    """Make a replacement for `original` that runs along segments if there are any."""
 
-    # Compiled, segments would be traced with the lengths of one micro-batch.
+    # A compiler would trace segments with the lengths of one micro-batch.
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def run(call: _MixerCall, *args: Any, **kwargs: Any) -> Any:
         output = _REPLACEMENTS[name](original, call, *args, **kwargs)
@@ -278,8 +282,8 @@ def _compute_delta_rule(
     *states: torch.Tensor,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Compute a delta rule of query, key, value, decay and beta, all (batch, length, heads, ...),
-    without a last state.
+    """Compute a delta rule from query, key, value, decay and beta, each (batch, length, heads,
+    ...). The final state is not computed.
     """
     _check_no_state(call, kwargs, "initial_state", "output_final_state")
     inputs = DeltaInputs(
@@ -299,14 +303,14 @@ def _compute_delta_rule(
 
 
 def _check_no_state(call: _MixerCall, kwargs: dict[str, Any], *names: str) -> None:
-    """Remove the arguments for a first and a last state: without a cache there are none."""
+    """Remove the arguments for initial and final states, or raise if they ask for a state."""
     values = {name: kwargs.pop(name, None) for name in names}
     passed = [name for name, value in values.items() if value is not None and value is not False]
     if passed:
         raise UnsupportedError(
             f"{type(call.mixer).__name__} runs its rule with {passed[0]}, and this batch has"
-            " packed or cut documents: each begins without a state, and none is kept at its end."
-            " Give this model whole documents, one a row."
+            " packed or cut documents, which start without a state and leave no state. Give this"
+            " model whole documents, one a row."
         )
 
 
@@ -319,7 +323,7 @@ def _run_package_rule(
     *,
     final_states: bool,
 ) -> RuleOutputs:
-    """Run the delta rule of a package: fla runs several documents in one call."""
+    """Run the delta rule of a package such as fla, which takes several documents in one call."""
     query, key, value, decay, beta = inputs
     return RuleOutputs(
         *kernel(
@@ -341,8 +345,9 @@ def _compute_scan(
     *rates: torch.Tensor,
     **kwargs: Any,
 ) -> Any:
-    """Compute the scan of Mamba 2 without a last state: A is (heads,), all else (batch, length,
-    heads or groups, ...).
+    """Compute the scan of Mamba 2. The final state is not computed.
+
+    `rates` are A (heads,), B and C. All other tensors are (batch, length, heads or groups, ...).
     """
     _check_no_state(call, kwargs, "initial_states", "return_final_states")
     if is_of_package(original) and call.segments.has_only_whole_documents:
@@ -361,8 +366,8 @@ def _compute_scan(
 
 
 def _compute_steps(dt: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:
-    """Compute the steps of a scan from a layer's input, by the arguments for that, which are
-    removed.
+    """Compute the steps of a scan from `dt` by bias, softplus and limits, and remove these from
+    `kwargs`.
     """
     bias, softplus, limits = (
         kwargs.pop(name, None) for name in ("dt_bias", "dt_softplus", "dt_limit")
@@ -381,8 +386,8 @@ def _compute_fused(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Compute convolution, scan and output projection of Mamba 2 in one; None to run them one by
-    one, as without mamba-ssm.
+    """Compute convolution, scan and output projection of Mamba 2 in one call. With None as the
+    result, the mixer computes them one by one, as without mamba-ssm.
     """
     if is_of_package(original) and call.segments.has_only_whole_documents:
         return original(zxbcdt, *args, seq_idx=call.rows.make_seq_idx(zxbcdt.device), **kwargs)

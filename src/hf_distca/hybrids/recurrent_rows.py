@@ -1,6 +1,4 @@
-"""The rows of a batch for recurrent layers: the segments along which they run, on this rank and
-from rank to rank.
-"""
+"""The rows of a batch for recurrent layers, with the segments along which these layers run."""
 
 from __future__ import annotations
 
@@ -20,18 +18,18 @@ from hf_distca.runtime.outputs import OutputStore
 class RecurrentRows:
     """The documents of a batch, and the segments along which its recurrent layers run.
 
-    This is no dataclass: FSDP with mixed precision rebuilds dataclasses for every layer.
+    It is not a dataclass, because FSDP with mixed precision rebuilds dataclasses for every layer.
 
     Args:
         documents: documents of the batch.
-        shape: rows of the batch, and tokens of a row.
-        segments: segments of its rows, one after another; None if each row is one, and layers run
-            along rows as usual.
+        shape: number of rows of the batch, and of tokens of a row.
+        segments: segments of all rows, in their order; None if layers run along rows as usual,
+            because each row is one document.
 
     Attributes:
         used_functions: names of the functions that have run along segments.
-        stores: stores for tensors that functions received in the layers of this micro-batch, by
-            the functions' names.
+        stores: tensors that functions received from other ranks in this micro-batch, by the name
+            of the function.
     """
 
     def __init__(
@@ -45,13 +43,13 @@ class RecurrentRows:
         self.stores = defaultdict[str, OutputStore](OutputStore)
 
     def make_cu_seqlens(self, lengths: Sequence[int], device: torch.device) -> torch.Tensor:
-        """Return the starts of documents of these lengths, and the end of the last: (documents +
-        1,) int64.
+        """Return the starts of documents of these lengths, followed by the end of the last one:
+        (documents + 1,) int64.
         """
         return self._make_once(tuple(lengths), device, lambda: np.cumsum([0, *lengths]))
 
     def make_seq_idx(self, device: torch.device) -> torch.Tensor:
-        """Return the number of each token's segment: (batch, length) int32."""
+        """Return for each token the number of its segment: (batch, length) int32."""
         lengths = () if self.segments is None else self.segments.lengths
         numbers = np.arange(len(lengths), dtype=np.int32)
         return self._make_once(
@@ -61,7 +59,7 @@ class RecurrentRows:
     def _make_once(
         self, name: Any, device: torch.device, make: Callable[[], np.ndarray[Any, Any]]
     ) -> torch.Tensor:
-        """Return a tensor that is made once for a micro-batch and a device."""
+        """Return the tensor of this name, made at the first call for each device."""
         if (name, device) not in self._tensors:
             self._tensors[name, device] = to_device(torch.from_numpy(make()), device)
         return self._tensors[name, device]

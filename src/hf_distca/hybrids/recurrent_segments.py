@@ -1,5 +1,5 @@
-"""The segments along which recurrent layers run, found from the arguments of a model and exchanged
-with the other ranks.
+"""Find the segments along which recurrent layers run, from the arguments of a model and from the
+documents of other ranks.
 """
 
 from __future__ import annotations
@@ -29,12 +29,14 @@ from hf_distca.runtime.group import AttentionGroup
 from hf_distca.schedule.layout import Layout
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]  # it reads documents
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # documents are read on the host
 def make_recurrent_rows(
     planner: LayerPlanner, model: PreTrainedModel, arguments: Mapping[str, Any]
 ) -> RecurrentRows | None:
-    """Make the rows of a batch; None if a cache is read, or if attention will raise for its
-    documents.
+    """Make the rows of a batch.
+
+    Returns:
+        The rows; None if the model reads a cache, or if attention will raise for the documents.
     """
     session = planner.session
     tokens = arguments.get("inputs_embeds")
@@ -79,8 +81,8 @@ def make_recurrent_rows(
 
 
 def _select_text_positions(positions: torch.Tensor | None) -> torch.Tensor | None:
-    """Return text positions (axis 0 of 4) of M-RoPE position ids; for three axes, marks of the
-    beginnings of documents.
+    """Return the text positions of M-RoPE position ids, which are axis 0 of 4. With three axes
+    there are none: return 0 where a document begins, and 1 elsewhere.
     """
     if positions is None or positions.dim() < 3:
         return positions
@@ -88,19 +90,19 @@ def _select_text_positions(positions: torch.Tensor | None) -> torch.Tensor | Non
 
 
 def _make_packed_segments(documents: Documents, batch_size: int, length: int) -> Segments | None:
-    """Make segments of whole documents, each with the padding after it; None if each row is at most
-    one document.
+    """Make segments of whole documents, each with the padding after it; None if no row has more
+    than one document.
     """
     if not documents.is_packed(length):
         return None
     starts = documents.first_token_indices
-    starts[0] = 0  # with the padding before it
+    starts[0] = 0  # the first segment also gets the padding before it
     return Segments.from_lengths(np.diff(starts, append=batch_size * length).tolist())
 
 
 def _make_rank_segments(documents: Documents, session: Session, is_shared: bool) -> Segments:
-    """Make the segments of this rank of documents that may continue on other ranks. Collective if
-    all ranks run this forward.
+    """Make this rank's segments of documents that may continue on other ranks. Collective if
+    `is_shared`: all ranks run this forward.
     """
     group = session.join_trainers() if is_shared else AttentionGroup()
     name = f"micro-batch {session.planner.number + 1}"
@@ -109,17 +111,17 @@ def _make_rank_segments(documents: Documents, session: Session, is_shared: bool)
     )
 
 
-# Count of an announcement to other ranks. Those for attention have one that is not
-# negative.
+# The field `count` of an announcement. It is negative only for recurrent layers, never for
+# attention.
 _NUMBERS_ROW, _SHARE_ROW = -1, -2
 
 
 def _agree_on_layout(documents: Documents, group: AttentionGroup, name: str) -> Layout:
-    """Return the layout of all ranks, known from a share or else exchanged; all ranks get the same,
-    or an error.
+    """Return the layout of all ranks, from this rank's share or by an exchange of documents. Either
+    all ranks get the same layout, or all get an error.
 
-    Attention compares shares while ranks continue. Here states would travel before that, and over
-    gloo messages of unequal sizes end a process.
+    Attention compares shares while its layers already run. Recurrent layers cannot: ranks with
+    different shares would exchange messages of unequal sizes, which end a process over gloo.
     """
     share = documents.dealt_share
     if share is None:

@@ -1,4 +1,4 @@
-"""The segments of documents that a rank holds, and the places of the other segments of these
+"""The segments of documents that a rank holds, and the ranks that hold the other segments of these
 documents.
 """
 
@@ -30,7 +30,9 @@ class HeldSegment(NamedTuple):
 
 
 class StateKey(NamedTuple):
-    """Identifier of a row: its token, or the segment that starts with this token."""
+    """Key of a row: the document and position of its token, or of the first token of its
+    segment.
+    """
 
     document: int
     position: int
@@ -41,8 +43,8 @@ class RowNeeds:
     """Rows that segments need from segments before them, seen from one rank.
 
     Attributes:
-        held: keys of the rows that this rank holds and a segment on any rank needs. Keys of
-            position 0 come first.
+        held: keys of this rank's rows that a segment on any rank needs. Keys of position 0 come
+            first.
         rows: which held rows go to which ranks, and how many rows come from each rank.
         place: the index of each held or received row in a tensor of all held rows followed by all
             received rows.
@@ -54,8 +56,8 @@ class RowNeeds:
 
     @classmethod
     def from_triples(cls, rank: int, needs: Iterable[tuple[int, int, StateKey]]) -> RowNeeds:
-        """Build from triples (rank that needs a row, rank that holds it, row), in any
-        order; triples without this rank may be left out.
+        """Build from triples (rank that needs a row, rank that holds it, key of the row), in any
+        order. Triples without this rank may be left out.
         """
         unique = set(needs)
         held = tuple(
@@ -83,15 +85,15 @@ class Segments:
 
     Attributes:
         here: the segments of this rank in token order.
-        cut: documents that have a segment here and one elsewhere, or two here with other tokens
-            between them: all segments of each, in order of position.
-        exchanges: whether any document of the micro-batch lies on several ranks. Equal on all
-            ranks.
+        cut: all segments, in order of position, of each document that has several segments and at
+            least one of them on this rank.
+        exchanges: whether any document of the micro-batch lies on several ranks; the same on every
+            rank.
         group: the ranks of the layout.
         meter: counts exchanges and their bytes.
         name: name of the micro-batch, the same on every rank, for errors.
         numbers: counts the exchanges of the micro-batch.
-        formats: message formats that were built before, for reuse.
+        layouts: message layouts that were built before, for reuse.
     """
 
     here: tuple[Segment, ...]
@@ -106,29 +108,26 @@ class Segments:
 
     @classmethod
     def from_lengths(cls, lengths: Sequence[int]) -> Segments:
-        """Make segments of whole documents of these lengths one after another.
-
-        Nothing is exchanged.
-        """
+        """Make segments of whole documents with these lengths, which need no exchange."""
         return cls(tuple(Segment(document, 0, length) for document, length in enumerate(lengths)))
 
     @classmethod
     def from_layout(
         cls, layout: Layout, group: AttentionGroup, meter: Meter | None = None, name: str = ""
     ) -> Segments:
-        """Make the segments of this rank of the group in a layout.
+        """Make the segments of this rank in a layout.
 
         Documents that are split by heads count as whole.
 
         Args:
-            layout: of the ranks of the group, without context.
-            group: every rank of it must make its segments of the same layout, and run the same
-                layers with them.
+            layout: layout of the ranks of the group, without context.
+            group: the group. All its ranks must make their segments from the same layout, and run
+                the same layers with them.
             meter: counts `state_exchanges` and `state_bytes`; by default a new one.
             name: name of the micro-batch, the same on every rank, for errors.
 
         Raises:
-            LayoutError: if the layout has context, or is not of so many ranks.
+            LayoutError: if the layout has context, or another number of ranks than the group.
         """
         if layout.context.any():
             raise LayoutError(
@@ -145,7 +144,7 @@ class Segments:
         columns = [number, layout.run_start, layout.end, layout.rank, layout.token]
         rows = np.stack(columns, 1)[np.lexsort((layout.end, layout.run_start, number))]
         first = np.flatnonzero(mark_changes(rows[:, 0], rows[:, 1]))
-        # A run ends where the last of its segments does.
+        # A run of adjacent segments ends where its last segment ends.
         rows[first, 2] = rows[np.append(first, len(rows))[1:] - 1, 2]
         rows = rows[first]
         mine = rows[rows[:, 3] == group.rank]
@@ -170,17 +169,17 @@ class Segments:
 
     @cached_property
     def lengths(self) -> tuple[int, ...]:
-        """Number of tokens of each segment here."""
+        """Number of tokens of each segment of `here`."""
         return tuple(segment.length for segment in self.here)
 
     @cached_property
     def offsets(self) -> tuple[int, ...]:
-        """Index of the first token of each segment here, and then the number of all tokens."""
+        """Index of the first token of each segment of `here`, then the number of all tokens."""
         return tuple(itertools.accumulate(self.lengths, initial=0))
 
     @cached_property
     def index(self) -> dict[StateKey, int]:
-        """Index among `here` of the segment that starts at a key."""
+        """Index in `here` of the segment that starts at each key."""
         return {
             StateKey(segment.document, segment.start): index
             for index, segment in enumerate(self.here)
@@ -188,20 +187,20 @@ class Segments:
 
     @property
     def has_only_whole_documents(self) -> bool:
-        """True if all documents here are whole, and this rank has no part in an exchange."""
+        """True if all documents of this rank are whole, and it takes part in no exchange."""
         return not (self.cut or self.exchanges)
 
     @cached_property
     def first_segments(self) -> tuple[int, ...]:
-        """Indices in `here` of segments that begin a document which goes on after them, in the
-        order of `summaries.held`.
+        """Indices in `here` of the first segments of cut documents, in the order of
+        `summaries.held`.
         """
         return tuple(self.index[key] for key in self.summaries.held if key.position == 0)
 
     @cached_property
     def inner_segments(self) -> tuple[int, ...]:
-        """Indices in `here` of segments with others of their document before and after them, in the
-        order of `transitions.held`.
+        """Indices in `here` of segments that are neither the first nor the last of their document,
+        in the order of `transitions.held`.
         """
         return tuple(self.index[key] for key in self.transitions.held)
 
@@ -213,7 +212,7 @@ class Segments:
         )
 
     def find_token(self, key: StateKey) -> int:
-        """Return the index of a token among the tokens here."""
+        """Return the index of a token among the tokens of this rank."""
         return next(
             offset + key.position - segment.start
             for offset, segment in zip(self.offsets, self.here, strict=False)
@@ -221,14 +220,14 @@ class Segments:
         )
 
     def count_tokens(self, which: Sequence[int]) -> list[int]:
-        """Return the numbers of tokens of some segments here."""
+        """Return the number of tokens of each of some segments of `here`."""
         return [self.lengths[index] for index in which]
 
     def check(self, tensor: torch.Tensor, dim: int) -> None:
-        """Raise unless an input has one row, with as many tokens along `dim` as there are here.
+        """Check that an input has one row, with all tokens of this rank along `dim`.
 
         Raises:
-            LayoutError: states both.
+            LayoutError: with the shape of the input and the number of tokens.
         """
         if tensor.shape[0] != 1 or tensor.shape[dim] != self.offsets[-1]:
             raise LayoutError(
@@ -238,8 +237,8 @@ class Segments:
             )
 
     def select(self, tensor: torch.Tensor, which: Sequence[int]) -> torch.Tensor:
-        """Return the tokens of some segments here, along dimension 1, one after another; a view
-        where possible.
+        """Return the tokens of some segments of `here`, along dimension 1; a view if they are
+        adjacent.
         """
         if which and list(which) == list(range(which[0], which[0] + len(which))):
             return tensor[:, self.offsets[which[0]] : self.offsets[which[-1] + 1]]
@@ -247,25 +246,25 @@ class Segments:
         return torch.cat(parts or [tensor[:, :0]], 1)
 
     def split(self, tensor: torch.Tensor, which: Sequence[int]) -> dict[int, torch.Tensor]:
-        """Split consecutive tokens, as from `select`, into those of each segment."""
+        """Split the tokens that `select` returns for these segments into those of each segment."""
         return dict(zip(which, torch.split(tensor, self.count_tokens(which), 1), strict=True))
 
     @cached_property
     def summaries(self) -> RowNeeds:
-        """Rows from which states are composed: those of segments that come before others of their
+        """Rows from which states are composed: one for each segment that is not the last of its
         document.
         """
         return RowNeeds.from_triples(self.group.rank, self._iterate_needs(0))
 
     @cached_property
     def transitions(self) -> RowNeeds:
-        """Same as `summaries`, without the first segments of documents: there is no state before
-        them.
-        """
+        """Same as `summaries`, without the first segments of documents, which no state precedes."""
         return RowNeeds.from_triples(self.group.rank, self._iterate_needs(1))
 
     def _iterate_needs(self, first: int) -> Iterator[tuple[int, int, StateKey]]:
-        """Yield the needs of each document's segments from this number on."""
+        """Yield triples for `RowNeeds.from_triples`: each segment of a document, from segment
+        number `first` on, is needed by the ranks that hold a later segment.
+        """
         here = self.group.rank
         for document, segments in self.cut.items():
             last = {segment.rank: number for number, segment in enumerate(segments)}
@@ -276,7 +275,7 @@ class Segments:
                         yield rank, segment.rank, key
 
     def find_halo(self, rows: int) -> RowNeeds:
-        """Return the tokens needed by segments which start up to `rows` tokens after them."""
+        """Return the needs for the last `rows` tokens before each segment."""
         if rows not in self._halos:
             self._halos[rows] = RowNeeds.from_triples(self.group.rank, self._find_halo(rows))
         return self._halos[rows]
@@ -285,7 +284,7 @@ class Segments:
         here = self.group.rank
         for document, segments in self.cut.items():
             for number, segment in enumerate(segments):
-                # Each has a token at least.
+                # Each segment has a token, so the halo lies in at most `rows` segments.
                 for before in reversed(segments[max(number - rows, 0) : number]):
                     first = max(before.start, segment.start - rows)
                     if first >= before.end:

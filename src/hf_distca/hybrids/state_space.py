@@ -1,14 +1,14 @@
 """State spaces with a decay for each head and token (Mamba 2) over segments of documents.
 
-For each token, with a state S of (P, N) for each head, a step dt, an input x of length P, and B and
-C of length N::
+Each head has a state S of shape (P, N). A token with step dt, input x of length P, and B and C of
+length N changes the state and reads it::
 
     S <- exp(A dt) S + dt x B^T;   output = S C
 
-(Dao and Gu, Transformers are SSMs, arXiv 2405.21060). A segment of any length is S_out = d S_in +
-Z: the transition d is a number for each head, the exponential of the sum of A dt, and Z is the
-state at the end of a scan from zeros. The state before a segment adds exp(sum of A dt so far) S_in
-C to its outputs. So no segment is scanned twice.
+The rule is that of Mamba 2 (Dao and Gu, Transformers are SSMs, arXiv 2405.21060). A segment of any
+length computes S_out = d S_in + Z. The transition d is one number for each head, exp(sum of A dt),
+and Z is the state at the end of a scan from zeros. The state before a segment adds
+exp(sum of A dt so far) S_in C to its outputs. So no segment is scanned twice.
 
 Shape suffixes: T tokens, H heads, P head dim, G groups, N state size, D documents.
 """
@@ -37,7 +37,7 @@ class ScanInputs(NamedTuple):
 
     Attributes:
         x: (1, T, H, P).
-        dt: (1, T, H), the steps of the formula, after bias, softplus and limits.
+        dt: (1, T, H), the steps after bias, softplus and limits.
         A: (H,), negative.
         B, C: (1, T, G, N); G divides H.
     """
@@ -49,7 +49,7 @@ class ScanInputs(NamedTuple):
     C: torch.Tensor
 
     def make_no_states(self) -> torch.Tensor:
-        """Make an empty batch of states (0, H, P, N), in float32, or float64 if x is."""
+        """Make an empty batch of states (0, H, P, N): in float64 if x is, else float32."""
         return self.x.new_zeros(
             (0, *self.x.shape[2:], self.B.shape[3]),
             dtype=torch.promote_types(self.x.dtype, torch.float32),
@@ -57,12 +57,12 @@ class ScanInputs(NamedTuple):
 
 
 def scan_by_document(kernel: Callable[..., tuple[torch.Tensor, torch.Tensor]]) -> RecurrentKernel:
-    """Make a `RecurrentKernel` of a kernel that scans one document from zeros.
+    """Make a `RecurrentKernel` from a kernel that scans one document from zeros.
 
     Args:
-        kernel: called as ``kernel(x, dt, A, B, C, return_final_states=True)``, as are mamba-ssm's
-            `mamba_chunk_scan_combined` and the functions of transformers; the chunk size and D are
-            bound before. It returns output and final state.
+        kernel: called as ``kernel(x, dt, A, B, C, return_final_states=True)``, like mamba-ssm's
+            `mamba_chunk_scan_combined` and the functions of transformers, with the chunk size and D
+            already bound. It returns the output and the final state.
     """
 
     def run(
@@ -96,7 +96,7 @@ def compute_mamba2(
     scan: RecurrentKernel,
     stored: LayerOutputs | None = None,
 ) -> torch.Tensor:
-    """Compute the scan for this rank's tokens: each document from no state to its end, wherever its
+    """Compute the scan for this rank's tokens. Each document starts without a state, wherever its
     segments lie.
 
     Every rank of the group must call it at the same point, forward and backward.
@@ -105,14 +105,14 @@ def compute_mamba2(
         inputs: inputs for the tokens of `segments`, in their order; T may be 0.
         segments: segments of this rank.
         scan: the model's kernel.
-        stored: keeps received states for activation checkpointing: the recompute then exchanges
+        stored: keeps received states for activation checkpointing, so that the recompute exchanges
             nothing.
 
     Returns:
         Outputs (1, T, H, P) in the dtype in which the scan returns them.
 
     Raises:
-        LayoutError: if the inputs have another number of tokens than the segments.
+        LayoutError: if the inputs and the segments differ in their number of tokens.
         DistCADesyncError: if other ranks do not take part in time.
     """
     with segments.group.report_errors(f"computing a state space of {segments.name}"):
@@ -122,7 +122,7 @@ def compute_mamba2(
 
 
 def _run_between(layer: SegmentKernel, which: Sequence[int]) -> Between:
-    """Scan segments from zeros; their transitions follow from decays."""
+    """Scan segments from zeros, and compute their transitions from decays."""
     run = layer.run(which, final_states=True)
     none = layer.inputs.make_no_states()
     inputs = {index: layer.select_inputs([index]) for index in which}
@@ -140,7 +140,7 @@ def _decay_state(transition_H: torch.Tensor, state_HPN: torch.Tensor) -> torch.T
 
 
 def _sum_decays(inputs: ScanInputs) -> torch.Tensor:
-    """Return the decay of one segment from its start to each token, (T, H), in the dtype of
+    """Return the decay from the start of a segment to each of its tokens, (T, H), in the dtype of
     states.
     """
     dtype = inputs.make_no_states().dtype
@@ -148,8 +148,8 @@ def _sum_decays(inputs: ScanInputs) -> torch.Tensor:
 
 
 def _read_state(inputs: ScanInputs, state_HPN: torch.Tensor) -> torch.Tensor:
-    """Return the contribution of a state to the outputs of the segment after it, (1, T, H, P), in
-    the dtype of states.
+    """Return what the state before a segment adds to its outputs, (1, T, H, P), in the dtype of
+    states.
     """
     C_TGN = inputs.C[0].to(state_HPN.dtype)
     by_group = state_HPN.reshape(C_TGN.shape[1], -1, *state_HPN.shape[1:])

@@ -1,4 +1,6 @@
-"""Names of attention in transformers: distca under its own name, instead of others, by default."""
+"""Names of attention in transformers: distca under its own name, under the name of another
+attention, and as the default.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,7 @@ def register_attention(name: str, attention: Callable[..., Any], mask: Callable[
 
 
 def describe_origin(function: Callable[..., Any]) -> str:
-    """Return module and name of a function, or of another callable."""
+    """Return the module and the name of a callable."""
     if isinstance(function, partial):
         return describe_origin(function.func)
     target = function if hasattr(function, "__qualname__") else type(function)
@@ -36,12 +38,11 @@ def describe_origin(function: Callable[..., Any]) -> str:
 
 
 def check_not_replaced(config: PreTrainedConfig | None) -> None:
-    """Raise if another package replaced an attention that distca registered, or built on the
-    attention that distca replaced.
+    """Check that no other package has replaced an attention that distca registered, or the
+    flash-attention call of transformers behind its name.
 
     Raises:
-        UnsupportedError: if another package changed the attention of the name since, as those do
-            that cut sequences over ranks.
+        UnsupportedError: if a package has done so, as packages that cut sequences over ranks do.
     """
     name = getattr(config, "_attn_implementation", None)
     if name not in _registered:
@@ -51,42 +52,44 @@ def check_not_replaced(config: PreTrainedConfig | None) -> None:
         changed = get_changed_flash_attention() if "flash" in name else None
     if changed is not None:
         raise UnsupportedError(
-            f'attn_implementation="{name}" is distca here, and {describe_origin(changed)} has been'
-            " put in front of it since. Packages do so to cut sequences over ranks; distca would"
-            " take each part for whole documents. Switch that off (sequence, context or"
-            " Ulysses parallelism of size 1): distca shares the attention of long documents between"
-            " ranks."
+            f'attn_implementation="{name}" is distca here, but {describe_origin(changed)} has been'
+            " put in front of it. Packages do so to cut sequences over ranks, and distca would take"
+            " each part for whole documents. Switch this off (set the size of sequence, context or"
+            " Ulysses parallelism to 1). distca itself shares the attention of long documents"
+            " between ranks."
         )
 
 
 def replace_attention(name: str) -> None:
-    """Let models that ask for the attention `name` have distca, for trainers that accept only names
+    """Give distca to models that ask for the attention `name`, for trainers that accept only names
     they know.
 
     Call it before the model is loaded. From then on transformers uses distca's functions under this
-    name, in this process and for every model that asks for `name`, also for models that are not
-    trained. The trainer's checks and packing stay those of `name`. transformers no longer looks for
-    the package behind the name, such as flash-attn: distca does not need it. A trainer that looks
-    for it itself still does. Calling it again has no effect.
+    name, for every model of this process that asks for `name`, trained or not. The trainer's checks
+    and packing stay those of `name`. transformers no longer looks for the package behind the name,
+    such as flash-attn, because distca does not need it. A trainer that looks for the package itself
+    still does. Calling this function again has no effect.
 
-    Attention that distca does not compute (not causal, with dropout, or other arguments) is an
-    error when it is called, as under its own name. The replacement cannot be undone: load such
-    models with another attention.
+    As under its own name, distca raises an error when it is called for attention that it does not
+    compute: attention that is not causal, has dropout, or gets unsupported arguments. The
+    replacement cannot be undone: load models with such attention under another name.
 
     Args:
         name: "flash_attention_2", "flash_attention_3", "flash_attention_4", "sdpa", or "tree_fa3"
             of TRL.
 
     Raises:
-        UnsupportedError: if `name` is another, or a package has replaced its function, as packages
-            do that cut sequences over ranks. If a package does so later, the next forward raises.
+        UnsupportedError: if `name` is none of these, or a package has replaced its function, as
+            packages that cut sequences over ranks do. If a package does so later, the next forward
+            raises.
     """
-    if name in tuple(_registered):  # a user's value may have no hash
+    if name in tuple(_registered):  # a tuple, because a user's value may not be hashable
         return
     check_replaceable(name)
     origin = "TRL's" if name == TREE_ATTENTION else _check_replaced(name)
     register_attention(name, _registered["distca"], ALL_MASK_ATTENTION_FUNCTIONS["distca"])
-    # TRL registers its own attention under its name when it makes a trainer.
+    # TRL registers its own "tree_fa3" later, when it makes a trainer. So models that ask for this
+    # name get the name "distca".
     let_names_pass({name: "distca" if name == TREE_ATTENTION else name})
     LOG.warning(
         'distca stands in for attn_implementation="%s": models that ask for it in this process get'
@@ -97,10 +100,10 @@ def replace_attention(name: str) -> None:
 
 
 def _check_replaced(name: str) -> str:
-    """Return the origin of an attention that distca shall replace.
+    """Return the origin of an attention that distca is to replace.
 
     Raises:
-        UnsupportedError: if there is none, or a package has replaced it.
+        UnsupportedError: if transformers has no such attention, or a package has replaced it.
     """
     if name not in ALL_ATTENTION_FUNCTIONS:
         raise UnsupportedError(
@@ -111,15 +114,15 @@ def _check_replaced(name: str) -> str:
         if function is not None and not describe_origin(function).startswith("transformers."):
             raise UnsupportedError(
                 f"distca cannot stand in for {name!r}: {describe_origin(function)} has been put in"
-                " its place. Packages do so to cut sequences over ranks, which distca would not"
-                " know of: switch that off."
+                " its place. Packages do so to cut sequences over ranks, and distca would take each"
+                " part for whole documents. Switch this off."
             )
     return describe_origin(replaced)
 
 
 def make_distca_default() -> None:
-    """Make distca the default of causal language models of proven families, and of their parts,
-    that name no attention.
+    """Make distca the default attention of causal language models of proven families, and of their
+    parts, if they name no attention.
     """
     choose = PreTrainedModel.get_correct_attn_implementation
 
@@ -156,7 +159,7 @@ def _warn_of_name(model: PreTrainedModel, name: str) -> None:
 def _is_suitable(model: PreTrainedModel) -> bool:
     """Return whether a model is causal and of a proven family.
 
-    BERT and its like are not, unless they are decoders.
+    BERT and similar models are causal only as decoders.
     """
     config = model.config
     encodes = getattr(config, "is_decoder", None) is False and not model.can_generate()
@@ -165,15 +168,15 @@ def _is_suitable(model: PreTrainedModel) -> bool:
     if FAMILIES.get(config.model_type) in PROVEN_GROUPS:
         return True
     warn_once(
-        "hf-distca leaves %s models with the attention of transformers: they are not proven.",
+        "hf-distca does not change the attention of %s models, because they are not proven.",
         config.model_type,
     )
     return False
 
 
 def find_distca_configs(model: torch.nn.Module | None) -> list[PreTrainedConfig]:
-    """Return the configurations of a model and its parts, such as a language tower, that ask for
-    distca, under any name.
+    """Return the configs that ask for distca, under any name, of a model and its parts, such as a
+    language tower.
     """
     models = filter(is_distca_model, iterate_models(model))
     return list({id(part.config): part.config for part in models}.values())
@@ -185,7 +188,7 @@ def is_distca_model(model: PreTrainedModel) -> bool:
 
 
 def iterate_models(model: torch.nn.Module | None) -> Iterator[PreTrainedModel]:
-    """Yield the models of transformers that a module is or holds, from the outside in."""
+    """Yield the models of transformers in a module, the module itself included, outermost first."""
     for part in () if model is None else model.modules():
         if isinstance(part, PreTrainedModel):
             yield part

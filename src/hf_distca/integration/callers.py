@@ -1,24 +1,25 @@
-"""Facts read from the call stack that transformers gives in no other way, or not in every case.
+"""Facts read from the call stack, because transformers does not give them to distca in every case.
 
-Read against transformers 5.23.0. Each fact is listed with its public source, which is tried first:
+Checked with transformers 5.23.0. Each fact is listed with its public source, which is tried first:
 
-- The model that asks for a mask, for its device mesh and its layers: `hf_distca.prepare`, which
-  `DistCACallback` calls for the model of a Trainer. The stack serves users who change one argument
-  and call nothing.
-- The Trainer of a callback, to stand in front of its reporters, or of a forward, for its own loss:
-  no public source. Callbacks and models are not given it.
-- The position ids passed to a ``create_..._mask``, and the documents passed to its model: no public
-  source. Mask functions get the config and no positions, and some models do not hand their keyword
+- The model that asks for a mask, whose device mesh and layers are needed. Public source:
+  `hf_distca.prepare`, which `DistCACallback` calls for the model of a Trainer. The stack serves
+  users who change one argument and call nothing.
+- The Trainer that calls a callback, which moves in front of its reporters, and the Trainer that
+  runs a forward, whose loss is checked. No public source: callbacks and models do not get the
+  Trainer.
+- The position ids passed to a ``create_..._mask``, and the documents passed to its model. No public
+  source: mask functions get the config and no positions, and some models do not pass their keyword
   arguments on to attention.
-- Whether a forward is one of `generate`: no public source. A model in training mode can generate,
-  too.
+- Whether `generate` runs a forward. No public source: the mode of the model does not tell, because
+  a model in training mode can generate.
 
-Where a frame is not found, as under another version or compiled, the answer is None or False and
-nothing fails here.
+If a frame is not found, as under another version or in compiled code, the answer is None or False
+and nothing fails here.
 
-Before Python 3.13, reading the variables of a frame leaves a copy of them on it until its function
-returns. So they are read only from frames that end soon: a loop whose variables were read would
-keep the logits of its last step.
+Before Python 3.13, reading the variables of a frame leaves a copy of them in the frame until its
+function returns. So they are read only from frames that end soon. A training loop whose variables
+were read would keep the logits of its last step.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ import torch
 from transformers import PreTrainedModel
 from transformers.masking_utils import create_causal_mask
 
-# Importing it brings in peft and, through that, what must not be there when a notebook starts
-# processes.
+# Importing Trainer also imports peft, and with it modules that must not be loaded before a notebook
+# starts processes.
 if TYPE_CHECKING:
     from transformers import Trainer
     from transformers.trainer_callback import TrainerCallback
@@ -43,11 +44,11 @@ _TRAINER_STEPS = ("training_step", "prediction_step")
 
 
 class MaskCall:
-    """The call of a ``create_..._mask`` of transformers that this object is made in; keep it no
-    longer than that call.
+    """The call of a ``create_..._mask`` of transformers in which this object is made. Do not keep
+    the object longer than the call.
 
-    The stack is walked once, for all facts. The caller's own frames are left out, to avoid a
-    reference cycle.
+    The stack is walked once, for all facts. The frame of the function that makes the object is left
+    out, to avoid a reference cycle.
     """
 
     def __init__(self) -> None:
@@ -64,15 +65,15 @@ class MaskCall:
     def position_ids(self) -> torch.Tensor | None:
         """Position ids that the mask was made with, (batch, length).
 
-        Llama 4 and Persimmon pass none to attention.
+        Attention needs them in Llama 4 and Persimmon, which pass no position ids to it.
         """
         positions = None if self._creator is None else self._creator.f_locals.get("position_ids")
         return positions if isinstance(positions, torch.Tensor) and positions.dim() == 2 else None
 
     @property
     def has_no_positions(self) -> bool:
-        """True if the outermost model with an argument position_ids got none; modules inside may
-        have made their own.
+        """True if the outermost model with an argument `position_ids` got no positions. Its inner
+        modules may have made their own.
         """
         variables = [frame.f_locals for frame in self._models if "position_ids" in frame.f_locals]
         return bool(variables) and variables[-1]["position_ids"] is None
@@ -88,16 +89,14 @@ class MaskCall:
 
     @property
     def is_in_data_parallel(self) -> bool:
-        """True if a thread of `torch.nn.DataParallel`, which runs a replica of the model, is among
-        the callers.
-        """
+        """True if this thread runs a replica of the model for `torch.nn.DataParallel`."""
         return torch.nn.parallel.parallel_apply.__code__.co_filename in [
             frame.f_code.co_filename for frame in self._frames
         ]
 
     @property
     def trainer(self) -> Trainer | None:
-        """Trainer whose training or evaluation step is among the callers."""
+        """Trainer whose training or prediction step is among the callers."""
         steps = (
             frame.f_locals.get("self")
             for frame in self._frames
@@ -107,33 +106,35 @@ class MaskCall:
 
     @property
     def outermost_model(self) -> PreTrainedModel:
-        """The outermost model whose forward is among the callers; there must be one."""
+        """The outermost model whose forward is among the callers. There must be a model."""
         model: PreTrainedModel = self._models[-1].f_locals["self"]
         return model
 
     def iterate_models(self) -> Iterator[PreTrainedModel]:
-        """Yield the models whose forwards are among the callers, from the inside out."""
+        """Yield the models whose forwards are among the callers, innermost first."""
         for frame in self._models:
             yield frame.f_locals["self"]
 
     def find_argument(self, name: str) -> Any:
-        """Return a keyword argument of the innermost model that got it; else None.
+        """Return a keyword argument of the innermost model that got it, or None.
 
-        Not all models pass ``distca_documents`` on to attention (Nemotron, StableLM).
+        Needed because some models, such as Nemotron and StableLM, do not pass ``distca_documents``
+        on to attention.
         """
         return _find_argument(name, self._models)
 
     def find_tensor(self, name: str) -> torch.Tensor | None:
-        """Return a variable of the innermost model, if it is a tensor: the mask in its own numbers,
-        which transformers makes bool; position ids of models that pass none to the mask (RoBERTa),
-        or none with three axes.
+        """Return a variable of the innermost model if it is a tensor, else None.
+
+        It gives the mask before transformers converts it to bool, and position ids that a model
+        does not pass to the mask: those of RoBERTa, and those with three axes.
         """
         value = self._models[0].f_locals.get(name) if self._models else None
         return value if isinstance(value, torch.Tensor) else None
 
 
 def find_model_argument(name: str) -> Any:
-    """Return an argument of the innermost model above the caller that got it; else None."""
+    """Return an argument of the innermost model on the stack that got it, or None."""
     return _find_argument(name, _select_model_frames(_walk_callers(inspect.currentframe())))
 
 
@@ -152,8 +153,10 @@ def is_in_model() -> bool:
 
 
 def is_compiled() -> bool:
-    """Return whether compiled code is among the callers: code that it resumes after a
-    break, as at every attention, has a special name.
+    """Return whether compiled code is among the callers.
+
+    torch.compile gives a special name to code that it resumes after a graph break, and the graph
+    breaks at every attention.
     """
     return any(
         "torch_dynamo_resume" in frame.f_code.co_name
@@ -162,7 +165,7 @@ def is_compiled() -> bool:
 
 
 def find_trainer(callback: TrainerCallback) -> Trainer | None:
-    """Return the Trainer in which a callback is called."""
+    """Return the Trainer that calls a callback."""
     for frame in islice(_walk_callers(inspect.currentframe()), 1, None):
         trainer = frame.f_locals.get("self")
         if callback in getattr(getattr(trainer, "callback_handler", None), "callbacks", ()):
@@ -173,14 +176,15 @@ def find_trainer(callback: TrainerCallback) -> Trainer | None:
 def _select_model_frames(frames: Iterable[FrameType]) -> Iterator[FrameType]:
     """Select the frames that are forwards of models.
 
-    Code that torch.compile resumes is named after the compiled function.
+    "forward" need only be a part of the name, because torch.compile names code that it resumes
+    after the compiled function.
     """
     forwards = (frame for frame in frames if "forward" in frame.f_code.co_name)
     return (frame for frame in forwards if isinstance(frame.f_locals.get("self"), PreTrainedModel))
 
 
 def _walk_callers(frame: FrameType | None) -> Iterator[FrameType]:
-    """Yield a frame and those that called it, from the inside out."""
+    """Yield a frame and its callers, innermost first."""
     while frame is not None:
         yield frame
         frame = frame.f_back

@@ -1,4 +1,4 @@
-"""The session of this process, how it is configured and replaced, and its figures."""
+"""The session of this process: how users configure and replace it, and read its figures."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from hf_distca.integration.attention_names import replace_attention
 from hf_distca.integration.reports import Metrics, print_summary, read_metrics
 from hf_distca.integration.session import Session
 
-_configured: Session | None = None  # by `configure`, or with the defaults
-_session: Session | None = None  # in use: that one, or one of a callback with other settings
+_configured: Session | None = None  # made by `configure`, or with the default settings
+_session: Session | None = None  # in use: `_configured`, or the session of a callback
 
 
 def current_session() -> Session:
@@ -26,12 +26,12 @@ def current_session() -> Session:
 def use_session(
     config: DistCAConfig | None = None, group: dist.ProcessGroup | DeviceMesh | None = None
 ) -> Session:
-    """Make a session with these settings the current one: the session of a callback, which no other
-    callback inherits.
+    """Make a session with these settings the current one. A callback calls this, and other
+    callbacks do not inherit its session.
 
     Args:
-        config, group: see `configure`, which also supplies a missing one; without both, use the
-            session that `configure` made.
+        config, group: see `configure`. A missing argument is that of `configure`. If both are
+            missing, the session of `configure` is used.
     """
     global _configured, _session
     if _configured is None:
@@ -57,20 +57,20 @@ def configure(
     Args:
         config: settings; the defaults if None.
         group: the ranks that share core attention, as a process group or a device mesh. By default
-            the data-parallel ranks of the mesh of a model loaded with transformers'
-            `DistributedConfig`, or of accelerate's device mesh, else all ranks.
+            they are the data-parallel ranks of a device mesh: the mesh of a model loaded with
+            transformers' `DistributedConfig`, or accelerate's. Without a mesh they are all ranks.
         instead_of: "flash_attention_2", "flash_attention_3", "flash_attention_4", "sdpa", or TRL's
-            "tree_fa3", for trainers that take only names they know: from now on, models that this
+            "tree_fa3", for trainers that accept only names they know. From now on, models that this
             process loads with this attention get distca.
 
     Returns:
         The settings now in use.
 
     Raises:
-        ConfigError: if `config` is not a `DistCAConfig`, or `group` neither a process group nor a
-            device mesh.
-        UnsupportedError: if `instead_of` is another name, or a package has put its own function in
-            its place.
+        ConfigError: if `config` is not a `DistCAConfig`, or `group` is neither a process group nor
+            a device mesh.
+        UnsupportedError: if `instead_of` is another name, or a package has replaced the function
+            of this name.
     """
     check_settings(config, "configure()")
     session = Session(config or DistCAConfig(), group)
@@ -83,8 +83,8 @@ def configure(
 
 @contextmanager
 def balancing(enabled: bool) -> Iterator[None]:
-    """Switch balancing on or off for the forwards inside. All ranks must enter and leave it at the
-    same time.
+    """Switch balancing on or off for the forwards in a ``with`` block. All ranks must enter and
+    leave the block at the same time.
     """
     session = current_session()
     before = session.config
@@ -100,19 +100,19 @@ def metrics(*, gather: bool = False) -> Metrics:
 
     For custom logs: ``before = metrics()``, and later ``(metrics(gather=True) -
     before).figures()``. All ranks see the same figures, except ``distca/planning_ms``,
-    ``distca/server_time_share``, ``distca/states_mb`` and ``distca/late_compiles``, which are of
-    this rank. With one rank or another attention implementation there are none.
+    ``distca/server_time_share``, ``distca/states_mb`` and ``distca/late_compiles``, which each rank
+    has for itself. With one rank or another attention implementation there are no figures.
 
     Args:
-        gather: let ranks exchange their measurements first, so that all micro-batches up to here
-            are in the sums. This takes one small collective, for which all ranks must call it at
-            the same point, after a backward, and waits for the device, as reading the loss does.
-            Without it nothing is exchanged and a rank may read alone: the sums then contain
-            measurements announced with the documents of later micro-batches, so the last
-            micro-batch is missing, and on CUDA the last two.
+        gather: whether ranks exchange their measurements first, so that the sums contain all
+            micro-batches up to here. All ranks must then call this at the same point, after a
+            backward. It takes one small collective, and waits for the device, as reading the loss
+            does. Without `gather` nothing is exchanged, and a rank may call this alone. The sums
+            then lack measurements of the last micro-batch, and on CUDA of the last two, because
+            ranks announce measurements with the documents of later micro-batches.
 
     Raises:
-        DistCADesyncError: with `gather`, if not all ranks come.
+        DistCADesyncError: with `gather`, if not all ranks call this.
     """
     session = current_session()
     session.times_local_work = True
@@ -122,7 +122,7 @@ def metrics(*, gather: bool = False) -> Metrics:
 
 
 def print_last_summary() -> None:
-    """Print the balance of the session in use on the first rank, unless that was done before."""
+    """Print the balance of the current session on the first rank, if it was not printed before."""
     session = current_session()
     if not session.has_summary:
         print_summary(session.planner.history.total, session)

@@ -1,8 +1,8 @@
-"""Model families for which distca is proven, and those it refuses, with reasons.
+"""Model families for which distca is proven, and families that it refuses, with reasons.
 
-The lists, in families.txt, are written by `tests/models/generate.py`, which runs a tiny model of
-every causal-LM type of transformers and compares it with transformers' own attention; a test fails
-where the lists and a new run differ.
+`tests/models/generate.py` writes the lists in families.txt. It runs a tiny model of every causal-LM
+type of transformers, and compares it with transformers' own attention. A test fails if the lists
+and a new run differ.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _TABLE = _read_table()
 
 PROVEN_GROUPS = {
     "PROVEN": "proven",
-    "PACKED": "proven: its recurrent layers begin anew with each document",
+    "PACKED": "proven: its recurrent layers are reset at each document",
     "CARRIES_STATE": (
         "proven, one document a row: its other layers carry state over packed documents"
     ),
@@ -51,8 +51,8 @@ REFUSAL_REASONS = {
     "UNBUILT": "no small model of it could be built, so nothing is proven",
 }
 
-# Why documents of a family must be whole. Other families are in `CUT_DOCUMENT_FAMILIES`, or were
-# never tried.
+# Why documents of some families must be whole. All other families are in `CUT_DOCUMENT_FAMILIES`,
+# or were never tried.
 WHOLE_DOCUMENT_REASONS = {
     "CARRIES_STATE": "their other layers carry state from token to token, which stays on its rank",
     "NO_POSITIONS": "they take no position ids, and count each rank's tokens from 0",
@@ -66,8 +66,8 @@ WHOLE_DOCUMENT_REASONS = {
     ),
 }
 
-# Types that are no causal language models: language towers of composite models, compared in
-# tests/models/test_vision_language.py, and encoders of texts, in tests/models/test_both_ways.py.
+# Types that are not causal language models, and were compared: language towers of composite models
+# in tests/models/test_vision_language.py, encoders of texts in tests/models/test_both_ways.py.
 _COMPARED_OTHERS = frozenset(
     {
         *("llava", "molmo2", "molmo2_text", "paligemma", "qwen2_vl_text"),
@@ -89,18 +89,18 @@ WHOLE_DOCUMENT_FAMILIES = {
 
 
 def check_family(model_type: str | None, *, encoder_decoder: bool = False) -> None:
-    """Raise for a family that distca does not compute exactly.
+    """Check that distca does not refuse a family.
 
-    Families that are not in the table (models outside transformers, parts of larger models, newer
-    releases) pass: the arguments of every attention call are checked too.
+    Families that are not in the table pass: models outside transformers, parts of larger models,
+    and models of newer releases. The arguments of every attention call are checked as well.
 
     Args:
         model_type: type in the model's config.
-        encoder_decoder: whether the model is an encoder with a decoder; the table is about causal
-            language models alone.
+        encoder_decoder: whether the model is an encoder with a decoder. The table lists only causal
+            language models.
 
     Raises:
-        UnsupportedError: with the reason, and a remedy.
+        UnsupportedError: with the reason and a remedy, if distca refuses the family.
     """
     group = FAMILIES.get(model_type or "")
     reason = _ENCODER_DECODER_REASON if encoder_decoder else REFUSAL_REASONS.get(str(group))
@@ -112,22 +112,22 @@ def check_family(model_type: str | None, *, encoder_decoder: bool = False) -> No
 
 
 def whole_document_reason(model_type: str | None) -> str | None:
-    """Return why documents of a family must lie in one piece on one rank; None if they need not, or
-    the family is unknown.
+    """Return why each document of a family must lie on one rank, in one piece; None if documents
+    may be cut, or the family is unknown.
     """
     return WHOLE_DOCUMENT_REASONS.get(WHOLE_DOCUMENT_FAMILIES.get(model_type or "", ""))
 
 
-# Types that make something else of a mask than which tokens are padding.
+# Types that use the mask for more than to find padding.
 _MASK_READERS = ("biogpt", "opt")
 
 
 def check_mask_numbers(config: PreTrainedConfig | None) -> None:
-    """Raise for a mask that numbers documents, unless attention alone reads it in models of this
-    config, and keeps documents apart.
+    """Check that models of this config accept a mask that numbers documents: only attention may
+    read it, and must keep documents apart.
 
     Raises:
-        UnsupportedError: with the reason, and a remedy.
+        UnsupportedError: with the reason and a remedy.
     """
     model_type = getattr(config, "model_type", None)
     if FAMILIES.get(model_type or "") != "PROVEN":
@@ -145,13 +145,13 @@ def check_mask_numbers(config: PreTrainedConfig | None) -> None:
     )
 
 
-# LayerDrop's names in the configs of transformers.
+# Names of the LayerDrop probability in the configs of transformers.
 _LAYERDROP_FIELDS = ("layerdrop", "layer_drop", "decoder_layerdrop", "encoder_layerdrop")
 
 
 def check_layerdrop(config: PreTrainedConfig | None) -> None:
-    """Raise for a model with LayerDrop: ranks share the attention of each layer, and each would
-    skip others.
+    """Raise for a model with LayerDrop. Ranks share the attention of each layer, but each rank
+    would skip different layers.
 
     Raises:
         UnsupportedError: names the attribute of the config and its value.
@@ -167,7 +167,7 @@ def check_layerdrop(config: PreTrainedConfig | None) -> None:
 
 
 def warn_of_unproven_family(model_type: str | None) -> None:
-    """Warn, once a family, that it was never compared with another attention."""
+    """Warn, once for each family, that it was never compared with another attention."""
     if model_type is not None and model_type not in FAMILIES and model_type not in _COMPARED_OTHERS:
         warn_once(
             "%s models were never compared under distca with another attention. The arguments of"
@@ -181,9 +181,9 @@ def warn_of_unproven_family(model_type: str | None) -> None:
 _PACKING_WARNINGS = {
     "PACKED": (
         "this batch has packed documents, and layers of this %s model (state space, convolution,"
-        " linear attention) carry state from one to the next. distca lets each begin anew in those"
-        " of transformers 5.23, and these are others. Upgrade transformers, load the model without"
-        " code of its own, or give it one document a row."
+        " linear attention) carry state from one to the next. distca resets the layers of"
+        " transformers 5.23 at each document, but these layers are others. Upgrade transformers,"
+        " load the model without code of its own, or give it one document a row."
     ),
     "CARRIES_STATE": (
         "this batch has packed documents, and %s models have layers (state space, convolution,"
@@ -199,10 +199,10 @@ _PACKING_WARNINGS = {
 
 
 def warn_of_packing(model_type: str | None) -> None:
-    """Warn, once a family, that attention keeps packed documents apart but the rest of the model
-    does not.
+    """Warn, once for each family, that attention keeps packed documents apart but the rest of the
+    model does not.
 
-    For models that gave their recurrent layers no document boundaries.
+    Call it only if the recurrent layers of the model got no document boundaries.
     """
     text = _PACKING_WARNINGS.get(FAMILIES.get(model_type or "", ""))
     if text is not None:
@@ -212,17 +212,17 @@ def warn_of_packing(model_type: str | None) -> None:
 def check_cut_documents(
     model_type: str | None, rotary_reason: str | None = None, *, has_segments: bool
 ) -> None:
-    """Raise for documents in several parts, if attention would be right but other parts of the
-    model would not.
+    """Check that a model computes documents in several parts correctly outside attention, too.
 
     Args:
-        model_type: type of the model; for families never tried in this way, a warning is logged
-            once.
-        rotary_reason: reason why positions of this model do not allow it; None if they do.
-        has_segments: whether its recurrent layers, if it has any, were given document boundaries.
+        model_type: type of the model. Families that were never tried with such documents get a
+            warning, once.
+        rotary_reason: why positions of this model do not allow such documents; None if they do.
+        has_segments: whether recurrent layers of the model, if there are any, got document
+            boundaries.
 
     Raises:
-        UnsupportedError: with the reason.
+        UnsupportedError: with the reason, if the model needs whole documents.
     """
     whole = whole_document_reason(model_type) or rotary_reason
     if FAMILIES.get(model_type or "") == "PACKED" and not has_segments:
@@ -234,8 +234,8 @@ def check_cut_documents(
         )
     if model_type not in CUT_DOCUMENT_FAMILIES:
         warn_once(
-            "documents of this batch are in several parts, and %s models were never tried so:"
-            " attention is exact, but whatever else mixes tokens would not see those of other"
-            " parts. Compare with one process before you rely on it.",
+            "documents of this batch are in several parts, and %s models were never tried with such"
+            " documents: attention is exact, but other layers that mix tokens would not see the"
+            " tokens of other parts. Compare with one process before you rely on it.",
             model_type,
         )

@@ -1,9 +1,9 @@
-"""The handle that the mask function returns, which travels to every layer as `attention_mask`; the
-batch of the forward behind it, and the `LayerPlanner` that plans its layers.
+"""The handle that the mask function returns, the batch behind it, and the `LayerPlanner` that plans
+the layers of the batch.
 
-A model makes its mask once per forward and kind of layer. Instead of a dense mask it gets a small
-object. Because that is an argument, it is the same object in the recompute of activation
-checkpointing and another one for every micro-batch.
+A model makes its mask once per forward and kind of layer. Instead of a dense mask it gets a handle,
+a small object that travels to every layer as `attention_mask`. Because the handle is an argument,
+the recompute of activation checkpointing gets the same object, and each micro-batch has its own.
 """
 
 from __future__ import annotations
@@ -47,36 +47,36 @@ from hf_distca.schedule.layout import Layout
 from hf_distca.schedule.plan import Plan
 
 _LOCAL_GROUP = AttentionGroup()
-# Keyword argument of a model's forward: the `LayerPlanner` of its handles, instead of one that
-# plans with the session; given by stages of a pipeline.
+# Keyword argument by which a pipeline stage gives a model's forward the `LayerPlanner` of its
+# handles. Without it, the forward makes one that plans with the current session.
 PLANNER = "distca_planner"
-# Keyword argument of layers whose model has read the documents of the batch before them, as those
-# with recurrent layers do: an object with `documents`.
+# Keyword argument by which models with recurrent layers give their layers an object with
+# `documents`. These models read the documents before attention does.
 MODEL_ROWS = "distca_rows"
 
 
 @dataclass(frozen=True, eq=False)
 class LayerPlan:
-    """Plan of the layers of a micro-batch with the same call, as this rank carries it out.
+    """This rank's plan for the layers of a micro-batch that call attention in the same way.
 
     Attributes:
-        group: the ranks that take part; a group of this rank alone if no others do.
+        group: the ranks that take part; a group of one rank if this rank works alone.
         route: this rank's route.
         token_indices: int64 indices of the tokens that are not padding, on the device of q; None
             if there is no padding.
-        window: keys that a row sees at most; None if no document on any rank is longer than the
-            layer's window.
+        window: maximum number of keys that a row sees; None if no document on any rank is longer
+            than the layer's window.
         meter: counts the work of this micro-batch in this kind of layer.
-        outputs: outputs of the layers, for activation checkpointing; None where no recompute can
+        outputs: outputs of the layers, for activation checkpointing; None if no recompute can
             follow.
         name: name of the micro-batch, for errors.
-        call_numbers: counts the calls of attention, those of recomputes among them.
-        make_exchange: makes the `LayerExchange` of a call, with its arguments.
-        stage_attention: computes attention from module, inputs and scores instead; for stages of a
-            pipeline.
-        dtype: dtype in which the layers compute; None in the plan of layers that are called in
-            several ways.
-        server: runs their tasks; None as above.
+        call_numbers: counts the calls of attention, in forwards and recomputes.
+        make_exchange: makes the `LayerExchange` of a call, and takes the same arguments.
+        stage_attention: function that computes attention in a pipeline stage, from module, inputs
+            and scores; None outside pipelines.
+        dtype: dtype in which the layers compute; None in a plan that layers with different calls
+            share.
+        server: runs the tasks of the layers; None if `dtype` is None.
     """
 
     group: AttentionGroup
@@ -99,7 +99,7 @@ class LayerPlan:
             return self.stage_attention(module, inputs, server.scores)
         number = next(self.call_numbers)
         stored = None if self.outputs is None else self.outputs.find_outputs(module, inputs)
-        if group.monitor is None:  # nobody waits for this rank
+        if group.monitor is None:  # no other rank waits for this one
             return compute_core_attention(
                 inputs, self.make_exchange(self.route, group, server, stored)
             )
@@ -118,17 +118,16 @@ class ForwardContext:
     """Facts that the mask function found about one forward and one kind of layer.
 
     Attributes:
-        window: keys that a row of this kind of layer sees at most, None for all.
-        chunk: length of the chunks that documents are cut into in this kind of layer, None for no
-            cuts.
-        ahead: what tokens see of those behind them, None for causal attention.
+        window: maximum number of keys that a row of this kind of layer sees; None for no limit.
+        chunk: length of the chunks into which this kind of layer cuts documents; None for no cuts.
+        ahead: which later tokens a token sees; None for causal attention.
         config: config of the model that made the mask, for checks of its documents.
-        rotary_reason: reason why positions of this model do not allow documents in several parts,
-            or None.
-        is_generating: whether this forward is one of `generate`, so that no other rank may be asked
+        rotary_reason: why positions of this model do not allow documents in several parts; None if
+            they do.
+        is_generating: whether `generate` runs this forward, so that other ranks must not be asked
             to take part.
-        can_recompute: whether layers may run again in backward: the mask was made while gradients
-            were recorded.
+        can_recompute: whether layers may run again in backward. They may if gradients were recorded
+            when the mask was made.
         training: whether the model that made the mask is in training mode; None if it is not known.
     """
 
@@ -153,16 +152,16 @@ class ForwardBatch:
 
     Attributes:
         planner: plans the layers, with the session of the mask function.
-        tokens: the tokens, with the documents as the model got them, for models that pass none to
+        tokens: the tokens, and the documents that the model got. Some models pass no documents to
             attention.
         context: other facts from the mask function.
-        plans: filled by the first layer of each kind: some models pass the window only to the
-            attention function.
+        plans: plans of the layers. The first layer of each kind makes them, because some models
+            pass the window only to the attention function.
         call_plans: plans of layers, by the arguments that distinguish their calls.
-        group: the ranks that take part, once they are known.
-        documents: documents of the batch, once they were read.
-        has_segments: whether the model's recurrent layers, if it has any, run along their segments.
-        nano_batches: the cut of the batch in two, once a layer has used it.
+        group: the ranks that take part; None until they are known.
+        documents: documents of the batch; None until they are read.
+        has_segments: whether recurrent layers of the model, if there are any, run along segments.
+        nano_batches: the cut of the batch in two; None until a layer uses it.
     """
 
     planner: LayerPlanner
@@ -178,16 +177,16 @@ class ForwardBatch:
     def is_training(self, module: torch.nn.Module) -> bool:
         """Return whether this is a forward of training, which all ranks run.
 
-        The mode of the model decides, because frozen layers may be in evaluation mode. Where no
-        model is known, the mode of `module` does.
+        The mode of the model decides, because frozen layers may be in evaluation mode. If the model
+        is not known, the mode of `module` decides.
         """
         return module.training if self.context.training is None else self.context.training
 
     def make_key(
         self, shape: AttentionShape, device: str, window: int | None, nano: int = 0
     ) -> PlanKey:
-        """Return the plan key of a layer that passes this window to the attention function; a
-        window of the mask has priority.
+        """Return the plan key of a layer that passes this window to the attention function. If the
+        mask has a window, that is used instead.
         """
         if self.context.window is not None:
             window = self.context.window
@@ -196,13 +195,16 @@ class ForwardBatch:
     def check_documents(
         self, documents: Documents, layout: Layout | None, window: int | None, rank: int = 0
     ) -> None:
-        """Check documents of the batch, or of a nano-batch, for layers with a window, or None for
-        no window; this is a rank of the layout.
+        """Check documents of the batch, or of a nano-batch, for one kind of layer.
 
-        Without a layout, all of them are whole here.
+        `check_cut_documents` raises on all ranks or on no rank, because all know the layout. Other
+        checks are about this rank's own mask.
 
-        `check_cut_documents` raises on all ranks or none, because all know the layout; other checks
-        are about this rank's own mask.
+        Args:
+            documents: the documents.
+            layout: layout of all ranks; None if all documents of this rank are whole.
+            window: window of the layers; None for no window.
+            rank: this rank in the layout.
         """
         context = self.context
         documents.check_holes(window)
@@ -217,24 +219,24 @@ class ForwardBatch:
 
     @property
     def cannot_overlap(self) -> bool:
-        """True if both nano-batches are planned and neither exchanges anything: there is nothing to
-        hide.
+        """True if both nano-batches are planned and exchange nothing, so that ping-pong has nothing
+        to hide.
         """
         plans = [plan for key, plan in self.plans.items() if key.nano]
         return len(plans) > 1 and not any(plan.route.exchanges for plan in plans)
 
 
 class MaskStandIn(MaskObject):
-    """Stand-in for the mask of one forward and one kind of layer: the handle.
+    """The handle: it stands in for the mask of one forward and one kind of layer.
 
-    All layers, and their recomputes, get the same object; in ping-pong each nano-batch its half.
+    All layers and their recomputes get the same object. In ping-pong each nano-batch gets its half.
 
-    This is no dataclass: FSDP with mixed precision rebuilds dataclasses, with the dictionaries in
-    them, for every layer that it wraps.
+    It is not a dataclass, because FSDP with mixed precision rebuilds dataclasses, with the
+    dictionaries in them, for every layer that it wraps.
 
     Attributes:
         batch: the batch of the forward.
-        nano: 0 for a whole batch, 1 and 2 for its nano-batches.
+        nano: 0 for the whole batch, 1 or 2 for a nano-batch.
     """
 
     def __init__(self, batch: ForwardBatch, nano: int = 0) -> None:
@@ -246,36 +248,38 @@ class MaskStandIn(MaskObject):
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        """Shape of the mask that it stands for, for models that give it to transformers again."""
+        """Shape of the dense mask, for models that pass the handle to transformers again."""
         rows, length = self.batch_shape
         return rows, 1, length, length
 
     @property
     def batch_shape(self) -> tuple[int, int]:
-        """Rows and tokens that it is the mask of."""
+        """Numbers of rows and tokens of the batch or nano-batch."""
         cut = self.batch.nano_batches if self.nano else None
         return self.batch.tokens.shape if cut is None else cut.shapes[self.nano - 1]
 
 
 class LayerPlanner:
-    """Plans micro-batches for layers of a model, with the state of a session: finds the ranks that
-    take part, their documents and the costs of layers, and makes the route of this rank.
+    """Plans micro-batches for layers of a model, with the state of a session.
+
+    It finds the ranks that take part, their documents and the costs of layers, and makes the route
+    of this rank.
 
     Attributes:
-        session: computes what is planned.
-        planner: plans of the session's micro-batches.
+        session: the session whose settings, group and kernels are used.
+        planner: makes the plans of the session's micro-batches.
     """
 
     def __init__(self, session: Session) -> None:
         self.session, self.planner = session, session.planner
 
     def find_group(self, batch: ForwardBatch, training: bool) -> AttentionGroup:
-        """Return the ranks that take part in a forward: this one alone if the others need not run
-        it. All ranks must call this if they do; see `Session.join_group`.
+        """Return the ranks that take part in a forward: this rank alone, or the attention group.
+        All ranks of the group must call this if they take part; see `Session.join_group`.
         """
         if batch.group is None:
-            # Making the group needs all ranks: a rank that evaluates or generates alone must not
-            # ask for it.
+            # Making the group needs all ranks, so a rank that evaluates or generates alone must not
+            # join it.
             is_shared = not batch.context.is_generating and (
                 training or self.takes_all_ranks(batch.tokens.packed)
             )
@@ -283,12 +287,12 @@ class LayerPlanner:
         return batch.group
 
     def takes_all_ranks(self, documents: PackedDocuments | Documents | None) -> bool:
-        """Return whether all ranks run a forward of a model in evaluation mode, too.
+        """Return whether all ranks run this forward together if the model is in evaluation mode.
 
-        They do if one of the documents of their shares is cut, as for the teacher of a student: no
-        rank could compute it alone. Every rank reads this from the layout of all, so all decide
-        the same, and none waits for one that runs alone. A rank that gets no such batch at all is
-        missed as in training: shares are compared, and `timeout_seconds` is the bound.
+        They do if `balance_evaluation` is set, or if a document of their shares is cut, because no
+        rank could compute such a document alone. A teacher model gets such shares. Every rank reads
+        this from the layout of all ranks, so all decide the same. If a rank gets no batch at all,
+        the others raise an error after `timeout_seconds`, as in training.
         """
         share = None if documents is None else documents.dealt_share
         return self.session.config.balance_evaluation or (share is not None and share.is_cut)
@@ -318,7 +322,7 @@ class LayerPlanner:
                 )
                 if documents.is_packed(batch.tokens.length):
                     warn_of_packing(batch.context.model_type)
-            else:  # its model has read them
+            else:  # the model has read them
                 documents = rows.documents
                 batch.has_segments = True
             batch.documents = documents.cut_into_chunks(batch.context.chunk)
@@ -333,18 +337,18 @@ class LayerPlanner:
         *,
         training: bool,
     ) -> LayerPlan:
-        """Plan one kind of layer of a micro-batch, with the other ranks or alone, and the kinds
-        that are planned with it.
+        """Plan one kind of layer of a micro-batch, with the other ranks or alone. For the first
+        nano-batch, plan the second one too.
 
         Args:
             batch: batch of the forward.
             arguments: keyword arguments of attention, which define the documents.
             query: (batch, heads, length, width) in the dtype that attention computes in.
             key: key of the plan.
-            training: whether the module is in training mode on this rank, and so on all.
+            training: whether this is a forward of training, which all ranks run.
         """
         group = self.find_group(batch, training)
-        # Both nano-batches, so that ranks meet once.
+        # Plan both nano-batches at once, so that ranks exchange their documents only once.
         keys = [key, key._replace(nano=2)] if key.nano == 1 else [key]
         whole, cut = self.read_documents(batch, arguments, training), batch.nano_batches
         requests = [
@@ -369,7 +373,7 @@ class LayerPlanner:
             number = self.planner.number
             with self.planner.report_errors(group, f"measuring costs for micro-batch {number + 1}"):
                 self.make_cost(key, query, group)
-            # The first plan after an installation compiles loops of the scheduler.
+            # After an installation, the first plan compiles loops of the scheduler.
             with nullcontext() if number else print_if_slow("making the first plan"):
                 plans = self.planner.plan(requests, group)
             activity = f"taking up a plan for micro-batch {plans[0].number}"
@@ -395,12 +399,12 @@ class LayerPlanner:
         *,
         evaluating: bool,
     ) -> LayerPlan:
-        """Make the plan of a micro-batch for this rank alone; for whole documents, their lengths
-        suffice.
+        """Make the plan of a micro-batch for this rank alone. Whole documents need no layout, only
+        their lengths.
 
         Raises:
-            LayoutError: if a part of a document is missing; an `UnsupportedError` while
-                `evaluating`.
+            LayoutError: if a part of a document is missing.
+            UnsupportedError: instead, if this happens while `evaluating`.
         """
         layout = None
         if documents.has_whole_documents:
@@ -418,7 +422,7 @@ class LayerPlanner:
             route,
             _move_token_indices(documents, device),
             window,
-            # To time a layer on CUDA, the host records four events.
+            # Timing a layer on CUDA costs the host four events, so it is only done on request.
             Meter(self.session.meter, timed=self.session.times_local_work or key.device != "cuda"),
             OutputStore(),
             make_exchange=documents.make_exchange,
@@ -426,8 +430,8 @@ class LayerPlanner:
 
     @mark_joint_step
     def make_cost(self, key: PlanKey, query: torch.Tensor, group: AttentionGroup) -> None:
-        """Make the cost model of a shape, at its first layer; all ranks of the group at the same
-        point. Collective.
+        """Make the cost model of a shape, at the first layer with this shape. Collective: all ranks
+        of the group call it at the same point.
         """
         costs = self.planner.costs
         costs.dtypes[key.shape, key.device] = str(query.dtype)
@@ -442,13 +446,13 @@ class LayerPlanner:
     def _add_gpu_factor(
         self, cost: CostModel, query: torch.Tensor, group: AttentionGroup
     ) -> CostModel:
-        """Return the cost model of the GPU and kernel that run, or `cost` if ranks differ.
+        """Return the cost model of this GPU and kernel, or `cost` if ranks differ in them.
         Collective.
 
-        Ranks plan with one cost model, and learn in training which of them are slower.
+        Ranks plan with one cost model. In training they learn which ranks are slower.
         """
         kernel = self.session.choose_kernel(query, cost.shape, ScoreOptions(1.0)).name
-        if kernel == "cuda":  # torch may have been told to run another flash-attention in it
+        if kernel == "cuda":  # users can make torch run another flash attention here
             kernel = torch.nn.attention.current_flash_attention_impl() or kernel
         device = torch.cuda.get_device_name(query.device)
         factored = make_gpu_cost(cost.shape, device, kernel, tile=cost.tile)
@@ -466,7 +470,10 @@ class LayerPlanner:
         group: AttentionGroup,
         device: torch.device,
     ) -> LayerPlan:
-        """Make the layers' plan of a plan in use, for a rank that has these documents."""
+        """Make this rank's plan for layers from the plan of all ranks.
+
+        `documents` are those of this rank.
+        """
         plan, nano = planned.plan, planned.key.nano
         part = f", nano-batch {nano}" if nano else ""
         source = f" ({planned.source}, plan {plan.digest[:8]})" if planned.source else ""
@@ -505,7 +512,5 @@ def _build_local_layout(documents: Documents, *, evaluating: bool) -> Layout:
 
 
 def _limit_window(window: int | None, longest: int) -> int | None:
-    """Return the window if it hides a key of the longest document from one of its tokens, else
-    None.
-    """
+    """Return the window if it hides keys from any token of the longest document, else None."""
     return None if window is None or window >= longest else window

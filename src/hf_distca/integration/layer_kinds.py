@@ -1,4 +1,4 @@
-"""Kinds of attention layers, read from a config for plans and costs before the first step."""
+"""Kinds of attention layers, read from a model's config to plan before the first step."""
 
 from __future__ import annotations
 
@@ -19,22 +19,24 @@ _WIDTH_FIELDS = ("hidden_size", "d_model", "n_embd")
 
 
 def list_layer_keys(model: Any, dtype: torch.dtype | None, device: str) -> list[PlanKey]:
-    """Return the plan key of each kind of layer, those without a window first.
+    """Return the plan key of each kind of layer, kinds without a window first.
 
-    Layers that a config does not describe are found at the first forward: their plans are made
-    there. Arguments and errors are those of `count_layers`.
+    Layers that the config does not describe are planned at the first forward. Arguments and errors
+    are those of `count_layers`.
     """
     return list(count_layers(model, dtype, device))
 
 
 def count_layers(model: Any, dtype: torch.dtype | None, device: str) -> dict[PlanKey, int]:
-    """Count the layers of each plan key, those without a window first; 1 if all layers are of one
-    kind.
+    """Count the layers of each plan key, keys without a window first. If the config does not list
+    the types of its layers, they count as one.
 
     Args:
-        model: a config (of a composite model, the config of all parts), or a model with a config.
-        dtype: dtype of attention; the model's if None, or float32 if it has none.
-        device: type of the device that computes it.
+        model: a config, or a model with a config. For a composite model, give the config of all
+            parts.
+        dtype: dtype of attention. If None, it is the model's dtype, or float32 if the model has no
+            dtype.
+        device: type of the device that computes attention.
 
     Raises:
         ConfigError: if the config names no heads and widths, or no layers of attention.
@@ -48,7 +50,7 @@ def count_layers(model: Any, dtype: torch.dtype | None, device: str) -> dict[Pla
     config = model_config.get_text_config(decoder=True)
     bytes_ = (dtype or _choose_dtype(model, config, model_config)).itemsize
     kinds = getattr(config, "layer_types", None) or [None]
-    # A layer of each kind; layers may differ in more than their `layer_types`.
+    # The index of one layer of each kind. A heterogeneous config has a config for each layer.
     layers = {kind: kinds.index(kind) for kind in kinds}
     configs = (
         config.per_layer_config
@@ -72,10 +74,10 @@ def count_layers(model: Any, dtype: torch.dtype | None, device: str) -> dict[Pla
 
 
 def make_initial_cost(key: PlanKey, config: DistCAConfig) -> CostModel:
-    """Return the cost model for plans of a kind of layers, before anything is measured.
+    """Return the cost model for a kind of layers before anything is measured.
 
-    This is the cost model of the settings, for the key's shape and window, or built-in figures for
-    its device.
+    It is the cost model of the settings, if they have one, with the key's shape and window. Else it
+    has built-in figures for the key's device.
     """
     if isinstance(config.cost_model, CostModel):
         return replace(config.cost_model, shape=key.shape, window=key.window)
@@ -86,9 +88,9 @@ def make_initial_cost(key: PlanKey, config: DistCAConfig) -> CostModel:
 
 
 def _make_key(config: Any, kind: str | None, element_bytes: int, device: str) -> PlanKey | None:
-    """Return the plan key of layers of a kind; None if they are not attention.
+    """Return the plan key of a kind of layers; None if they are not attention.
 
-    Without kinds, all layers have the window, if any.
+    If the kind is None, all layers are of one kind, and have the window of the config, if any.
     """
     if kind is not None and ("linear" in kind or not ("attention" in kind or "hybrid" in kind)):
         return None
@@ -111,7 +113,7 @@ def _read_shape(config: Any, element_bytes: int) -> AttentionShape:
         and _read_first_number(config, "kv_lora_rank")
         and _read_first_number(config, "qk_nope_head_dim")
     ):
-        # Latent attention: keys and values are made for every head before they are attended to.
+        # Latent attention makes keys and values for every head before attention.
         head_dim = config.qk_nope_head_dim + config.qk_rope_head_dim
         return AttentionShape(heads, heads, head_dim, config.v_head_dim, element_bytes)
     hidden = _read_first_number(config, *_WIDTH_FIELDS)
@@ -124,7 +126,7 @@ def _read_shape(config: Any, element_bytes: int) -> AttentionShape:
             f" {', '.join(_HEAD_FIELDS)}, and for head_dim or one of {', '.join(_WIDTH_FIELDS)}."
             " Give shapes=[(AttentionShape(...), window), ...] of its kinds of layers."
         )
-    # JetMoe repeats keys and values for the experts of a token before they are attended to.
+    # JetMoe repeats keys and values for the experts of a token before attention.
     key_value_heads = (
         heads
         if config.model_type == "jetmoe"
@@ -140,7 +142,7 @@ def _read_shape(config: Any, element_bytes: int) -> AttentionShape:
 
 
 def _read_first_number(config: Any, *names: str) -> int | None:
-    """Return the first of these attributes that is a number."""
+    """Return the first of these attributes that is an integer, or None."""
     return next(
         (value for name in names if isinstance(value := getattr(config, name, None), int)), None
     )

@@ -1,4 +1,4 @@
-"""Objects instead of mask tensors: what transformers sees of a mask under distca."""
+"""Objects that transformers gets instead of mask tensors under distca."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from hf_distca.errors import UnsupportedError
 
 
 class MaskObject:
-    """Object instead of a mask tensor: it has the methods of tensors that transformers calls."""
+    """Object instead of a mask tensor, with the tensor methods that transformers calls."""
 
-    # Generation with static caches makes masks ahead of the forward and takes them for 4-D tensors.
+    # Generation with static caches makes masks before the forward, and expects 4-D tensors.
     ndim: ClassVar[int] = 4
 
     def contiguous(self) -> Self:
@@ -22,7 +22,7 @@ class MaskObject:
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Raise where another attention computes with this object as its mask."""
+        """Raise if another attention computes with this object as its mask."""
         raise UnsupportedError(
             f"{getattr(func, '__name__', func)} of torch got distca's mask: a layer has another"
             " attn_implementation than its model. Give all layers the one of the model."
@@ -35,11 +35,11 @@ class MaskObject:
 
 @dataclass(frozen=True, eq=False)
 class ForeignMask(MaskObject):
-    """A mask that distca does not compute: an error where attention is called with it, not where it
-    is made.
+    """A mask that distca does not compute. The error is raised when attention is called with it,
+    not when it is made.
 
-    The decoders of Bart and its kin make one for a cross attention that they do not have as causal
-    language models.
+    Decoders such as Bart's make such a mask for their cross attention, even as causal language
+    models, which have no cross attention.
 
     Attributes:
         features: unsupported features of the mask, for the error.
@@ -50,17 +50,17 @@ class ForeignMask(MaskObject):
 
 @dataclass(frozen=True, eq=False)
 class DenseMask(MaskObject):
-    """The dense mask of a forward whose tensors have no values to plan with: sdpa computes such
-    calls, on this rank alone.
+    """The dense mask of a forward whose tensors have no values to plan with. sdpa computes such a
+    forward, on this rank alone.
     """
 
     mask: torch.Tensor
 
 
 class CachedMask(torch.Tensor):
-    """The dense mask of a forward that reads a key/value cache: sdpa computes such calls, on this
-    rank alone.
+    """The dense mask of a forward that reads a key/value cache. sdpa computes such a forward, on
+    this rank alone.
 
-    A tensor, because generation with static caches handles masks as tensors; a class, to tell it
-    from a user's own mask.
+    It is a tensor, because generation with static caches handles masks as tensors. It has its own
+    class, to tell it from a user's own mask.
     """

@@ -1,8 +1,9 @@
-"""The cut of a batch in two nano-batches, and of the arguments and outputs of a layer.
+"""The cut of a batch into two nano-batches, and of the arguments and outputs of a layer.
 
-One row is cut among its tokens, between documents if a document starts near the middle. Several
-rows are cut among the rows. A document that crosses the cut needs, in the second nano-batch, the
-keys that the first one made: they are handed over inside the layer, with their gradient.
+A batch of one row is cut between two tokens, and between documents if a document starts near the
+middle. A batch of several rows is cut between rows. A document that crosses the cut needs, in the
+second nano-batch, keys and values from the first. They are passed on inside the layer, and their
+gradient flows back.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from hf_distca.borrowed import is_in_backward
 from hf_distca.errors import UnsupportedError
 from hf_distca.integration.mask_objects import MaskObject
 
-# A cut between documents is taken if the smaller nano-batch then has at least this part of the
+# A row is cut between documents if the smaller nano-batch then has at least this fraction of its
 # tokens.
 _MIN_PART = 3 / 8
 
@@ -30,12 +31,13 @@ class NanoBatches:
 
     Attributes:
         shape: (rows, tokens) of the batch.
-        axis: 0 if rows are cut, 1 if tokens are.
-        border: index on that axis where the second nano-batch begins.
+        axis: 0 if the batch is cut between rows, 1 if between tokens.
+        border: index on the axis at which the second nano-batch begins.
         documents: documents of each nano-batch.
         layer_ids: ids of the layers that ran as nano-batches, for recomputes.
         first_half_states: keys and values of the first nano-batch, for the cache of a layer.
-        first_half_kv: those of its last tokens that the second one reads, between the two.
+        first_half_kv: keys and values of the first nano-batch's last tokens, kept until the second
+            nano-batch reads them.
     """
 
     shape: tuple[int, int]
@@ -53,24 +55,25 @@ class NanoBatches:
 
     @property
     def sizes(self) -> tuple[int, int]:
-        """Sizes of the two nano-batches along the axis that is cut.
+        """Sizes of the two nano-batches along `axis`.
 
-        The only token of a batch is in the second one. The first one computes it as padding and
-        drops the output: so this rank takes part in both exchanges, as the others do.
+        If a batch has only one token, the token is in the second nano-batch. The first one computes
+        it as padding and drops the output, so that this rank takes part in both exchanges, as the
+        other ranks do.
         """
         return max(self.border, 1), self.shape[self.axis] - self.border
 
     @property
     def shapes(self) -> tuple[tuple[int, int], ...]:
-        """(rows, tokens) of both."""
+        """(rows, tokens) of each nano-batch."""
         rows, length = self.shape
         return tuple((rows, size) if self.axis else (size, length) for size in self.sizes)
 
     def pass_keys(
         self, nano: int, k_TKD: torch.Tensor, v_TKV: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        """Store the keys and values of the first nano-batch that the second one also reads, or
-        return them as context of the second one.
+        """Store the keys and values of the first nano-batch that the second one needs, or return
+        them as context for the second one.
         """
         tokens = self.documents[1].context_tokens
         if not tokens:
@@ -87,8 +90,8 @@ class NanoBatches:
         return context
 
     def select_part(self, nano: int, value: Any) -> Any:
-        """Return a nano-batch's part of an argument of a layer, or of several in a tuple, list or
-        dictionary.
+        """Return a nano-batch's part of an argument of a layer. A tuple, list or dictionary of
+        arguments is cut item by item.
         """
         if isinstance(value, torch.Tensor):
             dim = self._find_dim(value)
@@ -96,7 +99,7 @@ class NanoBatches:
             return value if dim is None else value.narrow(dim, start, self.sizes[nano - 1])
         if isinstance(value, MaskObject):
             return value.select_half(nano)
-        if isinstance(value, Cache):  # a recompute would fill it twice
+        if isinstance(value, Cache):  # a recompute must not fill it a second time
             return None if is_in_backward() else NanoCache(value, self, nano)
         if isinstance(value, dict):
             return {name: self.select_part(nano, item) for name, item in value.items()}
@@ -108,7 +111,8 @@ class NanoBatches:
         """Join the outputs of a layer's nano-batches.
 
         Raises:
-            UnsupportedError: if an output has other parts than tensors with the cut axis.
+            UnsupportedError: if an output contains anything but None, or tensors that are cut along
+                `axis`.
         """
         if isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor):
             cut = slice(self.axis, self.axis + 1)
@@ -139,12 +143,12 @@ class NanoBatches:
         )
 
     def _find_dim(self, tensor: torch.Tensor) -> int | None:
-        """Return the dimension of an argument that the cut goes through, None if it is the same for
-        all tokens.
+        """Return the dimension along which an argument is cut; None if it is the same for all
+        tokens.
         """
         shape = tuple(tensor.shape)
-        # A vector of the layer's width may be as long as the batch; what tokens have one by one are
-        # integers.
+        # A float vector of the layer's width may be as long as the batch. Vectors with an entry for
+        # each token are integers.
         is_vector = len(shape) == 1 and tensor.is_floating_point()
         if self.axis == 1 and shape[:1] == self.shape[1:] and not is_vector:
             return 0
@@ -153,8 +157,8 @@ class NanoBatches:
 
 
 class NanoCache:
-    """A cache as a nano-batch sees it: it reads nothing, and the cache gets the keys and values of
-    both.
+    """A stand-in for a cache in a nano-batch. It returns no cached keys, and fills the cache with
+    the keys and values of both nano-batches.
     """
 
     def __init__(self, cache: Cache, cut: NanoBatches, nano: int) -> None:
@@ -163,8 +167,8 @@ class NanoCache:
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Take keys and values of (rows, heads, tokens, width) and what else the cache is told;
-        return them.
+        """Take keys and values of (rows, heads, tokens, width), and return them unchanged. After
+        the second nano-batch, pass those of both to the cache, with the other arguments.
         """
         cut, states = self.cut, (key_states, value_states)
         if self.nano == 1:
@@ -186,8 +190,8 @@ class NanoCache:
 def choose_cut(
     batch_size: int, length: int, documents: Documents, tile: int
 ) -> tuple[int, int, tuple[Documents, Documents]]:
-    """Choose the cut of a (batch_size, length) batch: axis and index as in `NanoBatches`, and the
-    documents of both parts.
+    """Choose the cut of a (batch_size, length) batch, and return `axis`, `border` and `documents`
+    of `NanoBatches`.
     """
     axis = 0 if batch_size > 1 else 1
     if documents.dealt_share is not None and documents.dealt_share.first_nano_tokens is not None:
@@ -201,7 +205,7 @@ def choose_cut(
 
 
 def _choose_border(length: int, documents: Documents, tile: int) -> int:
-    """Choose the token to cut a row at."""
+    """Choose the token at which the second nano-batch of a row begins."""
     starts = np.cumsum(documents.runs[:-1, 2])
     tokens = starts if documents.token_indices is None else documents.token_indices[starts]
     candidates = tokens[np.minimum(tokens, length - tokens) >= _MIN_PART * length]

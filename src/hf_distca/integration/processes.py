@@ -1,7 +1,6 @@
-"""Facts that a process knows about the others: the ranks that share core attention by default; and
-messages of rank 0.
+"""The ranks that share core attention by default, and messages of rank 0.
 
-Lines for a user who watches a run go to standard error, past progress bars.
+Lines for a user who watches a run go to standard error, and do not break progress bars.
 `transformers.utils.logging.disable_progress_bar()` switches off the lines about slow steps.
 """
 
@@ -27,15 +26,16 @@ from hf_distca.runtime.members import Members
 
 LOG = logging.getLogger("hf_distca")
 
-# Names of the dimensions along which ranks hold different tokens: the first two are accelerate's,
+# Names of mesh dimensions along which ranks hold different tokens. The first two are accelerate's,
 # the third is transformers'.
 _DATA_DIMENSIONS = ("dp_replicate", "dp_shard", "fsdp", "dp")
-_MODEL_DIMENSIONS = ("tp", "pp")  # along which they hold the same tokens, and other heads or layers
-_SEQUENCE_DIMENSIONS = ("cp", "sp", "ulysses")  # along which they hold parts of the same documents
+_MODEL_DIMENSIONS = ("tp", "pp")  # ranks hold the same tokens, and different heads or layers
+_SEQUENCE_DIMENSIONS = ("cp", "sp", "ulysses")  # ranks hold parts of the same documents
 
 
 def find_members() -> Members | None:
-    """Find the data-parallel ranks of accelerate's device mesh if it has one; None for the world.
+    """Find the data-parallel ranks of accelerate's device mesh; None for all ranks, if there is no
+    mesh.
 
     Raises:
         UnsupportedError: if accelerate cuts sequences over ranks.
@@ -46,10 +46,10 @@ def find_members() -> Members | None:
     mesh: DeviceMesh | None = getattr(state, "device_mesh", None)
     if mesh is not None:
         return find_data_parallel_ranks(mesh)
-    # Where DeepSpeed cuts sequences, accelerate makes no mesh.
+    # If DeepSpeed cuts sequences, accelerate makes no mesh.
     parallelism = getattr(state, "parallelism_config", None)
     if parallelism is not None:
-        # Accelerate 1.11 has no sp.
+        # Accelerate 1.11 has no `sp_size`.
         _check_dimensions({"cp": parallelism.cp_size, "sp": getattr(parallelism, "sp_size", 1)})
     return None
 
@@ -58,7 +58,7 @@ def choose_group_size(
     members: dist.ProcessGroup | Members | None, config: DistCAConfig
 ) -> int | None:
     """Return how many of these ranks share core attention, for `AttentionGroup.find_or_create`;
-    log it if the user did not choose it.
+    None for all of them. A size that the user did not choose is logged.
 
     A process group that the user made is one attention group, unless `config` has a size.
     """
@@ -78,16 +78,15 @@ def choose_group_size(
 
 
 def find_data_parallel_ranks(mesh: DeviceMesh, extra_dimension: str | None = None) -> Members:
-    """Return the ranks of `mesh` that differ from this one only in their data-parallel coordinates;
-    this rank alone if there are none.
+    """Return the ranks of `mesh` that differ from this one only in their data-parallel coordinates,
+    or in the dimension named `extra_dimension`. They include this rank.
 
-    They may differ in `extra_dimension`, the name of a dimension, too.
-
-    A mesh without any dimension whose name is known (those of data, and "tp", "pp", "cp", "sp",
-    "ulysses") is taken whole.
+    If no dimension of the mesh has a known name, all its ranks are returned. Known names are those
+    of data, and "tp", "pp", "cp", "sp" and "ulysses".
 
     Raises:
-        UnsupportedError: if ranks of a mesh with such names also differ in something else.
+        UnsupportedError: if the mesh has a known name, and another dimension of several ranks that
+            is neither for data nor for the model.
     """
     sizes = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=False))
     part = mesh
@@ -105,7 +104,7 @@ def find_data_parallel_ranks(mesh: DeviceMesh, extra_dimension: str | None = Non
 
 
 def _check_dimensions(sizes: dict[str, int]) -> None:
-    """Raise if ranks differ in something that is neither data nor the model's heads and layers."""
+    """Raise for a dimension of several ranks that is neither for data nor for the model."""
     for name, size in sizes.items():
         if size > 1 and name not in (*_DATA_DIMENSIONS, *_MODEL_DIMENSIONS):
             raise UnsupportedError(
@@ -120,7 +119,7 @@ def _check_dimensions(sizes: dict[str, int]) -> None:
 
 @cache
 def warn_once(text: str, *values: object) -> None:
-    """Log a warning the first time that it is called with this text and these values."""
+    """Log a warning, but only once for the same text and values."""
     LOG.warning(text, *values)
 
 
@@ -128,14 +127,14 @@ _SLOW_SECONDS = 1.0
 
 
 def print_lines(text: str) -> None:
-    """Write one or several lines."""
+    """Write lines to standard error."""
     tqdm.write(text, file=sys.stderr)
 
 
 @contextmanager
 def print_if_slow(activity: str) -> Iterator[None]:
-    """Print on rank 0 what a run is doing, once that has taken more than a second, and at its end
-    how long it took.
+    """Print an activity on rank 0 once it has taken more than a second, and its duration at the
+    end.
     """
     if not is_progress_bar_enabled() or (
         dist.is_available() and dist.is_initialized() and dist.get_rank() != 0

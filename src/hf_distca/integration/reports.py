@@ -1,4 +1,4 @@
-"""Estimates and measurements since `configure`: figures for logs, and the summary of a run."""
+"""Figures for logs and the summary of a run, from estimates and measurements since `configure`."""
 
 from __future__ import annotations
 
@@ -16,19 +16,20 @@ from hf_distca.kernels.check import count_late_compiles
 class Metrics:
     """Sums since `configure`.
 
-    The difference of two readings covers the time between them,
-    or the later one if settings changed.
+    The difference of two readings covers the time between them. If settings changed between them,
+    it covers the time since the change.
 
     Attributes:
         balance: sums over the micro-batches that were planned with other ranks.
         attention_seconds: seconds that this rank spent in attention kernels, forward and backward,
-            for itself and for others. On CUDA only finished kernels count: synchronise first for an
-            exact figure. Work without other ranks is timed on CUDA from the first reading on.
-        elapsed_seconds: seconds that have passed.
-        since: their beginning, by `time.perf_counter`.
+            for itself and for other ranks. On CUDA only finished kernels count: synchronise first
+            for an exact figure. On CUDA, work without other ranks is timed only from the first
+            reading on.
+        elapsed_seconds: seconds since `since`.
+        since: time at which the sums began, by `time.perf_counter`.
         state_bytes: bytes that this rank sent to others for recurrent layers, forward and backward.
-        late_compiles: functions of kernels that this process compiled when a step needed them, not
-            before the first one.
+        late_compiles: number of kernel functions that this process compiled during training,
+            instead of before the first step.
     """
 
     balance: BalanceTotals = field(default_factory=BalanceTotals)
@@ -51,7 +52,7 @@ class Metrics:
         )
 
     def figures(self) -> dict[str, float]:
-        """Return the figures that `DistCACallback` logs; those without data are left out."""
+        """Return the figures that `DistCACallback` logs. Figures without data are left out."""
         count = self.balance.micro_batches
         changes = {
             "distca/states_mb": self.state_bytes / max(count, 1) / 1e6,
@@ -62,8 +63,8 @@ class Metrics:
 
 
 def read_metrics(session: Session) -> Metrics:
-    """Return the metrics for a log, which has no figures of a rank alone, without switching on
-    their timing.
+    """Return the metrics for a log. Unlike `metrics`, it does not start the timing of work without
+    other ranks, because logs show no such figures.
     """
     return Metrics(
         session.planner.history.total,
@@ -78,12 +79,12 @@ def read_metrics(session: Session) -> Metrics:
 def summarize_balance(
     totals: BalanceTotals, session: Session, replaced: float | None = None
 ) -> str | None:
-    """Summarize micro-batches of a session in a few lines; None if there were none.
+    """Summarize micro-batches of a session in a few lines; None if there were no micro-batches.
 
     Args:
-        totals: their sums.
+        totals: sums over the micro-batches.
         session: the session.
-        replaced: estimated imbalance of batches that dealt documents replaced, if known.
+        replaced: estimated imbalance of the batches that `deal` replaced, if it is known.
     """
     if not totals.micro_batches:
         return None
@@ -137,8 +138,8 @@ def print_summary(totals: BalanceTotals, session: Session, replaced: float | Non
 
 
 def nothing_moved_reason(totals: BalanceTotals, session: Session) -> str | None:
-    """Return why no work was moved in some micro-batches, with the figures; None if some was, or if
-    there were none.
+    """Return why no work was moved in these micro-batches, with the figures; None if work was
+    moved, or if there were no micro-batches.
     """
     if totals.moved or totals.busiest_bytes or not totals.estimated_mean:
         return None
@@ -173,8 +174,8 @@ def nothing_moved_reason(totals: BalanceTotals, session: Session) -> str | None:
 
 
 def fewer_moves_reason(session: Session) -> str | None:
-    """Return a message that exchanges were given up because they cost more than they saved, with
-    the figures; else None.
+    """Return a message with the figures if plans avoid exchanges because these cost more than they
+    saved; else None.
     """
     slower = session.planner.costs.exchange_slowdown
     if slower is None:

@@ -1,5 +1,6 @@
-"""Tokens that see tokens behind them: images, prefixes, whole documents; and documents that share
-prefixes. Their attention is made a sum of causal documents (`runtime.summed_documents`).
+"""Attention that is not causal: tokens of images, prefixes or whole documents that see later
+tokens, and documents that share prefixes. It is planned as a sum of causal documents
+(`runtime.summed_documents`).
 """
 
 from __future__ import annotations
@@ -19,30 +20,30 @@ from hf_distca.runtime.summed_documents import Retaken, SumExchange
 from hf_distca.schedule.cost import count_causal_pairs
 from hf_distca.schedule.layout import IntArray, Layout, enumerate_ranges, mark_changes
 
-# The blocks of a rank are planned if one has at least this part of the rank's tokens. Planning
-# copies all tokens of the rank, which took 5 to 12 % of a layer on a CPU. Of 64 ranks that drew
-# prefixes, or documents whose tokens all see each other, the slowest was at 1.03 and 1.08 of the
-# mean with all blocks planned, at 1.04 and 1.08 with this part, and at 1.47 and 2.31 with none
-# (draws of `benchmarks/schedule/masks.py`).
+# The blocks of a rank are planned if the longest block has at least this fraction of the rank's
+# tokens. Planning copies all tokens of the rank, which took 5 to 12 % of a layer on a CPU. Measured
+# with `benchmarks/schedule/masks.py` on 64 ranks, for prefixes and for documents whose tokens all
+# see each other, the slowest rank took 1.03 and 1.08 times the mean if all blocks were planned,
+# 1.04 and 1.08 with this fraction, and 1.47 and 2.31 without planned blocks.
 LEAST_PART = 1 / 4
 
 
 @dataclass(frozen=True, eq=False)
 class Ahead:
-    """View of tokens on the tokens behind them in their document.
+    """Which later tokens of its document a token sees.
 
     Attributes:
-        ids: (rows, tokens) block of each token, below 0 outside of blocks: tokens see all of their
-            block in their document. None if they see all of their document.
-        is_outside: whether they see it also where a window would hide it.
+        ids: (rows, tokens) number of each token's block, negative outside blocks. Tokens see all of
+            their block that lies in their document. None if tokens see all of their document.
+        is_outside: whether tokens also see keys of their block that a window would hide.
     """
 
     ids: torch.Tensor | None = None
     is_outside: bool = False
 
     def number_tokens(self, documents: Documents) -> IntArray:
-        """Return the block of each token of documents that is not padding, with one read of the
-        device for all kinds of layers.
+        """Return the block number of each token of the documents, without padding. The device is
+        read once for all kinds of layers.
         """
         tokens = np.arange(documents.runs[:, 2].sum())
         if self.ids is None:
@@ -50,17 +51,17 @@ class Ahead:
         host: IntArray | None = getattr(self.ids, "distca_host_copy", None)
         if host is None:
             host = self.ids.reshape(-1).cpu().numpy()
-            self.ids.distca_host_copy = host  # type: ignore[attr-defined]  # lives as long as they
+            self.ids.distca_host_copy = host  # type: ignore[attr-defined]  # freed with the ids
         return host[documents.first_token + documents.find_indices(tokens)]
 
     def check_whole(self, documents: Documents, layout: Layout, rank: int) -> None:
-        """Raise if a document with blocks lies in several parts: no part could see the others."""
+        """Raise if a document with blocks is cut, because no part could see the others."""
         row = np.isin(layout.place, layout.place[layout.run_start > 0]) & (layout.rank == rank)
         _, tokens = enumerate_ranges(layout.token[row], layout.token[row] + layout.length[row])
         if (self.number_tokens(documents)[tokens] >= 0).any():
             raise UnsupportedError(
-                "a document in which tokens see others behind them (an image, a prefix, or all of"
-                f" it) lies in several parts, one of them on rank {rank}, and no part could see the"
+                "a document in which tokens see later tokens (an image, a prefix, or all of it)"
+                f" lies in several parts, one of them on rank {rank}, and no part could see the"
                 " others. Give each such document to one rank, in one piece."
             )
 
@@ -68,25 +69,26 @@ class Ahead:
 def sum_documents(
     ahead: Ahead | None, documents: Documents, window: int | None, device: torch.device
 ) -> Documents:
-    """Make the documents to plan, with the maker of their exchanges.
+    """Return the documents to plan. `make_exchange` of the result adds up the causal documents.
 
     Args:
-        ahead: what tokens see of those behind them.
+        ahead: which later tokens a token sees; None for causal attention.
         documents: the documents of this rank, or of a nano-batch.
-        window: keys that a row of the layer sees at most, its own included.
+        window: maximum number of keys that a row of the layer sees, its own included.
         device: device of the layer.
 
     Raises:
-        UnsupportedError: if tokens see keys of their block that the window hides, or others behind
-            them in documents that share prefixes.
+        UnsupportedError: if tokens see keys of their block that the window hides, or see later
+            tokens in documents that share prefixes.
     """
     copied = documents.copied_tokens
     if copied is None:
         return documents if ahead is None else _add_blocks(ahead, documents, window, device)
     if ahead is not None:
         raise UnsupportedError(
-            "documents share prefixes, and tokens see others behind them (images, a prefix, or"
-            " is_causal=False): distca computes one of both. Give each document its own prefix."
+            "documents share prefixes, and tokens see later tokens (images, a prefix, or"
+            " is_causal=False): distca computes only one of the two. Give each document its own"
+            " prefix."
         )
     keys = to_device(torch.from_numpy(copied), device)
     prefixes = Retaken(keys[:0], keys, is_context=True)
@@ -96,9 +98,9 @@ def sum_documents(
 def _add_blocks(
     ahead: Ahead, documents: Documents, window: int | None, device: torch.device
 ) -> Documents:
-    """Add the blocks of documents: to the plan if they are long, else to be computed at home."""
+    """Add the blocks of documents: to the plan if they are long, else as work of this rank."""
     if documents.dealt_share is not None and not documents.dealt_share.is_cut:
-        # The plan of a share knows of no blocks.
+        # The plan in a share has no blocks, so ranks make a new one.
         documents = replace(
             documents,
             runs=make_unknown_runs(documents.runs[:, 2]),

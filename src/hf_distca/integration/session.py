@@ -1,7 +1,6 @@
 """`Session`: state that a process keeps between micro-batches.
 
-Plans, costs and routes are made with it by a `LayerPlanner`, and live in the batch of their
-forward.
+A `LayerPlanner` uses it to make plans and routes, which live in the batch of their forward.
 """
 
 from __future__ import annotations
@@ -35,17 +34,17 @@ from hf_distca.schedule.cost import AttentionShape
 class Session:
     """State of core attention in one process.
 
-    Use `current_session`; `configure` makes a new one.
+    Get it by `current_session`; `configure` makes a new one.
 
     Attributes:
         meter: counts the work of the process.
-        planner: the plans of its micro-batches, the settings they are made under, and the figures.
+        planner: makes the plans, and keeps their settings and figures.
         start_time: time at which the session was made, by `time.perf_counter`.
-        given_group: the group that the user gave; None to find it.
+        given_group: the group that the user gave; None if distca finds it.
         kernel_names: names of the kernels that attention ran in, in the order of their first use.
         has_summary: whether the summary of the run was printed.
-        times_local_work: whether kernels are timed on CUDA also if no other rank takes part: only
-            once figures were read.
+        times_local_work: whether kernels are timed on CUDA even if no other rank takes part. It
+            becomes True when a user reads figures.
     """
 
     def __init__(
@@ -64,7 +63,7 @@ class Session:
         self.has_summary = self.times_local_work = False
         self._members = members
         self._group: AttentionGroup | None = None
-        self._trainers: AttentionGroup | None = None  # once they were asked for
+        self._trainers: AttentionGroup | None = None  # made by `join_trainers`
         self._world: object = None
 
     @property
@@ -77,8 +76,8 @@ class Session:
         self.planner.config = config
 
     def join_group(self) -> AttentionGroup:
-        """Join the attention group, and return it. All its ranks must call this: the first call
-        makes the group, as does the first one after torch.distributed starts or restarts.
+        """Join the attention group, and return it. All its ranks must call this, because the first
+        call makes the group. So does the first call after torch.distributed starts or restarts.
         """
         world = get_current_world()
         if self._group is None or world is not self._world:
@@ -97,8 +96,8 @@ class Session:
         return self._group
 
     def join_trainers(self) -> AttentionGroup:
-        """Join the ranks of the attention group that hold tokens, and return their group. All of
-        them must call this: the first call makes the group.
+        """Join the group of the ranks that hold tokens, and return it. All these ranks must call
+        this, because the first call makes the group.
         """
         group = self.join_group()
         if group.has_tokens is None:
@@ -121,22 +120,22 @@ class Session:
         return observer.make_group(members, size, seconds)
 
     def adopt_group(self, group: AttentionGroup) -> None:
-        """Use a group that was made elsewhere, and restart counting."""
+        """Use a group that was made elsewhere, and reset the counts."""
         self._group = group
         self._world = get_current_world()
         self.planner.reset()
 
     @property
     def rank_count(self) -> int:
-        """Number of ranks of the attention group, also after torch.distributed ended; 1 if it was
-        not made.
+        """Number of ranks of the attention group; 1 if the group was not made. It stays the same
+        after torch.distributed ends.
         """
         return 1 if self._group is None else self._group.size
 
     @property
     def node_count(self) -> int:
-        """Number of nodes of the ranks; 0 if it is not known, as if nodes have different numbers of
-        ranks.
+        """Number of nodes of the attention group; 0 if it is not known, for example because nodes
+        have different numbers of ranks.
         """
         group = self._group
         if group is None or group.size == 1:
@@ -145,21 +144,19 @@ class Session:
 
     @property
     def is_first_rank(self) -> bool:
-        """True if this is rank 0 of all ranks, the only one to report facts that are the same
-        everywhere.
-        """
+        """True on rank 0 of all ranks, which alone reports facts that are the same on all ranks."""
         if self._group is None:
             return get_current_world() is None or dist.get_rank() == 0
         return self._group.ranks[self._group.rank] == 0
 
     def report_errors(self, activity: str) -> AbstractContextManager[None]:
-        """Return a context manager that reports an exception to the other ranks of the group, if it
-        was made, because they may already wait for this one.
+        """Return a context manager that reports an exception to the other ranks of the group, which
+        may already wait for this rank. It does nothing if the group was not made.
         """
         return nullcontext() if self._group is None else self._group.report_errors(activity)
 
     def gather_measurements(self) -> None:
-        """Gather the measurements up to here, on all ranks of the group. Collective."""
+        """Exchange all measurements so far between the ranks of the group. Collective."""
         group = self._group
         if (
             group is not None
@@ -170,8 +167,8 @@ class Session:
             self.planner.gather_measurements(group)
 
     def find_mesh(self, models: Iterator[PreTrainedModel]) -> None:
-        """Take the ranks of the attention group from the first model with a mesh, if they are not
-        known yet.
+        """Take the ranks of the attention group from the mesh of the first model that has one, if
+        they are not known yet.
         """
         if self._members is None and self._group is None:
             self._members = next(
@@ -181,7 +178,7 @@ class Session:
     def choose_kernel(
         self, query: torch.Tensor, shape: AttentionShape, scores: ScoreOptions
     ) -> Kernel:
-        """Choose the kernel for the device and dtype of a tensor, and layers of this shape."""
+        """Choose the kernel for layers of this shape, on the device and in the dtype of `query`."""
         widths = shape.head_dim, shape.value_head_dim
         case = KernelRequest(query.device, query.dtype, *widths, scores, shape.heads_per_key_head)
         kernel = select_kernel(self.config.kernel, case)

@@ -1,4 +1,6 @@
-"""Checks of what models pass to attention: errors for what distca would compute wrongly."""
+"""Checks of the arguments that models pass to attention. Arguments that distca would compute
+wrongly are errors.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ from hf_distca.integration.mask_objects import CachedMask, DenseMask
 # Keyword arguments that reach attention functions and do not change the maths of causal attention
 # within documents.
 _HARMLESS_ARGUMENTS = {
-    # Of models.
+    # From models.
     "use_cache",
     "return_dict",
     "output_hidden_states",
@@ -24,7 +26,7 @@ _HARMLESS_ARGUMENTS = {
     "logits_to_keep",
     "cache_position",
     "is_causal",
-    # Of loaders; the first tell where documents start.
+    # From loaders. Those in `DOCUMENT_KEYS` tell where documents start.
     *DOCUMENT_KEYS,
     *PACKING_KEYS,
     *TREE_KEYS,
@@ -33,7 +35,7 @@ _HARMLESS_ARGUMENTS = {
     "shift_labels",
     MODEL_ROWS,
     PLANNER,
-    # Of losses, those of Liger and TRL among them.
+    # For losses, also those of Liger and TRL.
     "num_items_in_batch",
     "ignore_index",
     "return_token_accuracy",
@@ -53,11 +55,11 @@ def check_arguments(
     Args:
         module: the attention module.
         dropout: probability of dropping weights.
-        kwargs: arguments that distca's attention function does not name.
-        mask: what the module got as its mask.
+        kwargs: arguments that are not parameters of distca's attention function.
+        mask: the mask that the module got.
 
     Raises:
-        UnsupportedError: names the argument, and a remedy.
+        UnsupportedError: names the argument and a remedy.
     """
     if dropout and module.training:
         raise UnsupportedError(
@@ -69,7 +71,7 @@ def check_arguments(
         _raise_for_weights(module)
     causal = kwargs.get("is_causal")
     if not (getattr(module, "is_causal", True) if causal is None else causal) and not (
-        # The mask determines what its tokens see.
+        # A mask with blocks determines itself what tokens see.
         isinstance(mask, MaskStandIn) and mask.batch.context.ahead is not None
     ):
         raise UnsupportedError(
@@ -82,9 +84,9 @@ def check_arguments(
 
 def _check_unknown_arguments(module: torch.nn.Module, arguments: dict[str, Any]) -> None:
     """Raise for arguments that are not known to leave attention unchanged."""
-    # Arguments that a proven family always passes were there when it was compared. Any other switch
-    # came with the call of the model, and is for another part, such as the loss. Numbers and
-    # tensors may change what attention computes.
+    # A proven family was compared with all arguments that it always passes. Other switches come
+    # from the call of the model, and are for another part, such as the loss. Numbers and tensors
+    # may change what attention computes.
     proven = (
         FAMILIES.get(getattr(getattr(module, "config", None), "model_type", "")) in PROVEN_GROUPS
     )
@@ -96,9 +98,9 @@ def _check_unknown_arguments(module: torch.nn.Module, arguments: dict[str, Any])
     ]:
         raise UnsupportedError(
             f"{type(module).__name__} passes {', '.join(sorted(unknown))} to attention, and distca"
-            " does not know what that does there. If it is for the loss, keep it out of the call"
-            ' of the model. Else use attn_implementation="eager" (or "sdpa", where it knows'
-            " the argument)."
+            " does not know how this changes the result. If it is for the loss, do not pass it to"
+            ' the model. Else use attn_implementation="eager", or "sdpa" if that supports the'
+            " argument."
         )
 
 
@@ -115,7 +117,7 @@ def _find_dropout_setting(config: object, dropout: float) -> str:
 
 
 def check_window(module: torch.nn.Module, window: object) -> None:
-    """Raise for a sliding window that is no number of keys."""
+    """Raise for a sliding window that is not a positive integer."""
     if not isinstance(window, int) or isinstance(window, bool) or window < 1:
         raise UnsupportedError(
             f"{type(module).__name__} passes sliding_window={window!r}: it must be a whole number"
@@ -126,7 +128,7 @@ def check_window(module: torch.nn.Module, window: object) -> None:
 def check_layer(
     module: torch.nn.Module, states: Sequence[torch.Tensor], shape: tuple[int, int]
 ) -> None:
-    """Check facts that layers with the same call have in common: shapes, and their config.
+    """Check the shapes and the config, which layers with the same call have in common.
 
     Args:
         module: the attention module.
@@ -134,7 +136,7 @@ def check_layer(
         shape: rows and tokens of the batch, or of its nano-batch.
 
     Raises:
-        UnsupportedError: names the module and what it passes.
+        UnsupportedError: names the module and the shapes.
     """
     name = type(module).__name__
     query, key, value = states
@@ -152,7 +154,8 @@ def check_layer(
         )
     if query.shape[2] != key.shape[2]:
         raise UnsupportedError(
-            f"{name} has {query.shape[2]} query and {key.shape[2]} key positions without a cache."
+            f"{name} has {query.shape[2]} query and {key.shape[2]} key positions without a cache:"
+            " both numbers must be equal."
         )
     if getattr(getattr(module, "config", None), "output_attentions", False):
         _raise_for_weights(module)
@@ -161,11 +164,11 @@ def check_layer(
 def check_cached_mask(
     module: torch.nn.Module, mask: torch.Tensor | DenseMask | None, documents: object
 ) -> torch.Tensor:
-    """Check that a mask other than a handle is one that the mask function made, and return it as a
-    plain tensor.
+    """Check that the mask function made a mask that is not a handle, and return it as a plain
+    tensor.
 
-    Packed documents are refused in a batch that is read with a cache, which is full before
-    training, as in prefix tuning.
+    Packed documents are refused together with a key/value cache. Training has a filled cache in
+    prefix tuning.
     """
     name = type(module).__name__
     if isinstance(mask, DenseMask):
@@ -195,6 +198,6 @@ def check_cached_mask(
 
 def _raise_for_weights(module: torch.nn.Module) -> NoReturn:
     raise UnsupportedError(
-        f"{type(module).__name__} is asked for output_attentions:"
-        ' attn_implementation="eager" has weights to return.'
+        f"{type(module).__name__} is asked for output_attentions, but distca has no weights to"
+        ' return. Use attn_implementation="eager".'
     )

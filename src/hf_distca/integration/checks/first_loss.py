@@ -1,21 +1,21 @@
-"""Check of the first loss of a Trainer on dealt documents: it must be made of the same targets as
-the loss of one process.
+"""Check of the first loss of a Trainer on dealt documents: it must use the same targets as the loss
+of one process.
 
-`labels` of shares are -100, as they could not be shifted where documents are cut, and ranks have
-different numbers of targets. So a loss must come from ``shift_labels`` and be divided by
-``num_items_in_batch``. Its value cannot show this: other terms and weights change it as well. Its
-origin does: reads of the values of these tensors, and paths in the graph from the loss to a model's
-result from ``shift_labels``. No copy of the logits is used, so precision and wrappers do not
-matter. A loss without targets, as of a teacher's logits, is accepted: ranks have equally many
-tokens, so the mean of their means is that of all.
+`labels` of shares are -100, because labels cannot be shifted where documents are cut, and ranks
+have different numbers of targets. So a loss must use ``shift_labels``, and divide by
+``num_items_in_batch``. The value of a loss does not show this, because other terms and weights
+change it as well. So the check records who reads the values of these tensors, and follows the graph
+from the loss to the outputs that a model made from ``shift_labels``. It uses no copy of the logits,
+so precision and wrappers do not matter. A loss without targets, such as a distance from a teacher's
+logits, is accepted: ranks have equally many tokens, so the mean over ranks is the mean over tokens.
 
-The check runs once, in the first micro-batch that a Trainer trains on, before its backward, on
-every rank.
+The check runs once for each Trainer, on every rank: in the first micro-batch of its training,
+before the backward.
 
-The first gradient of a share's logits must not be zero, either. This is checked in loops without a
-Trainer, and for losses that a model computes itself. A loss of `labels` gives logits no gradient. A
-loss that gives all documents of a share the weight 0 does so, too, but it has read
-``shift_labels``, and passes.
+A second check covers loops without a Trainer, and losses that a model computes itself: the first
+gradient of a share's logits must not be zero. A loss that reads `labels` gives logits no gradient.
+A loss that weighs all documents of a share by 0 gives no gradient either, but it passes, because it
+has read ``shift_labels``.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ if TYPE_CHECKING:
 
     from hf_distca.agreement.dealt_share import DealtShare
 
-# Trainers whose first loss was looked at, or is.
+# Trainers whose first loss was checked, or is being checked.
 _watched_trainers: WeakSet[Trainer] = WeakSet()
 
 
 def is_loss_watched(trainer: object) -> bool:
-    """Return whether the loss of a Trainer was found right, or is being checked."""
+    """Return whether the loss of a Trainer has passed its check, or is being checked."""
     return trainer in _watched_trainers
 
 
@@ -55,16 +55,18 @@ def run_watched_step(
     inputs: Any,
     step: Callable[..., torch.Tensor],
 ) -> torch.Tensor:
-    """Run a training step of a Trainer, and check its loss if it is the first on a share of several
-    ranks.
+    """Run a training step of a Trainer. In its first step on a share of several ranks, check the
+    loss.
 
     Args:
-        trainer, model: the Trainer, and its model.
-        share, inputs: share of the micro-batch, None for other rows; and all of the micro-batch.
-        step: the step, which needs no arguments.
+        trainer: the Trainer.
+        model: the model that the Trainer passes to the step.
+        share: share of the micro-batch; None if its documents are not dealt.
+        inputs: the micro-batch.
+        step: the step, called without arguments.
 
     Raises:
-        UnsupportedError: if the loss is not made of the targets of all ranks.
+        UnsupportedError: if the loss does not use the targets of all ranks.
     """
     if share is None or share.ranks == 1 or trainer in _watched_trainers:
         return step()
@@ -87,7 +89,7 @@ def run_watched_step(
             inputs[name] = watch.watch_value(inputs[name], name)
         kwargs[ITEMS] = watch.watch_value(kwargs.get(ITEMS), ITEMS)
         models = {model}
-        if not is_compiled:  # accelerate would take DDP out of the compiled module
+        if not is_compiled:  # `unwrap_model` would remove DDP from a compiled module
             models.add(trainer.accelerator.unwrap_model(model))
         with watch.record_calls(models):
             result = compute_loss(model, inputs, *args, **kwargs)
@@ -116,16 +118,18 @@ def run_watched_step(
 
 
 def watch_gradient(model: PreTrainedModel, trainers_watch: LossWatch | None = None) -> None:
-    """Raise if a loss gives the logits of a share no gradient, although it has targets that were
-    never read outside the model, until one does.
+    """Watch the gradient of logits, until a loss gives one or reads the targets outside the model.
 
-    The logits are the output of the output embedding: gradients come back to these from any copies
-    that the model, accelerate or a loss makes. A fused loss has none; it takes ``shift_labels``
-    from the model. Of a model without an output embedding, hidden states take the place of logits.
+    A backward raises if the logits of a share get no gradient although the share has targets, and
+    nothing outside the model has read these.
+
+    The logits are the output of the output embedding. Their gradient includes that of all copies
+    that the model, accelerate or a loss makes. A fused loss has no logits, but gets
+    ``shift_labels`` from the model. Without an output embedding, hidden states are watched instead.
 
     Args:
         model: the model that trains.
-        trainers_watch: the record of its Trainer's own reads; None to record reads here.
+        trainers_watch: the reads that were recorded for the Trainer; None to record reads here.
     """
     head: torch.nn.Module = model.get_output_embeddings() or model.base_model  # type: ignore[no-untyped-call]
 
@@ -141,8 +145,9 @@ def watch_gradient(model: PreTrainedModel, trainers_watch: LossWatch | None = No
             and logits.dim() > 1
         ):
             is_plain = type(targets) is torch.Tensor
-            if trainers_watch is None and is_plain and not is_compiled():  # else it would be traced
-                # Any code outside the model reads this very tensor.
+            # Compiled code would trace the change of class.
+            if trainers_watch is None and is_plain and not is_compiled():
+                # Change the tensor itself, because code outside the model holds this tensor.
                 targets.__class__ = SpyTensor
                 targets.report_read = partial(watch.record_read, TARGETS)  # type: ignore[attr-defined]
             logits.register_hook(partial(check_gradient, targets, watch))  # type: ignore[no-untyped-call]
@@ -161,8 +166,10 @@ def watch_gradient(model: PreTrainedModel, trainers_watch: LossWatch | None = No
 
 
 def check_head_gradient(model: PreTrainedModel, targets: torch.Tensor | None) -> None:
-    """Raise if the first backward left the output embedding of a compiled model a gradient of
-    zeros, although its share has targets. A hook, as of `watch_gradient`, would be compiled.
+    """Raise if the first backward gave the output embedding of a compiled model a gradient of
+    zeros, although the share has targets.
+
+    It stands in for `watch_gradient`, whose hook would be compiled.
     """
     head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
     gradient = getattr(getattr(head, "weight", None), "grad", None)
@@ -175,15 +182,15 @@ def check_head_gradient(model: PreTrainedModel, targets: torch.Tensor | None) ->
 def _make_error(model: PreTrainedModel) -> UnsupportedError:
     return UnsupportedError(
         f"the loss of {type(model).__name__} gives its logits no gradient, though shift_labels has"
-        " targets: it reads `labels`, which are -100 in shares, as they could not be shifted where"
-        " documents are cut. Read `shift_labels`, which are shifted already."
+        " targets: it reads `labels`, which are -100 in shares, because labels cannot be shifted"
+        " where documents are cut. Read `shift_labels`, which are shifted already."
     )
 
 
 @contextmanager
 def wrap_method(owner: object, name: str, around: Callable[..., Any]) -> Iterator[None]:
-    """Wrap a function around a method of one object: the function gets the method before its
-    arguments.
+    """Replace a method of one object by `around` in a ``with`` block. `around` gets the method, and
+    then the method's arguments.
     """
     method = getattr(owner, name)
     before = vars(owner).get(name)
@@ -193,5 +200,5 @@ def wrap_method(owner: object, name: str, around: Callable[..., Any]) -> Iterato
     finally:
         if before is None:
             delattr(owner, name)
-        else:  # it was set on this object rather than written in its class
+        else:  # the method was set on this object, not defined in its class
             setattr(owner, name, before)

@@ -1,5 +1,7 @@
-"""Record of what a loss is made of: reads of the targets of a batch and of their number, and paths
-in the graph from the loss to what a model made of them.
+"""Record of what a loss uses.
+
+It notes each read of the targets of a batch and of their number. It also finds the outputs of
+models that can be reached from the loss in the graph, and whether these were made from targets.
 """
 
 from __future__ import annotations
@@ -16,9 +18,10 @@ from hf_distca.errors import UnsupportedError
 from hf_distca.integration.callers import is_in_model
 
 TARGETS, LABELS, ITEMS = "shift_labels", "labels", "num_items_in_batch"
-# A node of a graph, and which of its outputs: DDP has one node for all that a model returns.
+# A node of a graph, and the number of one of its outputs. DDP has one node for all outputs of a
+# model.
 GraphPlace = tuple[Any, int]
-# What a model returns that does not depend on targets. Anything else may.
+# Outputs of models that do not depend on targets. All others may.
 _TARGET_FREE_OUTPUTS = {
     "attentions",
     "aux_loss",
@@ -29,7 +32,7 @@ _TARGET_FREE_OUTPUTS = {
     "router_logits",
     "z_loss",
 }
-# Torch functions that hand values on without looking at them, or ask for a shape.
+# Torch functions that pass values on without computing with them, or ask only for a shape.
 _value_free = """
     __format__ __get__ __getitem__ __hash__ __len__ __repr__ __set__ __setitem__
     clone contiguous cpu cuda detach dim element_size expand flatten get_device int is_contiguous
@@ -40,24 +43,24 @@ _VALUE_FREE_FUNCTIONS = frozenset(_value_free.split())
 
 
 class SpyTensor(torch.Tensor):
-    """A tensor that calls `report_read`, which is set on it, when its values are read or moved
-    along the row; the argument says whether they are moved.
+    """A tensor that calls its `report_read` when its values are read, or moved along the row. The
+    argument is True if they are moved.
     """
 
-    report_read: Callable[[bool], object] = bool  # which does nothing
+    report_read: Callable[[bool], object] = bool  # does nothing
 
     @classmethod
     def wrap_tensor(cls, tensor: torch.Tensor, report_read: Callable[[bool], object]) -> SpyTensor:
-        """Return the tensor in a form that reports reads."""
+        """Return the tensor as a `SpyTensor` with this `report_read`."""
         spy = tensor.as_subclass(cls)
         spy.report_read = report_read
         return spy
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call a function of torch.
+        """Call a function of torch, and report a read of the values.
 
-        A result with the same values is a spy, too; any other is a plain tensor.
+        A result with the same values becomes a spy as well. Other results are plain tensors.
         """
         call: Callable[..., Any] = super().__torch_function__
         result = call(func, types, args, kwargs or {})
@@ -80,7 +83,7 @@ class SpyTensor(torch.Tensor):
 
 
 def _leaves_first_out(index: Any) -> bool:
-    """Return whether an index is, or ends with, ``1:``."""
+    """Return whether an index is ``1:`` or ends with it."""
     last = index[-1] if isinstance(index, tuple) else index
     return isinstance(last, slice) and last.start == 1 and last.stop is None
 
@@ -99,12 +102,12 @@ def _strip_spy(value: Any) -> Any:
 
 @dataclass(eq=False)
 class LossWatch:
-    """Record of a loss: its use of the targets of a batch and of their number.
+    """Record of the names in a batch that a loss uses: targets, labels and the number of targets.
 
     Attributes:
         ids: the tokens of the batch, if they are known.
-        names_read: names of those that it read itself.
-        names_given: names of those that a model got, by the places in the graph of its results.
+        names_read: names that the loss read itself.
+        names_given: names that a model got, by the places of the model's outputs in the graph.
     """
 
     ids: torch.Tensor | None = None
@@ -112,38 +115,37 @@ class LossWatch:
     names_given: dict[GraphPlace, set[str]] = field(default_factory=dict)
 
     def watch_value(self, value: Any, name: str) -> Any:
-        """Return the value in a form that reports reads; a value that cannot counts as read."""
+        """Return a tensor as one that records reads. Any other value counts as read at once."""
         if isinstance(value, torch.Tensor):
             return SpyTensor.wrap_tensor(value, partial(self.record_read, name))
         self.names_read.add(name)
         return value
 
     def record_read(self, name: str, is_moved: bool = False) -> None:
-        """Record that values of this name were read, unless a model reads them for a loss of its
-        own.
+        """Record that the loss read values of this name. Reads inside a model do not count.
 
         Raises:
-            UnsupportedError: if targets are moved along the row to be read.
+            UnsupportedError: if the loss moves targets along the row.
         """
-        if is_in_model():  # another one, such as a teacher
+        if is_in_model():  # a model whose calls are not recorded, such as a teacher
             return
         if is_moved and name == TARGETS:
             raise UnsupportedError(
-                "the loss shifts `shift_labels`, which are shifted already. For tokens further"
-                " ahead the targets are missing where documents are cut: they are on another rank."
+                "the loss shifts `shift_labels`, which are shifted already. Targets further ahead"
+                " are missing where documents are cut, because they are on another rank."
                 " Read shift_labels as they are; or train on whole documents with PackingCollator."
             )
         self.names_read.add(name)
 
     def forget_batch(self) -> None:
-        """Let go of the batch and of its graph; what was read stays known."""
+        """Release the batch and its graph, but keep `names_read`."""
         self.ids = None
         self.names_given.clear()
 
     @contextmanager
     def record_calls(self, models: Iterable[torch.nn.Module]) -> Iterator[None]:
-        """Record calls of models, which get plain tensors: reads inside a model are not its
-        caller's.
+        """Record the names that models get in a ``with`` block. Models get plain tensors, because
+        their reads are not reads of the loss.
         """
         calls: list[set[str]] = []
 
@@ -171,13 +173,13 @@ class LossWatch:
         if keywords.get("distca_documents") is None and any(value is self.ids for value in values):
             other_names = ", ".join(sorted(keywords.keys() - {"input_ids"})) or "nothing else"
             raise UnsupportedError(
-                f"the model is called with input_ids and {other_names}, and dealt batches have more"
-                " than that: distca_documents say which documents the tokens are of, and on which"
-                " ranks the rest is. Call model(**inputs)."
+                f"the model is called with input_ids and {other_names}, but dealt batches have more"
+                " than that: distca_documents tells which documents the tokens belong to, and which"
+                " ranks hold the rest. Call model(**inputs)."
             )
 
     def find_loss_reason(self, loss: torch.Tensor) -> str | None:
-        """Describe the mistake in the loss of one of several ranks; None if there is none."""
+        """Describe what is wrong with the loss of one of several ranks; None if it is right."""
         reached = _collect_places(loss) & self.names_given.keys()
         from_targets = {place for place in reached if TARGETS in self.names_given[place]}
         names = self.names_read.union(*(self.names_given[place] for place in reached))
@@ -185,10 +187,10 @@ class LossWatch:
             return None
         if TARGETS not in names:
             return (
-                "is not made of `shift_labels`: it reads `labels`, which are -100 in shares, as"
-                " they could not be shifted where documents are cut. Hand shift_labels to the model"
-                " under this name and use its loss, or read shift_labels, which are shifted"
-                " already."
+                "is not made of `shift_labels`: it reads `labels`, which are -100 in shares,"
+                " because labels cannot be shifted where documents are cut. Pass shift_labels to"
+                " the model under this name and use its loss, or read shift_labels, which are"
+                " shifted already."
             )
         is_models_loss = _get_place(loss) in from_targets
         if not any(ITEMS in self.names_given[place] for place in from_targets) and (
@@ -196,17 +198,18 @@ class LossWatch:
         ):
             return (
                 "is not divided by `num_items_in_batch`, the number of targets of all ranks: each"
-                " rank would divide by its own number, and ranks differ. Hand num_items_in_batch to"
-                " the model, or take super().compute_loss(model, inputs,"
-                " num_items_in_batch=num_items_in_batch). A mean by weights divides by it as well,"
-                " once its weights are multiplied by num_items_in_batch / the sum of the weights of"
-                " all ranks."
+                " rank would divide by its own number, and ranks differ. Pass num_items_in_batch to"
+                " the model, or use super().compute_loss(model, inputs,"
+                " num_items_in_batch=num_items_in_batch). For a weighted mean, multiply the weights"
+                " by num_items_in_batch / the sum of the weights of all ranks, and divide by"
+                " num_items_in_batch."
             )
         if is_models_loss:
             return (
-                "is the model's as it is: a sum divided by the targets of all ranks, over which"
-                " gradients are averaged then. Multiply it by self.accelerator.num_processes, or"
-                " take super().compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)."
+                "is the model's as it is: a sum divided by the number of targets of all ranks."
+                " Averaging gradients over ranks divides it again. Multiply it by"
+                " self.accelerator.num_processes, or use super().compute_loss(model, inputs,"
+                " num_items_in_batch=num_items_in_batch)."
             )
         return None
 
@@ -216,7 +219,7 @@ def _find_target_places(output: Any) -> list[GraphPlace]:
     values: Iterable[Any] = [output]
     if isinstance(output, Mapping):
         values = [value for name, value in output.items() if name not in _TARGET_FREE_OUTPUTS]
-    elif isinstance(output, (tuple, list)):  # a loss comes first, and is one number
+    elif isinstance(output, (tuple, list)):  # a loss is the first item, and has no dimensions
         values = [value for value in output[:1] if getattr(value, "shape", None) == ()]
     return [
         _get_place(value)
@@ -230,7 +233,7 @@ def _get_place(value: torch.Tensor) -> GraphPlace:
 
 
 def _collect_places(loss: torch.Tensor) -> set[GraphPlace]:
-    """Collect the places in the graph to which a loss leads."""
+    """Collect the places that can be reached from a loss in the graph."""
     reached = {_get_place(loss)}
     remaining = list(reached)
     while remaining:

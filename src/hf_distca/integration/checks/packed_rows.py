@@ -1,8 +1,9 @@
-"""Check of what acts once a row, in a forward on a row that holds more than one document, or a part
-of one.
+"""Check for parts of a model that act once on each row. They fail on a row that holds several
+documents, or a part of a document.
 
-Heads of rows pool their last token. NEFTune divides its noise by the root of a row's tokens.
-Adapters that begin at a mark, as PEFT's aLoRA does, look for the last one of a row.
+Classification heads pool the last token of a row. NEFTune divides its noise by the root of a row's
+number of tokens. Adapters that begin at a mark, such as PEFT's aLoRA, look for the last mark of a
+row.
 """
 
 from __future__ import annotations
@@ -20,11 +21,15 @@ if TYPE_CHECKING:
 
 
 def check_packed_row(call: MaskCall, part: PreTrainedModel, packed: PackedDocuments) -> None:
-    """Raise if the model of a forward, of which a part makes the mask, would compute the documents
-    of a row differently from documents in separate rows.
+    """Check that a model computes the documents of a row as it would in separate rows.
+
+    Args:
+        call: the call that makes the mask; its outermost model is checked.
+        part: the part of this model that makes the mask.
+        packed: documents of the row.
 
     Raises:
-        UnsupportedError: names what acts once a row, and a remedy.
+        UnsupportedError: names the part that acts once on each row, and a remedy.
     """
     model = call.outermost_model
     model_class: Any = type(model)
@@ -37,21 +42,23 @@ def check_packed_row(call: MaskCall, part: PreTrainedModel, packed: PackedDocume
     if alpha is not None:
         raise UnsupportedError(
             f"neftune_noise_alpha={alpha}: NEFTune's noise depends on the length of a row, and rows"
-            " hold packed or dealt documents, so it would be another one with every"
-            f" tokens_per_rank. Leave neftune_noise_alpha out, {remedy}"
+            " hold packed or dealt documents, so the noise would change with tokens_per_rank. Leave"
+            f" neftune_noise_alpha out, {remedy}"
         )
     for adapter in vars(model).get("peft_config", {}).values():
         tokens = getattr(adapter, "alora_invocation_tokens", None)
         if tokens is not None:
             raise UnsupportedError(
-                f"alora_invocation_tokens={list(tokens)}: the adapter looks for them once in a row,"
-                " and rows hold packed or dealt documents, most of which it would leave as they"
-                f" are. Use LoRA without them, {remedy}"
+                f"alora_invocation_tokens={list(tokens)}: the adapter looks for them once in a row."
+                " Rows hold packed or dealt documents, so it would not change most of them. Use"
+                f" LoRA without alora_invocation_tokens, {remedy}"
             )
 
 
 def _find_noise(model: PreTrainedModel) -> float | None:
-    """Find the noise that NEFTune adds to the embeddings of a model; None if there is none."""
+    """Find the alpha of the noise that NEFTune adds to the embeddings of a model; None if it adds
+    none.
+    """
     try:
         embedding: object = model.get_input_embeddings()
     except NotImplementedError:

@@ -1,5 +1,5 @@
-"""Checks of loaders that would give ranks wrong batches: read by one rank for all, out of order, or
-in other pieces.
+"""Checks of loaders that would give ranks wrong batches: batches that one rank reads for all, that
+come out of order, or that are cut into other pieces.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from hf_distca.data.shares import Shares, StreamedShares
 from hf_distca.errors import UnsupportedError
 from hf_distca.integration.checks.replaced_parts import get_collator_origin
 
-# Whether something is wrong, what it is, and what to set.
+# For each case: a true value if it occurs, and a text that says what is wrong and what to set.
 Cases = Iterable[tuple[object, str]]
 
-# What a batch of a share must still have when it comes to the model.
+# Columns of a share that must reach the model.
 _REQUIRED_COLUMNS = {"distca_documents", "position_ids", "shift_labels"}
 
 
 def check_dispatch(loader: object, shares: bool) -> None:
     """Raise for a loader of several processes in which rank 0 reads packed documents for all ranks.
 
-    accelerate does so for iterable datasets unless told otherwise. It joins the rows of all ranks
-    to one tensor, broadcasts and cuts it, which neither rows of different lengths nor
-    `PackedDocuments` survive: rank 0 fails while the others wait for it.
+    This is accelerate's default for iterable datasets. accelerate joins the rows of all ranks to
+    one tensor, broadcasts it and cuts it. That fails on rank 0 for rows of different lengths and
+    for `PackedDocuments`, while the other ranks wait.
     """
     if (
         isinstance(loader, DataLoaderDispatcher)
@@ -46,17 +46,17 @@ def check_dispatch(loader: object, shares: bool) -> None:
 
 
 def _get_collator(loader: object) -> object:
-    """Return the collator of a loader, which the Trainer wraps to drop columns."""
+    """Return the collator of a loader, without the Trainer's wrapper that drops columns."""
     collator = getattr(loader, "collate_fn", None)
     return getattr(collator, "data_collator", collator)
 
 
 def find_reading_cases(loader: Any, shares: Shares | StreamedShares, *, training: bool) -> Cases:
-    """Find the cases in which ranks would get other shares than their own, or, in training, epochs
-    would not be shuffled again.
+    """Find the cases in which ranks would get shares of other ranks. In training, also find the
+    case in which epochs are not shuffled again.
     """
     package, name = get_collator_origin(_get_collator(loader))
-    # All that the Trainer leaves in.
+    # The columns that the Trainer does not drop.
     columns = getattr(getattr(loader, "collate_fn", None), "signature_columns", _REQUIRED_COLUMNS)
     dropped = _REQUIRED_COLUMNS - set(columns or _REQUIRED_COLUMNS)
     batches, shard, processes = _find_sampler(loader)
@@ -123,18 +123,18 @@ def find_reading_cases(loader: Any, shares: Shares | StreamedShares, *, training
 def _is_for_ranks(processes: int, shares: Shares | StreamedShares) -> bool:
     """Return whether shares are made for as many ranks as read them."""
     ranks, config = shares.deal_settings.ranks, shares.deal_settings.config
-    if getattr(shares, "rank", None) is not None:  # a stream of the shares of one rank alone
+    if getattr(shares, "rank", None) is not None:  # a stream of one rank's shares
         return processes == 1
     world = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-    # Groups take global batches in turns.
+    # Several groups take global batches in turns.
     if ranks > 1 and (config.group_size == ranks or config.group_ranks(world) == ranks < world):
         return processes % ranks == 0
     return processes == ranks
 
 
 def _find_sampler(loader: Any) -> tuple[Any, Any, int | None]:
-    """Find the batch sampler, accelerate's sharding of it, and its number of processes; None if it
-    reads out of order.
+    """Find the batch sampler, accelerate's shard of it, and the number of processes that read its
+    batches. The number is None if the sampler reads out of order.
     """
     if isinstance(loader.dataset, IterableDatasetShard):
         return loader.dataset, loader.dataset, loader.dataset.num_processes
@@ -142,7 +142,7 @@ def _find_sampler(loader: Any) -> tuple[Any, Any, int | None]:
         return loader, None, 1
     shard = None
     batches = loader.sampler if isinstance(loader.sampler, BatchSampler) else loader.batch_sampler
-    while hasattr(batches, "batch_sampler"):  # accelerate's, around the one that makes the batches
+    while hasattr(batches, "batch_sampler"):  # a wrapper of accelerate's
         shard = batches if isinstance(batches, BatchSamplerShard) else shard
         batches = batches.batch_sampler
     sampler = getattr(batches, "sampler", None)
@@ -153,8 +153,8 @@ def _find_sampler(loader: Any) -> tuple[Any, Any, int | None]:
 
 
 def find_shares(dataset: object) -> Shares | StreamedShares | None:
-    """Return the shares that a data set or a loader reads, under any wrappers of Trainer, TRL or
-    accelerate; None if there are none.
+    """Return the shares that a data set or a loader reads, inside any wrappers of the Trainer, TRL
+    or accelerate; None if it reads no shares.
     """
     while dataset is not None and not isinstance(dataset, Shares | StreamedShares):
         form = getattr(dataset, "format", None)

@@ -1,5 +1,5 @@
-"""Parts of a Trainer that `deal` replaces or reads, with warnings or errors: a collator that may
-define other targets, an order of rows, and documents that may have no targets.
+"""Checks of the parts of a Trainer that `deal` replaces or reads: a collator that may define other
+targets, the order of rows, and documents that may have no targets.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from hf_distca.integration.processes import LOG, warn_once
 
 if TYPE_CHECKING:
     import torch
-    from transformers import Trainer  # models are loaded without it
+    from transformers import Trainer  # not imported when models are loaded
 
 CollatorRule = Literal["check", "replace"]
-# Ways out where recurrent layers carry states on, by groups of model families.
+# Remedies for recurrent layers that carry states on, by group of model families.
 _STATE_REMEDIES = {
     "PACKED": (
         'Under attn_implementation="distca" they do not: compare with one process under distca.'
     ),
     "CARRIES_STATE": "Train without hf_distca.deal, on one document a row.",
 }
-_SAMPLE_SIZE = 256  # documents: they are read as training reads them, which takes a moment
+_SAMPLE_SIZE = 256  # documents whose targets are counted; reading them takes a moment
 
-# Collators that make of rows what is read of rows here (ids, labels, masks, lengths, positions), by
-# the package that has them.
+# Collators that can be replaced, by package. They read the same columns as `deal`: ids, labels,
+# masks, lengths and positions.
 _KNOWN_COLLATORS = {
     "transformers": {
         "DataCollatorForLanguageModeling",
@@ -52,15 +52,14 @@ _KNOWN_COLLATORS = {
 
 
 def check_collator(trainer: Trainer, collator: CollatorRule) -> None:
-    """Raise for a collator that may define targets, or drop or change some, unless it may be
-    replaced.
+    """Check that the collator of a Trainer can be replaced.
 
     Args:
         trainer: the Trainer whose ``data_collator`` is to be replaced.
-        collator: ``"replace"`` to replace any, with a warning.
+        collator: ``"replace"`` to allow any collator, with a warning.
 
     Raises:
-        UnsupportedError: names the collator, and a remedy.
+        UnsupportedError: if the collator may define, drop or change targets; names it and a remedy.
     """
     data_collator: Any = trainer.data_collator
     package, name = get_collator_origin(data_collator)
@@ -68,16 +67,15 @@ def check_collator(trainer: Trainer, collator: CollatorRule) -> None:
     if name in _KNOWN_COLLATORS.get(package, ()) and not masks_at_random:
         tokenizer = getattr(data_collator, "tokenizer", None)
         pad = getattr(tokenizer, "pad_token_id", None)
-        # transformers' own takes the padding token for no target, also where it ends documents.
+        # This collator never trains on the padding token, not even where it ends a document.
         if (
             (package, name) == ("transformers", "DataCollatorForLanguageModeling")
             and pad is not None
             and pad == getattr(tokenizer, "eos_token_id", None)
         ):
             warn_once(
-                "%s would leave out all targets that are token %d, which both pads and ends"
-                " documents; dealt, they are trained on. Give rows labels with -100 there if they"
-                " should not be.",
+                "%s does not train on token %d, which both pads and ends documents, but dealt"
+                " documents train on it. If they should not, give rows labels of -100 there.",
                 *(name, pad),
             )
         return
@@ -98,7 +96,7 @@ def check_collator(trainer: Trainer, collator: CollatorRule) -> None:
 
 
 def warn_of_row_order(trainer: Trainer) -> None:
-    """Warn about a replaced order of rows, if it is not the usual one."""
+    """Warn if `deal` replaces an order of rows that is neither random nor sequential."""
     strategy = trainer.args.train_sampling_strategy
     if strategy not in {"random", "sequential"}:
         warn_once(
@@ -110,8 +108,8 @@ def warn_of_row_order(trainer: Trainer) -> None:
 
 
 def warn_of_carried_states(model: torch.nn.Module | None) -> None:
-    """Warn of recurrent layers under other attention than distca: they carry states on from
-    document to document of a row, so such a run cannot be compared with.
+    """Warn if a model with recurrent layers does not run distca. These layers carry states on from
+    one document of a row to the next, so the run is no baseline for a run under distca.
     """
     for kind in sorted({part.config.model_type for part in iterate_models(model)}):
         remedy = _STATE_REMEDIES.get(FAMILIES.get(kind, ""))
@@ -124,11 +122,11 @@ def warn_of_carried_states(model: torch.nn.Module | None) -> None:
 
 
 def describe_targets(documents: Any, count: int) -> str:
-    """Count targets in some of `count` documents, spread over all of them, and describe them; a
-    document's first token is never a target.
+    """Count the targets in a sample of `count` documents, and describe the result. The first token
+    of a document is never a target.
 
     Raises:
-        ConfigError: if no document has any.
+        ConfigError: if all documents were counted, and have no targets.
     """
     numbers = np.unique(np.linspace(0, count - 1, min(count, _SAMPLE_SIZE)).astype(np.int64))
     labels = [
@@ -158,8 +156,8 @@ def describe_targets(documents: Any, count: int) -> str:
 
 
 def get_collator_origin(collator: Any) -> tuple[str, str]:
-    """Return the package and the name of a function, of the function in a partial, or of a class; a
-    user's subclass has another package.
+    """Return the package and the name of a collator: of a function, of the function in a partial,
+    or of an object's class. The package of a subclass is the user's.
     """
     owner = collator if hasattr(collator, "__name__") else type(collator)
     name = getattr(getattr(collator, "func", collator), "__name__", type(collator).__name__)

@@ -1,5 +1,5 @@
-"""Checks of loaders and Trainers: errors for those that give ranks wrong batches, or compute
-another loss of them.
+"""Checks that loaders give ranks the right batches, and that Trainers compute the right loss of
+shares.
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ if TYPE_CHECKING:
 
     from hf_distca.agreement.dealt_share import DealtShare
 
-# Models as Trainers call them, in which gradients of ranks are averaged. `unwrap_model` of
-# accelerate takes DDP out of a compiled module, whose compiled forward still runs it.
+# Models, as Trainers call them, that were found to average the gradients of ranks. They are kept,
+# because accelerate's `unwrap_model` later removes DDP from a compiled module, whose compiled
+# forward still runs it.
 _averaged_models: WeakSet[torch.nn.Module] = WeakSet()
 # How to train on one rank, and how to keep documents whole.
 _SHARE_REMEDIES = (
@@ -48,18 +49,18 @@ def check_loader(
     trainer: Trainer | None = None,
     evaluation: DistCAConfig | None = None,
 ) -> None:
-    """Raise if a loader does not give every rank its own batches and shares, or training on shares
-    would differ from one process.
+    """Check that a loader gives each rank its own batches and shares, and that training on shares
+    gives the same result as one process.
 
     Args:
-        loader: prepared by accelerate or a plain one of torch; None passes.
+        loader: a loader of torch, prepared by accelerate or not; None passes.
         model: the model that trains or evaluates, if it is known.
         args: arguments of the Trainer, if there is one.
         trainer: the Trainer, if it was found.
         evaluation: settings in use, if the loader is for evaluation; None for training.
 
     Raises:
-        UnsupportedError: names the cause, and the setting to change.
+        UnsupportedError: names the cause and the setting to change.
     """
     shares = find_shares(loader)
     check_dispatch(loader, shares is not None)
@@ -76,15 +77,15 @@ def check_loader(
 
 
 def check_evaluation(trainer: Trainer | None, config: DistCAConfig) -> None:
-    """Raise before training if a Trainer would not evaluate its evaluation sets of shares as one
-    process does.
+    """Check before training that a Trainer will evaluate its evaluation sets of shares as one
+    process would.
 
     Args:
         trainer: the Trainer; None passes.
         config: settings in use.
 
     Raises:
-        UnsupportedError: names the cause, and the setting to change.
+        UnsupportedError: names the cause and the setting to change.
     """
     for dataset in _list_evaluation_sets(trainer):
         if trainer is not None and (shares := find_shares(dataset)) is not None:
@@ -103,7 +104,7 @@ def check_evaluation(trainer: Trainer | None, config: DistCAConfig) -> None:
 
 
 def warn_of_rows_not_dealt(trainer: Trainer) -> None:
-    """Warn about an evaluation of other rows than those that a Trainer has dealt."""
+    """Warn if an evaluation reads rows that are not dealt, although an evaluation set is dealt."""
     if any(find_shares(rows) is not None for rows in _list_evaluation_sets(trainer)):
         warn_once(
             "this evaluation reads rows that are not dealt, though eval_dataset is dealt: its loss"
@@ -114,16 +115,16 @@ def warn_of_rows_not_dealt(trainer: Trainer) -> None:
 
 
 def _list_evaluation_sets(trainer: Trainer | None) -> list[Any]:
-    """List the evaluation sets of a Trainer, with names or without."""
+    """List the evaluation sets of a Trainer, named or not."""
     data: Any = getattr(trainer, "eval_dataset", None)
     return list(data.values()) if isinstance(data, dict) else [data]
 
 
 def warn_of_other_epochs(loader: object, args: TrainingArguments, state: TrainerState) -> None:
-    """Warn in a resumed training if epochs of shares had other global batches in the steps before:
-    batches are skipped by their number, so documents would be trained on again, or left out.
+    """Warn if a resumed training has other global batches than before. A resume skips batches by
+    their number, so documents would be repeated or left out.
 
-    Keep the facts in checkpoints for that.
+    The facts that determine global batches are kept in checkpoints.
     """
     shares = find_shares(loader)
     if not isinstance(shares, Shares):
@@ -131,7 +132,7 @@ def warn_of_other_epochs(loader: object, args: TrainingArguments, state: Trainer
     saved: Any = state.stateful_callbacks
     facts: Any = {
         "seed": shares.batches.seed,
-        "batches": len(loader),  # type: ignore[arg-type]  # groups of ranks take them in turns
+        "batches": len(loader),  # type: ignore[arg-type]  # those of one group of ranks
         "tokens": shares.deal_settings.tokens,
         "gradient_accumulation_steps": args.gradient_accumulation_steps,
     }
@@ -148,21 +149,21 @@ def warn_of_other_epochs(loader: object, args: TrainingArguments, state: Trainer
 
 
 def check_step(trainer: Trainer, model: torch.nn.Module, share: DealtShare | None) -> None:
-    """Raise if a Trainer of shares trains on other batches, or if nothing averages the gradients of
-    ranks that have parts of documents.
+    """Check that a Trainer with a data set of shares trains on them, and that the gradients of
+    ranks that share documents are averaged.
 
     Args:
         trainer, model: the Trainer, and its model.
-        share: share of its micro-batch; None for other rows.
+        share: share of the micro-batch; None if its documents are not dealt.
 
     Raises:
-        UnsupportedError: names the Trainer, and a remedy.
+        UnsupportedError: names the Trainer and a remedy.
     """
     if share is None and find_shares(trainer.train_dataset) is not None:
         raise UnsupportedError(
-            f"the train_dataset of this {type(trainer).__name__} is dealt, and its batches are not"
-            " of it: get_train_dataloader reads other rows, or a collator drops distca_documents."
-            " Let it read self.train_dataset; or train without dealing."
+            f"the train_dataset of this {type(trainer).__name__} is dealt, but its batches are not"
+            " shares: get_train_dataloader reads other rows, or a collator drops distca_documents."
+            " Make it read self.train_dataset, or train without dealing."
         )
     if (
         share is not None
@@ -191,17 +192,18 @@ def check_trainer(
     remedies: tuple[str, str] = _SHARE_REMEDIES,
     evaluation: DistCAConfig | None = None,
 ) -> None:
-    """Raise if a Trainer would not train, or evaluate, on documents dealt to `ranks` ranks as one
-    process would.
+    """Check that a Trainer will train and evaluate on documents dealt to ranks as one process
+    would.
 
     Args:
-        trainer, ranks: the Trainer, and the number of ranks that share documents.
+        trainer: the Trainer.
+        ranks: number of ranks that share documents.
         subject: beginning of the error, which names the data.
         remedies: how to train on one rank, and how to keep documents whole.
-        evaluation: settings in use, if evaluation sets are dealt, too.
+        evaluation: settings in use, if evaluation sets are dealt as well; else None.
 
     Raises:
-        UnsupportedError: names the cause, and the setting to change.
+        UnsupportedError: names the cause and the setting to change.
     """
     _raise_first(
         subject,
@@ -222,9 +224,8 @@ def _count(ranks: int) -> str:
 
 
 def _find_loss_cases(args: TrainingArguments | None, trainer: Trainer | None, ranks: int) -> Cases:
-    """Find the cases in which the loss of shares would differ from that of whole documents.
-
-    On one rank, nothing is cut.
+    """Find the cases in which the loss of shares would differ from that of whole documents. There
+    are none on one rank, because no document is cut.
     """
     if ranks == 1:
         return
@@ -292,8 +293,8 @@ def _find_model_cases(
 def _find_evaluation_cases(
     trainer: Trainer | None, ranks: int, config: DistCAConfig | None
 ) -> Cases:
-    """Find the cases in which ranks would not evaluate as one process does; none without
-    settings.
+    """Find the cases in which ranks would not evaluate as one process does. There are none without
+    settings, or on one rank.
     """
     if config is None or ranks == 1:
         return

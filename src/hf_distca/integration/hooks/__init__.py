@@ -1,1 +1,1 @@
-"""Functions that transformers, models and Trainers call: attention, masks, layers, steps."""
+"""Functions that transformers, models and Trainers call for attention, masks, layers and steps."""

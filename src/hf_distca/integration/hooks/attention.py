@@ -34,16 +34,17 @@ from hf_distca.schedule.cost import AttentionShape
 
 
 def _hide_from_compilers(attend: Callable[..., Any]) -> Callable[..., Any]:
-    """Hide attention from compilers and checkpointing policies; without either this costs only two
-    checks.
+    """Hide attention from compilers and checkpointing policies. If neither is active, this costs
+    only two checks.
 
-    Compiled, the exchanges would be traced with the shapes of one micro-batch: the graph breaks
-    here instead.
+    A compiler would trace the exchanges with the shapes of one micro-batch. So the graph breaks
+    here.
 
     Selective checkpointing (a `context_fn` with a policy) numbers the operations of a layer in the
-    first forward and finds what it saved by these numbers in the recompute. The recompute of distca
-    runs no kernel, no exchange and no planning, so the numbers would shift, and later operations of
-    the layer would get each other's results. Nothing is lost: distca keeps its outputs itself.
+    first forward, and finds saved results by these numbers in the recompute. The recompute of
+    distca runs no kernel, no exchange and no planning. So the numbers would shift, and later
+    operations of the layer would get wrong results. Hiding attention loses nothing, because distca
+    keeps its outputs itself.
     """
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -79,25 +80,25 @@ def distca_attention(
     s_aux: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Causal attention within documents, balanced over the attention group while the module trains.
+    """Compute causal attention within documents, balanced over the attention group in training.
 
     Args:
         module: the attention module.
-        query, key, value: (batch, heads, length, width); key and value have un-repeated heads for
-            GQA.
+        query, key, value: (batch, heads, length, width). With GQA, key and value have fewer heads.
         attention_mask: the handle made by the mask function.
-        scaling: factor on QK^T, ``head_dim ** -0.5`` if None. A tensor, one for all heads or one
-            for each, may require a gradient.
-        sliding_window: keys that a token sees at most, its own included, unless the mask has a
-            window.
+        scaling: factor on QK^T, ``head_dim ** -0.5`` if None. It may be a tensor with one factor
+            for all heads or one for each head, which may require a gradient.
+        dropout: probability of dropping weights, which must be 0 in training.
+        sliding_window: maximum number of keys that a token sees, its own included. If the mask has
+            a window, that is used instead.
         softcap: bound of the scores, as in Gemma 2.
-        s_aux: (query heads,) logits of attention sinks, as in gpt-oss; may require a gradient.
+        s_aux: (query heads,) logits of attention sinks, as in gpt-oss. They may require a gradient.
         kwargs: ``distca_documents``, ``cu_seq_lens_q`` and ``position_ids`` say where documents
-            begin; the first given decides.
+            begin. The first of them that is given decides.
 
     Returns:
         (batch, length, query heads, value width) in value's dtype, and None for the weights.
-        Padding gets 0.
+        The output of padding is 0.
 
     Raises:
         UnsupportedError: names the argument that distca would compute wrongly, and a remedy.
@@ -105,8 +106,8 @@ def distca_attention(
     if isinstance(attention_mask, ForeignMask):
         raise UnsupportedError(
             f"this model's attention mask uses {attention_mask.features}; distca computes causal"
-            " attention, windows, chunks, blocks and whole documents. Others need a mask inside the"
-            ' kernel (block diffusion). Use attn_implementation="sdpa" for it.'
+            " attention, windows, chunks, blocks and whole documents. Other masks, such as block"
+            ' diffusion, need a mask inside the kernel. Use attn_implementation="sdpa" for it.'
         )
     check_arguments(module, dropout, kwargs, attention_mask)
     sink_H = None if s_aux is None else _flatten_sink(module, s_aux, query.shape[1])
@@ -115,13 +116,13 @@ def distca_attention(
     if not isinstance(attention_mask, MaskStandIn):
         dense = check_cached_mask(module, attention_mask, kwargs.get("distca_documents"))
         inputs = Inputs(query, key, value, sink_H=sink_H)
-        # The mask has the window already.
+        # A dense mask already contains the window, so the scores get none.
         scores = _make_scores(module, query, scaling, None, softcap)
         return _attend_by_mask(module, inputs, dense, scores), None
     batch, nano = attention_mask.batch, attention_mask.nano
     if sliding_window is not None:
         check_window(module, sliding_window)
-    # Everything else that must be found out or checked is the same in layers with the same call.
+    # All other checks and plans are the same in layers with the same call.
     autocast = torch.is_autocast_enabled(query.device.type) and torch.get_autocast_dtype(
         query.device.type
     )
@@ -153,7 +154,7 @@ def _prepare_layers(
     options: tuple[float | None, int | None, float | None],
     kwargs: dict[str, Any],
 ) -> LayerPlan:
-    """Prepare the plan and the kernel for the first of several layers with the same call.
+    """Prepare the plan and the kernel for all layers with the same call.
 
     Args:
         module, mask, kwargs: see `distca_attention`.
@@ -177,8 +178,8 @@ def _prepare_layers(
         )
     if plan.stage_attention is not None and batch.context.ahead is not None:
         raise UnsupportedError(
-            "tokens of this batch see others behind them (images, a prefix, or is_causal=False),"
-            " which stages of a pipeline do not compute. Train the model without one."
+            "tokens of this batch see later tokens (images, a prefix, or is_causal=False), which"
+            " stages of a pipeline do not compute. Train the model without a pipeline."
         )
     scores = _make_scores(module, query, scaling, plan.window, softcap)
     with plan.group.report_errors(f"choosing a kernel for {plan.name}"):
@@ -204,7 +205,7 @@ def _make_scores(
 def _scale_queries(
     module: torch.nn.Module, query_BHLD: torch.Tensor, scaling: torch.Tensor
 ) -> torch.Tensor:
-    """Scale queries instead of scores, so that a scale that is learned gets its gradient."""
+    """Scale queries instead of scores, so that a learned scale gets its gradient."""
     heads = query_BHLD.shape[1]
     if scaling.numel() > 1 and scaling.shape not in ((heads, 1, 1), (1, heads, 1, 1)):
         raise UnsupportedError(
@@ -248,8 +249,8 @@ def _restore_batch(
 
 
 def _choose_dtype(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.dtype:
-    """Return the dtype to compute in: that of autocast, else the widest, for models that rotate in
-    float32.
+    """Return the dtype to compute in: that of autocast, else the widest of the three. They differ
+    in models that rotate queries and keys in float32.
     """
     if torch.is_autocast_enabled(query.device.type) and value.dtype != torch.float64:
         return torch.get_autocast_dtype(query.device.type)
@@ -259,8 +260,8 @@ def _choose_dtype(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -
 def _attend_by_mask(
     module: torch.nn.Module, inputs: Inputs, dense: torch.Tensor, scores: ScoreOptions
 ) -> torch.Tensor:
-    """Attend with a dense mask, as to cached keys: by sdpa, or by plain operations if scores are
-    capped or there is a sink.
+    """Compute attention with a dense mask, as for cached keys. Capped scores and sinks are computed
+    by plain operations, all else by sdpa.
 
     The inputs are in transformers' layout: (batch, heads, length, width).
     """

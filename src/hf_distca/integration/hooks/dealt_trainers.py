@@ -1,11 +1,12 @@
-"""Trainers on dealt documents: they are checked at their first share and by their first loss, and
-losses of their evaluations are means over targets.
+"""Trainers on dealt documents: checks of their first share and their first loss, and evaluation
+losses that are means over targets.
 
-Trainers average losses of evaluations over batches, and TRL's over ranks, too: a rank with few
+Trainers average evaluation losses over batches, and TRL's Trainers also over ranks. A rank with few
 targets, or a last batch that is mostly padding, would weigh as much as any other.
 
-This applies to every Trainer of the process, because users who make shares themselves need not name
-the Trainer. Both wrapped methods are public, and subclasses such as TRL's call the base class.
+This applies to every Trainer of the process, because users who make shares themselves do not pass
+the Trainer to distca. Both wrapped methods are public, and subclasses such as TRL's call the base
+class.
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ if TYPE_CHECKING:
     from hf_distca.integration.callers import MaskCall
     from hf_distca.integration.session import Session
 
-# Trainers and models, by whether they trained then.
+# For each Trainer, or model without a Trainer: the modes in which it was checked, True for
+# training.
 _checked_modes: WeakKeyDictionary[object, set[bool]] = WeakKeyDictionary()
 
 
@@ -55,8 +57,8 @@ def check_first_share(call: MaskCall, share: DealtShare, session: Session) -> No
     `DistCACallback`.
 
     Raises:
-        UnsupportedError: see `check_loader`; in backward, if the loss of a loop without a Trainer
-            reads `labels`.
+        UnsupportedError: see `check_loader`. In a loop without a Trainer, the backward raises it if
+            the loss reads `labels`.
     """
     model = call.outermost_model
     trainer = call.trainer
@@ -91,17 +93,18 @@ def _warn_of_routers(model: PreTrainedModel, ranks: int) -> None:
     if getattr(config, "output_router_logits", False):
         LOG.warning(
             "%s models add a loss of their routers (output_router_logits=True), and each of %d"
-            " ranks computes it for its own tokens: it is not that of one process with all of them."
-            " The Trainer adds up the losses of all ranks, so router_aux_loss_coef=%s counts %d"
-            " times. Divide it by %d, or set output_router_logits=False.",
+            " ranks computes it for its own tokens: one process with all tokens would compute"
+            " another loss. The Trainer adds up the losses of all ranks, so"
+            " router_aux_loss_coef=%s counts %d times. Divide it by %d, or set"
+            " output_router_logits=False.",
             *(config.model_type, ranks),
             *(getattr(config, "router_aux_loss_coef", None), ranks, ranks),
         )
 
 
 def wrap_trainers() -> None:
-    """Make Trainers treat dealt documents as one process does, unless transformers' Trainer is not
-    imported; check the calls of models that may get a share.
+    """Make Trainers treat dealt documents as one process would, if transformers' Trainer is
+    imported. Check the calls of models that may get a share.
     """
     count_shifted_targets()
     check_calls()
@@ -152,8 +155,8 @@ def _evaluate_shares(
 
     Args:
         trainer: the Trainer of the loop.
-        loop: the loop, which needs no arguments.
-        prefix: prefix of its metrics.
+        loop: the loop, called without arguments.
+        prefix: prefix of the names of metrics.
     """
     sums = _LossSums()
     with (
@@ -168,10 +171,10 @@ def _evaluate_shares(
 
 
 class _LossSums:
-    """Losses of this rank's batches, and their divisors."""
+    """The losses of this rank's batches, and the number of targets of each."""
 
     def __init__(self) -> None:
-        # The targets of all ranks, if the Trainer divided the last loss by them.
+        # Number of targets of all ranks, if the Trainer divided the last loss by it.
         self._divisor: torch.Tensor | int | None = None
         self._loss_rows: list[torch.Tensor] = []  # (2,): loss times targets, and targets
 
@@ -190,13 +193,13 @@ class _LossSums:
             loss = loss.detach().mean().float()
             divisor = (targets != IGNORED_LABEL).sum() if self._divisor is None else self._divisor
             items = torch.as_tensor(divisor).to(loss)
-            # Without targets, a mean over them is not a number.
+            # Without targets the loss, a mean over targets, is NaN.
             self._loss_rows.append(torch.stack([torch.where(items > 0, loss * items, 0.0), items]))
         self._divisor = None
         return (loss, *rest)
 
     def compute_mean(self, gather: Callable[[torch.Tensor], torch.Tensor]) -> float | None:
-        """Return the mean over the targets of all batches of all ranks, None if there were none."""
+        """Return the mean loss over the targets of all ranks and batches; None without targets."""
         if not self._loss_rows:
             return None
         total, items = gather(torch.stack(self._loss_rows)).double().sum(dim=0).tolist()

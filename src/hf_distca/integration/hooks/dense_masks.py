@@ -1,5 +1,5 @@
-"""Dense masks, of calls that sdpa computes on this rank alone: those that read a cache, and those
-whose tensors have no values that a plan could be made of, or that could travel.
+"""Dense masks of forwards that sdpa computes on this rank alone: forwards that read a cache, and
+forwards whose tensors have no values to plan with or to send.
 """
 
 from __future__ import annotations
@@ -28,13 +28,14 @@ _META = torch.device("meta")
 def choose_dense_mask(
     sizes: dict[str, Any], mask_function: Callable[..., Any], **options: Any
 ) -> CachedMask | DenseMask | None:
-    """Make the dense mask of a call that sdpa computes; None for any other call.
+    """Make the dense mask of a forward that sdpa computes; None for any other forward.
 
     Args:
         sizes, mask_function, options: arguments of `sdpa_mask`.
 
     Raises:
-        UnsupportedError: in a transform of torch.func with a document that is cut.
+        UnsupportedError: if a transform of torch.func gets a cut document, or documents without
+            position ids.
     """
     length, offset = sizes["q_length"], sizes.get("q_offset", 0)
     arguments = sizes | options | {"allow_is_causal_skip": False}
@@ -44,11 +45,12 @@ def choose_dense_mask(
         or not isinstance(offset, int)
         or offset
     ):
-        # One token at a time reads the whole cache: no query rows to move, and only this rank is
-        # generating.
+        # Generation reads the whole cache for one token at a time. There are no query rows to move,
+        # and only this rank generates.
         dense = sdpa_mask(mask_function=mask_function, **arguments)
-        return torch.Tensor.as_subclass(dense, CachedMask)  # type: ignore[arg-type]  # never None without skips
-    is_usual = not is_in_transform() and not has_dispatch_modes()  # calls no Python
+        # With `allow_is_causal_skip=False`, `sdpa_mask` never returns None.
+        return torch.Tensor.as_subclass(dense, CachedMask)  # type: ignore[arg-type]
+    is_usual = not is_in_transform() and not has_dispatch_modes()  # a cheap check
     if sizes.get("device") != _META and (is_usual or not has_no_values()):
         return None
     if is_in_transform():
@@ -58,8 +60,8 @@ def choose_dense_mask(
 
 
 def _keep_documents_apart(mask_function: Callable[..., Any], config: Any) -> Callable[..., Any]:
-    """Return a mask function that keeps packed documents apart, which transformers does only where
-    the model has no cache.
+    """Return a mask function that keeps packed documents apart. transformers does so only if the
+    model has no cache.
     """
     call = MaskCall()
     packed, positions = call.find_argument("distca_documents"), call.position_ids

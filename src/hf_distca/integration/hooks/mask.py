@@ -1,6 +1,6 @@
-"""The mask function: instead of a dense mask it returns the handle of a micro-batch.
+"""The mask function, which returns the handle of a micro-batch instead of a dense mask.
 
-`prepare` does ahead of the first step what the mask function would do in its first forward.
+`prepare` does before the first step what the mask function would do in the first forward.
 """
 
 from __future__ import annotations
@@ -63,17 +63,17 @@ def distca_mask(
     config: PreTrainedConfig | None = None,
     **sizes: Any,
 ) -> MaskStandIn | CachedMask | DenseMask | ForeignMask:
-    """Make the handle of a micro-batch instead of a dense mask: the mask function registered as
-    "distca".
+    """Make the handle of a micro-batch instead of a dense mask. It is the mask function registered
+    as "distca".
 
     `sizes` has ``batch_size``, ``q_length`` and ``kv_length``, and may have ``q_offset``,
-    ``kv_offset`` and ``use_vmap``. A mask that is not causal, or has an overlay, comes back as a
-    `ForeignMask`.
+    ``kv_offset`` and ``use_vmap``. For a mask that distca does not compute, a `ForeignMask` is
+    returned.
 
     Raises:
-        UnsupportedError: if the model is of a family that is refused, or drops layers while it
-            trains, if another package has put itself in front of distca, or in
-            `torch.nn.DataParallel`. Of shares also what `check_first_share` refuses.
+        UnsupportedError: if the family of the model is refused, if the model drops layers in
+            training, if another package has replaced distca's attention, in
+            `torch.nn.DataParallel`, or if `check_first_share` refuses a share.
         LayoutError: if position ids are not those of the documents.
     """
     if isinstance(attention_mask, (MaskStandIn, DenseMask, ForeignMask)):
@@ -92,7 +92,7 @@ def distca_mask(
     if dense is not None:
         return dense
     length = sizes["q_length"]
-    # As bool: see `_choose_padding`.
+    # transformers makes this mask bool. `_choose_padding` prefers the numbers that the model got.
     padding = None if attention_mask is None else attention_mask[:, :length]
     shape = sizes["batch_size"], length
     return reuse_forward_handle(_make_handle(shape, padding, limits, config))
@@ -104,8 +104,14 @@ def _make_handle(
     limits: tuple[int | None, int | None, Ahead | None],
     config: PreTrainedConfig | None,
 ) -> MaskStandIn:
-    """Make a handle for (rows, tokens) and layers with these limits, of `read_mask`; check and
-    prepare the model that asks for the mask, if nobody did.
+    """Make a handle, and check and prepare the model that asks for the mask, if `prepare` was not
+    called.
+
+    Args:
+        shape: (rows, tokens) of the batch.
+        padding: the 2-D mask as bool; None without padding.
+        limits: window, chunk and later tokens, as `read_mask` returns them.
+        config: config of the model.
     """
     call = MaskCall()
     both_ways = limits[2] is not None and limits[2].ids is None
@@ -122,21 +128,22 @@ def _make_handle(
     if torch.is_grad_enabled() if model is None else model.training:
         check_layerdrop(config)
     planner = call.find_argument(PLANNER) or LayerPlanner(current_session())
-    session = planner.session  # what `prepare` does, for a model that nobody prepared
-    # From the inside out; the mesh is on the model that was loaded.
+    session = planner.session
+    # The next lines do what `prepare` does. The mesh is on the model that was loaded, which may be
+    # an outer model.
     session.find_mesh(call.iterate_models())
     if session.config.ping_pong and model is not None:
         cut_layers(model)
     if both_ways and model is not None and model.main_input_name != "input_ids":
         raise UnsupportedError(
             f"{type(model).__name__} takes {model.main_input_name}: towers of images or sounds are"
-            " not for distca, as attention is a third of their time, and ranks may have different"
-            ' numbers of images. Give it to the text alone: attn_implementation={"text_config":'
-            ' "distca"}, and "sdpa" for other parts.'
+            " not for distca, because attention is only a third of their time, and ranks may have"
+            " different numbers of images. Use distca only for the text:"
+            ' attn_implementation={"text_config": "distca"}, and "sdpa" for other parts.'
         )
     first = find_first_position(model)
     if position_ids is None and (positions := call.find_tensor("position_ids")) is not None:
-        # Masks of attention both ways are made without positions.
+        # Masks of bidirectional attention are made without positions.
         is_plain = first or (both_ways and positions.dim() == 2)
         position_ids = positions if is_plain else mark_document_starts(positions)
     if model is not None and isinstance(packed, PackedDocuments):
@@ -160,11 +167,11 @@ def _make_handle(
         *limits,
         config=config,
         rotary_reason=extend_rotary(model, config, packed),
-        # A model can be left in training mode while one rank generates, so the mode alone does not
-        # tell whether the others take part.
+        # One rank can generate with a model in training mode, so the mode alone does not tell
+        # whether other ranks take part.
         is_generating=call.is_generating,
-        # Only what is computed while gradients are recorded can be recomputed. Layers under
-        # reentrant checkpointing record none in their first forward, but their mask is made before.
+        # A recompute follows only if gradients are recorded. Under reentrant checkpointing, layers
+        # record none in their first forward, but the mask is made before, outside the checkpoint.
         can_recompute=torch.is_grad_enabled(),
         training=None if model is None else model.training,
     )
@@ -172,8 +179,8 @@ def _make_handle(
 
 
 def find_planner(model: PreTrainedModel) -> LayerPlanner | None:
-    """Return a planner for a forward of this model; None if the model does not run distca's
-    attention, or has no values to plan with.
+    """Return a planner for a forward of this model; None if the model does not run distca, or its
+    tensors have no values to plan with.
     """
     is_planned = is_distca_model(model) and not has_no_values()
     return LayerPlanner(current_session()) if is_planned else None
@@ -182,8 +189,8 @@ def find_planner(model: PreTrainedModel) -> LayerPlanner | None:
 def _choose_padding(
     numbers: torch.Tensor | None, padding: torch.Tensor | None
 ) -> torch.Tensor | None:
-    """Return the padding mask in the numbers that the model got, if these are known, whole, and of
-    its shape.
+    """Return the padding mask as the model got it, whose integers may number documents, if it is
+    known and has the shape of `padding`. Else return `padding`, which is bool.
     """
     numbers = (
         None
@@ -199,13 +206,13 @@ Model = TypeVar("Model", bound=torch.nn.Module)
 
 
 def prepare(model: Model) -> Model:
-    """Make a model ready to train under distca, before its first step; for custom
-    loops, like `DistCACallback` for Trainers.
+    """Prepare a model to train under distca, before its first step. It is for custom loops;
+    Trainers have `DistCACallback`.
 
     Call it on every rank, after `configure` and after torch.distributed has started. It makes the
-    attention group, from the device mesh of the model if there is one, and lets decoder layers run
-    as nano-batches if ping-pong is on. Without this call the first forward does the same, as far as
-    it finds the model among its callers. Calling it again has no effect.
+    attention group, from the device mesh of the model if there is one. If ping-pong is on, it makes
+    decoder layers able to run as nano-batches. Without this call the first forward does the same,
+    if it finds the model on the call stack. Calling it again has no effect.
 
     Args:
         model: a model of transformers, or a module that holds one, such as a PEFT or a DDP model.
@@ -214,9 +221,9 @@ def prepare(model: Model) -> Model:
         The model.
 
     Raises:
-        UnsupportedError: if the model, or a part of it that asks for distca, is of a family that is
-            refused or drops layers, or if another package has put itself in front of distca.
-        DistCADesyncError: if not all ranks come.
+        UnsupportedError: if a part of the model asks for distca and its family is refused, or it
+            drops layers, or if another package has replaced distca's attention.
+        DistCADesyncError: if not all ranks call this.
     """
     configs = find_distca_configs(model)
     for config in configs:
@@ -229,7 +236,7 @@ def prepare(model: Model) -> Model:
     session.find_mesh(iterate_models(model))
     if session.config.ping_pong:
         for part in iterate_models(model):
-            # The first forward warns that it leaves layers of other models whole.
+            # For other families, the first forward warns that layers stay whole.
             if part.config.model_type in PING_PONG_FAMILIES:
                 cut_layers(part)
     if dist.is_available() and dist.is_initialized():

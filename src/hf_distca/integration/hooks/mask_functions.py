@@ -1,5 +1,5 @@
-"""Reading of the mask functions of transformers: what they let tokens see, by the functions that
-they are composed of and what these close over. No dense mask is made, and no tensor is read.
+"""Find what a mask function of transformers lets tokens see, from the functions of which it is
+composed and the variables that these close over. No dense mask is made, and no tensor is read.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ def read_mask(
 
     Args:
         function: the mask function.
-        local_size: tokens of the window or chunk of the mask, by its caller.
+        local_size: number of tokens of the window or chunk, as the caller of the mask gives it.
         use_vmap: whether the model has added mask functions.
 
     Returns:
-        Window, chunk, and what tokens see of those behind them; or the features of the mask that
-        distca does not compute.
+        The window, the chunk, and which later tokens a token sees. If distca does not compute the
+        mask, a text that names the unsupported features.
     """
     functions = _list_functions(function)
     parts = dict(functions)
@@ -57,8 +57,8 @@ def read_mask(
 
 
 def _list_functions(function: Callable[..., Any]) -> list[tuple[str, Any]]:
-    """List the functions that a mask function is composed of: their names, each with what the
-    function closes over. A union with blocks is listed with them.
+    """List the functions of which a mask function is composed: the name of each, with the variables
+    that it closes over. A union with blocks is listed as `_BLOCKS`, with an `Ahead`.
     """
     name = _get_name(function)
     if not getattr(function, "__closure__", None):

@@ -1,11 +1,13 @@
 """Decoder layers that run their tokens as two nano-batches, half a phase apart.
 
-The layers of a model get a subclass of their own class, under its name, whose `forward` runs the
-original one twice, in turns. transformers checkpoints only in the `forward` of the outermost class,
-which it wraps for each subclass, so a `forward` that is replaced in the class of the layer would
-switch checkpointing off. The cut stays inside one call of the layer: hooks of FSDP, DeepSpeed
+Each layer gets a subclass of its class, with the same name, whose `forward` runs the original
+`forward` twice, in turns. The cut stays inside one call of the layer. So hooks of FSDP, DeepSpeed
 or PEFT, checkpointing and collected hidden states see one layer call, and no line of the model
 changes.
+
+It must be a subclass, because transformers checkpoints only in the `forward` of the outermost
+class, which it wraps for each subclass. Replacing `forward` in the layer's own class would switch
+checkpointing off.
 """
 
 from __future__ import annotations
@@ -30,19 +32,19 @@ _cut_models: WeakSet[torch.nn.Module] = WeakSet()
 
 
 def cut_layers(model: torch.nn.Module) -> None:
-    """Let the decoder layers of a model run as two nano-batches if a micro-batch gains by it."""
+    """Make the decoder layers of a model able to run as two nano-batches."""
     if model in _cut_models:
         return
     _cut_models.add(model)
     model_type = str(getattr(getattr(model, "config", None), "model_type", None))
     if model_type not in PING_PONG_FAMILIES:
         LOG.warning(
-            "ping-pong leaves the layers of %s models whole: it is not proven that attention is all"
-            " that mixes tokens in them.",
+            "ping-pong leaves the layers of %s models whole: it is not proven that only attention"
+            " mixes their tokens.",
             model_type,
         )
         return
-    # It imports what registers distca.
+    # Imported here, because this import registers distca.
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     for module in model.modules():
@@ -53,7 +55,7 @@ def cut_layers(model: torch.nn.Module) -> None:
 
 @cache
 def _make_layer_class(base: Any) -> Any:
-    """Make the class of layers like `base` that run as nano-batches."""
+    """Make the subclass of `base` whose layers can run as nano-batches."""
 
     @wraps(base.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -66,8 +68,8 @@ def _make_layer_class(base: Any) -> Any:
         )
 
     def __reduce_ex__(self: Any, protocol: Any) -> Any:  # noqa: N807
-        # Copies and pickles are of the class that has an address; their first forward makes them
-        # like this one again.
+        # Copies and pickles are of the class `base`, because pickle can import it by its name. The
+        # first forward of their model gives them this subclass again.
         _, arguments, *state = base.__reduce_ex__(self, protocol)
         return (_make_blank, (base, *arguments[1:]), *state)
 
@@ -88,7 +90,7 @@ def _make_layer_class(base: Any) -> Any:
 def _make_blank(kind: Any, *arguments: Any) -> Any:
     """Make a new object without a state.
 
-    Needed because pickle lets `copyreg.__newobj__` make objects of their own class only.
+    Needed because pickle accepts `copyreg.__newobj__` only for the object's own class.
     """
     return kind.__new__(kind, *arguments)
 
@@ -117,11 +119,11 @@ def _choose_nano_batches(
         return None
     (mask,) = masks
     batch, planner = mask.batch, mask.batch.planner
-    if is_in_backward():  # a recompute, which must do what the forward did
+    if is_in_backward():  # a recompute must cut as its forward did
         cut = batch.nano_batches
         return cut if cut is not None and id(layer) in cut.layer_ids else None
-    # Nano-batches read no cache. Who trains does not, before it is full; who generates may, also
-    # with a model in training mode.
+    # Nano-batches read no cache. Training does not read its cache, but generation may, even with a
+    # model in training mode.
     if any(isinstance(argument, Cache) for argument in arguments) and not (
         layer.training and torch.is_grad_enabled()
     ):
@@ -130,8 +132,8 @@ def _choose_nano_batches(
         return None
     if (reason := _separate_attention_reason(layer)) is not None:
         warn_once(
-            "ping-pong leaves layers whole whose attention is %s by itself: do it with whole"
-            " layers, which costs no second attention under distca, and which ping-pong can cut.",
+            "ping-pong leaves layers whole if their attention is %s by itself. Do it with whole"
+            " layers: under distca that costs no second attention, and ping-pong can cut them.",
             reason,
         )
         return None
@@ -148,8 +150,8 @@ def _choose_nano_batches(
         cut = NanoBatches.cut_batch(batch.tokens.shape, documents, planner.session.config.tile)
         if batch.context.ahead is not None and cut.documents[1].context_tokens:
             warn_once(
-                "ping-pong leaves layers whole where tokens see others behind them, and no document"
-                " begins near the middle of the row."
+                "ping-pong leaves layers whole if tokens see later tokens and no document begins"
+                " near the middle of the row."
             )
             return None
         batch.nano_batches = cut
@@ -160,16 +162,19 @@ def _choose_nano_batches(
 
 
 def can_cut_layers(model: torch.nn.Module) -> bool:
-    """Return whether all decoder layers of a model that ran once can run as two nano-batches."""
+    """Return whether all decoder layers of a model can run as two nano-batches. Call it after the
+    first forward.
+    """
     layers = [module for module in model.modules() if hasattr(type(module), "_distca_whole")]
     return bool(layers) and all(_separate_attention_reason(layer) is None for layer in layers)
 
 
 def _separate_attention_reason(layer: torch.nn.Module) -> str | None:
-    """Return why this layer cannot interleave nano-batches: its attention is checkpointed or
-    sharded on its own; else None.
+    """Return why this layer cannot interleave nano-batches, or None if it can. It cannot if its
+    attention is checkpointed or sharded by itself.
 
-    A module counts as attention by transformers' conventions for such modules.
+    Attention modules are found by transformers' conventions: their name, or an attribute
+    `is_causal`.
     """
     sharded = [
         part

@@ -1,8 +1,8 @@
-"""Calls of models with a part of a document that they would take for all of it.
+"""Checks of calls that give a model a part of a document, which it would take for a whole one.
 
-A share is for models under distca, whose ranks compute cut documents together. A teacher or another
-second model that is not, or that gets no more of the share than tokens and positions, would compute
-what this rank holds, without what came before.
+Shares are for models under distca, whose ranks compute cut documents together. Another model in the
+same training, such as a teacher, may not run distca, or may get only tokens and positions of a
+share. It would then compute this rank's part of a document without the tokens before it.
 """
 
 from __future__ import annotations
@@ -27,27 +27,28 @@ from hf_distca.integration.current_session import current_session
 from hf_distca.integration.hooks.positions import find_first_position
 
 _REMEDY = (
-    'Load it with attn_implementation="distca" and call it with all of the batch, as'
-    " model(**inputs). All ranks then compute it together, in eval() and under no_grad() as well."
+    'Load it with attn_implementation="distca" and give it the whole batch: model(**inputs). All'
+    " ranks then compute it together, in eval() and under no_grad() as well."
 )
 
 
 @cache
 def check_calls() -> None:
-    """Check the calls of all models from now on, those that exist among them.
+    """Check the calls of all models from now on, existing ones included.
 
-    Only processes that train on shares need this. It costs a call for each model, none for a layer.
+    Only processes that train on shares need this. It costs one call for each forward of a model,
+    and nothing for a layer.
     """
     for kind in (PreTrainedModel, CompiledModule):
         kind.__call__ = _add_check(kind.__call__)  # type: ignore[method-assign]
 
 
 def _add_check(call: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a call that first checks its model, or the outermost one of a compiled module."""
+    """Wrap a call to check its model first: the outermost model, if a compiled module is called."""
 
     @wraps(call)
     def call_checked(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        # In a compiled model the check would cut the graph in two.
+        # In a compiled model the check would break the graph.
         if not torch.compiler.is_compiling():
             model = next(iterate_models(self), None)
             if model is not None and (
@@ -61,12 +62,12 @@ def _add_check(call: Callable[..., Any]) -> Callable[..., Any]:
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _check_call(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Raise for a call with a part of a document that the model would take for all of it.
+    """Raise if a call gives a model a part of a document that it would take for a whole one.
 
-    The ranks that know of it raise, and the others are told.
+    If only some ranks find such a call, they report the error to the others.
     """
     if kwargs.keys().isdisjoint(("input_ids", "inputs_embeds")) and not _is_row_of_ids(*args[:1]):
-        return  # a vision tower, which may get the arguments of its model
+        return  # not a language model: a vision tower may get the keyword arguments of its model
     documents = kwargs.get("distca_documents")
     reason = (
         _find_cut_reason(model, documents)
@@ -83,8 +84,8 @@ def _is_row_of_ids(tokens: Any = None) -> bool:
 
 
 def _find_cut_reason(model: PreTrainedModel, documents: PackedDocuments) -> str | None:
-    """Return why a model cannot have these documents; None if it can. All ranks of a share return
-    the same.
+    """Return why a model cannot compute these documents; None if it can. All ranks of a share
+    return the same.
     """
     share = documents.dealt_share
     is_cut = any(documents.starts or ()) if share is None else share.is_cut
@@ -94,13 +95,13 @@ def _find_cut_reason(model: PreTrainedModel, documents: PackedDocuments) -> str 
     return (
         f'has attn_implementation="{name}" and gets a part of'
         f" {share or 'a batch'} whose documents are cut. It would compute what this rank holds,"
-        " without what came before. Give it whole documents of its own; or do as with the student."
+        " without the tokens before. Give it whole documents, or do as for the model in training."
     )
 
 
 def _find_position_reason(model: PreTrainedModel, kwargs: dict[str, Any]) -> str | None:
-    """Return why a model cannot have a row that begins inside a document, of which it got tokens
-    and positions alone; None if it begins with one. The first position is read from the device.
+    """Return why a model that got only tokens and positions cannot compute its row: the row begins
+    inside a document. Return None if it can. The first position is read from the device.
     """
     positions = kwargs.get("position_ids")
     if not isinstance(positions, torch.Tensor):
@@ -110,7 +111,7 @@ def _find_position_reason(model: PreTrainedModel, kwargs: dict[str, Any]) -> str
         or not positions.numel()
         or kwargs.get("past_key_values") is not None
         or kwargs.get("attention_mask") is not None
-        or is_in_model()  # which was checked, and may hand on less than it got
+        or is_in_model()  # the outer model was checked, and may pass on only some arguments
     )
     if is_known or (
         find_distca_configs(model)
@@ -121,7 +122,7 @@ def _find_position_reason(model: PreTrainedModel, kwargs: dict[str, Any]) -> str
     if first <= 0:
         return None
     return (
-        f"gets a row that begins at position {first} of a document, and not the documents of its"
-        " batch (distca_documents). It would compute what this rank holds, without what came"
+        f"gets a row that begins at position {first} of a document, but not the documents of its"
+        " batch (distca_documents). It would compute what this rank holds, without the tokens"
         " before."
     )

@@ -1,14 +1,15 @@
 """Positions of models whose documents are in several parts.
 
-The model must count positions as the documents do. And with ``rope_type`` "dynamic" and "longrope"
-it finds the largest position in its batch and chooses frequencies by it. A rank that holds only the
-head of a document would choose others than the rank with the tail. So the largest position of the
-global batch, which a share knows, goes through the module as one more token, whose rotation is
-dropped.
+The model must count positions as the documents do.
 
-A "dynamic" module also keeps the largest position of the batches before, until one is short again.
-What a rank evaluates or generates alone would stay there. So a share finds the module as the shares
-before it left it, of which all ranks had the same.
+With ``rope_type`` "dynamic" and "longrope", a rotary module also chooses its frequencies by the
+largest position in the batch. A rank that holds only the head of a document would choose other
+frequencies than the rank with the tail. So the largest position of the global batch, which a share
+knows, passes through the module as one more token, and the rotation of this token is dropped.
+
+A "dynamic" module also keeps the largest position of earlier batches, until a batch is short again.
+Batches that a rank evaluates or generates alone would change it on this rank only. So before each
+share the module gets back the state that earlier shares left, which is the same on all ranks.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ _first_positions: WeakKeyDictionary[torch.nn.Module, int] = WeakKeyDictionary()
 
 
 def find_first_position(model: torch.nn.Module | None) -> int:
-    """Return the position of a document's first token, as a model counts: RoBERTa and
-    its kin skip positions up to that of padding.
+    """Return the position that a model gives to the first token of a document. RoBERTa and similar
+    models skip the positions up to that of padding; others begin at 0.
     """
     if model is None:
         return 0
@@ -52,11 +53,11 @@ def _read_first_position(module: torch.nn.Module) -> int:
 
 
 def accept_document_positions() -> None:
-    """Let models that do not count positions from 0 accept positions of documents, which start at
-    0, and shift them.
+    """Make models that do not count positions from 0 shift the positions of documents, which start
+    at 0.
 
-    A collator does not know the model. Where documents are known, positions differ from those of
-    documents only by one number.
+    The collator cannot do so, because it does not know the model. If a batch has
+    ``distca_documents``, its positions and those of the model differ only by one number.
     """
     original = PreTrainedModel.post_init
 
@@ -69,7 +70,7 @@ def accept_document_positions() -> None:
     PreTrainedModel.post_init = post_init  # type: ignore[method-assign]
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]  # compiled, each length would make another graph
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # a compiler would make a graph for each length
 def _shift_positions(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     documents, positions = kwargs.get("distca_documents"), kwargs.get("position_ids")
     if not isinstance(documents, PackedDocuments):
@@ -95,9 +96,10 @@ def _shift_positions(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict
 
 def mark_document_starts(axes: torch.Tensor | None) -> torch.Tensor | None:
     """Convert positions on two or three axes, (axes, batch, length), to (batch, length): 0 where a
-    document begins, 1 elsewhere; None for others.
+    document begins, 1 elsewhere. Return None for any other shape.
 
-    All axes begin at 0 with a document. Inside it each of them may fall, as where an image ends.
+    At the beginning of a document all axes are 0. Inside a document each axis may fall, for example
+    at the end of an image.
     """
     return (
         (axes != 0).any(0).long()
@@ -113,21 +115,21 @@ def check_positions(
     *,
     counts_itself: bool = False,
 ) -> None:
-    """Raise if position ids of a model's first batch are not those of its documents, as when a loop
-    leaves them out.
+    """Check that the position ids of a model's first batch are those of its documents. They are
+    not if, for example, a loop leaves them out.
 
-    Attention knows the parts from the documents. The rest of the model knows them from position
-    ids, and counts a rank's tokens from 0 without them. A model that had the right ones is not
-    checked again, because the check may wait for a device. For whole documents only first positions
-    are compared, and only if the model does not count from 0.
+    Attention reads the parts of documents from ``distca_documents``. The rest of the model reads
+    position ids, and without them counts a rank's tokens from 0. A model that passed is not checked
+    again, because the check may wait for a device. For whole documents only first positions are
+    compared, and only if the model does not count from 0.
 
     Args:
         model, documents: the model of the forward, and its documents.
         position_ids: (1 or batch, length) position ids that the model uses; None if they are not
-            known. If a model counts from 0, they may be larger than document positions by one
-            number.
-        counts_itself: whether the model got none and counts tokens itself, also if its count is
-            not known (OPT).
+            known. In a model that counts from 0, all may be larger than document positions by the
+            same number.
+        counts_itself: whether the model got no position ids and counts tokens itself. Its count may
+            be unknown, as in OPT.
 
     Raises:
         LayoutError: names the difference.
@@ -139,7 +141,7 @@ def check_positions(
     if counts_itself:
         counted = np.arange(len(position)) + first
     elif position_ids is None or position_ids.numel() != len(position):
-        return  # where documents are read, wrong numbers are refused
+        return  # the reader of documents refuses a wrong number of positions
     else:
         counted = position_ids.reshape(-1).cpu().numpy()
     offsets = counted - position
@@ -159,8 +161,8 @@ def check_positions(
         _checked_models.add(model)
 
 
-# Attributes of a rotary module: whether the longest position was added to those of its call; and
-# the length that the shares so far have left in it, by the kind of layer.
+# Attributes of a rotary module: whether the largest position was added to its present call, and the
+# length that earlier shares have left in it, by kind of layer.
 _HAS_LONGEST, _REACHED = "_distca_longer", "_distca_reached"
 _found_rotaries: WeakKeyDictionary[torch.nn.Module, tuple[list[torch.nn.Module], bool]] = (
     WeakKeyDictionary()
@@ -170,11 +172,11 @@ _found_rotaries: WeakKeyDictionary[torch.nn.Module, tuple[list[torch.nn.Module],
 def extend_rotary(
     model: PreTrainedModel | None, config: PreTrainedConfig | None, documents: object
 ) -> str | None:
-    """Extend a model's rotary embedding by the longest document, if the model was found and its
-    embedding depends on it.
+    """Give the length of the longest document to a model's rotary embedding, if the embedding
+    depends on it.
 
     Returns:
-        Reason why the model cannot have these documents in several parts; None if it can.
+        Why the model cannot compute these documents in several parts; None if it can.
     """
     kinds = ", ".join(sorted(_list_varying_kinds(config)))
     if not kinds:
@@ -204,14 +206,14 @@ def _list_varying_kinds(config: PreTrainedConfig | None) -> set[str]:
     document.
     """
     parameters = getattr(config, "rope_parameters", None) or {}
-    # One for all layers, or one for each kind of layer.
+    # The config has parameters for all layers, or for each kind of layer.
     rotaries = [parameters, *parameters.values()]
     kinds = {str(rotary.get("rope_type")) for rotary in rotaries if isinstance(rotary, Mapping)}
     return {kind for kind in kinds if _is_varying_kind(kind)}
 
 
 def _get_longest_document(documents: object) -> int | None:
-    """Return the number of tokens of the longest document of all ranks; None if not known."""
+    """Return the length of the longest document of all ranks; None if it is not known."""
     return (
         documents.dealt_share.longest_document
         if isinstance(documents, PackedDocuments) and documents.dealt_share is not None
@@ -224,11 +226,13 @@ def _is_varying_kind(kind: str) -> bool:
 
 
 def _find_rotaries(model: torch.nn.Module) -> tuple[list[torch.nn.Module], bool]:
-    """Find the modules of a model that make such an embedding, and whether they are in its layers.
+    """Find the rotary modules of a model that depend on the longest document, and whether they are
+    in its layers.
 
-    A layer that runs again in backward would make it for the batch that came last.
+    In a layer they cannot be extended: a recompute in backward would use the length of the last
+    batch.
     """
-    # It imports what registers distca.
+    # Imported here, because this import registers distca.
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     if model not in _found_rotaries:
@@ -251,7 +255,7 @@ def _is_varying_rotary(module: torch.nn.Module) -> bool:
     )
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]  # compiled, each length would make another graph
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # a compiler would make a graph for each length
 def _add_longest(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     longest = _get_longest_document(find_model_argument("distca_documents"))
     setattr(module, _HAS_LONGEST, longest is not None)
@@ -276,10 +280,11 @@ def _add_longest(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[st
 
 
 def _restore_length(module: Any, longest: int, layer_type: str | None) -> int:
-    """Make a module that keeps a length as it was built; return the length of which it is to make
-    frequencies for a share, given the longest document.
+    """Return the length from which a rotary module makes frequencies for a share, given the longest
+    document.
 
-    That is what it would have kept of the shares so far.
+    A module that keeps a length is reset to its initial state. Its length is then the one that it
+    would have after only the shares so far.
     """
     kind = module.rope_type if layer_type is None else module.rope_type[layer_type]
     if "dynamic" not in kind:

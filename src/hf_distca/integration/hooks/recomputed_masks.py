@@ -1,10 +1,12 @@
-"""Masks that a recompute makes again: it gets the masks of its forward.
+"""Handles for the masks that a recompute makes again.
 
-A checkpoint around a whole model makes the mask a second time. With another handle the
-recompute would plan, exchange and attend once more, or cut layers in two where the forward did not.
-So the forward leaves its handles with the checkpoint, and the recompute, which makes masks in the
-same order, takes them from there. Reentrant checkpoints leave no trace of themselves in forward:
-their recompute plans again, as all ranks do at the same time.
+If a checkpoint contains a whole model, the recompute makes the mask a second time. With a new
+handle it would plan, exchange and compute attention again, or cut layers in two that the forward
+left whole. So the forward stores its handles with the checkpoint. The recompute makes masks in the
+same order, and gets these handles.
+
+A reentrant checkpoint cannot be seen in its forward, so its recompute plans again. All ranks do so
+at the same time.
 """
 
 from __future__ import annotations
@@ -15,19 +17,18 @@ from weakref import WeakKeyDictionary
 from hf_distca.integration.handle import MaskStandIn
 from hf_distca.runtime.saved_tensors import SavedTensors
 
-# By checkpoint: the handles that its forward made, in order, and for each recompute the rest of
-# them.
+# For each checkpoint: the handles that its forward made, in order, and for each recompute an
+# iterator over the handles that it has not used yet.
 _masks: WeakKeyDictionary[
     object, tuple[list[MaskStandIn], dict[Hashable, Iterator[MaskStandIn]]]
 ] = WeakKeyDictionary()
 
 
 def reuse_forward_handle(new: MaskStandIn) -> MaskStandIn:
-    """Return the forward's handle for a mask that was just made, if this is a recompute; else the
-    new one.
+    """Return the handle of the forward if this is a recompute, else the new handle.
 
-    Checkpoints may lie in each other: the inner ones run forward again in the recompute of an outer
-    one.
+    Checkpoints may be nested. The recompute of an outer checkpoint runs the forwards of inner
+    checkpoints again.
     """
     handle = new
     for hooks in SavedTensors.get_current().hooks:

@@ -1,4 +1,7 @@
-"""Registration of "distca" with transformers, above all that it registers."""
+"""Registration of "distca" with transformers.
+
+It has its own file, which imports all functions that it registers.
+"""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Parts of a training that a user names: callback, mixin, data sets of shares, figures."""
+"""Parts of training that a user calls: the callback, `deal`, data sets of shares, `place_rows`."""

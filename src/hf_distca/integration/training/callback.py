@@ -1,4 +1,4 @@
-"""`DistCACallback`: sets distca up in a Trainer and logs the balance."""
+"""`DistCACallback`, which sets distca up in a Trainer and logs the balance."""
 
 from __future__ import annotations
 
@@ -42,37 +42,39 @@ from hf_distca.integration.reports import (
 from hf_distca.integration.session import Session
 from hf_distca.integration.training.record import Recorder
 
-_MIN_MICRO_BATCHES = 20  # micro-batches in which nothing was moved, before a warning
+_MIN_MICRO_BATCHES = 20  # a warning comes after so many micro-batches in which nothing was moved
 
 
 class DistCACallback(TrainerCallback):
     """Adds the balance of core attention to the logs of a Trainer: console, ``state.log_history``
     and every reporter.
 
-    The page "Figures" explains each of them. TensorBoard, W&B and trackio show them with the
-    ``train/`` that transformers puts before the names of all training logs:
-    ``train/distca/imbalance_measured_after``. They hold the figures of rank 0. A row covers the
-    micro-batches since the previous row, ``distca/micro_batches`` of them; micro-batches after the
-    last log are in the row that the Trainer ends with. Ranks gather their measurements at the end
-    of steps that log, as the Trainer does with the loss.
+    The page "Figures" explains each figure. transformers puts ``train/`` before the names of all
+    training logs, so TensorBoard, W&B and trackio show ``train/distca/imbalance_measured_after``.
+    They hold the figures of rank 0. A row covers the ``distca/micro_batches`` micro-batches since
+    the previous row. Micro-batches after the last log are in the row that the Trainer logs at the
+    end. Ranks gather their measurements at the end of steps that log, as the Trainer does with the
+    loss.
 
-    All ranks have it or none: before the first step it meets the others, to agree on the group. It
-    works best in ``Trainer(callbacks=[...])``. Added later, its settings hold from the first event
-    that it sees. It moves in front of the reporters, which would not see its figures otherwise.
+    Either all ranks have the callback or no rank, because before the first step ranks agree on
+    their group. Pass it in ``Trainer(callbacks=[...])``. If it is added later, its settings hold
+    from the first event that it sees. It moves in front of the reporters, which would not see its
+    figures otherwise.
 
     Args:
-        config: settings, used from when the Trainer is made. Left out, they are those of
-            `hf_distca.configure`, or the defaults; never those of another callback.
+        config: settings, used as soon as the Trainer is made. By default they are those of
+            `hf_distca.configure`, or the default settings, never those of another callback.
         group: the ranks that share core attention, as for `hf_distca.configure`; by default the
             group given there.
         summary: whether rank 0 prints the balance of the whole run after training.
         record: whether rank 0 writes ``_distca_run.jsonl`` into ``args.output_dir``, from which
-            ``hf-distca report`` makes a page: the logged figures, by rank, and the plans of the
-            first micro-batch and of the worst one between two logs, about a megabyte in all; "all"
-            for every plan. This takes no collective, and reads nothing from the device.
+            ``hf-distca report`` makes a page. The file has the logged figures, by rank, and the
+            plans of the first micro-batch and of the worst one between two logs, about a megabyte
+            in all. With "all" it has every plan. Writing it takes no collective, and reads nothing
+            from the device.
 
     Raises:
-        ConfigError: if `config` is not a `DistCAConfig`, or another value is of another type.
+        ConfigError: if `config` is not a `DistCAConfig`, or another value has a wrong type.
     """
 
     def __init__(
@@ -90,11 +92,11 @@ class DistCACallback(TrainerCallback):
             raise ConfigError(f'record={show_value(record)} must be True, False or "all".')
         self.config, self.group, self.summary = config, group, summary
         self.record: bool | Literal["all"] = record
-        # Estimate for the batches that `deal` replaced, if it did.
+        # Estimated imbalance of the batches that `deal` replaced; None if it replaced none.
         self.replaced_imbalance: float | None = None
         self._recorder: Recorder | None = None
-        self._session: Session | None = None  # the one with these settings
-        # At the last log, and when this training began.
+        self._session: Session | None = None  # has the settings of this callback
+        # Sums at the last log, and at the beginning of this training.
         self._logged_metrics = self._first_metrics = Metrics()
         self._steps = 0
         self._checked_loader: object = None  # the loader that was checked last
@@ -105,24 +107,22 @@ class DistCACallback(TrainerCallback):
     def on_init_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Apply the settings, also for evaluation before training.
+        """Apply the settings, so that they hold for evaluation before training as well.
 
         Raises:
-            UnsupportedError: if sets of shares would not be evaluated as one process evaluates
-                them.
+            UnsupportedError: if the Trainer would not evaluate sets of shares as one process would.
         """
         check_evaluation(find_trainer(self), self.apply_settings().config)
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Apply the settings, raise for a model or a loader that distca does not support, and start
-        counting.
+        """Apply the settings, check model and loader, and start counting.
 
         Raises:
-            UnsupportedError: if the model is refused by `hf_distca.prepare`, rank 0 reads packed
-                documents for all ranks, or shares would not come to every rank, or not give the
-                loss of whole documents.
+            UnsupportedError: if `hf_distca.prepare` refuses the model, if rank 0 reads packed
+                documents for all ranks, if ranks would not get their shares, or if shares would not
+                give the loss of whole documents.
         """
         model = kwargs.get("model")
         trainer = find_trainer(self)
@@ -136,7 +136,7 @@ class DistCACallback(TrainerCallback):
             if not find_distca_configs(model):
                 LOG.warning(
                     "DistCACallback has nothing to balance: this %s has attn_implementation=%r,"
-                    " which is right for a run to compare with. Load it with"
+                    " which is right only for a baseline. Load it with"
                     ' attn_implementation="distca" (hf-distca run --attn-implementation distca) to'
                     " share attention.",
                     type(model).__name__,
@@ -154,8 +154,8 @@ class DistCACallback(TrainerCallback):
     def on_prediction_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Apply the settings if the callback was added too late for an earlier event; check loaders
-        as in training.
+        """Check the loader as in training. Apply the settings first, if the callback was added too
+        late for an earlier event.
 
         Raises:
             UnsupportedError: see `on_train_begin`.
@@ -175,13 +175,13 @@ class DistCACallback(TrainerCallback):
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Start recording at the first step: on rank 0, if there are ranks to share with."""
+        """Start recording at the first step, on rank 0 of several ranks."""
         if not self._steps:
             session = self._apply_late_settings()
             model = kwargs.get("model")
             self._calls_before = session.meter.calls
             self._move_before_reporters(find_trainer(self))
-            if self._recorder is not None:  # of a training that failed
+            if self._recorder is not None:  # the recorder of a training that failed
                 self._recorder.stop()
             if (
                 self.record
@@ -200,11 +200,12 @@ class DistCACallback(TrainerCallback):
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Check after the first step that attention was called; gather for a log.
+        """Check after the first step that distca's attention was called, and gather measurements
+        before a log.
 
         Raises:
-            UnsupportedError: if the model took the name "distca" and computes its attention without
-                calling it.
+            UnsupportedError: if the model accepted the name "distca", but computes its attention
+                without it.
         """
         model = kwargs.get("model")
         if (
@@ -223,10 +224,9 @@ class DistCACallback(TrainerCallback):
     def on_epoch_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Gather the measurements of ranks where the Trainer is about to gather the loss, because
-        all ranks come there.
+        """Gather the measurements of ranks just before the Trainer gathers the loss.
 
-        Only rank 0 may log. The last step is followed by the log that training ends with.
+        All ranks get here, but only rank 0 may log. After the last step comes the final log.
         """
         if control.should_log or control.should_training_stop:
             current_session().gather_measurements()
@@ -251,7 +251,7 @@ class DistCACallback(TrainerCallback):
     def on_log(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Add the figures to the logs of training steps, and to the final ones."""
+        """Add the figures to the logs of training steps and to the final log."""
         logs: dict[str, Any] | None = kwargs.get("logs")
         if not logs or not logs.keys() & {"loss", "train_loss"}:
             return
@@ -268,8 +268,8 @@ class DistCACallback(TrainerCallback):
             state.log_history[-1].update(figures)
 
     def _warn_if_no_gain(self, after: int) -> None:
-        """Warn once that nothing was moved, after so many micro-batches, and once that exchanges
-        were given up, with the reasons.
+        """Warn once if nothing was moved in `after` micro-batches, and once if plans avoid
+        exchanges, with the reasons.
         """
         session = current_session()
         totals = (read_metrics(session) - self._first_metrics).balance
@@ -283,11 +283,11 @@ class DistCACallback(TrainerCallback):
                 LOG.warning(reason)
 
     def apply_settings(self, *, balance_evaluation: bool = False) -> Session:
-        """Apply the settings to the process, unless they are in force; without any, use those of
-        `configure`.
+        """Apply the settings to the process, if they are not in use yet. A callback without
+        settings uses those of `configure`.
 
         Args:
-            balance_evaluation: whether to switch on this setting before.
+            balance_evaluation: whether to switch on this setting first.
 
         Returns:
             The session that has the settings.
@@ -308,17 +308,17 @@ class DistCACallback(TrainerCallback):
     def _apply_late_settings(self) -> Session:
         if self._session is None and self._has_settings:
             LOG.warning(
-                "DistCACallback was added while its Trainer was at work: its settings hold from now"
-                " on, not for what has run. Give it to the Trainer's `callbacks`, or call"
-                " hf_distca.configure before."
+                "DistCACallback was added while its Trainer was running: its settings hold only"
+                " from now on. Give it to the Trainer's `callbacks`, or call hf_distca.configure"
+                " first."
             )
         return self.apply_settings()
 
     def _move_before_reporters(self, trainer: transformers.Trainer | None) -> None:
         if trainer is None:
             LOG.warning(
-                "DistCACallback does not find who calls it: balance figures reach log_history, but"
-                " not the reporters. Put it in front of them in"
+                "DistCACallback does not find its Trainer: balance figures reach log_history, but"
+                " not the reporters. Put it in front of the reporters in"
                 " trainer.callback_handler.callbacks."
             )
         else:
@@ -331,7 +331,7 @@ def find_callback(callbacks: Iterable[TrainerCallback]) -> DistCACallback | None
 
 
 def find_or_add_callback(trainer: transformers.Trainer, **options: Any) -> DistCACallback:
-    """Find distca's callback of a Trainer; give it one with these options, if it has none."""
+    """Find distca's callback of a Trainer, or add one with these options."""
     callback = find_callback(trainer.callback_handler.callbacks)
     if callback is None:
         callback = DistCACallback(**options)
@@ -340,17 +340,17 @@ def find_or_add_callback(trainer: transformers.Trainer, **options: Any) -> DistC
 
 
 def find_session(trainer: transformers.Trainer | None = None) -> Session:
-    """Find the session of the callback of a Trainer; without one, that of the process."""
+    """Find the session of a Trainer's callback, or else the session of the process."""
     callback = None if trainer is None else find_callback(trainer.callback_handler.callbacks)
     return current_session() if callback is None else callback.apply_settings()
 
 
 def add_callbacks(summary: bool) -> None:
-    """Give every Trainer of this process whose model is to run distca a callback when its training
-    begins, if it has none.
+    """Add a callback to every Trainer of this process when its training begins, if its model runs
+    distca and it has no callback yet.
 
     Args:
-        summary: as for `DistCACallback`.
+        summary: see `DistCACallback`.
     """
 
     def add_callback(trainer: transformers.Trainer) -> None:
@@ -361,7 +361,7 @@ def add_callbacks(summary: bool) -> None:
 
 
 def call_before_training(act: Callable[[transformers.Trainer], None]) -> None:
-    """Call a function with every Trainer of this process when its training begins."""
+    """Make every Trainer of this process call a function with itself when its training begins."""
     train = transformers.Trainer.train
 
     @wraps(train)
@@ -373,8 +373,8 @@ def call_before_training(act: Callable[[transformers.Trainer], None]) -> None:
 
 
 def move_before_reporters(callback: TrainerCallback, callbacks: list[TrainerCallback]) -> None:
-    """Move a callback of a Trainer right behind the one that decides which steps log: behind
-    reporters it would change logs too late.
+    """Move a callback right after the one that decides which steps log. After the reporters it
+    would change logs too late.
     """
     callbacks.sort(
         key=lambda other: (not isinstance(other, DefaultFlowCallback), other is not callback)

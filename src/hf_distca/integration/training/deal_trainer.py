@@ -1,4 +1,4 @@
-"""`deal`: documents of any length, dealt to ranks, for a Trainer that is already built."""
+"""`deal`, which deals documents of any length to ranks, for a Trainer that is already built."""
 
 from __future__ import annotations
 
@@ -44,15 +44,15 @@ from hf_distca.integration.training.document_shares import document_shares
 from hf_distca.integration.training.place_rows import check_deals_documents
 from hf_distca.schedule.layout import IntArray, Layout
 
-_COMPARED_BATCHES = 4  # global batches of which orders are compared
+_COMPARED_BATCHES = 4  # global batches in which dealt documents are compared with their order
 _COLLATORS_OF_EQUAL_ROWS = (DataCollatorWithPadding, DefaultDataCollator)
-_REPLACED_BATCHES = 64  # batches of which the imbalance is estimated
+_REPLACED_BATCHES = 64  # replaced batches whose imbalance is estimated
 # How to train on one rank, and how to keep documents whole.
 _REMEDIES = (
     "train without hf_distca.deal",
     "Train without hf_distca.deal, which keeps documents whole",
 )
-# Attribute of arguments that `deal` has changed: their train_sampling_strategy.
+# Attribute in which `deal` keeps the train_sampling_strategy that it replaces in the arguments.
 _STRATEGY_BEFORE = "distca_strategy_before"
 _PACKED_COLUMNS = {"seq_lengths", "position_ids"}  # columns that tell which documents a row has
 
@@ -70,39 +70,37 @@ def deal(
 ) -> AnyTrainer:
     """Deal the documents of a Trainer to its ranks, so that they may be longer than one rank holds.
 
-    Call it between the Trainer and its ``train()``, on every rank, with the same arguments. All
-    ranks together then train on global batches of ``ranks * tokens_per_rank`` tokens, as
-    `document_shares` describes them. Model, seed, dtype, accumulation, epochs and workers are the
-    Trainer's. Only the data set, the collator, the batch size (one share) and the order of reading
-    change; and `DistCACallback` is added if there is none. The settings are those of the callback,
-    or of `hf_distca.configure`.
+    Call it after the Trainer is made and before its ``train()``, on every rank, with the same
+    arguments. All ranks together then train on global batches of ``ranks * tokens_per_rank``
+    tokens, as `document_shares` describes them. Model, seed, dtype, accumulation, epochs and
+    workers stay the Trainer's. The data set, the collator, the batch size (one share) and the order
+    of reading change, and `DistCACallback` is added if it is missing. The settings are those of the
+    callback, or of `hf_distca.configure`.
 
-    Documents are rows with ``input_ids``. Their targets stay the same: ``labels``,
-    ``completion_mask`` and ``assistant_masks``. Rows that were packed already, which have
-    ``seq_lengths`` or ``position_ids``, are taken apart again.
+    Documents are rows with ``input_ids``. Their targets stay the same, as ``labels``,
+    ``completion_mask`` and ``assistant_masks`` define them. Rows that are packed already, with
+    ``seq_lengths`` or ``position_ids``, are unpacked first.
 
     Args:
         trainer: a Trainer of transformers, TRL's `SFTTrainer`, or a subclass.
         tokens_per_rank: tokens of each rank in a micro-batch. It replaces the batch size.
-        evaluation: whether to deal the evaluation set, too: in its own order, and with all ranks
-            evaluating together.
+        evaluation: whether to deal the evaluation set as well. It keeps its order, and all ranks
+            evaluate together.
         fill: ``"whole"`` for whole documents and some padding, ``"cut"`` to fill global batches to
-            the token. If not given, documents stay whole, except in a stream or in the order of
-            rows.
+            the token. By default documents stay whole, except in a stream or in the order of rows.
         longer: whether documents that are longer than a global batch are cut (``"cut"``) or refused
             (``"refuse"``).
-        collator: ``"replace"`` to replace a collator of your own, too. Otherwise it is refused,
-            because it may decide which tokens are targets; those of transformers and TRL read rows
-            as they are read here.
+        collator: ``"replace"`` to replace even a collator of your own. By default such a collator
+            is refused, because it may decide which tokens are targets. The usual collators of
+            transformers and TRL are replaced in both cases, because `deal` reads rows as they do.
 
     Returns:
         The same Trainer.
 
     Raises:
-        ConfigError: if an argument is out of its range, there is nothing to deal, or it is dealt
-            already.
-        UnsupportedError: if this Trainer would train on other data than one process does; names a
-            remedy.
+        ConfigError: if an argument is out of its range, if the Trainer has no documents to deal, or
+            if they are dealt already.
+        UnsupportedError: if this Trainer would not train as one process does; names a remedy.
         LayoutError: if rows are not documents.
     """
     check_deals_documents(trainer)
@@ -129,7 +127,7 @@ def deal(
         config=config,
     )
     documents = _read_documents(trainer, rows)
-    facts: dict[str, Any] = {}  # of a stream, nothing is known
+    facts: dict[str, Any] = {}  # stays empty for a stream, whose documents are not known
     if hasattr(documents, "__len__"):
         facts = {
             "seed": _choose_seed(args),
@@ -151,7 +149,7 @@ def deal(
         else None
     )
     targets = describe_targets(documents, len(facts["lengths"])) if facts else ""
-    # Nothing is refused from here on, and nothing was changed before.
+    # All checks are done, and nothing was changed yet.
     warn_of_row_order(trainer)
     warn_of_carried_states(trainer.model)
     steps_before = _count_steps(trainer, rows) if facts else 0
@@ -180,8 +178,8 @@ def deal(
 def _choose_seed(args: Any) -> int | None:
     """Choose the seed by which documents are shuffled; None if rows are read in their order.
 
-    `deal` sets this strategy itself, so arguments that several Trainers share keep the strategy of
-    before.
+    `deal` sets the strategy to "sequential". Several Trainers may share the arguments, so the
+    user's own strategy is read from `_STRATEGY_BEFORE`, if `deal` has set that.
     """
     strategy = getattr(args, _STRATEGY_BEFORE, args.train_sampling_strategy)
     if strategy == "sequential":
@@ -191,7 +189,7 @@ def _choose_seed(args: Any) -> int | None:
 
 
 def _deal_evaluation(trainer: Trainer, make: Callable[[Any], Any]) -> Any:
-    """Deal the evaluation set, or each of several named ones, and return the result."""
+    """Deal the evaluation set, or each set of a dictionary, and return the result."""
 
     def deal_rows(rows: Any) -> Any:
         documents = _read_documents(trainer, rows)
@@ -211,7 +209,7 @@ def _deal_evaluation(trainer: Trainer, make: Callable[[Any], Any]) -> Any:
 
 def deal_before_training(tokens_per_rank: int, collator: CollatorRule = "check") -> None:
     """Make every Trainer of this process deal its documents when its training begins, if they are
-    not dealt by then.
+    not dealt yet.
     """
 
     def deal_documents(trainer: Trainer) -> None:
@@ -250,11 +248,12 @@ def _unpack_rows(rows: Mapping[str, list[Any]], inputs: InputNames) -> dict[str,
 
 
 def _replace_data(trainer: Trainer, shares: Any, eval_dataset: Any) -> None:
-    """Make the Trainer read shares: one in each batch, in their order, and each rank for itself.
+    """Make the Trainer read shares in their order, one in each batch, on each rank by itself.
 
     Args:
-        trainer, shares: the Trainer, and the data set that it trains on.
-        eval_dataset: its dealt evaluation sets; None to leave evaluation as it is.
+        trainer: the Trainer.
+        shares: the data set of shares to train on.
+        eval_dataset: the dealt evaluation sets; None to leave evaluation as it is.
     """
     args = trainer.args
     trainer.train_dataset = shares
@@ -271,15 +270,16 @@ def _replace_data(trainer: Trainer, shares: Any, eval_dataset: Any) -> None:
     loading.split_batches = loading.dispatch_batches = False
     if not hasattr(shares, "__len__"):
         args.remove_unused_columns = False
-    if trainer.is_deepspeed_enabled:  # it was told of the batch size before
+    if trainer.is_deepspeed_enabled:  # DeepSpeed has its own copy of the batch size
         propagate_args_to_deepspeed(trainer.accelerator, args, auto_find_batch_size=True)  # type: ignore[no-untyped-call]
 
 
 def _keep_collator(trainer: Trainer) -> ShareCollator:
-    """Leave rows that are not dealt, as those of an evaluation, to the Trainer's collator.
+    """Return a collator for shares that leaves other rows, such as those of an evaluation, to the
+    Trainer's own collator.
 
-    Those that the Trainer takes by default cannot make batches of documents: `PackingCollator`
-    does, one document a batch, because what evaluates counts rows.
+    The Trainer's default collators cannot batch documents of different lengths. `PackingCollator`
+    replaces them, with one document in each batch, because an evaluation counts rows.
     """
     collator: Any = trainer.data_collator
     if collator is default_data_collator or type(collator) in _COLLATORS_OF_EQUAL_ROWS:
@@ -294,7 +294,7 @@ def _describe_shares(
     targets: str,
     accumulation: int,
 ) -> str:
-    """Describe the dealt documents in three lines; of a stream, the known facts."""
+    """Describe the dealt documents in three lines. Of a stream, only some facts are known."""
     dealing = shares.deal_settings
     ranks = (
         f"{dealing.ranks} {'ranks' if dealing.ranks > 1 else 'rank'} with"
@@ -325,8 +325,8 @@ def _describe_shares(
 
 
 def _estimate_batches(args: Any, lengths: IntArray, dealing: Dealing) -> float | None:
-    """Estimate the imbalance of attention in the batches that a Trainer would have had; None if
-    they are not random and not in the order of rows.
+    """Estimate the imbalance of attention in the batches that a Trainer would have without `deal`;
+    None if their order is neither random nor that of rows.
     """
     rows = args.per_device_train_batch_size
     count = min(len(lengths) // (dealing.ranks * rows), _REPLACED_BATCHES)
@@ -346,8 +346,12 @@ def _estimate_batches(args: Any, lengths: IntArray, dealing: Dealing) -> float |
 
 
 def _compare_orders(shares: Shares, imbalance: float | None, steps: str) -> str:
-    """Compare dealt documents with their order, and with the batches that the Trainer had: their
-    imbalance, if it is known, and the steps of an epoch, before and now.
+    """Compare dealt documents with documents in their order and with the replaced batches.
+
+    Args:
+        shares: the shares.
+        imbalance: imbalance of the replaced batches, if it is known.
+        steps: the optimizer steps of an epoch, before and now.
     """
     dealing, batches = shares.deal_settings, shares.batches
     lengths = [
@@ -370,7 +374,7 @@ def _compare_orders(shares: Shares, imbalance: float | None, steps: str) -> str:
 
 
 def _count_steps(trainer: Trainer, rows: Any) -> int:
-    """Count the optimizer steps of an epoch over rows in batches of the present size."""
+    """Count the optimizer steps of an epoch over rows, in batches of the Trainer's present size."""
     args = trainer.args
     shared = getattr(getattr(trainer.accelerator, "parallelism_config", None), "tp_size", 1)
     ranks = max(args.world_size // shared, 1)

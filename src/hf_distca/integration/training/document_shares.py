@@ -1,5 +1,5 @@
-"""`document_shares`: documents of any length as a data set that Trainers, accelerate and loaders
-read rank by rank.
+"""`document_shares`, which makes documents of any length a data set that Trainers, accelerate and
+loaders read rank by rank.
 """
 
 from __future__ import annotations
@@ -52,68 +52,70 @@ def document_shares(
     pad_token_id: int = 0,
     placement: Placement = "dealt",
 ) -> Dataset | StreamedShares:
-    """Deal documents to ranks: equal tokens on every rank, about equal attention, and no document
-    too long for it.
+    """Deal documents to ranks, so that all ranks have equal tokens and about equal attention.
+    Documents may be longer than a rank holds.
 
     All ranks together train on global batches of ``ranks * tokens_per_rank`` tokens. The documents
-    of a batch depend on the seed, the epoch and this number. Each is dealt to the ranks, a long
-    document to several of them, and planned, where it is loaded: in the loader's workers, if there
-    are some. Item ``k * ranks + r`` is rank r's share of global batch k, so items must be read in
-    order, one a batch, each rank its own: with `PackingCollator` and
+    of a batch depend on the seed, the epoch and this number. A global batch is dealt and planned
+    when it is loaded, in the loader's workers if there are any. A long document is dealt to several
+    ranks. Item ``k * ranks + r`` is rank r's share of global batch k. So items must be read in
+    order, one in each batch, and each rank must read its own: use `PackingCollator` and
     ``TrainingArguments(per_device_train_batch_size=1, train_sampling_strategy="sequential")``.
 
     Call it with the same arguments on every rank, before or after `TrainingArguments` or an
     `Accelerator` is made.
 
     Args:
-        documents: a `datasets.Dataset` with a column of token ids, or any sequence of rows with
-            that column or of token ids; `labels` of rows are used, -100 among them for tokens that
-            are not trained on. Without a length, documents are streamed, see below.
+        documents: a `datasets.Dataset` with a column of token ids, or any sequence of such rows or
+            of token ids. If rows have `labels`, they are used; -100 marks tokens that are not
+            trained on. Documents without a length are streamed, see below.
         tokens_per_rank: number of tokens of each rank in a micro-batch.
         model: the model, or its config: documents are dealt for its attention. Columns that the
             model takes are read or refused.
-        shapes: instead of a model, (shape, window or None) of each kind of layer, without a window
-            first.
-        ranks: number of ranks that share attention; all processes, or as many of them as `config`
-            puts in a group, if not given. Tensor-parallel ranks count once. Each group of ranks
-            trains on different global batches: item ``k * ranks + r`` is then the share of rank r
-            of a group in batch k, and the groups take batches in turns.
+        shapes: instead of a model, (shape, window or None) of each kind of layer, kinds without a
+            window first.
+        ranks: number of ranks that share attention. By default all processes, or as many of them as
+            `config` puts in a group. Tensor-parallel ranks count once. With several groups, each
+            group trains on different global batches: item ``k * ranks + r`` is then the share of
+            rank r of a group in batch k, and the groups take batches in turns.
         ranks_per_node: number of ranks of a node; documents are kept on one node if possible. If
             neither this nor `ranks` is given, it is read from torchrun or `accelerate launch`.
         dtype: dtype of attention, such as ``torch.bfloat16`` with ``TrainingArguments(bf16=True)``.
-            If not given, the mixed precision of an `Accelerator` or `accelerate launch`, else the
+            By default the mixed precision of an `Accelerator` or `accelerate launch`, else the
             model's dtype.
-        device: type of the device that trains; if not given, accelerate's device, or the device
-            that it would choose.
-        config: settings to train with; those given to `hf_distca.configure`, if not given.
-        seed: epochs are shuffled by it; None for the order as given in every epoch, as for
-            evaluation.
+        device: type of the device that trains; by default accelerate's device, or the device that
+            accelerate would choose.
+        config: settings to train with; by default those given to `hf_distca.configure`.
+        seed: seed by which each epoch is shuffled. With None every epoch has the order as given, as
+            for evaluation.
         fill: ``"whole"`` for whole documents, and padding in the few free places. ``"cut"`` to fill
             global batches to the token: the rest of a document becomes a separate document in the
-            next batch, and the rest of an epoch is dropped. If not given, shuffled documents stay
+            next batch, and the rest of an epoch is dropped. By default shuffled documents stay
             whole, and documents in their order are cut, because packing changes the order.
         longer: whether documents that are longer than a global batch are cut (``"cut"``) or refused
             (``"refuse"``).
-        column: column of the token ids.
+        column: name of the column of token ids.
         lengths: numbers of tokens of the documents, or the name of their column, if they are known.
-            Not needed for a `datasets.Dataset` of token ids, which knows them without being read.
+            A `datasets.Dataset` of token ids does not need them.
         pad_token_id: token of padding.
-        placement: ``"in order"`` puts documents on ranks one after another, cut where a rank is
-            full, as a baseline for dealing: global batches, tokens and numbers are the same.
+        placement: ``"in order"`` is a baseline for dealing. It puts documents on ranks in their
+            order, and cuts them where a rank is full. Global batches, tokens and numbers are the
+            same.
 
     Returns:
         A `datasets.Dataset` that makes shares when they are read; `datasets` must be installed.
         Shares contain ``shift_labels``, an argument of transformers' models, because ``labels``
         cannot be shifted where a document is cut.
 
-        For documents without a length, a `StreamedShares`, a torch `IterableDataset`, filled in the
-        order in which they come. It takes no `seed`, `fill`, `longer` or `lengths`, and needs
-        ``max_steps`` and ``{"dispatch_batches": False}``.
+        For documents without a length, a `StreamedShares`. It is a torch `IterableDataset` that
+        takes documents in the order in which they come. It accepts no `seed`, `fill`, `longer` or
+        `lengths`, and needs ``max_steps`` and ``{"dispatch_batches": False}``.
 
     Raises:
-        ConfigError: if an argument is out of its range, or neither a model that can be read nor
-            shapes are given.
-        LayoutError: if documents have no tokens, too few for one global batch, or no such column.
+        ConfigError: if an argument is out of its range, or if there are no shapes and no model that
+            can be read.
+        LayoutError: if documents have no tokens, too few tokens for one global batch, or no such
+            column.
     """
     check_settings(config, "document_shares()")
     config = config or find_session().config
@@ -139,7 +141,7 @@ def document_shares(
         ranks_per_node,
         placement,
     )
-    # What is wrong with these numbers is raised here, not in a worker.
+    # Errors in these numbers are raised here, not in a worker.
     if not isinstance(tokens_per_rank, int):
         raise ConfigError(
             f"tokens_per_rank={tokens_per_rank!r} must be a whole number of at least 1."
@@ -147,7 +149,7 @@ def document_shares(
     dealing.deal_layouts(np.array([ranks * tokens_per_rank]))
     inputs = read_input_names(model)
     if not hasattr(documents, "__len__"):
-        # The default seed shuffles nothing here.
+        # Seed 0, the default, is accepted, although a stream is not shuffled.
         if fill not in (None, "cut") or longer != "cut" or seed or lengths is not None:
             raise ConfigError(
                 f"seed={seed!r}, fill={fill!r}, longer={longer!r} and lengths={lengths!r} for"
@@ -166,23 +168,24 @@ def document_shares(
 
 
 def make_lazy_dataset(shares: Shares) -> Dataset:
-    """Make a data set of the numbers of items; a transform makes them into shares when they are
+    """Make a data set of item numbers, with a transform that makes shares from them when they are
     read.
 
-    Their column has the name of an argument of every model, so that no Trainer removes it as
+    Their column is named "input_ids", an argument of every model, so that no Trainer removes it as
     unused.
     """
-    from datasets import Dataset  # an extra, and slow to import
+    from datasets import Dataset  # an optional package, and slow to import
 
     dataset = Dataset.from_dict({"input_ids": np.arange(len(shares))}).with_transform(shares)
-    dataset.set_epoch = shares.set_epoch  # accelerate's loaders call it, and with them the Trainer
+    dataset.set_epoch = shares.set_epoch  # accelerate's loaders call it
     return dataset
 
 
 def _count_processes() -> int:
     """Return the number of processes that train.
 
-    Accelerate would answer, but start them with other timeouts than a Trainer made later.
+    Asking accelerate would start torch.distributed, with other timeouts than those of a Trainer
+    that is made later.
     """
     if dist.is_available() and dist.is_initialized():
         return dist.get_world_size()
@@ -207,7 +210,7 @@ def _find_device() -> str:
 def _find_mixed_dtype() -> torch.dtype | None:
     """Return the mixed-precision dtype configured in accelerate, if any.
 
-    `TrainingArguments` cannot be found.
+    That of `TrainingArguments` is not visible here.
     """
     precision = (
         AcceleratorState().mixed_precision

@@ -1,15 +1,17 @@
-"""`place_rows`: packed rows in an order within each optimizer step that makes nodes even.
+"""`place_rows`, which reorders packed rows within each optimizer step so that nodes have equal
+attention.
 
-A loader that accelerate prepared has three layers: a sampler draws row numbers, a batch sampler
-makes batches of them, in the same order on all ranks, and `BatchSamplerShard` leaves each rank
-every n-th batch, or, with ``split_batches``, its part of each. The placement goes between the last
-two. So what comes before it (seeds, epochs, generators that accelerate keeps equal on all ranks)
-and after it (what a resume skips, workers, devices) is as it was. The Trainer makes its loader when
-it begins to train: there `get_train_dataloader` is followed.
+A loader that accelerate prepared has three layers. A sampler draws row numbers. A batch sampler
+makes batches of them, in the same order on all ranks. `BatchSamplerShard` gives each rank every
+n-th batch, or, with ``split_batches``, its part of each batch. The placement goes between the batch
+sampler and the shard. So seeds, epochs and the generators that accelerate keeps equal on all ranks
+come before it and do not change. Resuming, workers and devices come after it and do not change. The
+Trainer makes its loader when its training begins, so its `get_train_dataloader` is wrapped.
 
-Items of some of TRL's Trainers stay whole as rows do: pairs of DPO and of reward models,
+Items of some of TRL's Trainers stay whole, as rows do: pairs of DPO and of reward models,
 completions of KTO. The items of an optimizer step may go to any rank if the loss is a mean over
-them: ranks have equally many, so the mean over ranks is that of one process. Read against TRL 1.16.
+items. Ranks have equally many items, so the mean over ranks is that of one process. Checked with
+TRL 1.16.
 """
 
 from __future__ import annotations
@@ -41,15 +43,15 @@ from hf_distca.runtime.members import find_node_number
 from hf_distca.schedule.layout import FloatArray, IntArray
 
 Reader = TypeVar("Reader")
-_SAMPLE_STEPS = 16  # that the estimate of the first line looks at
-# Columns that follow each other in a document, for each document of an item. KTO reads a prompt
-# again with an answer to another one, for losses that compare the two.
+_SAMPLE_STEPS = 16  # steps from which the printed gain is estimated
+# For each document of an item: the columns that follow each other in it. The second document of KTO
+# repeats the prompt with an answer to another prompt, for losses that compare the two answers.
 _DOCUMENTS = {
     "DPOTrainer": (("prompt_ids", "chosen_ids"), ("prompt_ids", "rejected_ids")),
     "KTOTrainer": (("prompt_ids", "completion_ids"), ("prompt_ids", "KL_completion_ids")),
     "RewardTrainer": (("chosen_ids",), ("rejected_ids",)),
 }
-# Losses of DPO that sort the pairs of a rank's batch, or are a mean over its tokens.
+# Losses of DPO that sort the pairs of a rank's batch, or are a mean over the tokens of this batch.
 _LOSSES_OF_RANKS = {"aot", "aot_unpaired", "sft"}
 _AS_THEY_ARE = 'attn_implementation="distca" balances its batches as they are.'
 
@@ -65,28 +67,30 @@ def place_rows(
     """Place packed rows so that nodes have equal attention in each micro-batch of an optimizer
     step.
 
-    For rows that stay whole: of TRL's ``packing=True``, of `PackingCollator`, or cut from token
-    files. Work inside a node is evened by the exchange; between nodes it is evened here, by order
-    alone. Every step keeps its rows, every rank reads equally many in each micro-batch, and nothing
-    waits for a later step. Epochs, seeds, resuming and the last, short step are as without it.
+    It is for rows that stay whole: rows of TRL's ``packing=True`` or of `PackingCollator`, or rows
+    cut from token files. The exchange balances work inside a node. `place_rows` balances work
+    between nodes, and changes only the order of rows. Every step keeps its rows, and every rank
+    reads equally many rows in each micro-batch. Epochs, seeds, resuming and the last, short step
+    stay as they were.
 
     Pairs of TRL's `DPOTrainer` and `RewardTrainer` and completions of its `KTOTrainer` are placed
-    in the same way. The loss stays the same: losses that depend on which of them share a rank are
-    refused, and so are TRL's other Trainers except `SFTTrainer`.
+    in the same way. The loss stays the same. Losses that depend on which items share a rank are
+    refused. So are TRL's other Trainers, except `SFTTrainer`.
 
-    Call it on every rank, with the same arguments: between a Trainer and its ``train()``, or on a
-    loader that accelerate has prepared. Ranks compare what they read. A rank alone keeps its order.
+    Call it on every rank, with the same arguments: on a Trainer before its ``train()``, or on a
+    loader that accelerate has prepared. Ranks compare the rows that they read. With one rank, the
+    order stays.
 
     Args:
-        reader: a Trainer of transformers or TRL; or what ``accelerator.prepare`` made of a
-            `DataLoader`.
-        model: for a loader the model, or its config, for whose attention rows are weighed. Without
-            it, they are weighed by the squares of document lengths.
-        accumulation: for a loader, the micro-batches of a step, counted from the start of each
-            epoch; those of the `Accelerator` if None.
-        ranks_per_node: ranks [0, n), [n, 2n), ... are nodes; as they are found if None.
-            Tensor-parallel ranks count once. With 1, ranks are evened, as for attention that they
-            do not share.
+        reader: a Trainer of transformers or TRL, or a `DataLoader` that ``accelerator.prepare``
+            returned.
+        model: for a loader, the model or its config. Rows are weighed by the time of its attention,
+            or by the squares of document lengths if None.
+        accumulation: for a loader, the number of micro-batches of a step, counted from the start of
+            each epoch; that of the `Accelerator` if None.
+        ranks_per_node: n, if ranks [0, n), [n, 2n), ... are nodes; if None, nodes are detected.
+            Tensor-parallel ranks count once. With 1, ranks instead of nodes get equal attention,
+            for attention that ranks do not share.
         end_of_document: token id that ends documents, for rows without a column ``documents``,
             ``seq_lengths`` or ``position_ids``. All tokens are read once.
 
@@ -96,9 +100,9 @@ def place_rows(
     Raises:
         ConfigError: if an argument is out of its range, or ranks read different rows.
         UnsupportedError: for data without a length, dealt documents, items of TRL whose loss would
-            change, and loaders whose batches cannot be placed, with what to set instead; for those
-            of a Trainer before its first step.
-        LayoutError: if rows have no column that tells how long they are.
+            change, and loaders whose batches cannot be placed. It names the setting to change. For
+            the loader of a Trainer it is raised before the first step.
+        LayoutError: if rows have no column that gives the lengths of their documents.
     """
     if not isinstance(reader, Trainer):
         config = find_session().config
@@ -132,7 +136,7 @@ def place_rows(
 
 
 def _read_accumulation() -> int:
-    """Read the number of micro-batches that an `Accelerator` makes a step of."""
+    """Read the number of micro-batches of a step from the `Accelerator`."""
     state = GradientState()
     if state.num_steps > 1 and not state.sync_with_dataloader:
         raise UnsupportedError(
@@ -169,7 +173,7 @@ def _weigh_rows(
         else find_row_documents(rows, end_of_document, quiet=quiet)
     )
     seconds = _estimate_seconds(lengths, getattr(model, "module", model), config)
-    # It adds one after another, in the same order on every machine.
+    # `bincount` adds weights in the same order on every machine.
     return np.asarray(np.bincount(row, weights=seconds, minlength=len(rows)), dtype=np.float64)
 
 
@@ -194,14 +198,14 @@ def _estimate_seconds(lengths: IntArray, model: Any, config: DistCAConfig) -> Fl
 def _make_placer(
     work: FloatArray, accumulation: int, ranks_per_node: int | None, config: DistCAConfig
 ) -> Callable[[Any], Any]:
-    """Make a function that places the rows of a prepared loader, and returns it.
+    """Make a function that places the rows of a prepared loader and returns the loader.
 
-    All ranks make sure that they weigh the same rows, or raise.
+    Collective: all ranks raise if they weigh different rows.
 
     Args:
         work: seconds of attention of each row.
-        accumulation: micro-batches of a step.
-        ranks_per_node: ranks of a node, if the user gave it.
+        accumulation: number of micro-batches of a step.
+        ranks_per_node: number of ranks of a node; None to detect nodes.
         config: settings, which determine the ranks that share attention.
     """
     node_numbers, digests = zip(
@@ -238,7 +242,7 @@ def _make_placer(
 def _place_in_shard(
     shard: BatchSamplerShard, rows: Any, nodes: int, work: FloatArray, accumulation: int
 ) -> StepPlaces:
-    """Place the rows of a data set for several nodes."""
+    """Place the rows that a shard reads, for several nodes."""
     batches, ranks = shard.batch_sampler, shard.num_processes
     if isinstance(batches, RowPlacement):
         raise ConfigError(
@@ -258,8 +262,8 @@ def _place_in_shard(
 def _count_nodes(
     ranks: int, node_numbers: Sequence[int], per_node: int | None, config: DistCAConfig
 ) -> int:
-    """Count the sets of neighbours that even their work by themselves: ranks of one node and of one
-    attention group.
+    """Count the sets of neighbouring ranks that balance their work by exchange: ranks of one node
+    and of one attention group.
     """
     if per_node is not None and (per_node < 1 or ranks % per_node):
         raise ConfigError(
@@ -272,7 +276,7 @@ def _count_nodes(
 
 
 def _find_shard(loader: Any) -> BatchSamplerShard | None:
-    """Find the batch sampler that leaves each rank its batches; None if there is one rank.
+    """Find the batch sampler that gives each rank its batches; None if there is one rank.
 
     Raises:
         UnsupportedError: if rows cannot be placed before it.
@@ -328,12 +332,12 @@ def _describe_places(places: StepPlaces, work: IntArray) -> str:
 
 @dataclass(frozen=True)
 class ItemRules:
-    """Places that the items of a Trainer may have, and the documents they consist of.
+    """Where the items of a Trainer may be placed, and of which documents they consist.
 
     Attributes:
         documents: columns of token ids that make up each document of an item.
         max_length: number of tokens at which the collator cuts documents; None if it does not.
-        in_micro_batches: whether items stay in their micro-batch, rather than in their step.
+        in_micro_batches: whether an item stays in its micro-batch, not only in its step.
     """
 
     documents: tuple[tuple[str, ...], ...]
@@ -342,11 +346,11 @@ class ItemRules:
 
     @classmethod
     def read(cls, trainer: Trainer) -> Self | None:
-        """Read the rules of one of TRL's Trainers; None for those that train on documents.
+        """Read the rules of one of TRL's Trainers; None for a Trainer that trains on documents.
 
         Raises:
-            UnsupportedError: if its loss would change with the ranks of items, or its items have no
-                lengths yet; names the Trainer and a remedy.
+            UnsupportedError: if the loss depends on the ranks of items, or the lengths of items are
+                not known yet; names the Trainer and a remedy.
         """
         name = _find_trl_name(trainer)
         if name is None:
@@ -365,9 +369,9 @@ class ItemRules:
             )
         return cls(
             documents,
-            # A reward Trainer drops longer pairs, and cuts none.
+            # RewardTrainer drops pairs that are too long, and cuts no documents.
             None if name == "RewardTrainer" else getattr(trainer.args, "max_length", None),
-            # KTO compares each item of a micro-batch with the KL of them all.
+            # KTO compares each item with the KL of all items of its micro-batch.
             bool(getattr(trainer, "calculate_KL", False)),
         )
 
@@ -375,8 +379,8 @@ class ItemRules:
         """Find the documents of all items, as `find_row_documents` does for packed rows.
 
         Returns:
-            The number of tokens of each document, and the number of its item: (documents,) int64
-            each.
+            For each document its number of tokens and the index of its item, each (documents,)
+            int64.
         """
         counts = {
             column: read_document_lengths(rows, column, quiet=quiet)
@@ -391,7 +395,7 @@ class ItemRules:
 
 
 def check_deals_documents(trainer: Trainer) -> None:
-    """Raise for TRL's Trainers that do not train on documents.
+    """Check that a Trainer trains on documents, which some of TRL's do not.
 
     Raises:
         UnsupportedError: names the Trainer, and the call to make instead.
@@ -410,7 +414,7 @@ def check_deals_documents(trainer: Trainer) -> None:
 
 
 def _find_trl_name(trainer: Trainer) -> str | None:
-    """Find the name of TRL's own class that a Trainer is of; None for one of documents."""
+    """Find the name of TRL's class of a Trainer; None if the Trainer trains on documents."""
     names = [
         base.__name__
         for base in type(trainer).__mro__
@@ -430,7 +434,7 @@ def _explain_unknown_items(name: str, call: str) -> str:
 
 
 def _check_loss(trainer: Any, name: str) -> None:
-    """Raise for losses that depend on the items that share a rank."""
+    """Raise for losses that depend on which items share a rank."""
     size = trainer.args.per_device_train_batch_size
     losses = [
         *sorted(_LOSSES_OF_RANKS & set(getattr(trainer, "loss_types", ()))),
@@ -439,6 +443,6 @@ def _check_loss(trainer: Any, name: str) -> None:
     if losses and size > 1:
         raise UnsupportedError(
             f"{name} with {' and '.join(losses)} and per_device_train_batch_size={size} has a loss"
-            " of the items that share a rank, not a mean over items, and place_rows puts others"
-            f" together. Set per_device_train_batch_size=1, or leave place_rows out: {_AS_THEY_ARE}"
+            " that depends on which items share a rank, and place_rows changes that. Set"
+            f" per_device_train_batch_size=1, or leave place_rows out: {_AS_THEY_ARE}"
         )

@@ -1,7 +1,7 @@
-"""`Recorder`: writes the record of a run into its folder, for `hf-distca report`.
+"""`Recorder`, which writes the record of a run into its folder, for `hf-distca report`.
 
-It writes facts that rank 0 knows anyway, when the Trainer logs: no collective, nothing read from a
-device.
+It writes when the Trainer logs, and only facts that rank 0 already has. So it needs no collective,
+and reads nothing from a device.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _TRAINING_FIELDS = (
     "fp16",
     "seed",
 )
-_COUNTS = {"tokens", "sent_bytes", "between_bytes"}  # fields of `PerRank`, the others are seconds
+_COUNTS = {"tokens", "sent_bytes", "between_bytes"}  # fields of `PerRank`; all others are seconds
 _SIZES = (
     "num_hidden_layers",
     "num_attention_heads",
@@ -57,8 +57,8 @@ _SIZES = (
     "hidden_size",
     "sliding_window",
 )
-# Plans of the worst micro-batches are written up to this many bytes: some hundred steps of 8 ranks,
-# some of 512.
+# Plans of the worst micro-batches are written until they take this many bytes: some hundred steps
+# with 8 ranks, a few steps with 512.
 _MAX_PLAN_BYTES = 1_000_000
 _REASONS: dict[int | None, str] = {ELOOP: "it is a link", ENXIO: "it is a pipe or a socket"}
 
@@ -66,15 +66,15 @@ _REASONS: dict[int | None, str] = {ELOOP: "it is a link", ENXIO: "it is a pipe o
 class Recorder(logging.Filter):
     """Writes the record of a training on rank 0.
 
-    It notes warnings as a filter of the log, which lets all of them pass. A handler would take them
-    from the console: Python only prints messages without a handler, and a script that sets up no
-    logging has no other.
+    It records warnings as a filter of the log, and lets all messages pass. A handler would take
+    warnings from the console in scripts that set up no logging, because Python prints messages by
+    itself only if there is no handler.
 
     Args:
         folder: folder of the record.
-        every_plan: write all plans, instead of those of the first micro-batch and of the worst one
-            between two logs.
         session: session whose micro-batches are recorded.
+        every_plan: whether to write all plans. If False, only the plans of the first micro-batch
+            and of the worst one between two logs are written.
     """
 
     def __init__(self, folder: Path, session: Session, *, every_plan: bool) -> None:
@@ -83,10 +83,11 @@ class Recorder(logging.Filter):
         self._session = session
         self._every_plan = every_plan
         self._first_number = session.planner.number
-        # Since the last time.
+        # Sums since rows were last written.
         self._totals = BalanceTotals()
         self._figures = np.zeros(())
-        # With its imbalance: seconds of the slowest rank by the mean.
+        # Imbalance and plan of the worst micro-batch. The imbalance is slowest rank / mean, in
+        # estimated seconds.
         self._worst_plan: tuple[float, RunningMicroBatch] | None = None
         self._plan_bytes = 0
         self._has_failed = False
@@ -98,7 +99,7 @@ class Recorder(logging.Filter):
         model: torch.nn.Module | None,
         replaced_imbalance: float | None = None,
     ) -> None:
-        """Begin the record, after `step` steps: a new file, or the next part of an existing one."""
+        """Begin the record after `step` steps. A resumed training appends to the existing file."""
         session, cost = self._session, self._session.config.cost_model
         run = RunRow(
             step=step,
@@ -119,8 +120,8 @@ class Recorder(logging.Filter):
         LOG.addFilter(self)
 
     def write_steps(self, step: int, loss: object = None) -> None:
-        """Write the counts since the last time, after `step` steps, and the loss if it is a finite
-        number.
+        """Write the sums since rows were last written, after `step` steps, and the loss if it is a
+        finite number.
         """
         if not self._totals.micro_batches:
             return
@@ -144,13 +145,13 @@ class Recorder(logging.Filter):
         LOG.removeFilter(self)
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Note a warning, and let it pass."""
+        """Record a warning, and let every message pass."""
         if record.levelno >= logging.WARNING:
             self._append_rows([WarningRow(self._session.planner.history.step, record.getMessage())])
         return True
 
     def _add_micro_batch(self, micro_batch: RunningMicroBatch, totals: BalanceTotals) -> None:
-        # Micro-batches of an evaluation before are not the training's.
+        # Micro-batches of an earlier evaluation do not belong to the training.
         if micro_batch.number <= self._first_number or self._has_failed:
             return
         self._totals += totals
@@ -177,7 +178,7 @@ class Recorder(logging.Filter):
         )
 
     def _append_rows(self, rows: Sequence[Row], mode: str = "a") -> None:
-        """Append rows. A failure to write does not end the run."""
+        """Append rows. If writing fails, the run goes on without a record."""
         if self._has_failed:
             return
         lines = [write_row(row) + "\n" for row in rows]
@@ -188,7 +189,7 @@ class Recorder(logging.Filter):
             self._path.parent.mkdir(parents=True, exist_ok=True)
             with open(self._path, mode, encoding="utf-8", opener=_open_own_file) as file:
                 if file.tell() and not _ends_with_a_line(self._path):
-                    file.write("\n")  # an earlier training was killed
+                    file.write("\n")  # an earlier training was killed while it wrote a line
                 file.writelines(lines)
         except OSError as error:
             self._has_failed = True
@@ -200,7 +201,7 @@ class Recorder(logging.Filter):
 
 
 def _open_own_file(path: str, flags: int) -> int:
-    """Open a file, but none that a link leads to, and no pipe, whose reader would be waited for."""
+    """Open a file. Raise for a link, and for a pipe, whose reader the run would wait for."""
     return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
 
 
@@ -211,10 +212,11 @@ def _ends_with_a_line(path: Path) -> bool:
 
 
 def _sum_figures(plans: Sequence[MicroBatchPlan]) -> np.ndarray[Any, np.dtype[np.float64]]:
-    """Return (figures, ranks) in the order of the fields of `PerRank`."""
+    """Return sums over plans, (figures, ranks), with figures in the order of `PerRank`'s fields."""
     rows = []
     for index, plan in enumerate(plans):
-        # Each kind of layers has a plan for the same tokens; each nano-batch has its own.
+        # Plans of several kinds of layers have the same tokens, which are counted once for each
+        # nano-batch.
         is_counted = plan.key.nano in {other.key.nano for other in plans[:index]}
         figures = (
             plan.plan.layout.query_tokens * (not is_counted),
@@ -236,7 +238,7 @@ def _make_per_rank(figures: np.ndarray[Any, np.dtype[np.float64]]) -> PerRank:
 
 
 def _describe_model(model: torch.nn.Module | None) -> dict[str, Any]:
-    """Return type, shape and dtype of the first part of a model that asks for distca."""
+    """Return type, sizes and dtype of the first part of a model that asks for distca."""
     for config in find_distca_configs(model)[:1]:
         sizes = {name: getattr(config, name, None) for name in _SIZES}
         known = {name: size for name, size in sizes.items() if size is not None}
