@@ -96,8 +96,8 @@ __all__ = [
 
 # ---- torch 2.13.0
 
-# Hooks for saved tensors, by which activation checkpointing works: only the last one can be looked
-# at.
+# Activation checkpointing works with hooks for saved tensors. torch shows only the hooks that were
+# pushed last.
 allow_saved_tensor_hooks = _autograd._saved_tensors_hooks_enable
 forbid_saved_tensor_hooks = _autograd._saved_tensors_hooks_disable
 why_saved_tensor_hooks_are_forbidden = _autograd._saved_tensors_hooks_get_disabled_error_message
@@ -105,9 +105,9 @@ top_saved_tensor_hooks = _autograd._top_saved_tensors_default_hooks
 push_saved_tensor_hooks = _autograd._push_saved_tensors_default_hooks
 pop_saved_tensor_hooks = _autograd._pop_saved_tensors_default_hooks
 
-# The dispatch modes of a thread; see also `has_dispatch_modes`. `compiler_of_calls` is None where
-# nothing that is called would be compiled; `leave_uncompiled` marks a function that never is, but
-# what it calls, at no cost where nothing is.
+# The dispatch modes of a thread; see also `has_dispatch_modes`. `compiler_of_calls` returns None if
+# torch would not compile a call. `leave_uncompiled` marks a function that torch never compiles,
+# although it may compile the functions called there; without torch.compile it costs nothing.
 dispatch_modes = _python_dispatch._get_current_dispatch_mode_stack
 push_dispatch_mode = _python_dispatch._push_mode
 pop_dispatch_mode = _python_dispatch._pop_mode
@@ -121,7 +121,7 @@ def has_no_values() -> bool:
     return is_in_transform() or any(isinstance(mode, FakeTensorMode) for mode in dispatch_modes())
 
 
-# Whether this runs in a transform of torch.func, as grad and vmap.
+# Returns whether this runs in a transform of torch.func, such as grad or vmap.
 is_in_transform = torch._C._are_functorch_transforms_active
 
 
@@ -155,7 +155,7 @@ def is_policy_mode(mode: TorchDispatchMode) -> bool:
     return isinstance(mode, (_CachingTorchDispatchMode, _CachedTorchDispatchMode))
 
 
-# The operation under sdpa on CPUs, which also returns the log-sum-exp, and its backward.
+# The operation that sdpa runs on CPUs, and its backward. It also returns the log-sum-exp.
 cpu_attention: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 cpu_attention_backward: Any = (
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
@@ -205,7 +205,7 @@ def group_in_store(
         store, backend, timeout: see `dist.init_process_group`.
         name: name that no other group of this process has.
     """
-    # Without global ranks, torch does not look for them in the world of this process.
+    # With an empty list of global ranks, torch does not search the world of this process for them.
     return _make_group(c10d.GroupMember.WORLD, place, [], (store, backend, timeout), (name, name))
 
 
@@ -285,15 +285,15 @@ def has_partial_state() -> bool:
 
 # ---- transformers 5.5.3, 5.6.0, 5.9.0, 5.16.1, 5.19.0 and 5.23.0
 
-# Names of the functions that transformers makes masks of.
+# Names of the functions from which transformers composes masks.
 MASK_UNION, MASK_CHUNKS, MASK_BLOCKS = "or_masks", "chunked_overlay", "blockwise_overlay"
-MASK_WINDOW = "sliding_window_overlay"  # of its only argument, `sliding_window`
-# Of attention both ways, and its windows.
+MASK_WINDOW = "sliding_window_overlay"  # its only argument is `sliding_window`
+# The same for bidirectional attention, without and with a window.
 MASK_BOTH_WAYS = "bidirectional_mask_function"
 MASK_BOTH_WAYS_WINDOW = "sliding_window_bidirectional_overlay"
 BOTH_WAYS_MASK_PARTS = frozenset({MASK_BOTH_WAYS, MASK_BOTH_WAYS_WINDOW, "and_masks"})
-# Those of causal masks. Anything else changes who sees whom. Versions before 5.23 do not have them
-# all.
+# Functions from which causal masks are composed. Any other function changes which keys a query
+# sees. Versions before 5.23 lack some of them.
 CAUSAL_MASK_PARTS = frozenset(
     {
         "causal_mask_function",
@@ -315,7 +315,7 @@ def get_mesh(model: PreTrainedModel) -> DeviceMesh | None:
     if manager is None:
         return None
     mesh: DeviceMesh = manager.get_mesh(("pp", "dp_replicate", "fsdp", "tp"))
-    return mesh._get_root_mesh()  # with dimensions that were not asked for, if it has any
+    return mesh._get_root_mesh()  # it may have more dimensions than these
 
 
 def get_changed_flash_attention() -> Callable[..., Any] | None:
@@ -366,7 +366,7 @@ def is_of_package(function: Callable[..., Any]) -> bool:
     Kernels that transformers loads from the hub do not count: they come later. Seen in 5.18.0,
     5.23.0, and in kernels 0.17.2.
     """
-    # With `kernels` installed it is a module.
+    # With the package `kernels` installed, the function is a module.
     decorated = getattr(type(function), "forward", function)
     while getattr(decorated, "__closure__", None) is not None:
         held = inspect.getclosurevars(decorated).nonlocals

@@ -39,16 +39,16 @@ _BUILT_IN_COSTS = "analytic"
 if TYPE_CHECKING:
     CostSource = str | Path | CostModel
 else:
-    # What can be written on a command line: HfArgumentParser, which reads this, takes a union for
-    # its other members.
+    # HfArgumentParser reads this type. It drops `str` from a union, but a command line can give
+    # nothing else.
     CostSource = str
-# Beyond the first number of ranks, a larger group gains next to nothing on documents with a long
-# tail, and planning takes longer with each rank. Below the second, groups are too small. A multiple
-# of the third consists of whole nodes of 1, 2, 4 or 8 ranks.
+# Above _MOST_RANKS, a larger group gains almost nothing on documents with a long tail, and each
+# rank makes planning slower. Below _FEWEST_RANKS, groups are too small. A multiple of _WHOLE_NODES
+# consists of whole nodes of 1, 2, 4 or 8 ranks.
 _MOST_RANKS, _FEWEST_RANKS, _WHOLE_NODES = 512, 256, 8
-_LONGEST_TIMEOUT = 366 * 86400.0  # seconds; what torch adds to it must fit in its clock
+_LONGEST_TIMEOUT = 366 * 86400.0  # seconds; torch adds it to its clock, which must not overflow
 
-# What numbers each field takes: their type, their range, and the text of the error.
+# The numbers that each field accepts: type, range, and text of the error.
 _NUMBERS: dict[str, tuple[type, Callable[[Any], bool], str]] = {
     "tolerance": (
         Real,
@@ -73,7 +73,7 @@ _NUMBERS: dict[str, tuple[type, Callable[[Any], bool], str]] = {
         lambda value: 0 < value <= _LONGEST_TIMEOUT,
         f"in (0, {_LONGEST_TIMEOUT:g}], a year, or None for that of torch.distributed",
     ),
-    # Not a field, but given next to the fields.
+    # Not a field of `DistCAConfig`, but given next to the fields.
     "tokens_per_rank": (
         int,
         lambda value: value >= 1,
@@ -211,7 +211,7 @@ def read_values(path: str | Path) -> Any:
     """
     try:
         text = read_file(Path(path))
-    except (OSError, TypeError, ValueError) as error:  # what is no path, too
+    except (OSError, TypeError, ValueError) as error:  # `path` may not be a path at all
         reason = getattr(error, "strerror", None) or error
         raise ConfigError(f"{show_value(str(path))[1:-1]}: {reason}.") from error
     return parse_values(text, str(path))

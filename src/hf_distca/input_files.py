@@ -17,7 +17,7 @@ def check_file(path: Path) -> None:
         OSError: if it is one, or there is nothing of that name.
     """
     kind = path.stat().st_mode
-    if not S_ISREG(kind) and not S_ISDIR(kind):  # opening a folder fails by itself
+    if not S_ISREG(kind) and not S_ISDIR(kind):  # opening a folder fails anyway
         raise OSError(EINVAL, "is a pipe, a socket or a device: give a regular file", str(path))
 
 

@@ -76,7 +76,7 @@ class OneStageSchedule(PipelineScheduleSingle):
             )
             self._update_losses(self._stage, losses)  # type: ignore[no-untyped-call]
         finally:
-            self._internal_losses.clear()  # of a step that failed
+            self._internal_losses.clear()  # a failed step leaves some
 
 
 def has_adapters(model: Any) -> bool:

@@ -17,7 +17,7 @@ from hf_distca.errors import ConfigError, UnsupportedError
 from hf_distca.integration.attention_names import find_distca_configs
 from hf_distca.integration.families import check_family, check_layerdrop
 
-# Two stages, one after the other, give the logits and gradients of the whole model.
+# Families whose models, run as two stages, give the logits and gradients of the whole model.
 _SPLIT = """
     afmoe apertus arcee aria_text axk1 beam biogpt bitnet cohere cohere2 cohere2_moe
     cohere_compass_text cwm dbrx deepseek_v2 deepseek_v3 diffllama dots1 emu3 ernie4_5 ernie4_5_moe
@@ -31,7 +31,7 @@ _SPLIT = """
 """
 
 SPLIT = frozenset(_SPLIT.split())
-_AFTER = ("norm", "ln_f")  # in the names of modules that follow the layers
+_AFTER = ("norm", "ln_f")  # parts of the names of modules that follow the layers
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 _ACTIVE_EXPERTS = ("num_experts_per_tok", "moe_topk", "top_k_experts")
 
@@ -87,7 +87,7 @@ class ModelParts:
     @classmethod
     def from_model(cls, model: PreTrainedModel) -> ModelParts:
         """Find the parts of a model, which must be layers between an embedding and a head."""
-        # It imports what registers distca.
+        # Not at the top of the file, because this import registers distca.
         from transformers.modeling_layers import GradientCheckpointingLayer
 
         embedding, head = find_ends(model)
@@ -139,7 +139,7 @@ class ModelParts:
         active = min(
             1.0, _find_first_number(config, _ACTIVE_EXPERTS) / _find_first_number(config, _EXPERTS)
         )
-        # The weights of all experts are one tensor of three dimensions.
+        # A tensor of three dimensions holds the weights of all experts.
         costs = [
             sum(
                 weight.numel() * (active if weight.dim() == 3 else 1.0)

@@ -27,8 +27,8 @@ from hf_distca.runtime.group import AttentionGroup
 from hf_distca.runtime.outputs import LayerOutputs
 from hf_distca.runtime.route import NOTHING_POOLED, Route
 
-# Stands in plans whose calls get their own routes. It exchanges, so that nano-batches have
-# something to hide.
+# Placeholder in layer plans, whose calls get their own routes. It is marked as exchanging, because
+# layers run as nano-batches only if there is an exchange to hide.
 _NO_ROUTE = Route(TaskBatch((), (), (), ()), NOTHING_POOLED, exchanges=True)
 
 
@@ -170,8 +170,8 @@ class StageAttention(LayerPlanner):
                 f"{micro_batch.name} has {kind} where the first step found {expected}: layers must"
                 " stay as they are."
             )
-        # Force a backward even if nothing before the layer is trained, because other stages expect
-        # its rows.
+        # Force a backward even if nothing before the layer is trained, because other stages wait
+        # for the rows of this one.
         if torch.is_grad_enabled() and not any(tensor.requires_grad for tensor in inputs[:3]):
             inputs = inputs._replace(q_THD=inputs.q_THD.detach().requires_grad_())
         stored = (
@@ -231,8 +231,8 @@ class StageCall(LayerExchange):
         part = micro_batch.parts[which]
         server = attention.make_server(part)
         super().__init__(part.route, attention.group, server, stored, part.name)
-        # The backward may exchange if the forward does not, and nano-batches take turns in the same
-        # places on all ranks.
+        # The backward may exchange even if the forward does not, and nano-batches must take turns
+        # at the same points on all ranks.
         self.exchanges = True
         self._attention, self._micro_batch, self._which = attention, micro_batch, which
 

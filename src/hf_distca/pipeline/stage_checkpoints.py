@@ -60,7 +60,7 @@ def save_pretrained(stage: Stage, directory: str | Path, **kwargs: Any) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         if part.exists():  # left by a save that was killed
             shutil.rmtree(part)
-        if adapted:  # there may be no layer with an adapter on this stage
+        if adapted:  # the stage may have no layer with an adapter
             part.mkdir()
             save_file(weights, part / _ADAPTER)
             next(iter(model.model.peft_config.values())).save_pretrained(part)
@@ -120,7 +120,7 @@ def _merge_shards(folder: Path, parts: Sequence[Path]) -> None:
     total = 0
     for number, shard in enumerate(shards, 1):
         name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        with shard.open("rb") as opened:  # it begins with the size of its header
+        with shard.open("rb") as opened:  # a file begins with the size of its header
             header = json.loads(opened.read(int.from_bytes(opened.read(8), "little")))
         header.pop("__metadata__", None)
         weight_map |= dict.fromkeys(header, name)
@@ -128,7 +128,8 @@ def _merge_shards(folder: Path, parts: Sequence[Path]) -> None:
         shard.replace(folder / name)
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
     (folder / _INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-    # Weights of an earlier checkpoint: transformers prefers one file to an index.
+    # Delete the weights of an earlier checkpoint. transformers would load its single file instead
+    # of the files in the index.
     for file in list(folder.iterdir()):
         if file.name == _WHOLE or (
             _SHARD.fullmatch(file.name) and file.name not in weight_map.values()

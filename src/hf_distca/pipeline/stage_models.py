@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from hf_distca.errors import ConfigError
 from hf_distca.pipeline.model_parts import ModelParts, find_ends
 
-TIED = "tied weights"  # the fact that names them
+TIED = "tied weights"  # name of the fact that lists them
 
 
 class SkippedLayer(torch.nn.Module):
@@ -28,7 +28,7 @@ class SkippedLayer(torch.nn.Module):
     def __init__(self, module: torch.nn.Module) -> None:
         super().__init__()
         self.zero = isinstance(module, torch.nn.Embedding)
-        for name, value in vars(module).items():  # models read what kind of attention a layer has
+        for name, value in vars(module).items():  # models read attributes of their layers
             if (
                 not name.startswith("_")
                 and isinstance(value, (str, int, float, bool))
@@ -95,7 +95,7 @@ class StageModel(torch.nn.Module):
             if not begin <= number < end:
                 kind = Gate if number in (begin - 1, end) else SkippedLayer
                 parts.layers[number] = kind(layer)
-        # A tuple, which registers no modules: they are the model's already.
+        # The gates are in a tuple, which does not register modules: the model has registered them.
         self._gates: tuple[Any, Any] = (
             None if self.is_first else parts.layers[begin - 1],
             None if self.is_last else parts.layers[end],

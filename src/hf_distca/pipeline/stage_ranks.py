@@ -27,7 +27,7 @@ from hf_distca.runtime.group import AttentionGroup
 from hf_distca.runtime.members import Members
 from hf_distca.schedule.layout import IntArray
 
-_TOKENS = 16  # of the forward in which a stage's kinds of attention are found
+_TOKENS = 16  # in the forward that finds the kinds of attention of a stage
 
 
 class StageFacts(NamedTuple):
@@ -91,8 +91,8 @@ def find_ranks(
         [StageFacts(*json.loads(row.tobytes())) for row in rows], group, stage.device.type
     )
     with group.report_errors("connecting the pipeline stages"):
-        # NCCL asks that all ranks take part if messages between some are the first thing in a
-        # group. All are here now.
+        # If the first communication in a group is a message between two ranks, NCCL needs all of
+        # its ranks to take part. So begin with a collective, while all ranks are here.
         dist.all_reduce(torch.zeros(1, device=stage.device), group=stage.group)
     attention = StageAttention(session, group, stage.device, list(kinds))
     with group.report_errors("measuring costs"):
@@ -143,7 +143,7 @@ def _find_kinds(stage: Stage, session: Session) -> tuple[dict[int, LayerKind], t
     device = stage.device
     finder = LayerKindRecorder(session)
     positions = torch.arange(_TOKENS, device=device)[None]
-    inputs = positions  # as token ids, on the first stage
+    inputs = positions  # the first stage takes them as token ids
     if not stage.is_first:
         inputs = torch.zeros(
             (1, _TOKENS, model.width), device=device, dtype=next(model.parameters()).dtype
@@ -157,7 +157,7 @@ def _find_kinds(stage: Stage, session: Session) -> tuple[dict[int, LayerKind], t
         ):
             output = stage.submod(inputs, position_ids=positions, **{PLANNER: finder})
     finally:
-        stage.clear_runtime_states()  # and shard weights again
+        stage.clear_runtime_states()  # it also shards weights again
     return finder.kinds, output.dtype
 
 

@@ -123,7 +123,7 @@ class StageStep:
             try:
                 leaving = self.compute(tick, number, arrived)
             except RuntimeError as error:
-                # torch has wrapped it in another error.
+                # torch wraps errors of a stage in its own: raise the original one.
                 if isinstance(error.__cause__, DistCAError):
                     raise error.__cause__ from None
                 raise
@@ -160,11 +160,11 @@ class StageStep:
                     group_peer=target,
                 )
             )
-        coming = (*tick.micro_batches, None)[source]  # None before the first and after the last
+        coming = (*tick.micro_batches, None)[source]  # None if there is no such stage
         if coming is not None:
             buffer = torch.empty(
                 (*self.shape, self.stage.unwrapped.width),
-                # Gradients have the dtype of what this stage handed on.
+                # Hidden states have the dtype of their source; gradients, of this stage's output.
                 dtype=self.plans.pipeline.dtypes[min(source, self.stage.stage_index)],
                 device=self.stage.device,
             )
@@ -181,7 +181,7 @@ class Messages:
     """Messages under way between stages."""
 
     def __init__(self, ops: Sequence[dist.P2POp]) -> None:
-        self._ops = ops  # what is sent must stay until it has left
+        self._ops = ops  # keeps tensors alive until they are sent
         self._works = list[dist.Work | None](dist.batch_isend_irecv(list(ops)) if ops else ())
 
     def wait(self, group: AttentionGroup, activity: str) -> None:

@@ -18,7 +18,7 @@ from hf_distca.pipeline.borrowed_pipelining import unwrap_peft
 from hf_distca.pipeline.model_parts import ModelParts, check_split, divide_layers
 from hf_distca.pipeline.stage_models import StageModel
 
-# Arguments of transformers that tell where a checkpoint is, and so its config.
+# Arguments of transformers that tell where to find a checkpoint and its config.
 _LOCATION = {
     "cache_dir",
     "force_download",
@@ -207,7 +207,7 @@ def from_pretrained(
             # There is nothing to tie: the head is on the last stage.
             self.all_tied_weights_keys = {}
 
-    # Weights of other stages are in the checkpoint and not in the model: nothing to warn of.
+    # The checkpoint has weights of other stages, which this model lacks: do not warn of them.
     names = {
         "__init__": __init__,
         "__module__": base.__module__,

@@ -32,7 +32,7 @@ _SAME = (
     " order, and call the same of Schedule.step and Schedule.eval, train() and eval() on all of"
     " them."
 )
-_ODD = -0x61C8864680B583EB  # 2**64 by the golden ratio, as an int64
+_ODD = -0x61C8864680B583EB  # 2**64 divided by the golden ratio, as an int64
 _CHUNK = 1 << 22  # elements that are multiplied at once
 _BITS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
 

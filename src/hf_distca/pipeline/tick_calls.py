@@ -23,7 +23,7 @@ from hf_distca.runtime.route import Route
 from hf_distca.schedule.cost import AttentionShape
 from hf_distca.schedule.layout import Layout
 
-DTYPES = (torch.float64, torch.float32, torch.bfloat16)  # ranks tell each other the index
+DTYPES = (torch.float64, torch.float32, torch.bfloat16)  # ranks send the index of a dtype
 
 
 class MicroBatchPart(NamedTuple):

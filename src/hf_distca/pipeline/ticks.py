@@ -27,7 +27,7 @@ from hf_distca.schedule.cost import CostModel
 from hf_distca.schedule.layout import Layout, Segment
 from hf_distca.schedule.plan import Plan
 
-Running = tuple[int | None, ...]  # which micro-batch each stage runs
+Running = tuple[int | None, ...]  # the micro-batch of each stage
 
 
 class Tick(NamedTuple):

@@ -30,7 +30,7 @@ class DistCAInput(BaseModel):
     distca: dict[str, Any] | None = None
 
 
-class DistCAPlugin(BasePlugin):  # type: ignore[misc]  # Any, where axolotl is not installed
+class DistCAPlugin(BasePlugin):  # type: ignore[misc]  # Any if axolotl is not installed
     """Makes distca the attention of axolotl's models, sample packing included, and logs the
     balance.
 
@@ -90,8 +90,8 @@ class DistCAPlugin(BasePlugin):  # type: ignore[misc]  # Any, where axolotl is n
         """
         if self.tokens_per_rank is None:
             return
-        # axolotl averages the loss rank by rank, and counts the steps of an epoch as its own
-        # batches would make them.
+        # axolotl averages the loss on each rank separately, and computes max_steps from its own
+        # batches, not from the dealt ones.
         trainer.args.average_tokens_across_devices = True
         trainer.model_accepts_loss_kwargs = getattr(
             trainer.accelerator.unwrap_model(trainer.model), "accepts_loss_kwargs", True

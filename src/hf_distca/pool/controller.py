@@ -55,8 +55,8 @@ class PoolController:
         self.group = AttentionGroup()
         self._count = count(1)
         self._forgotten = deque[str]()
-        self._names = dict[int, str]()  # by the id of what is named
-        self._configs = WeakKeyDictionary[Planner, DistCAConfig]()  # as announced
+        self._names = dict[int, str]()  # by the id of the named object
+        self._configs = WeakKeyDictionary[Planner, DistCAConfig]()  # that servers know
         call_at_exit(self.end)
 
     def take_step(self, step: Callable[..., Any], *args: Any, **options: Any) -> Any:
@@ -73,7 +73,8 @@ class PoolController:
         serial = next(self._count)
         self.announce(group, step.__name__, arguments, serial)
         result = step(*args, **options)
-        # As long as a route is known, calls of its work may come.
+        # Layers call attention with the route of a layer plan: as long as the route exists, servers
+        # must know the plan.
         known = result.route if isinstance(result, LayerPlan) else result
         for number, named in enumerate(known if isinstance(known, list) else [known]):
             self._name(named, f"{serial}.{number}")
@@ -140,7 +141,7 @@ class PoolController:
     def _name(self, known: object, name: str) -> None:
         if known is not None:
             self._names[id(known)] = name
-            finalize(known, self._forget, id(known))  # at any time, in any thread
+            finalize(known, self._forget, id(known))  # called at any time, in any thread
 
     def _forget(self, identity: int) -> None:
         self._forgotten.append(self._names.pop(identity))

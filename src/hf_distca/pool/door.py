@@ -17,7 +17,7 @@ import torch
 
 from hf_distca.pool.protocol import JsonLineConnection
 
-# Limits of a greeting: whoever connects has to send one.
+# Limits on the greeting that every client must send.
 _HANDSHAKE_SECONDS = 5.0
 _HANDSHAKE_BYTES = 1 << 16
 _TAKEN = "it serves the ranks of another run. Start a separate server for each run."
@@ -54,7 +54,7 @@ def _ask_all(
     deciding, is_taken = Lock(), Event()
 
     def ask(connection: JsonLineConnection) -> None:
-        # A stranger may have sent anything, or ended.
+        # A stranger may send anything, or close the connection.
         with suppress(EOFError, OSError, ValueError, RecursionError, TypeError, AttributeError):
             greeting = connection.receive(_HANDSHAKE_SECONDS, _HANDSHAKE_BYTES)
             with deciding:

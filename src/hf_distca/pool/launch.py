@@ -16,7 +16,7 @@ from typing import NamedTuple, NoReturn
 from hf_distca.errors import ConfigError
 from hf_distca.pool.addresses import read_token, store_key
 
-# Keeps torch from printing C++ stack frames when connections end, as all do when rank 0 ends.
+# Keeps torch from printing C++ stack frames when rank 0 ends, and all connections with it.
 QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
 
 
@@ -147,12 +147,12 @@ def serve_launched(number: int, attempt: str, wait_seconds: float, local: int) -
         host, port, None, False, timedelta(seconds=wait_seconds), wait_for_workers=False
     )
     with socket.create_connection((host, port)) as connected:
-        address = connected.getsockname()[0]  # under which other hosts see this one
+        address = connected.getsockname()[0]  # by which other hosts reach this one
     listening = listen_at(address, 0)
-    # Whoever can read the store of the launch is of the launch.
+    # The token may be published in the store: only processes of the launch can read it there.
     token = secrets.token_hex(16)
     store.set(store_key(number, attempt), "{}:{} {}".format(*listening.getsockname()[:2], token))
-    # As accelerate decides it for the ranks that train.
+    # accelerate chooses the device of the ranks that train by the same rule.
     on_gpu = torch.cuda.is_available() and os.environ.get("ACCELERATE_USE_CPU", "false") != "true"
     device = torch.device(f"cuda:{local}" if on_gpu else "cpu")
     sys.exit(serve(listening, token, device, wait_seconds))

@@ -42,7 +42,7 @@ from hf_distca.runtime.members import Members
 
 _log = logging.getLogger("hf_distca")
 
-_ALONE_SECONDS = 1800.0  # timeout of ranks where torch.distributed has none
+_ALONE_SECONDS = 1800.0  # timeout of a rank without torch.distributed
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,7 +113,7 @@ class PoolObserver:
     each_node: int = 0
     attempt: str = "0"
     wait_seconds: float = 300.0
-    # Only that of rank 0 has servers to tell.
+    # Only the controller of rank 0 has connections to servers.
     controller: PoolController = field(default_factory=PoolController, init=False)
     _joined: tuple[object, AttentionGroup] | None = field(default=None, init=False)
 
@@ -154,7 +154,7 @@ class PoolObserver:
         if self._joined is not None and self._joined[0] is world and not self._joined[1].has_left:
             return self._joined[1]
         if world is None and int(os.environ.get("WORLD_SIZE", "1")) > 1:
-            return AttentionGroup()  # before ranks have met: this one is alone, as without servers
+            return AttentionGroup()  # until the ranks meet, each is alone, as without servers
         if world is None:
             seconds = timeout_seconds or _ALONE_SECONDS
             rank = 0
@@ -246,7 +246,7 @@ class PoolObserver:
 
 
 _INVITATION = "distca pool"
-# A store that listens on the host of rank 0.
+# Hosts of a store that mean the host of rank 0 itself.
 _ANYWHERE = ("0.0.0.0", "127.0.0.1", "localhost", "::", "::1")
 
 

@@ -31,14 +31,15 @@ from hf_distca.schedule.layout import Layout
 
 _SOCKET_OPTIONS = {
     (socket.IPPROTO_TCP, socket.TCP_NODELAY): 1,
-    # A node that is lost is silent: TCP asks every 10 s whether it is there, 6 times in vain.
+    # A lost node sends nothing. TCP probes a silent connection every 10 s, and closes it after 6
+    # probes without an answer.
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE): 1,
     (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE): 10,
     (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL): 10,
     (socket.IPPROTO_TCP, socket.TCP_KEEPCNT): 6,
 }
 _PART_BYTES = 1 << 16
-_MESSAGE_BYTES = 1 << 28  # at most: a share of a global batch has some of each document
+_MESSAGE_BYTES = 1 << 28  # a share of a global batch describes every document of it
 _DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -101,7 +102,7 @@ class JsonLineConnection:
     def wait_for_end(self) -> None:
         """Wait until the other side has ended, in a separate thread. Nothing is read."""
         waiting = select.poll()
-        # Without it, where there is none, when both sides have.
+        # A system without POLLRDHUP reports the end only when both sides have ended.
         waiting.register(self._socket, getattr(select, "POLLRDHUP", 0))
         waiting.poll()
 
@@ -155,7 +156,7 @@ def read_config(values: Mapping[str, Any]) -> DistCAConfig:
     costs = values["cost_model"]
     if isinstance(costs, Mapping):
         costs = CostModel.from_json(costs["text"])
-    elif not is_built_in(costs):  # the names of files, and all else
+    elif not is_built_in(costs):  # such as the name of a file
         raise ConfigError(
             f"cost_model={costs!r:.80} is none that rank 0 names: it sends cost models."
         )

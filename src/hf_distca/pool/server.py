@@ -48,8 +48,8 @@ from hf_distca.runtime.meter import Meter
 from hf_distca.runtime.trial import exchange
 
 _LOOK_SECONDS = 1.0  # between two checks for a rank that has left
-_END_SECONDS = 3.0  # for rank 0 to report that it failed because others did not come
-_LONGER_SECONDS = 30.0  # a server ends so long after rank 0, at the latest
+_END_SECONDS = 3.0  # that rank 0 may take to report that other ranks did not come
+_LONGER_SECONDS = 30.0  # a server ends at most this long after rank 0
 
 
 class EndedError(BaseException):
@@ -92,7 +92,7 @@ def serve(
         connection = accept(listening, partial(find_refusal, token, device, log), wait_seconds)
         if connection is None:
             raise EndedError(f"no ranks came within {wait_seconds:g} s")
-        invitation = connection.receive(wait_seconds)  # once rank 0 has found all servers
+        invitation = connection.receive(wait_seconds)  # sent when rank 0 has found all servers
         if not isinstance(invitation, dict):
             raise EndedError("the run failed before it began, see the log of rank 0")
         ranks = PoolRanks.read(invitation, _connect_store(invitation), invitation["number"])
@@ -272,7 +272,7 @@ class Server:
                 raise EndedError(failure)
 
 
-# By the names under which rank 0 announces them; it can name nothing else.
+# All steps that rank 0 can announce, by name.
 STEPS: dict[str, Callable[..., object]] = {
     step.__name__: step
     for step in (

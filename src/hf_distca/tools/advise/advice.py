@@ -7,10 +7,11 @@ from typing import NamedTuple
 
 from hf_distca.tools.advise.ways import Run, Way
 
-# Ratio of two steps below which neither is faster: the scheduler moves nothing for less
-# (DistCAConfig.min_gain); and below which the estimate may be wrong about which one is.
+# Ratios of the seconds of two steps. Below _EQUAL, the steps count as equally fast: the scheduler
+# moves nothing for a smaller gain (DistCAConfig.min_gain). Below _CLOSE, the estimate may be wrong
+# about which step is faster.
 _EQUAL, _CLOSE = 1.02, 1.06
-# How to have the others with Hugging Face.
+# How to get each of the other ways with Hugging Face, by a word of its title.
 _HOW = {
     "samples": ': TrainingArguments(train_sampling_strategy="batch_rebalance") does much like it',
     "Ulysses": ": accelerate's ParallelismConfig(sp_size=...)",

@@ -36,7 +36,7 @@ def count_model(path: Path) -> Model:
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(text, attn_implementation="eager")  # type: ignore[no-untyped-call]
-    except Exception as error:  # of models' own code, of any kind
+    except Exception as error:  # the model's own code may raise anything
         raise ConfigError(
             f"transformers builds no {text.model_type!r} model that writes text of {path}: {error}"
         ) from error
@@ -47,7 +47,7 @@ def count_model(path: Path) -> Model:
     )
     if not attending:
         raise ConfigError(f"{text.model_type!r} models have causal attention in no layer.")
-    if len(kinds) == 1:  # the config does not say which layers they are
+    if len(kinds) == 1:  # the config does not tell which layers attend
         kinds = dict.fromkeys(kinds, attending)
     return Model(
         str(path),

@@ -23,7 +23,7 @@ from hf_distca.schedule.load import PlanLoad
 from hf_distca.schedule.ranks import Ranks
 from hf_distca.tools.advise.known_models import Model
 
-_WHOLE = 0.99  # of the attention, from which documents count as whole
+_WHOLE = 0.99  # part of the attention from which documents count as whole
 
 
 @dataclass(frozen=True)
@@ -199,15 +199,15 @@ def _estimate_exchanges(run: Run, degree: int) -> FloatArray:
     for cost, layers in run.costs:
         shape, link = cost.shape, cost.exchange_bytes_per_second
         node = cost.node_bytes_per_second or link
-        # Each of `degree` calls reads rows again, and adds to sums in float32.
+        # Each of `degree` calls reads the rows again, and adds its results to sums in float32.
         sums = 1 + 8 / shape.element_bytes
         forward = shape.row_bytes + sums * shape.output_bytes
         backward = 2 * shape.row_bytes + sums * (shape.query_bytes + shape.key_value_bytes)
         merged = run.tokens * degree * forward * run.forwards / cost.forward.bytes_per_second
         merged += run.tokens * degree * backward / cost.backward.bytes_per_second
-        # Backward passes keys, values and their gradients on.
+        # Backward passes on keys, values and their gradients.
         passed = run.tokens * (degree - 1) * shape.key_value_bytes * (run.forwards + 2)
-        # Under Ulysses, each of fewer key/value heads than ranks is sent to several.
+        # If Ulysses has more ranks than key/value heads, it sends each head to several ranks.
         keys = shape.key_value_bytes * max(degree / shape.key_value_heads, 1)
         turned = run.tokens / degree * (shape.row_bytes + keys) * (run.forwards + 1)
         turned *= max((inside - 1) / node, (degree - inside) / link)

@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from hf_distca.tools.advise.known_models import Model
     from hf_distca.tools.advise.ways import Run, Way
 
-_WIDTH = 120  # columns of what is printed
-# Floating-point operations per second of large products in bfloat16: the largest that were
-# measured (ml-engineering, "Maximum Achievable Matmul FLOPS").
+_WIDTH = 120  # columns of the output
+# Floating-point operations per second of large products in bfloat16: the largest measured rates
+# (ml-engineering, "Maximum Achievable Matmul FLOPS").
 _PRODUCT_RATES = {
     "a100": 2.679e14,
     "h100": 7.945e14,
@@ -30,7 +30,7 @@ _PRODUCT_RATES = {
     "b200": 1.745e15,
     "gb200": 1.745e15,
 }
-# How to choose them for a script that trains today.
+# How to choose tokens_per_rank for a script that trains today.
 _ABOUT_TOKENS = (
     "tokens_per_rank: of packed rows, per_device_train_batch_size x max_length of today, and steps"
     " of an epoch, warm-up and learning rate stay as they are. Of padded rows, batch size x mean"
@@ -207,6 +207,6 @@ def _find_model(name: str) -> Model:
         raise ConfigError(
             f"model {name!r} is neither a config.json nor one of {', '.join(KNOWN_MODELS)}."
         )
-    from hf_distca.tools.advise.counting import count_model  # imports transformers, in seconds
+    from hf_distca.tools.advise.counting import count_model  # takes seconds to import
 
     return count_model(path)

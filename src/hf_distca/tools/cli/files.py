@@ -17,7 +17,7 @@ from hf_distca.input_files import read_file, read_stream
 
 _STANDARD = Path("-")
 _MOST_BYTES = 2**24  # of a list: a placement on 4,096 ranks takes 7 MB
-_MOST_DOCUMENTS = 2**18  # of a micro-batch that is planned, which takes minutes
+_MOST_DOCUMENTS = 2**18  # of a micro-batch; so many take minutes to plan
 _MOST_CHARACTERS = 600
 
 
@@ -75,9 +75,7 @@ def exit_on_error() -> Iterator[None]:
         yield
     except DistCAError as error:
         exit_with_error(str(error))
-    except (
-        BrokenPipeError
-    ):  # of `hf-distca ... | head`: who reads has seen enough, and typer ends in silence
+    except BrokenPipeError:  # as in `hf-distca ... | head`: typer ends without a message
         raise
     except OSError as error:
         exit_with_error(f"{error.filename or 'output'}: {error.strerror or error}.")

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 _TABLES = (".parquet", ".arrow")
 _LINES = (".jsonl", ".ndjson")
-# Columns that are looked for: the last one if there is a tokenizer.
+# Columns that are read if none is named: the first one that exists, or text with a tokenizer.
 _TOKENS, _LENGTH, _TEXT = "input_ids", "length", "text"
 
 
@@ -56,7 +56,7 @@ def open_documents(
     column = _TEXT if tokenizer is not None and column == _TOKENS else column
     if text and (path.suffix in (*_TABLES, *_LINES) or path.is_dir()):
         files = path.iterdir() if path.is_dir() else [path]
-        # `map` of a saved data set leaves files of that name in its folder.
+        # `map` of a saved data set leaves files with such names in its folder.
         tables = [file for file in files if not file.name.startswith("cache-")]
         tables = sorted(file for file in tables if file.suffix in (*_TABLES, *_LINES))
         return from_list(_count_column(path, tables, column, tokenizer), text, longest)
@@ -89,7 +89,7 @@ def _count_column(path: Path, tables: list[Path], column: str, tokenizer: str | 
         try:
             table = _read_table(file)
             names = table.column_names
-        except (pa.ArrowException, ValueError) as error:  # UnicodeDecodeError among them
+        except (pa.ArrowException, ValueError) as error:  # including UnicodeDecodeError
             raise LayoutError(f"{file} cannot be read as a table: {error}.") from error
         name = _LENGTH if column == _TOKENS and not {_TOKENS} & {*names} else column
         if name not in names:
@@ -103,7 +103,7 @@ def _count_column(path: Path, tables: list[Path], column: str, tokenizer: str | 
             values = pc.list_value_length(values)
         elif tokenizer is not None and (kinds.is_string(kind) or kinds.is_large_string(kind)):
             from hf_distca.tools.advise.counting import (
-                count_tokens,  # imports transformers, in seconds
+                count_tokens,  # takes seconds to import
             )
 
             values = pa.array(count_tokens(values.to_pylist(), tokenizer))
@@ -113,7 +113,7 @@ def _count_column(path: Path, tables: list[Path], column: str, tokenizer: str | 
                 " numbers; or text, with --tokenizer."
             )
         lengths += values.to_pylist()
-    # A negative one is named by its place among all.
+    # If a length is negative, keep zeros: the error names its place in the whole list.
     return lengths if min(lengths, default=0) < 0 else [length for length in lengths if length]
 
 
@@ -125,6 +125,6 @@ def _read_table(file: Path) -> Any:
         return parquet.read_table(file)
     if file.suffix == ".arrow":
         return pa.ipc.open_stream(file).read_all()
-    # A document may be as long as a block.
+    # A block must hold at least a line, and the file may have only one.
     block = min(max(file.stat().st_size, 2**20), 2**31 - 1)
     return json.read_json(file, json.ReadOptions(block_size=block))

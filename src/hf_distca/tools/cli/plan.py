@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from hf_distca.schedule.plan import Plan
 
 _MOST_RANKS = 65536
-_LIMIT = 2**31  # what follows counts with 64 bits
+_LIMIT = 2**31  # the scheduler counts with 64 bits
 _LIMITED = (
     "tile",
     "query_heads",
@@ -196,7 +196,7 @@ def plan(options: Options) -> None:
         if options.deal is not None:
             lines += _describe_layout(layout)
         elif options.window is not None:
-            # If no document is longer than the window, the plan has none.
+            # If no document is longer than the window, the plan has no window.
             lines.append(
                 f"{'sliding window':<26} {options.window}"
                 f" keys{'' if result.window else ', as long as any document'}"

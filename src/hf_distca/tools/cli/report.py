@@ -52,4 +52,4 @@ def report(
         typer.echo(f"{value} {meaning}")
     for missing in figures.missing:
         typer.echo(f"Not on the page: {missing}")
-    typer.echo(os.fsencode(f"The page: {output}"))  # which need not be text
+    typer.echo(os.fsencode(f"The page: {output}"))  # a path may not be valid text

@@ -43,7 +43,7 @@ def try_launched(has: Mapping[str, str], timeout_seconds: float) -> list[Finding
         dist.init_process_group(
             "nccl" if cuda else "gloo", timeout=timedelta(seconds=timeout_seconds)
         )
-    except ValueError as error:  # the environment lacks what a launcher says
+    except ValueError as error:  # a variable that launchers set is missing
         raise RuntimeError(str(error)) from error
     try:
         session = Session(DistCAConfig(timeout_seconds=timeout_seconds), dist.group.WORLD)

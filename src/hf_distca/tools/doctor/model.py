@@ -38,7 +38,7 @@ _DTYPES = _SHORT_NAMES | {
     str(dtype).removeprefix("torch."): dtype for dtype in _SHORT_NAMES.values()
 }
 _DROPOUT = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
-_USUAL_WIDTH = 128  # of a head, where no model is given
+_USUAL_WIDTH = 128  # of a head, if no model is given
 
 
 def read_config(name: str, log: Callable[[str], None] = lambda text: None) -> PreTrainedConfig:
@@ -60,14 +60,14 @@ def read_config(name: str, log: Callable[[str], None] = lambda text: None) -> Pr
             " the Hub."
         )
     if not is_file:
-        # What it logs between tries would be a dozen lines.
+        # Without this, it logs a dozen lines while it tries again.
         logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
         log(f"asking the Hub for {name}, which takes a minute to give up without a network ...")
     try:
         config: PreTrainedConfig = AutoConfig.from_pretrained(
             str(path) if is_file else name, trust_remote_code=False
         )
-    except Exception as error:  # configs check themselves with exceptions of many kinds
+    except Exception as error:  # checks in configs raise exceptions of many kinds
         problem = (
             f"transformers cannot read {path} as the config of a model"
             if is_file

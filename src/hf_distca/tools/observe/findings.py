@@ -22,7 +22,7 @@ from hf_distca.schedule.load import PlanLoad
 from hf_distca.schedule.ranks import Ranks
 from hf_distca.tools.observe.watch import BatchFacts
 
-_EVEN = 1.07  # slowest rank / mean that is not worth a word
+_EVEN = 1.07  # slowest rank / mean up to which no advice is given
 
 
 class Row(NamedTuple):
@@ -126,7 +126,7 @@ def find(facts: Sequence[BatchFacts], per_node: int | None, *, plans: bool) -> R
         plans: whether to plan it, too.
     """
     first, layout = facts[0], Layout.from_lengths([fact.lengths for fact in facts])
-    # As distca begins, if it runs a flash kernel.
+    # The rates with which distca would begin on a flash kernel.
     is_flash = "flash" in first.attention
     kernel = first.attention.replace("attention", "attn") if is_flash else "cuda"
     cost = make_gpu_cost(AttentionShape(*first.shape), first.device, kernel)

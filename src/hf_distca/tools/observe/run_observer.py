@@ -24,8 +24,8 @@ from hf_distca.tools.observe.findings import Findings, Row, find
 from hf_distca.tools.observe.watch import BatchFacts, Watch
 
 _PATIENCE = 30.0  # seconds that ranks wait for each other
-_MOST_BATCHES = 64  # that begin before facts are gathered without a log
-_MOST_ROWS = 20_000  # micro-batches in the summary: the last ones
+_MOST_BATCHES = 64  # after which facts are gathered even without a log
+_MOST_ROWS = 20_000  # micro-batches in the summary; older ones are dropped
 
 
 class Observer:
@@ -33,11 +33,13 @@ class Observer:
 
     def __init__(self) -> None:
         self._rows: deque[Row] = deque(maxlen=_MOST_ROWS)
-        self._since: list[Row] = []  # the last log
+        self._since: list[Row] = []  # rows since the last log
         self._watch = Watch(self._follow)
         self._group: dist.ProcessGroup | None = None  # of all ranks
         self._rank = self._begun = self._unread = 0
-        self._queues: list[deque[BatchFacts]] = [deque()]  # of each rank, until all have come
+        self._queues: list[deque[BatchFacts]] = [
+            deque()
+        ]  # of each rank, until all ranks have sent theirs
         self._missing = self._reason = self._attention = ""
         self._began = self._logged = time.perf_counter()
         self.begin = self._watch.start
@@ -53,7 +55,7 @@ class Observer:
             for queue, facts in zip(self._queues, rows, strict=False):
                 queue.extend(BatchFacts(*fact) for fact in facts)
             for number in range(count := min(map(len, self._queues))):
-                # Plans take time: of what was gathered, the last micro-batch has one.
+                # Planning takes time, so only the last of the gathered micro-batches is planned.
                 self._count([queue.popleft() for queue in self._queues], number == count - 1)
 
     def take_figures(self) -> dict[str, float]:
@@ -65,7 +67,7 @@ class Observer:
 
     def end(self) -> None:
         """Watch no more; print on rank 0 what was found, if any model was seen to train."""
-        if not hasattr(sys, "last_value"):  # a process that ends by an error waits for no other
+        if not hasattr(sys, "last_value"):  # after an error, do not wait for other ranks
             self.gather(end=True)
         self._watch.stop()
         ranks, unseen = len(self._queues), self._watch.unattended

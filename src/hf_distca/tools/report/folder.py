@@ -11,7 +11,7 @@ from hf_distca.errors import ReportError
 from hf_distca.input_files import read_file
 
 RowKind = TypeVar("RowKind", bound=Row)
-_MOST_RECORD_BYTES = 2**30  # all plans of a long run
+_MOST_RECORD_BYTES = 2**30  # enough for all plans of a long run
 
 
 @dataclass(frozen=True)
@@ -67,14 +67,14 @@ def _read_record(path: Path) -> tuple[list[Row], list[int]]:
     """Return the rows, and the numbers of lines that are none, as where a process was killed."""
     rows, broken = list[Row](), list[int]()
     text = read_file(path, _MOST_RECORD_BYTES).decode("utf-8", errors="replace")
-    # Without an end, the last line is being written, or the process was killed there.
+    # Leave out a last line without an end: it is still being written, or its writer was killed.
     for number, line in enumerate(text[: text.rfind("\n") + 1].splitlines(), 1):
         try:
             row = read_row(line)
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
             broken.append(number)
             continue
-        if isinstance(row, RunRow):  # what comes after its step runs again
+        if isinstance(row, RunRow):  # later steps run again after a restart
             begun = row.step
             rows = [other for other in rows if isinstance(other, RunRow) or other.step <= begun]
         rows += [] if row is None else [row]

@@ -53,8 +53,8 @@ DOCUMENTS = (
     "#5d7183",
     "#9a6a00",
 )
-_MOST_DRAWN = 32  # ranks; the table has all
-_LABELLED = 0.06  # of the width: narrower bars have no room for a number
+_MOST_DRAWN = 32  # ranks; the table lists all
+_LABELLED = 0.06  # part of the width; narrower bars have no room for a number
 
 
 class Bar(NamedTuple):
@@ -107,7 +107,7 @@ def render(figures: Figures) -> str:
     page = environment.from_string(template).render(
         figures=figures, pictures=draw_pictures(figures), more=more, version=version("hf-distca")
     )
-    return page.encode(errors="replace").decode()  # names of folders need not be text
+    return page.encode(errors="replace").decode()  # the name of the folder may not be valid text
 
 
 def draw_pictures(figures: Figures) -> list[Picture]:

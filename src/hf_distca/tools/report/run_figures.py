@@ -126,7 +126,7 @@ def collect(folder: RunFolder, step: int | None = None) -> Figures:
                 ]
                 * bool(folder.broken),
             )
-            json.dumps(asdict(figures), allow_nan=False)  # sums may be too large
+            json.dumps(asdict(figures), allow_nan=False)  # fails if a sum is infinite
             return figures
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise ReportError(
@@ -216,7 +216,7 @@ def _describe_plan(row: PlanRow) -> PlanFigures:
             speeds[plan.home],
             speeds[plan.server],
         ]
-        # Fails if there are other numbers of seconds.
+        # Fails if the record does not have one number of seconds for each task.
         tasks.append(np.array([*placed, rows, part.seconds], dtype=np.float64))
     documents, homes, servers, home_speeds, server_speeds, rows, seconds = np.concatenate(
         tasks, axis=1

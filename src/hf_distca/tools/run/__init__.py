@@ -39,9 +39,9 @@ __all__ = [
 
 _OPTIONS, _PYTHONPATH = "HF_DISTCA_RUN", "PYTHONPATH"
 _CHILD_START = str(Path(__file__).parents[1] / "cli" / "child_start")
-_NO_OPTIONS = ("settings", "launched", "given")  # fields that no file may name
+_NO_OPTIONS = ("settings", "launched", "given")  # fields that a file cannot set
 _MOST_SECONDS = 366 * 86400
-# What each option takes, and how an error says it.
+# The check of each option's value, and the text of its error.
 _CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "attn_implementation": (lambda value: value in (None, "distca"), "'distca'"),
     "collator": (lambda value: value in ("check", "replace"), "'check' or 'replace'"),
@@ -173,7 +173,7 @@ def read_options(file: Path | None, changes: Sequence[str], **given: Any) -> Opt
         ConfigError: if a name or value is wrong. One line that names its place.
         UnsupportedError: if distca cannot stand in for the named attention.
     """
-    Options.read(os.environ)  # what children get, too
+    Options.read(os.environ)  # raises if options of a run around this one are wrong
     options, settings = dict[str, Any](), dict[str, Any]()
     for change in changes:
         if "=" not in change:
@@ -194,7 +194,7 @@ def read_options(file: Path | None, changes: Sequence[str], **given: Any) -> Opt
                 raise ConfigError(f"{source}: {error}") from error
             options = options | others
             settings = settings | {n: v for n, v in (values or {}).items() if n not in names}
-        # Children may run in other folders.
+        # A child may run in another folder, where a relative path would be wrong.
         if not is_built_in(settings.get("cost_model", "analytic")):
             settings["cost_model"] = str(Path(settings["cost_model"]).absolute())
     options |= {name: value for name, value in given.items() if value is not None}
@@ -208,9 +208,7 @@ def begin(options: Options) -> None:
     if options.servers:
         try:
             options = _become_launched(options)
-        except (
-            ConfigError
-        ) as error:  # where Python sets itself up, an exception would be no more than a line
+        except ConfigError as error:  # in `sitecustomize`, Python prints an exception and goes on
             sys.stderr.write(f"hf-distca: {error}\n")
             os._exit(2)
     if options.observe:
@@ -233,7 +231,7 @@ def _become_launched(options: Options) -> Options:
     place = LaunchPlace.from_environment(os.environ, options.servers)
     if place is None:
         return options
-    os.environ.pop(_OPTIONS, None)  # each process has its own from here on
+    os.environ.pop(_OPTIONS, None)  # from here on, each process sets its own
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     if place.server is not None:
         arguments = f"{place.server}, {attempt!r}, {options.server_wait}, {place.local}"
@@ -241,7 +239,7 @@ def _become_launched(options: Options) -> Options:
         nothing = Options(summary=False).make_environment(os.environ)
         os.execve(sys.executable, [sys.executable, "-c", code], os.environ | QUIET | nothing)
     options = options._replace(servers=0, launched=(place.nodes, options.servers, attempt))
-    # What this process starts is of the smaller world, too.
+    # Processes that this one starts belong to the smaller world, too.
     os.environ |= place.make_trainer_environment() | options.make_environment(os.environ)
     return options
 
@@ -257,7 +255,7 @@ def find_command(command: str) -> Path:
     """
     path = Path(command)
     is_path = os.sep in command
-    is_file = os.path.isfile(path)  # noqa: PTH113 - also of names that are too long
+    is_file = os.path.isfile(path)  # noqa: PTH113 - Path.is_file raises if a name is too long
     if (is_path or path.suffix == ".py") and is_file:
         return path.absolute()
     on_the_path = None if is_path else which(command)
@@ -298,8 +296,9 @@ def find_module(name: str) -> None:
         )
 
 
-# Objects of the script live until the interpreter ends, as if Python had run it. If it is freed
-# before, a DDP model may wait for the threads of gloo, and these for the interpreter, for ever.
+# This keeps the objects of the script until the interpreter ends, as if Python had run the script.
+# A DDP model that is freed earlier may hang: it waits for threads of gloo, and they wait for the
+# interpreter.
 _script_names: dict[str, Any] = {}
 
 
@@ -327,7 +326,7 @@ def run_command(path: Path, arguments: Sequence[str], options: Options) -> None:
     try:
         with path.open("rb") as file:
             beginning = file.read(256)
-    except OSError:  # programs can be run that cannot be read
+    except OSError:  # a program that cannot be read may still run
         beginning = b"\0"
     first_line = beginning.partition(b"\n")[0]
     if path.suffix != ".py" and not (first_line.startswith(b"#!") and b"python" in first_line):
@@ -337,7 +336,7 @@ def run_command(path: Path, arguments: Sequence[str], options: Options) -> None:
         )
     _start_distca(options)
     sys.argv = [str(path), *arguments]
-    if not sys.flags.safe_path:  # as Python does for a script: what lies next to it can be imported
+    if not sys.flags.safe_path:  # as in Python, a script can import files next to it
         sys.path[0] = str(path.resolve().parent)
     _script_names.update(runpy.run_path(str(path), run_name="__main__"))
 
