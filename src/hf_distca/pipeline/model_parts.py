@@ -37,11 +37,11 @@ _ACTIVE_EXPERTS = ("num_experts_per_tok", "moe_topk", "top_k_experts")
 
 
 def check_split(model: PreTrainedModel) -> None:
-    """Raise unless a model is known to be the same in stages.
+    """Raise unless a model is known to compute the same in stages.
 
     Raises:
         ConfigError: if its attention is not distca's.
-        UnsupportedError: with the reason.
+        UnsupportedError: if it cannot be split; names the reason.
     """
     config = model.config
     check_family(config.model_type, encoder_decoder=config.is_encoder_decoder)
@@ -72,9 +72,9 @@ class ModelParts:
     """The parts of a model.
 
     Attributes:
-        layers: the decoder layers, of which each stage has consecutive ones.
+        layers: the decoder layers; each stage has consecutive ones.
         before, after: names of modules that only the first stage needs, and of modules that only
-            the last one needs.
+            the last stage needs.
         embedding, head: the input embedding and the output projection.
     """
 
@@ -131,9 +131,10 @@ class ModelParts:
         return self.embedding.weight is self.head.weight
 
     def estimate_layer_costs(self, model: PreTrainedModel) -> list[float]:
-        """Return the multiplications per token, by layer; the last layer includes the head's.
+        """Return the multiplications per token of each layer. The last layer includes the head.
 
-        Core attention is left out: stages share it. Looking up an embedding costs next to nothing.
+        Core attention does not count, because stages share it, nor does the lookup of an embedding,
+        which costs almost nothing.
         """
         config = model.config.get_text_config(decoder=True)
         active = min(
@@ -156,7 +157,7 @@ class ModelParts:
 
 
 def find_ends(model: PreTrainedModel) -> tuple[Any, Any]:
-    """Return the input embedding and the output projection of a model; None where it has none."""
+    """Return the input embedding and the output projection of a model; None for a missing one."""
     return model.get_input_embeddings(), model.get_output_embeddings()  # type: ignore[no-untyped-call]
 
 
@@ -192,8 +193,8 @@ def divide_layers(costs: Sequence[float], stages: int) -> list[int]:
 
     @cache
     def cut(layers: int, stages: int) -> tuple[float, tuple[int, ...]]:
-        """Cut the first layers into so many stages: the cost of the most expensive one, and the
-        number of layers of each.
+        """Cut the first layers into so many stages. Return the cost of the most expensive stage,
+        and the number of layers of each stage.
         """
         if stages == 1:
             return totals[layers], (layers,)

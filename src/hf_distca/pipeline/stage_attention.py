@@ -1,8 +1,8 @@
 """`StageAttention`: computes a stage's attention while a schedule runs, and serves other stages.
 
-A call has one plan for its forward and another for its backward, when other micro-batches are in
-the same tick. Rows travel again in backward anyway, so this costs nothing: when its backward
-begins, a call changes its route.
+The forward and the backward of a call run in ticks with different other micro-batches, so each has
+its own plan. When its backward begins, a call changes its route. This costs nothing, because rows
+travel again in backward anyway.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ _NO_ROUTE = Route(TaskBatch((), (), (), ()), NOTHING_POOLED, exchanges=True)
 
 
 class LayerKindRecorder(LayerPlanner):
-    """Records the kinds of a stage's calls of attention, in their order, in a forward without other
-    ranks, which computes no attention.
+    """Records the kinds of a stage's calls of attention, in their order, in a forward that involves
+    no other ranks and computes no attention.
 
     Attributes:
         kinds: the kind of each call, by the id of its module.
@@ -71,7 +71,7 @@ class LayerKindRecorder(LayerPlanner):
     def _record(
         self, key: PlanKey, module: torch.nn.Module, inputs: Inputs, scores: ScoreOptions
     ) -> torch.Tensor:
-        """Record the kind of a call, and return zeros: nobody looks at the outputs."""
+        """Record the kind of a call, and return zeros, because the outputs are not used."""
         if id(module) in self.kinds:
             raise UnsupportedError(
                 f"{type(module).__name__} computes attention twice in a forward, which stages of a"

@@ -33,15 +33,15 @@ def save_pretrained(stage: Stage, directory: str | Path, **kwargs: Any) -> None:
     """Save the model of all stages as transformers would save the whole one: `from_pretrained`
     loads it without hf_distca.
 
-    All ranks must call it, with a directory that all of them see. The first copy of the model
-    writes, each stage its own weights. An existing checkpoint is replaced. If the model has an
+    All ranks must call it, with a directory that all of them see. Each stage of the first copy of
+    the model writes its own weights. An existing checkpoint is replaced. If the model has an
     adapter, only the adapter is saved, for `PeftModel.from_pretrained`.
 
     Args:
         stage: stage of this rank.
         directory: target; made if it does not exist.
-        kwargs: for ``save_pretrained`` of transformers, such as ``max_shard_size``; those of
-            adapters are always one file.
+        kwargs: for ``save_pretrained`` of transformers, such as ``max_shard_size``. Weights of an
+            adapter are always one file.
 
     Raises:
         UnsupportedError: if the model has several adapters.
@@ -94,9 +94,7 @@ def _collect_weights(model: StageModel) -> dict[str, torch.Tensor]:
 def _save_stage(
     model: PreTrainedModel, part: Path, weights: dict[str, torch.Tensor], kwargs: dict[str, Any]
 ) -> None:
-    """Save a stage like a separate model; transformers 5.23 writes only on rank 0 unless told
-    otherwise.
-    """
+    """Save a stage like a separate model. By default, transformers 5.23 writes only on rank 0."""
     writer: Any = model
     writer.should_save_on_this_rank = lambda *_, **__: True
     try:

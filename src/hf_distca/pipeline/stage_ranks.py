@@ -1,4 +1,4 @@
-"""The ranks of all stages: they meet before the first step and learn about each other."""
+"""`find_ranks`: the ranks of all stages exchange facts about their stages before the first step."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class StageFacts(NamedTuple):
 
     Attributes:
         stage: number of the stage.
-        copy: the first rank of this copy of the model.
+        copy: its copy of the model, identified by the first rank of the copy.
         dtype: index in `DTYPES` of the dtype of the hidden states that the stage hands on.
         trained: whether its copy of a tied weight is trained; None if it has none.
         kinds: `LayerKind.numbers` of its calls of attention.
@@ -56,16 +56,16 @@ class StageFacts(NamedTuple):
 def find_ranks(
     stage: Stage, session: Session, facts: SharedSettings
 ) -> tuple[Pipeline, StageAttention]:
-    """Learn about all stages, together with their ranks; `facts` are this rank's values of all that
-    must be equal.
+    """Exchange facts about all stages; all of their ranks must call it. `facts` are this rank's
+    values of settings that must be equal.
 
     Returns:
-        The stage of each rank, and the attention of this stage, computed together with the others.
+        The stage of each rank, and the attention of this stage, shared with the other stages.
 
     Raises:
         ConfigError, DistCADesyncError: if the ranks are not the stages of copies of one model.
         UnsupportedError: if attention is computed in a way that stages cannot share, or settings
-            ask for what they cannot do.
+            ask for something that stages cannot do.
     """
     session.planner.join_world()
     group = AttentionGroup.find_or_create(
@@ -123,8 +123,8 @@ def _check_settings(config: DistCAConfig, group: AttentionGroup) -> None:
 
 
 def _find_members(stage: Stage, session: Session) -> dist.ProcessGroup | Members | None:
-    """Return the ranks that share attention: of all stages and all copies of the model, with equal
-    heads.
+    """Return the ranks that share attention: all stages of all copies of the model, with the same
+    part of the heads.
     """
     given = session.given_group
     if given is not None and not isinstance(given, DeviceMesh):
@@ -136,8 +136,8 @@ def _find_members(stage: Stage, session: Session) -> dist.ProcessGroup | Members
 
 
 def _find_kinds(stage: Stage, session: Session) -> tuple[dict[int, LayerKind], torch.dtype]:
-    """Find the kinds of a stage's calls of attention, by module, and the dtype of its output, from
-    a forward of a few tokens.
+    """Run a forward of a few tokens. Return the kind of each call of attention, by module, and the
+    dtype of the output.
     """
     model = stage.unwrapped
     device = stage.device

@@ -1,5 +1,5 @@
-"""A step of a stage: its micro-batches run and serve tick by tick, messages go to and come from the
-neighbouring stages, and gradients are summed and clipped over stages.
+"""A step of a stage: in each tick, the stage runs a micro-batch or serves other stages, and
+exchanges messages with its neighbours. Gradients are summed and clipped over stages.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class TickFigures(NamedTuple):
         tick: the tick, with the micro-batches of each stage.
         seconds: duration.
         attention_seconds: time in attention kernels, for its own micro-batch and for others. On
-            CUDA, of those that have finished.
+            CUDA, only finished kernels count.
         sent_bytes: bytes of rows sent to other ranks for their attention.
     """
 
@@ -53,8 +53,8 @@ class StageStep:
     Attributes:
         documents: documents of each micro-batch on this rank.
         shape: (batch, tokens) of a micro-batch.
-        compute: runs the micro-batch of this number in a tick, on the tensor from another stage;
-            returns the tensor for the next one.
+        compute: function that runs the micro-batch of this number in a tick, on the tensor from
+            another stage, and returns the tensor for the next stage.
     """
 
     stage: Stage
@@ -137,8 +137,8 @@ class StageStep:
         return leaving
 
     def _receive(self, tick: Tick, number: int) -> torch.Tensor | None:
-        """Wait for the tensor that a micro-batch begins with in a tick; None if it does not come
-        from another stage.
+        """Wait for the tensor from another stage with which a micro-batch begins in a tick. Return
+        None if it begins without one.
         """
         if (tick.backward, number) not in self._arriving:
             return None
@@ -147,7 +147,7 @@ class StageStep:
         return arrived.requires_grad_(bool(self.stage.has_backward) and not tick.backward)
 
     def _send(self, tick: Tick, leaving: torch.Tensor | None) -> None:
-        """Send this stage's output of a tick, and begin to receive its neighbour's."""
+        """Send this stage's output of a tick, and begin to receive the output of its neighbour."""
         way = -1 if tick.backward else 1
         source, target = self.stage.stage_index - way, self.stage.stage_index + way
         ops = list[dist.P2POp]()
@@ -185,8 +185,8 @@ class Messages:
         self._works = list[dist.Work | None](dist.batch_isend_irecv(list(ops)) if ops else ())
 
     def wait(self, group: AttentionGroup, activity: str) -> None:
-        """Wait until all have arrived and left; over gloo no longer than the ranks of the group
-        wait for each other.
+        """Wait until all messages have been sent and received; over gloo, at most as long as the
+        ranks of the group wait for each other.
         """
         deadline = (
             time.monotonic()
@@ -204,12 +204,13 @@ class Messages:
 
 @torch.no_grad()
 def clip_grad_norm_(stage: Stage, max_norm: float) -> torch.Tensor:
-    """Scale the gradients of all stages so that their norm together is at most `max_norm`.
+    """Scale the gradients of all stages so that their total norm is at most `max_norm`.
 
     This is `torch.nn.utils.clip_grad_norm_` over all stages.
 
-    All ranks must call it, after `Schedule.step` and before the optimizer's. A tied weight, of
-    which two stages have a copy, counts once. Gradients may be sharded (FSDP2, tensor parallelism).
+    All ranks must call it, after `Schedule.step` and before the step of the optimizer. A tied
+    weight, of which two stages have a copy, counts once. Gradients may be sharded (FSDP2, tensor
+    parallelism).
 
     Args:
         stage: stage of this rank.
@@ -240,7 +241,9 @@ def clip_grad_norm_(stage: Stage, max_norm: float) -> torch.Tensor:
 def sum_tied_gradients(
     stage: Stage, group: AttentionGroup, name: str, *, backward: bool
 ) -> Iterator[None]:
-    """Sum the gradients that both copies of a tied weight get inside, and add the sum to both."""
+    """Sum the gradients that the copies of a tied weight get inside this context, and add the sum
+    to both copies.
+    """
     weight = stage.unwrapped.tied_weight if backward else None
     if weight is None or not weight.requires_grad:
         yield

@@ -31,12 +31,12 @@ class DistCAInput(BaseModel):
 
 
 class DistCAPlugin(BasePlugin):  # type: ignore[misc]  # Any if axolotl is not installed
-    """Makes distca the attention of axolotl's models, sample packing included, and logs the
+    """Makes distca the attention of axolotl's models, also with sample packing, and logs the
     balance.
 
-    Names of attention, and which of them sample packing works with, are closed lists in axolotl:
-    distca stands in there for flash_attention_2, and for the versions that axolotl puts in its
-    place by itself. With ``distca: {tokens_per_rank: ...}``, it deals the training set.
+    axolotl has closed lists of attention names, and of names that work with sample packing. So
+    distca stands in for flash_attention_2, and for the versions that axolotl may use in its place.
+    With ``distca: {tokens_per_rank: ...}``, the plugin deals the training set.
     """
 
     def get_input_args(self) -> str:
@@ -44,7 +44,7 @@ class DistCAPlugin(BasePlugin):  # type: ignore[misc]  # Any if axolotl is not i
         return f"{__name__}.{DistCAInput.__name__}"
 
     def register(self, cfg: dict[str, Any]) -> None:
-        """Take the configuration before axolotl checks it.
+        """Read and change the configuration before axolotl checks it.
 
         Raises:
             ConfigError: if a name or value under ``distca`` is wrong.

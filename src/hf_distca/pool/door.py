@@ -1,5 +1,5 @@
-"""The door of a server: whoever connects tells what it wants, and a rank 0 that can be served is
-let in.
+"""How a server accepts its rank 0: each client sends a greeting, and the first rank 0 that the
+server can serve is accepted.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ _TAKEN = "it serves the ranks of another run. Start a separate server for each r
 def accept(
     listening: socket.socket, find_refusal: Callable[[Any], str | None], wait_seconds: float | None
 ) -> JsonLineConnection | None:
-    """Accept the connection of the first rank 0 that this server can serve. All others are refused,
-    now and later; each is asked in a thread, so that nobody waits for another who is silent.
+    """Accept the connection of the first rank 0 that this server can serve. All other clients are
+    refused, now and later. Each client is asked in a separate thread, so that a silent client does
+    not block the others.
 
     Args:
         listening: socket to which they connect.
@@ -50,7 +51,7 @@ def _ask_all(
     find_refusal: Callable[[Any], str | None],
     accepted: SimpleQueue[JsonLineConnection],
 ) -> None:
-    """Ask everyone who connects what it wants, as long as the socket is open."""
+    """Read and answer the greeting of every client, as long as the socket is open."""
     deciding, is_taken = Lock(), Event()
 
     def ask(connection: JsonLineConnection) -> None:

@@ -1,5 +1,5 @@
-"""A launch of two kinds of processes: the last ones of each node become servers, the others an
-ordinary world.
+"""A launch of two kinds of processes: the last processes of each node become servers, and the
+others form an ordinary world.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
 
 
 class LaunchPlace(NamedTuple):
-    """Place of a process in a launch, whose last processes of each node are servers.
+    """Place of a process in a launch in which the last processes of each node are servers.
 
     Attributes:
         node, local: number of the node, and of the process on it.
@@ -92,7 +92,7 @@ def listen_at(host: str, port: int) -> socket.socket:
     """Open a socket that rank 0 can connect to.
 
     Raises:
-        ConfigError: if there cannot be one at this address.
+        ConfigError: if no socket can listen at this address.
     """
     try:
         return socket.create_server((host, port), backlog=16)
@@ -104,7 +104,7 @@ def listen_at(host: str, port: int) -> socket.socket:
 
 
 def serve_alone(listening: socket.socket, device: str | None, wait_seconds: float | None) -> int:
-    """Be a server that was started by itself, on the device of this name; see `serve`.
+    """Run a server that was started separately, on the device of this name; see `serve`.
 
     Raises:
         ConfigError: if there is no such device.
@@ -133,9 +133,7 @@ def serve_alone(listening: socket.socket, device: str | None, wait_seconds: floa
 
 
 def serve_launched(number: int, attempt: str, wait_seconds: float, local: int) -> NoReturn:
-    """Be the server of this number in a launch, in the place of its `local`-th process of a
-    node.
-    """
+    """Run the server of this number in a launch, in process `local` of its node."""
     import torch
 
     from hf_distca.borrowed import TCPStore

@@ -1,9 +1,9 @@
 """The protocol between ranks that train and their servers, outside of torch.distributed.
 
-Rank 0 has a connection to every server. It announces each step that they take part in, just before
-it takes that step itself, so that servers make the same plans and launch the same exchanges in the
-same order. Messages are JSON: nothing that arrives is executed or unpickled. Tensors and plans do
-not travel here.
+Rank 0 has a connection to every server. It announces each step that servers take part in, just
+before it takes the step itself, so that servers make the same plans and launch the same exchanges
+in the same order. Messages are JSON: nothing that arrives is executed or unpickled. Tensors and
+plans are not sent this way.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class JsonLineConnection:
     """A connection that carries messages both ways, one line each.
 
     Args:
-        connected: the socket, which is taken over.
+        connected: the socket, which belongs to this object from now on.
         seconds: time that the other side may take to read a message.
     """
 
@@ -100,7 +100,7 @@ class JsonLineConnection:
         return json.loads(line)
 
     def wait_for_end(self) -> None:
-        """Wait until the other side has ended, in a separate thread. Nothing is read."""
+        """Wait until the other side has ended. It reads nothing, so a second thread may call it."""
         waiting = select.poll()
         # A system without POLLRDHUP reports the end only when both sides have ended.
         waiting.register(self._socket, getattr(select, "POLLRDHUP", 0))

@@ -1,4 +1,4 @@
-"""`advise`: what hf-distca would gain, in sentences, and the lines to paste."""
+"""`advise`: writes what hf-distca would gain, in sentences, and the lines to paste."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class Advice(NamedTuple):
     """Advice for a user.
 
     Attributes:
-        worthwhile: whether hf-distca is clearly faster than all else that keeps documents whole.
+        worthwhile: whether hf-distca is clearly faster than other ways that keep documents whole.
         ours, other: title of the fastest way of hf-distca, and of all others.
-        gain: seconds of a step of the other over ours.
+        gain: seconds of a step in the other way, divided by those in ours.
         text: the reasons, in sentences.
-        settings: the lines to paste; none if there is nothing to gain.
+        settings: the lines to paste; empty if there is nothing to gain.
     """
 
     worthwhile: bool
@@ -39,7 +39,7 @@ class Advice(NamedTuple):
 
 
 def advise(run: Run, ways: Sequence[Way]) -> Advice:
-    """Advise by all ways of a run, as `estimate_ways` returns them."""
+    """Compare all ways of a run, as `estimate_ways` returns them, and give advice."""
     as_it_is, *_, given, dealt = ways
     ours = min((given, dealt), key=lambda way: (not way.keeps_documents, way.seconds))
     other = min(ways[:-2], key=lambda way: (not way.keeps_documents, way.seconds))

@@ -1,5 +1,5 @@
-"""`count_model`: the attention and the weights of a model, counted where it is built without
-memory, on torch's meta device. `count_tokens`: the tokens of texts.
+"""`count_model`: counts the attention layers and weights of a model, which is built on torch's meta
+device and takes no memory. `count_tokens`: counts the tokens of texts.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ _EXPERTS_OF_A_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk
 
 
 def count_model(path: Path) -> Model:
-    """Count the layers of attention and the weights of the model of a config.json; of a composite
-    model, those of the part that writes text.
+    """Count the attention layers and the weights of the model of a config.json. Of a composite
+    model, count the part that writes text.
 
     Raises:
         ConfigError: if there is no such file, or the model has parts that cannot be counted.
@@ -75,8 +75,8 @@ def count_tokens(texts: list[str], tokenizer: str) -> list[int]:
 
 
 def _count_met_weights(module: nn.Module, text: PreTrainedConfig) -> float:
-    """Count the weights of a module's own matrices that a token meets: of experts, those of the
-    ones that are used.
+    """Count the weights of a module's own matrices that a token meets; of experts, only those that
+    a token uses.
     """
     sizes = [weight.shape for weight in module.parameters(recurse=False) if weight.dim() > 1]
     count = 0.0 if isinstance(module, nn.Embedding) else float(sum(map(torch.Size.numel, sizes)))

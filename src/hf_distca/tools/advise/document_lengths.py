@@ -36,8 +36,8 @@ class DocumentSource:
     seed: int = 0
 
     def draw_batches(self, tokens: int, count: int) -> Iterator[IntArray]:
-        """Yield `count` global batches of exactly so many tokens, in the order in
-        which documents were drawn; the last one is cut.
+        """Yield `count` global batches of exactly `tokens` tokens, with documents in the order in
+        which they were drawn. The last document of a batch is cut.
 
         Raises:
             LayoutError: if a document is longer than a batch.
@@ -71,12 +71,12 @@ class DocumentSource:
 
 
 def from_list(lengths: npt.ArrayLike, name: str, longest: int | None = None) -> DocumentSource:
-    """Make a source from a list, shuffled, and again when it has ended.
+    """Make a source from a list, which is shuffled, and again whenever it has ended.
 
-    Longer documents than `longest` are cut off there.
+    Documents longer than `longest` are cut off there.
 
     Raises:
-        LayoutError: if they are not whole numbers of at least 1.
+        LayoutError: if the list is empty, or lengths are not whole numbers of at least 1.
     """
     length = require_integers(lengths, f"document lengths of {name}")
     if not len(length):
@@ -94,18 +94,17 @@ def from_list(lengths: npt.ArrayLike, name: str, longest: int | None = None) -> 
 
 @dataclass(frozen=True, slots=True)
 class _Mixture:
-    """Short and long documents, each lognormal: mean and standard deviation of the logarithm of a
-    length.
+    """A mixture of short and long documents, whose lengths have lognormal distributions.
 
-    Both are fitted to a list made for contexts of 65,536 tokens. For longer ones, long documents
-    are stretched.
+    Both distributions are fitted to a list made for contexts of 65,536 tokens. For longer contexts,
+    long documents are stretched.
 
     Attributes:
         name: name of documents like these.
-        short, long: both distributions.
-        boundary: short documents are at most so long, and others longer, before they are stretched.
-        odds: number of long documents for each short one in a context of 65,536, by the means of
-            both distributions: half of the tokens (pretrain) or 60 % (prolong) are theirs.
+        short, long: for each kind, mean and standard deviation of the logarithm of a length.
+        boundary: largest length of short documents; long ones are longer before they are stretched.
+        odds: number of long documents for each short one in a context of 65,536. By the means of
+            both distributions, long ones then hold half of the tokens (pretrain) or 60 % (prolong).
         source: source of the figures.
     """
 

@@ -1,4 +1,4 @@
-"""The command line ``hf-distca``: a file holds a verb, or two that share options.
+"""The command line ``hf-distca``, with a file for each verb.
 
 Modules that a verb needs are imported when it runs.
 """

@@ -1,6 +1,4 @@
-"""Input and output of the verbs: files, or ``-`` for standard input and output, and figures as
-JSON.
-"""
+"""Input and output of the verbs: files, or ``-`` for standard input and output."""
 
 from __future__ import annotations
 
@@ -46,8 +44,8 @@ def check_documents(count: int, path: Path) -> None:
 
 
 def write(result: str, summary: str, path: Path | None) -> None:
-    """Write a result, and its summary to a stream without the result: standard output, or else
-    error.
+    """Write a result to a file or to standard output, and print its summary. If the result is on
+    standard output, the summary goes to standard error.
     """
     if path is None or path == _STANDARD:
         typer.echo(result)
@@ -58,8 +56,8 @@ def write(result: str, summary: str, path: Path | None) -> None:
 
 
 def exit_with_error(message: str) -> None:
-    """Print an error in one line and exit; the middle of a long message, as with contents of a
-    file, is left out.
+    """Print an error in one line and exit. The middle of a long message, such as one with contents
+    of a file, is left out.
     """
     line = make_printable(" ".join(message.split()))
     if len(line) > _MOST_CHARACTERS:
@@ -70,7 +68,7 @@ def exit_with_error(message: str) -> None:
 
 @contextmanager
 def exit_on_error() -> Iterator[None]:
-    """End the command with one line if anything inside fails, in the input or with a file."""
+    """End the command with a one-line error if the input is wrong or a file cannot be used."""
     try:
         yield
     except DistCAError as error:

@@ -128,8 +128,8 @@ class Options:
     ] = 8
 
     def make_cost_model(self) -> CostModel:
-        """Make the cost model in the file, or else the built-in one of `cost`, with the links of
-        the options.
+        """Make the cost model from the file, or else the built-in one for `cost`, with the rates of
+        links from the options.
         """
         from hf_distca.config import read_cost_model
         from hf_distca.schedule.cost import AttentionShape, CostModel

@@ -18,7 +18,7 @@ from hf_distca.tools.doctor import Finding
 
 
 def is_launched() -> bool:
-    """Return whether a launcher started this process, and others."""
+    """Return whether a launcher started this process as one of several."""
     return int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ
 
 
@@ -70,8 +70,11 @@ def describe_trial(trial: Trial, group: AttentionGroup) -> list[Finding]:
 
 
 def describe_ranks(nodes: Sequence[int], servers: int) -> str:
-    """Describe the ranks of a group, of which so many hold no tokens, by a number for the node of
-    each.
+    """Describe the ranks of a group.
+
+    Args:
+        nodes: number of the node of each rank.
+        servers: number of ranks without tokens.
     """
     counts = Counter(nodes)
     where = f"{len(counts)} node{'s' if len(counts) > 1 else ''}"

@@ -49,7 +49,7 @@ def read_config(name: str, log: Callable[[str], None] = lambda text: None) -> Pr
         log: called with a message before a step that takes a while.
 
     Raises:
-        ConfigError: if there is none, or if transformers does not know the model.
+        ConfigError: if there is no config, or if transformers does not know the model.
     """
     path = Path(name) / "config.json" if not name or Path(name).is_dir() else Path(name)
     is_file = path.is_file()
@@ -80,11 +80,11 @@ def read_config(name: str, log: Callable[[str], None] = lambda text: None) -> Pr
 def find_dtype(
     name: str | None, config: PreTrainedConfig | None, device: torch.device
 ) -> torch.dtype:
-    """Return the dtype of a name; without a name that of a model, or else the usual one of a
-    device.
+    """Return the dtype of this name. Without a name, return the dtype of the model, or else the
+    usual one of the device.
 
     Raises:
-        ConfigError: if there is none of that name.
+        ConfigError: if there is no such dtype.
     """
     if name is None:
         given = (

@@ -1,7 +1,7 @@
 """`Observer`: the meter of a process, and how rank 0 learns the facts of all ranks.
 
-Ranks gather their facts over a separate communicator, at each log and now and then between
-logs. If a rank does not come in time, the watch ends, and training goes on.
+Ranks gather their facts over a separate communicator, at each log and sometimes between logs. If a
+rank does not come in time, the watch ends, and training goes on.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _MOST_ROWS = 20_000  # micro-batches in the summary; older ones are dropped
 
 
 class Observer:
-    """The meter of this process; all ranks begin theirs in one order."""
+    """The meter of this process. If a process has several, all ranks begin them in one order."""
 
     def __init__(self) -> None:
         self._rows: deque[Row] = deque(maxlen=_MOST_ROWS)
@@ -45,10 +45,10 @@ class Observer:
         self.begin = self._watch.start
 
     def gather(self, *, end: bool = False) -> None:
-        """Gather the facts of all ranks, which come equally often; rank 0 counts them.
+        """Gather the facts of all ranks, which must call this equally often. Rank 0 counts them.
 
         Args:
-            end: wait for what the device computes.
+            end: whether to wait for the device first.
         """
         rows = self._exchange(self._watch.take(end=end))
         if self._rank == 0:
@@ -66,7 +66,7 @@ class Observer:
         return {f"distca/observed_{name}": round(value, 4) for name, value in figures.items()}
 
     def end(self) -> None:
-        """Watch no more; print on rank 0 what was found, if any model was seen to train."""
+        """Stop watching. Rank 0 prints its findings, if it saw any model train."""
         if not hasattr(sys, "last_value"):  # after an error, do not wait for other ranks
             self.gather(end=True)
         self._watch.stop()
@@ -107,7 +107,7 @@ class Observer:
             self.gather()
 
     def _exchange(self, facts: list[BatchFacts]) -> Sequence[Sequence[Any]]:
-        """Return the facts of each rank, as `json` reads them; those of this one without others."""
+        """Return the facts of each rank, as `json` reads them; if this rank is alone, its own."""
         if self._group is None:
             return [facts]
         try:
@@ -121,7 +121,7 @@ class Observer:
         return [json.loads(row.tobytes()) for row in rows]
 
     def _give_up(self, error: RuntimeError) -> None:
-        """Watch no more, because facts of single ranks cannot be compared."""
+        """Stop watching: without the facts of all ranks, there is nothing to compare."""
         self._missing, self._group = str(error).partition("\n")[0], None
         self._watch.stop()
 
@@ -138,8 +138,8 @@ class Observer:
 
 
 def _gather_rows(group: dist.ProcessGroup, row: np.ndarray[Any, Any]) -> list[Any]:
-    """Gather an array of one shape from each rank; also of a group whose world has ended, which
-    functions of torch.distributed do not know any more.
+    """Gather arrays of equal shape from all ranks. This works even after the world has ended, when
+    functions of torch.distributed no longer know the group.
     """
     own = torch.from_numpy(row)
     rows = [torch.empty_like(own) for _ in range(group.size())]

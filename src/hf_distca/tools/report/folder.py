@@ -20,7 +20,7 @@ class RunFolder:
 
     Attributes:
         path: the folder.
-        rows: rows of the record; for steps that ran again after a restart, of the last time.
+        rows: rows of the record; if steps ran again after a restart, only the latest ones.
         broken: numbers of the lines of the record that cannot be read.
     """
 
@@ -64,7 +64,7 @@ class RunFolder:
 
 
 def _read_record(path: Path) -> tuple[list[Row], list[int]]:
-    """Return the rows, and the numbers of lines that are none, as where a process was killed."""
+    """Return the rows, and the numbers of broken lines, which a killed process may leave."""
     rows, broken = list[Row](), list[int]()
     text = read_file(path, _MOST_RECORD_BYTES).decode("utf-8", errors="replace")
     # Leave out a last line without an end: it is still being written, or its writer was killed.

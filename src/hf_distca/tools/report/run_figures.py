@@ -69,8 +69,8 @@ class Figures:
     Attributes:
         name: name of its folder.
         cards: the figures to look at first, with their meanings.
-        total: figures of the log for the whole run, the seconds of a step, and those that the
-            slowest ranks saved.
+        total: figures of the whole run: those of the log, the seconds of a step, and the attention
+            seconds of the slowest ranks before and after work was moved.
         steps: for each row of the log, the step, its figures and the loss.
         per_rank: sums over the run.
         plan: plan of the chosen step, None without one.
@@ -243,7 +243,7 @@ def _sum_pieces(
 
 
 def _make_cards(total: dict[str, float]) -> list[tuple[str, str]]:
-    """Return what was gained, what a step took, and what ranks sent: figures and their meanings."""
+    """Return three figures with their meanings: gain, seconds of a step, and megabytes sent."""
     kind = "measured" if "imbalance_measured_before" in total else "estimated"
     befores = {
         "imbalance_estimated_replaced": "in the batches that dealing replaced (estimated)",

@@ -69,7 +69,7 @@ class Options(NamedTuple):
         attn_implementation: "distca" for models that are loaded without naming one, None to leave
             that to transformers.
         summary: whether to print the balance at the end.
-        instead_of: the attention that distca stands in for, None for none.
+        instead_of: the attention that distca stands in for; None to replace no attention.
         tokens_per_rank: tokens with which every Trainer deals its documents, as `hf_distca.deal`
             does; None to leave them as they are.
         settings: fields of `DistCAConfig` and their values, for `hf_distca.configure`; None to
@@ -79,11 +79,11 @@ class Options(NamedTuple):
             too.
         servers: number of attention servers on each node: the last processes that a launcher starts
             there.
-        server_address: ``HOST:PORT`` of servers that were started by themselves.
+        server_address: ``HOST:PORT`` of servers that were started separately.
         server_wait: seconds to wait for servers; on servers, seconds to wait for ranks that train.
-        launched: facts about the servers of its launch, on ranks that train: nodes, servers of
-            each, attempt.
-        given: names of options that a user gave, which children get even if they have defaults.
+        launched: on ranks that train, facts about the servers of the launch: number of nodes,
+            servers on each node, attempt.
+        given: names of options that a user gave; children get them even if they equal the defaults.
     """
 
     attn_implementation: Literal["distca"] | None = None
@@ -103,8 +103,8 @@ class Options(NamedTuple):
         """Return the variables that give the options to Python processes.
 
         Args:
-            environment: variables to which they are added. Options of a run around this one
-                stay, where this one has none.
+            environment: variables to which they are added. Options of a run around this one stay,
+                unless this one has them, too.
         """
         changed = {
             name: value
@@ -123,7 +123,7 @@ class Options(NamedTuple):
         """Read the options that `make_environment` has written.
 
         Raises:
-            ConfigError: if it did not, or that of another version did.
+            ConfigError: if these are not its options, or are those of another version.
         """
         text = environment.get(_OPTIONS) or "{}"
         try:
@@ -170,7 +170,7 @@ def read_options(file: Path | None, changes: Sequence[str], **given: Any) -> Opt
         given: fields of `Options`, which count most; None for those that are not given.
 
     Raises:
-        ConfigError: if a name or value is wrong. One line that names its place.
+        ConfigError: if a name or value is wrong. The message is one line that names its place.
         UnsupportedError: if distca cannot stand in for the named attention.
     """
     Options.read(os.environ)  # raises if options of a run around this one are wrong
@@ -202,8 +202,8 @@ def read_options(file: Path | None, changes: Sequence[str], **given: Any) -> Opt
 
 
 def begin(options: Options) -> None:
-    """Set up this process; a process that a launcher started to be a server becomes one, and the
-    call does not return.
+    """Set up this process. In a process that a launcher started as a server, this runs the server
+    and does not return.
     """
     if options.servers:
         try:
@@ -224,7 +224,7 @@ def begin(options: Options) -> None:
 def _become_launched(options: Options) -> Options:
     """Become a server, or a rank of the world without servers. Return the options of that rank.
 
-    A process that no launcher started, which may be the launcher, stays what it is.
+    If no launcher started this process, which may be the launcher itself, nothing changes.
     """
     from hf_distca.pool.launch import QUIET, LaunchPlace
 
@@ -312,8 +312,8 @@ def run_module(name: str, arguments: Sequence[str], options: Options) -> None:
 def run_command(path: Path, arguments: Sequence[str], options: Options) -> None:
     """Run a Python script in this process as ``__main__``; any other command replaces this process.
 
-    Signals, the exit status and the terminal are then the command's, as if it had been started
-    without this one.
+    Then the command gets the signals and the terminal and sets the exit status, as if it had been
+    started directly.
 
     Args:
         path: as `find_command` returns it.
@@ -347,7 +347,9 @@ def _start_distca(options: Options) -> None:
 
 
 def _execute(command: list[str], environment: Mapping[str, str], is_text: bool) -> NoReturn:
-    """Replace this process by a program, or by a shell for a text that names none, as shells do."""
+    """Replace this process by a program. A text that names no program runs in a shell, as shells do
+    it.
+    """
     try:
         os.execve(command[0], command, environment)
     except OSError as error:
@@ -393,7 +395,7 @@ def _prepare_trainers(options: Options) -> None:
 
 
 def _observe() -> None:
-    """Watch the loops of this process."""
+    """Watch the training loops of this process."""
     from hf_distca.tools.observe.run_observer import Observer
 
     observer = Observer()
@@ -408,7 +410,7 @@ def _observe_trainers() -> None:
 
 
 def _print_summary() -> None:
-    """Print the balance of a process that balanced anything, unless that was done before."""
+    """Print the balance if this process balanced anything and has not printed it yet."""
     if "hf_distca.integration.current_session" in sys.modules:
         from hf_distca.integration.current_session import print_last_summary
 
