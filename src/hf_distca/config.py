@@ -307,8 +307,8 @@ def read_cost_model(path: Any) -> CostModel:
         return CostModel.from_json(read_file(Path(path)).decode("utf-8"))
     except (ConfigError, OSError, TypeError, ValueError) as error:
         raise ConfigError(
-            f"{show_value(str(path))[1:-1]}: {str(error).rstrip('.')}. Give what CostModel.to_json"
-            " wrote: there are no profiles any more."
+            f"{show_value(str(path))[1:-1]}: {str(error).rstrip('.')}. Give a file that"
+            " CostModel.to_json wrote; profiles are no longer supported."
         ) from error
 
 
@@ -317,8 +317,8 @@ def _read_costs(source: Any) -> CostModel:
         return read_cost_model(source)
     except ConfigError as error:
         raise ConfigError(
-            f"cost_model={show_value(source)} must be 'analytic', whose rates ranks correct as they"
-            f" train, a CostModel, or the path of one in JSON: {error}"
+            f"cost_model={show_value(source)} must be 'analytic', a CostModel, or the path of a"
+            f" JSON file with one: {error}"
         ) from error
 
 

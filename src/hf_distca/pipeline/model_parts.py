@@ -55,11 +55,11 @@ def check_split(model: PreTrainedModel) -> None:
     text_config = config.get_text_config(decoder=True)
     shared = getattr(text_config, "num_kv_shared_layers", 0)
     reasons = {
-        "models of this family were never compared with their stages, or are not layers between an"
-        " embedding and a head": config.model_type not in SPLIT,
+        "nobody has tested models of this family in stages, or they do not consist of layers"
+        " between an embedding and a head": config.model_type not in SPLIT,
         f"{shared} of its layers read keys of other layers (num_kv_shared_layers={shared}), which"
         " may be on another stage": shared,
-        "it adds a loss of its routers (output_router_logits=True), which stages do not hand on;"
+        "it adds a loss of its routers (output_router_logits=True), which stages do not pass on;"
         " set it to False": getattr(text_config, "output_router_logits", False),
     }
     for why, applies in reasons.items():

@@ -75,7 +75,7 @@ class LayerKindRecorder(LayerPlanner):
         if id(module) in self.kinds:
             raise UnsupportedError(
                 f"{type(module).__name__} computes attention twice in a forward, which stages of a"
-                " pipeline cannot."
+                " pipeline cannot do."
             )
         self.kinds[id(module)] = LayerKind.from_call(key, inputs, scores)
         return inputs.q_THD.new_zeros((*inputs.q_THD.shape[:2], key.shape.value_head_dim))
@@ -159,7 +159,7 @@ class StageAttention(LayerPlanner):
         kind = LayerKind.from_call(key, inputs, scores)
         if id(module) not in self.modules:
             raise UnsupportedError(
-                f"{type(module).__name__} computes attention that it did not in the first step."
+                f"{type(module).__name__} computes attention, but it did not in the first step."
             )
         which = OwnCall(self.modules.index(id(module)), key.nano)
         if not again:
@@ -167,7 +167,7 @@ class StageAttention(LayerPlanner):
         expected = micro_batch.parts[which].kind
         if kind != expected:
             raise DistCADesyncError(
-                f"{micro_batch.name} has {kind} where the first step found {expected}: layers must"
+                f"{micro_batch.name} has {kind}, but the first step found {expected}: layers must"
                 " stay as they are."
             )
         # Force a backward even if nothing before the layer is trained, because other stages wait
@@ -182,8 +182,8 @@ class StageAttention(LayerPlanner):
         call = StageCall(self, micro_batch, which, stored)
         if again and call.recomputed_outputs is None:
             raise UnsupportedError(
-                f"{type(module).__name__} computes attention in backward whose outputs were not"
-                " kept."
+                f"{type(module).__name__} computes attention again in backward, but its outputs"
+                " were not kept in forward."
             )
         return compute_core_attention(inputs, call)
 

@@ -105,8 +105,8 @@ def _check_settings(config: DistCAConfig, group: AttentionGroup) -> None:
     """Raise `UnsupportedError` if settings ask for something that stages cannot do."""
     if AttentionGroup.observer is not None:
         raise UnsupportedError(
-            "stages of a pipeline serve each other while they are idle, and no other servers: leave"
-            " these out."
+            "idle stages of a pipeline serve each other, and separate servers cannot take part:"
+            " leave the servers out."
         )
     if config.group_size not in (None, group.size):
         raise UnsupportedError(
@@ -116,8 +116,8 @@ def _check_settings(config: DistCAConfig, group: AttentionGroup) -> None:
         )
     if config.documents_span_ranks:
         raise UnsupportedError(
-            "documents_span_ranks=True: stages do not read from position_ids which document goes on"
-            " where. Leave it out of DistCAConfig, and give Schedule.step distca_documents with"
+            "documents_span_ranks=True: stages cannot read from position_ids where a document goes"
+            " on. Leave it out of DistCAConfig, and give Schedule.step distca_documents with"
             " numbers (shares of hf_distca.document_shares)."
         )
 
@@ -190,8 +190,8 @@ def _make_pipeline(stages: Sequence[StageFacts], group: AttentionGroup, device: 
     for rank, facts in zip(group.ranks, stages, strict=True):
         if facts.kinds != by_stage[facts.stage].kinds:
             raise DistCADesyncError(
-                f"rank {rank} has other attention on stage {facts.stage} than other copies of it:"
-                " give all one model."
+                f"rank {rank} has different attention on stage {facts.stage} than other copies of"
+                " the model: give all ranks the same model."
             )
     kinds = [
         [LayerKind.from_numbers(numbers, device) for numbers in by_stage[stage].kinds]

@@ -174,7 +174,7 @@ class Schedule(OneStageSchedule):
         packed = [None] * self.micro_batches if self._packed is None else self._packed
         if len(packed) != self.micro_batches:
             raise ConfigError(
-                f"distca_documents are of {len(packed)} micro-batches, and the schedule has"
+                f"distca_documents describe {len(packed)} micro-batches, but the schedule has"
                 f" {self.micro_batches}."
             )
         documents = list[Documents]()
@@ -194,7 +194,7 @@ class Schedule(OneStageSchedule):
             shapes.add(shape)
         if len(shapes) > 1:
             raise LayoutError(
-                f"micro-batches of shapes {sorted(shapes)}: all of a step must have one."
+                f"micro-batches of a step have shapes {sorted(shapes)}: give all of them one shape."
             )
         return documents, shapes.pop()
 

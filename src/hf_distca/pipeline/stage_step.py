@@ -132,7 +132,7 @@ class StageStep:
         part = next(calls, None)
         if part is not None:
             raise DistCADesyncError(
-                f"{self._name_tick(tick)} never came to {part.name}: {SAME_LAYERS}."
+                f"{self._name_tick(tick)} never reached {part.name}: {SAME_LAYERS}."
             )
         return leaving
 
@@ -143,7 +143,7 @@ class StageStep:
         if (tick.backward, number) not in self._arriving:
             return None
         messages, arrived = self._arriving.pop((tick.backward, number))
-        messages.wait(self.attention.group, f"waiting for what {self._name_tick(tick)} begins with")
+        messages.wait(self.attention.group, f"waiting for the input of {self._name_tick(tick)}")
         return arrived.requires_grad_(bool(self.stage.has_backward) and not tick.backward)
 
     def _send(self, tick: Tick, leaving: torch.Tensor | None) -> None:
@@ -170,7 +170,7 @@ class StageStep:
             )
             ops.append(dist.P2POp(dist.irecv, buffer, group=self.stage.group, group_peer=source))
         self._last.wait(
-            self.attention.group, f"sending what was made before {self._name_tick(tick)}"
+            self.attention.group, f"sending the output of the tick before {self._name_tick(tick)}"
         )
         self._last = Messages(ops)
         if coming is not None:

@@ -53,8 +53,8 @@ class Stage(PipelineStage):
         )
         if not isinstance(module, StageModel):
             raise ConfigError(
-                f"the stage runs a {type(module).__name__}: put DDP or fully_shard around what"
-                " split() made, or parts of it."
+                f"the stage runs a {type(module).__name__}: use DDP or fully_shard on the module"
+                " that split() made, or on parts of it."
             )
         return module
 

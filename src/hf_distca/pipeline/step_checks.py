@@ -29,7 +29,7 @@ from hf_distca.schedule.layout import IntArray, Layout
 
 _SAME = (
     ". Give all ranks the same model, settings and micro-batches, or shares of one data set in one"
-    " order, and call the same of Schedule.step and Schedule.eval, train() and eval() on all of"
+    " order, and call Schedule.step or Schedule.eval, train() or eval() in the same way on all of"
     " them."
 )
 _ODD = -0x61C8864680B583EB  # 2**64 divided by the golden ratio, as an int64

@@ -197,7 +197,7 @@ class MicroBatch:
         part = next(self.forward if self.backward is None else self.backward, None)
         if part is None or part.own_call != which:
             raise DistCADesyncError(
-                f"{self.name} came to its attention call {which.number} where its schedule has"
-                f" none: {SAME_LAYERS}, and `Schedule.step` must run them."
+                f"{self.name} reached its attention call {which.number}, which its schedule does"
+                f" not have here: {SAME_LAYERS}, and `Schedule.step` must run them."
             )
         return part

@@ -178,7 +178,7 @@ def connect_server(
         refusal = connection.receive(_ANSWER_SECONDS, _ANSWER_BYTES)["error"]
     except (EOFError, OSError, ValueError, TypeError, LookupError) as error:
         raise ConfigError(
-            f"what listens at {address} is no server of hf-distca, or has ended"
+            f"the process at {address} is not a server of hf-distca, or has ended"
             f" ({type(error).__name__}). Start one with {start}, or name another address."
         ) from error
     if refusal is not None:

@@ -82,8 +82,8 @@ def find_refusal(
     conditions = (
         (
             hmac.compare_digest(str(greeting.get("token", "")).encode(), token.encode()),
-            "it asks for another token. Set HF_DISTCA_POOL_TOKEN to the same where this server and"
-            " where the ranks that train are started.",
+            "it asks for another token. Set HF_DISTCA_POOL_TOKEN to the same text for this server"
+            " and for the ranks that train.",
         ),
         (
             theirs == ours,

@@ -58,13 +58,13 @@ class LaunchPlace(NamedTuple):
         if not per_node or world % per_node or rank % per_node != local:
             given = ", ".join(f"{name}={environment.get(name)}" for name in names)
             raise ConfigError(
-                "servers are the last processes of each node, and this launcher does not tell which"
-                f" these are ({given}). Start with torchrun or accelerate launch, or start servers"
+                "servers are the last processes of each node, but this launcher does not tell which"
+                f" ones are the last ({given}). Use torchrun or accelerate launch, or start servers"
                 " with `hf-distca serve` and name them by --server-address."
             )
         if servers >= per_node:
             raise ConfigError(
-                f"servers={servers} of {per_node} processes of a node: nobody would train."
+                f"servers={servers} of {per_node} processes of a node: no rank would train."
                 " Start more processes, or fewer servers."
             )
         return cls(rank // per_node, local, world // per_node, per_node - servers, servers)
@@ -98,8 +98,8 @@ def listen_at(host: str, port: int) -> socket.socket:
         return socket.create_server((host, port), backlog=16)
     except OSError as error:
         raise ConfigError(
-            f"a server cannot listen at {host}:{port}: {os.strerror(error.errno or 0)}. Another one"
-            " may be there: give each a separate address."
+            f"a server cannot listen at {host}:{port}: {os.strerror(error.errno or 0)}."
+            " Another server may listen there: give each server a separate address."
         ) from error
 
 

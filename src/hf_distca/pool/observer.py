@@ -291,8 +291,8 @@ def _check_members(members: dist.ProcessGroup | Members | None, size: int | None
     ranks = world if members is None else members.ranks
     if size is not None or tuple(sorted(ranks)) != world:
         raise UnsupportedError(
-            f"servers take part in one attention group of all ranks, and of {len(world)} ranks"
-            f" {size or len(ranks)} are to share attention. Train without servers, or without"
+            f"servers take part in one attention group of all {len(world)} ranks, but groups have"
+            f" {size or len(ranks)} ranks here. Train without servers, or without"
             " group_size, tensor parallelism and stages."
         )
 

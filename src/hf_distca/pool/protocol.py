@@ -137,7 +137,7 @@ def _encode(value: Any) -> Any:
                     for layout in value.layouts
                 ],
             }
-    raise TypeError(f"{value!r} has no form in a message")
+    raise TypeError(f"{value!r} cannot be sent in a message")
 
 
 def read_dtype(name: str) -> torch.dtype:
@@ -158,7 +158,7 @@ def read_config(values: Mapping[str, Any]) -> DistCAConfig:
         costs = CostModel.from_json(costs["text"])
     elif not is_built_in(costs):  # such as the name of a file
         raise ConfigError(
-            f"cost_model={costs!r:.80} is none that rank 0 names: it sends cost models."
+            f"cost_model={costs!r:.80} must be 'analytic' or a cost model: rank 0 sends no paths."
         )
     return DistCAConfig(**{**values, "cost_model": costs})
 

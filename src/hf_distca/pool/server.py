@@ -106,7 +106,7 @@ def serve(
     except (EndedError, DistCADesyncError, EOFError, OSError) as end:
         why = str(end)
         if isinstance(end, EOFError | OSError):
-            why = f"rank 0 has ended without a word, see its log ({end})"
+            why = f"rank 0 has ended unexpectedly, see its log ({end})"
         log(f"{server.done if server else 'served nothing'}; ended: {why}")
         return getattr(end, "status", 1)
 
@@ -301,7 +301,7 @@ def _outlive_briefly(
     connection.wait_for_end()
     time.sleep(_LONGER_SECONDS)
     log(
-        f"{server.done}; ended: rank 0 has ended without a word, see its log ({_LONGER_SECONDS:g} s"
+        f"{server.done}; ended: rank 0 has ended unexpectedly, see its log ({_LONGER_SECONDS:g} s"
         " ago)"
     )
     os._exit(1)
@@ -323,4 +323,4 @@ def _connect_store(invitation: Mapping[str, Any]) -> Store:
 
 
 def _end_by_signal(number: int, _frame: FrameType | None) -> NoReturn:
-    raise EndedError(f"told to by {signal.Signals(number).name}", 128 + number)
+    raise EndedError(f"stopped by {signal.Signals(number).name}", 128 + number)

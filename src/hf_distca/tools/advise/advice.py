@@ -13,7 +13,7 @@ from hf_distca.tools.advise.ways import Run, Way
 _EQUAL, _CLOSE = 1.02, 1.06
 # How to get each of the other ways with Hugging Face, by a word of its title.
 _HOW = {
-    "samples": ': TrainingArguments(train_sampling_strategy="batch_rebalance") does much like it',
+    "samples": ': TrainingArguments(train_sampling_strategy="batch_rebalance") does nearly that',
     "Ulysses": ": accelerate's ParallelismConfig(sp_size=...)",
     "ring": ", which no library for Hugging Face has for packed documents",
 }

@@ -38,7 +38,8 @@ def count_model(path: Path) -> Model:
             model = AutoModelForCausalLM.from_config(text, attn_implementation="eager")  # type: ignore[no-untyped-call]
     except Exception as error:  # the model's own code may raise anything
         raise ConfigError(
-            f"transformers builds no {text.model_type!r} model that writes text of {path}: {error}"
+            f"transformers cannot build the {text.model_type!r} model of {path} to write text:"
+            f" {error}"
         ) from error
     modules = dict(model.named_modules(remove_duplicate=False))
     attending = sum(

@@ -32,11 +32,11 @@ _PRODUCT_RATES = {
 }
 # How to choose tokens_per_rank for a script that trains today.
 _ABOUT_TOKENS = (
-    "tokens_per_rank: of packed rows, per_device_train_batch_size x max_length of today, and steps"
-    " of an epoch, warm-up and learning rate stay as they are. Of padded rows, batch size x mean"
-    " length keeps them, too; batch size x max_length fills the memory of today: an epoch then has"
-    " fewer steps of more tokens each, so lower warmup_steps as the steps, and choose the learning"
-    " rate as for larger batches. hf_distca.deal prints the steps before and after."
+    "tokens_per_rank: if rows are packed today, use per_device_train_batch_size x max_length; steps"
+    " of an epoch, warm-up and learning rate then stay the same. If rows are padded, batch size x"
+    " mean length also keeps them. With batch size x max_length, memory stays the same and an epoch"
+    " has fewer, larger steps: lower warmup_steps in proportion, and choose the learning rate for"
+    " larger batches. hf_distca.deal prints the steps before and after."
 )
 
 
@@ -188,10 +188,11 @@ def _show_ways(about: str, ways: Sequence[Way]) -> None:
         )
     console.print(table)
     console.print(
-        "slowest / mean: seconds of attention and its messages of the slowest rank, against"
-        " attention of the mean one. speed: against the run as it is. waits: the mean rank, for"
-        " others and for messages. most tokens: of a rank. attention: what cut documents keep of"
-        " it. A step without exchanges of weights, and with products at the best rate of the GPU.",
+        "slowest / mean: seconds of attention and its messages on the slowest rank, divided by mean"
+        " attention seconds. speed: relative to the run as it is. waits: part of a step in which"
+        " the mean rank computes nothing. most tokens: on one rank. attention: the part left in"
+        " cut documents. Exchanges of weights are left out; products run at the best rate of the"
+        " GPU.",
         style="dim",
     )
 

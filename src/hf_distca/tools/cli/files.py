@@ -78,6 +78,4 @@ def exit_on_error() -> Iterator[None]:
     except OSError as error:
         exit_with_error(f"{error.filename or 'output'}: {error.strerror or error}.")
     except RecursionError:
-        exit_with_error(
-            "the input is nested too deeply: give a list of numbers, or what --help says."
-        )
+        exit_with_error("the input is nested too deeply: give the input that --help describes.")

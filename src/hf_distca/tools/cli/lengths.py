@@ -29,13 +29,13 @@ def read_lengths(path: Path) -> list[int]:
     try:
         data = json.loads(read(path).decode("utf-8"))
     except ValueError as error:
-        hint = " Rows, one a line, are read by advise, from a .jsonl file." * (
+        hint = " advise reads one row from each line of a .jsonl file." * (
             "Extra data" in str(error)
         )
         raise LayoutError(f"{name} is not JSON: {error}.{hint}") from error
     if not isinstance(data, list):
         raise LayoutError(
-            f"{name} must hold a list of document lengths, it holds {type(data).__name__}."
+            f"{name} must hold a list of document lengths, but it holds {type(data).__name__}."
         )
     try:
         return [require_whole_number(value) for value in data]
@@ -95,7 +95,7 @@ def _count_column(path: Path, tables: list[Path], column: str, tokenizer: str | 
         if name not in names:
             raise LayoutError(
                 f"{file} has no column {column!r}, only {', '.join(map(repr, names))}: name one"
-                " with --column. Of text, name its tokenizer, too: --tokenizer."
+                " with --column. For a column of text, also give --tokenizer."
             )
         values = table.column(name).drop_null()
         kind = values.type

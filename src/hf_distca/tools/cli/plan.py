@@ -227,8 +227,8 @@ def _deal_documents(options: Options, tokens: int, model: CostModel) -> tuple[li
     ranks = max(sum(lengths) // max(tokens, 1), 1)
     if ranks > _MOST_RANKS:
         raise ConfigError(
-            f"--deal {tokens}: {sum(lengths)} tokens would need {ranks} ranks, and at most"
-            f" {_MOST_RANKS} are dealt to."
+            f"--deal {tokens}: {sum(lengths)} tokens would need {ranks} ranks, and the limit is"
+            f" {_MOST_RANKS}."
         )
     by: dict[str, Any] = {"tile": options.tile, "ranks_per_node": options.ranks_per_node}
     if options.ping_pong:

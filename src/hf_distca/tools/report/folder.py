@@ -43,9 +43,10 @@ class RunFolder:
         """
         if not (record := path / RECORD_NAME).is_file():
             raise ReportError(
-                f'{path} is no folder with {RECORD_NAME}. Train with attn_implementation="distca"'
-                " and hf_distca.DistCACallback() among the callbacks of the Trainer, and give the"
-                " output_dir of that run. A run on one rank, or under --observe, leaves no record."
+                f"{path} is not a folder with {RECORD_NAME}. Train with"
+                ' attn_implementation="distca" and hf_distca.DistCACallback() among the callbacks'
+                " of the Trainer, and give the output_dir of that run. A run on"
+                " one rank, or under --observe, leaves no record."
             )
         folder = cls(path, *_read_record(record))
         lines = f" (broken lines: {', '.join(map(str, folder.broken))})" * bool(folder.broken)
@@ -57,8 +58,8 @@ class RunFolder:
             )
         if not folder.select_rows(StepsRow):
             raise ReportError(
-                f"{record} tells of no micro-batch yet{lines}: wait until the run has logged, or"
-                " look at what ended it."
+                f"{record} has no micro-batch yet{lines}: wait until the run has logged, or look"
+                " in its output for the reason why it ended."
             )
         return folder
 
