@@ -247,7 +247,7 @@ def test_two_servers_at_one_address(running: Forks, port: int) -> None:
     assert (
         second.output
         == f"hf-distca: a server cannot listen at 127.0.0.1:{port}: Address already in use. Another"
-        " one may be there: give each a separate address.\n"
+        " server may listen there: give each server a separate address.\n"
     )
     check_server(first, port, "no ranks came within 3 s")
 
