@@ -134,7 +134,7 @@ class DistCAConfig:
             of ranks. Work is balanced within a group, and documents may span only ranks of a group.
             Choose a multiple of the node size to profit from fast links. With None, up to 512 ranks
             are one group, and more ranks form groups of 256 to 512; see `group_ranks`.
-        timeout_seconds: seconds that a rank waits for the others before it raises
+        timeout_seconds: seconds that a rank waits for other ranks before it raises
             `DistCADesyncError`. None for the timeout of torch.distributed's collectives, which the
             Trainer calls `ddp_timeout`.
 

@@ -49,7 +49,7 @@ def call_at_exit(act: Callable[[], object]) -> None:
 
 
 class _ImportFinder:
-    """A finder that finds no module itself; it adds calls to the end of imports of transformers.
+    """A finder that adds calls to the end of imports of transformers; the other finders find them.
 
     It has no base class: `importlib.abc` takes longer to import than everything else here.
 

@@ -169,7 +169,7 @@ def _split_error(model: PreTrainedModel, why: str) -> UnsupportedError:
 
 
 def _find_first_number(config: object, names: Sequence[str]) -> int:
-    """Return the first of these settings that is a positive number; 1 if none is."""
+    """Return the first positive whole number among these settings, or else 1."""
     return next(
         (
             value

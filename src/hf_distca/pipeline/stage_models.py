@@ -139,7 +139,7 @@ class StageModel(torch.nn.Module):
 
         Args:
             inputs: (batch, tokens) token ids on the first stage, (batch, tokens, width) hidden
-                states on others.
+                states on other stages.
             kwargs: arguments of the model's forward, such as ``position_ids``.
 
         Returns:

@@ -92,8 +92,8 @@ class Schedule(OneStageSchedule):
             args: ``input_ids``, (n_microbatches * batch, tokens); only the first stage needs them.
             distca_documents: documents of each micro-batch; by default they are read from
                 ``position_ids``.
-            kwargs: ``position_ids`` of the same shape and whatever else the model takes, the same
-                on all stages of a copy; and ``target``, ``losses``, ``return_outputs``,
+            kwargs: ``position_ids`` of the same shape and other arguments of the model, equal on
+                all stages of a copy; and ``target``, ``losses``, ``return_outputs``,
                 ``loss_kwargs`` as for torch.
 
         Raises:

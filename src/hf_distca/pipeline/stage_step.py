@@ -91,7 +91,7 @@ class StageStep:
         return f"{tick} of {self.plans.name}, as stage {self.stage.stage_index}"
 
     def _run_tick(self, tick: Tick) -> torch.Tensor | None:
-        """Run this stage's micro-batch, if it has one, and serve in the calls of others.
+        """Run this stage's micro-batch, if it has one, and serve in the calls of other stages.
 
         Return the tensor for the next stage.
         """

@@ -118,8 +118,8 @@ def split(
     removed. For models that do not fit into the memory of one rank, see `from_pretrained`.
 
     Args:
-        model: a causal language model of transformers, with ``attn_implementation="distca"``; or
-            one of peft around such a model.
+        model: a causal language model of transformers, with ``attn_implementation="distca"``; or a
+            model of peft around it.
         mesh: the pipeline dimension of a device mesh, ``mesh["pp"]``.
         layers: number of layers of each stage. By default, the cost of a token, including the head,
             is divided as evenly as possible.

@@ -89,8 +89,8 @@ def check_shares_of_copy(shares: Sequence[DealtShare], pipeline: Pipeline) -> No
 def check_facts(
     group: AttentionGroup, hashes: Sequence[int], facts: SharedSettings, label: str
 ) -> None:
-    """Compare `hash_settings` of the facts of each rank, and raise `DistCADesyncError` with those
-    that differ; `facts` are this rank's.
+    """Compare `hash_settings` of the facts of each rank. Raise `DistCADesyncError` with the facts
+    that differ; `facts` are this rank's own.
     """
     description = f"ranks do not run the same in {label}"
     check_shared_settings(group, np.array(hashes), facts, description, _SAME)

@@ -146,7 +146,7 @@ class CallPart:
 def serve_others(
     parts: Iterable[CallPart], serve: Callable[[Sequence[CallPart]], None]
 ) -> Iterator[CallPart]:
-    """Yield the calls of this rank's own micro-batch in a tick, and serve in those between them.
+    """Yield the calls of this rank's own micro-batch in a tick, and serve in all calls between.
 
     Args:
         parts: this rank's part in the calls of the tick: layers in forward order, or reversed in

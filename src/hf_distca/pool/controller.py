@@ -43,7 +43,7 @@ class PoolController:
     """Announces the steps of a group to its servers.
 
     Sessions and results of steps have names, by which later steps refer to them. When this rank has
-    dropped such an object, servers forget theirs of the same name.
+    dropped an object, servers forget their object of the same name.
 
     Attributes:
         servers: the connection to each server, by the server's name.

@@ -71,7 +71,7 @@ class LaunchPlace(NamedTuple):
 
     @property
     def server(self) -> int | None:
-        """Number of this server among those of all nodes; None for a rank that trains."""
+        """Number of this server among the servers of all nodes; None for a rank that trains."""
         number = self.local - self.trainers
         return None if number < 0 else self.node * self.servers + number
 

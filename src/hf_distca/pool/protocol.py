@@ -76,7 +76,7 @@ class JsonLineConnection:
         arrives.
 
         Raises:
-            TimeoutError: if there is none in time.
+            TimeoutError: if no message arrives in time.
             EOFError, OSError: if the other side has ended.
             ValueError: if it is not JSON, or too long.
         """

@@ -24,7 +24,7 @@ class Advice(NamedTuple):
 
     Attributes:
         worthwhile: whether hf-distca is clearly faster than other ways that keep documents whole.
-        ours, other: title of the fastest way of hf-distca, and of all others.
+        ours, other: title of the fastest way of hf-distca, and of the fastest other way.
         gain: seconds of a step in the other way, divided by those in ours.
         text: the reasons, in sentences.
         settings: the lines to paste; empty if there is nothing to gain.

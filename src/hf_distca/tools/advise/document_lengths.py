@@ -24,7 +24,7 @@ class DocumentSource:
     Attributes:
         name: description.
         draw: draws some lengths from a generator; they are rounded down to whole tokens.
-        longest: longer documents are cut off there.
+        longest: length at which longer documents are cut off.
         source: source of the figures.
         seed: seed of the generator.
     """
@@ -155,7 +155,7 @@ def find_distribution(text: str, longest: int) -> DocumentSource:
     ``lognormal:MEDIAN:SIGMA``.
 
     Raises:
-        ConfigError: if there is none of this name, or its numbers are out of range.
+        ConfigError: if no distribution has this name, or its numbers are out of range.
     """
     if text in DISTRIBUTIONS:
         return DISTRIBUTIONS[text].make_source(longest)

@@ -15,8 +15,8 @@ class Model:
 
     Attributes:
         name: its name, or the file that describes it.
-        layers: heads and widths, sliding window (None without), and number of each kind of layers
-            that compute core attention; those without a window first.
+        layers: for each kind of layer with core attention, its heads and widths, its sliding window
+            (None without), and the number of such layers; kinds without a window come first.
         met_weights: number of weights in matrices that a token meets, including the output layer.
     """
 

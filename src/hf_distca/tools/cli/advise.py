@@ -68,7 +68,7 @@ class Options:
     kernel: Annotated[
         str | None,
         typer.Option(
-            help="Attention kernel, as flash_attn_3 on h100.",
+            help="Attention kernel, such as flash_attn_3 on h100.",
             show_default="flash_attn, on b200 flash_attn_4",
         ),
     ] = None
@@ -79,7 +79,7 @@ class Options:
         float | None,
         typer.Option(
             help="GB/s that a rank sends to other nodes.",
-            show_default="as the hardware",
+            show_default="as for the hardware",
         ),
     ] = None
     checkpointing: Annotated[
@@ -132,9 +132,9 @@ class Options:
 def advise(options: Options) -> None:
     """Say what hf-distca would gain on your documents, or that it would gain nothing.
 
-    Steps are estimated with the scheduler and cost model that train; nothing is run and no GPU is
-    needed. Compared are a run as it is, with packed rows; whole documents balanced over ranks;
-    context parallelism; and hf-distca, on the same rows and with documents dealt.
+    Steps are estimated with the scheduler and cost model of training; nothing is run and no GPU is
+    needed. The command compares a run as it is, with packed rows; whole documents balanced over
+    ranks; context parallelism; and hf-distca, on the same rows and with documents dealt.
     """
     from hf_distca.tools.advise.advice import advise as advise_by
     from hf_distca.tools.advise.ways import estimate_ways

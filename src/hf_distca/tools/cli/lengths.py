@@ -48,7 +48,7 @@ def open_documents(
 ) -> DocumentSource:
     """Open documents of a file, of a data set's column, or of a distribution by name.
 
-    With a tokenizer, the column may hold text; it is ``text`` if it is not named.
+    With a tokenizer, the column may hold text; its default name is then ``text``.
     """
     from hf_distca.tools.advise.document_lengths import find_distribution, from_list
 
@@ -66,8 +66,8 @@ def open_documents(
 
 
 def _count_column(path: Path, tables: list[Path], column: str, tokenizer: str | None) -> list[int]:
-    """Count the tokens of each document of tables or of files with a JSON object a line: lists are
-    counted, texts are tokenized, numbers are lengths.
+    """Return the tokens of each document in tables, or in files with a JSON object on each line:
+    lists are counted, texts are tokenized, and numbers are lengths.
     """
     try:
         import pyarrow as pa

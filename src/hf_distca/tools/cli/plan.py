@@ -76,7 +76,7 @@ class Options:
         str | None,
         typer.Option(
             "--cost-model",
-            help="Seconds of your own instead: a file with a CostModel in JSON.",
+            help="A JSON file with a CostModel of your own, used instead.",
             show_default=False,
         ),
     ] = None
@@ -110,7 +110,7 @@ class Options:
     deal: Annotated[
         int | None,
         typer.Option(
-            help="Deal documents to ranks of so many tokens, and write their placement.",
+            help="Deal documents to ranks of this many tokens, and write their placement.",
             show_default=False,
         ),
     ] = None
@@ -168,9 +168,9 @@ def plan(options: Options) -> None:
     on with the document's length, or {"lengths": [[tokens of a document, ...] per rank]} where no
     document crosses ranks. The default shape is that of Llama-3-8B in bfloat16.
 
-    With --deal it holds [tokens of a document, ...], and what is written is a placement with equal
-    tokens and about equal attention, which `hf-distca plan` reads; with --ping-pong it also holds
-    "first_nano_batch", the tokens that each rank has in its first half.
+    With --deal, DOCUMENTS holds [tokens of a document, ...], and the result is a placement with
+    equal tokens and about equal attention, which `hf-distca plan` reads. With --ping-pong, the
+    placement also holds "first_nano_batch", the tokens that each rank has in its first half.
     """
     from hf_distca.config import DistCAConfig
 
@@ -269,7 +269,7 @@ def _describe_layout(layout: Layout) -> list[str]:
 
 
 def _make_placement(layouts: list[Layout], lengths: list[int]) -> dict[str, Any]:
-    """Return the rows of each rank, those of its first nano-batch first."""
+    """Return the rows of each rank, beginning with its first nano-batch."""
     rows = [
         [
             [s.document, s.start, s.end, lengths[s.document]]

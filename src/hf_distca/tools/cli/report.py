@@ -24,7 +24,7 @@ def report(
     step: Annotated[
         int | None,
         typer.Option(
-            help="Step whose plan is drawn; by default that of the most uneven one.",
+            help="Step whose plan is drawn; by default the one with the most uneven plan.",
             show_default=False,
         ),
     ] = None,

@@ -23,11 +23,11 @@ def is_launched() -> bool:
 
 
 def try_launched(has: Mapping[str, str], timeout_seconds: float) -> list[Finding]:
-    """Exchange messages between the ranks of a launcher; all of them must call it.
+    """Exchange messages between the ranks of a launcher. All of these ranks must call it.
 
     Args:
         has: versions of this rank, by package.
-        timeout_seconds: how long to wait for the others.
+        timeout_seconds: how long to wait for the other ranks.
 
     Raises:
         DistCAError, RuntimeError: if it fails.

@@ -163,8 +163,8 @@ def _check_config(config: PreTrainedConfig) -> Iterator[Finding]:
 def check_model_kernels(
     config: PreTrainedConfig | None, dtype: torch.dtype, device: torch.device
 ) -> Iterator[Finding]:
-    """Yield findings on the kernel that runs each kind of layers of a model, and on why earlier
-    kernels cannot.
+    """Yield findings on the kernel that runs each kind of layer of a model, and on why kernels
+    earlier in the list cannot run it.
     """
     if config is None:
         cases = [KernelRequest(device, dtype, _USUAL_WIDTH, _USUAL_WIDTH, ScoreOptions(1.0), 1)]

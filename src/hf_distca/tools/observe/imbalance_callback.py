@@ -65,7 +65,7 @@ class ImbalanceCallback(TrainerCallback):
 
 
 def observe_trainers() -> None:
-    """Give every Trainer of this process the callback when its training begins, if it has none."""
+    """Give the callback to every Trainer of this process that has none when its training begins."""
 
     def observe(trainer: Trainer) -> None:
         callbacks = trainer.callback_handler.callbacks

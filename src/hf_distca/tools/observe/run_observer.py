@@ -37,9 +37,7 @@ class Observer:
         self._watch = Watch(self._follow)
         self._group: dist.ProcessGroup | None = None  # of all ranks
         self._rank = self._begun = self._unread = 0
-        self._queues: list[deque[BatchFacts]] = [
-            deque()
-        ]  # of each rank, until all ranks have sent theirs
+        self._queues: list[deque[BatchFacts]] = [deque()]  # of each rank, not yet counted
         self._missing = self._reason = self._attention = ""
         self._began = self._logged = time.perf_counter()
         self.begin = self._watch.start
@@ -91,7 +89,7 @@ class Observer:
             print_lines("\n".join([first, *lines]))
 
     def _follow(self) -> None:
-        """Meet the other ranks in the first micro-batch; gather facts in some of the others."""
+        """Meet the other ranks in the first micro-batch, and gather facts in some later ones."""
         self._begun += 1
         has_world = dist.is_available() and dist.is_initialized()
         if self._group is None and has_world and dist.get_world_size() > 1:

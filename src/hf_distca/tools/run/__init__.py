@@ -123,7 +123,7 @@ class Options(NamedTuple):
         """Read the options that `make_environment` has written.
 
         Raises:
-            ConfigError: if these are not its options, or are those of another version.
+            ConfigError: if the variable has other contents, such as options of another version.
         """
         text = environment.get(_OPTIONS) or "{}"
         try:
@@ -167,7 +167,7 @@ def read_options(file: Path | None, changes: Sequence[str], **given: Any) -> Opt
     Args:
         file: YAML or JSON, with fields of `Options` and of `DistCAConfig`; None for no file.
         changes: ``NAME=VALUE`` for the same names, which count more than the file.
-        given: fields of `Options`, which count most; None for those that are not given.
+        given: fields of `Options`, which count most; None for a field that is not given.
 
     Raises:
         ConfigError: if a name or value is wrong. The message is one line that names its place.
@@ -224,7 +224,7 @@ def begin(options: Options) -> None:
 def _become_launched(options: Options) -> Options:
     """Become a server, or a rank of the world without servers. Return the options of that rank.
 
-    If no launcher started this process, which may be the launcher itself, nothing changes.
+    Nothing changes in a process that no launcher started, such as the launcher itself.
     """
     from hf_distca.pool.launch import QUIET, LaunchPlace
 
@@ -251,7 +251,7 @@ def find_command(command: str) -> Path:
     A name that ends in ``.py`` is a script of the current folder first, as for Python.
 
     Raises:
-        FileNotFoundError: if there is none.
+        FileNotFoundError: if there is no such command.
     """
     path = Path(command)
     is_path = os.sep in command
@@ -277,7 +277,7 @@ def find_module(name: str) -> None:
     path.
 
     Raises:
-        FileNotFoundError: if there is none.
+        FileNotFoundError: if there is no such module.
     """
     if not sys.flags.safe_path:
         sys.path[0] = str(Path.cwd())  # as Python does for a module
