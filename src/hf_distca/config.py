@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     CostSource = str | Path | CostModel
 else:
     # HfArgumentParser reads this type. It drops `str` from a union, but a command line can give
-    # nothing else.
+    # only strings.
     CostSource = str
 # Above _MOST_RANKS, a larger group gains almost nothing on documents with a long tail, and each
 # rank makes planning slower. Below _FEWEST_RANKS, groups are too small. A multiple of _WHOLE_NODES

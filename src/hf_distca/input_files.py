@@ -17,7 +17,7 @@ def check_file(path: Path) -> None:
         OSError: if it is one of these, or nothing has this name.
     """
     kind = path.stat().st_mode
-    if not S_ISREG(kind) and not S_ISDIR(kind):  # opening a folder fails anyway
+    if not S_ISREG(kind) and not S_ISDIR(kind):  # a folder fails when it is opened
         raise OSError(EINVAL, "is a pipe, a socket or a device: give a regular file", str(path))
 
 

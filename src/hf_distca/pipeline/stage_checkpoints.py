@@ -55,7 +55,7 @@ def save_pretrained(stage: Stage, directory: str | Path, **kwargs: Any) -> None:
     parts = [folder / f".stage-{number}" for number in range(model.stages)]
     part = parts[model.stage]
     whole_mesh = find_whole_mesh(stage.mesh).mesh
-    writes = bool((stage.mesh.mesh == whole_mesh.flatten()[0]).any())  # the first copy does
+    writes = bool((stage.mesh.mesh == whole_mesh.flatten()[0]).any())  # only the first copy
     if writes:
         folder.mkdir(parents=True, exist_ok=True)
         if part.exists():  # left by a save that was killed

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from hf_distca.errors import ConfigError
 from hf_distca.pipeline.model_parts import ModelParts, find_ends
 
-TIED = "tied weights"  # name of the fact that lists them
+TIED = "tied weights"  # a key of `StageModel.facts`
 
 
 class SkippedLayer(torch.nn.Module):

@@ -56,7 +56,7 @@ class PoolController:
         self._count = count(1)
         self._forgotten = deque[str]()
         self._names = dict[int, str]()  # by the id of the named object
-        self._configs = WeakKeyDictionary[Planner, DistCAConfig]()  # that servers know
+        self._configs = WeakKeyDictionary[Planner, DistCAConfig]()  # settings that servers know
         call_at_exit(self.end)
 
     def take_step(self, step: Callable[..., Any], *args: Any, **options: Any) -> Any:
@@ -123,7 +123,7 @@ class PoolController:
         failed = self.group.monitor is None or self.group.has_left or hasattr(sys, "last_value")
         why = "the run failed, see the log of rank 0" if failed else "the run is over"
         for connection in self.servers.values():
-            with suppress(OSError):  # it may have ended already
+            with suppress(OSError):  # the server may have ended already
                 connection.send(["end", {"why": why, "status": int(failed)}, 0, []])
                 connection.close()
         self.servers.clear()

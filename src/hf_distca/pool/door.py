@@ -68,7 +68,7 @@ def _ask_all(
         connection.close()
 
     while listening.fileno() >= 0:
-        with suppress(OSError):  # the socket was closed, or too many are connected
+        with suppress(OSError):  # the socket was closed, or too many clients are connected
             connection = JsonLineConnection(listening.accept()[0], _HANDSHAKE_SECONDS)
             Thread(target=ask, args=[connection], daemon=True).start()
 

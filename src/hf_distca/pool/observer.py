@@ -244,7 +244,7 @@ class PoolObserver:
 
 
 _INVITATION = "distca pool"
-# Hosts of a store that mean the host of rank 0 itself.
+# If a store has one of these hosts, it is on the host of rank 0.
 _ANYWHERE = ("0.0.0.0", "127.0.0.1", "localhost", "::", "::1")
 
 

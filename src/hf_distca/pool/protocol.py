@@ -39,7 +39,7 @@ _SOCKET_OPTIONS = {
     (socket.IPPROTO_TCP, socket.TCP_KEEPCNT): 6,
 }
 _PART_BYTES = 1 << 16
-_MESSAGE_BYTES = 1 << 28  # a share of a global batch describes every document of it
+_MESSAGE_BYTES = 1 << 28  # limit; a share of a global batch describes all of its documents
 _DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16)

@@ -48,7 +48,7 @@ from hf_distca.runtime.meter import Meter
 from hf_distca.runtime.trial import exchange
 
 _LOOK_SECONDS = 1.0  # between two checks for a rank that has left
-_END_SECONDS = 3.0  # that rank 0 may take to report that other ranks did not come
+_END_SECONDS = 3.0  # for rank 0 to report that other ranks did not come
 _LONGER_SECONDS = 30.0  # a server ends at most this long after rank 0
 
 

@@ -14,8 +14,8 @@ from hf_distca.errors import DistCAError, LayoutError, make_printable
 from hf_distca.input_files import read_file, read_stream
 
 _STANDARD = Path("-")
-_MOST_BYTES = 2**24  # of a list: a placement on 4,096 ranks takes 7 MB
-_MOST_DOCUMENTS = 2**18  # of a micro-batch; so many take minutes to plan
+_MOST_BYTES = 2**24  # the longest input; a placement on 4,096 ranks takes 7 MB
+_MOST_DOCUMENTS = 2**18  # the most in a micro-batch; they take minutes to plan
 _MOST_CHARACTERS = 600
 
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from hf_distca.schedule.plan import Plan
 
 _MOST_RANKS = 65536
-_LIMIT = 2**31  # the scheduler counts with 64 bits
+_LIMIT = 2**31  # of the options below; their products must fit into 64 bits
 _LIMITED = (
     "tile",
     "query_heads",

@@ -110,7 +110,7 @@ def run(
         EOFError,
         KeyboardInterrupt,
         OSError,
-    ) as error:  # of the script; for some of them, typer would end without a message
+    ) as error:  # of the script; typer would hide some of them
         sys.last_value = error  # as the interpreter does
         sys.excepthook(type(error), error, error.__traceback__)
         raise SystemExit(128 + SIGINT if isinstance(error, KeyboardInterrupt) else 1) from None

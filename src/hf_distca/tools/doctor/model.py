@@ -38,7 +38,7 @@ _DTYPES = _SHORT_NAMES | {
     str(dtype).removeprefix("torch."): dtype for dtype in _SHORT_NAMES.values()
 }
 _DROPOUT = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
-_USUAL_WIDTH = 128  # of a head, if no model is given
+_USUAL_WIDTH = 128  # width of a head if no model is given
 
 
 def read_config(name: str, log: Callable[[str], None] = lambda text: None) -> PreTrainedConfig:

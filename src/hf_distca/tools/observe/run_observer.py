@@ -35,9 +35,9 @@ class Observer:
         self._rows: deque[Row] = deque(maxlen=_MOST_ROWS)
         self._since: list[Row] = []  # rows since the last log
         self._watch = Watch(self._follow)
-        self._group: dist.ProcessGroup | None = None  # of all ranks
+        self._group: dist.ProcessGroup | None = None  # the group of all ranks
         self._rank = self._begun = self._unread = 0
-        self._queues: list[deque[BatchFacts]] = [deque()]  # of each rank, not yet counted
+        self._queues: list[deque[BatchFacts]] = [deque()]  # facts of each rank, not yet counted
         self._missing = self._reason = self._attention = ""
         self._began = self._logged = time.perf_counter()
         self.begin = self._watch.start

@@ -231,7 +231,7 @@ def _become_launched(options: Options) -> Options:
     place = LaunchPlace.from_environment(os.environ, options.servers)
     if place is None:
         return options
-    os.environ.pop(_OPTIONS, None)  # from here on, each process sets its own
+    os.environ.pop(_OPTIONS, None)  # from here on, each process sets its own options
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     if place.server is not None:
         arguments = f"{place.server}, {attempt!r}, {options.server_wait}, {place.local}"

@@ -12,7 +12,7 @@ _here = os.path.dirname(__file__)  # noqa: PTH120 - pathlib would slow every int
 _hidden = PathFinder.find_spec("sitecustomize", [path for path in sys.path if path != _here])
 if _hidden is not None and _hidden.loader is not None:
     _hidden.loader.exec_module(module_from_spec(_hidden))
-if find_spec("hf_distca") is not None:  # else this Python is of another environment
+if find_spec("hf_distca") is not None:  # else this Python belongs to another environment
     try:
         from hf_distca.tools.run import Options, begin
 
