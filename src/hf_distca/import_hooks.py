@@ -25,7 +25,7 @@ def call_after_models_load(act: Callable[[], None]) -> None:
 
 
 def call_after_import(name: str, act: Callable[[], None]) -> None:
-    """Call a function now if a module of transformers is imported, else right after its import.
+    """Call a function now if this module of transformers is imported, else right after its import.
 
     A module whose import is under way counts as not imported: it lacks what its last lines define.
     """

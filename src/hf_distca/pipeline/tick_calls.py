@@ -151,8 +151,8 @@ def serve_others(
     Args:
         parts: this rank's part in the calls of the tick: layers in forward order, or reversed in
             backward.
-        serve: takes part in a call, or in calls of two nano-batches in turns, without rows of this
-            rank's own.
+        serve: function that takes part in a call, or in calls of two nano-batches in turns, without
+            rows of this rank's own.
     """
     for _, nano_parts in groupby(parts, lambda part: part.number):
         together = list(nano_parts)

@@ -2,7 +2,7 @@
 
 It makes plans as a rank without tokens does, with the same checks and counters as every rank.
 Between micro-batches it keeps the same state as a rank (settings, cost models, plans that may still
-be used), but nothing of a call.
+be used), but nothing that belongs to a single call.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""``hf-distca run``: another program's training script or command, under distca."""
+"""``hf-distca run``: runs a training script or a command under distca."""
 
 from __future__ import annotations
 

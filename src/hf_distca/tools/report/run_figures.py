@@ -34,7 +34,7 @@ class PlanPiece:
         rank: rank that computes them; `home` has their queries.
         document, length: its number in the micro-batch, and its tokens on all ranks.
         tokens: number of queries.
-        seconds: estimated, of one layer, forward and backward, on this rank.
+        seconds: estimated seconds of one layer on this rank, forward and backward.
     """
 
     rank: int

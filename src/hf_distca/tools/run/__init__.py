@@ -347,8 +347,8 @@ def _start_distca(options: Options) -> None:
 
 
 def _execute(command: list[str], environment: Mapping[str, str], is_text: bool) -> NoReturn:
-    """Replace this process by a program. A text that names no program runs in a shell, as shells do
-    it.
+    """Replace this process by a program. A text file without a ``#!`` line runs in a shell, as if a
+    shell had started it.
     """
     try:
         os.execve(command[0], command, environment)
