@@ -162,7 +162,7 @@ def test_rows_in_lines(tmp_path: Path) -> None:
     file.rename(tmp_path / "rows.json").write_text('{"text": "a"}\n{"text": "b"}')
     check_one_line(
         run("advise", "--lengths", tmp_path / "rows.json", *SMALL),
-        "Rows, one a line, are read by advise, from a .jsonl",
+        "advise reads one row from each line of a .jsonl file",
     )
 
 
@@ -211,7 +211,7 @@ def test_of_a_saved_data_set_only_its_own_files_count(tmp_path: Path) -> None:
     [
         ("[", "is not JSON"),
         ("[" * 100_000, "nested too deeply"),
-        ({"lengths": [1]}, "must hold a list of document lengths, it holds dict"),
+        ({"lengths": [1]}, "must hold a list of document lengths, but it holds dict"),
         ([1.5], "1.5 must be an integer"),
         ([2**40], "the limit is 2**32"),
         ([500, 0], "document 1 has length 0"),

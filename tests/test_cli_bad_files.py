@@ -28,7 +28,7 @@ def test_profiles_are_gone(tmp_path: Path) -> None:
     placement = write(tmp_path / "placement.json", PLACEMENT)
     for name in ("h100_flash_attn_3", write(tmp_path / "own.json", {"format": 2, "kernels": []})):
         check_one_line(
-            run("plan", placement, "--cost-model", name), "Give what CostModel.to_json wrote"
+            run("plan", placement, "--cost-model", name), "Give a file that CostModel.to_json wrote"
         )
 
 

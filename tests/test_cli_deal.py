@@ -120,7 +120,7 @@ def test_options(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ({"lengths": [1]}, "must hold a list of document lengths, it holds dict"),
+        ({"lengths": [1]}, "must hold a list of document lengths, but it holds dict"),
         ([16384, 0], "document 1 has length 0"),
         ([16383], "1 documents have 16383 tokens, 3 ranks with 4096 tokens each have 12288"),
         ([], "0 documents have 0 tokens"),
@@ -179,7 +179,7 @@ def test_standard_input_and_output() -> None:
 def test_bad_numbers(tmp_path: Path) -> None:
     check_one_line(
         deal(tmp_path, [10**9], tokens=1),
-        "--deal 1: 1000000000 tokens would need 1000000000 ranks, and at most 65536 are dealt to",
+        "--deal 1: 1000000000 tokens would need 1000000000 ranks, and the limit is 65536",
     )
     for tokens in (0, -1):
         check_one_line(deal(tmp_path, [8], tokens=tokens), f"tokens_per_rank={tokens}")

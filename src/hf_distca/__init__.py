@@ -59,8 +59,8 @@ __all__ = [
     "prepare",
 ]
 
-# Where names come from when they are first used. Together they take seconds to import, most of it
-# torch and transformers.
+# The module of each public name, imported when the name is first used. Importing all of them takes
+# seconds, mostly for torch and transformers.
 _MODULES = {
     "agreement.documents": ("PackedDocuments",),
     "config": ("DistCAConfig",),
@@ -99,7 +99,7 @@ def __getattr__(name: str) -> Any:
     else:
         instead = f": {_REMOVED[name]}." if name in _REMOVED else ""
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}{instead}")
-    globals()[name] = value  # found directly from now on
+    globals()[name] = value  # from now on, Python finds it without this function
     return value
 
 
@@ -107,8 +107,8 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
 
-# Modules whose `register` changes transformers' models: of the core, and of optional rooms.
-# They import torch and transformers.
+# Modules of the core and of an optional room whose `register` changes transformers' models. They
+# import torch and transformers.
 _REGISTERED = ("integration.hooks.register", "hybrids.recurrent_layers")
 
 

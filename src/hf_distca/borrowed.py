@@ -1,10 +1,10 @@
 """Private names of torch, transformers and accelerate that distca uses although they may change.
 
-No other file of the package uses private names of theirs, except `data.borrowed_readers` and
-`pipeline.borrowed_pipelining`, so these are the files to check when a new version comes out.
-tests/test_borrowed.py holds that, and that each name exists and behaves as described here;
-tests/oldest.sh does so with the oldest versions that the package allows. Each block says in which
-versions its names were seen. transformers is imported where needed.
+Only this file, `data.borrowed_readers` and `pipeline.borrowed_pipelining` use private names of
+these packages: check these files when a new version comes out. tests/test_borrowed.py checks this
+rule, and that each name exists and behaves as described here. tests/oldest.sh runs that test with
+the oldest versions that the package allows. The heading of each block names the versions in which
+its names were seen. transformers is imported inside functions.
 """
 
 from __future__ import annotations
@@ -96,8 +96,8 @@ __all__ = [
 
 # ---- torch 2.13.0
 
-# Hooks for saved tensors, by which activation checkpointing works: only the last one can be looked
-# at.
+# Activation checkpointing works with hooks for saved tensors. torch shows only the hooks that were
+# pushed last.
 allow_saved_tensor_hooks = _autograd._saved_tensors_hooks_enable
 forbid_saved_tensor_hooks = _autograd._saved_tensors_hooks_disable
 why_saved_tensor_hooks_are_forbidden = _autograd._saved_tensors_hooks_get_disabled_error_message
@@ -105,9 +105,9 @@ top_saved_tensor_hooks = _autograd._top_saved_tensors_default_hooks
 push_saved_tensor_hooks = _autograd._push_saved_tensors_default_hooks
 pop_saved_tensor_hooks = _autograd._pop_saved_tensors_default_hooks
 
-# The dispatch modes of a thread; see also `has_dispatch_modes`. `compiler_of_calls` is None where
-# nothing that is called would be compiled; `leave_uncompiled` marks a function that never is, but
-# what it calls, at no cost where nothing is.
+# The dispatch modes of a thread; see also `has_dispatch_modes`. `compiler_of_calls` returns None if
+# torch would not compile a call. `leave_uncompiled` marks a function that torch never compiles,
+# although it may compile the functions called there; without torch.compile it costs nothing.
 dispatch_modes = _python_dispatch._get_current_dispatch_mode_stack
 push_dispatch_mode = _python_dispatch._push_mode
 pop_dispatch_mode = _python_dispatch._pop_mode
@@ -115,13 +115,13 @@ without_dispatch_modes = _python_dispatch._disable_current_modes
 
 
 def has_no_values() -> bool:
-    """Return whether tensors made now have no values to read, or none that other ranks have: in a
-    transform of torch.func, and under FakeTensorMode.
+    """Return whether new tensors have no values to read, or values that other ranks do not have: in
+    a transform of torch.func, and under FakeTensorMode.
     """
     return is_in_transform() or any(isinstance(mode, FakeTensorMode) for mode in dispatch_modes())
 
 
-# Whether this runs in a transform of torch.func, as grad and vmap.
+# Returns whether this runs in a transform of torch.func, such as grad or vmap.
 is_in_transform = torch._C._are_functorch_transforms_active
 
 
@@ -133,13 +133,13 @@ def is_in_backward() -> bool:
 def get_version(tensor: torch.Tensor) -> int:
     """Return the version counter of a tensor, which every in-place change of any view increases.
 
-    Documented by torch, but not public.
+    torch documents it, but it is not public.
     """
     return tensor._version
 
 
 def copy_each(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-    """Copy tensors into others of the same shapes, by one operation."""
+    """Copy tensors into targets of the same shapes, in one operation."""
     torch._foreach_copy_(list(targets), list(sources))
 
 
@@ -155,7 +155,7 @@ def is_policy_mode(mode: TorchDispatchMode) -> bool:
     return isinstance(mode, (_CachingTorchDispatchMode, _CachedTorchDispatchMode))
 
 
-# The operation under sdpa on CPUs, which also returns the log-sum-exp, and its backward.
+# The operation that sdpa runs on CPUs, and its backward. It also returns the log-sum-exp.
 cpu_attention: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 cpu_attention_backward: Any = (
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
@@ -177,7 +177,7 @@ def list_group_names() -> set[str]:
 def group_of_members(
     ranks: tuple[int, ...], backend: str, timeout: datetime.timedelta, name: str, purpose: str
 ) -> dist.ProcessGroup:
-    """Make a process group of that name, by its members alone and bound to no device;
+    """Make a process group that is bound to no device. Only its members must call this, whereas
     `dist.new_group` waits for all ranks.
     """
     world = c10d._get_default_group()
@@ -197,15 +197,15 @@ def group_in_store(
     timeout: datetime.timedelta,
     name: str,
 ) -> dist.ProcessGroup:
-    """Make a process group of processes that meet in a store, and need not be in one world or in
-    any.
+    """Make a process group of processes that meet in a store. They may be in different worlds, or
+    in no world.
 
     Args:
-        place: numbers of all of them, in the place of global ranks, and the index of this one.
+        place: number of each process, used like a global rank, and the index of this process.
         store, backend, timeout: see `dist.init_process_group`.
         name: name that no other group of this process has.
     """
-    # Without global ranks, torch does not look for them in the world of this process.
+    # With an empty list of global ranks, torch does not search the world of this process for them.
     return _make_group(c10d.GroupMember.WORLD, place, [], (store, backend, timeout), (name, name))
 
 
@@ -246,8 +246,8 @@ def _make_group(
 def _make_options(backend: str, timeout: datetime.timedelta) -> Any:
     """Return options of NCCL with a stream of high priority; None for other backends.
 
-    Messages and the kernel of a rank's own tasks are ready at the same time: a kernel that began
-    first would hold the processors of the GPU until it ends.
+    Messages and the kernel of a rank's own tasks become ready at the same time. Without priority, a
+    kernel that begins first would hold the processors of the GPU until it ends.
     """
     if "nccl" not in backend:
         return None
@@ -264,8 +264,8 @@ def store_of_world() -> Store:
 
 
 def get_timeout(group: dist.ProcessGroup | None) -> datetime.timedelta:
-    """Return the timeout of collectives of a process group, the world if None; the longest of its
-    backends.
+    """Return the timeout of collectives of a process group, or of the world if it is None: the
+    longest timeout of its backends.
     """
     group = group or c10d._get_default_group()
     return max(group._get_backend(device).options._timeout for device in group._device_types)
@@ -275,8 +275,8 @@ def get_timeout(group: dist.ProcessGroup | None) -> datetime.timedelta:
 
 
 def has_partial_state() -> bool:
-    """Return whether accelerate has fixed its processes and device already: reading `PartialState`
-    would fix both.
+    """Return whether accelerate has already fixed its processes and device, without fixing them:
+    making a `PartialState` would.
     """
     from accelerate import PartialState
 
@@ -285,15 +285,15 @@ def has_partial_state() -> bool:
 
 # ---- transformers 5.5.3, 5.6.0, 5.9.0, 5.16.1, 5.19.0 and 5.23.0
 
-# Names of the functions that transformers makes masks of.
+# Names of the functions from which transformers composes masks.
 MASK_UNION, MASK_CHUNKS, MASK_BLOCKS = "or_masks", "chunked_overlay", "blockwise_overlay"
-MASK_WINDOW = "sliding_window_overlay"  # of its only argument, `sliding_window`
-# Of attention both ways, and its windows.
+MASK_WINDOW = "sliding_window_overlay"  # its only argument is `sliding_window`
+# The same for bidirectional attention, without and with a window.
 MASK_BOTH_WAYS = "bidirectional_mask_function"
 MASK_BOTH_WAYS_WINDOW = "sliding_window_bidirectional_overlay"
 BOTH_WAYS_MASK_PARTS = frozenset({MASK_BOTH_WAYS, MASK_BOTH_WAYS_WINDOW, "and_masks"})
-# Those of causal masks. Anything else changes who sees whom. Versions before 5.23 do not have them
-# all.
+# Functions from which causal masks are composed. Any other function changes which keys a query
+# sees. Versions before 5.23 lack some of them.
 CAUSAL_MASK_PARTS = frozenset(
     {
         "causal_mask_function",
@@ -309,18 +309,18 @@ CAUSAL_MASK_PARTS = frozenset(
 def get_mesh(model: PreTrainedModel) -> DeviceMesh | None:
     """Return the mesh of a model that was loaded with a `DistributedConfig`, else None.
 
-    Seen in 5.23.0; 5.19.0 and older keep none, so there `hf_distca.configure` takes the group.
+    Seen in 5.23.0. Versions up to 5.19.0 keep no mesh: give `hf_distca.configure` the group.
     """
     manager = getattr(model, "_mesh_manager", None)
     if manager is None:
         return None
     mesh: DeviceMesh = manager.get_mesh(("pp", "dp_replicate", "fsdp", "tp"))
-    return mesh._get_root_mesh()  # with dimensions that were not asked for, if it has any
+    return mesh._get_root_mesh()  # it may have more dimensions than these
 
 
 def get_changed_flash_attention() -> Callable[..., Any] | None:
-    """Return the function that another package has put instead of the one through
-    which transformers calls flash-attn, if any.
+    """Return the function by which another package has replaced the one that calls flash-attn in
+    transformers; None if no package has.
     """
     from transformers import modeling_flash_attention_utils
     from transformers.integrations import flash_attention
@@ -336,11 +336,11 @@ _passing: dict[str, str] = {}
 
 
 def let_names_pass(names: Mapping[str, str]) -> None:
-    """Let transformers accept these names of attention without a check for the package that
-    computes it elsewhere, and give models the names that they are mapped to.
+    """Let transformers accept these names of attention implementations without their packages, and
+    give models the names that they are mapped to.
 
-    Models check the name when they are made and when it is changed. Without the package they would
-    ask the hub for a kernel.
+    A model checks the name when it is made and when the name is changed. If the package is missing,
+    the model would ask the hub for a kernel.
     """
     from transformers import PreTrainedModel
 
@@ -360,13 +360,13 @@ def let_names_pass(names: Mapping[str, str]) -> None:
 
 
 def is_of_package(function: Callable[..., Any]) -> bool:
-    """Return whether a function with a fallback in torch, in a modeling module, runs a package's
-    function (fla, mamba-ssm, ...).
+    """Return whether a function of a modeling module runs the function of a package (fla,
+    mamba-ssm, ...) instead of its fallback in torch.
 
-    Kernels that transformers loads from the hub do not count: they come later. Seen in 5.18.0,
+    Kernels from the hub do not count, because transformers loads them later. Seen in 5.18.0,
     5.23.0, and in kernels 0.17.2.
     """
-    # With `kernels` installed it is a module.
+    # With the package `kernels` installed, the function is a module.
     decorated = getattr(type(function), "forward", function)
     while getattr(decorated, "__closure__", None) is not None:
         held = inspect.getclosurevars(decorated).nonlocals
@@ -377,7 +377,7 @@ def is_of_package(function: Callable[..., Any]) -> bool:
 
 
 def set_batch_size(trainer: Any, rows: int) -> None:
-    """Set the rows of a batch of this process, which the Trainer reads from its arguments only when
+    """Set the rows of a batch of this process. The Trainer reads its arguments for them only when
     it is made.
     """
     trainer._train_batch_size = rows
@@ -385,10 +385,10 @@ def set_batch_size(trainer: Any, rows: int) -> None:
 
 @cache
 def count_shifted_targets() -> None:
-    """Let the Trainer count the targets of a step in `shift_labels`, where a batch has them.
+    """Let the Trainer count the targets of a step in `shift_labels`, if a batch has them.
 
-    Since 5.11 it does so by itself. Before, it counts `labels`, which lack the targets where
-    documents are cut.
+    Since 5.11 the Trainer does this itself. Older versions count `labels`, which lack a target
+    wherever a document is cut.
     """
     if Version(version("transformers")) >= Version("5.11.0"):
         return

@@ -39,16 +39,16 @@ _BUILT_IN_COSTS = "analytic"
 if TYPE_CHECKING:
     CostSource = str | Path | CostModel
 else:
-    # What can be written on a command line: HfArgumentParser, which reads this, takes a union for
-    # its other members.
+    # HfArgumentParser reads this type. It drops `str` from a union, but a command line can give
+    # only strings.
     CostSource = str
-# Beyond the first number of ranks, a larger group gains next to nothing on documents with a long
-# tail, and planning takes longer with each rank. Below the second, groups are too small. A multiple
-# of the third consists of whole nodes of 1, 2, 4 or 8 ranks.
+# Above _MOST_RANKS, a larger group gains almost nothing on documents with a long tail, and each
+# rank makes planning slower. Below _FEWEST_RANKS, groups are too small. A multiple of _WHOLE_NODES
+# consists of whole nodes of 1, 2, 4 or 8 ranks.
 _MOST_RANKS, _FEWEST_RANKS, _WHOLE_NODES = 512, 256, 8
-_LONGEST_TIMEOUT = 366 * 86400.0  # seconds; what torch adds to it must fit in its clock
+_LONGEST_TIMEOUT = 366 * 86400.0  # seconds; torch adds it to its clock, which must not overflow
 
-# What numbers each field takes: their type, their range, and the text of the error.
+# The numbers that each field accepts: type, range, and text of the error.
 _NUMBERS: dict[str, tuple[type, Callable[[Any], bool], str]] = {
     "tolerance": (
         Real,
@@ -73,7 +73,7 @@ _NUMBERS: dict[str, tuple[type, Callable[[Any], bool], str]] = {
         lambda value: 0 < value <= _LONGEST_TIMEOUT,
         f"in (0, {_LONGEST_TIMEOUT:g}], a year, or None for that of torch.distributed",
     ),
-    # Not a field, but given next to the fields.
+    # Not a field of `DistCAConfig`, but given next to the fields.
     "tokens_per_rank": (
         int,
         lambda value: value >= 1,
@@ -89,52 +89,52 @@ class DistCAConfig:
     Every rank of an attention group must use the same ones.
 
     Attributes:
-        balance: move work between ranks. Off, every rank computes its own attention with the same
-            kernels, which is what balanced runs are compared with.
+        balance: move work between ranks. If off, every rank computes its own attention with the
+            same kernels: the baseline of a comparison.
         tolerance: how far the estimated attention seconds of a rank may lie above or below the mean
             of all ranks, as a fraction of the mean.
-        min_gain: smallest fall of the slowest rank's estimated attention seconds, as a fraction,
-            for which work is moved at all. Below it a micro-batch runs locally and nothing is
-            exchanged.
-        tile: documents are cut at multiples of this position: the query rows of a kernel's tile.
+        min_gain: work is moved only if the slowest rank's estimated attention seconds fall by at
+            least this fraction. Otherwise a micro-batch runs locally and nothing is exchanged.
+        tile: number of query rows in a tile of the kernel. Documents are cut at multiples of it.
         head_groups: upper limit on the number of groups of key/value heads that a long document is
-            split into, so that a server receives keys for its heads only. Normally 4, or the
-            largest smaller number that divides the heads; up to this limit if communication would
-            take about as long as compute. 1 to move all heads of a slice together.
+            split into, so that a server receives keys for its heads only. The scheduler normally
+            uses 4 groups, or the largest smaller number that divides the heads. It uses more, up to
+            this limit, if communication would take about as long as compute. With 1, all heads of a
+            slice are moved together.
         kernel: attention kernel, ``"auto"`` for the best one that runs on the device.
-        cost_model: ``"analytic"`` for built-in figures of the type of device, times the factor of
-            the GPU and kernel that run, if they are known and equal on all ranks; documents are
-            dealt by the figures without it. Or a `CostModel` of your own, or the path of one in
-            JSON (`CostModel.to_json`; read at once), whose shape is replaced by that of the layer
-            at hand.
-        measured_rates: correct the cost model by what ranks measure while they train, give slower
-            ranks less, and move less or nothing where exchanges turn out to take longer than they
-            gain. Off, plans depend on the documents alone, as they always do with a `CostModel` of
-            your own, which is never corrected, and where torch uses deterministic algorithms.
+        cost_model: ``"analytic"`` for built-in figures of the type of device. They are multiplied
+            by a factor for the GPU and kernel, if this is known and equal on all ranks; documents
+            are dealt without the factor. Or a `CostModel` of your own, or the path of one in JSON
+            (`CostModel.to_json`; the file is read at once). Its shape is replaced by that of each
+            layer.
+        measured_rates: correct the cost model by what ranks measure while they train. Slower ranks
+            get less work, and less or nothing is moved if exchanges take longer than they gain. If
+            off, plans depend on the documents alone. That is also the case with a `CostModel` of
+            your own, which is never corrected, and if torch uses deterministic algorithms.
         documents_span_ranks: read position ids that start above 0 as the continuation of another
-            rank's document. Off, every run of positions is a separate document, as it is for
+            rank's document. If off, every run of positions is a separate document, as in
             transformers.
         balance_evaluation: let ranks share attention also while the model is in evaluation mode.
-            Only where every rank evaluates the same number of batches. Shares whose documents are
-            cut are computed by all ranks in either case.
-        serve_in_place: let ranks that hold tokens compute slices of others. Off, only ranks that
-            hold none do.
+            Every rank must then evaluate the same number of batches. Dealt shares with cut
+            documents are computed by all ranks together in either case.
+        serve_in_place: let ranks that hold tokens compute slices of other ranks. If off, only ranks
+            without tokens do.
         ping_pong: run every decoder layer as two nano-batches in turns, so that one computes while
-            the messages of the other travel. It pays where exchanges take long; where nothing is
+            the messages of the other travel. This pays if exchanges take long. If nothing is
             exchanged, layers run whole.
         max_transient_bytes: limit on the bytes that one call of core attention holds on a rank for
-            other ranks, the larger of forward and backward; None for no limit. It counts rows of q,
-            k, v, o, log-sum-exp, dO and of gradients that are received, the messages they are sent
-            in, the pools made of them, and outputs and gradients of the arrived tasks; not the
-            rank's own q, k, v, o, log-sum-exp and their gradients, which are as large as its tokens
-            are many, nor copies of own rows of documents split by heads, nor what the kernel uses
-            inside. The scheduler moves only slices that fit. A document that spans ranks may need
-            more; this is logged as a warning.
+            other ranks, the larger of forward and backward; None for no limit. It counts received
+            rows of q, k, v, o, log-sum-exp, dO and gradients, the messages that carry them, the
+            pools made of them, and the outputs and gradients of tasks of other ranks. It does not
+            count the rank's own q, k, v, o, log-sum-exp and gradients, which grow with its tokens,
+            copies of its own rows of documents that are split by heads, and memory inside the
+            kernel. The scheduler moves only slices that fit. A document that spans ranks may need
+            more; then a warning is logged.
         group_size: number of neighbouring ranks that share core attention; must divide the number
             of ranks. Work is balanced within a group, and documents may span only ranks of a group.
-            Choose a multiple of the node size to profit from fast links. None for one group of up
-            to 512 ranks, and for groups of 256 to 512 if there are more; see `group_ranks`.
-        timeout_seconds: seconds that a rank waits for the others before it raises
+            Choose a multiple of the node size to profit from fast links. With None, up to 512 ranks
+            are one group, and more ranks form groups of 256 to 512; see `group_ranks`.
+        timeout_seconds: seconds that a rank waits for other ranks before it raises
             `DistCADesyncError`. None for the timeout of torch.distributed's collectives, which the
             Trainer calls `ddp_timeout`.
 
@@ -183,17 +183,18 @@ class DistCAConfig:
                 it is relative to the current folder.
 
         Raises:
-            ConfigError: if the file cannot be read, if no field has a name (suggests the nearest
-                one), or if a value is out of range. One line that begins with the file's name.
+            ConfigError: if the file cannot be read, if a name is not that of a field (suggests the
+                nearest one), or if a value is out of range. The message is one line that begins
+                with the file's name.
         """
         return split_settings(read_values(path), str(path), others=())[0]
 
     def group_ranks(self, ranks: int) -> int:
-        """Return how many of `ranks` ranks, which could all share attention, do so in one group.
+        """Return the size of an attention group if `ranks` ranks could all share attention.
 
-        Without a `group_size`, more than 512 ranks are cut into groups of 256 to 512, as large as
-        possible, whose size is a multiple of 8 and divides the number of ranks. If there is no such
-        size, or a loader may let documents span ranks, all are one group.
+        Without a `group_size`, up to 512 ranks are one group. More ranks are cut into equal groups
+        of 256 to 512, as large as possible, whose size is a multiple of 8. If no such size divides
+        the number of ranks, or documents may span ranks, all ranks are one group.
         """
         if self.group_size is not None:
             return self.group_size
@@ -207,11 +208,11 @@ def read_values(path: str | Path) -> Any:
     """Read a YAML or JSON file; None if it is empty.
 
     Raises:
-        ConfigError: if it cannot be read. One line that begins with the file's name.
+        ConfigError: if it cannot be read. The message is one line that begins with the file's name.
     """
     try:
         text = read_file(Path(path))
-    except (OSError, TypeError, ValueError) as error:  # what is no path, too
+    except (OSError, TypeError, ValueError) as error:  # `path` may not be a path at all
         reason = getattr(error, "strerror", None) or error
         raise ConfigError(f"{show_value(str(path))[1:-1]}: {reason}.") from error
     return parse_values(text, str(path))
@@ -221,7 +222,7 @@ def parse_values(text: str | bytes, source: str) -> Any:
     """Parse a text: JSON if the name of its source ends in ``.json``, else YAML.
 
     Raises:
-        ConfigError: if it is neither. One line that begins with `source`.
+        ConfigError: if it is neither. The message is one line that begins with `source`.
     """
     try:
         return json.loads(text) if source.endswith(".json") else yaml.safe_load(text)
@@ -232,16 +233,16 @@ def parse_values(text: str | bytes, source: str) -> Any:
 def split_settings(
     values: Any, source: str, others: tuple[str, ...] = ("tokens_per_rank",)
 ) -> tuple[DistCAConfig, dict[str, Any]]:
-    """Split names and values that a user wrote into settings, and values of `others`, which may
-    stand next to them.
+    """Split values that a user wrote into settings and the values of `others`, names that may stand
+    next to settings.
 
     Args:
-        values: by name; None for none.
-        source: place where they were written: a file, or a key in one. Errors begin with it.
-        others: names besides those of fields.
+        values: the values by name; None if there are no values.
+        source: where they were written: a file, or a key in a file. Errors begin with it.
+        others: names that are accepted besides those of fields.
 
     Raises:
-        ConfigError: if a name is neither (suggests the nearest one), or if a field or
+        ConfigError: if a name is unknown (suggests the nearest one), or if a field or
             ``tokens_per_rank`` is out of range.
     """
     known = (*(field.name for field in fields(DistCAConfig)), *others)
@@ -296,18 +297,18 @@ def is_built_in(source: object) -> bool:
 
 
 def read_cost_model(path: Any) -> CostModel:
-    """Read the file of a cost model in JSON.
+    """Read a cost model from a JSON file.
 
     Raises:
-        ConfigError: if there is none, or it holds no cost model. One line that begins with its
-            name.
+        ConfigError: if there is no such file, or it holds no cost model. The message is one line
+            that begins with the file's name.
     """
     try:
         return CostModel.from_json(read_file(Path(path)).decode("utf-8"))
     except (ConfigError, OSError, TypeError, ValueError) as error:
         raise ConfigError(
-            f"{show_value(str(path))[1:-1]}: {str(error).rstrip('.')}. Give what CostModel.to_json"
-            " wrote: there are no profiles any more."
+            f"{show_value(str(path))[1:-1]}: {str(error).rstrip('.')}. Give a file that"
+            " CostModel.to_json wrote; profiles are no longer supported."
         ) from error
 
 
@@ -316,13 +317,13 @@ def _read_costs(source: Any) -> CostModel:
         return read_cost_model(source)
     except ConfigError as error:
         raise ConfigError(
-            f"cost_model={show_value(source)} must be 'analytic', whose rates ranks correct as they"
-            f" train, a CostModel, or the path of one in JSON: {error}"
+            f"cost_model={show_value(source)} must be 'analytic', a CostModel, or the path of a"
+            f" JSON file with one: {error}"
         ) from error
 
 
 def check_settings(config: object, receiver: str) -> None:
-    """Raise for settings of another type, which `receiver` got.
+    """Raise if `receiver` got settings of a wrong type.
 
     Raises:
         ConfigError: if they are neither None nor a `DistCAConfig`.
@@ -335,10 +336,10 @@ def check_settings(config: object, receiver: str) -> None:
 
 
 def check_replaceable(name: Any) -> None:
-    """Raise unless distca can stand in for an attention of that name.
+    """Raise unless distca can stand in for the attention implementation of this name.
 
     Raises:
-        UnsupportedError: if distca does not compute that attention as it is meant.
+        UnsupportedError: if distca would not compute the same as this implementation.
     """
     if not (isinstance(name, str) and name in REPLACEABLE_ATTENTION):
         raise UnsupportedError(

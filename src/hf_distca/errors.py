@@ -6,7 +6,7 @@
     ├── ConfigError (ValueError)          a configuration value out of its range
     ├── LayoutError (ValueError)          positions or lengths that describe no set of documents
     ├── PlanError (ValueError)            a plan that breaks one of its invariants
-    ├── ReportError (ValueError)          a run folder that no page can be made of
+    ├── ReportError (ValueError)          a run folder with nothing to report
     ├── UnsupportedError (NotImplementedError)
     │                                     a model or an argument that distca would get wrong
     ├── KernelError (RuntimeError)        no kernel for this device, dtype or shape
@@ -19,8 +19,8 @@ from __future__ import annotations
 
 
 def make_printable(text: str) -> str:
-    """Return a text that others wrote as messages show it: with control characters escaped, other
-    than line ends and tabs.
+    """Return a text from outside as messages show it: control characters are escaped, except line
+    ends and tabs.
     """
     return "".join(
         character
@@ -43,13 +43,11 @@ class LayoutError(DistCAError, ValueError):
 
 
 class PlanError(DistCAError, ValueError):
-    """A plan does not compute every query token exactly once, or asks for keys nobody holds."""
+    """A plan does not compute every query token exactly once, or needs keys that no rank holds."""
 
 
 class ReportError(DistCAError, ValueError):
-    """A run folder holds nothing that a report could be made of, or what it holds cannot be
-    read.
-    """
+    """A run folder holds nothing to report, or its contents cannot be read."""
 
 
 class UnsupportedError(DistCAError, NotImplementedError):

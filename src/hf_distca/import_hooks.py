@@ -1,10 +1,8 @@
-"""Calls that wait for an import: at once if a module is there already, else right after its first
-import; and calls that wait for the end of a process.
+"""Call functions after the import of a module, or at the end of a process.
 
-Nothing of transformers or torch is imported for it, so that `import hf_distca` costs nothing where
-no model is loaded: on the command line, in a process that only starts others, at the top of a
-notebook. `transformers.modeling_utils`, where attention implementations are registered, is what
-every model file imports first.
+This file imports neither transformers nor torch, so that `import hf_distca` is fast in a process
+that loads no model, such as a command line or a launcher. Every model file first imports
+`transformers.modeling_utils`, where attention implementations are registered.
 """
 
 from __future__ import annotations
@@ -21,13 +19,13 @@ _MODELS = "transformers.modeling_utils"
 
 def call_after_models_load(act: Callable[[], None]) -> None:
     """Call a function now if transformers has imported the module that all models share, else right
-    after it does.
+    after that import.
     """
     call_after_import(_MODELS, act)
 
 
 def call_after_import(name: str, act: Callable[[], None]) -> None:
-    """Call a function now if a module of transformers is imported, else right after its import.
+    """Call a function now if this module of transformers is imported, else right after its import.
 
     A module whose import is under way counts as not imported: it lacks what its last lines define.
     """
@@ -51,9 +49,9 @@ def call_at_exit(act: Callable[[], object]) -> None:
 
 
 class _ImportFinder:
-    """A finder that finds no module itself; it adds calls to the end of imports of transformers.
+    """A finder that adds calls to the end of imports of transformers; the other finders find them.
 
-    It has no base class: `importlib.abc` takes longer to import than all else here.
+    It has no base class: `importlib.abc` takes longer to import than everything else here.
 
     Attributes:
         acts: functions to call after the import of a module, by its name.
@@ -67,7 +65,7 @@ class _ImportFinder:
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return the spec that the other finders find."""
+        """Return the spec that another finder finds, with calls added to the end of the import."""
         if not fullname.startswith("transformers."):
             return None
         others = (finder for finder in sys.meta_path if finder is not self)

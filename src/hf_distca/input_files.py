@@ -1,4 +1,4 @@
-"""`read_file`: the one way to open a file that a user names, or in a folder that a user names."""
+"""`read_file`: the only way to open a file that a user names, or a file in a folder of a user."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ def check_file(path: Path) -> None:
     """Raise if a path is a pipe, a socket or a device, which may never end or make the reader wait.
 
     Raises:
-        OSError: if it is one, or there is nothing of that name.
+        OSError: if it is one of these, or nothing has this name.
     """
     kind = path.stat().st_mode
-    if not S_ISREG(kind) and not S_ISDIR(kind):  # opening a folder fails by itself
+    if not S_ISREG(kind) and not S_ISDIR(kind):  # a folder fails when it is opened
         raise OSError(EINVAL, "is a pipe, a socket or a device: give a regular file", str(path))
 
 
@@ -25,8 +25,8 @@ def read_file(path: Path, most_bytes: int = _MOST_BYTES) -> bytes:
     """Read all of a regular file.
 
     Raises:
-        OSError: if it cannot be read, is no regular file, or holds more than `most_bytes`; names
-            the file.
+        OSError: if the file cannot be read, is not a regular file, or holds more than `most_bytes`;
+            names the file.
     """
     check_file(path)
     with path.open("rb") as file:

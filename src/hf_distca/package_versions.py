@@ -1,4 +1,4 @@
-"""Versions of the packages that results depend on, as ranks compare them and records keep them."""
+"""Versions of the packages that results depend on. Ranks compare them, and records store them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _PACKAGES = (
 
 
 def list_versions() -> dict[str, str]:
-    """Return the versions of Python and of the packages that are installed, by name."""
+    """Return the versions of Python and of each installed package of the list, by name."""
     installed = {"python": platform.python_version()}
     for package in _PACKAGES:
         with suppress(PackageNotFoundError):

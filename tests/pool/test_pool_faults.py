@@ -75,7 +75,7 @@ def test_late_server_changes_no_training(running: Forks, port: int) -> None:
             -9,
             r"has closed its connection without a word: look at its log, and start it again before",
         ),
-        pytest.param("SIGTERM", 143, "ended: told to by SIGTERM", marks=pytest.mark.slow),
+        pytest.param("SIGTERM", 143, "ended: stopped by SIGTERM", marks=pytest.mark.slow),
         pytest.param(
             "SIGSTOP",
             None,
@@ -115,7 +115,7 @@ def test_a_server_that_ends_while_others_train(
     else:
         assert ended(server) == [status]
     if name == "SIGTERM":
-        check_server(server, port, "told to by SIGTERM")
+        check_server(server, port, "stopped by SIGTERM")
 
 
 @pytest.mark.parametrize(
@@ -132,7 +132,7 @@ def test_a_server_that_ends_while_others_train(
             [1, 1],
             "the run failed, see the log of rank 0|rank 1 ended with ValueError: a bad batch",
         ),
-        ("dies:0", [-9, 1], r"rank 0 has ended without a word, see its log \(.*\)"),
+        ("dies:0", [-9, 1], r"rank 0 has ended unexpectedly, see its log \(.*\)"),
         pytest.param(
             "dies:1", [1, -9], "the run failed, see the log of rank 0", marks=pytest.mark.slow
         ),
@@ -165,7 +165,7 @@ def test_ranks_that_train_are_told_to_end(name: str, running: Forks, port: int) 
     check_server(
         server,
         port,
-        r"the run failed, see the log of rank 0|rank 0 has ended without a word, see its log"
+        r"the run failed, see the log of rank 0|rank 0 has ended unexpectedly, see its log"
         r" \(.*\)",
     )
 
@@ -177,7 +177,7 @@ def test_waiting_server_does_not_outlive_the_trainers(running: Forks, port: int)
     trainers = running.trainers(2, [port], ENDLESS, "", 5.0)
     assert ended(*trainers) == [1, 1]
     assert ended(server) == [1]
-    check_server(server, port, r"rank 0 has ended without a word, see its log \(1 s ago\)")
+    check_server(server, port, r"rank 0 has ended unexpectedly, see its log \(1 s ago\)")
 
 
 def test_servers_that_cannot_take_part(running: Forks) -> None:
@@ -198,7 +198,7 @@ def test_servers_that_cannot_take_part(running: Forks) -> None:
             " address"
         ),
         (shell,): (
-            f"what listens at 127.0.0.1:{shell} is no server of hf-distca, or has ended"
+            f"the process at 127.0.0.1:{shell} is not a server of hf-distca, or has ended"
             " (JSONDecodeError)"
         ),
         (
@@ -247,7 +247,7 @@ def test_two_servers_at_one_address(running: Forks, port: int) -> None:
     assert (
         second.output
         == f"hf-distca: a server cannot listen at 127.0.0.1:{port}: Address already in use. Another"
-        " one may be there: give each a separate address.\n"
+        " server may listen there: give each server a separate address.\n"
     )
     check_server(first, port, "no ranks came within 3 s")
 

@@ -167,7 +167,7 @@ def test_one_process_and_servers_on_their_own(
     [
         (
             "hf-distca run --servers 3 torchrun --nproc_per_node 3 train.py 6",
-            "servers=3 of 3 processes of a node: nobody would train",
+            "servers=3 of 3 processes of a node: no rank would train",
         ),
         (
             "hf-distca run --servers 1 python train.py 6",

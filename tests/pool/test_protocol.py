@@ -91,7 +91,7 @@ def test_settings_name_no_files_of_a_server(name: object, tmp_path: Path) -> Non
     assert read_config({**told, "cost_model": "analytic"}).cost_model == "analytic"
     assert read_config({**told, "cost_model": {"text": cost.to_json()}}).cost_model == cost
     for other in (name, str(file)):
-        with pytest.raises(ConfigError, match=r"cost_model=.* is none that rank 0 names"):
+        with pytest.raises(ConfigError, match=r"cost_model=.* must be 'analytic' or a cost model"):
             read_config({**told, "cost_model": other})
 
 

@@ -35,9 +35,9 @@ def test_the_figures_behind_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("options", [(), ("--json",)])
 def test_what_is_wrong_is_said_in_check_one_line(tmp_path: Path, options: tuple[str, ...]) -> None:
     check_one_line(
-        run("report", tmp_path / "none", *options), "is no folder with _distca_run.jsonl"
+        run("report", tmp_path / "none", *options), "is not a folder with _distca_run.jsonl"
     )
-    check_one_line(run("report", tmp_path, *options), "is no folder with _distca_run.jsonl")
+    check_one_line(run("report", tmp_path, *options), "is not a folder with _distca_run.jsonl")
     folder = write_record(tmp_path / "run", some_rows())
     check_one_line(
         run("report", folder, "--step", 9, *options), "Plans of these steps were kept: 1, 2, 3, 4."

@@ -179,10 +179,10 @@ def test_a_run_that_moves_nothing_says_so(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("files", "step", "message"),
     [
-        ({}, None, "is no folder with _distca_run.jsonl. Train with attn_implementation"),
-        ({RECORD_NAME: ""}, None, "tells of no micro-batch yet"),
+        ({}, None, "is not a folder with _distca_run.jsonl. Train with attn_implementation"),
+        ({RECORD_NAME: ""}, None, "has no micro-batch yet"),
         ({"record": "no beginning"}, None, "does not tell how a training began"),
-        ({"record": "broken steps"}, None, "tells of no micro-batch yet (broken lines: 2, 3, 4)"),
+        ({"record": "broken steps"}, None, "has no micro-batch yet (broken lines: 2, 3, 4)"),
         (
             {"record": "good"},
             9,
@@ -227,7 +227,7 @@ def test_paths_that_are_no_folders(tmp_path: Path) -> None:
     for name in ("none", "file"):
         with pytest.raises(
             ReportError,
-            match=f"{name} is no folder with {RECORD_NAME}. .* give the output_dir of that run",
+            match=f"{name} is not a folder with {RECORD_NAME}. .* give the output_dir of that run",
         ):
             figures(tmp_path / name)
 

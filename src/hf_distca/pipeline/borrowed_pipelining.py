@@ -1,8 +1,9 @@
-"""Parts of torch and peft that this room uses without a promise of stability.
+"""Parts of torch and peft that this room uses although they may change.
 
 Seen in torch 2.13.0 and transformers 5.23.0.
 
-It is apart from `hf_distca.borrowed` because importing torch.distributed.pipelining takes a second.
+This file is separate from `hf_distca.borrowed` because importing torch.distributed.pipelining takes
+a second.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from hf_distca.errors import UnsupportedError
 
 
 class OneStageSchedule(PipelineScheduleSingle):
-    """torch's base class of schedules with one stage a rank, in which a schedule only implements
+    """torch's base class of schedules with one stage on each rank. A subclass implements only
     `run`.
     """
 
@@ -56,7 +57,7 @@ class OneStageSchedule(PipelineScheduleSingle):
         """Return the loss of a micro-batch, from which backward begins.
 
         With `scale_grads` the loss is divided by the number of micro-batches. torch's schedules
-        divide gradients at the end of a step instead, including what earlier steps left in them.
+        instead divide gradients at the end of a step, and with them gradients of earlier steps.
         """
         return self._internal_losses[number] / (self.micro_batches if self.scale_grads else 1)
 
@@ -76,20 +77,20 @@ class OneStageSchedule(PipelineScheduleSingle):
             )
             self._update_losses(self._stage, losses)  # type: ignore[no-untyped-call]
         finally:
-            self._internal_losses.clear()  # of a step that failed
+            self._internal_losses.clear()  # a failed step leaves some
 
 
 def has_adapters(model: Any) -> bool:
-    """Return whether adapters were added to a model of transformers; it then saves nothing else."""
+    """Return whether a model of transformers has adapters; then it saves only these."""
     return bool(getattr(model, "_hf_peft_config_loaded", False))
 
 
 def unwrap_peft(model: Any) -> Any:
-    """Return the model of transformers in a model of peft, as `add_adapter` would leave it; any
-    other model as it is.
+    """Return the model of transformers inside a model of peft, in the state that `add_adapter`
+    would leave. Return any other model as it is.
 
     Raises:
-        UnsupportedError: if its adapters are a prompt, which is no part of any layer.
+        UnsupportedError: if the adapter is a prompt, which belongs to no layer.
     """
     if not callable(getattr(model, "get_base_model", None)):
         return model
@@ -104,8 +105,8 @@ def unwrap_peft(model: Any) -> Any:
 
 
 def select_adapter_weights(model: Any, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the weights of a model's adapter among all of its weights, by the names that peft
-    gives them in files.
+    """Select the weights of a model's adapter from all of its weights. Return them by the names
+    that peft uses in files.
 
     Raises:
         UnsupportedError: if there are several adapters.
@@ -125,5 +126,5 @@ def select_adapter_weights(model: Any, weights: dict[str, torch.Tensor]) -> dict
 
 
 def find_whole_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """Return the mesh that this is a dimension of; the mesh itself if it is none."""
+    """Return the mesh of which this one is a dimension, or else the mesh itself."""
     return mesh._get_root_mesh()

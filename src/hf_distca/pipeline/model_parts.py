@@ -17,7 +17,7 @@ from hf_distca.errors import ConfigError, UnsupportedError
 from hf_distca.integration.attention_names import find_distca_configs
 from hf_distca.integration.families import check_family, check_layerdrop
 
-# Two stages, one after the other, give the logits and gradients of the whole model.
+# Families whose models, run as two stages, give the logits and gradients of the whole model.
 _SPLIT = """
     afmoe apertus arcee aria_text axk1 beam biogpt bitnet cohere cohere2 cohere2_moe
     cohere_compass_text cwm dbrx deepseek_v2 deepseek_v3 diffllama dots1 emu3 ernie4_5 ernie4_5_moe
@@ -31,17 +31,17 @@ _SPLIT = """
 """
 
 SPLIT = frozenset(_SPLIT.split())
-_AFTER = ("norm", "ln_f")  # in the names of modules that follow the layers
+_AFTER = ("norm", "ln_f")  # parts of the names of modules that follow the layers
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 _ACTIVE_EXPERTS = ("num_experts_per_tok", "moe_topk", "top_k_experts")
 
 
 def check_split(model: PreTrainedModel) -> None:
-    """Raise unless a model is known to be the same in stages.
+    """Raise unless a model is known to compute the same in stages.
 
     Raises:
         ConfigError: if its attention is not distca's.
-        UnsupportedError: with the reason.
+        UnsupportedError: if it cannot be split; names the reason.
     """
     config = model.config
     check_family(config.model_type, encoder_decoder=config.is_encoder_decoder)
@@ -55,11 +55,11 @@ def check_split(model: PreTrainedModel) -> None:
     text_config = config.get_text_config(decoder=True)
     shared = getattr(text_config, "num_kv_shared_layers", 0)
     reasons = {
-        "models of this family were never compared with their stages, or are not layers between an"
-        " embedding and a head": config.model_type not in SPLIT,
+        "nobody has tested models of this family in stages, or they do not consist of layers"
+        " between an embedding and a head": config.model_type not in SPLIT,
         f"{shared} of its layers read keys of other layers (num_kv_shared_layers={shared}), which"
         " may be on another stage": shared,
-        "it adds a loss of its routers (output_router_logits=True), which stages do not hand on;"
+        "it adds a loss of its routers (output_router_logits=True), which stages do not pass on;"
         " set it to False": getattr(text_config, "output_router_logits", False),
     }
     for why, applies in reasons.items():
@@ -72,9 +72,9 @@ class ModelParts:
     """The parts of a model.
 
     Attributes:
-        layers: the decoder layers, of which each stage has consecutive ones.
+        layers: the decoder layers; each stage has consecutive ones.
         before, after: names of modules that only the first stage needs, and of modules that only
-            the last one needs.
+            the last stage needs.
         embedding, head: the input embedding and the output projection.
     """
 
@@ -87,7 +87,7 @@ class ModelParts:
     @classmethod
     def from_model(cls, model: PreTrainedModel) -> ModelParts:
         """Find the parts of a model, which must be layers between an embedding and a head."""
-        # It imports what registers distca.
+        # Not at the top of the file, because this import registers distca.
         from transformers.modeling_layers import GradientCheckpointingLayer
 
         embedding, head = find_ends(model)
@@ -131,15 +131,16 @@ class ModelParts:
         return self.embedding.weight is self.head.weight
 
     def estimate_layer_costs(self, model: PreTrainedModel) -> list[float]:
-        """Return the multiplications per token, by layer; the last layer includes the head's.
+        """Return the multiplications per token of each layer. The last layer includes the head.
 
-        Core attention is left out: stages share it. Looking up an embedding costs next to nothing.
+        Core attention does not count, because stages share it, nor does the lookup of an embedding,
+        which costs almost nothing.
         """
         config = model.config.get_text_config(decoder=True)
         active = min(
             1.0, _find_first_number(config, _ACTIVE_EXPERTS) / _find_first_number(config, _EXPERTS)
         )
-        # The weights of all experts are one tensor of three dimensions.
+        # A tensor of three dimensions holds the weights of all experts.
         costs = [
             sum(
                 weight.numel() * (active if weight.dim() == 3 else 1.0)
@@ -156,7 +157,7 @@ class ModelParts:
 
 
 def find_ends(model: PreTrainedModel) -> tuple[Any, Any]:
-    """Return the input embedding and the output projection of a model; None where it has none."""
+    """Return the input embedding and the output projection of a model; None for a missing one."""
     return model.get_input_embeddings(), model.get_output_embeddings()  # type: ignore[no-untyped-call]
 
 
@@ -168,7 +169,7 @@ def _split_error(model: PreTrainedModel, why: str) -> UnsupportedError:
 
 
 def _find_first_number(config: object, names: Sequence[str]) -> int:
-    """Return the first of these settings that is a positive number; 1 if none is."""
+    """Return the first positive whole number among these settings, or else 1."""
     return next(
         (
             value
@@ -192,8 +193,8 @@ def divide_layers(costs: Sequence[float], stages: int) -> list[int]:
 
     @cache
     def cut(layers: int, stages: int) -> tuple[float, tuple[int, ...]]:
-        """Cut the first layers into so many stages: the cost of the most expensive one, and the
-        number of layers of each.
+        """Cut the first layers into so many stages. Return the cost of the most expensive stage,
+        and the number of layers of each stage.
         """
         if stages == 1:
             return totals[layers], (layers,)

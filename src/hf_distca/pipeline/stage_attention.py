@@ -1,8 +1,8 @@
 """`StageAttention`: computes a stage's attention while a schedule runs, and serves other stages.
 
-A call has one plan for its forward and another for its backward, when other micro-batches are in
-the same tick. Rows travel again in backward anyway, so this costs nothing: when its backward
-begins, a call changes its route.
+The forward and the backward of a call run in ticks with different other micro-batches, so each has
+its own plan. When its backward begins, a call changes its route. This costs nothing, because rows
+travel again in backward anyway.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from hf_distca.runtime.group import AttentionGroup
 from hf_distca.runtime.outputs import LayerOutputs
 from hf_distca.runtime.route import NOTHING_POOLED, Route
 
-# Stands in plans whose calls get their own routes. It exchanges, so that nano-batches have
-# something to hide.
+# Placeholder in layer plans, whose calls get their own routes. It is marked as exchanging, because
+# layers run as nano-batches only if there is an exchange to hide.
 _NO_ROUTE = Route(TaskBatch((), (), (), ()), NOTHING_POOLED, exchanges=True)
 
 
 class LayerKindRecorder(LayerPlanner):
-    """Records the kinds of a stage's calls of attention, in their order, in a forward without other
-    ranks, which computes no attention.
+    """Records the kinds of a stage's calls of attention, in their order, in a forward that involves
+    no other ranks and computes no attention.
 
     Attributes:
         kinds: the kind of each call, by the id of its module.
@@ -71,11 +71,11 @@ class LayerKindRecorder(LayerPlanner):
     def _record(
         self, key: PlanKey, module: torch.nn.Module, inputs: Inputs, scores: ScoreOptions
     ) -> torch.Tensor:
-        """Record the kind of a call, and return zeros: nobody looks at the outputs."""
+        """Record the kind of a call, and return zeros, because the outputs are not used."""
         if id(module) in self.kinds:
             raise UnsupportedError(
                 f"{type(module).__name__} computes attention twice in a forward, which stages of a"
-                " pipeline cannot."
+                " pipeline cannot do."
             )
         self.kinds[id(module)] = LayerKind.from_call(key, inputs, scores)
         return inputs.q_THD.new_zeros((*inputs.q_THD.shape[:2], key.shape.value_head_dim))
@@ -159,7 +159,7 @@ class StageAttention(LayerPlanner):
         kind = LayerKind.from_call(key, inputs, scores)
         if id(module) not in self.modules:
             raise UnsupportedError(
-                f"{type(module).__name__} computes attention that it did not in the first step."
+                f"{type(module).__name__} computes attention, but it did not in the first step."
             )
         which = OwnCall(self.modules.index(id(module)), key.nano)
         if not again:
@@ -167,11 +167,11 @@ class StageAttention(LayerPlanner):
         expected = micro_batch.parts[which].kind
         if kind != expected:
             raise DistCADesyncError(
-                f"{micro_batch.name} has {kind} where the first step found {expected}: layers must"
+                f"{micro_batch.name} has {kind}, but the first step found {expected}: layers must"
                 " stay as they are."
             )
-        # Force a backward even if nothing before the layer is trained, because other stages expect
-        # its rows.
+        # Force a backward even if nothing before the layer is trained, because other stages wait
+        # for the rows of this one.
         if torch.is_grad_enabled() and not any(tensor.requires_grad for tensor in inputs[:3]):
             inputs = inputs._replace(q_THD=inputs.q_THD.detach().requires_grad_())
         stored = (
@@ -182,8 +182,8 @@ class StageAttention(LayerPlanner):
         call = StageCall(self, micro_batch, which, stored)
         if again and call.recomputed_outputs is None:
             raise UnsupportedError(
-                f"{type(module).__name__} computes attention in backward whose outputs were not"
-                " kept."
+                f"{type(module).__name__} computes attention again in backward, but its outputs"
+                " were not kept in forward."
             )
         return compute_core_attention(inputs, call)
 
@@ -231,8 +231,8 @@ class StageCall(LayerExchange):
         part = micro_batch.parts[which]
         server = attention.make_server(part)
         super().__init__(part.route, attention.group, server, stored, part.name)
-        # The backward may exchange if the forward does not, and nano-batches take turns in the same
-        # places on all ranks.
+        # The backward may exchange even if the forward does not, and nano-batches must take turns
+        # at the same points on all ranks.
         self.exchanges = True
         self._attention, self._micro_batch, self._which = attention, micro_batch, which
 

@@ -33,15 +33,15 @@ def save_pretrained(stage: Stage, directory: str | Path, **kwargs: Any) -> None:
     """Save the model of all stages as transformers would save the whole one: `from_pretrained`
     loads it without hf_distca.
 
-    All ranks must call it, with a directory that all of them see. The first copy of the model
-    writes, each stage its own weights. An existing checkpoint is replaced. If the model has an
+    All ranks must call it, with a directory that all of them see. Each stage of the first copy of
+    the model writes its own weights. An existing checkpoint is replaced. If the model has an
     adapter, only the adapter is saved, for `PeftModel.from_pretrained`.
 
     Args:
         stage: stage of this rank.
         directory: target; made if it does not exist.
-        kwargs: for ``save_pretrained`` of transformers, such as ``max_shard_size``; those of
-            adapters are always one file.
+        kwargs: for ``save_pretrained`` of transformers, such as ``max_shard_size``. Weights of an
+            adapter are always one file.
 
     Raises:
         UnsupportedError: if the model has several adapters.
@@ -55,12 +55,12 @@ def save_pretrained(stage: Stage, directory: str | Path, **kwargs: Any) -> None:
     parts = [folder / f".stage-{number}" for number in range(model.stages)]
     part = parts[model.stage]
     whole_mesh = find_whole_mesh(stage.mesh).mesh
-    writes = bool((stage.mesh.mesh == whole_mesh.flatten()[0]).any())  # the first copy does
+    writes = bool((stage.mesh.mesh == whole_mesh.flatten()[0]).any())  # only the first copy
     if writes:
         folder.mkdir(parents=True, exist_ok=True)
         if part.exists():  # left by a save that was killed
             shutil.rmtree(part)
-        if adapted:  # there may be no layer with an adapter on this stage
+        if adapted:  # the stage may have no layer with an adapter
             part.mkdir()
             save_file(weights, part / _ADAPTER)
             next(iter(model.model.peft_config.values())).save_pretrained(part)
@@ -94,9 +94,7 @@ def _collect_weights(model: StageModel) -> dict[str, torch.Tensor]:
 def _save_stage(
     model: PreTrainedModel, part: Path, weights: dict[str, torch.Tensor], kwargs: dict[str, Any]
 ) -> None:
-    """Save a stage like a separate model; transformers 5.23 writes only on rank 0 unless told
-    otherwise.
-    """
+    """Save a stage like a separate model. By default, transformers 5.23 writes only on rank 0."""
     writer: Any = model
     writer.should_save_on_this_rank = lambda *_, **__: True
     try:
@@ -120,7 +118,7 @@ def _merge_shards(folder: Path, parts: Sequence[Path]) -> None:
     total = 0
     for number, shard in enumerate(shards, 1):
         name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        with shard.open("rb") as opened:  # it begins with the size of its header
+        with shard.open("rb") as opened:  # a file begins with the size of its header
             header = json.loads(opened.read(int.from_bytes(opened.read(8), "little")))
         header.pop("__metadata__", None)
         weight_map |= dict.fromkeys(header, name)
@@ -128,7 +126,8 @@ def _merge_shards(folder: Path, parts: Sequence[Path]) -> None:
         shard.replace(folder / name)
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
     (folder / _INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-    # Weights of an earlier checkpoint: transformers prefers one file to an index.
+    # Delete the weights of an earlier checkpoint. transformers would load its single file instead
+    # of the files in the index.
     for file in list(folder.iterdir()):
         if file.name == _WHOLE or (
             _SHARD.fullmatch(file.name) and file.name not in weight_map.values()

@@ -1,10 +1,9 @@
-"""Causal language models of transformers that can be split into stages, and the rest of a model on
-one stage.
+"""`StageModel`: a causal language model of transformers, of which one stage is left.
 
-The model stays what it is: layers of other stages become modules that do nothing, so that every
-layer keeps its number, by which models read their config, and every weight its name, by which
-checkpoints know it. What a model does to its embeddings before the layers, and to hidden states
-after them, happens on every stage; its result is used on the first and on the last stage only.
+Its class stays the same. Layers of other stages become modules that do nothing. So every layer
+keeps its number, with which models read their config, and every weight keeps its name in
+checkpoints. Every stage runs the operations of the model before its layers and after them, but
+their results are used only on the first and on the last stage.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from transformers import PreTrainedModel
 from hf_distca.errors import ConfigError
 from hf_distca.pipeline.model_parts import ModelParts, find_ends
 
-TIED = "tied weights"  # the fact that names them
+TIED = "tied weights"  # a key of `StageModel.facts`
 
 
 class SkippedLayer(torch.nn.Module):
@@ -28,7 +27,7 @@ class SkippedLayer(torch.nn.Module):
     def __init__(self, module: torch.nn.Module) -> None:
         super().__init__()
         self.zero = isinstance(module, torch.nn.Embedding)
-        for name, value in vars(module).items():  # models read what kind of attention a layer has
+        for name, value in vars(module).items():  # models read attributes of their layers
             if (
                 not name.startswith("_")
                 and isinstance(value, (str, int, float, bool))
@@ -37,14 +36,14 @@ class SkippedLayer(torch.nn.Module):
                 setattr(self, name, value)
 
     def forward(self, inputs: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Return the inputs; for an embedding a zero, which may be added to hidden states that are
-        not used.
+        """Return the inputs. In place of an embedding, return a zero, which the model may add to
+        hidden states that are not used.
         """
         return torch.zeros((), device=inputs.device) if self.zero else inputs
 
 
 class Gate(SkippedLayer):
-    """The layer before the first one of a stage, or after the last one.
+    """Placeholder of the layer before the first layer of a stage, or after its last layer.
 
     Attributes:
         arrived: hidden states from the previous stage, to be returned instead of the inputs.
@@ -55,7 +54,7 @@ class Gate(SkippedLayer):
     left: torch.Tensor | None = None
 
     def forward(self, inputs: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Keep the inputs, and return the hidden states that arrived; the inputs if none did."""
+        """Keep the inputs. Return the hidden states that arrived, or else the inputs."""
         self.left = inputs
         return inputs if self.arrived is None else self.arrived
 
@@ -64,13 +63,13 @@ class StageModel(torch.nn.Module):
     """A stage of a model: the module that `torch.distributed.pipelining` runs.
 
     `layers` is the number of layers of each stage. `tied` tells whether embedding and head share
-    their weight; by default they do if they do in the model.
+    their weight; by default, the model tells.
 
     Attributes:
-        model: the model that was given, whole or with the stage's weights alone; other stages'
-            modules have left it. Its weights have the names that they have in checkpoints.
-        stage, stages: number of the stage, and of all stages.
-        tied: whether embedding and head have the same weight, of which the first and the last stage
+        model: the given model, without the modules of other stages. Its weights have the same names
+            as in checkpoints.
+        stage, stages: number of the stage, and the number of stages.
+        tied: whether embedding and head share their weight. If so, the first and the last stage
             have a copy each.
         facts: properties that must be equal on the stages of all ranks, by name.
     """
@@ -95,7 +94,7 @@ class StageModel(torch.nn.Module):
             if not begin <= number < end:
                 kind = Gate if number in (begin - 1, end) else SkippedLayer
                 parts.layers[number] = kind(layer)
-        # A tuple, which registers no modules: they are the model's already.
+        # The gates are in a tuple, which does not register modules: the model has registered them.
         self._gates: tuple[Any, Any] = (
             None if self.is_first else parts.layers[begin - 1],
             None if self.is_last else parts.layers[end],
@@ -140,12 +139,12 @@ class StageModel(torch.nn.Module):
 
         Args:
             inputs: (batch, tokens) token ids on the first stage, (batch, tokens, width) hidden
-                states on others.
-            kwargs: of the model's forward, such as ``position_ids``.
+                states on other stages.
+            kwargs: arguments of the model's forward, such as ``position_ids``.
 
         Returns:
-            (batch, tokens, width) hidden states; of the last stage logits, (batch, tokens,
-            vocabulary).
+            (batch, tokens, width) hidden states; on the last stage, (batch, tokens, vocabulary)
+            logits.
         """
         entrance, exit_ = self._gates
         arguments = {

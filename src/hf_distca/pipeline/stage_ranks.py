@@ -1,4 +1,4 @@
-"""The ranks of all stages: they meet before the first step and learn about each other."""
+"""`find_ranks`: the ranks of all stages exchange facts about their stages before the first step."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from hf_distca.runtime.group import AttentionGroup
 from hf_distca.runtime.members import Members
 from hf_distca.schedule.layout import IntArray
 
-_TOKENS = 16  # of the forward in which a stage's kinds of attention are found
+_TOKENS = 16  # in the forward that finds the kinds of attention of a stage
 
 
 class StageFacts(NamedTuple):
@@ -35,7 +35,7 @@ class StageFacts(NamedTuple):
 
     Attributes:
         stage: number of the stage.
-        copy: the first rank of this copy of the model.
+        copy: its copy of the model, identified by the first rank of the copy.
         dtype: index in `DTYPES` of the dtype of the hidden states that the stage hands on.
         trained: whether its copy of a tied weight is trained; None if it has none.
         kinds: `LayerKind.numbers` of its calls of attention.
@@ -56,16 +56,16 @@ class StageFacts(NamedTuple):
 def find_ranks(
     stage: Stage, session: Session, facts: SharedSettings
 ) -> tuple[Pipeline, StageAttention]:
-    """Learn about all stages, together with their ranks; `facts` are this rank's values of all that
-    must be equal.
+    """Exchange facts about all stages; all of their ranks must call it. `facts` are this rank's
+    values of settings that must be equal.
 
     Returns:
-        The stage of each rank, and the attention of this stage, computed together with the others.
+        The stage of each rank, and the attention of this stage, shared with the other stages.
 
     Raises:
         ConfigError, DistCADesyncError: if the ranks are not the stages of copies of one model.
         UnsupportedError: if attention is computed in a way that stages cannot share, or settings
-            ask for what they cannot do.
+            ask for something that stages cannot do.
     """
     session.planner.join_world()
     group = AttentionGroup.find_or_create(
@@ -91,8 +91,8 @@ def find_ranks(
         [StageFacts(*json.loads(row.tobytes())) for row in rows], group, stage.device.type
     )
     with group.report_errors("connecting the pipeline stages"):
-        # NCCL asks that all ranks take part if messages between some are the first thing in a
-        # group. All are here now.
+        # If the first communication in a group is a message between two ranks, NCCL needs all of
+        # its ranks to take part. So begin with a collective, while all ranks are here.
         dist.all_reduce(torch.zeros(1, device=stage.device), group=stage.group)
     attention = StageAttention(session, group, stage.device, list(kinds))
     with group.report_errors("measuring costs"):
@@ -105,8 +105,8 @@ def _check_settings(config: DistCAConfig, group: AttentionGroup) -> None:
     """Raise `UnsupportedError` if settings ask for something that stages cannot do."""
     if AttentionGroup.observer is not None:
         raise UnsupportedError(
-            "stages of a pipeline serve each other while they are idle, and no other servers: leave"
-            " these out."
+            "idle stages of a pipeline serve each other, and separate servers cannot take part:"
+            " leave the servers out."
         )
     if config.group_size not in (None, group.size):
         raise UnsupportedError(
@@ -116,15 +116,15 @@ def _check_settings(config: DistCAConfig, group: AttentionGroup) -> None:
         )
     if config.documents_span_ranks:
         raise UnsupportedError(
-            "documents_span_ranks=True: stages do not read from position_ids which document goes on"
-            " where. Leave it out of DistCAConfig, and give Schedule.step distca_documents with"
+            "documents_span_ranks=True: stages cannot read from position_ids where a document goes"
+            " on. Leave it out of DistCAConfig, and give Schedule.step distca_documents with"
             " numbers (shares of hf_distca.document_shares)."
         )
 
 
 def _find_members(stage: Stage, session: Session) -> dist.ProcessGroup | Members | None:
-    """Return the ranks that share attention: of all stages and all copies of the model, with equal
-    heads.
+    """Return the ranks that share attention: all stages of all copies of the model, with the same
+    part of the heads.
     """
     given = session.given_group
     if given is not None and not isinstance(given, DeviceMesh):
@@ -136,14 +136,14 @@ def _find_members(stage: Stage, session: Session) -> dist.ProcessGroup | Members
 
 
 def _find_kinds(stage: Stage, session: Session) -> tuple[dict[int, LayerKind], torch.dtype]:
-    """Find the kinds of a stage's calls of attention, by module, and the dtype of its output, from
-    a forward of a few tokens.
+    """Run a forward of a few tokens. Return the kind of each call of attention, by module, and the
+    dtype of the output.
     """
     model = stage.unwrapped
     device = stage.device
     finder = LayerKindRecorder(session)
     positions = torch.arange(_TOKENS, device=device)[None]
-    inputs = positions  # as token ids, on the first stage
+    inputs = positions  # the first stage takes them as token ids
     if not stage.is_first:
         inputs = torch.zeros(
             (1, _TOKENS, model.width), device=device, dtype=next(model.parameters()).dtype
@@ -157,7 +157,7 @@ def _find_kinds(stage: Stage, session: Session) -> tuple[dict[int, LayerKind], t
         ):
             output = stage.submod(inputs, position_ids=positions, **{PLANNER: finder})
     finally:
-        stage.clear_runtime_states()  # and shard weights again
+        stage.clear_runtime_states()  # it also shards weights again
     return finder.kinds, output.dtype
 
 
@@ -190,8 +190,8 @@ def _make_pipeline(stages: Sequence[StageFacts], group: AttentionGroup, device: 
     for rank, facts in zip(group.ranks, stages, strict=True):
         if facts.kinds != by_stage[facts.stage].kinds:
             raise DistCADesyncError(
-                f"rank {rank} has other attention on stage {facts.stage} than other copies of it:"
-                " give all one model."
+                f"rank {rank} has different attention on stage {facts.stage} than other copies of"
+                " the model: give all ranks the same model."
             )
     kinds = [
         [LayerKind.from_numbers(numbers, device) for numbers in by_stage[stage].kinds]

@@ -46,8 +46,8 @@ class Schedule(OneStageSchedule):
 
     A drop-in for `torch.distributed.pipelining.Schedule1F1B`. All stages are in a forward tick or
     all in a backward tick; in each, a layer's attention is spread over the ranks of all stages and
-    of all data-parallel copies. The price: stage s of p holds the activations of up to 2 (p - s) -
-    1 micro-batches, not p - s.
+    of all data-parallel copies. In return, stage s of p holds the activations of up to 2 (p - s) -
+    1 micro-batches instead of p - s.
 
     Args:
         stage: stage of this rank, from `split`.
@@ -92,16 +92,16 @@ class Schedule(OneStageSchedule):
             args: ``input_ids``, (n_microbatches * batch, tokens); only the first stage needs them.
             distca_documents: documents of each micro-batch; by default they are read from
                 ``position_ids``.
-            kwargs: ``position_ids`` of the same shape and whatever else the model takes, the same
-                on all stages of a copy; and ``target``, ``losses``, ``return_outputs``,
+            kwargs: ``position_ids`` of the same shape and other arguments of the model, equal on
+                all stages of a copy; and ``target``, ``losses``, ``return_outputs``,
                 ``loss_kwargs`` as for torch.
 
         Raises:
             ConfigError, LayoutError: if the micro-batches are not as described here.
-            UnsupportedError: in the first step, if stages cannot share the attention of the model,
-                or not under these settings.
-            DistCADesyncError: if ranks do not do the same, or not all come; names the tick, its
-                stages and micro-batches.
+            UnsupportedError: in the first step, if stages cannot share the attention of the model
+                under these settings.
+            DistCADesyncError: if ranks do different things, or some do not come; names the tick,
+                its stages and micro-batches.
         """
         self._packed = distca_documents
         return super().step(*args, **kwargs)
@@ -154,7 +154,7 @@ class Schedule(OneStageSchedule):
                 self.stage.perform_reduce_grad(1)  # losses are scaled, not gradients
 
     def _collect_facts(self) -> SharedSettings:
-        """Return all that must be equal on all ranks in a step, by name."""
+        """Return the values that must be equal on all ranks in a step, by name."""
         model, config = self.stage.unwrapped, self._session.config
         return {
             "the run": "step" if self.is_training else "eval",
@@ -174,7 +174,7 @@ class Schedule(OneStageSchedule):
         packed = [None] * self.micro_batches if self._packed is None else self._packed
         if len(packed) != self.micro_batches:
             raise ConfigError(
-                f"distca_documents are of {len(packed)} micro-batches, and the schedule has"
+                f"distca_documents describe {len(packed)} micro-batches, but the schedule has"
                 f" {self.micro_batches}."
             )
         documents = list[Documents]()
@@ -194,7 +194,7 @@ class Schedule(OneStageSchedule):
             shapes.add(shape)
         if len(shapes) > 1:
             raise LayoutError(
-                f"micro-batches of shapes {sorted(shapes)}: all of a step must have one."
+                f"micro-batches of a step have shapes {sorted(shapes)}: give all of them one shape."
             )
         return documents, shapes.pop()
 
@@ -241,10 +241,10 @@ class Schedule(OneStageSchedule):
         return plans
 
     def _uses_nano_batches(self, documents: Sequence[Documents]) -> bool:
-        """Return whether layers run as two nano-batches: in all of a step, because the stages of a
-        tick do the same.
+        """Return whether layers run as two nano-batches in the whole step, because all stages of a
+        tick must do the same.
 
-        Documents that span copies are cut only where they were dealt for it.
+        Documents that span copies of the model are cut only if they were dealt for nano-batches.
         """
         if not self._session.config.ping_pong or not can_cut_layers(self.stage.unwrapped.model):
             return False

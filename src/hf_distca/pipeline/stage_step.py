@@ -1,5 +1,5 @@
-"""A step of a stage: its micro-batches run and serve tick by tick, messages go to and come from the
-neighbouring stages, and gradients are summed and clipped over stages.
+"""A step of a stage: in each tick, the stage runs a micro-batch or serves other stages, and
+exchanges messages with its neighbours. Gradients are summed and clipped over stages.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class TickFigures(NamedTuple):
         tick: the tick, with the micro-batches of each stage.
         seconds: duration.
         attention_seconds: time in attention kernels, for its own micro-batch and for others. On
-            CUDA, of those that have finished.
+            CUDA, only finished kernels count.
         sent_bytes: bytes of rows sent to other ranks for their attention.
     """
 
@@ -53,8 +53,8 @@ class StageStep:
     Attributes:
         documents: documents of each micro-batch on this rank.
         shape: (batch, tokens) of a micro-batch.
-        compute: runs the micro-batch of this number in a tick, on the tensor from another stage;
-            returns the tensor for the next one.
+        compute: function that runs the micro-batch of this number in a tick, on the tensor from
+            another stage, and returns the tensor for the next stage.
     """
 
     stage: Stage
@@ -91,7 +91,7 @@ class StageStep:
         return f"{tick} of {self.plans.name}, as stage {self.stage.stage_index}"
 
     def _run_tick(self, tick: Tick) -> torch.Tensor | None:
-        """Run this stage's micro-batch, if it has one, and serve in the calls of others.
+        """Run this stage's micro-batch, if it has one, and serve in the calls of other stages.
 
         Return the tensor for the next stage.
         """
@@ -123,7 +123,7 @@ class StageStep:
             try:
                 leaving = self.compute(tick, number, arrived)
             except RuntimeError as error:
-                # torch has wrapped it in another error.
+                # torch wraps errors of a stage in its own: raise the original one.
                 if isinstance(error.__cause__, DistCAError):
                     raise error.__cause__ from None
                 raise
@@ -132,22 +132,22 @@ class StageStep:
         part = next(calls, None)
         if part is not None:
             raise DistCADesyncError(
-                f"{self._name_tick(tick)} never came to {part.name}: {SAME_LAYERS}."
+                f"{self._name_tick(tick)} never reached {part.name}: {SAME_LAYERS}."
             )
         return leaving
 
     def _receive(self, tick: Tick, number: int) -> torch.Tensor | None:
-        """Wait for the tensor that a micro-batch begins with in a tick; None if it does not come
-        from another stage.
+        """Wait for the tensor from another stage with which a micro-batch begins in a tick. Return
+        None if it begins without one.
         """
         if (tick.backward, number) not in self._arriving:
             return None
         messages, arrived = self._arriving.pop((tick.backward, number))
-        messages.wait(self.attention.group, f"waiting for what {self._name_tick(tick)} begins with")
+        messages.wait(self.attention.group, f"waiting for the input of {self._name_tick(tick)}")
         return arrived.requires_grad_(bool(self.stage.has_backward) and not tick.backward)
 
     def _send(self, tick: Tick, leaving: torch.Tensor | None) -> None:
-        """Send this stage's output of a tick, and begin to receive its neighbour's."""
+        """Send this stage's output of a tick, and begin to receive the output of its neighbour."""
         way = -1 if tick.backward else 1
         source, target = self.stage.stage_index - way, self.stage.stage_index + way
         ops = list[dist.P2POp]()
@@ -160,17 +160,17 @@ class StageStep:
                     group_peer=target,
                 )
             )
-        coming = (*tick.micro_batches, None)[source]  # None before the first and after the last
+        coming = (*tick.micro_batches, None)[source]  # None if there is no such stage
         if coming is not None:
             buffer = torch.empty(
                 (*self.shape, self.stage.unwrapped.width),
-                # Gradients have the dtype of what this stage handed on.
+                # Hidden states have the dtype of their source; gradients, of this stage's output.
                 dtype=self.plans.pipeline.dtypes[min(source, self.stage.stage_index)],
                 device=self.stage.device,
             )
             ops.append(dist.P2POp(dist.irecv, buffer, group=self.stage.group, group_peer=source))
         self._last.wait(
-            self.attention.group, f"sending what was made before {self._name_tick(tick)}"
+            self.attention.group, f"sending the output of the tick before {self._name_tick(tick)}"
         )
         self._last = Messages(ops)
         if coming is not None:
@@ -181,12 +181,12 @@ class Messages:
     """Messages under way between stages."""
 
     def __init__(self, ops: Sequence[dist.P2POp]) -> None:
-        self._ops = ops  # what is sent must stay until it has left
+        self._ops = ops  # keeps tensors alive until they are sent
         self._works = list[dist.Work | None](dist.batch_isend_irecv(list(ops)) if ops else ())
 
     def wait(self, group: AttentionGroup, activity: str) -> None:
-        """Wait until all have arrived and left; over gloo no longer than the ranks of the group
-        wait for each other.
+        """Wait until all messages have been sent and received; over gloo, at most as long as the
+        ranks of the group wait for each other.
         """
         deadline = (
             time.monotonic()
@@ -204,12 +204,13 @@ class Messages:
 
 @torch.no_grad()
 def clip_grad_norm_(stage: Stage, max_norm: float) -> torch.Tensor:
-    """Scale the gradients of all stages so that their norm together is at most `max_norm`.
+    """Scale the gradients of all stages so that their total norm is at most `max_norm`.
 
     This is `torch.nn.utils.clip_grad_norm_` over all stages.
 
-    All ranks must call it, after `Schedule.step` and before the optimizer's. A tied weight, of
-    which two stages have a copy, counts once. Gradients may be sharded (FSDP2, tensor parallelism).
+    All ranks must call it, after `Schedule.step` and before the step of the optimizer. A tied
+    weight, of which two stages have a copy, counts once. Gradients may be sharded (FSDP2, tensor
+    parallelism).
 
     Args:
         stage: stage of this rank.
@@ -240,7 +241,9 @@ def clip_grad_norm_(stage: Stage, max_norm: float) -> torch.Tensor:
 def sum_tied_gradients(
     stage: Stage, group: AttentionGroup, name: str, *, backward: bool
 ) -> Iterator[None]:
-    """Sum the gradients that both copies of a tied weight get inside, and add the sum to both."""
+    """Sum the gradients that the copies of a tied weight get inside this context, and add the sum
+    to both copies.
+    """
     weight = stage.unwrapped.tied_weight if backward else None
     if weight is None or not weight.requires_grad:
         yield

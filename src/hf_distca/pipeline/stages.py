@@ -18,7 +18,7 @@ from hf_distca.pipeline.borrowed_pipelining import unwrap_peft
 from hf_distca.pipeline.model_parts import ModelParts, check_split, divide_layers
 from hf_distca.pipeline.stage_models import StageModel
 
-# Arguments of transformers that tell where a checkpoint is, and so its config.
+# Arguments of transformers that tell where to find a checkpoint and its config.
 _LOCATION = {
     "cache_dir",
     "force_download",
@@ -34,7 +34,7 @@ _LOCATION = {
 class Stage(PipelineStage):
     """The stage of this rank, in the form that torch's schedules take.
 
-    It runs micro-batches inside DDP and FSDP, too.
+    It also runs micro-batches inside DDP and FSDP.
 
     Attributes:
         mesh: the pipeline dimension of the device mesh; each of its ranks has a stage.
@@ -53,15 +53,17 @@ class Stage(PipelineStage):
         )
         if not isinstance(module, StageModel):
             raise ConfigError(
-                f"the stage runs a {type(module).__name__}: put DDP or fully_shard around what"
-                " split() made, or parts of it."
+                f"the stage runs a {type(module).__name__}: use DDP or fully_shard on the module"
+                " that split() made, or on parts of it."
             )
         return module
 
     def clear_runtime_states(self) -> None:
-        """Begin a step: drop micro-batches of a failed step, follow the weights, which may have
-        moved to another device, and shard those that FSDP2 leaves whole after a forward without a
-        backward, because gradients belong to sharded ones.
+        """Prepare for a step: drop micro-batches of a failed step, find the device of the weights,
+        which may have moved, and shard the weights.
+
+        FSDP2 leaves weights whole after a forward without a backward, but gradients belong to
+        sharded weights.
         """
         super().clear_runtime_states()
         self.device = next(self.submod.parameters()).device
@@ -72,9 +74,9 @@ class Stage(PipelineStage):
     def run_forward(
         self, number: int, inputs: torch.Tensor, kwargs: dict[str, Any]
     ) -> torch.Tensor:
-        """Run the forward of a micro-batch of this number, and keep the tensors for its backward.
+        """Run the forward of the micro-batch of this number, and keep the tensors for its backward.
 
-        Args and results are those of `StageModel.forward`.
+        Arguments and result are those of `StageModel.forward`.
         """
         output: torch.Tensor = self.forward_maybe_with_nosync(inputs, **kwargs)  # type: ignore[no-untyped-call]
         if self.has_backward:
@@ -84,13 +86,13 @@ class Stage(PipelineStage):
     def run_backward(
         self, number: int, gradient: torch.Tensor | None, loss: torch.Tensor | None, *, last: bool
     ) -> torch.Tensor:
-        """Run the backward of a micro-batch of this number.
+        """Run the backward of the micro-batch of this number.
 
         Args:
             gradient: gradient of the output; None on the last stage, which has a `loss`.
             loss: loss of the micro-batch.
-            last: whether no other backward of this step follows: then DDP sums gradients over
-                copies.
+            last: whether this is the last backward of the step, in which DDP sums gradients over
+                copies of the model.
 
         Returns:
             The gradient of the inputs, of their shape; zeros if nothing depends on them.
@@ -112,23 +114,23 @@ def split(
 ) -> Stage:
     """Split a causal language model over the ranks of a mesh dimension.
 
-    All ranks of the mesh must have the same model. It is changed: what is on other stages leaves
-    it. For models that do not fit into the memory of one rank, see `from_pretrained`.
+    All ranks of the mesh must have the same model. It is changed: modules of other stages are
+    removed. For models that do not fit into the memory of one rank, see `from_pretrained`.
 
     Args:
-        model: a causal language model of transformers, with ``attn_implementation="distca"``; or
-            one of peft around such a model.
+        model: a causal language model of transformers, with ``attn_implementation="distca"``; or a
+            model of peft around it.
         mesh: the pipeline dimension of a device mesh, ``mesh["pp"]``.
-        layers: number of layers of each stage; by default as even as possible by the cost of a
-            token, head included.
+        layers: number of layers of each stage. By default, the cost of a token, including the head,
+            is divided as evenly as possible.
 
     Returns:
-        The stage of this rank. ``stage.submod`` is to be wrapped by DDP or FSDP;
-        ``stage.submod.model``, the model with the stage's weights alone, is not: every stage except
-        the last one runs only part of it.
+        The stage of this rank. Wrap ``stage.submod`` with DDP or FSDP. Do not wrap
+        ``stage.submod.model``, the model with the weights of the stage: every stage except the last
+        one runs only part of it.
 
     Raises:
-        UnsupportedError: if models of this kind cannot be split; with the reason.
+        UnsupportedError: if models of this kind cannot be split; names the reason.
         ConfigError: if the mesh has several dimensions, the attention is not distca's, the layers
             are not those of the model, or DDP or FSDP have wrapped it already.
     """
@@ -176,7 +178,7 @@ def _choose_layer_counts(
 def from_pretrained(
     name: str, mesh: DeviceMesh, *, layers: Sequence[int] | None = None, **kwargs: Any
 ) -> Stage:
-    """Load this rank's stage of a checkpoint, and only that: other weights take no memory.
+    """Load only this rank's stage of a checkpoint. Other weights take no memory.
 
     Args:
         name: a directory or a name on the hub, as for transformers.
@@ -207,7 +209,7 @@ def from_pretrained(
             # There is nothing to tie: the head is on the last stage.
             self.all_tied_weights_keys = {}
 
-    # Weights of other stages are in the checkpoint and not in the model: nothing to warn of.
+    # The checkpoint has weights of other stages, which this model lacks: do not warn of them.
     names = {
         "__init__": __init__,
         "__module__": base.__module__,

@@ -1,7 +1,7 @@
 """Checks that the stages of all ranks agree, before every step.
 
-Each rank sends a few numbers; one of them is a fingerprint of all facts that must be equal on all
-ranks. Only if fingerprints differ do ranks exchange the facts themselves.
+Each rank sends a few numbers. One of them is a hash of all facts that must be equal on all ranks.
+Ranks exchange the facts themselves only if the hashes differ.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from hf_distca.schedule.layout import IntArray, Layout
 
 _SAME = (
     ". Give all ranks the same model, settings and micro-batches, or shares of one data set in one"
-    " order, and call the same of Schedule.step and Schedule.eval, train() and eval() on all of"
+    " order, and call Schedule.step or Schedule.eval, train() or eval() in the same way on all of"
     " them."
 )
-_ODD = -0x61C8864680B583EB  # 2**64 by the golden ratio, as an int64
+_ODD = -0x61C8864680B583EB  # 2**64 divided by the golden ratio, as an int64
 _CHUNK = 1 << 22  # elements that are multiplied at once
 _BITS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
 
@@ -41,10 +41,10 @@ class StepRow(NamedTuple):
     """Numbers that a rank sends about a step before it begins.
 
     Attributes:
-        facts: `hash_settings` of all that must be equal on all ranks.
+        facts: `hash_settings` of all facts that must be equal on all ranks.
         plans: digest of the plans.
-        batch, tokens: shape of a micro-batch, which the stages of a copy of the model must have in
-            common.
+        batch, tokens: shape of a micro-batch, which must be equal on all stages of a copy of the
+            model.
         tied: checksum of this stage's copy of a tied weight, 0 if it has none.
     """
 
@@ -59,8 +59,8 @@ def compute_checksum(weight: torch.Tensor | None) -> int:
     """Return a 60-bit checksum of a weight's bits and their places; of a sharded weight, of this
     rank's shard.
 
-    It is 0 only for None. The bits of each element are multiplied by a number that depends on its
-    place without a pattern, so that exchanged elements and changes that cancel out are noticed.
+    It is 0 only for None. The bits of each element are multiplied by a pseudo-random number that
+    depends on its place, so that exchanged elements and changes with a sum of 0 are noticed.
     """
     if weight is None:
         return 0
@@ -89,8 +89,8 @@ def check_shares_of_copy(shares: Sequence[DealtShare], pipeline: Pipeline) -> No
 def check_facts(
     group: AttentionGroup, hashes: Sequence[int], facts: SharedSettings, label: str
 ) -> None:
-    """Compare `hash_settings` of the facts of each rank, and raise `DistCADesyncError` with those
-    that differ; `facts` are this rank's.
+    """Compare `hash_settings` of the facts of each rank. Raise `DistCADesyncError` with the facts
+    that differ; `facts` are this rank's own.
     """
     description = f"ranks do not run the same in {label}"
     check_shared_settings(group, np.array(hashes), facts, description, _SAME)
@@ -106,9 +106,9 @@ def check_steps(
     """Compare the `StepRow` of each rank. `copies` gives each rank's copy of the model.
 
     Raises:
-        DistCADesyncError: if ranks do not run the same, if stages of one copy of the model have
+        DistCADesyncError: if ranks run different steps, if stages of one copy of the model have
             micro-batches of different shapes, if their copies of a tied weight differ, or if ranks
-            have other plans.
+            have different plans.
     """
     steps = [StepRow(*row.tolist()) for row in rows]
     check_facts(group, [step.facts for step in steps], facts, label)
@@ -159,7 +159,7 @@ def build_layout_of_copies(
 
     Raises:
         DistCADesyncError: if the stages of a copy have different documents.
-        LayoutError: if those of the copies do not fit together.
+        LayoutError: if the documents of the copies do not fit together.
     """
     firsts = [copies.index(copy) for copy in range(1 + max(copies))]
     of_ranks = documents.split_by_rank()

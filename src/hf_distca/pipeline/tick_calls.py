@@ -1,5 +1,5 @@
-"""The calls of attention of a tick, and a rank's part in them: with its own rows, or as a server
-only.
+"""The calls of attention of a tick, and a rank's part in them: it has rows of its own, or only
+serves.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from hf_distca.runtime.route import Route
 from hf_distca.schedule.cost import AttentionShape
 from hf_distca.schedule.layout import Layout
 
-DTYPES = (torch.float64, torch.float32, torch.bfloat16)  # ranks tell each other the index
+DTYPES = (torch.float64, torch.float32, torch.bfloat16)  # ranks send the index of a dtype
 
 
 class MicroBatchPart(NamedTuple):
@@ -54,10 +54,10 @@ def make_requests(
 
 
 class LayerKind(NamedTuple):
-    """All that a server needs to know of a layer. Calls of one kind can be made together.
+    """Everything that a server must know about a layer. Calls of one kind can be made together.
 
     Attributes:
-        key: plan of its tasks.
+        key: key of the plan of its tasks.
         dtype: dtype of q, k and v.
         scale, softcap: see `ScoreOptions`.
     """
@@ -114,8 +114,8 @@ class LayerKind(NamedTuple):
 
 
 class OwnCall(NamedTuple):
-    """Identifier of a call of a micro-batch: its number in its stage, from 0, and its nano-batch, 0
-    for all of it.
+    """Identifier of a call of a micro-batch: its number in the stage, from 0, and its nano-batch, 0
+    for the whole micro-batch.
     """
 
     number: int
@@ -127,7 +127,7 @@ class CallPart:
     """A rank's part in a call of attention that stages make together.
 
     Attributes:
-        number: number of the call among those of a forward; nano-batches have the same.
+        number: number of the call among the calls of a forward; equal for both nano-batches.
         name: description of the call, the same on all ranks.
         kind: kind of the layers, and the nano-batch.
         own_call: the call of this rank's own micro-batch; None if the rank only serves.
@@ -146,13 +146,13 @@ class CallPart:
 def serve_others(
     parts: Iterable[CallPart], serve: Callable[[Sequence[CallPart]], None]
 ) -> Iterator[CallPart]:
-    """Yield the calls of this rank's own micro-batch in a tick, and serve in those between them.
+    """Yield the calls of this rank's own micro-batch in a tick, and serve in all calls between.
 
     Args:
         parts: this rank's part in the calls of the tick: layers in forward order, or reversed in
             backward.
-        serve: takes part in a call, or in calls of two nano-batches in turns, without rows of this
-            rank's own.
+        serve: function that takes part in a call, or in calls of two nano-batches in turns, without
+            rows of this rank's own.
     """
     for _, nano_parts in groupby(parts, lambda part: part.number):
         together = list(nano_parts)
@@ -173,14 +173,14 @@ class MicroBatch:
 
     Attributes:
         number: its number in the step.
-        name: for errors.
+        name: name in errors.
         documents: documents of this rank.
         layouts: documents of the parts of all micro-batches on the copies of the model.
-        forward, backward: its calls in the tick that runs it, from `serve_others`; backward once
-            that has begun.
+        forward, backward: its calls in the tick of its forward and in that of its backward, from
+            `serve_others`; `backward` is None until that tick.
         parts: this rank's part in each of its calls in forward, by number and nano-batch.
-        outputs: stored outputs by nano-batch, 0 for all of it, for activation checkpointing; empty
-            if no backward follows.
+        outputs: stored outputs by nano-batch (0 for the whole micro-batch), for activation
+            checkpointing; empty if no backward follows.
     """
 
     number: int
@@ -197,7 +197,7 @@ class MicroBatch:
         part = next(self.forward if self.backward is None else self.backward, None)
         if part is None or part.own_call != which:
             raise DistCADesyncError(
-                f"{self.name} came to its attention call {which.number} where its schedule has"
-                f" none: {SAME_LAYERS}, and `Schedule.step` must run them."
+                f"{self.name} reached its attention call {which.number}, which its schedule does"
+                f" not have here: {SAME_LAYERS}, and `Schedule.step` must run them."
             )
         return part

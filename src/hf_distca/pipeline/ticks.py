@@ -4,8 +4,8 @@ and the plans of these calls.
 A *tick* is a forward or a backward of one micro-batch on every stage that has one. All stages are
 in a forward tick, or all in a backward tick, so that one plan holds the attention of all of them.
 In round i, stage s of p runs forward micro-batch i - s and then backward micro-batch i - 2 (p - 1)
-+ s. That is as many ticks as 1F1B takes; stage s holds the activations of at most 2 (p - s) - 1
-micro-batches, where 1F1B holds p - s.
++ s. A step has as many ticks as in 1F1B. Stage s holds the activations of at most 2 (p - s) - 1
+micro-batches, instead of p - s in 1F1B.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from hf_distca.schedule.cost import CostModel
 from hf_distca.schedule.layout import Layout, Segment
 from hf_distca.schedule.plan import Plan
 
-Running = tuple[int | None, ...]  # which micro-batch each stage runs
+Running = tuple[int | None, ...]  # the micro-batch of each stage
 
 
 class Tick(NamedTuple):
@@ -74,8 +74,8 @@ class JointCall:
 
     Attributes:
         kind: their common kind.
-        calls: for each stage, the number of its own call, in the order of its forward; None for
-            stages without a part in it.
+        calls: for each stage, the number of its own call, in the order of its forward; None for a
+            stage without a part in this call.
     """
 
     kind: LayerKind
@@ -85,9 +85,9 @@ class JointCall:
 def merge_calls(stages: Sequence[Sequence[LayerKind]]) -> list[JointCall]:
     """Merge the calls of all stages into one order, with as many stages in each as possible.
 
-    Only calls of one kind can be made together. The kind that most stages have next goes first.
-    That gives the fewest joint calls where stages have the same kinds of layers in the same order,
-    whatever their number; elsewhere it may give more.
+    Only calls of one kind can be made together. The kind that most stages have next goes first. If
+    all stages have the same kinds of layers in the same order, this gives the fewest joint calls,
+    even if their numbers of layers differ. Otherwise it may give more.
     """
     done = [0] * len(stages)
     calls = list[JointCall]()
@@ -214,7 +214,7 @@ class TickPlans:
                 yield number, call, _PlanInputs(running, call.kind.key._replace(nano=nano))
 
     def _plan(self, inputs: _PlanInputs) -> Plan:
-        """Return the plan of a call, made once for calls whose plans depend on the same things."""
+        """Return the plan of a call. It is made once for all calls with the same inputs."""
         if inputs not in self._plans:
             cost = self.costs[inputs.key._replace(nano=0)]
             parts = tuple(

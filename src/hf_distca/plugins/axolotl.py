@@ -30,13 +30,13 @@ class DistCAInput(BaseModel):
     distca: dict[str, Any] | None = None
 
 
-class DistCAPlugin(BasePlugin):  # type: ignore[misc]  # Any, where axolotl is not installed
-    """Makes distca the attention of axolotl's models, sample packing included, and logs the
+class DistCAPlugin(BasePlugin):  # type: ignore[misc]  # Any if axolotl is not installed
+    """Makes distca the attention of axolotl's models, also with sample packing, and logs the
     balance.
 
-    Names of attention, and which of them sample packing works with, are closed lists in axolotl:
-    distca stands in there for flash_attention_2, and for the versions that axolotl puts in its
-    place by itself. With ``distca: {tokens_per_rank: ...}``, it deals the training set.
+    axolotl has closed lists of attention names, and of names that work with sample packing. So
+    distca stands in for flash_attention_2, and for the versions that axolotl may use in its place.
+    With ``distca: {tokens_per_rank: ...}``, the plugin deals the training set.
     """
 
     def get_input_args(self) -> str:
@@ -44,7 +44,7 @@ class DistCAPlugin(BasePlugin):  # type: ignore[misc]  # Any, where axolotl is n
         return f"{__name__}.{DistCAInput.__name__}"
 
     def register(self, cfg: dict[str, Any]) -> None:
-        """Take the configuration before axolotl checks it.
+        """Read and change the configuration before axolotl checks it.
 
         Raises:
             ConfigError: if a name or value under ``distca`` is wrong.
@@ -90,8 +90,8 @@ class DistCAPlugin(BasePlugin):  # type: ignore[misc]  # Any, where axolotl is n
         """
         if self.tokens_per_rank is None:
             return
-        # axolotl averages the loss rank by rank, and counts the steps of an epoch as its own
-        # batches would make them.
+        # axolotl averages the loss on each rank separately, and computes max_steps from its own
+        # batches, not from the dealt ones.
         trainer.args.average_tokens_across_devices = True
         trainer.model_accepts_loss_kwargs = getattr(
             trainer.accelerator.unwrap_model(trainer.model), "accepts_loss_kwargs", True

@@ -1,5 +1,5 @@
-"""Addresses of servers and the tokens that they ask for: as users write them, and where the
-servers of a launch publish theirs.
+"""Addresses and tokens of servers: how users write them, and where the servers of a launch publish
+theirs.
 """
 
 from __future__ import annotations
@@ -29,5 +29,5 @@ def store_key(number: int, attempt: str) -> str:
 
 
 def read_token() -> str:
-    """Read the token of servers that were started by themselves; empty if they ask for none."""
+    """Read the token for servers that were started separately; empty if they need no token."""
     return os.environ.get("HF_DISTCA_POOL_TOKEN", "")

@@ -1,9 +1,9 @@
-"""Announcements of rank 0: it tells the servers each step that ranks take together, right before it
-takes the step itself. Other ranks have no servers to tell.
+"""`PoolController`: rank 0 announces each step that ranks take together to the servers, right
+before it takes the step itself. Other ranks announce nothing.
 
-A step of another room that is marked by `mark_joint_step` is a step of `Server`, with the same
-name and arguments. Arguments that servers know are sent by name, and tensors as their dtype.
-Groups, devices and documents are not sent: servers have their own.
+Functions of other rooms that are marked by `mark_joint_step` are announced. `Server` has a method
+with the same name and arguments for each of them. Arguments that servers know are sent by name, and
+tensors as their dtype. Groups, devices and documents are not sent: servers have their own.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ _ANSWER_BYTES = 1 << 16
 class PoolController:
     """Announces the steps of a group to its servers.
 
-    Sessions and results of steps have names, by which later steps refer to them. Once this rank has
-    dropped one of them, servers forget what they keep under its name.
+    Sessions and results of steps have names, by which later steps refer to them. When this rank has
+    dropped an object, servers forget their object of the same name.
 
     Attributes:
-        servers: the connection to each server, by its name.
-        group: the attention group; one of this rank alone before it is made.
+        servers: the connection to each server, by the server's name.
+        group: the attention group; until it is made, a group of this rank alone.
     """
 
     def __init__(self) -> None:
@@ -55,8 +55,8 @@ class PoolController:
         self.group = AttentionGroup()
         self._count = count(1)
         self._forgotten = deque[str]()
-        self._names = dict[int, str]()  # by the id of what is named
-        self._configs = WeakKeyDictionary[Planner, DistCAConfig]()  # as announced
+        self._names = dict[int, str]()  # by the id of the named object
+        self._configs = WeakKeyDictionary[Planner, DistCAConfig]()  # settings that servers know
         call_at_exit(self.end)
 
     def take_step(self, step: Callable[..., Any], *args: Any, **options: Any) -> Any:
@@ -73,7 +73,8 @@ class PoolController:
         serial = next(self._count)
         self.announce(group, step.__name__, arguments, serial)
         result = step(*args, **options)
-        # As long as a route is known, calls of its work may come.
+        # Layers call attention with the route of a layer plan: as long as the route exists, servers
+        # must know the plan.
         known = result.route if isinstance(result, LayerPlan) else result
         for number, named in enumerate(known if isinstance(known, list) else [known]):
             self._name(named, f"{serial}.{number}")
@@ -96,8 +97,8 @@ class PoolController:
     def announce(
         self, group: AttentionGroup, step: str, arguments: Mapping[str, Any], serial: int = 0
     ) -> None:
-        """Announce a step of the group to its servers, with the names of what is gone; results get
-        names with its serial number. Steps of other groups have no servers.
+        """Announce a step of the group to its servers, with the names of objects to forget. Results
+        get names with the serial number of the step. Groups without servers announce nothing.
 
         Raises:
             DistCADesyncError: if a server has ended.
@@ -117,18 +118,18 @@ class PoolController:
                 ) from error
 
     def end(self) -> None:
-        """End the servers, and tell them that the run is over, or that this process failed."""
+        """End the servers, and tell them whether the run is over or this process failed."""
         # The interpreter sets `last_value` to an exception that nobody caught.
         failed = self.group.monitor is None or self.group.has_left or hasattr(sys, "last_value")
         why = "the run failed, see the log of rank 0" if failed else "the run is over"
         for connection in self.servers.values():
-            with suppress(OSError):  # it may have ended already
+            with suppress(OSError):  # the server may have ended already
                 connection.send(["end", {"why": why, "status": int(failed)}, 0, []])
                 connection.close()
         self.servers.clear()
 
     def _name_session(self, planner: Planner, group: AttentionGroup) -> str:
-        """Return the name of the session with this planner, whose settings servers know then."""
+        """Return the name of the session with this planner, after servers have got its settings."""
         if id(planner) not in self._names:
             self._name(planner, f"session {next(self._count)}")
         name = self._names[id(planner)]
@@ -140,7 +141,7 @@ class PoolController:
     def _name(self, known: object, name: str) -> None:
         if known is not None:
             self._names[id(known)] = name
-            finalize(known, self._forget, id(known))  # at any time, in any thread
+            finalize(known, self._forget, id(known))  # called at any time, in any thread
 
     def _forget(self, identity: int) -> None:
         self._forgotten.append(self._names.pop(identity))
@@ -149,8 +150,8 @@ class PoolController:
 def connect_server(
     address: str, token: str, device: str, deadline: float, seconds: float
 ) -> JsonLineConnection:
-    """Connect to a server that asks for this token and computes on a device of this type, and that
-    may take so many seconds to read a message.
+    """Connect to a server that asks for this token and computes on a device of this type. It may
+    take `seconds` to read a message.
 
     Raises:
         ConfigError: if it does not answer before the deadline, has another token, version or
@@ -177,7 +178,7 @@ def connect_server(
         refusal = connection.receive(_ANSWER_SECONDS, _ANSWER_BYTES)["error"]
     except (EOFError, OSError, ValueError, TypeError, LookupError) as error:
         raise ConfigError(
-            f"what listens at {address} is no server of hf-distca, or has ended"
+            f"the process at {address} is not a server of hf-distca, or has ended"
             f" ({type(error).__name__}). Start one with {start}, or name another address."
         ) from error
     if refusal is not None:

@@ -1,5 +1,5 @@
-"""The door of a server: whoever connects tells what it wants, and a rank 0 that can be served is
-let in.
+"""How a server accepts its rank 0: each client sends a greeting, and the first rank 0 that the
+server can serve is accepted.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 
 from hf_distca.pool.protocol import JsonLineConnection
 
-# Limits of a greeting: whoever connects has to send one.
+# Limits on the greeting that every client must send.
 _HANDSHAKE_SECONDS = 5.0
 _HANDSHAKE_BYTES = 1 << 16
 _TAKEN = "it serves the ranks of another run. Start a separate server for each run."
@@ -26,8 +26,9 @@ _TAKEN = "it serves the ranks of another run. Start a separate server for each r
 def accept(
     listening: socket.socket, find_refusal: Callable[[Any], str | None], wait_seconds: float | None
 ) -> JsonLineConnection | None:
-    """Accept the connection of the first rank 0 that this server can serve. All others are refused,
-    now and later; each is asked in a thread, so that nobody waits for another who is silent.
+    """Accept the connection of the first rank 0 that this server can serve. All other clients are
+    refused, now and later. Each client is asked in a separate thread, so that a silent client does
+    not block the others.
 
     Args:
         listening: socket to which they connect.
@@ -50,11 +51,11 @@ def _ask_all(
     find_refusal: Callable[[Any], str | None],
     accepted: SimpleQueue[JsonLineConnection],
 ) -> None:
-    """Ask everyone who connects what it wants, as long as the socket is open."""
+    """Read and answer the greeting of every client, as long as the socket is open."""
     deciding, is_taken = Lock(), Event()
 
     def ask(connection: JsonLineConnection) -> None:
-        # A stranger may have sent anything, or ended.
+        # A stranger may send anything, or close the connection.
         with suppress(EOFError, OSError, ValueError, RecursionError, TypeError, AttributeError):
             greeting = connection.receive(_HANDSHAKE_SECONDS, _HANDSHAKE_BYTES)
             with deciding:
@@ -67,7 +68,7 @@ def _ask_all(
         connection.close()
 
     while listening.fileno() >= 0:
-        with suppress(OSError):  # the socket was closed, or too many are connected
+        with suppress(OSError):  # the socket was closed, or too many clients are connected
             connection = JsonLineConnection(listening.accept()[0], _HANDSHAKE_SECONDS)
             Thread(target=ask, args=[connection], daemon=True).start()
 
@@ -81,8 +82,8 @@ def find_refusal(
     conditions = (
         (
             hmac.compare_digest(str(greeting.get("token", "")).encode(), token.encode()),
-            "it asks for another token. Set HF_DISTCA_POOL_TOKEN to the same where this server and"
-            " where the ranks that train are started.",
+            "it asks for another token. Set HF_DISTCA_POOL_TOKEN to the same text for this server"
+            " and for the ranks that train.",
         ),
         (
             theirs == ours,

@@ -1,5 +1,5 @@
-"""A launch of two kinds of processes: the last ones of each node become servers, the others an
-ordinary world.
+"""A launch of two kinds of processes: the last processes of each node become servers, and the
+others form an ordinary world.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from typing import NamedTuple, NoReturn
 from hf_distca.errors import ConfigError
 from hf_distca.pool.addresses import read_token, store_key
 
-# Keeps torch from printing C++ stack frames when connections end, as all do when rank 0 ends.
+# Keeps torch from printing C++ stack frames when rank 0 ends, and all connections with it.
 QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
 
 
 class LaunchPlace(NamedTuple):
-    """Place of a process in a launch, whose last processes of each node are servers.
+    """Place of a process in a launch in which the last processes of each node are servers.
 
     Attributes:
         node, local: number of the node, and of the process on it.
@@ -58,20 +58,20 @@ class LaunchPlace(NamedTuple):
         if not per_node or world % per_node or rank % per_node != local:
             given = ", ".join(f"{name}={environment.get(name)}" for name in names)
             raise ConfigError(
-                "servers are the last processes of each node, and this launcher does not tell which"
-                f" these are ({given}). Start with torchrun or accelerate launch, or start servers"
+                "servers are the last processes of each node, but this launcher does not tell which"
+                f" ones are the last ({given}). Use torchrun or accelerate launch, or start servers"
                 " with `hf-distca serve` and name them by --server-address."
             )
         if servers >= per_node:
             raise ConfigError(
-                f"servers={servers} of {per_node} processes of a node: nobody would train."
+                f"servers={servers} of {per_node} processes of a node: no rank would train."
                 " Start more processes, or fewer servers."
             )
         return cls(rank // per_node, local, world // per_node, per_node - servers, servers)
 
     @property
     def server(self) -> int | None:
-        """Number of this server among those of all nodes; None for a rank that trains."""
+        """Number of this server among the servers of all nodes; None for a rank that trains."""
         number = self.local - self.trainers
         return None if number < 0 else self.node * self.servers + number
 
@@ -92,19 +92,19 @@ def listen_at(host: str, port: int) -> socket.socket:
     """Open a socket that rank 0 can connect to.
 
     Raises:
-        ConfigError: if there cannot be one at this address.
+        ConfigError: if no socket can listen at this address.
     """
     try:
         return socket.create_server((host, port), backlog=16)
     except OSError as error:
         raise ConfigError(
-            f"a server cannot listen at {host}:{port}: {os.strerror(error.errno or 0)}. Another one"
-            " may be there: give each a separate address."
+            f"a server cannot listen at {host}:{port}: {os.strerror(error.errno or 0)}."
+            " Another server may listen there: give each server a separate address."
         ) from error
 
 
 def serve_alone(listening: socket.socket, device: str | None, wait_seconds: float | None) -> int:
-    """Be a server that was started by itself, on the device of this name; see `serve`.
+    """Run a server that was started separately, on the device of this name; see `serve`.
 
     Raises:
         ConfigError: if there is no such device.
@@ -133,9 +133,7 @@ def serve_alone(listening: socket.socket, device: str | None, wait_seconds: floa
 
 
 def serve_launched(number: int, attempt: str, wait_seconds: float, local: int) -> NoReturn:
-    """Be the server of this number in a launch, in the place of its `local`-th process of a
-    node.
-    """
+    """Run the server of this number in a launch, in process `local` of its node."""
     import torch
 
     from hf_distca.borrowed import TCPStore
@@ -147,12 +145,12 @@ def serve_launched(number: int, attempt: str, wait_seconds: float, local: int) -
         host, port, None, False, timedelta(seconds=wait_seconds), wait_for_workers=False
     )
     with socket.create_connection((host, port)) as connected:
-        address = connected.getsockname()[0]  # under which other hosts see this one
+        address = connected.getsockname()[0]  # by which other hosts reach this one
     listening = listen_at(address, 0)
-    # Whoever can read the store of the launch is of the launch.
+    # The token may be published in the store: only processes of the launch can read it there.
     token = secrets.token_hex(16)
     store.set(store_key(number, attempt), "{}:{} {}".format(*listening.getsockname()[:2], token))
-    # As accelerate decides it for the ranks that train.
+    # accelerate chooses the device of the ranks that train by the same rule.
     on_gpu = torch.cuda.is_available() and os.environ.get("ACCELERATE_USE_CPU", "false") != "true"
     device = torch.device(f"cuda:{local}" if on_gpu else "cpu")
     sys.exit(serve(listening, token, device, wait_seconds))

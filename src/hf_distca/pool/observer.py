@@ -1,6 +1,4 @@
-"""The observer of the ranks that train: it finds their servers, to which rank 0 announces each
-step.
-"""
+"""`PoolObserver`: finds the servers of the ranks that train. Rank 0 announces each step to them."""
 
 from __future__ import annotations
 
@@ -42,7 +40,7 @@ from hf_distca.runtime.members import Members
 
 _log = logging.getLogger("hf_distca")
 
-_ALONE_SECONDS = 1800.0  # timeout of ranks where torch.distributed has none
+_ALONE_SECONDS = 1800.0  # timeout of a rank without torch.distributed
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,13 +48,13 @@ class PoolRanks:
     """Members of a group of training ranks and servers, seen from one of them.
 
     Attributes:
-        ranks: global ranks of those that train, then numbers of the servers, which follow these; in
-            the order of the group.
-        has_tokens: for each, whether it trains.
-        names: names of the servers in errors, by the numbers in `ranks`.
-        rank: index of this process.
+        ranks: number of each member, in the order of the group. Members that train have their
+            global ranks; servers have the numbers after these.
+        has_tokens: for each member, whether it trains.
+        names: names of the servers in errors, by their numbers in `ranks`.
+        rank: index of this process in `ranks`.
         backend: backend for tensors, as `torch.distributed` names it.
-        store: store in which only these meet.
+        store: store in which only the members meet.
     """
 
     ranks: tuple[int, ...]
@@ -80,8 +78,8 @@ class PoolRanks:
         )
 
     def join(self, seconds: float) -> AttentionGroup:
-        """Build their group, whose members wait so long for each other. Every one of them must call
-        it; for errors see `AttentionGroup.create`.
+        """Build the group of the members, which wait up to `seconds` for each other. Every member
+        must call it. For errors see `AttentionGroup.create`.
         """
         group = AttentionGroup(
             self.ranks, self.rank, has_tokens=self.has_tokens, timeout_seconds=seconds
@@ -102,9 +100,9 @@ class PoolObserver:
     """The servers of a run, as seen by the ranks that train: a `GroupObserver`.
 
     Attributes:
-        addresses: ``HOST:PORT`` of servers that were started by themselves.
-        nodes, each_node: number of nodes of the launch, and of servers on each.
-        attempt: number of the launch's attempt, as its launcher counts.
+        addresses: ``HOST:PORT`` of servers that were started separately.
+        nodes, each_node: number of nodes of the launch, and of servers on each node.
+        attempt: number of the attempt of the launch, as counted by the launcher.
         wait_seconds: time that servers may take to appear.
     """
 
@@ -113,7 +111,7 @@ class PoolObserver:
     each_node: int = 0
     attempt: str = "0"
     wait_seconds: float = 300.0
-    # Only that of rank 0 has servers to tell.
+    # Only the controller of rank 0 has connections to servers.
     controller: PoolController = field(default_factory=PoolController, init=False)
     _joined: tuple[object, AttentionGroup] | None = field(default=None, init=False)
 
@@ -138,10 +136,10 @@ class PoolObserver:
         All ranks must call it at the same point.
 
         Raises:
-            UnsupportedError: if these are not all ranks of the world.
+            UnsupportedError: if the group would not have all ranks of the world.
             ConfigError: on all ranks, if a server does not appear or cannot take part; names its
                 address and a remedy.
-            DistCADesyncError: if not all of them come in time.
+            DistCADesyncError: if not all ranks and servers come in time.
         """
         _check_members(members, size)
         if self.each_node and not self.nodes:
@@ -154,7 +152,7 @@ class PoolObserver:
         if self._joined is not None and self._joined[0] is world and not self._joined[1].has_left:
             return self._joined[1]
         if world is None and int(os.environ.get("WORLD_SIZE", "1")) > 1:
-            return AttentionGroup()  # before ranks have met: this one is alone, as without servers
+            return AttentionGroup()  # until the ranks meet, each is alone, as without servers
         if world is None:
             seconds = timeout_seconds or _ALONE_SECONDS
             rank = 0
@@ -181,7 +179,7 @@ class PoolObserver:
         return group
 
     def _invite(self, store: Store, seconds: float, ranks: int, backend: str) -> None:
-        """Find the servers, and tell each and the ranks that train where to meet."""
+        """Find the servers, and tell them and the ranks that train where to meet."""
         tcp = _launch_store(store)
         if not isinstance(tcp, TCPStore):
             raise ConfigError(
@@ -246,7 +244,7 @@ class PoolObserver:
 
 
 _INVITATION = "distca pool"
-# A store that listens on the host of rank 0.
+# If a store has one of these hosts, it is on the host of rank 0.
 _ANYWHERE = ("0.0.0.0", "127.0.0.1", "localhost", "::", "::1")
 
 
@@ -269,8 +267,8 @@ def _read_invitation(store: Store, seconds: float) -> dict[str, Any]:
 
 
 def _make_store_alone(timeout: timedelta, *, launched: bool) -> Store:
-    """Return a store for the only rank that trains, which began no process group: that of its
-    launch, in which servers of the launch publish their addresses, or else a new one.
+    """Return a store for a single rank that trains without a process group: the store of its
+    launch, where servers of the launch publish their addresses, or else a new store.
     """
     if launched:
         store: Store
@@ -283,7 +281,7 @@ def _check_members(members: dist.ProcessGroup | Members | None, size: int | None
     """Raise if not all ranks would be in one group with the servers.
 
     Raises:
-        UnsupportedError: names the number of ranks that would be.
+        UnsupportedError: if not; names the number of ranks that would be in it.
     """
     world = tuple(
         range(dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1)
@@ -293,8 +291,8 @@ def _check_members(members: dist.ProcessGroup | Members | None, size: int | None
     ranks = world if members is None else members.ranks
     if size is not None or tuple(sorted(ranks)) != world:
         raise UnsupportedError(
-            f"servers take part in one attention group of all ranks, and of {len(world)} ranks"
-            f" {size or len(ranks)} are to share attention. Train without servers, or without"
+            f"servers take part in one attention group of all {len(world)} ranks, but groups have"
+            f" {size or len(ranks)} ranks here. Train without servers, or without"
             " group_size, tensor parallelism and stages."
         )
 
@@ -307,8 +305,8 @@ def _launch_store(store: Store) -> Any:
 
 
 def _order_members(ranks: int, nodes: int, each_node: int, servers: int) -> list[int]:
-    """Return the numbers of all members in the order of the group: node by node ranks
-    that train and their servers, then other servers.
+    """Return the numbers of all members in the order of the group: on each node first the ranks
+    that train and then its servers; after all nodes, the other servers.
     """
     node_of = [rank * nodes // ranks for rank in range(ranks)]
     node_of += [min(server // max(each_node, 1), nodes) for server in range(servers)]

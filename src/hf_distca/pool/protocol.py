@@ -1,9 +1,9 @@
 """The protocol between ranks that train and their servers, outside of torch.distributed.
 
-Rank 0 has a connection to every server. It announces each step that they take part in, just before
-it takes that step itself, so that servers make the same plans and launch the same exchanges in the
-same order. Messages are JSON: nothing that arrives is executed or unpickled. Tensors and plans do
-not travel here.
+Rank 0 has a connection to every server. It announces each step that servers take part in, just
+before it takes the step itself, so that servers make the same plans and launch the same exchanges
+in the same order. Messages are JSON: nothing that arrives is executed or unpickled. Tensors and
+plans are not sent this way.
 """
 
 from __future__ import annotations
@@ -31,14 +31,15 @@ from hf_distca.schedule.layout import Layout
 
 _SOCKET_OPTIONS = {
     (socket.IPPROTO_TCP, socket.TCP_NODELAY): 1,
-    # A node that is lost is silent: TCP asks every 10 s whether it is there, 6 times in vain.
+    # A lost node sends nothing. TCP probes a silent connection every 10 s, and closes it after 6
+    # probes without an answer.
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE): 1,
     (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE): 10,
     (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL): 10,
     (socket.IPPROTO_TCP, socket.TCP_KEEPCNT): 6,
 }
 _PART_BYTES = 1 << 16
-_MESSAGE_BYTES = 1 << 28  # at most: a share of a global batch has some of each document
+_MESSAGE_BYTES = 1 << 28  # limit; a share of a global batch describes all of its documents
 _DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -49,7 +50,7 @@ class JsonLineConnection:
     """A connection that carries messages both ways, one line each.
 
     Args:
-        connected: the socket, which is taken over.
+        connected: the socket, which belongs to this object from now on.
         seconds: time that the other side may take to read a message.
     """
 
@@ -75,7 +76,7 @@ class JsonLineConnection:
         arrives.
 
         Raises:
-            TimeoutError: if there is none in time.
+            TimeoutError: if no message arrives in time.
             EOFError, OSError: if the other side has ended.
             ValueError: if it is not JSON, or too long.
         """
@@ -99,9 +100,9 @@ class JsonLineConnection:
         return json.loads(line)
 
     def wait_for_end(self) -> None:
-        """Wait until the other side has ended, in a separate thread. Nothing is read."""
+        """Wait until the other side has ended. It reads nothing, so a second thread may call it."""
         waiting = select.poll()
-        # Without it, where there is none, when both sides have.
+        # A system without POLLRDHUP reports the end only when both sides have ended.
         waiting.register(self._socket, getattr(select, "POLLRDHUP", 0))
         waiting.poll()
 
@@ -136,7 +137,7 @@ def _encode(value: Any) -> Any:
                     for layout in value.layouts
                 ],
             }
-    raise TypeError(f"{value!r} has no form in a message")
+    raise TypeError(f"{value!r} cannot be sent in a message")
 
 
 def read_dtype(name: str) -> torch.dtype:
@@ -155,9 +156,9 @@ def read_config(values: Mapping[str, Any]) -> DistCAConfig:
     costs = values["cost_model"]
     if isinstance(costs, Mapping):
         costs = CostModel.from_json(costs["text"])
-    elif not is_built_in(costs):  # the names of files, and all else
+    elif not is_built_in(costs):  # such as the name of a file
         raise ConfigError(
-            f"cost_model={costs!r:.80} is none that rank 0 names: it sends cost models."
+            f"cost_model={costs!r:.80} must be 'analytic' or a cost model: rank 0 sends no paths."
         )
     return DistCAConfig(**{**values, "cost_model": costs})
 

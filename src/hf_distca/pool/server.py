@@ -1,8 +1,8 @@
-"""A server of attention: it takes part in the steps that rank 0 announces, and knows no model.
+"""An attention server: it takes part in the steps that rank 0 announces, and knows no model.
 
-It plans like every rank, as a rank without tokens, so that it makes the same checks and counts like
-the others. Between micro-batches it keeps the state that ranks keep (settings, cost models, plans
-that may still be used), but nothing of any call.
+It makes plans as a rank without tokens does, with the same checks and counters as every rank.
+Between micro-batches it keeps the same state as a rank (settings, cost models, plans that may still
+be used), but nothing that belongs to a single call.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ from hf_distca.runtime.meter import Meter
 from hf_distca.runtime.trial import exchange
 
 _LOOK_SECONDS = 1.0  # between two checks for a rank that has left
-_END_SECONDS = 3.0  # for rank 0 to report that it failed because others did not come
-_LONGER_SECONDS = 30.0  # a server ends so long after rank 0, at the latest
+_END_SECONDS = 3.0  # for rank 0 to report that other ranks did not come
+_LONGER_SECONDS = 30.0  # a server ends at most this long after rank 0
 
 
 class EndedError(BaseException):
@@ -75,7 +75,7 @@ def serve(
         wait_seconds: time that ranks that train may take to connect; None for no limit.
 
     Returns:
-        The exit status: 0 if they ended as they should.
+        The exit status: 0 if the ranks that train ended without an error.
     """
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _end_by_signal)
@@ -92,7 +92,7 @@ def serve(
         connection = accept(listening, partial(find_refusal, token, device, log), wait_seconds)
         if connection is None:
             raise EndedError(f"no ranks came within {wait_seconds:g} s")
-        invitation = connection.receive(wait_seconds)  # once rank 0 has found all servers
+        invitation = connection.receive(wait_seconds)  # sent when rank 0 has found all servers
         if not isinstance(invitation, dict):
             raise EndedError("the run failed before it began, see the log of rank 0")
         ranks = PoolRanks.read(invitation, _connect_store(invitation), invitation["number"])
@@ -106,7 +106,7 @@ def serve(
     except (EndedError, DistCADesyncError, EOFError, OSError) as end:
         why = str(end)
         if isinstance(end, EOFError | OSError):
-            why = f"rank 0 has ended without a word, see its log ({end})"
+            why = f"rank 0 has ended unexpectedly, see its log ({end})"
         log(f"{server.done if server else 'served nothing'}; ended: {why}")
         return getattr(end, "status", 1)
 
@@ -122,10 +122,10 @@ class _UsedPlan(NamedTuple):
 class Server:
     """Executes the steps that rank 0 announces.
 
-    Each method that `STEPS` names is one, with the announced arguments.
+    Each method in `STEPS` is a step, and gets the announced arguments.
 
-    Sessions and results of steps have names, by which they are known until rank 0 has forgotten
-    them.
+    The server keeps sessions and results of steps by the names that rank 0 gave them, until rank 0
+    has dropped them.
     """
 
     def __init__(self, ranks: PoolRanks, seconds: float, device: torch.device) -> None:
@@ -142,9 +142,9 @@ class Server:
         """Execute the steps that rank 0 announces until it ends.
 
         Raises:
-            EndedError: when it has ended.
-            DistCADesyncError: if ranks do not do the same, or do not come.
-            EOFError, OSError: if rank 0 has ended without a word.
+            EndedError: when rank 0 has ended.
+            DistCADesyncError: if ranks do different things, or do not come.
+            EOFError, OSError: if rank 0 has ended without telling so.
         """
         try:
             while True:
@@ -170,7 +170,7 @@ class Server:
 
     @property
     def done(self) -> str:
-        """Description of the work that it did."""
+        """Description of the work that this server did."""
         lasted = max(time.perf_counter() - self._began, 1e-9)
         seconds = self._meter.seconds
         sent = self._meter.sent_bytes / 1e9
@@ -185,7 +185,7 @@ class Server:
         raise EndedError(why, status)
 
     def use_settings(self, session: str, config: Mapping[str, Any]) -> None:
-        """Use settings in a session from now on; it begins if it has not yet."""
+        """Use settings in a session from now on, and begin the session if it is new."""
         settings = read_config(config)
         if session not in self._known:
             self._known[session] = begun = Session(settings)
@@ -215,7 +215,7 @@ class Server:
         )
 
     def make_layer_plan(self, session: str, planned: str) -> _UsedPlan:
-        """Make the layers' plan of a plan that a micro-batch uses."""
+        """Make the `LayerPlan` for a plan that a micro-batch uses."""
         plan = self._known.pop(planned)
         user = self._known[session]
         none = Documents(np.empty((0, 3), np.int64))
@@ -229,7 +229,7 @@ class Server:
         self._make_planner(session).gather_measurements(self._group)
 
     def exchange(self, has: Mapping[str, str]) -> None:
-        """Take part in the trial exchange of `hf-distca doctor`, of ranks with these versions."""
+        """Take part in the trial exchange of `hf-distca doctor`; `has` are versions of rank 0."""
         exchange(list_versions(), self._device, self._group)
 
     def begin(self, call: int, work: str, label: str, backward: bool, **layer: Any) -> None:
@@ -252,7 +252,7 @@ class Server:
         self._calls[call].serve()
 
     def finish(self, call: int) -> None:
-        """Finish a call: results have left."""
+        """Finish a call after its results have been sent."""
         taken = self._calls.pop(call)
         taken.finish(Grads if taken.backward else Outputs)
 
@@ -263,7 +263,8 @@ class Server:
     def _receive_next(self, connection: JsonLineConnection) -> Any:
         """Return the next message of rank 0.
 
-        End if another rank leaves the group before, for rank 0 may hear of that late, or never.
+        End if another rank leaves the group before it arrives: rank 0 may notice that late, or
+        never.
         """
         while True:
             with suppress(TimeoutError):
@@ -272,7 +273,7 @@ class Server:
                 raise EndedError(failure)
 
 
-# By the names under which rank 0 announces them; it can name nothing else.
+# All steps that rank 0 can announce, by name.
 STEPS: dict[str, Callable[..., object]] = {
     step.__name__: step
     for step in (
@@ -294,13 +295,13 @@ STEPS: dict[str, Callable[..., object]] = {
 def _outlive_briefly(
     connection: JsonLineConnection, server: Server, log: Callable[[str], None]
 ) -> None:
-    """End this process some time after rank 0 has ended: if a rank's failure message is lost, the
-    server would wait in vain.
+    """End this process some time after rank 0 has ended. If the failure message of a rank was lost,
+    the server would wait forever.
     """
     connection.wait_for_end()
     time.sleep(_LONGER_SECONDS)
     log(
-        f"{server.done}; ended: rank 0 has ended without a word, see its log ({_LONGER_SECONDS:g} s"
+        f"{server.done}; ended: rank 0 has ended unexpectedly, see its log ({_LONGER_SECONDS:g} s"
         " ago)"
     )
     os._exit(1)
@@ -322,4 +323,4 @@ def _connect_store(invitation: Mapping[str, Any]) -> Store:
 
 
 def _end_by_signal(number: int, _frame: FrameType | None) -> NoReturn:
-    raise EndedError(f"told to by {signal.Signals(number).name}", 128 + number)
+    raise EndedError(f"stopped by {signal.Signals(number).name}", 128 + number)

@@ -1,3 +1,3 @@
-"""Estimates what hf-distca would gain on documents that a user has, without a GPU and without
-loading a model.
+"""Estimates what hf-distca would gain on a user's documents, without a GPU and without loading a
+model.
 """

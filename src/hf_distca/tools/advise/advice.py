@@ -1,4 +1,4 @@
-"""`advise`: what hf-distca would gain, in sentences, and the lines to paste."""
+"""`advise`: writes what hf-distca would gain, in sentences, and the lines to paste."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from typing import NamedTuple
 
 from hf_distca.tools.advise.ways import Run, Way
 
-# Ratio of two steps below which neither is faster: the scheduler moves nothing for less
-# (DistCAConfig.min_gain); and below which the estimate may be wrong about which one is.
+# Ratios of the seconds of two steps. Below _EQUAL, the steps count as equally fast: the scheduler
+# moves nothing for a smaller gain (DistCAConfig.min_gain). Below _CLOSE, the estimate may be wrong
+# about which step is faster.
 _EQUAL, _CLOSE = 1.02, 1.06
-# How to have the others with Hugging Face.
+# How to get each of the other ways with Hugging Face, by a word of its title.
 _HOW = {
-    "samples": ': TrainingArguments(train_sampling_strategy="batch_rebalance") does much like it',
+    "samples": ': TrainingArguments(train_sampling_strategy="batch_rebalance") does nearly that',
     "Ulysses": ": accelerate's ParallelismConfig(sp_size=...)",
     "ring": ", which no library for Hugging Face has for packed documents",
 }
@@ -22,11 +23,11 @@ class Advice(NamedTuple):
     """Advice for a user.
 
     Attributes:
-        worthwhile: whether hf-distca is clearly faster than all else that keeps documents whole.
-        ours, other: title of the fastest way of hf-distca, and of all others.
-        gain: seconds of a step of the other over ours.
+        worthwhile: whether hf-distca is clearly faster than other ways that keep documents whole.
+        ours, other: title of the fastest way of hf-distca, and of the fastest other way.
+        gain: seconds of a step in the other way, divided by those in ours.
         text: the reasons, in sentences.
-        settings: the lines to paste; none if there is nothing to gain.
+        settings: the lines to paste; empty if there is nothing to gain.
     """
 
     worthwhile: bool
@@ -38,7 +39,7 @@ class Advice(NamedTuple):
 
 
 def advise(run: Run, ways: Sequence[Way]) -> Advice:
-    """Advise by all ways of a run, as `estimate_ways` returns them."""
+    """Compare all ways of a run, as `estimate_ways` returns them, and give advice."""
     as_it_is, *_, given, dealt = ways
     ours = min((given, dealt), key=lambda way: (not way.keeps_documents, way.seconds))
     other = min(ways[:-2], key=lambda way: (not way.keeps_documents, way.seconds))

@@ -1,5 +1,5 @@
-"""`count_model`: the attention and the weights of a model, counted where it is built without
-memory, on torch's meta device. `count_tokens`: the tokens of texts.
+"""`count_model`: counts the attention layers and weights of a model, which is built on torch's meta
+device and takes no memory. `count_tokens`: counts the tokens of texts.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ _EXPERTS_OF_A_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk
 
 
 def count_model(path: Path) -> Model:
-    """Count the layers of attention and the weights of the model of a config.json; of a composite
-    model, those of the part that writes text.
+    """Count the attention layers and the weights of the model of a config.json. Of a composite
+    model, count the part that writes text.
 
     Raises:
         ConfigError: if there is no such file, or the model has parts that cannot be counted.
@@ -36,9 +36,10 @@ def count_model(path: Path) -> Model:
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(text, attn_implementation="eager")  # type: ignore[no-untyped-call]
-    except Exception as error:  # of models' own code, of any kind
+    except Exception as error:  # the model's own code may raise anything
         raise ConfigError(
-            f"transformers builds no {text.model_type!r} model that writes text of {path}: {error}"
+            f"transformers cannot build the {text.model_type!r} model of {path} to write text:"
+            f" {error}"
         ) from error
     modules = dict(model.named_modules(remove_duplicate=False))
     attending = sum(
@@ -47,7 +48,7 @@ def count_model(path: Path) -> Model:
     )
     if not attending:
         raise ConfigError(f"{text.model_type!r} models have causal attention in no layer.")
-    if len(kinds) == 1:  # the config does not say which layers they are
+    if len(kinds) == 1:  # the config does not tell which layers attend
         kinds = dict.fromkeys(kinds, attending)
     return Model(
         str(path),
@@ -75,8 +76,8 @@ def count_tokens(texts: list[str], tokenizer: str) -> list[int]:
 
 
 def _count_met_weights(module: nn.Module, text: PreTrainedConfig) -> float:
-    """Count the weights of a module's own matrices that a token meets: of experts, those of the
-    ones that are used.
+    """Count the weights of a module's own matrices that a token meets; of experts, only those that
+    a token uses.
     """
     sizes = [weight.shape for weight in module.parameters(recurse=False) if weight.dim() > 1]
     count = 0.0 if isinstance(module, nn.Embedding) else float(sum(map(torch.Size.numel, sizes)))

@@ -24,7 +24,7 @@ class DocumentSource:
     Attributes:
         name: description.
         draw: draws some lengths from a generator; they are rounded down to whole tokens.
-        longest: longer documents are cut off there.
+        longest: length at which longer documents are cut off.
         source: source of the figures.
         seed: seed of the generator.
     """
@@ -36,8 +36,8 @@ class DocumentSource:
     seed: int = 0
 
     def draw_batches(self, tokens: int, count: int) -> Iterator[IntArray]:
-        """Yield `count` global batches of exactly so many tokens, in the order in
-        which documents were drawn; the last one is cut.
+        """Yield `count` global batches of exactly `tokens` tokens, with documents in the order in
+        which they were drawn. The last document of a batch is cut.
 
         Raises:
             LayoutError: if a document is longer than a batch.
@@ -71,12 +71,12 @@ class DocumentSource:
 
 
 def from_list(lengths: npt.ArrayLike, name: str, longest: int | None = None) -> DocumentSource:
-    """Make a source from a list, shuffled, and again when it has ended.
+    """Make a source from a list, which is shuffled, and again whenever it has ended.
 
-    Longer documents than `longest` are cut off there.
+    Documents longer than `longest` are cut off there.
 
     Raises:
-        LayoutError: if they are not whole numbers of at least 1.
+        LayoutError: if the list is empty, or lengths are not whole numbers of at least 1.
     """
     length = require_integers(lengths, f"document lengths of {name}")
     if not len(length):
@@ -94,18 +94,17 @@ def from_list(lengths: npt.ArrayLike, name: str, longest: int | None = None) -> 
 
 @dataclass(frozen=True, slots=True)
 class _Mixture:
-    """Short and long documents, each lognormal: mean and standard deviation of the logarithm of a
-    length.
+    """A mixture of short and long documents, whose lengths have lognormal distributions.
 
-    Both are fitted to a list made for contexts of 65,536 tokens. For longer ones, long documents
-    are stretched.
+    Both distributions are fitted to a list made for contexts of 65,536 tokens. For longer contexts,
+    long documents are stretched.
 
     Attributes:
         name: name of documents like these.
-        short, long: both distributions.
-        boundary: short documents are at most so long, and others longer, before they are stretched.
-        odds: number of long documents for each short one in a context of 65,536, by the means of
-            both distributions: half of the tokens (pretrain) or 60 % (prolong) are theirs.
+        short, long: for each kind, mean and standard deviation of the logarithm of a length.
+        boundary: largest length of short documents; long ones are longer before they are stretched.
+        odds: number of long documents for each short one in a context of 65,536. By the means of
+            both distributions, long ones then hold half of the tokens (pretrain) or 60 % (prolong).
         source: source of the figures.
     """
 
@@ -119,7 +118,7 @@ class _Mixture:
     def make_source(self, longest: int) -> DocumentSource:
         """Make a source of documents of at most `longest` tokens."""
         stretch = longest / 65536
-        share = self.odds / (self.odds + stretch)  # longer documents, and fewer
+        share = self.odds / (self.odds + stretch)  # the longer they are, the fewer
 
         def draw(generator: np.random.Generator) -> FloatArray:
             is_long = generator.random(_PIECE) < share
@@ -156,7 +155,7 @@ def find_distribution(text: str, longest: int) -> DocumentSource:
     ``lognormal:MEDIAN:SIGMA``.
 
     Raises:
-        ConfigError: if there is none of this name, or its numbers are out of range.
+        ConfigError: if no distribution has this name, or its numbers are out of range.
     """
     if text in DISTRIBUTIONS:
         return DISTRIBUTIONS[text].make_source(longest)

@@ -1,4 +1,4 @@
-"""`Model`: what an estimate needs of a model, and a few known ones."""
+"""`Model`: the figures of a model that an estimate needs; and a few known models."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ class Model:
 
     Attributes:
         name: its name, or the file that describes it.
-        layers: heads and widths, sliding window (None without), and number of each kind of layers
-            that compute core attention; those without a window first.
-        met_weights: number of weights of matrices that a token meets, the output layer's included.
+        layers: for each kind of layer with core attention, its heads and widths, its sliding window
+            (None without), and the number of such layers; kinds without a window come first.
+        met_weights: number of weights in matrices that a token meets, including the output layer.
     """
 
     name: str

@@ -1,8 +1,8 @@
-"""`estimate_ways`: the step of global batches as they are, with samples balanced over ranks, under
-context parallelism, and under hf-distca.
+"""`estimate_ways`: estimates a step with global batches as they are, with samples balanced over
+ranks, under context parallelism, and under hf-distca.
 
-Attention and its messages are what the scheduler estimates. Everything else of a step is taken for
-matrix products at the best rate that the GPU reaches, equally many for each token.
+The scheduler's cost model estimates attention and its messages. Everything else in a step is
+estimated as matrix products at the best rate of the GPU, equally many for each token.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from hf_distca.schedule.load import PlanLoad
 from hf_distca.schedule.ranks import Ranks
 from hf_distca.tools.advise.known_models import Model
 
-_WHOLE = 0.99  # of the attention, from which documents count as whole
+_WHOLE = 0.99  # part of the attention from which documents count as whole
 
 
 @dataclass(frozen=True)
@@ -53,11 +53,13 @@ class Run:
         return 2 if self.checkpointing else 1
 
     def estimate_products(self, tokens: FloatArray) -> FloatArray:
-        """Estimate the seconds of all that is not attention."""
+        """Estimate the seconds of everything except attention."""
         return 2 * (self.forwards + 2) * self.model.met_weights * tokens / self.product_rate
 
     def estimate_attention(self, lengths: IntArray, heads: float = 1.0) -> FloatArray:
-        """Estimate the seconds of whole documents in all layers, of a part of the heads."""
+        """Estimate the attention seconds of whole documents in all layers, for `heads` of the heads
+        (a fraction).
+        """
         total = np.zeros(len(lengths))
         for cost, layers in self.costs:
             forward, backward = cost.estimate_directions(lengths, lengths, heads)
@@ -66,15 +68,15 @@ class Run:
 
 
 class Way(NamedTuple):
-    """A way to run a step; over several batches, the mean of each figure, and the most tokens.
+    """A way to run a step. Over several batches, each figure is a mean, except `most_tokens`.
 
     Attributes:
         title: its name.
-        attention: attention and messages of the slowest rank, relative to attention of the mean
-            one.
+        attention: seconds of attention and messages on the slowest rank, divided by the mean
+            attention seconds of all ranks.
         seconds: seconds of a step.
         waiting: part of the step in which the mean rank computes nothing.
-        kept: part of the attention of whole documents.
+        kept: part of the attention of whole documents that is computed.
         most_tokens: tokens of the fullest rank.
     """
 
@@ -87,13 +89,13 @@ class Way(NamedTuple):
 
     @property
     def keeps_documents(self) -> bool:
-        """True if hardly a document is cut."""
+        """True if almost no document is cut."""
         return self.kept >= _WHOLE
 
 
 def estimate_ways(run: Run, batches: Iterable[IntArray]) -> list[Way]:
-    """Estimate each way, of context parallelism the fastest one, that cuts the fewest documents if
-    all do.
+    """Estimate each way. Of the ways of context parallelism, keep only the fastest that leaves
+    documents whole; if all of them cut documents, the one that cuts the fewest.
     """
     steps: dict[str, list[Way]] = {}
     for lengths in batches:
@@ -110,9 +112,9 @@ def estimate_ways(run: Run, batches: Iterable[IntArray]) -> list[Way]:
 
 
 def pack_rows(lengths: IntArray, rows: int, tokens: int) -> Layout:
-    """Fill rows of so many tokens with documents in order.
+    """Fill rows of `tokens` tokens with documents in order.
 
-    The part after the end of a row is a separate document.
+    The part of a document after the end of a row becomes a separate document.
     """
     ends = np.unique(np.concatenate([np.cumsum(lengths), np.arange(1, rows + 1) * tokens]))
     pieces = np.diff(ends, prepend=0)
@@ -153,8 +155,8 @@ def _estimate_batch(run: Run, lengths: IntArray) -> Iterable[Way]:
 def _make_way(
     title: str, run: Run, ends: FloatArray, computed: FloatArray, tokens: FloatArray, kept: float
 ) -> Way:
-    """Make a way of the seconds after which each rank ends its attention, those that it computes
-    attention, and its tokens.
+    """Make a way from three figures of each rank: the seconds after which its attention ends, the
+    seconds in which it computes attention, and its tokens.
     """
     products = run.estimate_products(tokens)
     seconds = float((products + ends).max())
@@ -171,8 +173,8 @@ def _count_pairs(run: Run, lengths: IntArray) -> float:
 
 
 def _share_rows(run: Run, lengths: IntArray, whole: float) -> Iterable[Way]:
-    """Share each row among a number of ranks: in a ring they pass keys on while they compute, and
-    under Ulysses each computes some of the heads.
+    """Share each row among several ranks. In a ring, ranks pass on keys while they compute; under
+    Ulysses, each rank computes some of the heads.
     """
     for degree in (n for n in range(2, run.ranks + 1) if run.ranks % n == 0):
         rows = pack_rows(lengths, run.ranks // degree, run.tokens * degree)
@@ -191,23 +193,23 @@ def _share_rows(run: Run, lengths: IntArray, whole: float) -> Iterable[Way]:
 
 
 def _estimate_exchanges(run: Run, degree: int) -> FloatArray:
-    """Estimate the seconds of a rank beyond attention if so many share a row: of merging the parts
-    of a ring, of its messages, and of those of Ulysses.
+    """Estimate the seconds of a rank besides attention if `degree` ranks share a row: for merging
+    the parts of a ring, for the messages of a ring, and for the messages of Ulysses.
     """
     total = np.zeros(3)
     inside = min(degree, run.per_node)
     for cost, layers in run.costs:
         shape, link = cost.shape, cost.exchange_bytes_per_second
         node = cost.node_bytes_per_second or link
-        # Each of `degree` calls reads rows again, and adds to sums in float32.
+        # Each of `degree` calls reads the rows again, and adds its results to sums in float32.
         sums = 1 + 8 / shape.element_bytes
         forward = shape.row_bytes + sums * shape.output_bytes
         backward = 2 * shape.row_bytes + sums * (shape.query_bytes + shape.key_value_bytes)
         merged = run.tokens * degree * forward * run.forwards / cost.forward.bytes_per_second
         merged += run.tokens * degree * backward / cost.backward.bytes_per_second
-        # Backward passes keys, values and their gradients on.
+        # Backward passes on keys, values and their gradients.
         passed = run.tokens * (degree - 1) * shape.key_value_bytes * (run.forwards + 2)
-        # Under Ulysses, each of fewer key/value heads than ranks is sent to several.
+        # If Ulysses has more ranks than key/value heads, it sends each head to several ranks.
         keys = shape.key_value_bytes * max(degree / shape.key_value_heads, 1)
         turned = run.tokens / degree * (shape.row_bytes + keys) * (run.forwards + 1)
         turned *= max((inside - 1) / node, (degree - inside) / link)
@@ -216,7 +218,7 @@ def _estimate_exchanges(run: Run, degree: int) -> FloatArray:
 
 
 def _disaggregate(run: Run, lengths: IntArray, whole: float, *, dealt: bool) -> Way:
-    """Plan every kind of layers as training does; many ranks form groups, each with separate
+    """Plan every kind of layer as in training. Many ranks form several groups, each with separate
     documents.
     """
     config = DistCAConfig()

@@ -1,4 +1,4 @@
-"""The command line ``hf-distca``: a file holds a verb, or two that share options.
+"""The command line ``hf-distca``, with a file for each verb.
 
 Modules that a verb needs are imported when it runs.
 """
@@ -18,7 +18,7 @@ from hf_distca.tools.cli.report import report
 from hf_distca.tools.cli.run import run
 from hf_distca.tools.cli.serve import serve
 
-# What is wrong with words after a verb. Its class has moved between releases of typer.
+# The error for wrong words after a verb. Its module differs between releases of typer.
 _UsageError: type[Any] = typer.BadParameter.__mro__[1]
 
 # Verbs of earlier versions, and what to use instead.
@@ -83,5 +83,5 @@ def main(
 
 for verb in (plan, advise, report, doctor, serve):
     app.command()(verb)
-# What follows the script is the script's, options included.
+# All words after the script belong to the script, even if they look like options of this verb.
 app.command(context_settings={"allow_interspersed_args": False})(run)

@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from hf_distca.tools.advise.known_models import Model
     from hf_distca.tools.advise.ways import Run, Way
 
-_WIDTH = 120  # columns of what is printed
-# Floating-point operations per second of large products in bfloat16: the largest that were
-# measured (ml-engineering, "Maximum Achievable Matmul FLOPS").
+_WIDTH = 120  # columns of the output
+# Floating-point operations per second of large products in bfloat16: the largest measured rates
+# (ml-engineering, "Maximum Achievable Matmul FLOPS").
 _PRODUCT_RATES = {
     "a100": 2.679e14,
     "h100": 7.945e14,
@@ -30,13 +30,13 @@ _PRODUCT_RATES = {
     "b200": 1.745e15,
     "gb200": 1.745e15,
 }
-# How to choose them for a script that trains today.
+# How to choose tokens_per_rank for a script that trains today.
 _ABOUT_TOKENS = (
-    "tokens_per_rank: of packed rows, per_device_train_batch_size x max_length of today, and steps"
-    " of an epoch, warm-up and learning rate stay as they are. Of padded rows, batch size x mean"
-    " length keeps them, too; batch size x max_length fills the memory of today: an epoch then has"
-    " fewer steps of more tokens each, so lower warmup_steps as the steps, and choose the learning"
-    " rate as for larger batches. hf_distca.deal prints the steps before and after."
+    "tokens_per_rank: if rows are packed today, use per_device_train_batch_size x max_length; steps"
+    " of an epoch, warm-up and learning rate then stay the same. If rows are padded, batch size x"
+    " mean length also keeps them. With batch size x max_length, memory stays the same and an epoch"
+    " has fewer, larger steps: lower warmup_steps in proportion, and choose the learning rate for"
+    " larger batches. hf_distca.deal prints the steps before and after."
 )
 
 
@@ -68,7 +68,7 @@ class Options:
     kernel: Annotated[
         str | None,
         typer.Option(
-            help="Attention kernel, as flash_attn_3 on h100.",
+            help="Attention kernel, such as flash_attn_3 on h100.",
             show_default="flash_attn, on b200 flash_attn_4",
         ),
     ] = None
@@ -79,7 +79,7 @@ class Options:
         float | None,
         typer.Option(
             help="GB/s that a rank sends to other nodes.",
-            show_default="as the hardware",
+            show_default="as for the hardware",
         ),
     ] = None
     checkpointing: Annotated[
@@ -132,9 +132,9 @@ class Options:
 def advise(options: Options) -> None:
     """Say what hf-distca would gain on your documents, or that it would gain nothing.
 
-    Steps are estimated with the scheduler and cost model that train; nothing is run and no GPU is
-    needed. Compared are a run as it is, with packed rows; whole documents balanced over ranks;
-    context parallelism; and hf-distca, on the same rows and with documents dealt.
+    Steps are estimated with the scheduler and cost model of training; nothing is run and no GPU is
+    needed. The command compares a run as it is, with packed rows; whole documents balanced over
+    ranks; context parallelism; and hf-distca, on the same rows and with documents dealt.
     """
     from hf_distca.tools.advise.advice import advise as advise_by
     from hf_distca.tools.advise.ways import estimate_ways
@@ -188,10 +188,11 @@ def _show_ways(about: str, ways: Sequence[Way]) -> None:
         )
     console.print(table)
     console.print(
-        "slowest / mean: seconds of attention and its messages of the slowest rank, against"
-        " attention of the mean one. speed: against the run as it is. waits: the mean rank, for"
-        " others and for messages. most tokens: of a rank. attention: what cut documents keep of"
-        " it. A step without exchanges of weights, and with products at the best rate of the GPU.",
+        "slowest / mean: seconds of attention and its messages on the slowest rank, divided by mean"
+        " attention seconds. speed: relative to the run as it is. waits: part of a step in which"
+        " the mean rank computes nothing. most tokens: on one rank. attention: the part left in"
+        " cut documents. Exchanges of weights are left out; products run at the best rate of the"
+        " GPU.",
         style="dim",
     )
 
@@ -207,6 +208,6 @@ def _find_model(name: str) -> Model:
         raise ConfigError(
             f"model {name!r} is neither a config.json nor one of {', '.join(KNOWN_MODELS)}."
         )
-    from hf_distca.tools.advise.counting import count_model  # imports transformers, in seconds
+    from hf_distca.tools.advise.counting import count_model  # takes seconds to import
 
     return count_model(path)

@@ -31,7 +31,7 @@ def doctor(
     dtype: Annotated[
         Literal["bf16", "fp16", "fp32", "fp64", "bfloat16", "float16", "float32", "float64"] | None,
         typer.Option(
-            help="What attention computes in, such as bf16; by default that of the model.",
+            help="Dtype of attention, such as bf16; by default the dtype of the model.",
             show_default=False,
         ),
     ] = None,
@@ -39,12 +39,12 @@ def doctor(
         float,
         typer.Option(help="Seconds that an exchange between ranks may take.", min=1.0, max=86400.0),
     ] = 60.0,
-    as_json: Annotated[bool, typer.Option("--json", help="Print what was found as JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
 ) -> None:
     """Say whether a model is supported, which kernels would run, and what to do.
 
-    Under a launcher, an exchange between the ranks is tried, and their versions are compared. Ends
-    with 1 if training would fail.
+    Under a launcher, it also tries an exchange between the ranks and compares their versions. The
+    exit status is 1 if training would fail.
     """
     from hf_distca.tools.doctor.diagnosis import diagnose, is_reporting_rank
 

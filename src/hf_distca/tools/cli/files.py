@@ -1,6 +1,4 @@
-"""Input and output of the verbs: files, or ``-`` for standard input and output, and figures as
-JSON.
-"""
+"""Input and output of the verbs: files, or ``-`` for standard input and output."""
 
 from __future__ import annotations
 
@@ -16,8 +14,8 @@ from hf_distca.errors import DistCAError, LayoutError, make_printable
 from hf_distca.input_files import read_file, read_stream
 
 _STANDARD = Path("-")
-_MOST_BYTES = 2**24  # of a list: a placement on 4,096 ranks takes 7 MB
-_MOST_DOCUMENTS = 2**18  # of a micro-batch that is planned, which takes minutes
+_MOST_BYTES = 2**24  # the longest input; a placement on 4,096 ranks takes 7 MB
+_MOST_DOCUMENTS = 2**18  # the most in a micro-batch; they take minutes to plan
 _MOST_CHARACTERS = 600
 
 
@@ -46,8 +44,8 @@ def check_documents(count: int, path: Path) -> None:
 
 
 def write(result: str, summary: str, path: Path | None) -> None:
-    """Write a result, and its summary to a stream without the result: standard output, or else
-    error.
+    """Write a result to a file or to standard output, and print its summary. If the result is on
+    standard output, the summary goes to standard error.
     """
     if path is None or path == _STANDARD:
         typer.echo(result)
@@ -58,8 +56,8 @@ def write(result: str, summary: str, path: Path | None) -> None:
 
 
 def exit_with_error(message: str) -> None:
-    """Print an error in one line and exit; the middle of a long message, as with contents of a
-    file, is left out.
+    """Print an error in one line and exit. The middle of a long message, such as one with contents
+    of a file, is left out.
     """
     line = make_printable(" ".join(message.split()))
     if len(line) > _MOST_CHARACTERS:
@@ -70,18 +68,14 @@ def exit_with_error(message: str) -> None:
 
 @contextmanager
 def exit_on_error() -> Iterator[None]:
-    """End the command with one line if anything inside fails, in the input or with a file."""
+    """End the command with a one-line error if the input is wrong or a file cannot be used."""
     try:
         yield
     except DistCAError as error:
         exit_with_error(str(error))
-    except (
-        BrokenPipeError
-    ):  # of `hf-distca ... | head`: who reads has seen enough, and typer ends in silence
+    except BrokenPipeError:  # as in `hf-distca ... | head`: typer ends without a message
         raise
     except OSError as error:
         exit_with_error(f"{error.filename or 'output'}: {error.strerror or error}.")
     except RecursionError:
-        exit_with_error(
-            "the input is nested too deeply: give a list of numbers, or what --help says."
-        )
+        exit_with_error("the input is nested too deeply: give the input that --help describes.")

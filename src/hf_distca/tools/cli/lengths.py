@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 _TABLES = (".parquet", ".arrow")
 _LINES = (".jsonl", ".ndjson")
-# Columns that are looked for: the last one if there is a tokenizer.
+# Columns that are read if none is named: the first one that exists, or text with a tokenizer.
 _TOKENS, _LENGTH, _TEXT = "input_ids", "length", "text"
 
 
@@ -29,13 +29,13 @@ def read_lengths(path: Path) -> list[int]:
     try:
         data = json.loads(read(path).decode("utf-8"))
     except ValueError as error:
-        hint = " Rows, one a line, are read by advise, from a .jsonl file." * (
+        hint = " advise reads one row from each line of a .jsonl file." * (
             "Extra data" in str(error)
         )
         raise LayoutError(f"{name} is not JSON: {error}.{hint}") from error
     if not isinstance(data, list):
         raise LayoutError(
-            f"{name} must hold a list of document lengths, it holds {type(data).__name__}."
+            f"{name} must hold a list of document lengths, but it holds {type(data).__name__}."
         )
     try:
         return [require_whole_number(value) for value in data]
@@ -48,7 +48,7 @@ def open_documents(
 ) -> DocumentSource:
     """Open documents of a file, of a data set's column, or of a distribution by name.
 
-    With a tokenizer, the column may hold text; it is ``text`` if it is not named.
+    With a tokenizer, the column may hold text; its default name is then ``text``.
     """
     from hf_distca.tools.advise.document_lengths import find_distribution, from_list
 
@@ -56,7 +56,7 @@ def open_documents(
     column = _TEXT if tokenizer is not None and column == _TOKENS else column
     if text and (path.suffix in (*_TABLES, *_LINES) or path.is_dir()):
         files = path.iterdir() if path.is_dir() else [path]
-        # `map` of a saved data set leaves files of that name in its folder.
+        # `map` of a saved data set leaves files with such names in its folder.
         tables = [file for file in files if not file.name.startswith("cache-")]
         tables = sorted(file for file in tables if file.suffix in (*_TABLES, *_LINES))
         return from_list(_count_column(path, tables, column, tokenizer), text, longest)
@@ -66,8 +66,8 @@ def open_documents(
 
 
 def _count_column(path: Path, tables: list[Path], column: str, tokenizer: str | None) -> list[int]:
-    """Count the tokens of each document of tables or of files with a JSON object a line: lists are
-    counted, texts are tokenized, numbers are lengths.
+    """Return the tokens of each document in tables, or in files with a JSON object on each line:
+    lists are counted, texts are tokenized, and numbers are lengths.
     """
     try:
         import pyarrow as pa
@@ -89,13 +89,13 @@ def _count_column(path: Path, tables: list[Path], column: str, tokenizer: str | 
         try:
             table = _read_table(file)
             names = table.column_names
-        except (pa.ArrowException, ValueError) as error:  # UnicodeDecodeError among them
+        except (pa.ArrowException, ValueError) as error:  # including UnicodeDecodeError
             raise LayoutError(f"{file} cannot be read as a table: {error}.") from error
         name = _LENGTH if column == _TOKENS and not {_TOKENS} & {*names} else column
         if name not in names:
             raise LayoutError(
                 f"{file} has no column {column!r}, only {', '.join(map(repr, names))}: name one"
-                " with --column. Of text, name its tokenizer, too: --tokenizer."
+                " with --column. For a column of text, also give --tokenizer."
             )
         values = table.column(name).drop_null()
         kind = values.type
@@ -103,7 +103,7 @@ def _count_column(path: Path, tables: list[Path], column: str, tokenizer: str | 
             values = pc.list_value_length(values)
         elif tokenizer is not None and (kinds.is_string(kind) or kinds.is_large_string(kind)):
             from hf_distca.tools.advise.counting import (
-                count_tokens,  # imports transformers, in seconds
+                count_tokens,  # takes seconds to import
             )
 
             values = pa.array(count_tokens(values.to_pylist(), tokenizer))
@@ -113,7 +113,7 @@ def _count_column(path: Path, tables: list[Path], column: str, tokenizer: str | 
                 " numbers; or text, with --tokenizer."
             )
         lengths += values.to_pylist()
-    # A negative one is named by its place among all.
+    # If a length is negative, keep zeros: the error names its place in the whole list.
     return lengths if min(lengths, default=0) < 0 else [length for length in lengths if length]
 
 
@@ -125,6 +125,6 @@ def _read_table(file: Path) -> Any:
         return parquet.read_table(file)
     if file.suffix == ".arrow":
         return pa.ipc.open_stream(file).read_all()
-    # A document may be as long as a block.
+    # A block must hold at least a line, and the file may have only one.
     block = min(max(file.stat().st_size, 2**20), 2**31 - 1)
     return json.read_json(file, json.ReadOptions(block_size=block))

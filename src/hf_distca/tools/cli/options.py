@@ -1,4 +1,4 @@
-"""Options of a verb as the fields of a dataclass, and some that several verbs have."""
+"""Options of a verb as the fields of a dataclass, and options that several verbs share."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ InJson = Annotated[bool, typer.Option("--json", help="Write everything as JSON."
 def with_options(
     options: type[Options],
 ) -> Callable[[Callable[[Options], None]], Callable[..., None]]:
-    """Make a verb whose arguments and options are the fields of a dataclass, with typer's
-    annotations, and which gets the filled dataclass.
+    """Return a decorator for a verb that takes a dataclass. The fields of the dataclass, with
+    typer's annotations, become the arguments and options of the verb.
     """
 
     def decorate(verb: Callable[[Options], None]) -> Callable[..., None]:
@@ -43,7 +43,7 @@ def read_rate(option: str, gigabytes: float | None) -> float | None:
     """Return the bytes per second of an option in GB/s, None if it is not given.
 
     Raises:
-        ConfigError: if it is no rate; names the option.
+        ConfigError: if it is out of range; names the option.
     """
     if gigabytes is not None and not 1e-9 <= gigabytes <= 1e9:
         raise ConfigError(f"{option} {gigabytes:g}: a rate is a number from 1e-9 to 1e9 GB/s.")

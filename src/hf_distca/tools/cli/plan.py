@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from hf_distca.schedule.plan import Plan
 
 _MOST_RANKS = 65536
-_LIMIT = 2**31  # what follows counts with 64 bits
+_LIMIT = 2**31  # of the options below; their products must fit into 64 bits
 _LIMITED = (
     "tile",
     "query_heads",
@@ -76,7 +76,7 @@ class Options:
         str | None,
         typer.Option(
             "--cost-model",
-            help="Seconds of your own instead: a file with a CostModel in JSON.",
+            help="A JSON file with a CostModel of your own, used instead.",
             show_default=False,
         ),
     ] = None
@@ -110,7 +110,7 @@ class Options:
     deal: Annotated[
         int | None,
         typer.Option(
-            help="Deal documents to ranks of so many tokens, and write their placement.",
+            help="Deal documents to ranks of this many tokens, and write their placement.",
             show_default=False,
         ),
     ] = None
@@ -128,8 +128,8 @@ class Options:
     ] = 8
 
     def make_cost_model(self) -> CostModel:
-        """Make the cost model in the file, or else the built-in one of `cost`, with the links of
-        the options.
+        """Make the cost model from the file, or else the built-in one for `cost`, with the rates of
+        links from the options.
         """
         from hf_distca.config import read_cost_model
         from hf_distca.schedule.cost import AttentionShape, CostModel
@@ -168,9 +168,9 @@ def plan(options: Options) -> None:
     on with the document's length, or {"lengths": [[tokens of a document, ...] per rank]} where no
     document crosses ranks. The default shape is that of Llama-3-8B in bfloat16.
 
-    With --deal it holds [tokens of a document, ...], and what is written is a placement with equal
-    tokens and about equal attention, which `hf-distca plan` reads; with --ping-pong it also holds
-    "first_nano_batch", the tokens that each rank has in its first half.
+    With --deal, DOCUMENTS holds [tokens of a document, ...], and the result is a placement with
+    equal tokens and about equal attention, which `hf-distca plan` reads. With --ping-pong, the
+    placement also holds "first_nano_batch", the tokens that each rank has in its first half.
     """
     from hf_distca.config import DistCAConfig
 
@@ -196,7 +196,7 @@ def plan(options: Options) -> None:
         if options.deal is not None:
             lines += _describe_layout(layout)
         elif options.window is not None:
-            # If no document is longer than the window, the plan has none.
+            # If no document is longer than the window, the plan has no window.
             lines.append(
                 f"{'sliding window':<26} {options.window}"
                 f" keys{'' if result.window else ', as long as any document'}"
@@ -227,8 +227,8 @@ def _deal_documents(options: Options, tokens: int, model: CostModel) -> tuple[li
     ranks = max(sum(lengths) // max(tokens, 1), 1)
     if ranks > _MOST_RANKS:
         raise ConfigError(
-            f"--deal {tokens}: {sum(lengths)} tokens would need {ranks} ranks, and at most"
-            f" {_MOST_RANKS} are dealt to."
+            f"--deal {tokens}: {sum(lengths)} tokens would need {ranks} ranks, and the limit is"
+            f" {_MOST_RANKS}."
         )
     by: dict[str, Any] = {"tile": options.tile, "ranks_per_node": options.ranks_per_node}
     if options.ping_pong:
@@ -269,7 +269,7 @@ def _describe_layout(layout: Layout) -> list[str]:
 
 
 def _make_placement(layouts: list[Layout], lengths: list[int]) -> dict[str, Any]:
-    """Return the rows of each rank, those of its first nano-batch first."""
+    """Return the rows of each rank, beginning with its first nano-batch."""
     rows = [
         [
             [s.document, s.start, s.end, lengths[s.document]]

@@ -24,7 +24,7 @@ def report(
     step: Annotated[
         int | None,
         typer.Option(
-            help="Step whose plan is drawn; by default that of the most uneven one.",
+            help="Step whose plan is drawn; by default the one with the most uneven plan.",
             show_default=False,
         ),
     ] = None,
@@ -52,4 +52,4 @@ def report(
         typer.echo(f"{value} {meaning}")
     for missing in figures.missing:
         typer.echo(f"Not on the page: {missing}")
-    typer.echo(os.fsencode(f"The page: {output}"))  # which need not be text
+    typer.echo(os.fsencode(f"The page: {output}"))  # a path may not be valid text

@@ -1,4 +1,4 @@
-"""``hf-distca run``: another program's training script or command, under distca."""
+"""``hf-distca run``: runs a training script or a command under distca."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def run(
         str, typer.Argument(help="A Python script, a command such as `trl`, or with -m a module.")
     ],
     arguments: Annotated[
-        list[str] | None, typer.Argument(help="What it gets as its arguments.", show_default=False)
+        list[str] | None, typer.Argument(help="Arguments of SCRIPT.", show_default=False)
     ] = None,
     module: Annotated[
         bool, _option("-m", "--module", help="SCRIPT is the name of a module, as for `python -m`.")
@@ -41,14 +41,15 @@ def run(
         str | None, _option(metavar="NAME", help="Attention that distca stands in for.")
     ] = None,
     tokens_per_rank: Annotated[
-        int | None, _option(min=1, help="Deal documents, so many tokens to each rank.")
+        int | None, _option(min=1, help="Deal documents, this many tokens to each rank.")
     ] = None,
     observe: Annotated[
         bool | None,
         _option("--observe", help="Measure the imbalance of attention, and change nothing."),
     ] = None,
     servers: Annotated[
-        int | None, _option(min=1, help="Let so many processes of each node be attention servers.")
+        int | None,
+        _option(min=1, help="Use this many processes of each node as attention servers."),
     ] = None,
     server_address: Annotated[
         list[str] | None,
@@ -64,10 +65,10 @@ def run(
 ) -> None:
     """Run a training script or command that does not import hf_distca, with "distca" registered.
 
-    It holds for Python processes that the command starts, too, such as those of accelerate's
-    launcher: trl, swift and llamafactory-cli start one. Options of hf-distca stand before the
-    script. Under a launcher of your own: accelerate launch -m hf_distca.tools.run train.py
-    --attn_implementation distca
+    The options also apply to Python processes that the command starts, such as those of
+    accelerate's launcher, which trl, swift and llamafactory-cli start. Write options of hf-distca
+    before the script. If you use a launcher yourself: accelerate launch -m hf_distca.tools.run
+    train.py --attn_implementation distca
     """
     given = dict(locals())
     from hf_distca.tools.run import (
@@ -96,8 +97,8 @@ def run(
     ):
         typer.echo(
             "hf-distca: --tokens-per-rank deals documents to models that have attention"
-            f' "distca". Unless {script} asks for it, give --attn-implementation distca, for models'
-            " that are loaded without naming one, or --instead-of sdpa, for those that name sdpa.",
+            f' "distca". Unless {script} asks for it, give --attn-implementation distca for models'
+            " that are loaded without naming one, or --instead-of sdpa for models that name sdpa.",
             err=True,
         )
     try:
@@ -109,7 +110,7 @@ def run(
         EOFError,
         KeyboardInterrupt,
         OSError,
-    ) as error:  # of the script: typer ends in silence at some of them
+    ) as error:  # of the script; typer would hide some of them
         sys.last_value = error  # as the interpreter does
         sys.excepthook(type(error), error, error.__traceback__)
         raise SystemExit(128 + SIGINT if isinstance(error, KeyboardInterrupt) else 1) from None

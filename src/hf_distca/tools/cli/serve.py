@@ -22,7 +22,7 @@ def serve(
     device: Annotated[
         str | None,
         typer.Option(
-            help="What computes, such as cuda:1; by default the first GPU, or the CPU.",
+            help="Device that computes, such as cuda:1; by default the first GPU, or else the CPU.",
             show_default=False,
         ),
     ] = None,
@@ -30,14 +30,14 @@ def serve(
         float | None,
         typer.Option(
             min=1.0,
-            help="Seconds that ranks may take to come; by default as long as they take.",
+            help="Seconds that ranks may take to connect; by default there is no limit.",
             show_default=False,
         ),
     ] = None,
 ) -> None:
     """Compute slices of core attention for training that names this server by --server-address.
 
-    Ends with the ranks that it served, and prints what it did.
+    The server ends with the ranks that it served, and prints what it did.
     """
     from hf_distca.pool.addresses import parse_address
     from hf_distca.pool.launch import listen_at, serve_alone

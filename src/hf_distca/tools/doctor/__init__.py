@@ -1,4 +1,4 @@
-"""Checks of a model and of ranks before training: each thing that was looked at is a `Finding`."""
+"""Checks of a model and of ranks before training: each check gives a `Finding`."""
 
 from __future__ import annotations
 

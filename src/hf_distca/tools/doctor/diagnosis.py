@@ -1,4 +1,4 @@
-"""All findings, in the order in which they are reported."""
+"""`diagnose`: makes all findings, in the order of the report."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def diagnose(
     """Check everything. Under a launcher, all ranks must call it.
 
     Args:
-        model: folder of a model, its config.json, or a name on the Hub; None for none.
+        model: folder of a model, its config.json, or a name on the Hub; None for no model.
         dtype: dtype in which attention computes; if None, that of the model, or the usual one of
             the device.
         timeout_seconds: how long an exchange between ranks may take.

@@ -18,16 +18,16 @@ from hf_distca.tools.doctor import Finding
 
 
 def is_launched() -> bool:
-    """Return whether a launcher started this process, and others."""
+    """Return whether a launcher started this process as one of several."""
     return int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ
 
 
 def try_launched(has: Mapping[str, str], timeout_seconds: float) -> list[Finding]:
-    """Exchange messages between the ranks of a launcher; all of them must call it.
+    """Exchange messages between the ranks of a launcher. All of these ranks must call it.
 
     Args:
         has: versions of this rank, by package.
-        timeout_seconds: how long to wait for the others.
+        timeout_seconds: how long to wait for the other ranks.
 
     Raises:
         DistCAError, RuntimeError: if it fails.
@@ -43,7 +43,7 @@ def try_launched(has: Mapping[str, str], timeout_seconds: float) -> list[Finding
         dist.init_process_group(
             "nccl" if cuda else "gloo", timeout=timedelta(seconds=timeout_seconds)
         )
-    except ValueError as error:  # the environment lacks what a launcher says
+    except ValueError as error:  # a variable that launchers set is missing
         raise RuntimeError(str(error)) from error
     try:
         session = Session(DistCAConfig(timeout_seconds=timeout_seconds), dist.group.WORLD)
@@ -70,8 +70,11 @@ def describe_trial(trial: Trial, group: AttentionGroup) -> list[Finding]:
 
 
 def describe_ranks(nodes: Sequence[int], servers: int) -> str:
-    """Describe the ranks of a group, of which so many hold no tokens, by a number for the node of
-    each.
+    """Describe the ranks of a group.
+
+    Args:
+        nodes: number of the node of each rank.
+        servers: number of ranks without tokens.
     """
     counts = Counter(nodes)
     where = f"{len(counts)} node{'s' if len(counts) > 1 else ''}"

@@ -38,7 +38,7 @@ _DTYPES = _SHORT_NAMES | {
     str(dtype).removeprefix("torch."): dtype for dtype in _SHORT_NAMES.values()
 }
 _DROPOUT = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
-_USUAL_WIDTH = 128  # of a head, where no model is given
+_USUAL_WIDTH = 128  # width of a head if no model is given
 
 
 def read_config(name: str, log: Callable[[str], None] = lambda text: None) -> PreTrainedConfig:
@@ -49,7 +49,7 @@ def read_config(name: str, log: Callable[[str], None] = lambda text: None) -> Pr
         log: called with a message before a step that takes a while.
 
     Raises:
-        ConfigError: if there is none, or if transformers does not know the model.
+        ConfigError: if there is no config, or if transformers does not know the model.
     """
     path = Path(name) / "config.json" if not name or Path(name).is_dir() else Path(name)
     is_file = path.is_file()
@@ -60,14 +60,14 @@ def read_config(name: str, log: Callable[[str], None] = lambda text: None) -> Pr
             " the Hub."
         )
     if not is_file:
-        # What it logs between tries would be a dozen lines.
+        # Without this, it logs a dozen lines while it tries again.
         logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
         log(f"asking the Hub for {name}, which takes a minute to give up without a network ...")
     try:
         config: PreTrainedConfig = AutoConfig.from_pretrained(
             str(path) if is_file else name, trust_remote_code=False
         )
-    except Exception as error:  # configs check themselves with exceptions of many kinds
+    except Exception as error:  # checks in configs raise exceptions of many kinds
         problem = (
             f"transformers cannot read {path} as the config of a model"
             if is_file
@@ -80,11 +80,11 @@ def read_config(name: str, log: Callable[[str], None] = lambda text: None) -> Pr
 def find_dtype(
     name: str | None, config: PreTrainedConfig | None, device: torch.device
 ) -> torch.dtype:
-    """Return the dtype of a name; without a name that of a model, or else the usual one of a
-    device.
+    """Return the dtype of this name. Without a name, return the dtype of the model, or else the
+    usual one of the device.
 
     Raises:
-        ConfigError: if there is none of that name.
+        ConfigError: if there is no such dtype.
     """
     if name is None:
         given = (
@@ -163,8 +163,8 @@ def _check_config(config: PreTrainedConfig) -> Iterator[Finding]:
 def check_model_kernels(
     config: PreTrainedConfig | None, dtype: torch.dtype, device: torch.device
 ) -> Iterator[Finding]:
-    """Yield findings on the kernel that runs each kind of layers of a model, and on why earlier
-    kernels cannot.
+    """Yield findings on the kernel that runs each kind of layer of a model, and on why kernels
+    earlier in the list cannot run it.
     """
     if config is None:
         cases = [KernelRequest(device, dtype, _USUAL_WIDTH, _USUAL_WIDTH, ScoreOptions(1.0), 1)]

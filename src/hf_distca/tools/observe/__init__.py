@@ -1,4 +1,4 @@
-"""A meter without balancing: attention imbalance over ranks, under any attention of transformers.
+"""A meter of the imbalance of attention over ranks, under any attention of transformers.
 
-Models and their attention are only watched, and train as they would without it.
+It only watches models and their attention: they train as they would without it.
 """

@@ -1,7 +1,7 @@
 """`Findings`: how uneven the attention of ranks was, which rank was slow, and what hf-distca would
-make of it.
+gain.
 
-Work is seconds by the built-in rates of a cost model, forward and backward.
+Work is counted in seconds by the built-in rates of a cost model, forward and backward.
 """
 
 from __future__ import annotations
@@ -22,17 +22,18 @@ from hf_distca.schedule.load import PlanLoad
 from hf_distca.schedule.ranks import Ranks
 from hf_distca.tools.observe.watch import BatchFacts
 
-_EVEN = 1.07  # slowest rank / mean that is not worth a word
+_EVEN = 1.07  # slowest rank / mean up to which no advice is given
 
 
 class Row(NamedTuple):
     """A micro-batch; times are in seconds.
 
     Attributes:
-        tokens: of all ranks.
-        work, measured: of each rank: work of its documents, and time in attention.
-        plans: work of the slowest rank with its messages, as given and dealt; None if the
-            micro-batch was not planned.
+        tokens: number of tokens of all ranks.
+        work, measured: for each rank, the work of its documents, and its measured time in
+            attention.
+        plans: estimated time of the slowest rank with its messages, for documents as given and for
+            dealt ones; None if the micro-batch was not planned.
     """
 
     tokens: int
@@ -42,7 +43,7 @@ class Row(NamedTuple):
 
 
 class Findings:
-    """Findings about micro-batches, at least one, which took so many seconds."""
+    """Findings about one or more micro-batches, which took `elapsed` seconds together."""
 
     def __init__(self, rows: Sequence[Row], elapsed: float) -> None:
         self.elapsed, self.tokens = elapsed, sum(row.tokens for row in rows)
@@ -53,9 +54,7 @@ class Findings:
         self.given, self.dealt = np.sum([row.plans or (0.0, 0.0) for row in rows], 0).tolist()
 
     def compute_figures(self) -> dict[str, float]:
-        """Compute the figures to log, by their names without a prefix; those without data are left
-        out.
-        """
+        """Compute the figures to log, by name without prefix. Figures without data are left out."""
         measured, planned = self.measured.mean(1).sum(), self.planned.mean(1).sum()
         only_some = len(self.planned) < len(self.work)
         figures = {
@@ -105,7 +104,7 @@ class Findings:
         return lines
 
     def _advise(self, attention: str) -> list[str]:
-        """Return what to do about documents that make ranks uneven."""
+        """Return advice for documents that make ranks uneven."""
         if len(self.planned) and min(self.given, self.dealt) >= self.planned.max(1).sum():
             return ["  note      by built-in rates, messages take longer than balancing saves here"]
         is_known = attention in REPLACEABLE_ATTENTION
@@ -118,15 +117,15 @@ class Findings:
 
 
 def find(facts: Sequence[BatchFacts], per_node: int | None, *, plans: bool) -> Row:
-    """Find out about one micro-batch.
+    """Compute the row of a micro-batch.
 
     Args:
-        facts: of each rank, whose documents are known.
+        facts: facts of each rank, with known documents.
         per_node: ranks of a node; None if nodes are not told apart.
-        plans: whether to plan it, too.
+        plans: whether to plan the micro-batch, too.
     """
     first, layout = facts[0], Layout.from_lengths([fact.lengths for fact in facts])
-    # As distca begins, if it runs a flash kernel.
+    # The rates with which distca would begin on a flash kernel.
     is_flash = "flash" in first.attention
     kernel = first.attention.replace("attention", "attn") if is_flash else "cuda"
     cost = make_gpu_cost(AttentionShape(*first.shape), first.device, kernel)
@@ -146,7 +145,9 @@ def find(facts: Sequence[BatchFacts], per_node: int | None, *, plans: bool) -> R
 def _plan(
     layers: Sequence[tuple[CostModel, int]], layout: Layout, per_node: int | None
 ) -> tuple[float, float]:
-    """Estimate the seconds of the slowest rank in all layers, with messages: as given and dealt."""
+    """Estimate the seconds of the slowest rank in all layers, messages included, for documents as
+    given and for dealt ones.
+    """
     ranks, config, size = Ranks(per_node=per_node), DistCAConfig(), layout.world_size
     tokens, rest = divmod(int(layout.length.sum()), size)
     cost = next((cost for cost, _ in layers if cost.window is None), layers[0][0])

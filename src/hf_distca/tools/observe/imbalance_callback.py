@@ -1,4 +1,4 @@
-"""`ImbalanceCallback`: the meter in a Trainer; and that of `hf-distca run --observe`."""
+"""`ImbalanceCallback`: the meter of a Trainer, which `hf-distca run --observe` uses, too."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from hf_distca.tools.observe.run_observer import Observer
 
 
 class ImbalanceCallback(TrainerCallback):
-    """Adds the imbalance of attention over ranks to the logs of a Trainer, under whatever attention
-    its model has, and changes nothing.
+    """Adds the imbalance of attention over ranks to the logs of a Trainer. It works under any
+    attention, and does not change the training.
 
-    Logs of rank 0 get ``distca/observed_...``, over the micro-batches since the last log: the
-    slowest rank by the mean, by documents and by measured seconds, the rank that was most often the
-    slowest, and the estimate of what hf-distca would make of it. Rank 0 prints them for the whole
-    training at its end, and why a rank was slow. Every rank has the callback, or none: at a log,
-    ranks gather what they saw, over a separate communicator.
+    Logs of rank 0 get figures ``distca/observed_...`` of the micro-batches since the last log:
+    slowest rank / mean, by documents and by measured seconds; the rank that was slowest most often;
+    and the estimate for hf-distca. At the end of the training, rank 0 prints these figures for the
+    whole training, and why a rank was slow. Give the callback to all ranks: at each log, they
+    gather their measurements over a separate communicator.
     """
 
     def __init__(self) -> None:
@@ -50,7 +50,7 @@ class ImbalanceCallback(TrainerCallback):
     def on_log(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Add the figures since the last log to those of training."""
+        """Add the figures since the last log to the logged figures."""
         if "loss" in (logs := kwargs.get("logs") or {}):
             figures = self._observer.take_figures()
             # The Trainer has already put a copy of the logs into the history.
@@ -60,12 +60,12 @@ class ImbalanceCallback(TrainerCallback):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Sum up, and watch no more."""
+        """Stop watching, and print the summary."""
         self._observer.end()
 
 
 def observe_trainers() -> None:
-    """Give every Trainer of this process the callback when its training begins, if it has none."""
+    """Give the callback to every Trainer of this process that has none when its training begins."""
 
     def observe(trainer: Trainer) -> None:
         callbacks = trainer.callback_handler.callbacks

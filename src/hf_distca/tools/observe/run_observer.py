@@ -1,7 +1,7 @@
 """`Observer`: the meter of a process, and how rank 0 learns the facts of all ranks.
 
-Ranks gather their facts over a separate communicator, at each log and now and then between
-logs. If a rank does not come in time, the watch ends, and training goes on.
+Ranks gather their facts over a separate communicator, at each log and sometimes between logs. If a
+rank does not come in time, the watch ends, and training goes on.
 """
 
 from __future__ import annotations
@@ -24,36 +24,36 @@ from hf_distca.tools.observe.findings import Findings, Row, find
 from hf_distca.tools.observe.watch import BatchFacts, Watch
 
 _PATIENCE = 30.0  # seconds that ranks wait for each other
-_MOST_BATCHES = 64  # that begin before facts are gathered without a log
-_MOST_ROWS = 20_000  # micro-batches in the summary: the last ones
+_MOST_BATCHES = 64  # after which facts are gathered even without a log
+_MOST_ROWS = 20_000  # micro-batches in the summary; older ones are dropped
 
 
 class Observer:
-    """The meter of this process; all ranks begin theirs in one order."""
+    """The meter of this process. If a process has several, all ranks begin them in one order."""
 
     def __init__(self) -> None:
         self._rows: deque[Row] = deque(maxlen=_MOST_ROWS)
-        self._since: list[Row] = []  # the last log
+        self._since: list[Row] = []  # rows since the last log
         self._watch = Watch(self._follow)
-        self._group: dist.ProcessGroup | None = None  # of all ranks
+        self._group: dist.ProcessGroup | None = None  # the group of all ranks
         self._rank = self._begun = self._unread = 0
-        self._queues: list[deque[BatchFacts]] = [deque()]  # of each rank, until all have come
+        self._queues: list[deque[BatchFacts]] = [deque()]  # facts of each rank, not yet counted
         self._missing = self._reason = self._attention = ""
         self._began = self._logged = time.perf_counter()
         self.begin = self._watch.start
 
     def gather(self, *, end: bool = False) -> None:
-        """Gather the facts of all ranks, which come equally often; rank 0 counts them.
+        """Gather the facts of all ranks, which must call this equally often. Rank 0 counts them.
 
         Args:
-            end: wait for what the device computes.
+            end: whether to wait for the device first.
         """
         rows = self._exchange(self._watch.take(end=end))
         if self._rank == 0:
             for queue, facts in zip(self._queues, rows, strict=False):
                 queue.extend(BatchFacts(*fact) for fact in facts)
             for number in range(count := min(map(len, self._queues))):
-                # Plans take time: of what was gathered, the last micro-batch has one.
+                # Planning takes time, so only the last of the gathered micro-batches is planned.
                 self._count([queue.popleft() for queue in self._queues], number == count - 1)
 
     def take_figures(self) -> dict[str, float]:
@@ -64,8 +64,8 @@ class Observer:
         return {f"distca/observed_{name}": round(value, 4) for name, value in figures.items()}
 
     def end(self) -> None:
-        """Watch no more; print on rank 0 what was found, if any model was seen to train."""
-        if not hasattr(sys, "last_value"):  # a process that ends by an error waits for no other
+        """Stop watching. Rank 0 prints its findings, if it saw any model train."""
+        if not hasattr(sys, "last_value"):  # after an error, do not wait for other ranks
             self.gather(end=True)
         self._watch.stop()
         ranks, unseen = len(self._queues), self._watch.unattended
@@ -89,7 +89,7 @@ class Observer:
             print_lines("\n".join([first, *lines]))
 
     def _follow(self) -> None:
-        """Meet the other ranks in the first micro-batch; gather facts in some of the others."""
+        """Meet the other ranks in the first micro-batch, and gather facts in some later ones."""
         self._begun += 1
         has_world = dist.is_available() and dist.is_initialized()
         if self._group is None and has_world and dist.get_world_size() > 1:
@@ -105,7 +105,7 @@ class Observer:
             self.gather()
 
     def _exchange(self, facts: list[BatchFacts]) -> Sequence[Sequence[Any]]:
-        """Return the facts of each rank, as `json` reads them; those of this one without others."""
+        """Return the facts of each rank, as `json` reads them; if this rank is alone, its own."""
         if self._group is None:
             return [facts]
         try:
@@ -119,7 +119,7 @@ class Observer:
         return [json.loads(row.tobytes()) for row in rows]
 
     def _give_up(self, error: RuntimeError) -> None:
-        """Watch no more, because facts of single ranks cannot be compared."""
+        """Stop watching: without the facts of all ranks, there is nothing to compare."""
         self._missing, self._group = str(error).partition("\n")[0], None
         self._watch.stop()
 
@@ -136,8 +136,8 @@ class Observer:
 
 
 def _gather_rows(group: dist.ProcessGroup, row: np.ndarray[Any, Any]) -> list[Any]:
-    """Gather an array of one shape from each rank; also of a group whose world has ended, which
-    functions of torch.distributed do not know any more.
+    """Gather arrays of equal shape from all ranks. This works even after the world has ended, when
+    functions of torch.distributed no longer know the group.
     """
     own = torch.from_numpy(row)
     rows = [torch.empty_like(own) for _ in range(group.size())]

@@ -32,9 +32,9 @@ class BatchFacts(NamedTuple):
         device: "cpu", or the name of the GPU.
         attention: name of the attention implementation.
         lengths: tokens of its documents.
-        layers: windows of layers, None for none, and the number of calls with each.
-        seconds: in attention, forward and backward.
-        unread: reason why documents are not known; "" where they are.
+        layers: each window of layers, None for no window, and the number of calls with it.
+        seconds: seconds in attention, forward and backward.
+        unread: reason why documents are not known; "" if they are.
     """
 
     shape: tuple[int, int, int, int, int]
@@ -51,9 +51,10 @@ class _WatchedBatch:
     """A micro-batch.
 
     Attributes:
-        tokens: None if its model got none that can be read.
-        meter, layers: attention that was timed, and its calls by their windows.
-        facts, queries: what its first call of attention tells; None before.
+        tokens: its tokens; None if they cannot be read.
+        meter, layers: meter of its attention, and number of calls by window.
+        facts, queries: facts and number of queries from its first call of attention; None and 0
+            before that call.
     """
 
     tokens: TokenBatch | None
@@ -63,7 +64,7 @@ class _WatchedBatch:
     queries: int = 0
 
     def complete(self, facts: BatchFacts) -> BatchFacts:
-        """Add documents and times, with a copy from the device."""
+        """Return the facts with documents and times, which are copied from the device."""
         try:
             if self.tokens is None:
                 raise LayoutError("the model got neither input_ids nor inputs_embeds")
@@ -82,12 +83,13 @@ class _WatchedBatch:
 
 
 class Watch:
-    """Micro-batches of this process: outermost forwards of models that train, with attention.
+    """Watches the micro-batches of this process: outermost forwards of models in training, and
+    their attention.
 
     Attributes:
-        current: the watch of this process; None for none.
+        current: the watch of this process; None if there is no watch.
         on_batch: called when a micro-batch begins.
-        unattended: number of forwards that were taken without any call of attention.
+        unattended: number of forwards without any call of attention.
     """
 
     current: ClassVar[Watch | None] = None
@@ -103,7 +105,7 @@ class Watch:
         Watch.current = self
 
     def stop(self) -> None:
-        """Watch no more, unless another watch does."""
+        """Stop, unless another watch has replaced this one."""
         if Watch.current is self:
             Watch.current = None
 
@@ -111,7 +113,7 @@ class Watch:
         """Take the facts of micro-batches that a device has finished.
 
         Args:
-            end: wait for the device.
+            end: whether to wait for the device first.
         """
         if end and torch.cuda.is_available():
             torch.cuda.synchronize()
@@ -125,7 +127,7 @@ class Watch:
         return taken
 
     def note_forward(self, model: PreTrainedModel, arguments: Mapping[str, Any]) -> None:
-        """Begin a micro-batch with the forward of a model, unless it trains nothing."""
+        """Begin a micro-batch with the forward of a model, if the model is in training."""
         self._open = None
         if model.training and torch.is_grad_enabled():
             self.on_batch()
@@ -177,7 +179,7 @@ def _time_backward(
 
 @cache
 def _follow_models() -> None:
-    """Let models and transformers' table of attention functions tell the watch, if there is one."""
+    """Make models and transformers' table of attention functions report to the current watch."""
     call, find = PreTrainedModel.__call__, AttentionInterface.get_interface
 
     @wraps(call)

@@ -1,1 +1,1 @@
-"""The report of a run's folder, as one page that needs nothing else. It needs no torch."""
+"""The report of a run's folder, as one page without other files. No torch is needed to make it."""

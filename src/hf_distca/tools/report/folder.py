@@ -11,7 +11,7 @@ from hf_distca.errors import ReportError
 from hf_distca.input_files import read_file
 
 RowKind = TypeVar("RowKind", bound=Row)
-_MOST_RECORD_BYTES = 2**30  # all plans of a long run
+_MOST_RECORD_BYTES = 2**30  # enough for all plans of a long run
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class RunFolder:
 
     Attributes:
         path: the folder.
-        rows: rows of the record; for steps that ran again after a restart, of the last time.
+        rows: rows of the record; if steps ran again after a restart, only the latest ones.
         broken: numbers of the lines of the record that cannot be read.
     """
 
@@ -43,9 +43,10 @@ class RunFolder:
         """
         if not (record := path / RECORD_NAME).is_file():
             raise ReportError(
-                f'{path} is no folder with {RECORD_NAME}. Train with attn_implementation="distca"'
-                " and hf_distca.DistCACallback() among the callbacks of the Trainer, and give the"
-                " output_dir of that run. A run on one rank, or under --observe, leaves no record."
+                f"{path} is not a folder with {RECORD_NAME}. Train with"
+                ' attn_implementation="distca" and hf_distca.DistCACallback() among the callbacks'
+                " of the Trainer, and give the output_dir of that run. A run on"
+                " one rank, or under --observe, leaves no record."
             )
         folder = cls(path, *_read_record(record))
         lines = f" (broken lines: {', '.join(map(str, folder.broken))})" * bool(folder.broken)
@@ -57,24 +58,24 @@ class RunFolder:
             )
         if not folder.select_rows(StepsRow):
             raise ReportError(
-                f"{record} tells of no micro-batch yet{lines}: wait until the run has logged, or"
-                " look at what ended it."
+                f"{record} has no micro-batch yet{lines}: wait until the run has logged, or look"
+                " in its output for the reason why it ended."
             )
         return folder
 
 
 def _read_record(path: Path) -> tuple[list[Row], list[int]]:
-    """Return the rows, and the numbers of lines that are none, as where a process was killed."""
+    """Return the rows, and the numbers of broken lines, which a killed process may leave."""
     rows, broken = list[Row](), list[int]()
     text = read_file(path, _MOST_RECORD_BYTES).decode("utf-8", errors="replace")
-    # Without an end, the last line is being written, or the process was killed there.
+    # Leave out a last line without an end: it is still being written, or its writer was killed.
     for number, line in enumerate(text[: text.rfind("\n") + 1].splitlines(), 1):
         try:
             row = read_row(line)
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
             broken.append(number)
             continue
-        if isinstance(row, RunRow):  # what comes after its step runs again
+        if isinstance(row, RunRow):  # later steps run again after a restart
             begun = row.step
             rows = [other for other in rows if isinstance(other, RunRow) or other.step <= begun]
         rows += [] if row is None else [row]

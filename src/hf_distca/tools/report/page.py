@@ -1,8 +1,8 @@
 """`render`: the page, one HTML file without external parts, with two pictures drawn as SVG: seconds
 by rank, and a plan.
 
-Colours have a contrast of 3 to 1 or more to both backgrounds of the page, light and dark, and those
-of documents 4.5 to 1 to the white text on them.
+All colours have a contrast of at least 3 to 1 to both backgrounds of the page, light and dark.
+Colours of documents have at least 4.5 to 1 to the white text on them.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ DOCUMENTS = (
     "#5d7183",
     "#9a6a00",
 )
-_MOST_DRAWN = 32  # ranks; the table has all
-_LABELLED = 0.06  # of the width: narrower bars have no room for a number
+_MOST_DRAWN = 32  # ranks; the table lists all
+_LABELLED = 0.06  # part of the width; narrower bars have no room for a number
 
 
 class Bar(NamedTuple):
@@ -62,7 +62,7 @@ class Bar(NamedTuple):
 
     `start` and `length` are parts of the width, `tip` is shown under the pointer.
 
-    A `moved` bar is computed for another rank, and hatched.
+    A `moved` bar, which is computed for another rank, is hatched.
     """
 
     start: float
@@ -83,7 +83,7 @@ class Picture(NamedTuple):
         name: name of the element.
         title, text: text above it.
         width: meaning of its whole width.
-        sides: rows by caption, one side, or two side by side.
+        sides: rows of each side, by its caption; one side, or two next to each other.
         legend: colours by their meaning.
     """
 
@@ -107,7 +107,7 @@ def render(figures: Figures) -> str:
     page = environment.from_string(template).render(
         figures=figures, pictures=draw_pictures(figures), more=more, version=version("hf-distca")
     )
-    return page.encode(errors="replace").decode()  # names of folders need not be text
+    return page.encode(errors="replace").decode()  # the name of the folder may not be valid text
 
 
 def draw_pictures(figures: Figures) -> list[Picture]:
@@ -119,8 +119,8 @@ def draw_pictures(figures: Figures) -> list[Picture]:
 
 
 def _draw_seconds(figures: PerRank, replaced: float | None) -> Picture:
-    """Draw the seconds of ranks, and in front of them what the slowest one would have had in the
-    batches that dealing replaced, if these are known.
+    """Draw the seconds of ranks. If `replaced` is known, first draw those of the slowest rank in
+    the batches that dealing replaced.
     """
     before, after = figures.measured_before, figures.measured_after
     slowest = (replaced or 0.0) * sum(before) / len(before)

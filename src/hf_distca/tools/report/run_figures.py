@@ -34,7 +34,7 @@ class PlanPiece:
         rank: rank that computes them; `home` has their queries.
         document, length: its number in the micro-batch, and its tokens on all ranks.
         tokens: number of queries.
-        seconds: estimated, of one layer, forward and backward, on this rank.
+        seconds: estimated seconds of one layer on this rank, forward and backward.
     """
 
     rank: int
@@ -69,8 +69,8 @@ class Figures:
     Attributes:
         name: name of its folder.
         cards: the figures to look at first, with their meanings.
-        total: figures of the log for the whole run, the seconds of a step, and those that the
-            slowest ranks saved.
+        total: figures of the whole run: those of the log, the seconds of a step, and the attention
+            seconds of the slowest ranks before and after work was moved.
         steps: for each row of the log, the step, its figures and the loss.
         per_rank: sums over the run.
         plan: plan of the chosen step, None without one.
@@ -126,7 +126,7 @@ def collect(folder: RunFolder, step: int | None = None) -> Figures:
                 ]
                 * bool(folder.broken),
             )
-            json.dumps(asdict(figures), allow_nan=False)  # sums may be too large
+            json.dumps(asdict(figures), allow_nan=False)  # fails if a sum is infinite
             return figures
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise ReportError(
@@ -216,7 +216,7 @@ def _describe_plan(row: PlanRow) -> PlanFigures:
             speeds[plan.home],
             speeds[plan.server],
         ]
-        # Fails if there are other numbers of seconds.
+        # Fails if the record does not have one number of seconds for each task.
         tasks.append(np.array([*placed, rows, part.seconds], dtype=np.float64))
     documents, homes, servers, home_speeds, server_speeds, rows, seconds = np.concatenate(
         tasks, axis=1
@@ -243,7 +243,7 @@ def _sum_pieces(
 
 
 def _make_cards(total: dict[str, float]) -> list[tuple[str, str]]:
-    """Return what was gained, what a step took, and what ranks sent: figures and their meanings."""
+    """Return three figures with their meanings: gain, seconds of a step, and megabytes sent."""
     kind = "measured" if "imbalance_measured_before" in total else "estimated"
     befores = {
         "imbalance_estimated_replaced": "in the batches that dealing replaced (estimated)",

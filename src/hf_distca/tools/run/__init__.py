@@ -39,9 +39,9 @@ __all__ = [
 
 _OPTIONS, _PYTHONPATH = "HF_DISTCA_RUN", "PYTHONPATH"
 _CHILD_START = str(Path(__file__).parents[1] / "cli" / "child_start")
-_NO_OPTIONS = ("settings", "launched", "given")  # fields that no file may name
+_NO_OPTIONS = ("settings", "launched", "given")  # fields that a file cannot set
 _MOST_SECONDS = 366 * 86400
-# What each option takes, and how an error says it.
+# The check of each option's value, and the text of its error.
 _CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "attn_implementation": (lambda value: value in (None, "distca"), "'distca'"),
     "collator": (lambda value: value in ("check", "replace"), "'check' or 'replace'"),
@@ -69,7 +69,7 @@ class Options(NamedTuple):
         attn_implementation: "distca" for models that are loaded without naming one, None to leave
             that to transformers.
         summary: whether to print the balance at the end.
-        instead_of: the attention that distca stands in for, None for none.
+        instead_of: the attention that distca stands in for; None to replace no attention.
         tokens_per_rank: tokens with which every Trainer deals its documents, as `hf_distca.deal`
             does; None to leave them as they are.
         settings: fields of `DistCAConfig` and their values, for `hf_distca.configure`; None to
@@ -79,11 +79,11 @@ class Options(NamedTuple):
             too.
         servers: number of attention servers on each node: the last processes that a launcher starts
             there.
-        server_address: ``HOST:PORT`` of servers that were started by themselves.
+        server_address: ``HOST:PORT`` of servers that were started separately.
         server_wait: seconds to wait for servers; on servers, seconds to wait for ranks that train.
-        launched: facts about the servers of its launch, on ranks that train: nodes, servers of
-            each, attempt.
-        given: names of options that a user gave, which children get even if they have defaults.
+        launched: on ranks that train, facts about the servers of the launch: number of nodes,
+            servers on each node, attempt.
+        given: names of options that a user gave; children get them even if they equal the defaults.
     """
 
     attn_implementation: Literal["distca"] | None = None
@@ -103,8 +103,8 @@ class Options(NamedTuple):
         """Return the variables that give the options to Python processes.
 
         Args:
-            environment: variables to which they are added. Options of a run around this one
-                stay, where this one has none.
+            environment: variables to which they are added. Options of a run around this one stay,
+                unless this one has them, too.
         """
         changed = {
             name: value
@@ -123,7 +123,7 @@ class Options(NamedTuple):
         """Read the options that `make_environment` has written.
 
         Raises:
-            ConfigError: if it did not, or that of another version did.
+            ConfigError: if the variable has other contents, such as options of another version.
         """
         text = environment.get(_OPTIONS) or "{}"
         try:
@@ -167,13 +167,13 @@ def read_options(file: Path | None, changes: Sequence[str], **given: Any) -> Opt
     Args:
         file: YAML or JSON, with fields of `Options` and of `DistCAConfig`; None for no file.
         changes: ``NAME=VALUE`` for the same names, which count more than the file.
-        given: fields of `Options`, which count most; None for those that are not given.
+        given: fields of `Options`, which count most; None for a field that is not given.
 
     Raises:
-        ConfigError: if a name or value is wrong. One line that names its place.
+        ConfigError: if a name or value is wrong. The message is one line that names its place.
         UnsupportedError: if distca cannot stand in for the named attention.
     """
-    Options.read(os.environ)  # what children get, too
+    Options.read(os.environ)  # raises if options of a run around this one are wrong
     options, settings = dict[str, Any](), dict[str, Any]()
     for change in changes:
         if "=" not in change:
@@ -194,7 +194,7 @@ def read_options(file: Path | None, changes: Sequence[str], **given: Any) -> Opt
                 raise ConfigError(f"{source}: {error}") from error
             options = options | others
             settings = settings | {n: v for n, v in (values or {}).items() if n not in names}
-        # Children may run in other folders.
+        # A child may run in another folder, where a relative path would be wrong.
         if not is_built_in(settings.get("cost_model", "analytic")):
             settings["cost_model"] = str(Path(settings["cost_model"]).absolute())
     options |= {name: value for name, value in given.items() if value is not None}
@@ -202,15 +202,13 @@ def read_options(file: Path | None, changes: Sequence[str], **given: Any) -> Opt
 
 
 def begin(options: Options) -> None:
-    """Set up this process; a process that a launcher started to be a server becomes one, and the
-    call does not return.
+    """Set up this process. In a process that a launcher started as a server, this runs the server
+    and does not return.
     """
     if options.servers:
         try:
             options = _become_launched(options)
-        except (
-            ConfigError
-        ) as error:  # where Python sets itself up, an exception would be no more than a line
+        except ConfigError as error:  # in `sitecustomize`, Python prints an exception and goes on
             sys.stderr.write(f"hf-distca: {error}\n")
             os._exit(2)
     if options.observe:
@@ -226,14 +224,14 @@ def begin(options: Options) -> None:
 def _become_launched(options: Options) -> Options:
     """Become a server, or a rank of the world without servers. Return the options of that rank.
 
-    A process that no launcher started, which may be the launcher, stays what it is.
+    Nothing changes in a process that no launcher started, such as the launcher itself.
     """
     from hf_distca.pool.launch import QUIET, LaunchPlace
 
     place = LaunchPlace.from_environment(os.environ, options.servers)
     if place is None:
         return options
-    os.environ.pop(_OPTIONS, None)  # each process has its own from here on
+    os.environ.pop(_OPTIONS, None)  # from here on, each process sets its own options
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     if place.server is not None:
         arguments = f"{place.server}, {attempt!r}, {options.server_wait}, {place.local}"
@@ -241,7 +239,7 @@ def _become_launched(options: Options) -> Options:
         nothing = Options(summary=False).make_environment(os.environ)
         os.execve(sys.executable, [sys.executable, "-c", code], os.environ | QUIET | nothing)
     options = options._replace(servers=0, launched=(place.nodes, options.servers, attempt))
-    # What this process starts is of the smaller world, too.
+    # Processes that this one starts belong to the smaller world, too.
     os.environ |= place.make_trainer_environment() | options.make_environment(os.environ)
     return options
 
@@ -253,11 +251,11 @@ def find_command(command: str) -> Path:
     A name that ends in ``.py`` is a script of the current folder first, as for Python.
 
     Raises:
-        FileNotFoundError: if there is none.
+        FileNotFoundError: if there is no such command.
     """
     path = Path(command)
     is_path = os.sep in command
-    is_file = os.path.isfile(path)  # noqa: PTH113 - also of names that are too long
+    is_file = os.path.isfile(path)  # noqa: PTH113 - Path.is_file raises if a name is too long
     if (is_path or path.suffix == ".py") and is_file:
         return path.absolute()
     on_the_path = None if is_path else which(command)
@@ -279,7 +277,7 @@ def find_module(name: str) -> None:
     path.
 
     Raises:
-        FileNotFoundError: if there is none.
+        FileNotFoundError: if there is no such module.
     """
     if not sys.flags.safe_path:
         sys.path[0] = str(Path.cwd())  # as Python does for a module
@@ -298,8 +296,9 @@ def find_module(name: str) -> None:
         )
 
 
-# Objects of the script live until the interpreter ends, as if Python had run it. If it is freed
-# before, a DDP model may wait for the threads of gloo, and these for the interpreter, for ever.
+# This keeps the objects of the script until the interpreter ends, as if Python had run the script.
+# A DDP model that is freed earlier may hang: it waits for threads of gloo, and they wait for the
+# interpreter.
 _script_names: dict[str, Any] = {}
 
 
@@ -313,8 +312,8 @@ def run_module(name: str, arguments: Sequence[str], options: Options) -> None:
 def run_command(path: Path, arguments: Sequence[str], options: Options) -> None:
     """Run a Python script in this process as ``__main__``; any other command replaces this process.
 
-    Signals, the exit status and the terminal are then the command's, as if it had been started
-    without this one.
+    Then the command gets the signals and the terminal and sets the exit status, as if it had been
+    started directly.
 
     Args:
         path: as `find_command` returns it.
@@ -327,7 +326,7 @@ def run_command(path: Path, arguments: Sequence[str], options: Options) -> None:
     try:
         with path.open("rb") as file:
             beginning = file.read(256)
-    except OSError:  # programs can be run that cannot be read
+    except OSError:  # a program that cannot be read may still run
         beginning = b"\0"
     first_line = beginning.partition(b"\n")[0]
     if path.suffix != ".py" and not (first_line.startswith(b"#!") and b"python" in first_line):
@@ -337,7 +336,7 @@ def run_command(path: Path, arguments: Sequence[str], options: Options) -> None:
         )
     _start_distca(options)
     sys.argv = [str(path), *arguments]
-    if not sys.flags.safe_path:  # as Python does for a script: what lies next to it can be imported
+    if not sys.flags.safe_path:  # as in Python, a script can import files next to it
         sys.path[0] = str(path.resolve().parent)
     _script_names.update(runpy.run_path(str(path), run_name="__main__"))
 
@@ -348,7 +347,9 @@ def _start_distca(options: Options) -> None:
 
 
 def _execute(command: list[str], environment: Mapping[str, str], is_text: bool) -> NoReturn:
-    """Replace this process by a program, or by a shell for a text that names none, as shells do."""
+    """Replace this process by a program. A text file without a ``#!`` line runs in a shell, as if a
+    shell had started it.
+    """
     try:
         os.execve(command[0], command, environment)
     except OSError as error:
@@ -394,7 +395,7 @@ def _prepare_trainers(options: Options) -> None:
 
 
 def _observe() -> None:
-    """Watch the loops of this process."""
+    """Watch the training loops of this process."""
     from hf_distca.tools.observe.run_observer import Observer
 
     observer = Observer()
@@ -409,7 +410,7 @@ def _observe_trainers() -> None:
 
 
 def _print_summary() -> None:
-    """Print the balance of a process that balanced anything, unless that was done before."""
+    """Print the balance if this process balanced anything and has not printed it yet."""
     if "hf_distca.integration.current_session" in sys.modules:
         from hf_distca.integration.current_session import print_last_summary
 

@@ -7,17 +7,17 @@ import sys
 from importlib.machinery import PathFinder
 from importlib.util import find_spec, module_from_spec
 
-# The environment may have a module of this name, which runs as it would without this one.
+# This module hides another `sitecustomize` that the environment may have: run that one first.
 _here = os.path.dirname(__file__)  # noqa: PTH120 - pathlib would slow every interpreter down
 _hidden = PathFinder.find_spec("sitecustomize", [path for path in sys.path if path != _here])
 if _hidden is not None and _hidden.loader is not None:
     _hidden.loader.exec_module(module_from_spec(_hidden))
-if find_spec("hf_distca") is not None:  # else of another environment, without models for distca
+if find_spec("hf_distca") is not None:  # else this Python belongs to another environment
     try:
         from hf_distca.tools.run import Options, begin
 
         begin(Options.read(os.environ))
-    except Exception as error:  # which Python would print, and go on without distca
+    except Exception as error:  # Python would print it and go on without distca
         sys.stderr.write(f"hf-distca: what `hf-distca run` starts cannot begin: {error}\n")
         sys.stderr.flush()
         os._exit(2)
