@@ -145,7 +145,7 @@ class Transfer:
             DistCADesyncError: if other ranks do not take part in time.
         """
         channel = self.channel
-        # The timeout begins now, so the time since the launch, which this rank used, is not counted.
+        # The timeout begins now, because this rank itself used the time since the launch.
         deadline = time.monotonic() + channel.wait_seconds if channel.is_gloo else None
         try:
             wait_for_works(self.works, deadline)

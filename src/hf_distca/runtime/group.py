@@ -223,7 +223,7 @@ class AttentionGroup:
 
         Args:
             connect: makes the communicators for tensors and for planning with a given timeout.
-            names: names, for errors, of ranks that torch.distributed does not number.
+            names: names, for errors, of ranks outside the world of torch.distributed.
         """
         ranks, rank, seconds = self.ranks, self.rank, self.timeout_seconds
         try:

@@ -51,7 +51,8 @@ class RowRun(NamedTuple):
 
 
 class RowCopy(NamedTuple):
-    """A copy of rows [first, first + rows) of a section to a tensor, from `start` on, `step` apart.
+    """A copy of rows [first, first + rows) of a section to rows of a tensor, from `start` on,
+    `step` apart.
     """
 
     section: int
