@@ -1,4 +1,4 @@
-"""The collator, which packs documents into a row or makes a batch of a share."""
+"""The collator, which packs documents into a row, or makes a batch from a share."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class DocumentTokens(NamedTuple):
     positions: IntArray
 
     def check_positions(self) -> None:
-        """Raise `LayoutError` if positions do not count on: dealing would lose them."""
+        """Raise `LayoutError` if positions skip numbers, because dealing would lose them."""
         jumps = np.flatnonzero(np.diff(self.positions) != 1)
         if len(jumps):
             token = int(jumps[0])
@@ -49,11 +49,11 @@ class DocumentTokens(NamedTuple):
 
 
 def make_labels(tokens: IntArray, masks: Collection[IntArray]) -> IntArray:
-    """Make the labels of tokens without a column of labels, as TRL does.
+    """Make labels for tokens that have no column of labels, as TRL does.
 
     Args:
         tokens: (tokens,) int64.
-        masks: (tokens,) each; tokens are targets where all of them are 1.
+        masks: masks of targets, (tokens,) each. A token is a target if it is 1 in all masks.
     """
     if not masks:
         return tokens
@@ -65,29 +65,34 @@ class PackingCollator:
     """Collator that packs the documents of a batch into one row, without padding.
 
     A feature is a row of tokens, ``{"input_ids": [...]}``, or a list of documents, ``{"documents":
-    [[...], [...]]}``. A row is one document, unless ``seq_lengths`` (tokens of each document),
-    ``position_ids``, or an ``attention_mask`` with numbers above 1 tell which documents it holds.
-    ``labels`` are its labels. Without them, tokens are targets where ``completion_mask`` and
-    ``assistant_masks`` are 1; without these, all tokens are. Padding, where ``attention_mask`` is
-    0, is removed. Each column is a flat list, numpy array or tensor of integers. Documents without
-    tokens are dropped. Other columns of numbers are refused if they are inputs of the model, or if
-    no model is given.
+    [[...], [...]]}``. A row is one document, unless it has ``seq_lengths`` (the number of tokens of
+    each document), ``position_ids``, or an ``attention_mask`` with numbers above 1. These tell
+    which documents are in the row. A row may have ``labels``. Without them, a token is a target if
+    ``completion_mask`` and ``assistant_masks`` are 1; without these masks, every token is a target.
+    Padding, where ``attention_mask`` is 0, is removed. Each column is a flat list, numpy array or
+    tensor of integers. Documents without tokens are dropped. Other columns of numbers raise an
+    error if they are inputs of the model, or if no model is given.
 
     With a data set of shares (`hf_distca.document_shares`), a batch is exactly one share, which is
-    packed already.
+    already packed.
 
     With several processes, an iterable dataset needs
-    ``TrainingArguments(accelerator_config={"dispatch_batches": False})``: see `check_loader`.
+    ``TrainingArguments(accelerator_config={"dispatch_batches": False})``. See `check_loader`.
 
-    A batch has int64 tensors (1, tokens), and their documents on the host: ``input_ids``;
-    ``labels``, where the first token of each document is ignored, as nothing before it belongs to
-    the document; ``position_ids``, from 0 in each document, or with the row's own jumps; and
-    ``distca_documents``. A share also has ``shift_labels``, the label of the next token for each
-    token, even where that token lies on another rank.
+    A batch has these int64 tensors (1, tokens):
+
+    - ``input_ids``.
+    - ``labels``. The label of the first token of each document is -100, because no token of the
+      document comes before it.
+    - ``position_ids``, from 0 in each document. They skip numbers where the row's positions do.
+    - ``shift_labels``, only for a share: for each token, the label of the next token, even if that
+      token is on another rank.
+
+    It also has ``distca_documents``, which describes the documents on the host.
 
     Args:
-        model: the model that trains on the batches; its signature gives the inputs. Without it, any
-            column of numbers may be an input.
+        model: the model that trains on the batches. Its signature gives the inputs. Without a
+            model, any column of numbers may be an input.
     """
 
     model: InitVar[Any] = None
@@ -100,8 +105,8 @@ class PackingCollator:
         """Pack one batch.
 
         Raises:
-            LayoutError: if features are of another form, hold no tokens, have padding between
-                tokens or other columns that would change what is trained, or are several shares.
+            LayoutError: if features have another form, no tokens, padding between tokens, or other
+                columns that would change the training, or if they are several shares.
         """
         if any(map(_is_share, features)):
             return _make_share_batch(features)
@@ -130,16 +135,16 @@ class PackingCollator:
 
 @dataclass(frozen=True)
 class ShareCollator:
-    """Collator of shares that leaves all other rows to another collator.
+    """Collator of shares. It passes all other rows to another collator.
 
     Attributes:
-        others: collator of rows that were not dealt, as those of an evaluation.
+        others: collator for rows that were not dealt, for example in evaluation.
     """
 
     others: Callable[[Sequence[Any]], dict[str, Any]]
 
     def __call__(self, features: Sequence[Any]) -> dict[str, Any]:
-        """Make a batch of one share, or of other rows.
+        """Make a batch from one share, or from other rows.
 
         Raises:
             LayoutError: if features are several shares.
@@ -151,7 +156,7 @@ _warnings_given: set[str] = set()
 
 
 def _warn_of_no_targets(tokens: int) -> None:
-    """Warn, once in a process, that a batch has no targets: its loss is nan, or trains nothing."""
+    """Warn once in a process that a batch has no targets."""
     if not _warnings_given:
         _warnings_given.add("no targets")
         _log.warning(
@@ -184,7 +189,7 @@ def _make_share_batch(features: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 def read_feature_documents(
     feature: Mapping[str, Any], inputs: InputNames = None
 ) -> list[DocumentTokens]:
-    """Read the documents of a feature, as `PackingCollator` does for a model with these inputs.
+    """Read the documents of a feature for a model with these inputs. See `PackingCollator`.
 
     Raises:
         LayoutError: see `PackingCollator`.
@@ -239,10 +244,10 @@ def read_feature_documents(
 
 
 def _find_starts(tokens: RowTokens, lengths: IntArray | None, *, has_positions: bool) -> IntArray:
-    """Find the tokens of a row at which documents begin, padding not counted.
+    """Find the tokens of a row, without padding, at which documents begin.
 
-    They are those of its lengths or, without lengths, those found by positions and mask; without
-    any of these, the row is one document.
+    They follow from `lengths` or, if that is None, from positions and mask. If a row has none of
+    these, it is one document.
     """
     if has_positions and tokens.position[:1].any():
         raise LayoutError(
