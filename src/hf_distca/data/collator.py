@@ -43,8 +43,8 @@ class DocumentTokens(NamedTuple):
             token = int(jumps[0])
             raise LayoutError(
                 f"positions of a document go from {self.positions[token]} to "
-                f"{self.positions[token + 1]}: they would be lost where it is dealt to ranks. "
-                "Train with PackingCollator, which keeps them, and documents that fit a rank."
+                f"{self.positions[token + 1]}: they would be lost if it were dealt to ranks. Train "
+                "with PackingCollator, which keeps them, and with documents that fit on a rank."
             )
 
 
@@ -176,9 +176,9 @@ def _is_share(feature: object) -> bool:
 def _make_share_batch(features: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     if len(features) != 1:
         raise LayoutError(
-            f"a batch of {len(features)} shares: a share is all that a rank gets of a global "
-            "batch, and tokens_per_rank sets its size. Set per_device_train_batch_size=1 (and "
-            "per_device_eval_batch_size=1)."
+            f"a batch has {len(features)} shares, but one share is all that a rank gets of a "
+            "global batch. Set per_device_train_batch_size=1 (and per_device_eval_batch_size=1); "
+            "tokens_per_rank sets the size of a share."
         )
     (share,) = features
     return {
@@ -203,8 +203,8 @@ def read_feature_documents(
         unread = sorted(_READ_COLUMNS & feature.keys())
         if unread:
             raise LayoutError(
-                f"a feature has 'documents' and {unread[0]!r}, which would not be read: give rows "
-                "of 'input_ids'."
+                f"a feature has 'documents' and {unread[0]!r}, but {unread[0]!r} would not be "
+                "read. Give rows of 'input_ids' instead."
             )
         check_columns(feature, 0, {"documents"}, inputs)
         documents = [convert_integers(tokens, "input_ids") for tokens in feature["documents"]]
@@ -224,8 +224,8 @@ def read_feature_documents(
     for name, column in row.items():
         if len(column) != count:
             raise LayoutError(
-                f"a row has {count} input_ids and {len(column)} numbers in its {name}: they must "
-                "match."
+                f"a row has {count} input_ids, but {len(column)} numbers in its {name}. These "
+                "numbers must be equal."
             )
     positions = row.pop("position_ids", None)
     tokens = RowTokens.from_rows(
@@ -251,24 +251,24 @@ def _find_starts(tokens: RowTokens, lengths: IntArray | None, *, has_positions: 
     """
     if has_positions and tokens.position[:1].any():
         raise LayoutError(
-            f"position_ids[0] of a row is {tokens.position[0]}, where a document begins: each"
-            " counts from 0. Rows of which other ranks hold the rest are not packed here."
+            f"position_ids[0] of a row is {tokens.position[0]}, but positions of a document must"
+            " count from 0. Rows whose documents begin on other ranks cannot be packed here."
         )
     starts = tokens.find_document_starts(training=True)
     holes = np.setdiff1d(np.flatnonzero(np.diff(tokens.index) > 1) + 1, starts)
     if len(holes):
         raise LayoutError(
             f"attention_mask[{tokens.index[holes[0] - 1] + 1}] of a document is 0, between tokens"
-            f" {tokens.index[0]} and {tokens.index[-1]}: only padding before and after the tokens"
-            " can be cut off. Give the parts as separate documents."
+            f" {tokens.index[0]} and {tokens.index[-1]}. Padding is only allowed before and after"
+            " the tokens. Give the parts as separate documents."
         )
     if lengths is None:
         return starts
     count = len(tokens.index)
     if lengths.min(initial=0) < 0 or lengths.sum() != count:
         raise LayoutError(
-            f"seq_lengths of a row are of {lengths.sum()} tokens, and it has {count} without "
-            "padding: they must match, and each be at least 0."
+            f"seq_lengths of a row add up to {lengths.sum()} tokens, but the row has {count} "
+            "without padding. They must be equal, and each length must be at least 0."
         )
     found_lengths = np.diff(starts, append=count)
     has_marks = has_positions or tokens.document_number is not None

@@ -108,8 +108,8 @@ def convert_document(
 
 
 _PACKED_ROW_ERROR = (
-    "a row has a column 'seq_lengths': it was packed already, and would be dealt as one document. "
-    "Give its documents one by one."
+    "a row has a column 'seq_lengths', so it was packed already, and would be dealt as one "
+    "document. Give its documents one by one."
 )
 
 
@@ -306,8 +306,8 @@ SAMPLE_COUNT = 64
 _SAMPLE_TOKENS = 64
 _PADDING_REMEDY = "documents to deal must have no padding. Tokenize with padding=False."
 _PACKED_MASK_REMEDY = (
-    "it numbers the documents of a row that was packed already, which would be dealt as one. Give "
-    "them one by one, as PackingCollator takes such a row."
+    "the row was packed already, and would be dealt as one document. Give its documents one by "
+    "one, or train with PackingCollator, which accepts packed rows."
 )
 
 
@@ -344,10 +344,10 @@ class DocumentPiece:
                 place = f"at token {positions[wrong[0]]}"
                 if name == "position_ids":
                     raise LayoutError(
-                        f"position_ids of a document do not count on from 0 {place}: the row was "
-                        "packed already, and would be dealt as one document, or skips positions, "
-                        "which would be lost where it is cut. Give its documents one by one, "
-                        "without position_ids."
+                        f"position_ids of a document are not consecutive from 0 {place}. Either "
+                        "the row was packed already, and would be dealt as one document, or it "
+                        "skips positions, which would be lost when it is cut. Give its documents "
+                        "one by one, without position_ids."
                     )
                 remedy = _PACKED_MASK_REMEDY if value else _PADDING_REMEDY
                 raise LayoutError(f"{name} of a document is {int(value)} {place}: {remedy}")
@@ -386,8 +386,8 @@ class DocumentPiece:
         values = convert_integers(column, name)  # raises for a single number
         if len(values) != end - begin:
             raise LayoutError(
-                f"the {name} of a document end before token {self.start + end}: they are fewer "
-                "than its lengths or its other columns promise."
+                f"the {name} of a document end before token {self.start + end}: there are fewer "
+                "than its length or its other columns say."
             )
         return values
 

@@ -214,17 +214,16 @@ class StreamedShares(EpochMixin, torch.utils.data.IterableDataset[Mapping[str, A
     ) -> None:
         if isinstance(documents, Iterator):
             raise ConfigError(
-                f"documents are a {type(documents).__name__}, which can be read once: give "
-                "something that every epoch and every worker can iterate from its beginning, such "
-                "as datasets.IterableDataset.from_generator(...)."
+                f"documents are a {type(documents).__name__}, which can be read only once. Give an "
+                "iterable that every epoch and every worker can read from the beginning, such as "
+                "datasets.IterableDataset.from_generator(...)."
             )
         is_divided = is_datasets_class("IterableDataset", documents)
         if is_divided and count_split_ranks(documents) > 1:
             raise ConfigError(
                 f"documents are one of {count_split_ranks(documents)} parts of a stream that is "
-                "divided by rank "
-                "(split_dataset_by_node): each rank reads the whole stream, and dealing leaves it "
-                "its share. Give the stream as it was."
+                "divided by rank (split_dataset_by_node). Each rank must read the whole stream, "
+                "because dealing selects its share. Give the undivided stream."
             )
         super().__init__()
         self.documents = documents
@@ -280,8 +279,8 @@ def _iterate_undivided(documents: Iterable[Any]) -> Iterator[Any]:
     with hide_worker_info():
         if get_worker_info() is not None:
             raise ConfigError(
-                "torch says in which loader worker documents are read, and they may be divided: "
-                "set num_workers=0."
+                "torch still reports the loader worker that reads documents, so they may be "
+                "divided among workers. Set num_workers=0."
             )
         iterator = iter(documents)
     end = object()

@@ -61,12 +61,12 @@ class ScoreOptions:
             )
         if self.window is not None and self.window < 1:
             raise KernelError(
-                f"A window of {self.window} keys leaves nothing to attend to; it counts the row's"
-                " own position."
+                f"A window of {self.window} keys leaves nothing to attend to. It must be at least"
+                " 1, which is the row's own position."
             )
         if self.softcap is not None and not 0 < self.softcap < math.inf:
             raise KernelError(
-                f"softcap divides the scores and must be finite and positive, got {self.softcap};"
+                f"softcap divides the scores and must be finite and positive, got {self.softcap}."
                 " None switches it off."
             )
 
@@ -287,8 +287,8 @@ def check_pools(pools: Operands | BackwardInputs, tasks: TaskBatch) -> None:
     for query_start, rows, key_start, keys in tasks.runs:
         if not 1 <= rows <= keys:
             raise KernelError(
-                f"A task has {rows} query rows and {keys} keys; it needs at least one row and a key"
-                " for each."
+                f"A task has {rows} query rows and {keys} keys. It needs at least one row, and at"
+                " least as many keys as rows."
             )
         if min(query_start, key_start) < 0 or query_start + rows > q[0] or key_start + keys > k[0]:
             raise KernelError(

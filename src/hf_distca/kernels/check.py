@@ -120,8 +120,8 @@ def mismatch_reason(kernel: Kernel, case: KernelRequest) -> str | None:
     bound = (_UNITS_OF_FLOAT32 if dtype == torch.float32 else _UNITS) * torch.finfo(dtype).eps
     off = [f"{name} by {error:.1g}" for name, error in errors.items() if not error <= bound]
     return (
-        f"its results on {device} are wrong: {', '.join(off)} (relative, to plain torch; at most"
-        f" {bound:.1g})"
+        f"its results on {device} are wrong: {', '.join(off)} (relative error to plain torch; at"
+        f" most {bound:.1g} is allowed)"
         if off
         else None
     )

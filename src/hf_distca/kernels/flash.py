@@ -314,8 +314,8 @@ def _aten_reason(case: KernelRequest) -> str | None:
     reason = flash_reason(case)
     if reason is None and case.scores.softcap is not None:
         return (
-            "torch's flash attention has no softcap: flash-attn-4 has, on Hopper and Blackwell"
-            " GPUs, and flash-attn"
+            "torch's flash attention has no softcap; the packages flash-attn and, on Hopper and"
+            " Blackwell GPUs, flash-attn-4 have it"
         )
     if reason is None and not torch.backends.cuda.is_flash_attention_available():
         return "this build of torch comes without flash attention"
@@ -328,8 +328,8 @@ def _flash_attn_reason(case: KernelRequest) -> str | None:
         return "the package flash-attn is not installed: pip install flash-attn"
     if installed < _MIN_FLASH_ATTN or installed[0] != _MIN_FLASH_ATTN[0]:
         return (
-            f"flash-attn is installed in version {'.'.join(map(str, installed))}, it takes 2.7 or a"
-            " later 2.x"
+            f"flash-attn is installed in version {'.'.join(map(str, installed))}, but this kernel"
+            " needs 2.7 or a later 2.x"
         )
     return flash_reason(case)
 
@@ -343,7 +343,7 @@ def _generation_reason(
     if (reason := flash_reason(case)) is not None:
         return reason
     if (major := find_capability(case.device)[0]) not in capabilities:
-        return f"{package} is for {gpus} GPUs, {case.device} has compute capability {major}"
+        return f"{package} is for {gpus} GPUs, but {case.device} has compute capability {major}"
     if (error := import_error(module)) is not None:
         return f"{package} cannot be imported ({type(error).__name__}: {error})"
     return None
@@ -357,7 +357,8 @@ def _flash_attn_4_reason(case: KernelRequest) -> str | None:
     width = max(case.head_dim, case.value_head_dim)
     if find_capability(case.device)[0] in _FA4_CAPABILITIES[1:] and 128 < width <= 248:
         return (
-            f"FlashAttention 4 has head dimensions up to 128 and 256 on {case.device}, not {width}"
+            f"on {case.device} FlashAttention 4 supports head dimensions up to 128, and 256, not"
+            f" {width}"
         )
     return _generation_reason(
         case, INTERFACE_4, "flash-attn-4", _FA4_CAPABILITIES, "Hopper and Blackwell"

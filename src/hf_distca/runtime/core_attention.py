@@ -76,8 +76,8 @@ def compute_core_attention(inputs: Inputs, exchange: LayerExchange) -> torch.Ten
     """
     if inputs.q_THD.is_cuda and torch.cuda.is_current_stream_capturing():
         raise UnsupportedError(
-            "core attention runs while a CUDA graph is captured: a replay would repeat the plan of"
-            " this batch for all others. Capture only code between attention layers, or nothing."
+            "core attention cannot run while a CUDA graph is captured, because a replay would use"
+            " the plan of this batch for every batch. Capture only code between attention layers."
         )
     counter = "calls" if exchange.recomputed_outputs is None else "recomputed_calls"
     exchange.server.meter.count(**{counter: 1})

@@ -42,8 +42,8 @@ R = TypeVar("R")
 Phase = Literal["begin", "serve", "finish"]
 
 _UNEQUAL_NODES = (
-    "%d ranks share attention on %d nodes, not equally many on each or not one node after another:"
-    " links inside a node are taken to be as slow as those between nodes."
+    "%d ranks share attention on %d nodes, but nodes differ in size or their ranks do not follow"
+    " each other. Links inside nodes are therefore assumed to be as slow as links between nodes."
 )
 
 
@@ -201,8 +201,8 @@ class AttentionGroup:
         rank = dist.get_rank()
         if rank not in ranks:
             raise ConfigError(
-                f"rank {rank} is not in its attention group {ranks}: pass each rank the group it"
-                " belongs to."
+                f"rank {rank} is not in its attention group {ranks}. Pass each rank the group that"
+                " it belongs to."
             )
         if len(ranks) == 1:
             return cls(ranks)

@@ -26,10 +26,10 @@ from hf_distca.borrowed import group_of_members, list_group_names, store_of_worl
 from hf_distca.errors import ConfigError, DistCADesyncError
 
 NOT_ALL_CAME = (
-    "Every rank must come here, by a training forward, hf_distca.prepare or a DistCACallback that"
-    " all of them have: look at the logs of the other ranks. If ranks could not connect, set"
-    " GLOO_SOCKET_IFNAME to the interface over which nodes reach each other: plans travel over gloo"
-    " even on GPUs."
+    "Every rank must reach this point, through a training forward, hf_distca.prepare or a"
+    " DistCACallback that all ranks have. Look at the logs of the other ranks. If ranks could not"
+    " connect, set GLOO_SOCKET_IFNAME to the network interface that connects the nodes. Plans"
+    " travel over gloo even on GPUs."
 )
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
@@ -67,7 +67,7 @@ class Members:
         if len(ranks) % size:
             raise ConfigError(
                 f"group_size={size} does not divide the {len(ranks)} ranks that could share core"
-                " attention: groups are equally large, best of whole nodes."
+                " attention. Groups must be equally large, and should be whole nodes."
             )
         first = ranks.index(rank) // size * size
         return Members(tuple(ranks[first : first + size]), self.backend)
@@ -115,7 +115,7 @@ def check_group_size(members: Members, size: int | None, seconds: float) -> None
     counts[ranks] += 1
     if unequal:
         raise DistCADesyncError(
-            f"ranks have different group_size: {unequal}; give every rank the same settings."
+            f"ranks have different group_size: {unequal}. Give every rank the same settings."
         )
 
 

@@ -188,7 +188,7 @@ class FailureMonitor:
         if self._word:
             happened = (
                 f"had left the group of ranks {self.ranks} before {activity}: it"
-                f" {self._word.rstrip('.')}. hf_distca.configure, on all ranks, makes a new one"
+                f" {self._word.rstrip('.')}. Call hf_distca.configure on all ranks for a new group"
             )
         elif any(text in str(error) for text in _CLOSED_ERRORS):
             happened = f"was {activity} when a connection among ranks {self.ranks} was closed"
