@@ -166,12 +166,12 @@ def test_tokens_that_a_mask_leaves_out_are_no_targets(names: tuple[str, ...]) ->
         ({"seq_lengths": [9, -1]}, "seq_lengths of a row .*at least 0"),
         ({"position_ids": [2, 3, 4, 0, 1, 2, 3, 4]}, r"position_ids\[0\] of a row is 2"),
         ({"position_ids": [0, 1, 2, 3, 4, 2, 3, 4]}, r"position_ids\[0, 5\] falls from 4 to 2"),
-        ({"position_ids": [0, 1]}, "8 input_ids, but 2 numbers in its position_ids"),
+        ({"position_ids": [0, 1]}, "8 input_ids and 2 numbers in its position_ids"),
         (
             {"position_ids": [0, 1, 2, 3, 0, 1, 2, 3], "seq_lengths": [3, 5]},
             "its position_ids .*disagree",
         ),
-        ({"completion_mask": [1]}, "8 input_ids, but 1 numbers in its completion_mask"),
+        ({"completion_mask": [1]}, "8 input_ids and 1 numbers in its completion_mask"),
         (
             {"attention_mask": [1, 1, 2, 2, 1, 1, 3, 3]},
             "row 0, and 1 comes again after another number",

@@ -225,7 +225,7 @@ def test_ranks_that_cannot_connect_are_told_of_the_interface(
 ) -> None:
     for message in rank_pool(2)(cannot_connect):
         assert (
-            "set GLOO_SOCKET_IFNAME to the interface over which nodes reach each other" in message
+            "set GLOO_SOCKET_IFNAME to the network interface that connects the nodes" in message
         )
 
 

@@ -176,9 +176,9 @@ def _is_share(feature: object) -> bool:
 def _make_share_batch(features: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     if len(features) != 1:
         raise LayoutError(
-            f"a batch has {len(features)} shares, but one share is all that a rank gets of a "
-            "global batch. Set per_device_train_batch_size=1 (and per_device_eval_batch_size=1); "
-            "tokens_per_rank sets the size of a share."
+            f"a batch of {len(features)} shares cannot be made: a rank gets one share of each "
+            "global batch, and tokens_per_rank sets its size. Set per_device_train_batch_size=1 "
+            "(and per_device_eval_batch_size=1)."
         )
     (share,) = features
     return {
@@ -224,8 +224,8 @@ def read_feature_documents(
     for name, column in row.items():
         if len(column) != count:
             raise LayoutError(
-                f"a row has {count} input_ids, but {len(column)} numbers in its {name}. These "
-                "numbers must be equal."
+                f"a row has {count} input_ids and {len(column)} numbers in its {name}: they must "
+                "match."
             )
     positions = row.pop("position_ids", None)
     tokens = RowTokens.from_rows(

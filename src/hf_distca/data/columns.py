@@ -57,7 +57,7 @@ def read_input_names(model: Any) -> InputNames:
     return names or None
 
 
-# Parts of class names in transformers of models whose labels are not those of the next token.
+# Matches names of transformers' classes whose labels are not those of the next token.
 _OTHER_HEADS = re.compile(
     r"For(\w*(Classification|Regression|Prediction)|QuestionAnswering|MultipleChoice|MaskedLM)"
 )
@@ -70,7 +70,7 @@ def check_head(model: object) -> None:
     Raises:
         UnsupportedError: names the class and a remedy.
     """
-    model_class: Any = type(model)  # mypy takes a class for what it makes
+    model_class: Any = type(model)  # `Any` avoids a false error of mypy
     name = find_other_head(model_class)
     if name is not None:
         raise UnsupportedError(
@@ -83,8 +83,8 @@ def check_head(model: object) -> None:
 
 @cache
 def find_other_head(model_class: Any) -> str | None:
-    """Return the name of the model's class or a base class if it tells that labels are not those of
-    the next token; else None.
+    """Return the first name of the class and its base classes that matches `_OTHER_HEADS`; None if
+    there is no match.
     """
     names = (kind.__name__ for kind in model_class.__mro__)
     return next(filter(_OTHER_HEADS.search, names), None)

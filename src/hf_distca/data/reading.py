@@ -344,7 +344,7 @@ class DocumentPiece:
                 place = f"at token {positions[wrong[0]]}"
                 if name == "position_ids":
                     raise LayoutError(
-                        f"position_ids of a document are not consecutive from 0 {place}. Either "
+                        f"position_ids of a document are not consecutive from 0 {place}: either "
                         "the row was packed already, and would be dealt as one document, or it "
                         "skips positions, which would be lost when it is cut. Give its documents "
                         "one by one, without position_ids."
@@ -386,8 +386,8 @@ class DocumentPiece:
         values = convert_integers(column, name)  # raises for a single number
         if len(values) != end - begin:
             raise LayoutError(
-                f"the {name} of a document end before token {self.start + end}: there are fewer "
-                "than its length or its other columns say."
+                f"the {name} of a document end before token {self.start + end}: they are fewer "
+                "than its lengths or its other columns say."
             )
         return values
 

@@ -19,7 +19,7 @@ from hf_distca.data.reading import is_stored_dataset, read_document_lengths
 from hf_distca.errors import ConfigError, LayoutError
 from hf_distca.schedule.layout import IntArray
 
-# Work is rounded to whole numbers up to this one, so that sums are the same on every machine.
+# Work is rounded to whole numbers up to this value, so that sums are the same on every machine.
 _MAX_WORK = 2**32
 # Columns that tell which documents a row has, as for `PackingCollator`. The first one present is
 # used.

@@ -62,11 +62,11 @@ _GAPS = TaskBatch((0, 150, 420), (90, 200, 1), (20, 110, 500), (90, 320, 170))
 _ROWS, _KEYS = 560, 770
 _SCALE = 0.7  # times 1 / sqrt(head dim), which is the default of kernels
 _WINDOW = 100  # it hides some keys of the tasks above
-_SOFTCAP = 1.0  # below many of the scores
+_SOFTCAP = 1.0  # many scores are larger
 _KEY_HEADS = 2
 # Bounds of the relative error of a result (by norms), in units in the last place of its dtype. A
 # correct kernel rounds each result once in half precision. In float32 it also rounds its sums, so
-# it is off by up to 4 units, and by more if a GPU composes products of products with fewer bits.
+# it is off by up to 4 units, and by more if a GPU computes a product from products of fewer bits.
 # The expected results are in float64, because float32 products with TF32 have only 10 bits.
 _UNITS, _UNITS_OF_FLOAT32 = 2.0, 16.0
 

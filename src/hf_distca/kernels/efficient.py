@@ -94,7 +94,7 @@ class AtenEfficient:
         longest = _round_up(sequences.max_rows)
         lse_RH = lse_TH.new_full((sequence_count * longest, lse_TH.shape[1]), math.inf)
         lse_RH.index_copy_(0, _find_padded_rows(sequences, len(q_THD)), lse_TH)
-        unused = torch.empty((), dtype=torch.int64, device=q_THD.device)  # random state of dropout
+        unused = torch.empty((), dtype=torch.int64, device=q_THD.device)  # for random states
         dq: list[torch.Tensor] = []
         sums = [
             x.new_zeros(x.shape, dtype=choose_accumulation_dtype(x.dtype)) for x in (k_TKD, v_TKD)

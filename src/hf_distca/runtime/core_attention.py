@@ -9,7 +9,7 @@
                Serve      own, wait, arrived, launch dq, dk, dv
                Dispatch   wait
 
-In the table, "own" and "arrived" are the rank's own tasks and the arrived ones (see `route`).
+In the table, "own" means to run own tasks, and "arrived" means to run arrived tasks (see `route`).
 
 Each launch and its wait are in different functions, so other work can run between them, in forward
 and in backward. The rank's own tasks always run there.
@@ -18,8 +18,8 @@ If keys are relayed, there are two more exchanges. `_Serve` forwards the keys be
 tasks, and in backward `_Dispatch` sends the gradients of relayed keys home. Each of these exchanges
 is launched and waited for in the same function.
 
-Only `_Return` saves tensors for backward, the same ones as plain flash attention: the rank's own q,
-k, v, o and lse. Servers keep no received tensor after the call. Each function drops the tensors of
+Only `_Return` saves tensors for backward. It saves what plain flash attention saves: the rank's own
+q, k, v, o and lse. Servers keep no received tensor after the call. Each function drops tensors of
 the previous one before it uses them, so they are freed even after an exception. An anchor, a scalar
 without meaning, links the functions in the autograd graph.
 

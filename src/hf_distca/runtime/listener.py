@@ -74,7 +74,7 @@ class _MonitorPoller:
         # This is not done in `end`, because stores are queried in new threads, and Python 3.12
         # starts no threads at exit.
         error = getattr(sys, "last_value", None)
-        # Without an error, only polled stores are used: others may have ended with another rank.
+        # The store of a monitor that is no longer polled may have ended. Send only errors there.
         monitors = self._monitors if error is not None else self._polled
         pauses = [
             _poll_pause(monitor) for monitor in tuple(monitors) if monitor.announce_exit(error)

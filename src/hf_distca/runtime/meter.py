@@ -24,8 +24,8 @@ Mark = float | torch.Event
 # the parts of an exchange.
 _COUNTED = {"server": "_seconds", **dict.fromkeys(("pack", "wait", "unpack"), "_exchange_seconds")}
 
-# The most CUDA spans whose times are not known yet. A host is rarely this far ahead, because a
-# stream queues about a thousand launches before the host must wait, and a span has several.
+# The most CUDA spans whose times are not known yet. A host is rarely this far ahead, because it
+# must wait after about a thousand queued launches, and a span has several launches.
 _MOST_RUNNING = 1024
 
 

@@ -56,7 +56,7 @@ _PROBE_TAG = BREAK_TAG - 1  # no rank receives messages with this tag
 # connection.
 _ALL_CLOSED = ("Timed out", "Application timeout")
 _SILENT = "is silent (dead, stuck, or running something else): look at its log"
-_START_AGAIN = ", and start it again before training goes on"  # for a server of a pool
+_START_AGAIN = ", and start it again before training goes on"  # for ranks in `names`
 _ENDED = "has ended: its script was over, or called sys.exit"
 _CLOSED = "has closed its connection without a word: look at its log"
 _CLOSED_ERRORS = ("Connection closed", "Connection reset", "Broken pipe")  # texts of gloo
@@ -293,7 +293,7 @@ class FailureMonitor:
         pause = 0.02
         while True:
             for number in set(range(1, self._store.add(_COUNT, 0) + 1)) - words.keys():
-                if (word := self._read(number)) is not None:  # counted words may be unwritten
+                if (word := self._read(number)) is not None:  # a word is counted, then written
                     words[number] = word
             if len(words) == len(self.ranks) or time.monotonic() >= deadline:
                 return
@@ -328,8 +328,8 @@ def _query_store(question: Callable[[], None], deadline: float) -> None:
 
 
 def is_served_by_process(store: Any) -> bool:
-    """Return whether a store ends with one of the processes, as a `TCPStore` under any prefixes
-    does.
+    """Return whether a store ends when its process ends, as a `TCPStore` does, also below
+    prefixes.
     """
     while (inner := getattr(store, "underlying_store", None)) is not None:
         store = inner

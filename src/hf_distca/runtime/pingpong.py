@@ -54,8 +54,8 @@ class _NanoBatch(greenlet):
             outside.set(self.device_type)
 
 
-# Dynamo's switch is one per thread, and attention turns it off. Without this line, a nano-batch
-# inside attention would find it on after the turn of the other.
+# Dynamo's state belongs to the thread, and attention turns Dynamo off. Without this line, a
+# nano-batch inside attention would find Dynamo on after the turn of the other nano-batch.
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def run_nano_batches(
     first: Callable[[], T], second: Callable[[], T], device_type: str
