@@ -31,7 +31,7 @@ _OTHER_COLUMNS = _READ_COLUMNS - {"input_ids"}  # the column of tokens may have 
 
 
 class DocumentReader:
-    """Reader of some of many documents.
+    """Reads chosen documents, without reading the others.
 
     Args:
         documents: a `datasets.Dataset`, or a sequence of rows or of tokens. Only the slices in use

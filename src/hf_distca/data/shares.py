@@ -61,9 +61,9 @@ class Shares(EpochMixin):
     - ``position_ids``, positions in the document.
     - ``shift_labels``, for each token the label of the document's next token, even if that is on
       another rank; -100 at the end of the document.
-    - ``labels``, which are all -100. A loss that shifts them itself would lose the target at every
-      cut. With -100 it trains on nothing rather than on wrong targets. With one rank there are no
-      cuts, and each token has its own label.
+    - ``labels``. With several ranks they are all -100, because a loss that shifts them itself would
+      lose the target at every cut. With -100, such a loss trains on nothing rather than on wrong
+      targets. With one rank there are no cuts, and each token has its own label.
 
     A share also has ``distca_documents``, which carries the dealt layout.
 

@@ -344,7 +344,7 @@ class LayerExchange:
         return type(results)(*results[:queries], *sums), returned
 
     def _run(self, pools: Operands | BackwardInputs, tasks: TaskBatch) -> Outputs | Grads:
-        """Run tasks. Report an error to the other ranks, which would otherwise wait."""
+        """Run tasks. If that fails, report the error to the other ranks, which would wait."""
         try:
             return self.server.run(pools, tasks)
         except Exception:

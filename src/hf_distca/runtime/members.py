@@ -132,7 +132,7 @@ def make_communicator(
     `dist.new_group` has two problems here. If the world is bound to a device, it splits the world's
     communicator, and NCCL then waits for all ranks of the world. This function therefore unbinds
     the world meanwhile. `dist.new_group` also names a group by the number of groups that a rank is
-    in, so members that are in different numbers of groups wait forever.
+    in, so members that are in different numbers of groups do not find each other.
 
     If a member fails, it records the failed name in the store of the world, and all members take
     another name at the next attempt.

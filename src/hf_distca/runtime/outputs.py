@@ -24,8 +24,8 @@ from hf_distca.runtime.saved_tensors import Hooks, SavedTensors
 
 
 class _StoredOutputs(NamedTuple):
-    """Outputs of a forward, packed by `hooks` if there are any. `changes` is the first output's
-    count of in-place changes at that time.
+    """Outputs of a forward, packed by `hooks` if there are any. `changes` is the number of in-place
+    changes of the first output when it was stored.
     """
 
     outputs: tuple[Any, ...]
