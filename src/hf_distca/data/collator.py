@@ -203,8 +203,8 @@ def read_feature_documents(
         unread = sorted(_READ_COLUMNS & feature.keys())
         if unread:
             raise LayoutError(
-                f"a feature has 'documents' and {unread[0]!r}, but {unread[0]!r} would not be "
-                "read. Give rows of 'input_ids' instead."
+                f"a feature has 'documents' and {unread[0]!r}, which would not be read. Give rows "
+                "of 'input_ids' instead."
             )
         check_columns(feature, 0, {"documents"}, inputs)
         documents = [convert_integers(tokens, "input_ids") for tokens in feature["documents"]]
