@@ -136,7 +136,7 @@ def test_a_stream_that_is_divided_by_rank_is_refused(then: Callable[[Any], Any])
     data = datasets.Dataset.from_list(rows([48] * 20)).to_iterable_dataset(4)
     with pytest.raises(
         ConfigError,
-        match=r"one of 2 parts of a stream .*split_dataset_by_node.* Give the stream as it was",
+        match=r"one of 2 parts of a stream .*split_dataset_by_node.* Give the undivided stream",
     ):
         StreamedShares(then(split_dataset_by_node(data, 1, 2)), dealing(RANKS, TOKENS))
     StreamedShares(then(split_dataset_by_node(data, 0, 1)), dealing(RANKS, TOKENS))

@@ -162,7 +162,7 @@ def test_tokens_that_a_mask_leaves_out_are_no_targets(names: tuple[str, ...]) ->
 @pytest.mark.parametrize(
     ("columns", "named"),
     [
-        ({"seq_lengths": [3, 4]}, "seq_lengths of a row are of 7 tokens, and it has 8"),
+        ({"seq_lengths": [3, 4]}, "seq_lengths of a row add up to 7 tokens, but the row has 8"),
         ({"seq_lengths": [9, -1]}, "seq_lengths of a row .*at least 0"),
         ({"position_ids": [2, 3, 4, 0, 1, 2, 3, 4]}, r"position_ids\[0\] of a row is 2"),
         ({"position_ids": [0, 1, 2, 3, 4, 2, 3, 4]}, r"position_ids\[0, 5\] falls from 4 to 2"),
@@ -342,7 +342,7 @@ def test_positions_that_skip_some_are_one_document_and_stay() -> None:
         {"input_ids": IDS, "position_ids": [0, 1, 2, 0, 1, 2, 3, 4]}
     )
     assert [document.check_positions() for document in counted] == [None, None]
-    with pytest.raises(LayoutError, match=r"go from 2 to 30: they would be lost where it is dealt"):
+    with pytest.raises(LayoutError, match=r"go from 2 to 30: they would be lost if it were dealt"):
         collator.read_feature_documents({"input_ids": IDS, "position_ids": rows["jumps"]})[
             0
         ].check_positions()

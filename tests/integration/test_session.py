@@ -114,7 +114,7 @@ def test_a_rank_that_left_says_so_and_how_to_go_on(rank_pool: Callable[[int], Ra
     for rank, (said, dispatches) in enumerate(rank_pool(2)(go_on_after_an_error, timeout=60)):
         assert said.startswith(f"rank {rank} had left the group of ranks (0, 1) before"), said
         assert "it raised LayoutError while reading documents" in said
-        assert "hf_distca.configure, on all ranks, makes a new one" in said
+        assert "Call hf_distca.configure on all ranks for a new group" in said
         assert "waited up to" not in said
         assert ".." not in said.replace("...", "")
         assert dispatches > 0

@@ -417,7 +417,7 @@ def test_softcap_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flash, "flash_reason", lambda case: None)
     with pytest.raises(
         KernelError,
-        match=r"no softcap: flash-attn-4 has, on Hopper and Blackwell GPUs, and flash-attn",
+        match=r"no softcap; the packages flash-attn and, on Hopper and Blackwell GPUs, flash-att",
     ):
         select("cuda", CUDA, torch.bfloat16, 64, 64, BOTH)
 

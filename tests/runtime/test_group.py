@@ -224,9 +224,7 @@ def test_ranks_that_cannot_connect_are_told_of_the_interface(
     rank_pool: Callable[[int], RankPool],
 ) -> None:
     for message in rank_pool(2)(cannot_connect):
-        assert (
-            "set GLOO_SOCKET_IFNAME to the interface over which nodes reach each other" in message
-        )
+        assert "set GLOO_SOCKET_IFNAME to the network interface that connects the nodes" in message
 
 
 class SilentStore(CountedStore):

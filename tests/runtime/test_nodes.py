@@ -97,7 +97,7 @@ def test_other_orders_of_nodes_are_one_level_which_is_said_once(
     assert others == [(None, [])] * 3
     assert len(said) == 1
     assert (
-        "4 ranks share attention on 2 nodes, not equally many on each or not one node after another"
+        "4 ranks share attention on 2 nodes, but nodes differ in size or their ranks do not follow"
         in said[0]
     )
 

@@ -1,4 +1,4 @@
-"""Documents, global batches, shares, batches: the training data and its order.
+"""The training data and its order: documents, global batches, shares and batches.
 
-No model, no processes.
+Nothing here needs a model or torch.distributed.
 """

@@ -1,6 +1,6 @@
-"""Private names of torch's loaders and of datasets that `data` uses although they may change.
+"""Private names of torch's loaders and of datasets that `data` uses. They may change.
 
-tests/test_borrowed.py holds that each name exists and behaves as described here.
+tests/test_borrowed.py checks that each name exists and behaves as described here.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.utils.data._utils import worker
 def hide_worker_info() -> Iterator[None]:
     """Make `torch.utils.data.get_worker_info` return None in a loader's worker.
 
-    No public function can.
+    There is no public function for this.
     """
     info = worker._worker_info
     worker._worker_info = None
@@ -41,8 +41,7 @@ def count_split_ranks(stream: Any) -> int:
 
 
 def get_row_indices(documents: Any) -> Any:
-    """Return a table whose first column holds the numbers of the stored rows that a data set has.
-
-    None if it has all of them.
+    """Return a table whose first column has the numbers of the stored rows that are in a data set;
+    None if all stored rows are in it.
     """
     return documents._indices

@@ -1,4 +1,4 @@
-"""The collator, which packs documents into a row or makes a batch of a share."""
+"""The collator, which packs documents into a row, or makes a batch from a share."""
 
 from __future__ import annotations
 
@@ -37,23 +37,23 @@ class DocumentTokens(NamedTuple):
     positions: IntArray
 
     def check_positions(self) -> None:
-        """Raise `LayoutError` if positions do not count on: dealing would lose them."""
+        """Raise `LayoutError` if positions skip numbers, because dealing would lose them."""
         jumps = np.flatnonzero(np.diff(self.positions) != 1)
         if len(jumps):
             token = int(jumps[0])
             raise LayoutError(
                 f"positions of a document go from {self.positions[token]} to "
-                f"{self.positions[token + 1]}: they would be lost where it is dealt to ranks. "
-                "Train with PackingCollator, which keeps them, and documents that fit a rank."
+                f"{self.positions[token + 1]}: they would be lost if it were dealt to ranks. Train "
+                "with PackingCollator, which keeps them, and with documents that fit on a rank."
             )
 
 
 def make_labels(tokens: IntArray, masks: Collection[IntArray]) -> IntArray:
-    """Make the labels of tokens without a column of labels, as TRL does.
+    """Make labels for tokens that have no column of labels, as TRL does.
 
     Args:
         tokens: (tokens,) int64.
-        masks: (tokens,) each; tokens are targets where all of them are 1.
+        masks: masks of targets, (tokens,) each. A token is a target if it is 1 in all masks.
     """
     if not masks:
         return tokens
@@ -65,29 +65,34 @@ class PackingCollator:
     """Collator that packs the documents of a batch into one row, without padding.
 
     A feature is a row of tokens, ``{"input_ids": [...]}``, or a list of documents, ``{"documents":
-    [[...], [...]]}``. A row is one document, unless ``seq_lengths`` (tokens of each document),
-    ``position_ids``, or an ``attention_mask`` with numbers above 1 tell which documents it holds.
-    ``labels`` are its labels. Without them, tokens are targets where ``completion_mask`` and
-    ``assistant_masks`` are 1; without these, all tokens are. Padding, where ``attention_mask`` is
-    0, is removed. Each column is a flat list, numpy array or tensor of integers. Documents without
-    tokens are dropped. Other columns of numbers are refused if they are inputs of the model, or if
-    no model is given.
+    [[...], [...]]}``. A row is one document, unless it has ``seq_lengths`` (the number of tokens of
+    each document), ``position_ids``, or an ``attention_mask`` with numbers above 1. These tell
+    which documents are in the row. A row may have ``labels``. Without them, a token is a target if
+    ``completion_mask`` and ``assistant_masks`` are 1; without these masks, every token is a target.
+    Padding, where ``attention_mask`` is 0, is removed. Each column is a flat list, numpy array or
+    tensor of integers. Documents without tokens are dropped. Other columns of numbers raise an
+    error if they are inputs of the model, or if no model is given.
 
     With a data set of shares (`hf_distca.document_shares`), a batch is exactly one share, which is
-    packed already.
+    already packed.
 
     With several processes, an iterable dataset needs
-    ``TrainingArguments(accelerator_config={"dispatch_batches": False})``: see `check_loader`.
+    ``TrainingArguments(accelerator_config={"dispatch_batches": False})``. See `check_loader`.
 
-    A batch has int64 tensors (1, tokens), and their documents on the host: ``input_ids``;
-    ``labels``, where the first token of each document is ignored, as nothing before it belongs to
-    the document; ``position_ids``, from 0 in each document, or with the row's own jumps; and
-    ``distca_documents``. A share also has ``shift_labels``, the label of the next token for each
-    token, even where that token lies on another rank.
+    A batch has these int64 tensors (1, tokens):
+
+    - ``input_ids``.
+    - ``labels``. The label of the first token of each document is -100, because no token of the
+      document comes before it.
+    - ``position_ids``, from 0 in each document. They skip numbers where the row's positions do.
+    - ``shift_labels``, only for a share: for each token, the label of the next token, even if that
+      token is on another rank.
+
+    It also has ``distca_documents``, which describes the documents on the host.
 
     Args:
-        model: the model that trains on the batches; its signature gives the inputs. Without it, any
-            column of numbers may be an input.
+        model: the model that trains on the batches. Its signature gives the inputs. Without a
+            model, any column of numbers may be an input.
     """
 
     model: InitVar[Any] = None
@@ -100,8 +105,8 @@ class PackingCollator:
         """Pack one batch.
 
         Raises:
-            LayoutError: if features are of another form, hold no tokens, have padding between
-                tokens or other columns that would change what is trained, or are several shares.
+            LayoutError: if features have another form, no tokens, padding between tokens, or other
+                columns that would change the training, or if they are several shares.
         """
         if any(map(_is_share, features)):
             return _make_share_batch(features)
@@ -130,16 +135,16 @@ class PackingCollator:
 
 @dataclass(frozen=True)
 class ShareCollator:
-    """Collator of shares that leaves all other rows to another collator.
+    """Collator of shares. It passes all other rows to another collator.
 
     Attributes:
-        others: collator of rows that were not dealt, as those of an evaluation.
+        others: collator for rows that were not dealt, for example in evaluation.
     """
 
     others: Callable[[Sequence[Any]], dict[str, Any]]
 
     def __call__(self, features: Sequence[Any]) -> dict[str, Any]:
-        """Make a batch of one share, or of other rows.
+        """Make a batch from one share, or from other rows.
 
         Raises:
             LayoutError: if features are several shares.
@@ -151,7 +156,7 @@ _warnings_given: set[str] = set()
 
 
 def _warn_of_no_targets(tokens: int) -> None:
-    """Warn, once in a process, that a batch has no targets: its loss is nan, or trains nothing."""
+    """Warn once in a process that a batch has no targets."""
     if not _warnings_given:
         _warnings_given.add("no targets")
         _log.warning(
@@ -171,9 +176,9 @@ def _is_share(feature: object) -> bool:
 def _make_share_batch(features: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     if len(features) != 1:
         raise LayoutError(
-            f"a batch of {len(features)} shares: a share is all that a rank gets of a global "
-            "batch, and tokens_per_rank sets its size. Set per_device_train_batch_size=1 (and "
-            "per_device_eval_batch_size=1)."
+            f"a batch of {len(features)} shares cannot be made: a rank gets one share of each "
+            "global batch, and tokens_per_rank sets its size. Set per_device_train_batch_size=1 "
+            "(and per_device_eval_batch_size=1)."
         )
     (share,) = features
     return {
@@ -184,7 +189,7 @@ def _make_share_batch(features: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 def read_feature_documents(
     feature: Mapping[str, Any], inputs: InputNames = None
 ) -> list[DocumentTokens]:
-    """Read the documents of a feature, as `PackingCollator` does for a model with these inputs.
+    """Read the documents of a feature for a model with these inputs. See `PackingCollator`.
 
     Raises:
         LayoutError: see `PackingCollator`.
@@ -198,8 +203,8 @@ def read_feature_documents(
         unread = sorted(_READ_COLUMNS & feature.keys())
         if unread:
             raise LayoutError(
-                f"a feature has 'documents' and {unread[0]!r}, which would not be read: give rows "
-                "of 'input_ids'."
+                f"a feature has 'documents' and {unread[0]!r}, which would not be read. Give rows "
+                "of 'input_ids' instead."
             )
         check_columns(feature, 0, {"documents"}, inputs)
         documents = [convert_integers(tokens, "input_ids") for tokens in feature["documents"]]
@@ -239,31 +244,31 @@ def read_feature_documents(
 
 
 def _find_starts(tokens: RowTokens, lengths: IntArray | None, *, has_positions: bool) -> IntArray:
-    """Find the tokens of a row at which documents begin, padding not counted.
+    """Find the tokens of a row, without padding, at which documents begin.
 
-    They are those of its lengths or, without lengths, those found by positions and mask; without
-    any of these, the row is one document.
+    They follow from `lengths` or, if that is None, from positions and mask. If a row has none of
+    these, it is one document.
     """
     if has_positions and tokens.position[:1].any():
         raise LayoutError(
-            f"position_ids[0] of a row is {tokens.position[0]}, where a document begins: each"
-            " counts from 0. Rows of which other ranks hold the rest are not packed here."
+            f"position_ids[0] of a row is {tokens.position[0]}, but positions of a document must"
+            " count from 0. Rows whose documents begin on other ranks cannot be packed here."
         )
     starts = tokens.find_document_starts(training=True)
     holes = np.setdiff1d(np.flatnonzero(np.diff(tokens.index) > 1) + 1, starts)
     if len(holes):
         raise LayoutError(
             f"attention_mask[{tokens.index[holes[0] - 1] + 1}] of a document is 0, between tokens"
-            f" {tokens.index[0]} and {tokens.index[-1]}: only padding before and after the tokens"
-            " can be cut off. Give the parts as separate documents."
+            f" {tokens.index[0]} and {tokens.index[-1]}. Padding is only allowed before and after"
+            " the tokens. Give the parts as separate documents."
         )
     if lengths is None:
         return starts
     count = len(tokens.index)
     if lengths.min(initial=0) < 0 or lengths.sum() != count:
         raise LayoutError(
-            f"seq_lengths of a row are of {lengths.sum()} tokens, and it has {count} without "
-            "padding: they must match, and each be at least 0."
+            f"seq_lengths of a row add up to {lengths.sum()} tokens, but the row has {count} "
+            "without padding. They must be equal, and each length must be at least 0."
         )
     found_lengths = np.diff(starts, append=count)
     has_marks = has_positions or tokens.document_number is not None

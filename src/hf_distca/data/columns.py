@@ -1,4 +1,4 @@
-"""Columns of rows: those that are read, and those that would be lost."""
+"""Which columns of rows are read, and checks of the columns that would be lost."""
 
 from __future__ import annotations
 
@@ -19,33 +19,33 @@ from hf_distca.schedule.layout import IntArray
 
 _log = logging.getLogger("hf_distca")
 
-# Masks that are 1 for targets, read where a row has no labels.
+# Masks that are 1 for targets. They are read if a row has no labels.
 TARGET_MASKS = ("completion_mask", "assistant_masks")
-# Columns that are read.
+# The columns that are read.
 ROW_COLUMNS = frozenset({"input_ids", "labels", "attention_mask", *TARGET_MASKS})
-# Columns that are not read, but tell which documents and targets a row has: without them, a model
-# would train on something else.
+# Columns that are not read, but determine the documents and targets of a row. If they were ignored,
+# a model would train on other documents or targets.
 _REFUSED_COLUMNS = frozenset({"shift_labels", "seq_idx", "cu_seq_lens_k", *DOCUMENT_KEYS})
 
 
-# Names of the arguments of a model's forward; None if they are not known.
+# Names of the arguments of a model's forward, or None if they are unknown.
 InputNames = tuple[str, ...] | None
 
 
 def read_input_names(model: Any) -> InputNames:
-    """Read the arguments of a model's forward, or of the model inside an adapter or a wrapper.
+    """Read the argument names of a model's forward, or of the model inside an adapter or wrapper.
 
-    They are unknown for anything else, such as a config.
+    Return None for objects that are not models, such as a config.
 
     Raises:
         UnsupportedError: see `check_head`.
     """
     if not isinstance(model, torch.nn.Module):
         return None
-    unwrap = getattr(model, "get_base_model", None)  # of adapters
+    unwrap = getattr(model, "get_base_model", None)  # adapters have it
     if callable(unwrap):
         return read_input_names(unwrap())
-    inner = getattr(model, "module", None)  # of engines
+    inner = getattr(model, "module", None)  # wrappers and engines have it
     if isinstance(inner, torch.nn.Module):
         return read_input_names(inner)
     check_head(model)
@@ -57,20 +57,20 @@ def read_input_names(model: Any) -> InputNames:
     return names or None
 
 
-# Heads whose labels are not those of the next token, in the names of transformers' classes.
+# Matches names of transformers' classes whose labels are not those of the next token.
 _OTHER_HEADS = re.compile(
     r"For(\w*(Classification|Regression|Prediction)|QuestionAnswering|MultipleChoice|MaskedLM)"
 )
 
 
 def check_head(model: object) -> None:
-    """Raise for a model that learns one label for each row or for each token: batches of documents
-    have the labels of next tokens.
+    """Raise for a model that learns a label of each row or of each token, because batches of
+    documents have labels of next tokens.
 
     Raises:
-        UnsupportedError: names the class, and a remedy.
+        UnsupportedError: names the class and a remedy.
     """
-    model_class: Any = type(model)  # mypy takes a class for what it makes
+    model_class: Any = type(model)  # `Any` avoids a false error of mypy
     name = find_other_head(model_class)
     if name is not None:
         raise UnsupportedError(
@@ -83,8 +83,8 @@ def check_head(model: object) -> None:
 
 @cache
 def find_other_head(model_class: Any) -> str | None:
-    """Find the class of a model whose name tells that its labels are not those of the next token;
-    None if there is none.
+    """Return the first name of the class and its base classes that matches `_OTHER_HEADS`; None if
+    there is no match.
     """
     names = (kind.__name__ for kind in model_class.__mro__)
     return next(filter(_OTHER_HEADS.search, names), None)
@@ -95,13 +95,13 @@ def check_columns(
 ) -> None:
     """Raise if a column is not read and may be an input of the model.
 
-    Warn about other columns with a number for each token.
+    Warn about other unread columns that have a number for each token.
 
     Args:
         row: the row.
-        tokens: number of its tokens.
+        tokens: number of tokens of the row.
         read_columns: the columns that the caller reads.
-        inputs: names of the inputs of the model that trains on it.
+        inputs: input names of the model that trains on the row.
 
     Raises:
         LayoutError: names the column.
@@ -123,8 +123,7 @@ def check_column(
     Args:
         name: name of the column.
         read_columns: the columns that the caller reads.
-        inputs: names of the inputs of the model; any column of numbers may be an input of an
-            unknown one.
+        inputs: input names of the model. If they are None, any column of numbers may be an input.
         has_numbers: True if the column has lists of numbers.
 
     Raises:
@@ -157,7 +156,7 @@ def check_column(
 
 
 def _has_numbers(value: Any) -> bool:
-    """Return whether a value is a list, array or tensor of numbers; a single number is not."""
+    """Return whether a value is a list, array or tensor of numbers, not a single number."""
     if isinstance(value, (np.ndarray, torch.Tensor)):
         return bool(value.ndim) and (isinstance(value, torch.Tensor) or value.dtype.kind in "iufcb")
     while isinstance(value, (list, tuple)) and len(value):
@@ -184,10 +183,10 @@ def convert_integers(values: Any, name: str) -> IntArray:
 
     Args:
         values: the integers.
-        name: name of their column; those of masks may be bool.
+        name: name of their column. Columns of masks may be bool.
 
     Raises:
-        LayoutError: if they are no flat row of integers.
+        LayoutError: if the values are not a flat row of integers.
     """
     kinds = "iub" if "mask" in name else "iu"
     try:

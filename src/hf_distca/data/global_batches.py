@@ -1,7 +1,7 @@
-"""Global batches: their documents, chosen by seed and epoch.
+"""Global batches, whose documents are chosen by seed and epoch.
 
-A *global batch* holds the tokens of all ranks for one micro-batch. They depend only on the seed,
-the epoch and their number: any number of ranks trains on the same tokens.
+A *global batch* has the tokens of all ranks for one micro-batch. The tokens depend only on seed,
+epoch, batch number and size of the global batch, so any number of ranks trains on the same tokens.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ _log = logging.getLogger("hf_distca")
 FillRule = Literal["cut", "whole"]
 LongerRule = Literal["cut", "refuse"]
 
-# Tokens of a document of padding: attention of one long document would take time.
+# The most tokens of a document of padding. Attention of longer ones would take time.
 _MAX_PADDING_TOKENS = 128
-_MUCH_PADDING = 0.05  # part of needless batches from which on a warning names the other rule
-# Batches that are filled at the same time: more of them waste a little less, and take longer.
+_MUCH_PADDING = 0.05  # fraction of avoidable batches above which a warning suggests fill="cut"
+# Batches that are filled at the same time. More batches waste a little less space, but take longer.
 _MAX_OPEN_BATCHES = 64
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BatchPieces:
-    """Pieces of documents that a global batch holds, each trained on as a separate document.
+    """Pieces of documents in a global batch. Each piece is trained on as a separate document.
 
     Piece i has the tokens [starts[i], ends[i]) of document ``documents[i]``.
 
     Attributes:
         documents: (pieces,) int64 index of each document; -1 for padding.
-        starts, ends: (pieces,) int64, in tokens of the document; of padding, 0 and its number of
-            tokens.
+        starts, ends: (pieces,) int64 bounds of each piece, in tokens of the document. For padding
+            they are 0 and the number of tokens.
     """
 
     documents: IntArray
@@ -56,27 +56,27 @@ class BatchPieces:
 class GlobalBatches:
     """Global batches of the same number of tokens, in another order in each epoch.
 
-    With ``fill="whole"``, documents stay whole. They are packed once, and epochs differ in the
-    order of batches. Free space is filled with padding. No document is dropped: one batch may be
+    With ``fill="whole"``, documents are not cut. They are packed once, and epochs differ in the
+    order of batches. Free space is filled with padding. No document is dropped, so one batch may be
     mostly padding.
 
     With ``fill="cut"``, documents follow each other in the epoch's order, and each batch is filled
-    to the last token. The rest of a document is a separate document in the next batch. Tokens at
-    the end of an epoch that do not fill a batch are dropped.
+    to the last token. If a document does not fit, its rest is a separate document in the next
+    batch. Tokens at the end of an epoch that do not fill a batch are dropped.
 
     Args:
-        lengths: (documents,) number of tokens of each document. Documents of 0 tokens are left out.
+        lengths: (documents,) number of tokens of each document. Documents of 0 tokens are skipped.
         tokens: number of tokens of a global batch.
-        seed: seed of the order of epochs; None for the order as given, the same in every epoch, as
-            for evaluation.
+        seed: seed of the order in each epoch. With None, every epoch has the given order, for
+            example for evaluation.
         fill: "whole" or "cut".
         longer: "cut" to cut documents that are longer than a global batch, "refuse" to raise.
         quiet: log nothing, and show no progress bar.
 
     Raises:
-        LayoutError: if a length is no whole number of at least 0, documents do not fill one batch,
-            or one is too long.
-        ConfigError: if another argument is out of its range.
+        LayoutError: if a length is not a whole number of at least 0, if documents do not fill one
+            batch, or if a document is too long.
+        ConfigError: if another argument is out of range.
     """
 
     def __init__(
@@ -113,14 +113,15 @@ class GlobalBatches:
             self._pack_whole_documents(quiet)
             total = int(self._length.sum())
         self._count = total // tokens
-        # Epoch, order of its batches, order of its documents, and where each ends in that order.
+        # The current epoch, the order of its batches, the order of its documents, and the end of
+        # each document in that order.
         self._epoch: tuple[int, IntArray, IntArray, IntArray] | None = None
 
     def __len__(self) -> int:
         return self._count
 
     def __getstate__(self) -> dict[str, object]:
-        return {**self.__dict__, "_epoch": None}  # making it again is faster than sending it
+        return {**self.__dict__, "_epoch": None}  # computing it again is faster than sending it
 
     def get_pieces(self, epoch: int, number: int) -> BatchPieces:
         """Return the pieces of a global batch.
@@ -153,28 +154,29 @@ class GlobalBatches:
         return BatchPieces(self._document[indices], piece_starts, piece_ends)
 
     def count_cut_tokens(self) -> int:
-        """Count the tokens of the first epoch that see less of their document than they would if
-        it were whole, because it is cut before them.
+        """Count the tokens of the first epoch that come after a cut in their document, and so do
+        not see its beginning.
         """
         if self.fills_whole:
             return int(self._length[self._start > 0].sum())
         ends = np.cumsum(self._length[self._shuffle(len(self._length), 0)])
-        # The first one behind the start of each document.
+        # The first cut after the start of each document.
         cuts = (np.append(0, ends[:-1]) // self.tokens + 1) * self.tokens
         return int(np.maximum(np.minimum(ends, self._count * self.tokens) - cuts, 0).sum())
 
     def count_padding_tokens(self) -> int:
-        """Count the tokens of padding in an epoch."""
+        """Count the padding tokens of an epoch."""
         return int(self._length[self._document < 0].sum())
 
     def _shuffle(self, count: int, stream: int) -> IntArray:
         if self.seed is None:
             return np.arange(count)
-        # Raw bits of a generator are the same in every version of numpy; `permutation` may not be.
+        # Raw bits of a generator are the same in every version of numpy. Results of `permutation`
+        # may differ.
         return np.argsort(np.random.PCG64([self.seed, stream]).random_raw(count), kind="stable")
 
     def _pack_whole_documents(self, quiet: bool) -> None:
-        """Put documents in the order of batches, each batch filled up with padding."""
+        """Sort documents by batch, and fill each batch with padding."""
         order = self._shuffle(len(self._length), 0)
         batch = _pack_documents(self._length[order], self.tokens, quiet=quiet)
         used = np.bincount(batch, self._length[order]).astype(np.int64)
@@ -188,7 +190,7 @@ class GlobalBatches:
         self._document = np.append(self._document[order], np.full_like(lengths, -1))[by_batch]
         self._start = np.append(self._start[order], np.zeros_like(lengths))[by_batch]
         self._length = np.append(self._length[order], lengths)[by_batch]
-        least = -(-int(used.sum()) // self.tokens)  # batches, if documents filled all but the last
+        least = -(-int(used.sum()) // self.tokens)  # the smallest possible number of batches
         if not quiet and len(used) > (1 + _MUCH_PADDING) * least:
             _log.warning(
                 "%.1f %% of the tokens of %d global batches are padding, because documents are too"
@@ -198,7 +200,7 @@ class GlobalBatches:
             )
 
     def _apply_longer_rule(self, longer: LongerRule, quiet: bool) -> None:
-        """Cut documents that are longer than a global batch, or raise."""
+        """Cut documents that are longer than a global batch, or raise, as `longer` says."""
         indices = np.flatnonzero(self._length > self.tokens)
         if not len(indices):
             return
@@ -222,7 +224,7 @@ class GlobalBatches:
             )
         if not self.fills_whole:
             return
-        counts = -(-self._length // self.tokens)  # pieces of each document
+        counts = -(-self._length // self.tokens)  # number of pieces of each document
         whole, part = enumerate_ranges(np.zeros_like(counts), counts)
         self._document = self._document[whole]
         self._start = part * self.tokens
@@ -230,7 +232,7 @@ class GlobalBatches:
 
 
 def _check_arguments(tokens: int, seed: int | None, fill: str, longer: str) -> None:
-    # Not `isinstance`, which takes True for a number.
+    # `isinstance` would accept True as a number.
     if type(tokens) is not int or tokens < 1:
         raise ConfigError(
             f"tokens={tokens!r} of a global batch must be a whole number of at least 1."
@@ -248,7 +250,7 @@ def _check_arguments(tokens: int, seed: int | None, fill: str, longer: str) -> N
 
 
 def _pack_documents(lengths: IntArray, tokens: int, *, quiet: bool) -> IntArray:
-    """Pack documents into batches, each into the fullest open batch that has room for it.
+    """Pack each document into the fullest open batch that has room for it.
 
     Args:
         lengths: (documents,) number of tokens of each document, in the order of packing.
@@ -258,9 +260,10 @@ def _pack_documents(lengths: IntArray, tokens: int, *, quiet: bool) -> IntArray:
     Returns:
         The number of each document's batch, (documents,) int64.
     """
-    # Free tokens, minus the time of the last change, and number of each open batch, ascending.
+    # For each open batch: its free tokens, the negative time of its last change, and its number.
+    # The list is sorted.
     open_batches: list[tuple[int, ...]] = []
-    batches: list[int] = []  # of the documents so far
+    batches: list[int] = []  # batch of each document so far
     batch_count = 0
     for n in tqdm(
         lengths.tolist(), "packing documents", delay=1.0, disable=quiet, unit=" documents"

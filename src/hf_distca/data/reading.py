@@ -1,5 +1,5 @@
-"""Reading of documents: of their lengths, without reading more tokens than needed, and of their
-pieces, the parts of documents in global batches, with the samples of them that ranks compare.
+"""Reading of documents: their lengths, their pieces in global batches, and samples that ranks
+compare. No more tokens are read than needed.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from hf_distca.errors import LayoutError
 from hf_distca.schedule.layout import IntArray, require_integers
 
 _READ_COLUMNS = ROW_COLUMNS | {"position_ids"}
-_OTHER_COLUMNS = _READ_COLUMNS - {"input_ids"}  # the column of tokens may have any name
+_OTHER_COLUMNS = _READ_COLUMNS - {"input_ids"}  # the column of tokens may have another name
 
 
 class DocumentReader:
-    """Reader of some of many documents.
+    """Reads chosen documents, without reading the others.
 
     Args:
-        documents: a `datasets.Dataset`, of which nothing is copied before it is sliced; or a
-            sequence of rows or of tokens.
+        documents: a `datasets.Dataset`, or a sequence of rows or of tokens. Only the slices in use
+            are copied from a `datasets.Dataset`.
         column: column of the tokens.
-        inputs: names of the inputs of the model that trains on them.
+        inputs: input names of the model that trains on the documents.
     """
 
     def __init__(self, documents: Any, column: str, inputs: InputNames = None) -> None:
@@ -69,7 +69,7 @@ class DocumentReader:
         return [dict(zip(names.values(), row, strict=True)) for row in zip(*columns, strict=True)]
 
     def compute_digest(self) -> int:
-        """Compute a hash of some tokens of some documents, the same ones on all ranks."""
+        """Compute a hash of some tokens of some documents, which are the same on all ranks."""
         count = len(self._documents)
         sample = np.arange(count)
         if count > SAMPLE_COUNT:
@@ -87,14 +87,14 @@ def convert_document(
     """Convert a document to a row for `DocumentPiece`.
 
     Args:
-        document: its tokens, or a row with them in a column.
+        document: tokens, or a row with a column of tokens.
         column: name of that column.
         number: number of the document, for errors.
-        inputs: names of the inputs of the model that trains on it.
+        inputs: input names of the model that trains on the document.
 
     Raises:
-        LayoutError: if it was packed from several documents, or has a column that is not read and
-            may be an input of the model.
+        LayoutError: if the row was packed from several documents, or if it has a column that is not
+            read and may be an input of the model.
     """
     if not hasattr(document, "keys"):
         return {"input_ids": document}
@@ -108,15 +108,15 @@ def convert_document(
 
 
 _PACKED_ROW_ERROR = (
-    "a row has a column 'seq_lengths': it was packed already, and would be dealt as one document. "
-    "Give its documents one by one."
+    "a row has a column 'seq_lengths', so it was packed already, and would be dealt as one "
+    "document. Give its documents one by one."
 )
 
 
 def _check_stored_columns(documents: Any, column: str, inputs: InputNames) -> None:
     """Check the columns of a `datasets.Dataset` by their types, as `convert_document` checks a row.
 
-    Rows are later read in slices, which tell less of their columns.
+    Later reads only take the read columns, so they cannot check the others.
     """
     for name in sorted(set(documents.column_names) - {column, *_READ_COLUMNS}):
         stored = documents.data.column(name)
@@ -126,20 +126,20 @@ def _check_stored_columns(documents: Any, column: str, inputs: InputNames) -> No
             raise LayoutError(_PACKED_ROW_ERROR)
         check_column(name, _READ_COLUMNS, inputs, has_numbers=_is_list_of_numbers(stored.type))
     if inputs is not None and len(documents):
-        # Warns of columns with a number for each token.
+        # This warns about columns with a number for each token.
         convert_document(documents.with_format(None)[0], column, 0, inputs)
 
 
 def _is_list(arrow_type: Any) -> bool:
-    """Return whether an Arrow type is one of lists."""
+    """Return whether an Arrow type is a list type."""
     return hasattr(arrow_type, "value_field")
 
 
 def _is_list_of_numbers(arrow_type: Any) -> bool:
-    """Return whether an Arrow type is one of lists of numbers, of any depth."""
+    """Return whether an Arrow type is a list of numbers, or a nested list of numbers."""
     from pyarrow import types
 
-    stored = getattr(arrow_type, "storage_type", arrow_type)  # of an extension
+    stored = getattr(arrow_type, "storage_type", arrow_type)  # extension types have a storage type
     value = stored
     while _is_list(value):
         value = value.value_type
@@ -148,12 +148,12 @@ def _is_list_of_numbers(arrow_type: Any) -> bool:
 
 
 def _view_lists(column: Any, name: str) -> list[np.ndarray | None]:
-    """Return each list of an Arrow column as an array, without a copy where no value is missing.
+    """Return each list of an Arrow column as an array, or None if the list is missing.
 
-    A missing list is None.
+    Lists without missing values are not copied.
 
     Raises:
-        LayoutError: if the column, of this name, holds something else than lists.
+        LayoutError: if the column does not hold lists. `name` is its name.
     """
     if not _is_list(column.type) and column.null_count < len(column):
         raise LayoutError(
@@ -165,16 +165,16 @@ def _view_lists(column: Any, name: str) -> list[np.ndarray | None]:
 
 
 def is_stored_dataset(documents: Any) -> bool:
-    """Return whether documents are a `datasets.Dataset` that can be read as Arrow stores it.
+    """Return whether documents are a `datasets.Dataset` whose stored Arrow table can be read.
 
-    One with a transform of the user's cannot, because the transform makes its rows.
+    It cannot be read if the user has set a transform, because the transform makes the rows.
     """
     return is_datasets_class("Dataset", documents) and documents.format["type"] != "custom"
 
 
 def is_datasets_class(name: str, documents: object) -> bool:
-    """Return whether documents are of a class of `datasets`, such as ``"Dataset"``."""
-    datasets = sys.modules.get("datasets")  # if it was not imported, no object is of its classes
+    """Return whether documents are an instance of a class of `datasets`, such as ``"Dataset"``."""
+    datasets = sys.modules.get("datasets")  # without this import, no object has its classes
     return datasets is not None and isinstance(documents, getattr(datasets, name, ()))
 
 
@@ -184,17 +184,16 @@ def read_document_lengths(
     """Read the number of tokens of each document, (documents,) int64; 0 for missing documents.
 
     Args:
-        documents: a `datasets.Dataset`, of which only the offsets of the column are read; or a
-            sequence of documents, each of which is read: a row with the column, or the tokens
-            themselves.
+        documents: a `datasets.Dataset`, or a sequence of documents, which are rows with the column
+            or tokens themselves. Only the column's offsets are read of a `datasets.Dataset`, but
+            every document of a sequence is read.
         column: column of the tokens.
-        lengths: the numbers themselves, or the name of a column that holds them; None if they are
-            not known.
+        lengths: the lengths, the name of a column of lengths, or None if they are unknown.
         quiet: show no progress bar.
 
     Raises:
-        LayoutError: if there is no such column, it does not hold a flat list of integers for each
-            document, or lengths are not one whole number for each document.
+        LayoutError: if the column does not exist or is not a flat list of integers for each
+            document, or if lengths are not one whole number for each document.
     """
     if isinstance(lengths, str):
         counts = _read_length_column(documents, lengths)
@@ -230,7 +229,7 @@ def _read_length_column(documents: Any, name: str) -> IntArray:
 
 
 def _read_offsets(documents: Any, column: str) -> IntArray:
-    """Read lengths from the offsets that Arrow stores for each list, without its tokens."""
+    """Read lengths from the offsets of lists in Arrow, without reading tokens."""
     import pyarrow as pa
     import pyarrow.compute as pc
 
@@ -249,7 +248,7 @@ def _read_offsets(documents: Any, column: str) -> IntArray:
 
 
 def _get_stored_column(documents: Any, name: str) -> Any:
-    """Return a column with all stored rows, of which the data set may have only some."""
+    """Return a column with all stored rows. The data set may have only some of them."""
     if name not in documents.column_names:
         raise LayoutError(
             f"the documents have no column {name!r}, only "
@@ -259,9 +258,9 @@ def _get_stored_column(documents: Any, name: str) -> Any:
 
 
 def _select_rows(documents: Any, values: Any) -> Any:
-    """Select the values of a data set's rows from those of all stored rows.
+    """Select the values of the data set's rows from the values of all stored rows.
 
-    `filter`, `shuffle` and `select` of `datasets` only record which rows they keep.
+    `filter`, `shuffle` and `select` of `datasets` only record which stored rows they keep.
     """
     indices = get_row_indices(documents)
     return values if indices is None else values.take(indices.column(0))
@@ -271,12 +270,12 @@ def count_tokens(document: Any, column: str, number: int) -> int:
     """Count the tokens of a document; 0 if it is missing.
 
     Args:
-        document: its tokens, or a row with them in a column.
+        document: tokens, or a row with a column of tokens.
         column: name of that column.
         number: number of the document, for errors.
 
     Raises:
-        LayoutError: if there is no such column, or it holds no flat list.
+        LayoutError: if the column does not exist or is not a flat list.
     """
     if hasattr(document, "keys"):
         if column not in document:
@@ -301,24 +300,24 @@ def count_tokens(document: Any, column: str, number: int) -> int:
     return len(document)
 
 
-# Ranks compare tokens of some documents: of so many at most, and so many tokens at the beginning,
-# in the middle and at the end of each.
+# Ranks compare at most this many documents.
 SAMPLE_COUNT = 64
+# They compare this many tokens at the beginning, in the middle and at the end of each document.
 _SAMPLE_TOKENS = 64
 _PADDING_REMEDY = "documents to deal must have no padding. Tokenize with padding=False."
 _PACKED_MASK_REMEDY = (
-    "it numbers the documents of a row that was packed already, which would be dealt as one. Give "
-    "them one by one, as PackingCollator takes such a row."
+    "the row was packed already, and would be dealt as one document. Give its documents one by "
+    "one, or train with PackingCollator, which accepts packed rows."
 )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DocumentPiece:
-    """Tokens [start, end) of a document, trained on as a separate document.
+    """Tokens [start, end) of a document. They are trained on as a separate document.
 
     Attributes:
-        row: the document, by columns that can be sliced: ``input_ids``, and possibly ``labels``,
-            ``attention_mask``, ``position_ids`` and the masks of targets; empty for padding.
+        row: the document as columns that can be sliced: ``input_ids``, and possibly ``labels``,
+            ``attention_mask``, ``position_ids`` and masks of targets. It is empty for padding.
         start, end: bounds of the piece, in tokens of the document.
     """
 
@@ -330,8 +329,8 @@ class DocumentPiece:
         """Read the tokens [begin, end) of the piece, (tokens,) int64.
 
         Raises:
-            LayoutError: if they are padding, do not count on in their document, or are fewer than
-                the document's length.
+            LayoutError: if a token is padding, if positions are not consecutive, or if the document
+                has fewer tokens than its length says.
         """
         positions = np.arange(self.start + begin, self.start + end)
         for name, expected in (
@@ -345,17 +344,17 @@ class DocumentPiece:
                 place = f"at token {positions[wrong[0]]}"
                 if name == "position_ids":
                     raise LayoutError(
-                        f"position_ids of a document do not count on from 0 {place}: the row was "
-                        "packed already, and would be dealt as one document, or skips positions, "
-                        "which would be lost where it is cut. Give its documents one by one, "
-                        "without position_ids."
+                        f"position_ids of a document are not consecutive from 0 {place}: either "
+                        "the row was packed already, and would be dealt as one document, or it "
+                        "skips positions, which would be lost when it is cut. Give its documents "
+                        "one by one, without position_ids."
                     )
                 remedy = _PACKED_MASK_REMEDY if value else _PADDING_REMEDY
                 raise LayoutError(f"{name} of a document is {int(value)} {place}: {remedy}")
         return self._read_slice("input_ids", begin, end)
 
     def read_sample(self) -> IntArray:
-        """Read tokens at the beginning, in the middle and at the end of the piece, unchecked."""
+        """Read tokens at the beginning, middle and end of the piece, without checks."""
         count = self.end - self.start
         last = max(0, count - _SAMPLE_TOKENS)
         return np.concatenate(
@@ -384,17 +383,17 @@ class DocumentPiece:
         column = self.row[name]
         if hasattr(column, "__len__") and getattr(column, "shape", None) != ():
             column = column[self.start + begin : self.start + end]
-        values = convert_integers(column, name)  # refuses a single number
+        values = convert_integers(column, name)  # raises for a single number
         if len(values) != end - begin:
             raise LayoutError(
                 f"the {name} of a document end before token {self.start + end}: they are fewer "
-                "than its lengths or its other columns promise."
+                "than its lengths or its other columns say."
             )
         return values
 
 
 def hash_pieces(pieces: Sequence[DocumentPiece]) -> int:
-    """Return a hash below 2**56 of some tokens of some pieces; any integers may be tokens."""
+    """Return a hash below 2**56 of some tokens of some pieces. Tokens may be any integers."""
     indices = np.unique(np.linspace(0, max(len(pieces) - 1, 0), SAMPLE_COUNT).astype(np.int64))
     samples = [pieces[index].read_sample() for index in indices if index < len(pieces)]
     return hash_numbers(part for sample in samples for part in ([len(sample)], sample))

@@ -1,5 +1,5 @@
-"""Order of packed rows inside each optimizer step, which gives nodes equal attention in every
-micro-batch; and the lengths of the documents in rows, by which they are weighed.
+"""Order of packed rows inside each optimizer step that gives nodes about equal attention in every
+micro-batch. Also reads the lengths of the documents in rows, from which their work is estimated.
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ from hf_distca.data.reading import is_stored_dataset, read_document_lengths
 from hf_distca.errors import ConfigError, LayoutError
 from hf_distca.schedule.layout import IntArray
 
-# Work is rounded to whole numbers up to this one: their sums are the same on every machine.
+# Work is rounded to whole numbers up to this value, so that sums are the same on every machine.
 _MAX_WORK = 2**32
-# Columns that tell which documents a row has, as for `PackingCollator`; the first one decides.
+# Columns that tell which documents a row has, as for `PackingCollator`. The first one present is
+# used.
 _DOCUMENT_COLUMNS = ("documents", "seq_lengths", "position_ids")
-_ROWS_PER_READ = 1024  # rows of a `datasets.Dataset` at once
+_ROWS_PER_READ = 1024  # rows of a `datasets.Dataset` that are read at once
 
 
 @dataclass(frozen=True)
@@ -34,8 +35,8 @@ class StepPlaces:
     n in micro-batch m.
 
     Attributes:
-        nodes: number of nodes, groups of ranks that balance attention among themselves.
-        ranks_per_node: number of ranks of a node, which follow each other.
+        nodes: number of nodes. The ranks of a node balance attention among themselves.
+        ranks_per_node: number of consecutive ranks that are a node.
         rows_per_rank: number of rows of a rank in a micro-batch.
         micro_batches: number of micro-batches of a step.
 
@@ -50,7 +51,7 @@ class StepPlaces:
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            # Not `isinstance`, which takes True for a number.
+            # `isinstance` would accept True as a number.
             if type(value) is not int or value < 1:
                 raise ConfigError(f"{name}={value!r} must be a whole number of at least 1.")
 
@@ -67,13 +68,13 @@ class StepPlaces:
     def place(self, work: IntArray) -> IntArray:
         """Find an order of rows in which nodes have about equal work in each micro-batch.
 
-        The heaviest rows are placed first, each on the node and micro-batch with the least work
-        that has room. Nodes that cannot be made even, as where one row is more than a node's part,
-        are put into the same micro-batches, where they wait for each other. Rows keep their order
-        if the new one is not better.
+        The heaviest rows are placed first. Each row goes to the node and micro-batch that has the
+        least work and still has room. Work stays uneven if one row has more than a node's share.
+        The nodes with the most work are then put into the same micro-batches, where they wait for
+        each other. Rows keep their order if the new order is not better.
 
         Args:
-            work: (rows,) int64 work of each row, of one or more whole micro-batches.
+            work: (rows,) int64 work of each row. The rows are one or more whole micro-batches.
 
         Returns:
             (rows,) int64 index of the row for each place.
@@ -102,22 +103,22 @@ class RowPlacement(BatchSampler):
     that nodes have about equal work in each micro-batch. The order depends only on the rows of the
     step and their work, so it is the same on all ranks.
 
-    Batches are those of all ranks, as `accelerate.data_loader.BatchSamplerShard` takes them: one
-    for each rank in turns or, with ``split_batches``, one for all ranks. Epochs, seeds and skipped
-    batches of a resumed run are those of the inner sampler. The first step of an epoch begins with
-    the epoch.
+    It yields the batches of all ranks, as `accelerate.data_loader.BatchSamplerShard` expects them.
+    Ranks take batches in turn, or share each batch with ``split_batches``. The inner sampler sets
+    epochs, seeds, and which batches a resumed run skips. The first step of an epoch begins with the
+    epoch.
 
     Args:
-        batch_sampler: makes batches of row numbers, all but the last of ``batch_size`` rows.
+        batch_sampler: makes batches of row numbers. All but the last have ``batch_size`` rows.
         work: (rows of the data set,) attention of each row, in any unit.
-        places: places of the rows of a step; the rows of all its ranks in a micro-batch must be a
-            multiple of ``batch_size``.
+        places: places of the rows of a step. Its ``micro_batch_rows`` must be a multiple of
+            ``batch_size``.
         even_batches: fill the last micro-batch of an epoch with the epoch's first rows, as
-            accelerate would. Else rows that make no whole micro-batch come last, in their order.
-            With one rank, or a sampler that drops the last batch, nothing is filled.
+            accelerate would. If False, rows that do not fill a micro-batch come last, in their
+            order. With one rank, or a sampler that drops the last batch, no rows are added.
 
     Raises:
-        ConfigError: if a number is out of its range.
+        ConfigError: if an argument is out of range.
     """
 
     def __init__(
@@ -149,14 +150,14 @@ class RowPlacement(BatchSampler):
         self._fills_last = even_batches and not self.drop_last and places.ranks > 1
 
     def __getattr__(self, name: str) -> Any:
-        # Of the inner sampler: accelerate and the Trainer call its set_epoch, if it has one.
-        if name == "batch_sampler":  # not set yet, as in a copy
+        # Accelerate and the Trainer call `set_epoch` of the inner sampler, if it has one.
+        if name == "batch_sampler":  # not set yet, for example while a copy is made
             raise AttributeError(name)
         return getattr(self.batch_sampler, name)
 
     @property
     def sampler(self) -> Any:
-        """Sampler of the inner batch sampler, which accelerate replaces by one for all ranks."""
+        """Sampler of the inner batch sampler. Accelerate replaces it by one for all ranks."""
         return self.batch_sampler.sampler
 
     @sampler.setter
@@ -170,7 +171,7 @@ class RowPlacement(BatchSampler):
 
     def __iter__(self) -> Iterator[list[int]]:
         rows: list[int] = []
-        first: list[int] = []  # of the epoch
+        first: list[int] = []  # the first rows of the epoch
         whole = self.places.micro_batch_rows
         for batch in self.batch_sampler:
             if len(first) < whole:
@@ -184,7 +185,7 @@ class RowPlacement(BatchSampler):
         yield from self._place_batches(rows)
 
     def _place_batches(self, rows: list[int]) -> Iterator[list[int]]:
-        """Yield the batches of a step, with the rows of whole micro-batches in their new order."""
+        """Yield the batches of a step, with the rows of whole micro-batches in the new order."""
         whole = len(rows) - len(rows) % self.places.micro_batch_rows
         numbers = np.array(rows, dtype=np.int64)
         if whole:
@@ -197,7 +198,8 @@ class RowPlacement(BatchSampler):
 def _make_even_parts(work: IntArray, parts: int) -> IntArray:
     """Divide rows into parts of the same number of rows and about the same work.
 
-    Each row, from the heaviest to the lightest, goes to the part with the least work that has room.
+    Each row, from the heaviest to the lightest, goes to the part that has the least work and still
+    has room.
 
     Returns:
         (parts, rows of a part) int64 indices.
@@ -223,13 +225,14 @@ def find_row_documents(
     Args:
         rows: a `datasets.Dataset`, or a sequence of mappings. A column ``documents``,
             ``seq_lengths`` or ``position_ids`` tells where documents begin, as for
-            `PackingCollator`; without one, a row is one document. Of a `datasets.Dataset` only that
-            column is read.
-        end_of_document: token id with which documents end, to find them in ``input_ids`` instead.
+            `PackingCollator`. Without such a column, a row is one document. Only that column is
+            read from a `datasets.Dataset`.
+        end_of_document: id of the last token of each document. If given, documents are found in
+            ``input_ids`` instead.
         quiet: show no progress bar.
 
     Returns:
-        The number of tokens of each document, and the number of its row: (documents,) int64 each.
+        The number of tokens of each document, and the number of its row, (documents,) int64 each.
 
     Raises:
         LayoutError: if rows have none of these columns.
@@ -265,8 +268,8 @@ def _choose_column(rows: Any, end_of_document: int | None) -> str:
     column: str | None = next((name for name in choices if name in names), None)
     if column is None:
         raise LayoutError(
-            f"rows have the columns {', '.join(names) or 'none'}: one of input_ids, "
-            f"{', '.join(_DOCUMENT_COLUMNS)} tells how long their documents are."
+            f"rows have the columns {', '.join(names) or 'none'}. They need one of input_ids, "
+            f"{', '.join(_DOCUMENT_COLUMNS)}, which tells how long their documents are."
         )
     return column
 
@@ -277,7 +280,7 @@ def _find_starts(values: IntArray, count: IntArray, end_of_document: int | None)
     Args:
         values: (tokens,) positions of rows, or their tokens if `end_of_document` is given.
         count: (rows,) number of tokens of each row.
-        end_of_document: token id with which documents end.
+        end_of_document: id of the last token of each document.
     """
     is_start = np.zeros(len(values) + 1, dtype=np.bool_)
     is_start[np.cumsum(count) - count] = True
@@ -289,9 +292,9 @@ def _find_starts(values: IntArray, count: IntArray, end_of_document: int | None)
 
 
 def _read_blocks(rows: Any, column: str, *, quiet: bool) -> Iterator[tuple[IntArray, IntArray]]:
-    """Yield the numbers of a column for some rows at a time, and their count in each row.
+    """Yield the numbers of a column for some rows at a time, and how many of them each row has.
 
-    For the column of documents, numbers are the lengths of documents.
+    For the column ``documents``, the numbers are lengths of documents.
     """
     with tqdm(
         total=len(rows), desc=f"reading {column}", delay=1.0, disable=quiet, unit=" rows"
@@ -312,9 +315,9 @@ def _read_blocks(rows: Any, column: str, *, quiet: bool) -> Iterator[tuple[IntAr
 
 
 def _read_stored_lists(values: Any) -> tuple[IntArray, IntArray]:
-    """Read the numbers in an Arrow array of lists, and their count in each list.
+    """Read the numbers in an Arrow array of lists, and how many of them each list has.
 
-    For lists of lists, numbers are the lengths of the inner lists.
+    For lists of lists, the numbers are lengths of the inner lists.
     """
     import pyarrow.compute as pc
 

@@ -1,4 +1,6 @@
-"""Shares: the part of each rank in each global batch, of documents in a data set or in a stream."""
+"""Shares. A share is one rank's part of a global batch, whose documents come from a data set or a
+stream.
+"""
 
 from __future__ import annotations
 
@@ -29,56 +31,56 @@ from hf_distca.errors import ConfigError
 
 
 class EpochMixin:
-    """Epoch number in shared memory: loader workers that already run see its changes."""
+    """Epoch number in shared memory, so that running loader workers see changes."""
 
     def __init__(self) -> None:
         self.__setstate__({"_epoch": torch.zeros((), dtype=torch.int64, device="cpu")})
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        # If it was not pickled for a worker, it has arrived as a copy, which has its own workers.
+        # Pickling for a worker keeps the tensor shared. Any other copy gets new shared memory.
         self._epoch: torch.Tensor = state["_epoch"].share_memory_()
 
     @property
     def epoch(self) -> int:
-        """Epoch of the items, or of the next iteration."""
+        """The epoch of the items, or of the next iteration."""
         return int(self._epoch)
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch here, in copies, and in workers that already run."""
+        """Set the epoch here, in copies, and in running workers."""
         self._epoch.fill_(epoch)
 
 
 class Shares(EpochMixin):
-    """Shares of all global batches: item ``k * ranks + r`` is the share of rank r in batch k.
+    """Shares of all global batches. Item ``k * ranks + r`` is the share of rank r in batch k.
 
-    `ranks` processes that read items in this order, one a batch, as accelerate does, each get their
-    own share. A share is a dictionary of int64 tensors (tokens_per_rank,):
+    Accelerate reads items in this order, with batches of one item, so each process gets the shares
+    of its rank. A share is a dictionary of int64 tensors (tokens_per_rank,):
 
     - ``input_ids``.
-    - ``position_ids``, in the document.
-    - ``shift_labels``, the label of the document's next token, on whichever rank that lies; -100 at
-      the document's end.
-    - ``labels``, -100 throughout: shifting them would lose the target at every cut, and a loss that
-      reads them trains on nothing rather than on something else. Only for one rank, where nothing
-      is cut, they are each token's own label.
+    - ``position_ids``, positions in the document.
+    - ``shift_labels``, for each token the label of the document's next token, even if that is on
+      another rank; -100 at the end of the document.
+    - ``labels``. With several ranks they are all -100, because a loss that shifts them itself would
+      lose the target at every cut. With -100, such a loss trains on nothing rather than on wrong
+      targets. With one rank there are no cuts, and each token has its own label.
 
-    ``distca_documents`` of a share carries the dealt layout.
+    A share also has ``distca_documents``, which carries the dealt layout.
 
-    An object is also a transform of `datasets`: called with a batch of rows whose ``input_ids`` are
-    numbers of items, it returns their shares.
+    An object is also a transform of `datasets`. When called with a batch of rows whose
+    ``input_ids`` are item numbers, it returns the shares of these items.
 
-    Copies share the epoch. Only documents that overlap a share are read, and only its slices of
-    them are kept. In addition, some documents are read once, the same ones on all ranks, and ranks
-    compare their tokens.
+    Copies share the epoch. Only documents that overlap a share are read, and only the slices in the
+    share are kept. Each rank also reads the same sample of documents once, and ranks compare its
+    tokens.
 
     Args:
         documents: see `DocumentReader`.
         batches: the pieces of each global batch.
-        deal_settings: settings for dealing global batches, of the same number of tokens.
+        deal_settings: settings for dealing global batches of the same number of tokens.
         column: column of the tokens.
-        pad_token_id: token of padding.
-        inputs: names of the inputs of the model that trains on them.
+        pad_token_id: token id of padding.
+        inputs: input names of the model that trains on the shares.
 
     Raises:
         LayoutError: if documents have a column that is not read and may be an input of the model.
@@ -112,7 +114,7 @@ class Shares(EpochMixin):
         packed = self.deal_settings.make_share(pieces.lengths, (epoch, number), rank, document_ids)
         indices = np.unique(np.asarray(packed.documents, dtype=np.int64))
         numbers = np.unique(pieces.documents[indices])
-        numbers = numbers[numbers >= 0]  # without padding
+        numbers = numbers[numbers >= 0]  # padding has the number -1
         rows = dict(zip(numbers.tolist(), self._reader.read_rows(numbers), strict=True))
         own_pieces = {
             index: DocumentPiece(
@@ -125,7 +127,7 @@ class Shares(EpochMixin):
         return cut_share(packed, own_pieces, self.pad_token_id)
 
     def __call__(self, rows: Mapping[str, list[int]]) -> dict[str, list[Any]]:
-        """Return the shares of items, by columns, as a transform of `datasets` does."""
+        """Return the shares of items as columns, as a transform of `datasets` does."""
         shares = [self[item] for item in rows["input_ids"]]
         return {name: [share[name] for share in shares] for name in shares[0]} if shares else {}
 
@@ -137,13 +139,13 @@ class Shares(EpochMixin):
 def cut_share(
     packed: PackedDocuments, pieces: Mapping[int, DocumentPiece], pad_token_id: int = 0
 ) -> dict[str, Any]:
-    """Cut out the share of one rank, as `Shares` describes it.
+    """Make the share of one rank. See `Shares`.
 
     Args:
-        packed: the runs of tokens of this rank; ``documents`` are keys of `pieces`, ``starts``
-            are positions in those.
+        packed: the runs of tokens of this rank. Its ``documents`` are keys of `pieces`, and its
+            ``starts`` are positions in these pieces.
         pieces: the pieces of the global batch of which this rank has tokens.
-        pad_token_id: token of padding.
+        pad_token_id: token id of padding.
 
     Raises:
         LayoutError: see `DocumentPiece.read_tokens`.
@@ -160,7 +162,7 @@ def cut_share(
         end = start + length
         if length and piece.row:
             ids[begin : begin + length] = piece.read_tokens(start, end)
-            # With the label of the next token, if there is one.
+            # Read one more label for the token after the run, if there is one.
             run_labels = piece.read_labels(start, min(end + 1, piece.end - piece.start))
             shifted[begin : begin + len(run_labels) - 1] = run_labels[1:]
             if not is_cut:
@@ -178,23 +180,24 @@ def cut_share(
 class StreamedShares(EpochMixin, torch.utils.data.IterableDataset[Mapping[str, Any]]):
     """Shares of global batches that are filled as documents arrive.
 
-    Each global batch is filled to the last token. The rest of a document is a separate document in
-    the next batch. Tokens at the end of an epoch that do not fill a batch are dropped. Every
-    rank reads all documents, and keeps one global batch at a time. The shares of all ranks come one
-    after another: accelerate picks each process's own, and shares of others are never computed.
+    Each global batch is filled to the last token. If a document does not fit, its rest is a
+    separate document in the next batch. Tokens at the end of an epoch that do not fill a batch are
+    dropped. Every rank reads all documents, and keeps one global batch at a time. The shares of all
+    ranks come one after another. Accelerate keeps only the shares of the process's own rank, and
+    the other shares are never computed.
 
     With loader workers, worker w of W makes the global batches w, w + W, ..., so a loader yields
-    all of them in order. A `datasets.IterableDataset` divides its files among workers: each worker
-    then fills its own global batches, and a resumed run needs the same number of workers. Any
-    other iterable is read in full by each worker: code in it that divides documents by torch's
-    worker info, as torch's documentation teaches, finds that it is in no worker.
+    all of them in order. A `datasets.IterableDataset` divides its files among workers. Each worker
+    then fills separate global batches, and a resumed run needs the same number of workers. Each
+    worker reads any other iterable in full. Such an iterable may divide documents by torch's worker
+    info, as torch's documentation suggests. Here that info is hidden, so it yields all documents.
 
     Args:
-        documents: token ids, or rows with a column of token ids and possibly ``labels``. They are
-            iterated once an epoch; their ``set_epoch`` is called, if they have one.
+        documents: documents, which are token ids, or rows with a column of token ids and possibly
+            ``labels``. They are iterated once an epoch. Their ``set_epoch`` is called if it exists.
         deal_settings: settings for dealing global batches.
         column: column of the tokens.
-        inputs: names of the inputs of the model that trains on them.
+        inputs: input names of the model that trains on the shares.
 
     Raises:
         ConfigError: if documents are an iterator, which ends with the first epoch, or a stream that
@@ -211,27 +214,26 @@ class StreamedShares(EpochMixin, torch.utils.data.IterableDataset[Mapping[str, A
     ) -> None:
         if isinstance(documents, Iterator):
             raise ConfigError(
-                f"documents are a {type(documents).__name__}, which can be read once: give "
-                "something that every epoch and every worker can iterate from its beginning, such "
-                "as datasets.IterableDataset.from_generator(...)."
+                f"documents are a {type(documents).__name__}, which can be read only once. Give an "
+                "iterable that every epoch and every worker can read from the beginning, such as "
+                "datasets.IterableDataset.from_generator(...)."
             )
         is_divided = is_datasets_class("IterableDataset", documents)
         if is_divided and count_split_ranks(documents) > 1:
             raise ConfigError(
                 f"documents are one of {count_split_ranks(documents)} parts of a stream that is "
-                "divided by rank "
-                "(split_dataset_by_node): each rank reads the whole stream, and dealing leaves it "
-                "its share. Give the stream as it was."
+                "divided by rank (split_dataset_by_node). Each rank must read the whole stream, "
+                "because dealing selects its share. Give the undivided stream."
             )
         super().__init__()
         self.documents = documents
-        self._is_divided = is_divided  # among workers
+        self._is_divided = is_divided  # whether workers read different documents
         self.deal_settings = deal_settings
         self.column = column
         self.inputs = inputs
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch here, and in workers that already run."""
+        """Set the epoch here, and in running workers."""
         super().set_epoch(epoch)
         self._set_documents_epoch(epoch)
 
@@ -243,7 +245,7 @@ class StreamedShares(EpochMixin, torch.utils.data.IterableDataset[Mapping[str, A
         info = get_worker_info()
         worker, workers = (0, 1) if info is None else (info.id, info.num_workers)
         epoch = self.epoch
-        if info is not None:  # a worker has a copy of the documents, without the new epoch
+        if info is not None:  # a worker's copy of the documents does not have the new epoch
             self._set_documents_epoch(epoch)
         for number, pieces in enumerate(self._fill_global_batches()):
             if not self._is_divided and number % workers != worker:
@@ -273,12 +275,12 @@ class StreamedShares(EpochMixin, torch.utils.data.IterableDataset[Mapping[str, A
 
 
 def _iterate_undivided(documents: Iterable[Any]) -> Iterator[Any]:
-    """Yield all documents, even if the iterable would divide them among loader workers."""
+    """Yield all documents, even if the iterable divides them among loader workers."""
     with hide_worker_info():
         if get_worker_info() is not None:
             raise ConfigError(
-                "torch says in which loader worker documents are read, and they may be divided: "
-                "set num_workers=0."
+                "torch still reports the loader worker that reads documents, so they may be "
+                "divided among workers. Set num_workers=0."
             )
         iterator = iter(documents)
     end = object()
@@ -291,7 +293,7 @@ def _iterate_undivided(documents: Iterable[Any]) -> Iterator[Any]:
 
 
 class _LazyShare(UserDict[str, Any]):
-    """A share that is computed on first access: accelerate skips those of other ranks."""
+    """A share that is computed at first access, because accelerate skips shares of other ranks."""
 
     def __init__(
         self,
@@ -307,7 +309,7 @@ class _LazyShare(UserDict[str, Any]):
 
     @cached_property
     def data(self) -> dict[str, Any]:  # type: ignore[override]
-        """The share."""
+        """The computed share."""
         lengths = np.array([piece.end - piece.start for piece in self._pieces])
         document_ids = np.array([hash_pieces(self._pieces)])
         packed = self._stream.deal_settings.make_share(

@@ -1,4 +1,4 @@
-"""Attention kernels behind one signature. `select_kernel` picks and logs the one to run."""
+"""Attention kernels with one signature. `select_kernel` chooses the kernel to run and logs it."""
 
 from __future__ import annotations
 
@@ -38,12 +38,13 @@ __all__ = [
 
 _logger = logging.getLogger("hf_distca")
 
-# Every kernel, in the order in which "auto" looks at them, and the type of device on which it takes
-# them: None for all, "" for kernels that run only if they are named, such as one to download.
-# CONTRIBUTING.md lists what else a new kernel needs. The order decides, and no clock: ranks with
-# the same GPU and packages make the same choice, and so does the next run. FlashAttention 4 stands
-# before 3: forward and backward together it is faster on Hopper, where its backward reaches 557 to
-# 605 TFLOP/s from 8K tokens on (an H100, 2026-11-26) and that of 3 530 to 586 (published).
+# All kernels in the order in which "auto" tries them, each with the type of device on which "auto"
+# may take it: None for all devices, "" for kernels that run only if the user names them.
+# CONTRIBUTING.md lists what else a new kernel needs. Nothing is timed, so all ranks and runs with
+# the same GPU and packages make the same choice. FlashAttention 4 comes before FlashAttention 3
+# because forward and backward together are faster on Hopper. From 8K tokens on, backward of 4
+# reaches 557 to 605 TFLOP/s (an H100, 2026-11-26), and backward of 3 reaches 530 to 586
+# (published).
 _KERNELS: tuple[tuple[Kernel, str | None], ...] = (
     (FLASH_ATTN_4, "cuda"),
     (FLASH_ATTN_3, "cuda"),
@@ -54,31 +55,31 @@ _KERNELS: tuple[tuple[Kernel, str | None], ...] = (
     (CpuKernel(), "cpu"),
     (ReferenceKernel(), None),
 )
-# Major compute capabilities for which FlashAttention 4 is made, by what such GPUs are called.
+# Names of the GPUs that FlashAttention 4 is made for, by major compute capability.
 _MADE_FOR = {9: "Hopper", 10: "Blackwell"}
 
-# Messages that have been logged: a case comes back in every micro-batch, and is logged once.
+# Messages that have been logged. A case comes in every micro-batch, but is logged once.
 _logged: set[str] = set()
 
 
 def select_kernel(name: KernelName, case: KernelRequest) -> Kernel:
-    """Return the kernel to run: the same object for the same kernel each time.
+    """Return the kernel to run. The same kernel is always the same object.
 
     Args:
-        name: a kernel, or "auto" for the first in the order of kernels that supports the case.
-        case: what it is to run.
+        name: name of a kernel, or "auto" for the first kernel that supports the case.
+        case: the problem to run.
 
     Raises:
-        KernelError: if the named kernel, or with "auto" every kernel, does not support the case or,
-            on a GPU, computes it wrongly; with the reason and what to use.
+        KernelError: if the named kernel, or every kernel with "auto", does not support the case or
+            computes it wrongly on this GPU. The error gives the reason and a remedy.
     """
-    # Deterministic algorithms change the answer.
+    # The choice may depend on whether deterministic algorithms are on.
     return _select_once(name, case, torch.are_deterministic_algorithms_enabled())
 
 
 @lru_cache(maxsize=256)
 def _select_once(name: KernelName, case: KernelRequest, _deterministic: bool) -> Kernel:
-    """Select like `select_kernel`, once per case: every layer of every micro-batch calls this."""
+    """Do the work of `select_kernel` once per case, because every layer calls it."""
     automatic = name == "auto"
     candidates = list_candidates(case, name)
     if not candidates:
@@ -101,22 +102,22 @@ def _select_once(name: KernelName, case: KernelRequest, _deterministic: bool) ->
             " dtype."
         )
     raise KernelError(
-        f'Kernel {name!r} cannot run {words}: {reason}. Set kernel="auto" to use what runs there.'
+        f'Kernel {name!r} cannot run {words}: {reason}. Set kernel="auto" for a kernel that can.'
     )
 
 
 def unusable_reason(kernel: Kernel, case: KernelRequest) -> str | None:
-    """Return why a kernel cannot run a case, does not compile or computes it wrongly on that GPU;
-    None if it can.
+    """Return why a kernel does not support a case, does not compile, or computes it wrongly on that
+    GPU; None if it can run it.
 
-    On a GPU the first question about a case makes the host wait, for what `hf_distca.kernels.check`
-    computes, and for compilers.
+    On a GPU the first call for a case makes the host wait for the computations of
+    `hf_distca.kernels.check` and for compilers.
     """
     reason = kernel.unsupported_reason(case)
     if reason is not None or case.device.type != "cuda" or kernel.name == ReferenceKernel.name:
         return reason
-    # Kernels have other code for windows and softcaps, whatever their sizes, and for deterministic
-    # algorithms.
+    # Kernels have separate code for windows, for softcaps and for deterministic algorithms. The
+    # values of windows and softcaps do not matter.
     kind = ScoreOptions(
         1.0, *(None if value is None else 1 for value in (case.scores.window, case.scores.softcap))
     )
@@ -127,18 +128,19 @@ def unusable_reason(kernel: Kernel, case: KernelRequest) -> str | None:
 
 @lru_cache(maxsize=256)
 def _check_once(kernel: Kernel, case: KernelRequest, _deterministic: bool) -> str | None:
-    """Check a kernel on a GPU. Exceptions, such as a lack of memory, are not cached."""
+    """Check a kernel on a GPU. Exceptions, such as running out of memory, are not cached."""
     with compile_ahead():
         return mismatch_reason(kernel, case)
 
 
 def list_candidates(case: KernelRequest, name: str = "auto") -> list[tuple[Kernel, str | None]]:
-    """List the kernels to look at for a case, in this order, each with the reason why it cannot
-    run; None for the one that is taken, which is the last.
+    """List the kernels to try for a case, in order, each with the reason why it cannot run.
+
+    The list ends with the first kernel that can run, whose reason is None.
 
     Args:
-        case: what it is to run.
-        name: a kernel, or "auto" for all that are taken on the device without being named.
+        case: the problem to run.
+        name: name of a kernel, or "auto" for all kernels that "auto" may take on the device.
     """
     looked_at: list[tuple[Kernel, str | None]] = []
     for kernel, where in _KERNELS:
@@ -150,9 +152,7 @@ def list_candidates(case: KernelRequest, name: str = "auto") -> list[tuple[Kerne
 
 
 def _announce(name: str, case: KernelRequest, refused: list[str], *, automatic: bool) -> None:
-    """Log once which kernel runs; as a warning where "auto" found none of the fast ones of a
-    GPU.
-    """
+    """Log once which kernel runs. On a GPU where "auto" found no fast kernel, this is a warning."""
     message = (
         f"core attention in {case.dtype} on {case.device.type}{_describe_features(case.scores)}"
         f" runs in kernel {name!r}"
@@ -170,22 +170,21 @@ def _announce(name: str, case: KernelRequest, refused: list[str], *, automatic: 
 
 
 def is_slow(name: str, dtype: torch.dtype) -> bool:
-    """Return whether a kernel is far slower than flash attention, which most cases could use with
-    another dtype or package.
+    """Return whether a kernel is far slower than flash attention.
+
+    Most cases can use flash attention in another dtype, or after a package is installed.
     """
     return name == ReferenceKernel.name or (name == EFFICIENT.name and dtype == torch.float32)
 
 
 def _describe_features(scores: ScoreOptions) -> str:
-    """Name the features of the scores besides their scale, as the end of a phrase."""
+    """Return a phrase such as " with window and softcap"; "" without either."""
     present = [name for name in ("window", "softcap") if getattr(scores, name) is not None]
     return f" with {' and '.join(present)}" if present else ""
 
 
 def _suggest_speedup(case: KernelRequest) -> str:
-    """Describe how to get flash attention for a case on a GPU; "" where the head dimensions or the
-    GPU rule it out.
-    """
+    """Describe how to get flash attention for a case on a GPU; "" if there is nothing to change."""
     ways = []
     if case.dtype not in (torch.bfloat16, torch.float16):
         ways.append("train in bfloat16 or float16 (bf16=True or fp16=True)")
@@ -198,8 +197,8 @@ def _suggest_speedup(case: KernelRequest) -> str:
 
 
 def _note_on_kernel(name: str, device: torch.device, automatic: bool) -> str:
-    """Note for the log that torch runs another flash kernel, or that a faster one could be
-    installed; "" otherwise.
+    """Return a note for the log if torch runs another flash kernel, or if a faster kernel could be
+    installed; else "".
     """
     if (
         name == "cuda"
@@ -214,7 +213,7 @@ def _note_on_kernel(name: str, device: torch.device, automatic: bool) -> str:
 
 
 def _name_gpu_kind(device: torch.device) -> str | None:
-    """Name the kind of GPUs that FlashAttention 4 is made for, if this is one."""
+    """Return the name of this kind of GPU if FlashAttention 4 is made for it, else None."""
     return (
         None
         if torch.version.hip is not None
@@ -223,8 +222,8 @@ def _name_gpu_kind(device: torch.device) -> str | None:
 
 
 def suggest_faster_kernel(name: str, device: torch.device) -> str | None:
-    """Describe how to get a kernel that is faster than the one that runs on a GPU; None if there is
-    none to install.
+    """Describe how to get a faster kernel than the running one on a GPU; None if there is no faster
+    kernel to install.
     """
     kind = (
         _name_gpu_kind(device) if name in ("cuda", "flash_attn") and device.type == "cuda" else None

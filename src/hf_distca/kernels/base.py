@@ -1,4 +1,4 @@
-"""Types that every attention kernel takes and returns, and functions on pools that kernels share.
+"""Input and output types of attention kernels, and functions on pools that kernels share.
 
 Shape suffixes: T tokens (query rows or keys of a pool), H query heads, K key/value heads, D head
 dim, V value head dim.
@@ -23,9 +23,9 @@ Result = TypeVar("Result")
 
 
 def disable_gradients(method: Callable[Given, Result]) -> Callable[Given, Result]:
-    """Make a method record no gradients.
+    """Run a method without recording gradients.
 
-    Layers call it mostly where none are recorded; testing for that first saves time.
+    Gradients are mostly off already when layers call the method. Checking that first saves time.
     """
 
     @wraps(method)
@@ -40,14 +40,14 @@ def disable_gradients(method: Callable[Given, Result]) -> Callable[Given, Result
 
 @dataclass(frozen=True, slots=True)
 class ScoreOptions:
-    """Rule that turns queries and keys into weights: softmax over the visible keys of cap(q k^T *
-    scale).
+    """Options of the attention weights, which are the softmax of cap(q k^T * scale) over the
+    visible keys.
 
     Attributes:
         scale: factor on q k^T.
-        window: keys that a row sees at most, its own position included; None for all before it.
+        window: the most keys that a row sees, including its own position; None for no limit.
         softcap: if given, cap(x) = softcap * tanh(x / softcap) (Gemma 2, arXiv 2408.00118, section
-            2); else cap(x) = x.
+            2). Without it, cap(x) = x.
     """
 
     scale: float
@@ -55,23 +55,23 @@ class ScoreOptions:
     softcap: float | None = None
 
     def __post_init__(self) -> None:
-        if not 0 < self.scale < math.inf:  # kernels mask before they scale: -inf * 0 is NaN
+        if not 0 < self.scale < math.inf:  # kernels scale masked scores: -inf * 0 would be NaN
             raise KernelError(
                 f"The scale of the scores must be finite and positive, got {self.scale}."
             )
         if self.window is not None and self.window < 1:
             raise KernelError(
-                f"A window of {self.window} keys leaves nothing to attend to; it counts the row's"
-                " own position."
+                f"A window of {self.window} keys leaves nothing to attend to. It must be at least"
+                " 1, which is the row's own position."
             )
         if self.softcap is not None and not 0 < self.softcap < math.inf:
             raise KernelError(
-                f"softcap divides the scores and must be finite and positive, got {self.softcap};"
+                f"softcap divides the scores and must be finite and positive, got {self.softcap}."
                 " None switches it off."
             )
 
     def find_hiding_window(self, keys: int) -> int | None:
-        """The window if it hides any of `keys` keys from the last of their rows, else None."""
+        """Return the window if it hides any of `keys` keys from a task's last row, else None."""
         return self.window if self.window is not None and self.window < keys else None
 
 
@@ -79,8 +79,8 @@ class KernelRequest(NamedTuple):
     """The problem that a kernel is asked to run.
 
     Attributes:
-        device: where the tensors are.
-        dtype: of q, k and v.
+        device: device of the tensors.
+        dtype: dtype of q, k and v.
         head_dim, value_head_dim: width of q and k, and of v and the output.
         scores: scale, window and softcap.
         gqa_ratio: query heads for each key/value head.
@@ -96,18 +96,17 @@ class KernelRequest(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class TaskBatch:
-    """CA-tasks over a pool of query rows and a pool of keys, all on the host.
+    """CA-tasks over a pool of query rows and a pool of keys. All numbers are on the host.
 
     Task i has query rows ``[query_start[i], query_start[i] + query_length[i])`` of the query pool
     and keys ``[key_start[i], key_start[i] + key_length[i])`` of the key pool. Its last query row
-    sees its last key; each row before sees one key less (causal, aligned bottom right), so
-    ``key_length >= query_length >= 1``. With a window of w keys a row sees the last w of those
-    only; keys before ``key_start`` do not exist for it. Query rows of different tasks never
-    overlap. Keys may: several slices of a document share one copy of its prefix.
+    sees all its keys, and each earlier row sees one key fewer (causal, aligned bottom right), so
+    ``key_length >= query_length >= 1``. With a window of w keys, a row sees only the last w of
+    these keys. Query rows of different tasks never overlap. Keys may overlap, because several
+    slices of a document share one copy of its prefix.
 
-    Kernels cache data that they derive from the tasks, such as their calls, in `derived`, each
-    under a separate key, because all layers and both directions of a micro-batch run the same
-    batches.
+    Kernels cache derived data, such as their calls, in `derived` under separate keys. All layers
+    of a micro-batch run the same batches, in forward and backward.
     """
 
     query_start: Sequence[int]
@@ -128,8 +127,8 @@ class TaskBatch:
 
     @cached_property
     def required_sizes(self) -> tuple[float, float]:
-        """Query rows and keys of the smallest pools that hold all tasks; infinite if one of them is
-        no task.
+        """Query rows and keys of the smallest pools that hold all tasks; infinite if a task is not
+        valid.
         """
         fit = [row >= 0 <= key and 1 <= rows <= keys for row, rows, key, keys in self.runs]
         if not all(fit):
@@ -141,16 +140,14 @@ class TaskBatch:
 
     @cached_property
     def shares_keys(self) -> bool:
-        """True if any two tasks have a key in common, so that their key gradients must be
-        summed.
-        """
+        """True if any two tasks have a key in common. Their key gradients must be summed."""
         runs = sorted(zip(self.key_start, self.key_length, strict=True))
         return any(a + n > b for (a, n), (b, _) in itertools.pairwise(runs))
 
 
 class Operands(NamedTuple):
-    """Tensors that a task reads in forward: rows of queries first, then rows of keys, as in
-    `BackwardInputs` and in every message.
+    """Tensors that a task reads in forward. Rows of queries come first, then rows of keys, as in
+    `BackwardInputs` and in messages.
     """
 
     q_THD: torch.Tensor
@@ -166,7 +163,7 @@ class Outputs(NamedTuple):
 
 
 class BackwardInputs(NamedTuple):
-    """Tensors that a task reads in backward: rows of queries first, then rows of keys."""
+    """Tensors that a task reads in backward. Rows of queries come first, then rows of keys."""
 
     do_THV: torch.Tensor
     q_THD: torch.Tensor
@@ -177,14 +174,12 @@ class BackwardInputs(NamedTuple):
 
     @property
     def operands(self) -> Operands:
-        """Tensors that forward read."""
+        """The tensors that forward reads."""
         return Operands(self.q_THD, self.k_TKD, self.v_TKV)
 
 
 class Grads(NamedTuple):
-    """Results of a task in backward; dk and dv may have a wider dtype than k and v, for they are
-    sums.
-    """
+    """Results of a task in backward. dk and dv may be sums, in a wider dtype than k and v."""
 
     dq_THD: torch.Tensor
     dk_TKD: torch.Tensor
@@ -192,7 +187,7 @@ class Grads(NamedTuple):
 
 
 Tensors = Operands | Outputs | BackwardInputs | Grads
-# So many of them have a row per query, the others a row per key.
+# How many of the tensors have a row per query. The remaining ones have a row per key.
 _QUERY_TENSORS: dict[type, int] = {Operands: 1, Outputs: 2, BackwardInputs: 4, Grads: 1}
 
 
@@ -202,17 +197,17 @@ def get_query_rows(tensors: Tensors) -> tuple[torch.Tensor, ...]:
 
 
 def get_key_rows(tensors: Tensors) -> tuple[torch.Tensor, ...]:
-    """Return the tensors with one row per key: none of `Outputs`."""
+    """Return the tensors with one row per key. `Outputs` have none."""
     return tensors[_QUERY_TENSORS[type(tensors)] :]
 
 
 def find_first_reason(*reasons: tuple[bool, str]) -> str | None:
-    """Return the text of the first condition that holds; None if none does."""
+    """Return the text of the first condition that is true; None if all are false."""
     return next((text for holds, text in reasons if holds), None)
 
 
 def find_capability(device: torch.device) -> tuple[int, int]:
-    """Return the compute capability of a GPU; (0, 0) of other devices, and without a GPU."""
+    """Return the compute capability of a GPU; (0, 0) for other devices, or without a GPU."""
     if device.type != "cuda" or not torch.cuda.is_available():
         return 0, 0
     return torch.cuda.get_device_capability(device)
@@ -221,8 +216,8 @@ def find_capability(device: torch.device) -> tuple[int, int]:
 class Kernel(Protocol):
     """An attention kernel: exact core attention of a `TaskBatch`, forward and backward.
 
-    ``forward`` and ``backward`` do not sync the host with the device and may cache what they derive
-    from `tasks`.
+    ``forward`` and ``backward`` never make the host wait for the device, and may cache data that
+    they derive from `tasks`.
     """
 
     @property
@@ -240,43 +235,39 @@ class Kernel(Protocol):
         """Compute attention output and log-sum-exp.
 
         Returns:
-            o_THV in q's dtype and lse_TH in float32 (float64 for float64 inputs), natural
-            logarithm. Rows that no task covers are 0 in both. o_THV is contiguous, and lse_TH may
-            lie in any way.
+            o_THV in q's dtype, and lse_TH (natural logarithm) in float32, or float64 for float64
+            inputs. Rows that no task covers are 0 in both. o_THV is contiguous; lse_TH may have any
+            strides.
         """
         ...
 
     def backward(self, pools: BackwardInputs, tasks: TaskBatch, scores: ScoreOptions) -> Grads:
-        """Compute gradients of q, k and v, each the size of its pool, 0 where no task reaches.
+        """Compute gradients of q, k and v.
 
-        dk and dv of keys that several tasks share are summed in float32 (float64 for float64
-        inputs) and returned in that dtype; where ``tasks.shares_keys`` is false they may be in k's
-        dtype.
+        Each gradient has the size of its pool, and is 0 in rows that no task covers. If
+        ``tasks.shares_keys`` is true, dk and dv are summed and returned in float32, or float64 for
+        float64 inputs. Otherwise they may be in k's dtype.
         """
         ...
 
 
 def choose_accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of log-sum-exps and of sums of gradients: float64 for float64, float32 for
-    everything else.
-    """
+    """Return the dtype of log-sum-exps and gradient sums: float64 for float64, else float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def choose_key_gradient_dtype(tasks: TaskBatch, dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of dk and dv: wide where several tasks add to the same key,
-    `dtype` where each key belongs to one task.
-    """
+    """Return the dtype of dk and dv: float32 or float64 if tasks share keys, else `dtype`."""
     return choose_accumulation_dtype(dtype) if tasks.shares_keys else dtype
 
 
 def check_pools(pools: Operands | BackwardInputs, tasks: TaskBatch) -> None:
-    """Raise if pools do not fit together or are shorter than the tasks need.
+    """Raise if shapes of pools do not match, or if pools are shorter than the tasks need.
 
-    Without this check on the host, a kernel that takes raw offsets would read foreign memory where
-    a task ends outside its pool.
+    Without this check, a kernel that takes raw offsets would read other memory if a task ends
+    outside its pool.
     """
-    # Layers of a kind have the same shapes: those that fit were seen to fit.
+    # Most layers have the same shapes, so shapes that passed are not checked again.
     shapes = q, k, v = pools.q_THD.shape, pools.k_TKD.shape, pools.v_TKV.shape
     if tasks.derived.get(check_pools) == shapes:
         return
@@ -296,8 +287,8 @@ def check_pools(pools: Operands | BackwardInputs, tasks: TaskBatch) -> None:
     for query_start, rows, key_start, keys in tasks.runs:
         if not 1 <= rows <= keys:
             raise KernelError(
-                f"A task has {rows} query rows and {keys} keys; it needs at least one row and a key"
-                " for each."
+                f"A task has {rows} query rows and {keys} keys. It needs at least one row, and at"
+                " least as many keys as rows."
             )
         if min(query_start, key_start) < 0 or query_start + rows > q[0] or key_start + keys > k[0]:
             raise KernelError(
@@ -308,11 +299,11 @@ def check_pools(pools: Operands | BackwardInputs, tasks: TaskBatch) -> None:
 
 
 def pad_last(x: torch.Tensor, size: int) -> torch.Tensor:
-    """Pad the last dimension of `x` with zeros to `size`, densely laid out; return `x` itself if it
-    is so already.
+    """Pad the last dimension of `x` with zeros to `size`, with stride 1. Return `x` itself if it
+    needs no change.
 
-    Zeros are exact here: they add nothing to a dot product, and value columns of zeros give output
-    columns of zeros.
+    Padding is exact, because zeros add nothing to a dot product, and value columns of zeros give
+    output columns of zeros.
     """
     if x.shape[-1] < size:
         return pad(x, (0, size - x.shape[-1]))

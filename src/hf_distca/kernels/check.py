@@ -1,27 +1,25 @@
 """Compile each kernel and check it against plain torch on this device, before its first use.
 
-The kernels for GPUs depend on what is installed there, and on the GPU. With a wrong mask, training
-would go on in silence. So `select_kernel` runs each of them once, forward and backward, on a few
-slices of documents, and takes none whose results are off.
+GPU kernels depend on the installed packages and on the GPU. If one computed a wrong mask, training
+would continue without an error. `select_kernel` therefore runs each kernel once, forward and
+backward, on a few slices of documents, and rejects a kernel whose results are wrong.
 
-FlashAttention 4 compiles a variant of its kernels when it first meets it, for 10 seconds and more,
-and a rank that compiles in the middle of training keeps all others waiting. So every rank compiles
-all variants of a kind of layers where it selects the kernel: ranks do so at the same point, and
-therefore at the same time.
+FlashAttention 4 compiles each variant of its kernels at the first call that needs it, which takes
+10 seconds or more. A rank that compiles during training would keep all others waiting. So each rank
+compiles all variants for a kind of layers when it selects the kernel. All ranks select at the same
+point, and therefore compile at the same time.
 
-Variants of a kind of layers are what its calls differ in, by the keys of the package's compile
-caches (4.0.0b36):
+The keys of the package's compile caches (4.0.0b36) define the variants for a kind of layers:
 
-- A window that hides keys, or none. Layers with a window have both, for calls hide nothing whose
-  documents are short.
-- A call of more than 256 sequences, or of fewer: the former look sequences up in a table, which
-  another kernel makes.
+- Whether a window hides keys. Layers with a window need both variants, because in a call with short
+  documents the window hides nothing.
+- Whether a call has more than 256 sequences. Such calls look sequences up in a table, which a
+  separate kernel makes.
 
-One block of rows or of keys would be more of them. The package bounds grids by the longest
-sequences of a call and computes by their true lengths, so `hf_distca.kernels.flash` never says that
-these are as short as a block. All else in the keys is fixed for a kind of layers: device, dtype,
-widths, query heads for each key/value head, softcap, deterministic algorithms. The number of heads
-is in none.
+Calls of a single block of rows or keys would be further variants. `hf_distca.kernels.flash` avoids
+them: it passes longest lengths above a block, and the package computes with the true lengths
+anyway. All else in the keys is fixed for a kind of layers: device, dtype, widths, query heads for
+each key/value head, softcap, deterministic algorithms. The number of heads is not in the keys.
 """
 
 from __future__ import annotations
@@ -49,43 +47,43 @@ from hf_distca.kernels.base import (
 from hf_distca.kernels.flash import FLASH_ATTN_4, INTERFACE_4
 from hf_distca.kernels.plain_torch import ReferenceKernel
 
-# Slices that share keys, a slice with a long context, whole documents, rows that no task covers;
-# longer and shorter than a tile. Tasks of a call lie one after another, which makes it one of
-# views, or do not, which makes it one of gathered copies.
+# Slices that share keys, a slice with a long context, whole documents, and rows that no task
+# covers. Some tasks are longer than a tile, some shorter. In some calls the tasks are contiguous,
+# so the call reads views; other calls read gathered copies.
 _TASKS = TaskBatch(
     (0, 131, 331, 130, 401),
     (130, 200, 60, 1, 150),
     (0, 0, 330, 330, 620),
     (130, 330, 290, 290, 150),
 )
-# Documents in order with rows and keys between them that belong to no task: a call of the whole
-# pools.
+# Documents in order, with rows and keys between them that no task covers. They run as one call of
+# the whole pools.
 _GAPS = TaskBatch((0, 150, 420), (90, 200, 1), (20, 110, 500), (90, 320, 170))
 _ROWS, _KEYS = 560, 770
-_SCALE = 0.7  # times 1 / sqrt(head dim), so that it is no kernel's default
-_WINDOW = 100  # keys: it hides some of those tasks' keys
-_SOFTCAP = 1.0  # below many of the scores
+_SCALE = 0.7  # times 1 / sqrt(head dim), which is the default of kernels
+_WINDOW = 100  # it hides some keys of the tasks above
+_SOFTCAP = 1.0  # many scores are larger
 _KEY_HEADS = 2
-# Bound of the relative error of a result (norms), in units in the last place of its dtype. In half
-# precision an exact kernel is off by one rounding of each result. In float32 its sums are rounded,
-# too: it is off by up to 4 units, and by more where a GPU puts a product together from products of
-# fewer bits. Truth is float64: where TF32 is on, float32 products have 10 bits.
+# Bounds of the relative error of a result (by norms), in units in the last place of its dtype. A
+# correct kernel rounds each result once in half precision. In float32 it also rounds its sums, so
+# it is off by up to 4 units, and by more if a GPU computes a product from products of fewer bits.
+# The expected results are in float64, because float32 products with TF32 have only 10 bits.
 _UNITS, _UNITS_OF_FLOAT32 = 2.0, 16.0
 
 
 def mismatch_reason(kernel: Kernel, case: KernelRequest) -> str | None:
-    """Run a small check of a kernel and describe what it computes wrongly; None if nothing.
+    """Run a small check of a kernel and describe which results are wrong; None if all are right.
 
     The host waits for the device.
 
     Args:
         kernel: a kernel that claims to support the case.
-        case: the case to check; of its scores only the presence of a window and of a softcap
-            counts.
+        case: the case to check. Values of its window and softcap do not matter, only their
+            presence.
 
     Returns:
-        Names of the results that differ from `ReferenceKernel` in float64 by more than the dtype's
-        rounding explains, or the exception that the check raised.
+        Names of the results that differ from `ReferenceKernel` in float64 by more than rounding
+        explains, or the exception that the check raised.
 
     Raises:
         torch.OutOfMemoryError: if there was no memory for the check.
@@ -106,7 +104,7 @@ def mismatch_reason(kernel: Kernel, case: KernelRequest) -> str | None:
             (_KEY_HEADS, _KEYS, value_head_dim),
         )
         random = partial(torch.randn, generator=generator, dtype=torch.float32, device="cpu")
-        # As models lay out q, k and v: heads before rows, of which kernels get views.
+        # In models, heads come before rows in memory, and kernels get transposed views.
         pools = [
             random(size).to(device, dtype).transpose(0, 1)
             for size in (*sizes, (heads, _ROWS, value_head_dim))
@@ -116,14 +114,14 @@ def mismatch_reason(kernel: Kernel, case: KernelRequest) -> str | None:
             expected = _compute_results(ReferenceKernel(), [pool.double() for pool in pools], seen)
         errors = {name: _compute_relative_error(results[name], expected[name]) for name in expected}
     except torch.OutOfMemoryError:
-        raise  # it may fit the next time, and says nothing about the kernel
-    except Exception as error:  # whatever the packages raise where they do not fit
+        raise  # the kernel may be right, and the check may fit the next time
+    except Exception as error:  # packages may raise anything
         return f"its check on {device} raised {type(error).__name__}: {error}"
     bound = (_UNITS_OF_FLOAT32 if dtype == torch.float32 else _UNITS) * torch.finfo(dtype).eps
     off = [f"{name} by {error:.1g}" for name, error in errors.items() if not error <= bound]
     return (
-        f"its results on {device} are wrong: {', '.join(off)} (relative, to plain torch; at most"
-        f" {bound:.1g})"
+        f"its results on {device} are wrong: {', '.join(off)} (relative error to plain torch; at"
+        f" most {bound:.1g} is allowed)"
         if off
         else None
     )
@@ -145,27 +143,25 @@ def _compute_results(
 
 
 def _compute_relative_error(results: torch.Tensor, expected: torch.Tensor) -> float:
-    """Norm of the difference, divided by the norm; NaN if any result is NaN."""
+    """Return the norm of the difference divided by the norm; NaN if any result is NaN."""
     return float((results.double() - expected).norm() / expected.norm())
 
 
 _logger = logging.getLogger("hf_distca")
 _LONG_SECONDS = 5.0
-_COMPILED_ROWS = 600  # several blocks, of whose keys the window hides some
-_ahead = 0  # functions that were compiled before a step asked for them
+_COMPILED_ROWS = 600  # several blocks, so that the window hides keys
+_ahead = 0  # number of functions that were compiled before a step needed them
 
 
 def count_late_compiles() -> int:
-    """Count functions that this process compiled when a step needed them; each kept all ranks
+    """Count functions that this process compiled during a step. Each of them kept all ranks
     waiting.
     """
     return _count_compiled_functions() - _ahead
 
 
 def _count_compiled_functions() -> int:
-    """Count functions that the package has compiled, or loaded from disk, in this process so
-    far.
-    """
+    """Count the functions that the package has compiled or loaded from disk in this process."""
     package = sys.modules.get(INTERFACE_4)
     caches = (
         [getattr(value, "compile_cache", None) for value in vars(package).values()]
@@ -177,7 +173,9 @@ def _count_compiled_functions() -> int:
 
 @contextmanager
 def compile_ahead() -> Iterator[None]:
-    """Count functions compiled inside as foreseen, and silence warnings of compilers."""
+    """Return a context manager that counts functions compiled inside as compiled ahead, and
+    silences warnings of compilers.
+    """
     global _ahead
     before = _count_compiled_functions()
     try:
@@ -189,9 +187,7 @@ def compile_ahead() -> Iterator[None]:
 
 
 def compile_failure_reason(kernel: Kernel, case: KernelRequest) -> str | None:
-    """Compile a kernel's variants for a case and return why it failed; None if it did not, or if
-    the kernel compiles none.
-    """
+    """Compile a kernel's variants for a case. Return why that failed, or None if it worked."""
     if kernel is not FLASH_ATTN_4:
         return None
     scores = replace(case.scores, scale=1.0, window=None if case.scores.window is None else _WINDOW)
@@ -210,13 +206,13 @@ def _compile_once(kernel: Kernel, case: KernelRequest, _deterministic: bool) -> 
     try:
         compile_variants(kernel, case)
     except torch.OutOfMemoryError:
-        raise  # it may fit the next time, and says nothing about the kernel
-    except Exception as error:  # whatever compilers raise
+        raise  # the kernel may be right, and the call may fit the next time
+    except Exception as error:  # compilers may raise anything
         return f"it cannot be compiled on {case.device} ({type(error).__name__}: {error})"
     seconds = time.perf_counter() - started
     first = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
     _logger.log(
-        # Seen without any setting.
+        # A long wait is logged as a warning, which users see with default logging settings.
         logging.WARNING if first and seconds > _LONG_SECONDS else logging.INFO,
         "kernel %r compiled or loaded %d functions for %s before the first step, in %.1f s; steps"
         " compile none",
@@ -229,11 +225,11 @@ def _compile_once(kernel: Kernel, case: KernelRequest, _deterministic: bool) -> 
 
 
 def compile_variants(kernel: Kernel, case: KernelRequest) -> None:
-    """Run a small call of each variant that plans may ask for, forward and backward.
+    """Run a small call of each variant that plans may need, forward and backward.
 
     Args:
         kernel: a kernel that compiles.
-        case: the case; of its window only its presence counts.
+        case: the case. The size of its window does not matter, only its presence.
     """
     device, dtype, head_dim, value_head_dim, scores, ratio = case
     windows = (None,) if scores.window is None else (None, _WINDOW)
@@ -254,14 +250,14 @@ def compile_variants(kernel: Kernel, case: KernelRequest) -> None:
 
 
 def _list_sequence_counts() -> tuple[int, int]:
-    """Return the numbers of sequences of two calls: one without a lookup table of sequences, and
-    one with it.
+    """Return the numbers of sequences of two calls: one without and one with a lookup table of
+    sequences.
     """
     return 2, getattr(sys.modules.get(INTERFACE_4), "BIN_BATCH_SEARCH_THRESH", 256) + 1
 
 
 def _describe(case: KernelRequest) -> str:
-    """Describe the case for a log."""
+    """Return a short description of a case for logs."""
     extras = [name for name in ("window", "softcap") if getattr(case.scores, name) is not None]
     width = f"heads of {case.head_dim}" + (
         f" and {case.value_head_dim}" if case.value_head_dim != case.head_dim else ""

@@ -1,19 +1,19 @@
-"""Attention through torch's fused CPU kernel, the one behind `scaled_dot_product_attention`.
+"""Attention through torch's fused CPU kernel, which also serves `scaled_dot_product_attention`.
 
-The kernel knows two shapes: every row sees every key, and row i sees keys 0..i. A task of n query
-rows and m keys is one of each: a *rectangle* of its n rows and first m - n keys, and a causal
-*square* of its n rows and last n keys. The two outputs are merged by their log-sum-exps. In
-backward each part is called with the merged output and log-sum-exp, which makes the probabilities
-it recomputes those of the whole task; the gradients add.
+The kernel supports two shapes: every row sees every key, or row i sees keys 0..i. A task of n query
+rows and m keys is computed as one of each: a *rectangle* of its n rows and first m - n keys, and a
+causal *square* of its n rows and last n keys. The two outputs are merged by their log-sum-exps. In
+backward each part gets the merged output and log-sum-exp, so it recomputes the probabilities of the
+whole task, and the gradients are added.
 
-Grouped key/value heads go to the kernel as they are: it reads each where it lies and sums the
-gradients of a group. Rows of a task below 768 go through the kernel in smaller blocks, 5 to 10%
-slower at 512 and 20 to 50% at 128 than a whole document; larger slices cost what their share of the
-whole document costs.
+The kernel takes grouped key/value heads without a copy, and sums the gradients of a group. It
+divides tasks of fewer than 768 rows into smaller blocks, and is then slower than for a whole
+document: by 5 to 10% at 512 rows and by 20 to 50% at 128. Larger slices take their share of the
+time of the whole document.
 
-A *window* cuts the rows in blocks, and each block goes through the kernel with the keys its rows
-can see and an additive mask. All blocks of a window have the same mask, seen from its last row and
-last key, so one is built and kept.
+With a *window*, the rows of a task are divided into blocks. Each block is a call with the keys that
+its rows see and an additive mask. Relative to the last row and the last key, all blocks of a window
+have the same mask, so it is built once.
 
 Beyond the suffixes of `base`: B batch, which is 1.
 """
@@ -46,25 +46,23 @@ from hf_distca.kernels.base import (
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
-# Query rows of one masked call. Each of its rows also computes as many scores outside its window.
-# Time per pair of a 16K document, relative to that without a window, forward and backward: 1.2 and
-# 1.1 at a window of 4096, 1.3 and 1.3 at 1024, 1.6 and 1.5 at 512, 3.4 and 2.9 at 128, in float32;
-# in bfloat16 backward is 1.5, 1.8, 2.2 and 4.4. At 512 rows a window of 1024 takes a fifth longer
-# than at 192; below 192 the kernel's own blocks shrink to 32 rows, and backward in bfloat16 takes a
-# quarter longer.
+# Query rows of one masked call. Each row also computes this many scores outside its window. The
+# time for a visible pair of a 16K document, relative to the time without a window, was in float32
+# (forward, backward): 1.2 and 1.1 at a window of 4096, 1.3 and 1.3 at 1024, 1.6 and 1.5 at 512, 3.4
+# and 2.9 at 128. In bfloat16, backward was 1.5, 1.8, 2.2 and 4.4. With 512 rows instead of 192, a
+# window of 1024 takes a fifth longer. With fewer than 192 rows, the kernel uses blocks of 32 rows,
+# and backward in bfloat16 takes a quarter longer.
 _BLOCK_ROWS = 192
 
 
-# A call of the kernel: first key, number of keys, whether it is causal, and its mask.
+# A call of the kernel: first key, number of keys, whether the call is causal, and its mask.
 _Call = tuple[int, int, bool, torch.Tensor | None]
 
 
 class _Task(NamedTuple):
-    """Offsets of one task, or of a block of its rows, in the pools, and its number of query rows
-    and keys.
+    """First row, number of rows, first key and number of keys of a task, or of a block of its rows.
 
-    With a window, a task with more keys than the window is a block whose first row sees its first
-    key.
+    If it has more keys than the window, it is a block, and its first row sees its first key.
     """
 
     row: int
@@ -79,14 +77,14 @@ class _Task(NamedTuple):
 
 
 class _WorkList(NamedTuple):
-    """Work list of a task batch under one window.
+    """Work list of a task batch for one window.
 
     Attributes:
         tasks: the tasks or blocks to compute.
-        calls: calls of the kernel that make up each of them.
-        uncovered: runs of query rows that no task has, up to the end of the pool.
-        lengths: of whole documents, if the batch is such documents one after another from row 0 and
-            key 0 on; else empty.
+        calls: the kernel calls of each task or block.
+        uncovered: runs of query rows that no task covers, up to the end of the pool.
+        lengths: lengths of the documents, if the batch is whole documents one after another, from
+            row 0 and key 0 on; else empty.
     """
 
     tasks: list[_Task]
@@ -96,7 +94,7 @@ class _WorkList(NamedTuple):
 
     @classmethod
     def from_tasks(cls, tasks: TaskBatch, scores: ScoreOptions, dtype: torch.dtype) -> Self:
-        """Build the work list of a task batch on pools of a dtype."""
+        """Build the work list of a task batch for pools of this dtype."""
         end, uncovered = 0, []
         for start, rows, *_ in sorted(tasks.runs):
             uncovered += [slice(end, start)] if start > end else []
@@ -115,36 +113,29 @@ class _WorkList(NamedTuple):
     def allocate(
         self, rows: torch.Tensor, *shape: int, dtype: torch.dtype | None = None
     ) -> torch.Tensor:
-        """Allocate a result of this shape for each row of a query pool; 0 in rows without a
-        task.
-        """
+        """Allocate results of this shape for each row of a query pool, with 0 in uncovered rows."""
         room = rows.new_empty((rows.shape[0], *shape), dtype=dtype)
         for uncovered in self.uncovered:
             room[uncovered].zero_()
         return room
 
     def is_all_of(self, pools: Operands | BackwardInputs) -> bool:
-        """Return whether consecutive whole documents fill the pools.
-
-        The results of a single one need no copies.
-        """
+        """Return whether consecutive whole documents fill the pools."""
         return bool(self.lengths) and pools.q_THD.shape[0] == pools.k_TKD.shape[0] == sum(
             self.lengths
         )
 
 
 class CpuKernel:
-    """Exact attention on the CPU, without copies of keys and values, and without masks where there
-    is no window.
-    """
+    """Exact attention on the CPU, without copies of keys and values. Only windows need masks."""
 
     name: ClassVar[str] = "cpu"
 
     def unsupported_reason(self, case: KernelRequest) -> str | None:
-        """Return why it cannot run a case.
+        """See `Kernel.unsupported_reason`.
 
-        Supports float64, float32, bfloat16 and float16 on CPUs, any
-        head dimensions and windows, no softcap.
+        This kernel supports float64, float32, bfloat16 and float16 on CPUs, with any head
+        dimensions and windows, but no softcap.
         """
         return find_first_reason(
             (
@@ -236,8 +227,7 @@ class CpuKernel:
             return Grads(*[dx[..., : x.shape[2]] for dx, x in zip(totals, operands, strict=True)])
         do_BHTD, o_BHTD, lse_BHT, q_BHTD, k_BKTD, v_BKTD = map(_move_heads_first, (*rows, *padded))
         dtype = choose_key_gradient_dtype(tasks, pools.k_TKD.dtype)
-        # A key is in several blocks of a window, so its gradient is a sum even where no task shares
-        # it.
+        # With a window, several blocks of one task share a key, so its gradient is a sum.
         summed = dtype if scores.window is None else choose_accumulation_dtype(dtype)
         sums = [work.allocate(pools.q_THD, pools.q_THD.shape[1], width)]
         sums += [x.new_zeros((*x.shape[:2], width), dtype=summed) for x in padded[1:]]
@@ -271,7 +261,7 @@ class CpuKernel:
 def _split_by_document(
     lengths: list[int], *of_all_TH: torch.Tensor
 ) -> Iterator[tuple[torch.Tensor, ...]]:
-    """Yield views of each consecutive document in several tensors, heads before tokens."""
+    """Yield, for each document, views of it in all tensors, with heads before tokens."""
     return zip(
         *[x[None].transpose(1, 2).split_with_sizes(lengths, 2) for x in of_all_TH], strict=True
     )
@@ -285,7 +275,7 @@ def _move_heads_first(x_THD: torch.Tensor) -> torch.Tensor:
 def _pad_widths(
     q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKV: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return q, k and v in one width."""
+    """Pad q, k and v to the same width."""
     width = q_THD.shape[2]
     if v_TKV.shape[2] == width and q_THD.stride(2) == k_TKD.stride(2) == v_TKV.stride(2) == 1:
         return q_THD, k_TKD, v_TKV
@@ -294,23 +284,24 @@ def _pad_widths(
 
 
 def _move_tokens_first(x_BHTD: torch.Tensor, width: int | None = None) -> torch.Tensor:
-    """Return a view (B * T, H, ...) with last dimension `width`; torch's kernel lays out its
-    results so that none is copied.
+    """Return a view (B * T, H, ...) with last dimension `width`.
+
+    Results of torch's kernel have strides that need no copy for this.
     """
     x_THD = x_BHTD.transpose(1, 2).flatten(0, 1)
     return x_THD if width in (None, x_THD.shape[-1]) else x_THD[..., :width]
 
 
 def _cut_tasks(tasks: TaskBatch, scores: ScoreOptions) -> Iterator[_Task]:
-    """Yield the tasks, in blocks of rows where a window hides keys from them."""
+    """Yield the tasks. A task of whose keys the window hides some is divided into blocks."""
     for task in starmap(_Task, tasks.runs):
         window = scores.find_hiding_window(task.keys)
         yield from (task,) if window is None else _cut_blocks(task, window)
 
 
 def _cut_blocks(task: _Task, window: int) -> Iterator[_Task]:
-    """Yield first the rows whose window reaches back to the first key or beyond, in
-    one block; then blocks of at most `_BLOCK_ROWS`.
+    """Yield one block of the rows whose windows include the first key, and then blocks of at most
+    `_BLOCK_ROWS` rows.
     """
     whole = min(max(window - task.prefix, 0), task.rows)
     if whole:
@@ -324,8 +315,8 @@ def _cut_blocks(task: _Task, window: int) -> Iterator[_Task]:
 
 @lru_cache(maxsize=16)
 def _make_block_mask(window: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return a mask (rows, rows + window - 1): 0 where a row of a whole block sees a key, else
-    -inf.
+    """Return the mask (rows, rows + window - 1) of a full block: 0 where a row sees a key, -inf
+    elsewhere.
     """
     keys, rows = (
         torch.arange(size, device="cpu") for size in (_BLOCK_ROWS + window - 1, _BLOCK_ROWS)
@@ -336,7 +327,7 @@ def _make_block_mask(window: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _list_calls(task: _Task, scores: ScoreOptions, dtype: torch.dtype) -> list[_Call]:
-    """List the calls that make up a task or block: a causal one of its last keys first."""
+    """List the kernel calls of a task or block. Without a mask, the causal square comes first."""
     if scores.window is not None and task.keys > scores.window:
         mask = _make_block_mask(scores.window, choose_accumulation_dtype(dtype))[
             -task.rows :, -task.keys :
@@ -351,11 +342,11 @@ def _list_calls(task: _Task, scores: ScoreOptions, dtype: torch.dtype) -> list[_
 def _merge(
     square: tuple[torch.Tensor, torch.Tensor], rectangle: tuple[torch.Tensor, torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Merge output and log-sum-exp of the two calls of a task."""
+    """Merge the outputs and log-sum-exps of the two calls of a task."""
     (square_o, square_lse), (rectangle_o, rectangle_lse) = square, rectangle
-    # The rectangle's share is exp(rectangle_lse) / (exp(rectangle_lse) + exp(square_lse)), a
-    # sigmoid of the difference. Multiplied in the log-sum-exp's dtype, so that half precision
-    # rounds once more and not three times.
+    # The rectangle's weight is exp(rectangle_lse) / (exp(rectangle_lse) + exp(square_lse)), a
+    # sigmoid of the difference. The outputs are merged in the log-sum-exp's dtype, so that half
+    # precision adds one rounding instead of three.
     share_BHT1 = torch.sigmoid(rectangle_lse - square_lse).unsqueeze(-1)
     wide = share_BHT1.dtype
     o_BHTD = torch.lerp(square_o.to(wide), rectangle_o.to(wide), share_BHT1).to(square_o.dtype)

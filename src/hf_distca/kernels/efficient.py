@@ -1,19 +1,20 @@
 """Memory-efficient attention (arXiv 2112.05682) of torch's CUDA wheels, for cases that flash
 attention does not support.
 
-It takes head dimensions of any width, float32, and GPUs before Ampere. `hf_distca.kernels.check`
-compares it with plain torch on the device before its first use. On an H100, whole documents and
-slices without a window were right in torch 2.11.
+It supports any head dimension, float32, and GPUs before Ampere. `hf_distca.kernels.check` compares
+it with plain torch on the device before its first use. On an H100 with torch 2.11, whole documents
+and slices without a window were right.
 
-In backward the op masks a window as if the first row of a sequence were at its first key, where it
-is causal from the last one. Both agree where a sequence has as many rows as keys. So a slice gets a
-row in front for each key that it has more. These rows are 0, and so is what they add to the
-gradients. With a window of w keys there are at most w - 1 of them: for a slice of w rows, backward
-computes 1.5 times as many pairs of a row and a key, and for one of w / 4 rows three times as many.
+The op's causal mask is aligned with the last key, but in backward its window is aligned with the
+first key. The two agree only if a sequence has as many rows as keys. A slice that has more keys
+than rows therefore gets that many more rows in front. The added rows are 0, and add 0 to the
+gradients. With a window of w keys there are at most w - 1 added rows. Backward then computes 1.5
+times as many pairs of a row and a key for a slice of w rows, and three times as many for a slice of
+w / 4 rows.
 
-Shape suffixes beyond those of `base`: B sequences of a call, M rows of the longest one, rounded up
-to 32; log-sum-exps come and go as (B, H, M). In backward, infinity in rows behind a sequence's last
-one gives them no weight.
+Shape suffixes beyond those of `base`: B sequences of a call, M rows of the longest sequence,
+rounded up to 32. The op takes and returns log-sum-exps as (B, H, M). In backward, rows after the
+end of a sequence have the log-sum-exp infinity, which gives them no weight.
 """
 
 from __future__ import annotations
@@ -44,17 +45,17 @@ from hf_distca.kernels.varlen import Sequences, VarlenKernel
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _CAUSAL_BOTTOM_RIGHT = 2
-_LSE_ROWS = 32  # log-sum-exps of a sequence are padded to a multiple of so many rows
-_ALIGNMENT = 8  # elements that rows, heads and beginnings of tensors are a multiple of
+_LSE_ROWS = 32  # log-sum-exps of a sequence are padded to a multiple of this number of rows
+_ALIGNMENT = 8  # the op needs offsets and strides that are multiples of this number of elements
 
 
 class AtenEfficient:
     """`VarlenOp` over ``aten::_efficient_attention_forward`` and
     ``aten::_efficient_attention_backward``.
 
-    Both ops need as many key heads as query heads. So one call takes the first query head of each
-    key head, the next call the second query head, and so on. All calls use the same k and v,
-    without copies.
+    Both ops need as many key heads as query heads. Therefore one call takes the first query head of
+    each key head, the next call takes the second query head, and so on. All calls use the same k
+    and v without copies.
     """
 
     takes_gaps = False
@@ -93,7 +94,7 @@ class AtenEfficient:
         longest = _round_up(sequences.max_rows)
         lse_RH = lse_TH.new_full((sequence_count * longest, lse_TH.shape[1]), math.inf)
         lse_RH.index_copy_(0, _find_padded_rows(sequences, len(q_THD)), lse_TH)
-        unused = torch.empty((), dtype=torch.int64, device=q_THD.device)  # where dropout began
+        unused = torch.empty((), dtype=torch.int64, device=q_THD.device)  # for random states
         dq: list[torch.Tensor] = []
         sums = [
             x.new_zeros(x.shape, dtype=choose_accumulation_dtype(x.dtype)) for x in (k_TKD, v_TKD)
@@ -126,8 +127,9 @@ class AtenEfficient:
     def _run_backward_of_slices(
         self, pools: BackwardInputs, sequences: Sequences, scores: ScoreOptions
     ) -> Grads:
-        """Compute gradients with a window where some sequences have more keys than
-        rows: such sequences get rows of 0 in front.
+        """Compute gradients with a window if some sequences have more keys than rows.
+
+        These sequences get rows of 0 in front.
         """
         row, sequence = _number_rows(sequences, len(pools.q_THD))
         places = row + (sequences.cu_keys - sequences.cu_rows)[1:].index_select(0, sequence)
@@ -145,14 +147,14 @@ class AtenEfficient:
 
 
 def _make_options(scores: ScoreOptions) -> dict[str, Any]:
-    """Return the scale, and the number of keys that a row sees, its own included."""
+    """Return the arguments for the scale and the window, which includes the row's own key."""
     return {"scale": scores.scale} | (
         {} if scores.window is None else {"window_size": scores.window}
     )
 
 
 def _split_query_groups(x_THD: torch.Tensor, k_TKD: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield views of the first query head of each key head, then of the second, and so on."""
+    """Yield a view of the first query head of each key head, then of the second, and so on."""
     ratio = x_THD.shape[1] // k_TKD.shape[1]
     return (x_THD[:, number::ratio] for number in range(ratio))
 
@@ -163,8 +165,9 @@ def _merge_query_groups(parts: list[torch.Tensor]) -> torch.Tensor:
 
 
 def _align(x_THD: torch.Tensor) -> torch.Tensor:
-    """Return `x_THD`, copied if the op would refuse its layout: also for the stride of a dimension
-    of size 1.
+    """Return `x_THD`, or a copy if the op does not accept its layout.
+
+    The op checks even the stride of a dimension of size 1.
     """
     if any(n % _ALIGNMENT for n in (x_THD.storage_offset(), *x_THD.stride()[:2])):
         return x_THD.clone(memory_format=torch.contiguous_format)
@@ -176,9 +179,7 @@ def _round_up(rows: int) -> int:
 
 
 def _find_padded_rows(sequences: Sequences, rows: int) -> torch.Tensor:
-    """Return the place of each row of a call among the padded rows of all sequences: (rows,)
-    int64.
-    """
+    """Return the index of each row among the padded rows of all sequences, (rows,) int64."""
     row, sequence = _number_rows(sequences, rows)
     return (
         row + sequence * _round_up(sequences.max_rows) - sequences.cu_rows.index_select(0, sequence)
@@ -186,13 +187,13 @@ def _find_padded_rows(sequences: Sequences, rows: int) -> torch.Tensor:
 
 
 def _number_rows(sequences: Sequences, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the rows of a call, and the sequence of each: (rows,) int64."""
+    """Return the index of each row of a call, and of its sequence, (rows,) int64 each."""
     row = torch.arange(rows, device=sequences.cu_rows.device)
     return row, torch.bucketize(row, sequences.cu_rows[1:], right=True)
 
 
 def _efficient_reason(case: KernelRequest) -> str | None:
-    """Return why this kernel cannot run a case; None if it can."""
+    """Return why this kernel cannot run a case, or None if it can."""
     capability = find_capability(case.device)
     return find_first_reason(
         (
@@ -220,8 +221,9 @@ def _efficient_reason(case: KernelRequest) -> str | None:
 
 class _EfficientKernel(VarlenKernel):
     def split(self, tasks: TaskBatch) -> list[list[int]]:
-        """Split tasks into calls whose tasks differ in rows by less than a factor of two,
-        for log-sum-exps are padded to the longest one.
+        """Split tasks into calls whose tasks differ in rows by less than a factor of two.
+
+        Log-sum-exps of a call are padded to its longest task.
         """
 
         def measure_task(task: int) -> int:
@@ -234,5 +236,5 @@ class _EfficientKernel(VarlenKernel):
         ]
 
 
-# From torch itself; head dimensions of any width, no softcap.
+# Part of torch. It supports any head dimension, but no softcap.
 EFFICIENT = _EfficientKernel(AtenEfficient(), "efficient", _efficient_reason)

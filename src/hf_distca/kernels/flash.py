@@ -1,16 +1,17 @@
 """Flash attention for GPUs: the kernel inside torch's CUDA wheels, three optional packages, and one
 kernel from a hub.
 
-All compute sequences of several lengths in one call, below their autograd layer. They differ in the
-place of the functions, the names of their arguments, and their limits: a row of `_Package` each.
+All of them compute sequences of different lengths in one call. Their functions are called directly,
+without their autograd layer. Packages differ in modules, names of arguments and limits, so each has
+a row of `_Package`.
 
-FlashAttention 3 and 4 are called directly. torch's own way to them,
-`torch.nn.attention.activate_flash_attention_impl`, changes what the whole process runs, `sdpa` of
-other models included, and knows no softcap; for FlashAttention 4 it takes two results from a
-forward that gives five (flash-attn-4 4.0.0b36, torch 2.11 and 2.13). FlashAttention 4 has run on an
-H100; the rows of FlashAttention 3 are written against its sources (commit 01afd16, and commit
-5f632e2 of kernels-community) and have not run yet. `hf_distca.kernels.check` compares each on the
-device before it is taken.
+FlashAttention 3 and 4 are not called through torch's
+`torch.nn.attention.activate_flash_attention_impl`. That function changes the kernel of the whole
+process, including `sdpa` of other models, and does not support softcap. For FlashAttention 4 it
+also expects two results from a forward that returns five (flash-attn-4 4.0.0b36, torch 2.11 and
+2.13). FlashAttention 4 has run on an H100. The rows for FlashAttention 3 follow its sources (commit
+01afd16, and commit 5f632e2 of kernels-community) and have not run yet. `hf_distca.kernels.check`
+checks each kernel on the device before its first use.
 """
 
 from __future__ import annotations
@@ -42,18 +43,18 @@ from hf_distca.kernels.varlen import Sequences, VarlenKernel
 
 _MAX_HEAD_DIM = 256
 _HALF_DTYPES = (torch.float16, torch.bfloat16)
-_MIN_FLASH_ATTN = (2, 7)  # older flash-attn has other names and return values
-# Major compute capabilities whose backward FlashAttention 4 has.
+_MIN_FLASH_ATTN = (2, 7)  # older versions of flash-attn have other names and return values
+# Major compute capabilities for which FlashAttention 4 has a backward.
 _FA4_CAPABILITIES = (9, 10, 11, 12)
-# Rows: more than two blocks of FlashAttention 4, which have up to 192 rows.
+# This is more than two blocks of FlashAttention 4, which have up to 192 rows.
 _MIN_LONGEST = 512
 _INTERFACE_3, INTERFACE_4 = "flash_attn_interface", "flash_attn.cute.interface"
-_INTERFACE_3_IN_PACKAGE = "flash_attn_3.flash_attn_interface"  # where wheels have it
-_HUB_3 = "kernels-community/flash-attn3"  # of the package `kernels`, which downloads it
+_INTERFACE_3_IN_PACKAGE = "flash_attn_3.flash_attn_interface"  # name of the module in wheels
+_HUB_3 = "kernels-community/flash-attn3"  # the package `kernels` downloads it
 
 
 def flash_reason(case: KernelRequest) -> str | None:
-    """Return why flash-attention 2, from wherever it comes, cannot run a case; None if it can."""
+    """Return why flash-attention 2, in torch or a package, cannot run a case; None if it can."""
     device = case.device
     width = max(case.head_dim, case.value_head_dim)
     capability = find_capability(device)
@@ -89,9 +90,9 @@ def flash_reason(case: KernelRequest) -> str | None:
 
 @cache
 def _make_random_state(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Placeholders for the random state on a device.
+    """Make placeholders for the random state on a device.
 
-    They are never read, so no stream waits for them.
+    No kernel reads them, so no stream needs to wait for them.
     """
     return torch.zeros(2, dtype=torch.uint64, device=device), torch.empty(
         0, dtype=torch.uint64, device=device
@@ -101,9 +102,9 @@ def _make_random_state(device: torch.device) -> tuple[torch.Tensor, torch.Tensor
 class AtenFlash:
     """`VarlenOp` over ``aten::_flash_attention_forward`` and ``aten::_flash_attention_backward``.
 
-    The forward returns the output, the log-sum-exp and then, in a number that differs between
-    releases, what backward needs to repeat dropout. Without dropout backward ignores these, so
-    placeholders of the right dtype take their place and nothing needs to be kept from forward.
+    Forward returns the output, the log-sum-exp, and the random state of dropout for backward, whose
+    number of tensors differs between releases. Without dropout, backward ignores the random state,
+    so it gets placeholders of the right dtype, and forward saves nothing more.
     """
 
     takes_gaps = torch.version.hip is None
@@ -143,8 +144,8 @@ class AtenFlash:
         )
 
     def _make_window(self, scores: ScoreOptions) -> dict[str, int]:
-        """Return the window arguments: the op counts keys to the left of a row's own, and without
-        arguments it hides none.
+        """Return the window arguments. The op counts the keys to the left of a row's own key, and
+        hides none without arguments.
         """
         return (
             {}
@@ -158,17 +159,18 @@ class _Package:
     """Calling convention of a package's functions.
 
     Attributes:
-        module: where they are.
-        forward, backward: their names.
-        no_limit: value for an unlimited number of keys to the left and to the right of a row's own.
-        options: arguments that both take, besides lengths, scale, softcap and window.
-        forward_options, backward_options: arguments that one of them takes.
+        module: module of the functions.
+        forward, backward: names of the functions.
+        no_limit: window size that means an unlimited number of keys on a side.
+        options: further arguments of both functions, in addition to lengths, scale, softcap and
+            window.
+        forward_options, backward_options: further arguments of one of the functions.
         lse: name of backward's argument for the log-sum-exp.
-        in_place: whether backward writes the gradients to tensors that it gets; else it returns
-            them.
-        least_longest: lower limit of the longest sequence length passed to a call. It only bounds
-            loops; it keeps a package that compiles from making extra kernels for sequences of one
-            block.
+        in_place: whether backward writes the gradients to tensors that it gets as arguments, rather
+            than return them.
+        least_longest: lower limit of the longest length that is passed to a call. The length only
+            bounds loops. The limit keeps a package from compiling extra kernels for sequences of
+            one block.
         width_multiple: see `VarlenOp`.
     """
 
@@ -223,9 +225,9 @@ class _PackageFlash:
         return grads
 
     def _make_options(self, sequences: Sequences, scores: ScoreOptions) -> dict[str, Any]:
-        """Return the arguments that forward and backward have in common."""
+        """Return the arguments that forward and backward share."""
         package, window = self._package, scores.window
-        # Keys to the left of a row's own; causal attention sees none to the right.
+        # Numbers of keys on each side of a row's own key.
         left, right = (package.no_limit,) * 2 if window is None else (window - 1, 0)
         return {
             **package.options,
@@ -264,8 +266,8 @@ _FLASH_ATTN_4 = _Package(
     lse="lse",
     in_place=False,
     least_longest=_MIN_LONGEST,
-    # On Hopper (4.0.0b36) its backward counts widths in units of 16, and what is around it in units
-    # of 32: gradients of queries were 67 to 85 % off for heads of 16, 40 and 80.
+    # On Hopper (4.0.0b36) its backward kernel counts widths in units of 16, but the code around it
+    # in units of 32. Gradients of queries were 67 to 85 % off for heads of 16, 40 and 80.
     width_multiple=32,
 )
 
@@ -274,14 +276,14 @@ _FLASH_ATTN_4 = _Package(
 def _import_once(name: str) -> Any:
     """Import a package's module, and return it or the exception.
 
-    Called late: this loads CUDA libraries or a compiler.
+    Call this only if the module is needed, because it loads CUDA libraries or a compiler.
     """
-    # What it compiles stays on disk for the next process, unless that was forbidden.
+    # Keep compiled kernels on disk for later processes, unless the user has set this to 0.
     if name == INTERFACE_4:
         os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of compilers: there is nothing to do about them
+            warnings.simplefilter("ignore")  # users can do nothing about warnings of compilers
             if name == _HUB_3:
                 return import_module("kernels").get_kernel(name, version=1).flash_attn_interface
             return import_module(name)
@@ -295,7 +297,7 @@ def _import_once(name: str) -> Any:
 
 @cache
 def _find_version() -> tuple[int, ...] | None:
-    """Return the numbers of the version of flash-attn; None if it is not installed."""
+    """Return the version of flash-attn as numbers; None if it is not installed."""
     try:
         return Version(version("flash-attn")).release
     except PackageNotFoundError:
@@ -303,9 +305,7 @@ def _find_version() -> tuple[int, ...] | None:
 
 
 def import_error(name: str = _INTERFACE_3) -> Exception | None:
-    """Return the exception that importing a package raised, by default FlashAttention 3; None if it
-    can be imported.
-    """
+    """Return the exception that importing a module raised; None if it can be imported."""
     module = _import_once(name)
     return module if isinstance(module, Exception) else None
 
@@ -314,8 +314,8 @@ def _aten_reason(case: KernelRequest) -> str | None:
     reason = flash_reason(case)
     if reason is None and case.scores.softcap is not None:
         return (
-            "torch's flash attention has no softcap: flash-attn-4 has, on Hopper and Blackwell"
-            " GPUs, and flash-attn"
+            "torch's flash attention has no softcap; the packages flash-attn and, on Hopper and"
+            " Blackwell GPUs, flash-attn-4 have it"
         )
     if reason is None and not torch.backends.cuda.is_flash_attention_available():
         return "this build of torch comes without flash attention"
@@ -328,8 +328,8 @@ def _flash_attn_reason(case: KernelRequest) -> str | None:
         return "the package flash-attn is not installed: pip install flash-attn"
     if installed < _MIN_FLASH_ATTN or installed[0] != _MIN_FLASH_ATTN[0]:
         return (
-            f"flash-attn is installed in version {'.'.join(map(str, installed))}, it takes 2.7 or a"
-            " later 2.x"
+            f"flash-attn is installed in version {'.'.join(map(str, installed))}, but this kernel"
+            " needs 2.7 or a later 2.x"
         )
     return flash_reason(case)
 
@@ -337,13 +337,13 @@ def _flash_attn_reason(case: KernelRequest) -> str | None:
 def _generation_reason(
     case: KernelRequest, module: str, package: str, capabilities: Sequence[int], gpus: str
 ) -> str | None:
-    """Return why a package of FlashAttention 3 or 4, for GPUs of these major compute capabilities,
-    cannot run a case.
+    """Return why FlashAttention 3 or 4, for GPUs of these major compute capabilities, cannot run a
+    case; None if it can.
     """
     if (reason := flash_reason(case)) is not None:
         return reason
     if (major := find_capability(case.device)[0]) not in capabilities:
-        return f"{package} is for {gpus} GPUs, {case.device} has compute capability {major}"
+        return f"{package} is for {gpus} GPUs, but {case.device} has compute capability {major}"
     if (error := import_error(module)) is not None:
         return f"{package} cannot be imported ({type(error).__name__}: {error})"
     return None
@@ -357,28 +357,29 @@ def _flash_attn_4_reason(case: KernelRequest) -> str | None:
     width = max(case.head_dim, case.value_head_dim)
     if find_capability(case.device)[0] in _FA4_CAPABILITIES[1:] and 128 < width <= 248:
         return (
-            f"FlashAttention 4 has head dimensions up to 128 and 256 on {case.device}, not {width}"
+            f"on {case.device} FlashAttention 4 supports head dimensions up to 128, and 256, not"
+            f" {width}"
         )
     return _generation_reason(
         case, INTERFACE_4, "flash-attn-4", _FA4_CAPABILITIES, "Hopper and Blackwell"
     )
 
 
-# All kernels run bfloat16 and float16, on Ampere GPUs and later.
+# All kernels below run bfloat16 and float16, on Ampere GPUs and later.
 
-# From torch itself; head dimensions up to 256, no softcap.
+# Part of torch. It supports head dimensions up to 256, but no softcap.
 CUDA = VarlenKernel(AtenFlash(), "cuda", _aten_reason)
-# The package flash-attn; head dimensions up to 256.
+# The package flash-attn. It supports head dimensions up to 256.
 FLASH_ATTN = VarlenKernel(_PackageFlash(_FLASH_ATTN), "flash_attn", _flash_attn_reason)
-# FlashAttention 3, from wheels of the PyTorch index or built from the folder hopper of the sources:
-# Hopper GPUs. Not run yet.
+# FlashAttention 3 for Hopper GPUs, from wheels of the PyTorch index or built from the folder hopper
+# of its sources. It has not run yet.
 FLASH_ATTN_3 = VarlenKernel(_PackageFlash(_FLASH_ATTN_3), "flash_attn_3", _flash_attn_3_reason)
-# The same from a hub, only where it is asked for.
+# FlashAttention 3 from a hub. It runs only if the user names it.
 FLASH_ATTN_3_HUB = VarlenKernel(
     _PackageFlash(replace(_FLASH_ATTN_3, module=_HUB_3)),
     _HUB_3,
     partial(_flash_attn_3_reason, module=_HUB_3),
 )
-# flash-attn-4, which compiles its kernels (`hf_distca.kernels.check`): Hopper, and Blackwell
-# with widths up to 128 and 256.
+# The package flash-attn-4, which compiles its kernels (see `hf_distca.kernels.check`). It supports
+# Hopper GPUs, and Blackwell GPUs with head dimensions up to 128, and of 256.
 FLASH_ATTN_4 = VarlenKernel(_PackageFlash(_FLASH_ATTN_4), "flash_attn_4", _flash_attn_4_reason)

@@ -1,8 +1,8 @@
-"""Attention in plain torch operations: any device, any floating dtype. The oracle of the other
-kernels.
+"""Attention in plain torch operations, for any device and floating dtype. Other kernels are checked
+against it.
 
-Beyond the suffixes of `base`: G rows of one key/value head in a chunk (query heads that share it,
-times query rows).
+Shape suffix beyond those of `base`: G rows of one key/value head in a chunk (the query heads that
+share it, times query rows).
 """
 
 from __future__ import annotations
@@ -26,34 +26,32 @@ from hf_distca.kernels.base import (
     choose_key_gradient_dtype,
 )
 
-# Scores held at a time, over all heads. 2**24 float32 scores are 64 MiB; a 16K document in one
-# piece would be 1 GiB a head.
+# The most scores in memory at a time, over all heads. 2**24 float32 scores take 64 MiB. All scores
+# of a 16K document would take 1 GiB for each head.
 _SCORES_PER_CHUNK = 2**24
 
-# Rows of a chunk. Of the scores of r rows, r * r / 2 are computed and hidden, at each edge of what
-# the rows see.
+# The most rows of a chunk. With r rows, about r * r / 2 scores are computed but hidden at the
+# causal edge, and as many at the edge of a window.
 _ROWS_PER_CHUNK = 256
 
 
 @dataclass(frozen=True, slots=True)
 class _Chunk:
-    """Some query rows of one task with the keys that any of them sees, as offsets in the pools."""
+    """Some query rows of one task and all keys that they see, as offsets in the pools."""
 
     rows: slice
     keys: slice
     scores: ScoreOptions
 
     def compute_scores(self, q_KGD: torch.Tensor, k_KTD: torch.Tensor) -> torch.Tensor:
-        """Compute the scores of all rows with all keys, hidden ones too: (K, G, keys)."""
+        """Compute the scores of all rows with all keys, including hidden keys, (K, G, keys)."""
         scores_KGT = (q_KGD * self.scores.scale) @ k_KTD.mT
         if self.scores.softcap is not None:
             scores_KGT.div_(self.scores.softcap).tanh_().mul_(self.scores.softcap)
         return scores_KGT
 
     def mask_scores(self, scores_KGT: torch.Tensor) -> torch.Tensor:
-        """Write -inf into `scores_KGT` where a row would see a key behind its own position or
-        before its window.
-        """
+        """Write -inf into `scores_KGT` for keys after a row's own position or before its window."""
         rows, keys = self.rows.stop - self.rows.start, self.keys.stop - self.keys.start
         by_row = scores_KGT.view(scores_KGT.shape[0], -1, rows, keys)
         behind = torch.ones(rows, rows, dtype=torch.bool, device=scores_KGT.device).triu_(1)
@@ -67,8 +65,8 @@ class _Chunk:
         return scores_KGT
 
     def multiply_by_slope(self, ds_KGT: torch.Tensor, scores_KGT: torch.Tensor) -> torch.Tensor:
-        """Multiply `ds_KGT`, in place, by the derivative of the cap where it took the values
-        `scores_KGT`: 1 - tanh^2.
+        """Multiply `ds_KGT`, in place, by 1 - tanh^2, the derivative of the cap. `scores_KGT` are
+        the capped scores.
         """
         if self.scores.softcap is None:
             return ds_KGT
@@ -76,8 +74,8 @@ class _Chunk:
 
 
 class ReferenceKernel:
-    """Exact attention that favours clarity: float64 arithmetic for float64 inputs, float32 for all
-    others.
+    """Exact attention that favours clarity. It computes in float64 for float64 inputs, else in
+    float32.
     """
 
     name: ClassVar[str] = "reference"
@@ -99,8 +97,8 @@ class ReferenceKernel:
             q_KGD = _group_heads(q_THD[chunk.rows], key_heads, wide)
             k_KTD, v_KTV = (x[chunk.keys].to(wide).transpose(0, 1) for x in (k_TKD, v_TKV))
             scores_KGT = chunk.mask_scores(chunk.compute_scores(q_KGD, k_KTD))
-            # Every row sees its own key, so the largest score is finite. One exponential, where
-            # logsumexp would take a second.
+            # Every row sees its own key, so the largest score is finite. `logsumexp` would compute
+            # the exponentials a second time.
             largest_KG1 = scores_KGT.amax(-1, keepdim=True)
             weights_KGT = scores_KGT.sub_(largest_KG1).exp_()
             sum_KG1 = weights_KGT.sum(-1, keepdim=True)
@@ -126,7 +124,7 @@ class ReferenceKernel:
             )
             lse_KG1 = _group_heads(lse_TH[chunk.rows].unsqueeze(-1), key_heads, wide)
             k_KTD, v_KTV = (x[chunk.keys].to(wide).transpose(0, 1) for x in (k_TKD, v_TKV))
-            # d score = p (dp - sum_j p_j dp_j), and the sum over keys is the dot product of do and
+            # d score = p (dp - sum_j p_j dp_j). The sum over keys equals the dot product of do and
             # o.
             ds_KGT = (
                 (do_KGV @ v_KTV.mT).sub_((do_KGV * o_KGV).sum(-1, keepdim=True)).mul_(scores.scale)
@@ -161,8 +159,8 @@ def _cut_chunks(tasks: TaskBatch, heads: int, scores: ScoreOptions) -> Iterator[
 
 
 def _group_heads(x_THD: torch.Tensor, key_heads: int, dtype: torch.dtype) -> torch.Tensor:
-    """Gather rows under the key/value head they attend to, so that one product serves a group and
-    K/V stay uncopied.
+    """Gather the rows of all query heads of a key/value head, so that one product computes them
+    without copies of K and V.
     """
     tokens, _, width = x_THD.shape
     return (

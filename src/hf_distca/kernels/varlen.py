@@ -1,19 +1,20 @@
-"""Turn tasks into calls of a varlen flash-attention op: the packing that all kernels of `flash`
-share.
+"""Turn tasks into calls of a varlen flash-attention op, for all kernels of `flash` and `efficient`.
 
-A varlen op takes one run of query rows and one run of keys, cut into sequences by cumulative
-lengths. Its backward writes the gradient of a key once, so a key may be in one sequence of a call
-only. Slices of one document share keys; a batch is therefore split into sets of tasks without a key
-in common, and each set is one call. Where its tasks lie one after the other in the pool, as packed
-documents do, the call gets a view of the pool; else it gets a gathered copy, which lives for the
-call only. Single slices of long documents are views, too. So is a batch of one call whose rows and
-keys come in the same order, with gaps between them: rows and keys of a gap are separate sequences,
-without keys and without rows. Such sequences are cheap. Copies are not: on an H100 with
-FlashAttention 4 they were up to a tenth of what a rank's tasks took.
+A varlen op takes one run of query rows and one run of keys, divided into sequences by cumulative
+lengths. Its backward writes the gradient of a key once, so each key may be in only one sequence of
+a call. Slices of one document share keys. A batch is therefore split into sets of tasks without a
+common key, and each set is one call.
 
-Index tensors are built once for each batch and device, without a host sync: later calls for the
-batch find them on the device. They are made on the stream that is current in the first call; the
-caller orders other streams after it.
+If the tasks of a call are contiguous in the pool, as packed documents or a single slice are, the
+call gets a view of the pool. Otherwise it gets a gathered copy, which is freed after the call.
+Copies are expensive: on an H100 with FlashAttention 4 they took up to a tenth of the time of a
+rank's tasks. So there is a third way, for a batch of one call whose rows and keys are in the same
+order, with gaps between tasks. The call then gets the whole pools. The rows of a gap are a sequence
+without keys, and the keys of a gap are a sequence without rows. Such sequences are cheap.
+
+Index tensors are built once for each batch and device, without making the host wait, and later
+calls reuse them. They are made on the stream of the first call. The caller must order other streams
+after it.
 """
 
 from __future__ import annotations
@@ -44,13 +45,13 @@ from hf_distca.kernels.base import (
 
 
 class Sequences(NamedTuple):
-    """Cuts of the rows and keys of a call: sequence i has rows [cu_rows[i], cu_rows[i + 1]), and
-    its keys likewise.
+    """Sequences of a call. Sequence i has rows [cu_rows[i], cu_rows[i + 1]) and keys [cu_keys[i],
+    cu_keys[i + 1]).
 
     Attributes:
-        cu_rows, cu_keys: (sequences + 1,) int32 on the device of the pools, from 0 to the number of
-            rows and of keys.
-        max_rows, max_keys: longest sequence, on the host.
+        cu_rows, cu_keys: cumulative numbers of rows and of keys from 0 on, (sequences + 1,) int32
+            on the device of the pools.
+        max_rows, max_keys: most rows and most keys of a sequence, on the host.
     """
 
     cu_rows: torch.Tensor
@@ -60,33 +61,38 @@ class Sequences(NamedTuple):
 
 
 class VarlenOp(Protocol):
-    """A varlen flash-attention op: causal, aligned bottom right, H a multiple of K, D equal to V.
+    """A varlen flash-attention op. It is causal, aligned bottom right, with H a multiple of K, and
+    D equal to V.
 
-    ``scores.window`` is None or less than the longest sequence of keys; ``scores.softcap`` is None
+    ``scores.window`` is None or less than the most keys of a sequence. ``scores.softcap`` is None
     unless the kernel supports it.
 
     Attributes:
-        takes_gaps: whether sequences may have no rows, or no keys: their gradients are 0 then, and
-            their outputs mean nothing.
-        width_multiple: D is a multiple of it.
+        takes_gaps: whether a sequence may have no rows or no keys. Its gradients are then 0, and
+            its outputs are undefined.
+        width_multiple: callers must make D a multiple of this.
     """
 
     takes_gaps: bool
     width_multiple: int
 
     def forward(self, pools: Operands, sequences: Sequences, scores: ScoreOptions) -> Outputs:
-        """Return output in q's dtype and log-sum-exp in the accumulation dtype, of any strides."""
+        """Return the output in q's dtype and the log-sum-exp in the accumulation dtype, with any
+        strides.
+        """
         ...
 
     def backward(self, pools: BackwardInputs, sequences: Sequences, scores: ScoreOptions) -> Grads:
-        """Return gradients of q, k and v in their dtypes; do and o are contiguous."""
+        """Return gradients of q, k and v in their dtypes. The pools of do and o are contiguous."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class _PoolRows:
-    """Some rows of a pool in the order of a call: a contiguous range, or a gather by `index`
-    (int64, on the device).
+    """Some rows of a pool in the order of a call.
+
+    They are a contiguous range if `index` is None, else the rows that `index` lists (int64, on the
+    device).
     """
 
     start: int
@@ -94,11 +100,11 @@ class _PoolRows:
     index: torch.Tensor | None
 
     def is_whole(self, pool: torch.Tensor) -> bool:
-        """Return whether the run is the whole pool in its own order."""
+        """Return whether these are all rows of the pool in order."""
         return self.index is None and self.length == pool.shape[0]
 
     def take(self, pool: torch.Tensor) -> torch.Tensor:
-        """Return the rows of the run: a view where they are contiguous."""
+        """Return the rows, as a view if they are contiguous."""
         return (
             pool.narrow(0, self.start, self.length)
             if self.index is None
@@ -106,14 +112,14 @@ class _PoolRows:
         )
 
     def put(self, pool: torch.Tensor, rows: torch.Tensor) -> None:
-        """Write `rows` to their places."""
+        """Write `rows` to their places in the pool."""
         if self.index is None:
             pool.narrow(0, self.start, self.length).copy_(rows)
         else:
             pool.index_copy_(0, self.index, rows.to(pool.dtype))
 
     def add(self, pool: torch.Tensor, rows: torch.Tensor) -> None:
-        """Add `rows` in their places, in the pool's dtype."""
+        """Add `rows` at their places in the pool, in the pool's dtype."""
         if self.index is None:
             pool.narrow(0, self.start, self.length).add_(rows)
         else:
@@ -122,8 +128,8 @@ class _PoolRows:
 
 @dataclass(frozen=True, slots=True)
 class _OpCall:
-    """A call of the op; `gaps` are rows of its run that no task covers (int64, on the device), or
-    None.
+    """A call of the op. `gaps` are the indices of its rows that no task covers (int64, on the
+    device), or None.
     """
 
     rows: _PoolRows
@@ -136,15 +142,16 @@ class _OpCall:
         return outputs if self.gaps is None else outputs.index_fill_(0, self.gaps, 0.0)
 
     def drop_idle_window(self, scores: ScoreOptions) -> ScoreOptions:
-        """Drop a window that hides no key in this call: ops run plain causal attention faster."""
+        """Drop a window that hides no key in this call, because ops are faster without one."""
         if scores.window is None or scores.window < self.sequences.max_keys:
             return scores
         return replace(scores, window=None)
 
 
 class VarlenKernel:
-    """A `Kernel` around a `VarlenOp`, with a function that says why it cannot run a case; without
-    one it runs all.
+    """A `Kernel` that runs a `VarlenOp`.
+
+    `why_not` returns why the op cannot run a case. Without it, the kernel runs all cases.
     """
 
     def __init__(
@@ -160,11 +167,11 @@ class VarlenKernel:
         return None if self._why_not is None else self._why_not(case)
 
     def split(self, tasks: TaskBatch) -> list[list[int]]:
-        """Group task indices by call, each in the order of their keys and without a
-        key in common, in as few calls as possible.
+        """Divide task indices into as few calls as possible. Tasks of a call are in the order of
+        their keys and have no common key.
 
-        Tasks join the first call whose keys end before their own begin. In the order of first keys,
-        this needs no more calls than the most shared key has tasks.
+        In the order of first keys, each task joins the first call whose keys end before its own
+        begin. So there are only as many calls as the most shared key has tasks.
         """
         starts, lengths = tasks.key_start, tasks.key_length
         calls: list[list[int]] = []
@@ -187,7 +194,7 @@ class VarlenKernel:
         padded = Operands(pad_last(q_THD, width), pad_last(k_TKD, width), pad_last(v_TKV, width))
         calls = self._get_calls(tasks, pools)
         if len(calls) == 1 and calls[0].rows.is_whole(q_THD):
-            # Packed documents lie in the order of the call.
+            # The tasks are in the order of the pool, as packed documents are.
             call = calls[0]
             keys = calls[0].keys
             taken = (
@@ -245,21 +252,21 @@ class VarlenKernel:
         return Grads(dq_THD, dk_TKD, dv_TKV)
 
     def _choose_width(self, q_THD: torch.Tensor, v_TKV: torch.Tensor) -> int:
-        """Return the width that q, k and v are padded to for the op: that of the widest, rounded
+        """Return the width to which q, k and v are padded for the op: the largest width, rounded
         up.
         """
         multiple = self._op.width_multiple
         return -(-max(q_THD.shape[2], v_TKV.shape[2]) // multiple) * multiple
 
     def _get_calls(self, tasks: TaskBatch, pools: Operands | BackwardInputs) -> tuple[_OpCall, ...]:
-        """Return the calls of a batch on pools of these lengths, made by the first layer."""
+        """Return the calls of a batch on pools of these lengths. The first layer builds them."""
         device = pools.q_THD.device
         rows = len(pools.q_THD)
         keys = len(pools.k_TKD)
         calls: tuple[_OpCall, ...] | None = tasks.derived.get((self, device, rows, keys))
         if calls is None:
             split = self.split(tasks)
-            # Rows of the tasks come in the order of their keys.
+            # True if the rows of all tasks are in the same order as their keys.
             in_order = len(split) == 1 and all(
                 tasks.query_start[a] < tasks.query_start[b] for a, b in pairwise(split[0])
             )
@@ -279,8 +286,8 @@ def _cut_width(x: torch.Tensor, width: int) -> torch.Tensor:
 def _make_whole_call(
     tasks: TaskBatch, members: list[int], rows: int, keys: int, device: torch.device
 ) -> _OpCall:
-    """Make one call of all rows and keys of the pools, where gaps between tasks are sequences of
-    their own.
+    """Make one call of all rows and keys of the pools, with separate sequences for the gaps between
+    tasks.
     """
     lengths: list[tuple[int, int]] = []
     gaps: list[torch.Tensor] = []
@@ -310,7 +317,7 @@ def _make_sequences(
     row_lengths: Sequence[int], key_lengths: Sequence[int], device: torch.device
 ) -> Sequences:
     cu_rows = _make_bounds(row_lengths, device)
-    # Equal for whole documents, of most layers all tasks.
+    # For whole documents, rows and keys have the same cumulative lengths.
     cu_keys = cu_rows if row_lengths == key_lengths else _make_bounds(key_lengths, device)
     return Sequences(cu_rows, cu_keys, max(row_lengths), max(key_lengths))
 
@@ -335,5 +342,5 @@ def _make_rows(starts: Sequence[int], lengths: Sequence[int], device: torch.devi
 
 
 def to_device(x: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A copy that does not make the host wait; that takes page-locked memory."""
+    """Copy to a device through page-locked memory, so that the host does not wait."""
     return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)

@@ -1,1 +1,1 @@
-"""The room that carries a plan out with torch. It knows nothing of transformers."""
+"""Carries a plan out with torch. Nothing here depends on transformers."""

@@ -1,13 +1,13 @@
 """A layer's call of core attention on one rank: its messages and tasks, forward and backward.
 
-It has three phases, forward and backward: `begin` sends queries and keys, `serve` runs tasks and
-sends results back, and `finish` waits for results. `serve` has three steps: `forward_keys`,
-`run_local` and `run_pooled`. With `Operands` they run forward, and results are `Outputs`; with
-`BackwardInputs` they run backward, and results are `Grads`. Steps that start an exchange return it;
-the step that waits for it takes it as an argument.
+The call has three phases, in forward and in backward. `begin` sends queries and keys, `serve` runs
+tasks and sends results back, and `finish` waits for results. `serve` has three steps:
+`forward_keys`, `run_local` and `run_pooled`. In forward the steps take `Operands` and return
+`Outputs`. In backward they take `BackwardInputs` and return `Grads`. A step that starts an exchange
+returns it, and the step that waits for the exchange takes it as an argument.
 
-`home` holds the tensors of this rank's own tokens. This code runs between the launches of every
-layer: it computes nothing that the route knows, and avoids Python calls.
+`home` holds the tensors of this rank's own tokens. This code runs in every layer, between kernel
+launches. It therefore computes nothing that the route knows, and avoids Python calls.
 """
 
 from __future__ import annotations
@@ -41,8 +41,9 @@ Results = TypeVar("Results", bound=Outputs | Grads)
 
 
 def split_head_groups(tensors: Handed, groups: int) -> Handed:
-    """Split each token's row into one row for each head group: views, if the tensors are
-    contiguous.
+    """Split each token's row into one row for each head group.
+
+    The results are views if the tensors are contiguous.
     """
     if groups == 1:
         return tensors
@@ -64,12 +65,12 @@ class Inputs(NamedTuple):
     """Inputs of a layer's attention.
 
     Attributes:
-        q_THD, k_TKD, v_TKV: this rank's tokens in layout order, T >= 0; k and v un-repeated for
-            GQA.
-        sink_H: logit of the attention sink of each head; it may require a gradient.
-        context_k_TKD, context_v_TKV: keys and values of the route's context, in front of k and v;
-            both or none, with gradient. They are saved without a copy, so that context which
-            something else keeps anyway takes no memory.
+        q_THD, k_TKD, v_TKV: this rank's tokens in layout order, T >= 0. For GQA, k and v are not
+            repeated.
+        sink_H: logit of the attention sink of each head. It may require a gradient.
+        context_k_TKD, context_v_TKV: keys and values of the route's context, which lies in front
+            of k and v. Pass both or neither. They get gradients. They are saved without a copy, so
+            context that other code keeps anyway takes no extra memory.
     """
 
     q_THD: torch.Tensor
@@ -86,7 +87,7 @@ class Inputs(NamedTuple):
 
     @property
     def operands(self) -> Operands:
-        """Queries, and keys and values with their context in front."""
+        """The queries, and the keys and values with the context in front of them."""
         if self.context_k_TKD is None or self.context_v_TKV is None:
             return Operands(self.q_THD, self.k_TKD, self.v_TKV)
         return Operands(
@@ -106,9 +107,9 @@ def make_empty_operands(
 
 
 def make_empty_saved(operands: Operands) -> BackwardInputs:
-    """Make what backward reads of a layer without rows, from its `make_empty_operands`."""
+    """Make the backward inputs of a layer without rows, from its `make_empty_operands`."""
     q_THD, k_TKD, v_TKV = operands
-    # Kernels put log-sum-exps out in float32 at least.
+    # Kernels return log-sum-exps in float32 or wider.
     lse_TH = q_THD.new_empty(q_THD.shape[:2], dtype=torch.promote_types(q_THD.dtype, torch.float32))
     o_THV = q_THD.new_empty((*q_THD.shape[:2], v_TKV.shape[2]))
     return BackwardInputs(o_THV, q_THD, o_THV, lse_TH, k_TKD, v_TKV)
@@ -116,12 +117,12 @@ def make_empty_saved(operands: Operands) -> BackwardInputs:
 
 @dataclass(frozen=True, eq=False)
 class AttentionServer:
-    """A rank in its role of running CA-tasks, with one kernel. Keeps nothing between calls.
+    """A rank in its role of running CA-tasks, with one kernel. It keeps nothing between calls.
 
     Attributes:
         kernel: the attention kernel.
         scores: scale, window and softcap of the layers.
-        meter: where kernel seconds are counted.
+        meter: counts kernel calls and seconds.
     """
 
     kernel: Kernel
@@ -129,11 +130,10 @@ class AttentionServer:
     meter: Meter
 
     def run(self, pools: Operands | BackwardInputs, tasks: TaskBatch) -> Outputs | Grads:
-        """Compute outputs of a batch, or its gradients; zeros in rows that no task covers."""
+        """Compute the outputs or gradients of a batch. Rows that no task covers are zero."""
         device_type = pools.q_THD.device.type
         if is_profiling() or torch.is_autocast_enabled(device_type):
-            # Kernels compute in the dtypes that they are given, and in wider ones: the user's
-            # autocast is not for them.
+            # Kernels choose their dtypes by their inputs. The user's autocast would change them.
             with show("server"), torch.autocast(device_type, enabled=False):
                 return self._compute(pools, tasks)
         return self._compute(pools, tasks)
@@ -158,11 +158,11 @@ class LayerExchange:
         route, group, server: this rank's route, the attention group of the route, and the server
             that runs the tasks.
         stored: where the outputs are kept for a recompute; None to keep nothing.
-        label: name of the call, the same on every rank; None if nobody waits for this rank.
-        recomputed_outputs: stored outputs, in a recompute that finds them: nothing is launched and
-            no kernel runs.
+        label: name of the call, the same on every rank; None if no other rank waits for this one.
+        recomputed_outputs: in a recompute, the stored outputs, if there are any. With them the call
+            launches no exchange and runs no kernel.
         backward: whether backward has begun.
-        exchanges: whether any rank moves anything, forward or backward.
+        exchanges: whether any rank sends rows, in forward or backward.
     """
 
     def __init__(
@@ -179,35 +179,35 @@ class LayerExchange:
         self.recomputed_outputs = None if recorded is None else Outputs(*recorded)
         self.backward = False
         self.exchanges = route.exchanges
-        # Of the tensors that travel to a server, and of results, so many have a row per query, and
-        # the others a row per key.
+        # How many of the sent tensors, and of the result tensors, have a row per query. The
+        # remaining ones have a row per key.
         self._sent_queries, self._returned_queries = 1, 2
         self._stashed: tuple[Tensors, Pending | None] | None = None
-        # Gradients of received queries, and those of the key pool, wide enough for sums.
+        # Gradients of the received queries, and gradients of the key pool in a dtype for sums.
         self._relay_buffers: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
 
     def begin(self, tokens: Operands | BackwardInputs) -> None:
-        """Launch the first dispatch, forward or, once that has begun, backward."""
+        """Launch the first dispatch of forward, or of backward after `begin_backward`."""
         self._enter_phase("begin", tokens.q_THD.dtype)
         dispatch = None
-        # A pipeline may exchange in one direction only: then there is nothing to launch in the
-        # other one, and nothing to wait for.
+        # A pipeline may exchange in forward only, or in backward only.
         if self.route.exchanges:
             home, pooled = split_head_groups(tokens, self.route.groups), self.route.pooled
             rows = [pooled.queries] * self._sent_queries + [pooled.keys] * 2
-            # Log-sum-exps lie as kernels give them.
+            # Some kernels return log-sum-exps that are not contiguous.
             parts = [MessagePart(t.contiguous(), sent) for t, sent in zip(home, rows, strict=True)]
             dispatch = self._launch(parts, "dispatch", dispatches=1)
         self._stashed = tokens, dispatch
 
     def begin_without_rows(self, operands: Operands) -> None:
-        """Begin on a rank that runs tasks of others only, with `make_empty_operands` of the
-        layer.
+        """Begin on a rank that only serves other ranks.
+
+        `operands` are the `make_empty_operands` of the layer.
         """
         self.begin(make_empty_saved(operands) if self.backward else operands)
 
     def serve(self) -> None:
-        """Run the tasks of this rank, and send their results back."""
+        """Run the tasks of this rank and send results to their home ranks."""
         kind: type[Operands] | type[BackwardInputs] = BackwardInputs if self.backward else Operands
         tokens, dispatch = self._pop_stashed(kind)
         self._enter_phase("serve")
@@ -216,8 +216,9 @@ class LayerExchange:
         self._stashed = self.run_pooled(home, self.run_local(tokens), dispatch)
 
     def finish(self, kind: type[Results]) -> Results:
-        """Wait for the results of this rank's own rows, and return them; gradients of keys may be
-        new tensors, wide enough for sums.
+        """Wait for the results of this rank's own rows, and return them.
+
+        Gradients of keys may be new tensors in a wider dtype, float32 or float64.
         """
         self._enter_phase("finish")
         results, returned = self._pop_stashed(kind)
@@ -241,7 +242,7 @@ class LayerExchange:
     def _pop_stashed(self, kind: type[Handed]) -> tuple[Handed, Pending | None]:
         """Return the tensors and the exchange that the previous phase held for this one.
 
-        They are released, so that an exception leaves nothing behind.
+        This call drops its own references to them, so they are freed even after an exception.
         """
         handed, self._stashed = self._stashed, None
         if handed is None or not isinstance(handed[0], kind):
@@ -251,9 +252,7 @@ class LayerExchange:
         return handed[0], handed[1]
 
     def begin_backward(self) -> None:
-        """Count exchanges and spans as backward from now on, and discard outputs that only a
-        recompute needed.
-        """
+        """Switch to backward, and discard the outputs that were stored for a recompute."""
         self.backward = True
         self._sent_queries, self._returned_queries = 4, 1
         if self.stored is not None:
@@ -262,11 +261,11 @@ class LayerExchange:
     def forward_keys(
         self, home: Operands | BackwardInputs, dispatch: Pending | None
     ) -> Pending | None:
-        """Wait for the dispatch, and forward the keys that this rank relays; without relays return
-        the dispatch.
+        """Wait for the dispatch, and forward the keys that this rank relays.
 
-        On CUDA a side stream waits, so that this rank's own tasks, which are launched next, do not.
-        `home` has rows of head groups.
+        Return the exchange with the forwarded keys; without relays, return the dispatch. On CUDA a
+        side stream waits, so this rank's own tasks, which are launched next, need not wait. `home`
+        has rows of head groups.
         """
         relay = self.route.pooled.relay
         if relay is None or dispatch is None:
@@ -285,9 +284,9 @@ class LayerExchange:
         return second
 
     def run_local(self, home: Operands | BackwardInputs) -> Outputs | Grads:
-        """Run this rank's own tasks, which wait for no message.
+        """Run this rank's own tasks, which need no message.
 
-        Return results of all its tokens, in rows of head groups.
+        Return results for all tokens of this rank, in rows of head groups.
         """
         pooled, groups = self.route.local_pooled, self.route.groups
         results = self._run(home, self.route.local_tasks)
@@ -308,15 +307,14 @@ class LayerExchange:
     def run_pooled(
         self, home: Operands | BackwardInputs, results: Results, dispatch: Pending | None
     ) -> tuple[Results, Pending | None]:
-        """Run the tasks that a dispatch brings, write this rank's own rows into `results`, and send
-        the others back.
+        """Run the tasks of a dispatch and send results to other ranks.
 
-        Where keys are relayed, gradients of keys go to the relays first, and `finish` sends all of
-        them home.
+        Results of this rank's own rows are written into `results`. If keys are relayed, their
+        gradients go to the relays first, and `finish` sends them home.
 
         Returns:
-            This rank's own results, where gradients of keys may be new tensors, wide enough for
-            sums; and the return under way.
+            This rank's own results and the return under way. Gradients of keys may be new tensors
+            in a wider dtype, float32 or float64.
         """
         if dispatch is None:
             return results, None
@@ -331,12 +329,12 @@ class LayerExchange:
         for total in results[queries:]:
             pool = pools.pop(0)
             sums.append(pooled.key_pool.add_own(total, pool))
-            # Copies travel in the dtype of k and v; sums of them do not.
+            # Gradients of copies travel in the dtype of k and v, but are added in a wider one.
             copies.append(pool.to(home.v_TKV.dtype))
             if relay is not None:
                 wide.append(pool if relay.forwarded.rows else copies[-1])
             del pool
-        if relay is None or not copies:  # outputs have no rows of keys
+        if relay is None or not copies:  # in forward there are no copies
             returned = self._send_back(received, copies)
         else:
             parts = [MessagePart(t.contiguous(), relay.way_back) for t in copies]
@@ -346,7 +344,7 @@ class LayerExchange:
         return type(results)(*results[:queries], *sums), returned
 
     def _run(self, pools: Operands | BackwardInputs, tasks: TaskBatch) -> Outputs | Grads:
-        """Run tasks. Report an error to the other ranks, which would wait for this one."""
+        """Run tasks. If that fails, report the error to the other ranks, which would wait."""
         try:
             return self.server.run(pools, tasks)
         except Exception:
@@ -354,8 +352,8 @@ class LayerExchange:
                 raise
 
     def _send_home(self, relay: KeyRelay, returned: Pending) -> Pending:
-        """Wait for gradients of the keys that this rank forwarded, add them up, and send all
-        gradients to the homes.
+        """Wait for gradients of the keys that this rank forwarded, add them, and send all gradients
+        to the home ranks.
         """
         queries, pools = self._relay_buffers
         self._relay_buffers = ([], [])
@@ -367,8 +365,9 @@ class LayerExchange:
     def _send_back(
         self, queries: Sequence[torch.Tensor], keys: Sequence[torch.Tensor] = ()
     ) -> Pending:
-        """Send back results for the rows of other ranks: rows of received queries, and of the key
-        pool.
+        """Send results of other ranks' rows to them.
+
+        `queries` have a row per received query, `keys` a row per row of the key pool.
         """
         pooled = self.route.pooled
         parts = [MessagePart(t.contiguous(), pooled.query_pool.way_back) for t in queries]
@@ -382,8 +381,9 @@ class LayerExchange:
         on_side_stream: bool = False,
         **counted: int,
     ) -> Pending:
-        """Launch an exchange of this name, `counted` as a dispatch or a return; on a side stream,
-        packing takes no time of what this rank computes.
+        """Launch an exchange of this name, which is `counted` as a dispatch or a return.
+
+        The packing time is not measured on a side stream, where it delays no computation.
         """
         clock = float if on_side_stream else get_clock(parts[0].tensor.device)
         purpose = name
@@ -415,9 +415,9 @@ class LayerExchange:
     ) -> Operands | BackwardInputs:
         """Build the pools that tasks read.
 
-        Rows go from the message straight to their pools, and the message is freed. The pools are
-        views only where they are the whole message: a single pool as a view would keep all of the
-        message alive.
+        Rows are copied from the message to their pools, and the message is freed. Only if the pools
+        are the whole message are they views of it. A view of a part would keep the whole message
+        alive.
         """
         received = (
             [[] for _ in home] if dispatch is None else self._await_sections(dispatch, "dispatch")

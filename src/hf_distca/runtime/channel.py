@@ -1,14 +1,14 @@
-"""The data communicator of core attention: starts exchanges and waits for them, and matches them by
-their purpose.
+"""The data communicator of core attention. It starts exchanges, waits for them, and matches them by
+purpose.
 
-gloo matches messages by their order alone. If ranks disagree about what comes next, a message that
-is longer than the awaited one ends the receiving process, and a shorter one is taken in silence. So
-over gloo an exchange is a set of tagged messages, where the tag encodes what is exchanged: messages
-that do not belong together never meet, and waiting for one that never comes ends in an error. Other
-backends have no tags; there an exchange is one all-to-all.
+gloo matches messages of equal tags by their order alone. If ranks disagree about the next exchange,
+a message that is longer than expected ends the receiving process, and a shorter one is accepted
+without an error. Over gloo, an exchange is therefore a set of messages with a tag that encodes the
+purpose. Messages of different exchanges never match, and waiting for a message that never comes
+ends in an error. Other backends have no tags; there an exchange is one all-to-all.
 
-gloo sends host memory only. Tensors of another device are copied to the host first, for which the
-host waits, and back afterwards.
+gloo sends host memory only. Tensors of another device are copied to the host before sending, while
+the host waits, and received bytes are copied back.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ class Channel:
     """A communicator of core attention.
 
     Attributes:
-        process_group: where messages travel.
+        process_group: the process group that sends the messages.
         monitor: receives a report if a message does not come.
         timeout_seconds: how long a rank waits for the others.
-        checksum: number below 2**32 that depends on the purposes of all launches so far, not on
-            sizes. Equal on two ranks that launched the same exchanges in the same order. Layers of
-            one micro-batch have messages of equal sizes: where they have no tags, nothing else
-            shows that two ranks exchanged those of different layers.
+        checksum: checksum (below 2**32) of the purposes of all launches so far. It is equal on two
+            ranks that launched the same exchanges in the same order. Layers of one micro-batch have
+            messages of equal sizes. Without tags, only the checksum shows that two ranks exchanged
+            messages of different layers.
     """
 
     process_group: dist.ProcessGroup
@@ -48,12 +48,12 @@ class Channel:
 
     @cached_property
     def is_gloo(self) -> bool:
-        """True if messages are tagged, and waits for them bounded."""
+        """True if messages have tags, and waits have a timeout."""
         return self.process_group.name() == "gloo"
 
     @cached_property
     def wait_seconds(self) -> float:
-        """Seconds of a bounded wait; the rest of the timeout is for the words of other ranks."""
+        """Seconds that a wait may take. The rest of the timeout is for words of other ranks."""
         return self.timeout_seconds - compute_reserved_seconds(self.timeout_seconds)
 
     def start(
@@ -64,13 +64,13 @@ class Channel:
         send_bytes: Mapping[int, int],
         purpose: str = "exchange",
     ) -> Transfer:
-        """Start to send and receive messages, which lie one after another in `sent` and `received`,
-        both uint8.
+        """Start to send and receive messages.
 
         Args:
-            received, sent: the messages of all ranks, in the order of ranks.
-            receive_bytes, send_bytes: size of the message by rank, in the order of ranks; those
-                without one may be left out.
+            received, sent: the messages of all ranks, one after another in the order of ranks, as
+                uint8.
+            receive_bytes, send_bytes: size of the message from or to each rank, in the order of
+                ranks. Ranks without a message may be left out.
             purpose: purpose of the exchange in words that are the same on every rank, such as
                 "dispatch in forward of layer 3 of micro-batch 7".
         """
@@ -113,7 +113,7 @@ class Channel:
         sent = _split_messages(transfer.sent, send_bytes)
         if rank_here in sent:
             received.pop(rank_here).copy_(sent.pop(rank_here))
-        # One message after another: if a rank has left, those already started must be completed.
+        # Append each message at once: if a later call fails, the started ones must be completed.
         for rank, message in received.items():
             if len(message):
                 transfer.works.append(dist.irecv(message, group=group, group_src=rank, tag=tag))
@@ -126,8 +126,8 @@ class Channel:
 class Transfer:
     """An exchange under way.
 
-    `works` are those of its parts that were not waited for yet. `wait` copies the received bytes
-    from their buffer to `landing`, if there is one.
+    `works` are the operations that nobody has waited for yet. `wait` copies the received bytes to
+    `landing`, if there is one.
     """
 
     channel: Channel
@@ -139,13 +139,13 @@ class Transfer:
     landing: torch.Tensor | None
 
     def wait(self) -> None:
-        """Wait until all has arrived and left; on CUDA only the current stream waits.
+        """Wait until all messages are sent and received. On CUDA only the current stream waits.
 
         Raises:
             DistCADesyncError: if other ranks do not take part in time.
         """
         channel = self.channel
-        # The timeout begins now: time that this rank spent since the launch is not the others'.
+        # The timeout begins now, because this rank itself used the time since the launch.
         deadline = time.monotonic() + channel.wait_seconds if channel.is_gloo else None
         try:
             wait_for_works(self.works, deadline)
@@ -155,9 +155,10 @@ class Transfer:
             self.landing.copy_(self.received)
 
     def drain(self, deadline: float) -> None:
-        """Wait until `time.monotonic()` reaches the deadline, even if the exchange cannot succeed:
-        gloo loses messages whose buffers are freed, and other ranks' waits, while they are
-        half-way. Never raises.
+        """Let the messages under way end, until `time.monotonic()` reaches the deadline.
+
+        If a buffer is freed while gloo sends it, the message is lost, and the receiving rank waits
+        until its timeout. Never raises, even if the exchange cannot succeed.
         """
         works, self.works = self.works, []
         for work in works if self.channel.is_gloo else []:
@@ -165,17 +166,17 @@ class Transfer:
                 wait_for_works([work], deadline)
 
     def __del__(self) -> None:
-        if self.works:  # after an exception nobody waits
+        if self.works:  # an exception kept this rank from calling `wait`
             self.drain(self.channel.monitor.compute_deadline())
 
 
 def wait_for_works(works: list[dist.Work | None], deadline: float | None) -> None:
     """Wait for messages until a deadline, if there is one.
 
-    After an exception `works` holds those that were not waited for.
+    After an exception `works` holds the operations that nobody has waited for.
     """
     while works:
-        work = works.pop(0)  # to be waited for once only
+        work = works.pop(0)  # nobody may wait for it twice
         if work is not None and deadline is not None:
             work.wait(datetime.timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
         elif work is not None:
@@ -183,5 +184,5 @@ def wait_for_works(works: list[dist.Work | None], deadline: float | None) -> Non
 
 
 def _split_messages(buffer: torch.Tensor, sizes: Mapping[int, int]) -> dict[int, torch.Tensor]:
-    """Cut a buffer into views: the message of each rank."""
+    """Split a buffer into a view for the message of each rank."""
     return dict(zip(sizes, buffer.split_with_sizes(list(sizes.values())), strict=True))

@@ -9,22 +9,24 @@
                Serve      own, wait, arrived, launch dq, dk, dv
                Dispatch   wait
 
-Each launch and its wait are in different functions, so other work can be recorded, forward and
-backward, while a message travels; the rank's own tasks always are.
+In the table, "own" means to run own tasks, and "arrived" means to run arrived tasks (see `route`).
 
-Where keys are relayed, `_Serve` passes them on before it runs its own tasks, and `_Dispatch` sends
-the gradients of relayed keys home in backward: two more exchanges, each waited for where it is
-launched.
+Each launch and its wait are in different functions, so other work can run between them, in forward
+and in backward. The rank's own tasks always run there.
 
-Only `_Return` saves for backward, and only what plain flash attention saves: the rank's own q, k,
-v, o and lse. Servers keep nothing: what was received never outlives the call. Tensors that one
-function hands to the next are released before they are used, so that an exception leaves none of
-them behind. The functions are chained by an anchor, a scalar without meaning.
+If keys are relayed, there are two more exchanges. `_Serve` forwards the keys before it runs its own
+tasks, and in backward `_Dispatch` sends the gradients of relayed keys home. Each of these exchanges
+is launched and waited for in the same function.
 
-Attention sinks (a learned logit per head that takes weight and gives no value, as in gpt-oss) are
-merged by the home rank, after the outputs came back: lse' = log(exp(lse) + exp(sink)), o' = o
+Only `_Return` saves tensors for backward. It saves what plain flash attention saves: the rank's own
+q, k, v, o and lse. Servers keep no received tensor after the call. Each function drops tensors of
+the previous one before it uses them, so they are freed even after an exception. An anchor, a scalar
+without meaning, links the functions in the autograd graph.
+
+An attention sink is a learned logit per head that takes weight and has no value, as in gpt-oss. The
+home rank merges it after the outputs have returned: lse' = log(exp(lse) + exp(sink)), o' = o
 exp(lse - lse'). Backward with o' and lse' is then exact for q, k and v, and d sink = -sum over rows
-of exp(sink - lse') rowsum(dO o'). So sinks work with every kernel, and servers know nothing of
+of exp(sink - lse') rowsum(dO o'). Sinks therefore work with every kernel, and servers do not handle
 them.
 
 Shape suffixes: T tokens, H query heads, K key/value heads, D head dim, V value head dim.
@@ -49,7 +51,7 @@ _Backward = Callable[..., tuple[_Optional, ...]]
 
 
 def _forbid_second_derivative(backward: _Backward) -> _Backward:
-    """Apply torch's `once_differentiable` only where a graph of backward is recorded."""
+    """Apply torch's `once_differentiable` only if backward itself is recorded for autograd."""
     recorded: _Backward = once_differentiable(backward)
 
     @wraps(backward)
@@ -60,11 +62,11 @@ def _forbid_second_derivative(backward: _Backward) -> _Backward:
 
 
 def compute_core_attention(inputs: Inputs, exchange: LayerExchange) -> torch.Tensor:
-    """Compute causal attention within documents, for the tokens of this rank, on the ranks that the
-    route of the exchange names.
+    """Compute causal attention within documents for the tokens of this rank, on the servers of the
+    route.
 
-    Every rank of its group must call it with routes of the same plan, the same number of times in
-    the same order, forward and backward. A route without exchanges is a plain call of the kernel.
+    Every rank of the group must make the same calls in the same order, with routes of the same
+    plan. If the route exchanges nothing, this is a plain call of the kernel.
 
     Returns:
         o_THV in q's dtype.
@@ -74,26 +76,25 @@ def compute_core_attention(inputs: Inputs, exchange: LayerExchange) -> torch.Ten
     """
     if inputs.q_THD.is_cuda and torch.cuda.is_current_stream_capturing():
         raise UnsupportedError(
-            "core attention runs while a CUDA graph is captured: a replay would repeat the plan of"
-            " this batch for all others. Capture only code between attention layers, or nothing."
+            "core attention cannot run while a CUDA graph is captured, because a replay would use"
+            " the plan of this batch for every batch. Capture only code between attention layers."
         )
     counter = "calls" if exchange.recomputed_outputs is None else "recomputed_calls"
     exchange.server.meter.count(**{counter: 1})
     if not exchange.exchanges:
         o_THV = _apply(_Return, exchange, None, *inputs)
-        # To the other nano-batch, whose messages have had time to travel.
+        # The messages of the other nano-batch have had time to travel.
         yield_to_other_nano_batch()
         return o_THV
-    # Messages are packed as runs of bytes.
+    # Messages are packed as runs of bytes, so the tensors must be contiguous.
     q_THD, k_TKD, v_TKV, sink_H, *context = inputs
     rows = q_THD.contiguous(), k_TKD.contiguous(), v_TKV.contiguous()
-    # In ping-pong, the other nano-batch computes while these messages travel.
+    # In ping-pong, the other nano-batch computes while the messages of this one travel.
     anchor = _apply(_Dispatch, exchange, *rows, None, *context)
     yield_to_other_nano_batch()
     anchor = _apply(_Serve, exchange, anchor)
     yield_to_other_nano_batch()
-    # `_Return` saves these for backward but must not differentiate them: q, k, v get their
-    # gradients from `_Dispatch`.
+    # `_Return` saves q, k and v for backward, but their gradients come from `_Dispatch`.
     saved = [None if t is None else t.detach() for t in (*rows, *context)]
     return _apply(_Return, exchange, anchor, *saved[:3], sink_H, *saved[3:])
 
@@ -131,7 +132,10 @@ class _Serve(torch.autograd.Function):
 
 
 class _Return(torch.autograd.Function):
-    """The outputs. Where nothing is exchanged there is no anchor, and this is the only function."""
+    """The last function, which returns the outputs.
+
+    If the route exchanges nothing, it is the only function, and there is no anchor.
+    """
 
     @staticmethod
     def forward(
@@ -164,14 +168,14 @@ class _Return(torch.autograd.Function):
         exchange, inputs = ctx.exchange, Inputs(*tensors)
         exchange.begin_backward()
         q_THD, k_TKD, v_TKV = inputs.operands
-        # o and lse have the sinks merged in.
+        # The saved o and lse include the sinks.
         saved = BackwardInputs(do_THV.contiguous(), q_THD, o_THV, lse_TH, k_TKD, v_TKV)
         if not exchange.exchanges:
             grads = merge_head_groups(exchange.run_local(saved), exchange.route.groups)
             d_sink_H = _compute_sink_gradient(saved, inputs.sink_H)
             return None, None, *_split_gradients(grads, inputs.context_tokens, d_sink_H)
-        # If only sinks are trained, q, k and v need no gradient: `_Serve.backward` never runs, and
-        # nobody would take a dispatch.
+        # If only sinks are trained, q, k and v need no gradient. Then `_Serve.backward` never runs,
+        # and no code would wait for a dispatch.
         if ctx.needs_input_grad[1]:
             exchange.begin(saved)
         d_sink_H = _compute_sink_gradient(saved, inputs.sink_H)
@@ -181,9 +185,9 @@ class _Return(torch.autograd.Function):
 def _split_gradients(
     grads: Sequence[torch.Tensor], context: int, d_sink_H: _Optional = None
 ) -> tuple[_Optional, ...]:
-    """Split gradients of operands into gradients of `Inputs` with so many tokens of context."""
+    """Split gradients of operands into gradients of `Inputs` with `context` tokens of context."""
     dq_THD, dk_TKD, dv_TKV = grads
-    if dq_THD.dtype != dk_TKD.dtype or dq_THD.dtype != dv_TKV.dtype:  # sums are wide
+    if dq_THD.dtype != dk_TKD.dtype or dq_THD.dtype != dv_TKV.dtype:  # sums are float32
         dk_TKD, dv_TKV = dk_TKD.to(dq_THD.dtype), dv_TKV.to(dq_THD.dtype)
     if not context:
         return dq_THD, dk_TKD, dv_TKV, d_sink_H, None, None
@@ -196,7 +200,7 @@ def _apply(function: type[torch.autograd.Function], *inputs: Any) -> torch.Tenso
 
 
 def _merge_sink(outputs: tuple[torch.Tensor, ...], sink_H: torch.Tensor) -> Outputs:
-    """Take the weight of the sinks out of the outputs."""
+    """Include the sinks in the softmax of the outputs and in their log-sum-exps."""
     o_THV, lse_TH = outputs
     merged_TH = torch.logaddexp(lse_TH, sink_H.to(lse_TH.dtype))
     return Outputs((o_THV * (lse_TH - merged_TH).exp().unsqueeze(-1)).to(o_THV.dtype), merged_TH)

@@ -1,4 +1,4 @@
-"""The ranks that share core attention: one communicator for tensors, one on the CPU for
+"""The ranks that share core attention, with a communicator for tensors and one on the CPU for
 planning.
 """
 
@@ -42,13 +42,13 @@ R = TypeVar("R")
 Phase = Literal["begin", "serve", "finish"]
 
 _UNEQUAL_NODES = (
-    "%d ranks share attention on %d nodes, not equally many on each or not one node after another:"
-    " links inside a node are taken to be as slow as those between nodes."
+    "%d ranks share attention on %d nodes, but nodes differ in size or their ranks do not follow"
+    " each other. Links inside nodes are therefore assumed to be as slow as links between nodes."
 )
 
 
 class GroupObserver(Protocol):
-    """Observer of the steps that this rank takes together with others."""
+    """Observer of the joint steps of all ranks of a group."""
 
     def make_group(
         self,
@@ -56,20 +56,20 @@ class GroupObserver(Protocol):
         size: int | None,
         timeout_seconds: float | None,
     ) -> AttentionGroup:
-        """Make the group of a session; for arguments see `AttentionGroup.find_or_create`."""
+        """Make the group of a session. For arguments see `AttentionGroup.find_or_create`."""
 
     def take_step(self, step: Callable[P, R], *args: P.args, **options: P.kwargs) -> R:
-        """Take a step that is marked by `mark_joint_step`, and return its result."""
+        """Run a step that is marked by `mark_joint_step`, and return its result."""
 
     def enter_phase(self, call: Any, phase: Phase, dtype: torch.dtype | None = None) -> None:
-        """Hear that a `LayerExchange` enters a phase, in which it launches messages or waits for
-        them; with the dtype of q when it begins.
+        """Receive the notice that a `LayerExchange` enters a phase, in which it launches messages
+        or waits for them. In phase "begin", `dtype` is that of q.
         """
 
 
 def mark_joint_step(step: Callable[P, R]) -> Callable[P, R]:
-    """Mark a step that all ranks of a group take at the same point; `AttentionGroup.observer` hears
-    of it.
+    """Mark a step that all ranks of a group take at the same point, so that
+    `AttentionGroup.observer` runs it.
     """
 
     @wraps(step)
@@ -85,7 +85,7 @@ def mark_joint_step(step: Callable[P, R]) -> Callable[P, R]:
 
 
 def get_current_world() -> dist.ProcessGroup | None:
-    """Return the world of torch.distributed; None before it starts and after it has ended."""
+    """Return the default process group of torch.distributed; None if it is not initialized."""
     return dist.GroupMember.WORLD if dist.is_available() and dist.is_initialized() else None
 
 
@@ -93,23 +93,23 @@ def get_current_world() -> dist.ProcessGroup | None:
 class AttentionGroup:
     """The ranks that share core attention, seen from one of them.
 
-    Methods that all ranks call together take a description in `activity`, and raise
-    `DistCADesyncError` if not every rank comes in time.
+    Collective methods take `activity`, a description for errors. They raise `DistCADesyncError` if
+    a rank does not call them in time.
 
     Attributes:
-        observer: observer of all groups of this process; None for none.
-        inline_row_capacity: numbers of a row that travel in the first step of `gather`; a longer
+        observer: observer of all groups of this process, or None.
+        inline_row_capacity: how many numbers of a row the first step of `gather` sends. A longer
             row takes a second step.
-        ranks: their global ranks. Everywhere else in the package, "rank" is an index into this
-            tuple.
+        ranks: global ranks of the group. Everywhere else in the package, "rank" is an index into
+            this tuple.
         rank: this process.
-        data: communicator of dispatch and return, None in a group of one.
-        control: gloo communicator on which layouts travel, None in a group of one.
-        monitor: tells the others when this rank gives up, None in a group of one.
-        has_tokens: for each rank, whether it trains and so holds tokens. None if all do.
-        timeout_seconds: how long a rank waits for the others, where there are any.
-        per_node: n, if ranks [0, n), [n, 2n), ... of the group are nodes; None if they are not, or
-            if nodes are unknown.
+        data: communicator of dispatch and return; None in a group of one.
+        control: gloo communicator for layouts; None in a group of one.
+        monitor: tells the other ranks when this rank gives up; None in a group of one.
+        has_tokens: for each rank, whether it trains and holds tokens. None if all ranks do.
+        timeout_seconds: how long a rank waits for other ranks.
+        per_node: n, if ranks [0, n), [n, 2n), ... of the group are nodes. None if they are not, or
+            if the nodes are unknown.
     """
 
     observer: ClassVar[GroupObserver | None] = None
@@ -130,7 +130,7 @@ class AttentionGroup:
 
     @cached_property
     def node_ranks(self) -> range:
-        """The ranks of this one's node, itself among them; none if nodes are not told apart."""
+        """The ranks on this rank's node, including itself; empty if `per_node` is None."""
         first = self.rank - self.rank % (self.per_node or 1)
         return range(first, first + (self.per_node or 0))
 
@@ -142,21 +142,20 @@ class AttentionGroup:
         timeout_seconds: float | None = None,
         size: int | None = None,
     ) -> AttentionGroup:
-        """Return the group of these ranks: the one made before, if no rank has left it, or else a
-        new one from `create`.
+        """Return the existing group of these ranks, or a new one from `create` if there is none or
+        a rank has left it.
 
-        Every member must call it at the same point, as for `create`, and errors are the same.
-        Communicators cost threads and connections, and torch cannot replace one by another of the
-        same ranks.
+        Every member must call this at the same point, and it raises the same errors as `create`.
+        Groups are reused because communicators cost threads and connections, and torch cannot
+        replace a communicator by another one of the same ranks.
 
         Args:
-            members, timeout_seconds: as for `create`. Groups that wait differently are different
-                groups.
-            size: ranks of a group, where these are cut into several: the first so many, the next,
-                and so on.
+            members, timeout_seconds: as for `create`. A different timeout makes a different group.
+            size: number of ranks of a group, if the members are divided into several groups of
+                neighbours.
         """
         world = get_current_world()
-        # torch.distributed has stopped or started since.
+        # Forget groups of a world of torch.distributed that has ended.
         for key in [key for key in _groups if key[0] is not world]:
             del _groups[key]
         if world is None:
@@ -179,21 +178,20 @@ class AttentionGroup:
         *,
         timeout_seconds: float | None = None,
     ) -> AttentionGroup:
-        """Build the group of these ranks. Every member must call it at the same point; other ranks
-        have no part in it.
+        """Build the group of these ranks. Every member, and no other rank, must call it at the same
+        point.
 
-        The group gets communicators of its own, so its exchanges never mix with those of DDP, FSDP
-        or the user. Without torch.distributed, or in a world of one, the group is this process
-        alone.
+        The group gets separate communicators, so its exchanges never mix with those of DDP, FSDP or
+        the user. Without torch.distributed, or in a world of one, the group is this process alone.
 
         Args:
-            members: the ranks of a process group or those named, by default the world.
-            timeout_seconds: how long a rank waits for the others; None for as long as collectives
-                of the world may take.
+            members: a process group, or `Members` that names ranks; by default the world.
+            timeout_seconds: how long a rank waits for the others; by default the timeout of the
+                world's collectives.
 
         Raises:
-            ConfigError: if this rank is not among them.
-            DistCADesyncError: if not all of them come in time.
+            ConfigError: if this rank is not a member.
+            DistCADesyncError: if a member does not come in time.
         """
         if get_current_world() is None:
             return cls()
@@ -203,8 +201,8 @@ class AttentionGroup:
         rank = dist.get_rank()
         if rank not in ranks:
             raise ConfigError(
-                f"rank {rank} is not in its attention group {ranks}: pass each rank the group it"
-                " belongs to."
+                f"rank {rank} is not in its attention group {ranks}. Pass each rank the group that"
+                " it belongs to."
             )
         if len(ranks) == 1:
             return cls(ranks)
@@ -221,11 +219,11 @@ class AttentionGroup:
         connect: Callable[[datetime.timedelta], tuple[dist.ProcessGroup, dist.ProcessGroup]],
         names: Mapping[int, str] = NO_NAMES,
     ) -> AttentionGroup:
-        """Return the group with communicators. Every rank must call it; for errors see `create`.
+        """Return the group with communicators. Every rank must call it. For errors see `create`.
 
         Args:
-            connect: makes those for tensors and for planning, whose collectives may take so long.
-            names: names in errors of ranks that are of no world of torch.distributed.
+            connect: makes the communicators for tensors and for planning with a given timeout.
+            names: names, for errors, of ranks outside the world of torch.distributed.
         """
         ranks, rank, seconds = self.ranks, self.rank, self.timeout_seconds
         try:
@@ -234,8 +232,8 @@ class AttentionGroup:
             )
             nodes = torch.empty(len(ranks), dtype=torch.int64, device="cpu")
             dist.all_to_all_single(nodes, torch.full_like(nodes, find_node_number()), group=control)
-            # A barrier: a rank that fails right after this must not break connections that others
-            # are still making.
+            # Without this barrier, a rank that fails right after it connected would break
+            # connections that other ranks are still making.
             _wait_for_all(control)
         except RuntimeError as error:
             raise DistCADesyncError(
@@ -256,12 +254,12 @@ class AttentionGroup:
 
     @property
     def has_left(self) -> bool:
-        """True if this rank has left the group: it failed, or heard that another did."""
+        """True if this rank has left the group, because it or another rank failed."""
         return self.monitor is not None and self.monitor.has_left
 
     def report_errors(self, activity: str) -> AbstractContextManager[None]:
-        """Return a context manager that reports an exception inside to the other ranks, so that
-        they do not wait for this one.
+        """Return a context manager that reports exceptions to the other ranks, so that they do not
+        wait for this one.
         """
         return nullcontext() if self.monitor is None else self.monitor.report_errors(activity)
 
@@ -291,29 +289,29 @@ class AttentionGroup:
         ]
 
     def gather_same_length(self, row: IntArray, *, activity: str) -> list[IntArray]:
-        """Gather a row of integers as `gather`, where rows have the same length on all ranks."""
+        """Gather a row of integers that has the same length on all ranks. See `gather`."""
         return self._send_to_all(row, [len(row)] * self.size, activity)
 
     def _send_to_all(self, row: IntArray, receive: Sequence[int], activity: str) -> list[IntArray]:
-        """Send a row to every rank, and return the rows of all, which have these lengths."""
+        """Send a row to every rank, and return all rows, whose lengths are `receive`."""
         if self.control is None or self.monitor is None:
             return [row]
         received = torch.empty(sum(receive), dtype=torch.int64, device="cpu")
         sent = torch.from_numpy(row).repeat(self.size)
         with self.monitor.watch_collective(activity):
-            # Over gloo an all-to-all is one step, an all-gather one a rank.
+            # Over gloo an all-to-all takes one step, but an all-gather takes a step for each rank.
             dist.all_to_all_single(
                 received, sent, list(receive), [len(row)] * self.size, group=self.control
             )
         return np.split(received.numpy(), np.cumsum(receive)[:-1])
 
 
-# The groups that `AttentionGroup.find_or_create` made in the world of now.
+# The groups that `AttentionGroup.find_or_create` made in the current world.
 _groups: dict[tuple[dist.ProcessGroup, Members, float], AttentionGroup] = {}
 
 
 def _wait_for_all(control: dist.ProcessGroup) -> None:
-    """Wait until all ranks have come here."""
+    """Wait until all ranks have called this."""
     dist.all_reduce(torch.zeros(1, device="cpu"), group=control)
 
 

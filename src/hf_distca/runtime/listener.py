@@ -1,5 +1,5 @@
-"""The thread of a process that polls its failure monitors for ranks that have left, and tells the
-others when the process ends.
+"""The thread that polls all failure monitors of a process for ranks that have left, and tells other
+ranks when the process ends.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from hf_distca.runtime.monitor import (
     FailureMonitor,
 )
 
-_LOOK_SECONDS = 0.25  # between two looks at the store; longer where more than `_MANY` ranks look
+_LOOK_SECONDS = 0.25  # between two queries of the store; longer if more than `_MANY` ranks query it
 _MANY = 512
-_FAREWELL_SECONDS = 5.0  # for a store to record that a rank ends
+_FAREWELL_SECONDS = 5.0  # the longest time that a store gets to record that a rank ends
 
 
 class _MonitorPoller:
@@ -29,36 +29,36 @@ class _MonitorPoller:
 
     def __init__(self) -> None:
         self._monitors: WeakSet[FailureMonitor] = WeakSet()
-        self._polled: WeakSet[FailureMonitor] = WeakSet()  # those that may still hear a first word
+        self._polled: WeakSet[FailureMonitor] = WeakSet()  # monitors that have read no word yet
         self._ended = threading.Event()
         self._process = 0
         self._thread: AwaitedThread | None = None
         self._last_pause = LATE_SECONDS
 
     def add(self, monitor: FailureMonitor) -> None:
-        """Poll this monitor, too."""
+        """Add a monitor to the polled ones."""
         self._monitors.add(monitor)
         self._polled.add(monitor)
-        if self._process != os.getpid():  # a fork has no threads
+        if self._process != os.getpid():  # a forked process does not have the thread
             self._process = os.getpid()
             self._thread = AwaitedThread(self._run, "listener")
 
     def end(self) -> None:
-        """Stop at the end of the interpreter, like all threads.
+        """Stop the package's threads when the interpreter ends.
 
-        A rank whose process may hold the store waits until others have stopped.
+        A rank whose process may hold the store waits until other ranks have stopped polling.
 
-        Every rank of a group lets gloo's threads drop the tensors of the last collective, ours or
-        the user's: one that does it later aborts the process, under any attention
-        (https://github.com/pytorch/pytorch/issues/190489), and the Trainer's own last collective
-        comes about a millisecond before a script ends that stops after `train()`.
+        Every rank of a group also gives gloo's threads time to free the tensors of the last
+        collective. A gloo thread that frees them later aborts the process, with any attention
+        (https://github.com/pytorch/pytorch/issues/190489). If a script ends after `train()`, the
+        Trainer's last collective is only about a millisecond old.
         """
         self._ended.set()
         deadline = time.monotonic() + ANSWER_SECONDS
         for thread in (
             thread for thread in threading.enumerate() if isinstance(thread, AwaitedThread)
         ):
-            with suppress(RuntimeError):  # it is about to start
+            with suppress(RuntimeError):  # the thread has not started yet
                 thread.join(max(deadline - time.monotonic(), 0.0))
         if self._thread is not None and self._process == os.getpid():
             self._thread.join(_FAREWELL_SECONDS)
@@ -71,9 +71,10 @@ class _MonitorPoller:
             for monitor in tuple(self._polled):
                 if not self._ended.is_set() and not monitor.poll():
                     self._polled.discard(monitor)
-        # Not in `end`: stores are asked in a thread, and Python 3.12 starts no threads at exit.
+        # This is not done in `end`, because stores are queried in new threads, and Python 3.12
+        # starts no threads at exit.
         error = getattr(sys, "last_value", None)
-        # Where another rank has ended well, the store may be gone.
+        # The store of a monitor that is no longer polled may have ended. Send only errors there.
         monitors = self._monitors if error is not None else self._polled
         pauses = [
             _poll_pause(monitor) for monitor in tuple(monitors) if monitor.announce_exit(error)

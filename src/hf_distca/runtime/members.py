@@ -1,9 +1,9 @@
-"""Members of an attention group, the nodes that they are on, and the process groups that they make.
+"""Members of an attention group, their nodes, and their process groups.
 
-Each rank announces where it runs: its host and, where torchrun or `accelerate launch` started
-several ranks a node, the launcher's number of the node (``GROUP_RANK``). All ranks derive the nodes
-from these announcements. With ``LOCAL_WORLD_SIZE`` 1, each rank has a launcher of its own, and that
-number says nothing of nodes. For ranks started by SLURM, MPI or DeepSpeed, the hosts decide.
+Each rank announces its host. If torchrun or `accelerate launch` started several ranks a node, it
+also announces the launcher's number of the node (``GROUP_RANK``). All ranks derive the nodes from
+these announcements. With ``LOCAL_WORLD_SIZE`` 1, each rank has a separate launcher, so that number
+does not identify nodes. For ranks started by SLURM, MPI or DeepSpeed, only the hosts count.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from hf_distca.borrowed import group_of_members, list_group_names, store_of_worl
 from hf_distca.errors import ConfigError, DistCADesyncError
 
 NOT_ALL_CAME = (
-    "Every rank must come here, by a training forward, hf_distca.prepare or a DistCACallback that"
-    " all of them have: look at the logs of the other ranks. If ranks could not connect, set"
-    " GLOO_SOCKET_IFNAME to the interface over which nodes reach each other: plans travel over gloo"
-    " even on GPUs."
+    "Every rank must reach this point, through a training forward, hf_distca.prepare or a"
+    " DistCACallback that all ranks have. Look at the logs of the other ranks. If ranks could not"
+    " connect, set GLOO_SOCKET_IFNAME to the network interface that connects the nodes. Plans"
+    " travel over gloo even on GPUs."
 )
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
@@ -48,14 +48,14 @@ class Members:
 
     @classmethod
     def from_group(cls, group: dist.ProcessGroup | None) -> Members:
-        """Return the members of a process group, the world if None."""
+        """Return the members of a process group, or of the world if `group` is None."""
         return cls(
             tuple(dist.get_process_group_ranks(group or dist.GroupMember.WORLD)),
             dist.get_backend(group),
         )
 
     def subset(self, size: int | None) -> Members:
-        """Return the part of `size` neighbours that this rank is in; all members if None.
+        """Return the `size` neighbours that include this rank; all members if `size` is None.
 
         Raises:
             ConfigError: if parts would not be equally large.
@@ -67,27 +67,29 @@ class Members:
         if len(ranks) % size:
             raise ConfigError(
                 f"group_size={size} does not divide the {len(ranks)} ranks that could share core"
-                " attention: groups are equally large, best of whole nodes."
+                " attention. Groups must be equally large, and should be whole nodes."
             )
         first = ranks.index(rank) // size * size
         return Members(tuple(ranks[first : first + size]), self.backend)
 
 
-# How often the ranks of these members have compared sizes, in a world.
+# For each world and tuple of ranks, how often these ranks have compared sizes.
 _comparisons: WeakKeyDictionary[dist.ProcessGroup | None, Counter[tuple[int, ...]]] = (
     WeakKeyDictionary()
 )
 
 
 def check_group_size(members: Members, size: int | None, seconds: float) -> None:
-    """Raise on all ranks if they would cut these members into groups of different sizes. All
-    members must call it, and wait so long for each other.
+    """Raise on all ranks if they would divide these members into groups of different sizes.
 
-    A rank with a smaller group would not come where the others make theirs; alone, it would compute
-    without them. So they meet in the store of the world, where the first of them reads all sizes.
+    All members must call it. They wait up to `seconds` for each other.
+
+    A rank with a smaller `size` would not join the group that the other ranks make, and a rank with
+    size 1 would compute alone. Members therefore write their sizes to the store of the world, where
+    the first member compares them.
 
     Raises:
-        DistCADesyncError: if sizes differ, or not all members come in time.
+        DistCADesyncError: if sizes differ, or a member does not come in time.
     """
     ranks, store, this_rank = tuple(sorted(members.ranks)), store_of_world(), dist.get_rank()
     if len(ranks) == 1 or this_rank not in ranks:
@@ -113,7 +115,7 @@ def check_group_size(members: Members, size: int | None, seconds: float) -> None
     counts[ranks] += 1
     if unequal:
         raise DistCADesyncError(
-            f"ranks have different group_size: {unequal}; give every rank the same settings."
+            f"ranks have different group_size: {unequal}. Give every rank the same settings."
         )
 
 
@@ -125,15 +127,15 @@ def hash_ranks(ranks: tuple[int, ...]) -> str:
 def make_communicator(
     ranks: tuple[int, ...], backend: str, timeout: datetime.timedelta, purpose: str
 ) -> dist.ProcessGroup:
-    """Make a process group by its members alone, at any time.
+    """Make a process group at any time. Only its members call this.
 
-    `dist.new_group` has two reasons to wait for ranks that need not come. If the world is bound to
-    a device, it splits the communicator of the world, for which NCCL needs all its ranks: here the
-    world is not bound meanwhile. And it names a group after the number of groups that a rank is in,
-    so members in different numbers of groups wait for each other in vain.
+    `dist.new_group` has two problems here. If the world is bound to a device, it splits the world's
+    communicator, and NCCL then waits for all ranks of the world. This function therefore unbinds
+    the world meanwhile. `dist.new_group` also names a group by the number of groups that a rank is
+    in, so members that are in different numbers of groups do not find each other.
 
-    If that fails on some ranks, all of them take another name the next time: the store of the world
-    tells those of the failure that have made the group, or did not come.
+    If a member fails, it records the failed name in the store of the world, and all members take
+    another name at the next attempt.
     """
     taken, store = list_group_names(), store_of_world()
     stem = f"{purpose} {hash_ranks(ranks)}"
@@ -149,8 +151,8 @@ def make_communicator(
 
 def find_node_number() -> int:
     """Return a number that identifies the node that this process runs on: 56 bits."""
-    # A host's name may be that of several machines, as "localhost" is; their boots differ.
-    # Containers on one have the same boot.
+    # Several machines may have the same host name, such as "localhost", but their boot ids differ.
+    # Containers on one machine have the same boot id.
     boot = _BOOT.read_text(encoding="ascii").strip() if _BOOT.exists() else ""
     several = os.environ.get("LOCAL_WORLD_SIZE", "1") != "1"
     words = [socket.gethostname(), boot, os.environ.get("GROUP_RANK", "") if several else ""]
@@ -158,8 +160,8 @@ def find_node_number() -> int:
 
 
 def find_launched_per_node(ranks: int) -> int | None:
-    """Return the launcher's number of ranks a node among so many neighbours; None if it is unknown
-    or does not divide them.
+    """Return the launcher's number of ranks a node, at most `ranks`; None if it is unknown or does
+    not divide `ranks`.
     """
     launched = os.environ.get("LOCAL_WORLD_SIZE", "")
     ranks_of_node = min(int(launched), ranks) if launched.isdecimal() else 0
@@ -167,10 +169,11 @@ def find_launched_per_node(ranks: int) -> int | None:
 
 
 def find_ranks_per_node(nodes: Sequence[int]) -> int | None:
-    """Return the number of ranks of every node, if ranks [0, n), [n, 2n), ... are the nodes; else
-    None. `nodes` holds the number of each rank's node.
+    """Return n if the nodes are the ranks [0, n), [n, 2n), ...; else None.
+
+    `nodes` holds the number of each rank's node.
     """
     first = [rank for rank, node in enumerate(nodes) if rank == 0 or node != nodes[rank - 1]]
     sizes = {after - rank for rank, after in zip(first, [*first[1:], len(nodes)], strict=True)}
-    # As many runs as nodes: no node has a second run.
+    # If there are as many runs of ranks as nodes, each node has one run.
     return sizes.pop() if len(sizes) == 1 and len(first) == len(set(nodes)) else None

@@ -1,16 +1,16 @@
-"""Rows of several tensors from every rank to every rank, as one asynchronous exchange.
+"""Asynchronous exchange of rows of several tensors between all ranks.
 
-Rows travel in contiguous runs: slices of documents. A step larger than 1 takes the rows of one head
-group. `launch` packs and starts, `Pending.receive_sections` finishes. The message to one rank
-holds the rows of each part one after another, each part padded to 16 bytes so that float32 and
-bfloat16 can share it::
+Rows travel in runs, which are slices of documents. The rows of one head group are a run with a step
+larger than 1. `launch` packs the rows and starts an exchange, and `Pending.receive_sections`
+finishes it. The message to one rank holds the rows of all parts, one part after another. Each part
+is padded to 16 bytes so that float32 and bfloat16 can share a message::
 
     to rank 0: | part 0 rows | part 1 rows | ...   to rank 1: | part 0 rows | part 1 rows | ...
 
-Offsets, shapes and strides are computed once for all layers (`MessageLayout`). All messages are
-packed by one operation whatever the number of ranks and parts, and nothing here takes time for
-ranks that neither send nor receive. What runs in every layer loops instead of calling: a Python
-call takes as long as a view.
+Offsets, shapes and strides are computed once for all layers (`MessageLayout`). One operation packs
+all messages, whatever the number of ranks and parts. Ranks that neither send nor receive cost no
+time. Code that runs in every layer uses loops rather than function calls, because a Python call
+takes as long as a view.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from hf_distca.runtime.channel import Channel, Transfer
 
 _ALIGNMENT = 16
 NOBODY = range(0)
-OWN = -1  # in place of a section
-# What bytes are copied as: a GPU copies eight at a time about as fast as one.
+OWN = -1  # number of the section that stands for this rank's own tensor
+# Bytes are copied in words of these types. A GPU copies eight bytes about as fast as one.
 _WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 
 
@@ -39,9 +39,9 @@ class RowRun(NamedTuple):
     """`rows` rows of a tensor, from `start` on, `step` apart.
 
     Attributes:
-        peer: the rank that they are sent to. In a pool, the section of the message that they are
-            taken from, or `OWN` for this rank's tensor. Sections of the second hop, if there is
-            one, count on after those of the first.
+        peer: the rank that the rows are sent to. In a pool, it is the section of the message that
+            the rows are taken from, or `OWN` for this rank's tensor. If there is a second hop, its
+            sections are numbered after the sections of the first hop.
     """
 
     peer: int
@@ -51,7 +51,7 @@ class RowRun(NamedTuple):
 
 
 class RowCopy(NamedTuple):
-    """Rows [first, first + rows) of a section, and where they go in a tensor: from `start` on,
+    """A copy of rows [first, first + rows) of a section to rows of a tensor, from `start` on,
     `step` apart.
     """
 
@@ -67,9 +67,8 @@ class Rows:
     """Rows of a tensor to send to each rank, and row counts to receive from each.
 
     Attributes:
-        runs: the rows that are sent, in the order in which they arrive; runs for one rank are
-            neighbours, and ranks in order.
-        receive: rows that come from each rank that sends any, in the order of ranks.
+        runs: the rows to send, sorted by destination rank, in the order in which they arrive.
+        receive: number of rows from each rank that sends any, in the order of ranks.
     """
 
     runs: tuple[RowRun, ...]
@@ -82,20 +81,20 @@ class Rows:
 
     @cached_property
     def send(self) -> dict[int, int]:
-        """Number of rows to each rank that gets any, in the order of ranks."""
+        """Number of rows to each rank that receives any, in the order of ranks."""
         return {rank: sum(run.rows for run in runs) for rank, runs in self.runs_by_rank.items()}
 
     @cached_property
     def way_back(self) -> Rows:
-        """The reverse exchange: rows that travel when everything received goes back to its sender,
-        in the order of arrival.
+        """The reverse exchange, which sends all received rows back to their senders, in the order
+        of arrival.
         """
         starts = accumulate(self.receive.values(), initial=0)
         return Rows(tuple(map(RowRun, self.receive, starts, self.receive.values())), self.send)
 
     @cached_property
     def returned(self) -> list[RowCopy]:
-        """Places of the sent rows, for when they come back: a section from each rank."""
+        """Copies of the sent rows to their places when they come back, a section from each rank."""
         return [
             RowCopy(section, first, *run[1:])
             for section, runs in enumerate(self.runs_by_rank.values())
@@ -106,8 +105,8 @@ class Rows:
 
 
 def view_rows(tensor: torch.Tensor, start: int, rows: int, step: int = 1) -> torch.Tensor:
-    """Return `rows` rows from `start` on, `step` apart, as a view; the tensor itself if it has no
-    others.
+    """Return `rows` rows from `start` on, `step` apart, as a view, or the tensor itself if these
+    are all its rows.
     """
     if step > 1:
         return tensor[start : start + step * rows : step]
@@ -115,8 +114,8 @@ def view_rows(tensor: torch.Tensor, start: int, rows: int, step: int = 1) -> tor
 
 
 def concat_rows(pieces: Sequence[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
-    """Concatenate rows of several tensors into a new tensor; without any, return zero rows of the
-    shape of `like`.
+    """Concatenate rows of several tensors into a new tensor. Without tensors, return a tensor like
+    `like` with zero rows.
     """
     return torch.cat(list(pieces)) if pieces else like.new_empty((0, *like.shape[1:]))
 
@@ -126,7 +125,7 @@ def put_rows(
     copies: Sequence[RowCopy],
     sections: Sequence[Sequence[torch.Tensor]],
 ) -> None:
-    """Copy rows of the sections of each tensor to their places, by one operation a tensor."""
+    """Copy rows of the sections of each tensor to their places, with one operation a tensor."""
     if not copies:
         return
     for tensor, received in zip(tensors, sections, strict=True):
@@ -140,8 +139,9 @@ def put_rows(
 def add_rows(
     grad_TKD: torch.Tensor, copies: Sequence[RowCopy], sections: Sequence[torch.Tensor]
 ) -> torch.Tensor:
-    """Add rows of the sections to the gradients of their places, one after another, and return the
-    gradients: sums in float32 or float64, if there are any.
+    """Add rows of the sections, in order, to the gradients at their places, and return the result.
+
+    If there are copies, the result is float32 or float64.
     """
     total = grad_TKD if not copies or grad_TKD.dtype == torch.float64 else grad_TKD.float()
     for section, first, start, rows, step in copies:
@@ -156,19 +156,17 @@ class MessagePart(NamedTuple):
     rows: Rows
 
 
-# Of a part: its rows, and the dtype and the shape of a row.
+# The rows of a part, their dtype, and the shape of a row.
 _PartKind = tuple[Rows, torch.dtype, torch.Size]
-# Bytes of a part to copy: the part's index, first byte, `times` times so many bytes, `stride`
-# apart.
+# Bytes of a part to copy: the part's index, the first byte, the size in bytes of a block, and the
+# number of blocks, which start `stride` bytes apart.
 _CopySpan = tuple[int, int, int, int, int]
 
 
 def _copy_strided(
     flat: torch.Tensor, start: int, size: int, times: int, stride: int
 ) -> torch.Tensor:
-    """Copy `times` times `size` bytes of a part that are `stride` apart, in the widest words that
-    fit.
-    """
+    """Copy `times` blocks of `size` bytes, `stride` bytes apart, in the widest words that fit."""
     rows = flat.narrow(0, start, (times - 1) * stride + size)
     divisor = math.gcd(rows.storage_offset(), stride, size)
     word = next(dtype for dtype in _WORDS if divisor % dtype.itemsize == 0)
@@ -181,16 +179,16 @@ def _copy_strided(
 
 @dataclass(frozen=True, eq=False)
 class MessageLayout:
-    """Layout of the messages of an exchange; in bytes unless said otherwise.
+    """Layout of the messages of an exchange. Sizes are in bytes unless stated otherwise.
 
     Attributes:
-        pieces: spans that are sent, in order; the part after the last one is padding.
-        sections: for each part, its dtype, and size, strides and offset, in elements, of the
-            received rows of each rank that sends any.
-        send, receive: size of the message to and from each rank that has one, in the order of
+        pieces: spans to send, in order. A span whose part index is the number of parts is padding.
+        sections: for each part, its dtype, and the size, strides and offset (in elements) of the
+            rows from each rank that sends any.
+        send, receive: size of the message to, and from, each rank that has one, in the order of
             ranks.
-        payload: size of everything sent, without padding.
-        between: size of the part of it that goes to ranks of other nodes.
+        payload: size of all sent rows, without padding.
+        between: size of the sent rows that go to other nodes.
     """
 
     pieces: list[_CopySpan]
@@ -202,7 +200,7 @@ class MessageLayout:
 
     @classmethod
     def from_parts(cls, parts: Sequence[_PartKind], near: range = NOBODY) -> MessageLayout:
-        """Compute the layout of parts. The ranks `near` are on this node."""
+        """Compute the layout of parts. The ranks in `near` are on this node."""
         row_bytes = [math.prod(shape) * dtype.itemsize for _, dtype, shape in parts]
         pieces: list[_CopySpan] = []
         send: dict[int, int] = {}
@@ -240,16 +238,16 @@ MessageLayouts = dict[tuple[_PartKind, ...], MessageLayout]
 class Pending:
     """An exchange under way.
 
-    It holds its messages until it is waited for, and nothing afterwards.
+    It holds its messages until `receive_sections` is called.
 
     Attributes:
-        layout: layout of its messages.
-        device: device of its messages.
+        layout: layout of the messages.
+        device: device of the messages.
         transfer: the transfer to wait for; None if there is none, or if it is over.
-        earlier_sections: sections of an earlier exchange. Its last parts are those of this one;
-            their sections go in front of its own.
-        earlier_transfer: the transfer of that exchange, if another stream has waited for it; held
-            so that memory it sends is not reused earlier.
+        earlier_sections: sections of an earlier exchange, whose last parts are the parts of this
+            one. For these parts, the earlier sections come first.
+        earlier_transfer: the transfer of that exchange, if another stream has waited for it. It is
+            held so that the memory it sends is not reused too early.
     """
 
     def __init__(
@@ -261,8 +259,8 @@ class Pending:
         self._received = received
 
     def receive_sections(self) -> list[list[torch.Tensor]]:
-        """Wait, and return the received rows of each part as views of one message, rank
-        after rank, senders only. May be called once.
+        """Wait, and return for each part a view of the received rows of each sender, in the order
+        of ranks. May be called once.
 
         On CUDA only the current stream waits, not the host.
         """
@@ -284,13 +282,13 @@ class Pending:
 
 @contextmanager
 def enter_side_stream(channel: Channel | None, device: torch.device) -> Iterator[bool]:
-    """Run work on a side stream on CUDA, which starts after the current stream's work.
+    """On CUDA, run work on a side stream, after the work of the current stream.
 
-    Yields whether there is such a stream.
+    Yields whether there is a side stream. Over gloo there is none, because the host waits.
 
-    An exchange must be launched inside: waiting for the exchange also waits for this stream. Memory
-    allocated inside is reused only by later work of this stream, which waits for the current one
-    again. Over gloo the host waits: there is no such stream.
+    The caller must launch an exchange inside, so that waiting for the exchange also waits for the
+    side stream. Memory allocated inside is reused only by later work of the side stream, which
+    first waits for the current stream again.
     """
     if device.type != "cuda" or channel is None or channel.is_gloo:
         yield False
@@ -303,7 +301,7 @@ def enter_side_stream(channel: Channel | None, device: torch.device) -> Iterator
 
 @cache
 def _make_stream(device: torch.device) -> torch.cuda.Stream:
-    """Make a stream of high priority: packing there is short, and other ranks wait for it."""
+    """Make a stream of high priority, because packing is short and other ranks wait for it."""
     return torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
 
 
@@ -316,11 +314,11 @@ def launch(
 ) -> Pending:
     """Start an exchange.
 
-    Every rank of the channel must launch the same exchanges in the
-    same order; None is a group of one.
+    Every rank of the channel must launch the same exchanges in the same order. `channel` is None in
+    a group of one.
 
-    The parts must have the same dtypes and row shapes on every rank. Ranks may send and receive
-    nothing. `layouts` caches layouts by the parts; `purpose` is that of `Channel.start`. The ranks
+    The parts must have the same dtypes and row shapes on every rank. A rank may send or receive
+    nothing. `layouts` caches layouts by the parts. For `purpose` see `Channel.start`. The ranks in
     `near` are on this node.
     """
     layouts = {} if layouts is None else layouts
@@ -345,7 +343,7 @@ def pack(tensors: Sequence[torch.Tensor], pieces: Sequence[_CopySpan]) -> torch.
     for tensor in tensors:
         flat.append(tensor.view(-1).view(torch.uint8))
     for part, start, size, times, stride in pieces:
-        if part == len(flat):  # padding is needed
+        if part == len(flat):  # this piece is padding
             flat.append(flat[0].new_zeros(_ALIGNMENT))
         copied.append(
             flat[part].narrow(0, start, size)

@@ -1,6 +1,6 @@
-"""Counters and timers of core attention: kernels, exchanges, bytes.
+"""Counters and timers of the kernels and exchanges of core attention.
 
-Reading never stops the device.
+Reading them never makes the device wait.
 """
 
 from __future__ import annotations
@@ -17,37 +17,36 @@ from torch.profiler import record_function
 
 from hf_distca.borrowed import is_profiling
 
-# A moment: of the host's clock, or on a CUDA stream.
+# A time: seconds of the host's clock, or an event on a CUDA stream.
 Mark = float | torch.Event
 
-# Spans that count, and as which seconds: tasks that run; rows that are packed, waited for, put in
-# their places.
+# The counter of seconds for each kind of span. "server" runs tasks. "pack", "wait" and "unpack" are
+# the parts of an exchange.
 _COUNTED = {"server": "_seconds", **dict.fromkeys(("pack", "wait", "unpack"), "_exchange_seconds")}
 
-# Spans on CUDA whose times are not known yet, at most. A stream takes about a thousand launches
-# before it makes the host wait, and each of these is several of them: a host is hardly ever this
-# far ahead.
+# The most CUDA spans whose times are not known yet. A host is rarely this far ahead, because it
+# must wait after about a thousand queued launches, and a span has several launches.
 _MOST_RUNNING = 1024
 
 
 @cache
 def get_clock(device: torch.device) -> Callable[[], Mark]:
-    """Return a function that returns the current time: of the host for the CPU; for CUDA an event
-    recorded on the current stream.
+    """Return a function that returns the current time: the host's time for the CPU, or an event
+    recorded on the current stream for CUDA.
     """
     return time.perf_counter if device.type != "cuda" else partial(_record_event, device)
 
 
 def _record_event(device: torch.device) -> torch.Event:
-    # `torch.cuda.Event` does the same, and takes several times as long to find the current stream.
+    # `torch.cuda.Event` takes several times as long to find the current stream.
     event = torch.Event(device, enable_timing=True)
     event.record()
     return event
 
 
 def show(name: str) -> AbstractContextManager[Any]:
-    """Return a context manager that shows what is done inside under this name in the timeline of
-    torch's profiler, if one runs.
+    """Return a context manager that names its block in the timeline of torch's profiler, if the
+    profiler runs.
     """
     return record_function(f"hf_distca: {name}") if is_profiling() else _NOT_SHOWN
 
@@ -65,22 +64,21 @@ class _Running(NamedTuple):
 
 
 class Meter:
-    """Counters of one rank that only grow. Its parent counts the same and more.
+    """Counters of one rank that only grow.
 
     Attributes:
-        parent: another meter that counts what this one counts.
-        timed: whether kernels are timed; check it before taking a time for a span.
-        kernel_calls: batches of tasks handed to a kernel, empty ones included.
-        backward_calls: those of them in backward.
-        dispatches, returns: exchanges launched, forward and backward.
-        sent_bytes, between_bytes: bytes sent to other ranks, and those of them that go to other
-            nodes.
+        parent: another meter, to which all counts are added too.
+        timed: whether kernels are timed. Check it before taking a time for a span.
+        kernel_calls: batches of tasks that ran in a kernel, including empty batches.
+        backward_calls: batches of tasks that ran in backward.
+        dispatches, returns: exchanges launched in forward and backward.
+        sent_bytes, between_bytes: bytes sent to other ranks, and bytes sent to other nodes.
         calls: calls that computed core attention: layers times forward passes.
         recomputed_calls: calls in a recompute that found the outputs of the first forward.
-        state_exchanges, state_bytes: exchanges of recurrent layers launched, forward and backward;
-            bytes sent in them.
-        running: spans of this meter, and of all with the same parent, whose times are not known
-            yet, oldest first: each is held once.
+        state_exchanges, state_bytes: exchanges launched for recurrent layers in forward and
+            backward, and the bytes sent in them.
+        running: spans whose times are not known yet, oldest first. A meter shares this queue with
+            its parent.
     """
 
     def __init__(self, parent: Meter | None = None, *, timed: bool = True) -> None:
@@ -94,7 +92,7 @@ class Meter:
         self._unfinished = 0
 
     def count(self, **counts: float) -> None:
-        """Add to counters, by their names, of this meter and its parents."""
+        """Add to the named counters of this meter and its parents."""
         meter: Meter | None = self
         while meter is not None:
             counters = meter.__dict__
@@ -103,11 +101,11 @@ class Meter:
             meter = meter.parent
 
     def span(self, name: str, begin: Mark, end: Mark, **counts: float) -> None:
-        """Count a span between two times, "server", or "pack", "wait" and "unpack" of an exchange,
-        and add to other counters.
+        """Count the seconds between two times, and add to other counters.
 
-        On CUDA the host waits here only where it is more than a thousand spans ahead of the device,
-        for the oldest of them.
+        `name` is "server", or "pack", "wait" or "unpack" for a part of an exchange. On CUDA the
+        host waits only if it is more than a thousand spans ahead of the device. It then waits for
+        the oldest span.
         """
         counter = _COUNTED[name]
         if isinstance(begin, float) and isinstance(end, float):
@@ -116,26 +114,26 @@ class Meter:
             self.count(_unfinished=1, **counts)
             self.running.append(_Running(self, counter, begin, end))
             self._read()
-            if len(self.running) > _MOST_RUNNING:  # the device has the others to go on with
+            if len(self.running) > _MOST_RUNNING:  # the device is still busy with the newer spans
                 self.running[0].end.synchronize()
                 self._read()
 
     def _read(self) -> None:
-        """Count spans that have finished in their meters."""
+        """Add the seconds of finished spans to their meters."""
         while self.running and self.running[0].end.query():
             meter, counter, begin, end = self.running.popleft()
             meter.count(_unfinished=-1, **{counter: begin.elapsed_time(end) / 1e3})
 
     @property
     def seconds(self) -> float:
-        """Seconds in attention kernels; on CUDA, in calls that have finished by now."""
+        """Seconds in attention kernels. On CUDA, only finished calls count."""
         self._read()
         return self._seconds
 
     @property
     def exchange_seconds(self) -> float:
-        """Seconds in packing for exchanges, waiting for them and unpacking; on CUDA, of those that
-        have finished by now.
+        """Seconds of packing, waiting and unpacking in exchanges. On CUDA, only finished spans
+        count.
         """
         self._read()
         return self._exchange_seconds

@@ -1,23 +1,23 @@
-"""Failure propagation between ranks: a rank that gives up tells the others, and wakes those that
-wait for it.
+"""Failure propagation between ranks. A rank that gives up tells the other ranks, and wakes those
+that wait for it.
 
-Messages of failure, here called words, travel through the key-value store of a process group, where
-no other rank needs to take part. A rank that gives up writes its word and breaks its connections,
-so that ranks which wait for it wake up, read the word and write theirs. A process that ends writes
-one as well, with the error that it ends with, wherever that was raised. A rank that is silent was
-killed, hangs or runs something else. Words are text and are only shown.
+Messages about failures are called words here. They travel through the key-value store of a process
+group, which a rank can use without other ranks. A rank that gives up writes its word and breaks its
+connections. Ranks that wait for it then wake up, read the word and write their own words. A process
+that ends also writes a word, with the error that ended it, if any. A rank without a word was
+killed, hangs or runs other code. Words are text that is only shown to users.
 
-A rank that meanwhile waits in a foreign collective, such as DDP's reduction of gradients, would
-only hear later that a connection was closed, or nothing until a timeout. So a thread polls for the
-first word and prints it on this rank's stderr.
+Meanwhile a rank may wait in a collective of other code, such as DDP's reduction of gradients. That
+collective would report a closed connection late, or end only at its timeout. A thread therefore
+polls for the first word and prints it on this rank's stderr.
 
-gloo does not wake a wait for a message that is half-way when the connection breaks: it lasts until
-its timeout. So a rank that gives up first completes the messages under way; a rank that dies
-cannot.
+If a connection breaks while a message is partly received, gloo does not wake the waiting rank,
+which then waits until its timeout. A rank that gives up therefore completes its messages under way
+first. A rank that is killed cannot do so.
 
-If the store was on a node that is lost, or whose link is, calls of it last until TCP gives up, a
-quarter of an hour. So calls that must not take that long run in a thread that nobody needs to wait
-for.
+If the node of the store, or the link to it, is lost, a call of the store ends only when TCP gives
+up, after a quarter of an hour. Calls that must not take that long therefore run in a separate
+thread, which the caller can abandon.
 """
 
 from __future__ import annotations
@@ -43,23 +43,23 @@ if TYPE_CHECKING:
 
 NO_NAMES: Mapping[int, str] = MappingProxyType({})
 
-# Seconds that a thread of gloo may need when the interpreter ends. Its work takes microseconds, but
-# it may have to wait for a processor.
+# Seconds that a gloo thread may need when the interpreter ends. Its work takes microseconds, but it
+# may have to wait for a processor.
 LATE_SECONDS = 0.1
-_COUNT = "distca words"  # the key that counts them; the only one that ranks look at while they wait
+_COUNT = "distca words"  # key of the number of words
 _LONGEST_WORD = 400  # characters
-# Seconds that a store always has to answer, even after the deadline, and that threads have to end.
+# Seconds that a store gets to answer, even after the deadline, and that threads get to end.
 ANSWER_SECONDS = 0.5
-BREAK_TAG = 2**31 - 1  # tags of messages are below
-_PROBE_TAG = BREAK_TAG - 1  # nobody receives it
-# Texts in gloo's errors that mean that all connections are closed, now or before. Other errors
-# concern one connection.
+BREAK_TAG = 2**31 - 1  # tags of exchanges are smaller
+_PROBE_TAG = BREAK_TAG - 1  # no rank receives messages with this tag
+# Texts in gloo's errors that mean that all connections are closed. Other errors concern one
+# connection.
 _ALL_CLOSED = ("Timed out", "Application timeout")
 _SILENT = "is silent (dead, stuck, or running something else): look at its log"
-_START_AGAIN = ", and start it again before training goes on"  # of a server
+_START_AGAIN = ", and start it again before training goes on"  # for ranks in `names`
 _ENDED = "has ended: its script was over, or called sys.exit"
 _CLOSED = "has closed its connection without a word: look at its log"
-_CLOSED_ERRORS = ("Connection closed", "Connection reset", "Broken pipe")  # of gloo
+_CLOSED_ERRORS = ("Connection closed", "Connection reset", "Broken pipe")  # texts of gloo
 _NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
@@ -69,10 +69,10 @@ def compute_reserved_seconds(timeout_seconds: float) -> float:
 
 
 class AwaitedThread(threading.Thread):
-    """A thread that starts at once, and that the interpreter waits for at its end, half a second at
-    most.
+    """A thread that starts at once. When the interpreter ends, it waits up to half a second for the
+    thread.
 
-    torch and compiled code release the GIL, and abort the process if they want it back while the
+    torch and compiled code release the GIL, and abort the process if they request it while the
     interpreter ends.
     """
 
@@ -82,14 +82,13 @@ class AwaitedThread(threading.Thread):
 
 
 class FailureMonitor:
-    """A rank's record of the last point that all ranks of its group reached together, and its
-    reports of failures.
+    """Reports failures of this rank to its group, and reads the reports of other ranks.
 
     Attributes:
-        last_collective: the last thing that all ranks did together.
+        last_collective: the last collective that all ranks completed.
         ranks: global ranks of the group.
-        under_way: messages that may still be under way.
-        pollers: number of ranks that poll its store for words, those of other groups included.
+        under_way: transfers that may still be under way.
+        pollers: number of ranks that poll the store for words, including ranks of other groups.
     """
 
     def __init__(
@@ -119,7 +118,7 @@ class FailureMonitor:
         """Return a context manager for a collective of all ranks.
 
         Raises:
-            DistCADesyncError: if not all of them come in time.
+            DistCADesyncError: if a rank does not come in time.
         """
         try:
             yield
@@ -129,19 +128,17 @@ class FailureMonitor:
 
     @contextmanager
     def report_errors(self, activity: str) -> Iterator[None]:
-        """Report an exception inside to the other ranks, which nothing else would do."""
+        """Return a context manager that reports an exception to the other ranks."""
         try:
             yield
         except DistCADesyncError:
-            raise  # raised on all ranks, or told already
+            raise  # other ranks raise it too, or know of it
         except BaseException as error:
             self.leave(f"raised {type(error).__name__} while {activity}: {_get_text(error)}")
             raise
 
     def compute_deadline(self) -> float:
-        """Return the end of a `compute_reserved_seconds` that begins now, in the time of
-        `time.monotonic()`.
-        """
+        """Return the `time.monotonic()` at which the reserved seconds end if they begin now."""
         return time.monotonic() + compute_reserved_seconds(self._timeout_seconds)
 
     @property
@@ -150,10 +147,10 @@ class FailureMonitor:
         return self._word is not None
 
     def leave(self, word: str, deadline: float | None = None) -> None:
-        """Leave the group for a reason that the others read, such as "was told to end"; do nothing
-        if this rank has left.
+        """Leave the group and tell the other ranks why, with a word such as "was told to end". Do
+        nothing if this rank has left.
 
-        Takes until the deadline, in the time of `time.monotonic()`: by default
+        May take until `time.monotonic()` reaches the deadline, by default
         `self.compute_deadline()`.
         """
         if self._word is not None:
@@ -170,7 +167,9 @@ class FailureMonitor:
             _break_link(link)
 
     def leave_after_others(self) -> bool:
-        """Leave the group if another rank is known to have left it. Return whether that is so."""
+        """Leave the group unless the store shows that no rank has left. Return whether this rank
+        left.
+        """
         counts: list[int] = []
         _query_store(lambda: counts.append(self._store.add(_COUNT, 0)), self.compute_deadline())
         if counts == [0]:
@@ -179,17 +178,17 @@ class FailureMonitor:
         return True
 
     def give_up(self, activity: str, error: Exception) -> DistCADesyncError:
-        """Leave the group because others did not come. Takes up to `compute_reserved_seconds`
-        seconds.
+        """Leave the group because other ranks did not come. May take as long as
+        `compute_reserved_seconds`.
 
         Returns:
-            The error to raise, with what each rank was doing.
+            The error to raise. It says what each rank was doing.
         """
         rank_here = self.ranks[self._rank]
         if self._word:
             happened = (
                 f"had left the group of ranks {self.ranks} before {activity}: it"
-                f" {self._word.rstrip('.')}. hf_distca.configure, on all ranks, makes a new one"
+                f" {self._word.rstrip('.')}. Call hf_distca.configure on all ranks for a new group"
             )
         elif any(text in str(error) for text in _CLOSED_ERRORS):
             happened = f"was {activity} when a connection among ranks {self.ranks} was closed"
@@ -214,7 +213,7 @@ class FailureMonitor:
         )
 
     def _describe(self, seen: Mapping[int, str], words: Mapping[int, tuple[int, str]]) -> str:
-        """Describe other ranks by their words, or else by what this rank has seen of them."""
+        """Describe other ranks by their words. For ranks without a word, use the text in `seen`."""
         texts = {rank: text + _START_AGAIN * (rank in self._named) for rank, text in seen.items()}
         texts |= {rank: word or _ENDED for rank, word in words.values()}
         here = self.ranks[self._rank]
@@ -224,8 +223,8 @@ class FailureMonitor:
 
     @property
     def first_failure(self) -> str:
-        """First word of a rank that left, prefixed by its name; "" if none has, if all
-        ended as they should, or if it is unknown.
+        """Name and word of the first rank that left; "" if no rank left, if the first one ended
+        without an error, or if its word is unknown.
         """
         first: list[tuple[int, str] | None] = []
         _query_store(lambda: first.append(self._read(1)), self.compute_deadline())
@@ -233,16 +232,16 @@ class FailureMonitor:
         return f"{self._names[rank]} {word}" if word else ""
 
     def poll(self) -> bool:
-        """Print the first word of another rank, once there is one.
+        """Print the first word, if there is one and another rank wrote it.
 
-        Return whether one may still come.
+        Return whether to poll again.
         """
         if self.has_left:
             return False
         try:
             first = self._read(1)
         except RuntimeError:
-            return False  # the store has ended
+            return False  # the process that holds the store has ended
         if first is None:
             return True
         rank, word = first
@@ -250,17 +249,17 @@ class FailureMonitor:
             _print_error(
                 f"{self._names[rank]} has left the attention group of ranks {self.ranks}: it {word}"
             )
-            # Over gloo, the leaving rank breaks the links.
+            # Over gloo, the rank that leaves has broken its links.
             for link in self._links:
                 if link.name() != "gloo":
                     _break_link(link)
         return False
 
     def announce_exit(self, error: BaseException | None) -> bool:
-        """Tell the others that this process ends, and with which error; print who ended before.
+        """Tell the other ranks that this process ends, and with which error. After an error, also
+        print which ranks ended before.
 
-        Nobody polls for a first word any more, as the store may end with a process: return whether
-        it may.
+        Return whether the store may end with this process or another one.
         """
         if self.has_left:
             return False
@@ -279,7 +278,7 @@ class FailureMonitor:
         return is_served_by_process(self._store)
 
     def _find_closed(self) -> list[int]:
-        """Find the ranks that are known to have closed a connection of gloo to this one."""
+        """Find the ranks that are known to have closed a gloo connection to this rank."""
         return [
             rank
             for index, rank in enumerate(self.ranks)
@@ -288,13 +287,13 @@ class FailureMonitor:
         ]
 
     def _read_words(self, words: dict[int, tuple[int, str]], deadline: float) -> None:
-        """Collect the words of the ranks that have left, this one included, until all have or the
-        deadline passes.
+        """Collect the words of ranks that have left, including this one, until all ranks have left
+        or the deadline passes.
         """
         pause = 0.02
         while True:
             for number in set(range(1, self._store.add(_COUNT, 0) + 1)) - words.keys():
-                if (word := self._read(number)) is not None:  # ranks count before they write
+                if (word := self._read(number)) is not None:  # a word is counted, then written
                     words[number] = word
             if len(words) == len(self.ranks) or time.monotonic() >= deadline:
                 return
@@ -302,7 +301,7 @@ class FailureMonitor:
             pause = min(1.5 * pause, 0.25)
 
     def _read(self, number: int) -> tuple[int, str] | None:
-        """Return the number-th word and its rank; None if it is not there, or no rank wrote it."""
+        """Return the rank and text of word `number`; None if no rank of the group wrote it."""
         key = _make_failure_key(number)
         if not self._store.check([key]):
             return None
@@ -312,8 +311,8 @@ class FailureMonitor:
 
 
 def _query_store(question: Callable[[], None], deadline: float) -> None:
-    """Query a store, and wait until the deadline at most; without result if the store's rank or
-    node is lost.
+    """Query a store, and wait at most until the deadline. If the store is lost, the question stays
+    without an answer.
     """
 
     def ask() -> None:
@@ -322,14 +321,14 @@ def _query_store(question: Callable[[], None], deadline: float) -> None:
 
     try:
         thread = AwaitedThread(ask, "question")
-    except RuntimeError:  # the interpreter ends: from Python 3.12 on, it starts no more threads
+    except RuntimeError:  # since Python 3.12, an interpreter that ends starts no threads
         ask()
     else:
         thread.join(max(deadline - time.monotonic(), ANSWER_SECONDS))
 
 
 def is_served_by_process(store: Any) -> bool:
-    """Return whether a store ends with one of the processes: a store over TCP, under any
+    """Return whether a store ends when its process ends, as a `TCPStore` does, also below
     prefixes.
     """
     while (inner := getattr(store, "underlying_store", None)) is not None:
@@ -342,7 +341,7 @@ def _make_failure_key(number: int) -> str:
 
 
 def _get_text(error: BaseException) -> str:
-    """Return the text of an error of the user, which may have none."""
+    """Return the text of an error, whose `__str__` may raise."""
     try:
         return str(error)
     except Exception as second:
@@ -350,13 +349,13 @@ def _get_text(error: BaseException) -> str:
 
 
 def _shorten(word: str) -> str:
-    """Return a word as a store can hold it and a terminal may show it."""
+    """Make a word printable, and shorten it to `_LONGEST_WORD` characters."""
     shown = make_printable(word[: _LONGEST_WORD + 1]).rstrip(": ")
     return shown if len(shown) <= _LONGEST_WORD else shown[:_LONGEST_WORD] + "..."
 
 
 def _is_closed(link: dist.ProcessGroup, peer: int) -> bool:
-    """Return whether a peer is known to have closed its connection: gloo then sends it nothing."""
+    """Return whether a peer is known to have closed its connection: gloo then refuses to send."""
     try:
         dist.isend(_NOTHING, group=link, group_dst=peer, tag=_PROBE_TAG)
     except (RuntimeError, ValueError) as error:  # ValueError: the user has destroyed the group
@@ -365,9 +364,9 @@ def _is_closed(link: dist.ProcessGroup, peer: int) -> bool:
 
 
 def _break_link(link: dist.ProcessGroup) -> None:
-    """Wake all waits for messages of a group.
+    """Wake all ranks and threads that wait for messages of a group.
 
-    A gloo group closes its connections only where a wait times out.
+    A gloo group closes its connections only if a wait times out, so this lets a wait time out.
     """
     if link.name() != "gloo":
         with suppress(RuntimeError):

@@ -1,13 +1,12 @@
 """Outputs of a micro-batch's layers, kept at home so that activation checkpointing repeats no
 attention and no exchange.
 
-The first forward leaves o and lse of every layer that is to be recomputed in a store. Each
-checkpoint holds the store, through the handle among its arguments, until its backward is over; the
-recompute finds the outputs there, and rebuilds q, k and v only. Nothing else holds it: what the
-layers of a model save for backward does not.
+The first forward stores o and lse of every layer that will be recomputed. The recompute finds them
+in the store and computes only q, k and v again. The handle among the arguments of a checkpoint
+holds the store until the checkpoint's backward is over. No other object holds it; in particular,
+the tensors that layers save for backward do not.
 
-Hooks that move a checkpoint's own inputs away, such as offloading to the host, move these outputs,
-too.
+If hooks move a checkpoint's inputs, for example to the host, they move the stored outputs too.
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ from hf_distca.runtime.saved_tensors import Hooks, SavedTensors
 
 
 class _StoredOutputs(NamedTuple):
-    """Outputs of a forward, packed by `hooks` if there are any, and the in-place version of the
-    first output at that time.
+    """Outputs of a forward, packed by `hooks` if there are any. `changes` is the number of in-place
+    changes of the first output when it was stored.
     """
 
     outputs: tuple[Any, ...]
@@ -38,8 +37,8 @@ class _StoredOutputs(NamedTuple):
 class OutputStore:
     """Outputs by layer.
 
-    A module that is called more than once in a forward is left out,
-    because its calls cannot be told apart.
+    Outputs of a module that is called more than once in a forward are not stored, because a
+    recompute could not tell the calls apart.
     """
 
     by_layer: dict[int, _StoredOutputs] = field(default_factory=dict)
@@ -48,15 +47,15 @@ class OutputStore:
     def find_outputs(
         self, module: torch.nn.Module, inputs: Sequence[torch.Tensor | None]
     ) -> LayerOutputs | None:
-        """Return the place of one attention module with these inputs in the current
-        forward; None if no recompute can follow.
+        """Return the place for the outputs of an attention module with these inputs; None if the
+        current forward is not recomputed.
         """
         recorded = torch.is_grad_enabled() and not is_in_backward()
         if recorded and top_saved_tensor_hooks(True) is None:
             return None
         saved = SavedTensors.get_current()
-        # What is saved is dropped only by the hooks of a checkpoint. Reentrant ones run forward
-        # without gradients.
+        # With gradients, only the hooks of a checkpoint lead to a recompute. Reentrant checkpoints
+        # run their forward without gradients.
         if recorded and not (
             saved.is_recomputed
             and any(tensor is not None and tensor.requires_grad for tensor in inputs)
@@ -69,8 +68,8 @@ class OutputStore:
 
 @dataclass(frozen=True, eq=False)
 class LayerOutputs:
-    """The place of one layer in a store, as long as the store exists; `hooks` pack what is put
-    there.
+    """The place of one layer in a store, as long as the store exists. `hooks`, if any, pack the
+    stored tensors.
     """
 
     store: weakref.ref[OutputStore]
@@ -79,12 +78,12 @@ class LayerOutputs:
     hooks: Hooks | None
 
     def take_recorded(self) -> tuple[torch.Tensor, ...] | None:
-        """Return the outputs of the first forward, if this is a recompute: a forward that runs
-        inside backward.
+        """Return the outputs of the first forward if this is a recompute, that is, a forward inside
+        backward; else None.
 
         Raises:
-            UnsupportedError: if the output was changed in place since then, so that its old value
-                is lost.
+            UnsupportedError: if the output was changed in place since the first forward, so that
+                its old value is lost.
         """
         store = self.store()
         if (
@@ -104,7 +103,7 @@ class LayerOutputs:
         return kept.outputs
 
     def store_outputs(self, *outputs: torch.Tensor) -> None:
-        """Keep the outputs of a forward: o_THV and lse_TH, or the tensors that a recurrent layer
+        """Store the outputs of a forward: o_THV and lse_TH, or the tensors that a recurrent layer
         received.
         """
         store = self.store()
@@ -114,8 +113,8 @@ class LayerOutputs:
             self.discard()
             store.repeated.add(self.layer)
         else:
-            # Detached: a tensor that is returned to autograd would hold the graph, which holds the
-            # handle and so the store.
+            # Without `detach`, there would be a cycle: the tensor holds the graph, the graph holds
+            # the handle, and the handle holds the store.
             moved = tuple(tensor.detach() for tensor in outputs)
             if self.hooks is not None:
                 moved = tuple(map(self.hooks.pack, moved))
@@ -124,14 +123,14 @@ class LayerOutputs:
             )
 
     def discard(self) -> None:
-        """Discard the outputs: backward has used them."""
+        """Discard the outputs after backward has used them."""
         if (store := self.store()) is not None:
             store.by_layer.pop(self.layer, None)
 
 
 def _count_changes(tensor: torch.Tensor) -> int:
-    """Return the count of in-place changes, of any view.
+    """Return the count of in-place changes of a tensor and its views.
 
-    Tensors made in inference mode have no count, and no backward either.
+    Tensors made in inference mode have no count, and take part in no backward.
     """
     return 0 if tensor.is_inference() else get_version(tensor)

@@ -1,9 +1,9 @@
-"""Ping-pong: two computations in turns, in one thread.
+"""Ping-pong: two computations that take turns in one thread.
 
-Each nano-batch is a greenlet. Whenever one has launched an exchange it calls
-`yield_to_other_nano_batch`, and the other one computes while the messages travel. Nothing runs at
-the same time, so there are no locks, and every rank switches at the same places. Autograd runs
-backward in the reverse order of forward: the nano-batches take turns there by themselves.
+Each nano-batch is a greenlet. When it has launched an exchange, it calls
+`yield_to_other_nano_batch`, and the other nano-batch computes while the messages travel. The two
+never run at the same time, so no locks are needed, and all ranks switch at the same points.
+Autograd runs backward in the reverse order of forward, so the nano-batches take turns there too.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class _NanoBatch(greenlet):
 
     def __init__(self, compute: Callable[[], Any], device_type: str) -> None:
         super().__init__()
-        # Collectors of router logits and the like are found through context variables: both
-        # nano-batches see the caller's.
+        # Collectors, for example of router logits, are found through context variables. Both
+        # nano-batches must see those of the caller.
         self.gr_context = contextvars.copy_context()
         self.compute, self.device_type = compute, device_type
         self.modes = _Modes.get_current(device_type)
@@ -40,34 +40,35 @@ class _NanoBatch(greenlet):
         self.result = self.compute()
 
     def resume(self, step: Callable[[], object]) -> None:
-        """Continue by a step such as `switch`, with its own modes in place, until it yields or
-        ends.
+        """Set the modes of this nano-batch, and run it by a step such as `switch` until it yields
+        or ends.
         """
         outside = _Modes.get_current(self.device_type)
         self.modes.set(self.device_type)
         try:
-            # Its result is dropped here: a `GreenletExit` holds frames, and those what
-            # checkpointing leaves when they go.
+            # Drop the result at once. It may be a `GreenletExit`, which holds frames, and
+            # checkpointing cleans up only when its frames are freed.
             step()
         finally:
             self.modes = _Modes.get_current(self.device_type)
             outside.set(self.device_type)
 
 
-# Dynamo keeps per thread whether it compiles: inside attention, where it does not, a nano-batch
-# would find it on after a turn.
+# Dynamo's state belongs to the thread, and attention turns Dynamo off. Without this line, a
+# nano-batch inside attention would find Dynamo on after the turn of the other nano-batch.
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def run_nano_batches(
     first: Callable[[], T], second: Callable[[], T], device_type: str
 ) -> tuple[T, T]:
-    """Run two functions in turns, the first one first.
+    """Run two functions that take turns, beginning with `first`.
 
-    An exception in one of them ends the other at the place where it waits, and is raised as it was.
+    An exception in one function ends the other at the point where it waits, and is raised
+    unchanged.
 
     Args:
-        first, second: the nano-batches; they may call `yield_to_other_nano_batch` any number of
+        first, second: the nano-batches. They may call `yield_to_other_nano_batch` any number of
             times.
-        device_type: the device whose autocast state each nano-batch has for itself.
+        device_type: type of the device whose autocast state is separate for each nano-batch.
     """
     both = [_NanoBatch(first, device_type), _NanoBatch(second, device_type)]
     try:
@@ -90,11 +91,12 @@ def yield_to_other_nano_batch() -> None:
 
 
 def find_checkpointed_parts(layer: torch.nn.Module) -> list[torch.nn.Module]:
-    """Return the modules below a layer that checkpoint their activations themselves, by a wrapper
-    or by hooks.
+    """Return the modules inside a layer that checkpoint their activations, by a wrapper or by
+    hooks.
 
-    Nano-batches of a layer may pass tensors from inside such a part to each other. Backward
-    recomputes the second one's part first, before the first one's tensors exist.
+    The first nano-batch may pass tensors that are made inside such a module to the second one.
+    Backward recomputes the module for the second nano-batch first, when these tensors do not exist
+    yet.
     """
     return [
         module

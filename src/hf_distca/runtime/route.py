@@ -1,9 +1,9 @@
-"""A rank's view of a plan: rows that it sends and receives, and tasks that it runs on them.
+"""A rank's view of a plan: the rows that it sends and receives, and the tasks that it runs.
 
-A server runs its tasks in two batches. Its *own* tasks are of documents at home on it, with the
-whole key prefix in one run of its tokens: they read its tensors in place and run while the dispatch
-is under way. *Arrived* tasks need something from elsewhere: they read pools made of received rows
-and, where a document spans ranks, of this rank's own.
+A server runs its tasks in two batches. For its *own* tasks, the queries and the whole key prefix
+are at home on this rank, in one run of tokens. Own tasks read this rank's tensors in place, and run
+while the dispatch is under way. *Arrived* tasks need rows of other ranks. They read pools of
+received rows and, if a document spans ranks, also of this rank's own rows.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from hf_distca.schedule.share import Columns, ExchangeShare, RankMessage, RelayD
 
 @dataclass(frozen=True, eq=False)
 class Pool:
-    """Layout of a pool of received and own rows: of queries, or of keys, in which every document's
-    prefix is contiguous.
+    """Layout of a pool of received and own rows. They are rows of queries, or rows of keys, where
+    the prefix of every document is contiguous.
 
     Attributes:
-        pieces: runs that the pool is made of, in order.
-        way_back: rows of the pool to return to the ranks that they came from, in the order of
-            arrival, and numbers of rows that come back from each.
+        pieces: runs of the pool, in order.
+        way_back: rows of the pool to return to their senders, in the order of arrival, and the
+            number of rows that come back from each rank.
     """
 
     pieces: tuple[RowRun, ...]
@@ -51,7 +51,7 @@ class Pool:
 
     @cached_property
     def own_copies(self) -> list[RowCopy]:
-        """Places of this rank's own rows: where they lie in the pool, and in this rank's tensor."""
+        """Copies of this rank's own rows from the pool to its tensor."""
         firsts = accumulate((piece.rows for piece in self.pieces), initial=0)
         return [
             RowCopy(0, first, *piece[1:])
@@ -65,7 +65,7 @@ class Pool:
         return len(self.pieces) == 1 and self.pieces[0].peer != OWN
 
     def assemble(self, home: torch.Tensor, sections: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Build the pool of one tensor, from this rank's rows and the message's sections."""
+        """Build the pool of one tensor from this rank's tensor and the sections of the message."""
         rows = []
         for section, start, size, step in self.pieces:
             tensor = home if section == OWN else sections[section]
@@ -73,24 +73,21 @@ class Pool:
         return concat_rows(rows, home)
 
     def add_own(self, grad_TKD: torch.Tensor, pool_TKD: torch.Tensor) -> torch.Tensor:
-        """Add gradients of the pool to gradients of this rank's own keys; the sums are wide
-        enough.
-        """
+        """Add gradients of the pool to gradients of this rank's own keys, in float32 or float64."""
         return add_rows(grad_TKD, self.own_copies, [pool_TKD])
 
 
 @dataclass(frozen=True, eq=False)
 class KeyRelay:
-    """The second hop of keys: rows that this rank forwards as a relay, and rows that come from
-    other relays.
+    """The second hop of keys: rows that this rank forwards as a relay, and rows that it receives
+    from other relays.
 
     Attributes:
-        forwarded: the rows, in sections of the first hop.
-        places: places of their runs in the key pool, and in the rows.
-        keys: rows of the forwarded runs that go to other ranks, and numbers of rows that come from
-            theirs.
-        way_back: rows of the pool to return to relays, in the order of arrival, and numbers of
-            copies that come back from each.
+        forwarded: the rows to forward, as runs of the sections of the first hop.
+        places: copies of the forwarded rows to their places in the key pool.
+        keys: which forwarded rows go to which rank, and the number of rows from each other relay.
+        way_back: rows of the pool to return to relays, in the order of arrival, and the number of
+            copies that come back from each rank.
     """
 
     forwarded: Pool
@@ -99,8 +96,8 @@ class KeyRelay:
     way_back: Rows
 
     def add_copies(self, pool_TKD: torch.Tensor, sections: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Add gradients of the forwarded copies to gradients of a pool, rank after rank so that the
-        sum has one order.
+        """Add gradients of the forwarded copies to gradients of a pool, in the order of ranks so
+        that sums are reproducible.
         """
         if not self.forwarded.rows:
             return pool_TKD
@@ -117,12 +114,12 @@ class PooledTasks:
     """Tasks on pools of rows, and the rows that travel for them.
 
     Attributes:
-        queries, keys: rows of this rank's q and of its k, v that go to other ranks, and of theirs
-            that come.
-        query_pool, key_pool: layout of the pools; own queries are in front of the received ones.
+        queries, keys: rows of this rank's q, and of its k and v, to send, and the number of rows
+            to receive.
+        query_pool, key_pool: layouts of the pools. Own queries lie in front of received ones.
         tasks: tasks on the pools.
         relay: the second hop of keys, if the plan has relays.
-        layouts: layouts of the messages by their contents; made by the first layer.
+        layouts: cache of message layouts, filled by the first layer.
     """
 
     queries: Rows
@@ -140,7 +137,7 @@ class PooledTasks:
 
     @cached_property
     def is_single_message(self) -> bool:
-        """True if both pools are exactly what one rank sent."""
+        """True if both pools together are exactly the message of one rank."""
         return (
             self.relay is None
             and self.query_pool.is_whole_message
@@ -149,23 +146,23 @@ class PooledTasks:
         )
 
     def add_copies(self, grad_TKD: torch.Tensor, sections: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Add gradients of other ranks' copies to gradients of own keys, rank after rank so that
-        the sum has one order.
+        """Add gradients of other ranks' copies to gradients of own keys, in the order of ranks so
+        that sums are reproducible.
         """
         return add_rows(grad_TKD, self.keys.returned, sections)
 
 
 @dataclass(frozen=True, eq=False)
 class Route:
-    """Instructions for one rank to carry out a plan. All of them are on the host.
+    """Instructions for one rank to carry out a plan, all of them on the host.
 
     Attributes:
-        local_tasks: tasks that this rank, which is their home, runs on its own tensors.
-        pooled: the exchange, and the tasks that are served between dispatch and return.
-        exchanges: whether any rank moves anything; false means that no rank sends or receives.
-        groups: number of head groups into which tokens are split in the exchange, 1 if none.
-        local_pooled: tasks on head groups that this rank runs on pools of its own rows, for which
-            it waits for nothing.
+        local_tasks: the own tasks of this rank, which run on its tensors in place.
+        pooled: the exchange, and the tasks that run between dispatch and return.
+        exchanges: whether any rank of the group sends rows.
+        groups: number of head groups into which tokens are split in the exchange; 1 for no split.
+        local_pooled: tasks on head groups that run on pools of this rank's own rows, without
+            waiting for messages.
     """
 
     local_tasks: TaskBatch
@@ -189,8 +186,8 @@ class Route:
 
     @classmethod
     def for_whole_documents(cls, lengths: Sequence[int]) -> Route:
-        """Make the route of a rank that holds all tokens of documents of these lengths, with no
-        other rank to exchange with.
+        """Make the route of a rank that holds whole documents of these lengths and exchanges
+        nothing.
         """
         starts = tuple(accumulate(lengths, initial=0))[:-1]
         return cls(TaskBatch(starts, lengths, starts, lengths), NOTHING_POOLED, exchanges=False)

@@ -1,4 +1,4 @@
-"""Hooks on tensors saved for backward, by which activation checkpointing and offloading work."""
+"""Saved-tensor hooks of torch, which activation checkpointing and offloading use."""
 
 from __future__ import annotations
 
@@ -12,24 +12,25 @@ from hf_distca import borrowed
 
 
 class Hooks(NamedTuple):
-    """A pair that packs a tensor when it is saved and unpacks it in backward."""
+    """A pair of hooks: one packs a tensor when it is saved, the other unpacks it in backward."""
 
     pack: Callable[[torch.Tensor], Any]
     unpack: Callable[[Any], torch.Tensor]
 
     @property
     def is_recompute(self) -> bool:
-        """True if these are the hooks of a checkpoint: they drop what is saved, and compute it
+        """True if these are the hooks of a checkpoint, which drops saved tensors and computes them
         again in backward.
         """
         return "checkpoint" in getattr(self.pack, "__module__", "")
 
     @property
     def checkpoint(self) -> tuple[object, Hashable | None] | None:
-        """Checkpoint that these hooks belong to, and its recompute that runs, None in its forward.
+        """The checkpoint of these hooks and the id of its running recompute, which is None in
+        forward.
 
-        None for other hooks. Reentrant checkpoints have no hooks. Names are those that
-        `torch.utils.checkpoint` has in 2.13.
+        None if these are not the hooks of a checkpoint. Reentrant checkpoints have no hooks. The
+        names read here are those of `torch.utils.checkpoint` in torch 2.13.
         """
         pack = inspect.unwrap(self.pack)
         held = (
@@ -43,11 +44,11 @@ class Hooks(NamedTuple):
 
 
 class SavedTensors(NamedTuple):
-    """The hooks of this thread.
+    """The saved-tensor hooks of this thread.
 
     Attributes:
-        hooks: the last pair is in force.
-        forbidden_reason: if hooks may not be set, the error that says so.
+        hooks: stack of pairs; the last pair is active.
+        forbidden_reason: text of the error for setting hooks, if that is forbidden.
     """
 
     hooks: tuple[Hooks, ...]
@@ -55,7 +56,7 @@ class SavedTensors(NamedTuple):
 
     @classmethod
     def get_current(cls) -> SavedTensors:
-        """Return the hooks that are set now."""
+        """Return the current hooks."""
         hooks = tuple(reversed(list(_suspend_hooks())))
         current = cls(hooks, borrowed.why_saved_tensor_hooks_are_forbidden())
         if hooks:
@@ -63,7 +64,7 @@ class SavedTensors(NamedTuple):
         return current
 
     def set(self) -> None:
-        """Replace the hooks that are set now by these."""
+        """Replace the current hooks by these."""
         for _ in _suspend_hooks():
             pass
         self._restore_hooks()
@@ -75,7 +76,9 @@ class SavedTensors(NamedTuple):
 
     @property
     def hooks_outside_checkpoints(self) -> Hooks | None:
-        """Hooks for tensors that a checkpoint itself saves; None where these stay as they are."""
+        """The innermost hooks that are not of a checkpoint, which pack the inputs of checkpoints;
+        None if there are none.
+        """
         return next((hooks for hooks in reversed(self.hooks) if not hooks.is_recompute), None)
 
     def _restore_hooks(self) -> None:
@@ -87,8 +90,8 @@ class SavedTensors(NamedTuple):
 
 
 def _suspend_hooks() -> Iterator[Hooks]:
-    """Remove and yield the active saved-tensor hooks, innermost first: only the innermost one is
-    visible.
+    """Remove and yield the current saved-tensor hooks, innermost first, because torch shows only
+    the innermost pair.
     """
     while (hooks := borrowed.top_saved_tensor_hooks(True)) is not None:
         borrowed.pop_saved_tensor_hooks()

@@ -1,14 +1,16 @@
-"""Attention that is not causal, as a sum of causal documents over tokens that are taken again.
+"""Attention that is not causal, as a sum of causal documents. Some tokens are used twice, and are
+called retaken here.
 
-**Blocks.** Of tokens t[0], ..., t[m-1] that all see each other, causal attention leaves out the
-keys after each row: a strict upper triangle. Read backwards it is causal: rows t[m-2], ..., t[0]
-with keys t[m-1], ..., t[1]. So any kernel computes it as a document of m - 1 tokens.
+**Blocks.** Let all tokens t[0], ..., t[m-1] of a block see each other. Causal attention omits the
+keys after each row, a strict upper triangle. In reverse order this triangle is causal: rows t[m-2],
+..., t[0] with keys t[m-1], ..., t[1]. Any kernel can therefore compute it as a document of m - 1
+tokens.
 
-**Shared prefixes.** A document that continues another one's tokens has copies of their keys in
-front: context, whose queries are computed where they come from.
+**Shared prefixes.** A document may continue the tokens of another document. It then gets copies of
+their keys in front, as context. Their queries are computed in the other document.
 
-Outputs are merged by their log-sum-exps, in float32 or wider. Backward of all parts takes the
-merged output and log-sum-exp, and the gradients add. Nothing more is saved for it.
+Outputs are merged by their log-sum-exps, in float32 or wider. Backward of each part uses the merged
+output and log-sum-exp, and the gradients are added. No further tensors are saved for backward.
 """
 
 from __future__ import annotations
@@ -27,14 +29,16 @@ Results = TypeVar("Results", bound=Outputs | Grads)
 
 @dataclass(frozen=True, eq=False)
 class Retaken:
-    """Tokens of this rank that are taken again.
+    """Tokens of this rank that are used a second time.
 
     Attributes:
-        rows, keys: int64 indices of the tokens whose queries, and whose keys and values, are taken.
-        is_context: whether they lie in front of this rank's tokens, in the pools of a plan; else
-            behind.
-        tasks: causal documents of them that run at home; None if they are in the plan.
-        window: keys that a row of `tasks` sees at most.
+        rows, keys: int64 indices of the tokens whose queries, and whose keys and values, are used
+            again.
+        is_context: whether the plan has the retaken tokens in front of this rank's tokens rather
+            than behind them.
+        tasks: causal documents of the retaken tokens, which run at home; None if the plan contains
+            these documents.
+        window: the most keys that a row of `tasks` sees, or None.
     """
 
     rows: torch.Tensor
@@ -44,17 +48,17 @@ class Retaken:
     window: int | None = None
 
     def list_places(self, tensors: Tensors) -> list[torch.Tensor]:
-        """List the indices for each tensor: rows of keys come last, and outputs have none."""
+        """List the indices for each tensor. Tensors with rows of keys, if any, come last."""
         keys = 0 if isinstance(tensors, Outputs) else 2
         return [self.rows] * (len(tensors) - keys) + [self.keys] * keys
 
     def take(self, home: Handed) -> Handed:
-        """Take rows and keys from this rank's tokens."""
+        """Take the retaken rows and keys from this rank's tensors."""
         pairs = zip(home, self.list_places(home), strict=True)
         return type(home)(*(tensor.index_select(0, place) for tensor, place in pairs))
 
     def join(self, home: Handed) -> Handed:
-        """Join this rank's tokens with those taken again."""
+        """Join this rank's tokens with the retaken ones."""
         order = -1 if self.is_context else 1
         pairs = zip(home, self.take(home), strict=True)
         return type(home)(
@@ -62,7 +66,9 @@ class Retaken:
         )
 
     def split(self, results: Results) -> tuple[Results, Results]:
-        """Split the results of what `join` returned."""
+        """Split results for the output of `join` into results of this rank's tokens and of the
+        retaken ones.
+        """
         order = -1 if self.is_context else 1
         parts = [
             torch.split(tensor, [len(tensor) - len(place), len(place)][::order])[::order]
@@ -72,7 +78,7 @@ class Retaken:
         return type(results)(*whole), type(results)(*part)
 
     def add(self, results: Any, part: Any) -> Any:
-        """Add the results of tokens taken again to those of this rank's tokens."""
+        """Add the results of retaken tokens to the results of this rank's tokens."""
         if isinstance(results, Grads):
             return Grads(*map(_add_rows, results, self.list_places(results), part))
         if not len(self.rows):
@@ -89,17 +95,17 @@ class Retaken:
 
 
 def _add_rows(total: torch.Tensor, rows: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
-    """Add rows in float32 or wider, rounded once."""
+    """Add rows in float32 or wider, and round the sums once."""
     wide = total.to(torch.promote_types(total.dtype, torch.float32))
     return wide.index_add(0, rows, part.to(wide.dtype)).to(total.dtype)
 
 
 class SumExchange(LayerExchange):
-    """An exchange whose attention is a sum of causal documents, some over tokens taken again.
+    """An exchange whose attention is a sum of causal documents, some of them over retaken tokens.
 
     Args:
-        retaken: the tokens taken again.
-        arguments: of `LayerExchange`.
+        retaken: the retaken tokens.
+        arguments: arguments of `LayerExchange`.
     """
 
     def __init__(self, retaken: Retaken, *arguments: Any) -> None:
@@ -108,13 +114,14 @@ class SumExchange(LayerExchange):
         self._part: Outputs | Grads | None = None
 
     def begin(self, tokens: Operands | BackwardInputs) -> None:
-        """Launch the first dispatch, with the tokens taken again if they are in the plan."""
+        """Launch the first dispatch, with the retaken tokens if the plan contains them."""
         super().begin(self.retaken.join(tokens) if self.retaken.tasks is None else tokens)
 
     def run_local(self, home: Operands | BackwardInputs) -> Outputs | Grads:
-        """Run this rank's own tasks, and those at home.
+        """Run this rank's own tasks, and the documents in `Retaken.tasks`.
 
-        Without an exchange `home` comes from no `begin`, and the results go to no `finish`.
+        If the route exchanges nothing, `begin` and `finish` are not called, so this method does
+        their work.
         """
         tasks = self.retaken.tasks
         if tasks is None and not self.exchanges:
@@ -122,7 +129,7 @@ class SumExchange(LayerExchange):
         results = super().run_local(home)
         if tasks is not None:
             scores = replace(self.server.scores, window=self.retaken.window)
-            # Rates are learned from planned work only: count this for the process, not the plan.
+            # Rates are learned from planned work only, so count this work for the process only.
             meter = self.server.meter.parent or self.server.meter
             server = replace(self.server, scores=scores, meter=meter)
             self._part = server.run(self.retaken.take(home), tasks)

@@ -13,15 +13,13 @@ import torch
 from hf_distca.runtime.group import AttentionGroup, mark_joint_step
 from hf_distca.runtime.members import find_node_number
 
-TRIAL_BYTES = 2**22  # of a message
+TRIAL_BYTES = 2**22  # size of a message
 _ROUNDS = 5
 
 
 @dataclass(frozen=True)
 class Trial:
-    """Result of an exchange: the node and the versions of each rank, and the seconds of the slowest
-    rank.
-    """
+    """Result of a trial exchange: each rank's node and versions, and the slowest rank's seconds."""
 
     nodes: list[int]
     versions: list[Mapping[str, str]]
@@ -30,11 +28,11 @@ class Trial:
 
 @mark_joint_step
 def exchange(has: Mapping[str, str], device: torch.device, group: AttentionGroup) -> Trial:
-    """Send one message from every rank to each other, which names both; gather the versions of all
-    ranks, of which this one has these.
+    """Exchange messages between all ranks, check their contents, and gather versions.
+
+    `has` are the versions of this rank.
     """
-    # As JSON and not as objects, which would be unpickled: whoever sends a pickle runs code in the
-    # process that reads it.
+    # JSON is safe to read. A pickled object could run code in the process that reads it.
     texts = group.gather_text(
         json.dumps([find_node_number(), dict(has)]), activity="telling node and versions"
     )
@@ -53,7 +51,7 @@ def exchange(has: Mapping[str, str], device: torch.device, group: AttentionGroup
         received = torch.empty_like(wanted)
         started = time.perf_counter()
         data.start(received, sent, sizes, sizes).wait()
-        if not torch.equal(received, wanted):  # waits for the device, too
+        if not torch.equal(received, wanted):  # this also waits for the device
             raise RuntimeError("an exchange delivered other bytes than were sent")
         fastest = min(fastest, time.perf_counter() - started)
     times = group.gather(np.array([int(fastest * 1e9)]), activity="timing an exchange")
