@@ -195,12 +195,14 @@ def _shares(case: Case, model: Any, folder: Path) -> Any:
 
     documents = load_from_disk(str(folder / "tokens"))
     return hf_distca.document_shares(
-        documents, _tokens_per_rank(case), model=model.config, ranks=case.ranks
+        documents, _tokens_per_rank(case), model=model.config, ranks=case.ranks, fill="cut"
     )
 
 
 def _tokens_per_rank(case: Case) -> int:
-    """A step has the same documents however many micro-batches it is divided into."""
+    """A step has the same documents however many micro-batches it is divided into, if they are
+    cut to fill these.
+    """
     return TOKENS // case.ranks // case.accumulation
 
 
@@ -256,7 +258,7 @@ def _made(case: Case, folder: Path, options: dict[str, Any]) -> Trainer:
         model=model, args=arguments, train_dataset=load_from_disk(str(folder / "tokens")), **more
     )
     trainer.remove_callback(PrinterCallback)
-    hf_distca.deal(trainer, _tokens_per_rank(case))
+    hf_distca.deal(trainer, _tokens_per_rank(case), fill="cut")
     if case.order is not None:
         trainer.train_dataset = InAnotherOrder(trainer.train_dataset, case.order)
         trainer.data_collator = InAnotherOrder.batch
