@@ -437,7 +437,7 @@ class History:
 
     @property
     def unmeasured_plans(self) -> list[MicroBatchPlan]:
-        """Plans without measurements of all ranks, in their order."""
+        """Plans that lack measurements of some ranks, in the order of plans."""
         batches = self._running.values()
         return [plan for batch in batches for plan in batch.plans if not plan.is_measured]
 

@@ -1,4 +1,4 @@
-"""`LearnedCosts`: the cost models that ranks plan with, and corrections of them by measurements.
+"""`LearnedCosts`: the cost models that ranks plan with, corrected by measurements.
 
 Every rank learns from the same figures in the same order, so all ranks have the same corrections,
 and exchange nothing for them. Results are rounded, so that different processors find the same

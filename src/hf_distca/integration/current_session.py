@@ -26,8 +26,8 @@ def current_session() -> Session:
 def use_session(
     config: DistCAConfig | None = None, group: dist.ProcessGroup | DeviceMesh | None = None
 ) -> Session:
-    """Make a session with these settings the current one. A callback calls this, and other
-    callbacks do not inherit its session.
+    """Make a session with these settings the current one. Each callback calls this, so none goes on
+    with the session of an earlier one.
 
     Args:
         config, group: see `configure`. A missing argument is that of `configure`. If both are

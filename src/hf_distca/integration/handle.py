@@ -322,7 +322,7 @@ class LayerPlanner:
                 )
                 if documents.is_packed(batch.tokens.length):
                     warn_of_packing(batch.context.model_type)
-            else:  # the model has read them
+            else:  # the model's forward has read the documents
                 documents = rows.documents
                 batch.has_segments = True
             batch.documents = documents.cut_into_chunks(batch.context.chunk)

@@ -194,7 +194,7 @@ class VarlenKernel:
         padded = Operands(pad_last(q_THD, width), pad_last(k_TKD, width), pad_last(v_TKV, width))
         calls = self._get_calls(tasks, pools)
         if len(calls) == 1 and calls[0].rows.is_whole(q_THD):
-            # The tasks are in the order of the pool, as packed documents are.
+            # The tasks cover all rows in the order of the pool, so nothing is gathered.
             call = calls[0]
             keys = calls[0].keys
             taken = (

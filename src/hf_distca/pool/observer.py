@@ -152,7 +152,7 @@ class PoolObserver:
         if self._joined is not None and self._joined[0] is world and not self._joined[1].has_left:
             return self._joined[1]
         if world is None and int(os.environ.get("WORLD_SIZE", "1")) > 1:
-            return AttentionGroup()  # until the ranks meet, each is alone, as without servers
+            return AttentionGroup()  # until ranks have met, each computes alone
         if world is None:
             seconds = timeout_seconds or _ALONE_SECONDS
             rank = 0

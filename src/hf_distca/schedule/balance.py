@@ -123,7 +123,7 @@ class PlanTrials:
             pieces, is_first = None, best is self.unmoved_load
             for means in ways[: self.node_count]:
                 earliest, limit = min(best.slowest_seconds, required), math.inf
-                # A further plan must end earlier by the tolerance. The first plan inside nodes only
+                # A better plan must end earlier than the best by the tolerance. The first plan only
                 # has to end earlier.
                 if best is not self.unmoved_load and not (is_first and len(means) > 1):
                     earliest = limit = earliest * (1 - self.tolerance)

@@ -160,7 +160,7 @@ def find_unit(batch: Batch, part: int, server: int) -> int:
 
 
 class _Links(NamedTuple):
-    """Seconds of the links of a home and of a server, including the keys that a tail needs.
+    """Seconds that the links of a home and of a server are busy if a tail is sent with its keys.
 
     Attributes:
         arrive, leave: seconds of the link by which rows arrive at the server, and of the link by

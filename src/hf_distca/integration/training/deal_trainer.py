@@ -44,7 +44,7 @@ from hf_distca.integration.training.document_shares import document_shares
 from hf_distca.integration.training.place_rows import check_deals_documents
 from hf_distca.schedule.layout import IntArray, Layout
 
-_COMPARED_BATCHES = 4  # global batches in which dealt documents are compared with their order
+_COMPARED_BATCHES = 4  # global batches of which both orders are estimated
 _COLLATORS_OF_EQUAL_ROWS = (DataCollatorWithPadding, DefaultDataCollator)
 _REPLACED_BATCHES = 64  # replaced batches whose imbalance is estimated
 # How to train on one rank, and how to keep documents whole.
