@@ -261,7 +261,7 @@ def test_groups_given_to_the_callback_and_to_configure(
 @pytest.mark.parametrize(
     ("implementation", "said"),
     [
-        ("sdpa", "LlamaForCausalLM has attn_implementation='sdpa', which is right for"),
+        ("sdpa", "LlamaForCausalLM has attn_implementation='sdpa', which is right only for"),
         ("distca", "this process alone"),
     ],
 )
