@@ -97,6 +97,13 @@ def test_the_example_trains_compares_and_draws(tmp_path: Path) -> None:
     run_the_example(scripts.run, tmp_path)
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_the_example_as_users_start_it(tmp_path: Path) -> None:
+    """With accelerate's launcher, which takes three interpreters: `make` has a target for it."""
+    run_the_example(run_program, tmp_path)
+
+
 # The other scripts, by what their launch command ends with: what makes them small, and what they
 # write.
 WHOLE = ["--max_length", "1024", "--tokens_per_batch", "1024"]
