@@ -7,12 +7,11 @@ environment="$(mktemp -d)"
 trap 'rm -rf "$environment"' EXIT
 "${PYTHON:-python3}" -m venv "$environment"
 
-# Every lower bound of install_requires becomes the version, but for torch: older ones come as builds for CUDA, which
-# tests/cuda_wheel.py knows how to run on a CPU.
+# Every lower bound of install_requires becomes the version, but for torch: older ones come as builds for CUDA.
 oldest="$(sed -n '/^install_requires/,/^\[/s/^ *\([a-z]*\)>=\([0-9.]*\)$/\1==\2/p' setup.cfg | grep -v '^torch==')"
 oldest="$oldest $(grep '^torch==' constraints.txt)"
 echo $oldest
-"$environment/bin/pip" install --quiet $oldest -e . datasets hypothesis matplotlib packaging parameterized peft pytest pytest-timeout pytest-xdist
+"$environment/bin/pip" install --quiet $oldest -e . datasets hypothesis matplotlib packaging peft pytest pytest-timeout pytest-xdist
 
 # Not here: what has other names in the Trainer's arguments; a rotary embedding that these versions of transformers do not reset
 # after a long row; what needs names of newer versions (an overlay of masks, families that they do not have), and a resume on CPUs,
