@@ -11,8 +11,9 @@ from dataclasses import replace
 
 from hf_distca.schedule.cost import AttentionShape, CostModel
 
-# These are the factors of the profiles in benchmarks/simulated/simulator/profiles.py. Their seconds
-# are fitted to published timings and to our own (benchmarks/results/h100_2026-11-26).
+# Each factor comes from a profile in benchmarks/simulated/simulator/profiles.py, which the comment
+# names. Profiles are fitted to published timings and to our own
+# (benchmarks/results/h100_2026-11-26).
 _FACTORS = {
     ("A100", "flash_attn"): 1.50,  # a100_flash_attn_2
     ("H100", "flash_attn"): 0.92,  # h100_flash_attn_2
