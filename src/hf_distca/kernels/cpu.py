@@ -296,8 +296,7 @@ def _move_tokens_first(x_BHTD: torch.Tensor, width: int | None = None) -> torch.
 
 
 def _cut_tasks(tasks: TaskBatch, scores: ScoreOptions) -> Iterator[_Task]:
-    """Yield the tasks. If the window hides some keys of a task, yield blocks of this task instead.
-    """
+    """Yield the tasks. If the window hides some keys of a task, yield its blocks instead."""
     for task in starmap(_Task, tasks.runs):
         window = scores.find_hiding_window(task.keys)
         yield from (task,) if window is None else _cut_blocks(task, window)

@@ -189,7 +189,9 @@ def _find_padded_rows(sequences: Sequences, rows: int) -> torch.Tensor:
 
 
 def _number_rows(sequences: Sequences, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return, for each row of a call, its index and the index of its sequence, (rows,) int64 each.
+    """Return the index of each row of a call, and the index of each row's sequence.
+
+    Both results are (rows,) int64.
     """
     row = torch.arange(rows, device=sequences.cu_rows.device)
     return row, torch.bucketize(row, sequences.cu_rows[1:], right=True)

@@ -44,8 +44,7 @@ class _Chunk:
     scores: ScoreOptions
 
     def compute_scores(self, q_KGD: torch.Tensor, k_KTD: torch.Tensor) -> torch.Tensor:
-        """Compute the scores of all rows with all keys, hidden keys included: shape (K, G, keys).
-        """
+        """Compute the scores of all rows with all keys, hidden keys included: (K, G, keys)."""
         scores_KGT = (q_KGD * self.scores.scale) @ k_KTD.mT
         if self.scores.softcap is not None:
             scores_KGT.div_(self.scores.softcap).tanh_().mul_(self.scores.softcap)

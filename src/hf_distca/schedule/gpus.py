@@ -1,4 +1,4 @@
-"""Factors on the built-in figures, one number for each GPU and kernel.
+"""Factors on the built-in costs (`schedule.cost`), one number for each GPU and kernel.
 
 Plans with such a factor are as good as plans with separate rates for tasks, bytes and flops that
 are fitted to timings of each direction (`benchmarks/schedule/one_factor.py` compares them).
@@ -11,8 +11,8 @@ from dataclasses import replace
 
 from hf_distca.schedule.cost import AttentionShape, CostModel
 
-# Each factor comes from a profile in benchmarks/simulated/simulator/profiles.py, which the comment
-# names. Profiles are fitted to published timings and to our own
+# Each factor comes from the profile in benchmarks/simulated/simulator/profiles.py that is named
+# beside it. Profiles are fitted to published timings and to our own
 # (benchmarks/results/h100_2026-11-26).
 _FACTORS = {
     ("A100", "flash_attn"): 1.50,  # a100_flash_attn_2

@@ -15,7 +15,7 @@ def read_placement(path: Path) -> Layout:
     """Read a placement from a JSON file.
 
     Raises:
-        LayoutError: if the file holds no placement; the message names the file and the mistake.
+        LayoutError: if the file is not a placement. The message names the file and the mistake.
         OSError: if the file cannot be read.
     """
     return parse_placement(path.read_bytes(), str(path))
@@ -29,7 +29,7 @@ def parse_placement(text: bytes, name: str) -> Layout:
         name: source of the text, for errors.
 
     Raises:
-        LayoutError: if the text is no placement; the message names the mistake.
+        LayoutError: if the text is not a placement. The message names the mistake.
     """
     try:
         data = json.loads(text.decode("utf-8"))
@@ -81,10 +81,10 @@ def _parse_segment(row: Any) -> tuple[int, int, int]:
 
 
 def require_whole_number(value: Any) -> int:
-    """Check that a number of a file is an integer that 64 bits hold, and return it.
+    """Check that a number from a file is an integer that fits in 64 bits, and return it.
 
     Raises:
-        LayoutError: if it is no such integer.
+        LayoutError: if it is not such an integer.
     """
     if not isinstance(value, int) or isinstance(value, bool):
         raise LayoutError(f"{value!r} must be an integer.")

@@ -63,7 +63,7 @@ class Relays(NamedTuple):
 
     Attributes:
         document, start, end, relay: the columns.
-        per_node: number of ranks of a node; the number of all ranks or more without nodes.
+        per_node: number of ranks of a node. Without nodes, it is at least the number of all ranks.
     """
 
     document: IntArray
@@ -85,14 +85,14 @@ class Plan:
         layout: the placement that the plan is for.
         document, start, end, home, server: the columns of `CATask`.
         window: keys that a query position sees, its own included, in the layers that the plan is
-            for; None if it sees all.
+            for; None if it sees all keys before it.
         relays: keys that are forwarded; None if every server gets its keys from the ranks that hold
             them. The JSON leaves them out, because they follow from the rest and from a cost model
             (`schedule.relays`).
         segment: for each task, its row of the layout.
         moved: whether anything is exchanged: a query is moved, or the keys of a document do not lie
-            in one run. No exchange would be needed if a window ended at every border between runs;
-            this rare case is ignored.
+            in one run. (If a window ended at every border between runs, no exchange would be
+            needed. This rare case is ignored.)
     """
 
     layout: Layout
@@ -136,7 +136,7 @@ class Plan:
     def _find_segments(self) -> IntArray:
         """Find the row of the layout that each task lies in.
 
-        Raise unless tasks compute every query token once.
+        Raise an error unless the tasks compute every query token exactly once.
         """
         layout = self.layout
         self._check_tasks(
@@ -201,7 +201,7 @@ class Plan:
         return cls(layout, document, start, end, home, server, window)
 
     def with_relays(self, relays: Relays | None) -> Plan:
-        """Return the plan with these relays. Neither the relays nor its tasks are checked."""
+        """Return the plan with these relays, without checking the relays or the tasks."""
         plan = copy(self)
         vars(plan).update(relays=relays)
         vars(plan).pop("digest", None)
@@ -247,9 +247,9 @@ class Plan:
 
         Runs that the server holds itself are included.
 
-        A server needs the longest prefix of each document. In a plan with a window, it needs the
-        union of the ranges that its tasks need. Rows of one server are in order of document and
-        start.
+        Of each document, a server needs the longest prefix that its tasks need. In a plan with a
+        window, it needs the union of the ranges that its tasks need. Rows of one server are in
+        order of document and start.
 
         Args:
             tasks: rows of the plan, in order, whose keys are listed; all rows if not given.
@@ -287,7 +287,8 @@ class Plan:
         """Return the plan and its layout as JSON: ``{"tasks": [[document, start, end,
         home, server], ...], "rank_segments": ...}``.
 
-        The keys ``"window"``, ``"context"`` and ``"groups"`` are there if the plan has them.
+        The keys ``"window"``, ``"context"`` and ``"groups"`` are present only if the plan needs
+        them.
         """
         layout = self.layout
         data: dict[str, Any] = {
