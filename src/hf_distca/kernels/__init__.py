@@ -105,7 +105,7 @@ def _select_once(name: KernelName, case: KernelRequest, _deterministic: bool) ->
             " dtype."
         )
     raise KernelError(
-        f'Kernel {name!r} cannot run {words}: {reason}. Set kernel="auto" for a kernel that can.'
+        f'Kernel {name!r} cannot run {words}: {reason}. Set kernel="auto" to use a kernel that can.'
     )
 
 

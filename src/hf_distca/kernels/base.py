@@ -280,7 +280,8 @@ def check_pools(pools: Operands | BackwardInputs, tasks: TaskBatch) -> None:
         raise KernelError(f"Pools must have the dimensions (tokens, heads, head dim), got {shown}.")
     if q[2] != k[2] or k[:2] != v[:2]:
         raise KernelError(
-            f"q and k must agree in head dim, k and v in tokens and heads, got {shown}."
+            "q and k must have the same head dim, and k and v the same tokens and heads, got"
+            f" {shown}."
         )
     if q[1] % max(k[1], 1):
         raise KernelError(f"Query heads must be a multiple of key/value heads, got {shown}.")

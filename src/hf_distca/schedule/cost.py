@@ -82,7 +82,7 @@ class AttentionShape:
             or self.query_heads % self.key_value_heads
         ):
             raise ConfigError(
-                f"{self}: all must be >= 1, query_heads must be a multiple of key_value_heads."
+                f"{self}: all must be >= 1, and query_heads must be a multiple of key_value_heads."
             )
 
     @property

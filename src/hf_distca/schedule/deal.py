@@ -244,8 +244,8 @@ def _check_arguments(
     total, expected = sum(length.tolist()), sum(tokens)
     if total != expected or len(tokens) != ranks:
         raise LayoutError(
-            f"{len(length)} documents have {total} tokens, {ranks} ranks with {tokens_per_rank}"
-            f" tokens each have {expected}: every token needs its place, so the numbers must"
-            " be equal."
+            f"{len(length)} documents have {total} tokens, but {ranks} ranks have room for"
+            f" {expected} (tokens_per_rank={tokens_per_rank}). Both numbers must be equal, with one"
+            " tokens_per_rank for all ranks or one for each rank."
         )
     return length, np.array(tokens)

@@ -100,7 +100,10 @@ class Layout:
             raise LayoutError(f"offsets {self.offsets.tolist()} must begin with 0 and never fall.")
         rows = [len(column) for column in (self.document, self.start, self.length)]
         if any(count != self.offsets[-1] for count in rows):
-            raise LayoutError(f"columns of {str(rows)[1:-1]} rows for {self.offsets[-1]} segments.")
+            raise LayoutError(
+                f"the columns have {str(rows)[1:-1]} rows, but there are {self.offsets[-1]}"
+                " segments: each column must have one row per segment."
+            )
         if not len(self.context):
             object.__setattr__(self, "context", np.zeros(self.world_size, dtype=np.int64))
         if (
@@ -148,7 +151,7 @@ class Layout:
         if gap.any():
             row = gap.argmax()
             raise LayoutError(
-                f"document {document[row]} has a segment that starts at {start[row]} where position"
+                f"document {document[row]} has a segment that starts at {start[row]}, but position"
                 f" {expected[row]} is next: the segments of a document must cover it from 0 to its"
                 " end without gap or overlap."
             )
@@ -258,7 +261,8 @@ class Layout:
         if self.groups not in (1, groups) or self.context.any():
             raise LayoutError(
                 f"a layout with {self.groups} head groups and context {self.context.tolist()}"
-                " cannot be split."
+                f" cannot be split into {groups} groups: it must have no context, and no other"
+                " number of groups above 1."
             )
         row, part = repeat_split_rows(split_mask[self.place], groups)
         number = self.document * (groups + 1) if self.groups == 1 else self.document

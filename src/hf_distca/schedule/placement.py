@@ -46,7 +46,7 @@ def build_layout(data: Any, name: str) -> Layout:
     keys = [key for key in ("rank_segments", "lengths") if isinstance(data, dict) and key in data]
     if len(keys) != 1:
         raise LayoutError(
-            f"{name} must be a JSON object with either 'rank_segments' or 'lengths', it has"
+            f"{name} must be a JSON object with either 'rank_segments' or 'lengths', but it has"
             f" {keys or 'neither'}."
         )
     ranks = data[keys[0]]
@@ -75,7 +75,7 @@ def _parse_segment(row: Any) -> tuple[int, int, int]:
     document, start, end, *length = (require_whole_number(value) for value in row)
     if length and end > length[0]:
         raise LayoutError(
-            f"segment {row!r} ends at {end}, behind the document's length of {length[0]}."
+            f"segment {row!r} ends at {end}, but the document has only {length[0]} tokens."
         )
     return document, start, end - start
 
@@ -90,6 +90,6 @@ def require_whole_number(value: Any) -> int:
         raise LayoutError(f"{value!r} must be an integer.")
     if abs(value) >= 2**63:
         raise LayoutError(
-            f"{value} is too large: lengths, positions and numbers of documents are below 2**48."
+            f"{value} is too large: lengths, positions and document numbers must be below 2**48."
         )
     return value

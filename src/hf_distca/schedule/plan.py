@@ -165,11 +165,15 @@ class Plan:
         following = expected[wrong.argmax()] if len(wrong) else 0
         self._check_tasks(
             wrong,
-            f"starts where position {following} is next: every query token must be computed once",
+            f"does not start at position {following}, which is next: every query token must be"
+            " computed once",
         )
         computed = int((self.end - self.start).sum())
         if computed != held:
-            raise PlanError(f"the tasks compute {computed} query tokens, the layout holds {held}.")
+            raise PlanError(
+                f"the tasks compute {computed} query tokens, but the layout has {held}: every query"
+                " token must be computed once."
+            )
         return segment
 
     def _check_tasks(self, wrong: BoolArray, what: str) -> None:
@@ -320,12 +324,13 @@ class Plan:
                 else f"found: {type(data).__name__}"
             )
             raise PlanError(
-                f"a plan in JSON is an object with the keys 'tasks' and 'rank_segments', {problem}."
+                "a plan in JSON must be an object with the keys 'tasks' and 'rank_segments'"
+                f" ({problem})."
             )
         groups = data.get("groups", 1)
         if type(groups) is not int or groups < 1:
             raise PlanError(
-                "the head groups of a plan in JSON are a whole number of at least 1, found:"
+                f"the head groups of a plan in JSON must be a whole number of at least 1, got"
                 f" {groups!r}."
             )
         layout = replace(

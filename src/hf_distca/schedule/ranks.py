@@ -70,8 +70,8 @@ class Ranks:
             )
         if self.per_node is not None and count % self.per_node:
             raise ConfigError(
-                f"{count} ranks cannot be nodes of {self.per_node}: per_node must divide the number"
-                " of ranks."
+                f"{count} ranks cannot be divided into nodes of {self.per_node}: per_node must"
+                " divide the number of ranks."
             )
 
     def without_irrelevant_nodes(self, cost: CostModel) -> Ranks:
