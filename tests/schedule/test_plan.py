@@ -139,7 +139,7 @@ def test_windows_that_are_none(window: int) -> None:
 @pytest.mark.parametrize("window", ["4", 4.5, True, [4]])
 def test_windows_in_json_that_are_none(window: object) -> None:
     data = json.loads(Plan.from_tasks(LAYOUT, TASKS, 4).to_json())
-    with pytest.raises(PlanError, match="must be a whole number or None"):
+    with pytest.raises(PlanError, match="must be a whole number of at least 1"):
         Plan.from_json(json.dumps({**data, "window": window}))
 
 

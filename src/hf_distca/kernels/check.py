@@ -179,8 +179,8 @@ def _count_compiled_functions() -> int:
 
 @contextmanager
 def compile_ahead() -> Iterator[None]:
-    """Return a context manager that counts functions compiled inside as compiled ahead, and
-    silences warnings of compilers.
+    """Return a context manager. Functions that are compiled inside it count as compiled ahead, and
+    warnings of compilers are silenced.
     """
     global _ahead
     before = _count_compiled_functions()

@@ -2,8 +2,8 @@
 attention does not support.
 
 It supports any head dimension, float32, and GPUs before Ampere. `hf_distca.kernels.check` compares
-it with plain torch on the device before its first use. On an H100 with torch 2.11, whole documents
-and slices without a window were right.
+it with plain torch on the device before its first use. On an H100 with torch 2.11, the results for
+whole documents and for slices without a window were right.
 
 The op's causal mask is aligned with the last key, but in backward its window is aligned with the
 first key. The two alignments agree only if a sequence has as many rows as keys. A slice with fewer
@@ -181,7 +181,7 @@ def _round_up(rows: int) -> int:
 
 
 def _find_padded_rows(sequences: Sequences, rows: int) -> torch.Tensor:
-    """Return the index of each row among the padded rows of all sequences, (rows,) int64."""
+    """Return the index of each row among the padded rows of all sequences: (rows,), int64."""
     row, sequence = _number_rows(sequences, rows)
     return (
         row + sequence * _round_up(sequences.max_rows) - sequences.cu_rows.index_select(0, sequence)

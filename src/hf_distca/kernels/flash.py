@@ -51,7 +51,7 @@ _FA4_CAPABILITIES = (9, 10, 11, 12)
 # blocks, which have up to 192 rows.
 _MIN_LONGEST = 512
 _INTERFACE_3, INTERFACE_4 = "flash_attn_interface", "flash_attn.cute.interface"
-# Name of the same module in wheels.
+# Name of the module `_INTERFACE_3` in wheels.
 _INTERFACE_3_IN_PACKAGE = "flash_attn_3.flash_attn_interface"
 # The package `kernels` downloads this repository from the Hugging Face hub.
 _HUB_3 = "kernels-community/flash-attn3"

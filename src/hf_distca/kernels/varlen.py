@@ -14,7 +14,7 @@ keys, and the keys of a gap are a sequence without rows. These sequences are che
 
 Index tensors are built once for each batch and device, without making the host wait, and later
 calls reuse them. They are made on the stream of the first call. The caller must order other streams
-after it.
+after this stream.
 """
 
 from __future__ import annotations

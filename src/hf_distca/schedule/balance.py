@@ -28,8 +28,9 @@ from hf_distca.schedule.trial import make_moves
 # A trial stops if a rank ends later than `_USEFUL` times T. A trial with a later T may then do
 # better.
 _USEFUL = 1.05
-# If the end of the last rank is later than `_LATE` times the mean, further trials try to make the
-# other ranks end earlier: at these fractions of the way from the mean to that end.
+# If the last rank ends later than `_LATE` times the mean, further trials try to make the other
+# ranks end earlier. Their T is at these fractions of the way from the mean to the end of the last
+# rank.
 _EVEN_PARTS, _LATE = (0.1, 0.2, 0.4, 0.6, 0.8), 1.2
 # The finest tolerance of the search, and the most trials it makes.
 _FINEST_TOLERANCE, _MOST_TRIALS = 0.002, 16
@@ -119,7 +120,7 @@ class PlanTrials:
         if not (self.config.balance and can_gain):
             return best.plan
         mean, nodes = self.compute_means(1), self.compute_means(self.node_count)
-        # Plan inside nodes first, if such a plan can end about as early as one across nodes.
+        # Plan inside nodes first, if such a plan can end about as early as a plan across nodes.
         ways = [nodes, mean] if nodes.max() < mean[0] * (1 + self.tolerance) else [mean, nodes]
         splits = list_splits(self.unmoved_load, self.config, mean[0])
         for groups, split_mask in splits:
@@ -142,16 +143,15 @@ class PlanTrials:
         return best.plan
 
     def compute_means(self, units: int) -> FloatArray:
-        """Compute the seconds of compute that each rank of a unit has if all its ranks end
-        together.
+        """Return, for each unit of ranks, the compute seconds of a rank if all ranks of the unit
+        ended together.
 
-        A unit is a run of consecutive ranks. All units have equally many ranks. The result has one
-        number for each unit.
+        A unit is a run of consecutive ranks. All units have equally many ranks.
         """
         seconds = self.unmoved_load.compute_seconds.reshape(units, -1)
         speeds = np.array(self.ranks.list_speeds(seconds.size)).reshape(units, -1)
         work = (seconds * speeds).tolist()
-        # The result of `fsum` is the same in all Python versions, unlike that of `sum`.
+        # The result of `fsum` is the same in all Python versions, unlike the result of `sum`.
         return np.array(list(map(math.fsum, work))) / list(map(math.fsum, speeds.tolist()))
 
     def _search(self, pieces: Pieces, mean: FloatArray, limit: float) -> IntArray:

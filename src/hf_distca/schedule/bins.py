@@ -81,8 +81,8 @@ def _fill_bins(
         length, count = last - first, counts[chunk]
         chosen, room = _choose_bins(bins, length, count)
         left = length
-        # Start with the bin that was chosen last. Bins with too little room for an equal part were
-        # chosen last. They are filled, and the bins before them take the rest.
+        # Bins with too little room for an equal part were chosen last. Start with these bins: they
+        # are filled, and the other bins take the rest.
         for place in range(chosen - 1, -1, -1):
             bin_ = bins.chosen[place]
             bins.is_chosen[bin_] = False

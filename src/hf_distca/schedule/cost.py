@@ -288,9 +288,10 @@ class CostModel:
 
     @classmethod
     def make_of_pairs(cls, shape: AttentionShape) -> CostModel:
-        """Make a model for balancing causal pairs only, like published planners.
+        """Make a model in which only causal pairs have a cost. Published planners balance this
+        cost.
 
-        2**30 pairs cost one second, and nothing else costs anything.
+        2**30 pairs cost one second.
         """
         return cls(
             shape,
@@ -489,8 +490,8 @@ class TransientBytes(NamedTuple):
         )
 
     def find_last_row(self, bound: int | None, window: int, groups: int) -> int:
-        """Find the position up to which query rows may move: the keys up to it take at most half of
-        a bound, so that the rows can take the rest.
+        """Find the position up to which query rows may move: the keys before this position take at
+        most half of a bound, so that the rows can take the rest.
 
         The keys are those of one of `groups` head groups. `bound` is in bytes; None for no bound.
         """

@@ -1,7 +1,8 @@
 """`deal`: assigns documents of a global batch to ranks, before any work is moved.
 
-The places of documents decide what exchanges cost. After a deal, all ranks have the same number of
-tokens, and `balance` can even out attention at little cost. A document may be longer than a rank.
+The places of documents decide the cost of exchanges. After a deal, all ranks have the same number
+of tokens, and `balance` can even out attention at little cost. A document may be longer than a
+rank.
 """
 
 from __future__ import annotations
@@ -245,7 +246,7 @@ def _check_arguments(
     if total != expected or len(tokens) != ranks:
         raise LayoutError(
             f"{len(length)} documents have {total} tokens, but {ranks} ranks have room for"
-            f" {expected} (tokens_per_rank={tokens_per_rank}). Both numbers must be equal, with one"
-            " tokens_per_rank for all ranks or one for each rank."
+            f" {expected} (tokens_per_rank={tokens_per_rank}). Both numbers must be equal. Give one"
+            " tokens_per_rank for all ranks, or one for each rank."
         )
     return length, np.array(tokens)

@@ -50,8 +50,8 @@ class Layout:
     exactly once.
 
     The first segments of a rank may be *context*: their keys are read, but their queries are
-    computed elsewhere. The second nano-batch of ping-pong has context where a document crosses the
-    cut.
+    computed elsewhere. The second nano-batch of ping-pong has context if a document crosses the cut
+    between the nano-batches.
 
     Attributes:
         document: document number of each segment.
@@ -66,7 +66,7 @@ class Layout:
         is_scattered: whether any document lies in more than one run of tokens (on several ranks, or
             with a gap on one rank).
         rank, end: for each segment, its rank, and the document position after its last token.
-        token: for each segment, the index of its first token among those of its rank.
+        token: for each segment, the index of its first token among the tokens of its rank.
         has_queries: for each segment, whether its queries are to be computed; false for context.
         by_document: the segments in order of document and position.
         documents: the numbers of all documents, in order.
@@ -261,8 +261,8 @@ class Layout:
         if self.groups not in (1, groups) or self.context.any():
             raise LayoutError(
                 f"a layout with {self.groups} head groups and context {self.context.tolist()}"
-                f" cannot be split into {groups} groups: it must have no context, and no other"
-                " number of groups above 1."
+                f" cannot be split into {groups} groups: it must have no context, and its number of"
+                f" head groups must be 1 or {groups}."
             )
         row, part = repeat_split_rows(split_mask[self.place], groups)
         number = self.document * (groups + 1) if self.groups == 1 else self.document
@@ -335,7 +335,7 @@ class Layout:
         )
 
     def find_places(self, document: IntArray) -> IntArray:
-        """Return the places of documents among `documents`.
+        """Return the places of these document numbers among `documents`.
 
         Unknown numbers get the place of another document.
         """
@@ -357,7 +357,7 @@ class Layout:
 
 
 def _find_offsets(ranks: Sequence[Sequence[Any]]) -> IntArray:
-    """Return where the rows of each rank begin and end among the rows of all ranks."""
+    """Return the offsets of each rank's rows among the rows of all ranks."""
     return np.cumsum([0, *map(len, ranks)], dtype=np.int64)
 
 
@@ -462,8 +462,9 @@ def _number_documents(
                 f" there, on ranks {ranks} and {ending[position]}. Position ids do not say which of"
                 " them belong together: give document numbers (PackedDocuments in the batch)."
             )
-    # Document numbers, by the position where a run ends and by the run itself. Only a run without
-    # tokens may find no number at its start, and `Layout` refuses such a run.
+    # Document numbers, by the position where a run ends and by the run itself. A run that starts
+    # above 0 takes the number of the run that ends there. Only a run without tokens may find no
+    # such number, and `Layout` refuses this run.
     number_ending_at: dict[int, int] = {}
     numbers: dict[tuple[int, int], int] = {}
     for number, (start, rank, row, end) in enumerate(sorted(rows)):

@@ -38,7 +38,8 @@ from hf_distca.schedule.trial import make_moves
 # slice takes `_TYPICAL_SLICE` of the mean seconds. A document is long if the keys of such a slice
 # have more bytes than its rows.
 _MOST_GROUPS, _TYPICAL_SLICE = 4, 0.25
-# The largest number of a document that may be split, which multiplies the number by `groups + 1`.
+# The largest document number for which documents are split by heads. Splitting multiplies numbers
+# by `groups + 1`.
 _LARGEST_NUMBER = 2**56
 # Fields of `Batch` that are restored before a trial. Rows of `holders` and `moves` beyond `counts`
 # may keep old values.

@@ -109,8 +109,8 @@ class Plan:
     def __post_init__(self) -> None:
         if self.window is not None and (type(self.window) is not int or self.window < 1):
             raise PlanError(
-                f"window={self.window!r} must be a whole number or None: at least 1, because a"
-                " query position sees itself, and None for no window."
+                f"window={self.window!r} must be a whole number of at least 1, because a query"
+                " position sees itself, or None for no window."
             )
         if self.window is not None and self.layout.groups > 1:
             raise PlanError(
@@ -223,7 +223,7 @@ class Plan:
 
     @cached_property
     def heads(self) -> npt.NDArray[np.float64]:
-        """Part of the heads that each task computes: 1, or less for a head group."""
+        """Fraction of the heads that each task computes: 1, or less for a head group."""
         return self.layout.compute_head_fractions(self.document)
 
     @cached_property
@@ -251,9 +251,9 @@ class Plan:
 
         Runs that the server holds itself are included.
 
-        Of each document, a server needs the longest prefix that its tasks need. In a plan with a
-        window, it needs the union of the ranges that its tasks need. Rows of one server are in
-        order of document and start.
+        A server needs one prefix of each document: the longest that any of its tasks needs. In a
+        plan with a window, it needs the union of the ranges that its tasks need. Rows of one server
+        are in order of document and start.
 
         Args:
             tasks: rows of the plan, in order, whose keys are listed; all rows if not given.

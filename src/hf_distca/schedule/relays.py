@@ -59,7 +59,7 @@ def with_sending_ranks(layout: Layout, keys: KeyTransfers, relays: Relays | None
 def with_relay_hops(
     layout: Layout, keys: KeyTransfers, relays: Relays | None
 ) -> tuple[KeyTransfers, IntArray]:
-    """Cut rows where the runs of relays begin and end.
+    """Cut the rows of `keys` where the runs of relays begin and end.
 
     Return the rows, and the relay of each row (-1 for keys without a relay).
     """
@@ -182,8 +182,8 @@ def _divide_keys(
     place = np.cumsum(mark_changes(unit)) - 1
     times = np.searchsorted(place, place, side="right") - 1 - np.arange(len(place))
     resent = _sum_running(place, times * (key_end - _shift_down(place, key_end)))
-    # Points of this count: positions, and the keys that are sent again before each position. The
-    # points of all documents are put into one increasing sequence.
+    # Points for interpolation: positions, and the number of keys that are sent again before each
+    # position. The points of all documents are put into one increasing sequence.
     width, most = int(key_end.max()) + 1, float(resent.max()) + 1
     documents = np.arange(place[-1] + 1)
     rows = np.argsort(np.append(documents, place), kind="stable")

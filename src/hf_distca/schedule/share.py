@@ -277,7 +277,7 @@ def _group_runs(rank: IntArray, rows: _TokenRows, step: int) -> Columns:
 
 
 def _join_runs(key: IntArray, first: IntArray, rows: IntArray, step: IntArray | int) -> Columns:
-    """Join rows that are `step` apart to runs. Return columns: key of a run, first row, number of
+    """Join rows that are `step` apart into runs. Return columns: key of a run, first row, number of
     rows.
     """
     starts_run = mark_changes(key)

@@ -45,18 +45,18 @@ class Batch(NamedTuple):
         transient: bytes of a query row and a key on the rank that gets them and on the rank that
             sends them.
         most_bytes: the most bytes that a rank may hold.
-        grid: documents are cut at multiples of it.
+        grid: documents are cut at multiples of this number.
         per_node: number of ranks of a node; all ranks if nodes are not told apart.
         shared: number of ranks that share a link between nodes.
         hidden: whether exchanges are hidden behind compute.
         has_relays: whether servers forward keys, so that a home sends each key only once to each
-            unit. A unit is the servers of a node where rows of the document lie, or those of all
-            other nodes.
+            unit. A unit is the servers of a node where rows of the document lie, or the servers of
+            all other nodes.
         heads: (parts,) fraction of the heads that each part has.
         offsets: (ranks + 1,) rank r has pieces [offsets[r], offsets[r + 1]), in falling order of
             their last positions.
         parts: (parts + 1, 2) the first segment of each part, and its newest row of `holders` (-1
-            for no row). The segments of a part end where those of the next part begin.
+            for no row). The segments of a part end where the segments of the next part begin.
         segments: (segments, 3 + units) low, high and home: keys [low, high) of a part lie on rank
             home. Then, for each unit, the position up to which home has sent all keys to the unit.
         pieces: (pieces, 3) the part of each piece, and its rows [first, last) that are not moved.
@@ -138,7 +138,7 @@ def solve_rows(
 
 @compile_inner
 def find_held(batch: Batch, part: int, server: int) -> int:
-    """Find how many keys of a part, from the first key on, a server has.
+    """Find the number of keys of a part, counted from its first key, that a server has.
 
     With a window, the result is 0: a server has only keys near its rows, which few other rows need.
     """
