@@ -190,7 +190,7 @@ def _describe_features(scores: ScoreOptions) -> str:
 
 
 def _suggest_speedup(case: KernelRequest) -> str:
-    """Describe how to get flash attention for a case on a GPU; "" if there is nothing to change."""
+    """Describe how to get flash attention for a case on a GPU; "" if the user can do nothing."""
     ways = []
     if case.dtype not in (torch.bfloat16, torch.float16):
         ways.append("train in bfloat16 or float16 (bf16=True or fp16=True)")

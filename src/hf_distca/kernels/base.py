@@ -1,4 +1,6 @@
-"""Input and output types of attention kernels, and functions on pools that kernels share.
+"""Input and output types of attention kernels, and functions that kernels share.
+
+Attention tasks are slices of *pools*: tensors of query rows, and tensors of keys and values.
 
 Shape suffixes: T tokens (query rows or keys of a pool), H query heads, K key/value heads, D head
 dim, V value head dim.
@@ -97,7 +99,8 @@ class KernelRequest(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class TaskBatch:
-    """CA-tasks over a pool of query rows and a pool of keys. All numbers are on the host.
+    """Core-attention tasks (CA-tasks) over a pool of query rows and a pool of keys. All numbers are
+    on the host.
 
     Task i has query rows ``[query_start[i], query_start[i] + query_length[i])`` of the query pool
     and keys ``[key_start[i], key_start[i] + key_length[i])`` of the key pool. Its last query row
@@ -106,8 +109,8 @@ class TaskBatch:
     these keys. Query rows of different tasks never overlap. Keys may overlap, because several
     slices of a document share one copy of its prefix.
 
-    Kernels cache derived data, such as their calls, in `derived` under separate keys. All layers
-    of a micro-batch run the same batches, in forward and backward.
+    Kernels cache derived data, such as their calls, in `derived` under separate keys. These data
+    are reused, because all layers of a micro-batch run the same batches, in forward and backward.
     """
 
     query_start: Sequence[int]

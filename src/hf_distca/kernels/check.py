@@ -167,7 +167,7 @@ def count_late_compiles() -> int:
 
 
 def _count_compiled_functions() -> int:
-    """Count the functions that the package has compiled or loaded from disk in this process."""
+    """Count the functions that flash-attn-4 has compiled or loaded from disk in this process."""
     package = sys.modules.get(INTERFACE_4)
     caches = (
         [getattr(value, "compile_cache", None) for value in vars(package).values()]
@@ -257,8 +257,8 @@ def compile_variants(kernel: Kernel, case: KernelRequest) -> None:
 
 
 def _list_sequence_counts() -> tuple[int, int]:
-    """Return two numbers of sequences: a call with the first needs no table to look sequences up,
-    and a call with the second needs it.
+    """Return two numbers of sequences. A call with the first number needs no table for looking
+    sequences up, and a call with the second number needs one.
     """
     return 2, getattr(sys.modules.get(INTERFACE_4), "BIN_BATCH_SEARCH_THRESH", 256) + 1
 

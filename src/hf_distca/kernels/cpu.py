@@ -330,7 +330,9 @@ def _make_block_mask(window: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _list_calls(task: _Task, scores: ScoreOptions, dtype: torch.dtype) -> list[_Call]:
-    """List the kernel calls of a task or block. Without a mask, the causal square comes first."""
+    """List the kernel calls of a task or block: a single call with a mask, or the causal square,
+    followed by the rectangle if there is one.
+    """
     if scores.window is not None and task.keys > scores.window:
         mask = _make_block_mask(scores.window, choose_accumulation_dtype(dtype))[
             -task.rows :, -task.keys :

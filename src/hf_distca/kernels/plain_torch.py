@@ -65,8 +65,8 @@ class _Chunk:
         return scores_KGT
 
     def multiply_by_slope(self, ds_KGT: torch.Tensor, scores_KGT: torch.Tensor) -> torch.Tensor:
-        """Multiply `ds_KGT`, in place, by 1 - tanh^2, the derivative of the cap. `scores_KGT` are
-        the capped scores.
+        """Multiply `ds_KGT`, in place, by 1 - tanh^2, the derivative of the softcap. `scores_KGT`
+        are the capped scores.
         """
         if self.scores.softcap is None:
             return ds_KGT

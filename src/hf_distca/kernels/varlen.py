@@ -61,8 +61,8 @@ class Sequences(NamedTuple):
 
 
 class VarlenOp(Protocol):
-    """A varlen flash-attention op. It is causal, aligned bottom right, with H a multiple of K, and
-    D equal to V.
+    """A varlen flash-attention op. It is causal, aligned bottom right. The number of query heads
+    (H) is a multiple of the number of key/value heads (K), and all heads have the same width (D = V).
 
     ``scores.window`` is None or less than the most keys of a sequence. ``scores.softcap`` is None
     unless the kernel supports it.
