@@ -2,8 +2,8 @@
 
 A **trial** (`schedule.trial`) tries to end at a time T. Every rank that would end after T gives
 away query rows until it ends by T. Ranks take rows only as long as they still end by T. The
-**plan** comes from the trial with the lowest T that was reached. A bisection finds this T, between
-the mean of all ranks and the end without moves.
+**plan** comes from the trial with the lowest T that was reached. A bisection finds this T. It lies
+between the mean compute seconds of the ranks and the end of the last rank without moves.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from hf_distca.schedule.relays import add_relays
 from hf_distca.schedule.tails import END, LATEST, PIECE, USEFUL
 from hf_distca.schedule.trial import make_moves
 
-# A trial stops if a rank ends later than `_USEFUL` times T. A trial with a later T may then do
+# A trial stops if a rank ends later than `_USEFUL` times T, because a trial with a later T may do
 # better.
 _USEFUL = 1.05
 # If the last rank ends later than `_LATE` times the mean, further trials try to make the other
@@ -103,7 +103,7 @@ class PlanTrials:
 
     @property
     def tolerance(self) -> float:
-        """Relative tolerance of the search for T."""
+        """Relative tolerance of the search for T, the time at which the last rank ends."""
         return max(self.config.tolerance, _FINEST_TOLERANCE)
 
     def weigh_plan(self, plan: Plan, min_gain: float = 0.0) -> PlanLoad:
@@ -155,7 +155,10 @@ class PlanTrials:
         return np.array(list(map(math.fsum, work))) / list(map(math.fsum, speeds.tolist()))
 
     def _search(self, pieces: Pieces, mean: FloatArray, limit: float) -> IntArray:
-        """Find the lowest T that trials reach in each unit, and return the moves."""
+        """Find the lowest time T by which trials end in each unit of ranks.
+
+        Return the moves of these trials.
+        """
         tolerance, moves = self.tolerance, np.zeros((0, 4), dtype=np.int64)
         high = np.minimum(pieces.start.ranks[END].reshape(len(mean), -1).max(axis=1), limit)
         low, latest = mean, high
@@ -187,7 +190,7 @@ class PlanTrials:
     def _try(
         self, pieces: Pieces, latest: FloatArray, useful: FloatArray
     ) -> tuple[IntArray, FloatArray]:
-        """Make a trial for the T of each unit.
+        """Make a trial for the time T of each unit of ranks.
 
         Return the moves, and the time at which the last rank of each unit ends (inf if the trial of
         the unit was stopped).

@@ -113,13 +113,13 @@ def deal_to_bins(
     tile: int,
     spread: Callable[[FloatArray, IntArray], FloatArray],
 ) -> IntArray:
-    """Put chunks into bins.
+    """Put chunks of documents into bins, so that each bin gets its tokens and attention is even.
 
     Args:
         chunks: (chunks, 3) document, start and end. Together they fill the rooms.
         rooms: (bins,) tokens that each bin must get.
         window: number of keys that a row sees.
-        tile: chunks are cut at multiples of it where rooms allow.
+        tile: chunks are cut at multiples of this number if rooms allow.
         spread: called with the number of bins that the attention of each chunk fills, and with the
             chunks. It returns in how many bins each chunk is to lie.
 

@@ -1,4 +1,4 @@
-"""Costs of a CA-task and of an exchange, in seconds.
+"""Costs of a core-attention task (CA-task) and of an exchange, in seconds.
 
 One direction of a CA-task with n query rows and m keys costs the sum of three parts::
 

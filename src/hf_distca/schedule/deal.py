@@ -49,12 +49,12 @@ def deal(
         lengths: number of tokens of each document, at least 1. Documents keep their index as their
             number.
         ranks: number of ranks.
-        tokens_per_rank: tokens of each rank; `ranks` times as many are dealt. Or one number for
-            each rank, if the tokens cannot be divided evenly.
-        cost: cost model. It says whether the keys of a document travel longer than a node computes
-            it, and it has the window. Give a window only if all layers of the model have it. A
-            window that no document exceeds is ignored.
-        tile: documents are cut at multiples of it where tokens allow.
+        tokens_per_rank: tokens of each rank: one number for all ranks, or one number for each rank
+            if the tokens cannot be divided evenly.
+        cost: cost model. It gives the window, and tells whether the keys of a document travel
+            longer than a node computes the document. Give a window only if all layers of the model
+            have it. A window that no document exceeds is ignored.
+        tile: documents are cut at multiples of this number if tokens allow.
         ranks_per_node: number n of ranks of a node; ranks [0, n), [n, 2n), ... are nodes. Documents
             that need no more than a node's attention and room lie in one node. See `schedule.bins`
             for longer documents.
@@ -150,9 +150,10 @@ def _build_layout(rows: IntArray, ranks: int) -> Layout:
 
 
 def _divide_halves(tokens: IntArray, total: int) -> IntArray:
-    """Divide the `total` tokens of the first half among ranks.
+    """Return the number of tokens that each rank gets in the first of two nano-batches.
 
-    Each rank gets half of its own tokens, plus or minus its part of the difference to `total`.
+    Each number is about half of the rank's tokens. The difference between `total` and the sum of
+    these halves is divided among the ranks.
     """
     halves = tokens // 2
     difference = total - int(halves.sum())

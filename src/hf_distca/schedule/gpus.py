@@ -21,7 +21,8 @@ _FACTORS = {
     ("H100", "flash_attn_4"): 0.47,
     ("B200", "flash_attn_4"): 0.24,
 }
-# Bytes per second that a rank sends to other nodes and inside its node, from the same profiles.
+# Bytes per second that a rank sends to other nodes and inside its node, from the profiles in
+# benchmarks/simulated.
 _LINKS = {"A100": (1.8e10, 2.1e11), "H100": (3.7e10, 3.0e11), "B200": (3.7e10, 6.4e11)}
 # GPUs that have the same multiprocessors as a GPU of the tables.
 _SAME_GPU = {"H200": "H100", "GH200": "H100", "GB200": "B200"}

@@ -1,5 +1,5 @@
 """Pieces of a batch as arrays for trials (`schedule.trial`), and plans made from the moves of
-trials.
+trials. A piece is the rows of a document, or of a head group of a document, on one rank.
 """
 
 from __future__ import annotations
@@ -48,13 +48,15 @@ _STATE = ("parts", "segments", "pieces", "ranks", "counts")
 
 @dataclass(frozen=True)
 class Pieces:
-    """The pieces of a layout, with some documents in head groups.
+    """The pieces of a layout: the rows of each part on each rank. A part is a document, or a head
+    group of a document.
 
     Attributes:
         load: load of the plan that moves nothing.
         groups: number of head groups of a document that is split.
-        number: (parts,) number of each part. It is the place of the part's document times ``groups
-            + 1``, plus the number of its head group (from 1 on; 0 for all heads).
+        number: (parts,) number of each part: the place of its document among the layout's
+            documents times ``groups + 1``, plus the number of its head group (from 1 on; 0 for all
+            heads).
         home: (pieces,) the rank of each piece.
         stop: (pieces,) where the rows of each piece end. The last rows of a piece cannot move if
             they need more keys than a bound of transient bytes allows.

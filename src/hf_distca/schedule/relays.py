@@ -126,8 +126,9 @@ def add_relays(load: PlanLoad, min_gain: float = 0.0) -> PlanLoad:
 def _choose_relays(load: PlanLoad, other_seconds: FloatArray, unchanged: float) -> Relays | None:
     """Choose relays for the documents that late ranks send.
 
-    The keys that a relay forwards are in proportion to the seconds that it has left before the time
-    `unchanged`. Return None if late ranks send no document to several servers.
+    The keys that a relay forwards are in proportion to the seconds that it has left before
+    `unchanged`, the earliest end that `add_relays` finds possible. Return None if late ranks send
+    no document to several servers.
     """
     layout, keys = load.plan.layout, load.needed_keys
     per_node = load.ranks.per_node or layout.world_size
@@ -164,9 +165,10 @@ def _choose_relays(load: PlanLoad, other_seconds: FloatArray, unchanged: float) 
 def _divide_keys(
     unit: IntArray, server: IntArray, key_end: IntArray, weight: FloatArray
 ) -> tuple[IntArray, ...] | None:
-    """Divide keys among relays in proportion to weights, as far as each relay has the keys.
+    """Divide the keys of each unit into runs, one for each relay.
 
-    Servers of weight 0 forward nothing.
+    The keys that relays forward are in proportion to their weights. But a relay forwards only keys
+    that it needs itself, and servers of weight 0 forward nothing.
 
     Args:
         unit, server, key_end: servers with their units, and the keys [0, key_end) that they need,
@@ -183,19 +185,19 @@ def _divide_keys(
     times = np.searchsorted(place, place, side="right") - 1 - np.arange(len(place))
     resent = _sum_running(place, times * (key_end - _shift_down(place, key_end)))
     # Points for interpolation: positions, and the number of keys that are sent again before each
-    # position. The points of all documents are put into one increasing sequence.
+    # position. The points of all units are put into one increasing sequence.
     width, most = int(key_end.max()) + 1, float(resent.max()) + 1
     documents = np.arange(place[-1] + 1)
     rows = np.argsort(np.append(documents, place), kind="stable")
     positions = np.append(documents * width, place * width + key_end)[rows]
     amounts = np.append(documents * most, place * most + resent)[rows]
-    # The second largest reach of the document. Only one server needs the keys after this reach.
+    # The second largest `key_end` of the unit. Only one server needs the keys after this position.
     second = key_end[np.searchsorted(place, place, side="right") - 2][forwarding]
     unit, server, key_end, place = (column[forwarding] for column in (unit, server, key_end, place))
     parts = _sum_running(place, weight[forwarding])
     last = np.searchsorted(place, place, side="right") - 1
     end = np.minimum(second, key_end[last])
-    # Rounding can make this sum 0, if the weights of earlier documents are much larger.
+    # Rounding can make this sum 0, if the weights of earlier units are much larger.
     total = np.maximum(parts[last], np.finfo(np.float64).tiny)
     resent_target = (np.interp(place * width + end, positions, amounts) - place * most) * (
         parts / total
@@ -214,12 +216,12 @@ def _divide_keys(
 
 
 def _shift_down(place: IntArray, values: IntArray) -> IntArray:
-    """Return, for each row, the value of the row before it; 0 for the first row of a document."""
+    """Return, for each row, the value of the row before it; 0 for the first row of a unit."""
     return np.where(mark_changes(place), 0, np.append(0, values)[:-1])
 
 
 def _sum_running(place: IntArray, values: npt.NDArray[Any]) -> Any:
-    """Return running sums of the values, which start again in each document."""
+    """Return running sums of the values, which start again in each unit."""
     sums = np.cumsum(values)
     return sums - (sums - values)[np.searchsorted(place, place)]
 

@@ -167,7 +167,9 @@ class _TokenRows(NamedTuple):
 def _compute_exchange(
     plan: Plan, rank: int, needed_tasks: IntArray, run_tasks: IntArray, relays: Relays | None
 ) -> ExchangeShare:
-    """Compute an exchange with the keys of `needed_tasks`. Only `run_tasks` run on pools."""
+    """Compute the part of one rank in an exchange that carries the keys of `needed_tasks`. Of these
+    tasks, only `run_tasks` run on pools.
+    """
     layout, groups = plan.layout, plan.layout.groups
     queries = _TokenRows.select_queries(
         plan, run_tasks[(plan.server[run_tasks] == rank) | (plan.home[run_tasks] == rank)], groups
@@ -262,7 +264,8 @@ def _merge_tasks(rows: _TokenRows, place: IntArray, query: IntArray) -> Columns:
 def _describe_exchange(
     sent: _TokenRows, received: _TokenRows, step: int = 1
 ) -> tuple[RankMessage, RankMessage]:
-    """Describe a message: the sent rows, which are `step` apart, and the received rows.
+    """Describe a message: rows to send, which lie `step` rows apart in their tensor, and rows to
+    receive.
 
     Return this message, and the message of the gradients that go back.
     """
@@ -277,8 +280,9 @@ def _group_runs(rank: IntArray, rows: _TokenRows, step: int) -> Columns:
 
 
 def _join_runs(key: IntArray, first: IntArray, rows: IntArray, step: IntArray | int) -> Columns:
-    """Join rows that are `step` apart into runs. Return columns: key of a run, first row, number of
-    rows.
+    """Join rows that have equal keys, such as ranks, and lie `step` rows apart in their tensor.
+
+    Return columns: key of a run, first row, number of rows.
     """
     starts_run = mark_changes(key)
     starts_run[1:] |= first[1:] != (first + step * rows)[:-1]

@@ -1,5 +1,5 @@
-"""Tails of pieces for `schedule.trial`: the end of a rank, the number of rows of a tail, and the
-cost of giving a tail away. A tail is the last rows of a document on a rank.
+"""Functions on tails for `schedule.trial`. A tail is the last rows of a document on a rank. The
+functions count the rows of a tail that a rank should give away, and estimate the cost of this move.
 
 Only `end_seconds` knows what a rank waits for. `solve_rows` solves a quadratic equation for the
 rows that a server can take, and for the rows that a home must give away.
@@ -33,12 +33,12 @@ RANK, KEYS, PREVIOUS = range(3)
 # Units of a part. Each node where rows of the part lie is a unit, numbered modulo OTHERS. All other
 # nodes together are the unit OTHERS.
 UNITS, OTHERS = 9, 8
-# Ranks aim to end this fraction of T before T.
+# Ranks aim to end before T by this fraction of T.
 CLOSE = 0.0005
 
 
 class Batch(NamedTuple):
-    """Pieces and ranks, and the state of a trial.
+    """Parts and pieces of documents (see `schedule.trial`), ranks, and the state of a trial.
 
     Attributes:
         cost: marginal cost of slices.
@@ -273,7 +273,7 @@ def _count_taken(batch: Batch, piece: int, source: int, server: int, links: _Lin
 
 @compile_inner
 def _count_given(batch: Batch, piece: int, source: int, goal: float, links: _Links) -> float:
-    """Count the rows of a tail that its home must give away to end by its goal."""
+    """Count the rows of a tail that its home must give away to end by `goal`."""
     cost, end, speed = batch.cost, batch.pieces[piece, LAST], batch.ranks[SPEED, source]
     heads = batch.heads[batch.pieces[piece, PART]]
     key = heads * cost.key
@@ -289,9 +289,10 @@ def _count_given(batch: Batch, piece: int, source: int, goal: float, links: _Lin
 
 @compile_inner
 def weigh_tail(batch: Batch, piece: int, source: int, server: int) -> tuple[float, int]:
-    """Return the seconds lost for each second that the source saves, and the first row of the tail.
+    """Choose the tail of a piece that `source` would give to `server`.
 
-    The seconds are inf if no tail gains enough.
+    Return the seconds lost for each second that `source` saves (inf if no tail gains enough), and
+    the first row of the tail.
     """
     cost, ranks, heads = batch.cost, batch.ranks, batch.heads[batch.pieces[piece, PART]]
     start, end = batch.pieces[piece, FIRST], batch.pieces[piece, LAST]
