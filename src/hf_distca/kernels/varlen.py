@@ -62,7 +62,7 @@ class Sequences(NamedTuple):
 
 class VarlenOp(Protocol):
     """A varlen flash-attention op. It is causal, aligned bottom right. The number of query heads
-    (H) is a multiple of the number of key/value heads (K), and all heads have the same width (D = V).
+    (H) is a multiple of the number of key/value heads (K). All heads have the same width (D = V).
 
     ``scores.window`` is None or less than the most keys of a sequence. ``scores.softcap`` is None
     unless the kernel supports it.
