@@ -362,7 +362,8 @@ def refusals(rank: int) -> None:
     sharded = model_for(Case(layers=2), "distca")
     fully_shard(sharded, mesh=mesh)
     with pytest.raises(
-        ConfigError, match=r"DDP or FSDP have wrapped.* split it first, then wrap stage\.submod"
+        ConfigError,
+        match=r"wrapped with DDP or FSDP: split the model first, then wrap stage\.submod",
     ):
         split(sharded, mesh)
     with pytest.raises(ConfigError, match=r"give it the stage that hf_distca.pipeline.split made"):
