@@ -107,8 +107,8 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
 
-# Modules whose `register` changes transformers' models. They import torch and transformers, so this
-# file imports them only after transformers' models.
+# Modules whose `register` changes transformers' models. They import torch and transformers, so they
+# are imported only in processes that load models.
 _REGISTERED = ("integration.hooks.register", "hybrids.recurrent_layers")
 
 

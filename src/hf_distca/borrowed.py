@@ -1,9 +1,9 @@
 """Private names of torch, transformers and accelerate that distca uses although they may change.
 
 Only this file, `data.borrowed_readers` and `pipeline.borrowed_pipelining` use private names of
-these packages. Check the three files when a new version of torch, transformers or accelerate comes
-out. tests/test_borrowed.py checks this rule, and that each name exists and behaves as described
-here. tests/oldest.sh runs that test with the oldest supported versions. The heading of each block
+these packages. tests/test_borrowed.py checks this rule, and that each name exists and behaves as
+described here. tests/oldest.sh runs that test with the oldest supported versions. Check the three
+files when a new version of torch, transformers or accelerate comes out. The heading of each block
 lists the versions in which its names were seen. transformers is imported inside functions, because
 its import takes seconds.
 """
@@ -127,7 +127,7 @@ is_in_transform = torch._C._are_functorch_transforms_active
 
 
 def is_in_backward() -> bool:
-    """Return whether this runs inside a backward. If so, a forward is a recompute."""
+    """Return whether this runs inside a backward, where every forward is a recompute."""
     return torch._C._current_graph_task_id() != -1
 
 
@@ -251,7 +251,7 @@ def _make_options(backend: str, timeout: datetime.timedelta) -> Any:
     """Return options of NCCL with a stream of high priority; None for other backends.
 
     Messages and the kernel of a rank's own tasks become ready at the same time. If messages had no
-    priority and the kernel began first, it would occupy the GPU until it ends.
+    priority and the kernel began first, the kernel would occupy the GPU until its end.
     """
     if "nccl" not in backend:
         return None
@@ -296,8 +296,8 @@ MASK_WINDOW = "sliding_window_overlay"  # its only argument is `sliding_window`
 MASK_BOTH_WAYS = "bidirectional_mask_function"
 MASK_BOTH_WAYS_WINDOW = "sliding_window_bidirectional_overlay"
 BOTH_WAYS_MASK_PARTS = frozenset({MASK_BOTH_WAYS, MASK_BOTH_WAYS_WINDOW, "and_masks"})
-# Functions from which causal masks are composed. If a mask has any other function, its queries see
-# other keys. Versions before 5.23 lack some of these functions.
+# Functions from which causal masks are composed. Any other function lets queries see other keys.
+# Versions before 5.23 lack some of these functions.
 CAUSAL_MASK_PARTS = frozenset(
     {
         "causal_mask_function",
@@ -342,10 +342,11 @@ _passing: dict[str, str] = {}
 
 def let_names_pass(names: Mapping[str, str]) -> None:
     """Make transformers accept the keys of `names` as attention implementations, even if their
-    packages are missing. A model that asks for a key gets the implementation with the value's name.
+    packages are missing. The value of a key is the implementation that a model gets for it.
 
     transformers checks the implementation of a model when the model is made and when the
-    implementation is changed. If a package is missing, it would look for a kernel on the hub.
+    implementation is changed. If a package is missing, transformers would look for a kernel on the
+    hub.
     """
     from transformers import PreTrainedModel
 

@@ -117,8 +117,8 @@ class DistCAConfig:
             rank's document. If off, every run of positions is a separate document, as in
             transformers.
         balance_evaluation: let ranks share attention also while the model is in evaluation mode.
-            Every rank must then evaluate the same number of batches. If dealing has cut documents,
-            ranks compute the batch together even if this setting is off.
+            Every rank must then evaluate the same number of batches. A dealt batch in which
+            documents are cut is computed by all ranks together even if this is off.
         serve_in_place: let ranks that hold tokens compute slices of other ranks. If off, only ranks
             without tokens compute them.
         ping_pong: run every decoder layer as two nano-batches in turns, so that one computes while
@@ -236,7 +236,7 @@ def parse_values(text: str | bytes, source: str) -> Any:
 def split_settings(
     values: Any, source: str, others: tuple[str, ...] = ("tokens_per_rank",)
 ) -> tuple[DistCAConfig, dict[str, Any]]:
-    """Split the values that a user wrote into a `DistCAConfig` and values of other names.
+    """Split the values in a user's file. Return a `DistCAConfig`, and the values of other names.
 
     Args:
         values: the values by name; None if there are no values.

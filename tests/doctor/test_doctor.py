@@ -206,9 +206,7 @@ def test_a_name_that_the_hub_does_not_have(monkeypatch: pytest.MonkeyPatch) -> N
     said: list[str] = []
     with pytest.raises(ConfigError):
         read_config("me/none", said.append)
-    assert said == [
-        "asking the Hub for me/none; without a network, this fails after a minute ..."
-    ]
+    assert said == ["asking the Hub for me/none; without a network, this fails after a minute ..."]
     with pytest.raises(
         ConfigError,
         match=r"the Hub has no config with this name: me/none is not a valid model identifier",

@@ -77,11 +77,11 @@ class OneStageSchedule(PipelineScheduleSingle):
             )
             self._update_losses(self._stage, losses)  # type: ignore[no-untyped-call]
         finally:
-            self._internal_losses.clear()  # losses of a failed step would stay
+            self._internal_losses.clear()  # a failed step leaves its losses
 
 
 def has_adapters(model: Any) -> bool:
-    """Return whether a model of transformers has adapters. If so, it saves only its adapters."""
+    """Return whether a model of transformers has adapters. Such a model saves only its adapters."""
     return bool(getattr(model, "_hf_peft_config_loaded", False))
 
 
@@ -116,7 +116,7 @@ def select_adapter_weights(model: Any, weights: dict[str, torch.Tensor]) -> dict
     if len(model.peft_config) > 1:
         raise UnsupportedError(
             "save_pretrained saves one adapter, but the stages have several:"
-            f" {', '.join(model.peft_config)}."
+            f" {', '.join(model.peft_config)}. Delete all but one."
         )
     (name,) = model.peft_config
     adapter = get_peft_model_state_dict(

@@ -169,7 +169,7 @@ def _split_error(model: PreTrainedModel, why: str) -> UnsupportedError:
 
 
 def _find_first_number(config: object, names: Sequence[str]) -> int:
-    """Return the first of the settings with these names that is a positive whole number, or 1."""
+    """Return the first positive whole number among the settings with these names, or else 1."""
     return next(
         (
             value

@@ -76,8 +76,8 @@ class LayerKindRecorder(LayerPlanner):
         """Record the kind of a call. Return zeros, because the outputs are not used."""
         if id(module) in self.kinds:
             raise UnsupportedError(
-                f"{type(module).__name__} computes attention twice in a forward, which stages of a"
-                " pipeline cannot do."
+                f"{type(module).__name__} computes attention twice in a forward, which pipeline"
+                " stages do not support."
             )
         self.kinds[id(module)] = LayerKind.from_call(key, inputs, scores)
         return inputs.q_THD.new_zeros((*inputs.q_THD.shape[:2], key.shape.value_head_dim))
@@ -222,7 +222,7 @@ class StageAttention(LayerPlanner):
 
 
 class StageCall(LayerExchange):
-    """A call of attention by a layer of this stage, so that this rank has rows in it."""
+    """A call of attention in which this rank has rows of its own."""
 
     def __init__(
         self,

@@ -81,8 +81,8 @@ class StageModel(torch.nn.Module):
         parts = ModelParts.from_model(model)
         if sum(layers) != len(parts.layers) or min(layers) < 1:
             raise ConfigError(
-                f"layers={list(layers)} must be the number of layers of each stage, at least 1, and"
-                f" the model has {len(parts.layers)} layers."
+                f"layers={list(layers)} must give each stage at least 1 layer, and add up to the"
+                f" model's {len(parts.layers)} layers."
             )
         self.stage = stage
         self.stages = len(layers)

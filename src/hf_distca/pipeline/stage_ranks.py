@@ -27,11 +27,11 @@ from hf_distca.runtime.group import AttentionGroup
 from hf_distca.runtime.members import Members
 from hf_distca.schedule.layout import IntArray
 
-_TOKENS = 16  # of the forward that records the kinds of a stage's attention
+_TOKENS = 16  # tokens of the forward that records a stage's kinds of attention
 
 
 class StageFacts(NamedTuple):
-    """Facts about a rank's stage that it sends when ranks meet.
+    """Facts about its stage that a rank sends before the first step.
 
     Attributes:
         stage: number of the stage.
@@ -144,7 +144,7 @@ def _find_kinds(stage: Stage, session: Session) -> tuple[dict[int, LayerKind], t
     device = stage.device
     finder = LayerKindRecorder(session)
     positions = torch.arange(_TOKENS, device=device)[None]
-    inputs = positions  # as token ids, on the first stage
+    inputs = positions  # which the first stage reads as token ids
     if not stage.is_first:
         inputs = torch.zeros(
             (1, _TOKENS, model.width), device=device, dtype=next(model.parameters()).dtype

@@ -151,7 +151,7 @@ class Schedule(OneStageSchedule):
         with sum_tied_gradients(self.stage, attention.group, name, backward=self.is_training):
             self.figures = step.run()
             if self.is_training:
-                self.stage.perform_reduce_grad(1)  # no scaling here: losses are scaled
+                self.stage.perform_reduce_grad(1)  # divide by 1: losses are already scaled
 
     def _collect_facts(self) -> SharedSettings:
         """Return the values that must be equal on all ranks in a step, by name."""
@@ -175,7 +175,7 @@ class Schedule(OneStageSchedule):
         if len(packed) != self.micro_batches:
             raise ConfigError(
                 f"distca_documents describe {len(packed)} micro-batches, but the schedule has"
-                f" {self.micro_batches}."
+                f" {self.micro_batches}: give the documents of each micro-batch."
             )
         documents = list[Documents]()
         shapes = set[tuple[int, int]]()

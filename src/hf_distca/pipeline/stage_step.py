@@ -148,8 +148,8 @@ class StageStep:
         return arrived.requires_grad_(bool(self.stage.has_backward) and not tick.backward)
 
     def _send(self, tick: Tick, leaving: torch.Tensor | None) -> None:
-        """Send this stage's output of a tick to the next stage, and begin to receive the output of
-        the stage before.
+        """Send this stage's output of a tick to the neighbour that needs it, and begin to receive
+        the output of the other neighbour.
         """
         way = -1 if tick.backward else 1
         source, target = self.stage.stage_index - way, self.stage.stage_index + way
@@ -189,8 +189,8 @@ class Messages:
         self._works = list[dist.Work | None](dist.batch_isend_irecv(list(ops)) if ops else ())
 
     def wait(self, group: AttentionGroup, activity: str) -> None:
-        """Wait until all messages have been sent and received. Over gloo, this ends when the
-        timeout of the group has almost passed.
+        """Wait until all messages have been sent and received. Over gloo, give up shortly before
+        the timeout of the group.
         """
         deadline = (
             time.monotonic()

@@ -46,7 +46,7 @@ class Stage(PipelineStage):
 
     @property
     def unwrapped(self) -> StageModel:
-        """The model of the stage. If DDP wraps the model, this removes DDP."""
+        """The model of the stage, without the DDP that may wrap it."""
         module = (
             self.submod.module if isinstance(self.submod, DistributedDataParallel) else self.submod
         )
@@ -208,7 +208,7 @@ def from_pretrained(
             # This stage has nothing to tie, because the head is on the last stage.
             self.all_tied_weights_keys = {}
 
-    # Do not warn that the checkpoint has weights that this model lacks: they are other stages'.
+    # Do not warn that the checkpoint has weights that this model lacks: other stages have them.
     names = {
         "__init__": __init__,
         "__module__": base.__module__,

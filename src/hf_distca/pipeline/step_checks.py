@@ -148,8 +148,8 @@ def _check_copy(steps: Mapping[int, StepRow], facts: SharedSettings, label: str)
 def build_layout_of_copies(
     documents: AnnouncedDocuments, copies: Sequence[int], ranks: Sequence[int], micro_batch: int
 ) -> Layout:
-    """Build a layout of the documents that ranks announced for a micro-batch or a nano-batch. It
-    has one entry for each copy of the model.
+    """Build a layout of the documents that ranks announced for a micro-batch or a nano-batch. In
+    this layout, each copy of the model counts as one rank.
 
     Args:
         documents: documents of all ranks.

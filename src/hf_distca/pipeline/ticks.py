@@ -56,7 +56,7 @@ class Tick(NamedTuple):
 
 
 def order_ticks(stages: int, micro_batches: int, *, backward: bool = True) -> list[Tick]:
-    """Return the ticks of a step in order. Without `backward`, only its forward ticks."""
+    """Return the ticks of a step in order. Without `backward`, return only its forward ticks."""
     order: list[Tick] = []
     for round_ in range(micro_batches + 2 * (stages - 1)):
         forward_numbers = [round_ - stage for stage in range(stages)]

@@ -1,5 +1,5 @@
-"""`PoolController`: announces each step that ranks take together to their servers. Rank 0 sends the
-announcement right before it takes the step itself. Other ranks announce nothing.
+"""`PoolController`: tells servers about each step that ranks take together. Rank 0 announces a step
+right before it takes the step itself. Other ranks announce nothing.
 
 The steps are calls of functions that are marked by `mark_joint_step`. `Server` has a method with
 the same name and arguments for each of these functions. An argument that servers know is sent as
@@ -56,8 +56,8 @@ class PoolController:
         self.group = AttentionGroup()
         self._count = count(1)
         self._forgotten = deque[str]()
-        self._names = dict[int, str]()  # the names, by the ids of their objects
-        self._configs = WeakKeyDictionary[Planner, DistCAConfig]()  # which servers know
+        self._names = dict[int, str]()  # names, by the id of the named object
+        self._configs = WeakKeyDictionary[Planner, DistCAConfig]()  # settings that servers know
         call_at_exit(self.end)
 
     def take_step(self, step: Callable[..., Any], *args: Any, **options: Any) -> Any:

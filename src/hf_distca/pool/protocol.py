@@ -39,7 +39,7 @@ _SOCKET_OPTIONS = {
     (socket.IPPROTO_TCP, socket.TCP_KEEPCNT): 6,
 }
 _PART_BYTES = 1 << 16
-_MESSAGE_BYTES = 1 << 28  # limit; a share lists all documents of its global batch
+_MESSAGE_BYTES = 1 << 28  # enough for a share, which lists a whole global batch
 _DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -85,7 +85,7 @@ class JsonLineConnection:
             read = len(self._received)
             if read > most_bytes:
                 raise ValueError(
-                    f"{read} bytes arrived without the end of a message, which has at most"
+                    f"{read} bytes arrived without the end of a message, but the limit is"
                     f" {most_bytes}"
                 )
             if (left := deadline - time.monotonic()) <= 0:
@@ -171,7 +171,7 @@ def read_key(values: Sequence[Any]) -> PlanKey:
 
 
 def read_requests(requests: Sequence[Any]) -> list[Request]:
-    """Read requests for plans, as requests of a rank without documents."""
+    """Read requests for plans. They get no documents, because servers have none."""
     none = np.zeros((0, 3), dtype=np.int64)
     return [(Documents(none, span_ranks=spans), read_key(key)) for spans, key in requests]
 

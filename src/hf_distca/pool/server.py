@@ -124,8 +124,8 @@ class Server:
 
     Each method in `STEPS` is a step, and gets the announced arguments.
 
-    The server keeps sessions and results of steps under the names that rank 0 gave them, until rank
-    0 drops its own.
+    The server keeps sessions and results of steps under the names that rank 0 gave them. It drops
+    an object when rank 0 drops the object with the same name.
     """
 
     def __init__(self, ranks: PoolRanks, seconds: float, device: torch.device) -> None:

@@ -1,4 +1,4 @@
-"""`advise`: writes sentences about the gain of hf-distca, and the lines to paste."""
+"""`advise`: describes in sentences what hf-distca would gain, and returns the lines to paste."""
 
 from __future__ import annotations
 

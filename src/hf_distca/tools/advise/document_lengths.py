@@ -119,7 +119,7 @@ class _Mixture:
     def make_source(self, longest: int) -> DocumentSource:
         """Make a source of documents of at most `longest` tokens."""
         stretch = longest / 65536
-        share = self.odds / (self.odds + stretch)  # fewer long ones if longer
+        share = self.odds / (self.odds + stretch)  # longer ones are fewer
 
         def draw(generator: np.random.Generator) -> FloatArray:
             is_long = generator.random(_PIECE) < share
@@ -165,7 +165,7 @@ def find_distribution(text: str, longest: int) -> DocumentSource:
         median, width = map(float, numbers if name == "lognormal" else [*numbers, "0"])
     except ValueError:
         median = width = math.nan
-    # If the text has no numbers, they are NaN, and this is false.
+    # If the text has no numbers, median and width are NaN, and no comparison with NaN is true.
     if name in ("equal", "lognormal") and 1 <= median <= _LONGEST and 0 <= width <= 10:
         return DocumentSource(
             *(text, lambda generator: median * generator.lognormal(0.0, width, _PIECE)),

@@ -58,7 +58,7 @@ class Run:
 
     def estimate_attention(self, lengths: IntArray, heads: float = 1.0) -> FloatArray:
         """Estimate the attention seconds of whole documents in all layers. `heads` is the fraction
-        of the heads that counts.
+        of the heads to count.
         """
         total = np.zeros(len(lengths))
         for cost, layers in self.costs:

@@ -111,6 +111,6 @@ def run(
         KeyboardInterrupt,
         OSError,
     ) as error:  # an error of the script, which typer might hide
-        sys.last_value = error  # like the interpreter
+        sys.last_value = error  # as the interpreter would do
         sys.excepthook(type(error), error, error.__traceback__)
         raise SystemExit(128 + SIGINT if isinstance(error, KeyboardInterrupt) else 1) from None

@@ -127,7 +127,7 @@ def find(facts: Sequence[BatchFacts], per_node: int | None, *, plans: bool) -> R
         plans: whether to plan the micro-batch.
     """
     first, layout = facts[0], Layout.from_lengths([fact.lengths for fact in facts])
-    # Under flash attention, take the rates with which distca would begin for the same kernel.
+    # Under flash attention, use the rates that distca would begin with for the same kernel.
     is_flash = "flash" in first.attention
     kernel = first.attention.replace("attention", "attn") if is_flash else "cuda"
     cost = make_gpu_cost(AttentionShape(*first.shape), first.device, kernel)

@@ -19,7 +19,7 @@ class ImbalanceCallback(TrainerCallback):
     attention, and does not change the training.
 
     In the logs of rank 0, figures ``distca/observed_...`` describe the micro-batches since the last
-    log. They are slowest rank / mean (estimated from documents, measured in seconds, and estimated
+    log. They are the ratio slowest rank / mean (estimated from documents, measured, and estimated
     under hf-distca) and the rank that was slowest most often. At the end of the training, rank 0
     prints these figures for the whole training, and the reason why a rank was slow. All ranks need
     the callback, because at each log they gather their measurements over a separate communicator.

@@ -24,7 +24,7 @@ from hf_distca.tools.observe.findings import Findings, Row, find
 from hf_distca.tools.observe.watch import BatchFacts, Watch
 
 _PATIENCE = 30.0  # seconds that ranks wait for each other
-_MOST_BATCHES = 64  # gather facts after so many, even without a log
+_MOST_BATCHES = 64  # after so many, gather facts even without a log
 _MOST_ROWS = 20_000  # micro-batches in the summary; older ones are dropped
 
 

@@ -20,7 +20,8 @@ class RunFolder:
 
     Attributes:
         path: the folder.
-        rows: rows of the record. If a step ran again after a restart, only its latest rows.
+        rows: rows of the record. If a step ran again after a restart, only its latest rows are
+            kept.
         broken: numbers of the record's lines that cannot be read.
     """
 
@@ -76,7 +77,7 @@ def _read_record(path: Path) -> tuple[list[Row], list[int]]:
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
             broken.append(number)
             continue
-        if isinstance(row, RunRow):  # a restart repeats the steps after this one
+        if isinstance(row, RunRow):  # after a restart, later steps run again
             begun = row.step
             rows = [other for other in rows if isinstance(other, RunRow) or other.step <= begun]
         rows += [] if row is None else [row]

@@ -174,8 +174,8 @@ def _read_logged(tally: BalanceTotals) -> dict[str, float]:
 
 
 def _sum_rows(rows: Sequence[StepsRow]) -> PerRank:
-    """Sum the figures of each rank over the run. If the number of ranks has changed, sum only rows
-    with the newest number.
+    """Sum the figures of each rank over the run. If the number of ranks has changed, sum only the
+    rows with the last number of ranks.
     """
     tables = [np.array(astuple(row.per_rank), dtype=np.float64) for row in rows]
     return PerRank(

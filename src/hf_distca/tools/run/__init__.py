@@ -39,7 +39,7 @@ __all__ = [
 
 _OPTIONS, _PYTHONPATH = "HF_DISTCA_RUN", "PYTHONPATH"
 _CHILD_START = str(Path(__file__).parents[1] / "cli" / "child_start")
-_NO_OPTIONS = ("settings", "launched", "given")  # fields that are not options
+_NO_OPTIONS = ("settings", "launched", "given")  # fields that a file cannot set
 _MOST_SECONDS = 366 * 86400
 # For each option, a check of its value, and the error text for a value that fails the check.
 _CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
@@ -72,8 +72,8 @@ class Options(NamedTuple):
         instead_of: the attention that distca replaces; None to replace no attention.
         tokens_per_rank: number of tokens per rank with which every Trainer deals its documents,
             like `hf_distca.deal`; None if documents are not dealt.
-        settings: fields of `DistCAConfig` and their values, for `hf_distca.configure`; None if the
-            script calls `hf_distca.configure` itself.
+        settings: fields of `DistCAConfig` and their values, for `hf_distca.configure`; None to
+            leave settings to the script.
         observe: whether to measure the imbalance of attention and change nothing.
         collator: see `hf_distca.deal`; ``"replace"`` also replaces the script's own collator.
         servers: number of attention servers on each node, which are the last processes that a
@@ -208,7 +208,7 @@ def begin(options: Options) -> None:
     if options.servers:
         try:
             options = _become_launched(options)
-        except ConfigError as error:  # Python only prints errors of `sitecustomize`
+        except ConfigError as error:  # in `sitecustomize`, Python would only print it
             sys.stderr.write(f"hf-distca: {error}\n")
             os._exit(2)
     if options.observe:
@@ -293,8 +293,8 @@ def find_module(name: str) -> None:
         spec, why = None, f" ({error})"
     if spec is None:
         raise FileNotFoundError(
-            f"there is no module {name!r} that could be run in {Path.cwd()} or among the installed"
-            f" modules{why}."
+            f"there is no module {name!r} that can be run, neither in {Path.cwd()} nor among the"
+            f" installed modules{why}."
         )
 
 
