@@ -184,7 +184,7 @@ def test_bad_numbers(tmp_path: Path) -> None:
     for tokens in (0, -1):
         check_one_line(deal(tmp_path, [8], tokens=tokens), f"tokens_per_rank={tokens}")
     check_one_line(
-        run("plan", write(tmp_path / "lengths.json", [8]), "--ping-pong"), "give --deal TOKENS too"
+        run("plan", write(tmp_path / "lengths.json", [8]), "--ping-pong"), "also give --deal TOKENS"
     )
 
 

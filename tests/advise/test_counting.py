@@ -103,7 +103,7 @@ def test_windows_are_those_of_the_config_and_its_family(
         ({"model_type": "llama4_text"}, "attend in chunks"),
         (
             {"model_type": "deepseek_v2", "n_routed_experts": 8, "num_experts_per_tok": None},
-            "how many experts a token meets",
+            "how many experts a token uses",
         ),
     ],
 )

@@ -346,7 +346,7 @@ def refusals(rank: int) -> None:
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
     stage = split(model_for(Case(layers=2), "distca"), mesh)
     for setting, why in (
-        (("group_size", 1), "group_size=1.*leave it out"),
+        (("group_size", 1), "group_size=1.*Leave group_size out"),
         (
             ("documents_span_ranks", True),
             "documents_span_ranks=True.*distca_documents with numbers",
