@@ -369,8 +369,8 @@ def is_of_package(function: Callable[..., Any]) -> bool:
     """Return whether a function of a modeling module runs the function of a package (fla,
     mamba-ssm, ...) instead of its fallback in torch.
 
-    Kernels from the hub do not count, because transformers loads them later. Seen in 5.18.0,
-    5.23.0, and in kernels 0.17.2.
+    Kernels from the hub do not count, because transformers loads them later. Seen in transformers
+    5.18.0 and 5.23.0, and in kernels 0.17.2.
     """
     # If the package `kernels` is installed, the function is a module.
     decorated = getattr(type(function), "forward", function)

@@ -18,8 +18,8 @@ _MODELS = "transformers.modeling_utils"
 
 
 def call_after_models_load(act: Callable[[], None]) -> None:
-    """Call a function now if transformers has imported the module that all models share, else right
-    after that import.
+    """Call a function now if the module that all models of transformers share is imported, else
+    right after its import.
     """
     call_after_import(_MODELS, act)
 

@@ -72,7 +72,7 @@ class ModelParts:
     """The parts of a model.
 
     Attributes:
-        layers: the decoder layers; each stage has consecutive ones.
+        layers: the decoder layers. Each stage gets consecutive layers.
         before, after: names of modules that only the first stage needs, and of modules that only
             the last stage needs.
         embedding, head: the input embedding and the output projection.

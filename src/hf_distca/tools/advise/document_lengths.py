@@ -23,7 +23,7 @@ class DocumentSource:
 
     Attributes:
         name: description of the documents.
-        draw: function that draws some lengths with a generator. They are rounded down later.
+        draw: function that draws some lengths with a generator. It may return fractions of tokens.
         longest: length at which longer documents are cut off.
         source: origin of the lengths, as a description.
         seed: seed of the generator.

@@ -1,6 +1,6 @@
 """The command line ``hf-distca``, with a file for each verb.
 
-Modules that a verb needs are imported when it runs.
+Modules that a verb needs are imported when the verb runs.
 """
 
 from __future__ import annotations
