@@ -179,12 +179,12 @@ def test_standard_input_and_output() -> None:
 def test_bad_numbers(tmp_path: Path) -> None:
     check_one_line(
         deal(tmp_path, [10**9], tokens=1),
-        "--deal 1: 1000000000 tokens would need 1000000000 ranks, and the limit is 65536",
+        "--deal 1: 1000000000 tokens would need 1000000000 ranks, but the limit is 65536",
     )
     for tokens in (0, -1):
         check_one_line(deal(tmp_path, [8], tokens=tokens), f"tokens_per_rank={tokens}")
     check_one_line(
-        run("plan", write(tmp_path / "lengths.json", [8]), "--ping-pong"), "give --deal TOKENS too"
+        run("plan", write(tmp_path / "lengths.json", [8]), "--ping-pong"), "also give --deal TOKENS"
     )
 
 
