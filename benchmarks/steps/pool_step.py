@@ -31,6 +31,7 @@ sys.path.extend(map(str, Path(__file__).resolve().parents[1].glob("*/")))
 import hf_distca
 from hf_distca.integration.current_session import current_session
 from hf_distca.pool.observer import PoolObserver
+from hf_distca.runtime.group import AttentionGroup
 from machine import describe
 from output import add_json_option, put_out
 from processes import add_model_options, in_turns, rounds, setting_of
@@ -44,24 +45,15 @@ WAYS = {
 ALONE = "one process"
 
 
-def start_server() -> str:
-    """Start a server, which ends with this process; returns its address."""
+def start_server() -> None:
+    """Start a server, which ends with this process, as a launcher would start both on one node."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        address = f"127.0.0.1:{taken.getsockname()[1]}"
-    command = [
-        sys.executable,
-        "-m",
-        "hf_distca.tools.cli",
-        "serve",
-        "--address",
-        address,
-        "--device",
-        "cpu",
-        "--wait",
-        "120",
-    ]
-    subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"})
-    return address
+        port = taken.getsockname()[1]
+    launch = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "ACCELERATE_USE_CPU": "true"}
+    os.environ |= {**launch, "RANK": "0", "WORLD_SIZE": "1"}
+    served = launch | {"RANK": "1", "OMP_NUM_THREADS": "1"}
+    code = "from hf_distca.pool.server import serve; serve(0, 1, 120.0)"
+    subprocess.Popen([sys.executable, "-c", code], env=os.environ | served)
 
 
 class Steps:
@@ -87,7 +79,8 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     """Medians of all ways."""
     torch.set_num_threads(1)
     taken: dict[str, list[tuple[float, float, float]]] = {way: [] for way in WAYS}
-    PoolObserver(addresses=(start_server(),)).register()
+    start_server()
+    AttentionGroup.observer = PoolObserver(1, 1)
     hf_distca.configure()
     steps = Steps(arguments)
     for way in WAYS:
