@@ -1,5 +1,5 @@
-"""How a server accepts rank 0 of its launch, which greets it with the server's token. The token is
-published in the store of the launch, which only processes of the launch can read.
+"""`accept`: how a server accepts rank 0 of its launch. Rank 0 greets each server with the server's
+token, which only processes of the launch can read.
 """
 
 from __future__ import annotations

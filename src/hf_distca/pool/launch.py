@@ -1,5 +1,5 @@
-"""A launch of two kinds of processes: the last processes of each node become servers, and the
-others form an ordinary world.
+"""`LaunchPlace`: tells whether a process of a launch trains or serves. The last processes of each
+node become servers, and the other processes form an ordinary world.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ def publish_server(store: Store, number: int, device_type: str) -> tuple[socket.
         address = connected.getsockname()[0]  # other hosts can reach this address
     listening = socket.create_server((address, 0), backlog=16)
     token = secrets.token_hex(16)
-    published = [*listening.getsockname()[:2], token, describe_needs(device_type)]
+    published = [*listening.getsockname()[:2], token, describe_process(device_type)]
     store.set(_make_key(number), json.dumps(published))
     return listening, token
 
@@ -60,7 +60,8 @@ def publish_server(store: Store, number: int, device_type: str) -> tuple[socket.
 def find_servers(
     store: Store, nodes: int, each_node: int, wait_seconds: float
 ) -> list[tuple[str, int, str, str]]:
-    """Find what each server has published: its host and port, its token, and its needs.
+    """Find what each server has published: its host, its port, its token, and its version and type
+    of device.
 
     Raises:
         ConfigError: if a server does not start within `wait_seconds`.
@@ -81,7 +82,7 @@ def find_servers(
 def connect_server(
     name: str, address: tuple[str, int], token: str, seconds: float
 ) -> JsonLineConnection:
-    """Connect to a server that asks for this token. It may take up to `seconds` to read a message.
+    """Connect to the server with this token, which may take up to `seconds` to read a message.
 
     Raises:
         ConfigError: if the server does not answer.
@@ -138,8 +139,8 @@ def join_group(invitation: Mapping[str, Any], store: Store, number: int) -> Atte
     return group.with_communicators(connect, names)
 
 
-def describe_needs(device_type: str) -> str:
-    """Describe what must be the same for servers and rank 0."""
+def describe_process(device_type: str) -> str:
+    """Describe the version and type of device, which must be the same on servers and rank 0."""
     return f"hf-distca {version('hf-distca')} on {device_type}"
 
 

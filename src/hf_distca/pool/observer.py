@@ -34,7 +34,7 @@ from hf_distca.integration.handle import LayerPlan
 from hf_distca.pool.meeting import (
     INVITATION,
     connect_server,
-    describe_needs,
+    describe_process,
     find_servers,
     join_group,
     join_store,
@@ -67,11 +67,11 @@ class PoolObserver:
         self.wait_seconds = wait_seconds
         self.servers: dict[str, JsonLineConnection] = {}
         self.group = AttentionGroup()
-        self._world: dist.ProcessGroup | None = None  # the world whose ranks are in the group
+        self._world: dist.ProcessGroup | None = None  # the world of the group's ranks
         self._count = count(1)
         self._forgotten = deque[str]()
         self._names = dict[int, str]()  # names, by the id of the named object
-        self._configs = WeakKeyDictionary[Planner, DistCAConfig]()  # settings that servers know
+        self._configs = WeakKeyDictionary[Planner, DistCAConfig]()  # the settings that servers have
         call_at_exit(self.end)
 
     def make_group(
@@ -182,7 +182,7 @@ class PoolObserver:
                     activity = f"telling {name} what comes next"
                     raise group.monitor.give_up(activity, error) from error
                 raise DistCADesyncError(
-                    f"{name} has ended ({error}): look at its log, and start it again."
+                    f"{name} has ended ({error}): look at its log, and start the run again."
                 ) from error
 
     def end(self) -> None:
@@ -198,7 +198,7 @@ class PoolObserver:
 
     def _invite(self, store: Store, seconds: float, ranks: int, backend: str) -> None:
         """Find and connect the servers. Tell servers and ranks that train who takes part."""
-        ours = describe_needs("cuda" if "nccl" in backend else "cpu")
+        ours = describe_process("cuda" if "nccl" in backend else "cpu")
         found = find_servers(store, self.nodes, self.each_node, self.wait_seconds)
         names, connections = dict[int, str](), dict[str, JsonLineConnection]()
         for number, (host, port, token, theirs) in enumerate(found, ranks):

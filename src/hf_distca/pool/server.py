@@ -61,7 +61,7 @@ class EndedError(BaseException):
 
 
 def serve(number: int, local: int, wait_seconds: float) -> NoReturn:
-    """Serve the ranks that train until they end, report the work done, and exit.
+    """Serve the ranks that train until they end. Then log the work done, and exit.
 
     Args:
         number: number of this server among the servers of the launch.

@@ -199,7 +199,7 @@ def begin(options: Options) -> None:
     if options.servers:
         try:
             options = _become_launched(options)
-        except ConfigError as error:  # in `sitecustomize`, Python would only print it
+        except ConfigError as error:  # an error of the user needs no traceback
             sys.stderr.write(f"hf-distca: {error}\n")
             os._exit(2)
     if options.observe:
