@@ -29,6 +29,7 @@ sys.path.extend(map(str, Path(__file__).resolve().parents[1].glob("*/")))
 import hf_distca
 from hf_distca.integration.current_session import current_session
 from hf_distca.pool.observer import PoolObserver
+from hf_distca.runtime.group import AttentionGroup
 from models import plain_model_of
 from processes import add_model_options, add_rounds, take_turns
 from script import make_parser, print_table, put_out
@@ -73,7 +74,7 @@ class Steps:
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     """Medians of all ways."""
     torch.set_num_threads(1)
-    PoolObserver(addresses=(start_server(),)).register()
+    AttentionGroup.observer = PoolObserver(addresses=(start_server(),))
     hf_distca.configure()
     steps = Steps(arguments)
     for way in WAYS:

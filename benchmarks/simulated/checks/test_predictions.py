@@ -213,7 +213,8 @@ def test_ranks_beyond_a_group_have_documents_of_their_own(
         replace(whole, ranks=512), [np.array([512] * 1024, dtype=np.int64)]
     )[0].works[0]
     first, second = np.split(found.attention[1], 2)
-    assert first.sum() > 2 * second.sum(), (
+    # A call takes a least time, however little it computes; in ping-pong there are two.
+    assert first.sum() > (1.5 if ping_pong else 2) * second.sum(), (
         "no rank of the other group computes a part of the long document"
     )
     assert second.tolist() == alone.attention[1].tolist()
