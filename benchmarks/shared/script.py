@@ -70,7 +70,7 @@ def print_table(
     table = Table(title=title, **style)
     for place, name in enumerate(columns):
         justify: Literal["left", "right"] = "left" if place < texts else "right"
-        table.add_column(name, justify=justify, no_wrap=True)
+        table.add_column(name, justify=justify)
     for row in rows:
         table.add_row(*row)
     Console(width=width).print(table)
