@@ -1,9 +1,9 @@
-"""Check for parts of a model that act once on each row. They fail on a row that holds several
-documents, or a part of a document.
+"""Check for parts of a model that act once on each row. Their results are wrong for a row that
+holds several documents, or a part of a document.
 
 Classification heads pool the last token of a row. NEFTune divides its noise by the root of a row's
-number of tokens. Adapters that begin at a mark, such as PEFT's aLoRA, look for the last mark of a
-row.
+number of tokens. Adapters that begin at certain tokens, such as PEFT's aLoRA, look for the last
+place in a row that has these tokens.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def check_packed_row(call: MaskCall, part: PreTrainedModel, packed: PackedDocuments) -> None:
-    """Check that a model computes the documents of a row as it would in separate rows.
+    """Check that a model computes the documents of a row as if they were in separate rows.
 
     Args:
         call: the call that makes the mask; its outermost model is checked.
@@ -56,8 +56,8 @@ def check_packed_row(call: MaskCall, part: PreTrainedModel, packed: PackedDocume
 
 
 def _find_noise(model: PreTrainedModel) -> float | None:
-    """Find the alpha of the noise that NEFTune adds to the embeddings of a model; None if it adds
-    none.
+    """Find the alpha of the noise that NEFTune adds to the embeddings of a model; None without
+    NEFTune.
     """
     try:
         embedding: object = model.get_input_embeddings()

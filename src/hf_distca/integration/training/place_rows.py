@@ -2,16 +2,17 @@
 attention.
 
 A loader that accelerate prepared has three layers. A sampler draws row numbers. A batch sampler
-makes batches of them, in the same order on all ranks. `BatchSamplerShard` gives each rank every
-n-th batch, or, with ``split_batches``, its part of each batch. The placement goes between the batch
-sampler and the shard. So seeds, epochs and the generators that accelerate keeps equal on all ranks
-come before it and do not change. Resuming, workers and devices come after it and do not change. The
-Trainer makes its loader when its training begins, so its `get_train_dataloader` is wrapped.
+makes batches of them, in the same order on all ranks. `BatchSamplerShard` gives each of n ranks
+every n-th batch, or, with ``split_batches``, its part of each batch. The placement is inserted
+between the batch sampler and the shard. It does not affect what happens before it (seeds, epochs,
+and the generators that accelerate keeps equal on all ranks) or after it (resuming, workers and
+devices). A Trainer makes its loader when its training begins, so its `get_train_dataloader` is
+wrapped.
 
-Items of some of TRL's Trainers stay whole, as rows do: pairs of DPO and of reward models,
-completions of KTO. The items of an optimizer step may go to any rank if the loss is a mean over
-items. Ranks have equally many items, so the mean over ranks is that of one process. Checked with
-TRL 1.16.
+Some of TRL's Trainers train on items that stay whole, like rows: DPO and reward models on pairs,
+KTO on completions. The items of an optimizer step may go to any rank if the loss is a mean over
+items. Ranks have equally many items, so the mean over ranks is the loss of one process. Checked
+with TRL 1.16.
 """
 
 from __future__ import annotations
@@ -43,15 +44,16 @@ from hf_distca.runtime.members import find_node_number
 from hf_distca.schedule.layout import FloatArray, IntArray
 
 Reader = TypeVar("Reader")
-_SAMPLE_STEPS = 16  # steps from which the printed gain is estimated
-# For each document of an item: the columns that follow each other in it. The second document of KTO
+_SAMPLE_STEPS = 16  # number of steps from which the printed gain is estimated
+# For each document of an item: the columns that are concatenated in it. The second document of KTO
 # repeats the prompt with an answer to another prompt, for losses that compare the two answers.
 _DOCUMENTS = {
     "DPOTrainer": (("prompt_ids", "chosen_ids"), ("prompt_ids", "rejected_ids")),
     "KTOTrainer": (("prompt_ids", "completion_ids"), ("prompt_ids", "KL_completion_ids")),
     "RewardTrainer": (("chosen_ids",), ("rejected_ids",)),
 }
-# Losses of DPO that sort the pairs of a rank's batch, or are a mean over the tokens of this batch.
+# Losses of DPO that depend on the other pairs in a rank's batch: they sort the pairs, or are a mean
+# over the tokens of the batch.
 _LOSSES_OF_RANKS = {"aot", "aot_unpaired", "sft"}
 _AS_THEY_ARE = 'attn_implementation="distca" balances its batches as they are.'
 
@@ -68,18 +70,18 @@ def place_rows(
     step.
 
     It is for rows that stay whole: rows of TRL's ``packing=True`` or of `PackingCollator`, or rows
-    cut from token files. The exchange balances work inside a node. `place_rows` balances work
-    between nodes, and changes only the order of rows. Every step keeps its rows, and every rank
+    cut from token files. The exchange of attention balances work inside a node. `place_rows`
+    balances work between nodes, and changes only the order of rows within each step. Every rank
     reads equally many rows in each micro-batch. Epochs, seeds, resuming and the last, short step
     stay as they were.
 
     Pairs of TRL's `DPOTrainer` and `RewardTrainer` and completions of its `KTOTrainer` are placed
     in the same way. The loss stays the same. Losses that depend on which items share a rank are
-    refused. So are TRL's other Trainers, except `SFTTrainer`.
+    refused, and so are TRL's other Trainers, except `SFTTrainer`.
 
     Call it on every rank, with the same arguments: on a Trainer before its ``train()``, or on a
-    loader that accelerate has prepared. Ranks compare the rows that they read. With one rank, the
-    order stays.
+    loader that accelerate has prepared. Ranks check that they read the same data set. With one
+    rank, the order does not change.
 
     Args:
         reader: a Trainer of transformers or TRL, or a `DataLoader` that ``accelerator.prepare``
@@ -154,8 +156,8 @@ def _weigh_rows(
     end_of_document: int | None,
     items: ItemRules | None = None,
 ) -> FloatArray:
-    """Estimate the seconds of attention of each row, in all layers; without a model, return the
-    squares of its documents' lengths.
+    """Estimate the seconds of attention of each row in all layers. Without a model, return the sum
+    of the squares of its documents' lengths.
     """
     if not hasattr(rows, "__len__") or isinstance(rows, IterableDataset):
         raise UnsupportedError(
@@ -173,13 +175,13 @@ def _weigh_rows(
         else find_row_documents(rows, end_of_document, quiet=quiet)
     )
     seconds = _estimate_seconds(lengths, getattr(model, "module", model), config)
-    # `bincount` adds weights in the same order on every machine.
+    # `bincount` adds up weights in the same order on every machine, so ranks get equal sums.
     return np.asarray(np.bincount(row, weights=seconds, minlength=len(rows)), dtype=np.float64)
 
 
 def _estimate_seconds(lengths: IntArray, model: Any, config: DistCAConfig) -> FloatArray:
-    """Estimate the seconds of each document in all layers of attention; without a model, return the
-    squares of lengths.
+    """Estimate the seconds of attention of each document in all layers. Without a model, return the
+    square of its length.
     """
     if model is None:
         return np.square(lengths.astype(np.float64))
@@ -242,7 +244,7 @@ def _make_placer(
 def _place_in_shard(
     shard: BatchSamplerShard, rows: Any, nodes: int, work: FloatArray, accumulation: int
 ) -> StepPlaces:
-    """Place the rows that a shard reads, for several nodes."""
+    """Place rows on several nodes before accelerate's shard reads them."""
     batches, ranks = shard.batch_sampler, shard.num_processes
     if isinstance(batches, RowPlacement):
         raise ConfigError(
@@ -262,8 +264,8 @@ def _place_in_shard(
 def _count_nodes(
     ranks: int, node_numbers: Sequence[int], per_node: int | None, config: DistCAConfig
 ) -> int:
-    """Count the sets of neighbouring ranks that balance their work by exchange: ranks of one node
-    and of one attention group.
+    """Count the sets of neighbouring ranks in which exchanges balance the work. The ranks of a set
+    belong to one node and to one attention group.
     """
     if per_node is not None and (per_node < 1 or ranks % per_node):
         raise ConfigError(
@@ -276,7 +278,7 @@ def _count_nodes(
 
 
 def _find_shard(loader: Any) -> BatchSamplerShard | None:
-    """Find the batch sampler that gives each rank its batches; None if there is one rank.
+    """Find accelerate's batch sampler that gives each rank its batches; None if there is one rank.
 
     Raises:
         UnsupportedError: if rows cannot be placed before it.
@@ -309,7 +311,7 @@ def _find_shard(loader: Any) -> BatchSamplerShard | None:
 
 
 def _describe_places(places: StepPlaces, work: IntArray) -> str:
-    """Describe where rows are placed, and the gain compared with rows in random order."""
+    """Describe how rows are placed, and the gain over rows in random order."""
     rows = places.micro_batch_rows * places.micro_batches
     shuffled = np.random.default_rng(0).permutation(work)
     count = min(len(work) // rows, _SAMPLE_STEPS)
@@ -332,12 +334,15 @@ def _describe_places(places: StepPlaces, work: IntArray) -> str:
 
 @dataclass(frozen=True)
 class ItemRules:
-    """Where the items of a Trainer may be placed, and of which documents they consist.
+    """Rules for the items of one of TRL's Trainers: where they may be placed, and which documents
+    they have.
 
     Attributes:
         documents: columns of token ids that make up each document of an item.
-        max_length: number of tokens at which the collator cuts documents; None if it does not.
-        in_micro_batches: whether an item stays in its micro-batch, not only in its step.
+        max_length: number of tokens at which the collator cuts documents; None if it does not cut
+            them.
+        in_micro_batches: whether an item must stay in its micro-batch. Otherwise it may move to any
+            micro-batch of its step.
     """
 
     documents: tuple[tuple[str, ...], ...]
@@ -369,7 +374,7 @@ class ItemRules:
             )
         return cls(
             documents,
-            # RewardTrainer drops pairs that are too long, and cuts no documents.
+            # RewardTrainer drops pairs that are too long instead of cutting them.
             None if name == "RewardTrainer" else getattr(trainer.args, "max_length", None),
             # KTO compares each item with the KL of all items of its micro-batch.
             bool(getattr(trainer, "calculate_KL", False)),
@@ -395,7 +400,7 @@ class ItemRules:
 
 
 def check_deals_documents(trainer: Trainer) -> None:
-    """Check that a Trainer trains on documents, which some of TRL's do not.
+    """Check that a Trainer trains on documents. Some of TRL's Trainers train on other items.
 
     Raises:
         UnsupportedError: names the Trainer, and the call to make instead.
@@ -414,7 +419,9 @@ def check_deals_documents(trainer: Trainer) -> None:
 
 
 def _find_trl_name(trainer: Trainer) -> str | None:
-    """Find the name of TRL's class of a Trainer; None if the Trainer trains on documents."""
+    """Find the name of the TRL class from which a Trainer is derived; None if the Trainer trains on
+    documents.
+    """
     names = [
         base.__name__
         for base in type(trainer).__mro__
