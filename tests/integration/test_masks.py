@@ -107,9 +107,9 @@ REFUSED: dict[str, tuple[Any, str]] = {
         AutoConfig.for_model(
             "opt", ffn_dim=48, word_embed_proj_dim=64, attention_dropout=0.0, **SIZES
         ),
-        "count positions by it",
+        "count positions by the mask",
     ),
-    "jamba": (JAMBA, "not proven that attention alone reads it"),
+    "jamba": (JAMBA, "not proven that only attention reads the mask"),
     "mixtral": (
         MixtralConfig(num_key_value_heads=2, output_router_logits=True, **SIZES),
         "the loss of their routers",

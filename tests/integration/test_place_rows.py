@@ -365,5 +365,5 @@ def test_ranks_compare_what_they_read(rank_pool: Callable[[int], RankPool]) -> N
         assert said[0].startswith(
             "ranks 0 and 1 weigh rows differently: place_rows needs the same data set"
         )
-        assert "this DataLoader has batches of BatchSampler" in said[1]
-        assert said[2].startswith("the loader reads 6 rows, and place_rows weighed 8")
+        assert "this DataLoader gets batches from BatchSampler" in said[1]
+        assert said[2].startswith("the loader reads 6 rows, but place_rows weighed 8")

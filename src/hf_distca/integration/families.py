@@ -132,17 +132,17 @@ def check_mask_numbers(config: PreTrainedConfig | None) -> None:
     """
     model_type = getattr(config, "model_type", None)
     if FAMILIES.get(model_type or "") != "PROVEN":
-        reason = "it is not proven that attention alone reads it"
+        reason = "it is not proven that only attention reads the mask"
     elif getattr(config, "output_router_logits", False):
-        reason = "the loss of their routers (output_router_logits=True) weighs tokens by it"
+        reason = "the loss of their routers (output_router_logits=True) weighs tokens by the mask"
     elif model_type in _MASK_READERS:
-        reason = "they count positions by it"
+        reason = "they count positions by the mask"
     else:
         return
     raise UnsupportedError(
-        f"attention_mask numbers the documents of a row, and must not for {model_type} models:"
-        f" {reason}. Give a mask of 1 and 0, and position_ids that begin again with each document;"
-        " or PackingCollator, which reads such rows."
+        f"attention_mask numbers the documents of a row, but {model_type} models need a mask of 1"
+        f" and 0: {reason}. Give such a mask, and position_ids that begin again with each"
+        " document; or use PackingCollator, which reads rows with numbers."
     )
 
 

@@ -509,7 +509,7 @@ def _build_local_layout(documents: Documents, *, evaluating: bool) -> Layout:
         if not (evaluating and documents.span_ranks):
             raise
         raise UnsupportedError(
-            "a document that spans ranks met a model in evaluation mode, where each rank works"
+            "a model in evaluation mode got a document that spans ranks, but each rank evaluates"
             " alone: call model.train() to train, or set DistCAConfig(balance_evaluation=True) if"
             " all ranks evaluate together."
         ) from error

@@ -44,8 +44,8 @@ def count_layers(model: Any, dtype: torch.dtype | None, device: str) -> dict[Pla
     model_config = getattr(model, "config", model)
     if not isinstance(model_config, PreTrainedConfig):
         raise ConfigError(
-            f"model={type(model).__name__} is no model of transformers and no config: give one, or"
-            " shapes."
+            f"model={type(model).__name__} is neither a model nor a config of transformers: give"
+            " one of these, or shapes."
         )
     config = model_config.get_text_config(decoder=True)
     bytes_ = (dtype or _choose_dtype(model, config, model_config)).itemsize
@@ -124,9 +124,9 @@ def _read_shape(config: Any, element_bytes: int) -> AttentionShape:
     )
     if not heads or not head_dim:
         raise ConfigError(
-            f"{type(config).__name__} does not say what its attention is like: looked for one of"
-            f" {', '.join(_HEAD_FIELDS)}, and for head_dim or one of {', '.join(_WIDTH_FIELDS)}."
-            " Give shapes=[(AttentionShape(...), window), ...] of its kinds of layers."
+            f"{type(config).__name__} does not describe its attention: it must have one of"
+            f" {', '.join(_HEAD_FIELDS)}, and head_dim or one of {', '.join(_WIDTH_FIELDS)}. Give"
+            " shapes=[(AttentionShape(...), window), ...] instead, one for each kind of layer."
         )
     # JetMoe repeats keys and values for the experts of a token before attention.
     key_value_heads = (

@@ -87,8 +87,8 @@ class NanoBatches:
             return ()
         if self.first_half_kv is None:
             raise UnsupportedError(
-                "the second nano-batch of a layer called attention before the first: set"
-                " ping_pong=False."
+                "the second nano-batch of a layer called attention before the first one did: set"
+                " DistCAConfig(ping_pong=False)."
             )
         context, self.first_half_kv = self.first_half_kv, None
         return context

@@ -110,12 +110,12 @@ def _check_dimensions(sizes: dict[str, int]) -> None:
     for name, size in sizes.items():
         if size > 1 and name not in (*_DATA_DIMENSIONS, *_MODEL_DIMENSIONS):
             raise UnsupportedError(
-                f'the device mesh has a dimension "{name}" of {size} ranks; distca knows'
-                f" {_DATA_DIMENSIONS} for data and {_MODEL_DIMENSIONS} for the model, and would"
-                " take the part of a sequence that each of these ranks holds for whole documents."
-                ' Make it 1 (for "cp" and "sp": cp_size=1, sp_size=1 in accelerate\'s'
-                " ParallelismConfig): distca does what context and sequence parallelism are used"
-                " for, by sharing the attention of long documents between data-parallel ranks."
+                f'the device mesh has a dimension "{name}" of {size} ranks, but distca knows only'
+                f" {_DATA_DIMENSIONS} for data and {_MODEL_DIMENSIONS} for the model. If these"
+                " ranks hold parts of a sequence, distca would take each part for whole documents."
+                ' Set the size to 1 (for "cp" and "sp": cp_size=1, sp_size=1 in accelerate\'s'
+                " ParallelismConfig): distca replaces context and sequence parallelism, because it"
+                " shares the attention of long documents between data-parallel ranks."
             )
 
 

@@ -61,8 +61,8 @@ class Ahead:
         if (self.number_tokens(documents)[tokens] >= 0).any():
             raise UnsupportedError(
                 "a document in which tokens see later tokens (an image, a prefix, or all of it)"
-                f" lies in several parts, one of them on rank {rank}, and no part could see the"
-                " others. Give each such document to one rank, in one piece."
+                f" lies in several parts, one of them on rank {rank}, and the parts could not see"
+                " each other. Give each such document to one rank, in one piece."
             )
 
 
@@ -119,9 +119,9 @@ def _add_blocks(
     reach = int((tokens[begin] - tokens[last]).max(initial=0)) + 1
     if ahead.is_outside and window is not None and reach > window:
         raise UnsupportedError(
-            f"tokens of a block that reaches over {reach} tokens see each other both ways, and the"
-            f" layer has a window of {window}, which would hide keys from them. Use blocks within"
-            ' the window, or attn_implementation="sdpa".'
+            f"a block of tokens that all see each other spans {reach} tokens, but the layer has a"
+            f" window of {window}, which would hide some of them. Use blocks within the window, or"
+            ' attn_implementation="sdpa".'
         )
     behind = None if ahead.ids is not None or window is None else window - 1
     length = (last - begin)[last > begin]

@@ -54,8 +54,8 @@ class Session:
     ) -> None:
         if members is not None and not isinstance(members, (dist.ProcessGroup, DeviceMesh)):
             raise ConfigError(
-                f"group={show_value(members)}: give it a process group"
-                " (torch.distributed.new_group), a mesh, or leave it out."
+                f"group={show_value(members)}: give a process group (torch.distributed.new_group)"
+                " or a device mesh, or leave group out."
             )
         self.meter = Meter()
         self.planner = Planner(config, self.meter)

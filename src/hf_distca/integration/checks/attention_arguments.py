@@ -149,8 +149,8 @@ def check_layer(
     ):
         raise UnsupportedError(
             f"{name} got query, key and value of shapes {tuple(query.shape)}, {tuple(key.shape)}"
-            f" and {tuple(value.shape)} with the mask of a {shape}"
-            " batch: distca takes (batch, heads, length, width)."
+            f" and {tuple(value.shape)}, and a mask for {shape} (rows, tokens): distca takes"
+            " (batch, heads, length, width)."
         )
     if query.shape[2] != key.shape[2]:
         raise UnsupportedError(
@@ -181,7 +181,7 @@ def check_cached_mask(
         )
     if not isinstance(mask, CachedMask):
         raise UnsupportedError(
-            f"{name} got a ready-made attention mask of shape {tuple(mask.shape)}; distca takes"
+            f"{name} got a ready-made attention mask of shape {tuple(mask.shape)}, but distca reads"
             " documents from position_ids and padding from a 2-D attention_mask. Leave the mask"
             ' out, or use attn_implementation="sdpa".'
         )
@@ -190,8 +190,9 @@ def check_cached_mask(
     ):
         raise UnsupportedError(
             f"{name} has {len(documents.lengths)} packed documents (distca_documents) and a"
-            " key/value cache, in which each would see the others. Give the model use_cache=False"
-            " and no past_key_values; instead of prefix tuning use another adapter, such as LoRA."
+            " key/value cache, in which each document would see the others. Give the model"
+            " use_cache=False and no past_key_values; instead of prefix tuning, use another"
+            " adapter, such as LoRA."
         )
     return mask.as_subclass(torch.Tensor)
 

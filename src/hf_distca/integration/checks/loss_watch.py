@@ -178,9 +178,9 @@ class LossWatch:
         if keywords.get("distca_documents") is None and any(value is self.ids for value in values):
             other_names = ", ".join(sorted(keywords.keys() - {"input_ids"})) or "nothing else"
             raise UnsupportedError(
-                f"the model is called with input_ids and {other_names}, but dealt batches have more"
-                " than that: distca_documents tells which documents the tokens belong to, and which"
-                " ranks hold the rest. Call model(**inputs)."
+                f"the model is called with input_ids and {other_names}, but without"
+                " distca_documents, which tells which documents the tokens of a dealt batch belong"
+                " to, and which ranks hold the rest of these documents. Call model(**inputs)."
             )
 
     def find_loss_reason(self, loss: torch.Tensor) -> str | None:

@@ -37,7 +37,7 @@ def check_packed_row(call: MaskCall, part: PreTrainedModel, packed: PackedDocume
         check_head(model)
     if packed.dealt_share is None and len(packed.lengths) == 1:
         return
-    remedy = "or train on padded batches, one document a row."
+    remedy = "or train on padded batches with one document in each row."
     alpha = _find_noise(part) if model.training else None
     if alpha is not None:
         raise UnsupportedError(
@@ -49,9 +49,9 @@ def check_packed_row(call: MaskCall, part: PreTrainedModel, packed: PackedDocume
         tokens = getattr(adapter, "alora_invocation_tokens", None)
         if tokens is not None:
             raise UnsupportedError(
-                f"alora_invocation_tokens={list(tokens)}: the adapter looks for them once in a row."
-                " Rows hold packed or dealt documents, so it would not change most of them. Use"
-                f" LoRA without alora_invocation_tokens, {remedy}"
+                f"alora_invocation_tokens={list(tokens)}: the adapter looks for these tokens once"
+                " in a row. Rows hold packed or dealt documents, so the adapter would leave most"
+                f" documents unchanged. Use LoRA without alora_invocation_tokens, {remedy}"
             )
 
 

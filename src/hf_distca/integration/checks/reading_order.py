@@ -39,10 +39,10 @@ def check_dispatch(loader: object, shares: bool) -> None:
     ):
         raise UnsupportedError(
             "rank 0 would read the batches of all ranks and broadcast them, as accelerate does by"
-            " default for iterable datasets; packed documents cannot travel so. Set"
+            " default for iterable datasets, but packed documents cannot be broadcast. Set"
             ' TrainingArguments(accelerator_config={"dispatch_batches": False}). Each rank then'
-            " reads the dataset, in the same order, and accelerate leaves it its share: do not"
-            " split the dataset by rank yourself, or each rank gets a share of its share."
+            " reads the dataset, in the same order, and accelerate selects the rank's part: do not"
+            " split the dataset by rank yourself, or each rank gets a part of its part."
         )
 
 

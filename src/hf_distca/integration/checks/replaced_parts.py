@@ -89,10 +89,10 @@ def check_collator(trainer: Trainer, collator: CollatorRule) -> None:
         )
         return
     raise UnsupportedError(
-        f"hf_distca.deal replaces the data_collator, and does not know {shown}: what it masks,"
-        " drops or changes would be lost. Do in the data set what it does: rows may have labels"
-        " with -100, completion_mask or assistant_masks. If nothing is lost, call"
-        ' hf_distca.deal(..., collator="replace"), or set it by hf-distca run --set'
+        f"hf_distca.deal replaces the data_collator, but does not know {shown}: whatever the"
+        " collator masks, drops or changes would be lost. Make these changes in the data set:"
+        " rows may have labels with -100, completion_mask or assistant_masks. If nothing is lost,"
+        ' call hf_distca.deal(..., collator="replace"), or use hf-distca run --set'
         " collator=replace."
     )
 

@@ -179,8 +179,8 @@ def _prepare_layers(
         )
     if plan.stage_attention is not None and batch.context.ahead is not None:
         raise UnsupportedError(
-            "tokens of this batch see later tokens (images, a prefix, or is_causal=False), which"
-            " stages of a pipeline do not compute. Train the model without a pipeline."
+            "tokens of this batch see later tokens (images, a prefix, or is_causal=False), but"
+            " pipeline stages compute only causal attention. Train the model without a pipeline."
         )
     scores = _make_scores(module, query, scaling, plan.window, softcap)
     with plan.group.report_errors(f"choosing a kernel for {plan.name}"):
@@ -211,8 +211,8 @@ def _scale_queries(
     if scaling.numel() > 1 and scaling.shape not in ((heads, 1, 1), (1, heads, 1, 1)):
         raise UnsupportedError(
             f"{type(module).__name__} passes scaling of shape {tuple(scaling.shape)} for {heads}"
-            " query heads: distca takes one number, or one a head of shape (heads, 1, 1). Use"
-            ' attn_implementation="eager".'
+            " query heads: distca takes one number, or one for each head, of shape (heads, 1, 1)."
+            ' Use attn_implementation="eager".'
         )
     return (query_BHLD * scaling.reshape(-1, 1, 1)).to(query_BHLD.dtype)
 
@@ -221,7 +221,7 @@ def _flatten_sink(module: torch.nn.Module, s_aux: torch.Tensor, heads: int) -> t
     if s_aux.numel() != heads:
         raise UnsupportedError(
             f"{type(module).__name__} passes s_aux of shape {tuple(s_aux.shape)} for {heads} query"
-            ' heads: distca has one sink a head. Use attn_implementation="eager".'
+            ' heads: distca takes one sink for each head. Use attn_implementation="eager".'
         )
     return s_aux.reshape(heads)
 

@@ -68,9 +68,9 @@ def _keep_documents_apart(mask_function: Callable[..., Any], config: Any) -> Cal
     packed, positions = call.find_argument("distca_documents"), call.position_ids
     if isinstance(packed, PackedDocuments) and (any(packed.starts or ()) or positions is None):
         raise UnsupportedError(
-            "a transform of torch.func met a document of several ranks, or documents without"
-            " position_ids: each rank computes alone in a transform. Give whole documents, with"
-            " position_ids; or take gradients by backward."
+            "a transform of torch.func got a document that spans ranks, or documents without"
+            " position_ids, but in a transform each rank computes alone. Give whole documents, with"
+            " position_ids; or compute gradients with backward()."
         )
     places = None if positions is None else find_packed_sequence_indices(positions)
     if places is None:

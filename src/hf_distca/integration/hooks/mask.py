@@ -138,9 +138,9 @@ def _make_handle(
         cut_layers(model)
     if both_ways and model is not None and model.main_input_name != "input_ids":
         raise UnsupportedError(
-            f"{type(model).__name__} takes {model.main_input_name}: towers of images or sounds are"
-            " not for distca, because attention is only a third of their time, and ranks may have"
-            " different numbers of images. Use distca only for the text:"
+            f"{type(model).__name__} takes {model.main_input_name}: distca does not balance image"
+            " or audio towers, because attention is only a third of their time, and ranks may have"
+            " different numbers of images. Use distca only for the text model:"
             ' attn_implementation={"text_config": "distca"}, and "sdpa" for other parts.'
         )
     first = find_first_position(model)

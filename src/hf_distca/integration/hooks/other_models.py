@@ -99,8 +99,8 @@ def _find_cut_reason(model: PreTrainedModel, documents: PackedDocuments) -> str 
     name = getattr(model.config, "_attn_implementation", None)
     return (
         f'has attn_implementation="{name}" and gets a part of'
-        f" {share or 'a batch'} whose documents are cut. It would compute what this rank holds,"
-        " without the tokens before. Give it whole documents, or do as for the model in training."
+        f" {share or 'a batch'} whose documents are cut. It would compute this rank's part without"
+        " the tokens before it. Give it whole documents, or treat it like the model in training."
     )
 
 
@@ -128,6 +128,6 @@ def _find_position_reason(model: PreTrainedModel, kwargs: dict[str, Any]) -> str
         return None
     return (
         f"gets a row that begins at position {first} of a document, but not the documents of its"
-        " batch (distca_documents). It would compute what this rank holds, without the tokens"
-        " before."
+        " batch (distca_documents). It would compute this rank's part without the tokens before"
+        " it."
     )

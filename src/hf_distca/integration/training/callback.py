@@ -215,7 +215,7 @@ class DistCACallback(TrainerCallback):
             and find_distca_configs(model)
         ):
             raise UnsupportedError(
-                f'{type(model).__name__} was loaded with attn_implementation="distca" and never'
+                f'{type(model).__name__} was loaded with attn_implementation="distca" but never'
                 " called it in a training step: it does not use the attention interface of"
                 ' transformers. Load it with attn_implementation="eager".'
             )

@@ -110,12 +110,12 @@ def deal(
     if rows is None or find_shares(rows) is not None:
         raise ConfigError(
             f"the train_dataset of this {type(trainer).__name__} is"
-            f" {'dealt already' if rows is not None else None}: give hf_distca.deal a Trainer with"
-            " documents, once."
+            f" {'dealt already' if rows is not None else None}: call hf_distca.deal once, on a"
+            " Trainer with documents."
         )
     if collator not in get_args(CollatorRule):
         raise ConfigError(
-            f"collator={collator!r} is none of {', '.join(map(repr, get_args(CollatorRule)))}."
+            f"collator={collator!r} must be {' or '.join(map(repr, get_args(CollatorRule)))}."
         )
     check_collator(trainer, collator)
     config = find_session(trainer).config
@@ -199,8 +199,8 @@ def _deal_evaluation(trainer: Trainer, make: Callable[[Any], Any]) -> Any:
         documents = _read_documents(trainer, rows)
         if not hasattr(documents, "__len__"):
             raise ConfigError(
-                f"evaluation=True, and the eval_dataset is a stream ({type(documents).__name__}),"
-                " whose end ranks would not know: give one with a length, such as a"
+                f"evaluation=True, but the eval_dataset is a stream ({type(documents).__name__}),"
+                " so ranks would not know where it ends: give one with a length, such as a"
                 " datasets.Dataset, or leave evaluation=True out."
             )
         return make(documents)
@@ -227,7 +227,7 @@ def _read_documents(trainer: Trainer, rows: Any) -> Any:
     """Return rows of one document each."""
     if rows is None:
         raise ConfigError(
-            f"evaluation=True, and this {type(trainer).__name__} has no eval_dataset: give it one."
+            f"evaluation=True, but this {type(trainer).__name__} has no eval_dataset: give it one."
         )
     names = getattr(rows, "column_names", None) or []
     if not _PACKED_COLUMNS & set(names):

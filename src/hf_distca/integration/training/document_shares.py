@@ -127,7 +127,7 @@ def document_shares(
     wrap_trainers()
     if shapes is not None and not shapes:
         raise ConfigError(
-            "shapes=[] names no kind of layer: give (AttentionShape(...), window) of at least one."
+            "shapes=[] is empty: give (AttentionShape(...), window) for at least one kind of layer."
         )
     keys = (
         [PlanKey(shape, device_type, window) for shape, window in shapes]
@@ -153,10 +153,9 @@ def document_shares(
         # Seed 0, the default, is accepted, although a stream is not shuffled.
         if fill not in (None, "cut") or longer != "cut" or seed or lengths is not None:
             raise ConfigError(
-                f"seed={seed!r}, fill={fill!r}, longer={longer!r} and lengths={lengths!r} for"
-                " documents without a length: they are taken as they come, and cut where a global"
-                " batch is full. Leave seed, fill, longer and lengths out, and shuffle the"
-                " documents themselves."
+                f"seed={seed!r}, fill={fill!r}, longer={longer!r} and lengths={lengths!r} for a"
+                " stream of documents, which is read in order and cut where a global batch is full."
+                " Leave seed, fill, longer and lengths out, and shuffle the stream itself."
             )
         return StreamedShares(documents, dealing, column=column, inputs=inputs)
     quiet = dist.is_available() and dist.is_initialized() and dist.get_rank() > 0

@@ -114,8 +114,8 @@ def place_rows(
         return reader
     if model is not None or accumulation is not None:
         raise ConfigError(
-            f"accumulation={accumulation} and model={type(model).__name__} for a Trainer, which has"
-            " its own: leave them out."
+            f"accumulation={accumulation} and model={type(model).__name__} are given with a"
+            " Trainer, which has its own: leave them out."
         )
     make = reader.get_train_dataloader
     if getattr(make, "places_rows", False):
@@ -142,8 +142,8 @@ def _read_accumulation() -> int:
     state = GradientState()
     if state.num_steps > 1 and not state.sync_with_dataloader:
         raise UnsupportedError(
-            "sync_with_dataloader=False lets steps go on from one epoch to the next, and place_rows"
-            " keeps the rows of each step of an epoch. Set"
+            "sync_with_dataloader=False lets a step continue in the next epoch, but place_rows"
+            " orders the rows of each step within one epoch. Set"
             " GradientAccumulationPlugin(sync_with_dataloader=True)."
         )
     return int(state.num_steps)
@@ -161,12 +161,13 @@ def _weigh_rows(
     """
     if not hasattr(rows, "__len__") or isinstance(rows, IterableDataset):
         raise UnsupportedError(
-            f"place_rows weighs all rows before training, and data of {type(rows).__name__} has"
-            " no length. Give a data set with a length, or leave place_rows out."
+            f"place_rows weighs all rows before training, but {type(rows).__name__} has no length."
+            " Give a data set with a length, or leave place_rows out."
         )
     if find_shares(rows) is not None:
         raise UnsupportedError(
-            "documents of this data set are dealt, which makes ranks even: leave place_rows out."
+            "the documents of this data set are dealt, so ranks have equal work: leave place_rows"
+            " out."
         )
     quiet = not PartialState().is_main_process
     lengths, row = (
@@ -252,8 +253,8 @@ def _place_in_shard(
         )
     if len(rows) != len(work):
         raise ConfigError(
-            f"the loader reads {len(rows)} rows, and place_rows weighed {len(work)}: call it with"
-            " the data set that is trained on."
+            f"the loader reads {len(rows)} rows, but place_rows weighed {len(work)}: call"
+            " place_rows with the data set that is trained on."
         )
     size = batches.batch_size // ranks if shard.split_batches else batches.batch_size
     places = StepPlaces(nodes, ranks // nodes, size, accumulation)
@@ -297,14 +298,14 @@ def _find_shard(loader: Any) -> BatchSamplerShard | None:
         if PartialState().num_processes == 1 and shard is not None:
             return None
         raise UnsupportedError(
-            "place_rows takes a loader that accelerator.prepare made of a DataLoader with a batch"
-            f" size, and this {type(loader).__name__} has batches of {type(shard).__name__}. For"
+            "place_rows takes a loader that accelerator.prepare made from a DataLoader with a batch"
+            f" size, but this {type(loader).__name__} gets batches from {type(shard).__name__}. For"
             " loops without accelerate there is hf_distca.data.row_placement.RowPlacement."
         )
     if not getattr(shard.batch_sampler, "batch_size", None):
         raise UnsupportedError(
-            f"{type(shard.batch_sampler).__name__} chooses its own batch sizes, and place_rows"
-            ' needs a fixed one. Set train_sampling_strategy="random", or give a batch'
+            f"{type(shard.batch_sampler).__name__} chooses its own batch sizes, but place_rows"
+            ' needs a fixed size. Set train_sampling_strategy="random", or give a batch'
             " sampler with a batch_size."
         )
     return shard
@@ -367,10 +368,10 @@ class ItemRules:
         documents = tuple(parts for parts in _DOCUMENTS[name] if set(parts) <= set(columns))
         if not documents:
             raise UnsupportedError(
-                f"place_rows weighs the items of {name} by their token ids, in"
-                f" {' and '.join(_DOCUMENTS[name][0])}, and its rows have the columns"
-                f" {', '.join(columns) or 'none'}, as where images are read in the collator or rows"
-                f" are a stream. Leave place_rows out: {_AS_THEY_ARE}"
+                f"place_rows weighs the items of {name} by the token ids in"
+                f" {' and '.join(_DOCUMENTS[name][0])}, but the rows have only these columns:"
+                f" {', '.join(columns) or 'none'}. This is so if images are read in the collator,"
+                f" or if rows are a stream. Leave place_rows out: {_AS_THEY_ARE}"
             )
         return cls(
             documents,
@@ -409,10 +410,10 @@ def check_deals_documents(trainer: Trainer) -> None:
     if name in _DOCUMENTS:
         items = "completions" if name == "KTOTrainer" else "pairs"
         raise UnsupportedError(
-            f"{name} trains on {items}, which stay whole on one rank, and hf_distca.deal and"
-            " --tokens-per-rank cut documents. Call hf_distca.place_rows(trainer) instead, which"
-            f" gives nodes {items} of equal attention and keeps the loss. Inside a node nothing has"
-            f" to be called: {_AS_THEY_ARE}"
+            f"{name} trains on {items}, which must stay whole, but hf_distca.deal and"
+            " --tokens-per-rank cut documents. Call hf_distca.place_rows(trainer) instead: it gives"
+            f" nodes {items} with equal attention in total, and keeps the loss. With one node, no"
+            f" call is needed: {_AS_THEY_ARE}"
         )
     if name is not None:
         raise UnsupportedError(_explain_unknown_items(name, "hf_distca.deal or --tokens-per-rank"))
@@ -450,6 +451,6 @@ def _check_loss(trainer: Any, name: str) -> None:
     if losses and size > 1:
         raise UnsupportedError(
             f"{name} with {' and '.join(losses)} and per_device_train_batch_size={size} has a loss"
-            " that depends on which items share a rank, and place_rows changes that. Set"
+            " that depends on which items share a rank, and place_rows changes which they are. Set"
             f" per_device_train_batch_size=1, or leave place_rows out: {_AS_THEY_ARE}"
         )
