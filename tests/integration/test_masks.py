@@ -124,7 +124,7 @@ def test_numbered_masks_are_refused_beyond_attention(kind: str) -> None:
     model = model_of(config, "distca").float()  # experts know no float64
     with pytest.raises(
         hf_distca.UnsupportedError,
-        match=f"attention_mask numbers the documents .* for {kind} models: .*{why}",
+        match=f"attention_mask numbers the documents .* but {kind} models need .*{why}",
     ):
         model(input_ids=torch.cat(TEXTS)[None], attention_mask=NUMBERS, use_cache=False)
     model(input_ids=torch.cat(TEXTS)[None], attention_mask=NUMBERS.clamp(max=1), use_cache=False)

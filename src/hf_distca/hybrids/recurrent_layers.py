@@ -367,8 +367,8 @@ def _compute_scan(
 
 
 def _compute_steps(dt: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:
-    """Compute the steps of a scan: `dt` after the bias, softplus and limits in `kwargs`, which are
-    removed.
+    """Apply the bias, softplus and limits in `kwargs` to `dt`, and remove them from `kwargs`.
+    Return the steps of a scan.
     """
     bias, softplus, limits = (
         kwargs.pop(name, None) for name in ("dt_bias", "dt_softplus", "dt_limit")

@@ -122,8 +122,8 @@ def _agree_on_layout(documents: Documents, group: AttentionGroup, name: str) -> 
     documents. Either all ranks get the same layout, or all raise an error.
 
     Attention compares the shares of ranks while its layers already run. Recurrent layers must
-    compare them first: with different shares, a rank would get a message of another size than it
-    expects, which crashes the process under gloo.
+    compare them first: with different shares, a rank would get a message of a different size than
+    it expects, which crashes the process under gloo.
     """
     share = documents.dealt_share
     if share is None:

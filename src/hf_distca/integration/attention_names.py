@@ -42,8 +42,8 @@ def check_not_replaced(config: PreTrainedConfig | None) -> None:
     flash-attention call of transformers behind the name.
 
     Raises:
-        UnsupportedError: if a package has replaced one. Packages that cut sequences over ranks do
-            so.
+        UnsupportedError: if a package has replaced one of them, for example to cut sequences over
+            ranks.
     """
     name = getattr(config, "_attn_implementation", None)
     if name not in _registered:

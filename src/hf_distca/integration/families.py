@@ -142,7 +142,7 @@ def check_mask_numbers(config: PreTrainedConfig | None) -> None:
     raise UnsupportedError(
         f"attention_mask numbers the documents of a row, but {model_type} models need a mask of 1"
         f" and 0: {reason}. Give such a mask, and position_ids that begin again with each"
-        " document; or use PackingCollator, which reads rows with numbers."
+        " document; or use PackingCollator, which accepts such numbers."
     )
 
 

@@ -290,7 +290,7 @@ class LayerPlanner:
         return batch.group
 
     def takes_all_ranks(self, documents: PackedDocuments | Documents | None) -> bool:
-        """Return whether all ranks run this forward together if the model is in evaluation mode.
+        """Return whether all ranks run a forward in evaluation mode together.
 
         They do if `balance_evaluation` is set, or if a document of their shares is cut, because no
         rank could compute such a document alone (in a teacher model, for example). The layout of
@@ -453,7 +453,8 @@ class LayerPlanner:
         """Return the cost model of this GPU and kernel. If ranks have different ones, return
         `cost`. Collective.
 
-        All ranks must plan with the same cost model. They learn in training which ranks are slower.
+        All ranks must plan with the same cost model. During training, plans take into account which
+        ranks are slower.
         """
         kernel = self.session.choose_kernel(query, cost.shape, ScoreOptions(1.0)).name
         if kernel == "cuda":  # users can make torch run another kernel under this name

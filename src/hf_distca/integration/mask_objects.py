@@ -11,7 +11,7 @@ from hf_distca.errors import UnsupportedError
 
 
 class MaskObject:
-    """Base of objects that replace mask tensors. Has the methods that transformers calls."""
+    """Base of objects that replace mask tensors. Defines the methods that transformers calls."""
 
     # Generation with static caches makes masks before the forward, and expects 4-D tensors.
     ndim: ClassVar[int] = 4

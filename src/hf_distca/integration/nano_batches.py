@@ -147,7 +147,9 @@ class NanoBatches:
         )
 
     def _find_dim(self, tensor: torch.Tensor) -> int | None:
-        """Return the dimension along which to cut a tensor; None to give both the whole tensor."""
+        """Return the dimension along which a tensor is cut; None if both nano-batches get the whole
+        tensor.
+        """
         shape = tuple(tensor.shape)
         # A float vector may have the width of the layer, and only by chance the length of the
         # batch. Vectors with an entry for each token have an integer dtype.

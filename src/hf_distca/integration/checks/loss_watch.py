@@ -33,8 +33,8 @@ _TARGET_FREE_OUTPUTS = {
     "router_logits",
     "z_loss",
 }
-# Torch functions that pass values on without computing with them, or that need no values, only the
-# shape, for example.
+# Torch functions that do not compute with values: they pass values on, or ask for a shape, for
+# example.
 _value_free = """
     __format__ __get__ __getitem__ __hash__ __len__ __repr__ __set__ __setitem__
     clone contiguous cpu cuda detach dim element_size expand flatten get_device int is_contiguous

@@ -53,8 +53,8 @@ def _get_collator(loader: object) -> object:
 
 
 def find_reading_cases(loader: Any, shares: Shares | StreamedShares, *, training: bool) -> Cases:
-    """Yield the reasons for which ranks would get wrong shares or none, each with whether it
-    applies. In training, also yield the reason for which every epoch would have the same order.
+    """Yield the cases in which ranks would get wrong shares or no shares. In training, also yield
+    the case in which every epoch would have the same order.
     """
     package, name = get_collator_origin(_get_collator(loader))
     # Columns that the Trainer keeps; all required columns if it drops no columns.
@@ -127,7 +127,7 @@ def _is_for_ranks(processes: int, shares: Shares | StreamedShares) -> bool:
     if getattr(shares, "rank", None) is not None:  # a stream of one rank's shares
         return processes == 1
     world = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-    # If there are several groups, they take turns with the global batches.
+    # Several groups take turns: each global batch goes to one of them.
     if ranks > 1 and (config.group_size == ranks or config.group_ranks(world) == ranks < world):
         return processes % ranks == 0
     return processes == ranks

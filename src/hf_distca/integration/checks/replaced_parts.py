@@ -17,7 +17,7 @@ from hf_distca.integration.processes import LOG, warn_once
 
 if TYPE_CHECKING:
     import torch
-    from transformers import Trainer  # not needed to load models, and it imports peft
+    from transformers import Trainer  # not needed to load models, and it would import peft
 
 CollatorRule = Literal["check", "replace"]
 # Remedies for recurrent layers that carry states from document to document, by group of model

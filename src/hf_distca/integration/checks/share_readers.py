@@ -117,7 +117,7 @@ def warn_of_rows_not_dealt(trainer: Trainer) -> None:
 
 
 def _list_evaluation_sets(trainer: Trainer | None) -> list[Any]:
-    """List the evaluation sets of a Trainer: the one it has, or all of a dictionary."""
+    """List the evaluation sets of a Trainer: its only one, or all sets of a dictionary."""
     data: Any = getattr(trainer, "eval_dataset", None)
     return list(data.values()) if isinstance(data, dict) else [data]
 
@@ -181,7 +181,7 @@ def check_step(trainer: Trainer, model: torch.nn.Module, share: DealtShare | Non
         raise UnsupportedError(
             f"nothing averages the gradients of {share.ranks} ranks, which share documents: the"
             f" model of this {type(trainer).__name__} is not in DistributedDataParallel. After"
-            " evaluate() or predict(), transformers does not put it there: call train() first, or"
+            " evaluate() or predict(), transformers does not wrap it: call train() first, or"
             " evaluate with another Trainer."
         )
 
@@ -226,8 +226,8 @@ def _count(ranks: int) -> str:
 
 
 def _find_loss_cases(args: TrainingArguments | None, trainer: Trainer | None, ranks: int) -> Cases:
-    """Yield the reasons for which the loss of shares would differ from the loss of whole documents.
-    On one rank there are no such reasons, because no document is cut.
+    """Yield the cases in which the loss of shares would differ from the loss of whole documents. On
+    one rank there are no such cases, because no document is cut.
     """
     if ranks == 1:
         return
@@ -263,7 +263,7 @@ def _find_loss_cases(args: TrainingArguments | None, trainer: Trainer | None, ra
 def _find_model_cases(
     model: torch.nn.Module | None, ranks: int, local_remedy: str, whole_remedy: str
 ) -> Cases:
-    """Yield the reasons for which a model would compute a cut document wrongly.
+    """Yield the cases in which a model would compute a cut document wrongly.
 
     Args:
         model, ranks: the model, if it is known, and the ranks that documents are cut for.
@@ -295,8 +295,8 @@ def _find_model_cases(
 def _find_evaluation_cases(
     trainer: Trainer | None, ranks: int, config: DistCAConfig | None
 ) -> Cases:
-    """Yield the reasons for which evaluation would differ from evaluation in one process. On one
-    rank, or with None as `config`, there are no such reasons.
+    """Yield the cases in which evaluation would differ from evaluation in one process. On one rank,
+    or with None as `config`, there are no such cases.
     """
     if config is None or ranks == 1:
         return

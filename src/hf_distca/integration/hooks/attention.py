@@ -250,8 +250,8 @@ def _restore_batch(
 
 
 def _choose_dtype(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.dtype:
-    """Return the dtype to compute in: the dtype of autocast, or without autocast the widest of the
-    three. The dtypes differ in models that rotate queries and keys in float32.
+    """Return the dtype to compute in: the dtype of autocast, or without autocast the widest dtype
+    of query, key and value. They differ in models that rotate queries and keys in float32.
     """
     if torch.is_autocast_enabled(query.device.type) and value.dtype != torch.float64:
         return torch.get_autocast_dtype(query.device.type)
@@ -261,8 +261,8 @@ def _choose_dtype(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -
 def _attend_by_mask(
     module: torch.nn.Module, inputs: Inputs, dense: torch.Tensor, scores: ScoreOptions
 ) -> torch.Tensor:
-    """Compute attention with a dense mask, for cached keys, for example. Attention with capped
-    scores or sinks is computed by plain operations, all other attention by sdpa.
+    """Compute attention with a dense mask, which is used if keys are cached, for example. Attention
+    with capped scores or sinks is computed by plain operations, all other attention by sdpa.
 
     The inputs are in transformers' layout: (batch, heads, length, width).
     """

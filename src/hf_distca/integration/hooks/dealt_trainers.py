@@ -176,7 +176,7 @@ class _LossSums:
     def __init__(self) -> None:
         # Number of targets of all ranks, if the Trainer divided the loss of the last batch by it.
         self._divisor: torch.Tensor | int | None = None
-        self._loss_rows: list[torch.Tensor] = []  # (2,): loss times targets, targets
+        self._loss_rows: list[torch.Tensor] = []  # each [loss * target count, target count]
 
     def record_divisor(
         self, compute_loss: Callable[..., Any], model: Any, inputs: Any, *args: Any, **kwargs: Any

@@ -42,7 +42,7 @@ from hf_distca.integration.reports import (
 from hf_distca.integration.session import Session
 from hf_distca.integration.training.record import Recorder
 
-_MIN_MICRO_BATCHES = 20  # micro-batches without moved work before a warning
+_MIN_MICRO_BATCHES = 20  # micro-batches after which a warning says that nothing was moved
 
 
 class DistCACallback(TrainerCallback):
