@@ -312,9 +312,9 @@ def test_nodes_are_found(
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "stream": (
         lambda: DataLoader(rows(4).to_iterable_dataset()),
-        "data of IterableDataset has no length",
+        "IterableDataset has no length",
     ),
-    "no loader": (lambda: None, "data of NoneType has no length"),
+    "no loader": (lambda: None, "NoneType has no length"),
     "dealt": (lambda: loader_of(0, dataset=dealt()), "documents of this data set are dealt"),
     "batches": (lambda: loader_of(0, batches=[[0, 1], [2]]), "list chooses its own batch sizes"),
     "dispatched": (
@@ -334,9 +334,7 @@ def test_loaders_that_cannot_be_placed(name: str) -> None:
 
 def test_trainers_that_cannot_be_placed() -> None:
     trainer = make(4)
-    with pytest.raises(
-        hf_distca.ConfigError, match="accumulation=2 and model=NoneType for a Trainer"
-    ):
+    with pytest.raises(hf_distca.ConfigError, match="accumulation=2 and model=NoneType are given"):
         hf_distca.place_rows(trainer, accumulation=2)
     hf_distca.place_rows(trainer)
     with pytest.raises(hf_distca.ConfigError, match="of this Trainer are placed already"):
