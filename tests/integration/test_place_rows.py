@@ -346,7 +346,7 @@ def refused_on_ranks(rank: int) -> list[str]:
     other rows.
     """
     said = []
-    PartialState()
+    PartialState(cpu=True)
     for count in (8 + rank, 8):
         with pytest.raises(hf_distca.DistCAError) as error:
             hf_distca.place_rows(DataLoader(rows(count)), ranks_per_node=1)
