@@ -107,10 +107,10 @@ def test_plan_with_a_window(tmp_path: Path, window: int) -> None:
         ({"lengths": [[0]]}, "length 0"),
         ({"lengths": [[10**30], [2048]]}, f"{10**30} is too large"),
         ({"rank_segments": [[3]]}, "segment 3 must be"),
-        ({"rank_segments": [[[0, 1, 2]]]}, "starts at 1 where position 0 is next"),
+        ({"rank_segments": [[[0, 1, 2]]]}, "starts at 1, but position 0 is next"),
         (
             {"rank_segments": [[[0, 0, 10, 5]]]},
-            "segment [0, 0, 10, 5] ends at 10, behind the document's length of 5",
+            "segment [0, 0, 10, 5] ends at 10, but the document has only 5 tokens",
         ),
     ],
 )

@@ -24,7 +24,7 @@ PLACEMENT = {
 
 def test_profiles_are_gone(tmp_path: Path) -> None:
     """A verb and a setting that were there name what to use instead."""
-    check_one_line(run("profile", "--ranks", "2"), "write a CostModel with its to_json")
+    check_one_line(run("profile", "--ranks", "2"), "write a CostModel to a file")
     placement = write(tmp_path / "placement.json", PLACEMENT)
     for name in ("h100_flash_attn_3", write(tmp_path / "own.json", {"format": 2, "kernels": []})):
         check_one_line(

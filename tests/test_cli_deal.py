@@ -122,7 +122,7 @@ def test_options(tmp_path: Path) -> None:
     [
         ({"lengths": [1]}, "must hold a list of document lengths, but it holds dict"),
         ([16384, 0], "document 1 has length 0"),
-        ([16383], "1 documents have 16383 tokens, 3 ranks with 4096 tokens each have 12288"),
+        ([16383], "1 documents have 16383 tokens, but 3 ranks have room for 12288"),
         ([], "0 documents have 0 tokens"),
     ],
 )
@@ -165,7 +165,7 @@ def test_links_of_nodes(tmp_path: Path) -> None:
     assert planned.exit_code == 0, planned.output
     assert "between nodes              0.0 of" in planned.stderr
     wrong = run("plan", "-", "--ranks-per-node", "3", given='{"lengths": [[8], [8]]}')
-    check_one_line(wrong, "2 ranks cannot be nodes of 3")
+    check_one_line(wrong, "2 ranks cannot be divided into nodes of 3")
 
 
 def test_standard_input_and_output() -> None:
@@ -179,12 +179,12 @@ def test_standard_input_and_output() -> None:
 def test_bad_numbers(tmp_path: Path) -> None:
     check_one_line(
         deal(tmp_path, [10**9], tokens=1),
-        "--deal 1: 1000000000 tokens would need 1000000000 ranks, and the limit is 65536",
+        "--deal 1: 1000000000 tokens would need 1000000000 ranks, but the limit is 65536",
     )
     for tokens in (0, -1):
         check_one_line(deal(tmp_path, [8], tokens=tokens), f"tokens_per_rank={tokens}")
     check_one_line(
-        run("plan", write(tmp_path / "lengths.json", [8]), "--ping-pong"), "give --deal TOKENS too"
+        run("plan", write(tmp_path / "lengths.json", [8]), "--ping-pong"), "also give --deal TOKENS"
     )
 
 

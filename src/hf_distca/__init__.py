@@ -1,18 +1,18 @@
 """Core attention disaggregation for Hugging Face: ``import hf_distca`` registers
 ``attn_implementation="distca"``.
 
-The core has six rooms, each of which imports only those before it:
+The core has six subpackages. Each of them imports only those listed before it:
 
 - `schedule`: decides which rank computes which part of the attention, without torch.
 - `kernels`: computes core attention on one device.
-- `runtime`: carries a plan out: routes, messages, attention servers.
+- `runtime`: carries out a plan with routes, messages and attention servers.
 - `agreement`: makes ranks tell each other their documents and agree on one plan.
 - `data`: reads documents, and deals them to ranks.
-- `integration`: connects all of it to transformers and its Trainer.
+- `integration`: connects the other five to transformers and its Trainer.
 
-All other rooms are optional, and the core imports none of them: `hybrids` (recurrent layers),
+All other subpackages are optional, and the core does not import them: `hybrids` (recurrent layers),
 `pipeline` (models in stages), `pool` (separate attention servers), `plugins` (for trainers that
-load them) and `tools` (the command line).
+support plugins) and `tools` (the command line).
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ _MODULES = {
     "integration.current_session": ("balancing", "configure", "metrics"),
     "tools.observe.imbalance_callback": ("ImbalanceCallback",),
 }
-# Names of earlier versions, and what to use instead.
+# Names that earlier versions had, and their replacements.
 _REMOVED = {
     "DistCATrainerMixin": "use transformers' Trainer with hf_distca.DistCACallback, which logs the"
     " balance, and hf_distca.deal, which plans steps in loader workers",
@@ -107,8 +107,8 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
 
-# Modules of the core and of an optional room whose `register` changes transformers' models. They
-# import torch and transformers.
+# Modules whose `register` changes transformers' models. They import torch and transformers, so they
+# are imported only in processes that load models.
 _REGISTERED = ("integration.hooks.register", "hybrids.recurrent_layers")
 
 

@@ -1,10 +1,11 @@
 """Private names of torch, transformers and accelerate that distca uses although they may change.
 
 Only this file, `data.borrowed_readers` and `pipeline.borrowed_pipelining` use private names of
-these packages: check these files when a new version comes out. tests/test_borrowed.py checks this
-rule, and that each name exists and behaves as described here. tests/oldest.sh runs that test with
-the oldest versions that the package allows. The heading of each block names the versions in which
-its names were seen. transformers is imported inside functions.
+these packages. tests/test_borrowed.py checks this rule, and that each name exists and behaves as
+described here. tests/oldest.sh runs that test with the oldest supported versions. Check the three
+files when a new version of torch, transformers or accelerate comes out. The heading of each block
+lists the versions in which its names were seen. transformers is imported inside functions, because
+its import takes seconds.
 """
 
 from __future__ import annotations
@@ -96,8 +97,8 @@ __all__ = [
 
 # ---- torch 2.13.0
 
-# Activation checkpointing works with hooks for saved tensors. torch shows only the hooks that were
-# pushed last.
+# Functions for the hooks on saved tensors, which activation checkpointing uses. torch shows only
+# the hooks that were pushed last.
 allow_saved_tensor_hooks = _autograd._saved_tensors_hooks_enable
 forbid_saved_tensor_hooks = _autograd._saved_tensors_hooks_disable
 why_saved_tensor_hooks_are_forbidden = _autograd._saved_tensors_hooks_get_disabled_error_message
@@ -105,9 +106,9 @@ top_saved_tensor_hooks = _autograd._top_saved_tensors_default_hooks
 push_saved_tensor_hooks = _autograd._push_saved_tensors_default_hooks
 pop_saved_tensor_hooks = _autograd._pop_saved_tensors_default_hooks
 
-# The dispatch modes of a thread; see also `has_dispatch_modes`. `compiler_of_calls` returns None if
-# torch would not compile a call. `leave_uncompiled` marks a function that torch never compiles,
-# although it may compile the functions called there; without torch.compile it costs nothing.
+# Functions for the dispatch modes of a thread. `compiler_of_calls` returns None if torch would not
+# compile a call. `leave_uncompiled` marks a function that torch must not compile. torch may still
+# compile the functions that it calls. The mark costs nothing without torch.compile.
 dispatch_modes = _python_dispatch._get_current_dispatch_mode_stack
 push_dispatch_mode = _python_dispatch._push_mode
 pop_dispatch_mode = _python_dispatch._pop_mode
@@ -115,8 +116,8 @@ without_dispatch_modes = _python_dispatch._disable_current_modes
 
 
 def has_no_values() -> bool:
-    """Return whether new tensors have no values to read, or values that other ranks do not have: in
-    a transform of torch.func, and under FakeTensorMode.
+    """Return whether this runs in a transform of torch.func or under FakeTensorMode. There, new
+    tensors have no values to read, or values that other ranks do not have.
     """
     return is_in_transform() or any(isinstance(mode, FakeTensorMode) for mode in dispatch_modes())
 
@@ -126,14 +127,15 @@ is_in_transform = torch._C._are_functorch_transforms_active
 
 
 def is_in_backward() -> bool:
-    """Return whether this runs inside backward; a forward there is a recompute."""
+    """Return whether this runs inside a backward, where every forward is a recompute."""
     return torch._C._current_graph_task_id() != -1
 
 
 def get_version(tensor: torch.Tensor) -> int:
-    """Return the version counter of a tensor, which every in-place change of any view increases.
+    """Return the version counter of a tensor. Every in-place change of the tensor or of a view of
+    it increases the counter.
 
-    torch documents it, but it is not public.
+    torch documents this attribute, although its name is private.
     """
     return tensor._version
 
@@ -155,14 +157,16 @@ def is_policy_mode(mode: TorchDispatchMode) -> bool:
     return isinstance(mode, (_CachingTorchDispatchMode, _CachedTorchDispatchMode))
 
 
-# The operation that sdpa runs on CPUs, and its backward. It also returns the log-sum-exp.
+# The operation that torch's scaled_dot_product_attention runs on CPUs, and its backward. The
+# forward also returns the log-sum-exp.
 cpu_attention: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 cpu_attention_backward: Any = (
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 )
 
 
-# torch's own flash-attention 2 and memory-efficient attention, for sequences of several lengths.
+# torch's own flash-attention 2 and memory-efficient attention. Both accept sequences of different
+# lengths in one call.
 cuda_attention: Any = torch.ops.aten._flash_attention_forward
 cuda_attention_backward: Any = torch.ops.aten._flash_attention_backward
 efficient_attention: Any = torch.ops.aten._efficient_attention_forward
@@ -177,8 +181,8 @@ def list_group_names() -> set[str]:
 def group_of_members(
     ranks: tuple[int, ...], backend: str, timeout: datetime.timedelta, name: str, purpose: str
 ) -> dist.ProcessGroup:
-    """Make a process group that is bound to no device. Only its members must call this, whereas
-    `dist.new_group` waits for all ranks.
+    """Make a process group that is not bound to a device. Only its members call this function,
+    whereas `dist.new_group` must be called by all ranks.
     """
     world = c10d._get_default_group()
     return _make_group(
@@ -197,15 +201,15 @@ def group_in_store(
     timeout: datetime.timedelta,
     name: str,
 ) -> dist.ProcessGroup:
-    """Make a process group of processes that meet in a store. They may be in different worlds, or
-    in no world.
+    """Make a process group of processes that meet in a store. These processes may belong to
+    different worlds, or to no world.
 
     Args:
         place: number of each process, used like a global rank, and the index of this process.
         store, backend, timeout: see `dist.init_process_group`.
         name: name that no other group of this process has.
     """
-    # With an empty list of global ranks, torch does not search the world of this process for them.
+    # An empty list of global ranks keeps torch from looking for them in this process's world.
     return _make_group(c10d.GroupMember.WORLD, place, [], (store, backend, timeout), (name, name))
 
 
@@ -216,7 +220,7 @@ def _make_group(
     over: tuple[Store, str, datetime.timedelta],
     names: tuple[str, str],
 ) -> dist.ProcessGroup:
-    """Make a process group that is not bound to the device of this process's world, if there is
+    """Make a process group that is not bound to a device, even if this process's world is bound to
     one.
     """
     (ranks, rank), (store, backend, timeout) = place, over
@@ -246,8 +250,8 @@ def _make_group(
 def _make_options(backend: str, timeout: datetime.timedelta) -> Any:
     """Return options of NCCL with a stream of high priority; None for other backends.
 
-    Messages and the kernel of a rank's own tasks become ready at the same time. Without priority, a
-    kernel that begins first would hold the processors of the GPU until it ends.
+    Messages and the kernel of a rank's own tasks become ready at the same time. If messages had no
+    priority and the kernel began first, the kernel would occupy the GPU until its end.
     """
     if "nccl" not in backend:
         return None
@@ -264,8 +268,8 @@ def store_of_world() -> Store:
 
 
 def get_timeout(group: dist.ProcessGroup | None) -> datetime.timedelta:
-    """Return the timeout of collectives of a process group, or of the world if it is None: the
-    longest timeout of its backends.
+    """Return the timeout of collectives of a process group, or of the world if `group` is None.
+    This is the longest timeout of the group's backends.
     """
     group = group or c10d._get_default_group()
     return max(group._get_backend(device).options._timeout for device in group._device_types)
@@ -275,8 +279,8 @@ def get_timeout(group: dist.ProcessGroup | None) -> datetime.timedelta:
 
 
 def has_partial_state() -> bool:
-    """Return whether accelerate has already fixed its processes and device, without fixing them:
-    making a `PartialState` would.
+    """Return whether accelerate has already chosen its processes and device. Asking a
+    `PartialState` would make accelerate choose them now.
     """
     from accelerate import PartialState
 
@@ -288,12 +292,12 @@ def has_partial_state() -> bool:
 # Names of the functions from which transformers composes masks.
 MASK_UNION, MASK_CHUNKS, MASK_BLOCKS = "or_masks", "chunked_overlay", "blockwise_overlay"
 MASK_WINDOW = "sliding_window_overlay"  # its only argument is `sliding_window`
-# The same for bidirectional attention, without and with a window.
+# Names of the functions for bidirectional attention, without and with a window.
 MASK_BOTH_WAYS = "bidirectional_mask_function"
 MASK_BOTH_WAYS_WINDOW = "sliding_window_bidirectional_overlay"
 BOTH_WAYS_MASK_PARTS = frozenset({MASK_BOTH_WAYS, MASK_BOTH_WAYS_WINDOW, "and_masks"})
-# Functions from which causal masks are composed. Any other function changes which keys a query
-# sees. Versions before 5.23 lack some of them.
+# Functions from which causal masks are composed. Any other function lets queries see other keys.
+# Versions before 5.23 lack some of these functions.
 CAUSAL_MASK_PARTS = frozenset(
     {
         "causal_mask_function",
@@ -309,18 +313,19 @@ CAUSAL_MASK_PARTS = frozenset(
 def get_mesh(model: PreTrainedModel) -> DeviceMesh | None:
     """Return the mesh of a model that was loaded with a `DistributedConfig`, else None.
 
-    Seen in 5.23.0. Versions up to 5.19.0 keep no mesh: give `hf_distca.configure` the group.
+    Seen in 5.23.0. Versions up to 5.19.0 do not keep the mesh, so users must give
+    `hf_distca.configure` the group.
     """
     manager = getattr(model, "_mesh_manager", None)
     if manager is None:
         return None
     mesh: DeviceMesh = manager.get_mesh(("pp", "dp_replicate", "fsdp", "tp"))
-    return mesh._get_root_mesh()  # it may have more dimensions than these
+    return mesh._get_root_mesh()  # the whole mesh, which may have more dimensions
 
 
 def get_changed_flash_attention() -> Callable[..., Any] | None:
-    """Return the function by which another package has replaced the one that calls flash-attn in
-    transformers; None if no package has.
+    """Return the function that another package has put in the place of transformers'
+    `_flash_attention_forward`; None if no package has replaced this function.
     """
     from transformers import modeling_flash_attention_utils
     from transformers.integrations import flash_attention
@@ -336,11 +341,12 @@ _passing: dict[str, str] = {}
 
 
 def let_names_pass(names: Mapping[str, str]) -> None:
-    """Let transformers accept these names of attention implementations without their packages, and
-    give models the names that they are mapped to.
+    """Make transformers accept the keys of `names` as attention implementations, even if their
+    packages are missing. The value of a key is the implementation that a model gets for it.
 
-    A model checks the name when it is made and when the name is changed. If the package is missing,
-    the model would ask the hub for a kernel.
+    transformers checks the implementation of a model when the model is made and when the
+    implementation is changed. If a package is missing, transformers would look for a kernel on the
+    hub.
     """
     from transformers import PreTrainedModel
 
@@ -363,10 +369,10 @@ def is_of_package(function: Callable[..., Any]) -> bool:
     """Return whether a function of a modeling module runs the function of a package (fla,
     mamba-ssm, ...) instead of its fallback in torch.
 
-    Kernels from the hub do not count, because transformers loads them later. Seen in 5.18.0,
-    5.23.0, and in kernels 0.17.2.
+    Kernels from the hub do not count, because transformers loads them later. Seen in transformers
+    5.18.0 and 5.23.0, and in kernels 0.17.2.
     """
-    # With the package `kernels` installed, the function is a module.
+    # If the package `kernels` is installed, the function is a module.
     decorated = getattr(type(function), "forward", function)
     while getattr(decorated, "__closure__", None) is not None:
         held = inspect.getclosurevars(decorated).nonlocals
@@ -377,18 +383,18 @@ def is_of_package(function: Callable[..., Any]) -> bool:
 
 
 def set_batch_size(trainer: Any, rows: int) -> None:
-    """Set the rows of a batch of this process. The Trainer reads its arguments for them only when
-    it is made.
+    """Set the number of rows in a batch of this process. The Trainer reads this number from its
+    arguments only when it is made.
     """
     trainer._train_batch_size = rows
 
 
 @cache
 def count_shifted_targets() -> None:
-    """Let the Trainer count the targets of a step in `shift_labels`, if a batch has them.
+    """Make the Trainer count the targets of a step in `shift_labels` if a batch has this key.
 
-    Since 5.11 the Trainer does this itself. Older versions count `labels`, which lack a target
-    wherever a document is cut.
+    Since 5.11 the Trainer does this itself. Older versions count the targets in `labels`, where one
+    target is missing wherever a document is cut.
     """
     if Version(version("transformers")) >= Version("5.11.0"):
         return

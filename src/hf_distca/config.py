@@ -1,4 +1,4 @@
-"""`DistCAConfig`: everything a user can set, in one validated object."""
+"""`DistCAConfig`: all settings of a user, in one validated object."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from hf_distca.errors import ConfigError, UnsupportedError
 from hf_distca.input_files import read_file
 from hf_distca.schedule.cost import CostModel
 
-# Names of the attentions that distca can stand in for; the last is TRL's, for shared prefixes.
+# Attention implementations that distca can replace. TREE_ATTENTION is TRL's implementation for
+# documents that share prefixes.
 TREE_ATTENTION = "tree_fa3"
 REPLACEABLE_ATTENTION = (
     *("flash_attention_2", "flash_attention_3", "flash_attention_4", "sdpa"),
@@ -42,13 +43,13 @@ else:
     # HfArgumentParser reads this type. It drops `str` from a union, but a command line can give
     # only strings.
     CostSource = str
-# Above _MOST_RANKS, a larger group gains almost nothing on documents with a long tail, and each
-# rank makes planning slower. Below _FEWEST_RANKS, groups are too small. A multiple of _WHOLE_NODES
-# consists of whole nodes of 1, 2, 4 or 8 ranks.
+# Above _MOST_RANKS, a larger group gains almost nothing on documents with a long tail, and every
+# further rank makes planning slower. Groups below _FEWEST_RANKS balance worse. If the number of
+# ranks is a multiple of _WHOLE_NODES, a group consists of whole nodes of 1, 2, 4 or 8 ranks.
 _MOST_RANKS, _FEWEST_RANKS, _WHOLE_NODES = 512, 256, 8
-_LONGEST_TIMEOUT = 366 * 86400.0  # seconds; torch adds it to its clock, which must not overflow
+_LONGEST_TIMEOUT = 366 * 86400.0  # seconds; longer ones might overflow the clock of torch
 
-# The numbers that each field accepts: type, range, and text of the error.
+# Type and range of each numeric field, and the error text for numbers out of range.
 _NUMBERS: dict[str, tuple[type, Callable[[Any], bool], str]] = {
     "tolerance": (
         Real,
@@ -73,7 +74,7 @@ _NUMBERS: dict[str, tuple[type, Callable[[Any], bool], str]] = {
         lambda value: 0 < value <= _LONGEST_TIMEOUT,
         f"in (0, {_LONGEST_TIMEOUT:g}], a year, or None for that of torch.distributed",
     ),
-    # Not a field of `DistCAConfig`, but given next to the fields.
+    # Not a field of `DistCAConfig`, but users may write it next to the fields.
     "tokens_per_rank": (
         int,
         lambda value: value >= 1,
@@ -86,56 +87,57 @@ _NUMBERS: dict[str, tuple[type, Callable[[Any], bool], str]] = {
 class DistCAConfig:
     """Settings of core attention disaggregation.
 
-    Every rank of an attention group must use the same ones.
+    Every rank of an attention group must use the same settings.
 
     Attributes:
         balance: move work between ranks. If off, every rank computes its own attention with the
-            same kernels: the baseline of a comparison.
+            same kernels, as the baseline of a comparison.
         tolerance: how far the estimated attention seconds of a rank may lie above or below the mean
             of all ranks, as a fraction of the mean.
         min_gain: work is moved only if the slowest rank's estimated attention seconds fall by at
             least this fraction. Otherwise a micro-batch runs locally and nothing is exchanged.
         tile: number of query rows in a tile of the kernel. Documents are cut at multiples of it.
         head_groups: upper limit on the number of groups of key/value heads that a long document is
-            split into, so that a server receives keys for its heads only. The scheduler normally
-            uses 4 groups, or the largest smaller number that divides the heads. It uses more, up to
-            this limit, if communication would take about as long as compute. With 1, all heads of a
-            slice are moved together.
+            split into, so that a server receives only the keys of its heads. The scheduler normally
+            uses 4 groups, or the largest smaller number that divides the heads. It uses more
+            groups, up to this limit, if communication would take about as long as compute. With 1,
+            all heads of a slice are moved together.
         kernel: attention kernel, ``"auto"`` for the best one that runs on the device.
-        cost_model: ``"analytic"`` for built-in figures of the type of device. They are multiplied
-            by a factor for the GPU and kernel, if this is known and equal on all ranks; documents
-            are dealt without the factor. Or a `CostModel` of your own, or the path of one in JSON
-            (`CostModel.to_json`; the file is read at once). Its shape is replaced by that of each
-            layer.
-        measured_rates: correct the cost model by what ranks measure while they train. Slower ranks
-            get less work, and less or nothing is moved if exchanges take longer than they gain. If
-            off, plans depend on the documents alone. That is also the case with a `CostModel` of
-            your own, which is never corrected, and if torch uses deterministic algorithms.
+        cost_model: ``"analytic"`` for built-in figures of the type of device, a `CostModel` of your
+            own, or the path of a JSON file that `CostModel.to_json` wrote (the file is read at
+            once). Built-in figures are multiplied by a factor for the GPU and kernel if this factor
+            is known and equal on all ranks; documents are dealt without the factor. The shape of
+            your own `CostModel` is replaced by the shape of each layer.
+        measured_rates: correct the cost model with measurements of all ranks during training.
+            Slower ranks get less work, and less work or none is moved if exchanges cost more time
+            than they save. If off, plans depend only on the documents. The same is true with a
+            `CostModel` of your own, which is never corrected, and if torch uses deterministic
+            algorithms.
         documents_span_ranks: read position ids that start above 0 as the continuation of another
             rank's document. If off, every run of positions is a separate document, as in
             transformers.
         balance_evaluation: let ranks share attention also while the model is in evaluation mode.
-            Every rank must then evaluate the same number of batches. Dealt shares with cut
-            documents are computed by all ranks together in either case.
+            Every rank must then evaluate the same number of batches. A dealt batch in which
+            documents are cut is computed by all ranks together even if this is off.
         serve_in_place: let ranks that hold tokens compute slices of other ranks. If off, only ranks
-            without tokens do.
+            without tokens compute them.
         ping_pong: run every decoder layer as two nano-batches in turns, so that one computes while
             the messages of the other travel. This pays if exchanges take long. If nothing is
             exchanged, layers run whole.
-        max_transient_bytes: limit on the bytes that one call of core attention holds on a rank for
-            other ranks, the larger of forward and backward; None for no limit. It counts received
-            rows of q, k, v, o, log-sum-exp, dO and gradients, the messages that carry them, the
-            pools made of them, and the outputs and gradients of tasks of other ranks. It does not
-            count the rank's own q, k, v, o, log-sum-exp and gradients, which grow with its tokens,
-            copies of its own rows of documents that are split by heads, and memory inside the
-            kernel. The scheduler moves only slices that fit. A document that spans ranks may need
-            more; then a warning is logged.
+        max_transient_bytes: limit on the bytes that one call of core attention uses on a rank for
+            other ranks, in its forward or its backward; None for no limit. The limit applies to
+            received rows of q, k, v, o, log-sum-exp, dO and gradients, the messages that carry
+            these rows, the pools made of them, and the outputs and gradients of tasks of other
+            ranks. It does not apply to the rank's own q, k, v, o, log-sum-exp and gradients (which
+            grow with its tokens), to copies of its own rows of documents that are split by heads,
+            or to memory inside the kernel. The scheduler moves only slices that fit. A document
+            that spans ranks may need more; then a warning is logged.
         group_size: number of neighbouring ranks that share core attention; must divide the number
             of ranks. Work is balanced within a group, and documents may span only ranks of a group.
             Choose a multiple of the node size to profit from fast links. With None, up to 512 ranks
             are one group, and more ranks form groups of 256 to 512; see `group_ranks`.
         timeout_seconds: seconds that a rank waits for other ranks before it raises
-            `DistCADesyncError`. None for the timeout of torch.distributed's collectives, which the
+            `DistCADesyncError`; None for the timeout of torch.distributed's collectives, which the
             Trainer calls `ddp_timeout`.
 
     Raises:
@@ -192,9 +194,9 @@ class DistCAConfig:
     def group_ranks(self, ranks: int) -> int:
         """Return the size of an attention group if `ranks` ranks could all share attention.
 
-        Without a `group_size`, up to 512 ranks are one group. More ranks are cut into equal groups
-        of 256 to 512, as large as possible, whose size is a multiple of 8. If no such size divides
-        the number of ranks, or documents may span ranks, all ranks are one group.
+        Without a `group_size`, up to 512 ranks are one group. More ranks are divided into groups of
+        one size: the largest multiple of 8 from 256 to 512 that divides the number of ranks. If
+        there is no such size, or if documents may span ranks, all ranks are one group.
         """
         if self.group_size is not None:
             return self.group_size
@@ -208,7 +210,8 @@ def read_values(path: str | Path) -> Any:
     """Read a YAML or JSON file; None if it is empty.
 
     Raises:
-        ConfigError: if it cannot be read. The message is one line that begins with the file's name.
+        ConfigError: if the file cannot be read. The message is one line that begins with the file's
+            name.
     """
     try:
         text = read_file(Path(path))
@@ -222,7 +225,7 @@ def parse_values(text: str | bytes, source: str) -> Any:
     """Parse a text: JSON if the name of its source ends in ``.json``, else YAML.
 
     Raises:
-        ConfigError: if it is neither. The message is one line that begins with `source`.
+        ConfigError: if the text is not valid. The message is one line that begins with `source`.
     """
     try:
         return json.loads(text) if source.endswith(".json") else yaml.safe_load(text)
@@ -233,13 +236,12 @@ def parse_values(text: str | bytes, source: str) -> Any:
 def split_settings(
     values: Any, source: str, others: tuple[str, ...] = ("tokens_per_rank",)
 ) -> tuple[DistCAConfig, dict[str, Any]]:
-    """Split values that a user wrote into settings and the values of `others`, names that may stand
-    next to settings.
+    """Split the values in a user's file. Return a `DistCAConfig`, and the values of other names.
 
     Args:
         values: the values by name; None if there are no values.
-        source: where they were written: a file, or a key in a file. Errors begin with it.
-        others: names that are accepted besides those of fields.
+        source: the file, or the key in a file, that has the values. Errors begin with it.
+        others: names that are accepted in addition to the fields of `DistCAConfig`.
 
     Raises:
         ConfigError: if a name is unknown (suggests the nearest one), or if a field or
@@ -292,7 +294,7 @@ def show_value(value: Any) -> str:
 
 
 def is_built_in(source: object) -> bool:
-    """Return whether a `cost_model` is the name of the built-in one."""
+    """Return whether a `cost_model` is the name of the built-in cost model."""
     return isinstance(source, str) and source == _BUILT_IN_COSTS
 
 
@@ -300,7 +302,7 @@ def read_cost_model(path: Any) -> CostModel:
     """Read a cost model from a JSON file.
 
     Raises:
-        ConfigError: if there is no such file, or it holds no cost model. The message is one line
+        ConfigError: if there is no such file, or if it is not a cost model. The message is one line
             that begins with the file's name.
     """
     try:
@@ -326,7 +328,7 @@ def check_settings(config: object, receiver: str) -> None:
     """Raise if `receiver` got settings of a wrong type.
 
     Raises:
-        ConfigError: if they are neither None nor a `DistCAConfig`.
+        ConfigError: if `config` is neither None nor a `DistCAConfig`.
     """
     if config is not None and not isinstance(config, DistCAConfig):
         raise ConfigError(
@@ -336,7 +338,7 @@ def check_settings(config: object, receiver: str) -> None:
 
 
 def check_replaceable(name: Any) -> None:
-    """Raise unless distca can stand in for the attention implementation of this name.
+    """Raise unless distca can replace the attention implementation of this name.
 
     Raises:
         UnsupportedError: if distca would not compute the same as this implementation.
@@ -344,6 +346,6 @@ def check_replaceable(name: Any) -> None:
     if not (isinstance(name, str) and name in REPLACEABLE_ATTENTION):
         raise UnsupportedError(
             f"distca cannot stand in for {show_value(name)}, only for"
-            f" {', '.join(REPLACEABLE_ATTENTION)}: others take special masks or arguments, or"
-            " are kernels that transformers loads from the hub."
+            f" {', '.join(REPLACEABLE_ATTENTION)}. Other implementations take special masks or"
+            " arguments, or are kernels that transformers loads from the hub."
         )

@@ -19,8 +19,8 @@ from __future__ import annotations
 
 
 def make_printable(text: str) -> str:
-    """Return a text from outside as messages show it: control characters are escaped, except line
-    ends and tabs.
+    """Escape the control characters in a text, except line ends and tabs, so that messages can show
+    the text.
     """
     return "".join(
         character

@@ -18,8 +18,8 @@ _MODELS = "transformers.modeling_utils"
 
 
 def call_after_models_load(act: Callable[[], None]) -> None:
-    """Call a function now if transformers has imported the module that all models share, else right
-    after that import.
+    """Call a function now if the module that all models of transformers share is imported, else
+    right after its import.
     """
     call_after_import(_MODELS, act)
 
@@ -27,7 +27,7 @@ def call_after_models_load(act: Callable[[], None]) -> None:
 def call_after_import(name: str, act: Callable[[], None]) -> None:
     """Call a function now if this module of transformers is imported, else right after its import.
 
-    A module whose import is under way counts as not imported: it lacks what its last lines define.
+    A module whose import is under way counts as not imported, because its last lines have not run.
     """
     if _finder not in sys.meta_path:
         sys.meta_path.insert(0, _finder)
@@ -38,7 +38,7 @@ def call_after_import(name: str, act: Callable[[], None]) -> None:
 
 
 def call_at_exit(act: Callable[[], object]) -> None:
-    """Call a function when this process ends, but not when a fork of it does."""
+    """Call a function when this process ends, but not when a fork of this process ends."""
     process = os.getpid()
 
     def act_here() -> None:
@@ -49,13 +49,14 @@ def call_at_exit(act: Callable[[], object]) -> None:
 
 
 class _ImportFinder:
-    """A finder that adds calls to the end of imports of transformers; the other finders find them.
+    """Calls functions after the import of modules of transformers. It lets the other finders find
+    these modules.
 
-    It has no base class: `importlib.abc` takes longer to import than everything else here.
+    It has no base class, because importing `importlib.abc` takes longer than the rest of this file.
 
     Attributes:
         acts: functions to call after the import of a module, by its name.
-        under_way: names of modules whose import has begun and not ended.
+        under_way: names of modules whose import has begun but not ended.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""`read_file`: the only way to open a file that a user names, or a file in a folder of a user."""
+"""`read_file`: reads any file that a user names, and any file in a user's folder."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ _MOST_BYTES = 2**26
 
 
 def check_file(path: Path) -> None:
-    """Raise if a path is a pipe, a socket or a device, which may never end or make the reader wait.
+    """Raise if a path is a pipe, a socket or a device: reading it might take forever.
 
     Raises:
-        OSError: if it is one of these, or nothing has this name.
+        OSError: if the path is one of these, or does not exist.
     """
     kind = path.stat().st_mode
-    if not S_ISREG(kind) and not S_ISDIR(kind):  # a folder fails when it is opened
+    if not S_ISREG(kind) and not S_ISDIR(kind):  # opening a folder fails anyway
         raise OSError(EINVAL, "is a pipe, a socket or a device: give a regular file", str(path))
 
 
@@ -25,8 +25,8 @@ def read_file(path: Path, most_bytes: int = _MOST_BYTES) -> bytes:
     """Read all of a regular file.
 
     Raises:
-        OSError: if the file cannot be read, is not a regular file, or holds more than `most_bytes`;
-            names the file.
+        OSError: if the file cannot be read, is not a regular file, or has more than `most_bytes`.
+            The error names the file.
     """
     check_file(path)
     with path.open("rb") as file:
@@ -37,7 +37,7 @@ def read_stream(file: IO[bytes], name: str, most_bytes: int = _MOST_BYTES) -> by
     """Read all of an open file or of standard input; errors call it `name`.
 
     Raises:
-        OSError: if it holds more than `most_bytes`.
+        OSError: if the file has more than `most_bytes`.
     """
     content = file.read(most_bytes + 1)
     if len(content) > most_bytes:

@@ -22,7 +22,7 @@ _PACKAGES = (
 
 
 def list_versions() -> dict[str, str]:
-    """Return the versions of Python and of each installed package of the list, by name."""
+    """Return the versions of Python and of the installed packages in `_PACKAGES`, by name."""
     installed = {"python": platform.python_version()}
     for package in _PACKAGES:
         with suppress(PackageNotFoundError):

@@ -31,8 +31,6 @@ from tiny_runs import COMMON
 
 TOKENS = 3072  # of a global batch; 768 a rank on four
 LONGEST = 2304
-PARTS = 2
-_NUMBERS = ("input_ids", "position_ids")  # not targets
 
 
 @dataclass(frozen=True)
@@ -46,8 +44,8 @@ class Case:
         workers: of the loader.
         steps: of the optimizer.
         precision: "bf16", as `bf16=True` sets it, or "float32".
-        order: another order of the sums over tokens: a seed by which documents are shuffled, and
-            divided into `PARTS` of each micro-batch; None as they are dealt.
+        order: seed by which the documents of each micro-batch are shuffled and divided into halves,
+            for another order of sums over tokens; None to keep the order in which they are dealt.
     """
 
     ranks: int = 2
@@ -91,11 +89,6 @@ class Case:
             1, engine=engine, accumulation=self.accumulation, lora=self.lora, implementation="sdpa"
         )
         return replace(found, steps=self.steps, precision=self.precision)
-
-    @property
-    def micro_batches(self) -> int:
-        """Of a step."""
-        return self.accumulation * (1 if self.order is None else PARTS)
 
 
 def cases() -> Iterator[Case]:
@@ -213,7 +206,7 @@ def _trainer(case: Case, folder: Path, output: str) -> tuple[list[float], Any, A
         "max_steps": case.steps,
         "seed": 0,  # as document_shares has it, by which the loop shuffles
         "learning_rate": 1e-3,
-        "gradient_accumulation_steps": case.micro_batches,
+        "gradient_accumulation_steps": case.accumulation,
         "bf16": case.precision == "bf16",
         "gradient_checkpointing": case.checkpointing,
         "dataloader_num_workers": case.workers,
@@ -243,7 +236,7 @@ def _trainer(case: Case, folder: Path, output: str) -> tuple[list[float], Any, A
 def _made(case: Case, folder: Path, options: dict[str, Any]) -> Trainer:
     from datasets import load_from_disk
 
-    kinds: tuple[Any, Any] = Trainer, TrainingArguments
+    kinds: tuple[Any, Any] = (Trainer if case.order is None else InHalves), TrainingArguments
     more: dict[str, Any] = {}
     if case.client == "TRL":
         from trl import SFTConfig, SFTTrainer
@@ -267,38 +260,52 @@ def _made(case: Case, folder: Path, options: dict[str, Any]) -> Trainer:
 
 
 class InAnotherOrder(Dataset[dict[str, torch.Tensor]]):
-    """Shares of one rank, their documents shuffled and divided into parts, which are one item after
-    another.
+    """Shares of one rank with their documents shuffled, and the number of tokens of the first half
+    of these documents.
     """
 
     def __init__(self, shares: Any, seed: int) -> None:
         self._shares, self._seed = shares, seed
 
     def __len__(self) -> int:
-        return PARTS * len(self._shares)
+        return len(self._shares)
 
-    def __getitem__(self, item: int) -> dict[str, torch.Tensor]:
-        number, part = divmod(item, PARTS)
-        share = {
-            name: column
-            for name, column in self._shares[number].items()
-            if isinstance(column, torch.Tensor)
-        }
+    def __getitem__(self, number: int) -> dict[str, torch.Tensor]:
+        share = self._shares[number]
         begins = (share["position_ids"] == 0).nonzero()[1:, 0].tolist()
         generator = torch.Generator().manual_seed(1000 * self._seed + number)
-        chosen = torch.randperm(len(begins) + 1, generator=generator)[part::PARTS].tolist()
-        if not chosen:  # a part without documents is a token without a target
-            return {
-                name: column[:1] if name in _NUMBERS else column[:1] * 0 - 100
-                for name, column in share.items()
-            }
-        documents = {name: column.tensor_split(begins) for name, column in share.items()}
-        return {name: torch.cat([rows[n] for n in chosen]) for name, rows in documents.items()}
+        order = torch.randperm(len(begins) + 1, generator=generator).tolist()
+        documents = {
+            name: [column.tensor_split(begins)[document] for document in order]
+            for name, column in share.items()
+            if isinstance(column, torch.Tensor)
+        }
+        shuffled = {name: torch.cat(parts) for name, parts in documents.items()}
+        half = sum(map(len, documents["input_ids"][: len(order) // 2]))
+        return {**shuffled, "half": torch.tensor([half])}
 
     @staticmethod
     def batch(items: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
         """The batch of one item."""
         return {name: column[None] for name, column in items[0].items()}
+
+
+class InHalves(Trainer):
+    """Adds the losses of the halves of `InAnotherOrder` before it calls backward.
+
+    Like ping-pong, it thereby sums the gradients of both halves in the dtype of autocast.
+    """
+
+    def compute_loss(
+        self, model: Any, inputs: dict[str, Any], *arguments: Any, **options: Any
+    ) -> Any:
+        half, losses = int(inputs.pop("half")), []
+        with self.accelerator.autocast():  # both halves use the same cast weights
+            for rows in (slice(half), slice(half, None)):
+                part = {name: column[:, rows] for name, column in inputs.items()}
+                if part["input_ids"].numel():
+                    losses.append(super().compute_loss(model, part, *arguments, **options))
+        return sum(losses)
 
 
 def _loop(case: Case, folder: Path, output: str) -> tuple[list[float], Any, Any]:

@@ -290,7 +290,7 @@ def test_options_of_another_version_end_all_processes(text: str, tmp_path: Path)
     ):
         assert (status, said.count("\n")) == (2, 1), output
         assert said.startswith("hf-distca: "), output
-        assert f"HF_DISTCA_RUN={text!r} has no options of this version" in said, output
+        assert f"HF_DISTCA_RUN={text!r} does not hold options of this version" in said, output
         assert "this has started" not in output
 
 

@@ -123,7 +123,7 @@ def loaded(rank: int, folder: Path) -> None:
     with pytest.raises(ConfigError, match="mesh of 2 dimensions"):
         from_pretrained(str(folder), mesh)
     with pytest.raises(
-        ConfigError, match=r"layers=\[1, 1, 2\] are for 3 stages, and the mesh has 2 ranks"
+        ConfigError, match=r"layers=\[1, 1, 2\] are for 3 stages, but the mesh has 2 ranks"
     ):
         from_pretrained(str(folder / "inner"), mesh["pp"], layers=[1, 1, 2])
 

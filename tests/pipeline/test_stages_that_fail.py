@@ -346,7 +346,7 @@ def refusals(rank: int) -> None:
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
     stage = split(model_for(Case(layers=2), "distca"), mesh)
     for setting, why in (
-        (("group_size", 1), "group_size=1.*leave it out"),
+        (("group_size", 1), "group_size=1.*Leave group_size out"),
         (
             ("documents_span_ranks", True),
             "documents_span_ranks=True.*distca_documents with numbers",
@@ -362,7 +362,8 @@ def refusals(rank: int) -> None:
     sharded = model_for(Case(layers=2), "distca")
     fully_shard(sharded, mesh=mesh)
     with pytest.raises(
-        ConfigError, match=r"DDP or FSDP have wrapped.* split it first, then wrap stage\.submod"
+        ConfigError,
+        match=r"wrapped with DDP or FSDP: split the model first, then wrap stage\.submod",
     ):
         split(sharded, mesh)
     with pytest.raises(ConfigError, match=r"give it the stage that hf_distca.pipeline.split made"):

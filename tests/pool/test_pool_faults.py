@@ -195,7 +195,7 @@ def test_servers_that_cannot_take_part(running: Forks) -> None:
         ),
         (
             other,
-        ): f"the server at 127.0.0.1:{other} cannot take part: it runs hf-distca 9.9, and rank 0 ",
+        ): f"the server at 127.0.0.1:{other} cannot take part: it runs hf-distca 9.9, but rank 0 ",
         (
             doubled,
             doubled,
@@ -227,7 +227,7 @@ def test_servers_that_cannot_take_part(running: Forks) -> None:
         assert ended(*tried.values()) == [1] * len(tried)
     for ports, trainer in tried.items():
         assert f"ConfigError: {refused[ports]}" in trainer.output, trainer.output
-    assert "turned ranks away: it runs hf-distca 9.9, and rank 0 " in of_other_version.output
+    assert "turned ranks away: it runs hf-distca 9.9, but rank 0 " in of_other_version.output
     trains.send(signal.SIGTERM)
     assert ended(serving) == [1]
 

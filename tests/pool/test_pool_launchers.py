@@ -167,11 +167,11 @@ def test_one_process_and_servers_on_their_own(
     [
         (
             "hf-distca run --servers 3 torchrun --nproc_per_node 3 train.py 6",
-            "servers=3 of 3 processes of a node: no rank would train",
+            "servers=3, but a node has only 3 processes: no rank would train",
         ),
         (
             "hf-distca run --servers 1 python train.py 6",
-            "servers=1, and no launcher has started this process",
+            "servers=1, but no launcher has started this process",
         ),
     ],
 )

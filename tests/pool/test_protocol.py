@@ -62,7 +62,7 @@ def test_a_message_has_a_bound_where_one_is_set(
     connection, client = connected
     client.sendall(b'["' + b"x" * 1000)
     with pytest.raises(
-        ValueError, match="1002 bytes arrived without the end of a message, which has at most 100"
+        ValueError, match="1002 bytes arrived without the end of a message, but the limit is 100"
     ):
         connection.receive(1.0, 100)
     client.sendall(b'"]\n[1]\n')

@@ -93,7 +93,7 @@ def test_speeds_that_are_none_are_refused(tmp_path: Path, speeds: list[Any]) -> 
         + write_row(steps_row(row))
         + "\n"
     )
-    with pytest.raises(ReportError, match=r"is no record of a run: .* Move the file away"):
+    with pytest.raises(ReportError, match=r"is not a record of a run: .* Move the file away"):
         figures(tmp_path)
 
 
@@ -189,7 +189,7 @@ def test_a_run_that_moves_nothing_says_so(tmp_path: Path) -> None:
             "Plans of these steps were kept: 1, 2, 3, 4. DistCACallback(record=",
         ),
         ({"record": "no plans"}, 9, "Plans of these steps were kept: none. DistCACallback(record="),
-        ({"record": "bad plan"}, None, "is no record of a run: "),
+        ({"record": "bad plan"}, None, "is not a record of a run: "),
     ],
 )
 def test_what_no_page_can_be_made_of(

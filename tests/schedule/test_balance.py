@@ -218,7 +218,7 @@ def test_a_bound_holds_where_a_server_gets_tails_of_two_pieces() -> None:
 
 
 def test_nodes_that_do_not_divide_the_ranks_are_refused() -> None:
-    with pytest.raises(ConfigError, match="3 ranks cannot be nodes of 2"):
+    with pytest.raises(ConfigError, match="3 ranks cannot be divided into nodes of 2"):
         balance(Layout.from_lengths([[9]] * 3), CUDA, DistCAConfig(), Ranks(per_node=2))
 
 

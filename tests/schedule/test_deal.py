@@ -344,7 +344,7 @@ def test_documents_given_as_any_integers() -> None:
             64,
             {},
             LayoutError,
-            "2 documents have 129 tokens, 2 ranks with 64 tokens each have 128",
+            "2 documents have 129 tokens, but 2 ranks have room for 128",
         ),
         ([], 2, 64, {}, LayoutError, "0 documents have 0 tokens"),
         ([128, 0], 2, 64, {}, LayoutError, "document 1 has length 0"),

@@ -84,9 +84,9 @@ def test_tokens_of_a_rank_are_its_segments_one_after_another(layout: Layout) -> 
     [
         ([[(0, 0, 0)]], r"segment 0 is \(document 0, start 0, length 0\)"),
         ([[(0, 0, 2), (0, -1, 2)]], r"segment 1 is \(document 0, start -1, length 2\)"),
-        ([[(7, 1, 2)]], r"document 7 has a segment that starts at 1 where position 0 is next"),
-        ([[(0, 0, 2)], [(0, 3, 2)]], r"starts at 3 where position 2 is next"),
-        ([[(0, 0, 4)], [(0, 3, 2)]], r"starts at 3 where position 4 is next"),
+        ([[(7, 1, 2)]], r"document 7 has a segment that starts at 1, but position 0 is next"),
+        ([[(0, 0, 2)], [(0, 3, 2)]], r"starts at 3, but position 2 is next"),
+        ([[(0, 0, 4)], [(0, 3, 2)]], r"starts at 3, but position 4 is next"),
     ],
 )
 def test_segments_must_cover_documents(
@@ -98,7 +98,7 @@ def test_segments_must_cover_documents(
 
 def test_columns_must_agree() -> None:
     one = np.zeros(1, dtype=np.int64)
-    with pytest.raises(LayoutError, match="columns of 1, 1, 1 rows for 2 segments"):
+    with pytest.raises(LayoutError, match="columns have 1, 1, 1 rows, but there are 2 segments"):
         Layout(one, one, one + 1, np.array([0, 2]))
 
 

@@ -139,7 +139,7 @@ def test_windows_that_are_none(window: int) -> None:
 @pytest.mark.parametrize("window", ["4", 4.5, True, [4]])
 def test_windows_in_json_that_are_none(window: object) -> None:
     data = json.loads(Plan.from_tasks(LAYOUT, TASKS, 4).to_json())
-    with pytest.raises(PlanError, match="must be a whole number or None"):
+    with pytest.raises(PlanError, match="must be a whole number of at least 1"):
         Plan.from_json(json.dumps({**data, "window": window}))
 
 
@@ -164,11 +164,11 @@ def test_windows_in_json_that_are_none(window: object) -> None:
         (0, (0, -1, 4, 0, 0), r"start=-1, .*does not lie in one segment"),
         (0, (0, 4, 4, 0, 0), r"start=4, end=4, .*does not lie in one segment"),
         (4, (2, 0, 3, 1, 1), r"CATask\(document=2, .*does not lie in one segment"),
-        (1, (0, 5, 6, 1, 1), r"start=5, end=6, .*starts where position 4 is next"),
-        (2, (0, 5, 8, 1, 0), r"start=5, end=8, .*starts where position 6 is next"),
-        (4, (1, 1, 3, 1, 1), r"document=1, start=1, .*starts where position 0 is next"),
-        (4, (1, 0, 2, 1, 1), "the tasks compute 12 query tokens, the layout holds 13"),
-        (3, (0, 8, 9, 0, 0), "the tasks compute 12 query tokens, the layout holds 13"),
+        (1, (0, 5, 6, 1, 1), r"start=5, end=6, .*does not start at position 4"),
+        (2, (0, 5, 8, 1, 0), r"start=5, end=8, .*does not start at position 6"),
+        (4, (1, 1, 3, 1, 1), r"document=1, start=1, .*does not start at position 0"),
+        (4, (1, 0, 2, 1, 1), "the tasks compute 12 query tokens, but the layout has 13"),
+        (3, (0, 8, 9, 0, 0), "the tasks compute 12 query tokens, but the layout has 13"),
     ],
 )
 def test_broken_plans(row: int, task: tuple[int, int, int, int, int], message: str) -> None:
@@ -179,9 +179,9 @@ def test_broken_plans(row: int, task: tuple[int, int, int, int, int], message: s
 
 
 def test_a_task_twice_or_not_at_all() -> None:
-    with pytest.raises(PlanError, match="starts where position"):
+    with pytest.raises(PlanError, match="does not start at position"):
         Plan.from_tasks(LAYOUT, [*TASKS, TASKS[0]])
-    with pytest.raises(PlanError, match="compute 10 query tokens, the layout holds 13"):
+    with pytest.raises(PlanError, match="compute 10 query tokens, but the layout has 13"):
         Plan.from_tasks(LAYOUT, TASKS[:-1])
 
 

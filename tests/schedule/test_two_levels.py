@@ -207,7 +207,7 @@ def test_wrong_links_are_refused(wrong: dict[str, float], message: str) -> None:
 def test_wrong_nodes_are_refused() -> None:
     with pytest.raises(ConfigError, match="at least 1"):
         Ranks(per_node=0)
-    with pytest.raises(ConfigError, match="6 ranks cannot be nodes of 4"):
+    with pytest.raises(ConfigError, match="6 ranks cannot be divided into nodes of 4"):
         balance(Layout.from_segments([[]] * 6), CUDA, DistCAConfig(), Ranks(per_node=4))
 
 

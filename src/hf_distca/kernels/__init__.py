@@ -42,9 +42,9 @@ _logger = logging.getLogger("hf_distca")
 # may take it: None for all devices, "" for kernels that run only if the user names them.
 # CONTRIBUTING.md lists what else a new kernel needs. Nothing is timed, so all ranks and runs with
 # the same GPU and packages make the same choice. FlashAttention 4 comes before FlashAttention 3
-# because forward and backward together are faster on Hopper. From 8K tokens on, backward of 4
-# reaches 557 to 605 TFLOP/s (an H100, 2026-11-26), and backward of 3 reaches 530 to 586
-# (published).
+# because its forward and backward together are faster on Hopper. From 8K tokens on, the backward of
+# FlashAttention 4 reached 557 to 605 TFLOP/s (an H100, 2026-11-26), and the published figures of
+# FlashAttention 3 are 530 to 586.
 _KERNELS: tuple[tuple[Kernel, str | None], ...] = (
     (FLASH_ATTN_4, "cuda"),
     (FLASH_ATTN_3, "cuda"),
@@ -58,12 +58,13 @@ _KERNELS: tuple[tuple[Kernel, str | None], ...] = (
 # Names of the GPUs that FlashAttention 4 is made for, by major compute capability.
 _MADE_FOR = {9: "Hopper", 10: "Blackwell"}
 
-# Messages that have been logged. A case comes in every micro-batch, but is logged once.
+# Messages that have been logged. The same cases come in every micro-batch, and each message is
+# logged only once.
 _logged: set[str] = set()
 
 
 def select_kernel(name: KernelName, case: KernelRequest) -> Kernel:
-    """Return the kernel to run. The same kernel is always the same object.
+    """Return the kernel that runs a case. Cases with the same kernel get the same object.
 
     Args:
         name: name of a kernel, or "auto" for the first kernel that supports the case.
@@ -79,7 +80,9 @@ def select_kernel(name: KernelName, case: KernelRequest) -> Kernel:
 
 @lru_cache(maxsize=256)
 def _select_once(name: KernelName, case: KernelRequest, _deterministic: bool) -> Kernel:
-    """Do the work of `select_kernel` once per case, because every layer calls it."""
+    """Do the work of `select_kernel`. The result is cached, because every layer asks for its
+    kernel.
+    """
     automatic = name == "auto"
     candidates = list_candidates(case, name)
     if not candidates:
@@ -102,16 +105,18 @@ def _select_once(name: KernelName, case: KernelRequest, _deterministic: bool) ->
             " dtype."
         )
     raise KernelError(
-        f'Kernel {name!r} cannot run {words}: {reason}. Set kernel="auto" for a kernel that can.'
+        f'Kernel {name!r} cannot run {words}: {reason}. Set kernel="auto" to use a kernel that can.'
     )
 
 
 def unusable_reason(kernel: Kernel, case: KernelRequest) -> str | None:
-    """Return why a kernel does not support a case, does not compile, or computes it wrongly on that
-    GPU; None if it can run it.
+    """Return why a kernel cannot run a case, or None if it can.
 
-    On a GPU the first call for a case makes the host wait for the computations of
-    `hf_distca.kernels.check` and for compilers.
+    A kernel cannot run a case if it does not support the case, does not compile, or gives wrong
+    results on this GPU.
+
+    On a GPU, the first call for a case makes the host wait for compilers and for the computations
+    of `hf_distca.kernels.check`.
     """
     reason = kernel.unsupported_reason(case)
     if reason is not None or case.device.type != "cuda" or kernel.name == ReferenceKernel.name:
@@ -172,19 +177,20 @@ def _announce(name: str, case: KernelRequest, refused: list[str], *, automatic: 
 def is_slow(name: str, dtype: torch.dtype) -> bool:
     """Return whether a kernel is far slower than flash attention.
 
-    Most cases can use flash attention in another dtype, or after a package is installed.
+    Most cases that run in a slow kernel can use flash attention in another dtype, or after the user
+    installs a package.
     """
     return name == ReferenceKernel.name or (name == EFFICIENT.name and dtype == torch.float32)
 
 
 def _describe_features(scores: ScoreOptions) -> str:
-    """Return a phrase such as " with window and softcap"; "" without either."""
+    """Return a phrase such as " with window and softcap"; "" if a case has neither."""
     present = [name for name in ("window", "softcap") if getattr(scores, name) is not None]
     return f" with {' and '.join(present)}" if present else ""
 
 
 def _suggest_speedup(case: KernelRequest) -> str:
-    """Describe how to get flash attention for a case on a GPU; "" if there is nothing to change."""
+    """Describe how to get flash attention for a case on a GPU; "" if the user can do nothing."""
     ways = []
     if case.dtype not in (torch.bfloat16, torch.float16):
         ways.append("train in bfloat16 or float16 (bf16=True or fp16=True)")
@@ -197,8 +203,8 @@ def _suggest_speedup(case: KernelRequest) -> str:
 
 
 def _note_on_kernel(name: str, device: torch.device, automatic: bool) -> str:
-    """Return a note for the log if torch runs another flash kernel, or if a faster kernel could be
-    installed; else "".
+    """Return a note for the log if torch runs a flash kernel other than its own, or if the user
+    could install a faster kernel; else "".
     """
     if (
         name == "cuda"

@@ -1,4 +1,6 @@
-"""Input and output types of attention kernels, and functions on pools that kernels share.
+"""Input and output types of attention kernels, and functions that kernels share.
+
+Attention tasks are slices of *pools*: tensors of query rows, and tensors of keys and values.
 
 Shape suffixes: T tokens (query rows or keys of a pool), H query heads, K key/value heads, D head
 dim, V value head dim.
@@ -25,7 +27,8 @@ Result = TypeVar("Result")
 def disable_gradients(method: Callable[Given, Result]) -> Callable[Given, Result]:
     """Run a method without recording gradients.
 
-    Gradients are mostly off already when layers call the method. Checking that first saves time.
+    Recording is usually off already when a layer calls the method, and switching it off again would
+    cost time.
     """
 
     @wraps(method)
@@ -96,7 +99,8 @@ class KernelRequest(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class TaskBatch:
-    """CA-tasks over a pool of query rows and a pool of keys. All numbers are on the host.
+    """Core-attention tasks (CA-tasks) over a pool of query rows and a pool of keys. All numbers are
+    on the host.
 
     Task i has query rows ``[query_start[i], query_start[i] + query_length[i])`` of the query pool
     and keys ``[key_start[i], key_start[i] + key_length[i])`` of the key pool. Its last query row
@@ -105,8 +109,8 @@ class TaskBatch:
     these keys. Query rows of different tasks never overlap. Keys may overlap, because several
     slices of a document share one copy of its prefix.
 
-    Kernels cache derived data, such as their calls, in `derived` under separate keys. All layers
-    of a micro-batch run the same batches, in forward and backward.
+    Kernels cache derived data, such as their calls, in `derived` under separate keys. These data
+    are reused, because all layers of a micro-batch run the same batches, in forward and backward.
     """
 
     query_start: Sequence[int]
@@ -127,8 +131,8 @@ class TaskBatch:
 
     @cached_property
     def required_sizes(self) -> tuple[float, float]:
-        """Query rows and keys of the smallest pools that hold all tasks; infinite if a task is not
-        valid.
+        """Numbers of query rows and of keys in the smallest pools that hold all tasks; infinite if
+        a task is not valid.
         """
         fit = [row >= 0 <= key and 1 <= rows <= keys for row, rows, key, keys in self.runs]
         if not all(fit):
@@ -140,14 +144,14 @@ class TaskBatch:
 
     @cached_property
     def shares_keys(self) -> bool:
-        """True if any two tasks have a key in common. Their key gradients must be summed."""
+        """True if any two tasks have a key in common, so that gradients of keys must be summed."""
         runs = sorted(zip(self.key_start, self.key_length, strict=True))
         return any(a + n > b for (a, n), (b, _) in itertools.pairwise(runs))
 
 
 class Operands(NamedTuple):
-    """Tensors that a task reads in forward. Rows of queries come first, then rows of keys, as in
-    `BackwardInputs` and in messages.
+    """Tensors that a task reads in forward. Tensors with a row per query come before tensors with a
+    row per key, as in `BackwardInputs` and in messages.
     """
 
     q_THD: torch.Tensor
@@ -163,7 +167,7 @@ class Outputs(NamedTuple):
 
 
 class BackwardInputs(NamedTuple):
-    """Tensors that a task reads in backward. Rows of queries come first, then rows of keys."""
+    """Tensors that a task reads in backward. Tensors with a row per query come first."""
 
     do_THV: torch.Tensor
     q_THD: torch.Tensor
@@ -187,7 +191,8 @@ class Grads(NamedTuple):
 
 
 Tensors = Operands | Outputs | BackwardInputs | Grads
-# How many of the tensors have a row per query. The remaining ones have a row per key.
+# Number of tensors with a row per query. These tensors come first, and the remaining ones have a
+# row per key.
 _QUERY_TENSORS: dict[type, int] = {Operands: 1, Outputs: 2, BackwardInputs: 4, Grads: 1}
 
 
@@ -197,12 +202,14 @@ def get_query_rows(tensors: Tensors) -> tuple[torch.Tensor, ...]:
 
 
 def get_key_rows(tensors: Tensors) -> tuple[torch.Tensor, ...]:
-    """Return the tensors with one row per key. `Outputs` have none."""
+    """Return the tensors with one row per key. `Outputs` has no such tensors."""
     return tensors[_QUERY_TENSORS[type(tensors)] :]
 
 
 def find_first_reason(*reasons: tuple[bool, str]) -> str | None:
-    """Return the text of the first condition that is true; None if all are false."""
+    """Return the text of the first reason whose condition is true; None if all conditions are
+    false.
+    """
     return next((text for holds, text in reasons if holds), None)
 
 
@@ -262,10 +269,10 @@ def choose_key_gradient_dtype(tasks: TaskBatch, dtype: torch.dtype) -> torch.dty
 
 
 def check_pools(pools: Operands | BackwardInputs, tasks: TaskBatch) -> None:
-    """Raise if shapes of pools do not match, or if pools are shorter than the tasks need.
+    """Raise an error if the shapes of pools do not match, or if a pool is shorter than the tasks
+    need.
 
-    Without this check, a kernel that takes raw offsets would read other memory if a task ends
-    outside its pool.
+    Without this check, a kernel that takes raw offsets would read memory outside the pool.
     """
     # Most layers have the same shapes, so shapes that passed are not checked again.
     shapes = q, k, v = pools.q_THD.shape, pools.k_TKD.shape, pools.v_TKV.shape
@@ -276,7 +283,8 @@ def check_pools(pools: Operands | BackwardInputs, tasks: TaskBatch) -> None:
         raise KernelError(f"Pools must have the dimensions (tokens, heads, head dim), got {shown}.")
     if q[2] != k[2] or k[:2] != v[:2]:
         raise KernelError(
-            f"q and k must agree in head dim, k and v in tokens and heads, got {shown}."
+            "q and k must have the same head dim, and k and v the same tokens and heads, got"
+            f" {shown}."
         )
     if q[1] % max(k[1], 1):
         raise KernelError(f"Query heads must be a multiple of key/value heads, got {shown}.")
@@ -299,8 +307,8 @@ def check_pools(pools: Operands | BackwardInputs, tasks: TaskBatch) -> None:
 
 
 def pad_last(x: torch.Tensor, size: int) -> torch.Tensor:
-    """Pad the last dimension of `x` with zeros to `size`, with stride 1. Return `x` itself if it
-    needs no change.
+    """Return `x` with its last dimension padded with zeros to `size`, and with stride 1 there. If
+    nothing needs to change, the result is `x` itself.
 
     Padding is exact, because zeros add nothing to a dot product, and value columns of zeros give
     output columns of zeros.

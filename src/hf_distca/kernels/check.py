@@ -1,13 +1,13 @@
 """Compile each kernel and check it against plain torch on this device, before its first use.
 
-GPU kernels depend on the installed packages and on the GPU. If one computed a wrong mask, training
-would continue without an error. `select_kernel` therefore runs each kernel once, forward and
-backward, on a few slices of documents, and rejects a kernel whose results are wrong.
+GPU kernels depend on the installed packages and on the GPU. If a kernel computed a wrong mask,
+training would continue without an error. `select_kernel` therefore runs each kernel once, forward
+and backward, on a few slices of documents, and rejects a kernel whose results are wrong.
 
 FlashAttention 4 compiles each variant of its kernels at the first call that needs it, which takes
-10 seconds or more. A rank that compiles during training would keep all others waiting. So each rank
-compiles all variants for a kind of layers when it selects the kernel. All ranks select at the same
-point, and therefore compile at the same time.
+10 seconds or more. A rank that compiles during training would keep all other ranks waiting. So each
+rank compiles all variants for a kind of layers when it selects the kernel. All ranks select at the
+same point, and therefore compile at the same time.
 
 The keys of the package's compile caches (4.0.0b36) define the variants for a kind of layers:
 
@@ -16,10 +16,11 @@ The keys of the package's compile caches (4.0.0b36) define the variants for a ki
 - Whether a call has more than 256 sequences. Such calls look sequences up in a table, which a
   separate kernel makes.
 
-Calls of a single block of rows or keys would be further variants. `hf_distca.kernels.flash` avoids
-them: it passes longest lengths above a block, and the package computes with the true lengths
-anyway. All else in the keys is fixed for a kind of layers: device, dtype, widths, query heads for
-each key/value head, softcap, deterministic algorithms. The number of heads is not in the keys.
+Calls whose longest sequence fits in one block would be further variants. `hf_distca.kernels.flash`
+avoids these variants: it always states a longest length above one block. The package only bounds
+its loops with this length. All other parts of the keys are fixed for a kind of layers: device,
+dtype, widths, query heads for each key/value head, softcap, deterministic algorithms. The number of
+heads is not in the keys.
 """
 
 from __future__ import annotations
@@ -47,22 +48,24 @@ from hf_distca.kernels.base import (
 from hf_distca.kernels.flash import FLASH_ATTN_4, INTERFACE_4
 from hf_distca.kernels.plain_torch import ReferenceKernel
 
-# Slices that share keys, a slice with a long context, whole documents, and rows that no task
-# covers. Some tasks are longer than a tile, some shorter. In some calls the tasks are contiguous,
-# so the call reads views; other calls read gathered copies.
+# The tasks are slices that share keys, a slice with a long context, and whole documents. Some rows
+# have no task. Some tasks are longer than a tile, and some are shorter. In some calls the tasks are
+# contiguous, so the call reads views; other calls read gathered copies.
 _TASKS = TaskBatch(
     (0, 131, 331, 130, 401),
     (130, 200, 60, 1, 150),
     (0, 0, 330, 330, 620),
     (130, 330, 290, 290, 150),
 )
-# Documents in order, with rows and keys between them that no task covers. They run as one call of
-# the whole pools.
+# The tasks are documents in order, with rows and keys between them that no task covers. They run as
+# one call on the whole pools.
 _GAPS = TaskBatch((0, 150, 420), (90, 200, 1), (20, 110, 500), (90, 320, 170))
 _ROWS, _KEYS = 560, 770
-_SCALE = 0.7  # times 1 / sqrt(head dim), which is the default of kernels
-_WINDOW = 100  # it hides some keys of the tasks above
-_SOFTCAP = 1.0  # many scores are larger
+# The scale is `_SCALE` times 1 / sqrt(head dim), the default of kernels. The window hides some keys
+# of the tasks above, and many scores exceed the softcap.
+_SCALE = 0.7
+_WINDOW = 100
+_SOFTCAP = 1.0
 _KEY_HEADS = 2
 # Bounds of the relative error of a result (by norms), in units in the last place of its dtype. A
 # correct kernel rounds each result once in half precision. In float32 it also rounds its sums, so
@@ -114,7 +117,8 @@ def mismatch_reason(kernel: Kernel, case: KernelRequest) -> str | None:
             expected = _compute_results(ReferenceKernel(), [pool.double() for pool in pools], seen)
         errors = {name: _compute_relative_error(results[name], expected[name]) for name in expected}
     except torch.OutOfMemoryError:
-        raise  # the kernel may be right, and the check may fit the next time
+        # The kernel may be right: a later check may fit into memory.
+        raise
     except Exception as error:  # packages may raise anything
         return f"its check on {device} raised {type(error).__name__}: {error}"
     bound = (_UNITS_OF_FLOAT32 if dtype == torch.float32 else _UNITS) * torch.finfo(dtype).eps
@@ -149,19 +153,21 @@ def _compute_relative_error(results: torch.Tensor, expected: torch.Tensor) -> fl
 
 _logger = logging.getLogger("hf_distca")
 _LONG_SECONDS = 5.0
-_COMPILED_ROWS = 600  # several blocks, so that the window hides keys
-_ahead = 0  # number of functions that were compiled before a step needed them
+# Rows of the longest sequence: several blocks, so that the window hides keys.
+_COMPILED_ROWS = 600
+# Number of functions that were compiled before a step needed them.
+_ahead = 0
 
 
 def count_late_compiles() -> int:
-    """Count functions that this process compiled during a step. Each of them kept all ranks
+    """Count the functions that this process compiled during steps. Each compilation kept all ranks
     waiting.
     """
     return _count_compiled_functions() - _ahead
 
 
 def _count_compiled_functions() -> int:
-    """Count the functions that the package has compiled or loaded from disk in this process."""
+    """Count the functions that flash-attn-4 has compiled or loaded from disk in this process."""
     package = sys.modules.get(INTERFACE_4)
     caches = (
         [getattr(value, "compile_cache", None) for value in vars(package).values()]
@@ -173,8 +179,8 @@ def _count_compiled_functions() -> int:
 
 @contextmanager
 def compile_ahead() -> Iterator[None]:
-    """Return a context manager that counts functions compiled inside as compiled ahead, and
-    silences warnings of compilers.
+    """Return a context manager. Functions that are compiled inside it count as compiled ahead, and
+    warnings of compilers are silenced.
     """
     global _ahead
     before = _count_compiled_functions()
@@ -206,7 +212,8 @@ def _compile_once(kernel: Kernel, case: KernelRequest, _deterministic: bool) -> 
     try:
         compile_variants(kernel, case)
     except torch.OutOfMemoryError:
-        raise  # the kernel may be right, and the call may fit the next time
+        # The kernel may be right: a later call may fit into memory.
+        raise
     except Exception as error:  # compilers may raise anything
         return f"it cannot be compiled on {case.device} ({type(error).__name__}: {error})"
     seconds = time.perf_counter() - started
@@ -250,8 +257,8 @@ def compile_variants(kernel: Kernel, case: KernelRequest) -> None:
 
 
 def _list_sequence_counts() -> tuple[int, int]:
-    """Return the numbers of sequences of two calls: one without and one with a lookup table of
-    sequences.
+    """Return two numbers of sequences. A call with the first number needs no table for looking
+    sequences up, and a call with the second number needs one.
     """
     return 2, getattr(sys.modules.get(INTERFACE_4), "BIN_BATCH_SEARCH_THRESH", 256) + 1
 

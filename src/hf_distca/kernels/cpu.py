@@ -8,14 +8,14 @@ whole task, and the gradients are added.
 
 The kernel takes grouped key/value heads without a copy, and sums the gradients of a group. It
 divides tasks of fewer than 768 rows into smaller blocks, and is then slower than for a whole
-document: by 5 to 10% at 512 rows and by 20 to 50% at 128. Larger slices take their share of the
+document: by 5 to 10% at 512 rows and by 20 to 50% at 128. Larger slices take only their part of the
 time of the whole document.
 
 With a *window*, the rows of a task are divided into blocks. Each block is a call with the keys that
-its rows see and an additive mask. Relative to the last row and the last key, all blocks of a window
-have the same mask, so it is built once.
+its rows see and an additive mask. Counted from the last row and the last key, all blocks have the
+same mask, so one mask is built for each window.
 
-Beyond the suffixes of `base`: B batch, which is 1.
+Shape suffix beyond those of `base`: B batch, always 1.
 """
 
 from __future__ import annotations
@@ -60,9 +60,10 @@ _Call = tuple[int, int, bool, torch.Tensor | None]
 
 
 class _Task(NamedTuple):
-    """First row, number of rows, first key and number of keys of a task, or of a block of its rows.
+    """A task, or a block of its rows: first row, number of rows, first key, number of keys.
 
-    If it has more keys than the window, it is a block, and its first row sees its first key.
+    Only a block can have more keys than the window. The first row of such a block sees the block's
+    first key.
     """
 
     row: int
@@ -113,7 +114,9 @@ class _WorkList(NamedTuple):
     def allocate(
         self, rows: torch.Tensor, *shape: int, dtype: torch.dtype | None = None
     ) -> torch.Tensor:
-        """Allocate results of this shape for each row of a query pool, with 0 in uncovered rows."""
+        """Allocate a tensor with a result of this shape for each query row, and 0 in uncovered
+        rows.
+        """
         room = rows.new_empty((rows.shape[0], *shape), dtype=dtype)
         for uncovered in self.uncovered:
             room[uncovered].zero_()
@@ -227,7 +230,7 @@ class CpuKernel:
             return Grads(*[dx[..., : x.shape[2]] for dx, x in zip(totals, operands, strict=True)])
         do_BHTD, o_BHTD, lse_BHT, q_BHTD, k_BKTD, v_BKTD = map(_move_heads_first, (*rows, *padded))
         dtype = choose_key_gradient_dtype(tasks, pools.k_TKD.dtype)
-        # With a window, several blocks of one task share a key, so its gradient is a sum.
+        # With a window, several blocks of one task share a key, so the gradient of a key is a sum.
         summed = dtype if scores.window is None else choose_accumulation_dtype(dtype)
         sums = [work.allocate(pools.q_THD, pools.q_THD.shape[1], width)]
         sums += [x.new_zeros((*x.shape[:2], width), dtype=summed) for x in padded[1:]]
@@ -261,7 +264,7 @@ class CpuKernel:
 def _split_by_document(
     lengths: list[int], *of_all_TH: torch.Tensor
 ) -> Iterator[tuple[torch.Tensor, ...]]:
-    """Yield, for each document, views of it in all tensors, with heads before tokens."""
+    """Yield, for each document, its views of all tensors, with heads before tokens."""
     return zip(
         *[x[None].transpose(1, 2).split_with_sizes(lengths, 2) for x in of_all_TH], strict=True
     )
@@ -286,22 +289,22 @@ def _pad_widths(
 def _move_tokens_first(x_BHTD: torch.Tensor, width: int | None = None) -> torch.Tensor:
     """Return a view (B * T, H, ...) with last dimension `width`.
 
-    Results of torch's kernel have strides that need no copy for this.
+    The strides of torch's results allow this without a copy.
     """
     x_THD = x_BHTD.transpose(1, 2).flatten(0, 1)
     return x_THD if width in (None, x_THD.shape[-1]) else x_THD[..., :width]
 
 
 def _cut_tasks(tasks: TaskBatch, scores: ScoreOptions) -> Iterator[_Task]:
-    """Yield the tasks. A task of whose keys the window hides some is divided into blocks."""
+    """Yield the tasks. If the window hides some keys of a task, yield its blocks instead."""
     for task in starmap(_Task, tasks.runs):
         window = scores.find_hiding_window(task.keys)
         yield from (task,) if window is None else _cut_blocks(task, window)
 
 
 def _cut_blocks(task: _Task, window: int) -> Iterator[_Task]:
-    """Yield one block of the rows whose windows include the first key, and then blocks of at most
-    `_BLOCK_ROWS` rows.
+    """Yield first one block with all rows whose windows include the first key, and then blocks of
+    at most `_BLOCK_ROWS` rows.
     """
     whole = min(max(window - task.prefix, 0), task.rows)
     if whole:
@@ -327,7 +330,9 @@ def _make_block_mask(window: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _list_calls(task: _Task, scores: ScoreOptions, dtype: torch.dtype) -> list[_Call]:
-    """List the kernel calls of a task or block. Without a mask, the causal square comes first."""
+    """List the kernel calls of a task or block: a single call with a mask, or the causal square,
+    followed by the rectangle if there is one.
+    """
     if scores.window is not None and task.keys > scores.window:
         mask = _make_block_mask(scores.window, choose_accumulation_dtype(dtype))[
             -task.rows :, -task.keys :

@@ -2,15 +2,14 @@
 attention does not support.
 
 It supports any head dimension, float32, and GPUs before Ampere. `hf_distca.kernels.check` compares
-it with plain torch on the device before its first use. On an H100 with torch 2.11, whole documents
-and slices without a window were right.
+it with plain torch on the device before its first use. On an H100 with torch 2.11, the results for
+whole documents and for slices without a window were right.
 
 The op's causal mask is aligned with the last key, but in backward its window is aligned with the
-first key. The two agree only if a sequence has as many rows as keys. A slice that has more keys
-than rows therefore gets that many more rows in front. The added rows are 0, and add 0 to the
-gradients. With a window of w keys there are at most w - 1 added rows. Backward then computes 1.5
-times as many pairs of a row and a key for a slice of w rows, and three times as many for a slice of
-w / 4 rows.
+first key. The two alignments agree only if a sequence has as many rows as keys. A slice with fewer
+rows than keys therefore gets rows of zeros in front, which add 0 to the gradients. With a window of
+w keys, at most w - 1 rows are added. Backward then computes 1.5 times as many query-key pairs for a
+slice of w rows, and three times as many for a slice of w / 4 rows.
 
 Shape suffixes beyond those of `base`: B sequences of a call, M rows of the longest sequence,
 rounded up to 32. The op takes and returns log-sum-exps as (B, H, M). In backward, rows after the
@@ -45,8 +44,10 @@ from hf_distca.kernels.varlen import Sequences, VarlenKernel
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _CAUSAL_BOTTOM_RIGHT = 2
-_LSE_ROWS = 32  # log-sum-exps of a sequence are padded to a multiple of this number of rows
-_ALIGNMENT = 8  # the op needs offsets and strides that are multiples of this number of elements
+# The op pads log-sum-exps of a sequence to a multiple of this number of rows.
+_LSE_ROWS = 32
+# The op needs offsets and strides that are multiples of this number of elements.
+_ALIGNMENT = 8
 
 
 class AtenEfficient:
@@ -94,7 +95,8 @@ class AtenEfficient:
         longest = _round_up(sequences.max_rows)
         lse_RH = lse_TH.new_full((sequence_count * longest, lse_TH.shape[1]), math.inf)
         lse_RH.index_copy_(0, _find_padded_rows(sequences, len(q_THD)), lse_TH)
-        unused = torch.empty((), dtype=torch.int64, device=q_THD.device)  # for random states
+        # The op needs random states only for dropout.
+        unused = torch.empty((), dtype=torch.int64, device=q_THD.device)
         dq: list[torch.Tensor] = []
         sums = [
             x.new_zeros(x.shape, dtype=choose_accumulation_dtype(x.dtype)) for x in (k_TKD, v_TKD)
@@ -160,7 +162,7 @@ def _split_query_groups(x_THD: torch.Tensor, k_TKD: torch.Tensor) -> Iterator[to
 
 
 def _merge_query_groups(parts: list[torch.Tensor]) -> torch.Tensor:
-    """Invert `_split_query_groups`."""
+    """Undo `_split_query_groups`."""
     return torch.stack(parts, 2).flatten(1, 2)
 
 
@@ -179,7 +181,7 @@ def _round_up(rows: int) -> int:
 
 
 def _find_padded_rows(sequences: Sequences, rows: int) -> torch.Tensor:
-    """Return the index of each row among the padded rows of all sequences, (rows,) int64."""
+    """Return the index of each row among the padded rows of all sequences: (rows,), int64."""
     row, sequence = _number_rows(sequences, rows)
     return (
         row + sequence * _round_up(sequences.max_rows) - sequences.cu_rows.index_select(0, sequence)
@@ -187,7 +189,10 @@ def _find_padded_rows(sequences: Sequences, rows: int) -> torch.Tensor:
 
 
 def _number_rows(sequences: Sequences, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the index of each row of a call, and of its sequence, (rows,) int64 each."""
+    """Return the index of each row of a call, and the index of each row's sequence.
+
+    Both results are (rows,) int64.
+    """
     row = torch.arange(rows, device=sequences.cu_rows.device)
     return row, torch.bucketize(row, sequences.cu_rows[1:], right=True)
 
@@ -223,7 +228,7 @@ class _EfficientKernel(VarlenKernel):
     def split(self, tasks: TaskBatch) -> list[list[int]]:
         """Split tasks into calls whose tasks differ in rows by less than a factor of two.
 
-        Log-sum-exps of a call are padded to its longest task.
+        This limits the padding, because log-sum-exps of a call are padded to its longest task.
         """
 
         def measure_task(task: int) -> int:
@@ -236,5 +241,5 @@ class _EfficientKernel(VarlenKernel):
         ]
 
 
-# Part of torch. It supports any head dimension, but no softcap.
+# This kernel is part of torch. It supports any head dimension, but no softcap.
 EFFICIENT = _EfficientKernel(AtenEfficient(), "efficient", _efficient_reason)

@@ -1,16 +1,16 @@
 """Flash attention for GPUs: the kernel inside torch's CUDA wheels, three optional packages, and one
-kernel from a hub.
+kernel from the Hugging Face hub.
 
 All of them compute sequences of different lengths in one call. Their functions are called directly,
-without their autograd layer. Packages differ in modules, names of arguments and limits, so each has
-a row of `_Package`.
+without their autograd layer. Packages differ in modules, names of arguments and limits, so each
+package has a `_Package`.
 
 FlashAttention 3 and 4 are not called through torch's
 `torch.nn.attention.activate_flash_attention_impl`. That function changes the kernel of the whole
 process, including `sdpa` of other models, and does not support softcap. For FlashAttention 4 it
 also expects two results from a forward that returns five (flash-attn-4 4.0.0b36, torch 2.11 and
-2.13). FlashAttention 4 has run on an H100. The rows for FlashAttention 3 follow its sources (commit
-01afd16, and commit 5f632e2 of kernels-community) and have not run yet. `hf_distca.kernels.check`
+2.13). FlashAttention 4 has run on an H100. FlashAttention 3 has not run yet. Its `_Package` follows
+its sources (commit 01afd16, and commit 5f632e2 of kernels-community). `hf_distca.kernels.check`
 checks each kernel on the device before its first use.
 """
 
@@ -43,14 +43,18 @@ from hf_distca.kernels.varlen import Sequences, VarlenKernel
 
 _MAX_HEAD_DIM = 256
 _HALF_DTYPES = (torch.float16, torch.bfloat16)
-_MIN_FLASH_ATTN = (2, 7)  # older versions of flash-attn have other names and return values
+# Older versions of flash-attn have other names and return values.
+_MIN_FLASH_ATTN = (2, 7)
 # Major compute capabilities for which FlashAttention 4 has a backward.
 _FA4_CAPABILITIES = (9, 10, 11, 12)
-# This is more than two blocks of FlashAttention 4, which have up to 192 rows.
+# Least number that FlashAttention 4 gets as the longest length of a call: more than two of its
+# blocks, which have up to 192 rows.
 _MIN_LONGEST = 512
 _INTERFACE_3, INTERFACE_4 = "flash_attn_interface", "flash_attn.cute.interface"
-_INTERFACE_3_IN_PACKAGE = "flash_attn_3.flash_attn_interface"  # name of the module in wheels
-_HUB_3 = "kernels-community/flash-attn3"  # the package `kernels` downloads it
+# Name of the module `_INTERFACE_3` in wheels.
+_INTERFACE_3_IN_PACKAGE = "flash_attn_3.flash_attn_interface"
+# The package `kernels` downloads this repository from the Hugging Face hub.
+_HUB_3 = "kernels-community/flash-attn3"
 
 
 def flash_reason(case: KernelRequest) -> str | None:
@@ -102,9 +106,9 @@ def _make_random_state(device: torch.device) -> tuple[torch.Tensor, torch.Tensor
 class AtenFlash:
     """`VarlenOp` over ``aten::_flash_attention_forward`` and ``aten::_flash_attention_backward``.
 
-    Forward returns the output, the log-sum-exp, and the random state of dropout for backward, whose
-    number of tensors differs between releases. Without dropout, backward ignores the random state,
-    so it gets placeholders of the right dtype, and forward saves nothing more.
+    Forward returns the output, the log-sum-exp, and a random state for dropout in backward.
+    Releases differ in the number of tensors of this state. Without dropout, backward ignores it, so
+    backward gets placeholders of the right dtype, and forward does not save the state.
     """
 
     takes_gaps = torch.version.hip is None
@@ -144,8 +148,8 @@ class AtenFlash:
         )
 
     def _make_window(self, scores: ScoreOptions) -> dict[str, int]:
-        """Return the window arguments. The op counts the keys to the left of a row's own key, and
-        hides none without arguments.
+        """Return the arguments for the window. The op counts the keys to the left of a row's own
+        key. Without these arguments it hides no keys.
         """
         return (
             {}
@@ -168,9 +172,9 @@ class _Package:
         lse: name of backward's argument for the log-sum-exp.
         in_place: whether backward writes the gradients to tensors that it gets as arguments, rather
             than return them.
-        least_longest: lower limit of the longest length that is passed to a call. The length only
-            bounds loops. The limit keeps a package from compiling extra kernels for sequences of
-            one block.
+        least_longest: least number that a call gets as its longest length, because a package would
+            compile extra kernels for sequences of one block. The package only bounds its loops with
+            this length.
         width_multiple: see `VarlenOp`.
     """
 
@@ -227,7 +231,7 @@ class _PackageFlash:
     def _make_options(self, sequences: Sequences, scores: ScoreOptions) -> dict[str, Any]:
         """Return the arguments that forward and backward share."""
         package, window = self._package, scores.window
-        # Numbers of keys on each side of a row's own key.
+        # Numbers of visible keys on each side of a row's own key.
         left, right = (package.no_limit,) * 2 if window is None else (window - 1, 0)
         return {
             **package.options,
@@ -266,8 +270,9 @@ _FLASH_ATTN_4 = _Package(
     lse="lse",
     in_place=False,
     least_longest=_MIN_LONGEST,
-    # On Hopper (4.0.0b36) its backward kernel counts widths in units of 16, but the code around it
-    # in units of 32. Gradients of queries were 67 to 85 % off for heads of 16, 40 and 80.
+    # On Hopper, the backward kernel (4.0.0b36) counts widths in units of 16, but the code around
+    # the kernel counts in units of 32. For heads of 16, 40 and 80, gradients of queries were wrong
+    # by 67 to 85%.
     width_multiple=32,
 )
 
@@ -278,7 +283,7 @@ def _import_once(name: str) -> Any:
 
     Call this only if the module is needed, because it loads CUDA libraries or a compiler.
     """
-    # Keep compiled kernels on disk for later processes, unless the user has set this to 0.
+    # Keep compiled kernels on disk for later processes, unless the user has set the variable to 0.
     if name == INTERFACE_4:
         os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
     try:
@@ -367,19 +372,20 @@ def _flash_attn_4_reason(case: KernelRequest) -> str | None:
 
 # All kernels below run bfloat16 and float16, on Ampere GPUs and later.
 
-# Part of torch. It supports head dimensions up to 256, but no softcap.
+# This kernel is part of torch. It supports head dimensions up to 256, but no softcap.
 CUDA = VarlenKernel(AtenFlash(), "cuda", _aten_reason)
-# The package flash-attn. It supports head dimensions up to 256.
+# The kernel of the package flash-attn. It supports head dimensions up to 256.
 FLASH_ATTN = VarlenKernel(_PackageFlash(_FLASH_ATTN), "flash_attn", _flash_attn_reason)
-# FlashAttention 3 for Hopper GPUs, from wheels of the PyTorch index or built from the folder hopper
-# of its sources. It has not run yet.
+# FlashAttention 3 for Hopper GPUs, from wheels of the PyTorch index or built from the folder
+# `hopper` of its sources. It has not run yet.
 FLASH_ATTN_3 = VarlenKernel(_PackageFlash(_FLASH_ATTN_3), "flash_attn_3", _flash_attn_3_reason)
-# FlashAttention 3 from a hub. It runs only if the user names it.
+# FlashAttention 3 from the Hugging Face hub. It runs only if the user names it.
 FLASH_ATTN_3_HUB = VarlenKernel(
     _PackageFlash(replace(_FLASH_ATTN_3, module=_HUB_3)),
     _HUB_3,
     partial(_flash_attn_3_reason, module=_HUB_3),
 )
-# The package flash-attn-4, which compiles its kernels (see `hf_distca.kernels.check`). It supports
-# Hopper GPUs, and Blackwell GPUs with head dimensions up to 128, and of 256.
+# The kernels of the package flash-attn-4, which compiles them (see `hf_distca.kernels.check`). They
+# support Hopper GPUs with head dimensions up to 256, and Blackwell GPUs with head dimensions up to
+# 128, and 256.
 FLASH_ATTN_4 = VarlenKernel(_PackageFlash(_FLASH_ATTN_4), "flash_attn_4", _flash_attn_4_reason)

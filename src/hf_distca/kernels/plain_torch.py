@@ -1,8 +1,8 @@
 """Attention in plain torch operations, for any device and floating dtype. Other kernels are checked
 against it.
 
-Shape suffix beyond those of `base`: G rows of one key/value head in a chunk (the query heads that
-share it, times query rows).
+Shape suffix beyond those of `base`: G rows of one key/value head in a chunk (query heads that share
+this head, times query rows).
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from hf_distca.kernels.base import (
 # of a 16K document would take 1 GiB for each head.
 _SCORES_PER_CHUNK = 2**24
 
-# The most rows of a chunk. With r rows, about r * r / 2 scores are computed but hidden at the
-# causal edge, and as many at the edge of a window.
+# The most rows of a chunk. With r rows, about r * r / 2 scores are computed although the causal
+# mask hides them, and as many although a window hides them.
 _ROWS_PER_CHUNK = 256
 
 
@@ -44,7 +44,7 @@ class _Chunk:
     scores: ScoreOptions
 
     def compute_scores(self, q_KGD: torch.Tensor, k_KTD: torch.Tensor) -> torch.Tensor:
-        """Compute the scores of all rows with all keys, including hidden keys, (K, G, keys)."""
+        """Compute the scores of all rows with all keys, hidden keys included: (K, G, keys)."""
         scores_KGT = (q_KGD * self.scores.scale) @ k_KTD.mT
         if self.scores.softcap is not None:
             scores_KGT.div_(self.scores.softcap).tanh_().mul_(self.scores.softcap)
@@ -65,8 +65,8 @@ class _Chunk:
         return scores_KGT
 
     def multiply_by_slope(self, ds_KGT: torch.Tensor, scores_KGT: torch.Tensor) -> torch.Tensor:
-        """Multiply `ds_KGT`, in place, by 1 - tanh^2, the derivative of the cap. `scores_KGT` are
-        the capped scores.
+        """Multiply `ds_KGT`, in place, by 1 - tanh^2, the derivative of the softcap. `scores_KGT`
+        are the capped scores.
         """
         if self.scores.softcap is None:
             return ds_KGT
@@ -159,8 +159,8 @@ def _cut_chunks(tasks: TaskBatch, heads: int, scores: ScoreOptions) -> Iterator[
 
 
 def _group_heads(x_THD: torch.Tensor, key_heads: int, dtype: torch.dtype) -> torch.Tensor:
-    """Gather the rows of all query heads of a key/value head, so that one product computes them
-    without copies of K and V.
+    """Gather the rows of all query heads that share a key/value head. One matrix product then
+    computes all these rows without copies of K and V.
     """
     tokens, _, width = x_THD.shape
     return (
@@ -172,6 +172,6 @@ def _group_heads(x_THD: torch.Tensor, key_heads: int, dtype: torch.dtype) -> tor
 
 
 def _ungroup_heads(x_KGD: torch.Tensor, heads: int) -> torch.Tensor:
-    """Invert `_group_heads`: (tokens, heads, width)."""
+    """Undo `_group_heads`. The result has shape (tokens, heads, width)."""
     key_heads, _, width = x_KGD.shape
     return x_KGD.view(key_heads, heads // key_heads, -1, width).permute(2, 0, 1, 3).flatten(1, 2)

@@ -2,19 +2,19 @@
 
 A varlen op takes one run of query rows and one run of keys, divided into sequences by cumulative
 lengths. Its backward writes the gradient of a key once, so each key may be in only one sequence of
-a call. Slices of one document share keys. A batch is therefore split into sets of tasks without a
-common key, and each set is one call.
+a call. Slices of one document share keys. A batch is therefore split into sets of tasks that have
+no key in common, and each set is one call.
 
-If the tasks of a call are contiguous in the pool, as packed documents or a single slice are, the
-call gets a view of the pool. Otherwise it gets a gathered copy, which is freed after the call.
-Copies are expensive: on an H100 with FlashAttention 4 they took up to a tenth of the time of a
-rank's tasks. So there is a third way, for a batch of one call whose rows and keys are in the same
-order, with gaps between tasks. The call then gets the whole pools. The rows of a gap are a sequence
-without keys, and the keys of a gap are a sequence without rows. Such sequences are cheap.
+If the tasks of a call are contiguous in the pool (packed documents, or a single slice), the call
+gets a view of the pool. Otherwise it gets a gathered copy, which is freed after the call. Copies
+are expensive: on an H100 with FlashAttention 4 they took up to a tenth of the time of a rank's
+tasks. So a batch of one call, whose rows and keys are in the same order with gaps between tasks, is
+computed without copies. The call gets the whole pools. The rows of a gap are a sequence without
+keys, and the keys of a gap are a sequence without rows. These sequences are cheap.
 
 Index tensors are built once for each batch and device, without making the host wait, and later
 calls reuse them. They are made on the stream of the first call. The caller must order other streams
-after it.
+after this stream.
 """
 
 from __future__ import annotations
@@ -61,15 +61,15 @@ class Sequences(NamedTuple):
 
 
 class VarlenOp(Protocol):
-    """A varlen flash-attention op. It is causal, aligned bottom right, with H a multiple of K, and
-    D equal to V.
+    """A varlen flash-attention op. It is causal, aligned bottom right. The number of query heads
+    (H) is a multiple of the number of key/value heads (K). All heads have the same width (D = V).
 
     ``scores.window`` is None or less than the most keys of a sequence. ``scores.softcap`` is None
     unless the kernel supports it.
 
     Attributes:
-        takes_gaps: whether a sequence may have no rows or no keys. Its gradients are then 0, and
-            its outputs are undefined.
+        takes_gaps: whether a sequence may have no rows or no keys. The gradients of such a sequence
+            are 0, and its outputs are undefined.
         width_multiple: callers must make D a multiple of this.
     """
 
@@ -89,9 +89,9 @@ class VarlenOp(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _PoolRows:
-    """Some rows of a pool in the order of a call.
+    """Rows of a pool that a call uses, in the order of the call.
 
-    They are a contiguous range if `index` is None, else the rows that `index` lists (int64, on the
+    If `index` is None, the rows are a contiguous range. Otherwise `index` lists them (int64, on the
     device).
     """
 
@@ -151,7 +151,8 @@ class _OpCall:
 class VarlenKernel:
     """A `Kernel` that runs a `VarlenOp`.
 
-    `why_not` returns why the op cannot run a case. Without it, the kernel runs all cases.
+    `why_not` returns why the op cannot run a case. Without this function, the kernel runs all
+    cases.
     """
 
     def __init__(
@@ -168,10 +169,11 @@ class VarlenKernel:
 
     def split(self, tasks: TaskBatch) -> list[list[int]]:
         """Divide task indices into as few calls as possible. Tasks of a call are in the order of
-        their keys and have no common key.
+        their keys and have no key in common.
 
-        In the order of first keys, each task joins the first call whose keys end before its own
-        begin. So there are only as many calls as the most shared key has tasks.
+        Tasks are taken in the order of their first keys. Each task joins the first call whose keys
+        end before the keys of the task begin. So the number of calls is the largest number of tasks
+        that share a key.
         """
         starts, lengths = tasks.key_start, tasks.key_length
         calls: list[list[int]] = []
@@ -252,8 +254,8 @@ class VarlenKernel:
         return Grads(dq_THD, dk_TKD, dv_TKV)
 
     def _choose_width(self, q_THD: torch.Tensor, v_TKV: torch.Tensor) -> int:
-        """Return the width to which q, k and v are padded for the op: the largest width, rounded
-        up.
+        """Return the width to which q, k and v are padded for the op: the largest of their widths,
+        rounded up.
         """
         multiple = self._op.width_multiple
         return -(-max(q_THD.shape[2], v_TKV.shape[2]) // multiple) * multiple

@@ -1,5 +1,5 @@
-"""Pipeline stages that share attention: `split` a model over the ranks of a mesh dimension, run its
-stages with `Schedule`.
+"""Pipeline stages that share attention. `split` divides a model over the ranks of a mesh dimension,
+and `Schedule` runs its stages.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Parts of torch and peft that this room uses although they may change.
+"""Names of torch, transformers and peft that `hf_distca.pipeline` uses although they may change.
 
 Seen in torch 2.13.0 and transformers 5.23.0.
 
@@ -20,8 +20,8 @@ from hf_distca.errors import UnsupportedError
 
 
 class OneStageSchedule(PipelineScheduleSingle):
-    """torch's base class of schedules with one stage on each rank. A subclass implements only
-    `run`.
+    """Adapts torch's base class of schedules with one stage on each rank, so that a subclass
+    implements only `run`.
     """
 
     @property
@@ -42,8 +42,8 @@ class OneStageSchedule(PipelineScheduleSingle):
         targets: Sequence[Any] | None,
         **more: Any,
     ) -> None:
-        """Run the micro-batches of a step; `more` is ``return_outputs`` and ``loss_kwargs``, as for
-        torch's `step`.
+        """Run the micro-batches of a step. `more` holds ``return_outputs`` and ``loss_kwargs``, two
+        arguments of torch's `step`.
         """
 
     def add_loss(
@@ -56,8 +56,8 @@ class OneStageSchedule(PipelineScheduleSingle):
     def get_loss(self, number: int) -> torch.Tensor:
         """Return the loss of a micro-batch, from which backward begins.
 
-        With `scale_grads` the loss is divided by the number of micro-batches. torch's schedules
-        instead divide gradients at the end of a step, and with them gradients of earlier steps.
+        With `scale_grads`, this loss is divided by the number of micro-batches. torch's schedules
+        divide the gradients at the end of a step instead, including those of earlier steps.
         """
         return self._internal_losses[number] / (self.micro_batches if self.scale_grads else 1)
 
@@ -77,17 +77,17 @@ class OneStageSchedule(PipelineScheduleSingle):
             )
             self._update_losses(self._stage, losses)  # type: ignore[no-untyped-call]
         finally:
-            self._internal_losses.clear()  # a failed step leaves some
+            self._internal_losses.clear()  # a failed step leaves its losses
 
 
 def has_adapters(model: Any) -> bool:
-    """Return whether a model of transformers has adapters; then it saves only these."""
+    """Return whether a model of transformers has adapters. Such a model saves only its adapters."""
     return bool(getattr(model, "_hf_peft_config_loaded", False))
 
 
 def unwrap_peft(model: Any) -> Any:
-    """Return the model of transformers inside a model of peft, in the state that `add_adapter`
-    would leave. Return any other model as it is.
+    """Return the model of transformers inside a model of peft, and mark it as a model with
+    adapters, like `add_adapter` of transformers. Return any other model as it is.
 
     Raises:
         UnsupportedError: if the adapter is a prompt, which belongs to no layer.
@@ -96,8 +96,8 @@ def unwrap_peft(model: Any) -> Any:
         return model
     if model.active_peft_config.is_prompt_learning:
         raise UnsupportedError(
-            f"{model.active_peft_config.peft_type.value} puts a prompt before the tokens, which no"
-            " stage has. Use adapters of layers, such as LoRA."
+            f"{model.active_peft_config.peft_type.value} puts a prompt before the tokens. Pipeline"
+            " stages do not support prompts. Use adapters of layers, such as LoRA."
         )
     base = model.get_base_model()
     base._hf_peft_config_loaded = True
@@ -105,7 +105,7 @@ def unwrap_peft(model: Any) -> Any:
 
 
 def select_adapter_weights(model: Any, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Select the weights of a model's adapter from all of its weights. Return them by the names
+    """Select the weights of a model's adapter from all of its weights. Return them under the names
     that peft uses in files.
 
     Raises:
@@ -115,8 +115,8 @@ def select_adapter_weights(model: Any, weights: dict[str, torch.Tensor]) -> dict
 
     if len(model.peft_config) > 1:
         raise UnsupportedError(
-            "save_pretrained saves one adapter, and the stages have"
-            f" {', '.join(model.peft_config)}."
+            "save_pretrained saves one adapter, but the stages have several:"
+            f" {', '.join(model.peft_config)}. Delete all but one."
         )
     (name,) = model.peft_config
     adapter = get_peft_model_state_dict(
@@ -126,5 +126,5 @@ def select_adapter_weights(model: Any, weights: dict[str, torch.Tensor]) -> dict
 
 
 def find_whole_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """Return the mesh of which this one is a dimension, or else the mesh itself."""
+    """Return the mesh that this mesh is a dimension of, or else the mesh itself."""
     return mesh._get_root_mesh()

@@ -17,7 +17,7 @@ from hf_distca.errors import ConfigError, UnsupportedError
 from hf_distca.integration.attention_names import find_distca_configs
 from hf_distca.integration.families import check_family, check_layerdrop
 
-# Families whose models, run as two stages, give the logits and gradients of the whole model.
+# Families of models that were tested: two stages give the logits and gradients of the whole model.
 _SPLIT = """
     afmoe apertus arcee aria_text axk1 beam biogpt bitnet cohere cohere2 cohere2_moe
     cohere_compass_text cwm dbrx deepseek_v2 deepseek_v3 diffllama dots1 emu3 ernie4_5 ernie4_5_moe
@@ -40,16 +40,16 @@ def check_split(model: PreTrainedModel) -> None:
     """Raise unless a model is known to compute the same in stages.
 
     Raises:
-        ConfigError: if its attention is not distca's.
-        UnsupportedError: if it cannot be split; names the reason.
+        ConfigError: if the model's attention is not distca's.
+        UnsupportedError: if the model cannot be split; names the reason.
     """
     config = model.config
     check_family(config.model_type, encoder_decoder=config.is_encoder_decoder)
     if not find_distca_configs(model):
         name = getattr(config, "_attn_implementation", None)
         raise ConfigError(
-            f'{type(model).__name__} has attn_implementation="{name}", whose attention stages'
-            ' cannot share: load the model with attn_implementation="distca".'
+            f'{type(model).__name__} has attn_implementation="{name}", which stages cannot share:'
+            ' load the model with attn_implementation="distca".'
         )
     check_layerdrop(config)
     text_config = config.get_text_config(decoder=True)
@@ -59,8 +59,8 @@ def check_split(model: PreTrainedModel) -> None:
         " between an embedding and a head": config.model_type not in SPLIT,
         f"{shared} of its layers read keys of other layers (num_kv_shared_layers={shared}), which"
         " may be on another stage": shared,
-        "it adds a loss of its routers (output_router_logits=True), which stages do not pass on;"
-        " set it to False": getattr(text_config, "output_router_logits", False),
+        "output_router_logits=True adds a loss of its routers, which stages do not pass on; set"
+        " output_router_logits=False": getattr(text_config, "output_router_logits", False),
     }
     for why, applies in reasons.items():
         if applies:
@@ -72,7 +72,7 @@ class ModelParts:
     """The parts of a model.
 
     Attributes:
-        layers: the decoder layers; each stage has consecutive ones.
+        layers: the decoder layers. Each stage gets consecutive layers.
         before, after: names of modules that only the first stage needs, and of modules that only
             the last stage needs.
         embedding, head: the input embedding and the output projection.
@@ -86,8 +86,8 @@ class ModelParts:
 
     @classmethod
     def from_model(cls, model: PreTrainedModel) -> ModelParts:
-        """Find the parts of a model, which must be layers between an embedding and a head."""
-        # Not at the top of the file, because this import registers distca.
+        """Find the parts of a model that consists of layers between an embedding and a head."""
+        # This import is not at the top of the file, because it registers distca.
         from transformers.modeling_layers import GradientCheckpointingLayer
 
         embedding, head = find_ends(model)
@@ -133,14 +133,14 @@ class ModelParts:
     def estimate_layer_costs(self, model: PreTrainedModel) -> list[float]:
         """Return the multiplications per token of each layer. The last layer includes the head.
 
-        Core attention does not count, because stages share it, nor does the lookup of an embedding,
-        which costs almost nothing.
+        Core attention is left out, because stages share it. The lookup in an embedding is left out,
+        because it costs almost nothing.
         """
         config = model.config.get_text_config(decoder=True)
         active = min(
             1.0, _find_first_number(config, _ACTIVE_EXPERTS) / _find_first_number(config, _EXPERTS)
         )
-        # A tensor of three dimensions holds the weights of all experts.
+        # A weight with three dimensions holds all experts, but a token meets only some of them.
         costs = [
             sum(
                 weight.numel() * (active if weight.dim() == 3 else 1.0)
@@ -169,7 +169,7 @@ def _split_error(model: PreTrainedModel, why: str) -> UnsupportedError:
 
 
 def _find_first_number(config: object, names: Sequence[str]) -> int:
-    """Return the first positive whole number among these settings, or else 1."""
+    """Return the first positive whole number among the settings with these names, or else 1."""
     return next(
         (
             value
@@ -186,15 +186,15 @@ def divide_layers(costs: Sequence[float], stages: int) -> list[int]:
     """
     if not 1 <= stages <= len(costs):
         raise ConfigError(
-            f"a model of {len(costs)} layers cannot be split into {stages} stages: each needs a"
-            " layer."
+            f"a model of {len(costs)} layers cannot be split into {stages} stages: each stage needs"
+            " a layer."
         )
     totals = [0.0, *itertools.accumulate(costs)]
 
     @cache
     def cut(layers: int, stages: int) -> tuple[float, tuple[int, ...]]:
-        """Cut the first layers into so many stages. Return the cost of the most expensive stage,
-        and the number of layers of each stage.
+        """Divide the first `layers` layers into stages. Return the cost of the most expensive
+        stage, and the number of layers of each stage.
         """
         if stages == 1:
             return totals[layers], (layers,)

@@ -1,8 +1,8 @@
 """`StageAttention`: computes a stage's attention while a schedule runs, and serves other stages.
 
-The forward and the backward of a call run in ticks with different other micro-batches, so each has
-its own plan. When its backward begins, a call changes its route. This costs nothing, because rows
-travel again in backward anyway.
+In the tick of a call's forward, other stages run other micro-batches than in the tick of its
+backward. So forward and backward have different plans, and a call gets a new route when its
+backward begins. This costs nothing, because backward sends the rows again anyway.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from hf_distca.runtime.group import AttentionGroup
 from hf_distca.runtime.outputs import LayerOutputs
 from hf_distca.runtime.route import NOTHING_POOLED, Route
 
-# Placeholder in layer plans, whose calls get their own routes. It is marked as exchanging, because
-# layers run as nano-batches only if there is an exchange to hide.
+# Placeholder for the route of a layer plan, because each call gets its own route. It is marked as
+# exchanging, because layers run as nano-batches only if there is an exchange to hide.
 _NO_ROUTE = Route(TaskBatch((), (), (), ()), NOTHING_POOLED, exchanges=True)
 
 
 class LayerKindRecorder(LayerPlanner):
-    """Records the kinds of a stage's calls of attention, in their order, in a forward that involves
-    no other ranks and computes no attention.
+    """Records the kind of each attention call of a stage, in the order of the calls. The forward in
+    which it records involves no other ranks and computes no attention.
 
     Attributes:
         kinds: the kind of each call, by the id of its module.
@@ -45,7 +45,9 @@ class LayerKindRecorder(LayerPlanner):
         self.kinds = dict[int, LayerKind]()
 
     def uses_nano_batches(self, batch: ForwardBatch, training: bool) -> bool:
-        """Return False: these layers run whole. See `LayerPlanner.uses_nano_batches`."""
+        """Return False, because the recorded layers run whole. See
+        `LayerPlanner.uses_nano_batches`.
+        """
         return False
 
     def plan_layers(
@@ -71,11 +73,11 @@ class LayerKindRecorder(LayerPlanner):
     def _record(
         self, key: PlanKey, module: torch.nn.Module, inputs: Inputs, scores: ScoreOptions
     ) -> torch.Tensor:
-        """Record the kind of a call, and return zeros, because the outputs are not used."""
+        """Record the kind of a call. Return zeros, because the outputs are not used."""
         if id(module) in self.kinds:
             raise UnsupportedError(
-                f"{type(module).__name__} computes attention twice in a forward, which stages of a"
-                " pipeline cannot do."
+                f"{type(module).__name__} computes attention twice in a forward, which pipeline"
+                " stages do not support."
             )
         self.kinds[id(module)] = LayerKind.from_call(key, inputs, scores)
         return inputs.q_THD.new_zeros((*inputs.q_THD.shape[:2], key.shape.value_head_dim))
@@ -119,7 +121,7 @@ class StageAttention(LayerPlanner):
         *,
         training: bool,
     ) -> LayerPlan:
-        """See `LayerPlanner.plan_layers`; calls get their routes when they are made."""
+        """See `LayerPlanner.plan_layers`. Each call gets its route when it is made."""
         micro_batch = self.micro_batch
         if micro_batch is None:
             raise DistCADesyncError(
@@ -154,12 +156,13 @@ class StageAttention(LayerPlanner):
         inputs: Inputs,
         scores: ScoreOptions,
     ) -> torch.Tensor:
-        """Make a call of a micro-batch, in its forward or in a recompute."""
+        """Compute the attention of a module for a micro-batch, in its forward or in a recompute."""
         again = is_in_backward()
         kind = LayerKind.from_call(key, inputs, scores)
         if id(module) not in self.modules:
             raise UnsupportedError(
-                f"{type(module).__name__} computes attention, but it did not in the first step."
+                f"{type(module).__name__} computes attention, but it did not in the first step:"
+                " every step must run the same layers."
             )
         which = OwnCall(self.modules.index(id(module)), key.nano)
         if not again:
@@ -167,11 +170,11 @@ class StageAttention(LayerPlanner):
         expected = micro_batch.parts[which].kind
         if kind != expected:
             raise DistCADesyncError(
-                f"{micro_batch.name} has {kind}, but the first step found {expected}: layers must"
-                " stay as they are."
+                f"{micro_batch.name} has {kind}, but the first step found {expected}. Do not change"
+                " layers after the first step."
             )
         # Force a backward even if nothing before the layer is trained, because other stages wait
-        # for the rows of this one.
+        # for the rows of this stage.
         if torch.is_grad_enabled() and not any(tensor.requires_grad for tensor in inputs[:3]):
             inputs = inputs._replace(q_THD=inputs.q_THD.detach().requires_grad_())
         stored = (
@@ -199,8 +202,8 @@ class StageAttention(LayerPlanner):
         )
 
     def serve(self, parts: Sequence[CallPart], *, backward: bool) -> None:
-        """Take part in a call, or in calls of two nano-batches in turns, without rows of this
-        rank's own.
+        """Serve other stages in a call, or in the calls of two nano-batches in turns. This rank has
+        no rows of its own in these calls.
         """
         with torch.no_grad():
             begun = [self._begin_serving(part, backward=backward) for part in parts]
@@ -219,7 +222,7 @@ class StageAttention(LayerPlanner):
 
 
 class StageCall(LayerExchange):
-    """A call with rows of this rank's own."""
+    """A call of attention in which this rank has rows of its own."""
 
     def __init__(
         self,
@@ -231,8 +234,8 @@ class StageCall(LayerExchange):
         part = micro_batch.parts[which]
         server = attention.make_server(part)
         super().__init__(part.route, attention.group, server, stored, part.name)
-        # The backward may exchange even if the forward does not, and nano-batches must take turns
-        # at the same points on all ranks.
+        # Mark the call as exchanging in any case: its backward may exchange even if its forward
+        # does not, and nano-batches must take turns at the same points on all ranks.
         self.exchanges = True
         self._attention, self._micro_batch, self._which = attention, micro_batch, which
 

@@ -30,8 +30,8 @@ _ADAPTER = "adapter_model.safetensors"
 
 
 def save_pretrained(stage: Stage, directory: str | Path, **kwargs: Any) -> None:
-    """Save the model of all stages as transformers would save the whole one: `from_pretrained`
-    loads it without hf_distca.
+    """Save the model of all stages in the way transformers would save the whole model.
+    `from_pretrained` of transformers loads it without hf_distca.
 
     All ranks must call it, with a directory that all of them see. Each stage of the first copy of
     the model writes its own weights. An existing checkpoint is replaced. If the model has an
@@ -40,8 +40,8 @@ def save_pretrained(stage: Stage, directory: str | Path, **kwargs: Any) -> None:
     Args:
         stage: stage of this rank.
         directory: target; made if it does not exist.
-        kwargs: for ``save_pretrained`` of transformers, such as ``max_shard_size``. Weights of an
-            adapter are always one file.
+        kwargs: arguments of transformers' ``save_pretrained``, such as ``max_shard_size``. The
+            weights of an adapter are always saved in one file.
 
     Raises:
         UnsupportedError: if the model has several adapters.
@@ -49,13 +49,13 @@ def save_pretrained(stage: Stage, directory: str | Path, **kwargs: Any) -> None:
     folder = Path(directory)
     model = stage.unwrapped
     adapted = has_adapters(model.model)
-    weights = _collect_weights(model)  # all copies gather sharded weights together
+    weights = _collect_weights(model)  # all copies take part: weights may be sharded over them
     if adapted:
         weights = select_adapter_weights(model.model, weights)
     parts = [folder / f".stage-{number}" for number in range(model.stages)]
     part = parts[model.stage]
     whole_mesh = find_whole_mesh(stage.mesh).mesh
-    writes = bool((stage.mesh.mesh == whole_mesh.flatten()[0]).any())  # only the first copy
+    writes = bool((stage.mesh.mesh == whole_mesh.flatten()[0]).any())  # true in the first copy only
     if writes:
         folder.mkdir(parents=True, exist_ok=True)
         if part.exists():  # left by a save that was killed
@@ -94,7 +94,7 @@ def _collect_weights(model: StageModel) -> dict[str, torch.Tensor]:
 def _save_stage(
     model: PreTrainedModel, part: Path, weights: dict[str, torch.Tensor], kwargs: dict[str, Any]
 ) -> None:
-    """Save a stage like a separate model. By default, transformers 5.23 writes only on rank 0."""
+    """Save a stage like a separate model. Otherwise, transformers 5.23 writes only on rank 0."""
     writer: Any = model
     writer.should_save_on_this_rank = lambda *_, **__: True
     try:
@@ -126,8 +126,8 @@ def _merge_shards(folder: Path, parts: Sequence[Path]) -> None:
         shard.replace(folder / name)
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
     (folder / _INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-    # Delete the weights of an earlier checkpoint. transformers would load its single file instead
-    # of the files in the index.
+    # Delete the weights of an earlier checkpoint. If they are a single file, transformers would
+    # load this file instead of the files in the index.
     for file in list(folder.iterdir()):
         if file.name == _WHOLE or (
             _SHARD.fullmatch(file.name) and file.name not in weight_map.values()

@@ -1,9 +1,9 @@
-"""`StageModel`: a causal language model of transformers, of which one stage is left.
+"""`StageModel`: a causal language model of transformers that is reduced to one stage.
 
-Its class stays the same. Layers of other stages become modules that do nothing. So every layer
-keeps its number, with which models read their config, and every weight keeps its name in
-checkpoints. Every stage runs the operations of the model before its layers and after them, but
-their results are used only on the first and on the last stage.
+The class of the model stays the same. Layers of other stages become modules that do nothing. So
+every layer keeps its number, by which models look up values in their config, and every weight keeps
+its name in checkpoints. Every stage also runs the model's operations before and after the layers,
+but their results are used only on the first and on the last stage.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class SkippedLayer(torch.nn.Module):
                 setattr(self, name, value)
 
     def forward(self, inputs: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Return the inputs. In place of an embedding, return a zero, which the model may add to
-        hidden states that are not used.
+        """Return the inputs. A placeholder of an embedding returns a zero instead. The model may
+        add this zero to hidden states, but their values are not used.
         """
         return torch.zeros((), device=inputs.device) if self.zero else inputs
 
@@ -47,14 +47,14 @@ class Gate(SkippedLayer):
 
     Attributes:
         arrived: hidden states from the previous stage, to be returned instead of the inputs.
-        left: the last inputs: hidden states that go to the next stage.
+        left: inputs of the last forward, which are the hidden states for the next stage.
     """
 
     arrived: torch.Tensor | None = None
     left: torch.Tensor | None = None
 
     def forward(self, inputs: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Keep the inputs. Return the hidden states that arrived, or else the inputs."""
+        """Keep the inputs. Return the hidden states that arrived, or the inputs if none arrived."""
         self.left = inputs
         return inputs if self.arrived is None else self.arrived
 
@@ -63,7 +63,7 @@ class StageModel(torch.nn.Module):
     """A stage of a model: the module that `torch.distributed.pipelining` runs.
 
     `layers` is the number of layers of each stage. `tied` tells whether embedding and head share
-    their weight; by default, the model tells.
+    their weight. By default, the weights of `model` decide this.
 
     Attributes:
         model: the given model, without the modules of other stages. Its weights have the same names
@@ -81,8 +81,8 @@ class StageModel(torch.nn.Module):
         parts = ModelParts.from_model(model)
         if sum(layers) != len(parts.layers) or min(layers) < 1:
             raise ConfigError(
-                f"layers={list(layers)} must be at least 1 for each stage, {len(parts.layers)} in"
-                " all."
+                f"layers={list(layers)} must give each stage at least 1 layer, and add up to the"
+                f" model's {len(parts.layers)} layers."
             )
         self.stage = stage
         self.stages = len(layers)
@@ -94,7 +94,7 @@ class StageModel(torch.nn.Module):
             if not begin <= number < end:
                 kind = Gate if number in (begin - 1, end) else SkippedLayer
                 parts.layers[number] = kind(layer)
-        # The gates are in a tuple, which does not register modules: the model has registered them.
+        # A tuple keeps this module from registering the gates, which are modules of the model.
         self._gates: tuple[Any, Any] = (
             None if self.is_first else parts.layers[begin - 1],
             None if self.is_last else parts.layers[end],
@@ -122,8 +122,8 @@ class StageModel(torch.nn.Module):
 
     @property
     def tied_weight(self) -> torch.nn.Parameter | None:
-        """The weight of which another stage has a copy, so that gradients of both must be
-        summed.
+        """This stage's copy of a tied weight; None if there is none. Another stage has the other
+        copy, and the gradients of both copies must be summed.
         """
         if not self.tied or self.is_first == self.is_last:
             return None
@@ -131,7 +131,7 @@ class StageModel(torch.nn.Module):
         return weight
 
     def drop_embedding(self) -> None:
-        """Drop the embedding of the last stage, from which a tied head got its weight."""
+        """Drop the embedding of the last stage after a tied head has got its weight from it."""
         _replace_by_placeholders(self.model, self._before)
 
     def forward(self, inputs: torch.Tensor, **kwargs: Any) -> torch.Tensor:
@@ -169,8 +169,8 @@ class StageModel(torch.nn.Module):
 def _collect_shared_facts(
     model: PreTrainedModel, parts: ModelParts, layers: Sequence[int], *, tied: bool
 ) -> dict[str, str]:
-    """Return the properties that must be equal on the stages of all ranks: the model and its
-    division.
+    """Return the properties that must be equal on the stages of all ranks, by name: those of the
+    model and of its division into stages.
     """
     ends = [
         f"{name}.weight"

@@ -27,18 +27,18 @@ from hf_distca.runtime.group import AttentionGroup
 from hf_distca.runtime.members import Members
 from hf_distca.schedule.layout import IntArray
 
-_TOKENS = 16  # in the forward that finds the kinds of attention of a stage
+_TOKENS = 16  # tokens of the forward that records a stage's kinds of attention
 
 
 class StageFacts(NamedTuple):
-    """Facts about a rank's stage that it sends when ranks meet.
+    """Facts about its stage that a rank sends before the first step.
 
     Attributes:
         stage: number of the stage.
-        copy: its copy of the model, identified by the first rank of the copy.
+        copy: first rank of the copy of the model that the stage belongs to.
         dtype: index in `DTYPES` of the dtype of the hidden states that the stage hands on.
-        trained: whether its copy of a tied weight is trained; None if it has none.
-        kinds: `LayerKind.numbers` of its calls of attention.
+        trained: whether the stage's copy of a tied weight is trained; None without such a copy.
+        kinds: `LayerKind.numbers` of each attention call of the stage.
     """
 
     stage: int
@@ -48,7 +48,7 @@ class StageFacts(NamedTuple):
     kinds: list[list[int | float | None]]
 
     def to_row(self) -> IntArray:
-        """Return the facts as int64 numbers, which ranks gather: JSON in bytes."""
+        """Encode the facts as JSON, in int64 numbers that ranks can gather."""
         text = json.dumps(self).encode()
         return np.frombuffer(text.ljust(-(-len(text) // 8) * 8), dtype=np.int64)
 
@@ -56,16 +56,16 @@ class StageFacts(NamedTuple):
 def find_ranks(
     stage: Stage, session: Session, facts: SharedSettings
 ) -> tuple[Pipeline, StageAttention]:
-    """Exchange facts about all stages; all of their ranks must call it. `facts` are this rank's
-    values of settings that must be equal.
+    """Exchange facts about all stages. The ranks of all stages must call it. `facts` are this
+    rank's values of the settings that must be equal on all ranks.
 
     Returns:
-        The stage of each rank, and the attention of this stage, shared with the other stages.
+        The stages of all ranks, and the object that computes the attention of this stage.
 
     Raises:
         ConfigError, DistCADesyncError: if the ranks are not the stages of copies of one model.
-        UnsupportedError: if attention is computed in a way that stages cannot share, or settings
-            ask for something that stages cannot do.
+        UnsupportedError: if the stages cannot share their attention, or if settings ask for
+            something that stages cannot do.
     """
     session.planner.join_world()
     group = AttentionGroup.find_or_create(
@@ -91,8 +91,8 @@ def find_ranks(
         [StageFacts(*json.loads(row.tobytes())) for row in rows], group, stage.device.type
     )
     with group.report_errors("connecting the pipeline stages"):
-        # If the first communication in a group is a message between two ranks, NCCL needs all of
-        # its ranks to take part. So begin with a collective, while all ranks are here.
+        # If the first communication in a group is a message between two ranks, NCCL needs all ranks
+        # of the group to take part. So begin with a collective, while all ranks are here.
         dist.all_reduce(torch.zeros(1, device=stage.device), group=stage.group)
     attention = StageAttention(session, group, stage.device, list(kinds))
     with group.report_errors("measuring costs"):
@@ -105,26 +105,27 @@ def _check_settings(config: DistCAConfig, group: AttentionGroup) -> None:
     """Raise `UnsupportedError` if settings ask for something that stages cannot do."""
     if AttentionGroup.observer is not None:
         raise UnsupportedError(
-            "idle stages of a pipeline serve each other, and separate servers cannot take part:"
-            " leave the servers out."
+            "pipeline stages serve each other, and separate servers cannot take part: train without"
+            " servers."
         )
     if config.group_size not in (None, group.size):
         raise UnsupportedError(
-            f"group_size={config.group_size}, but all stages of all copies of a model share"
-            f" attention, {group.size} ranks here: leave it out of DistCAConfig, or give"
-            " configure() the group of the ranks with all stages of some copies."
+            f"group_size={config.group_size}, but the {group.size} ranks of all stages of all"
+            " copies of the model share attention. Leave group_size out of DistCAConfig. For"
+            " smaller groups, give configure() a group with all stages of some of the copies."
         )
     if config.documents_span_ranks:
         raise UnsupportedError(
-            "documents_span_ranks=True: stages cannot read from position_ids where a document goes"
-            " on. Leave it out of DistCAConfig, and give Schedule.step distca_documents with"
-            " numbers (shares of hf_distca.document_shares)."
+            "documents_span_ranks=True is not supported with stages: position_ids do not tell them"
+            " on which rank a document continues. Leave it out of DistCAConfig, and give"
+            " Schedule.step distca_documents with numbers, such as the shares of"
+            " hf_distca.document_shares."
         )
 
 
 def _find_members(stage: Stage, session: Session) -> dist.ProcessGroup | Members | None:
-    """Return the ranks that share attention: all stages of all copies of the model, with the same
-    part of the heads.
+    """Return the ranks that share attention. They have all stages of all copies of the model and,
+    under tensor parallelism, the same heads.
     """
     given = session.given_group
     if given is not None and not isinstance(given, DeviceMesh):
@@ -136,14 +137,14 @@ def _find_members(stage: Stage, session: Session) -> dist.ProcessGroup | Members
 
 
 def _find_kinds(stage: Stage, session: Session) -> tuple[dict[int, LayerKind], torch.dtype]:
-    """Run a forward of a few tokens. Return the kind of each call of attention, by module, and the
-    dtype of the output.
+    """Run a forward of a few tokens. Return the kind of each attention call by the id of its
+    module, and the dtype of the output.
     """
     model = stage.unwrapped
     device = stage.device
     finder = LayerKindRecorder(session)
     positions = torch.arange(_TOKENS, device=device)[None]
-    inputs = positions  # the first stage takes them as token ids
+    inputs = positions  # which the first stage reads as token ids
     if not stage.is_first:
         inputs = torch.zeros(
             (1, _TOKENS, model.width), device=device, dtype=next(model.parameters()).dtype
@@ -157,7 +158,7 @@ def _find_kinds(stage: Stage, session: Session) -> tuple[dict[int, LayerKind], t
         ):
             output = stage.submod(inputs, position_ids=positions, **{PLANNER: finder})
     finally:
-        stage.clear_runtime_states()  # it also shards weights again
+        stage.clear_runtime_states()  # shards the weights of FSDP again
     return finder.kinds, output.dtype
 
 
@@ -172,8 +173,9 @@ def _make_pipeline(stages: Sequence[StageFacts], group: AttentionGroup, device: 
             for rank, facts in zip(group.ranks, stages, strict=True)
         )
         raise ConfigError(
-            f"ranks that share attention are not the stages of whole models: {by_rank}. Give"
-            " configure() a group or a mesh with all stages of all data-parallel copies, or none."
+            f"the ranks that share attention do not have all stages of every model copy: {by_rank}."
+            " Give configure() a group or mesh with all stages of all data-parallel copies, or give"
+            " it no group."
         )
     if {True, False} <= {facts.trained for facts in stages}:
         by_rank = ", ".join(
@@ -182,16 +184,16 @@ def _make_pipeline(stages: Sequence[StageFacts], group: AttentionGroup, device: 
             if facts.trained is not None
         )
         raise ConfigError(
-            "embedding and head are one weight, of which the first and the last stage have a copy,"
-            f" and only one of them is trained: {by_rank}. Freeze it before split, or"
+            "embedding and head are one weight. The first and the last stage have a copy of it, but"
+            f" only one of them is trained: {by_rank}. Freeze the weight before split, or freeze"
             " stage.submod.tied_weight on both stages."
         )
     by_stage = {facts.stage: facts for facts in stages}
     for rank, facts in zip(group.ranks, stages, strict=True):
         if facts.kinds != by_stage[facts.stage].kinds:
             raise DistCADesyncError(
-                f"rank {rank} has different attention on stage {facts.stage} than other copies of"
-                " the model: give all ranks the same model."
+                f"the attention of stage {facts.stage} on rank {rank} differs from this stage in"
+                " other copies of the model: give all ranks the same model."
             )
     kinds = [
         [LayerKind.from_numbers(numbers, device) for numbers in by_stage[stage].kinds]

@@ -1,5 +1,5 @@
-"""`Schedule`: pipeline stages that share the attention of every tick, including stages that have no
-micro-batch in it.
+"""`Schedule`: runs pipeline stages that share the attention of every tick. Stages without a
+micro-batch in a tick serve the others.
 """
 
 from __future__ import annotations
@@ -44,17 +44,17 @@ class Schedule(OneStageSchedule):
     """Runs the micro-batches of a step through the stages, in as many ticks as 1F1B, and shares the
     attention of each tick.
 
-    A drop-in for `torch.distributed.pipelining.Schedule1F1B`. All stages are in a forward tick or
-    all in a backward tick; in each, a layer's attention is spread over the ranks of all stages and
-    of all data-parallel copies. In return, stage s of p holds the activations of up to 2 (p - s) -
-    1 micro-batches instead of p - s.
+    Use it in place of `torch.distributed.pipelining.Schedule1F1B`. In a tick, all stages run a
+    forward or all run a backward. So the attention of a layer is spread over the ranks of all
+    stages and of all data-parallel copies. The price is memory: stage s of p keeps the activations
+    of up to 2 (p - s) - 1 micro-batches, instead of p - s.
 
     Args:
         stage: stage of this rank, from `split`.
         n_microbatches: micro-batches of a step.
         loss_fn: ``loss_fn(logits, target)``, run on the last stage.
-        kwargs: arguments of torch's schedules; ``scale_grads=False`` for a loss that is divided by
-            the targets of the whole step.
+        kwargs: arguments of torch's schedules. Use ``scale_grads=False`` if the loss is divided by
+            the number of targets in the whole step.
 
     Attributes:
         figures: figures of this rank in each tick of the last step.
@@ -86,22 +86,22 @@ class Schedule(OneStageSchedule):
     def step(
         self, *args: Any, distca_documents: Sequence[PackedDocuments] | None = None, **kwargs: Any
     ) -> Any:
-        """Run a step, as torch's schedules do.
+        """Run a step, like `step` of torch's schedules.
 
         Args:
             args: ``input_ids``, (n_microbatches * batch, tokens); only the first stage needs them.
             distca_documents: documents of each micro-batch; by default they are read from
                 ``position_ids``.
-            kwargs: ``position_ids`` of the same shape and other arguments of the model, equal on
-                all stages of a copy; and ``target``, ``losses``, ``return_outputs``,
-                ``loss_kwargs`` as for torch.
+            kwargs: ``position_ids`` of the same shape as ``input_ids``, other arguments of the
+                model, and ``target``, ``losses``, ``return_outputs`` and ``loss_kwargs`` of torch's
+                `step`. Arguments of the model must be equal on all stages of a copy.
 
         Raises:
             ConfigError, LayoutError: if the micro-batches are not as described here.
             UnsupportedError: in the first step, if stages cannot share the attention of the model
                 under these settings.
-            DistCADesyncError: if ranks do different things, or some do not come; names the tick,
-                its stages and micro-batches.
+            DistCADesyncError: if ranks do different things, or if a rank does not come. The error
+                names the tick, its stages and micro-batches.
         """
         self._packed = distca_documents
         return super().step(*args, **kwargs)
@@ -151,7 +151,7 @@ class Schedule(OneStageSchedule):
         with sum_tied_gradients(self.stage, attention.group, name, backward=self.is_training):
             self.figures = step.run()
             if self.is_training:
-                self.stage.perform_reduce_grad(1)  # losses are scaled, not gradients
+                self.stage.perform_reduce_grad(1)  # divide by 1: losses are already scaled
 
     def _collect_facts(self) -> SharedSettings:
         """Return the values that must be equal on all ranks in a step, by name."""
@@ -168,14 +168,14 @@ class Schedule(OneStageSchedule):
     def _read(
         self, args: Sequence[tuple[Any, ...]], kwargs: Sequence[dict[str, Any]]
     ) -> tuple[list[Documents], tuple[int, int]]:
-        """Read this rank's documents of each micro-batch, and the (batch, tokens) of all
-        micro-batches.
+        """Read this rank's documents of each micro-batch, and the common shape (batch, tokens) of
+        its micro-batches.
         """
         packed = [None] * self.micro_batches if self._packed is None else self._packed
         if len(packed) != self.micro_batches:
             raise ConfigError(
                 f"distca_documents describe {len(packed)} micro-batches, but the schedule has"
-                f" {self.micro_batches}."
+                f" {self.micro_batches}: give the documents of each micro-batch."
             )
         documents = list[Documents]()
         shapes = set[tuple[int, int]]()
@@ -194,7 +194,8 @@ class Schedule(OneStageSchedule):
             shapes.add(shape)
         if len(shapes) > 1:
             raise LayoutError(
-                f"micro-batches of a step have shapes {sorted(shapes)}: give all of them one shape."
+                f"micro-batches of a step have different shapes, {sorted(shapes)}: give all of them"
+                " the same shape."
             )
         return documents, shapes.pop()
 
@@ -206,8 +207,8 @@ class Schedule(OneStageSchedule):
         shape: tuple[int, int],
         name: str,
     ) -> TickPlans:
-        """Plan all ticks from the documents that ranks announce, and check that all run the same
-        step.
+        """Plan all ticks from the documents that ranks announce, and check that all ranks run the
+        same step.
         """
         planner = self._session.planner
         shares = [read.dealt_share for read in documents if read.dealt_share is not None]
@@ -241,10 +242,11 @@ class Schedule(OneStageSchedule):
         return plans
 
     def _uses_nano_batches(self, documents: Sequence[Documents]) -> bool:
-        """Return whether layers run as two nano-batches in the whole step, because all stages of a
-        tick must do the same.
+        """Return whether the layers of all micro-batches run as two nano-batches. All stages of a
+        tick must do the same, so this cannot depend on the micro-batch.
 
-        Documents that span copies of the model are cut only if they were dealt for nano-batches.
+        If documents span copies of the model, layers run as nano-batches only if the documents were
+        dealt for nano-batches.
         """
         if not self._session.config.ping_pong or not can_cut_layers(self.stage.unwrapped.model):
             return False
@@ -261,6 +263,6 @@ def _read_shape(*tensors: Any) -> tuple[int, int]:
         if isinstance(tensor, torch.Tensor) and tensor.dim() >= 2:
             return int(tensor.shape[0]), int(tensor.shape[1])
     raise ConfigError(
-        "Schedule.step needs position_ids on every stage, (micro-batches, tokens): documents are"
-        " read from them."
+        "Schedule.step needs position_ids of shape (n_microbatches * batch, tokens) on every stage,"
+        " to read documents from them."
     )

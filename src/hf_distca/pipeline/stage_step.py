@@ -1,5 +1,6 @@
 """A step of a stage: in each tick, the stage runs a micro-batch or serves other stages, and
-exchanges messages with its neighbours. Gradients are summed and clipped over stages.
+exchanges messages with its neighbours. This file also sums the gradients of tied weights over
+stages, and clips gradients over stages.
 """
 
 from __future__ import annotations
@@ -34,10 +35,10 @@ class TickFigures(NamedTuple):
 
     Attributes:
         tick: the tick, with the micro-batches of each stage.
-        seconds: duration.
-        attention_seconds: time in attention kernels, for its own micro-batch and for others. On
-            CUDA, only finished kernels count.
-        sent_bytes: bytes of rows sent to other ranks for their attention.
+        seconds: duration of the tick on this rank.
+        attention_seconds: time in attention kernels, for this rank's micro-batch and for those of
+            other ranks. On CUDA, only finished kernels count.
+        sent_bytes: bytes of rows that attention sent to other ranks.
     """
 
     tick: Tick
@@ -53,8 +54,9 @@ class StageStep:
     Attributes:
         documents: documents of each micro-batch on this rank.
         shape: (batch, tokens) of a micro-batch.
-        compute: function that runs the micro-batch of this number in a tick, on the tensor from
-            another stage, and returns the tensor for the next stage.
+        compute: function that runs a micro-batch in a tick. It takes the tick, the number of the
+            micro-batch, and the tensor from another stage (None without one). It returns the tensor
+            for the next stage.
     """
 
     stage: Stage
@@ -91,9 +93,8 @@ class StageStep:
         return f"{tick} of {self.plans.name}, as stage {self.stage.stage_index}"
 
     def _run_tick(self, tick: Tick) -> torch.Tensor | None:
-        """Run this stage's micro-batch, if it has one, and serve in the calls of other stages.
-
-        Return the tensor for the next stage.
+        """Run this stage's micro-batch in a tick, if it has one, and serve other stages in their
+        calls. Return the tensor for the next stage.
         """
         index = self.stage.stage_index
         number = tick.micro_batches[index]
@@ -123,7 +124,7 @@ class StageStep:
             try:
                 leaving = self.compute(tick, number, arrived)
             except RuntimeError as error:
-                # torch wraps errors of a stage in its own: raise the original one.
+                # torch wraps an error in a stage in another error: raise the original one.
                 if isinstance(error.__cause__, DistCAError):
                     raise error.__cause__ from None
                 raise
@@ -137,8 +138,8 @@ class StageStep:
         return leaving
 
     def _receive(self, tick: Tick, number: int) -> torch.Tensor | None:
-        """Wait for the tensor from another stage with which a micro-batch begins in a tick. Return
-        None if it begins without one.
+        """Wait for the tensor from another stage that a micro-batch needs in this tick. Return None
+        if it needs no tensor.
         """
         if (tick.backward, number) not in self._arriving:
             return None
@@ -147,7 +148,9 @@ class StageStep:
         return arrived.requires_grad_(bool(self.stage.has_backward) and not tick.backward)
 
     def _send(self, tick: Tick, leaving: torch.Tensor | None) -> None:
-        """Send this stage's output of a tick, and begin to receive the output of its neighbour."""
+        """Send this stage's output of a tick to the neighbour that needs it, and begin to receive
+        the output of the other neighbour.
+        """
         way = -1 if tick.backward else 1
         source, target = self.stage.stage_index - way, self.stage.stage_index + way
         ops = list[dist.P2POp]()
@@ -164,7 +167,8 @@ class StageStep:
         if coming is not None:
             buffer = torch.empty(
                 (*self.shape, self.stage.unwrapped.width),
-                # Hidden states have the dtype of their source; gradients, of this stage's output.
+                # Hidden states have the dtype of their source's output. Gradients have the dtype of
+                # this stage's output.
                 dtype=self.plans.pipeline.dtypes[min(source, self.stage.stage_index)],
                 device=self.stage.device,
             )
@@ -181,12 +185,12 @@ class Messages:
     """Messages under way between stages."""
 
     def __init__(self, ops: Sequence[dist.P2POp]) -> None:
-        self._ops = ops  # keeps tensors alive until they are sent
+        self._ops = ops  # keep tensors alive until they are sent
         self._works = list[dist.Work | None](dist.batch_isend_irecv(list(ops)) if ops else ())
 
     def wait(self, group: AttentionGroup, activity: str) -> None:
-        """Wait until all messages have been sent and received; over gloo, at most as long as the
-        ranks of the group wait for each other.
+        """Wait until all messages have been sent and received. Over gloo, give up shortly before
+        the timeout of the group.
         """
         deadline = (
             time.monotonic()
@@ -217,7 +221,7 @@ def clip_grad_norm_(stage: Stage, max_norm: float) -> torch.Tensor:
         max_norm: the largest norm.
 
     Returns:
-        The norm before scaling, of all gradients of one copy of the model: a float32 or float64
+        The norm of all gradients of one copy of the model before scaling: a float32 or float64
             scalar, equal on all ranks.
     """
     weights = [weight for weight in stage.submod.parameters() if weight.grad is not None]
@@ -241,8 +245,8 @@ def clip_grad_norm_(stage: Stage, max_norm: float) -> torch.Tensor:
 def sum_tied_gradients(
     stage: Stage, group: AttentionGroup, name: str, *, backward: bool
 ) -> Iterator[None]:
-    """Sum the gradients that the copies of a tied weight get inside this context, and add the sum
-    to both copies.
+    """Sum the gradients that the two copies of a tied weight get inside this context, and add the
+    sum to the earlier gradient of each copy.
     """
     weight = stage.unwrapped.tied_weight if backward else None
     if weight is None or not weight.requires_grad:

@@ -1,4 +1,4 @@
-"""`Stage`: this rank's stage of a model, cut out of the whole model or loaded alone."""
+"""`Stage`: this rank's stage of a model, which is cut out of the whole model or loaded alone."""
 
 from __future__ import annotations
 
@@ -32,9 +32,8 @@ _LOCATION = {
 
 
 class Stage(PipelineStage):
-    """The stage of this rank, in the form that torch's schedules take.
-
-    It also runs micro-batches inside DDP and FSDP.
+    """The stage of this rank, in the form that torch's schedules take. Its module may be wrapped
+    with DDP or FSDP.
 
     Attributes:
         mesh: the pipeline dimension of the device mesh; each of its ranks has a stage.
@@ -47,7 +46,7 @@ class Stage(PipelineStage):
 
     @property
     def unwrapped(self) -> StageModel:
-        """The model of the stage without DDP around it; nothing else may be around it."""
+        """The model of the stage, without the DDP that may wrap it."""
         module = (
             self.submod.module if isinstance(self.submod, DistributedDataParallel) else self.submod
         )
@@ -59,10 +58,10 @@ class Stage(PipelineStage):
         return module
 
     def clear_runtime_states(self) -> None:
-        """Prepare for a step: drop micro-batches of a failed step, find the device of the weights,
-        which may have moved, and shard the weights.
+        """Prepare for a step: drop micro-batches of a failed step, find the device of the weights
+        (which may have moved), and shard weights under FSDP2.
 
-        FSDP2 leaves weights whole after a forward without a backward, but gradients belong to
+        FSDP2 leaves weights gathered after a forward without a backward, but gradients belong to
         sharded weights.
         """
         super().clear_runtime_states()
@@ -95,7 +94,7 @@ class Stage(PipelineStage):
                 copies of the model.
 
         Returns:
-            The gradient of the inputs, of their shape; zeros if nothing depends on them.
+            The gradient of the inputs; zeros if nothing depends on the inputs.
         """
         outputs, inputs = self.fwd_cache.pop(number)
         values = {
@@ -114,12 +113,12 @@ def split(
 ) -> Stage:
     """Split a causal language model over the ranks of a mesh dimension.
 
-    All ranks of the mesh must have the same model. It is changed: modules of other stages are
-    removed. For models that do not fit into the memory of one rank, see `from_pretrained`.
+    All ranks of the mesh must have the same model. `split` removes the modules of other stages from
+    it. For models that do not fit into the memory of one rank, see `from_pretrained`.
 
     Args:
-        model: a causal language model of transformers, with ``attn_implementation="distca"``; or a
-            model of peft around it.
+        model: a causal language model of transformers with ``attn_implementation="distca"``, or a
+            model of peft around such a model.
         mesh: the pipeline dimension of a device mesh, ``mesh["pp"]``.
         layers: number of layers of each stage. By default, the cost of a token, including the head,
             is divided as evenly as possible.
@@ -131,8 +130,8 @@ def split(
 
     Raises:
         UnsupportedError: if models of this kind cannot be split; names the reason.
-        ConfigError: if the mesh has several dimensions, the attention is not distca's, the layers
-            are not those of the model, or DDP or FSDP have wrapped it already.
+        ConfigError: if the mesh has several dimensions, if the attention is not distca's, if
+            `layers` does not fit the model, or if DDP or FSDP has already wrapped the model.
     """
     outer = model
     model = unwrap_peft(model)
@@ -146,8 +145,8 @@ def split(
         for part in outer.modules()
     ):
         raise ConfigError(
-            f"split() got a {type(model).__name__} that DDP or FSDP have wrapped, with the weights"
-            " of other stages: split it first, then wrap stage.submod."
+            f"split() got a {type(model).__name__} that is already wrapped with DDP or FSDP: split"
+            " the model first, then wrap stage.submod."
         )
     layers = _choose_layer_counts(model, mesh, layers)
     return Stage(StageModel(model, mesh.get_local_rank(), layers), mesh)
@@ -161,8 +160,8 @@ def _choose_layer_counts(
     """
     if mesh.ndim != 1:
         raise ConfigError(
-            f"split() got a mesh of {mesh.ndim} dimensions: give it the one of the stages,"
-            ' mesh["pp"].'
+            f"split() got a mesh of {mesh.ndim} dimensions: give it the mesh dimension of the"
+            ' stages, mesh["pp"].'
         )
     check_split(model)
     stages = dist.get_world_size(mesh.get_group())
@@ -170,7 +169,7 @@ def _choose_layer_counts(
         layers = divide_layers(ModelParts.from_model(model).estimate_layer_costs(model), stages)
     if len(layers) != stages:
         raise ConfigError(
-            f"layers={list(layers)} are for {len(layers)} stages, and the mesh has {stages} ranks."
+            f"layers={list(layers)} are for {len(layers)} stages, but the mesh has {stages} ranks."
         )
     return layers
 
@@ -184,8 +183,8 @@ def from_pretrained(
         name: a directory or a name on the hub, as for transformers.
         mesh: see `split`.
         layers: see `split`.
-        kwargs: for ``from_pretrained`` of transformers, such as ``dtype``; ``attn_implementation``
-            is "distca" if not given.
+        kwargs: arguments of transformers' ``from_pretrained``, such as ``dtype``. The default of
+            ``attn_implementation`` is "distca".
 
     Raises:
         UnsupportedError, ConfigError: see `split`.
@@ -206,10 +205,10 @@ def from_pretrained(
         base.__init__(self, *args, **more)
         stage_models.append(StageModel(self, stage, layers, tied=tied))
         if not stage_models[-1].is_last:
-            # There is nothing to tie: the head is on the last stage.
+            # This stage has nothing to tie, because the head is on the last stage.
             self.all_tied_weights_keys = {}
 
-    # The checkpoint has weights of other stages, which this model lacks: do not warn of them.
+    # Do not warn that the checkpoint has weights that this model lacks: other stages have them.
     names = {
         "__init__": __init__,
         "__module__": base.__module__,

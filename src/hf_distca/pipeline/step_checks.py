@@ -1,4 +1,4 @@
-"""Checks that the stages of all ranks agree, before every step.
+"""Checks, before every step, that the stages of all ranks agree.
 
 Each rank sends a few numbers. One of them is a hash of all facts that must be equal on all ranks.
 Ranks exchange the facts themselves only if the hashes differ.
@@ -56,11 +56,11 @@ class StepRow(NamedTuple):
 
 
 def compute_checksum(weight: torch.Tensor | None) -> int:
-    """Return a 60-bit checksum of a weight's bits and their places; of a sharded weight, of this
-    rank's shard.
+    """Return a 60-bit checksum of the elements of a weight and their order. Of a sharded weight,
+    only this rank's shard counts. The checksum of None is 0.
 
-    It is 0 only for None. The bits of each element are multiplied by a pseudo-random number that
-    depends on its place, so that exchanged elements and changes with a sum of 0 are noticed.
+    The bits of each element are multiplied by a pseudo-random number that depends on its place. So
+    the checksum also changes if elements change places, or if changes have a sum of 0.
     """
     if weight is None:
         return 0
@@ -74,23 +74,23 @@ def compute_checksum(weight: torch.Tensor | None) -> int:
 
 
 def check_shares_of_copy(shares: Sequence[DealtShare], pipeline: Pipeline) -> None:
-    """Raise `LayoutError` unless shares are those of this rank's copy of the model."""
+    """Raise `LayoutError` unless `shares` belong to this rank's copy of the model."""
     copies = 1 + max(pipeline.copies)
     copy = pipeline.copies[pipeline.rank]
     for dealt in shares:
         if (dealt.ranks, dealt.rank) != (copies, copy):
             raise LayoutError(
-                f"this rank has the share of rank {dealt.rank} of {dealt.ranks} of {dealt}, and is"
-                f" in copy {copy} of {copies} of the model: deal to as many ranks as there are"
-                " copies, and give all stages of a copy its share."
+                f"this rank got share {dealt.rank} of {dealt.ranks} of {dealt}, but it belongs to"
+                f" copy {copy} of {copies} of the model (both count from 0). Deal documents to as"
+                " many ranks as there are copies, and give all stages of a copy its share."
             )
 
 
 def check_facts(
     group: AttentionGroup, hashes: Sequence[int], facts: SharedSettings, label: str
 ) -> None:
-    """Compare `hash_settings` of the facts of each rank. Raise `DistCADesyncError` with the facts
-    that differ; `facts` are this rank's own.
+    """Compare the hashes of all ranks' facts, from `hash_settings`. `facts` are this rank's facts.
+    If hashes differ, raise a `DistCADesyncError` that names the facts that differ.
     """
     description = f"ranks do not run the same in {label}"
     check_shared_settings(group, np.array(hashes), facts, description, _SAME)
@@ -138,9 +138,9 @@ def _check_copy(steps: Mapping[int, StepRow], facts: SharedSettings, label: str)
     if len(set(checksums.values())) > 1:
         holders = " and ".join(map(str, checksums))
         raise DistCADesyncError(
-            f"{facts[TIED]} are one weight, of which ranks {holders} have a copy each, and the"
-            f" copies differ in {label}. Make all stages from one model, give their optimizers the"
-            " same settings, and clip with hf_distca.pipeline.clip_grad_norm_, which takes the"
+            f"{facts[TIED]} are one weight, of which ranks {holders} have a copy each. The copies"
+            f" differ in {label}. Make all stages from one model, give their optimizers the same"
+            " settings, and clip gradients with hf_distca.pipeline.clip_grad_norm_, which takes the"
             " norm over all stages."
         )
 
@@ -148,14 +148,14 @@ def _check_copy(steps: Mapping[int, StepRow], facts: SharedSettings, label: str)
 def build_layout_of_copies(
     documents: AnnouncedDocuments, copies: Sequence[int], ranks: Sequence[int], micro_batch: int
 ) -> Layout:
-    """Build the layout of a micro-batch, or of a nano-batch of it, over the copies of the model,
-    from the documents that all ranks announced.
+    """Build a layout of the documents that ranks announced for a micro-batch or a nano-batch. In
+    this layout, each copy of the model counts as one rank.
 
     Args:
-        documents: the documents.
-        copies: copy of each rank.
+        documents: documents of all ranks.
+        copies: number of each rank's copy of the model.
         ranks: global number of each rank, for errors.
-        micro_batch: its number, for errors.
+        micro_batch: number of the micro-batch, for errors.
 
     Raises:
         DistCADesyncError: if the stages of a copy have different documents.
@@ -179,6 +179,6 @@ def build_layout_of_copies(
         return AnnouncedDocuments(documents.header[firsts], numbers).build_layout()
     except LayoutError as error:
         raise LayoutError(
-            f"copies of the model have documents of micro-batch {micro_batch} that do not fit"
+            f"the documents that copies of the model have in micro-batch {micro_batch} do not fit"
             f" together: {error} Give all copies their shares of one data set, in one order."
         ) from error

@@ -1,5 +1,5 @@
-"""The calls of attention of a tick, and a rank's part in them: it has rows of its own, or only
-serves.
+"""The attention calls of a tick, and a rank's part in each call: it has rows of its own, or it only
+serves other ranks.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from hf_distca.runtime.route import Route
 from hf_distca.schedule.cost import AttentionShape
 from hf_distca.schedule.layout import Layout
 
-DTYPES = (torch.float64, torch.float32, torch.bfloat16)  # ranks send the index of a dtype
+DTYPES = (torch.float64, torch.float32, torch.bfloat16)  # ranks send a dtype as its index here
 
 
 class MicroBatchPart(NamedTuple):
-    """Part of a micro-batch that one plan covers: number of the micro-batch, chunk size of its
-    documents, and the nano-batch as in `PlanKey`.
+    """Part of a micro-batch that one plan covers, identified by the number of the micro-batch, the
+    chunk size of its documents, and its nano-batch. For the last two see `PlanKey`.
     """
 
     micro_batch: int
@@ -42,7 +42,9 @@ def make_requests(
     shape: tuple[int, int],
     config: DistCAConfig,
 ) -> dict[MicroBatchPart, Request]:
-    """Make the requests for the documents of all parts of micro-batches of (batch, tokens)."""
+    """Make the requests to plan all parts of all micro-batches. `shape` is (batch, tokens) of a
+    micro-batch.
+    """
     requests: dict[MicroBatchPart, Request] = {}
     for key, nano in product(keys, (1, 2) if config.ping_pong else (0,)):
         for number, whole in enumerate(documents):
@@ -69,14 +71,13 @@ class LayerKind(NamedTuple):
 
     @classmethod
     def from_call(cls, key: PlanKey, inputs: Inputs, scores: ScoreOptions) -> LayerKind:
-        """Return the kind of a call; raise if stages cannot run in its dtype."""
+        """Return the kind of a call. Raise if stages cannot compute in its dtype."""
         dtype = inputs.q_THD.dtype
         if dtype not in DTYPES:
             raise UnsupportedError(
                 f"attention of a pipeline stage is computed in {dtype}. Pipeline stages run in"
                 " float64, float32 or bfloat16. float16 needs a GradScaler, which would skip the"
-                " optimizer's step on the stages whose own gradients overflow and not on the"
-                " others: use bfloat16."
+                " optimizer's step only on stages whose own gradients overflow: use bfloat16."
             )
         return cls(key, dtype, scores.scale, scores.softcap)
 
@@ -102,7 +103,7 @@ class LayerKind(NamedTuple):
 
     @classmethod
     def from_numbers(cls, numbers: Sequence[Any], device: str) -> LayerKind:
-        """Rebuild a kind from its `numbers`, on devices of this type."""
+        """Rebuild a kind from its `numbers`, for this type of device."""
         *shape, window, chunk, dtype, scale, softcap = numbers
         return cls(
             PlanKey(AttentionShape(*shape), device, window, chunk), DTYPES[dtype], scale, softcap
@@ -114,8 +115,11 @@ class LayerKind(NamedTuple):
 
 
 class OwnCall(NamedTuple):
-    """Identifier of a call of a micro-batch: its number in the stage, from 0, and its nano-batch, 0
-    for the whole micro-batch.
+    """Identifier of an attention call of a micro-batch.
+
+    Attributes:
+        number: number of the call among the calls of the stage, from 0.
+        nano: nano-batch of the call; 0 for the whole micro-batch.
     """
 
     number: int
@@ -146,13 +150,13 @@ class CallPart:
 def serve_others(
     parts: Iterable[CallPart], serve: Callable[[Sequence[CallPart]], None]
 ) -> Iterator[CallPart]:
-    """Yield the calls of this rank's own micro-batch in a tick, and serve in all calls between.
+    """Yield the calls of this rank's own micro-batch in a tick, and serve other ranks in the calls
+    between them.
 
     Args:
-        parts: this rank's part in the calls of the tick: layers in forward order, or reversed in
-            backward.
-        serve: function that takes part in a call, or in calls of two nano-batches in turns, without
-            rows of this rank's own.
+        parts: this rank's part in each call of the tick. In backward, the order is reversed.
+        serve: function that serves other ranks in a call, or in the calls of two nano-batches in
+            turns.
     """
     for _, nano_parts in groupby(parts, lambda part: part.number):
         together = list(nano_parts)
@@ -163,7 +167,7 @@ def serve_others(
 
 
 SAME_LAYERS = (
-    "every micro-batch must run the same layers, forward and backward, as the first step found them"
+    "in forward and backward, every micro-batch must run the layers that the first step ran"
 )
 
 
@@ -172,13 +176,14 @@ class MicroBatch:
     """A micro-batch on its way through this rank's stage.
 
     Attributes:
-        number: its number in the step.
+        number: number of the micro-batch in the step.
         name: name in errors.
         documents: documents of this rank.
-        layouts: documents of the parts of all micro-batches on the copies of the model.
-        forward, backward: its calls in the tick of its forward and in that of its backward, from
-            `serve_others`; `backward` is None until that tick.
-        parts: this rank's part in each of its calls in forward, by number and nano-batch.
+        layouts: layout of each part of each micro-batch over the copies of the model.
+        forward: calls of the micro-batch in the tick of its forward, from `serve_others`.
+        backward: calls in the tick of its backward, also from `serve_others`; None before this
+            tick.
+        parts: this rank's part in each forward call of the micro-batch.
         outputs: stored outputs by nano-batch (0 for the whole micro-batch), for activation
             checkpointing; empty if no backward follows.
     """
@@ -197,7 +202,7 @@ class MicroBatch:
         part = next(self.forward if self.backward is None else self.backward, None)
         if part is None or part.own_call != which:
             raise DistCADesyncError(
-                f"{self.name} reached its attention call {which.number}, which its schedule does"
-                f" not have here: {SAME_LAYERS}, and `Schedule.step` must run them."
+                f"{self.name} reached its attention call {which.number} out of order:"
+                f" {SAME_LAYERS}, and `Schedule.step` must run them."
             )
         return part

@@ -1,8 +1,8 @@
-"""Ticks of a step: the micro-batch of each stage, the calls of attention that stages make together,
+"""Ticks of a step: the micro-batch of each stage, the attention calls that stages make together,
 and the plans of these calls.
 
-A *tick* is a forward or a backward of one micro-batch on every stage that has one. All stages are
-in a forward tick, or all in a backward tick, so that one plan holds the attention of all of them.
+A *tick* is a forward or a backward of one micro-batch on every stage that has a micro-batch. In a
+tick, all stages run a forward or all run a backward, so that one plan covers their attention.
 In round i, stage s of p runs forward micro-batch i - s and then backward micro-batch i - 2 (p - 1)
 + s. A step has as many ticks as in 1F1B. Stage s holds the activations of at most 2 (p - s) - 1
 micro-batches, instead of p - s in 1F1B.
@@ -31,7 +31,7 @@ Running = tuple[int | None, ...]  # the micro-batch of each stage
 
 
 class Tick(NamedTuple):
-    """A forward or backward of one micro-batch on each stage that has one.
+    """A forward or a backward of one micro-batch on each stage that has a micro-batch.
 
     Attributes:
         number: number of the tick in its step, from 0.
@@ -56,7 +56,7 @@ class Tick(NamedTuple):
 
 
 def order_ticks(stages: int, micro_batches: int, *, backward: bool = True) -> list[Tick]:
-    """Return the ticks of a step in their order; without `backward` the ticks of an evaluation."""
+    """Return the ticks of a step in order. Without `backward`, return only its forward ticks."""
     order: list[Tick] = []
     for round_ in range(micro_batches + 2 * (stages - 1)):
         forward_numbers = [round_ - stage for stage in range(stages)]
@@ -73,9 +73,9 @@ class JointCall:
     """A call of attention that stages make together.
 
     Attributes:
-        kind: their common kind.
-        calls: for each stage, the number of its own call, in the order of its forward; None for a
-            stage without a part in this call.
+        kind: kind of the call on all of these stages.
+        calls: for each stage, the number of the call in the stage's own forward; None for stages
+            that do not make this call.
     """
 
     kind: LayerKind
@@ -83,11 +83,12 @@ class JointCall:
 
 
 def merge_calls(stages: Sequence[Sequence[LayerKind]]) -> list[JointCall]:
-    """Merge the calls of all stages into one order, with as many stages in each as possible.
+    """Merge the calls of all stages into one order of joint calls, in which as many stages as
+    possible make each call together.
 
     Only calls of one kind can be made together. The kind that most stages have next goes first. If
     all stages have the same kinds of layers in the same order, this gives the fewest joint calls,
-    even if their numbers of layers differ. Otherwise it may give more.
+    even if stages have different numbers of layers. Otherwise, fewer might be possible.
     """
     done = [0] * len(stages)
     calls = list[JointCall]()
@@ -129,7 +130,7 @@ class Pipeline:
 
     @property
     def keys(self) -> list[PlanKey]:
-        """Keys of the plans that a tick may need."""
+        """Keys of all plans that a tick may need."""
         return list(dict.fromkeys(call.kind.key for call in self.calls))
 
 
@@ -149,10 +150,10 @@ class TickPlans:
     Attributes:
         order: the ticks.
         pipeline: the stage of each rank.
-        layouts: documents of each part of a micro-batch on the copies of the model.
-        costs: cost model of each plan of whole micro-batches.
-        config: the settings; with `ping_pong`, layers run as two nano-batches, which have plans of
-            their own.
+        layouts: layout of each part of a micro-batch over the copies of the model.
+        costs: cost model by the key of the plan for whole micro-batches.
+        config: the settings. With `ping_pong`, layers run as two nano-batches, each with its own
+            plan.
         name: name of the step, for errors.
     """
 
@@ -198,10 +199,10 @@ class TickPlans:
         return parts
 
     def _iterate_calls(self, tick: Tick) -> Iterator[tuple[int, JointCall, _PlanInputs]]:
-        """Yield the joint calls of a tick in their order, with their number in a forward, if a
-        stage with a micro-batch has a part.
+        """Yield the joint calls of a tick in order, with their numbers in a forward. Skip calls in
+        which no stage has a micro-batch.
 
-        In backward the second nano-batch goes first, as in autograd.
+        In backward, the second nano-batch goes first, like in autograd.
         """
         nanos = (1, 2) if self.config.ping_pong else (0,)
         calls = product(enumerate(self.pipeline.calls), nanos)
@@ -214,7 +215,7 @@ class TickPlans:
                 yield number, call, _PlanInputs(running, call.kind.key._replace(nano=nano))
 
     def _plan(self, inputs: _PlanInputs) -> Plan:
-        """Return the plan of a call. It is made once for all calls with the same inputs."""
+        """Return the plan of a call. Calls with the same inputs have one plan."""
         if inputs not in self._plans:
             cost = self.costs[inputs.key._replace(nano=0)]
             parts = tuple(
@@ -227,7 +228,7 @@ class TickPlans:
         return self._plans[inputs]
 
     def _build_layout(self, parts: tuple[MicroBatchPart | None, ...]) -> Layout:
-        """Return the documents of the part that each stage runs, on the ranks that run it.
+        """Return the layout of the parts that stages run in a call, over all ranks.
 
         Each micro-batch is on at most one stage.
         """
@@ -251,7 +252,7 @@ class TickPlans:
         return self._layouts[parts]
 
     def _route(self, inputs: _PlanInputs) -> Route:
-        """Return this rank's route of a call, built once."""
+        """Return this rank's route of a call. Calls with the same inputs have one route."""
         if inputs not in self._routes:
             self._routes[inputs] = Route.build(self._plan(inputs), self.pipeline.rank)
         return self._routes[inputs]

@@ -1,5 +1,5 @@
-"""The plugin for axolotl: ``plugins: [hf_distca.plugins.axolotl.DistCAPlugin]`` and
-``attn_implementation: distca``.
+"""The plugin for axolotl. To use it, write ``plugins: [hf_distca.plugins.axolotl.DistCAPlugin]``
+and ``attn_implementation: distca`` in axolotl's configuration.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class DistCAPlugin(BasePlugin):  # type: ignore[misc]  # Any if axolotl is not i
     """Makes distca the attention of axolotl's models, also with sample packing, and logs the
     balance.
 
-    axolotl has closed lists of attention names, and of names that work with sample packing. So
-    distca stands in for flash_attention_2, and for the versions that axolotl may use in its place.
+    axolotl accepts only names of attention that it knows, and sample packing only with some of
+    them. So distca replaces flash_attention_2, and other versions of it that axolotl may choose.
     With ``distca: {tokens_per_rank: ...}``, the plugin deals the training set.
     """
 
@@ -48,21 +48,21 @@ class DistCAPlugin(BasePlugin):  # type: ignore[misc]  # Any if axolotl is not i
 
         Raises:
             ConfigError: if a name or value under ``distca`` is wrong.
-            UnsupportedError: if it names an attention that distca does not stand in for, or a
-                sequence is cut over ranks.
+            UnsupportedError: if the configuration names an attention that distca cannot replace, or
+                asks for context parallelism or for two ways of packing.
         """
         self.config, others = split_settings(cfg.get("distca"), "distca")
         self.tokens_per_rank = others.get("tokens_per_rank")
         if self.tokens_per_rank is not None and cfg.get("sample_packing"):
             raise UnsupportedError(
-                "sample_packing: true packs samples of up to sequence_len tokens, and distca:"
+                "sample_packing: true packs samples of up to sequence_len tokens, but distca:"
                 f" {{tokens_per_rank: {self.tokens_per_rank}}} fills ranks with documents of any"
                 " length: leave one of them out."
             )
         if (cfg.get("context_parallel_size") or 1) > 1:
             raise UnsupportedError(
-                "context_parallel_size cuts sequences over ranks, and distca would take the parts"
-                " for documents: make it 1. distca shares the attention of long documents between"
+                "context_parallel_size cuts sequences over ranks, into parts that distca would take"
+                " for documents: set it to 1. distca shares the attention of long documents between"
                 " data-parallel ranks."
             )
         asked = cfg.get("attn_implementation") or (
@@ -70,8 +70,8 @@ class DistCAPlugin(BasePlugin):  # type: ignore[misc]  # Any if axolotl is not i
         )
         if asked not in ("distca", *_FLASH):
             raise UnsupportedError(
-                f"attn_implementation: {asked} is not distca's: with its plugin, write"
-                " attn_implementation: distca."
+                f"attn_implementation: {asked} is not distca's: if you use the plugin of distca,"
+                " write attn_implementation: distca."
             )
         cfg["attn_implementation"] = "flash_attention_2" if asked == "distca" else asked
         for name in _FLASH:
@@ -83,7 +83,7 @@ class DistCAPlugin(BasePlugin):  # type: ignore[misc]  # Any if axolotl is not i
         return [DistCACallback(self.config)]
 
     def post_trainer_create(self, cfg: Any, trainer: Trainer) -> None:
-        """Deal the training set, with ``tokens_per_rank``.
+        """Deal the training set if ``tokens_per_rank`` is given.
 
         Raises:
             UnsupportedError: see `hf_distca.deal`.

@@ -1,5 +1,5 @@
-"""Addresses and tokens of servers: how users write them, and where the servers of a launch publish
-theirs.
+"""Addresses and tokens of servers: how users write them, and under which key the servers of a
+launch publish them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def parse_address(text: object) -> tuple[str, int]:
 
 
 def store_key(number: int, attempt: str) -> str:
-    """Return the key under which the server of this number publishes its address and token, in the
+    """Return the key under which the server with this number publishes its address and token in the
     store of a launch.
     """
     return f"distca server {number} of attempt {attempt}"

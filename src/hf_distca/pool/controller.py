@@ -1,9 +1,10 @@
-"""`PoolController`: rank 0 announces each step that ranks take together to the servers, right
-before it takes the step itself. Other ranks announce nothing.
+"""`PoolController`: tells servers about each step that ranks take together. Rank 0 announces a step
+right before it takes the step itself. Other ranks announce nothing.
 
-Functions of other rooms that are marked by `mark_joint_step` are announced. `Server` has a method
-with the same name and arguments for each of them. Arguments that servers know are sent by name, and
-tensors as their dtype. Groups, devices and documents are not sent: servers have their own.
+The steps are calls of functions that are marked by `mark_joint_step`. `Server` has a method with
+the same name and arguments for each of these functions. An argument that servers know is sent as
+its name, and a tensor as its dtype. Groups, devices and documents are not sent, because servers
+have their own.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from hf_distca.pool.protocol import JsonLineConnection
 from hf_distca.runtime.call import LayerExchange
 from hf_distca.runtime.group import AttentionGroup, Phase
 
-ASK_SECONDS = 0.2  # between two attempts to find a server
+ASK_SECONDS = 0.2  # pause between two attempts to find a server
 # Limits on a server's answer.
 _ANSWER_SECONDS = 30.0
 _ANSWER_BYTES = 1 << 16
@@ -42,8 +43,8 @@ _ANSWER_BYTES = 1 << 16
 class PoolController:
     """Announces the steps of a group to its servers.
 
-    Sessions and results of steps have names, by which later steps refer to them. When this rank has
-    dropped an object, servers forget their object of the same name.
+    Sessions and results of steps have names, by which later steps refer to them. When this rank
+    drops such an object, servers forget their object with the same name.
 
     Attributes:
         servers: the connection to each server, by the server's name.
@@ -55,7 +56,7 @@ class PoolController:
         self.group = AttentionGroup()
         self._count = count(1)
         self._forgotten = deque[str]()
-        self._names = dict[int, str]()  # by the id of the named object
+        self._names = dict[int, str]()  # names, by the id of the named object
         self._configs = WeakKeyDictionary[Planner, DistCAConfig]()  # settings that servers know
         call_at_exit(self.end)
 
@@ -73,8 +74,8 @@ class PoolController:
         serial = next(self._count)
         self.announce(group, step.__name__, arguments, serial)
         result = step(*args, **options)
-        # Layers call attention with the route of a layer plan: as long as the route exists, servers
-        # must know the plan.
+        # Servers must know a layer plan as long as its route exists, because layers call attention
+        # with the route. So name the route, not the plan.
         known = result.route if isinstance(result, LayerPlan) else result
         for number, named in enumerate(known if isinstance(known, list) else [known]):
             self._name(named, f"{serial}.{number}")
@@ -97,8 +98,8 @@ class PoolController:
     def announce(
         self, group: AttentionGroup, step: str, arguments: Mapping[str, Any], serial: int = 0
     ) -> None:
-        """Announce a step of the group to its servers, with the names of objects to forget. Results
-        get names with the serial number of the step. Groups without servers announce nothing.
+        """Announce a step of the group to its servers, and name the objects that they can forget.
+        The names of the step's results contain `serial`. A group without servers announces nothing.
 
         Raises:
             DistCADesyncError: if a server has ended.
@@ -129,7 +130,9 @@ class PoolController:
         self.servers.clear()
 
     def _name_session(self, planner: Planner, group: AttentionGroup) -> str:
-        """Return the name of the session with this planner, after servers have got its settings."""
+        """Return the name of the session with this planner. Send its settings to the servers first
+        if they do not know them.
+        """
         if id(planner) not in self._names:
             self._name(planner, f"session {next(self._count)}")
         name = self._names[id(planner)]
@@ -141,7 +144,7 @@ class PoolController:
     def _name(self, known: object, name: str) -> None:
         if known is not None:
             self._names[id(known)] = name
-            finalize(known, self._forget, id(known))  # called at any time, in any thread
+            finalize(known, self._forget, id(known))  # may be called at any time in any thread
 
     def _forget(self, identity: int) -> None:
         self._forgotten.append(self._names.pop(identity))
@@ -150,12 +153,12 @@ class PoolController:
 def connect_server(
     address: str, token: str, device: str, deadline: float, seconds: float
 ) -> JsonLineConnection:
-    """Connect to a server that asks for this token and computes on a device of this type. It may
-    take `seconds` to read a message.
+    """Connect to a server that asks for this token and computes on a device of this type. The
+    server may take up to `seconds` to read a message.
 
     Raises:
-        ConfigError: if it does not answer before the deadline, has another token, version or
-            device, or serves another run.
+        ConfigError: if the server does not answer before the deadline, has another token, version
+            or type of device, or serves another run.
     """
     host, port = parse_address(address)
     start = f"`hf-distca serve --address {address}`"
@@ -179,7 +182,7 @@ def connect_server(
     except (EOFError, OSError, ValueError, TypeError, LookupError) as error:
         raise ConfigError(
             f"the process at {address} is not a server of hf-distca, or has ended"
-            f" ({type(error).__name__}). Start one with {start}, or name another address."
+            f" ({type(error).__name__}). Start a server with {start}, or name another address."
         ) from error
     if refusal is not None:
         connection.close()

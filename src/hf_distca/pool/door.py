@@ -1,5 +1,5 @@
-"""How a server accepts its rank 0: each client sends a greeting, and the first rank 0 that the
-server can serve is accepted.
+"""How a server accepts rank 0 of a run. Each client sends a greeting, and the server accepts the
+first rank 0 that it can serve.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def accept(
     not block the others.
 
     Args:
-        listening: socket to which they connect.
+        listening: socket to which clients connect.
         find_refusal: returns the reason to refuse a greeting, None to accept it.
         wait_seconds: time that rank 0 may take; None for no limit.
 
@@ -55,7 +55,7 @@ def _ask_all(
     deciding, is_taken = Lock(), Event()
 
     def ask(connection: JsonLineConnection) -> None:
-        # A stranger may send anything, or close the connection.
+        # A client that is not a rank 0 may send anything, or close the connection.
         with suppress(EOFError, OSError, ValueError, RecursionError, TypeError, AttributeError):
             greeting = connection.receive(_HANDSHAKE_SECONDS, _HANDSHAKE_BYTES)
             with deciding:
@@ -76,7 +76,9 @@ def _ask_all(
 def find_refusal(
     token: str, device: torch.device, log: Callable[[str], None], greeting: Mapping[str, Any]
 ) -> str | None:
-    """Return why this server cannot serve a client that sent this greeting; None if it can."""
+    """Return the reason why this server cannot serve the client that sent this greeting; None if it
+    can serve the client.
+    """
     ours, theirs = version("hf-distca"), greeting.get("version")
     wanted = greeting.get("device")
     conditions = (
@@ -87,11 +89,11 @@ def find_refusal(
         ),
         (
             theirs == ours,
-            f"it runs hf-distca {ours}, and rank 0 {theirs}. Install one version everywhere.",
+            f"it runs hf-distca {ours}, but rank 0 runs {theirs}. Install one version everywhere.",
         ),
         (
             wanted == device.type,
-            f"it computes on {device.type}, and rank 0 on {wanted}. Start it with --device"
+            f"it computes on {device.type}, but rank 0 computes on {wanted}. Start it with --device"
             f" {wanted}.",
         ),
     )

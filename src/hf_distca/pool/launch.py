@@ -16,7 +16,7 @@ from typing import NamedTuple, NoReturn
 from hf_distca.errors import ConfigError
 from hf_distca.pool.addresses import read_token, store_key
 
-# Keeps torch from printing C++ stack frames when rank 0 ends, and all connections with it.
+# Keeps torch from printing C++ stack frames when rank 0 ends and closes all connections.
 QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
 
 
@@ -26,7 +26,7 @@ class LaunchPlace(NamedTuple):
     Attributes:
         node, local: number of the node, and of the process on it.
         nodes: number of nodes.
-        trainers, servers: number of ranks that train and of servers on each node.
+        trainers, servers: number of ranks that train, and number of servers, on each node.
     """
 
     node: int
@@ -37,16 +37,16 @@ class LaunchPlace(NamedTuple):
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str], servers: int) -> LaunchPlace | None:
-        """Read the place from the variables of torchrun and `accelerate launch`; None in a process
-        that they did not start.
+        """Read the place from the variables of torchrun and `accelerate launch`; None if neither
+        has started this process.
 
         Args:
             environment: the variables.
             servers: number of servers on each node.
 
         Raises:
-            ConfigError: if the launcher's variables do not allow a division into ranks that train
-                and servers, or no process would train.
+            ConfigError: if the launcher's variables do not tell which processes of a node are the
+                last ones, or if no process would train.
         """
         names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
         if "RANK" not in environment or "WORLD_SIZE" not in environment:
@@ -64,7 +64,7 @@ class LaunchPlace(NamedTuple):
             )
         if servers >= per_node:
             raise ConfigError(
-                f"servers={servers} of {per_node} processes of a node: no rank would train."
+                f"servers={servers}, but a node has only {per_node} processes: no rank would train."
                 " Start more processes, or fewer servers."
             )
         return cls(rank // per_node, local, world // per_node, per_node - servers, servers)
@@ -104,7 +104,7 @@ def listen_at(host: str, port: int) -> socket.socket:
 
 
 def serve_alone(listening: socket.socket, device: str | None, wait_seconds: float | None) -> int:
-    """Run a server that was started separately, on the device of this name; see `serve`.
+    """Run a server that was started separately, on the device with this name; see `serve`.
 
     Raises:
         ConfigError: if there is no such device.
@@ -125,15 +125,15 @@ def serve_alone(listening: socket.socket, device: str | None, wait_seconds: floa
     host, port = listening.getsockname()[:2]
     if not token and not ip_address(host).is_loopback:
         sys.stderr.write(
-            f"hf-distca: server at {host}:{port} asks for no token, and serves whoever reaches it"
-            " first. Set HF_DISTCA_POOL_TOKEN to the same secret text here and where the ranks that"
-            " train are started.\n"
+            f"hf-distca: server at {host}:{port} asks for no token, and serves the first client"
+            " that connects. Set HF_DISTCA_POOL_TOKEN to the same secret text for this server and"
+            " for the ranks that train.\n"
         )
     return serve(listening, token, computing, wait_seconds)
 
 
 def serve_launched(number: int, attempt: str, wait_seconds: float, local: int) -> NoReturn:
-    """Run the server of this number in a launch, in process `local` of its node."""
+    """Run the server with this number in a launch. It is process `local` of its node."""
     import torch
 
     from hf_distca.borrowed import TCPStore
@@ -145,12 +145,12 @@ def serve_launched(number: int, attempt: str, wait_seconds: float, local: int) -
         host, port, None, False, timedelta(seconds=wait_seconds), wait_for_workers=False
     )
     with socket.create_connection((host, port)) as connected:
-        address = connected.getsockname()[0]  # by which other hosts reach this one
+        address = connected.getsockname()[0]  # other hosts can reach this address
     listening = listen_at(address, 0)
-    # The token may be published in the store: only processes of the launch can read it there.
+    # The token is published in the store, which only processes of the launch can read.
     token = secrets.token_hex(16)
     store.set(store_key(number, attempt), "{}:{} {}".format(*listening.getsockname()[:2], token))
-    # accelerate chooses the device of the ranks that train by the same rule.
+    # accelerate uses the same rule to choose the device of the ranks that train.
     on_gpu = torch.cuda.is_available() and os.environ.get("ACCELERATE_USE_CPU", "false") != "true"
     device = torch.device(f"cuda:{local}" if on_gpu else "cpu")
     sys.exit(serve(listening, token, device, wait_seconds))

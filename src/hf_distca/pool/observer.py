@@ -1,4 +1,4 @@
-"""`PoolObserver`: finds the servers of the ranks that train. Rank 0 announces each step to them."""
+"""`PoolObserver`: finds the servers of a run, and announces steps to them."""
 
 from __future__ import annotations
 
@@ -45,16 +45,16 @@ _ALONE_SECONDS = 1800.0  # timeout of a rank without torch.distributed
 
 @dataclass(frozen=True, eq=False)
 class PoolRanks:
-    """Members of a group of training ranks and servers, seen from one of them.
+    """Members of a group of training ranks and servers, as seen by one member.
 
     Attributes:
-        ranks: number of each member, in the order of the group. Members that train have their
-            global ranks; servers have the numbers after these.
+        ranks: number of each member, in the order of the group. The number of a member that trains
+            is its global rank. Servers have the numbers after these.
         has_tokens: for each member, whether it trains.
         names: names of the servers in errors, by their numbers in `ranks`.
         rank: index of this process in `ranks`.
-        backend: backend for tensors, as `torch.distributed` names it.
-        store: store in which only the members meet.
+        backend: name of torch.distributed's backend for tensors.
+        store: store that only the members use, to build the group.
     """
 
     ranks: tuple[int, ...]
@@ -66,7 +66,7 @@ class PoolRanks:
 
     @classmethod
     def read(cls, invitation: Mapping[str, Any], store: Store, number: int) -> PoolRanks:
-        """Read the members from rank 0's invitation, for the process of this number."""
+        """Read the members from rank 0's invitation, for the process with this number."""
         ranks = tuple(invitation["ranks"])
         return cls(
             ranks,
@@ -78,8 +78,8 @@ class PoolRanks:
         )
 
     def join(self, seconds: float) -> AttentionGroup:
-        """Build the group of the members, which wait up to `seconds` for each other. Every member
-        must call it. For errors see `AttentionGroup.create`.
+        """Build the group of the members. Every member must call this, and waits up to `seconds`
+        for the others. For errors see `AttentionGroup.create`.
         """
         group = AttentionGroup(
             self.ranks, self.rank, has_tokens=self.has_tokens, timeout_seconds=seconds
@@ -101,8 +101,8 @@ class PoolObserver:
 
     Attributes:
         addresses: ``HOST:PORT`` of servers that were started separately.
-        nodes, each_node: number of nodes of the launch, and of servers on each node.
-        attempt: number of the attempt of the launch, as counted by the launcher.
+        nodes, each_node: number of nodes of the launch, and number of servers on each node.
+        attempt: number of times that the launcher has restarted the run.
         wait_seconds: time that servers may take to appear.
     """
 
@@ -111,7 +111,7 @@ class PoolObserver:
     each_node: int = 0
     attempt: str = "0"
     wait_seconds: float = 300.0
-    # Only the controller of rank 0 has connections to servers.
+    # On ranks other than 0, this controller has no connections to servers.
     controller: PoolController = field(default_factory=PoolController, init=False)
     _joined: tuple[object, AttentionGroup] | None = field(default=None, init=False)
 
@@ -137,22 +137,22 @@ class PoolObserver:
 
         Raises:
             UnsupportedError: if the group would not have all ranks of the world.
-            ConfigError: on all ranks, if a server does not appear or cannot take part; names its
-                address and a remedy.
-            DistCADesyncError: if not all ranks and servers come in time.
+            ConfigError: on all ranks, if a server does not appear or cannot take part. The error
+                names the server's address and a remedy.
+            DistCADesyncError: if a rank or a server does not come in time.
         """
         _check_members(members, size)
         if self.each_node and not self.nodes:
             raise ConfigError(
-                f"servers={self.each_node}, and no launcher has started this process. Start it with"
-                " torchrun or accelerate launch: the last processes are servers then. Or start"
-                " servers with `hf-distca serve`, and name them by --server-address."
+                f"servers={self.each_node}, but no launcher has started this process. Start it with"
+                " torchrun or accelerate launch: the last processes of each node become servers. Or"
+                " start servers with `hf-distca serve`, and name them by --server-address."
             )
         world = get_current_world()
         if self._joined is not None and self._joined[0] is world and not self._joined[1].has_left:
             return self._joined[1]
         if world is None and int(os.environ.get("WORLD_SIZE", "1")) > 1:
-            return AttentionGroup()  # until ranks have met, each computes alone
+            return AttentionGroup()  # each rank computes alone until all have met
         if world is None:
             seconds = timeout_seconds or _ALONE_SECONDS
             rank = 0
@@ -179,7 +179,7 @@ class PoolObserver:
         return group
 
     def _invite(self, store: Store, seconds: float, ranks: int, backend: str) -> None:
-        """Find the servers, and tell them and the ranks that train where to meet."""
+        """Find the servers. Tell servers and ranks that train where to meet."""
         tcp = _launch_store(store)
         if not isinstance(tcp, TCPStore):
             raise ConfigError(
@@ -244,7 +244,7 @@ class PoolObserver:
 
 
 _INVITATION = "distca pool"
-# If a store has one of these hosts, it is on the host of rank 0.
+# A store whose host has one of these names is on the host of rank 0.
 _ANYWHERE = ("0.0.0.0", "127.0.0.1", "localhost", "::", "::1")
 
 
@@ -259,7 +259,7 @@ def _read_invitation(store: Store, seconds: float) -> dict[str, Any]:
         invitation: dict[str, Any] = json.loads(store.get(_INVITATION))
     except RuntimeError as error:
         raise DistCADesyncError(
-            f"rank 0 did not name the servers within {seconds:g} s ({error})."
+            f"rank 0 did not name the servers within {seconds:g} s ({error}): look at its log."
         ) from error
     if "error" in invitation:
         raise ConfigError(make_printable(invitation["error"]))
@@ -267,8 +267,8 @@ def _read_invitation(store: Store, seconds: float) -> dict[str, Any]:
 
 
 def _make_store_alone(timeout: timedelta, *, launched: bool) -> Store:
-    """Return a store for a single rank that trains without a process group: the store of its
-    launch, where servers of the launch publish their addresses, or else a new store.
+    """Return a store for a single rank that trains without a process group. It is the store of the
+    rank's launch, in which servers publish their addresses. Without a launch, it is a new store.
     """
     if launched:
         store: Store
@@ -278,10 +278,10 @@ def _make_store_alone(timeout: timedelta, *, launched: bool) -> Store:
 
 
 def _check_members(members: dist.ProcessGroup | Members | None, size: int | None) -> None:
-    """Raise if not all ranks would be in one group with the servers.
+    """Check that all ranks will be in one group with the servers.
 
     Raises:
-        UnsupportedError: if not; names the number of ranks that would be in it.
+        UnsupportedError: if a group would have fewer ranks; names their number.
     """
     world = tuple(
         range(dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1)
@@ -291,22 +291,22 @@ def _check_members(members: dist.ProcessGroup | Members | None, size: int | None
     ranks = world if members is None else members.ranks
     if size is not None or tuple(sorted(ranks)) != world:
         raise UnsupportedError(
-            f"servers take part in one attention group of all {len(world)} ranks, but groups have"
-            f" {size or len(ranks)} ranks here. Train without servers, or without"
-            " group_size, tensor parallelism and stages."
+            f"with servers, all {len(world)} ranks must be one attention group, but groups have"
+            f" {size or len(ranks)} ranks. Train without servers, or without group_size, tensor"
+            " parallelism and pipeline stages."
         )
 
 
 def _launch_store(store: Store) -> Any:
-    """Return the store of a launch, without the prefixes that a world has put around it."""
+    """Return the store of a launch, without the wrappers that add prefixes to its keys."""
     while (inner := getattr(store, "underlying_store", None)) is not None:
         store = inner
     return store
 
 
 def _order_members(ranks: int, nodes: int, each_node: int, servers: int) -> list[int]:
-    """Return the numbers of all members in the order of the group: on each node first the ranks
-    that train and then its servers; after all nodes, the other servers.
+    """Return the numbers of all members in the order of the group: for each node, its ranks that
+    train and then its servers; after all nodes, the servers that were started separately.
     """
     node_of = [rank * nodes // ranks for rank in range(ranks)]
     node_of += [min(server // max(each_node, 1), nodes) for server in range(servers)]

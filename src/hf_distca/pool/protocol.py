@@ -1,8 +1,8 @@
 """The protocol between ranks that train and their servers, outside of torch.distributed.
 
 Rank 0 has a connection to every server. It announces each step that servers take part in, just
-before it takes the step itself, so that servers make the same plans and launch the same exchanges
-in the same order. Messages are JSON: nothing that arrives is executed or unpickled. Tensors and
+before it takes the step itself. So servers make the same plans and launch the same exchanges in the
+same order. Messages are JSON, so that nothing that arrives is executed or unpickled. Tensors and
 plans are not sent this way.
 """
 
@@ -31,15 +31,15 @@ from hf_distca.schedule.layout import Layout
 
 _SOCKET_OPTIONS = {
     (socket.IPPROTO_TCP, socket.TCP_NODELAY): 1,
-    # A lost node sends nothing. TCP probes a silent connection every 10 s, and closes it after 6
-    # probes without an answer.
+    # These options notice a node that is lost. TCP probes a silent connection every 10 s, and
+    # closes it after 6 probes without an answer.
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE): 1,
     (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE): 10,
     (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL): 10,
     (socket.IPPROTO_TCP, socket.TCP_KEEPCNT): 6,
 }
 _PART_BYTES = 1 << 16
-_MESSAGE_BYTES = 1 << 28  # limit; a share of a global batch describes all of its documents
+_MESSAGE_BYTES = 1 << 28  # enough for a share, which lists a whole global batch
 _DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -47,7 +47,7 @@ _DTYPES = {
 
 
 class JsonLineConnection:
-    """A connection that carries messages both ways, one line each.
+    """A connection that carries messages in both directions. Each message is one line.
 
     Args:
         connected: the socket, which belongs to this object from now on.
@@ -63,22 +63,21 @@ class JsonLineConnection:
         self._received = bytearray()
 
     def fileno(self) -> int:
-        """Return the descriptor of the socket, by which to wait for messages."""
+        """Return the file descriptor of the socket, for functions that wait for messages."""
         return self._socket.fileno()
 
     def send(self, message: Any) -> None:
-        """Send a message. Raise `OSError` if the other side has ended, or does not read."""
+        """Send a message. Raise `OSError` if the other side has ended or does not read it."""
         self._socket.settimeout(self._seconds)
         self._socket.sendall(json.dumps(message, default=_encode).encode() + b"\n")
 
     def receive(self, seconds: float | None, most_bytes: int = _MESSAGE_BYTES) -> Any:
-        """Return the next message, of at most `most_bytes`; wait up to `seconds`, however slowly it
-        arrives.
+        """Return the next message. Wait up to `seconds` for all of it.
 
         Raises:
-            TimeoutError: if no message arrives in time.
+            TimeoutError: if the message does not arrive in time.
             EOFError, OSError: if the other side has ended.
-            ValueError: if it is not JSON, or too long.
+            ValueError: if the message is not JSON, or has more than about `most_bytes`.
         """
         deadline = math.inf if seconds is None else time.monotonic() + seconds
         read = 0
@@ -86,7 +85,7 @@ class JsonLineConnection:
             read = len(self._received)
             if read > most_bytes:
                 raise ValueError(
-                    f"{read} bytes arrived without the end of a message, which has at most"
+                    f"{read} bytes arrived without the end of a message, but the limit is"
                     f" {most_bytes}"
                 )
             if (left := deadline - time.monotonic()) <= 0:
@@ -100,9 +99,11 @@ class JsonLineConnection:
         return json.loads(line)
 
     def wait_for_end(self) -> None:
-        """Wait until the other side has ended. It reads nothing, so a second thread may call it."""
+        """Wait until the other side has ended. This reads no message, so it may run in a second
+        thread.
+        """
         waiting = select.poll()
-        # A system without POLLRDHUP reports the end only when both sides have ended.
+        # A system without POLLRDHUP reports the end of a connection only if both sides have ended.
         waiting.register(self._socket, getattr(select, "POLLRDHUP", 0))
         waiting.poll()
 
@@ -112,7 +113,7 @@ class JsonLineConnection:
 
 
 def _encode(value: Any) -> Any:
-    """Encode types for which JSON has no form."""
+    """Encode values of types that JSON does not support."""
     match value:
         case torch.Tensor():
             return value.dtype
@@ -141,9 +142,9 @@ def _encode(value: Any) -> Any:
 
 
 def read_dtype(name: str) -> torch.dtype:
-    """Read a dtype; raise `ValueError` if attention does not compute in it."""
+    """Read a dtype. Raise `ValueError` if attention does not compute in this dtype."""
     if name not in _DTYPES:
-        raise ValueError(f"attention computes in {', '.join(_DTYPES)}, and not in {name!r}")
+        raise ValueError(f"attention computes in {', '.join(_DTYPES)}, but not in {name!r}")
     return _DTYPES[name]
 
 
@@ -151,7 +152,7 @@ def read_config(values: Mapping[str, Any]) -> DistCAConfig:
     """Read settings.
 
     Raises:
-        ConfigError: if one is out of range, or names a file.
+        ConfigError: if a setting is out of range, or if the cost model is the name of a file.
     """
     costs = values["cost_model"]
     if isinstance(costs, Mapping):
@@ -170,13 +171,13 @@ def read_key(values: Sequence[Any]) -> PlanKey:
 
 
 def read_requests(requests: Sequence[Any]) -> list[Request]:
-    """Read requests for plans, for a rank without documents."""
+    """Read requests for plans. They get no documents, because servers have none."""
     none = np.zeros((0, 3), dtype=np.int64)
     return [(Documents(none, span_ranks=spans), read_key(key)) for spans, key in requests]
 
 
 def read_share(share: Mapping[str, Any]) -> DealtShare:
-    """Read a share, as seen from a rank that the batch is not dealt to."""
+    """Read a share of a dealt batch, for a server, which has no documents of the batch."""
     numbers = partial(np.array, dtype=np.int64)
     return DealtShare(
         tuple(share["batch"]),

@@ -1,8 +1,8 @@
 """An attention server: it takes part in the steps that rank 0 announces, and knows no model.
 
-It makes plans as a rank without tokens does, with the same checks and counters as every rank.
-Between micro-batches it keeps the same state as a rank (settings, cost models, plans that may still
-be used), but nothing that belongs to a single call.
+A server makes plans like a rank without tokens, with the same checks and counters. Between
+micro-batches it keeps the same state as a rank (settings, cost models, and plans that may still be
+used), but nothing that belongs to a single call.
 """
 
 from __future__ import annotations
@@ -47,15 +47,15 @@ from hf_distca.runtime.call import AttentionServer, LayerExchange, make_empty_op
 from hf_distca.runtime.meter import Meter
 from hf_distca.runtime.trial import exchange
 
-_LOOK_SECONDS = 1.0  # between two checks for a rank that has left
-_END_SECONDS = 3.0  # for rank 0 to report that other ranks did not come
+_LOOK_SECONDS = 1.0  # pause between two checks for a rank that has left
+_END_SECONDS = 3.0  # wait for rank 0's reason why the run failed
 _LONGER_SECONDS = 30.0  # a server ends at most this long after rank 0
 
 
 class EndedError(BaseException):
-    """The end of a server, with reason and exit status.
+    """Ends a server, with a reason and an exit status.
 
-    Like `KeyboardInterrupt`, it must not be handled as a failure.
+    It is a `BaseException`, so that code that handles failures does not catch it.
     """
 
     def __init__(self, why: str, status: int = 1) -> None:
@@ -112,7 +112,7 @@ def serve(
 
 
 class _UsedPlan(NamedTuple):
-    """A plan that a micro-batch uses."""
+    """A plan that layers use for a micro-batch."""
 
     session: Session
     key: PlanKey
@@ -124,8 +124,8 @@ class Server:
 
     Each method in `STEPS` is a step, and gets the announced arguments.
 
-    The server keeps sessions and results of steps by the names that rank 0 gave them, until rank 0
-    has dropped them.
+    The server keeps sessions and results of steps under the names that rank 0 gave them. It drops
+    an object when rank 0 drops the object with the same name.
     """
 
     def __init__(self, ranks: PoolRanks, seconds: float, device: torch.device) -> None:
@@ -135,7 +135,7 @@ class Server:
         self._known: dict[str, Any] = {}
         self._meter = Meter()
         self._micro_batches = self._served = 0
-        self._newest: tuple[str, int] | None = None  # session and number of a micro-batch
+        self._newest: tuple[str, int] | None = None  # session and number of the micro-batch
         self._began = time.perf_counter()
 
     def run(self, connection: JsonLineConnection) -> NoReturn:
@@ -144,7 +144,7 @@ class Server:
         Raises:
             EndedError: when rank 0 has ended.
             DistCADesyncError: if ranks do different things, or do not come.
-            EOFError, OSError: if rank 0 has ended without telling so.
+            EOFError, OSError: if rank 0 has ended without a message.
         """
         try:
             while True:
@@ -181,7 +181,7 @@ class Server:
         )
 
     def end(self, why: str, status: int) -> NoReturn:
-        """End, because rank 0 ends."""
+        """End the server, because rank 0 ends."""
         raise EndedError(why, status)
 
     def use_settings(self, session: str, config: Mapping[str, Any]) -> None:
@@ -209,7 +209,7 @@ class Server:
     def plan_share(
         self, session: str, share: Mapping[str, Any], requests: Sequence[Any]
     ) -> list[MicroBatchPlan]:
-        """Plan a dealt batch, as each rank does alone."""
+        """Plan a dealt batch. Every rank makes the same plan without communication."""
         return self._make_planner(session).plan_share(
             read_share(share), read_requests(requests), self._group
         )
@@ -229,11 +229,11 @@ class Server:
         self._make_planner(session).gather_measurements(self._group)
 
     def exchange(self, has: Mapping[str, str]) -> None:
-        """Take part in the trial exchange of `hf-distca doctor`; `has` are versions of rank 0."""
+        """Take part in the trial exchange of `hf-distca doctor`. `has` holds rank 0's versions."""
         exchange(list_versions(), self._device, self._group)
 
     def begin(self, call: int, work: str, label: str, backward: bool, **layer: Any) -> None:
-        """Begin a call, when a layer sends its queries, keys and values."""
+        """Begin a call of attention, for which a layer sends queries, keys and values."""
         session, key, used = self._known[work]
         operands = make_empty_operands(key.shape, read_dtype(layer["dtype"]), self._device)
         scores = ScoreOptions(layer["scale"], used.window, layer["softcap"])
@@ -263,8 +263,8 @@ class Server:
     def _receive_next(self, connection: JsonLineConnection) -> Any:
         """Return the next message of rank 0.
 
-        End if another rank leaves the group before it arrives: rank 0 may notice that late, or
-        never.
+        End the server if another rank leaves the group while it waits, because rank 0 may notice
+        this late or never.
         """
         while True:
             with suppress(TimeoutError):
@@ -295,8 +295,8 @@ STEPS: dict[str, Callable[..., object]] = {
 def _outlive_briefly(
     connection: JsonLineConnection, server: Server, log: Callable[[str], None]
 ) -> None:
-    """End this process some time after rank 0 has ended. If the failure message of a rank was lost,
-    the server would wait forever.
+    """End this process some time after rank 0 has ended. Otherwise, the server would wait forever
+    if the message about a rank's failure was lost.
     """
     connection.wait_for_end()
     time.sleep(_LONGER_SECONDS)
@@ -317,8 +317,8 @@ def _connect_store(invitation: Mapping[str, Any]) -> Store:
     except RuntimeError as error:
         raise EndedError(
             "the store of the ranks that train does not answer at"
-            f" {invitation['host']}:{invitation['port']} ({error}). Start them with a --master_addr"
-            " that servers can reach."
+            f" {invitation['host']}:{invitation['port']} ({error}). Start these ranks with a"
+            " --master_addr that servers can reach."
         ) from error
 
 

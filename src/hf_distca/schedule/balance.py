@@ -1,9 +1,9 @@
-"""`balance`: moves query rows between ranks until the last rank ends as early as it can.
+"""`balance` moves query rows between ranks, so that the last rank ends as early as possible.
 
 A **trial** (`schedule.trial`) tries to end at a time T. Every rank that would end after T gives
-away tails of its pieces until it ends by T. Each tail goes to a rank that still ends by T with it.
-The **plan** comes from the trial with the lowest T that was reached. A bisection between the mean
-of all ranks and the end without moves finds this T.
+away query rows until it ends by T. Ranks take rows only as long as they still end by T. The
+**plan** comes from the trial with the lowest T that was reached. A bisection finds this T. It lies
+between the mean compute seconds of the ranks and the end of the last rank without moves.
 """
 
 from __future__ import annotations
@@ -25,10 +25,12 @@ from hf_distca.schedule.relays import add_relays
 from hf_distca.schedule.tails import END, LATEST, PIECE, USEFUL
 from hf_distca.schedule.trial import make_moves
 
-# A trial stops if a rank ends later than this times T, because a later T may then do better.
+# A trial stops if a rank ends later than `_USEFUL` times T, because a trial with a later T may do
+# better.
 _USEFUL = 1.05
-# If T is later than `_LATE` times the mean, the other ranks try to end at these parts of the way
-# from the mean to T.
+# If the last rank ends later than `_LATE` times the mean, further trials try to make the other
+# ranks end earlier. Their T is at these fractions of the way from the mean to the end of the last
+# rank.
 _EVEN_PARTS, _LATE = (0.1, 0.2, 0.4, 0.6, 0.8), 1.2
 # The finest tolerance of the search, and the most trials it makes.
 _FINEST_TOLERANCE, _MOST_TRIALS = 0.002, 16
@@ -79,7 +81,7 @@ def balance(
 
 @dataclass(frozen=True)
 class PlanTrials:
-    """Make and weigh plans for a layout; see `balance` for the attributes."""
+    """Plans for a layout, and their loads; see `balance` for the attributes."""
 
     layout: Layout
     cost: CostModel
@@ -89,26 +91,28 @@ class PlanTrials:
 
     @cached_property
     def unmoved_load(self) -> PlanLoad:
-        """Load of the plan that moves no queries. It forwards keys if that alone gains enough."""
+        """Load of the plan that moves no queries. This plan forwards keys if forwarding alone gains
+        enough.
+        """
         return self.weigh_plan(Plan.make_local(self.layout, self.cost.window), self.config.min_gain)
 
     @property
     def node_count(self) -> int:
-        """Number of nodes, 1 if nodes are not told apart."""
+        """Number of nodes; 1 if nodes are not told apart."""
         return self.layout.world_size // (self.ranks.per_node or self.layout.world_size)
 
     @property
     def tolerance(self) -> float:
-        """Relative tolerance of the search for T."""
+        """Relative tolerance of the search for T, the time at which the last rank ends."""
         return max(self.config.tolerance, _FINEST_TOLERANCE)
 
     def weigh_plan(self, plan: Plan, min_gain: float = 0.0) -> PlanLoad:
-        """Weigh a plan, with forwarded keys if they gain at least `min_gain`."""
+        """Return the load of a plan. The plan gets relays if they gain at least `min_gain`."""
         load = PlanLoad(plan, self.cost, overlapped=self.config.ping_pong, ranks=self.ranks)
         return add_relays(load, min_gain) if self.has_relays else load
 
     def find_plan(self) -> Plan:
-        """Find the plan whose last rank ends first. Nothing moves if it does not gain enough."""
+        """Find the plan whose last rank ends earliest. If no plan gains enough, nothing moves."""
         best, required = self.unmoved_load, self.unmoved_load.slowest_seconds
         required *= 1 - self.config.min_gain
         # If pairs cost nothing, seconds only depend on the number of tokens.
@@ -116,15 +120,15 @@ class PlanTrials:
         if not (self.config.balance and can_gain):
             return best.plan
         mean, nodes = self.compute_means(1), self.compute_means(self.node_count)
-        # Plan inside nodes first, if that can end about as early.
+        # Plan inside nodes first, if such a plan can end about as early as a plan across nodes.
         ways = [nodes, mean] if nodes.max() < mean[0] * (1 + self.tolerance) else [mean, nodes]
         splits = list_splits(self.unmoved_load, self.config, mean[0])
         for groups, split_mask in splits:
             pieces, is_first = None, best is self.unmoved_load
             for means in ways[: self.node_count]:
                 earliest, limit = min(best.slowest_seconds, required), math.inf
-                # A better plan must end earlier than the best by the tolerance. The first plan only
-                # has to end earlier.
+                # After the first plans, a plan must end earlier than the best one by at least the
+                # tolerance.
                 if best is not self.unmoved_load and not (is_first and len(means) > 1):
                     earliest = limit = earliest * (1 - self.tolerance)
                 # No plan ends before the mean of its ranks.
@@ -139,18 +143,22 @@ class PlanTrials:
         return best.plan
 
     def compute_means(self, units: int) -> FloatArray:
-        """Compute, for each unit, the seconds after which all its ranks would end compute together.
+        """Return, for each unit of ranks, the compute seconds of a rank if all ranks of the unit
+        ended together.
 
         A unit is a run of consecutive ranks. All units have equally many ranks.
         """
         seconds = self.unmoved_load.compute_seconds.reshape(units, -1)
         speeds = np.array(self.ranks.list_speeds(seconds.size)).reshape(units, -1)
         work = (seconds * speeds).tolist()
-        # `fsum`, because the rounding of `sum` depends on the Python version.
+        # The result of `fsum` is the same in all Python versions, unlike the result of `sum`.
         return np.array(list(map(math.fsum, work))) / list(map(math.fsum, speeds.tolist()))
 
     def _search(self, pieces: Pieces, mean: FloatArray, limit: float) -> IntArray:
-        """Find the lowest T that trials reach in each unit, and return the moves."""
+        """Find the lowest time T by which trials end in each unit of ranks.
+
+        Return the moves of these trials.
+        """
         tolerance, moves = self.tolerance, np.zeros((0, 4), dtype=np.int64)
         high = np.minimum(pieces.start.ranks[END].reshape(len(mean), -1).max(axis=1), limit)
         low, latest = mean, high
@@ -160,7 +168,7 @@ class PlanTrials:
             made, end = self._try(pieces, latest, np.minimum(high, _USEFUL * latest))
             moves = self._replace(pieces, moves, made, end <= high)
             high = np.minimum(high, end)
-            # If a trial nearly reaches its T, earlier T may still be reached.
+            # A trial that nearly reaches its T does not rule out an earlier T.
             low = np.where(end > latest * (1 + tolerance), latest, low)
             is_done = (high <= low * (1 + 0.75 * tolerance)) | (low == high)
             if is_done.all():
@@ -182,9 +190,10 @@ class PlanTrials:
     def _try(
         self, pieces: Pieces, latest: FloatArray, useful: FloatArray
     ) -> tuple[IntArray, FloatArray]:
-        """Make a trial for the T of each unit.
+        """Make a trial for the time T of each unit of ranks.
 
-        Return its moves, and when the last rank of each unit ends; inf if the trial was stopped.
+        Return the moves, and the time at which the last rank of each unit ends (inf if the trial of
+        the unit was stopped).
         """
         batch, units = pieces.restore(), len(latest)
         per_unit = self.layout.world_size // units
@@ -198,7 +207,7 @@ class PlanTrials:
     def _replace(
         self, pieces: Pieces, moves: IntArray, made: IntArray, units: BoolArray
     ) -> IntArray:
-        """Replace the moves of the units that `units` marks by those in `made`."""
+        """Replace the moves of the units that `units` marks by the moves in `made`."""
         old, new = [
             units[pieces.home[some[:, PIECE]] * len(units) // self.layout.world_size]
             for some in (moves, made)

@@ -1,18 +1,20 @@
-"""Placement of documents in bins, each with room for a number of tokens. Bins are the nodes, and
-then the ranks of each node.
+"""Placement of documents in bins that have room for a given number of tokens each. The bins are
+first the nodes, and then the ranks of each node.
 
-The document with the most attention goes first, to the bin with the least attention that has room
-for it. A document for several bins is cut: each bin gets rows from its front and from its back, so
-that tokens and attention are even. A document that fits nowhere is cut to fit.
+Documents with the most attention are placed first. A document goes to the bin with the least
+attention that has room for it. If a document is to lie in several bins, each of them gets rows from
+the front and from the back of the document, so that tokens and attention are even. A document that
+is too long for any bin is cut to fit.
 
-A document with the attention of n nodes lies in n nodes. But it stays in one node, if it fits, when
-sending its keys between nodes would take longer than computing it in one node. A document with the
-attention of n ranks lies on the square root of n / 2 ranks, or on more if it is too long for them.
-On n ranks, each rank would need nearly all keys of the document. On one rank, most of its rows
+A document with the attention of n average nodes lies in n nodes. This is different if sending the
+keys of the document between nodes would take longer than computing the document in one node. The
+document then lies in as few nodes as have room for it. A document with the attention of n average
+ranks lies on the square root of n / 2 ranks, or on more if it is too long for them. If the document
+lay on n ranks, each rank would need nearly all its keys. If it lay on one rank, most of its rows
 would have to move. `balance` evens out the rest.
 
-Every rank deals for itself, and all must find the same result, so this is IEEE double arithmetic in
-a fixed order.
+Every rank computes the placement itself, and all ranks must find the same result. So this module
+uses IEEE double arithmetic in a fixed order.
 """
 
 from __future__ import annotations
@@ -44,10 +46,10 @@ class Bins(NamedTuple):
 
 @compile_inner
 def _choose_bins(bins: Bins, length: int, count: int) -> tuple[int, int]:
-    """Choose `count` bins for a chunk, or more if these have too little room for it.
+    """Choose `count` bins for a chunk, or more bins if these have too little room for it.
 
-    Bins with room for an equal part come first, in order of their pairs. Then come the widest bins.
-    Return the number of chosen bins and their room.
+    Bins with room for `length / count` tokens come first, in order of their pairs. Then come the
+    bins with the most room. Return the number of chosen bins and the sum of their room.
     """
     chosen, room = 0, 0
     while chosen < count or room < length:
@@ -67,10 +69,11 @@ def _choose_bins(bins: Bins, length: int, count: int) -> tuple[int, int]:
 def _fill_bins(
     chunks: IntArray, pairs: FloatArray, counts: IntArray, bins: Bins, tile: int, rows: IntArray
 ) -> int:
-    """Put chunks into bins in order, each into as many bins as `counts` says; see `deal_to_bins`.
+    """Put chunks into bins in order. `counts` is the number of bins for each chunk; see
+    `deal_to_bins`.
 
-    Return the number of rows. A chunk has at most two rows for each bin in `counts`, and two more
-    for each bin that it fills up.
+    Return the number of rows that were written to `rows`. A chunk has at most two rows for each of
+    its `counts` bins, and two more for each bin that it fills up.
     """
     row = 0
     for chunk in range(len(chunks)):
@@ -78,8 +81,8 @@ def _fill_bins(
         length, count = last - first, counts[chunk]
         chosen, room = _choose_bins(bins, length, count)
         left = length
-        # Start with the narrowest bin. Bins with too little room are filled, and wider bins take
-        # the rest.
+        # Bins with too little room for an equal part were chosen last. Start with these bins: they
+        # are filled, and the other bins take the rest.
         for place in range(chosen - 1, -1, -1):
             bin_ = bins.chosen[place]
             bins.is_chosen[bin_] = False
@@ -110,13 +113,13 @@ def deal_to_bins(
     tile: int,
     spread: Callable[[FloatArray, IntArray], FloatArray],
 ) -> IntArray:
-    """Put chunks into bins.
+    """Put chunks of documents into bins, so that each bin gets its tokens and attention is even.
 
     Args:
         chunks: (chunks, 3) document, start and end. Together they fill the rooms.
         rooms: (bins,) tokens that each bin must get.
         window: number of keys that a row sees.
-        tile: chunks are cut at multiples of it where rooms allow.
+        tile: chunks are cut at multiples of this number if rooms allow.
         spread: called with the number of bins that the attention of each chunk fills, and with the
             chunks. It returns in how many bins each chunk is to lie.
 
@@ -150,10 +153,11 @@ def deal_to_ranks(
     tile: int,
     stays: BoolArray,
 ) -> IntArray:
-    """Deal chunks to nodes and then to the ranks of each node, or to all ranks without nodes.
+    """Deal chunks to nodes, and then to the ranks of each node. Without nodes, deal them to all
+    ranks.
 
-    `stays` marks documents, by number, that lie in no more nodes than their tokens need. See
-    `deal_to_bins`.
+    `stays[document]` is true for documents that must lie in as few nodes as their tokens allow. For
+    the other arguments see `deal_to_bins`.
     """
     if per_node is None:
         return deal_to_bins(chunks, tokens, window, tile, _spread_over_ranks)

@@ -28,8 +28,9 @@ def compile_function(function: F, *, keep: Sequence[str] = (), inside: bool = Fa
             compile as the function.
     """
     if keep:
-        # numba names its cache files by `__qualname__`. Otherwise it only compares the times of
-        # source files, and different copies of a source may have the same time.
+        # numba names its cache files by `__qualname__`, so a hash of the sources is added to this
+        # name. numba itself only compares the times of source files, which may be the same for
+        # different sources.
         sources = b"".join(Path(source).read_bytes() for source in keep)
         function.__qualname__ += f"-{hashlib.sha256(sources).hexdigest()[:16]}"
     # Without the GIL, plans can be made while training runs. The arrays outlive the call, so numba

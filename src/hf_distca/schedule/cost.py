@@ -1,20 +1,21 @@
-"""Costs of a CA-task and of an exchange, in seconds.
+"""Costs of a core-attention task (CA-task) and of an exchange, in seconds.
 
 One direction of a CA-task with n query rows and m keys costs the sum of three parts::
 
     seconds = task_seconds + bytes / bytes_per_second + flops(n, m) / flops_per_second
 
-Flops are counted in whole kernel tiles, because small slices are slow. They include the keys behind
-a row in its tile. The flop count of causal attention follows FlashAttention-2 (arXiv 2307.08691,
-section 4.1): 4 * head_dim per query-key pair and head in forward, and 2.5 times as many in
-backward. Bytes are those that a block of the kernel reads first and writes last, because no matrix
-product hides them. A block of forward holds rows of one query head, and a block of backward holds
-keys of one query head (section 3.2). All other bytes move while products run. So forward reads q
-and writes o. Backward reads q, o and do and writes dq for each row. For each key and query head it
-reads k and v and writes dk and dv. Where heads share keys, it reads dk and dv once more to add them
-up. Rows and keys that only fill up a tile are neither read nor written.
+Flops are counted in whole kernel tiles, because small slices are slow. For each row, they include
+the keys of its tile that come after the row. The flop count of causal attention follows
+FlashAttention-2 (arXiv 2307.08691, section 4.1): 4 * head_dim per query-key pair and head in
+forward, and 2.5 times as many in backward. Bytes are those that a block of the kernel reads first
+and writes last, because no matrix product hides them. A block of forward holds rows of one query
+head, and a block of backward holds keys of one query head (section 3.2). All other bytes move while
+products run. So the bytes of forward are q and o of each row. The bytes of backward are q, o, do
+and dq of each row, and k, v, dk and dv of each key and query head. If heads share keys, backward
+reads dk and dv once more to add them up. Rows and keys that only fill up a tile are neither read
+nor written.
 
-The three coefficients are built-in figures times a factor of the GPU and its kernel
+The three coefficients are built-in figures times a factor for the GPU and the kernel
 (`schedule.gpus`), or the user's own figures. A kernel may also move its rows more than once
 (`KernelCost.row_passes`). In backward, an extra kernel may first read o and do, and another may
 read dq in float32 at the end.
@@ -37,9 +38,9 @@ from hf_distca.errors import ConfigError
 from hf_distca.schedule.layout import FloatArray
 from hf_distca.schedule.slice_cost import count_task_work
 
-# Limits on the figures of a device. Outside them, sums of seconds become infinite and their ratios
-# NaN.
-MIN_RATE = 1.0  # bytes or operations per second
+# Limits on the figures of a device: bytes or operations per second, and seconds. Outside these
+# limits, sums of seconds become infinite and their ratios NaN.
+MIN_RATE = 1.0
 MAX_SECONDS = 1e6
 # This window stands for layers in which a row sees all keys before it.
 ALL_KEYS = 2**62
@@ -81,7 +82,7 @@ class AttentionShape:
             or self.query_heads % self.key_value_heads
         ):
             raise ConfigError(
-                f"{self}: all must be >= 1, query_heads must be a multiple of key_value_heads."
+                f"{self}: all must be >= 1, and query_heads must be a multiple of key_value_heads."
             )
 
     @property
@@ -111,8 +112,8 @@ class AttentionShape:
 
     @property
     def backward_key_bytes(self) -> int:
-        """Bytes that backward moves for a key: k, v, dk and dv of every query head. dk and dv count
-        twice where heads share a key.
+        """Bytes that backward moves for a key: k, v, dk and dv of every query head. If heads share
+        keys, dk and dv count twice.
         """
         return (3 if self.heads_per_key_head > 1 else 2) * self.row_bytes
 
@@ -141,14 +142,14 @@ class AttentionShape:
 
 @dataclass(frozen=True, slots=True)
 class KernelCost:
-    """Costs of one direction of a kernel: seconds per task, memory bytes and floating-point
-    operations per second.
+    """Costs of a kernel in one direction (forward or backward).
 
     The fixed time of a call is about the same on all ranks, so plans leave it out.
 
     Attributes:
-        task_seconds, bytes_per_second, flops_per_second: fixed seconds of a task, and rates. An
-            infinite rate costs nothing.
+        task_seconds, bytes_per_second, flops_per_second: fixed seconds of a task, bytes of memory
+            per second, and floating-point operations per second. Bytes or operations at an infinite
+            rate cost nothing.
         row_passes: number of times that the bytes of a row are moved.
 
     Raises:
@@ -188,10 +189,10 @@ class KernelCost:
 
 # Round figures. "cpu" is one thread of a recent server core; loopback stands for all links between
 # processes of one machine. "cuda" is an H100 with flash-attention 2 and one 400 Gbit/s link per
-# GPU. Its forward rate is close to published rates for packed documents, and backward is assumed to
-# reach 0.8 of it. Inside a node, NVLink 4 carries 450 GB/s each way (NVIDIA H100 datasheet: 900
-# GB/s in both directions together), and exchanges are assumed to reach two thirds of that. Other
-# GPUs and kernels have a factor on these figures (`schedule.gpus`).
+# GPU. The forward rate of "cuda" is close to published rates for packed documents, and backward is
+# assumed to reach 0.8 of this rate. Inside a node, NVLink 4 carries 450 GB/s each way (NVIDIA H100
+# datasheet: 900 GB/s in both directions together), and exchanges are assumed to reach two thirds of
+# that. Other GPUs and kernels have a factor on these figures (`schedule.gpus`).
 _BUILT_IN = {
     "cpu": (KernelCost(3e-5, 5e9, 4.5e10), KernelCost(6e-5, 5e9, 4.5e10), 1e9, 3e-4, None),
     "cuda": (KernelCost(5e-7, 2e12, 3.5e14), KernelCost(1e-6, 1.6e12, 2.8e14), 4e10, 3e-5, 3e11),
@@ -205,18 +206,18 @@ class CostModel:
     Attributes:
         shape: heads and widths of the layer.
         forward, backward: the kernel's coefficients.
-        exchange_bytes_per_second: rate at which one rank sends while all ranks send and receive as
-            much; to ranks of other nodes, if nodes are told apart.
+        exchange_bytes_per_second: rate at which one rank sends while all ranks send and receive
+            equally much. If nodes are told apart, this is the rate between nodes.
         exchange_seconds: fixed seconds of one exchange.
         tile: query rows of a kernel tile.
         name: source of the figures.
         window: keys that a query position sees, its own included, in layers with a sliding window;
             None for layers without a window.
-        node_bytes_per_second: rate at which one rank sends to ranks of its node while it also
-            receives as much; None if this is not faster than to other nodes.
+        node_bytes_per_second: rate at which one rank sends to ranks of its node while it receives
+            equally much; None if this rate is not higher than the rate between nodes.
         ranks_per_link: number of ranks of a node that share a link to other nodes; 1 if each rank
-            has its own. The link carries ``exchange_bytes_per_second`` times this number, also if
-            only some of the ranks send.
+            has its own link. The rate of the link is ``exchange_bytes_per_second`` times this
+            number, even if only some of the ranks send.
         peer_seconds: seconds added to the fixed seconds of an exchange for each rank that a rank
             sends to or receives from.
     """
@@ -287,9 +288,10 @@ class CostModel:
 
     @classmethod
     def make_of_pairs(cls, shape: AttentionShape) -> CostModel:
-        """Make a model that balances causal pairs, as published planners do.
+        """Make a model in which only causal pairs have a cost. Published planners balance this
+        cost.
 
-        2**30 pairs cost one second, and nothing else costs anything.
+        2**30 pairs cost one second.
         """
         return cls(
             shape,
@@ -301,7 +303,9 @@ class CostModel:
         )
 
     def scale(self, kernel: float = 1.0, exchange: float = 1.0) -> Self:
-        """Return this model with kernels `kernel` times and exchanges `exchange` times as long."""
+        """Return this model with `kernel` times its kernel seconds and `exchange` times its
+        exchange seconds.
+        """
         node_rate = self.node_bytes_per_second
         return replace(
             self,
@@ -314,7 +318,7 @@ class CostModel:
         )
 
     def without_unused_window(self, longest: int) -> Self:
-        """Return this model, without its window if no document is longer than it.
+        """Return this model, without its window if no document is longer than the window.
 
         `longest` is the number of tokens of the longest document.
         """
@@ -341,10 +345,10 @@ class CostModel:
 
     @classmethod
     def from_json(cls, text: str) -> CostModel:
-        """Read what `to_json` wrote.
+        """Read a model that `to_json` wrote.
 
         Raises:
-            ConfigError: if the text is no cost model; the message names the mistake.
+            ConfigError: if the text is not a cost model. The message names the mistake.
         """
         try:
             data: Any = json.loads(text)
@@ -369,8 +373,9 @@ class CostModel:
     ) -> FloatArray:
         """Count tasks, bytes and flops of tasks with `rows` query rows that end at position `keys`.
 
-        `heads` is the part of the heads that each task computes, here and in the methods below. The
-        result has shape (2, tasks, 3): forward and backward, then tasks, bytes and flops.
+        Here and in the methods below, `heads` is the fraction of the heads that each task computes.
+        The result has shape (2, tasks, 3). The first axis is forward and backward, and the last
+        axis is tasks, bytes and flops.
         """
         n, m = np.broadcast_arrays(np.atleast_1d(rows), np.atleast_1d(keys))
         read, pairs = count_task_work(
@@ -394,8 +399,8 @@ class CostModel:
         """Return the seconds of each task, forward and backward: shape (2, tasks)."""
         coefficients = np.stack([self.forward.coefficients, self.backward.coefficients])[:, None]
         parts = self.count_work(rows, keys, heads) * coefficients
-        # Not a matrix product, because BLAS rounds differently on different processors. All ranks
-        # must get equal seconds to make equal plans.
+        # A matrix product is avoided, because BLAS rounds differently on different processors. All
+        # ranks must get equal seconds to make equal plans.
         task, moved, computed = np.moveaxis(parts, -1, 0)
         return np.asarray(task + moved + computed)
 
@@ -453,16 +458,17 @@ class MarginalCost(NamedTuple):
 
 
 class TransientBytes(NamedTuple):
-    """Bytes in memory during a call for each token that travels, forward or backward.
+    """Bytes of memory that each exchanged token takes during a call.
 
-    Backward needs more, so it decides. It holds do, q, o and log-sum-exp for each query row, and k
-    and v for each key. A server holds them as received and as pools first, then as pools and
-    gradients. A home holds the rows that it sends, then the gradients that come back.
+    The bytes are those of backward, because forward needs fewer. In backward, a query row is do, q,
+    o and log-sum-exp, and a key is k and v. A server holds first the received tensors and the
+    pools, then the pools and the gradients. A home holds first the rows that it sends, then the
+    gradients that come back.
 
     Attributes:
         query, key: bytes of a query row and of a key in a server's pools.
         sent_query, sent_key: bytes of a query row and of a key that a home sends, for each server
-            that gets it.
+            that gets them.
     """
 
     query: int
@@ -473,29 +479,30 @@ class TransientBytes(NamedTuple):
     @classmethod
     def from_shape(cls, shape: AttentionShape) -> TransientBytes:
         """Compute the bytes for an attention shape."""
-        wide = max(4, shape.element_bytes)  # bytes of a log-sum-exp, and of a summed key gradient
+        # Bytes of one element of log-sum-exps and of summed gradients.
+        wide = max(4, shape.element_bytes)
         row = shape.query_bytes + 2 * shape.output_bytes + shape.query_heads * wide
         key = shape.key_value_bytes
         wide_key = shape.key_value_bytes * wide // shape.element_bytes
-        # Narrow gradients of copies become wide when their home adds them up.
+        # Servers return key gradients in the narrow dtype, and the home widens them to add them up.
         return cls(
             2 * row, key + wide_key, row, key + (wide_key if wide > shape.element_bytes else 0)
         )
 
     def find_last_row(self, bound: int | None, window: int, groups: int) -> int:
-        """Find the row up to which keys take at most half of a bound, so that rows can take the
-        rest.
+        """Find the position up to which query rows may move: the keys before this position take at
+        most half of a bound, so that the rows can take the rest.
 
-        The row is that of one of `groups` head groups. `bound` is None if there is no bound.
+        The keys are those of one of `groups` head groups. `bound` is in bytes; None for no bound.
         """
         most = ALL_KEYS if bound is None else bound * groups // (2 * self.key)
         return ALL_KEYS if window <= most else most
 
     def check_bound(self, bound: int | None) -> None:
-        """Raise unless a query row and a key fit a bound.
+        """Raise an error unless a query row and a key fit in a bound of bytes.
 
         Raises:
-            ConfigError: if they do not fit; states the bound and their bytes.
+            ConfigError: if they do not fit. The message states the bound and their bytes.
         """
         if bound is not None and bound < self.query + self.key:
             raise ConfigError(

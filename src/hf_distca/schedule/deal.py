@@ -1,7 +1,8 @@
 """`deal`: assigns documents of a global batch to ranks, before any work is moved.
 
-The places of documents decide what exchanges cost. After a deal, all ranks have the same number of
-tokens, and `balance` can even out attention at little cost. A document may be longer than a rank.
+The places of documents decide the cost of exchanges. After a deal, all ranks have the same number
+of tokens, and `balance` can even out attention at little cost. A document may be longer than a
+rank.
 """
 
 from __future__ import annotations
@@ -19,11 +20,12 @@ from hf_distca.schedule.bins import deal_to_ranks
 from hf_distca.schedule.cost import ALL_KEYS, CostModel
 from hf_distca.schedule.layout import IntArray, Layout, mark_changes, require_integers
 
-# The shortest documents make the halves of a global batch equal. They have at most `_SMALL_TOKENS`
-# tokens together, unless the limits on their number say otherwise.
+# The shortest documents make the halves of a global batch equal. Their number is between the two
+# limits below. Within these limits, they have at most about `_SMALL_TOKENS` tokens together.
 _SMALL_TOKENS = 2**17
 _MIN_SMALL_DOCUMENTS, _MOST_SMALL_DOCUMENTS = 16, 256
-# The most tokens of a document. Products of two lengths, which find the cuts, must fit 64 bits.
+# The most tokens of a document. Cuts are computed from products of two lengths, which must fit in
+# 64 bits.
 _MAX_LENGTH = 2**32
 
 
@@ -36,22 +38,23 @@ def deal(
     tile: int = 128,
     ranks_per_node: int | None = None,
 ) -> Layout:
-    """Deal the documents of a global batch to ranks: equal tokens, and attention that `balance`
-    can even out.
+    """Deal the documents of a global batch to ranks, with equal tokens and with attention that
+    `balance` can even out.
 
-    Short documents stay whole where they fit. A long document is cut head and tail over a few
-    ranks, as `schedule.bins` explains. Every machine finds the same layout.
+    Short documents stay whole if they fit. A long document is divided among a few ranks, each of
+    which gets a part of its front and a part of its back (`schedule.bins`). Every machine finds the
+    same layout.
 
     Args:
         lengths: number of tokens of each document, at least 1. Documents keep their index as their
             number.
         ranks: number of ranks.
-        tokens_per_rank: tokens of each rank; `ranks` times as many are dealt. Or one number for
-            each rank, if the tokens cannot be divided evenly.
-        cost: cost model. It says whether the keys of a document travel longer than a node computes
-            it, and it has the window. Give a window only if all layers of the model have it. A
-            window that no document exceeds is ignored.
-        tile: documents are cut at multiples of it where tokens allow.
+        tokens_per_rank: tokens of each rank: one number for all ranks, or one number for each rank
+            if the tokens cannot be divided evenly.
+        cost: cost model. It gives the window, and tells whether the keys of a document travel
+            longer than a node computes the document. Give a window only if all layers of the model
+            have it. A window that no document exceeds is ignored.
+        tile: documents are cut at multiples of this number if tokens allow.
         ranks_per_node: number n of ranks of a node; ranks [0, n), [n, 2n), ... are nodes. Documents
             that need no more than a node's attention and room lie in one node. See `schedule.bins`
             for longer documents.
@@ -74,14 +77,14 @@ def deal_nano_batches(
     tile: int = 128,
     ranks_per_node: int | None = None,
 ) -> tuple[Layout, Layout]:
-    """Deal the documents of a global batch for ping-pong: the layouts of both nano-batches, which
-    share no document.
+    """Deal the documents of a global batch for ping-pong. Return the layouts of both nano-batches,
+    which share no document.
 
-    Both layouts number documents as `lengths` does. A rank has `tokens_per_rank` tokens in both
-    together. Its two halves are equal, or the second has one more token if the number is odd. This
-    is nearly always possible if some documents are short. Otherwise halves are as equal as
-    documents allow, and ranks may differ by one token. If there is only one document, the second
-    layout is empty.
+    In both layouts, the number of a document is its index in `lengths`. A rank has
+    `tokens_per_rank` tokens in both layouts together. Its two halves are equal, or the second half
+    has one more token if the number is odd. This is nearly always possible if some documents are
+    short. Otherwise halves are as equal as documents allow, and ranks may differ by one token. If
+    there is only one document, the second layout is empty.
 
     For arguments and errors see `deal`.
     """
@@ -104,7 +107,7 @@ def deal_in_order(
     A document is cut where a rank is full. For arguments and errors see `deal`.
     """
     length, tokens = _check_arguments(lengths, ranks, tokens_per_rank, 1, None)
-    # Documents are cut where a document or a rank ends.
+    # The tokens are cut wherever a document or a rank ends.
     ends = np.cumsum(length), np.cumsum(tokens)
     bounds = np.union1d(*ends)
     begin = np.append(0, bounds[:-1])
@@ -123,7 +126,7 @@ def _deal_documents(
     cost: CostModel,
     tile: int,
 ) -> Layout:
-    """Deal the documents with these numbers."""
+    """Deal the documents with these numbers to ranks."""
     chunks = np.column_stack([documents, np.zeros_like(documents), length[documents]])
     window = cost.window or ALL_KEYS
     keys = np.minimum(length, window) * cost.key_seconds
@@ -133,7 +136,8 @@ def _deal_documents(
 
 
 def _build_layout(rows: IntArray, ranks: int) -> Layout:
-    """Make a layout of rows (document, start, end, rank), in order of documents and positions.
+    """Make a layout from rows (document, start, end, rank). On each rank, segments are in order of
+    document and position.
 
     Rows that continue each other on one rank are joined.
     """
@@ -146,9 +150,10 @@ def _build_layout(rows: IntArray, ranks: int) -> Layout:
 
 
 def _divide_halves(tokens: IntArray, total: int) -> IntArray:
-    """Divide `total` tokens of the first half among ranks.
+    """Return the number of tokens that each rank gets in the first of two nano-batches.
 
-    Each rank gives half of its own tokens, and its part of the difference to `total`.
+    Each number is about half of the rank's tokens. The difference between `total` and the sum of
+    these halves is divided among the ranks.
     """
     halves = tokens // 2
     difference = total - int(halves.sum())
@@ -159,11 +164,11 @@ def _divide_halves(tokens: IntArray, total: int) -> IntArray:
 def _choose_half(
     length: IntArray, cost: CostModel, ranks: int, tokens: int
 ) -> npt.NDArray[np.bool_]:
-    """Choose documents with `tokens` tokens together, or as close as possible, and with about half
-    of the seconds.
+    """Choose documents that have `tokens` tokens together, or nearly as many, and about half of the
+    seconds.
 
-    Documents whose keys travel longer than ranks compute are all in one half, on different ranks.
-    Then only this half is late.
+    Documents whose keys travel for longer than ranks compute are all chosen for one half. Their
+    keys then travel at the same time, from different ranks, and only this half ends late.
     """
     seconds = cost.estimate_seconds(length, length)
     keys = length if cost.window is None else np.minimum(length, cost.window)
@@ -190,7 +195,9 @@ def _choose_half(
 
 
 def _find_closest_subset(lengths: list[int], target: int) -> list[int]:
-    """Find the indices of lengths whose sum is closest to a target. Of two sums, take the lower."""
+    """Find indices of lengths whose sum is closest to a target; the lower sum if two are equally
+    close.
+    """
     # Bit n of `sums[i]` says whether some of the first i lengths add up to n.
     sums = list(
         accumulate(lengths, lambda reachable, length: reachable | reachable << length, initial=1)
@@ -239,8 +246,8 @@ def _check_arguments(
     total, expected = sum(length.tolist()), sum(tokens)
     if total != expected or len(tokens) != ranks:
         raise LayoutError(
-            f"{len(length)} documents have {total} tokens, {ranks} ranks with {tokens_per_rank}"
-            f" tokens each have {expected}: every token needs its place, so the numbers must"
-            " be equal."
+            f"{len(length)} documents have {total} tokens, but {ranks} ranks have room for"
+            f" {expected} (tokens_per_rank={tokens_per_rank}). Both numbers must be equal. Give one"
+            " tokens_per_rank for all ranks, or one for each rank."
         )
     return length, np.array(tokens)

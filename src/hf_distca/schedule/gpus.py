@@ -1,4 +1,4 @@
-"""Factors on the built-in figures, one number for each GPU and kernel.
+"""Factors on the built-in costs (`schedule.cost`), one number for each GPU and kernel.
 
 Plans with such a factor are as good as plans with separate rates for tasks, bytes and flops that
 are fitted to timings of each direction (`benchmarks/schedule/one_factor.py` compares them).
@@ -11,17 +11,18 @@ from dataclasses import replace
 
 from hf_distca.schedule.cost import AttentionShape, CostModel
 
-# Each factor comes from a profile in benchmarks/simulated/simulator/profiles.py, which the comment
-# names. Profiles are fitted to published timings and to our own
-# (benchmarks/results/h100_2026-11-26).
+# Each factor comes from the profile of its GPU and kernel in
+# benchmarks/simulated/simulator/profiles.py. Profiles are fitted to published timings and to our
+# own (benchmarks/results/h100_2026-11-26).
 _FACTORS = {
-    ("A100", "flash_attn"): 1.50,  # a100_flash_attn_2
-    ("H100", "flash_attn"): 0.92,  # h100_flash_attn_2
-    ("H100", "flash_attn_3"): 0.48,  # h100_flash_attn_3
-    ("H100", "flash_attn_4"): 0.47,  # h100_flash_attn_4
-    ("B200", "flash_attn_4"): 0.24,  # b200_flash_attn_4
+    ("A100", "flash_attn"): 1.50,
+    ("H100", "flash_attn"): 0.92,
+    ("H100", "flash_attn_3"): 0.48,
+    ("H100", "flash_attn_4"): 0.47,
+    ("B200", "flash_attn_4"): 0.24,
 }
-# Bytes per second that a rank sends to other nodes and inside its node, from the same profiles.
+# Bytes per second that a rank sends to other nodes and inside its node, from the profiles in
+# benchmarks/simulated.
 _LINKS = {"A100": (1.8e10, 2.1e11), "H100": (3.7e10, 3.0e11), "B200": (3.7e10, 6.4e11)}
 # GPUs that have the same multiprocessors as a GPU of the tables.
 _SAME_GPU = {"H200": "H100", "GH200": "H100", "GB200": "B200"}
@@ -45,10 +46,10 @@ def find_factor(device: str, kernel: str) -> tuple[str, float] | None:
 
 
 def make_gpu_cost(shape: AttentionShape, device: str, kernel: str, *, tile: int = 128) -> CostModel:
-    """Make the cost model that plans begin with.
+    """Make the cost model of a GPU and a kernel, before anything is measured.
 
-    It has the built-in figures times the factor of a GPU and a kernel, and the links of this GPU.
-    If the table has no factor, the built-in figures stay unchanged.
+    It has the built-in figures times the factor of the GPU and the kernel, and the links of the
+    GPU. If the table has no factor, the built-in figures stay unchanged.
     """
     cost = CostModel.make_analytic(shape, device_type=device, tile=tile)
     row = find_factor(device, kernel)

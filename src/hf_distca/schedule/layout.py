@@ -1,4 +1,4 @@
-"""`Layout`: the place of documents on ranks, made from position ids, cu_seqlens or lengths.
+"""`Layout`: the places of documents on ranks, made from position ids, cu_seqlens or lengths.
 
 A *document* is a run of tokens that attend causally to each other and to nothing else. A *segment*
 is the part of a document that lies on one rank. A *layout* holds the segments of all ranks for one
@@ -44,13 +44,14 @@ class Segment(NamedTuple):
 class Layout:
     """All segments of all ranks for one micro-batch.
 
-    The three columns have one row per segment, ordered by rank and, within a rank, by token. The
-    tokens of a rank are its segments one after another. Build a layout with a ``from_...`` method.
-    Each method checks that every document is covered exactly once.
+    The columns `document`, `start` and `length` have one row per segment, ordered by rank and,
+    within a rank, by token. The tokens of a rank are those of its segments, one after another.
+    Build a layout with a ``from_...`` method. Each method checks that every document is covered
+    exactly once.
 
     The first segments of a rank may be *context*: their keys are read, but their queries are
-    computed elsewhere. The second nano-batch of ping-pong has context where a document crosses the
-    cut.
+    computed elsewhere. The second nano-batch of ping-pong has context if a document crosses the cut
+    between the nano-batches.
 
     Attributes:
         document: document number of each segment.
@@ -59,13 +60,13 @@ class Layout:
         offsets: ``ranks + 1`` numbers from 0; the segments of rank r are rows ``offsets[r]`` to
             ``offsets[r + 1]``.
         context: number of context segments of each rank; 0 if not given.
-        groups: number of head groups of each document that `split_heads` split; 1 if no document is
-            split.
+        groups: number of head groups of a document that is split by heads (`split_heads`); 1 if no
+            document is split.
         longest: length of the longest document in tokens, 0 without documents.
-        is_scattered: whether any document lies in more than one run of tokens, on several ranks or
-            with a gap on one.
+        is_scattered: whether any document lies in more than one run of tokens (on several ranks, or
+            with a gap on one rank).
         rank, end: for each segment, its rank, and the document position after its last token.
-        token: for each segment, the index of its first token among those of its rank.
+        token: for each segment, the index of its first token among the tokens of its rank.
         has_queries: for each segment, whether its queries are to be computed; false for context.
         by_document: the segments in order of document and position.
         documents: the numbers of all documents, in order.
@@ -99,7 +100,10 @@ class Layout:
             raise LayoutError(f"offsets {self.offsets.tolist()} must begin with 0 and never fall.")
         rows = [len(column) for column in (self.document, self.start, self.length)]
         if any(count != self.offsets[-1] for count in rows):
-            raise LayoutError(f"columns of {str(rows)[1:-1]} rows for {self.offsets[-1]} segments.")
+            raise LayoutError(
+                f"the columns have {str(rows)[1:-1]} rows, but there are {self.offsets[-1]}"
+                " segments: each column must have one row per segment."
+            )
         if not len(self.context):
             object.__setattr__(self, "context", np.zeros(self.world_size, dtype=np.int64))
         if (
@@ -127,11 +131,13 @@ class Layout:
         vars(self).update(self._build_index(counts))
 
     def _build_index(self, counts: IntArray) -> dict[str, Any]:
-        """Derive the other attributes from the columns; `counts` has the segments of each rank."""
+        """Derive the other attributes from the columns; `counts` is the number of segments of each
+        rank.
+        """
         length = self.length
         end = self.start + self.length
         rank = np.repeat(np.arange(len(counts)), counts)
-        # Head groups of a document follow each other and are the same tokens.
+        # Head groups of a document follow each other and consist of the same tokens.
         is_repeated_group = self._find_head_group(self.document) > 1
         tokens = np.append(0, np.cumsum(np.where(is_repeated_group, 0, length)))
         token = (
@@ -145,7 +151,7 @@ class Layout:
         if gap.any():
             row = gap.argmax()
             raise LayoutError(
-                f"document {document[row]} has a segment that starts at {start[row]} where position"
+                f"document {document[row]} has a segment that starts at {start[row]}, but position"
                 f" {expected[row]} is next: the segments of a document must cover it from 0 to its"
                 " end without gap or overlap."
             )
@@ -173,8 +179,8 @@ class Layout:
     def from_segments(
         cls, ranks: Sequence[Sequence[tuple[int, int, int]]], context: Sequence[int] = ()
     ) -> Layout:
-        """Build from ``(document, start, length)`` rows per rank. A document may lie on any number
-        of ranks, cut anywhere.
+        """Build a layout from rows ``(document, start, length)`` for each rank. A document may be
+        cut anywhere, and may lie on any number of ranks.
 
         The first ``context[rank]`` rows of a rank are context.
         """
@@ -190,27 +196,29 @@ class Layout:
 
     @classmethod
     def from_lengths(cls, ranks: Sequence[Sequence[int]]) -> Layout:
-        """Build from the document lengths of each rank, where no document crosses ranks. Documents
-        are numbered in order.
+        """Build a layout from the document lengths of each rank. No document crosses ranks, and
+        documents are numbered in order.
         """
         length = require_integers([n for rank in ranks for n in rank], "document lengths")
         return cls(np.arange(len(length)), np.zeros_like(length), length, _find_offsets(ranks))
 
     @classmethod
     def from_runs(cls, ranks: Sequence[Sequence[tuple[int, int]]]) -> Layout:
-        """Build from runs of consecutive position ids: ``(first position, length)`` rows per rank.
+        """Build a layout from runs of consecutive position ids: rows ``(first position, length)``
+        for each rank.
 
         A run that starts above 0 continues the run that ends right before it, on any rank.
 
         Raises:
-            LayoutError: if several runs start at one position above 0, or if not exactly one run
-                ends there. Position ids do not identify documents then.
+            LayoutError: if position ids do not identify documents, because several runs start at
+                one position above 0, or because not exactly one run ends there.
         """
         return cls.from_segments(_number_documents(ranks))
 
     @classmethod
     def concatenate(cls, first: Layout, second: Layout) -> Layout:
-        """Put on each rank the tokens of the first layout and then those of the second.
+        """Join two layouts: each rank gets its tokens of the first layout, then its tokens of the
+        second.
 
         The layouts must have no document in common.
         """
@@ -223,7 +231,7 @@ class Layout:
         )
 
     def place_on_holders(self, holds: Sequence[bool]) -> Layout:
-        """Move the tokens of rank r to the r-th of the ranks that `holds` marks."""
+        """Move the tokens of rank r to the r-th rank that `holds` marks."""
         ranks_before = np.cumsum(holds)
         return Layout(
             self.document,
@@ -238,8 +246,8 @@ class Layout:
         of heads.
 
         Document d gets the number ``d * (groups + 1)``. If it is split, its group g gets the number
-        ``d * (groups + 1) + 1 + g``. A group lies where the whole document lies, and has its part
-        of the attention and of the bytes (`compute_head_fractions`).
+        ``d * (groups + 1) + 1 + g``. A group lies on the ranks of the whole document, and has a
+        fraction of its attention and bytes (`compute_head_fractions`).
 
         Args:
             split_mask: for each of `documents`, whether to split it. Documents that are split
@@ -253,7 +261,8 @@ class Layout:
         if self.groups not in (1, groups) or self.context.any():
             raise LayoutError(
                 f"a layout with {self.groups} head groups and context {self.context.tolist()}"
-                " cannot be split."
+                f" cannot be split into {groups} groups: it must have no context, and its number of"
+                f" head groups must be 1 or {groups}."
             )
         row, part = repeat_split_rows(split_mask[self.place], groups)
         number = self.document * (groups + 1) if self.groups == 1 else self.document
@@ -266,8 +275,8 @@ class Layout:
         )
 
     def compute_head_fractions(self, document: IntArray) -> npt.NDArray[np.float64]:
-        """Return the part of the heads that each of these documents has: 1, or ``1 / groups`` for a
-        head group.
+        """Return the fraction of the heads that each of these documents has: 1, or ``1 / groups``
+        for a head group.
         """
         return np.where(self._find_head_group(document) == 0, 1.0, 1.0 / self.groups)
 
@@ -276,7 +285,9 @@ class Layout:
         return document // (self.groups + 1) if self.groups > 1 else document
 
     def _find_head_group(self, document: IntArray) -> IntArray:
-        """Return the head group of each document, from 1; 0 if it has all heads."""
+        """Return the number of the head group of each document, from 1 on; 0 for documents with all
+        heads.
+        """
         return np.asarray(
             document % (self.groups + 1) if self.groups > 1 else np.zeros_like(document)
         )
@@ -288,8 +299,8 @@ class Layout:
 
     @cached_property
     def context_tokens(self) -> IntArray:
-        """Number of context tokens on each rank. It is also the index of the key of the first query
-        row.
+        """Number of context tokens on each rank. On the rank, this is also the index of the first
+        token with a query.
         """
         return np.bincount(
             self.rank, weights=self.length * ~self.has_queries, minlength=self.world_size
@@ -307,14 +318,16 @@ class Layout:
 
     @cached_property
     def _positions(self) -> IntArray:
-        """Starts of the segments of `by_document`, in one increasing sequence for all documents."""
+        """Positions where the segments of `by_document` start, as one increasing sequence for all
+        documents.
+        """
         return np.asarray((self.place * (self.longest + 1) + self.start)[self.by_document])
 
     def find_segments(self, place: IntArray, position: IntArray) -> IntArray:
-        """Find the segments that hold positions of documents.
+        """Find the segment that holds each position of a document.
 
-        Each document is given by its place among `documents`. Return the index in `by_document` of
-        each segment.
+        `place` is the place of each document among `documents`. The result is the index of each
+        segment in `by_document`.
         """
         return (
             np.searchsorted(self._positions, place * (self.longest + 1) + position, side="right")
@@ -322,7 +335,7 @@ class Layout:
         )
 
     def find_places(self, document: IntArray) -> IntArray:
-        """Return the places of documents among `documents`.
+        """Return the places of these document numbers among `documents`.
 
         Unknown numbers get the place of another document.
         """
@@ -344,7 +357,7 @@ class Layout:
 
 
 def _find_offsets(ranks: Sequence[Sequence[Any]]) -> IntArray:
-    """Return where the rows of each rank begin and end among the rows of all ranks."""
+    """Return the offsets of each rank's rows among the rows of all ranks."""
     return np.cumsum([0, *map(len, ranks)], dtype=np.int64)
 
 
@@ -358,9 +371,9 @@ def mark_changes(*columns: npt.NDArray[Any]) -> BoolArray:
 
 
 def enumerate_ranges(begin: IntArray, end: IntArray) -> tuple[IntArray, IntArray]:
-    """Enumerate the numbers of ranges [begin, end), where end is never below begin.
+    """List the integers in ranges [begin, end). No end is less than its begin.
 
-    Return the index of the range of each number, and the numbers.
+    Return, for each integer, the index of its range, and the integers themselves.
     """
     count = end - begin
     index = np.repeat(np.arange(len(count)), count)
@@ -371,8 +384,8 @@ def repeat_split_rows(split_mask: BoolArray, groups: int) -> tuple[IntArray, Int
     """Repeat rows that are split by heads once for each group.
 
     Returns:
-        The original row of each new row, and the addition to its document number: 0 for all heads,
-            1 for the first group.
+        The index of the original row of each new row, and the number to add to its document number:
+            0 for all heads, 1 for the first group.
     """
     row, part = enumerate_ranges(
         np.zeros(len(split_mask), dtype=np.int64), np.where(split_mask, groups, 1)
@@ -388,11 +401,11 @@ def require_integers(
 ) -> IntArray:
     """Convert `values` to an int64 array of this shape, where -1 is any length.
 
-    numpy would round, parse or wrap around some values. This function refuses them.
+    numpy would round, parse or wrap around some wrong values. This function refuses such values.
 
     Raises:
-        LayoutError: if the values are not whole numbers of this shape; or `error`, if that is
-            given.
+        LayoutError: if the values are not whole numbers of this shape. The argument `error` gives
+            another type of error.
     """
     expected = f"{what} must be whole numbers of shape {shape}"
     try:
@@ -430,8 +443,8 @@ def compute_lengths(cu_seqlens: Iterable[int]) -> list[int]:
 def _number_documents(
     runs: Sequence[Sequence[tuple[int, int]]],
 ) -> list[list[tuple[int, int, int]]]:
-    """Give runs document numbers. A run that starts above 0 has the number of the run that ends
-    there.
+    """Give document numbers to runs. A run that starts above position 0 gets the number of the run
+    that ends at this position.
     """
     rows = [
         (start, rank, row, start + length)
@@ -449,8 +462,9 @@ def _number_documents(
                 f" there, on ranks {ranks} and {ending[position]}. Position ids do not say which of"
                 " them belong together: give document numbers (PackedDocuments in the batch)."
             )
-    # Document numbers by the position where a run ends, and by the run. Only a run without tokens
-    # may find no number below, and `Layout` refuses that run.
+    # Document numbers, by the position where a run ends and by the run itself. A run that starts
+    # above 0 takes the number of the run that ends there. Only a run without tokens may find no
+    # such number, and `Layout` refuses this run.
     number_ending_at: dict[int, int] = {}
     numbers: dict[tuple[int, int], int] = {}
     for number, (start, rank, row, end) in enumerate(sorted(rows)):

@@ -2,8 +2,8 @@
 received.
 
 Every rank has a link to the other ranks of its node. It also has a link to other nodes, or shares
-this link with ranks of its node (`CostModel.ranks_per_link`). Both links carry at the same time, so
-sending takes as long as the busier of them. Receiving is counted in the same way.
+this link with ranks of its node (`CostModel.ranks_per_link`). Both links work at the same time, so
+sending takes as long as the busier link needs. Receiving is counted in the same way.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ from hf_distca.schedule.plan import KeyTransfers, Plan, Relays
 from hf_distca.schedule.ranks import UNIFORM_RANKS, Ranks
 from hf_distca.schedule.relays import with_sending_ranks
 
-# Dispatch and return, forward and backward. A rank that exchanges anything waits for all four.
+# Dispatch and return, each in forward and in backward. A rank that exchanges anything waits for all
+# four.
 _EXCHANGES_PER_LAYER = 4
-# Relays add a second dispatch, forward and backward, and a return of key gradients to relays.
+# Relays add a second dispatch in forward and in backward, and a return of key gradients to relays.
 _RELAY_EXCHANGES = 3
 
 
@@ -46,7 +47,7 @@ class NodeBytes(NamedTuple):
 class Traffic(NamedTuple):
     """Query rows and keys that travel, with their source and server ranks.
 
-    Tokens with only some of the heads count in part.
+    A token with a fraction of the heads counts as this fraction of a token.
     """
 
     source: IntArray
@@ -59,14 +60,14 @@ class Traffic(NamedTuple):
 class PlanLoad:
     """Work and traffic of every rank under a plan; arrays have shape (ranks,).
 
-    Sums run in task order through `numpy.bincount`, and products element by element. So every
+    Sums are computed by `numpy.bincount` in task order, and products element by element. So every
     machine finds the same figures, and makes the same plan.
 
     Attributes:
         plan, cost: the plan to weigh, and the cost model. The plan's window replaces that of the
             model.
         overlapped: whether the plan is for a nano-batch of ping-pong. Its messages travel while the
-            other nano-batch computes, which has about as much work.
+            other nano-batch, which has about as much work, computes.
         ranks: properties of the ranks.
     """
 
@@ -103,8 +104,8 @@ class PlanLoad:
 
     @cached_property
     def pairs(self) -> FloatArray:
-        """Causal query-key pairs that each rank computes. Pairs of only some of the heads count in
-        part.
+        """Causal query-key pairs that each rank computes. A pair with a fraction of the heads
+        counts as this fraction of a pair.
         """
         plan = self.plan
         return self._sum_by_rank(
@@ -136,7 +137,7 @@ class PlanLoad:
 
     @cached_property
     def traffic(self) -> Traffic:
-        """All traffic of both hops: query rows, then keys."""
+        """All traffic: query rows, then keys, including the keys that relays forward."""
         plan = self.plan
         layout = plan.layout
         sent = with_sending_ranks(plan.layout, self.needed_keys, plan.relays)
@@ -154,7 +155,7 @@ class PlanLoad:
     def query_tokens(self) -> FloatArray:
         """Query tokens that each rank sends and receives: shape (2, ranks).
 
-        Tokens with only some of the heads count in part.
+        A token with a fraction of the heads counts as this fraction of a token.
         """
         return self._sum_by_role(self.traffic.query_tokens)
 
@@ -177,7 +178,7 @@ class PlanLoad:
 
     @cached_property
     def node_bytes(self) -> NodeBytes:
-        """The same bytes as `exchange_bytes`, inside nodes and between nodes.
+        """The bytes of `exchange_bytes`, divided into bytes inside nodes and bytes between nodes.
 
         If nodes are not told apart, all bytes count as between nodes.
         """
@@ -277,8 +278,8 @@ def summarize_plan(
 ) -> dict[str, int | float]:
     """Compare a plan ("after") with the plan that moves nothing ("before").
 
-    Imbalance is max/mean over ranks, and bytes are exchanged forward and backward. The `json`
-    module can write the result.
+    Imbalance is max/mean over ranks. Bytes are the sum of forward and backward. The `json` module
+    can write the result.
     """
     before, after = (
         PlanLoad(weighed_plan, cost, ranks=ranks)
@@ -288,7 +289,7 @@ def summarize_plan(
     return {
         "ranks": plan.layout.world_size,
         "tasks": len(plan.document),
-        "moved_tasks": int((plan.home != plan.server).sum()),  # tasks with a server away from home
+        "moved_tasks": int((plan.home != plan.server).sum()),  # tasks that leave their home
         "pairs_imbalance_before": compute_imbalance(before.pairs),
         "pairs_imbalance_after": compute_imbalance(after.pairs),
         # Imbalance of the estimated compute seconds.
@@ -301,13 +302,14 @@ def summarize_plan(
         "query_tokens_moved": int(after.query_tokens[0].sum()),
         # Each key token counts once for every rank that receives it.
         "key_tokens_sent": int(after.key_tokens[0].sum()),
-        # Key tokens of documents on several ranks that are sent even if nothing moves.
+        # Key tokens that are sent even if no query moves, because documents lie on several ranks.
         "key_tokens_sent_unplanned": int(before.key_tokens[0].sum()),
-        "max_sent_key_tokens": int(after.key_tokens[0].max()),  # by the busiest rank
-        "max_sent_bytes": int(after.exchange_bytes[0].max()),  # by the busiest home
-        "max_received_bytes": int(after.exchange_bytes[1].max()),  # by the busiest server
-        "bytes_inside_nodes": int(nodes.intra_node[0].sum()),  # sum over all ranks
-        # All bytes, if nodes are not told apart.
+        # The next three figures are those of the busiest rank.
+        "max_sent_key_tokens": int(after.key_tokens[0].max()),
+        "max_sent_bytes": int(after.exchange_bytes[0].max()),
+        "max_received_bytes": int(after.exchange_bytes[1].max()),
+        # Sums over all ranks. If nodes are not told apart, all bytes count as between nodes.
+        "bytes_inside_nodes": int(nodes.intra_node[0].sum()),
         "bytes_between_nodes": int(nodes.inter_node[0].sum()),
         # Sent or received by the busiest rank, whichever is more.
         "max_bytes_between_nodes": int(nodes.inter_node.max()),
@@ -317,7 +319,7 @@ def summarize_plan(
 def format_summary(summary: dict[str, int | float], *, seconds: bool = True) -> str:
     """Format the result of `summarize_plan` as lines of text.
 
-    Give `seconds` as false for a cost model of pairs, which knows no seconds.
+    Pass ``seconds=False`` for a cost model of pairs, whose seconds mean nothing.
     """
     moved = summary["query_tokens_moved"] / max(summary["query_tokens"], 1)
     unplanned = ", {key_tokens_sent_unplanned} for documents that lie on several ranks anyway"

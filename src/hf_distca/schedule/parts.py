@@ -1,4 +1,6 @@
-"""Pieces of a batch as arrays for trials (`schedule.trial`), and plans made from their moves."""
+"""Pieces of a batch as arrays for trials (`schedule.trial`), and plans made from the moves of
+trials. A piece is the rows of a document, or of a head group of a document, on one rank.
+"""
 
 from __future__ import annotations
 
@@ -32,11 +34,13 @@ from hf_distca.schedule.tails import (
 )
 from hf_distca.schedule.trial import make_moves
 
-# Documents have at most `_MOST_GROUPS` head groups, because more gain nothing. A typical slice
-# takes `_TYPICAL_SLICE` of the mean seconds. A document is long if the keys of such a slice have
-# more bytes than its rows.
+# Documents have at most `_MOST_GROUPS` head groups, because more groups gain nothing. A typical
+# slice takes `_TYPICAL_SLICE` of the mean seconds. A document is long if the keys of such a slice
+# have more bytes than its rows.
 _MOST_GROUPS, _TYPICAL_SLICE = 4, 0.25
-_LARGEST_NUMBER = 2**56  # document numbers are multiplied by `groups + 1`
+# The largest document number for which documents are split by heads. Splitting multiplies numbers
+# by `groups + 1`.
+_LARGEST_NUMBER = 2**56
 # Fields of `Batch` that are restored before a trial. Rows of `holders` and `moves` beyond `counts`
 # may keep old values.
 _STATE = ("parts", "segments", "pieces", "ranks", "counts")
@@ -44,13 +48,15 @@ _STATE = ("parts", "segments", "pieces", "ranks", "counts")
 
 @dataclass(frozen=True)
 class Pieces:
-    """The pieces of a layout, with some documents in head groups.
+    """The pieces of a layout: the rows of each part on each rank. A part is a document, or a head
+    group of a document.
 
     Attributes:
         load: load of the plan that moves nothing.
-        groups: head groups of documents that are split.
-        number: (parts,) place of the part's document times ``groups + 1``, plus its head group: 0
-            for all heads, else from 1.
+        groups: number of head groups of a document that is split.
+        number: (parts,) number of each part: the place of its document among the layout's
+            documents times ``groups + 1``, plus the number of its head group (from 1 on; 0 for all
+            heads).
         home: (pieces,) the rank of each piece.
         stop: (pieces,) where the rows of each piece end. The last rows of a piece cannot move if
             they need more keys than a bound of transient bytes allows.
@@ -142,7 +148,7 @@ class Pieces:
         return cls(load, groups, number, home[moved], last[moved], batch, start)
 
     def restore(self) -> Batch:
-        """Return the batch before any move."""
+        """Restore the batch to its state before any move, and return it."""
         for name in _STATE:
             getattr(self.batch, name)[...] = getattr(self.start, name)
         return self.batch
@@ -185,9 +191,10 @@ class Pieces:
 def list_splits(
     load: PlanLoad, config: DistCAConfig, mean_seconds: float
 ) -> list[tuple[int, BoolArray]]:
-    """List the options of splitting by heads: number of head groups, and documents to split.
+    """List the ways of splitting documents by heads. A way is a number of head groups, and a mask
+    of the documents to split.
 
-    Only long documents are split, on ranks that have work to give away.
+    A document is split only if it is long and lies on a rank that has work to give away.
     """
     layout, cost, marginal = load.plan.layout, load.cost, MarginalCost.from_cost_model(load.cost)
     long, on_busy_rank, none = np.zeros((3, len(layout.documents)), dtype=np.bool_)
@@ -203,8 +210,9 @@ def list_splits(
         or np.abs(layout.documents).max(initial=0) > _LARGEST_NUMBER
     ):
         return [(1, none)]
-    # With p seconds a pair, a slice of F seconds at position y has F / (p * y) rows. Its queries
-    # and its keys have equally many bytes where q * F / (p * y) = kv * y.
+    # At p seconds per pair, a slice of F seconds at position y has F / (p * y) rows. With q bytes
+    # per query and kv bytes per key, its queries and its keys have equally many bytes if q * F / (p
+    # * y) = kv * y.
     slice_bytes = _TYPICAL_SLICE * mean_seconds * marginal.query_bytes
     length = math.sqrt(slice_bytes / (marginal.key_bytes * marginal.pair))
     long[layout.place[layout.end >= length]] = True

@@ -15,7 +15,7 @@ def read_placement(path: Path) -> Layout:
     """Read a placement from a JSON file.
 
     Raises:
-        LayoutError: if the file holds no placement; the message names the file and the mistake.
+        LayoutError: if the file is not a placement. The message names the file and the mistake.
         OSError: if the file cannot be read.
     """
     return parse_placement(path.read_bytes(), str(path))
@@ -29,7 +29,7 @@ def parse_placement(text: bytes, name: str) -> Layout:
         name: source of the text, for errors.
 
     Raises:
-        LayoutError: if the text is no placement; the message names the mistake.
+        LayoutError: if the text is not a placement. The message names the mistake.
     """
     try:
         data = json.loads(text.decode("utf-8"))
@@ -46,7 +46,7 @@ def build_layout(data: Any, name: str) -> Layout:
     keys = [key for key in ("rank_segments", "lengths") if isinstance(data, dict) and key in data]
     if len(keys) != 1:
         raise LayoutError(
-            f"{name} must be a JSON object with either 'rank_segments' or 'lengths', it has"
+            f"{name} must be a JSON object with either 'rank_segments' or 'lengths', but it has"
             f" {keys or 'neither'}."
         )
     ranks = data[keys[0]]
@@ -75,21 +75,21 @@ def _parse_segment(row: Any) -> tuple[int, int, int]:
     document, start, end, *length = (require_whole_number(value) for value in row)
     if length and end > length[0]:
         raise LayoutError(
-            f"segment {row!r} ends at {end}, behind the document's length of {length[0]}."
+            f"segment {row!r} ends at {end}, but the document has only {length[0]} tokens."
         )
     return document, start, end - start
 
 
 def require_whole_number(value: Any) -> int:
-    """Check that a number of a file is an integer that 64 bits hold, and return it.
+    """Check that a number from a file is an integer that fits in 64 bits, and return it.
 
     Raises:
-        LayoutError: if it is no such integer.
+        LayoutError: if it is not such an integer.
     """
     if not isinstance(value, int) or isinstance(value, bool):
         raise LayoutError(f"{value!r} must be an integer.")
     if abs(value) >= 2**63:
         raise LayoutError(
-            f"{value} is too large: lengths, positions and numbers of documents are below 2**48."
+            f"{value} is too large: lengths, positions and document numbers must be below 2**48."
         )
     return value

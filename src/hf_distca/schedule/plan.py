@@ -63,7 +63,7 @@ class Relays(NamedTuple):
 
     Attributes:
         document, start, end, relay: the columns.
-        per_node: number of ranks of a node; the number of all ranks or more without nodes.
+        per_node: number of ranks of a node. Without nodes, it is at least the number of all ranks.
     """
 
     document: IntArray
@@ -85,14 +85,14 @@ class Plan:
         layout: the placement that the plan is for.
         document, start, end, home, server: the columns of `CATask`.
         window: keys that a query position sees, its own included, in the layers that the plan is
-            for; None if it sees all.
+            for; None if it sees all keys before it.
         relays: keys that are forwarded; None if every server gets its keys from the ranks that hold
             them. The JSON leaves them out, because they follow from the rest and from a cost model
             (`schedule.relays`).
         segment: for each task, its row of the layout.
         moved: whether anything is exchanged: a query is moved, or the keys of a document do not lie
-            in one run. No exchange would be needed if a window ended at every border between runs;
-            this rare case is ignored.
+            in one run. (If a window ended at every border between runs, no exchange would be
+            needed. This rare case is ignored.)
     """
 
     layout: Layout
@@ -109,8 +109,8 @@ class Plan:
     def __post_init__(self) -> None:
         if self.window is not None and (type(self.window) is not int or self.window < 1):
             raise PlanError(
-                f"window={self.window!r} must be a whole number or None: at least 1, because a"
-                " query position sees itself, and None for no window."
+                f"window={self.window!r} must be a whole number of at least 1, because a query"
+                " position sees itself, or None for no window."
             )
         if self.window is not None and self.layout.groups > 1:
             raise PlanError(
@@ -136,7 +136,7 @@ class Plan:
     def _find_segments(self) -> IntArray:
         """Find the row of the layout that each task lies in.
 
-        Raise unless tasks compute every query token once.
+        Raise an error unless the tasks compute every query token exactly once.
         """
         layout = self.layout
         self._check_tasks(
@@ -165,11 +165,15 @@ class Plan:
         following = expected[wrong.argmax()] if len(wrong) else 0
         self._check_tasks(
             wrong,
-            f"starts where position {following} is next: every query token must be computed once",
+            f"does not start at position {following}, which is next: every query token must be"
+            " computed once",
         )
         computed = int((self.end - self.start).sum())
         if computed != held:
-            raise PlanError(f"the tasks compute {computed} query tokens, the layout holds {held}.")
+            raise PlanError(
+                f"the tasks compute {computed} query tokens, but the layout has {held}: every query"
+                " token must be computed once."
+            )
         return segment
 
     def _check_tasks(self, wrong: BoolArray, what: str) -> None:
@@ -201,7 +205,7 @@ class Plan:
         return cls(layout, document, start, end, home, server, window)
 
     def with_relays(self, relays: Relays | None) -> Plan:
-        """Return the plan with these relays. Neither the relays nor its tasks are checked."""
+        """Return the plan with these relays, without checking the relays or the tasks."""
         plan = copy(self)
         vars(plan).update(relays=relays)
         vars(plan).pop("digest", None)
@@ -219,7 +223,7 @@ class Plan:
 
     @cached_property
     def heads(self) -> npt.NDArray[np.float64]:
-        """Part of the heads that each task computes: 1, or less for a head group."""
+        """Fraction of the heads that each task computes: 1, or less for a head group."""
         return self.layout.compute_head_fractions(self.document)
 
     @cached_property
@@ -247,9 +251,9 @@ class Plan:
 
         Runs that the server holds itself are included.
 
-        A server needs the longest prefix of each document. In a plan with a window, it needs the
-        union of the ranges that its tasks need. Rows of one server are in order of document and
-        start.
+        A server needs one prefix of each document: the longest that any of its tasks needs. In a
+        plan with a window, it needs the union of the ranges that its tasks need. Rows of one server
+        are in order of document and start.
 
         Args:
             tasks: rows of the plan, in order, whose keys are listed; all rows if not given.
@@ -287,7 +291,8 @@ class Plan:
         """Return the plan and its layout as JSON: ``{"tasks": [[document, start, end,
         home, server], ...], "rank_segments": ...}``.
 
-        The keys ``"window"``, ``"context"`` and ``"groups"`` are there if the plan has them.
+        The keys ``"window"``, ``"context"`` and ``"groups"`` are present only if the plan needs
+        them.
         """
         layout = self.layout
         data: dict[str, Any] = {
@@ -319,12 +324,13 @@ class Plan:
                 else f"found: {type(data).__name__}"
             )
             raise PlanError(
-                f"a plan in JSON is an object with the keys 'tasks' and 'rank_segments', {problem}."
+                "a plan in JSON must be an object with the keys 'tasks' and 'rank_segments'"
+                f" ({problem})."
             )
         groups = data.get("groups", 1)
         if type(groups) is not int or groups < 1:
             raise PlanError(
-                "the head groups of a plan in JSON are a whole number of at least 1, found:"
+                f"the head groups of a plan in JSON must be a whole number of at least 1, got"
                 f" {groups!r}."
             )
         layout = replace(

@@ -17,7 +17,7 @@ from hf_distca.schedule.layout import FloatArray, IntArray
 class Ranks:
     """Speeds and nodes of ranks.
 
-    All ranks must have the same values. They can be compared and hashed.
+    All processes of an attention group must use equal `Ranks`, which can be compared and hashed.
 
     Attributes:
         speeds: relative speed of the attention kernels of each rank, about 1 on average. Work that
@@ -58,10 +58,10 @@ class Ranks:
         )
 
     def check_count(self, count: int) -> None:
-        """Raise unless these properties are for `count` ranks.
+        """Raise an error unless these properties are for `count` ranks.
 
         Raises:
-            ConfigError: if they are not; states both numbers.
+            ConfigError: if they are not. The message states both numbers.
         """
         if self.speeds is not None and len(self.speeds) != count:
             raise ConfigError(
@@ -70,8 +70,8 @@ class Ranks:
             )
         if self.per_node is not None and count % self.per_node:
             raise ConfigError(
-                f"{count} ranks cannot be nodes of {self.per_node}: per_node must divide the number"
-                " of ranks."
+                f"{count} ranks cannot be divided into nodes of {self.per_node}: per_node must"
+                " divide the number of ranks."
             )
 
     def without_irrelevant_nodes(self, cost: CostModel) -> Ranks:
@@ -93,11 +93,11 @@ class Ranks:
     def list_links(self, cost: CostModel, count: int) -> tuple[IntArray, FloatArray]:
         """List the links of `count` ranks, inside their node and to other nodes.
 
-        Without nodes, all ranks count as one node, and its links are as fast as those between
-        nodes.
+        Without nodes, all ranks count as one node, whose links are as fast as links between nodes.
 
         Returns:
-            The first rank that shares each link, and its bytes per second; shape (2, ranks).
+            The first rank that shares each link, and the bytes per second of each link: shape (2,
+            ranks) each.
         """
         rank, per_node = np.arange(count), self.per_node or count
         shared = min(cost.ranks_per_link, per_node)

@@ -7,8 +7,8 @@ first hop a run goes from the ranks that hold it to its relay. In the second hop
 relay to the other servers that need it. No rank receives more or less than before; only the sending
 is shared. Gradients of keys go the same way back, and the relay adds them up.
 
-A rank may be the relay of keys that it holds itself. These keys go to all servers in the first hop,
-as do all keys without a relay.
+A rank may be the relay of keys that it holds itself. These keys, and all keys without a relay, go
+to all servers in the first hop.
 """
 
 from __future__ import annotations
@@ -59,14 +59,14 @@ def with_sending_ranks(layout: Layout, keys: KeyTransfers, relays: Relays | None
 def with_relay_hops(
     layout: Layout, keys: KeyTransfers, relays: Relays | None
 ) -> tuple[KeyTransfers, IntArray]:
-    """Cut rows where the runs of relays begin and end.
+    """Cut the rows of `keys` where the runs of relays begin and end.
 
-    Return the rows, and the relay of each row; -1 for keys without a relay.
+    Return the rows, and the relay of each row (-1 for keys without a relay).
     """
     if relays is None:
         return keys, np.full(len(keys.document), -1)
-    # Keys without a relay are the last run of their unit. Positions continue from one unit to the
-    # next.
+    # In each unit, the keys without a relay are the last run. The positions of all units are put
+    # into one increasing sequence.
     units = [
         find_units(layout, document, rank, relays.per_node)
         for document, rank in ((keys.document, keys.server), (relays.document, relays.relay))
@@ -97,12 +97,11 @@ def _select_rows(rows: KeyTransfers, mask: BoolArray) -> KeyTransfers:
 
 
 def add_relays(load: PlanLoad, min_gain: float = 0.0) -> PlanLoad:
-    """Return the load of the plan with relays, or unchanged if they gain nothing.
+    """Return the load of the plan with relays, or `load` itself if relays do not gain enough.
 
-    Relays only change sending. So the plan cannot end before the longest compute plus receiving of
-    any rank, or before the longest receiving if exchanges are hidden behind compute. A rank is
-    *late* if its sending ends after that. Documents that late ranks send to several servers get
-    relays.
+    Relays only change sending. So the plan cannot end before every rank has computed and received.
+    (If exchanges are hidden behind compute, only receiving counts.) A rank is *late* if its sending
+    ends after this time. Documents that late ranks send to several servers get relays.
 
     Args:
         load: load of a plan without relays. A plan with a window is left unchanged, because a
@@ -125,10 +124,11 @@ def add_relays(load: PlanLoad, min_gain: float = 0.0) -> PlanLoad:
 
 
 def _choose_relays(load: PlanLoad, other_seconds: FloatArray, unchanged: float) -> Relays | None:
-    """Choose relays of the documents that late ranks send.
+    """Choose relays for the documents that late ranks send.
 
-    Each relay forwards in proportion to the seconds that it has left before `unchanged`. Return
-    None if no such document has several servers.
+    The keys that a relay forwards are in proportion to the seconds that it has left before
+    `unchanged`, the earliest end that `add_relays` finds possible. Return None if late ranks send
+    no document to several servers.
     """
     layout, keys = load.plan.layout, load.needed_keys
     per_node = load.ranks.per_node or layout.world_size
@@ -139,7 +139,7 @@ def _choose_relays(load: PlanLoad, other_seconds: FloatArray, unchanged: float) 
     if not late.any():
         return None
     keys = _select_rows(keys, late[place])
-    # The last row of a server and document ends the keys that this server needs.
+    # The last row with a server and a document gives the end of the keys that the server needs.
     last = np.append(mark_changes(keys.server, keys.document), True)[1:]
     document, server, key_end = keys.document[last], keys.server[last], keys.end[last]
     unit = find_units(layout, document, server, per_node)
@@ -165,9 +165,10 @@ def _choose_relays(load: PlanLoad, other_seconds: FloatArray, unchanged: float) 
 def _divide_keys(
     unit: IntArray, server: IntArray, key_end: IntArray, weight: FloatArray
 ) -> tuple[IntArray, ...] | None:
-    """Divide keys among relays in proportion to weights, as far as each relay has the keys.
+    """Divide the keys of each unit into runs, one for each relay.
 
-    Servers of weight 0 forward nothing.
+    The keys that relays forward are in proportion to their weights. But a relay forwards only keys
+    that it needs itself, and servers of weight 0 forward nothing.
 
     Args:
         unit, server, key_end: servers with their units, and the keys [0, key_end) that they need,
@@ -183,19 +184,20 @@ def _divide_keys(
     place = np.cumsum(mark_changes(unit)) - 1
     times = np.searchsorted(place, place, side="right") - 1 - np.arange(len(place))
     resent = _sum_running(place, times * (key_end - _shift_down(place, key_end)))
-    # For each position, the count of forwarded keys before it. Both grow from 0 in each document.
+    # Points for interpolation: positions, and the number of keys that are sent again before each
+    # position. The points of all units are put into one increasing sequence.
     width, most = int(key_end.max()) + 1, float(resent.max()) + 1
     documents = np.arange(place[-1] + 1)
     rows = np.argsort(np.append(documents, place), kind="stable")
     positions = np.append(documents * width, place * width + key_end)[rows]
     amounts = np.append(documents * most, place * most + resent)[rows]
-    # The second largest reach of the document. Only one server needs the keys after it.
+    # The second largest `key_end` of the unit. Only one server needs the keys after this position.
     second = key_end[np.searchsorted(place, place, side="right") - 2][forwarding]
     unit, server, key_end, place = (column[forwarding] for column in (unit, server, key_end, place))
     parts = _sum_running(place, weight[forwarding])
     last = np.searchsorted(place, place, side="right") - 1
     end = np.minimum(second, key_end[last])
-    # Rounding can make this sum 0, if the weights of earlier documents are much larger.
+    # Rounding can make this sum 0, if the weights of earlier units are much larger.
     total = np.maximum(parts[last], np.finfo(np.float64).tiny)
     resent_target = (np.interp(place * width + end, positions, amounts) - place * most) * (
         parts / total
@@ -214,12 +216,12 @@ def _divide_keys(
 
 
 def _shift_down(place: IntArray, values: IntArray) -> IntArray:
-    """Return the value of the row before, 0 in the first row of a document."""
+    """Return, for each row, the value of the row before it; 0 for the first row of a unit."""
     return np.where(mark_changes(place), 0, np.append(0, values)[:-1])
 
 
 def _sum_running(place: IntArray, values: npt.NDArray[Any]) -> Any:
-    """Return the running sums of the rows of each document."""
+    """Return running sums of the values, which start again in each unit."""
     sums = np.cumsum(values)
     return sums - (sums - values)[np.searchsorted(place, place)]
 
@@ -227,7 +229,7 @@ def _sum_running(place: IntArray, values: npt.NDArray[Any]) -> Any:
 def _count_resent(remote_keys: KeyTransfers, layout: Layout) -> FloatArray:
     """Count the K/V tokens that each rank sends again after the first time.
 
-    Tokens with only some of the heads count in part.
+    A token with a fraction of the heads counts as this fraction of a token.
     """
     tokens = remote_keys.end - remote_keys.start
     order = np.lexsort((-tokens, remote_keys.start, remote_keys.document))

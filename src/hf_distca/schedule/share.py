@@ -1,7 +1,7 @@
 """A rank's share of a plan as numbers: rows to send and receive, pools of keys, and tasks to run.
 
 `runtime.route` makes objects from these numbers. All rows between two ranks travel in order of
-document, head group and position, so messages need no description.
+document, head group and position, so messages need no headers.
 """
 
 from __future__ import annotations
@@ -25,10 +25,12 @@ class RelayDuty(NamedTuple):
     """The second hop of keys, on one rank.
 
     Attributes:
-        pieces: runs of the first hop to forward: section, first row, rows, row of the pool.
-        keys: rows of these runs to send, and keys to receive from relays.
-        gradients: gradients of the keys from relays to send, as rows of the pool, and gradients to
-            receive.
+        pieces: runs of the first hop that this rank forwards. Columns: section of the received
+            message, first row in the section, number of rows, first row in the pool.
+        keys: message of the second hop: rows of these runs to send, and keys to receive from
+            relays.
+        gradients: message of key gradients: rows of the pool whose gradients go back to relays, and
+            gradients to receive.
     """
 
     pieces: Columns
@@ -37,18 +39,20 @@ class RelayDuty(NamedTuple):
 
 
 class ExchangeShare(NamedTuple):
-    """A dispatch and a return of one rank.
+    """The part of one rank in a dispatch and a return.
 
     Attributes:
-        queries: query rows of this rank to send, and query rows to receive.
-        own_queries: query rows of this rank that run on its own pool: rank, first row, rows.
-        keys: keys of this rank to send, and keys to receive in the first hop.
-        pool: the keys that tasks need: section of the received message, or -1 for keys of this
-            rank; first row, rows.
-        gradients: gradients of received keys to send, as rows of the pool, and gradients to
-            receive.
-        pool_tasks: tasks on the pool: first query row, query rows, first key, keys.
-        relay_duty: the second hop, if the plan has relays.
+        queries: message of query rows: rows of this rank to send, and rows to receive.
+        own_queries: query rows of this rank that run on its own pool. Columns: rank, first row,
+            number of rows.
+        keys: message of keys in the first hop: keys of this rank to send, and keys to receive.
+        pool: the keys that tasks need. Columns: section of the received message (-1 for keys of
+            this rank), first row in the section, number of rows.
+        gradients: message of key gradients: rows of the pool whose gradients go back, and gradients
+            to receive.
+        pool_tasks: tasks on the pool. Columns: first query row, number of query rows, first key,
+            number of keys.
+        relay_duty: the second hop; None if the plan has no relays.
     """
 
     queries: RankMessage
@@ -70,9 +74,10 @@ def compute_share(
         rank: the rank.
 
     Returns:
-        Tasks on this rank's own tensors: first query row, query rows, first key, keys. Then
-            the exchange, or None if the plan has no exchange. Then an exchange of this rank with
-            itself, for head groups that need only its own keys, or None without such groups.
+        Three results. The first is the tasks on this rank's own tensors, in columns: first query
+            row, number of query rows, first key, number of keys. The second is the exchange, or
+            None if the plan has no exchange. The third is an exchange of this rank with itself, for
+            head groups that need only its own keys, or None without such groups.
     """
     layout = plan.layout
     is_concerned = np.zeros(len(layout.documents), dtype=np.bool_)
@@ -96,10 +101,12 @@ class _TokenRows(NamedTuple):
     """Query rows or keys, in order of number and position.
 
     Attributes:
-        number, start: number of the document and head group, and the document position.
-        row, rows: the first row in a tensor whose rows are head groups, and the number of rows.
+        number, start: number of the document with its head group, and document position of the
+            first row.
+        row, rows: the first row in a tensor with one row per token and head group, and the number
+            of rows.
         source, server: the rank that holds the rows, and the rank that needs them.
-        relay: the rank that forwards the rows; the server if no rank does.
+        relay: the rank that forwards the rows; equal to `server` if no rank forwards them.
         first_key: position of the first key that the rows need.
     """
 
@@ -116,7 +123,9 @@ class _TokenRows(NamedTuple):
     def select_tokens(
         cls, plan: Plan, tokens: KeyTransfers, relay: IntArray, first_key: IntArray, groups: int
     ) -> Self:
-        """Select rows of tokens: one head group if the document is a group, else all of them."""
+        """Select the rows of tokens. A token has one row if its document is a head group, else one
+        row for each head group.
+        """
         layout, (document, start, end, source, server) = plan.layout, tokens
         group = document % (groups + 1) if groups > 1 else np.ones_like(document)
         index, part = enumerate_ranges(
@@ -158,7 +167,9 @@ class _TokenRows(NamedTuple):
 def _compute_exchange(
     plan: Plan, rank: int, needed_tasks: IntArray, run_tasks: IntArray, relays: Relays | None
 ) -> ExchangeShare:
-    """Compute an exchange. It carries the keys of `needed_tasks`; `run_tasks` run on pools."""
+    """Compute the part of one rank in an exchange that carries the keys of `needed_tasks`. Of these
+    tasks, only `run_tasks` run on pools.
+    """
     layout, groups = plan.layout, plan.layout.groups
     queries = _TokenRows.select_queries(
         plan, run_tasks[(plan.server[run_tasks] == rank) | (plan.home[run_tasks] == rank)], groups
@@ -170,7 +181,7 @@ def _compute_exchange(
     in_pool = pool._replace(row=_sum_rows_before(pool.rows))
     direct = pool.relay == rank
     section, section_rows = _number_sections(
-        # Sections of the second hop come after those of the first.
+        # The sections of the second hop come after the sections of the first hop.
         np.where(
             direct, np.where(pool.source == rank, -1, pool.source), pool.relay + layout.world_size
         ),
@@ -253,22 +264,26 @@ def _merge_tasks(rows: _TokenRows, place: IntArray, query: IntArray) -> Columns:
 def _describe_exchange(
     sent: _TokenRows, received: _TokenRows, step: int = 1
 ) -> tuple[RankMessage, RankMessage]:
-    """Describe a message of sent rows, which are `step` apart, and received rows.
+    """Describe a message: rows to send, which lie `step` rows apart in their tensor, and rows to
+    receive.
 
-    Return it, and the message of the gradients that go back.
+    Return this message, and the message of the gradients that go back.
     """
     message = _group_runs(sent.server, sent, step), _sum_rows(received.source, received.rows)
     return message, (_group_runs(received.source, received, 1), _sum_rows(sent.server, sent.rows))
 
 
 def _group_runs(rank: IntArray, rows: _TokenRows, step: int) -> Columns:
-    """Group runs by destination rank: rank, first row, rows."""
+    """Group runs by destination rank. Return columns: rank, first row, number of rows."""
     order = np.argsort(rank, kind="stable")
     return _join_runs(rank[order], rows.row[order], rows.rows[order], step)
 
 
 def _join_runs(key: IntArray, first: IntArray, rows: IntArray, step: IntArray | int) -> Columns:
-    """Join consecutive rows that are `step` apart: key of a run, first row, rows."""
+    """Join rows that have equal keys, such as ranks, and lie `step` rows apart in their tensor.
+
+    Return columns: key of a run, first row, number of rows.
+    """
     starts_run = mark_changes(key)
     starts_run[1:] |= first[1:] != (first + step * rows)[:-1]
     begin = np.flatnonzero(starts_run)
@@ -276,16 +291,16 @@ def _join_runs(key: IntArray, first: IntArray, rows: IntArray, step: IntArray | 
 
 
 def _sum_rows(rank: IntArray, rows: IntArray) -> Columns:
-    """Sum rows by rank, and leave out ranks without rows: rank, rows."""
+    """Sum rows by rank. Return columns: rank, number of rows. Ranks without rows are left out."""
     total = np.bincount(rank, weights=rows).astype(np.int64)
     ranks = np.flatnonzero(total)
     return _to_lists(ranks, total[ranks])
 
 
 def _number_sections(sender: IntArray, rows: IntArray) -> tuple[IntArray, IntArray]:
-    """Number the senders of received rows as sections, and the rows of each section.
+    """Number the sections of received rows (one for each sender), and the rows of each section.
 
-    The section of rows without a sender is -1.
+    Rows with the sender -1 are in section -1.
     """
     section = np.unique(np.append(-1, sender), return_inverse=True)[1][1:] - 1
     order = np.argsort(section, kind="stable")

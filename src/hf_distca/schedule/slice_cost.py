@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING, Any
 from hf_distca.schedule.compiled import compile_function
 
 if TYPE_CHECKING:
-    from hf_distca.schedule.cost import MarginalCost  # imports this module
+    from hf_distca.schedule.cost import MarginalCost  # `cost` imports this module
 
 
 def count_task_work(rows: Any, keys: Any, tile: int, window: int) -> tuple[Any, Any]:
     """Count the keys that tasks read, and the query-key pairs that they compute.
 
-    Pairs are those of whole kernel tiles, with the keys behind a row in its tile.
+    Pairs are counted in whole kernel tiles. For each row, they include the keys of its tile that
+    come after the row.
 
     Args:
         rows: number of query rows; numbers or arrays, like the results.
@@ -24,7 +25,7 @@ def count_task_work(rows: Any, keys: Any, tile: int, window: int) -> tuple[Any, 
     """
     tiled = -(-rows // tile) * tile
     # `full` rows see a whole window, and the `rest` before them see all keys up to their own.
-    # `numpy.maximum` is avoided, because numba takes long to compile it for numbers.
+    # `numpy.maximum` is avoided, because numba takes long to compile it for scalars.
     rest = rows - (keys - window) * (keys > window)
     rest = rest * (rest > 0)
     full = rows - rest

@@ -1,5 +1,5 @@
-"""Tails of pieces for `schedule.trial`: when a rank ends, how many rows a tail has, and what it
-costs to give it away.
+"""Functions on tails for `schedule.trial`. A tail is the last rows of a document on a rank. The
+functions count the rows of a tail that a rank should give away, and estimate the cost of this move.
 
 Only `end_seconds` knows what a rank waits for. `solve_rows` solves a quadratic equation for the
 rows that a server can take, and for the rows that a home must give away.
@@ -15,9 +15,9 @@ from hf_distca.schedule.cost import ALL_KEYS, MarginalCost, TransientBytes
 from hf_distca.schedule.layout import FloatArray, IntArray
 from hf_distca.schedule.slice_cost import estimate_slice_seconds
 
-# Rows of `Batch.ranks`. Traffic is the seconds that a link is busy: a link inside a node, and in
-# the next row a link between nodes. The seconds of a shared link belong to the first rank that
-# shares it.
+# Rows of `Batch.ranks`. SENT, RECEIVED and WIRE are followed by a second row: the first is for
+# links inside nodes, the second for links between nodes. The seconds that a shared link is busy are
+# in the column of the first rank that shares it.
 COMPUTE, SENT, RECEIVED, HELD, END, LATEST, USEFUL, SPEED, WIRE, SERVES, ROWS = (
     *(0, 1, 3, 5, 6, 7, 8, 9, 10, 12, 13),
 )
@@ -30,33 +30,35 @@ PIECE, START, STOP, SERVER = range(4)
 # Columns of `Batch.holders`: a rank that has the first keys of a part, the number of these keys,
 # and the row of the part's previous holder.
 RANK, KEYS, PREVIOUS = range(3)
-# Units of a part: each node where its rows lie, numbered modulo OTHERS, and one unit for all other
-# nodes.
+# Units of a part. Each node where rows of the part lie is a unit, numbered modulo OTHERS. All other
+# nodes together are the unit OTHERS.
 UNITS, OTHERS = 9, 8
-# Ranks aim to end before T by this part of T.
+# Ranks aim to end before T by this fraction of T.
 CLOSE = 0.0005
 
 
 class Batch(NamedTuple):
-    """Pieces and ranks, and the state of a trial.
+    """Parts and pieces of documents (see `schedule.trial`), ranks, and the state of a trial.
 
     Attributes:
         cost: marginal cost of slices.
-        transient: bytes of a row and a key that a rank gets, and that it sends.
+        transient: bytes of a query row and a key on the rank that gets them and on the rank that
+            sends them.
         most_bytes: the most bytes that a rank may hold.
-        grid: documents are cut at multiples of it.
+        grid: documents are cut at multiples of this number.
         per_node: number of ranks of a node; all ranks if nodes are not told apart.
         shared: number of ranks that share a link between nodes.
         hidden: whether exchanges are hidden behind compute.
         has_relays: whether servers forward keys, so that a home sends each key only once to each
-            unit. A unit is the servers of a node where rows of the document lie, or those of all
-            other nodes.
-        heads: (parts,) part of the heads that each part has.
-        offsets: (ranks + 1,) pieces of rank r are [offsets[r], offsets[r + 1]), deepest first.
-        parts: (parts + 1, 2) the first segment of each part, and its newest row of `holders` or -1.
-            The segments of a part end where those of the next part begin.
-        segments: (segments, 3 + units) keys [low, high) of a part lie on rank `home`. For each
-            unit, the position before which the home has sent all keys to it.
+            unit. A unit is the servers of a node where rows of the document lie, or the servers of
+            all other nodes.
+        heads: (parts,) fraction of the heads that each part has.
+        offsets: (ranks + 1,) rank r has pieces [offsets[r], offsets[r + 1]), in falling order of
+            their last positions.
+        parts: (parts + 1, 2) the first segment of each part, and its newest row of `holders` (-1
+            for no row). The segments of a part end where the segments of the next part begin.
+        segments: (segments, 3 + units) low, high and home: keys [low, high) of a part lie on rank
+            home. Then, for each unit, the position up to which home has sent all keys to the unit.
         pieces: (pieces, 3) the part of each piece, and its rows [first, last) that are not moved.
         ranks: (13, ranks) seconds of compute and traffic; transient bytes; end, T, and the latest
             useful end in seconds; relative speed; seconds of a byte on each link; and 1 for ranks
@@ -98,7 +100,7 @@ def find_link(batch: Batch, rank: int) -> int:
 
 @compile_inner
 def end_seconds(batch: Batch, rank: int) -> float:
-    """Return when a rank ends. Its links carry at the same time, in both directions."""
+    """Return when a rank ends. Its links work at the same time, in both directions."""
     ranks, link = batch.ranks, find_link(batch, rank)
     exchange = max(
         max(ranks[SENT, rank], ranks[RECEIVED, rank]),
@@ -112,10 +114,11 @@ def end_seconds(batch: Batch, rank: int) -> float:
 def solve_rows(
     cost: MarginalCost, heads: float, end: int, seconds: float, row_seconds: float
 ) -> float:
-    """Return how many rows before position `end` take `seconds`, plus `row_seconds` for each row.
+    """Return the number of rows before position `end` that take `seconds` together. The time of a
+    row is its compute plus `row_seconds`.
 
-    The result is a very large number if all rows take less. Rows that see a whole window cost the
-    same. The n rows before a position b have n b - n (n - 1) / 2 pairs.
+    The result is a very large number if all rows take less. All rows that see a whole window cost
+    the same. Without a window, the n rows before position b have n b - n (n - 1) / 2 pairs.
     """
     if seconds <= 0:
         return 0.0
@@ -135,7 +138,7 @@ def solve_rows(
 
 @compile_inner
 def find_held(batch: Batch, part: int, server: int) -> int:
-    """Find how many of the first keys of a part a server has.
+    """Find the number of keys of a part, counted from its first key, that a server has.
 
     With a window, the result is 0: a server has only keys near its rows, which few other rows need.
     """
@@ -166,9 +169,9 @@ class _Links(NamedTuple):
         arrive, leave: seconds of the link by which rows arrive at the server, and of the link by
             which they leave the home.
         other_arrive, other_leave: seconds of the busiest other link of the server, and of the home.
-        row_arrive, row_leave: seconds of each row on its two links.
-        key_seconds, keys: seconds of all keys that the server receives, and the number of keys that
-            it lacks.
+        row_arrive, row_leave: seconds that each row adds to `arrive` and to `leave`.
+        key_seconds, keys: seconds of all keys that the server receives, and number of keys that its
+            pool lacks.
     """
 
     arrive: float
@@ -183,7 +186,7 @@ class _Links(NamedTuple):
 
 @compile_inner
 def _weigh_links(batch: Batch, piece: int, source: int, server: int) -> _Links:
-    """Weigh the links that carry a tail to a server."""
+    """Compute the seconds of the links that carry a tail to a server."""
     ranks, cost, part, end = (
         batch.ranks,
         batch.cost,
@@ -270,7 +273,7 @@ def _count_taken(batch: Batch, piece: int, source: int, server: int, links: _Lin
 
 @compile_inner
 def _count_given(batch: Batch, piece: int, source: int, goal: float, links: _Links) -> float:
-    """Count the rows of a tail that its home must give away to end by its goal."""
+    """Count the rows of a tail that its home must give away to end by `goal`."""
     cost, end, speed = batch.cost, batch.pieces[piece, LAST], batch.ranks[SPEED, source]
     heads = batch.heads[batch.pieces[piece, PART]]
     key = heads * cost.key
@@ -286,16 +289,18 @@ def _count_given(batch: Batch, piece: int, source: int, goal: float, links: _Lin
 
 @compile_inner
 def weigh_tail(batch: Batch, piece: int, source: int, server: int) -> tuple[float, int]:
-    """Return the seconds lost for each second that the source saves, and the first row of the tail.
+    """Choose the tail of a piece that `source` would give to `server`.
 
-    The seconds are inf if no tail gains enough.
+    Return the seconds lost for each second that `source` saves (inf if no tail gains enough), and
+    the first row of the tail.
     """
     cost, ranks, heads = batch.cost, batch.ranks, batch.heads[batch.pieces[piece, PART]]
     start, end = batch.pieces[piece, FIRST], batch.pieces[piece, LAST]
     goal = ranks[LATEST, source] * (1 - CLOSE)
     links = _weigh_links(batch, piece, source, server)
-    # The tail begins at the first multiple of the grid from which the server can take all rows, or
-    # later: at the last multiple from which the source gives enough.
+    # The tail begins at the first multiple of the grid from which the server can take all rows. If
+    # the source needs to give fewer rows, the tail begins later, at the last multiple that gives
+    # enough.
     first = end - _count_taken(batch, piece, source, server, links)
     row = start if first <= start else int(-(-first // batch.grid)) * batch.grid
     wanted = end - _count_given(batch, piece, source, goal, links)

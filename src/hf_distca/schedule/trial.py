@@ -1,14 +1,15 @@
 """The trial for a time T: every rank that would end after T gives away tails of its pieces.
 
 A *part* is a document, or a head group of a document. A *piece* is the rows of a part on one rank,
-and a *tail* is the last rows of a piece. Each tail goes to a rank that still ends by T with it,
-until the home itself ends by T. The cheapest possible tail goes first. It costs the fewest seconds
-of exchange and of repeated work for each second that the home saves (`schedule.tails`).
+and a *tail* is the last rows of a piece. A rank gives away tails until it ends by T, and each tail
+goes to a rank that then still ends by T. The cheapest possible tail goes first. This is the tail
+with the fewest seconds of exchange and of repeated work for each second that its home saves
+(`schedule.tails`).
 
-All ranks make the same moves, because this is IEEE double arithmetic in a fixed order. numba
-compiles it at the first call. It keeps the machine code next to the source or in the user's cache,
-under a name with a hash of the sources. If numba is told to compile nothing, the code runs in
-Python and makes the same moves.
+All ranks make the same moves, because this module uses IEEE double arithmetic in a fixed order.
+numba compiles the code at the first call. It keeps the machine code next to the source or in the
+user's cache, under a name with a hash of the sources. If numba is told to compile nothing, the code
+runs in Python and makes the same moves.
 """
 
 from __future__ import annotations
@@ -56,8 +57,8 @@ from hf_distca.schedule.tails import (
     weigh_tail,
 )
 
-# The most pieces that a rank tries for a tail, deepest first, and the most holders of a piece's
-# keys that it tries as servers.
+# The most pieces of a rank that are tried for one move, and the most holders of a piece's keys that
+# are tried as its server.
 _MOST_PIECES, _MOST_HOLDERS = 4, 2
 
 
@@ -71,7 +72,9 @@ def _update_ends(batch: Batch, rank: int) -> None:
 
 @compile_inner
 def _add_traffic(batch: Batch, source: int, server: int, sent: float, received: float) -> None:
-    """Add bytes that one rank sends, and that another receives, to their links."""
+    """Add the bytes that `source` sends and the bytes that `server` receives to the busy seconds of
+    their links.
+    """
     ranks, far, out, into = batch.ranks, 0, source, server
     if is_far(batch, source, server):
         far, out, into = 1, find_link(batch, source), find_link(batch, server)
@@ -118,7 +121,7 @@ def _make_move(batch: Batch, piece: int, source: int, server: int, row: int) -> 
     cost, ranks, part = batch.cost, batch.ranks, batch.pieces[piece, PART]
     heads, start, end = batch.heads[part], batch.pieces[piece, FIRST], batch.pieces[piece, LAST]
     query, key, sent_query, sent_key = batch.transient
-    is_windowed = end >= cost.window  # each row then needs one more key
+    is_windowed = end >= cost.window  # each further row then needs one more key
     before = estimate_slice_seconds(cost, heads, start, end)
     after = estimate_slice_seconds(cost, heads, start, row)
     ranks[COMPUTE, source] -= (before - after) / ranks[SPEED, source]
@@ -150,7 +153,10 @@ def _may_serve(batch: Batch, source: int, server: int, inside: bool) -> bool:
 
 @compile_inner
 def _find_emptiest(batch: Batch, source: int, first: int, last: int, found: int) -> int:
-    """Find the rank of [first, last), or `found`, that ends first and may serve; -1 if none may."""
+    """Find the rank that ends first among `found` and the ranks [first, last) that may serve.
+
+    The result is -1 if there is no such rank. `found` is -1 if no rank was found before.
+    """
     earliest = math.inf if found < 0 else batch.ranks[END, found]
     for rank in range(first, last):
         if batch.ranks[END, rank] < earliest and _may_serve(batch, source, rank, False):
@@ -162,8 +168,8 @@ def _find_emptiest(batch: Batch, source: int, first: int, last: int, found: int)
 def _find_move(batch: Batch, source: int, inside: bool) -> tuple[int, int, int]:
     """Find the cheapest tail of all pieces of a rank.
 
-    Servers are the emptiest ranks, and ranks that have keys of the document. Return the piece, or
-    -1 if there is no tail; the server; and the first row.
+    Possible servers are the ranks that end first, and ranks that have keys of the document. Return
+    the piece (-1 if there is no tail), the server, and the first row of the tail.
     """
     first = source - source % batch.per_node
     last = first + batch.per_node
@@ -196,7 +202,7 @@ def _find_move(batch: Batch, source: int, inside: bool) -> tuple[int, int, int]:
 
 @compile_inner
 def _give_own_keys(batch: Batch) -> None:
-    """Give all ranks the keys from other ranks that their own rows need."""
+    """Give each rank the keys of other ranks that its own rows need."""
     for rank in range(batch.ranks.shape[1]):
         for piece in range(batch.offsets[rank + 1] - 1, batch.offsets[rank] - 1, -1):
             part, first, last = batch.pieces[piece]
@@ -206,7 +212,7 @@ def _give_own_keys(batch: Batch) -> None:
 
 
 def _make_moves(batch: Batch, order: IntArray, inside: bool) -> None:
-    """Make the moves of a trial; the times T of all ranks are `batch.ranks[LATEST]`.
+    """Make the moves of a trial. The time T of each rank is in `batch.ranks[LATEST]`.
 
     Args:
         batch: changed by the moves. If a rank ends after `batch.ranks[USEFUL]`, the trial sets T to
@@ -218,7 +224,8 @@ def _make_moves(batch: Batch, order: IntArray, inside: bool) -> None:
     if not len(order):
         _give_own_keys(batch)
     ranks, count = batch.ranks, -1
-    # Repeat, because a move adds traffic to the ranks that send its keys, and they may end late.
+    # Repeat, because a move adds traffic to the ranks that send keys for it, and these ranks may
+    # then end late.
     while count < batch.counts[1]:
         count = batch.counts[1]
         for rank in order:

@@ -1,1 +1,1 @@
-"""Tools: the command line and what it runs. The core imports nothing of this room."""
+"""Tools: the command line and the code that it runs. The core does not import this package."""

@@ -1,4 +1,4 @@
-"""`advise`: writes what hf-distca would gain, in sentences, and the lines to paste."""
+"""`advise`: describes in sentences what hf-distca would gain, and returns the lines to paste."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import NamedTuple
 
 from hf_distca.tools.advise.ways import Run, Way
 
-# Ratios of the seconds of two steps. Below _EQUAL, the steps count as equally fast: the scheduler
-# moves nothing for a smaller gain (DistCAConfig.min_gain). Below _CLOSE, the estimate may be wrong
-# about which step is faster.
+# Ratios of the seconds of two steps. Below _EQUAL, the steps count as equally fast, because the
+# scheduler moves nothing for a smaller gain (DistCAConfig.min_gain). Below _CLOSE, the estimate may
+# be wrong about which step is faster.
 _EQUAL, _CLOSE = 1.02, 1.06
-# How to get each of the other ways with Hugging Face, by a word of its title.
+# How to get each of the other ways with Hugging Face, by a word of the way's title.
 _HOW = {
     "samples": ': TrainingArguments(train_sampling_strategy="batch_rebalance") does nearly that',
     "Ulysses": ": accelerate's ParallelismConfig(sp_size=...)",
@@ -24,8 +24,8 @@ class Advice(NamedTuple):
 
     Attributes:
         worthwhile: whether hf-distca is clearly faster than other ways that keep documents whole.
-        ours, other: title of the fastest way of hf-distca, and of the fastest other way.
-        gain: seconds of a step in the other way, divided by those in ours.
+        ours, other: title of the fastest way with hf-distca, and of the fastest other way.
+        gain: seconds of a step in the other way, divided by the seconds of a step in ours.
         text: the reasons, in sentences.
         settings: the lines to paste; empty if there is nothing to gain.
     """
@@ -39,7 +39,7 @@ class Advice(NamedTuple):
 
 
 def advise(run: Run, ways: Sequence[Way]) -> Advice:
-    """Compare all ways of a run, as `estimate_ways` returns them, and give advice."""
+    """Compare the ways to run a step that `estimate_ways` returned, and give advice."""
     as_it_is, *_, given, dealt = ways
     ours = min((given, dealt), key=lambda way: (not way.keeps_documents, way.seconds))
     other = min(ways[:-2], key=lambda way: (not way.keeps_documents, way.seconds))

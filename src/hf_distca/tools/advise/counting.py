@@ -1,5 +1,5 @@
-"""`count_model`: counts the attention layers and weights of a model, which is built on torch's meta
-device and takes no memory. `count_tokens`: counts the tokens of texts.
+"""`count_model`: counts the attention layers and weights of a model that is built on torch's meta
+device, where it takes no memory. `count_tokens`: counts the tokens of texts.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ _EXPERTS_OF_A_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk
 
 
 def count_model(path: Path) -> Model:
-    """Count the attention layers and the weights of the model of a config.json. Of a composite
-    model, count the part that writes text.
+    """Count the attention layers and the weights of the model that a config.json describes. If the
+    model has several parts, count only the part that writes text.
 
     Raises:
-        ConfigError: if there is no such file, or the model has parts that cannot be counted.
+        ConfigError: if there is no such file, or if the model has layers that cannot be counted.
         UnsupportedError: if distca does not support the model.
     """
     config = read_config(str(path))
@@ -32,7 +32,9 @@ def count_model(path: Path) -> Model:
     text = config.get_text_config(decoder=True)
     kinds = count_layers(text, torch.bfloat16, "cpu")
     if any(key.chunk is not None for key in kinds):
-        raise ConfigError(f"{text.model_type!r} models attend in chunks, which are not estimated.")
+        raise ConfigError(
+            f"{text.model_type!r} models attend in chunks: there is no estimate for such models."
+        )
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(text, attn_implementation="eager")  # type: ignore[no-untyped-call]
@@ -47,7 +49,7 @@ def count_model(path: Path) -> Model:
         for place, module in modules.items()
     )
     if not attending:
-        raise ConfigError(f"{text.model_type!r} models have causal attention in no layer.")
+        raise ConfigError(f"{text.model_type!r} models have no layer with causal attention.")
     if len(kinds) == 1:  # the config does not tell which layers attend
         kinds = dict.fromkeys(kinds, attending)
     return Model(
@@ -76,8 +78,8 @@ def count_tokens(texts: list[str], tokenizer: str) -> list[int]:
 
 
 def _count_met_weights(module: nn.Module, text: PreTrainedConfig) -> float:
-    """Count the weights of a module's own matrices that a token meets; of experts, only those that
-    a token uses.
+    """Count the weights that a token meets in a module's own matrices. If the module consists of
+    experts, count only as many experts as a token uses.
     """
     sizes = [weight.shape for weight in module.parameters(recurse=False) if weight.dim() > 1]
     count = 0.0 if isinstance(module, nn.Embedding) else float(sum(map(torch.Size.numel, sizes)))
@@ -86,5 +88,7 @@ def _count_met_weights(module: nn.Module, text: PreTrainedConfig) -> float:
     used = (getattr(text, option, None) for option in _EXPERTS_OF_A_TOKEN)
     experts = next((value for value in used if isinstance(value, int)), None)
     if experts is None or max(map(len, sizes)) < 3:
-        raise ConfigError(f"{text.model_type!r} models do not say how many experts a token meets.")
+        raise ConfigError(
+            f"the config of {text.model_type!r} models does not tell how many experts a token uses."
+        )
     return count * min(experts / sizes[0][0], 1.0)

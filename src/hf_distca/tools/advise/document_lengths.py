@@ -1,4 +1,4 @@
-"""Document lengths: from a list, or drawn from a named distribution, cut into global batches."""
+"""Global batches of document lengths, which come from a list or are drawn from a distribution."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hf_distca.errors import ConfigError, LayoutError
 from hf_distca.schedule.layout import FloatArray, IntArray, require_integers
 
 _PIECE = 1024
-_MOST_PIECES = 2**15  # 33 million documents take some 10 s to draw, and far longer to place
+_MOST_PIECES = 2**15  # drawing so many takes about 10 s, and planning far longer
 _LONGEST = 2**32  # tokens
 
 
@@ -22,10 +22,10 @@ class DocumentSource:
     """A source of document lengths.
 
     Attributes:
-        name: description.
-        draw: draws some lengths from a generator; they are rounded down to whole tokens.
+        name: description of the documents.
+        draw: function that draws some lengths with a generator. It may return fractions of tokens.
         longest: length at which longer documents are cut off.
-        source: source of the figures.
+        source: origin of the lengths, as a description.
         seed: seed of the generator.
     """
 
@@ -36,8 +36,8 @@ class DocumentSource:
     seed: int = 0
 
     def draw_batches(self, tokens: int, count: int) -> Iterator[IntArray]:
-        """Yield `count` global batches of exactly `tokens` tokens, with documents in the order in
-        which they were drawn. The last document of a batch is cut.
+        """Yield `count` global batches of exactly `tokens` tokens. Documents stay in the order in
+        which they were drawn, and the last document of a batch is cut.
 
         Raises:
             LayoutError: if a document is longer than a batch.
@@ -50,13 +50,13 @@ class DocumentSource:
                 if len(pieces) > _MOST_PIECES:
                     raise LayoutError(
                         f"a global batch of {tokens} tokens would hold over {_MOST_PIECES * _PIECE}"
-                        " of these documents: use fewer ranks, or fewer tokens of a rank."
+                        " of these documents: use fewer ranks, or fewer tokens per rank."
                     )
                 piece = np.clip(self.draw(generator), 1, self.longest).astype(np.int64)
                 if piece.max() > tokens:
                     raise LayoutError(
                         f"a document of {piece.max()} tokens is longer than a global batch of"
-                        f" {tokens}: raise the tokens of a rank or the number of ranks, or bound"
+                        f" {tokens}: raise the tokens per rank or the number of ranks, or limit"
                         " lengths with --max-length."
                     )
                 pieces.append(piece)
@@ -71,12 +71,13 @@ class DocumentSource:
 
 
 def from_list(lengths: npt.ArrayLike, name: str, longest: int | None = None) -> DocumentSource:
-    """Make a source from a list, which is shuffled, and again whenever it has ended.
+    """Make a source from a list of lengths. The list is shuffled, and shuffled again each time all
+    of it has been drawn.
 
-    Documents longer than `longest` are cut off there.
+    Documents longer than `longest` are cut off at this length.
 
     Raises:
-        LayoutError: if the list is empty, or lengths are not whole numbers of at least 1.
+        LayoutError: if the list is empty, or if a length is not a whole number of at least 1.
     """
     length = require_integers(lengths, f"document lengths of {name}")
     if not len(length):
@@ -94,18 +95,18 @@ def from_list(lengths: npt.ArrayLike, name: str, longest: int | None = None) -> 
 
 @dataclass(frozen=True, slots=True)
 class _Mixture:
-    """A mixture of short and long documents, whose lengths have lognormal distributions.
+    """A mixture of short and long documents. Lengths of each kind have a lognormal distribution.
 
     Both distributions are fitted to a list made for contexts of 65,536 tokens. For longer contexts,
-    long documents are stretched.
+    the lengths of long documents are multiplied in proportion.
 
     Attributes:
-        name: name of documents like these.
+        name: name of the mixture.
         short, long: for each kind, mean and standard deviation of the logarithm of a length.
-        boundary: largest length of short documents; long ones are longer before they are stretched.
-        odds: number of long documents for each short one in a context of 65,536. By the means of
-            both distributions, long ones then hold half of the tokens (pretrain) or 60 % (prolong).
-        source: source of the figures.
+        boundary: largest length of short documents. Long documents are longer than this.
+        odds: number of long documents per short document in a context of 65,536. It is chosen so
+            that long documents have half of the tokens (pretrain) or 60 % of them (prolong).
+        source: origin of the figures, as a description.
     """
 
     name: str
@@ -118,7 +119,7 @@ class _Mixture:
     def make_source(self, longest: int) -> DocumentSource:
         """Make a source of documents of at most `longest` tokens."""
         stretch = longest / 65536
-        share = self.odds / (self.odds + stretch)  # the longer they are, the fewer
+        share = self.odds / (self.odds + stretch)  # longer ones are fewer
 
         def draw(generator: np.random.Generator) -> FloatArray:
             is_long = generator.random(_PIECE) < share
@@ -164,13 +165,13 @@ def find_distribution(text: str, longest: int) -> DocumentSource:
         median, width = map(float, numbers if name == "lognormal" else [*numbers, "0"])
     except ValueError:
         median = width = math.nan
-    # No comparison with NaN is true.
+    # If the text has no numbers, median and width are NaN, and no comparison with NaN is true.
     if name in ("equal", "lognormal") and 1 <= median <= _LONGEST and 0 <= width <= 10:
         return DocumentSource(
             *(text, lambda generator: median * generator.lognormal(0.0, width, _PIECE)),
             *(longest, "as given"),
         )
     raise ConfigError(
-        f"lengths {text!r} are neither a file nor one of {', '.join(DISTRIBUTIONS)}, equal:TOKENS,"
-        " lognormal:MEDIAN:SIGMA with positive numbers."
+        f"lengths {text!r} are neither a file nor one of {', '.join(DISTRIBUTIONS)}, equal:TOKENS"
+        " and lognormal:MEDIAN:SIGMA (with positive numbers)."
     )

@@ -1,4 +1,4 @@
-"""`Model`: the figures of a model that an estimate needs; and a few known models."""
+"""`Model`: the figures of a model that an estimate needs. This file also lists known models."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ class Model:
     """A model in bfloat16.
 
     Attributes:
-        name: its name, or the file that describes it.
+        name: name of the model, or the file that describes it.
         layers: for each kind of layer with core attention, its heads and widths, its sliding window
-            (None without), and the number of such layers; kinds without a window come first.
-        met_weights: number of weights in matrices that a token meets, including the output layer.
+            (None if it has none), and the number of such layers; kinds without a window come first.
+        met_weights: number of weights by which a token is multiplied, including the output layer.
     """
 
     name: str
@@ -25,9 +25,9 @@ class Model:
     met_weights: float
 
 
-# Layers, query heads, key/value heads, width of a head, and billions of weights that a token meets.
-# Sizes are those of the published config.json files. Llama-34B is table 2 of arXiv 2510.18121, with
-# the feed-forward width and the vocabulary of CodeLlama-34B.
+# Layers, query heads, key/value heads, width of a head, and billions of weights by which a token is
+# multiplied. Sizes come from the published config.json files. Those of Llama-34B come from table 2
+# of arXiv 2510.18121, except its feed-forward width and vocabulary, which are CodeLlama-34B's.
 _SIZES = {
     "llama-3.2-1b": (16, 32, 8, 64, 1.236),
     "llama-3.2-3b": (28, 24, 8, 128, 3.213),

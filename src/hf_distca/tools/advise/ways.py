@@ -1,8 +1,8 @@
-"""`estimate_ways`: estimates a step with global batches as they are, with samples balanced over
-ranks, under context parallelism, and under hf-distca.
+"""`estimate_ways`: estimates the seconds of a step with global batches as they are, with samples
+balanced over ranks, under context parallelism, and under hf-distca.
 
 The scheduler's cost model estimates attention and its messages. Everything else in a step is
-estimated as matrix products at the best rate of the GPU, equally many for each token.
+estimated as matrix products, at the best rate of the GPU and in proportion to the tokens.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from hf_distca.schedule.load import PlanLoad
 from hf_distca.schedule.ranks import Ranks
 from hf_distca.tools.advise.known_models import Model
 
-_WHOLE = 0.99  # part of the attention from which documents count as whole
+_WHOLE = 0.99  # documents that keep this part of their attention count as whole
 
 
 @dataclass(frozen=True)
@@ -32,11 +32,11 @@ class Run:
 
     Attributes:
         model: the model.
-        costs: cost model of each kind of layers with attention, and their number.
+        costs: for each kind of layer with attention, its cost model and the number of such layers.
         product_rate: floating-point operations per second of large matrix products.
-        ranks, tokens: number of ranks, and of tokens that each has.
-        per_node: ranks of a node.
-        checkpointing: whether backward repeats forward. hf-distca repeats no attention.
+        ranks, tokens: number of ranks, and number of tokens on each rank.
+        per_node: number of ranks on a node.
+        checkpointing: whether backward repeats the forward. hf-distca does not repeat attention.
     """
 
     model: Model
@@ -49,7 +49,7 @@ class Run:
 
     @property
     def forwards(self) -> int:
-        """Number of times that forward is computed."""
+        """Number of times that a step computes the forward."""
         return 2 if self.checkpointing else 1
 
     def estimate_products(self, tokens: FloatArray) -> FloatArray:
@@ -57,8 +57,8 @@ class Run:
         return 2 * (self.forwards + 2) * self.model.met_weights * tokens / self.product_rate
 
     def estimate_attention(self, lengths: IntArray, heads: float = 1.0) -> FloatArray:
-        """Estimate the attention seconds of whole documents in all layers, for `heads` of the heads
-        (a fraction).
+        """Estimate the attention seconds of whole documents in all layers. `heads` is the fraction
+        of the heads to count.
         """
         total = np.zeros(len(lengths))
         for cost, layers in self.costs:
@@ -71,13 +71,13 @@ class Way(NamedTuple):
     """A way to run a step. Over several batches, each figure is a mean, except `most_tokens`.
 
     Attributes:
-        title: its name.
+        title: name of the way.
         attention: seconds of attention and messages on the slowest rank, divided by the mean
             attention seconds of all ranks.
         seconds: seconds of a step.
-        waiting: part of the step in which the mean rank computes nothing.
-        kept: part of the attention of whole documents that is computed.
-        most_tokens: tokens of the fullest rank.
+        waiting: fraction of the step in which a rank computes nothing, as a mean of all ranks.
+        kept: attention that is computed, as a fraction of the attention of whole documents.
+        most_tokens: largest number of tokens on a rank.
     """
 
     title: str
@@ -94,8 +94,8 @@ class Way(NamedTuple):
 
 
 def estimate_ways(run: Run, batches: Iterable[IntArray]) -> list[Way]:
-    """Estimate each way. Of the ways of context parallelism, keep only the fastest that leaves
-    documents whole; if all of them cut documents, the one that cuts the fewest.
+    """Estimate each way to run a step. Keep only one way of context parallelism: the fastest that
+    leaves documents whole or, if all of these ways cut documents, the way that cuts the fewest.
     """
     steps: dict[str, list[Way]] = {}
     for lengths in batches:
@@ -123,7 +123,7 @@ def pack_rows(lengths: IntArray, rows: int, tokens: int) -> Layout:
 
 
 def _assign_longest_first(seconds: FloatArray, ranks: int) -> IntArray:
-    """Assign each document, longest first, to the rank with the least seconds."""
+    """Assign each document, longest first, to the rank that has the fewest seconds so far."""
     loads = [(0.0, rank) for rank in range(ranks)]
     rank_of = np.empty(len(seconds), dtype=np.int64)
     for document in np.argsort(-seconds, kind="stable").tolist():
@@ -155,8 +155,8 @@ def _estimate_batch(run: Run, lengths: IntArray) -> Iterable[Way]:
 def _make_way(
     title: str, run: Run, ends: FloatArray, computed: FloatArray, tokens: FloatArray, kept: float
 ) -> Way:
-    """Make a way from three figures of each rank: the seconds after which its attention ends, the
-    seconds in which it computes attention, and its tokens.
+    """Make a way from three figures of each rank: the seconds until its attention ends, the seconds
+    in which it computes attention, and its tokens.
     """
     products = run.estimate_products(tokens)
     seconds = float((products + ends).max())
@@ -173,8 +173,8 @@ def _count_pairs(run: Run, lengths: IntArray) -> float:
 
 
 def _share_rows(run: Run, lengths: IntArray, whole: float) -> Iterable[Way]:
-    """Share each row among several ranks. In a ring, ranks pass on keys while they compute; under
-    Ulysses, each rank computes some of the heads.
+    """Make the ways of context parallelism, in which several ranks share a row. In a ring, ranks
+    pass on keys while they compute. Under Ulysses, each rank computes some of the heads.
     """
     for degree in (n for n in range(2, run.ranks + 1) if run.ranks % n == 0):
         rows = pack_rows(lengths, run.ranks // degree, run.tokens * degree)
@@ -193,23 +193,24 @@ def _share_rows(run: Run, lengths: IntArray, whole: float) -> Iterable[Way]:
 
 
 def _estimate_exchanges(run: Run, degree: int) -> FloatArray:
-    """Estimate the seconds of a rank besides attention if `degree` ranks share a row: for merging
-    the parts of a ring, for the messages of a ring, and for the messages of Ulysses.
+    """Estimate the extra seconds of a rank if `degree` ranks share a row: those for merging the
+    results of a ring, for the messages of a ring, and for the messages of Ulysses.
     """
     total = np.zeros(3)
     inside = min(degree, run.per_node)
     for cost, layers in run.costs:
         shape, link = cost.shape, cost.exchange_bytes_per_second
         node = cost.node_bytes_per_second or link
-        # Each of `degree` calls reads the rows again, and adds its results to sums in float32.
+        # In a ring, each of `degree` calls reads the rows again, and adds its results to float32
+        # sums.
         sums = 1 + 8 / shape.element_bytes
         forward = shape.row_bytes + sums * shape.output_bytes
         backward = 2 * shape.row_bytes + sums * (shape.query_bytes + shape.key_value_bytes)
         merged = run.tokens * degree * forward * run.forwards / cost.forward.bytes_per_second
         merged += run.tokens * degree * backward / cost.backward.bytes_per_second
-        # Backward passes on keys, values and their gradients.
+        # Ranks pass on keys and values. In backward, they also pass on the gradients of these.
         passed = run.tokens * (degree - 1) * shape.key_value_bytes * (run.forwards + 2)
-        # If Ulysses has more ranks than key/value heads, it sends each head to several ranks.
+        # If there are more ranks than key/value heads, Ulysses sends each head to several ranks.
         keys = shape.key_value_bytes * max(degree / shape.key_value_heads, 1)
         turned = run.tokens / degree * (shape.row_bytes + keys) * (run.forwards + 1)
         turned *= max((inside - 1) / node, (degree - inside) / link)
@@ -218,8 +219,8 @@ def _estimate_exchanges(run: Run, degree: int) -> FloatArray:
 
 
 def _disaggregate(run: Run, lengths: IntArray, whole: float, *, dealt: bool) -> Way:
-    """Plan every kind of layer as in training. Many ranks form several groups, each with separate
-    documents.
+    """Make the way of hf-distca. Every kind of layer is planned like in training. Many ranks form
+    several groups, each with its own documents.
     """
     config = DistCAConfig()
     group = config.group_ranks(run.ranks)

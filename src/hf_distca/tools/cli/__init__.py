@@ -1,6 +1,6 @@
 """The command line ``hf-distca``, with a file for each verb.
 
-Modules that a verb needs are imported when it runs.
+Modules that a verb needs are imported when the verb runs.
 """
 
 from __future__ import annotations
@@ -18,15 +18,17 @@ from hf_distca.tools.cli.report import report
 from hf_distca.tools.cli.run import run
 from hf_distca.tools.cli.serve import serve
 
-# The error for wrong words after a verb. Its module differs between releases of typer.
+# The error for wrong words after a verb. It is imported in this way because its module differs
+# between releases of typer.
 _UsageError: type[Any] = typer.BadParameter.__mro__[1]
 
-# Verbs of earlier versions, and what to use instead.
+# Verbs that earlier versions had, and their replacements.
 _REMOVED = {
     "deal": "deal is an option of another verb now: hf-distca plan LENGTHS --deal TOKENS_PER_RANK,"
     " for as many ranks as these tokens need.",
     "profile": "profile is gone: ranks correct the rates of their GPU as they train. For rates of"
-    " your own, write a CostModel with its to_json, for cost_model and --cost-model.",
+    " your own, write a CostModel to a file (CostModel.to_json), and name the file in cost_model or"
+    " --cost-model.",
     "simulate": "simulate is a script of the repository now: python"
     " benchmarks/simulated/simulate.py, with the same options. `hf-distca advise` estimates what"
     " you would gain.",
@@ -34,7 +36,7 @@ _REMOVED = {
 
 
 class _Verbs(TyperGroup):
-    """A group of verbs that reports a wrong option in one line, like all other errors of a user."""
+    """A group of verbs that reports a wrong option in one line, like every other error."""
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         if cmd_name in _REMOVED:

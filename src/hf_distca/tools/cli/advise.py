@@ -1,4 +1,4 @@
-"""``hf-distca advise``: what hf-distca would gain on documents."""
+"""``hf-distca advise``: estimates what hf-distca would gain on a user's documents."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from hf_distca.tools.advise.ways import Run, Way
 
 _WIDTH = 120  # columns of the output
-# Floating-point operations per second of large products in bfloat16: the largest measured rates
-# (ml-engineering, "Maximum Achievable Matmul FLOPS").
+# Floating-point operations per second of large matrix products in bfloat16. These are the largest
+# measured rates (ml-engineering, "Maximum Achievable Matmul FLOPS").
 _PRODUCT_RATES = {
     "a100": 2.679e14,
     "h100": 7.945e14,
@@ -104,7 +104,7 @@ class Options:
         device = self.hardware.upper()
         if find_factor(device, kernel) is None:
             raise ConfigError(
-                f"kernel {kernel!r} has no published timings on {self.hardware}: leave it out."
+                f"kernel {kernel!r} has no published timings on {self.hardware}: omit --kernel."
             )
         model = _find_model(self.model)
         costs = [
@@ -130,11 +130,11 @@ class Options:
 @with_options(Options)
 @exit_on_error()
 def advise(options: Options) -> None:
-    """Say what hf-distca would gain on your documents, or that it would gain nothing.
+    """Estimate what hf-distca would gain on your documents, if anything.
 
-    Steps are estimated with the scheduler and cost model of training; nothing is run and no GPU is
-    needed. The command compares a run as it is, with packed rows; whole documents balanced over
-    ranks; context parallelism; and hf-distca, on the same rows and with documents dealt.
+    Steps are estimated with the scheduler and cost model of training. Nothing is run, and no GPU is
+    needed. The command compares a run as it is (with packed rows), whole documents balanced over
+    ranks, context parallelism, and hf-distca (on the same rows, and with documents dealt).
     """
     from hf_distca.tools.advise.advice import advise as advise_by
     from hf_distca.tools.advise.ways import estimate_ways
@@ -198,7 +198,9 @@ def _show_ways(about: str, ways: Sequence[Way]) -> None:
 
 
 def _find_model(name: str) -> Model:
-    """Return a known model by name, or that of a config.json, given as the file or its folder."""
+    """Return the known model with this name, or the model that a config.json describes. `name` may
+    be this file or its folder.
+    """
     from hf_distca.tools.advise.known_models import KNOWN_MODELS
 
     if (known := KNOWN_MODELS.get(name.lower())) is not None:

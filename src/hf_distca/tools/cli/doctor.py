@@ -1,5 +1,5 @@
-"""``hf-distca doctor``: checks the support of a model, the kernels that would run, and the
-connections of ranks.
+"""``hf-distca doctor``: checks whether a model is supported, which kernels would run, and whether
+ranks can connect.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ def doctor(
     ] = 60.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
 ) -> None:
-    """Say whether a model is supported, which kernels would run, and what to do.
+    """Check whether a model is supported and which kernels would run, and give advice.
 
-    Under a launcher, it also tries an exchange between the ranks and compares their versions. The
-    exit status is 1 if training would fail.
+    Under a launcher, the command also tries an exchange between the ranks and compares their
+    versions. The exit status is 1 if training would fail.
     """
     from hf_distca.tools.doctor.diagnosis import diagnose, is_reporting_rank
 

@@ -1,4 +1,4 @@
-"""Input and output of the verbs: files, or ``-`` for standard input and output."""
+"""Reads and writes the files of the verbs, where ``-`` is standard input or output."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from hf_distca.errors import DistCAError, LayoutError, make_printable
 from hf_distca.input_files import read_file, read_stream
 
 _STANDARD = Path("-")
-_MOST_BYTES = 2**24  # the longest input; a placement on 4,096 ranks takes 7 MB
-_MOST_DOCUMENTS = 2**18  # the most in a micro-batch; they take minutes to plan
+_MOST_BYTES = 2**24  # limit of an input; a placement on 4,096 ranks has 7 MB
+_MOST_DOCUMENTS = 2**18  # limit of a micro-batch; planning so many takes minutes
 _MOST_CHARACTERS = 600
 
 
 def get_input_name(path: Path) -> str:
-    """Return the name of a file in errors."""
+    """Return the name by which errors call a file."""
     return "standard input" if path == _STANDARD else str(path)
 
 
 def read(path: Path) -> bytes:
-    """Read all of a file, without the mark that some editors put before the first character."""
+    """Read all of a file, without the byte order mark that some editors write at its beginning."""
     content = (
         read_stream(sys.stdin.buffer, get_input_name(path), _MOST_BYTES)
         if path == _STANDARD
@@ -35,16 +35,16 @@ def read(path: Path) -> bytes:
 
 
 def check_documents(count: int, path: Path) -> None:
-    """Raise if there are more documents than can be planned in minutes."""
+    """Raise if there are so many documents that planning them would take more than minutes."""
     if count > _MOST_DOCUMENTS:
         raise LayoutError(
-            f"{get_input_name(path)} holds {count} documents or parts of documents: at most"
+            f"{get_input_name(path)} has {count} documents or parts of documents: at most"
             f" {_MOST_DOCUMENTS} can be planned as one micro-batch."
         )
 
 
 def write(result: str, summary: str, path: Path | None) -> None:
-    """Write a result to a file or to standard output, and print its summary. If the result is on
+    """Write a result to a file or to standard output, and print its summary. If the result goes to
     standard output, the summary goes to standard error.
     """
     if path is None or path == _STANDARD:
@@ -56,8 +56,8 @@ def write(result: str, summary: str, path: Path | None) -> None:
 
 
 def exit_with_error(message: str) -> None:
-    """Print an error in one line and exit. The middle of a long message, such as one with contents
-    of a file, is left out.
+    """Print an error in one line and exit. If the message is long, for example because it quotes a
+    file, its middle is left out.
     """
     line = make_printable(" ".join(message.split()))
     if len(line) > _MOST_CHARACTERS:
@@ -73,7 +73,7 @@ def exit_on_error() -> Iterator[None]:
         yield
     except DistCAError as error:
         exit_with_error(str(error))
-    except BrokenPipeError:  # as in `hf-distca ... | head`: typer ends without a message
+    except BrokenPipeError:  # such as in `hf-distca ... | head`; typer prints nothing
         raise
     except OSError as error:
         exit_with_error(f"{error.filename or 'output'}: {error.strerror or error}.")

@@ -1,5 +1,5 @@
-"""Document lengths that verbs read: a list in JSON, a column of a data set, or the name of a
-distribution.
+"""Reads the document lengths that a verb gets as a JSON list, as a column of a data set, or as the
+name of a distribution.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 
 _TABLES = (".parquet", ".arrow")
 _LINES = (".jsonl", ".ndjson")
-# Columns that are read if none is named: the first one that exists, or text with a tokenizer.
+# Columns that are read if the user names none: tokens, or else lengths; with a tokenizer, text.
 _TOKENS, _LENGTH, _TEXT = "input_ids", "length", "text"
 
 
 def read_lengths(path: Path) -> list[int]:
-    """Read the lengths of a JSON file with a list of them."""
+    """Read a list of lengths from a JSON file."""
     from hf_distca.schedule.placement import require_whole_number
 
     name = get_input_name(path)
@@ -46,9 +46,10 @@ def read_lengths(path: Path) -> list[int]:
 def open_documents(
     text: str, column: str, longest: int | None, tokenizer: str | None = None
 ) -> DocumentSource:
-    """Open documents of a file, of a data set's column, or of a distribution by name.
+    """Make a source of document lengths from a file, a column of a data set, or the name of a
+    distribution.
 
-    With a tokenizer, the column may hold text; its default name is then ``text``.
+    With a tokenizer, the column may hold text, and the default column is ``text``.
     """
     from hf_distca.tools.advise.document_lengths import find_distribution, from_list
 
@@ -56,7 +57,7 @@ def open_documents(
     column = _TEXT if tokenizer is not None and column == _TOKENS else column
     if text and (path.suffix in (*_TABLES, *_LINES) or path.is_dir()):
         files = path.iterdir() if path.is_dir() else [path]
-        # `map` of a saved data set leaves files with such names in its folder.
+        # `Dataset.map` leaves files whose names begin with "cache-" in the folder of a data set.
         tables = [file for file in files if not file.name.startswith("cache-")]
         tables = sorted(file for file in tables if file.suffix in (*_TABLES, *_LINES))
         return from_list(_count_column(path, tables, column, tokenizer), text, longest)
@@ -66,8 +67,8 @@ def open_documents(
 
 
 def _count_column(path: Path, tables: list[Path], column: str, tokenizer: str | None) -> list[int]:
-    """Return the tokens of each document in tables, or in files with a JSON object on each line:
-    lists are counted, texts are tokenized, and numbers are lengths.
+    """Return the number of tokens of each document in files, which are tables or have a JSON object
+    on each line. A value in the column is a list of tokens, a text to tokenize, or a length.
     """
     try:
         import pyarrow as pa
@@ -80,12 +81,12 @@ def _count_column(path: Path, tables: list[Path], column: str, tokenizer: str | 
         ) from error
     if not tables:
         raise LayoutError(
-            f"{path} has no {' or '.join(_TABLES)} files: name a data set saved by save_to_disk, or"
-            " one such file."
+            f"{path} has no {' or '.join(_TABLES)} files: name a folder that save_to_disk wrote, or"
+            " a file of one of these types."
         )
     lengths = list[int]()
     for file in tables:
-        check_file(file)  # pyarrow's own error names no file
+        check_file(file)  # pyarrow's own error does not name the file
         try:
             table = _read_table(file)
             names = table.column_names
@@ -110,10 +111,10 @@ def _count_column(path: Path, tables: list[Path], column: str, tokenizer: str | 
         elif not kinds.is_integer(kind):
             raise LayoutError(
                 f"column {name!r} of {file} holds {kind}: it must hold lists of tokens, or their"
-                " numbers; or text, with --tokenizer."
+                " numbers of tokens. With --tokenizer, it may also hold text."
             )
         lengths += values.to_pylist()
-    # If a length is negative, keep zeros: the error names its place in the whole list.
+    # If a length is negative, keep zeros, so that the error names its place in the whole list.
     return lengths if min(lengths, default=0) < 0 else [length for length in lengths if length]
 
 
@@ -125,6 +126,6 @@ def _read_table(file: Path) -> Any:
         return parquet.read_table(file)
     if file.suffix == ".arrow":
         return pa.ipc.open_stream(file).read_all()
-    # A block must hold at least a line, and the file may have only one.
+    # A block must hold at least one line, and the file may be a single line.
     block = min(max(file.stat().st_size, 2**20), 2**31 - 1)
     return json.read_json(file, json.ReadOptions(block_size=block))

@@ -40,10 +40,10 @@ def with_options(
 
 
 def read_rate(option: str, gigabytes: float | None) -> float | None:
-    """Return the bytes per second of an option in GB/s, None if it is not given.
+    """Return the value of an option in bytes per second; None if the option is not given.
 
     Raises:
-        ConfigError: if it is out of range; names the option.
+        ConfigError: if the value is out of range; names the option.
     """
     if gigabytes is not None and not 1e-9 <= gigabytes <= 1e9:
         raise ConfigError(f"{option} {gigabytes:g}: a rate is a number from 1e-9 to 1e9 GB/s.")

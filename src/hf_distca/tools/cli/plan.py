@@ -1,4 +1,4 @@
-"""``hf-distca plan``: assigns attention to ranks, and documents to ranks."""
+"""``hf-distca plan``: plans which rank computes which attention, or deals documents to ranks."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from hf_distca.schedule.plan import Plan
 
 _MOST_RANKS = 65536
-_LIMIT = 2**31  # of the options below; their products must fit into 64 bits
+_LIMIT = 2**31  # for the options below, whose products must fit into 64 bits
 _LIMITED = (
     "tile",
     "query_heads",
@@ -47,7 +47,7 @@ _MAY_COMPILE = (
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """Documents, and a layer of attention in bfloat16 with the devices and links that run it."""
+    """Documents, an attention layer in bfloat16, and the devices and links that compute it."""
 
     documents: Annotated[
         Path,
@@ -128,8 +128,8 @@ class Options:
     ] = 8
 
     def make_cost_model(self) -> CostModel:
-        """Make the cost model from the file, or else the built-in one for `cost`, with the rates of
-        links from the options.
+        """Make the cost model from the user's file or, without a file, the built-in cost model for
+        `cost`. Rates of links come from the options if these are given.
         """
         from hf_distca.config import read_cost_model
         from hf_distca.schedule.cost import AttentionShape, CostModel
@@ -164,18 +164,20 @@ class Options:
 def plan(options: Options) -> None:
     """Plan which rank computes which attention, and write the plan as JSON.
 
-    DOCUMENTS holds {"rank_segments": [[[document, start, end], ...] per rank]}, where a row may go
-    on with the document's length, or {"lengths": [[tokens of a document, ...] per rank]} where no
-    document crosses ranks. The default shape is that of Llama-3-8B in bfloat16.
+    DOCUMENTS holds {"rank_segments": [[[document, start, end], ...] per rank]}, in which the length
+    of the document may follow each end. If no document crosses ranks, it may hold {"lengths":
+    [[tokens of a document, ...] per rank]} instead. The default shape is that of Llama-3-8B in
+    bfloat16.
 
-    With --deal, DOCUMENTS holds [tokens of a document, ...], and the result is a placement with
-    equal tokens and about equal attention, which `hf-distca plan` reads. With --ping-pong, the
-    placement also holds "first_nano_batch", the tokens that each rank has in its first half.
+    With --deal, DOCUMENTS holds [tokens of a document, ...]. The result is a placement with equal
+    tokens and about equal attention on each rank, which `hf-distca plan` can read. With
+    --ping-pong, the placement also holds "first_nano_batch", the number of tokens of each rank's
+    first half.
     """
     from hf_distca.config import DistCAConfig
 
     if options.ping_pong and options.deal is None:
-        raise ConfigError("--ping-pong divides documents that are dealt: give --deal TOKENS too.")
+        raise ConfigError("--ping-pong is an option of dealing: also give --deal TOKENS.")
     config = DistCAConfig(
         tolerance=options.tolerance,
         min_gain=options.min_gain,
@@ -217,8 +219,8 @@ def _read_layout(path: Path) -> Layout:
 
 
 def _deal_documents(options: Options, tokens: int, model: CostModel) -> tuple[list[Layout], str]:
-    """Deal the documents of a file to ranks of so many tokens; return the layouts and the
-    placement.
+    """Deal the documents of a file to ranks with `tokens` tokens each. Return the layouts of the
+    nano-batches (or of the whole batch) and the placement as JSON.
     """
     from hf_distca.schedule import deal as dealing
 
@@ -227,7 +229,7 @@ def _deal_documents(options: Options, tokens: int, model: CostModel) -> tuple[li
     ranks = max(sum(lengths) // max(tokens, 1), 1)
     if ranks > _MOST_RANKS:
         raise ConfigError(
-            f"--deal {tokens}: {sum(lengths)} tokens would need {ranks} ranks, and the limit is"
+            f"--deal {tokens}: {sum(lengths)} tokens would need {ranks} ranks, but the limit is"
             f" {_MOST_RANKS}."
         )
     by: dict[str, Any] = {"tile": options.tile, "ranks_per_node": options.ranks_per_node}
@@ -254,7 +256,7 @@ def _plan_layout(
 
 
 def _describe_layout(layout: Layout) -> list[str]:
-    """Describe a layout."""
+    """Describe the tokens and documents of a layout in lines."""
     tokens = layout.query_tokens
     equal = (
         f"{tokens.max()} on each rank"
@@ -269,7 +271,9 @@ def _describe_layout(layout: Layout) -> list[str]:
 
 
 def _make_placement(layouts: list[Layout], lengths: list[int]) -> dict[str, Any]:
-    """Return the rows of each rank, beginning with its first nano-batch."""
+    """Return the placement of documents: for each rank, its segments in order. Segments of the
+    first nano-batch come first.
+    """
     rows = [
         [
             [s.document, s.start, s.end, lengths[s.document]]

@@ -1,4 +1,4 @@
-"""``hf-distca report``: one page about a run."""
+"""``hf-distca report``: makes one page about a run."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ def report(
         bool, typer.Option("--json", help="Print the figures behind the page instead.")
     ] = False,
 ) -> None:
-    """Make one HTML page of a run: its balance, what each rank did, a plan, settings, versions and
-    warnings.
+    """Make one HTML page about a run, with its balance, the work of each rank, a plan, settings,
+    versions and warnings.
 
-    The page holds all it needs and opens without a network.
+    The page is a single file that opens without a network.
     """
     from dataclasses import asdict
 

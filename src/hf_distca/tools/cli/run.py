@@ -67,8 +67,8 @@ def run(
 
     The options also apply to Python processes that the command starts, such as those of
     accelerate's launcher, which trl, swift and llamafactory-cli start. Write options of hf-distca
-    before the script. If you use a launcher yourself: accelerate launch -m hf_distca.tools.run
-    train.py --attn_implementation distca
+    before the script. If you start a launcher yourself, write: accelerate launch -m
+    hf_distca.tools.run train.py --attn_implementation distca
     """
     given = dict(locals())
     from hf_distca.tools.run import (
@@ -110,7 +110,7 @@ def run(
         EOFError,
         KeyboardInterrupt,
         OSError,
-    ) as error:  # of the script; typer would hide some of them
-        sys.last_value = error  # as the interpreter does
+    ) as error:  # an error of the script, which typer might hide
+        sys.last_value = error  # as the interpreter would do
         sys.excepthook(type(error), error, error.__traceback__)
         raise SystemExit(128 + SIGINT if isinstance(error, KeyboardInterrupt) else 1) from None

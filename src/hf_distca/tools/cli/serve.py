@@ -1,4 +1,4 @@
-"""``hf-distca serve``: an attention server, for training that runs elsewhere."""
+"""``hf-distca serve``: runs an attention server for training that runs elsewhere."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def serve(
 ) -> None:
     """Compute slices of core attention for training that names this server by --server-address.
 
-    The server ends with the ranks that it served, and prints what it did.
+    The server ends when the training ends, and prints how much work it did.
     """
     from hf_distca.pool.addresses import parse_address
     from hf_distca.pool.launch import listen_at, serve_alone

@@ -1,4 +1,4 @@
-"""Checks of a model and of ranks before training: each check gives a `Finding`."""
+"""Checks of a model and of ranks before training. The result of each check is a `Finding`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Literal
 
 __all__ = ["Finding", "State"]
 
-State = Literal["good", "note", "bad"]  # bad: training under distca fails, or nothing is balanced
+State = Literal["good", "note", "bad"]  # bad: training fails, or nothing is balanced
 
 
 @dataclass(frozen=True)

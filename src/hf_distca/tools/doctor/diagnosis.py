@@ -1,4 +1,4 @@
-"""`diagnose`: makes all findings, in the order of the report."""
+"""`diagnose`: makes all checks, and returns their findings in the order of the report."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from hf_distca.tools.doctor.model import (
 
 
 def is_reporting_rank() -> bool:
-    """Return whether this process reports the findings: it is alone, or rank 0."""
+    """Return whether this process reports the findings: it does so if it is alone or rank 0."""
     return not is_launched() or os.environ["RANK"] == "0"
 
 
@@ -36,8 +36,8 @@ def diagnose(
 
     Args:
         model: folder of a model, its config.json, or a name on the Hub; None for no model.
-        dtype: dtype in which attention computes; if None, that of the model, or the usual one of
-            the device.
+        dtype: dtype in which attention computes. If None, it is the dtype of the model or, without
+            one, the usual dtype of the device.
         timeout_seconds: how long an exchange between ranks may take.
         log: called with a message before a step that takes a while.
 
@@ -60,8 +60,8 @@ def diagnose(
             "attention group",
             "this process alone: no launcher started it",
             "note",
-            "start training with a launcher, so that there are ranks to share with; under it, -m"
-            " hf_distca.tools.cli doctor tries them",
+            "start training with a launcher, to have ranks to share with; to try them, launch -m"
+            " hf_distca.tools.cli doctor",
         )
         return [*findings, alone]
     try:

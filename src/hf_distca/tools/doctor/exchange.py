@@ -30,7 +30,7 @@ def try_launched(has: Mapping[str, str], timeout_seconds: float) -> list[Finding
         timeout_seconds: how long to wait for the other ranks.
 
     Raises:
-        DistCAError, RuntimeError: if it fails.
+        DistCAError, RuntimeError: if the exchange fails.
     """
     cuda = torch.cuda.is_available() and os.environ.get("ACCELERATE_USE_CPU", "").lower() not in (
         "1",
@@ -84,7 +84,7 @@ def describe_ranks(nodes: Sequence[int], servers: int) -> str:
 
 
 def _compare_versions(versions: Sequence[Mapping[str, str]]) -> Iterator[Finding]:
-    """Yield a finding for each package of which ranks have different versions."""
+    """Yield a finding for each package that has different versions on different ranks."""
     for package in sorted({package for has in versions for package in has}):
         by_rank = [str(has.get(package, "missing")) for has in versions]
         distinct = list(dict.fromkeys(by_rank))

@@ -60,9 +60,9 @@ def read_config(name: str, log: Callable[[str], None] = lambda text: None) -> Pr
             " the Hub."
         )
     if not is_file:
-        # Without this, it logs a dozen lines while it tries again.
+        # Otherwise, huggingface_hub logs a dozen lines when it retries.
         logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
-        log(f"asking the Hub for {name}, which takes a minute to give up without a network ...")
+        log(f"asking the Hub for {name}; without a network, this fails after a minute ...")
     try:
         config: PreTrainedConfig = AutoConfig.from_pretrained(
             str(path) if is_file else name, trust_remote_code=False
@@ -71,7 +71,7 @@ def read_config(name: str, log: Callable[[str], None] = lambda text: None) -> Pr
         problem = (
             f"transformers cannot read {path} as the config of a model"
             if is_file
-            else f"{name!r} is no folder here, and the Hub gives no config of that name"
+            else f"{name!r} is not a folder here, and the Hub has no config with this name"
         )
         raise ConfigError(f"{problem}: {' '.join(str(error).split())[:400]}") from error
     return config
@@ -80,8 +80,8 @@ def read_config(name: str, log: Callable[[str], None] = lambda text: None) -> Pr
 def find_dtype(
     name: str | None, config: PreTrainedConfig | None, device: torch.device
 ) -> torch.dtype:
-    """Return the dtype of this name. Without a name, return the dtype of the model, or else the
-    usual one of the device.
+    """Return the dtype with this name. Without a name, return the dtype of the model, or else the
+    usual dtype of the device.
 
     Raises:
         ConfigError: if there is no such dtype.
@@ -100,8 +100,8 @@ def find_dtype(
 
 
 def check_model_family(config: PreTrainedConfig) -> Iterator[Finding]:
-    """Yield findings on whether distca computes this family exactly, and which features work with
-    it.
+    """Yield findings about the model's family: whether distca computes it exactly, and which
+    features work with it.
     """
     kind = config.model_type
     try:
@@ -163,8 +163,8 @@ def _check_config(config: PreTrainedConfig) -> Iterator[Finding]:
 def check_model_kernels(
     config: PreTrainedConfig | None, dtype: torch.dtype, device: torch.device
 ) -> Iterator[Finding]:
-    """Yield findings on the kernel that runs each kind of layer of a model, and on why kernels
-    earlier in the list cannot run it.
+    """Yield findings for each kind of layer in a model: the kernel that runs it, and the reasons
+    why kernels that would be preferred cannot run it.
     """
     if config is None:
         cases = [KernelRequest(device, dtype, _USUAL_WIDTH, _USUAL_WIDTH, ScoreOptions(1.0), 1)]

@@ -1,4 +1,4 @@
-"""A meter of the imbalance of attention over ranks, under any attention of transformers.
+"""A meter for the imbalance of attention over ranks, for any attention implementation.
 
-It only watches models and their attention: they train as they would without it.
+It only watches models and their attention, and does not change the training.
 """

@@ -1,7 +1,7 @@
 """`Findings`: how uneven the attention of ranks was, which rank was slow, and what hf-distca would
 gain.
 
-Work is counted in seconds by the built-in rates of a cost model, forward and backward.
+The work of forward and backward is estimated in seconds, by the built-in rates of a cost model.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from hf_distca.schedule.load import PlanLoad
 from hf_distca.schedule.ranks import Ranks
 from hf_distca.tools.observe.watch import BatchFacts
 
-_EVEN = 1.07  # slowest rank / mean up to which no advice is given
+_EVEN = 1.07  # give no advice if slowest rank / mean is at most this
 
 
 class Row(NamedTuple):
-    """A micro-batch; times are in seconds.
+    """A micro-batch.
 
     Attributes:
-        tokens: number of tokens of all ranks.
-        work, measured: for each rank, the work of its documents, and its measured time in
-            attention.
-        plans: estimated time of the slowest rank with its messages, for documents as given and for
-            dealt ones; None if the micro-batch was not planned.
+        tokens: number of tokens on all ranks.
+        work: estimated attention seconds of each rank's documents.
+        measured: measured attention seconds of each rank.
+        plans: seconds of the slowest rank under hf-distca, including messages: estimated for the
+            documents as given, and for dealt documents. None if the micro-batch was not planned.
     """
 
     tokens: int
@@ -54,7 +54,9 @@ class Findings:
         self.given, self.dealt = np.sum([row.plans or (0.0, 0.0) for row in rows], 0).tolist()
 
     def compute_figures(self) -> dict[str, float]:
-        """Compute the figures to log, by name without prefix. Figures without data are left out."""
+        """Compute the figures to log, by their names without prefix. Leave out figures without
+        data.
+        """
         measured, planned = self.measured.mean(1).sum(), self.planned.mean(1).sum()
         only_some = len(self.planned) < len(self.work)
         figures = {
@@ -121,11 +123,11 @@ def find(facts: Sequence[BatchFacts], per_node: int | None, *, plans: bool) -> R
 
     Args:
         facts: facts of each rank, with known documents.
-        per_node: ranks of a node; None if nodes are not told apart.
-        plans: whether to plan the micro-batch, too.
+        per_node: number of ranks on a node; None if it is not known.
+        plans: whether to plan the micro-batch.
     """
     first, layout = facts[0], Layout.from_lengths([fact.lengths for fact in facts])
-    # The rates with which distca would begin on a flash kernel.
+    # Under flash attention, use the rates that distca would begin with for the same kernel.
     is_flash = "flash" in first.attention
     kernel = first.attention.replace("attention", "attn") if is_flash else "cuda"
     cost = make_gpu_cost(AttentionShape(*first.shape), first.device, kernel)
@@ -145,8 +147,8 @@ def find(facts: Sequence[BatchFacts], per_node: int | None, *, plans: bool) -> R
 def _plan(
     layers: Sequence[tuple[CostModel, int]], layout: Layout, per_node: int | None
 ) -> tuple[float, float]:
-    """Estimate the seconds of the slowest rank in all layers, messages included, for documents as
-    given and for dealt ones.
+    """Estimate the seconds of the slowest rank in all layers under hf-distca, including messages.
+    Return the estimate for the documents as given, and the estimate for dealt documents.
     """
     ranks, config, size = Ranks(per_node=per_node), DistCAConfig(), layout.world_size
     tokens, rest = divmod(int(layout.length.sum()), size)

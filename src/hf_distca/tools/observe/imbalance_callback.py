@@ -1,4 +1,4 @@
-"""`ImbalanceCallback`: the meter of a Trainer, which `hf-distca run --observe` uses, too."""
+"""`ImbalanceCallback`: the meter of a Trainer. `hf-distca run --observe` also uses it."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ class ImbalanceCallback(TrainerCallback):
     """Adds the imbalance of attention over ranks to the logs of a Trainer. It works under any
     attention, and does not change the training.
 
-    Logs of rank 0 get figures ``distca/observed_...`` of the micro-batches since the last log:
-    slowest rank / mean, by documents and by measured seconds; the rank that was slowest most often;
-    and the estimate for hf-distca. At the end of the training, rank 0 prints these figures for the
-    whole training, and why a rank was slow. Give the callback to all ranks: at each log, they
-    gather their measurements over a separate communicator.
+    In the logs of rank 0, figures ``distca/observed_...`` describe the micro-batches since the last
+    log. They are the ratio slowest rank / mean (estimated from documents, measured, and estimated
+    under hf-distca) and the rank that was slowest most often. At the end of the training, rank 0
+    prints these figures for the whole training, and the reason why a rank was slow. All ranks need
+    the callback, because at each log they gather their measurements over a separate communicator.
     """
 
     def __init__(self) -> None:
@@ -41,7 +41,7 @@ class ImbalanceCallback(TrainerCallback):
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Gather the facts of ranks, if there will be a log."""
+        """Gather the facts of all ranks if the Trainer logs after this step."""
         if control.should_log or control.should_training_stop:
             self._observer.gather()
 
@@ -53,7 +53,7 @@ class ImbalanceCallback(TrainerCallback):
         """Add the figures since the last log to the logged figures."""
         if "loss" in (logs := kwargs.get("logs") or {}):
             figures = self._observer.take_figures()
-            # The Trainer has already put a copy of the logs into the history.
+            # Change the history, too, because the Trainer has already copied the logs into it.
             for row in (logs, *state.log_history[-1:]):
                 row.update(figures)
 
@@ -65,7 +65,7 @@ class ImbalanceCallback(TrainerCallback):
 
 
 def observe_trainers() -> None:
-    """Give the callback to every Trainer of this process that has none when its training begins."""
+    """Add the callback to every Trainer of this process that begins to train without it."""
 
     def observe(trainer: Trainer) -> None:
         callbacks = trainer.callback_handler.callbacks

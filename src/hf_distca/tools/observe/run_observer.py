@@ -1,7 +1,7 @@
-"""`Observer`: the meter of a process, and how rank 0 learns the facts of all ranks.
+"""`Observer`: the meter of a process, which sends its facts to rank 0.
 
 Ranks gather their facts over a separate communicator, at each log and sometimes between logs. If a
-rank does not come in time, the watch ends, and training goes on.
+rank does not come in time, the ranks stop measuring, and training goes on.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from hf_distca.tools.observe.findings import Findings, Row, find
 from hf_distca.tools.observe.watch import BatchFacts, Watch
 
 _PATIENCE = 30.0  # seconds that ranks wait for each other
-_MOST_BATCHES = 64  # after which facts are gathered even without a log
+_MOST_BATCHES = 64  # after so many, gather facts even without a log
 _MOST_ROWS = 20_000  # micro-batches in the summary; older ones are dropped
 
 
 class Observer:
-    """The meter of this process. If a process has several, all ranks begin them in one order."""
+    """A meter of this process. All ranks must begin their meters in the same order."""
 
     def __init__(self) -> None:
         self._rows: deque[Row] = deque(maxlen=_MOST_ROWS)
@@ -43,7 +43,8 @@ class Observer:
         self.begin = self._watch.start
 
     def gather(self, *, end: bool = False) -> None:
-        """Gather the facts of all ranks, which must call this equally often. Rank 0 counts them.
+        """Gather the facts of all ranks, and evaluate them on rank 0. All ranks must call this
+        equally often.
 
         Args:
             end: whether to wait for the device first.
@@ -57,14 +58,14 @@ class Observer:
                 self._count([queue.popleft() for queue in self._queues], number == count - 1)
 
     def take_figures(self) -> dict[str, float]:
-        """Return the figures since they were last taken, for a log of rank 0."""
+        """Return the figures of the micro-batches since the last call, for a log of rank 0."""
         rows, elapsed = self._since, time.perf_counter() - self._logged
         self._since, self._logged = [], time.perf_counter()
         figures = Findings(rows, elapsed).compute_figures() if rows else {}
         return {f"distca/observed_{name}": round(value, 4) for name, value in figures.items()}
 
     def end(self) -> None:
-        """Stop watching. Rank 0 prints its findings, if it saw any model train."""
+        """Stop measuring. Rank 0 prints its findings if it has seen a model train."""
         if not hasattr(sys, "last_value"):  # after an error, do not wait for other ranks
             self.gather(end=True)
         self._watch.stop()
@@ -89,7 +90,9 @@ class Observer:
             print_lines("\n".join([first, *lines]))
 
     def _follow(self) -> None:
-        """Meet the other ranks in the first micro-batch, and gather facts in some later ones."""
+        """Meet the other ranks in the first micro-batch, and gather facts in some later
+        micro-batches.
+        """
         self._begun += 1
         has_world = dist.is_available() and dist.is_initialized()
         if self._group is None and has_world and dist.get_world_size() > 1:
@@ -105,7 +108,9 @@ class Observer:
             self.gather()
 
     def _exchange(self, facts: list[BatchFacts]) -> Sequence[Sequence[Any]]:
-        """Return the facts of each rank, as `json` reads them; if this rank is alone, its own."""
+        """Return the facts of each rank, decoded from JSON. If this rank is alone, return only its
+        own facts.
+        """
         if self._group is None:
             return [facts]
         try:
@@ -119,12 +124,12 @@ class Observer:
         return [json.loads(row.tobytes()) for row in rows]
 
     def _give_up(self, error: RuntimeError) -> None:
-        """Stop watching: without the facts of all ranks, there is nothing to compare."""
+        """Stop measuring, because nothing can be compared without the facts of all ranks."""
         self._missing, self._group = str(error).partition("\n")[0], None
         self._watch.stop()
 
     def _count(self, facts: list[BatchFacts], plans: bool) -> None:
-        """Count a micro-batch, from the facts of all ranks."""
+        """Add a micro-batch to the findings, from the facts of all ranks."""
         self._attention = facts[0].attention
         if unread := next((fact.unread for fact in facts if fact.unread), ""):
             self._unread += 1

@@ -1,8 +1,8 @@
-"""`Watch`: reads the documents of micro-batches from forwards of models, and times calls of
+"""`Watch`: reads the documents of micro-batches from the arguments of models, and times calls of
 attention.
 
-Tensors are kept and read later, so that no step waits for a device. Backward is timed from the
-gradient of an attention's output to the first gradient of its inputs.
+Tensors are kept and read later, so that no step waits for a device. The backward of a call is timed
+from the gradient of its output to the first gradient of its inputs.
 """
 
 from __future__ import annotations
@@ -25,16 +25,17 @@ from hf_distca.runtime.meter import Mark, Meter, get_clock
 
 
 class BatchFacts(NamedTuple):
-    """Facts about a micro-batch of one rank, as `json` writes them.
+    """Facts about a micro-batch on one rank, in types that `json` can write.
 
     Attributes:
         shape: fields of the `AttentionShape`.
         device: "cpu", or the name of the GPU.
         attention: name of the attention implementation.
-        lengths: tokens of its documents.
-        layers: each window of layers, None for no window, and the number of calls with it.
+        lengths: number of tokens of each document.
+        layers: for each sliding window (None for layers without one), the window and the number of
+            calls with it.
         seconds: seconds in attention, forward and backward.
-        unread: reason why documents are not known; "" if they are.
+        unread: reason why the documents are not known; empty if they are known.
     """
 
     shape: tuple[int, int, int, int, int]
@@ -51,10 +52,11 @@ class _WatchedBatch:
     """A micro-batch.
 
     Attributes:
-        tokens: its tokens; None if they cannot be read.
-        meter, layers: meter of its attention, and number of calls by window.
-        facts, queries: facts and number of queries from its first call of attention; None and 0
-            before that call.
+        tokens: tokens of the micro-batch; None if they cannot be read.
+        meter: meter of its attention.
+        layers: number of attention calls, by window.
+        facts: facts from its first attention call; None before this call.
+        queries: number of queries in its first attention call; 0 before this call.
     """
 
     tokens: TokenBatch | None
@@ -64,7 +66,7 @@ class _WatchedBatch:
     queries: int = 0
 
     def complete(self, facts: BatchFacts) -> BatchFacts:
-        """Return the facts with documents and times, which are copied from the device."""
+        """Return the facts with documents and times. Both are copied from the device."""
         try:
             if self.tokens is None:
                 raise LayoutError("the model got neither input_ids nor inputs_embeds")
@@ -83,13 +85,13 @@ class _WatchedBatch:
 
 
 class Watch:
-    """Watches the micro-batches of this process: outermost forwards of models in training, and
-    their attention.
+    """Watches the micro-batches of this process. A micro-batch begins with the outermost forward of
+    a model in training.
 
     Attributes:
         current: the watch of this process; None if there is no watch.
-        on_batch: called when a micro-batch begins.
-        unattended: number of forwards without any call of attention.
+        on_batch: function that is called when a micro-batch begins.
+        unattended: number of forwards in which no call of attention was seen.
     """
 
     current: ClassVar[Watch | None] = None
@@ -105,12 +107,12 @@ class Watch:
         Watch.current = self
 
     def stop(self) -> None:
-        """Stop, unless another watch has replaced this one."""
+        """Stop watching, unless another watch has replaced this one."""
         if Watch.current is self:
             Watch.current = None
 
     def take(self, *, end: bool = False) -> list[BatchFacts]:
-        """Take the facts of micro-batches that a device has finished.
+        """Return the facts of the micro-batches that the device has finished since the last call.
 
         Args:
             end: whether to wait for the device first.
@@ -127,7 +129,7 @@ class Watch:
         return taken
 
     def note_forward(self, model: PreTrainedModel, arguments: Mapping[str, Any]) -> None:
-        """Begin a micro-batch with the forward of a model, if the model is in training."""
+        """Begin a micro-batch, because a model begins a forward. Ignore models in evaluation."""
         self._open = None
         if model.training and torch.is_grad_enabled():
             self.on_batch()
@@ -164,7 +166,7 @@ class Watch:
 def _time_backward(
     meter: Meter, now: Callable[[], Mark], output: torch.Tensor, inputs: tuple[torch.Tensor, ...]
 ) -> None:
-    """Time the backward of a call, once it runs."""
+    """Time the backward of a call when it runs."""
     begun: list[Mark] = []
 
     def end(_: torch.Tensor) -> None:
@@ -179,7 +181,7 @@ def _time_backward(
 
 @cache
 def _follow_models() -> None:
-    """Make models and transformers' table of attention functions report to the current watch."""
+    """Make models, and transformers' table of attention functions, report to the current watch."""
     call, find = PreTrainedModel.__call__, AttentionInterface.get_interface
 
     @wraps(call)

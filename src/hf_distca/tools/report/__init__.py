@@ -1,1 +1,1 @@
-"""The report of a run's folder, as one page without other files. No torch is needed to make it."""
+"""The report about a run's folder: a single file, which can be made without torch."""

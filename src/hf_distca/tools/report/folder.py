@@ -1,4 +1,4 @@
-"""`RunFolder`: contents of a run's folder."""
+"""`RunFolder`: the contents of a run's folder."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ _MOST_RECORD_BYTES = 2**30  # enough for all plans of a long run
 
 @dataclass(frozen=True)
 class RunFolder:
-    """Data to report.
+    """The data of a run for the report.
 
     Attributes:
         path: the folder.
-        rows: rows of the record; if steps ran again after a restart, only the latest ones.
-        broken: numbers of the lines of the record that cannot be read.
+        rows: rows of the record. If a step ran again after a restart, only its latest rows are
+            kept.
+        broken: numbers of the record's lines that cannot be read.
     """
 
     path: Path
@@ -37,7 +38,7 @@ class RunFolder:
         """Read a folder.
 
         Raises:
-            ReportError: if there is nothing to report, or a file is broken; names the file and a
+            ReportError: if there is nothing to report, or if a file is broken; names the file and a
                 remedy.
             OSError: if a file cannot be read.
         """
@@ -54,7 +55,7 @@ class RunFolder:
             raise ReportError(
                 f"{record} does not tell how a training began, so no page can be made:"
                 f" its first row is missing or broken{lines}. A training that begins or resumes"
-                " with this output_dir writes another."
+                " with this output_dir writes a new first row."
             )
         if not folder.select_rows(StepsRow):
             raise ReportError(
@@ -65,17 +66,18 @@ class RunFolder:
 
 
 def _read_record(path: Path) -> tuple[list[Row], list[int]]:
-    """Return the rows, and the numbers of broken lines, which a killed process may leave."""
+    """Return the rows, and the numbers of broken lines. A killed process may leave such lines."""
     rows, broken = list[Row](), list[int]()
     text = read_file(path, _MOST_RECORD_BYTES).decode("utf-8", errors="replace")
-    # Leave out a last line without an end: it is still being written, or its writer was killed.
+    # Leave out a last line without a line end, because it is still being written, or its writer was
+    # killed.
     for number, line in enumerate(text[: text.rfind("\n") + 1].splitlines(), 1):
         try:
             row = read_row(line)
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
             broken.append(number)
             continue
-        if isinstance(row, RunRow):  # later steps run again after a restart
+        if isinstance(row, RunRow):  # after a restart, later steps run again
             begun = row.step
             rows = [other for other in rows if isinstance(other, RunRow) or other.step <= begun]
         rows += [] if row is None else [row]

@@ -1,8 +1,8 @@
-"""`render`: the page, one HTML file without external parts, with two pictures drawn as SVG: seconds
+"""`render`: makes the page, an HTML file without external parts. It has two SVG pictures: seconds
 by rank, and a plan.
 
 All colours have a contrast of at least 3 to 1 to both backgrounds of the page, light and dark.
-Colours of documents have at least 4.5 to 1 to the white text on them.
+Colours of documents have a contrast of at least 4.5 to 1 to the white text on them.
 """
 
 from __future__ import annotations
@@ -53,16 +53,16 @@ DOCUMENTS = (
     "#5d7183",
     "#9a6a00",
 )
-_MOST_DRAWN = 32  # ranks; the table lists all
-_LABELLED = 0.06  # part of the width; narrower bars have no room for a number
+_MOST_DRAWN = 32  # ranks in a picture; the table lists all ranks
+_LABELLED = 0.06  # fraction of the width; narrower bars have no room for a number
 
 
 class Bar(NamedTuple):
     """A bar of a row.
 
-    `start` and `length` are parts of the width, `tip` is shown under the pointer.
+    `start` and `length` are fractions of the picture's width. `tip` is shown under the pointer.
 
-    A `moved` bar, which is computed for another rank, is hatched.
+    A `moved` bar is work that a rank computes for another rank. It is hatched.
     """
 
     start: float
@@ -73,18 +73,19 @@ class Bar(NamedTuple):
     moved: bool = False
 
 
-Rows = dict[str, list[list[Bar]]]  # lines of bars of each drawn rank, by its name
+Rows = dict[str, list[list[Bar]]]  # for each drawn rank, by name, its lines of bars
 
 
 class Picture(NamedTuple):
     """A picture.
 
     Attributes:
-        name: name of the element.
-        title, text: text above it.
-        width: meaning of its whole width.
-        sides: rows of each side, by its caption; one side, or two next to each other.
-        legend: colours by their meaning.
+        name: name of the HTML element.
+        title, text: texts above the picture.
+        width: time that the whole width stands for.
+        sides: rows of each side, by the caption of the side. Two sides are drawn next to each
+            other.
+        legend: colours, by their meaning.
     """
 
     name: str
@@ -111,7 +112,7 @@ def render(figures: Figures) -> str:
 
 
 def draw_pictures(figures: Figures) -> list[Picture]:
-    """Draw all pictures for which there are data."""
+    """Draw all pictures for which the run has data."""
     return [
         _draw_seconds(figures.per_rank, figures.total.get("imbalance_estimated_replaced")),
         *([] if figures.plan is None else [_plan(figures.plan)]),
@@ -119,8 +120,8 @@ def draw_pictures(figures: Figures) -> list[Picture]:
 
 
 def _draw_seconds(figures: PerRank, replaced: float | None) -> Picture:
-    """Draw the seconds of ranks. If `replaced` is known, first draw those of the slowest rank in
-    the batches that dealing replaced.
+    """Draw the attention seconds of each rank. `replaced` is slowest rank / mean in the batches
+    that dealing replaced. If it is known, the slowest rank of these batches is drawn first.
     """
     before, after = figures.measured_before, figures.measured_after
     slowest = (replaced or 0.0) * sum(before) / len(before)
@@ -176,7 +177,7 @@ def _format_time(seconds: float) -> str:
 
 
 def _choose_ranks(before: Sequence[float], after: Sequence[float]) -> list[int]:
-    """Choose the ranks to draw, in order: those whose work changes most."""
+    """Choose the ranks to draw: those whose work changes most, in order of their numbers."""
     return sorted(
         sorted(range(len(before)), key=lambda rank: -abs(before[rank] - after[rank]))[:_MOST_DRAWN]
     )

@@ -31,8 +31,10 @@ class PlanPiece:
     """CA-tasks of one document on one rank.
 
     Attributes:
-        rank: rank that computes them; `home` has their queries.
-        document, length: its number in the micro-batch, and its tokens on all ranks.
+        rank: rank that computes the tasks.
+        home: rank that has their queries.
+        document: number of the document in the micro-batch.
+        length: number of the document's tokens on all ranks.
         tokens: number of queries.
         seconds: estimated seconds of one layer on this rank, forward and backward.
     """
@@ -47,11 +49,12 @@ class PlanPiece:
 
 @dataclass(frozen=True)
 class PlanFigures:
-    """A drawn micro-batch: its work at home, and as planned.
+    """The plan of a micro-batch, for a picture.
 
     Attributes:
         step, micro_batch: numbers of the step and the micro-batch.
-        before, after: its pieces, in order of rank and document.
+        before, after: pieces of the micro-batch before and after work is moved, in order of rank
+            and document.
         per_rank: see `PlanRow`.
     """
 
@@ -67,17 +70,17 @@ class Figures:
     """Figures of a run.
 
     Attributes:
-        name: name of its folder.
-        cards: the figures to look at first, with their meanings.
-        total: figures of the whole run: those of the log, the seconds of a step, and the attention
-            seconds of the slowest ranks before and after work was moved.
+        name: name of the run's folder.
+        cards: the most important figures, with their meanings.
+        total: figures of the whole run: the logged figures, the seconds of a step, and the
+            attention seconds of the slowest ranks before and after work was moved.
         steps: for each row of the log, the step, its figures and the loss.
-        per_rank: sums over the run.
-        plan: plan of the chosen step, None without one.
-        plan_steps: steps with plans.
+        per_rank: figures of each rank, summed over the run.
+        plan: plan of the chosen step; None if no plan was kept.
+        plan_steps: steps whose plans were kept.
         run: device, model, settings, training arguments and versions.
         warnings: warnings with their steps.
-        missing: missing parts of the page, and how to get them.
+        missing: parts of the page that are missing, and how to get them.
     """
 
     name: str
@@ -97,10 +100,10 @@ def collect(folder: RunFolder, step: int | None = None) -> Figures:
 
     Args:
         folder: the folder of a run.
-        step: step whose plan is drawn; that of the most uneven micro-batch if None.
+        step: step whose plan is drawn; if None, the step of the most uneven micro-batch.
 
     Raises:
-        ReportError: if there is no plan of that step, or if it cannot be read.
+        ReportError: if there is no plan of this step, or if the record does not fit together.
     """
     rows, plans = folder.select_rows(StepsRow), folder.select_rows(PlanRow)
     chosen = _choose_plan(folder, plans, step)
@@ -130,7 +133,7 @@ def collect(folder: RunFolder, step: int | None = None) -> Figures:
             return figures
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise ReportError(
-            f"{folder.path / RECORD_NAME} is no record of a run: its figures do not fit together"
+            f"{folder.path / RECORD_NAME} is not a record of a run: its figures do not fit together"
             f" ({error}). Move the file away."
         ) from error
 
@@ -138,7 +141,7 @@ def collect(folder: RunFolder, step: int | None = None) -> Figures:
 def _sum_up_run(
     folder: RunFolder, rows: Sequence[StepsRow]
 ) -> tuple[dict[str, float], list[dict[str, float]]]:
-    """Return the figures of the whole run, and those of each row."""
+    """Return the figures of the whole run, and the figures of each row."""
     tallies = [
         BalanceTotals(**{name: float(row.tally[name]) for name in _TALLY if name in row.tally})  # type: ignore[arg-type]
         for row in rows
@@ -171,8 +174,8 @@ def _read_logged(tally: BalanceTotals) -> dict[str, float]:
 
 
 def _sum_rows(rows: Sequence[StepsRow]) -> PerRank:
-    """Sum figures over the run; if the number of ranks changed, over the newest rows with the same
-    number.
+    """Sum the figures of each rank over the run. If the number of ranks has changed, sum only the
+    rows with the last number of ranks.
     """
     tables = [np.array(astuple(row.per_rank), dtype=np.float64) for row in rows]
     return PerRank(
@@ -181,12 +184,12 @@ def _sum_rows(rows: Sequence[StepsRow]) -> PerRank:
 
 
 def _choose_plan(folder: RunFolder, plans: Sequence[PlanRow], step: int | None) -> PlanRow | None:
-    """Choose the most uneven plan of a step, or of all steps."""
+    """Choose the plan of the most uneven micro-batch in a step, or in all steps."""
     steps = sorted({plan.step for plan in plans})
     if step not in (None, *steps):
         raise ReportError(
             f"there is no plan of step {step} in {folder.path}. Plans of these steps were kept: "
-            f'{", ".join(map(str, steps)) or "none"}. DistCACallback(record="all") keeps all.'
+            f'{", ".join(map(str, steps)) or "none"}. DistCACallback(record="all") keeps all plans.'
         )
 
     def compute_unevenness(row: PlanRow) -> float:
@@ -216,7 +219,7 @@ def _describe_plan(row: PlanRow) -> PlanFigures:
             speeds[plan.home],
             speeds[plan.server],
         ]
-        # Fails if the record does not have one number of seconds for each task.
+        # This fails if the record does not have one number of seconds for each task.
         tasks.append(np.array([*placed, rows, part.seconds], dtype=np.float64))
     documents, homes, servers, home_speeds, server_speeds, rows, seconds = np.concatenate(
         tasks, axis=1

@@ -1,12 +1,12 @@
-"""``hf-distca run train.py ...`` or ``python -m hf_distca.tools.run train.py``: run a script that
+"""``hf-distca run train.py ...`` or ``python -m hf_distca.tools.run train.py``: runs a script that
 does not import hf_distca, under distca.
 
 The options apply to the script and to Python processes that it starts, such as those of
-accelerate's launcher: each of them runs the ``sitecustomize`` module of the folder ``child_start``,
-which is put in front of their ``PYTHONPATH``, and reads the options in ``HF_DISTCA_RUN``. No other
-way reaches them all: launchers write their own command lines, and packages call launchers in more
-ways than could be rewritten. That folder is part of the installed package, so that a process that
-outlives the run finds only installed files there.
+accelerate's launcher. The folder ``child_start`` is put in front of the ``PYTHONPATH`` of these
+processes. So each of them runs the ``sitecustomize`` module in this folder, which reads the options
+in ``HF_DISTCA_RUN``. No other way reaches all processes, because launchers write their own command
+lines, and packages call launchers in too many ways. The folder is part of the installed package, so
+that a process that outlives the run still finds it.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _OPTIONS, _PYTHONPATH = "HF_DISTCA_RUN", "PYTHONPATH"
 _CHILD_START = str(Path(__file__).parents[1] / "cli" / "child_start")
 _NO_OPTIONS = ("settings", "launched", "given")  # fields that a file cannot set
 _MOST_SECONDS = 366 * 86400
-# The check of each option's value, and the text of its error.
+# For each option, a check of its value, and the error text for a value that fails the check.
 _CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "attn_implementation": (lambda value: value in (None, "distca"), "'distca'"),
     "collator": (lambda value: value in ("check", "replace"), "'check' or 'replace'"),
@@ -66,24 +66,24 @@ class Options(NamedTuple):
     """Options for a script and all processes that it starts.
 
     Attributes:
-        attn_implementation: "distca" for models that are loaded without naming one, None to leave
-            that to transformers.
+        attn_implementation: "distca" for models that are loaded without naming an attention
+            implementation; None to let transformers choose.
         summary: whether to print the balance at the end.
-        instead_of: the attention that distca stands in for; None to replace no attention.
-        tokens_per_rank: tokens with which every Trainer deals its documents, as `hf_distca.deal`
-            does; None to leave them as they are.
+        instead_of: the attention that distca replaces; None to replace no attention.
+        tokens_per_rank: number of tokens per rank with which every Trainer deals its documents,
+            like `hf_distca.deal`; None if documents are not dealt.
         settings: fields of `DistCAConfig` and their values, for `hf_distca.configure`; None to
-            leave that to the script.
+            leave settings to the script.
         observe: whether to measure the imbalance of attention and change nothing.
-        collator: as for `hf_distca.deal`: ``"replace"`` to replace a collator of the script's own,
-            too.
-        servers: number of attention servers on each node: the last processes that a launcher starts
-            there.
+        collator: see `hf_distca.deal`; ``"replace"`` also replaces the script's own collator.
+        servers: number of attention servers on each node, which are the last processes that a
+            launcher starts on the node.
         server_address: ``HOST:PORT`` of servers that were started separately.
         server_wait: seconds to wait for servers; on servers, seconds to wait for ranks that train.
         launched: on ranks that train, facts about the servers of the launch: number of nodes,
-            servers on each node, attempt.
-        given: names of options that a user gave; children get them even if they equal the defaults.
+            number of servers on each node, and attempt of the launch.
+        given: names of options that a user gave. Child processes get these even if their values are
+            the defaults.
     """
 
     attn_implementation: Literal["distca"] | None = None
@@ -103,8 +103,8 @@ class Options(NamedTuple):
         """Return the variables that give the options to Python processes.
 
         Args:
-            environment: variables to which they are added. Options of a run around this one stay,
-                unless this one has them, too.
+            environment: the present variables. If this run is inside another one, its options
+                override those of the outer run, and other options of the outer run stay.
         """
         changed = {
             name: value
@@ -120,7 +120,7 @@ class Options(NamedTuple):
 
     @classmethod
     def read(cls, environment: Mapping[str, str]) -> Options:
-        """Read the options that `make_environment` has written.
+        """Read the options that `make_environment` has put into a variable.
 
         Raises:
             ConfigError: if the variable has other contents, such as options of another version.
@@ -130,16 +130,16 @@ class Options(NamedTuple):
             return cls(**json.loads(text)).check()
         except (DistCAError, RecursionError, TypeError, ValueError) as error:
             raise ConfigError(
-                f"{_OPTIONS}={text!r:.200} has no options of this version of `hf-distca run`"
-                f" ({error}). Unset it, or install one version where the command and its script"
-                " run."
+                f"{_OPTIONS}={text!r:.200} does not hold options of this version of `hf-distca run`"
+                f" ({error}). Unset this variable, or install the same version for the command and"
+                " for the processes that it starts."
             ) from error
 
     def check(self) -> Options:
-        """Return the options after a check that a script can run with them.
+        """Check that a script can run with these options, and return them.
 
         Raises:
-            ConfigError, UnsupportedError: if it cannot.
+            ConfigError, UnsupportedError: if no script can run with these options.
         """
         for name, (is_right, expected) in _CHECKS.items():
             value = getattr(self, name)
@@ -149,8 +149,8 @@ class Options(NamedTuple):
         given = [name for name in (*changing, "server_address") if getattr(self, name)]
         if self.observe and given:
             raise ConfigError(
-                f"observe measures training as it is, and {', '.join(given)} would change it: give"
-                " one or the other."
+                f"observe measures training as it is, but {', '.join(given)} would change it: leave"
+                " out one or the other."
             )
         if self.instead_of is not None:
             from hf_distca.config import check_replaceable
@@ -166,14 +166,14 @@ def read_options(file: Path | None, changes: Sequence[str], **given: Any) -> Opt
 
     Args:
         file: YAML or JSON, with fields of `Options` and of `DistCAConfig`; None for no file.
-        changes: ``NAME=VALUE`` for the same names, which count more than the file.
-        given: fields of `Options`, which count most; None for a field that is not given.
+        changes: ``NAME=VALUE`` for the same names. These override the file.
+        given: fields of `Options` that override both; None for a field that is not given.
 
     Raises:
-        ConfigError: if a name or value is wrong. The message is one line that names its place.
-        UnsupportedError: if distca cannot stand in for the named attention.
+        ConfigError: if a name or value is wrong. The message is one line that names its source.
+        UnsupportedError: if distca cannot replace the named attention.
     """
-    Options.read(os.environ)  # raises if options of a run around this one are wrong
+    Options.read(os.environ)  # check the options of an outer run
     options, settings = dict[str, Any](), dict[str, Any]()
     for change in changes:
         if "=" not in change:
@@ -194,7 +194,7 @@ def read_options(file: Path | None, changes: Sequence[str], **given: Any) -> Opt
                 raise ConfigError(f"{source}: {error}") from error
             options = options | others
             settings = settings | {n: v for n, v in (values or {}).items() if n not in names}
-        # A child may run in another folder, where a relative path would be wrong.
+        # A child process may run in another folder, where a relative path would be wrong.
         if not is_built_in(settings.get("cost_model", "analytic")):
             settings["cost_model"] = str(Path(settings["cost_model"]).absolute())
     options |= {name: value for name, value in given.items() if value is not None}
@@ -208,7 +208,7 @@ def begin(options: Options) -> None:
     if options.servers:
         try:
             options = _become_launched(options)
-        except ConfigError as error:  # in `sitecustomize`, Python prints an exception and goes on
+        except ConfigError as error:  # in `sitecustomize`, Python would only print it
             sys.stderr.write(f"hf-distca: {error}\n")
             os._exit(2)
     if options.observe:
@@ -222,16 +222,17 @@ def begin(options: Options) -> None:
 
 
 def _become_launched(options: Options) -> Options:
-    """Become a server, or a rank of the world without servers. Return the options of that rank.
+    """Make this process a server, or a rank of the world without servers. Return the options of
+    that rank.
 
-    Nothing changes in a process that no launcher started, such as the launcher itself.
+    Change nothing in a process that no launcher started, such as the launcher itself.
     """
     from hf_distca.pool.launch import QUIET, LaunchPlace
 
     place = LaunchPlace.from_environment(os.environ, options.servers)
     if place is None:
         return options
-    os.environ.pop(_OPTIONS, None)  # from here on, each process sets its own options
+    os.environ.pop(_OPTIONS, None)  # from now on, each process sets its own options
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     if place.server is not None:
         arguments = f"{place.server}, {attempt!r}, {options.server_wait}, {place.local}"
@@ -239,16 +240,16 @@ def _become_launched(options: Options) -> Options:
         nothing = Options(summary=False).make_environment(os.environ)
         os.execve(sys.executable, [sys.executable, "-c", code], os.environ | QUIET | nothing)
     options = options._replace(servers=0, launched=(place.nodes, options.servers, attempt))
-    # Processes that this one starts belong to the smaller world, too.
+    # Processes that this process starts also belong to the world without servers.
     os.environ |= place.make_trainer_environment() | options.make_environment(os.environ)
     return options
 
 
 def find_command(command: str) -> Path:
-    """Find the file of a command: a name with a slash is a path, other names are looked up on the
-    PATH, as in a shell.
+    """Find the file of a command. Like in a shell, a name with a slash is a path, and other names
+    are looked up on the PATH.
 
-    A name that ends in ``.py`` is a script of the current folder first, as for Python.
+    A name that ends in ``.py`` is looked up in the current folder first, like for ``python``.
 
     Raises:
         FileNotFoundError: if there is no such command.
@@ -263,24 +264,25 @@ def find_command(command: str) -> Path:
         return Path(on_the_path)
     if is_path or path.suffix == ".py":
         raise FileNotFoundError(
-            f"there is no file {command!r} in {Path.cwd()}, and no such command on the PATH: the"
-            " first argument is what to run."
+            f"there is no file {command!r} in {Path.cwd()}, and no such command on the PATH. The"
+            " first argument must be the script or command to run."
         )
     hint = f" The file in this folder is ./{command}." if is_file else ""
     raise FileNotFoundError(
-        f"there is no command {command!r} on the PATH: the first argument is what to run.{hint}"
+        f"there is no command {command!r} on the PATH. The first argument must be the script or"
+        f" command to run.{hint}"
     )
 
 
 def find_module(name: str) -> None:
-    """Raise unless a module can be run by this name, with the current folder in front of the search
+    """Raise unless a module can be run by this name. Put the current folder in front of the search
     path.
 
     Raises:
         FileNotFoundError: if there is no such module.
     """
     if not sys.flags.safe_path:
-        sys.path[0] = str(Path.cwd())  # as Python does for a module
+        sys.path[0] = str(Path.cwd())  # like `python -m`
     try:
         spec = find_spec(name)
         if spec is not None and spec.submodule_search_locations is not None:
@@ -291,42 +293,41 @@ def find_module(name: str) -> None:
         spec, why = None, f" ({error})"
     if spec is None:
         raise FileNotFoundError(
-            f"there is no module {name!r} that could be run in {Path.cwd()} or among the installed"
-            f" ones{why}."
+            f"there is no module {name!r} that can be run, neither in {Path.cwd()} nor among the"
+            f" installed modules{why}."
         )
 
 
-# This keeps the objects of the script until the interpreter ends, as if Python had run the script.
-# A DDP model that is freed earlier may hang: it waits for threads of gloo, and they wait for the
+# This keeps the objects of the script until the interpreter ends, like for `python train.py`. A DDP
+# model that is freed earlier may hang: it waits for threads of gloo, but these wait for the
 # interpreter.
 _script_names: dict[str, Any] = {}
 
 
 def run_module(name: str, arguments: Sequence[str], options: Options) -> None:
-    """Run a module in this process as ``__main__``, as ``python -m`` does."""
+    """Run a module in this process as ``__main__``, like ``python -m``."""
     _start_distca(options)
     sys.argv = [name, *arguments]
     _script_names.update(runpy.run_module(name, run_name="__main__", alter_sys=True))
 
 
 def run_command(path: Path, arguments: Sequence[str], options: Options) -> None:
-    """Run a Python script in this process as ``__main__``; any other command replaces this process.
-
-    Then the command gets the signals and the terminal and sets the exit status, as if it had been
-    started directly.
+    """Run a Python script in this process as ``__main__``, or replace this process by another
+    command. Such a command gets signals and the terminal and sets the exit status, as if it had
+    been started directly.
 
     Args:
-        path: as `find_command` returns it.
-        arguments: its arguments.
-        options: options for it.
+        path: path of the script or command, from `find_command`.
+        arguments: arguments of the script or command.
+        options: options for it and for the processes that it starts.
 
     Raises:
-        SystemExit: if the file is no program.
+        SystemExit: if the file is not a program.
     """
     try:
         with path.open("rb") as file:
             beginning = file.read(256)
-    except OSError:  # a program that cannot be read may still run
+    except OSError:  # it may be a program that can be run but not read
         beginning = b"\0"
     first_line = beginning.partition(b"\n")[0]
     if path.suffix != ".py" and not (first_line.startswith(b"#!") and b"python" in first_line):
@@ -336,7 +337,7 @@ def run_command(path: Path, arguments: Sequence[str], options: Options) -> None:
         )
     _start_distca(options)
     sys.argv = [str(path), *arguments]
-    if not sys.flags.safe_path:  # as in Python, a script can import files next to it
+    if not sys.flags.safe_path:  # a script can import files next to it
         sys.path[0] = str(path.resolve().parent)
     _script_names.update(runpy.run_path(str(path), run_name="__main__"))
 
@@ -347,8 +348,8 @@ def _start_distca(options: Options) -> None:
 
 
 def _execute(command: list[str], environment: Mapping[str, str], is_text: bool) -> NoReturn:
-    """Replace this process by a program. A text file without a ``#!`` line runs in a shell, as if a
-    shell had started it.
+    """Replace this process by a program. A text file without a ``#!`` line runs in a shell, like
+    files that a shell starts.
     """
     try:
         os.execve(command[0], command, environment)
@@ -361,7 +362,7 @@ def _execute(command: list[str], environment: Mapping[str, str], is_text: bool) 
 
 
 def _prepare_models(options: Options) -> None:
-    """Do what the options ask for models, before the first one is made."""
+    """Apply the options that concern models, before the first model is made."""
     from hf_distca.config import DistCAConfig
     from hf_distca.integration.attention_names import make_distca_default
     from hf_distca.integration.current_session import configure
@@ -385,7 +386,7 @@ def _prepare_models(options: Options) -> None:
 
 
 def _prepare_trainers(options: Options) -> None:
-    """Do what the options ask for every Trainer, before the first one is made."""
+    """Apply the options that concern Trainers, before the first Trainer is made."""
     from hf_distca.integration.training.callback import add_callbacks
     from hf_distca.integration.training.deal_trainer import deal_before_training
 
@@ -395,7 +396,7 @@ def _prepare_trainers(options: Options) -> None:
 
 
 def _observe() -> None:
-    """Watch the training loops of this process."""
+    """Measure the imbalance of all training in this process."""
     from hf_distca.tools.observe.run_observer import Observer
 
     observer = Observer()

@@ -1,5 +1,5 @@
-"""Start-up of Python processes that ``hf-distca run`` starts: this folder is in front of their
-``PYTHONPATH``.
+"""Code that Python processes under ``hf-distca run`` execute when they start. They find it because
+this folder is in front of their ``PYTHONPATH``.
 """
 
 import os
@@ -7,17 +7,17 @@ import sys
 from importlib.machinery import PathFinder
 from importlib.util import find_spec, module_from_spec
 
-# This module hides another `sitecustomize` that the environment may have: run that one first.
+# The environment may have its own `sitecustomize`, which this module hides: run it first.
 _here = os.path.dirname(__file__)  # noqa: PTH120 - pathlib would slow every interpreter down
 _hidden = PathFinder.find_spec("sitecustomize", [path for path in sys.path if path != _here])
 if _hidden is not None and _hidden.loader is not None:
     _hidden.loader.exec_module(module_from_spec(_hidden))
-if find_spec("hf_distca") is not None:  # else this Python belongs to another environment
+if find_spec("hf_distca") is not None:  # false if this Python belongs to another environment
     try:
         from hf_distca.tools.run import Options, begin
 
         begin(Options.read(os.environ))
-    except Exception as error:  # Python would print it and go on without distca
-        sys.stderr.write(f"hf-distca: what `hf-distca run` starts cannot begin: {error}\n")
+    except Exception as error:  # Python would continue without distca
+        sys.stderr.write(f"hf-distca: `hf-distca run` cannot start this process: {error}\n")
         sys.stderr.flush()
         os._exit(2)
