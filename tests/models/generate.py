@@ -88,17 +88,18 @@ attention = {"text_config": "distca", "vision_config": "sdpa"}
 model = AutoModelForImageTextToText.from_pretrained(name, attn_implementation=attention)
 ```
 
-The keys are the names of the parts in the model's config. LLaVA and Qwen2-VL are compared with sdpa
-in this way, with images in packed rows, on one rank and on two
-(`tests/models/test_vision_language.py`). For M-RoPE give position ids of four rows, with those of
-the text first, or of three rows: a document begins where all three are 0.
+The keys are the names of the parts in the model's config. LLaVA, Qwen2-VL and the models with
+images below are compared with sdpa in this way, in packed rows
+(`tests/models/test_vision_language.py`) and in a Trainer with their processors
+(`tests/integration/test_images_in_training.py`). For M-RoPE give position ids of four rows, the
+text's first, or of three rows: a document begins where all three are 0.
 
 ## Masks that are not causal
 
 **Blocks.** Image tokens that see each other both ways (Gemma 3 and 4, PaliGemma, Molmo2) and
-prefixes (PaliGemma, HRM) are exact, in padded and in packed rows. transformers' own masks are wrong
+prefixes (PaliGemma, HRM) are exact, in padded and packed rows. transformers' own masks are wrong
 for packed rows with images in the windowed layers of Gemma 3 and 4, so packed rows are compared
-with each document alone. `PackingCollator` and shares refuse the columns of images: use the model's
+with each document alone. `PackingCollator` and `deal` refuse columns of images: use the model's
 processor. Blocks move to other ranks only if a block has a quarter of its rank's tokens.
 
 **Both ways.** Decoders with `config.is_causal=False`, and the text encoders EuroBERT, ModernBERT,

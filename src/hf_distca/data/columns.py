@@ -26,6 +26,13 @@ ROW_COLUMNS = frozenset({"input_ids", "labels", "attention_mask", *TARGET_MASKS}
 # Columns that are not read, but determine the documents and targets of a row. If they were ignored,
 # a model would train on other documents or targets.
 _REFUSED_COLUMNS = frozenset({"shift_labels", "seq_idx", "cu_seq_lens_k", *DOCUMENT_KEYS})
+# Columns of files or objects, and the input of a model that the collators of TRL and LLaMA-Factory
+# make from each.
+_MEDIA_INPUTS = {
+    "images": "pixel_values",
+    "videos": "pixel_values_videos",
+    "audios": "input_features",
+}
 
 
 # Names of the arguments of a model's forward, or None if they are unknown.
@@ -93,7 +100,7 @@ def find_other_head(model_class: Any) -> str | None:
 def check_columns(
     row: Mapping[str, Any], tokens: int, read_columns: Collection[str], inputs: InputNames
 ) -> None:
-    """Raise if a column is not read and may be an input of the model.
+    """Raise if a column is not read and may be, or become, an input of the model.
 
     Warn about other unread columns that have a number for each token.
 
@@ -118,7 +125,7 @@ def check_columns(
 def check_column(
     name: str, read_columns: Collection[str], inputs: InputNames, *, has_numbers: bool
 ) -> None:
-    """Raise if a column that is not read may be an input of the model.
+    """Raise if a column that is not read may be an input of the model, or may become one.
 
     Args:
         name: name of the column.
@@ -134,6 +141,11 @@ def check_column(
             name in _REFUSED_COLUMNS,
             ", which tells what its documents or targets are, and",
             "Give documents with their labels, and remove the column, or use another collator.",
+        ),
+        (
+            name in _MEDIA_INPUTS and (inputs is None or _MEDIA_INPUTS[name] in inputs),
+            ", from which another collator would make an input of the model, and which",
+            "Remove the column if the model trains on text alone, or use another collator.",
         ),
         (
             inputs is None and has_numbers,
