@@ -43,13 +43,13 @@ class DocumentTokens(NamedTuple):
             token = int(jumps[0])
             raise LayoutError(
                 f"positions of a document go from {self.positions[token]} to "
-                f"{self.positions[token + 1]}: they would be lost if it were dealt to ranks. Train "
-                "with PackingCollator, which keeps them, and with documents that fit on a rank."
+                f"{self.positions[token + 1]}: dealing would lose such positions. Train with "
+                "PackingCollator, which keeps them, and with documents that fit on a rank."
             )
 
 
 def make_labels(tokens: IntArray, masks: Collection[IntArray]) -> IntArray:
-    """Make labels for tokens that have no column of labels, as TRL does.
+    """Make labels for tokens without a column of labels, in the way of TRL.
 
     Args:
         tokens: (tokens,) int64.
@@ -135,7 +135,7 @@ class PackingCollator:
 
 @dataclass(frozen=True)
 class ShareCollator:
-    """Collator of shares. It passes all other rows to another collator.
+    """Collator of shares. It passes rows that are not shares to another collator.
 
     Attributes:
         others: collator for rows that were not dealt, for example in evaluation.
@@ -156,7 +156,7 @@ _warnings_given: set[str] = set()
 
 
 def _warn_of_no_targets(tokens: int) -> None:
-    """Warn once in a process that a batch has no targets."""
+    """Warn once per process that a batch has no targets."""
     if not _warnings_given:
         _warnings_given.add("no targets")
         _log.warning(
@@ -246,8 +246,8 @@ def read_feature_documents(
 def _find_starts(tokens: RowTokens, lengths: IntArray | None, *, has_positions: bool) -> IntArray:
     """Find the tokens of a row, without padding, at which documents begin.
 
-    They follow from `lengths` or, if that is None, from positions and mask. If a row has none of
-    these, it is one document.
+    Documents begin where `lengths` says or, if that is None, where positions and mask say. If a row
+    has neither lengths nor positions nor numbers in its mask, it is one document.
     """
     if has_positions and tokens.position[:1].any():
         raise LayoutError(
