@@ -174,7 +174,7 @@ def test_tokens_that_a_mask_leaves_out_are_no_targets(names: tuple[str, ...]) ->
         ({"completion_mask": [1]}, "8 input_ids and 1 numbers in its completion_mask"),
         (
             {"attention_mask": [1, 1, 2, 2, 1, 1, 3, 3]},
-            "row 0, and 1 comes again after another number",
+            "row 0, but 1 comes again after another number",
         ),
         ({"attention_mask": [1, 1, 1, 2, 0, 2, 2, 2]}, r"attention_mask\[4\] of a document is 0"),
         (

@@ -128,10 +128,10 @@ class AnnouncedDocuments(NamedTuple):
     """Documents of all ranks for one requested plan.
 
     Attributes:
-        header: (ranks, 5) int64 with these columns: 1 if documents may span ranks, else 0; number
-            of the nano-batch, or 0 for a whole batch; number that tells of context, which is keys
-            without queries (0: there is none, 1: the first run is context, 1 + n: documents share
-            prefixes, and the first n runs are context); number of runs; number of query-key pairs
+        header: (ranks, 5) int64. Column 0: 1 if documents may span ranks, else 0. Column 1: number
+            of the nano-batch, or 0 for a whole batch. Column 2: 0 without context (keys without
+            queries), 1 if the first run is context, or 1 + n if documents share prefixes and the
+            first n runs are context. Column 3: number of runs. Column 4: number of query-key pairs
             that the rank computes outside of the plan.
         numbers: runs of all ranks, in rank order: (runs, 3) int64 if documents span ranks, else
             only their lengths, (runs,) int64.

@@ -72,8 +72,8 @@ class MicroBatchPlan:
         source: name of the global batch if it was dealt, else "".
         is_planned_again: True if this process made the plan of a share again, because the loader
             had made it for other settings or rates.
-        in_order_imbalance: for a dealt batch, estimated imbalance if its documents had been laid on
-            ranks in their order; else 0.
+        in_order_imbalance: for a dealt batch, estimated imbalance if its documents filled one rank
+            after another in their order; else 0.
         figures: (ranks, 5) int64, the `Measurement` of each rank after its last kernel; empty until
             the measurements of all ranks are known.
     """
@@ -115,7 +115,7 @@ class MicroBatchPlan:
 
     @property
     def estimated_after(self) -> FloatArray:
-        """Estimated seconds of every rank by the plan, (ranks,)."""
+        """Estimated seconds of every rank with the plan, (ranks,)."""
         return self._sum_by_rank(self.plan.server, self.task_seconds)
 
     @property
@@ -285,7 +285,7 @@ class BalanceTotals:
         between_bytes: most bytes that any rank sent to other nodes.
         node_layers: number of layers if ranks are on several nodes, else 0.
         estimated_in_order: for dealt batches, estimated seconds of the slowest rank if documents
-            had been laid on ranks in their order.
+            filled one rank after another in their order.
         dealt_mean: for dealt batches, estimated seconds, mean over ranks.
     """
 

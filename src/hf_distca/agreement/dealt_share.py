@@ -87,8 +87,8 @@ class DealtShare:
         digest: hash of the documents, below 2**56; the same on all ranks.
         per_node: number of ranks per node for which the batch was dealt; None if dealing treated
             all ranks alike.
-        in_order_imbalance: estimated imbalance of attention if documents had been laid on ranks in
-            their order.
+        in_order_imbalance: estimated imbalance of attention if documents filled one rank after
+            another in their order.
         plans: plans made so far. A loader's workers make the first plans.
     """
 
@@ -143,17 +143,17 @@ class DealtShare:
         if self.ranks != len(ranks):
             raise LayoutError(
                 f"{self} is dealt to {self.ranks} ranks, but the attention group has {len(ranks)}: "
-                f"{ranks}. Deal to as many ranks as share attention."
+                f"{ranks}. Deal batches to as many ranks as share attention."
             )
         if ranks[self.rank] != group.ranks[group.rank]:
             raise LayoutError(
                 f"rank {group.ranks[group.rank]} holds the share of rank {ranks[self.rank]} of "
-                f"{self}. Read shares in order, one per batch, with as many processes as they are "
-                "dealt to."
+                f"{self}. Read shares in order, one per batch, with as many processes as there are "
+                "shares of a global batch."
             )
 
     def plan(self, job: PlanJob) -> Plan:
-        """Return the plan of a job. The plan is made at the first call for the same job."""
+        """Return the plan of a job. Only the first call for a job makes the plan."""
         if job not in self.plans:
             layout = self.layouts[job.key.nano - 1] if job.key.nano else self.whole_layout
             if job.has_tokens is not None:
@@ -253,7 +253,7 @@ class Dealing:
     ) -> PackedDocuments:
         """Make a rank's share of a global batch.
 
-        It describes the rank's runs of tokens. A loader's worker also makes the plans.
+        The share describes the rank's runs of tokens. A loader's worker also makes the plans.
 
         Args:
             lengths: (documents,) tokens of each document. The share numbers documents by their

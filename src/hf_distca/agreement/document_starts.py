@@ -17,9 +17,9 @@ def is_integer_tensor(tensor: torch.Tensor) -> bool:
 
 
 def convert_mask(attention_mask: object) -> torch.Tensor | None:
-    """Return a mask of whole numbers, which may number documents, as it is, and others as bool.
+    """Return a padding mask of whole numbers unchanged, and any other mask as bool.
 
-    Return None if the mask is not a tensor.
+    Whole numbers may number documents. Return None if the mask is not a tensor.
     """
     if not isinstance(attention_mask, torch.Tensor):
         return None
@@ -52,7 +52,7 @@ def read_positions(
         raise UnsupportedError(
             f"position_ids of shape {tuple(positions.shape)} for a {shape} batch: distca reads "
             "documents from (1 or batch, length) positions. For models with several position axes "
-            "use PackingCollator, which says where documents lie."
+            "use PackingCollator, which says where documents begin."
         )
     if not is_integer_tensor(positions):
         raise LayoutError(f"position_ids are {positions.dtype}: positions must be integers.")
@@ -165,7 +165,7 @@ class RowTokens:
         return np.flatnonzero(self._mark_starts() | breaks)
 
     def _mark_starts(self) -> BoolArray:
-        """Mark the first tokens of rows, and of documents by the mask's numbers: (tokens,) bool."""
+        """Mark the first tokens of rows, and of documents that the mask numbers: (tokens,) bool."""
         columns = [self.row] if self.document_number is None else [self.row, self.document_number]
         return mark_changes(*columns)
 
@@ -196,7 +196,7 @@ class RowTokens:
         if len(numbers) < len(runs):
             repeated = numbers[counts > 1][0]
             raise LayoutError(
-                f"attention_mask numbers the documents of row {repeated[0]}, and {repeated[1]} "
+                f"attention_mask numbers the documents of row {repeated[0]}, but {repeated[1]} "
                 "comes again after another number: give each document a different number, and "
                 "keep its tokens together."
             )
@@ -212,7 +212,7 @@ class RowTokens:
             raise UnsupportedError(
                 f"row {self.row[inside[0]]} of a training batch begins at position "
                 f"{self.position[inside[0]]}, and there are no distca_documents. Dealt batches "
-                "have more than input_ids: call model(**inputs). Otherwise another tool may have "
+                "have more keys than input_ids: call model(**inputs). Or another tool may have "
                 "cut sequences over ranks (context parallelism, Ulysses), and distca would take "
                 "the rest for a separate document. Switch that tool off, or set "
                 "DistCAConfig(documents_span_ranks=True) if ranks of the group hold the parts."

@@ -306,7 +306,7 @@ class Documents:
         return bool((first_row != last_row).any() or (first_row[1:] == first_row[:-1]).any())
 
     def find_indices(self, tokens: IntArray) -> IntArray:
-        """Find the indices among batch * sequence of tokens that are counted without padding."""
+        """Convert indices that do not count padding to indices among batch * sequence."""
         return tokens if self.token_indices is None else self.token_indices[tokens]
 
 
@@ -331,8 +331,9 @@ class TokenBatch:
     Attributes:
         batch_size: number of rows.
         length: number of tokens of a row, padding included.
-        packed: documents from the collator. Their lengths may count padding or not.
-        cu_seq_lens: (documents + 1,) integers, bounds of documents. They may count padding or not.
+        packed: documents from the collator. Their lengths either include padding or leave it out.
+        cu_seq_lens: (documents + 1,) integers, bounds of documents. They either include padding or
+            leave it out.
         position_ids: (1 or batch_size, length) integers.
         padding: (batch_size, length) mask, bool or whole numbers: 0 for padding; numbers above 1
             number the documents of a row. None if there is no padding.
@@ -390,7 +391,7 @@ class TokenBatch:
         shape = (self.batch_size, self.length)
         if packed is not None and not isinstance(packed, PackedDocuments):
             raise LayoutError(
-                f"distca_documents is of {type(packed)}: put a PackedDocuments into the batch."
+                f"distca_documents has type {type(packed)}: put a PackedDocuments into the batch."
             )
         if padding is not None and (
             padding.shape != shape
@@ -411,7 +412,7 @@ class TokenBatch:
     def _choose_attribute(self, span_ranks: bool) -> str:
         """Choose the first given attribute that can say where documents begin.
 
-        If documents span ranks, `cu_seq_lens` cannot say it.
+        If documents span ranks, `cu_seq_lens` is not enough.
         """
         for name in DOCUMENT_KEYS.values():
             if getattr(self, name) is not None and not (span_ranks and name == "cu_seq_lens"):
@@ -419,7 +420,7 @@ class TokenBatch:
         return "position_ids"
 
     def _remove_padding(self, documents: Documents) -> Documents:
-        """Remove padding from documents, whose lengths may count padding or not."""
+        """Remove padding from documents, unless their lengths already leave it out."""
         tokens = int(documents.runs[documents.context_runs :, 2].sum())
         total = self.batch_size * self.length
         if self.padding is None and tokens == total:

@@ -109,7 +109,7 @@ class Planner:
         """
         shares = [documents.dealt_share for documents, _ in requests if documents.dealt_share]
         with self.report_errors(group, f"planning for micro-batch {self.number + 1}"):
-            if len(shares) == len(requests):  # all belong to one dealt batch
+            if len(shares) == len(requests):  # all documents are of one dealt batch
                 return self.plan_share(shares[0], requests, group)
             return self.plan_documents(requests, group)
 
@@ -249,7 +249,7 @@ class Planner:
     def report_errors(group: AttentionGroup, activity: str) -> Iterator[None]:
         """Return a context manager that reports errors to the other ranks, which would wait.
 
-        It also adds this rank's name to errors in its batch.
+        It also adds the name of this rank to errors that its batch causes.
         """
         try:
             with group.report_errors(activity):
@@ -342,7 +342,7 @@ class Planner:
     def _warn_above_bound(self, used: MicroBatchPlan, group: AttentionGroup) -> None:
         """Warn if documents that span ranks need more memory than `max_transient_bytes`.
 
-        They are computed anyway, because they most likely fit.
+        The documents are computed anyway, because they most likely fit.
         """
         bound = self.config.max_transient_bytes
         if bound is None or not used.plan.moved:

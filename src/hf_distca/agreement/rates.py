@@ -5,13 +5,13 @@ corrections without an exchange. Results are rounded, so that different processo
 values. Measured times differ from run to run, so nothing is learned if torch is set to
 deterministic algorithms.
 
-- **Kernels.** One factor corrects the estimated seconds of kernels to the measured seconds.
+- **Kernels.** One factor scales the estimated seconds of kernels to the measured seconds.
 - **Ranks.** If the kernels of a rank take more or less time than these estimates in many samples,
   the speed of the rank is corrected.
-- **Exchanges.** One factor corrects the estimated seconds of exchanges to the measured seconds of
-  packing, waiting and unpacking. The factor is taken from the rank where it is smallest, because
-  other ranks also wait for slower ranks. The estimate of attention is then the time of the rank
-  whose kernels and exchanges take longest.
+- **Exchanges.** One factor scales the estimated seconds of exchanges to the measured seconds of
+  packing, waiting and unpacking. The rank with the smallest factor counts, because other ranks also
+  wait for slower ranks. The estimate of attention is then the time of the rank whose kernels and
+  exchanges take longest.
 - **Trials.** If exchanges cost more time than they save, plans move less work, or no work at all.
   Then nothing can be learned about exchanges. So a few micro-batches are trials, which are planned
   without the exchange factor. The more time a trial costs, the rarer trials are.
@@ -141,10 +141,9 @@ class LearnedCosts(dict[Kind, CostModel]):
 
     @property
     def learned_corrections(self) -> dict[str, object]:
-        """Learned corrections. A description of each kind of layer is the key of its factors.
+        """Learned factors by descriptions of kinds of layers, and speeds of ranks as "speeds".
 
-        The key "speeds" has the speeds of the ranks. Kinds and speeds without a correction are left
-        out.
+        Kinds of layers and speeds without a correction are left out.
         """
         corrections: dict[str, object] = {
             _describe_kind(kind): rates.correction._asdict()

@@ -37,7 +37,7 @@ class DocumentTokens(NamedTuple):
     positions: IntArray
 
     def check_positions(self) -> None:
-        """Raise `LayoutError` if positions skip numbers, because dealing would lose them."""
+        """Raise `LayoutError` if positions skip numbers, because dealing would lose positions."""
         jumps = np.flatnonzero(np.diff(self.positions) != 1)
         if len(jumps):
             token = int(jumps[0])
@@ -49,7 +49,7 @@ class DocumentTokens(NamedTuple):
 
 
 def make_labels(tokens: IntArray, masks: Collection[IntArray]) -> IntArray:
-    """Make labels for tokens without a column of labels, in the way of TRL.
+    """Make labels, like TRL, for tokens that have no column of labels.
 
     Args:
         tokens: (tokens,) int64.
@@ -105,8 +105,9 @@ class PackingCollator:
         """Pack one batch.
 
         Raises:
-            LayoutError: if features have another form, no tokens, padding between tokens, or other
-                columns that would change the training, or if they are several shares.
+            LayoutError: if features are malformed, have no tokens, or have padding between tokens;
+                if a column would be lost that may be an input of the model; or if there are several
+                shares.
         """
         if any(map(_is_share, features)):
             return _make_share_batch(features)
@@ -196,7 +197,7 @@ def read_feature_documents(
     """
     if not isinstance(feature, Mapping):
         raise LayoutError(
-            f"a feature is of {type(feature)}; it must be a mapping with 'input_ids' or "
+            f"a feature has type {type(feature)}; it must be a mapping with 'input_ids' or "
             "'documents'."
         )
     if "documents" in feature:

@@ -82,7 +82,7 @@ def check_head(model: object) -> None:
 
 @cache
 def find_other_head(model_class: Any) -> str | None:
-    """Return the first name that matches `_OTHER_HEADS`, of a class and its base classes.
+    """Return the first name among a class and its base classes that matches `_OTHER_HEADS`.
 
     Return None if no name matches.
     """

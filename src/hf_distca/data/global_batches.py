@@ -97,7 +97,7 @@ class GlobalBatches:
         counts = require_integers(lengths, "lengths of documents")
         if len(counts) and counts.min() < 0:
             raise LayoutError(
-                f"document {counts.argmin()} has length {counts.min()}: lengths are at least 0."
+                f"document {counts.argmin()} has length {counts.min()}: it must be at least 0."
             )
         self.tokens = tokens
         self.seed = seed

@@ -115,9 +115,10 @@ _PACKED_ROW_ERROR = (
 
 
 def _check_stored_columns(documents: Any, column: str, inputs: InputNames) -> None:
-    """Check the columns of a `datasets.Dataset` by their types, like `convert_document` does a row.
+    """Check the columns of a `datasets.Dataset` by their types.
 
-    Later, the other columns are not read, and therefore not checked.
+    The same columns are refused as by `convert_document` in a row. Later, only the columns in use
+    are read, so all other columns must be checked here.
     """
     for name in sorted(set(documents.column_names) - {column, *_READ_COLUMNS}):
         stored = documents.data.column(name)
@@ -127,7 +128,7 @@ def _check_stored_columns(documents: Any, column: str, inputs: InputNames) -> No
             raise LayoutError(_PACKED_ROW_ERROR)
         check_column(name, _READ_COLUMNS, inputs, has_numbers=_is_list_of_numbers(stored.type))
     if inputs is not None and len(documents):
-        # Only a row shows which columns have a number for each token, so that a warning is given.
+        # Columns with a number for each token cause a warning. Only a row shows these columns.
         convert_document(documents.with_format(None)[0], column, 0, inputs)
 
 
@@ -154,7 +155,7 @@ def _view_lists(column: Any, name: str) -> list[np.ndarray | None]:
     Lists without missing values are not copied.
 
     Raises:
-        LayoutError: if the column does not hold lists. `name` is its name.
+        LayoutError: if the column, which is called `name`, does not hold lists.
     """
     if not _is_list(column.type) and column.null_count < len(column):
         raise LayoutError(
@@ -294,18 +295,17 @@ def count_tokens(document: Any, column: str, number: int) -> int:
         is_list = hasattr(document, "__len__") and not isinstance(document, str)
         is_flat = is_list and not (len(document) and hasattr(document[0], "__len__"))
     if not is_flat:
-        shaped = "" if shape is None else f" of shape {tuple(shape)}"
+        shaped = "" if shape is None else f" and shape {tuple(shape)}"
         raise LayoutError(
-            f"document {number} is of {type(document).__name__}{shaped}: it must be a flat list of "
-            f"integers, or a row with one in {column!r}."
+            f"document {number} has type {type(document).__name__}{shaped}: it must be a flat list "
+            f"of integers, or a row with such a list in {column!r}."
         )
     return len(document)
 
 
 # Ranks compare at most this many documents.
 SAMPLE_COUNT = 64
-# Of each of these documents, ranks compare this many tokens at the beginning, in the middle and at
-# the end.
+# Ranks compare this many tokens at the beginning, in the middle and at the end of each document.
 _SAMPLE_TOKENS = 64
 _PADDING_REMEDY = "documents to deal must have no padding. Tokenize with padding=False."
 _PACKED_MASK_REMEDY = (
@@ -349,8 +349,8 @@ class DocumentPiece:
                     raise LayoutError(
                         f"position_ids of a document are not consecutive from 0 {place}: either "
                         "the row was packed already, and would be dealt as one document, or it "
-                        "skips positions, which would be lost when it is cut. Give its documents "
-                        "one by one, without position_ids."
+                        "skips positions, which a cut would lose. Give its documents one by one, "
+                        "without position_ids."
                     )
                 remedy = _PACKED_MASK_REMEDY if value else _PADDING_REMEDY
                 raise LayoutError(f"{name} of a document is {int(value)} {place}: {remedy}")
@@ -386,7 +386,7 @@ class DocumentPiece:
         column = self.row[name]
         if hasattr(column, "__len__") and getattr(column, "shape", None) != ():
             column = column[self.start + begin : self.start + end]
-        values = convert_integers(column, name)  # raises if it is one number
+        values = convert_integers(column, name)  # raises if the column is one number
         if len(values) != end - begin:
             raise LayoutError(
                 f"the {name} of a document end before token {self.start + end}, although its "

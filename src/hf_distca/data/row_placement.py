@@ -103,7 +103,8 @@ class RowPlacement(BatchSampler):
     that nodes have about equal work in each micro-batch. The order depends only on the rows of the
     step and their work, so it is the same on all ranks.
 
-    It yields the batches of all ranks, as `accelerate.data_loader.BatchSamplerShard` expects them.
+    This sampler yields the batches of all ranks, which `accelerate.data_loader.BatchSamplerShard`
+    expects.
     Ranks take batches in turn, or share each batch with ``split_batches``. The inner sampler
     decides about epochs, seeds, and the batches that a resumed run skips. Each epoch begins with a
     new step.
@@ -152,7 +153,7 @@ class RowPlacement(BatchSampler):
 
     def __getattr__(self, name: str) -> Any:
         # Accelerate and the Trainer call `set_epoch` of the inner sampler, if it has one.
-        if name == "batch_sampler":  # Not set yet, for example in a copy under way.
+        if name == "batch_sampler":  # This attribute is not set while a copy is made.
             raise AttributeError(name)
         return getattr(self.batch_sampler, name)
 
@@ -262,7 +263,7 @@ def _choose_column(rows: Any, end_of_document: int | None) -> str:
         row = rows[0] if len(rows) else {"input_ids": []}
         if not hasattr(row, "keys"):
             raise LayoutError(
-                f"rows are of {type(row).__name__}: they must be mappings, with input_ids."
+                f"rows have type {type(row).__name__}: they must be mappings with input_ids."
             )
         names = list(row.keys())
     choices = ("input_ids",) if end_of_document is not None else (*_DOCUMENT_COLUMNS, "input_ids")

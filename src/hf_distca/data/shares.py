@@ -59,9 +59,9 @@ class Shares(EpochMixin):
     - ``position_ids``, positions in the document.
     - ``shift_labels``, for each token the label of the document's next token, even if that token is
       on another rank; -100 at the end of the document.
-    - ``labels``. With several ranks they are all -100, because a loss that shifts them itself would
-      lose the target at every cut. With -100, such a loss trains on nothing rather than on wrong
-      targets. With one rank there are no cuts, and each token has its own label.
+    - ``labels``. With several ranks they are all -100, because a loss that itself shifts labels
+      would lose the target at every cut. With -100, such a loss trains on nothing rather than on
+      wrong targets. With one rank there are no cuts, and each token has its own label.
 
     A share also has ``distca_documents``, which carries the dealt layout.
 
@@ -125,7 +125,7 @@ class Shares(EpochMixin):
         return cut_share(packed, own_pieces, self.pad_token_id)
 
     def __call__(self, rows: Mapping[str, list[int]]) -> dict[str, list[Any]]:
-        """Return the shares of items as columns, as a transform of `datasets` does."""
+        """Return the shares of items as columns, like a transform of `datasets`."""
         shares = [self[item] for item in rows["input_ids"]]
         return {name: [share[name] for share in shares] for name in shares[0]} if shares else {}
 

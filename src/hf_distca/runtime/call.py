@@ -68,9 +68,9 @@ class Inputs(NamedTuple):
         q_THD, k_TKD, v_TKV: this rank's tokens in layout order, T >= 0. For GQA, k and v are not
             repeated.
         sink_H: logit of the attention sink of each head. It may require a gradient.
-        context_k_TKD, context_v_TKV: keys and values of context, which are earlier tokens that have
-            no queries here. They lie in front of k and v. Pass both or neither. They get gradients.
-            They are saved without a copy, so they take no extra memory if other code keeps them.
+        context_k_TKD, context_v_TKV: keys and values of the context (earlier tokens without queries
+            here). They lie in front of k and v. Pass both or neither. They get gradients. They are
+            saved without a copy, so they take no extra memory if other code keeps them.
     """
 
     q_THD: torch.Tensor
@@ -206,7 +206,7 @@ class LayerExchange:
     def begin_without_rows(self, operands: Operands) -> None:
         """Begin on a rank that only serves other ranks.
 
-        `operands` are the `make_empty_operands` of the layer.
+        `operands` is the result of `make_empty_operands` for the layer.
         """
         self.begin(make_empty_saved(operands) if self.backward else operands)
 
@@ -291,7 +291,7 @@ class LayerExchange:
     def run_local(self, home: Operands | BackwardInputs) -> Outputs | Grads:
         """Run this rank's own tasks, which need no message.
 
-        Return results for all tokens of this rank, one row for each token and head group.
+        Return results for all tokens of this rank, with one row for each token and head group.
         """
         pooled, groups = self.route.local_pooled, self.route.groups
         results = self._run(home, self.route.local_tasks)

@@ -1,6 +1,4 @@
-"""The thread of a process that polls for failures of other ranks. When the process ends, the thread
-tells the other ranks.
-"""
+"""A thread that polls all failure monitors of a process, and announces the end of the process."""
 
 from __future__ import annotations
 

@@ -187,8 +187,8 @@ class MessageLayout:
     """Layout of the messages of an exchange. Sizes are in bytes unless stated otherwise.
 
     Attributes:
-        pieces: spans to send, in order. A span is padding if its index of the part is the number of
-            parts.
+        pieces: spans to send, in order. If the part index of a span equals the number of parts, the
+            span is padding.
         sections: for each part, its dtype, and the size, strides and offset (in elements) of the
             rows from each rank that sends any.
         send, receive: sizes of the messages to and from ranks, in the order of ranks. Ranks without
@@ -250,8 +250,8 @@ class Pending:
         layout: layout of the messages.
         device: device of the messages.
         transfer: the transfer to wait for; None if there is none, or if it is over.
-        earlier_sections: sections that an earlier exchange received. If both exchanges have a part,
-            its sections from the earlier exchange come first.
+        earlier_sections: sections that an earlier exchange received. For a part that both exchanges
+            have, the sections of the earlier exchange come first.
         earlier_transfer: the transfer of the earlier exchange, if another stream has waited for it.
             It is kept so that the memory that it sends is not reused too early.
     """

@@ -57,10 +57,10 @@ _PROBE_TAG = BREAK_TAG - 1  # No rank receives messages with this tag.
 # connection.
 _ALL_CLOSED = ("Timed out", "Application timeout")
 _SILENT = "is silent (dead, stuck, or running something else): look at its log"
-_START_AGAIN = ", and start it again before training goes on"  # ends the text of a rank in `names`
+_START_AGAIN = ", and start it again before training goes on"  # for ranks in `names`
 _ENDED = "has ended: its script was over, or called sys.exit"
 _CLOSED = "has closed its connection without a word: look at its log"
-_CLOSED_ERRORS = ("Connection closed", "Connection reset", "Broken pipe")  # in gloo's errors
+_CLOSED_ERRORS = ("Connection closed", "Connection reset", "Broken pipe")  # texts in gloo's errors
 _NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
@@ -70,7 +70,7 @@ def compute_reserved_seconds(timeout_seconds: float) -> float:
 
 
 class AwaitedThread(threading.Thread):
-    """A thread that starts at once, and that the interpreter awaits for half a second at its end.
+    """A thread that starts at once. An ending interpreter waits up to half a second for it.
 
     torch and compiled code release the GIL, and abort the process if they request it while the
     interpreter ends.
@@ -296,7 +296,7 @@ class FailureMonitor:
         pause = 0.02
         while True:
             for number in set(range(1, self._store.add(_COUNT, 0) + 1)) - words.keys():
-                if (word := self._read(number)) is not None:  # counted words may be unwritten
+                if (word := self._read(number)) is not None:  # a counted word may come later
                     words[number] = word
             if len(words) == len(self.ranks) or time.monotonic() >= deadline:
                 return
@@ -371,7 +371,7 @@ def _is_closed(link: dist.ProcessGroup, peer: int) -> bool:
 def _break_link(link: dist.ProcessGroup) -> None:
     """Wake all ranks and threads that wait for messages of a group.
 
-    A gloo group closes its connections only after a wait times out, so let a short wait time out.
+    A gloo group closes its connections only when a wait times out, so a short wait is made here.
     """
     if link.name() != "gloo":
         with suppress(RuntimeError):

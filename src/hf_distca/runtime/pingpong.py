@@ -26,7 +26,7 @@ T = TypeVar("T")
 class _NanoBatch(greenlet):
     """A nano-batch, with the state that torch keeps per thread.
 
-    A switch between greenlets does not change this state, so `resume` does.
+    A switch between greenlets does not change this state, so `resume` changes it.
     """
 
     def __init__(self, compute: Callable[[], Any], device_type: str) -> None:

@@ -104,7 +104,7 @@ def _add_rows(total: torch.Tensor, rows: torch.Tensor, part: torch.Tensor) -> to
 
 
 class SumExchange(LayerExchange):
-    """An exchange whose attention is a sum of causal documents, some of them over retaken tokens.
+    """An exchange whose attention is a sum of causal documents, some of which use retaken tokens.
 
     Args:
         retaken: the retaken tokens.
