@@ -420,7 +420,7 @@ class TokenBatch:
         return "position_ids"
 
     def _remove_padding(self, documents: Documents) -> Documents:
-        """Remove padding from documents, unless their lengths already leave it out."""
+        """Return documents without padding. Their lengths so far may include padding or not."""
         tokens = int(documents.runs[documents.context_runs :, 2].sum())
         total = self.batch_size * self.length
         if self.padding is None and tokens == total:

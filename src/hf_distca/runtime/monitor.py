@@ -5,8 +5,7 @@ A message about a failure is called a word here. Words travel through the key-va
 process group, which a rank can use without other ranks. A rank that gives up writes its word and
 breaks its connections. Ranks that wait for it then wake up, read the word and write their own
 words. A process that ends also writes a word, with the error that ended it, if any. A rank without
-a word was killed, hangs or runs other code. Words are only shown to users, and no code acts on
-them.
+a word was killed, hangs or runs other code. The text of a word is only shown to users.
 
 Meanwhile a rank may wait in a collective of other code, such as DDP's reduction of gradients. That
 collective would report a closed connection late, or end only at its timeout. A thread therefore
