@@ -6,8 +6,9 @@ tasks and sends results back, and `finish` waits for results. `serve` has three 
 `Outputs`. In backward they take `BackwardInputs` and return `Grads`. A step that starts an exchange
 returns it, and the step that waits for the exchange takes it as an argument.
 
-`home` holds the tensors of this rank's own tokens. This code runs in every layer, between kernel
-launches. It therefore computes nothing that the route already has, and avoids Python calls.
+The argument `home` of the steps holds the tensors of this rank's own tokens. This code runs in
+every layer, between kernel launches. It therefore computes nothing that the route already has, and
+avoids Python calls.
 """
 
 from __future__ import annotations
@@ -87,7 +88,7 @@ class Inputs(NamedTuple):
 
     @property
     def operands(self) -> Operands:
-        """The queries, and the keys and values with those of the context in front."""
+        """Queries, keys and values. Keys and values of the context lie in front of the others."""
         if self.context_k_TKD is None or self.context_v_TKV is None:
             return Operands(self.q_THD, self.k_TKD, self.v_TKV)
         return Operands(
@@ -100,14 +101,14 @@ class Inputs(NamedTuple):
 def make_empty_operands(
     shape: AttentionShape, dtype: torch.dtype, device: torch.device
 ) -> Operands:
-    """Make q, k and v of a layer without rows."""
+    """Make q, k and v with zero rows, in the shapes of a layer."""
     queries, keys = shape.query_heads, shape.key_value_heads
     widths = (queries, shape.head_dim), (keys, shape.head_dim), (keys, shape.value_head_dim)
     return Operands(*(torch.empty((0, *width), dtype=dtype, device=device) for width in widths))
 
 
 def make_empty_saved(operands: Operands) -> BackwardInputs:
-    """Make the backward inputs of a layer without rows.
+    """Make backward inputs with zero rows, in the shapes of a layer.
 
     Args:
         operands: the result of `make_empty_operands` for the layer.
@@ -134,7 +135,7 @@ class AttentionServer:
     meter: Meter
 
     def run(self, pools: Operands | BackwardInputs, tasks: TaskBatch) -> Outputs | Grads:
-        """Compute the outputs or gradients of a batch. Rows that no task covers are zero."""
+        """Compute outputs or gradients of a batch of tasks. Rows that no task covers are zero."""
         device_type = pools.q_THD.device.type
         if is_profiling() or torch.is_autocast_enabled(device_type):
             # Kernels choose dtypes by their inputs, and the user's autocast would change this.
@@ -162,7 +163,7 @@ class LayerExchange:
         route, group, server: this rank's route, the attention group of the route, and the server
             that runs the tasks.
         stored: where the outputs are kept for a recompute; None to keep nothing.
-        label: name of the call, the same on every rank; None if no other rank waits for this one.
+        label: name of the call, the same on every rank; None in a group of one.
         recomputed_outputs: in a recompute, the stored outputs; None if there are none. With stored
             outputs, the call launches no exchange and runs no kernel.
         backward: whether backward has begun.
@@ -183,11 +184,12 @@ class LayerExchange:
         self.recomputed_outputs = None if recorded is None else Outputs(*recorded)
         self.backward = False
         self.exchanges = route.exchanges
-        # This many of the sent tensors, and of the result tensors, have one row per query. The
-        # remaining tensors have one row per key.
+        # Numbers of sent tensors and of result tensors that have one row per query. The remaining
+        # tensors have one row per key.
         self._sent_queries, self._returned_queries = 1, 2
         self._stashed: tuple[Tensors, Pending | None] | None = None
-        # With relays: gradients of received queries, and of the key pool in a dtype for sums.
+        # If keys are relayed: gradients of received queries, and gradients of the key pool in the
+        # dtype in which they are summed.
         self._relay_buffers: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
 
     def begin(self, tokens: Operands | BackwardInputs) -> None:
@@ -318,8 +320,8 @@ class LayerExchange:
         gradients go to the relays first, and `finish` sends them home.
 
         Returns:
-            This rank's own results and the return under way. Gradients of keys may be new tensors
-            in a wider dtype, float32 or float64.
+            This rank's own results, and the exchange that returns results, which is under way.
+            Gradients of keys may be new tensors in a wider dtype, float32 or float64.
         """
         if dispatch is None:
             return results, None
@@ -349,7 +351,7 @@ class LayerExchange:
         return type(results)(*results[:queries], *sums), returned
 
     def _run(self, pools: Operands | BackwardInputs, tasks: TaskBatch) -> Outputs | Grads:
-        """Run tasks. If that fails, report the error to the other ranks, which would wait."""
+        """Run tasks. Report errors to the other ranks, which would otherwise wait."""
         try:
             return self.server.run(pools, tasks)
         except Exception:

@@ -100,8 +100,8 @@ class AttentionGroup:
 
     Attributes:
         observer: observer of all groups of this process, or None.
-        inline_row_capacity: the most numbers of a row that the first step of `gather` sends. A
-            longer row takes a second step.
+        inline_row_capacity: how many integers of a row the first step of `gather` sends. If a row
+            is longer, a second step sends the rest.
         ranks: global ranks of the group. Everywhere else in the package, "rank" is an index into
             this tuple.
         rank: index of this process in `ranks`.

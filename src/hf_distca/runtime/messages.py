@@ -120,7 +120,7 @@ def view_rows(tensor: torch.Tensor, start: int, rows: int, step: int = 1) -> tor
 def concat_rows(pieces: Sequence[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
     """Concatenate rows of several tensors into a new tensor.
 
-    Without pieces, return a tensor with zero rows, and otherwise like `like`.
+    If there are no pieces, the result has zero rows, and the row shape and dtype of `like`.
     """
     return torch.cat(list(pieces)) if pieces else like.new_empty((0, *like.shape[1:]))
 
@@ -146,7 +146,7 @@ def add_rows(
 ) -> torch.Tensor:
     """Add rows of sections to gradients at their places, in order, and return the result.
 
-    If there are copies, the result is float32 or float64.
+    If `copies` is not empty, the result is float32 or float64.
     """
     total = grad_TKD if not copies or grad_TKD.dtype == torch.float64 else grad_TKD.float()
     for section, first, start, rows, step in copies:

@@ -1,15 +1,15 @@
 """Failure propagation between ranks. A rank that gives up tells the other ranks, and wakes those
 that wait for it.
 
-A message about a failure is called a word here. Words travel through the key-value store of a
-process group, which a rank can use without other ranks. A rank that gives up writes its word and
-breaks its connections. Ranks that wait for it then wake up, read the word and write their own
-words. A process that ends also writes a word, with the error that ended it, if any. A rank without
-a word was killed, hangs or runs other code. The text of a word is only shown to users.
+Reports, which the code calls words, travel through the key-value store of a process group, which a
+rank can use without other ranks. A rank that gives up writes a report and breaks its connections.
+Ranks that wait for it then wake up, read the report and write their own reports. A process that
+ends also writes a report, with the error that ended it, if any. A rank without a report was killed,
+hangs or runs other code. The text of a report is only shown to users.
 
 Meanwhile a rank may wait in a collective of other code, such as DDP's reduction of gradients. That
 collective would report a closed connection late, or end only at its timeout. A thread therefore
-polls for the first word and prints it on this rank's stderr.
+polls for the first report and prints it on this rank's stderr.
 
 If a connection breaks while a message is partly received, gloo does not wake the waiting rank,
 which then waits until its timeout. A rank that gives up therefore completes its messages under way
@@ -46,9 +46,9 @@ NO_NAMES: Mapping[int, str] = MappingProxyType({})
 # Seconds that a gloo thread may need when the interpreter ends. Its work takes microseconds, but it
 # may have to wait for a processor.
 LATE_SECONDS = 0.1
-_COUNT = "distca words"  # Key of the number of words in the store.
-_LONGEST_WORD = 400  # Number of characters.
-# A store gets this many seconds to answer, even after the deadline, and threads get them to end.
+_COUNT = "distca words"  # Key of the number of reports in the store.
+_LONGEST_WORD = 400  # Characters of the longest report.
+# A store has this many seconds to answer, even after the deadline. Threads have as many to end.
 ANSWER_SECONDS = 0.5
 BREAK_TAG = 2**31 - 1  # Tags of exchanges are smaller.
 _PROBE_TAG = BREAK_TAG - 1  # No rank receives messages with this tag.
@@ -56,7 +56,7 @@ _PROBE_TAG = BREAK_TAG - 1  # No rank receives messages with this tag.
 # connection.
 _ALL_CLOSED = ("Timed out", "Application timeout")
 _SILENT = "is silent (dead, stuck, or running something else): look at its log"
-_START_AGAIN = ", and start it again before training goes on"  # for ranks in `names`
+_START_AGAIN = ", and start it again before training goes on"  # for ranks outside of the world
 _ENDED = "has ended: its script was over, or called sys.exit"
 _CLOSED = "has closed its connection without a word: look at its log"
 _CLOSED_ERRORS = ("Connection closed", "Connection reset", "Broken pipe")  # texts in gloo's errors
@@ -64,7 +64,7 @@ _NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
 def compute_reserved_seconds(timeout_seconds: float) -> float:
-    """Return the seconds of the timeout that are reserved for reading the words of other ranks."""
+    """Return the seconds of the timeout that are reserved for reading other ranks' reports."""
     return min(timeout_seconds / 10, 5.0)
 
 
@@ -87,7 +87,7 @@ class FailureMonitor:
         last_collective: the last collective that all ranks completed.
         ranks: global ranks of the group.
         under_way: transfers that may still be under way.
-        pollers: number of ranks that poll the store for words, including ranks of other groups.
+        pollers: number of ranks that poll the store for reports, including ranks of other groups.
     """
 
     def __init__(
@@ -146,7 +146,7 @@ class FailureMonitor:
         return self._word is not None
 
     def leave(self, word: str, deadline: float | None = None) -> None:
-        """Leave the group and tell the other ranks why, with a word such as "was told to end".
+        """Leave the group and tell the other ranks why, with a text such as "was told to end".
 
         Do nothing if this rank has already left. This may take until `time.monotonic()` reaches the
         deadline, by default `self.compute_deadline()`.
@@ -213,7 +213,7 @@ class FailureMonitor:
         )
 
     def _describe(self, seen: Mapping[int, str], words: Mapping[int, tuple[int, str]]) -> str:
-        """Describe the other ranks by their words. Ranks without a word have a text in `seen`."""
+        """Describe the other ranks by their reports. Without a report, a text in `seen` is used."""
         texts = {rank: text + _START_AGAIN * (rank in self._named) for rank, text in seen.items()}
         texts |= {rank: word or _ENDED for rank, word in words.values()}
         here = self.ranks[self._rank]
@@ -223,9 +223,9 @@ class FailureMonitor:
 
     @property
     def first_failure(self) -> str:
-        """Name and word of the first rank that left.
+        """Name and report of the first rank that left.
 
-        "" if no rank left, if the first rank ended without an error, or if its word is unknown.
+        "" if no rank left, if the first rank ended without an error, or if its report is unknown.
         """
         first: list[tuple[int, str] | None] = []
         _query_store(lambda: first.append(self._read(1)), self.compute_deadline())
@@ -233,7 +233,7 @@ class FailureMonitor:
         return f"{self._names[rank]} {word}" if word else ""
 
     def poll(self) -> bool:
-        """Print the first word in the store, if another rank wrote it.
+        """Print the first report in the store, if another rank wrote it.
 
         Return whether to poll again.
         """
@@ -288,14 +288,15 @@ class FailureMonitor:
         ]
 
     def _read_words(self, words: dict[int, tuple[int, str]], deadline: float) -> None:
-        """Collect the words of ranks that have left, including this rank.
+        """Collect the reports of ranks that have left, including this rank.
 
         Stop when all ranks have left, or when the deadline has passed.
         """
         pause = 0.02
         while True:
             for number in set(range(1, self._store.add(_COUNT, 0) + 1)) - words.keys():
-                if (word := self._read(number)) is not None:  # a counted word may come later
+                # A rank counts its report before it writes it.
+                if (word := self._read(number)) is not None:
                     words[number] = word
             if len(words) == len(self.ranks) or time.monotonic() >= deadline:
                 return
@@ -303,7 +304,7 @@ class FailureMonitor:
             pause = min(1.5 * pause, 0.25)
 
     def _read(self, number: int) -> tuple[int, str] | None:
-        """Return the rank and text of word `number`; None if no rank of the group wrote it."""
+        """Return rank and text of report `number`; None if no rank of the group has written it."""
         key = _make_failure_key(number)
         if not self._store.check([key]):
             return None
@@ -333,7 +334,7 @@ def _query_store(question: Callable[[], None], deadline: float) -> None:
 def is_served_by_process(store: Any) -> bool:
     """Return whether a store ends with the process that holds it.
 
-    A `TCPStore` does, also inside of stores that add a prefix.
+    A `TCPStore` does, even inside of stores that add a prefix.
     """
     while (inner := getattr(store, "underlying_store", None)) is not None:
         store = inner
@@ -353,7 +354,7 @@ def _get_text(error: BaseException) -> str:
 
 
 def _shorten(word: str) -> str:
-    """Make a word printable, and shorten it to `_LONGEST_WORD` characters."""
+    """Make a report printable, and shorten it to `_LONGEST_WORD` characters."""
     shown = make_printable(word[: _LONGEST_WORD + 1]).rstrip(": ")
     return shown if len(shown) <= _LONGEST_WORD else shown[:_LONGEST_WORD] + "..."
 

@@ -19,7 +19,7 @@ _ROUNDS = 5
 
 @dataclass(frozen=True)
 class Trial:
-    """Result of a trial exchange: nodes and versions of all ranks, seconds of the slowest rank."""
+    """Result of a trial exchange: each rank's node and versions, and the slowest rank's seconds."""
 
     nodes: list[int]
     versions: list[Mapping[str, str]]
