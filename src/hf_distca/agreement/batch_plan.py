@@ -166,8 +166,8 @@ class RateSample:
         measured_exchange: (ranks,) measured seconds of packing, waiting and unpacking.
         estimated_exchange: (ranks,) seconds of exchanges according to the uncorrected cost model; 0
             on ranks that send and receive nothing.
-        unmoved: (ranks,) seconds that kernels would have taken if nothing had been moved.
-        unmoved_exchange: (ranks,) what `estimated_exchange` would be if nothing had been moved.
+        unmoved: (ranks,) seconds that kernels would have taken if no work had been moved.
+        unmoved_exchange: (ranks,) `estimated_exchange` of a plan that moves no work.
         is_overlapped: True if exchanges are hidden behind the other nano-batch.
     """
 
@@ -186,7 +186,7 @@ class RateSample:
 
     @property
     def slowdown(self) -> float:
-        """Relative slowdown compared with moving nothing; negative for a speed-up."""
+        """Relative slowdown compared with a plan that moves no work; negative for a speed-up."""
         moved = self._compute_slowest(self.kernel, self.estimated_exchange)
         unmoved = self._compute_slowest(self.unmoved, self.unmoved_exchange)
         return moved / max(unmoved, 1e-12) - 1

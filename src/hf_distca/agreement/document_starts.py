@@ -19,7 +19,7 @@ def is_integer_tensor(tensor: torch.Tensor) -> bool:
 def convert_mask(attention_mask: object) -> torch.Tensor | None:
     """Return a padding mask of whole numbers unchanged, and any other mask as bool.
 
-    Whole numbers may number documents. Return None if the mask is not a tensor.
+    A mask of whole numbers may number documents. Return None if the mask is not a tensor.
     """
     if not isinstance(attention_mask, torch.Tensor):
         return None
@@ -160,7 +160,7 @@ class RowTokens:
             (runs,) int64 indices of tokens, padding not counted.
         """
         step = np.diff(self.position)
-        counts_on = (step == 1) | (step == np.diff(self.index))  # padding may be counted or not
+        counts_on = (step == 1) | (step == np.diff(self.index))  # positions may count padding
         breaks = np.concatenate([[True], ~counts_on])[: len(self.index)]
         return np.flatnonzero(self._mark_starts() | breaks)
 

@@ -506,7 +506,7 @@ def _read_lengths(packed: PackedDocuments) -> Documents:
 
 
 def _list_prefixes(lengths: Sequence[int], parents: Sequence[int]) -> list[list[int]]:
-    """List the tokens of earlier parts that each part sees."""
+    """For each part of a tree of documents, list the tokens of all parts above it."""
     ends = list(accumulate(lengths, initial=0))
     prefixes: list[list[int]] = []
     for parent in parents:
@@ -522,7 +522,7 @@ def read_tree(arguments: Mapping[str, Any]) -> PackedDocuments | None:
     This copies from the device once. Return None if the arguments are missing.
 
     Raises:
-        LayoutError: if the last keys of a part are not the part's own tokens.
+        LayoutError: if the arguments do not describe a tree.
     """
     if arguments.get(TREE_KEYS[0]) is None:
         return None

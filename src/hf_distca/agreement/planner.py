@@ -247,9 +247,9 @@ class Planner:
     @staticmethod
     @contextmanager
     def report_errors(group: AttentionGroup, activity: str) -> Iterator[None]:
-        """Return a context manager that reports errors to the other ranks, which would wait.
+        """Return a context manager that reports errors to ranks that would otherwise wait.
 
-        It also adds the name of this rank to errors that its batch causes.
+        Errors that the batch of this rank causes also get the name of this rank.
         """
         try:
             with group.report_errors(activity):

@@ -78,7 +78,7 @@ class _KindRates:
         offered_samples: number of micro-batches so far, with and without a sample.
         sample_count: number of samples so far.
         new_samples: newest samples since the last change of the correction.
-        slowdown: relative slowdown of attention by exchanges, compared with moving nothing; None if
+        slowdown: relative slowdown of attention by exchanges, compared with moving no work; None if
             exchanges save time.
         idle_samples: number of samples since the last sample with an exchange. It is counted only
             while `slowdown` is not None.
@@ -141,9 +141,9 @@ class LearnedCosts(dict[Kind, CostModel]):
 
     @property
     def learned_corrections(self) -> dict[str, object]:
-        """Learned factors by descriptions of kinds of layers, and speeds of ranks as "speeds".
+        """Learned factors for each kind of layer, and the speeds of ranks under the key "speeds".
 
-        Kinds of layers and speeds without a correction are left out.
+        Keys of the factors describe the kinds. Kinds and speeds without a correction are left out.
         """
         corrections: dict[str, object] = {
             _describe_kind(kind): rates.correction._asdict()
@@ -174,7 +174,7 @@ class LearnedCosts(dict[Kind, CostModel]):
         plans_of = defaultdict(list)  # keys: micro-batch, and key of the whole batch
         for plan in plans:
             plans_of[plan.number, plan.key._replace(nano=0)].append(plan)
-        for _, key in plans_of:  # a trial ends when measurements of its plans, or later ones, come
+        for _, key in plans_of:  # a trial ends with measurements of its plans or of later plans
             self._rates[key.shape, key.device].is_trial = False
         for (_, key), nano_plans in plans_of.items():
             kind = key.shape, key.device
