@@ -41,8 +41,8 @@ def count_split_ranks(stream: Any) -> int:
 
 
 def get_row_indices(documents: Any) -> Any:
-    """Return a table whose first column has the numbers of the stored rows of a data set.
+    """Return a table whose first column lists which stored rows a data set has, in its order.
 
-    Return None if all stored rows belong to the data set.
+    Return None if the data set has all stored rows, in the order in which they are stored.
     """
     return documents._indices

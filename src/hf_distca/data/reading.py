@@ -117,8 +117,8 @@ _PACKED_ROW_ERROR = (
 def _check_stored_columns(documents: Any, column: str, inputs: InputNames) -> None:
     """Check the columns of a `datasets.Dataset` by their types.
 
-    The same columns are refused as by `convert_document` in a row. Later, only the columns in use
-    are read, so all other columns must be checked here.
+    This refuses the columns that `convert_document` refuses in a row. Later, only the columns in
+    use are read, so all other columns must be checked here.
     """
     for name in sorted(set(documents.column_names) - {column, *_READ_COLUMNS}):
         stored = documents.data.column(name)
@@ -128,7 +128,8 @@ def _check_stored_columns(documents: Any, column: str, inputs: InputNames) -> No
             raise LayoutError(_PACKED_ROW_ERROR)
         check_column(name, _READ_COLUMNS, inputs, has_numbers=_is_list_of_numbers(stored.type))
     if inputs is not None and len(documents):
-        # Columns with a number for each token cause a warning. Only a row shows these columns.
+        # Columns with a number for each token cause a warning. A row must be read to find these
+        # columns, because types do not tell how many numbers a column has.
         convert_document(documents.with_format(None)[0], column, 0, inputs)
 
 

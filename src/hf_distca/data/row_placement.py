@@ -97,17 +97,16 @@ class StepPlaces:
 
 
 class RowPlacement(BatchSampler):
-    """Batches of another batch sampler. The rows of every optimizer step are in another order.
+    """Batches of another batch sampler, with the rows of each optimizer step in a new order.
 
     A step keeps its rows, and batches keep their size. Only the order inside a step changes, so
     that nodes have about equal work in each micro-batch. The order depends only on the rows of the
     step and their work, so it is the same on all ranks.
 
     This sampler yields the batches of all ranks, which `accelerate.data_loader.BatchSamplerShard`
-    expects.
-    Ranks take batches in turn, or share each batch with ``split_batches``. The inner sampler
-    decides about epochs, seeds, and the batches that a resumed run skips. Each epoch begins with a
-    new step.
+    expects. Ranks take batches in turn, or share each batch with ``split_batches``. The inner
+    sampler decides about epochs, seeds, and the batches that a resumed run skips. Each epoch begins
+    with a new step.
 
     Args:
         batch_sampler: makes batches of row numbers. All but the last have ``batch_size`` rows.
