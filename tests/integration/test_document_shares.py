@@ -258,7 +258,7 @@ def test_what_cannot_be_dealt_is_refused() -> None:
             hf_distca.document_shares(
                 some_documents(), **{"tokens_per_rank": 16, "model": LlamaConfig(), **wrong}
             )
-    with pytest.raises(LayoutError, match="642 tokens together, a global batch has 10000"):
+    with pytest.raises(LayoutError, match="642 tokens together, but a global batch has 10000"):
         hf_distca.document_shares(some_documents(), 10_000, model=LlamaConfig(), fill="cut")
 
 
