@@ -1,5 +1,5 @@
 """`Schedule`: runs pipeline stages in ticks. In a tick, each stage runs the forward or the backward
-of at most one micro-batch. All stages share the attention of the tick, also stages without a
+of at most one micro-batch. All stages share the attention of the tick, including stages without a
 micro-batch.
 """
 
