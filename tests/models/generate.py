@@ -56,8 +56,8 @@ NOTES = """
 ## Models outside the table
 
 Models outside the table run, with one warning for each type, and the arguments of every attention
-call are checked. Compare a few losses of such a model with those of sdpa, and with one process if
-documents lie on several ranks.
+call are checked. Compare a few losses of a model outside the table with those of sdpa, and with one
+process if documents lie on several ranks.
 
 ## Positions
 
@@ -65,15 +65,15 @@ Position ids may be an argument of the model, or pass through its keyword argume
 
 **Rotary embeddings of the longest document** (`rope_type` "dynamic" and "longrope", as in Phi-3)
 are made for the longest document of all ranks, whose length only the shares of `document_shares`
-know. With such an embedding, other batches with a document in several parts are refused, and so is
-Moshi.
+know. With "dynamic" or "longrope", other batches with a document in several parts are refused, and
+so is Moshi.
 
 **Llama 4**: layers without rotary embedding scale queries by the place of a token in its row, not
 in its document, under any attention, except in rows of fewer than 8,192 tokens (`floor_scale`).
 
 **RoBERTa and related models** (CamemBERT, Data2Vec, XLM-RoBERTa, X-MOD) count learned positions
 from `pad_token_id + 1`. hf-distca shifts the positions of `PackingCollator` and of shares when the
-model is called. For these models, other batches with positions from 0 are refused: use
+model is called. For RoBERTa, other batches with positions from 0 are refused: use
 `DataCollatorWithFlattening(position_ids_start=2)`.
 
 **Encoder-decoders** are refused, even if their decoder alone is listed here.
@@ -87,10 +87,11 @@ attention = {"text_config": "distca", "vision_config": "sdpa"}
 model = AutoModelForImageTextToText.from_pretrained(name, attn_implementation=attention)
 ```
 
-The keys of `attention` are the names of the parts in the model's config. LLaVA and Qwen2-VL, loaded
-like this, are compared with sdpa, with images in packed rows, on one rank and on two
-(`tests/models/test_vision_language.py`). For M-RoPE, give position ids of four rows, the positions
-of the text first, or of three rows; with three rows, a document begins where all three are 0.
+The keys of `attention` are the names of the parts in the model's config. LLaVA and Qwen2-VL with
+distca in the language tower are compared with sdpa, with images in packed rows, on one rank and on
+two (`tests/models/test_vision_language.py`). For M-RoPE, give position ids of four rows, the
+positions of the text first, or of three rows; with three rows, a document begins where all three
+are 0.
 
 ## Masks that are not causal
 
@@ -103,8 +104,8 @@ tokens.
 
 **Both ways.** Decoders with `config.is_causal=False`, and the text encoders EuroBERT, ModernBERT,
 GTE, Nomic BERT, Jina v3, NeoMME, UltraBERT, ESM, ESM C and BERT are compared in packed rows
-(`tests/models/test_both_ways.py`). In these models documents must be whole: documents that a share
-cuts are refused.
+(`tests/models/test_both_ways.py`). Models that attend both ways need whole documents: documents
+that a share cuts are refused.
 
 **Shared prefixes.** `PackedDocuments(lengths, parents=...)` names, for each part of a row, the part
 that it continues. With `--instead-of tree_fa3`, hf-distca reads TRL's trees (`tree_kv_index`).
@@ -214,7 +215,7 @@ def page(results: list[Result], cuts: dict[str, str]) -> str:
             "",
             "## Documents over ranks",
             f"{over_ranks} types also give the loss, logits and gradients of whole documents when"
-            " heads, middles and tails of documents lie on two ranks. The other types refuse a"
+            " heads, middles and tails of documents lie on two ranks; all other types refuse a"
             " document in several parts:",
             *(
                 f"- Refused because {text}: "
