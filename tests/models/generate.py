@@ -95,12 +95,12 @@ are 0.
 
 ## Masks that are not causal
 
-**Blocks.** Image tokens that see each other both ways (Gemma 3 and 4, PaliGemma, Molmo2) and
-prefixes (PaliGemma, HRM) are exact, in padded and in packed rows. transformers' own masks are wrong
-for packed rows with images in the windowed layers of Gemma 3 and 4, so packed rows are compared
-with each document alone. `PackingCollator` and shares refuse the columns of images: use the model's
-processor. Blocks of image tokens move to other ranks only if a block has a quarter of its rank's
-tokens.
+**Blocks.** Attention is exact for image tokens that see each other both ways (Gemma 3 and 4,
+PaliGemma, Molmo2) and for prefixes (PaliGemma, HRM), in padded and in packed rows. transformers'
+own masks are wrong for packed rows with images in the windowed layers of Gemma 3 and 4, so packed
+rows are compared with each document alone. `PackingCollator` and shares refuse the columns of
+images: use the model's processor. Blocks of image tokens move to other ranks only if the longest
+block has at least a quarter of its rank's tokens.
 
 **Both ways.** Decoders with `config.is_causal=False`, and the text encoders EuroBERT, ModernBERT,
 GTE, Nomic BERT, Jina v3, NeoMME, UltraBERT, ESM, ESM C and BERT are compared in packed rows
@@ -200,7 +200,7 @@ def page(results: list[Result], cuts: dict[str, str]) -> str:
             " but the rest of the model does not.",
             "- These types have recurrent layers that carry state, which distca does not change:"
             f" {_names(by_group['CARRIES_STATE'])}.",
-            "- These types take no position ids, and count positions from document to document;"
+            "- These types take no position ids, and count positions through the whole row;"
             " their attention of packed documents is proven against a dense mask:"
             f" {_names(by_group['NO_POSITIONS'])}.",
             "## Which types are refused?",
