@@ -61,8 +61,8 @@ WHOLE_DOCUMENT_REASONS = {
         " is on another rank"
     ),
     "CHUNKS": (
-        "they attend in chunks, which are cut only where a document lies on one rank, and scale"
-        " queries by the place in the row"
+        "they attend in chunks, which work only in documents on one rank, and scale queries by the"
+        " place in the row"
     ),
 }
 
