@@ -98,10 +98,9 @@ class DistCAConfig:
             least this fraction. Otherwise a micro-batch runs locally and nothing is exchanged.
         tile: number of query rows in a tile of the kernel. Documents are cut at multiples of it.
         head_groups: upper limit on the number of groups of key/value heads that a long document is
-            split into, so that a server receives only the keys of its heads. The scheduler normally
-            uses 4 groups, or the largest smaller number that divides the heads. It uses more
-            groups, up to this limit, if communication would take about as long as compute. With 1,
-            all heads of a slice are moved together.
+            split into, so that a server receives only the keys of its heads. The scheduler uses the
+            largest number up to this limit that divides the heads. With 1, all heads of a slice are
+            moved together.
         kernel: attention kernel, ``"auto"`` for the best one that runs on the device.
         cost_model: ``"analytic"`` for built-in figures of the type of device, a `CostModel` of your
             own, or the path of a JSON file that `CostModel.to_json` wrote (the file is read at
@@ -149,7 +148,7 @@ class DistCAConfig:
     tolerance: float = 0.01
     min_gain: float = 0.02
     tile: int = 128
-    head_groups: int = 8
+    head_groups: int = 4
     kernel: KernelName = "auto"
     cost_model: CostSource = "analytic"
     measured_rates: bool = True

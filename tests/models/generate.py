@@ -87,12 +87,12 @@ attention = {"text_config": "distca", "vision_config": "sdpa"}
 model = AutoModelForImageTextToText.from_pretrained(name, attn_implementation=attention)
 ```
 
-The keys of `attention` are the names of the parts in the model's config. With distca in
-the language tower, LLaVA, Qwen2-VL and the models with images below are compared with sdpa: in
-packed rows (`tests/models/test_vision_language.py`), and with the inputs of their processors in a
-Trainer on two ranks (`tests/integration/test_images_in_training.py`). For M-RoPE, give position ids of four rows, the
-positions of the text first, or of three rows; with three rows, a document begins where all three
-are 0.
+The keys of `attention` are the names of the parts in the model's config. With distca in the
+language tower, LLaVA, Qwen2-VL and the models with images below are compared with sdpa: in packed
+rows (`tests/models/test_vision_language.py`), and with the inputs of their processors in a Trainer
+on two ranks (`tests/integration/test_images_in_training.py`). For M-RoPE, give position ids of four
+rows, the positions of the text first, or of three rows; with three rows, a document begins where
+all three are 0.
 
 ## Masks that are not causal
 

@@ -35,6 +35,8 @@ DOCUMENT_KEYS = {
     "cu_seq_lens_q": "cu_seq_lens",
     "position_ids": "position_ids",
 }
+# If documents span ranks, only these keys count. They can say that a part continues a document.
+SPANNING_KEYS = ("distca_documents", "position_ids")
 # Keys that TRL's attention "tree_fa3" adds for documents that share prefixes.
 TREE_KEYS = (
     *("tree_kv_index", "tree_cu_seqlens_q", "tree_cu_seqlens_k"),
@@ -410,12 +412,9 @@ class TokenBatch:
         return self._remove_padding(_read_lengths(packed))
 
     def _choose_attribute(self, span_ranks: bool) -> str:
-        """Choose the first given attribute that can say where documents begin.
-
-        If documents span ranks, `cu_seq_lens` is not enough.
-        """
-        for name in DOCUMENT_KEYS.values():
-            if getattr(self, name) is not None and not (span_ranks and name == "cu_seq_lens"):
+        """Choose the first given attribute that can say where documents begin."""
+        for key, name in DOCUMENT_KEYS.items():
+            if getattr(self, name) is not None and (key in SPANNING_KEYS or not span_ranks):
                 return name
         return "position_ids"
 
