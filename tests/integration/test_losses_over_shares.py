@@ -314,7 +314,7 @@ CASES: dict[str, tuple[type[Trainer], dict[str, Any], str | None]] = {
     "named arguments": (
         NamedArguments,
         {},
-        "called with input_ids and position_ids, but dealt batches have more",
+        "called with input_ids and position_ids, but without distca_documents",
     ),
     "two tokens ahead": (TwoAhead, {}, "the loss shifts `shift_labels`"),
     "two tokens ahead, roll": (TwoAheadByRoll, {}, "the loss shifts `shift_labels`"),
