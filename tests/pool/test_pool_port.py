@@ -122,8 +122,8 @@ def test_what_strangers_say_is_shown_without_control_characters(
         address = listening.getsockname()
         answer = thread.submit(ask)
         assert server.serve(listening, "", torch.device("cpu"), SECONDS) == 1
-    assert "rank 0 \x1b[2J" in json.loads(answer.result())["error"]
-    assert "rank 0 \\x1b[2J" in capsys.readouterr().err
+    assert "rank 0 runs \x1b[2J" in json.loads(answer.result())["error"]
+    assert "rank 0 runs \\x1b[2J" in capsys.readouterr().err
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # there are threads
