@@ -30,8 +30,8 @@ class HeldSegment(NamedTuple):
 
 
 class StateKey(NamedTuple):
-    """Key of a row: the document and position of a token. The row is that of the token, or that of
-    the segment that begins with the token.
+    """Key of a row: the document and position of a token. The row belongs to this token, or to the
+    segment that begins with this token.
     """
 
     document: int
