@@ -98,7 +98,7 @@ __all__ = [
 # ---- torch 2.13.0
 
 # Functions for the hooks on saved tensors, which activation checkpointing uses. torch shows only
-# the hooks that were pushed last.
+# the pair of hooks that was pushed last.
 allow_saved_tensor_hooks = _autograd._saved_tensors_hooks_enable
 forbid_saved_tensor_hooks = _autograd._saved_tensors_hooks_disable
 why_saved_tensor_hooks_are_forbidden = _autograd._saved_tensors_hooks_get_disabled_error_message
@@ -296,8 +296,8 @@ MASK_WINDOW = "sliding_window_overlay"  # its only argument is `sliding_window`
 MASK_BOTH_WAYS = "bidirectional_mask_function"
 MASK_BOTH_WAYS_WINDOW = "sliding_window_bidirectional_overlay"
 BOTH_WAYS_MASK_PARTS = frozenset({MASK_BOTH_WAYS, MASK_BOTH_WAYS_WINDOW, "and_masks"})
-# Functions from which causal masks are composed. Any other function lets queries see other keys.
-# Versions before 5.23 lack some of these functions.
+# Functions from which causal masks are composed. If a mask contains any other function, distca does
+# not know which keys the mask hides. Versions before 5.23 lack some of these functions.
 CAUSAL_MASK_PARTS = frozenset(
     {
         "causal_mask_function",

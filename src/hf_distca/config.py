@@ -43,9 +43,9 @@ else:
     # HfArgumentParser reads this type. It drops `str` from a union, but a command line can give
     # only strings.
     CostSource = str
-# Above _MOST_RANKS, a larger group gains almost nothing on documents with a long tail, and every
-# further rank makes planning slower. Groups below _FEWEST_RANKS balance worse. If the number of
-# ranks is a multiple of _WHOLE_NODES, a group consists of whole nodes of 1, 2, 4 or 8 ranks.
+# Above _MOST_RANKS, a larger group gains almost nothing if document lengths have a long tail, and
+# every further rank makes planning slower. Groups below _FEWEST_RANKS balance worse. If the number
+# of ranks is a multiple of _WHOLE_NODES, a group consists of whole nodes of 1, 2, 4 or 8 ranks.
 _MOST_RANKS, _FEWEST_RANKS, _WHOLE_NODES = 512, 256, 8
 _LONGEST_TIMEOUT = 366 * 86400.0  # seconds; longer ones might overflow the clock of torch
 
@@ -98,16 +98,15 @@ class DistCAConfig:
             least this fraction. Otherwise a micro-batch runs locally and nothing is exchanged.
         tile: number of query rows in a tile of the kernel. Documents are cut at multiples of it.
         head_groups: upper limit on the number of groups of key/value heads that a long document is
-            split into, so that a server receives only the keys of its heads. The scheduler normally
-            uses 4 groups, or the largest smaller number that divides the heads. It uses more
-            groups, up to this limit, if communication would take about as long as compute. With 1,
-            all heads of a slice are moved together.
+            split into, so that a server receives only the keys of its heads. The scheduler uses the
+            largest number up to this limit that divides the heads. With 1, all heads of a slice are
+            moved together.
         kernel: attention kernel, ``"auto"`` for the best one that runs on the device.
         cost_model: ``"analytic"`` for built-in figures of the type of device, a `CostModel` of your
             own, or the path of a JSON file that `CostModel.to_json` wrote (the file is read at
             once). Built-in figures are multiplied by a factor for the GPU and kernel if this factor
-            is known and equal on all ranks; documents are dealt without the factor. The shape of
-            your own `CostModel` is replaced by the shape of each layer.
+            is known and equal on all ranks. The factor does not affect how documents are dealt. The
+            shape of your own `CostModel` is replaced by the shape of each layer.
         measured_rates: correct the cost model with measurements of all ranks during training.
             Slower ranks get less work, and less work or none is moved if exchanges cost more time
             than they save. If off, plans depend only on the documents. The same is true with a
@@ -119,19 +118,20 @@ class DistCAConfig:
         balance_evaluation: let ranks share attention also while the model is in evaluation mode.
             Every rank must then evaluate the same number of batches. A dealt batch in which
             documents are cut is computed by all ranks together even if this is off.
-        serve_in_place: let ranks that hold tokens compute slices of other ranks. If off, only ranks
-            without tokens compute them.
+        serve_in_place: let ranks that hold tokens compute slices of other ranks' documents. If off,
+            only ranks without tokens compute such slices.
         ping_pong: run every decoder layer as two nano-batches in turns, so that one computes while
             the messages of the other travel. This pays if exchanges take long. If nothing is
             exchanged, layers run whole.
         max_transient_bytes: limit on the bytes that one call of core attention uses on a rank for
             other ranks, in its forward or its backward; None for no limit. The limit applies to
-            received rows of q, k, v, o, log-sum-exp, dO and gradients, the messages that carry
-            these rows, the pools made of them, and the outputs and gradients of tasks of other
-            ranks. It does not apply to the rank's own q, k, v, o, log-sum-exp and gradients (which
-            grow with its tokens), to copies of its own rows of documents that are split by heads,
-            or to memory inside the kernel. The scheduler moves only slices that fit. A document
-            that spans ranks may need more; then a warning is logged.
+            received rows of q, k, v, o, log-sum-exp, dO and gradients, to the messages that carry
+            these rows, to tensors that are gathered from these rows, and to the outputs and
+            gradients of tasks of other ranks. It does not apply to the rank's own q, k, v, o,
+            log-sum-exp and gradients (which grow with its tokens), to copies of its own rows of
+            documents that are split by heads, or to memory inside the kernel. The scheduler moves
+            only slices that fit. A document that spans ranks may need more; then a warning is
+            logged.
         group_size: number of neighbouring ranks that share core attention; must divide the number
             of ranks. Work is balanced within a group, and documents may span only ranks of a group.
             Choose a multiple of the node size to profit from fast links. With None, up to 512 ranks
@@ -148,7 +148,7 @@ class DistCAConfig:
     tolerance: float = 0.01
     min_gain: float = 0.02
     tile: int = 128
-    head_groups: int = 8
+    head_groups: int = 4
     kernel: KernelName = "auto"
     cost_model: CostSource = "analytic"
     measured_rates: bool = True
@@ -236,7 +236,8 @@ def parse_values(text: str | bytes, source: str) -> Any:
 def split_settings(
     values: Any, source: str, others: tuple[str, ...] = ("tokens_per_rank",)
 ) -> tuple[DistCAConfig, dict[str, Any]]:
-    """Split the values in a user's file. Return a `DistCAConfig`, and the values of other names.
+    """Split the values in a user's file. Return a `DistCAConfig`, and the values whose names are in
+    `others`.
 
     Args:
         values: the values by name; None if there are no values.

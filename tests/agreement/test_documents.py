@@ -30,6 +30,20 @@ def test_a_key_of_a_batch_says_where_documents_begin(key: str) -> None:
     assert documents.runs[:, 2].tolist() == [3, 6]
 
 
+@pytest.mark.parametrize("key", DOCUMENT_KEYS)
+def test_only_keys_that_can_continue_documents_count_if_documents_span_ranks(key: str) -> None:
+    """The positions are those of a document's second part, and of a whole document."""
+    said = {
+        "distca_documents": PackedDocuments((5, 4), starts=(3, 0), documents=(1, 2)),
+        "position_ids": torch.tensor([[3, 4, 5, 6, 7, 0, 1, 2, 3]]),
+    }
+    batch = {"input_ids": torch.zeros(1, 9, dtype=torch.int64), **say_documents((5, 4)), **said}
+    given = {name: batch[name] for name in ("input_ids", "position_ids", key)}
+    documents = TokenBatch.from_batch(given).read_documents(span_ranks=True)
+    assert documents.span_ranks
+    assert documents.runs[:, 1:].tolist() == [[3, 5], [0, 4]]
+
+
 def test_the_order_of_the_keys_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     said, other = say_documents((5, 4)), say_documents((3, 6))
     batch = {"input_ids": torch.zeros(1, 9, dtype=torch.int64)}
@@ -183,7 +197,7 @@ def test_padding_in_documents_that_go_on_elsewhere_is_refused(lengths: tuple[int
     packed = PackedDocuments(lengths, (4, 0), (0, 1))
     with pytest.raises(
         LayoutError,
-        match=r"2 of the 1 x 8 tokens .* padding by attention_mask.*leave attention_mask",
+        match=r"2 of the 1 x 8 tokens .* padding in attention_mask.*leave attention_mask",
     ):
         TokenBatch(1, 8, packed=packed, padding=PADDING).read_documents()
     assert (

@@ -53,7 +53,7 @@ def test_batches_are_filled_to_the_token_with_documents_in_order(
 ) -> None:
     if sum(lengths) < tokens:
         with pytest.raises(
-            LayoutError, match=f"{sum(lengths)} tokens together, a global batch has {tokens}"
+            LayoutError, match=f"{sum(lengths)} tokens together, but a global batch has {tokens}"
         ):
             GlobalBatches(lengths, tokens, seed, quiet=True)
         return
@@ -203,7 +203,7 @@ def test_bad_arguments_are_refused() -> None:
     for lengths in ([], [0, 0], [-1, 3], [1.5], [[1]]):
         with pytest.raises(LayoutError):
             GlobalBatches(lengths, 4, fill="whole")
-    with pytest.raises(IndexError, match="global batch 2 of 2"):
+    with pytest.raises(IndexError, match="no global batch 2 in an epoch of 2 batches"):
         GlobalBatches([5, 5], 4).get_pieces(0, 2)
 
 

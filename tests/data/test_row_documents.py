@@ -70,5 +70,5 @@ def test_other_rows_are_refused() -> None:
         LayoutError, match=r"rows have the columns text. They need one of input_ids, documents"
     ):
         find_row_documents([{"text": "a"}])
-    with pytest.raises(LayoutError, match="rows are of list: they must be mappings"):
+    with pytest.raises(LayoutError, match="rows have type list: they must be mappings"):
         find_row_documents([[1, 2]])

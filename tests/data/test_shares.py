@@ -351,7 +351,7 @@ def test_a_batch_is_one_share_with_an_axis_in_front() -> None:
 def test_what_would_be_wrong_is_refused() -> None:
     rows = some_documents([20, 30])
     batches = GlobalBatches([20, 30], 40, None, quiet=True)
-    with pytest.raises(LayoutError, match="so the numbers must be equal"):
+    with pytest.raises(LayoutError, match="Both numbers must be equal"):
         Shares(rows, batches, dealing(2, 10))[0]
     padded = [
         {**row, "attention_mask": [1] * 15 + [0] * (len(row["input_ids"]) - 15)} for row in rows
@@ -359,7 +359,7 @@ def test_what_would_be_wrong_is_refused() -> None:
     for documents in (padded, datasets.Dataset.from_list(padded)):
         with pytest.raises(LayoutError, match="attention_mask of a document is 0 at token 15"):
             Shares(documents, batches, dealing(1, 40))[0]
-    with pytest.raises(LayoutError, match="they are fewer than its lengths or its other"):
+    with pytest.raises(LayoutError, match="although its length or its other columns"):
         Shares([row["input_ids"][:15] for row in rows], batches, dealing(1, 40))[0]
     with pytest.raises(LayoutError, match="labels of a document end before token 20"):
         Shares([{**row, "labels": [1]} for row in rows], batches, dealing(1, 40))[0]

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from checkpointing import start_deepspeed
 from tiny_llama import settings
 from torch.distributed.tensor import DTensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -44,8 +44,6 @@ class Case:
         workers: of the loader.
         steps: of the optimizer.
         precision: "bf16", as `bf16=True` sets it, or "float32".
-        order: seed by which the documents of each micro-batch are shuffled and divided into halves,
-            for another order of sums over tokens; None to keep the order in which they are dealt.
     """
 
     ranks: int = 2
@@ -60,7 +58,6 @@ class Case:
     implementation: str = "distca"
     steps: int = 20
     precision: str = "bf16"
-    order: int | None = None
 
     def __str__(self) -> str:
         said = [f"x{self.accumulation} accumulated"] * (self.accumulation > 1) + [
@@ -76,9 +73,7 @@ class Case:
             f"{self.ranks} rank" + "s" * (self.ranks > 1),
             [self.precision] * (self.precision != "bf16"),
         )
-        other += [self.implementation] * (self.implementation != "distca") + ["another order"] * (
-            self.order is not None
-        )
+        other += [self.implementation] * (self.implementation != "distca")
         return ", ".join([self.client, self.engine, *said, ranks, *other])
 
     @property
@@ -236,7 +231,7 @@ def _trainer(case: Case, folder: Path, output: str) -> tuple[list[float], Any, A
 def _made(case: Case, folder: Path, options: dict[str, Any]) -> Trainer:
     from datasets import load_from_disk
 
-    kinds: tuple[Any, Any] = (Trainer if case.order is None else InHalves), TrainingArguments
+    kinds: tuple[Any, Any] = Trainer, TrainingArguments
     more: dict[str, Any] = {}
     if case.client == "TRL":
         from trl import SFTConfig, SFTTrainer
@@ -252,60 +247,7 @@ def _made(case: Case, folder: Path, options: dict[str, Any]) -> Trainer:
     )
     trainer.remove_callback(PrinterCallback)
     hf_distca.deal(trainer, _tokens_per_rank(case), fill="cut")
-    if case.order is not None:
-        trainer.train_dataset = InAnotherOrder(trainer.train_dataset, case.order)
-        trainer.data_collator = InAnotherOrder.batch
-        trainer.args.remove_unused_columns = False
     return trainer
-
-
-class InAnotherOrder(Dataset[dict[str, torch.Tensor]]):
-    """Shares of one rank with their documents shuffled, and the number of tokens of the first half
-    of these documents.
-    """
-
-    def __init__(self, shares: Any, seed: int) -> None:
-        self._shares, self._seed = shares, seed
-
-    def __len__(self) -> int:
-        return len(self._shares)
-
-    def __getitem__(self, number: int) -> dict[str, torch.Tensor]:
-        share = self._shares[number]
-        begins = (share["position_ids"] == 0).nonzero()[1:, 0].tolist()
-        generator = torch.Generator().manual_seed(1000 * self._seed + number)
-        order = torch.randperm(len(begins) + 1, generator=generator).tolist()
-        documents = {
-            name: [column.tensor_split(begins)[document] for document in order]
-            for name, column in share.items()
-            if isinstance(column, torch.Tensor)
-        }
-        shuffled = {name: torch.cat(parts) for name, parts in documents.items()}
-        half = sum(map(len, documents["input_ids"][: len(order) // 2]))
-        return {**shuffled, "half": torch.tensor([half])}
-
-    @staticmethod
-    def batch(items: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-        """The batch of one item."""
-        return {name: column[None] for name, column in items[0].items()}
-
-
-class InHalves(Trainer):
-    """Adds the losses of the halves of `InAnotherOrder` before it calls backward.
-
-    Like ping-pong, it thereby sums the gradients of both halves in the dtype of autocast.
-    """
-
-    def compute_loss(
-        self, model: Any, inputs: dict[str, Any], *arguments: Any, **options: Any
-    ) -> Any:
-        half, losses = int(inputs.pop("half")), []
-        with self.accelerator.autocast():  # both halves use the same cast weights
-            for rows in (slice(half), slice(half, None)):
-                part = {name: column[:, rows] for name, column in inputs.items()}
-                if part["input_ids"].numel():
-                    losses.append(super().compute_loss(model, part, *arguments, **options))
-        return sum(losses)
 
 
 def _loop(case: Case, folder: Path, output: str) -> tuple[list[float], Any, Any]:

@@ -5,8 +5,6 @@ halves, dealt, and in a Trainer.
 from __future__ import annotations
 
 import copy
-import tempfile
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -14,37 +12,22 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from PIL import Image
-from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
-    AutoModelForImageTextToText,
-    CLIPImageProcessor,
     Gemma3Config,
     Gemma3ForConditionalGeneration,
-    Gemma3ImageProcessor,
-    Gemma3Processor,
     LlamaConfig,
-    LlavaConfig,
-    LlavaProcessor,
-    PaliGemmaConfig,
-    PaliGemmaProcessor,
     PreTrainedModel,
-    PreTrainedTokenizerFast,
-    ProcessorMixin,
-    SiglipImageProcessor,
-    Trainer,
-    TrainingArguments,
 )
 
 import hf_distca
 from hf_distca.agreement.announce import PlanKey
 from hf_distca.agreement.dealt_share import Dealing
-from hf_distca.errors import LayoutError, UnsupportedError
+from hf_distca.errors import UnsupportedError
 from hf_distca.integration.current_session import current_session
 from hf_distca.schedule.cost import AttentionShape
 from ranks import RankPool
-from tiny_runs import COMMON, PAIRS, settings
+from tiny_runs import PAIRS, settings
 
 TEXT = {
     "hidden_size": 64,
@@ -158,140 +141,6 @@ def test_training_on_two_ranks(kind: str, rank_pool: Callable[[int], RankPool]) 
             )
             for got, a, b in zip(grads, first[1:], second[1:], strict=True):
                 torch.testing.assert_close(got, a + b, rtol=0, atol=1e-6 * largest, msg=variant)
-
-
-def make_tokenizer() -> PreTrainedTokenizerFast:
-    """A tokenizer of forty words."""
-    words = ["<pad>", "<bos>", "<eos>", "<unk>", *(f"w{i}" for i in range(40))]
-    words += [f"rest{i}" for i in range(len(words), 58)] + ["<boi>", "<eoi>", "<img>"]
-    words_of = Tokenizer(
-        models.WordLevel(dict(zip(words, range(61), strict=True)), unk_token="<unk>")
-    )
-    words_of.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    names = {"image_token": "<img>", "boi_token": "<boi>", "eoi_token": "<eoi>"}
-    ends = {"bos_token": "<bos>", "eos_token": "<eos>", "pad_token": "<pad>"}
-    return PreTrainedTokenizerFast(
-        tokenizer_object=words_of, unk_token="<unk>", extra_special_tokens=names, **ends
-    )
-
-
-def make_processor(kind: str) -> ProcessorMixin:
-    """The processor of a family: an image becomes four tokens."""
-    size = {"height": 28, "width": 28}
-    if kind == "gemma3":
-        return Gemma3Processor(
-            Gemma3ImageProcessor(size=size), make_tokenizer(), image_seq_length=4
-        )
-    if kind == "paligemma":
-        images = SiglipImageProcessor(size=size)
-        images.image_seq_length = 4
-        return PaliGemmaProcessor(images, make_tokenizer())
-    images = CLIPImageProcessor(size={"shortest_edge": 28}, crop_size=size)
-    return LlavaProcessor(
-        images,
-        make_tokenizer(),
-        patch_size=14,
-        vision_feature_select_strategy="default",
-        num_additional_image_tokens=1,
-    )
-
-
-def build_with_images(kind: str, implementation: str) -> PreTrainedModel:
-    if kind == "gemma3":
-        return build("images", implementation)
-    torch.manual_seed(0)
-    if kind == "paligemma":
-        config: Any = PaliGemmaConfig(
-            text_config={**TEXT, "model_type": "gemma"},
-            vision_config={**VISION, "model_type": "siglip_vision_model", "vision_use_head": False},
-            image_token_id=60,
-            projection_dim=64,
-        )
-    else:
-        config = LlavaConfig(
-            text_config={**TEXT, "model_type": "llama"},
-            vision_config={**VISION, "model_type": "clip_vision_model"},
-            image_token_index=60,
-            vision_feature_layer=-1,
-        )
-    names = {"text_config": implementation, "vision_config": "sdpa"}
-    return AutoModelForImageTextToText.from_config(config, attn_implementation=names)
-
-
-def make_row(kind: str, words: int, rng: np.random.Generator) -> dict[str, Any]:
-    """A text of so many words around an image; PaliGemma has it first."""
-    texts = [f"w{word}" for word in rng.integers(0, 40, words)]
-    if kind != "paligemma":
-        token = "<boi>" if kind == "gemma3" else "<img>"
-        texts.insert(int(rng.integers(0, words)), token)
-    pixels = (rng.random((30, 40, 3)) * 255).astype("uint8")
-    return {"text": " ".join(texts), "image": Image.fromarray(pixels)}
-
-
-def train_images(
-    rank: int, kind: str, implementation: str, bf16: bool = False
-) -> tuple[list[float], int]:
-    """Losses and gradient norms of a Trainer on padded rows with images, and bytes sent."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        processor: Any = make_processor(kind)
-    rng = np.random.default_rng(0)
-    rows = [make_row(kind, words, rng) for words in (90, 5, 20, 3, 12, 80, 7, 4)]
-
-    def collate(features: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-        texts, images = [row["text"] for row in features], [[row["image"]] for row in features]
-        given: dict[str, Any] = {"text": texts, "images": images}
-        if kind == "paligemma":  # learns the second half of a text
-            halves = [text.split() for text in texts]
-            given["text"] = ["<img> " + " ".join(words[: len(words) // 2]) for words in halves]
-            given["suffix"] = [" ".join(words[len(words) // 2 :]) + " " for words in halves]
-        batch = dict(processor(**given, padding=True, return_tensors="pt"))
-        labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
-        return {"labels": labels, **batch}
-
-    arguments = {**COMMON, "output_dir": tempfile.gettempdir(), "max_steps": 2, "bf16": bf16}
-    arguments |= {"per_device_train_batch_size": 2, "remove_unused_columns": False}
-    trainer = Trainer(
-        build_with_images(kind, implementation).float(),
-        TrainingArguments(**arguments),
-        data_collator=collate,
-        train_dataset=rows,
-        callbacks=[hf_distca.DistCACallback(settings(), record=False)],
-    )
-    trainer.train()
-    logged = [entry for entry in trainer.state.log_history if "grad_norm" in entry]
-    found = [entry[name] for entry in logged for name in ("loss", "grad_norm")]
-    return found, current_session().meter.sent_bytes
-
-
-@pytest.mark.parametrize("kind", ["gemma3", "paligemma", "llava"])
-def test_a_trainer_with_images(kind: str, rank_pool: Callable[[int], RankPool]) -> None:
-    """What the processor of a family makes of texts and images, in padded rows on two ranks."""
-    (ours, sent), *_ = rank_pool(2)(train_images, kind, "distca")
-    (theirs, _), *_ = rank_pool(2)(train_images, kind, "sdpa")
-    assert sent
-    assert len(ours) == 4
-    assert ours == pytest.approx(theirs, rel=1e-4)
-    if kind != "gemma3":
-        return
-    # In bf16 as far from that as eager attention is.
-    halves = [rank_pool(2)(train_images, kind, name, True)[0][0] for name in ("distca", "eager")]
-    far, eager = (
-        max(abs(a / b - 1) for a, b in zip(found, theirs, strict=True)) for found in halves
-    )
-    assert 0 < far <= 1.5 * eager
-
-
-def test_images_are_not_packed_or_dealt_by_distca() -> None:
-    row = {"input_ids": [3, 60, 60, 4], "token_type_ids": [0, 1, 1, 0]}
-    with pytest.raises(LayoutError, match="token_type_ids"):
-        hf_distca.PackingCollator(build("images", "distca"))([row])
-    arguments = {**COMMON, "output_dir": tempfile.gettempdir(), "bf16": False}
-    trainer = Trainer(
-        build("images", "distca").float(), TrainingArguments(**arguments), train_dataset=[row] * 4
-    )
-    with pytest.raises(LayoutError, match="token_type_ids"):
-        hf_distca.deal(trainer, 16)
 
 
 def deal(rank: int, lengths: list[int]) -> tuple[list[torch.Tensor], str]:

@@ -323,7 +323,7 @@ def test_a_collator_that_may_mean_more_is_refused(
     else:
         with pytest.raises(
             hf_distca.UnsupportedError,
-            match=rf'replaces the data_collator, and does not know {named}: .*collator="replace"',
+            match=rf'replaces the data_collator, but does not know {named}: .*collator="replace"',
         ):
             hf_distca.deal(trainers[0], TOKENS)
         hf_distca.deal(trainers[1], TOKENS, collator="replace").train()
@@ -498,9 +498,7 @@ def test_recurrent_layers_under_other_attention_are_said(caplog: pytest.LogCaptu
 
 
 def test_a_word_that_is_none_is_refused() -> None:
-    with pytest.raises(
-        hf_distca.ConfigError, match="collator='mine' is none of 'check', 'replace'"
-    ):
+    with pytest.raises(hf_distca.ConfigError, match="collator='mine' must be 'check' or 'replace'"):
         hf_distca.deal(make(Trainer, "distca", rows(), {}), TOKENS, collator="mine")  # type: ignore[arg-type]
 
 

@@ -228,7 +228,7 @@ def test_documents_without_a_length_are_streamed() -> None:
     first = next(iter(stream))
     assert first["input_ids"].shape == (8,)
     for how in ({"fill": "whole"}, {"longer": "refuse"}, {"seed": 3}, {"lengths": [1]}):
-        with pytest.raises(hf_distca.ConfigError, match="for documents without a length"):
+        with pytest.raises(hf_distca.ConfigError, match="for a stream of documents"):
             hf_distca.document_shares(Endless(), 8, shapes=[(SHAPE, None)], ranks=2, **how)
 
 
@@ -248,17 +248,17 @@ def test_columns_are_refused_that_the_model_takes() -> None:
 
 def test_what_cannot_be_dealt_is_refused() -> None:
     with pytest.raises(
-        hf_distca.ConfigError, match=r"model=NoneType is no model .* give one, or shapes"
+        hf_distca.ConfigError, match=r"model=NoneType is neither a model .* or shapes"
     ):
         hf_distca.document_shares(some_documents(), 16)
-    with pytest.raises(hf_distca.ConfigError, match=r"shapes=\[\] names no kind"):
+    with pytest.raises(hf_distca.ConfigError, match=r"shapes=\[\] is empty"):
         hf_distca.document_shares(some_documents(), 16, shapes=[])
     for wrong in ({"ranks": 0}, {"ranks": 2, "ranks_per_node": 3}, {"tokens_per_rank": 0}):
         with pytest.raises(hf_distca.ConfigError, match=r"ranks|tokens"):
             hf_distca.document_shares(
                 some_documents(), **{"tokens_per_rank": 16, "model": LlamaConfig(), **wrong}
             )
-    with pytest.raises(LayoutError, match="642 tokens together, a global batch has 10000"):
+    with pytest.raises(LayoutError, match="642 tokens together, but a global batch has 10000"):
         hf_distca.document_shares(some_documents(), 10_000, model=LlamaConfig(), fill="cut")
 
 

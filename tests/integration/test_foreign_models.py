@@ -177,7 +177,7 @@ def test_a_tower_of_images_is_refused() -> None:
     sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
     config = ViTConfig(**sizes, intermediate_size=32, image_size=28, patch_size=14)
     config._attn_implementation = "distca"
-    with pytest.raises(hf_distca.UnsupportedError, match="towers of images"):
+    with pytest.raises(hf_distca.UnsupportedError, match="image or audio towers"):
         ViTModel(config).train()(torch.randn(1, 3, 28, 28))
 
 

@@ -107,9 +107,9 @@ REFUSED: dict[str, tuple[Any, str]] = {
         AutoConfig.for_model(
             "opt", ffn_dim=48, word_embed_proj_dim=64, attention_dropout=0.0, **SIZES
         ),
-        "count positions by it",
+        "count positions by the mask",
     ),
-    "jamba": (JAMBA, "not proven that attention alone reads it"),
+    "jamba": (JAMBA, "not proven that only attention reads the mask"),
     "mixtral": (
         MixtralConfig(num_key_value_heads=2, output_router_logits=True, **SIZES),
         "the loss of their routers",
@@ -124,7 +124,7 @@ def test_numbered_masks_are_refused_beyond_attention(kind: str) -> None:
     model = model_of(config, "distca").float()  # experts know no float64
     with pytest.raises(
         hf_distca.UnsupportedError,
-        match=f"attention_mask numbers the documents .* for {kind} models: .*{why}",
+        match=f"attention_mask numbers the documents .* but {kind} models need .*{why}",
     ):
         model(input_ids=torch.cat(TEXTS)[None], attention_mask=NUMBERS, use_cache=False)
     model(input_ids=torch.cat(TEXTS)[None], attention_mask=NUMBERS.clamp(max=1), use_cache=False)
@@ -175,7 +175,7 @@ def test_masked_hole_within_a_window_is_refused(config: Any, positions: bool) ->
     beside = {"position_ids": (mask.cumsum(1) - 1).clamp(min=0)} if positions else {}
     with pytest.raises(
         hf_distca.UnsupportedError,
-        match=r"zeros between the tokens .* over 40 places, .* of 16 tokens",
+        match=r"zeros between the tokens .* covers 40 places, .* of 16 tokens",
     ):
         model_of(config, "distca")(input_ids=ids, attention_mask=mask, use_cache=False, **beside)
 

@@ -90,7 +90,7 @@ def test_what_acts_once_a_row_is_refused(name: str, door: Callable[[str], Traine
     if name == "prompt" and door is pack:
         named = "the documents have 64 tokens and the batch has 1 x 67"
     elif name == "prefix" and door is pack:
-        named = "instead of prefix tuning use another adapter"
+        named = "instead of prefix tuning, use another adapter"
     with pytest.raises(hf_distca.DistCAError, match=named):
         door(name).train()
 

@@ -174,7 +174,7 @@ def test_tokens_that_a_mask_leaves_out_are_no_targets(names: tuple[str, ...]) ->
         ({"completion_mask": [1]}, "8 input_ids and 1 numbers in its completion_mask"),
         (
             {"attention_mask": [1, 1, 2, 2, 1, 1, 3, 3]},
-            "row 0, and 1 comes again after another number",
+            "row 0, but 1 comes again after another number",
         ),
         ({"attention_mask": [1, 1, 1, 2, 0, 2, 2, 2]}, r"attention_mask\[4\] of a document is 0"),
         (
@@ -342,7 +342,7 @@ def test_positions_that_skip_some_are_one_document_and_stay() -> None:
         {"input_ids": IDS, "position_ids": [0, 1, 2, 0, 1, 2, 3, 4]}
     )
     assert [document.check_positions() for document in counted] == [None, None]
-    with pytest.raises(LayoutError, match=r"go from 2 to 30: they would be lost if it were dealt"):
+    with pytest.raises(LayoutError, match=r"go from 2 to 30: dealing would lose such positions"):
         collator.read_feature_documents({"input_ids": IDS, "position_ids": rows["jumps"]})[
             0
         ].check_positions()

@@ -278,7 +278,7 @@ def test_rows_that_are_not_tokenized_are_refused() -> None:
     trainer = make("DPO", "distca")
     trainer.train_dataset = rows("DPO")
     with pytest.raises(
-        hf_distca.UnsupportedError, match="rows have the columns prompt, chosen, rejected"
+        hf_distca.UnsupportedError, match="rows have only these columns: prompt, chosen, rejected"
     ):
         hf_distca.place_rows(trainer)
 

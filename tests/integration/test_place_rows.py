@@ -312,9 +312,9 @@ def test_nodes_are_found(
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "stream": (
         lambda: DataLoader(rows(4).to_iterable_dataset()),
-        "data of IterableDataset has no length",
+        "IterableDataset has no length",
     ),
-    "no loader": (lambda: None, "data of NoneType has no length"),
+    "no loader": (lambda: None, "NoneType has no length"),
     "dealt": (lambda: loader_of(0, dataset=dealt()), "documents of this data set are dealt"),
     "batches": (lambda: loader_of(0, batches=[[0, 1], [2]]), "list chooses its own batch sizes"),
     "dispatched": (
@@ -334,9 +334,7 @@ def test_loaders_that_cannot_be_placed(name: str) -> None:
 
 def test_trainers_that_cannot_be_placed() -> None:
     trainer = make(4)
-    with pytest.raises(
-        hf_distca.ConfigError, match="accumulation=2 and model=NoneType for a Trainer"
-    ):
+    with pytest.raises(hf_distca.ConfigError, match="accumulation=2 and model=NoneType are given"):
         hf_distca.place_rows(trainer, accumulation=2)
     hf_distca.place_rows(trainer)
     with pytest.raises(hf_distca.ConfigError, match="of this Trainer are placed already"):
@@ -348,7 +346,7 @@ def refused_on_ranks(rank: int) -> list[str]:
     other rows.
     """
     said = []
-    PartialState()
+    PartialState(cpu=True)
     for count in (8 + rank, 8):
         with pytest.raises(hf_distca.DistCAError) as error:
             hf_distca.place_rows(DataLoader(rows(count)), ranks_per_node=1)
@@ -365,5 +363,5 @@ def test_ranks_compare_what_they_read(rank_pool: Callable[[int], RankPool]) -> N
         assert said[0].startswith(
             "ranks 0 and 1 weigh rows differently: place_rows needs the same data set"
         )
-        assert "this DataLoader has batches of BatchSampler" in said[1]
-        assert said[2].startswith("the loader reads 6 rows, and place_rows weighed 8")
+        assert "this DataLoader gets batches from BatchSampler" in said[1]
+        assert said[2].startswith("the loader reads 6 rows, but place_rows weighed 8")

@@ -64,7 +64,7 @@ def test_settings_of_other_types_are_refused(take: Callable[..., object], given:
 @pytest.mark.parametrize("take", [hf_distca.configure, callback])
 @pytest.mark.parametrize("given", ["dp", [0, 1], -100])
 def test_groups_and_meshes_are_taken_only(take: Callable[..., object], given: Any) -> None:
-    with pytest.raises(hf_distca.ConfigError, match="give it a process group"):
+    with pytest.raises(hf_distca.ConfigError, match="give a process group"):
         take(group=given)
 
 

@@ -188,5 +188,5 @@ def test_a_rank_that_cannot_evaluate_tells_the_others(
     rank_pool: Callable[[int], RankPool],
 ) -> None:
     for said, seconds in rank_pool(2)(parts_alone):
-        assert "met a model in evaluation mode" in said
+        assert "a model in evaluation mode got" in said
         assert seconds < 10

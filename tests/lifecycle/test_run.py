@@ -377,7 +377,7 @@ print([model.config._attn_implementation for model in models])
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=True
     )
     assert done.stdout.strip() == "['distca', 'distca', 'sdpa', 'eager']"
-    assert "leaves mpt models" in done.stderr
+    assert "does not change the attention of mpt models" in done.stderr
 
 
 def test_the_script_gets_its_arguments_and_gives_its_status(tmp_path: Path) -> None:

@@ -55,26 +55,25 @@ REASONS = (
 NOTES = """
 ## Models outside the table
 
-Models outside the table run, with one warning for each type. The arguments of every attention call
-are checked. Compare a few losses with those of sdpa, and with one process if documents lie on
-several ranks.
+Models outside the table run, with one warning for each type, and the arguments of every attention
+call are checked. Compare a few losses of a model outside the table with those of sdpa, and with one
+process if documents lie on several ranks.
 
 ## Positions
 
 Position ids may be an argument of the model, or pass through its keyword arguments (Whisper, Moss).
 
 **Rotary embeddings of the longest document** (`rope_type` "dynamic" and "longrope", as in Phi-3)
-are made for the longest document of all ranks. Only the shares of `document_shares` know its
-length. Other batches with a document in several parts are refused, and so is Moshi with such an
-embedding.
+are made for the longest document of all ranks, whose length only the shares of `document_shares`
+know. With "dynamic" or "longrope", other batches with a document in several parts are refused, and
+so is Moshi.
 
 **Llama 4**: layers without rotary embedding scale queries by the place of a token in its row, not
-in its document, under any attention. Rows of fewer than 8,192 tokens (`floor_scale`) are not
-affected.
+in its document, under any attention, except in rows of fewer than 8,192 tokens (`floor_scale`).
 
 **RoBERTa and related models** (CamemBERT, Data2Vec, XLM-RoBERTa, X-MOD) count learned positions
 from `pad_token_id + 1`. hf-distca shifts the positions of `PackingCollator` and of shares when the
-model is called. It refuses positions from 0 in other batches: use
+model is called. For RoBERTa, other batches with positions from 0 are refused: use
 `DataCollatorWithFlattening(position_ids_start=2)`.
 
 **Encoder-decoders** are refused, even if their decoder alone is listed here.
@@ -88,33 +87,38 @@ attention = {"text_config": "distca", "vision_config": "sdpa"}
 model = AutoModelForImageTextToText.from_pretrained(name, attn_implementation=attention)
 ```
 
-The keys are the names of the parts in the model's config. LLaVA and Qwen2-VL are compared with sdpa
-in this way, with images in packed rows, on one rank and on two
-(`tests/models/test_vision_language.py`). For M-RoPE give position ids of four rows, with those of
-the text first, or of three rows: a document begins where all three are 0.
+The keys of `attention` are the names of the parts in the model's config. With distca in the
+language tower, LLaVA, Qwen2-VL and the models with images below are compared with sdpa: in packed
+rows (`tests/models/test_vision_language.py`), and with the inputs of their processors in a Trainer
+on two ranks (`tests/integration/test_images_in_training.py`). For M-RoPE, give position ids of four
+rows, the positions of the text first, or of three rows; with three rows, a document begins where
+all three are 0.
 
 ## Masks that are not causal
 
-**Blocks.** Image tokens that see each other both ways (Gemma 3 and 4, PaliGemma, Molmo2) and
-prefixes (PaliGemma, HRM) are exact, in padded and in packed rows. transformers' own masks are wrong
-for packed rows with images in the windowed layers of Gemma 3 and 4, so packed rows are compared
-with each document alone. `PackingCollator` and shares refuse the columns of images: use the model's
-processor. Blocks move to other ranks only if a block has a quarter of its rank's tokens.
+**Blocks.** Attention is exact for image tokens that see each other both ways (Gemma 3 and 4,
+PaliGemma, Molmo2) and for prefixes (PaliGemma, HRM), in padded and in packed rows. transformers'
+own masks are wrong for packed rows with images in the windowed layers of Gemma 3 and 4, so packed
+rows are compared with each document alone. `PackingCollator` and `deal` refuse columns of
+images: use the model's processor. Blocks of image tokens move to other ranks only if the longest
+block has at least a quarter of its rank's tokens.
 
 **Both ways.** Decoders with `config.is_causal=False`, and the text encoders EuroBERT, ModernBERT,
 GTE, Nomic BERT, Jina v3, NeoMME, UltraBERT, ESM, ESM C and BERT are compared in packed rows
-(`tests/models/test_both_ways.py`). Documents must be whole: documents that a share cuts are
-refused.
+(`tests/models/test_both_ways.py`). Models that attend both ways need whole documents: documents
+that a share cuts are refused.
 
-**Shared prefixes.** `PackedDocuments(lengths, parents=...)` names the part that each part
-continues. With `--instead-of tree_fa3`, TRL's trees (`tree_kv_index`) are read. Such documents are
-neither dealt nor mixed with the masks above, and ping-pong leaves their layers whole.
+**Shared prefixes.** `PackedDocuments(lengths, parents=...)` names, for each part of a row, the part
+that it continues. With `--instead-of tree_fa3`, hf-distca reads TRL's trees (`tree_kv_index`).
+Documents with shared prefixes are neither dealt nor mixed with the other masks, and ping-pong
+leaves their layers whole.
 
-**Refused by name.** Block diffusion and other functions in masks need a mask inside the kernel,
-which FlashAttention 4 does not support in the backward of packed documents. Keys chosen by scores
-(DSA, NSA, MoBA) are not known before the layer runs. Image and audio towers spend only a third of
-their time in attention. Dense masks, blocks that reach beyond the window of their layer, and masks
-that are not causal in stages of a pipeline are also refused.
+**Refused by name.** Block diffusion and other functions in masks are refused, because
+FlashAttention 4 supports no mask inside the kernel in the backward of packed documents. Keys chosen
+by scores (DSA, NSA, MoBA) are refused, because they are not known before the layer runs. Image and
+audio towers are refused, because they spend only a third of their time in attention. Dense masks,
+blocks that reach beyond the window of their layer, and masks that are not causal in stages of a
+pipeline are also refused.
 """
 
 
@@ -177,28 +181,28 @@ def page(results: list[Result], cuts: dict[str, str]) -> str:
             " refused. A tiny random model of each type ran under distca and, one document at a"
             " time, under transformers' own attention. The loss, the logits of every token and the"
             " gradient of every parameter agree.",
-            "`python tests/models/generate.py` writes this page from such a run."
-            " `pytest tests/models` fails if the two differ.",
+            "`python tests/models/generate.py` writes this page from such a run, and"
+            " `pytest tests/models` fails if page and run differ.",
             "## Which types work with packed documents?",
-            "By the features that the comparison covered:",
+            "The table lists types by the features that the comparison covered:",
         ),
         *_features(by_group["PROVEN"]),
         *_paragraph(
             "",
-            f"In the other {counts['PACKED']} types, recurrent layers (state space, convolution,"
-            " linear attention) would carry state from one document to the next. Under distca [each"
+            f"In {counts['PACKED']} more types, recurrent layers (state space, convolution, linear"
+            " attention) would carry state from one document to the next, but under distca [each"
             " document starts without a state](hybrid_models.md):",
         ),
         *_features(by_group["PACKED"]),
         *_paragraph(
             "",
             "## Which types need one document a row?",
-            f"{rows} types do: their attention keeps packed documents apart, but the rest of the"
-            " model does not.",
-            f"- Their recurrent layers carry state, and distca does not change that:"
+            f"{rows} types need one document a row: their attention keeps packed documents apart,"
+            " but the rest of the model does not.",
+            "- These types have recurrent layers that carry state, which distca does not change:"
             f" {_names(by_group['CARRIES_STATE'])}.",
-            f"- They take no position ids and count positions from document to document. Their"
-            f" attention of packed documents is proven against a dense mask:"
+            "- These types take no position ids, and count positions through the whole row;"
+            " their attention of packed documents is proven against a dense mask:"
             f" {_names(by_group['NO_POSITIONS'])}.",
             "## Which types are refused?",
         ),
@@ -212,18 +216,18 @@ def page(results: list[Result], cuts: dict[str, str]) -> str:
             "",
             "## Documents over ranks",
             f"{over_ranks} types also give the loss, logits and gradients of whole documents when"
-            " heads, middles and tails of documents lie on two ranks. The other types refuse a"
+            " heads, middles and tails of documents lie on two ranks; all other types refuse a"
             " document in several parts:",
             *(
-                f"- {text}: "
+                f"- Refused because {text}: "
                 + ", ".join(name for name, found in cuts.items() if found == reason)
                 + "."
                 for reason, text in families.WHOLE_DOCUMENT_REASONS.items()
             ),
             "## Ping-pong",
-            f"Layers of {len(working) - len(whole)} types run as two halves. Those of"
-            f" {', '.join(whole)} stay whole: something other than attention mixes their tokens, or"
-            " they are not built of decoder layers that transformers can checkpoint.",
+            f"In ping-pong, layers of {len(working) - len(whole)} types run as two halves."
+            f" Layers of {', '.join(whole)} stay whole: something other than attention mixes their"
+            " tokens, or they are not built of decoder layers that transformers can checkpoint.",
         ),
     ]
     return "\n".join(lines).rstrip("\n") + "\n" + NOTES

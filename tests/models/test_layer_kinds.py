@@ -110,10 +110,10 @@ def test_latent_attention_has_its_own_widths() -> None:
 
 def test_what_cannot_be_read_is_said() -> None:
     with pytest.raises(
-        ConfigError, match=r"looked for one of num_attention_heads.*head_dim.*Give shapes="
+        ConfigError, match=r"must have one of num_attention_heads.*head_dim.*Give shapes="
     ):
         list_layer_keys(PreTrainedConfig(), None, "cpu")
-    with pytest.raises(ConfigError, match="model=str is no model of transformers"):
+    with pytest.raises(ConfigError, match="model=str is neither a model nor"):
         list_layer_keys("llama", None, "cpu")
     config = LlamaConfig()
     config.layer_types = ["linear_attention", "conv", "conv"]

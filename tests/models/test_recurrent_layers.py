@@ -443,7 +443,7 @@ def test_a_state_that_is_handed_in_is_refused(
     }
     with (
         patch.object(module, function, **handing),
-        pytest.raises(UnsupportedError, match=rf"runs its rule with {name}, and .*"),
+        pytest.raises(UnsupportedError, match=rf"runs its rule with {name}, but .*"),
     ):
         run(model_of(model_type))
 

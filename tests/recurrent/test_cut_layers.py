@@ -328,9 +328,9 @@ def test_segments_are_those_of_a_layout_that_is_split_by_heads() -> None:
 
 def test_wrong_inputs_are_named() -> None:
     layout = Layout.from_segments([[(0, 0, 4)], [(0, 4, 4)]])
-    with pytest.raises(LayoutError, match="layout of 2 ranks for a group of 1"):
+    with pytest.raises(LayoutError, match="layout has 2 ranks, and the group has 1"):
         Segments.from_layout(layout, AttentionGroup())
-    with pytest.raises(LayoutError, match=r"context of \[0, 1\] segments is that of a nano-batch"):
+    with pytest.raises(LayoutError, match=r"\[0, 1\] context segments .* of a nano-batch"):
         Segments.from_layout(replace(layout, context=np.array([0, 1])), AttentionGroup((0, 1), 0))
     for shape in ((1, 3, 9), (2, 3, 8)):
         with pytest.raises(

@@ -75,7 +75,7 @@ def test_a_plan_in_json_has_its_head_groups() -> None:
     assert again.layout.groups == 4
     assert again.digest == plan.digest
     assert again.digest != replace(plan, layout=replace(plan.layout, groups=2)).digest
-    with pytest.raises(PlanError, match="head groups of a plan in JSON are a whole number"):
+    with pytest.raises(PlanError, match="head groups of a plan in JSON must be a whole number"):
         Plan.from_json(plan.to_json().replace('"groups":4', '"groups":"4"'))
 
 

@@ -1,4 +1,4 @@
-"""Agreement of ranks on plans, and comparison of their measurements.
+"""Ranks agree on plans, and compare their measurements.
 
-It knows no model, and is tested without one.
+Nothing here needs a model.
 """

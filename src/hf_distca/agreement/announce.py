@@ -1,4 +1,4 @@
-"""Announcements that ranks exchange before they share attention: settings, documents, figures.
+"""Announcements: ranks tell each other their settings, documents and measurements before they plan.
 
 An announcement is one row of integers, so nothing that comes from another rank is executed or
 unpickled. The rows of all ranks are read together as columns, so each further rank costs only a few
@@ -29,10 +29,9 @@ from hf_distca.runtime.group import AttentionGroup
 from hf_distca.schedule.cost import AttentionShape, CostModel
 from hf_distca.schedule.layout import IntArray, Layout, enumerate_ranges
 
-# A row holds these header numbers, the figures of each measured plan, the share numbers, and the
-# requests. A request is (documents span ranks, nano-batch, has context, runs, pairs at home) and
-# its runs. A run is a triple (document, start, length) if documents span ranks, else only its
-# length.
+# A row holds these header numbers, the measurements of plans, the share numbers, and the requests.
+# A request holds the numbers of a row of `AnnouncedDocuments.header`, and then its runs. A run is a
+# triple (document, start, length) if documents span ranks, else only its length.
 (
     _COUNT,
     _SETTINGS,
@@ -45,18 +44,18 @@ from hf_distca.schedule.layout import IntArray, Layout, enumerate_ranges
 HEADER_SIZE = 7
 _REQUEST_SIZE = 5
 FIGURE_COUNT = len(Measurement._fields)
-SharedSettings = Mapping[str, str]  # names and values that all ranks must have in common
-_MAX_VALUE_LENGTH = 80  # characters of a setting in an error
+SharedSettings = Mapping[str, str]  # Names and values that must be equal on all ranks.
+_MAX_VALUE_LENGTH = 80  # Errors shorten longer values to this number of characters.
 
 
 class PlanKey(NamedTuple):
-    """Key of a plan of a micro-batch: the kind of layer, and the part of the batch.
+    """Key of one of a micro-batch's plans: the kind of layer, and the part of the batch.
 
     Attributes:
         shape: heads, widths and element bytes of the layer.
-        device: type of the device that computes it.
-        window: keys that a row sees at most, None for all.
-        chunk: length of the chunks that documents are cut into, None if they are whole.
+        device: type of the device that runs the layer.
+        window: the most keys that a query sees; None if it sees all earlier keys.
+        chunk: length of the chunks that documents are cut into; None if documents stay whole.
         nano: 0 for the whole batch, 1 and 2 for its nano-batches.
     """
 
@@ -77,13 +76,14 @@ class Announcement:
 
     Attributes:
         count: number of announcements so far.
-        settings: hash of the settings that all ranks must share.
+        settings: hash of the settings that must be equal on all ranks.
         exchanges: number of dispatches and returns so far.
-        checksum: checksum of the layers of these exchanges.
-        figures: figures of measured plans.
-        documents: documents to plan, each with the number of its nano-batch, 0 for a whole batch.
-        share_numbers: for a dealt share, epoch and number of its global batch, and digests of the
-            documents and of each plan; else empty.
+        checksum: checksum of these exchanges, which depends on their layers and their order.
+        figures: this rank's measurements of earlier plans.
+        documents: documents of each requested plan, with the number of the nano-batch (0 for a
+            whole batch).
+        share_numbers: numbers that identify a dealt share: epoch and number of its global batch,
+            digest of its documents, and digest of each plan. Empty without a share.
     """
 
     count: int = 0
@@ -128,25 +128,27 @@ class AnnouncedDocuments(NamedTuple):
     """Documents of all ranks for one requested plan.
 
     Attributes:
-        header: (ranks, 5) int64: 1 if documents may span ranks; number of the nano-batch, 0 for a
-            whole batch; 1 if the first document begins with context (or 1 plus the number of
-            context runs, if documents share prefixes); number of runs; query-key pairs that the
-            rank computes outside of the plan.
-        numbers: int64 runs of all ranks in rank order: (runs, 3) if documents span ranks, else
-            (runs,) lengths.
+        header: (ranks, 5) int64. Column 0: 1 if documents may span ranks, else 0. Column 1: number
+            of the nano-batch, or 0 for a whole batch. Column 2: 0 without context (keys without
+            queries), 1 if the first run is context, or 1 + n if documents share prefixes and the
+            first n runs are context. Column 3: number of runs. Column 4: number of query-key pairs
+            that the rank computes outside of the plan.
+        numbers: runs of all ranks, in rank order: (runs, 3) int64 if documents span ranks, else
+            only their lengths, (runs,) int64.
     """
 
     header: IntArray
     numbers: IntArray
 
     def split_by_rank(self) -> list[IntArray]:
-        """Split the runs into those of each rank."""
+        """Split `numbers` into one array for each rank."""
         return np.split(self.numbers, np.cumsum(self.header[:-1, 3]))
 
     def build_layout(self) -> Layout:
         """Build the layout of the documents.
 
-        With context, the first run of a rank is the beginning of the document of its second run.
+        If a rank has context, its first run is the beginning of the document that its second run
+        continues.
         """
         span_ranks, _, has_context, counts, _ = self.header.T
         offsets = np.concatenate([[0], np.cumsum(counts)])
@@ -159,7 +161,7 @@ class AnnouncedDocuments(NamedTuple):
             start[cut + 1] = length[cut]
             return Layout(document, start, length, offsets, has_context)
         document, start, length = (np.ascontiguousarray(column) for column in self.numbers.T)
-        if has_context.any():  # each rank has numbered its documents by itself
+        if has_context.any():  # ranks may use the same document numbers
             document = document + np.repeat(np.arange(len(counts)), counts) * 2**32
             return Layout(document, start, length, offsets, np.maximum(has_context - 1, 0))
         if (document >= 0).any():
@@ -173,8 +175,8 @@ class Announcements:
     """Announcements of all ranks, in rank order.
 
     Attributes:
-        header: (ranks, 7) int64.
-        numbers: int64, the rows of all ranks one after another.
+        header: (ranks, 7) int64, the header numbers of each rank's row.
+        numbers: the rows of all ranks, one after another, as a flat int64 array.
         offsets: (ranks,) int64 index in `numbers` at which each rank's row begins.
     """
 
@@ -192,9 +194,9 @@ class Announcements:
 
     @property
     def figures(self) -> IntArray:
-        """Figures of measured plans, (ranks, measured plans, 5) int64.
+        """Measurements that the ranks announced, (ranks, measured plans, 5) int64.
 
-        All ranks must have announced the same number of plans.
+        All ranks must have announced measurements of the same number of plans.
         """
         plans = int(self.header[0, _MEASURED_COUNT])
         numbers = self._read_columns(self.offsets + HEADER_SIZE, FIGURE_COUNT * plans)
@@ -202,15 +204,16 @@ class Announcements:
 
     @property
     def share_numbers(self) -> IntArray:
-        """Share numbers, (ranks, numbers) int64; equal on all ranks if shares belong together.
+        """`Announcement.share_numbers` of each rank, (ranks, numbers) int64.
 
-        All ranks must have announced the same count of numbers.
+        All rows are equal if the shares belong to the same global batch and have the same plans.
+        Every rank must have announced the same count of numbers.
         """
         begin = self.offsets + HEADER_SIZE + FIGURE_COUNT * self.header[:, _MEASURED_COUNT]
         return self._read_columns(begin, int(self.header[0, _SHARE_NUMBER_COUNT]))
 
     def read_documents(self) -> list[AnnouncedDocuments]:
-        """Decode the documents of all ranks for each plan that all of them request."""
+        """Decode the documents of all ranks, for each plan that every rank requests."""
         figures = FIGURE_COUNT * self.header[:, _MEASURED_COUNT]
         begin = self.offsets + HEADER_SIZE + figures + self.header[:, _SHARE_NUMBER_COUNT]
         requested = []
@@ -225,7 +228,7 @@ class Announcements:
         return requested
 
     def _read_columns(self, begin: IntArray, count: int) -> IntArray:
-        """Read `count` numbers of each rank's row from an index on, (ranks, count)."""
+        """Read `count` numbers of each rank's row, from the index `begin` on: (ranks, count)."""
         return np.asarray(self.numbers[begin[:, None] + np.arange(count)])
 
 
@@ -237,8 +240,8 @@ def check_agreement(
     If hashes of shared settings differ, a further exchange finds the settings that differ.
 
     Returns:
-        The documents for each requested plan. No documents are returned for dealt shares, of which
-            only batches and plans are compared.
+        The documents of all ranks for each requested plan. Empty for dealt shares, because ranks
+            announce only digests of their documents.
 
     Raises:
         DistCADesyncError: if anything differs.
@@ -249,7 +252,7 @@ def check_agreement(
     layers = "run the same layers on every rank"
     check_document_kinds(group, header[:, _COUNT], label)
     check_equal(group, header[:, _COUNT], "numbers of plans asked for", label, forwards)
-    # This comes before the settings, because a rank without a batch has no cost models to compare.
+    # Compare this before the settings, because a rank without a batch has no cost models.
     has_batch = np.any(header[:, [_REQUEST_COUNT, _SHARE_NUMBER_COUNT]] > 0, axis=1).astype(int)
     check_equal(group, has_batch, "batches to plan (0: none)", label, micro_batches)
     check_shared_settings(
@@ -289,7 +292,7 @@ def check_agreement(
 def check_document_kinds(group: AttentionGroup, counts: IntArray, label: str) -> None:
     """Raise if ranks have different kinds of documents in recurrent layers.
 
-    Recurrent layers announce documents only if these are in parts.
+    Ranks announce documents of recurrent layers only if documents may be cut between ranks.
 
     Args:
         group: the ranks.
@@ -362,7 +365,7 @@ def check_equal(
 
 
 def build_local_layout(documents: Documents) -> Layout:
-    """Build the layout of one rank's documents, for this rank alone."""
+    """Build a layout that holds only the documents of one rank."""
     row = Announcement(documents=[(documents, 0)]).to_row()
     return Announcements.from_rows([row]).read_documents()[0].build_layout()
 
@@ -376,9 +379,9 @@ def hash_settings(settings: SharedSettings) -> int:
 def collect_shared_settings(
     config: DistCAConfig, costs: tuple[CostModel, ...], dtypes: tuple[str, ...] = ()
 ) -> SharedSettings:
-    """Collect all that must be equal on all ranks: settings, cost models, and dtypes.
+    """Collect everything that must be equal on all ranks: settings, cost models and dtypes.
 
-    Dtypes are compared because messages do not tell dtypes of the same size apart.
+    Dtypes are compared here because messages with dtypes of the same size look alike.
     """
     values: dict[str, list[str]] = {"hf-distca": [version("hf-distca")]}
     for part in (config, *(part for cost in costs for part in (cost.shape, cost))):
@@ -397,7 +400,7 @@ def check_shared_settings(
 ) -> None:
     """Raise if settings differ between ranks.
 
-    Ranks exchange the settings themselves only if their hashes differ. This is collective then.
+    If the hashes differ, all ranks exchange the settings themselves. The call is then collective.
 
     Args:
         group: the ranks.
@@ -407,8 +410,8 @@ def check_shared_settings(
         remedy: end of the error.
 
     Raises:
-        DistCADesyncError: if settings differ; names each of them, and each value with the ranks
-            that have it.
+        DistCADesyncError: if settings differ. The error names each such setting, and each value
+            with the ranks that have it.
     """
     if (hashes == hashes[0]).all():
         return

@@ -1,10 +1,10 @@
-"""Plans of micro-batches with what ranks measured (`MicroBatchPlan`), and sums (`History`).
+"""Measured plans of micro-batches (`MicroBatchPlan`), and sums over micro-batches (`History`).
 
 The imbalance of several micro-batches is sum(max over ranks) / sum(mean over ranks), because ranks
 wait for the slowest rank in every micro-batch. A micro-batch is counted as a whole, once the
-measurements of all ranks are known. Ranks gather these for a log, or announce them with the
-documents of a later micro-batch. A `RateSample` combines the measurements of a micro-batch per
-layer. Rates are learned from such samples.
+measurements of all ranks are known. Ranks gather their measurements for a log, or announce them
+with the documents of a later micro-batch. A `RateSample` holds the measurements of a micro-batch
+per layer. The rates of cost models are learned from such samples.
 """
 
 from __future__ import annotations
@@ -23,25 +23,26 @@ from hf_distca.schedule.load import PlanLoad
 from hf_distca.schedule.plan import Plan
 from hf_distca.schedule.ranks import Ranks
 
-if TYPE_CHECKING:  # run reports read totals without importing torch
+if TYPE_CHECKING:  # run reports import this file, but must not import torch
     from hf_distca.agreement.announce import PlanKey
     from hf_distca.runtime.meter import Meter
 
-# Exchanges count as hidden if attention takes at most this much longer than the slowest kernels.
+# Exchanges count as hidden if attention takes at most this fraction longer than the kernels of the
+# slowest rank.
 _HIDDEN_MARGIN = 0.05
 
 
 class Measurement(NamedTuple):
     """Measurement of a plan by one rank.
 
-    Exchanges and calls are -1 unless backward ran for every call, because rates are learned from
-    whole layers.
+    `exchange_ns` and `calls` are -1 unless backward ran for every call, because rates are learned
+    from forward and backward together.
 
     Attributes:
         kernel_ns: nanoseconds in kernels; -1 while kernels still run.
         sent_bytes: bytes sent to other ranks.
         exchange_ns: nanoseconds of packing, waiting and unpacking.
-        calls: number of calls.
+        calls: number of calls of core attention.
         between_bytes: bytes sent to other nodes.
     """
 
@@ -64,17 +65,17 @@ class MicroBatchPlan:
         plan: the plan; the same on all ranks.
         number: number of the micro-batch, from 1.
         task_seconds: (tasks,) estimated seconds, forward and backward, on a rank of speed 1.
-        ranks: properties of the ranks, as estimated when the plan was made.
+        ranks: speeds and nodes of the ranks, as known when the plan was made.
         meter: meter of this rank's work for the plan.
-        planning_ms: milliseconds of planning, with the exchange of documents.
-        has_tokens: for each rank whether it holds tokens; None if all do.
-        source: name of the global batch, for a share; else "".
-        is_planned_again: whether this process planned a share that its loader had planned for other
-            settings or rates.
-        in_order_imbalance: estimated imbalance if the documents of a share lay on ranks in their
-            order; 0 if the batch is no share.
+        planning_ms: milliseconds of planning, including the exchange of documents.
+        has_tokens: for each rank, whether it holds tokens; None if all ranks do.
+        source: name of the global batch if it was dealt, else "".
+        is_planned_again: True if this process made the plan of a share again, because the loader
+            had made it for other settings or rates.
+        in_order_imbalance: for a dealt batch, estimated imbalance if its documents filled one rank
+            after another in their order; else 0.
         figures: (ranks, 5) int64, the `Measurement` of each rank after its last kernel; empty until
-            those of all ranks are known.
+            the measurements of all ranks are known.
     """
 
     key: PlanKey
@@ -92,7 +93,7 @@ class MicroBatchPlan:
 
     @property
     def on_several_nodes(self) -> bool:
-        """True if nodes are told apart, and there are several."""
+        """True if the ranks are known to be on several nodes."""
         per_node = self.ranks.per_node
         return per_node is not None and per_node < self.plan.layout.world_size
 
@@ -114,17 +115,20 @@ class MicroBatchPlan:
 
     @property
     def estimated_after(self) -> FloatArray:
-        """Estimated seconds of every rank by the plan, (ranks,)."""
+        """Estimated seconds of every rank with the plan, (ranks,)."""
         return self._sum_by_rank(self.plan.server, self.task_seconds)
 
     @property
     def is_measured(self) -> bool:
-        """True once the figures of all ranks are known; the properties below need them."""
+        """True once `figures` are known. The properties below need them."""
         return len(self.figures) > 0
 
     @property
     def measured_before(self) -> FloatArray:
-        """Measured seconds, attributed to the home ranks of tasks by their estimates, (ranks,)."""
+        """Measured seconds, counted for the home ranks of tasks instead of their servers, (ranks,).
+
+        The seconds of a server are divided among its tasks in proportion to their estimates.
+        """
         estimated = self.estimated_after
         rate = np.zeros_like(estimated)
         np.divide(self.measured_after, estimated, out=rate, where=estimated > 0)
@@ -142,11 +146,11 @@ class MicroBatchPlan:
 
     @property
     def between_bytes(self) -> IntArray:
-        """Bytes sent to other nodes by each rank, (ranks,); 0 if nodes are not told apart."""
+        """Bytes sent to other nodes by each rank, (ranks,); 0 if no other nodes are known."""
         return self.figures[:, 4] * self.on_several_nodes
 
     def _sum_by_rank(self, rank: IntArray, seconds: FloatArray) -> FloatArray:
-        """Sum seconds of tasks by their ranks, at the speeds of the ranks: (ranks,)."""
+        """Sum the seconds of each rank's tasks, and divide by the speed of the rank: (ranks,)."""
         size = self.plan.layout.world_size
         total = np.bincount(rank, weights=seconds, minlength=size)
         return self.ranks.scale_by_speed(total.astype(np.float64))
@@ -154,16 +158,16 @@ class MicroBatchPlan:
 
 @dataclass(frozen=True, eq=False)
 class RateSample:
-    """Estimates and measurements of all ranks for a micro-batch, in seconds of one layer.
+    """Estimates and measurements of all ranks for a micro-batch, in seconds per layer.
 
     Attributes:
-        estimated: (ranks,) seconds in kernels by the uncorrected cost model.
+        estimated: (ranks,) seconds in kernels according to the uncorrected cost model.
         kernel: (ranks,) measured seconds in kernels.
         measured_exchange: (ranks,) measured seconds of packing, waiting and unpacking.
-        estimated_exchange: (ranks,) seconds of exchanges by the uncorrected cost model; 0 on ranks
-            that send and receive nothing.
-        unmoved: (ranks,) seconds that kernels would have taken if nothing had been moved.
-        unmoved_exchange: (ranks,) `estimated_exchange` if nothing had been moved.
+        estimated_exchange: (ranks,) seconds of exchanges according to the uncorrected cost model; 0
+            on ranks that send and receive nothing.
+        unmoved: (ranks,) seconds that kernels would have taken if no work had been moved.
+        unmoved_exchange: (ranks,) `estimated_exchange` of a plan that moves no work.
         is_overlapped: True if exchanges are hidden behind the other nano-batch.
     """
 
@@ -182,7 +186,7 @@ class RateSample:
 
     @property
     def slowdown(self) -> float:
-        """Relative slowdown against moving nothing; negative for a speed-up."""
+        """Relative slowdown compared with a plan that moves no work; negative for a speed-up."""
         moved = self._compute_slowest(self.kernel, self.estimated_exchange)
         unmoved = self._compute_slowest(self.unmoved, self.unmoved_exchange)
         return moved / max(unmoved, 1e-12) - 1
@@ -190,10 +194,11 @@ class RateSample:
     def compute_exchange_factor(self) -> float | None:
         """Compute the factor by which exchanges take longer than estimated.
 
-        Return None if exchanges were hidden behind other work, or if nothing was exchanged. No rank
-        finishes its exchange before the data has arrived, and most ranks also wait for slower
-        ranks. So the rank that waits least, relative to its exchange, shows how long exchanges
-        take.
+        No rank finishes its exchange before the data has arrived, and most ranks also wait for
+        slower ranks. So the rank with the shortest measured time, relative to its estimate, shows
+        how long exchanges take.
+
+        Return None if exchanges were hidden behind other work, or if nothing was exchanged.
         """
         if not self.has_exchange:
             return None
@@ -216,7 +221,7 @@ def observe_plans(plans: Sequence[MicroBatchPlan], cost: CostModel) -> RateSampl
     """Combine the measurements of one micro-batch for one kind of layer.
 
     Args:
-        plans: the plan of the whole batch, or those of both nano-batches.
+        plans: the plan of the whole batch, or the plans of both nano-batches.
         cost: uncorrected cost model of the layer.
 
     Returns:
@@ -244,7 +249,7 @@ def observe_plans(plans: Sequence[MicroBatchPlan], cost: CostModel) -> RateSampl
 
 
 def _estimate_exchange(plan: Plan, ranks: Ranks, cost: CostModel) -> FloatArray:
-    """Estimate the seconds of exchanges, (ranks,); 0 on ranks that send and receive nothing."""
+    """Estimate each rank's seconds of exchanges, (ranks,); 0 if it sends and receives nothing."""
     if not plan.moved:
         return np.zeros(plan.layout.world_size)
     load = PlanLoad(plan, cost, ranks=ranks)
@@ -260,26 +265,28 @@ class BalanceTotals:
     Attributes:
         micro_batches: number of micro-batches.
         moved: number of micro-batches in which work was moved.
-        largest_tokens, mean_tokens: tokens of the rank that has most, and of the mean rank.
+        largest_tokens, mean_tokens: most tokens of any rank, and mean over ranks.
         planning_ms: milliseconds of planning.
-        estimated_before, estimated_after: estimated attention seconds of the slowest rank, without
-            moves and by the plan.
-        estimated_mean: estimated attention seconds of the mean rank.
-        measured_before, measured_after, measured_mean: the same figures, measured. For
-            measured_before, the measured seconds are attributed to home ranks.
-        busiest_bytes: bytes sent by the rank that sent most.
+        estimated_before: estimated attention seconds of the slowest rank, if every rank computed
+            its own attention.
+        estimated_after: estimated attention seconds of the slowest rank, with the plans.
+        estimated_mean: estimated attention seconds, mean over ranks.
+        measured_before, measured_after, measured_mean: the same three figures from measurements.
+            For `measured_before` see `MicroBatchPlan`.
+        busiest_bytes: bytes sent by the rank that sent the most.
         layers: number of layers of attention.
         own_seconds: seconds of this rank in attention kernels.
-        elapsed_seconds: seconds from the beginning of each micro-batch to that of the next.
-        planned_here: number of plans of dealt shares that this process made again, because the
-            loader had planned for other rates or settings.
-        served_seconds, server_seconds: sum and mean of the measured seconds of ranks without
-            tokens.
+        elapsed_seconds: seconds from the beginning of each micro-batch until the next one begins or
+            measurements are gathered.
+        planned_here: number of plans for which `MicroBatchPlan.is_planned_again` is true.
+        served_seconds, server_seconds: measured seconds of the ranks without tokens, summed over
+            these ranks, and their mean.
         all_seconds: measured seconds of all ranks together.
-        between_bytes: bytes sent to other nodes by the rank that sent most there.
+        between_bytes: most bytes that any rank sent to other nodes.
         node_layers: number of layers if ranks are on several nodes, else 0.
-        estimated_in_order, dealt_mean: for dealt documents, estimated seconds of the slowest rank
-            if documents lay on ranks in their order, and of the mean rank.
+        estimated_in_order: for dealt batches, estimated seconds of the slowest rank if documents
+            filled one rank after another in their order.
+        dealt_mean: for dealt batches, estimated seconds, mean over ranks.
     """
 
     micro_batches: int = 0
@@ -313,7 +320,7 @@ class BalanceTotals:
         return BalanceTotals(*map(sub, astuple(self), astuple(other)))
 
     def compute_figures(self) -> dict[str, float]:
-        """Compute the figures to log, and leave out figures without data."""
+        """Compute the figures to log, except figures without data."""
         elapsed = max(self.elapsed_seconds, 1e-9)
         ratios = {
             "imbalance_tokens": (self.largest_tokens, self.mean_tokens),
@@ -338,14 +345,13 @@ class BalanceTotals:
 
 @dataclass(eq=False)
 class RunningMicroBatch:
-    """A micro-batch until it is counted.
+    """A micro-batch that has not been counted yet.
 
     Attributes:
         number: number of the micro-batch, from 1.
-        step: optimizer step that it belongs to.
-        start_time, end_time: seconds of `time.perf_counter`; None while it runs.
-        plans: plans that it uses, several if kinds of layers or nano-batches have plans of their
-            own.
+        step: optimizer step of the micro-batch.
+        start_time, end_time: seconds of `time.perf_counter`; `end_time` is None until the end.
+        plans: plans of the micro-batch, one for each kind of layer and nano-batch.
     """
 
     number: int
@@ -371,7 +377,7 @@ def _compute_totals(plan: MicroBatchPlan) -> BalanceTotals:
     measured = plan.measured_after
     tokenless = ~np.array(plan.has_tokens or [True] * len(measured))
     served = float(measured[tokenless].sum())
-    # Both nano-batches run each layer, so only the first one counts it.
+    # Both nano-batches run each layer, so count the layers of the first one only.
     layers = 0 if plan.key.nano == 2 else plan.meter.calls
     return BalanceTotals(
         largest_tokens=float(tokens.max()),
@@ -397,21 +403,22 @@ def _compute_totals(plan: MicroBatchPlan) -> BalanceTotals:
     )
 
 
-# The most micro-batches that wait for measurements of all ranks. Older ones are never counted.
+# At most this many micro-batches wait for the measurements of all ranks. Older micro-batches are
+# dropped, and never counted.
 _MAX_RUNNING = 1024
 
 
 @dataclass(eq=False)
 class History:
-    """Sums of micro-batches.
+    """Sums over the micro-batches of a run.
 
     A micro-batch is counted when it is over and all its plans are measured, so sums cover only
     whole micro-batches.
 
     Attributes:
-        total: sum since the start. It only grows: a report subtracts the total that it reported
-            last.
-        observer: called with each micro-batch when it is counted, and with its totals.
+        total: sum since the start. It only grows, so a report subtracts the total at the previous
+            report.
+        observer: called when a micro-batch is counted, with the micro-batch and its totals.
         step: optimizer step of the micro-batches that begin from now on.
     """
 
@@ -431,18 +438,23 @@ class History:
         self._running[plan.number].plans.append(plan)
 
     def record_figures(self, plan: MicroBatchPlan, figures: IntArray) -> None:
-        """Record what all ranks measured of a plan, and count its micro-batch if it is complete."""
+        """Record the measurements of a plan, and count its micro-batch if it is complete.
+
+        Args:
+            plan: the plan.
+            figures: (ranks, 5) int64, the `Measurement` of each rank.
+        """
         plan.figures = figures
         self._count_if_measured(plan.number)
 
     @property
     def unmeasured_plans(self) -> list[MicroBatchPlan]:
-        """Plans that lack measurements of some ranks, in the order of plans."""
+        """Plans without the measurements of all ranks, oldest first."""
         batches = self._running.values()
         return [plan for batch in batches for plan in batch.plans if not plan.is_measured]
 
     def reset(self) -> None:
-        """Drop micro-batches that are not counted yet, because numbers start again."""
+        """Drop micro-batches that are not counted yet, so that their numbers can start again."""
         self._running.clear()
 
     def end_micro_batch(self) -> None:

@@ -1,8 +1,8 @@
-"""Shares of dealt global batches, with the layout of all ranks and with plans.
+"""Shares of dealt global batches. A share has the layout of all ranks, and may have plans.
 
-A *global batch* holds the tokens of all ranks for one micro-batch. A process that loads a rank's
-share also knows the documents of the other ranks. So it deals and plans by itself, with the same
-result as every other process, and plans need no exchange.
+A *global batch* holds the tokens of all ranks for one micro-batch. A process that loads the share
+of a rank also knows the documents of the other ranks. So it can deal the documents and make the
+plans by itself. All processes get the same result, without an exchange.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class PlanJob(NamedTuple):
         key: key of the plan.
         cost: cost model of the layers.
         config: settings.
-        ranks: properties of the ranks, as far as the cost model tells them apart.
-        has_tokens: for each rank whether the batch is dealt to it; None if it is dealt to all.
+        ranks: speeds and nodes of the ranks; without nodes if the cost model ignores nodes.
+        has_tokens: for each rank, whether it gets a share of the batch; None if all ranks do.
     """
 
     key: PlanKey
@@ -60,9 +60,9 @@ class PlanJob(NamedTuple):
         ranks: Ranks,
         has_tokens: tuple[bool, ...] | None = None,
     ) -> PlanJob:
-        """Make the job of a plan under these settings.
+        """Make the job of a plan from these settings.
 
-        A plan of a whole batch hides no exchange, even if the settings have ping-pong on.
+        For a whole batch, the job has no ping-pong, because only nano-batches hide exchanges.
         """
         return cls(
             key,
@@ -77,19 +77,19 @@ class PlanJob(NamedTuple):
 class DealtShare:
     """A rank's share of a global batch, with the layout of the whole batch.
 
-    It travels inside `PackedDocuments`, which engines do not open.
+    It travels inside `PackedDocuments`, which training engines pass on as they are.
 
     Attributes:
         batch_id: epoch and number of the global batch.
-        rank: rank that the share is for; -1 on a rank that the batch is not dealt to.
-        layouts: tokens of each rank: one layout, or the layouts of both nano-batches, which have no
+        rank: rank that the share is for; -1 for a rank that gets no tokens.
+        layouts: the layout of the whole batch, or the layouts of both nano-batches, which have no
             document in common.
         digest: hash of the documents, below 2**56; the same on all ranks.
-        per_node: number of ranks of a node for which the batch was dealt; None if nodes were not
-            told apart.
-        in_order_imbalance: estimated imbalance of attention if documents lay on ranks in their
-            order.
-        plans: plans made so far, first by the loader.
+        per_node: number of ranks per node for which the batch was dealt; None if dealing treated
+            all ranks alike.
+        in_order_imbalance: estimated imbalance of attention if documents filled one rank after
+            another in their order.
+        plans: plans made so far. A loader's workers make the first plans.
     """
 
     batch_id: tuple[int, int]
@@ -116,7 +116,7 @@ class DealtShare:
 
     @cached_property
     def whole_layout(self) -> Layout:
-        """Layout of the whole batch: on each rank, the first nano-batch and then the second."""
+        """Layout of the whole batch. On each rank, the first nano-batch lies before the second."""
         return self.layouts[0] if len(self.layouts) == 1 else Layout.concatenate(*self.layouts)
 
     @property
@@ -128,7 +128,7 @@ class DealtShare:
     def first_nano_tokens(self) -> int | None:
         """Number of this rank's tokens in the first nano-batch.
 
-        None if the batch has no nano-batches, or if one of them is empty on some rank.
+        None if the batch has no nano-batches, or if a nano-batch is empty on some rank.
         """
         if len(self.layouts) == 1 or any(layout.query_tokens.min() == 0 for layout in self.layouts):
             return None
@@ -143,47 +143,44 @@ class DealtShare:
         if self.ranks != len(ranks):
             raise LayoutError(
                 f"{self} is dealt to {self.ranks} ranks, but the attention group has {len(ranks)}: "
-                f"{ranks}. Deal to as many ranks as share attention."
+                f"{ranks}. Deal batches to as many ranks as share attention."
             )
         if ranks[self.rank] != group.ranks[group.rank]:
             raise LayoutError(
                 f"rank {group.ranks[group.rank]} holds the share of rank {ranks[self.rank]} of "
-                f"{self}: read shares in order, one a batch, with as many processes as they are "
-                "dealt to."
+                f"{self}. Read shares in order, one per batch, with as many processes as there are "
+                "shares of a global batch."
             )
 
     def plan(self, job: PlanJob) -> Plan:
-        """Return the plan of a kind of layer.
-
-        It is made now, unless it was made before under the same settings.
-        """
+        """Return the plan of a job. Only the first call for a job makes the plan."""
         if job not in self.plans:
             layout = self.layouts[job.key.nano - 1] if job.key.nano else self.whole_layout
             if job.has_tokens is not None:
                 layout = layout.place_on_holders(job.has_tokens)
             plan = self.plans[job] = balance(layout, job.cost, job.config, job.ranks)
-            _ = plan.digest  # cached here, because a loader's worker has the time for it
+            _ = plan.digest  # cache the digest here, where a loader's worker has time
         return self.plans[job]
 
 
 @dataclass(eq=False)
 class Dealing:
-    """Dealing of global batches, and planning of them where they are loaded.
+    """Deals global batches to ranks, and makes plans for them in the process that loads them.
 
     Attributes:
         ranks: number of ranks that share a global batch.
         tokens_per_rank: number of tokens of a rank: one number for all ranks, or one for each.
-        costs: cost models of at least one kind of layer, by the keys of plans of whole batches.
-            Documents are dealt by the first one.
-        config: settings under which the batches will train. If training uses other settings, it
-            makes plans when it needs them.
-        ranks_per_node: number of ranks of a node, for dealing and for plans; None to treat all
-            ranks alike.
-        placement: "dealt"; or "in order" for documents one after another, cut where a rank is
-            full, as a baseline.
+        costs: cost models of at least one kind of layer. The keys are those of plans of whole
+            batches. The first cost model decides how documents are dealt.
+        config: settings of the training. If the training uses other settings, it makes its own
+            plans.
+        ranks_per_node: number of ranks per node, for dealing and for plans; None to treat all ranks
+            alike.
+        placement: "dealt" to balance attention. As a baseline, "in order" fills one rank after
+            another with documents in their order, and cuts a document if the rank is full.
 
     Raises:
-        ConfigError: if there is no such placement.
+        ConfigError: if `placement` is neither "dealt" nor "in order".
     """
 
     ranks: int
@@ -231,14 +228,11 @@ class Dealing:
         return dealt if isinstance(dealt, tuple) else (dealt,)
 
     def estimate_in_order(self, lengths: IntArray) -> float:
-        """Estimate the imbalance of attention over ranks if documents were not dealt.
-
-        They would lie on ranks one after another, in their order.
-        """
+        """Estimate the imbalance of attention for placement "in order"."""
         return self.estimate_imbalance(deal_in_order(lengths, self.ranks, self.tokens_per_rank))
 
     def estimate_dealt(self, lengths: IntArray) -> float:
-        """Estimate the imbalance of attention if documents are dealt and work is moved."""
+        """Estimate the imbalance of attention if documents are dealt and plans are used."""
         cost, ranks = next(iter(self.costs.values())), Ranks(per_node=self.ranks_per_node)
         plans = [balance(part, cost, self.config, ranks) for part in self.deal_layouts(lengths)]
         return compute_imbalance(
@@ -259,15 +253,16 @@ class Dealing:
     ) -> PackedDocuments:
         """Make a rank's share of a global batch.
 
-        It has the rank's runs of tokens. In a loader's worker, it also has the plans of all ranks.
+        The share describes the rank's runs of tokens. A loader's worker also makes the plans.
 
         Args:
             lengths: (documents,) tokens of each document. The share numbers documents by their
                 index here.
             batch_id: epoch and number of the global batch.
             rank: rank that gets the share.
-            document_ids: integers that identify the documents beyond their lengths, or None. Ranks
-                whose documents differ get an error when they announce the share.
+            document_ids: integers that identify the documents, in addition to their lengths, or
+                None. If ranks have different documents, they get an error when they announce the
+                share.
         """
         share = DealtShare(
             batch_id,
@@ -277,7 +272,7 @@ class Dealing:
             self.ranks_per_node,
             self.estimate_in_order(lengths),
         )
-        # A training process plans later, with the rates that it has learned.
+        # Outside of a worker, plans are made later, with the rates that the training has learned.
         if self.ranks > 1 and get_worker_info() is not None:
             self._plan(share)
         runs = share.whole_layout.list_segments(rank)
@@ -289,7 +284,7 @@ class Dealing:
         )
 
     def _plan(self, share: DealtShare) -> None:
-        """Make the plans of a share by the given cost models."""
+        """Make the plans of a share with the cost models in `costs`."""
         ranks = Ranks(per_node=share.per_node)
         nanos = (0,) if share.first_nano_tokens is None else (1, 2)
         for (key, cost), nano in product(self.costs.items(), nanos):

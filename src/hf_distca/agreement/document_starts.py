@@ -1,4 +1,4 @@
-"""Places where documents begin in rows of tokens, found by positions or by a numbered mask."""
+"""Finds where documents begin in rows of tokens, from position ids or from numbers in a mask."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ def is_integer_tensor(tensor: torch.Tensor) -> bool:
 
 
 def convert_mask(attention_mask: object) -> torch.Tensor | None:
-    """Convert a 2-D mask to whole numbers, which may number documents, or to bool.
+    """Return a padding mask of whole numbers unchanged, and any other mask as bool.
 
-    Return None if the mask is no tensor.
+    A mask of whole numbers may number documents. Return None if the mask is not a tensor.
     """
     if not isinstance(attention_mask, torch.Tensor):
         return None
@@ -29,7 +29,7 @@ def convert_mask(attention_mask: object) -> torch.Tensor | None:
 def read_positions(
     position_ids: torch.Tensor | None, padding: torch.Tensor | None, shape: tuple[int, int]
 ) -> tuple[IntArray, IntArray | None]:
-    """Read positions and padding mask of a batch, with one copy from the device.
+    """Read the positions and the padding mask of a batch, with one copy from device to host.
 
     Args:
         position_ids: (1 or batch_size, length) integers; None to count from 0 in each row.
@@ -37,10 +37,10 @@ def read_positions(
         shape: batch_size and length.
 
     Returns:
-        Positions and mask, each (batch_size * length,) int64; None for no mask.
+        Positions and mask, each (batch_size * length,) int64. The mask is None without padding.
 
     Raises:
-        LayoutError: if positions are no integers.
+        LayoutError: if positions are not integers.
         UnsupportedError: if there are several position axes.
     """
     positions = torch.arange(shape[1], device="cpu")[None] if position_ids is None else position_ids
@@ -52,7 +52,7 @@ def read_positions(
         raise UnsupportedError(
             f"position_ids of shape {tuple(positions.shape)} for a {shape} batch: distca reads "
             "documents from (1 or batch, length) positions. For models with several position axes "
-            "use PackingCollator, which says where documents lie."
+            "use PackingCollator, which says where documents begin."
         )
     if not is_integer_tensor(positions):
         raise LayoutError(f"position_ids are {positions.dtype}: positions must be integers.")
@@ -66,11 +66,12 @@ def read_positions(
 
 @dataclass(frozen=True, eq=False)
 class RowTokens:
-    """Tokens of some rows that are not padding, row after row.
+    """All tokens of some rows except padding, row after row.
 
     Attributes:
         index: (tokens,) int64 index among all tokens of the rows, padding included.
-        position: (tokens,) int64 position ids minus the position id of a document's first token.
+        position: (tokens,) int64 positions; if the position ids of documents begin at another
+            number than 0, that number is subtracted.
         document_number: (tokens,) int64 numbers in the mask; None if the mask numbers no documents.
         row_length: number of tokens of a row, padding included.
     """
@@ -84,7 +85,7 @@ class RowTokens:
     def from_rows(
         cls, position: IntArray, mask: IntArray | None, row_length: int, first_position: int = 0
     ) -> RowTokens:
-        """Read the tokens of flat rows.
+        """Read the tokens of rows that are given as flat arrays.
 
         Args:
             position: (rows * row_length,) position ids of all tokens.
@@ -94,8 +95,8 @@ class RowTokens:
             first_position: position id of a document's first token.
 
         Raises:
-            LayoutError: if a position or a number of the mask is out of range, or if a number of
-                the mask comes again after another number.
+            LayoutError: if a position or a number of the mask is out of range, or if tokens with
+                the same number are not adjacent.
         """
         index = np.arange(len(position)) if mask is None else np.flatnonzero(mask)
         number = None if mask is None else mask[index]
@@ -111,11 +112,11 @@ class RowTokens:
         return self.index // self.row_length
 
     def find_document_starts(self, *, training: bool) -> IntArray:
-        """Find the first tokens of documents that each lie on one rank.
+        """Find the first tokens of documents, if each document lies on one rank.
 
         A document begins where a row begins, where the number in the mask changes, and where
-        positions start again. Inside a document, positions may jump ahead (training for longer
-        documents may skip some) or repeat (as for images).
+        positions start again. Inside a document, positions may skip numbers (as in training for
+        longer contexts) or repeat (as for images).
 
         Args:
             training: refuse a row that begins inside a document.
@@ -124,7 +125,7 @@ class RowTokens:
             (documents,) int64 indices of tokens, padding not counted.
 
         Raises:
-            LayoutError: if positions fall without starting again.
+            LayoutError: if a position is lower than the previous one, but does not start again.
             UnsupportedError: if a row begins inside a document, in training.
         """
         if not len(self.index):
@@ -150,21 +151,21 @@ class RowTokens:
         return np.flatnonzero(begin | restart)
 
     def find_run_starts(self) -> IntArray:
-        """Find the first tokens of runs where documents may span ranks.
+        """Find the first tokens of runs, if documents may span ranks.
 
-        A run begins where a row begins, where the number in the mask changes, and where positions
-        do not count on.
+        A run begins where a row begins, where the number in the mask changes, and where a position
+        does not follow the previous one.
 
         Returns:
             (runs,) int64 indices of tokens, padding not counted.
         """
         step = np.diff(self.position)
-        counts_on = (step == 1) | (step == np.diff(self.index))  # padding is skipped or counted
+        counts_on = (step == 1) | (step == np.diff(self.index))  # positions may count padding
         breaks = np.concatenate([[True], ~counts_on])[: len(self.index)]
         return np.flatnonzero(self._mark_starts() | breaks)
 
     def _mark_starts(self) -> BoolArray:
-        """Mark first tokens of rows and of documents that the mask numbers, (tokens,) bool."""
+        """Mark the first tokens of rows, and of documents that the mask numbers: (tokens,) bool."""
         columns = [self.row] if self.document_number is None else [self.row, self.document_number]
         return mark_changes(*columns)
 
@@ -195,7 +196,7 @@ class RowTokens:
         if len(numbers) < len(runs):
             repeated = numbers[counts > 1][0]
             raise LayoutError(
-                f"attention_mask numbers the documents of row {repeated[0]}, and {repeated[1]} "
+                f"attention_mask numbers the documents of row {repeated[0]}, but {repeated[1]} "
                 "comes again after another number: give each document a different number, and "
                 "keep its tokens together."
             )
@@ -203,15 +204,15 @@ class RowTokens:
     def _check_row_starts(self) -> None:
         """Raise if a row begins inside a document, which another tool must have cut.
 
-        After padding, a row may begin at any position, because default position ids count padding.
-        PaliGemma counts from 1.
+        A row with padding at its beginning may begin at any position, because default position ids
+        count padding. A row may also begin at position 1, as in PaliGemma.
         """
         inside = np.flatnonzero((self.index % self.row_length == 0) & (self.position > 1))
         if len(inside):
             raise UnsupportedError(
                 f"row {self.row[inside[0]]} of a training batch begins at position "
                 f"{self.position[inside[0]]}, and there are no distca_documents. Dealt batches "
-                "have more than input_ids: call model(**inputs). Otherwise another tool may have "
+                "have more keys than input_ids: call model(**inputs). Or another tool may have "
                 "cut sequences over ranks (context parallelism, Ulysses), and distca would take "
                 "the rest for a separate document. Switch that tool off, or set "
                 "DistCAConfig(documents_span_ranks=True) if ranks of the group hold the parts."

@@ -28,25 +28,27 @@ from hf_distca.schedule.layout import (
 if TYPE_CHECKING:
     from hf_distca.agreement.dealt_share import DealtShare
 
-# Keys of a batch that say where documents begin, with the attribute of `TokenBatch` that each
-# fills. They are also arguments of attention. The first key that is given decides.
+# Keys of a batch that say where documents begin, each with the attribute of `TokenBatch` that holds
+# its value. They are also arguments of attention. The first key that is given decides.
 DOCUMENT_KEYS = {
     "distca_documents": "packed",
     "cu_seq_lens_q": "cu_seq_lens",
     "position_ids": "position_ids",
 }
+# If documents span ranks, only these keys count. They can say that a part continues a document.
+SPANNING_KEYS = ("distca_documents", "position_ids")
 # Keys that TRL's attention "tree_fa3" adds for documents that share prefixes.
 TREE_KEYS = (
     *("tree_kv_index", "tree_cu_seqlens_q", "tree_cu_seqlens_k"),
     *("tree_max_seqlen_q", "tree_max_seqlen_k"),
 )
-# Keys that packing loaders add for flash attention and state space layers. The documents determine
-# their values.
+# Keys that packing loaders add for flash attention and state space layers. Their values follow from
+# the documents.
 PACKING_KEYS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 
 
 class _RemedyRepr(type):
-    """Metaclass whose repr, in errors of libraries, says how to keep objects on their rank."""
+    """Metaclass that adds advice to the class's repr, which other libraries print in errors."""
 
     def __repr__(cls) -> str:
         return (
@@ -58,12 +60,12 @@ class _RemedyRepr(type):
 
 
 class PackedDocuments(metaclass=_RemedyRepr):
-    """Documents of one rank's micro-batch, on the host, so that no device tensor is read for them.
+    """Documents of one rank's micro-batch, kept on the host so that no device tensor must be read.
 
-    A collator puts it into the batch under the key ``distca_documents``. Trainer, accelerate and
-    the model pass it on. It is not a dataclass, because FSDP with mixed precision rebuilds
-    dataclasses for every layer, and engines that move batches to a device copy dataclasses with all
-    their contents.
+    A collator puts this object into the batch under the key ``distca_documents``. Trainer,
+    accelerate and the model pass it on. It is not a dataclass, because FSDP with mixed precision
+    rebuilds dataclasses for every layer, and engines that move batches to a device copy dataclasses
+    with all their contents.
 
     Args:
         lengths: number of tokens of each document, or of each part of a document, in token order.
@@ -72,12 +74,12 @@ class PackedDocuments(metaclass=_RemedyRepr):
         documents: number of each part's document, the same on all ranks, if documents span ranks;
             else None.
         parents: for documents that share prefixes, the index of the earlier part that each part
-            continues, or -1. A part sees itself, its parent, and all that the parent sees. Its
-            positions go on from those of the parent. None for other documents.
-        dealt_share: the share of a global batch that these documents are; None for other batches.
+            continues, or -1. A part sees itself, its parent, and everything that the parent sees.
+            Its positions continue those of the parent. None for other documents.
+        dealt_share: the share of a global batch that has these documents; None for other batches.
 
     Raises:
-        LayoutError: if a number is negative or no whole number, if lengths, starts and documents
+        LayoutError: if a number is negative or not a whole number, if lengths, starts and documents
             differ in count, or if `parents` are not earlier parts.
     """
 
@@ -158,28 +160,31 @@ def _check_counts(values: Sequence[int], name: str) -> tuple[int, ...]:
 class Documents:
     """Documents of one rank in a micro-batch, or in one of its nano-batches, without padding.
 
-    `TokenBatch` makes them from `PackedDocuments` or from any other key.
+    `TokenBatch` makes this object from `PackedDocuments`, `cu_seq_lens` or position ids.
 
     A *run* is a contiguous piece of a document on one rank.
 
     Attributes:
         runs: (runs, 3) int64 with columns document, start and length; document is -1 if only
             positions are known.
-        span_ranks: True if documents may span ranks; document and start of a run then tell which
-            run of another rank it continues.
+        span_ranks: True if documents may span ranks. A run may then continue a run of another rank,
+            which is found by the document and the start.
         token_indices: (tokens,) int64 indices among batch * sequence of the tokens that are not
             padding; None if there is no padding.
         copied_tokens: int64 indices of the tokens of shared prefixes, whose keys are copied to the
             front; None if no documents share prefixes.
-        context_runs: number of runs of copied tokens; they are the first runs of `runs`.
-        context_tokens: number of tokens of the first document that lie in the first nano-batch;
-            they are the first run here, and not in `token_indices`.
+        context_runs: number of runs of copied tokens. These runs are the first ones in `runs`.
+        context_tokens: if the second nano-batch begins inside a document, the number of this
+            document's tokens in the first nano-batch. In the second nano-batch, they are the first
+            run, but are not in `token_indices`.
         first_token: index among batch * sequence at which a nano-batch begins.
-        home_pairs: number of query-key pairs of blocks that this rank computes outside of the plan.
-        make_exchange: makes the `LayerExchange` of a call of attention, with its arguments.
-        dealt_share: the share of a global batch that these documents are; None for other batches.
-        longest_holed: number of tokens of the longest document that has padding inside, with this
-            padding; 0 if no document has padding inside.
+        home_pairs: number of query-key pairs that this rank computes outside of the plan, because
+            tokens see each other in both directions.
+        make_exchange: function that makes the `LayerExchange` of a call of attention. It takes the
+            arguments of `LayerExchange`.
+        dealt_share: the share of a global batch that has these documents; None for other batches.
+        longest_holed: number of tokens of the longest document that has padding inside, counting
+            this padding; 0 if no document has padding inside.
         has_mask_numbers: True if the padding mask numbers the documents.
     """
 
@@ -200,7 +205,7 @@ class Documents:
         """Raise if a layer's window or chunks would count padding inside a document.
 
         distca removes padding before it counts tokens, but other attention implementations count
-        it. So tokens would see different keys here.
+        padding. With distca, a token would therefore see other keys.
 
         Args:
             reach: tokens of a window or chunk; None for layers that see whole documents.
@@ -210,7 +215,7 @@ class Documents:
         """
         if reach is not None and self.longest_holed > reach:
             raise UnsupportedError(
-                "attention_mask has zeros between the tokens of a document, over "
+                "attention_mask has zeros between the tokens of a document that covers "
                 f"{self.longest_holed} places, and a layer has a window or chunks of {reach} "
                 "tokens, which would reach over the zeros. Give the parts as separate documents, "
                 "or remove the masked tokens."
@@ -231,7 +236,7 @@ class Documents:
         if self.span_ranks:
             raise UnsupportedError(
                 f"a layer with attention chunks of {size} tokens met documents that span ranks: "
-                "distca cuts documents in chunks only where each lies on one rank."
+                "distca can cut documents into chunks only if each document lies on one rank."
             )
         lengths = [
             min(size, length - start)
@@ -254,7 +259,8 @@ class Documents:
             return replace(self, runs=self.runs[:count]), second
         indices = self.token_indices
         tokens = index if indices is None else int(np.searchsorted(indices, index))
-        before = np.clip(tokens - (np.cumsum(length) - length), 0, length)  # tokens per document
+        # Each document's number of tokens in the first nano-batch.
+        before = np.clip(tokens - (np.cumsum(length) - length), 0, length)
         in_second = before < length
         context = before[in_second & (before > 0)]  # empty unless a document is cut
         starts = np.concatenate([np.zeros_like(context), before[in_second]])
@@ -276,7 +282,7 @@ class Documents:
 
     @property
     def has_whole_documents(self) -> bool:
-        """True if each document has all its tokens here, in one run."""
+        """True if each document has all its tokens on this rank, in one run."""
         if self.context_tokens or not self.span_ranks:
             return not self.context_tokens
         numbers, starts, _ = self.runs.T.tolist()
@@ -302,12 +308,12 @@ class Documents:
         return bool((first_row != last_row).any() or (first_row[1:] == first_row[:-1]).any())
 
     def find_indices(self, tokens: IntArray) -> IntArray:
-        """Find the indices among batch * sequence of tokens that are counted without padding."""
+        """Convert indices that do not count padding to indices among batch * sequence."""
         return tokens if self.token_indices is None else self.token_indices[tokens]
 
 
 def make_unknown_runs(lengths: IntArray, starts: IntArray | None = None) -> IntArray:
-    """Make the runs of `Documents` where documents have no numbers.
+    """Make `Documents.runs` for documents without numbers.
 
     Args:
         lengths: (runs,) int64 tokens of each run.
@@ -321,14 +327,15 @@ def make_unknown_runs(lengths: IntArray, starts: IntArray | None = None) -> IntA
 class TokenBatch:
     """Arguments of attention that describe the tokens of a (batch_size, length) batch.
 
-    Of `packed`, `cu_seq_lens` and `position_ids`, the first that is given says where documents
-    begin. Without any, each row is one document.
+    Documents are read from `packed` if it is given, else from `cu_seq_lens`, else from
+    `position_ids`. Without these, each row is one document.
 
     Attributes:
         batch_size: number of rows.
         length: number of tokens of a row, padding included.
-        packed: documents as the collator packed them, with padding or without.
-        cu_seq_lens: (documents + 1,) integers, bounds of documents, with padding or without.
+        packed: documents from the collator. Their lengths either include padding or leave it out.
+        cu_seq_lens: (documents + 1,) integers, bounds of documents. They either include padding or
+            leave it out.
         position_ids: (1 or batch_size, length) integers.
         padding: (batch_size, length) mask, bool or whole numbers: 0 for padding; numbers above 1
             number the documents of a row. None if there is no padding.
@@ -345,7 +352,7 @@ class TokenBatch:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Rows, and tokens of a row."""
+        """Number of rows, and number of tokens of a row."""
         return self.batch_size, self.length
 
     @classmethod
@@ -359,7 +366,7 @@ class TokenBatch:
     def with_documents(self, arguments: Mapping[str, Any]) -> TokenBatch:
         """Replace attributes by values from a batch, or from arguments of attention.
 
-        The keys of these values are `DOCUMENT_KEYS`, or those of a tree of TRL.
+        The values are found by the keys in `DOCUMENT_KEYS` and `TREE_KEYS`.
         """
         given: dict[str, Any] = {
             attribute: arguments[key]
@@ -378,7 +385,7 @@ class TokenBatch:
             training: refuse a row that begins inside a document, unless documents may span ranks.
 
         Raises:
-            LayoutError: if the arguments describe no documents, or documents of another batch.
+            LayoutError: if the arguments are malformed, or do not fit the batch.
             UnsupportedError: if there are several position axes, or if another tool has cut a row.
         """
         packed = self.packed
@@ -386,7 +393,7 @@ class TokenBatch:
         shape = (self.batch_size, self.length)
         if packed is not None and not isinstance(packed, PackedDocuments):
             raise LayoutError(
-                f"distca_documents is of {type(packed)}: put a PackedDocuments into the batch."
+                f"distca_documents has type {type(packed)}: put a PackedDocuments into the batch."
             )
         if padding is not None and (
             padding.shape != shape
@@ -394,8 +401,8 @@ class TokenBatch:
         ):
             raise LayoutError(
                 f"a padding mask of shape {tuple(padding.shape)} and {padding.dtype} for a {shape} "
-                "batch: attention_mask must be 0 for padding and 1 for tokens, or the number of "
-                "their document, one number for each token."
+                "batch: attention_mask must have one number for each token: 0 for padding, else 1 "
+                "or the number of the token's document."
             )
         deciding = self._choose_attribute(span_ranks)
         if deciding == "cu_seq_lens" and self.cu_seq_lens is not None:
@@ -405,17 +412,14 @@ class TokenBatch:
         return self._remove_padding(_read_lengths(packed))
 
     def _choose_attribute(self, span_ranks: bool) -> str:
-        """Choose the first given attribute that can say where documents begin.
-
-        `cu_seq_lens` cannot if documents span ranks.
-        """
-        for name in DOCUMENT_KEYS.values():
-            if getattr(self, name) is not None and not (span_ranks and name == "cu_seq_lens"):
+        """Choose the first given attribute that can say where documents begin."""
+        for key, name in DOCUMENT_KEYS.items():
+            if getattr(self, name) is not None and (key in SPANNING_KEYS or not span_ranks):
                 return name
         return "position_ids"
 
     def _remove_padding(self, documents: Documents) -> Documents:
-        """Remove padding from documents that cover the batch, with padding or without."""
+        """Return documents without padding. Their lengths so far may include padding or not."""
         tokens = int(documents.runs[documents.context_runs :, 2].sum())
         total = self.batch_size * self.length
         if self.padding is None and tokens == total:
@@ -428,15 +432,15 @@ class TokenBatch:
             raise LayoutError(
                 f"the documents have {tokens} tokens and the batch has {batch}, {real} of them not "
                 "padding: distca_documents or cu_seq_lens_q must cover the batch, row after row, "
-                "with all its padding or without."
+                "either with all its padding or without any."
             )
         if real == total:
             return documents
         if documents.span_ranks:  # other ranks rely on these lengths
             raise LayoutError(
-                f"{total - real} of the {batch} tokens are padding by attention_mask, and the "
+                f"{total - real} of the {batch} tokens are padding in attention_mask, but the "
                 "documents may continue on other ranks (PackedDocuments with starts): leave "
-                "attention_mask out, and give padding as a document of its own."
+                "attention_mask out, and give padding as a separate document."
             )
         lengths = documents.runs[:, 2]
         if tokens == total:
@@ -474,7 +478,7 @@ class TokenBatch:
 
 
 def _find_longest_holed(lengths: IntArray, token_indices: IntArray) -> int:
-    """Find `Documents.longest_holed`."""
+    """Compute `Documents.longest_holed`."""
     ends = np.cumsum(lengths)
     extents = token_indices[ends - 1] - token_indices[ends - lengths] + 1
     return int(extents[extents > lengths].max(initial=0))
@@ -501,7 +505,7 @@ def _read_lengths(packed: PackedDocuments) -> Documents:
 
 
 def _list_prefixes(lengths: Sequence[int], parents: Sequence[int]) -> list[list[int]]:
-    """List, for each part, the tokens of earlier parts that it sees."""
+    """For each part of a tree of documents, list the tokens of all parts above it."""
     ends = list(accumulate(lengths, initial=0))
     prefixes: list[list[int]] = []
     for parent in parents:
@@ -512,12 +516,12 @@ def _list_prefixes(lengths: Sequence[int], parents: Sequence[int]) -> list[list[
 
 
 def read_tree(arguments: Mapping[str, Any]) -> PackedDocuments | None:
-    """Read the tree of documents from TRL's arguments of attention, with one read of the device.
+    """Read documents that share prefixes from the arguments of TRL's attention.
 
-    Return None without these arguments.
+    This copies from the device once. Return None if the arguments are missing.
 
     Raises:
-        LayoutError: if the last keys of a part are not its own tokens.
+        LayoutError: if the arguments do not describe a tree.
     """
     if arguments.get(TREE_KEYS[0]) is None:
         return None
@@ -525,11 +529,11 @@ def read_tree(arguments: Mapping[str, Any]) -> PackedDocuments | None:
     bounds = np.cumsum([len(given[0]), len(given[1])])
     keys, rows, ends = np.split(torch.cat(given).cpu().numpy(), bounds)
     lengths = np.diff(rows)
-    _, own = enumerate_ranges(ends[1:] - lengths, ends[1:])  # places of the parts' own tokens
+    _, own = enumerate_ranges(ends[1:] - lengths, ends[1:])  # where each part's own tokens are
     if not np.array_equal(keys[own], np.arange(rows[-1])) or not np.isin(keys, keys[own]).all():
         raise LayoutError(
             f"tree_kv_index of {len(lengths)} parts describes no tree: the keys of a part must be"
-            " earlier tokens, and then its own tokens."
+            " earlier tokens, followed by the part's own tokens."
         )
     tree = PackedDocuments(
         lengths.tolist(), (np.diff(ends) - lengths).tolist(), range(len(lengths))

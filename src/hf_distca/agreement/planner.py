@@ -1,12 +1,11 @@
-"""`Planner`: ranks tell each other their documents, make the same plans, and learn from what they
-measured.
+"""`Planner`: ranks tell each other their documents and measurements, and make the same plans.
 
-Before a micro-batch, each rank announces its measurements of earlier micro-batches, and its
-documents or its share of a dealt batch. A share holds the documents of all ranks. So each rank
-plans it alone, and announces the digest of its plan in one small collective. Other documents can be
-planned only after all ranks have announced theirs, and a second collective compares the plans.
-Several plans can be requested at once, as for two nano-batches. They take the same collectives as
-one plan.
+Before a micro-batch, each rank announces its measurements of earlier micro-batches, and either its
+documents or its share of a dealt batch. A share holds the documents of all ranks, so each rank
+makes the plan alone, and announces only its digest, in one small collective. Without shares, ranks
+can plan only after all of them have announced their documents, and a second collective compares the
+plans. Several plans can be requested at once, for example for two nano-batches. They take no more
+collectives than one plan.
 """
 
 from __future__ import annotations
@@ -48,8 +47,8 @@ from hf_distca.schedule.plan import Plan
 
 _log = logging.getLogger("hf_distca")
 
-# The most measured plans in an announcement. With the header, they fit into the first step of a
-# gathering.
+# An announcement holds the measurements of at most this many plans. With the header, they fit into
+# the first step of `AttentionGroup.gather`.
 _MOST_MEASURED = 16
 
 
@@ -61,7 +60,7 @@ class Planner:
     Attributes:
         config: the settings; they may change between micro-batches, on all ranks at once.
         history: estimates and measurements of micro-batches.
-        costs: the cost models that plans are made with.
+        costs: the cost models for plans.
         number: number of the micro-batch that was planned last, from 1.
     """
 
@@ -79,13 +78,13 @@ class Planner:
         self.number = 0
         self._exchanges_before = self._meter.dispatches + self._meter.returns
         self._announcement_count = 0
-        self._used_keys: set[PlanKey] = set()  # used in the current micro-batch
-        self._is_over = True  # the next plan begins another micro-batch
+        self._used_keys: set[PlanKey] = set()  # Keys of the current micro-batch's plans.
+        self._is_over = True  # Whether the next plan begins another micro-batch.
 
     def join_world(self) -> None:
-        """Start again if the world of torch.distributed is another one than before.
+        """Start again if torch.distributed has been initialized again.
 
-        Ranks may have failed at different points of the last world, and some ranks may be new.
+        Ranks may have failed at different points before, and some ranks may be new.
         """
         world = get_current_world()
         if world is not None and world is not self._world:
@@ -110,7 +109,7 @@ class Planner:
         """
         shares = [documents.dealt_share for documents, _ in requests if documents.dealt_share]
         with self.report_errors(group, f"planning for micro-batch {self.number + 1}"):
-            if len(shares) == len(requests):  # all are shares of one batch
+            if len(shares) == len(requests):  # all documents are of one dealt batch
                 return self.plan_share(shares[0], requests, group)
             return self.plan_documents(requests, group)
 
@@ -118,8 +117,9 @@ class Planner:
     def plan_documents(
         self, requests: Sequence[Request], group: AttentionGroup
     ) -> list[MicroBatchPlan]:
-        """Announce documents, plan them, and compare the plans between ranks: two collectives,
-        however many plans there are.
+        """Announce documents, plan them, and compare the plans between ranks.
+
+        This takes two collectives, however many plans there are.
         """
         started = time.perf_counter()
         label = f"micro-batch {self._find_number(requests)}"
@@ -132,7 +132,8 @@ class Planner:
                 seconds = pairs * MarginalCost.from_cost_model(job.cost).pair
                 ranks = replace(ranks, fixed_seconds=tuple(seconds.tolist()))
             plans.append(balance(documents.build_layout(), job.cost, job.config, ranks))
-        # Equal inputs should give equal plans. Compare them, because unequal plans would hang.
+        # Equal inputs should give equal plans. Compare the plans, because ranks with different
+        # plans would wait for each other forever.
         digests = np.array([_shorten_digest(plan) for plan in plans], dtype=np.int64)
         digests_of_ranks = group.gather_same_length(digests, activity=f"comparing plans of {label}")
         for column in np.stack(digests_of_ranks).T:
@@ -150,10 +151,10 @@ class Planner:
     def plan_share(
         self, share: DealtShare, requests: Sequence[Request], group: AttentionGroup
     ) -> list[MicroBatchPlan]:
-        """Make plans from a share, without other ranks, and announce them in one collective."""
+        """Make plans from a share, without other ranks, and announce digests in one collective."""
         started = time.perf_counter()
         share.check_group(group)
-        # A share does not know of ranks without tokens, which also take part in the plan.
+        # The nodes of a share leave out ranks without tokens, which also take part in the plan.
         per_node = share.per_node if group.has_tokens is None else group.per_node
         jobs = [self._make_job(key, group.size, per_node, group.has_tokens) for _, key in requests]
         is_planned_again = bool(share.plans) and not share.plans.keys() >= set(jobs)
@@ -179,14 +180,14 @@ class Planner:
         label: str,
         share_numbers: Sequence[int] = (),
     ) -> list[AnnouncedDocuments]:
-        """Announce settings, measurements, and documents or a share, and compare them with those of
-        all ranks. Collective.
+        """Announce settings, measurements and documents (or a share), and compare them with those
+        of the other ranks. Collective.
 
         Args:
             requests: documents, each with the key of a plan.
             group: the ranks.
             label: text that names the micro-batch in errors.
-            share_numbers: those of `Announcement` for shares; else empty.
+            share_numbers: `Announcement.share_numbers`; empty without shares.
 
         Returns:
             The documents of all ranks for each request; empty for shares.
@@ -199,7 +200,7 @@ class Planner:
         dtypes = tuple(self.costs.dtypes.get((key.shape, key.device), "") for key in keys)
         costs = tuple(map(self.costs.get_cost, keys))
         settings = collect_shared_settings(self.config, costs, dtypes)
-        # Only earlier micro-batches have launched all their work.
+        # Announce only earlier micro-batches, because this one has not launched all its work.
         number = self._find_number(requests)
         earlier = [plan for plan in self.history.unmeasured_plans if plan.number < number]
         plans = earlier[:_MOST_MEASURED]
@@ -220,7 +221,7 @@ class Planner:
 
     @mark_joint_step
     def gather_measurements(self, group: AttentionGroup) -> None:
-        """Gather the measurements of all ranks up to here, once the device is done. Collective."""
+        """Wait for the device, and gather the measurements of all ranks so far. Collective."""
         if self._is_over:
             return
         self._is_over = True
@@ -246,8 +247,9 @@ class Planner:
     @staticmethod
     @contextmanager
     def report_errors(group: AttentionGroup, activity: str) -> Iterator[None]:
-        """Add this rank's name to errors in its batch, and report them to the ranks that would wait
-        for it.
+        """Return a context manager that reports errors to ranks that would otherwise wait.
+
+        Errors that the batch of this rank causes also get the name of this rank.
         """
         try:
             with group.report_errors(activity):
@@ -258,8 +260,8 @@ class Planner:
     def _find_number(self, requests: Sequence[Request]) -> int:
         """Return the number of the micro-batch that the requested plans are for.
 
-        It is the next number if the last micro-batch is over, or if it already uses a plan with one
-        of these keys.
+        This is the next number if the last micro-batch is over, or if the last micro-batch already
+        uses a plan with one of these keys.
         """
         is_next = self._is_over or not self._used_keys.isdisjoint(key for _, key in requests)
         return self.number + is_next
@@ -271,7 +273,7 @@ class Planner:
         per_node: int | None,
         has_tokens: tuple[bool, ...] | None = None,
     ) -> PlanJob:
-        """Make the current inputs of a plan with this key, for a group of this size."""
+        """Make the inputs of a plan, from its key and the current settings and rates."""
         ranks = self.costs.make_ranks(size, per_node)
         return PlanJob.from_settings(key, self.costs.get_cost(key), self.config, ranks, has_tokens)
 
@@ -283,13 +285,14 @@ class Planner:
         per_node: int | None,
         **facts: Any,
     ) -> list[MicroBatchPlan]:
-        """Use plans for a micro-batch.
+        """Begin to use plans in a micro-batch, and record them.
 
         Args:
             requests: the requests that the plans answer.
             plans: one plan for each request.
             group: the ranks.
-            per_node: ranks of a node that the plans assume; None if nodes were not told apart.
+            per_node: number of ranks per node that the plans assume; None if the plans treat all
+                ranks alike.
             facts: further attributes of each `MicroBatchPlan`.
         """
         number = self._find_number(requests)
@@ -318,10 +321,10 @@ class Planner:
     def _learn(
         self, figures: IntArray, plans: Sequence[MicroBatchPlan], group: AttentionGroup
     ) -> None:
-        """Record the (ranks, plans, 5) figures of all ranks, correct rates by them, and log the
-        changes.
+        """Record the measurements of all ranks, correct rates by them, and log the changes.
 
-        A plan is announced again if its kernels were still running on some rank.
+        `figures` is (ranks, plans, 5). If kernels of a plan were still running on some rank, the
+        plan is left out, and the ranks announce it again later.
         """
         measured = []
         for plan, of_ranks in zip(plans, figures.swapaxes(0, 1), strict=True):
@@ -337,9 +340,9 @@ class Planner:
                 )
 
     def _warn_above_bound(self, used: MicroBatchPlan, group: AttentionGroup) -> None:
-        """Warn if documents that span ranks need more memory than the bound.
+        """Warn if documents that span ranks need more memory than `max_transient_bytes`.
 
-        They are computed anyway, because they most likely fit.
+        The documents are computed anyway, because they most likely fit.
         """
         bound = self.config.max_transient_bytes
         if bound is None or not used.plan.moved:

@@ -1,20 +1,20 @@
 """`LearnedCosts`: the cost models that ranks plan with, corrected by measurements.
 
-Every rank learns from the same figures in the same order, so all ranks have the same corrections,
-and exchange nothing for them. Results are rounded, so that different processors find the same
-values. Figures are times, which differ from run to run. So nothing is learned if torch is set to
+Every rank learns from the same measurements in the same order, so all ranks have the same
+corrections without an exchange. Results are rounded, so that different processors find the same
+values. Measured times differ from run to run, so nothing is learned if torch is set to
 deterministic algorithms.
 
-- **Kernels.** One factor makes estimates of kernels as long as measured.
-- **Ranks.** If the kernels of a rank keep taking longer or shorter than these estimates, its speed
-  is corrected.
-- **Exchanges.** One factor makes estimates of exchanges as long as measured. It is taken from the
-  rank that spends least on packing, waiting and unpacking relative to its exchange, because other
-  ranks also wait for slower ranks. Attention is then estimated to take as long as the rank whose
-  kernels and exchanges take longest.
-- **Trials.** If exchanges take longer than they gain, plans move less, or nothing. Nothing could
-  then be learned about exchanges. So one in many micro-batches is a trial: it is planned without
-  the exchange factor. The more a trial costs, the rarer trials are.
+- **Kernels.** One factor scales the estimated seconds of kernels to the measured seconds.
+- **Ranks.** If the kernels of a rank take more or less time than these estimates in many samples,
+  the speed of the rank is corrected.
+- **Exchanges.** One factor scales the estimated seconds of exchanges to the measured seconds of
+  packing, waiting and unpacking. The rank with the smallest factor counts, because other ranks also
+  wait for slower ranks. The estimate of attention is then the time of the rank whose kernels and
+  exchanges take longest.
+- **Trials.** If exchanges cost more time than they save, plans move less work, or no work at all.
+  Then nothing can be learned about exchanges. So a few micro-batches are trials, which are planned
+  without the exchange factor. The more time a trial costs, the rarer trials are.
 """
 
 from __future__ import annotations
@@ -40,25 +40,30 @@ from hf_distca.schedule.ranks import UNIFORM_RANKS, Ranks
 # windows are.
 Kind = tuple[AttentionShape, str]
 
-# A micro-batch gives one sample. The first samples are left out, because they fill caches.
+# A micro-batch gives one sample. The first samples are ignored, because caches are still empty.
 _WARM_UP_SAMPLES = 2
-_MAX_SAMPLES = 32  # only the newest samples are kept
-_SAMPLE_INTERVAL = 8  # after _MAX_SAMPLES micro-batches, every eighth one is a sample
-_MIN_SAMPLES = 4  # needed for a change
-_MIN_CLEAR_SAMPLES = 2  # needed if attention was clearly slower than without exchanges
-_CLEAR_SLOWDOWN = 0.05  # relative slowdown that counts as clear
-# Relative errors that cause a change, in the slowest rank's estimate and in a rank's speed.
+# At most _MAX_SAMPLES samples are kept, the newest ones. After as many micro-batches, only one in
+# _SAMPLE_INTERVAL micro-batches gives a sample.
+_MAX_SAMPLES = 32
+_SAMPLE_INTERVAL = 8
+# A correction needs _MIN_SAMPLES samples. If exchanges slowed attention down by more than the
+# fraction _CLEAR_SLOWDOWN, _MIN_CLEAR_SAMPLES samples are enough.
+_MIN_SAMPLES = 4
+_MIN_CLEAR_SAMPLES = 2
+_CLEAR_SLOWDOWN = 0.05
+# Corrections change if the relative error is larger than this in the estimate of the slowest rank,
+# or in the speed of a rank.
 _TOLERANCE = 0.05
 _SPEED_TOLERANCE = 0.07
 _FACTOR_RANGE = 1e-3, 1e6
-# A trial comes after at least this many samples without an exchange, and after enough of them that
-# trials cost at most this share of the time.
+# A trial comes after at least _MIN_TRIAL_INTERVAL samples without an exchange. If trials are slow,
+# it comes later, so that trials cost at most the fraction _TRIAL_SHARE of the time.
 _MIN_TRIAL_INTERVAL = 64
 _TRIAL_SHARE = 0.01
 
 
 class Correction(NamedTuple):
-    """Factors on the seconds of a cost model: of kernels, and of exchanges."""
+    """Factors that correct a cost model: one for seconds of kernels, one for exchanges."""
 
     kernel: float = 1.0
     exchange: float = 1.0
@@ -70,14 +75,14 @@ class _KindRates:
 
     Attributes:
         correction: the current correction.
-        offered_samples: number of micro-batches that could have been samples.
-        sample_count: number of samples.
-        new_samples: newest samples since the last change.
-        slowdown: relative slowdown by exchanges, compared with moving nothing; None if exchanges
-            gain.
-        idle_samples: number of samples without an exchange since the last sample with one, counted
-            while exchanges lose.
-        is_trial: True while plans leave exchanges uncorrected, so that an exchange can be measured.
+        offered_samples: number of micro-batches so far, with and without a sample.
+        sample_count: number of samples so far.
+        new_samples: newest samples since the last change of the correction.
+        slowdown: relative slowdown of attention by exchanges, compared with moving no work; None if
+            exchanges save time.
+        idle_samples: number of samples since the last sample with an exchange. It is counted only
+            while `slowdown` is not None.
+        is_trial: True while plans ignore the exchange factor, so that an exchange can be measured.
     """
 
     correction: Correction = field(default_factory=Correction)
@@ -90,13 +95,13 @@ class _KindRates:
 
     @property
     def trial_interval(self) -> int:
-        """Number of samples in a row without moved work after which a trial moves work."""
+        """Number of consecutive samples without an exchange after which a trial is made."""
         return max(_MIN_TRIAL_INTERVAL, math.ceil((self.slowdown or 0) / _TRIAL_SHARE))
 
 
 @lru_cache
 def _correct_cost(cost: CostModel, kernel: float, exchange: float, window: int | None) -> CostModel:
-    """Correct a cost model by factors, and give it a window.
+    """Multiply the seconds of a cost model by factors, and set its window.
 
     The result is cached, because each micro-batch needs it several times.
     """
@@ -104,10 +109,10 @@ def _correct_cost(cost: CostModel, kernel: float, exchange: float, window: int |
 
 
 class LearnedCosts(dict[Kind, CostModel]):
-    """Cost models by kind of layer, without windows, with corrections by measurements.
+    """Cost models of kinds of layers, without windows, and their corrections by measurements.
 
     Attributes:
-        measured_ranks: the ranks of the group, with measured speeds.
+        measured_ranks: measured speeds of the ranks of the group.
         dtypes: names of the current dtypes of q, k and v.
     """
 
@@ -125,20 +130,20 @@ class LearnedCosts(dict[Kind, CostModel]):
         return _correct_cost(self[kind], kernel, 1.0 if rates.is_trial else exchange, key.window)
 
     def make_ranks(self, count: int, per_node: int | None = None) -> Ranks:
-        """Make the properties of a group's ranks, as far as they were measured.
+        """Make the `Ranks` of a group, with measured speeds if there are any.
 
         Args:
             count: number of ranks.
-            per_node: number of ranks of a node; None if nodes are not told apart.
+            per_node: number of ranks per node; None to treat all ranks alike.
         """
         speeds = self.measured_ranks.speeds
         return Ranks(speeds if speeds is not None and len(speeds) == count else None, per_node)
 
     @property
     def learned_corrections(self) -> dict[str, object]:
-        """Measured corrections: factors by kind of layer in words, and "speeds" of ranks.
+        """Learned factors for each kind of layer, and the speeds of ranks under the key "speeds".
 
-        Empty until something is learned.
+        Keys of the factors describe the kinds. Kinds and speeds without a correction are left out.
         """
         corrections: dict[str, object] = {
             _describe_kind(kind): rates.correction._asdict()
@@ -151,7 +156,7 @@ class LearnedCosts(dict[Kind, CostModel]):
 
     @property
     def exchange_slowdown(self) -> float | None:
-        """Relative slowdown by exchanges, or None if no kind of layer loses by them."""
+        """Relative slowdown by exchanges; None if exchanges slow no kind of layer down."""
         slowdowns = (rates.slowdown for rates in self._rates.values())
         return max((slowdown for slowdown in slowdowns if slowdown is not None), default=None)
 
@@ -161,15 +166,15 @@ class LearnedCosts(dict[Kind, CostModel]):
         Return the changes, as sentences.
         """
         changes: list[str] = []
-        # A user's own model is not corrected. With deterministic algorithms no model is, because
-        # measured times would make runs differ.
+        # A user's own cost model is not corrected. With deterministic algorithms, no cost model is
+        # corrected, because measured times would make runs differ.
         is_own = isinstance(config.cost_model, CostModel)
         if is_own or not config.measured_rates or torch.are_deterministic_algorithms_enabled():
             return changes
-        plans_of = defaultdict(list)  # by micro-batch and key of the whole batch
+        plans_of = defaultdict(list)  # keys: micro-batch, and key of the whole batch
         for plan in plans:
             plans_of[plan.number, plan.key._replace(nano=0)].append(plan)
-        for _, key in plans_of:  # a trial ends when its plans, or later ones, are measured
+        for _, key in plans_of:  # a trial ends with measurements of its plans or of later plans
             self._rates[key.shape, key.device].is_trial = False
         for (_, key), nano_plans in plans_of.items():
             kind = key.shape, key.device
@@ -182,7 +187,7 @@ class LearnedCosts(dict[Kind, CostModel]):
     def accept_sample(self, kind: Kind) -> bool:
         """Count a micro-batch, and return whether to learn from it.
 
-        A few of many micro-batches are enough, and making a sample takes time.
+        Making a sample takes time, and a few of many micro-batches are enough.
         """
         rates = self._rates[kind]
         rates.offered_samples += 1
@@ -193,9 +198,9 @@ class LearnedCosts(dict[Kind, CostModel]):
         )
 
     def learn_from_sample(self, kind: Kind, sample: RateSample) -> list[str]:
-        """Learn from a sample. All ranks must call it with the same samples in the same order.
+        """Learn from a sample, and return the changes, as sentences.
 
-        Return the changes, as sentences.
+        All ranks must learn from the same samples in the same order.
         """
         rates = self._rates[kind]
         rates.sample_count += 1
@@ -210,8 +215,9 @@ class LearnedCosts(dict[Kind, CostModel]):
         return changes + self._learn_exchange(rates, sample)
 
     def _learn_kernel(self, rates: _KindRates, samples: Sequence[RateSample]) -> list[str]:
-        """Fit the factor of kernels and the speeds of ranks where estimates are far from
-        measurements, and return the changes as sentences.
+        """Fit the factor of kernels and the speeds of ranks, and return the changes as sentences.
+
+        Nothing is changed if estimates are close to measurements.
         """
         before, ranks_before = rates.correction, self.measured_ranks
         speeds = _compute_speeds(samples)
@@ -265,7 +271,7 @@ class LearnedCosts(dict[Kind, CostModel]):
 
 
 def _compute_factor(samples: Sequence[RateSample], ranks: Ranks) -> float:
-    """Compute the factor by which kernels of the slowest rank take longer than estimated."""
+    """Compute the factor by which the kernels of the slowest rank take longer than estimated."""
     return float(
         np.median(
             [
@@ -279,7 +285,7 @@ def _compute_factor(samples: Sequence[RateSample], ranks: Ranks) -> float:
 def _compute_speeds(samples: Sequence[RateSample]) -> FloatArray:
     """Compute the relative speed of each rank, (ranks,): estimated divided by measured seconds.
 
-    Samples in which a rank has next to nothing to do are left out.
+    A rank's speed is not computed from samples in which the rank has almost no work.
     """
     work = np.array([sample.estimated for sample in samples])
     kernel = np.array([sample.kernel for sample in samples])
@@ -299,7 +305,7 @@ def _round_factor(value: float | np.float64) -> float:
 
 
 def _round_rate(value: float | np.float64) -> float:
-    """Round to three digits, because last bits differ between processors."""
+    """Round to three digits, because processors differ in the last bits."""
     return float(f"{value:.3g}")
 
 

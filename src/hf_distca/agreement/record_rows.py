@@ -1,8 +1,9 @@
-"""Rows of a run's record, which `DistCACallback` writes and the page reads.
+"""Rows of the record of a training run, which `DistCACallback` writes and the report page reads.
 
-The record is a file in the run folder, with one JSON object a line. Arrays have one number for each
-rank of the attention group of rank 0. Seconds are those of attention kernels, forward plus
-backward. Bytes are those that a rank sent. "Before" means if every rank computed its own attention.
+The record is a file in the run folder, with one JSON object per line. Lists have one number for
+each rank of the attention group of rank 0. Seconds are the time of attention kernels in forward and
+backward. Bytes are the bytes that a rank sent. In names, "before" means that every rank computes
+its own attention, and "after" means that the plan is used.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ RECORD_NAME = "_distca_run.jsonl"  # `Trainer.push_to_hub` skips names that begi
 
 @dataclass(frozen=True)
 class PerRank:
-    """Figures of each rank."""
+    """Figures by rank: each list has one number for each rank."""
 
     tokens: list[float]
     estimated_before: list[float]
@@ -50,8 +51,8 @@ class RunRow:
         settings: the fields of `DistCAConfig`.
         training: the training arguments that define a micro-batch.
         versions: versions of packages.
-        replaced_imbalance: estimated imbalance of attention in the batches that dealt documents
-            replaced; None if they replaced no batches, or if it is not known.
+        replaced_imbalance: estimated imbalance of attention in the Trainer's own batches, if
+            batches of dealt documents replaced them; None if they did not, or if it is unknown.
     """
 
     step: int
@@ -72,11 +73,11 @@ class StepsRow:
 
     Attributes:
         step: number of optimizer steps so far.
-        tally: the fields of a `BalanceTotals`, from which the figures of the log are made.
+        tally: the fields of a `BalanceTotals`, from which the logged figures are computed.
         per_rank: sums over the micro-batches.
         loss: the logged loss; None if none was logged.
-        kernels: kernels of attention.
-        rates: rates of the plans: learned factors by kind of layer, and ranks' speeds.
+        kernels: names of the attention kernels.
+        rates: what plans have learned: factors for each kind of layer, and speeds of the ranks.
     """
 
     step: int
@@ -107,10 +108,10 @@ class PlanRow:
     """A micro-batch with its plans.
 
     Attributes:
-        step: step of the optimizer.
+        step: optimizer step of the micro-batch.
         micro_batch: number of the micro-batch since the training began, from 1.
         per_rank: estimated and measured figures.
-        parts: plans of the micro-batch.
+        parts: the plans.
     """
 
     step: int
@@ -138,23 +139,23 @@ _NAMES = {kind: name for name, kind in _KINDS.items()}
 
 
 def write_row(row: Row) -> str:
-    """Format a row as a line without its line break. Floats are rounded to five digits."""
+    """Format a row as a line without a line break. Floats are rounded to five digits."""
     exact = json.dumps({"row": _NAMES[type(row)], **asdict(row)}, default=_as_json)
     return json.dumps(json.loads(exact, parse_float=_round_digits), separators=(",", ":"))
 
 
 def read_row(line: str) -> Row | None:
-    """Read a row that `write_row` wrote; None if this version does not know its kind.
+    """Read a row that `write_row` wrote. Return None if this version does not know its kind.
 
     Raises:
-        ArithmeticError, AttributeError, LookupError, TypeError, ValueError: if it is no row.
+        ArithmeticError, AttributeError, LookupError, TypeError, ValueError: if `line` is no row.
     """
-    # `int` refuses NaN.
+    # For NaN and infinity, `json` calls `parse_constant`, and `int` raises.
     data = json.loads(line, parse_constant=int, parse_float=_read_finite)
     kind = _KINDS.get(data["row"])
     if kind is None:
         return None
-    # Ignore fields that only a newer version knows.
+    # Ignore fields that a newer version has written.
     values = {part.name: data[part.name] for part in fields(kind) if part.name in data}
     values["step"] = int(values["step"])
     if "per_rank" in values:

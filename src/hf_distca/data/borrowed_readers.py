@@ -1,4 +1,4 @@
-"""Private names of torch's loaders and of datasets that `data` uses. They may change.
+"""Private names of torch's data loaders and of the package datasets. They may change.
 
 tests/test_borrowed.py checks that each name exists and behaves as described here.
 """
@@ -41,7 +41,8 @@ def count_split_ranks(stream: Any) -> int:
 
 
 def get_row_indices(documents: Any) -> Any:
-    """Return a table whose first column has the numbers of the stored rows that are in a data set;
-    None if all stored rows are in it.
+    """Return a table whose first column lists which stored rows a data set has, in its order.
+
+    Return None if the data set has all stored rows, in the order in which they are stored.
     """
     return documents._indices

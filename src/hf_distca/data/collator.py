@@ -37,19 +37,19 @@ class DocumentTokens(NamedTuple):
     positions: IntArray
 
     def check_positions(self) -> None:
-        """Raise `LayoutError` if positions skip numbers, because dealing would lose them."""
+        """Raise `LayoutError` if positions skip numbers, because dealing would lose positions."""
         jumps = np.flatnonzero(np.diff(self.positions) != 1)
         if len(jumps):
             token = int(jumps[0])
             raise LayoutError(
                 f"positions of a document go from {self.positions[token]} to "
-                f"{self.positions[token + 1]}: they would be lost if it were dealt to ranks. Train "
-                "with PackingCollator, which keeps them, and with documents that fit on a rank."
+                f"{self.positions[token + 1]}: dealing would lose such positions. Train with "
+                "PackingCollator, which keeps them, and with documents that fit on a rank."
             )
 
 
 def make_labels(tokens: IntArray, masks: Collection[IntArray]) -> IntArray:
-    """Make labels for tokens that have no column of labels, as TRL does.
+    """Make labels, like TRL, for tokens that have no column of labels.
 
     Args:
         tokens: (tokens,) int64.
@@ -105,8 +105,9 @@ class PackingCollator:
         """Pack one batch.
 
         Raises:
-            LayoutError: if features have another form, no tokens, padding between tokens, or other
-                columns that would change the training, or if they are several shares.
+            LayoutError: if features are malformed, have no tokens, or have padding between tokens;
+                if a column would be lost that may be an input of the model; or if there are several
+                shares.
         """
         if any(map(_is_share, features)):
             return _make_share_batch(features)
@@ -135,7 +136,7 @@ class PackingCollator:
 
 @dataclass(frozen=True)
 class ShareCollator:
-    """Collator of shares. It passes all other rows to another collator.
+    """Collator of shares. It passes rows that are not shares to another collator.
 
     Attributes:
         others: collator for rows that were not dealt, for example in evaluation.
@@ -156,7 +157,7 @@ _warnings_given: set[str] = set()
 
 
 def _warn_of_no_targets(tokens: int) -> None:
-    """Warn once in a process that a batch has no targets."""
+    """Warn once per process that a batch has no targets."""
     if not _warnings_given:
         _warnings_given.add("no targets")
         _log.warning(
@@ -196,7 +197,7 @@ def read_feature_documents(
     """
     if not isinstance(feature, Mapping):
         raise LayoutError(
-            f"a feature is of {type(feature)}; it must be a mapping with 'input_ids' or "
+            f"a feature has type {type(feature)}; it must be a mapping with 'input_ids' or "
             "'documents'."
         )
     if "documents" in feature:
@@ -246,8 +247,8 @@ def read_feature_documents(
 def _find_starts(tokens: RowTokens, lengths: IntArray | None, *, has_positions: bool) -> IntArray:
     """Find the tokens of a row, without padding, at which documents begin.
 
-    They follow from `lengths` or, if that is None, from positions and mask. If a row has none of
-    these, it is one document.
+    Documents begin where `lengths` says or, if that is None, where positions and mask say. If a row
+    has neither lengths nor positions nor numbers in its mask, it is one document.
     """
     if has_positions and tokens.position[:1].any():
         raise LayoutError(

@@ -1,4 +1,4 @@
-"""Which columns of rows are read, and checks of the columns that would be lost."""
+"""Names of the columns of rows that are read, and checks of columns that would be lost."""
 
 from __future__ import annotations
 
@@ -21,11 +21,18 @@ _log = logging.getLogger("hf_distca")
 
 # Masks that are 1 for targets. They are read if a row has no labels.
 TARGET_MASKS = ("completion_mask", "assistant_masks")
-# The columns that are read.
+# The columns of a row that are read.
 ROW_COLUMNS = frozenset({"input_ids", "labels", "attention_mask", *TARGET_MASKS})
 # Columns that are not read, but determine the documents and targets of a row. If they were ignored,
 # a model would train on other documents or targets.
 _REFUSED_COLUMNS = frozenset({"shift_labels", "seq_idx", "cu_seq_lens_k", *DOCUMENT_KEYS})
+# Columns of files or objects, and the input of a model that the collators of TRL and LLaMA-Factory
+# make from each.
+_MEDIA_INPUTS = {
+    "images": "pixel_values",
+    "videos": "pixel_values_videos",
+    "audios": "input_features",
+}
 
 
 # Names of the arguments of a model's forward, or None if they are unknown.
@@ -42,10 +49,10 @@ def read_input_names(model: Any) -> InputNames:
     """
     if not isinstance(model, torch.nn.Module):
         return None
-    unwrap = getattr(model, "get_base_model", None)  # adapters have it
+    unwrap = getattr(model, "get_base_model", None)  # a method of adapters
     if callable(unwrap):
         return read_input_names(unwrap())
-    inner = getattr(model, "module", None)  # wrappers and engines have it
+    inner = getattr(model, "module", None)  # an attribute of wrappers and engines
     if isinstance(inner, torch.nn.Module):
         return read_input_names(inner)
     check_head(model)
@@ -64,27 +71,27 @@ _OTHER_HEADS = re.compile(
 
 
 def check_head(model: object) -> None:
-    """Raise for a model that learns a label of each row or of each token, because batches of
-    documents have labels of next tokens.
+    """Raise if a model does not learn next tokens, which are the labels in batches of documents.
 
     Raises:
-        UnsupportedError: names the class and a remedy.
+        UnsupportedError: if the model learns labels of rows or of tokens.
     """
-    model_class: Any = type(model)  # `Any` avoids a false error of mypy
+    model_class: Any = type(model)  # `Any` avoids a false error from mypy
     name = find_other_head(model_class)
     if name is not None:
         raise UnsupportedError(
             f"{name} learns labels of rows or of tokens, but dealt and packed documents have the "
             "labels of next tokens, so it would train on the wrong labels. Give it padded "
             "batches, made by DataCollatorWithPadding or "
-            'DataCollatorForTokenClassification: attn_implementation="distca" balances those.'
+            'DataCollatorForTokenClassification: attn_implementation="distca" balances these too.'
         )
 
 
 @cache
 def find_other_head(model_class: Any) -> str | None:
-    """Return the first name of the class and its base classes that matches `_OTHER_HEADS`; None if
-    there is no match.
+    """Return the first name among a class and its base classes that matches `_OTHER_HEADS`.
+
+    Return None if no name matches.
     """
     names = (kind.__name__ for kind in model_class.__mro__)
     return next(filter(_OTHER_HEADS.search, names), None)
@@ -93,7 +100,7 @@ def find_other_head(model_class: Any) -> str | None:
 def check_columns(
     row: Mapping[str, Any], tokens: int, read_columns: Collection[str], inputs: InputNames
 ) -> None:
-    """Raise if a column is not read and may be an input of the model.
+    """Raise if a column is not read and may be, or become, an input of the model.
 
     Warn about other unread columns that have a number for each token.
 
@@ -118,7 +125,7 @@ def check_columns(
 def check_column(
     name: str, read_columns: Collection[str], inputs: InputNames, *, has_numbers: bool
 ) -> None:
-    """Raise if a column that is not read may be an input of the model.
+    """Raise if a column that is not read may be an input of the model, or may become one.
 
     Args:
         name: name of the column.
@@ -136,10 +143,15 @@ def check_column(
             "Give documents with their labels, and remove the column, or use another collator.",
         ),
         (
+            name in _MEDIA_INPUTS and (inputs is None or _MEDIA_INPUTS[name] in inputs),
+            ", from which another collator would make an input of the model, and which",
+            "Remove the column if the model trains on text alone, or use another collator.",
+        ),
+        (
             inputs is None and has_numbers,
             " of numbers, which may be an input of the model and",
-            "Remove the column; or pass the model, as in PackingCollator(model): what "
-            "its forward does not take is left out.",
+            "Remove the column; or pass the model, as in PackingCollator(model): columns that "
+            "its forward does not take are left out.",
         ),
         (
             name in (inputs or ()),
@@ -195,14 +207,14 @@ def convert_integers(values: Any, name: str) -> IntArray:
             numbers = list(row)
             if numbers and isinstance(numbers[0], bool) and "b" not in kinds:
                 raise TypeError("they are bool")
-            # `array` accepts nothing but integers, and reads a list in a third of numpy's time.
+            # `array` accepts only integers, and reads a list in a third of numpy's time.
             row = np.frombuffer(array("q", numbers), dtype=np.int64)
     except (OverflowError, RuntimeError, TypeError, ValueError) as error:
         raise LayoutError(
             f"the {name} of a document must be a flat list of integers ({error})."
         ) from error
     if row.shape == (0,):
-        return np.zeros(0, dtype=np.int64)  # empty arrays and tensors have any dtype
+        return np.zeros(0, dtype=np.int64)  # an empty array may have any dtype
     if (
         row.ndim != 1
         or row.dtype.kind not in kinds

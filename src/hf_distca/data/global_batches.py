@@ -24,10 +24,14 @@ _log = logging.getLogger("hf_distca")
 FillRule = Literal["cut", "whole"]
 LongerRule = Literal["cut", "refuse"]
 
-# The most tokens of a document of padding. Attention of longer ones would take time.
+# Padding is cut into documents of at most this many tokens, because attention of longer documents
+# would take time.
 _MAX_PADDING_TOKENS = 128
-_MUCH_PADDING = 0.05  # fraction of avoidable batches above which a warning suggests fill="cut"
-# Batches that are filled at the same time. More batches waste a little less space, but take longer.
+# A warning suggests fill="cut" if padding makes the number of batches larger by more than this
+# fraction.
+_MUCH_PADDING = 0.05
+# At most this many batches are filled at the same time. A larger number would waste a little less
+# space, but take longer.
 _MAX_OPEN_BATCHES = 64
 
 
@@ -40,7 +44,7 @@ class BatchPieces:
     Attributes:
         documents: (pieces,) int64 index of each document; -1 for padding.
         starts, ends: (pieces,) int64 bounds of each piece, in tokens of the document. For padding
-            they are 0 and the number of tokens.
+            they are 0 and the number of padding tokens.
     """
 
     documents: IntArray
@@ -54,7 +58,7 @@ class BatchPieces:
 
 
 class GlobalBatches:
-    """Global batches of the same number of tokens, in another order in each epoch.
+    """Global batches with the same number of tokens. Each epoch has another order.
 
     With ``fill="whole"``, documents are not cut. They are packed once, and epochs differ in the
     order of batches. Free space is filled with padding. No document is dropped, so one batch may be
@@ -93,7 +97,7 @@ class GlobalBatches:
         counts = require_integers(lengths, "lengths of documents")
         if len(counts) and counts.min() < 0:
             raise LayoutError(
-                f"document {counts.argmin()} has length {counts.min()}: lengths are at least 0."
+                f"document {counts.argmin()} has length {counts.min()}: it must be at least 0."
             )
         self.tokens = tokens
         self.seed = seed
@@ -105,9 +109,9 @@ class GlobalBatches:
         total = int(self._length.sum())
         if not total or (not self.fills_whole and total < tokens):
             raise LayoutError(
-                f"{len(self._document)} documents with tokens have {total} tokens together, a "
-                f"global batch has {tokens} (ranks x tokens_per_rank): give more documents or "
-                'fewer tokens a rank, or fill="whole" to train on padding.'
+                f"{len(self._document)} documents with tokens have {total} tokens together, but a "
+                f"global batch has {tokens} (ranks x tokens_per_rank). Give more documents, lower "
+                'tokens_per_rank, or set fill="whole" to train on padding.'
             )
         if self.fills_whole:
             self._pack_whole_documents(quiet)
@@ -134,7 +138,7 @@ class GlobalBatches:
             IndexError: if there is no such batch.
         """
         if not 0 <= number < len(self):
-            raise IndexError(f"global batch {number} of {len(self)}")
+            raise IndexError(f"no global batch {number} in an epoch of {len(self)} batches.")
         if self._epoch is None or self._epoch[0] != epoch:
             count = len(self._length)
             whole = self.fills_whole
@@ -154,8 +158,9 @@ class GlobalBatches:
         return BatchPieces(self._document[indices], piece_starts, piece_ends)
 
     def count_cut_tokens(self) -> int:
-        """Count the tokens of the first epoch that come after a cut in their document, and so do
-        not see its beginning.
+        """Count the tokens of the first epoch that come after a cut in their document.
+
+        These tokens do not see the beginning of the document.
         """
         if self.fills_whole:
             return int(self._length[self._start > 0].sum())
@@ -200,7 +205,7 @@ class GlobalBatches:
             )
 
     def _apply_longer_rule(self, longer: LongerRule, quiet: bool) -> None:
-        """Cut documents that are longer than a global batch, or raise, as `longer` says."""
+        """Cut documents that are longer than a global batch, or raise if `longer` is "refuse"."""
         indices = np.flatnonzero(self._length > self.tokens)
         if not len(indices):
             return
@@ -276,7 +281,7 @@ def _pack_documents(lengths: IntArray, tokens: int, *, quiet: bool) -> IntArray:
             batch = batch_count
             batch_count += 1
             if len(open_batches) == _MAX_OPEN_BATCHES:
-                del open_batches[0]  # the fullest one
+                del open_batches[0]  # close the fullest batch
         batches.append(batch)
         if free > n:
             insort(open_batches, (free - n, -len(batches), batch))

@@ -1,5 +1,6 @@
-"""Reading of documents: their lengths, their pieces in global batches, and samples that ranks
-compare. No more tokens are read than needed.
+"""Reads the lengths of documents, their pieces in global batches, and samples that ranks compare.
+
+No more tokens are read than needed.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _OTHER_COLUMNS = _READ_COLUMNS - {"input_ids"}  # the column of tokens may have 
 
 
 class DocumentReader:
-    """Reads chosen documents, without reading the others.
+    """Reads only the chosen documents of a data set.
 
     Args:
         documents: a `datasets.Dataset`, or a sequence of rows or of tokens. Only the slices in use
@@ -69,7 +70,7 @@ class DocumentReader:
         return [dict(zip(names.values(), row, strict=True)) for row in zip(*columns, strict=True)]
 
     def compute_digest(self) -> int:
-        """Compute a hash of some tokens of some documents, which are the same on all ranks."""
+        """Compute a hash of a sample of tokens. All ranks take the same sample."""
         count = len(self._documents)
         sample = np.arange(count)
         if count > SAMPLE_COUNT:
@@ -114,9 +115,10 @@ _PACKED_ROW_ERROR = (
 
 
 def _check_stored_columns(documents: Any, column: str, inputs: InputNames) -> None:
-    """Check the columns of a `datasets.Dataset` by their types, as `convert_document` checks a row.
+    """Check the columns of a `datasets.Dataset` by their types.
 
-    Later reads only take the read columns, so they cannot check the others.
+    This refuses the columns that `convert_document` refuses in a row. Later, only the columns in
+    use are read, so all other columns must be checked here.
     """
     for name in sorted(set(documents.column_names) - {column, *_READ_COLUMNS}):
         stored = documents.data.column(name)
@@ -126,7 +128,8 @@ def _check_stored_columns(documents: Any, column: str, inputs: InputNames) -> No
             raise LayoutError(_PACKED_ROW_ERROR)
         check_column(name, _READ_COLUMNS, inputs, has_numbers=_is_list_of_numbers(stored.type))
     if inputs is not None and len(documents):
-        # This warns about columns with a number for each token.
+        # Columns with a number for each token cause a warning. A row must be read to find these
+        # columns, because types do not tell how many numbers a column has.
         convert_document(documents.with_format(None)[0], column, 0, inputs)
 
 
@@ -153,7 +156,7 @@ def _view_lists(column: Any, name: str) -> list[np.ndarray | None]:
     Lists without missing values are not copied.
 
     Raises:
-        LayoutError: if the column does not hold lists. `name` is its name.
+        LayoutError: if the column, which is called `name`, does not hold lists.
     """
     if not _is_list(column.type) and column.null_count < len(column):
         raise LayoutError(
@@ -174,7 +177,7 @@ def is_stored_dataset(documents: Any) -> bool:
 
 def is_datasets_class(name: str, documents: object) -> bool:
     """Return whether documents are an instance of a class of `datasets`, such as ``"Dataset"``."""
-    datasets = sys.modules.get("datasets")  # without this import, no object has its classes
+    datasets = sys.modules.get("datasets")  # if it is not imported, no object is of its class
     return datasets is not None and isinstance(documents, getattr(datasets, name, ()))
 
 
@@ -209,7 +212,7 @@ def read_document_lengths(
         counts = np.fromiter(numbered, dtype=np.int64)
     if len(counts) != len(documents):
         raise LayoutError(
-            f"{len(counts)} lengths for {len(documents)} documents: give one for each."
+            f"{len(counts)} lengths for {len(documents)} documents: give one for each document."
         )
     return counts
 
@@ -235,7 +238,7 @@ def _read_offsets(documents: Any, column: str) -> IntArray:
 
     values = _get_stored_column(documents, column)
     arrow_type = values.type
-    if pa.types.is_null(arrow_type):  # all documents are missing
+    if pa.types.is_null(arrow_type):  # every document is missing
         return np.zeros(len(documents), dtype=np.int64)
     value_type = arrow_type.value_type if _is_list(arrow_type) else None
     if value_type is None or not (pa.types.is_integer(value_type) or pa.types.is_null(value_type)):
@@ -248,7 +251,7 @@ def _read_offsets(documents: Any, column: str) -> IntArray:
 
 
 def _get_stored_column(documents: Any, name: str) -> Any:
-    """Return a column with all stored rows. The data set may have only some of them."""
+    """Return a column with all stored rows. The data set may have only some of these rows."""
     if name not in documents.column_names:
         raise LayoutError(
             f"the documents have no column {name!r}, only "
@@ -260,7 +263,8 @@ def _get_stored_column(documents: Any, name: str) -> Any:
 def _select_rows(documents: Any, values: Any) -> Any:
     """Select the values of the data set's rows from the values of all stored rows.
 
-    `filter`, `shuffle` and `select` of `datasets` only record which stored rows they keep.
+    After `filter`, `shuffle` or `select`, a data set still stores all rows, and records which rows
+    it has.
     """
     indices = get_row_indices(documents)
     return values if indices is None else values.take(indices.column(0))
@@ -292,17 +296,17 @@ def count_tokens(document: Any, column: str, number: int) -> int:
         is_list = hasattr(document, "__len__") and not isinstance(document, str)
         is_flat = is_list and not (len(document) and hasattr(document[0], "__len__"))
     if not is_flat:
-        shaped = "" if shape is None else f" of shape {tuple(shape)}"
+        shaped = "" if shape is None else f" and shape {tuple(shape)}"
         raise LayoutError(
-            f"document {number} is of {type(document).__name__}{shaped}: it must be a flat list of "
-            f"integers, or a row with one in {column!r}."
+            f"document {number} has type {type(document).__name__}{shaped}: it must be a flat list "
+            f"of integers, or a row with such a list in {column!r}."
         )
     return len(document)
 
 
 # Ranks compare at most this many documents.
 SAMPLE_COUNT = 64
-# They compare this many tokens at the beginning, in the middle and at the end of each document.
+# Ranks compare this many tokens at the beginning, in the middle and at the end of each document.
 _SAMPLE_TOKENS = 64
 _PADDING_REMEDY = "documents to deal must have no padding. Tokenize with padding=False."
 _PACKED_MASK_REMEDY = (
@@ -330,7 +334,7 @@ class DocumentPiece:
 
         Raises:
             LayoutError: if a token is padding, if positions are not consecutive, or if the document
-                has fewer tokens than its length says.
+                has fewer tokens than expected from its length.
         """
         positions = np.arange(self.start + begin, self.start + end)
         for name, expected in (
@@ -346,8 +350,8 @@ class DocumentPiece:
                     raise LayoutError(
                         f"position_ids of a document are not consecutive from 0 {place}: either "
                         "the row was packed already, and would be dealt as one document, or it "
-                        "skips positions, which would be lost when it is cut. Give its documents "
-                        "one by one, without position_ids."
+                        "skips positions, which a cut would lose. Give its documents one by one, "
+                        "without position_ids."
                     )
                 remedy = _PACKED_MASK_REMEDY if value else _PADDING_REMEDY
                 raise LayoutError(f"{name} of a document is {int(value)} {place}: {remedy}")
@@ -383,17 +387,17 @@ class DocumentPiece:
         column = self.row[name]
         if hasattr(column, "__len__") and getattr(column, "shape", None) != ():
             column = column[self.start + begin : self.start + end]
-        values = convert_integers(column, name)  # raises for a single number
+        values = convert_integers(column, name)  # raises if the column is one number
         if len(values) != end - begin:
             raise LayoutError(
-                f"the {name} of a document end before token {self.start + end}: they are fewer "
-                "than its lengths or its other columns say."
+                f"the {name} of a document end before token {self.start + end}, although its "
+                "length or its other columns say that it has more tokens."
             )
         return values
 
 
 def hash_pieces(pieces: Sequence[DocumentPiece]) -> int:
-    """Return a hash below 2**56 of some tokens of some pieces. Tokens may be any integers."""
+    """Return a hash below 2**56 of a sample of tokens of pieces. Tokens may be any integers."""
     indices = np.unique(np.linspace(0, max(len(pieces) - 1, 0), SAMPLE_COUNT).astype(np.int64))
     samples = [pieces[index].read_sample() for index in indices if index < len(pieces)]
     return hash_numbers(part for sample in samples for part in ([len(sample)], sample))

@@ -1,5 +1,5 @@
-"""Order of packed rows inside each optimizer step that gives nodes about equal attention in every
-micro-batch. Also reads the lengths of the documents in rows, from which their work is estimated.
+"""Orders packed rows inside each optimizer step, so that nodes have about equal attention in every
+micro-batch. It also reads how long the documents in a row are, because this determines the work.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from hf_distca.schedule.layout import IntArray
 
 # Work is rounded to whole numbers up to this value, so that sums are the same on every machine.
 _MAX_WORK = 2**32
-# Columns that tell which documents a row has, as for `PackingCollator`. The first one present is
-# used.
+# Columns that tell which documents a row has, like for `PackingCollator`. If rows have several of
+# them, the first one is used.
 _DOCUMENT_COLUMNS = ("documents", "seq_lengths", "position_ids")
 _ROWS_PER_READ = 1024  # rows of a `datasets.Dataset` that are read at once
 
@@ -36,7 +36,7 @@ class StepPlaces:
 
     Attributes:
         nodes: number of nodes. The ranks of a node balance attention among themselves.
-        ranks_per_node: number of consecutive ranks that are a node.
+        ranks_per_node: number of ranks of a node. They are consecutive.
         rows_per_rank: number of rows of a rank in a micro-batch.
         micro_batches: number of micro-batches of a step.
 
@@ -97,16 +97,16 @@ class StepPlaces:
 
 
 class RowPlacement(BatchSampler):
-    """Batches of another batch sampler, with the rows of every optimizer step in another order.
+    """Batches of another batch sampler, with the rows of each optimizer step in a new order.
 
     A step keeps its rows, and batches keep their size. Only the order inside a step changes, so
     that nodes have about equal work in each micro-batch. The order depends only on the rows of the
     step and their work, so it is the same on all ranks.
 
-    It yields the batches of all ranks, as `accelerate.data_loader.BatchSamplerShard` expects them.
-    Ranks take batches in turn, or share each batch with ``split_batches``. The inner sampler sets
-    epochs, seeds, and which batches a resumed run skips. The first step of an epoch begins with the
-    epoch.
+    This sampler yields the batches of all ranks, which `accelerate.data_loader.BatchSamplerShard`
+    expects. Ranks take batches in turn, or share each batch with ``split_batches``. The inner
+    sampler decides about epochs, seeds, and the batches that a resumed run skips. Each epoch begins
+    with a new step.
 
     Args:
         batch_sampler: makes batches of row numbers. All but the last have ``batch_size`` rows.
@@ -139,7 +139,8 @@ class RowPlacement(BatchSampler):
         if not size or places.micro_batch_rows % size:
             raise ConfigError(
                 f"batches of {size} rows do not make micro-batches of {places.micro_batch_rows} "
-                f"rows: {places.ranks} ranks with {places.rows_per_rank} each."
+                f"rows: {places.ranks} ranks with {places.rows_per_rank} each. The number of rows "
+                "of a batch must divide that of a micro-batch."
             )
         self.batch_sampler = batch_sampler
         self.places = places
@@ -151,13 +152,13 @@ class RowPlacement(BatchSampler):
 
     def __getattr__(self, name: str) -> Any:
         # Accelerate and the Trainer call `set_epoch` of the inner sampler, if it has one.
-        if name == "batch_sampler":  # not set yet, for example while a copy is made
+        if name == "batch_sampler":  # This attribute is not set while a copy is made.
             raise AttributeError(name)
         return getattr(self.batch_sampler, name)
 
     @property
     def sampler(self) -> Any:
-        """Sampler of the inner batch sampler. Accelerate replaces it by one for all ranks."""
+        """Sampler of the inner batch sampler. Accelerate sets one that is equal on all ranks."""
         return self.batch_sampler.sampler
 
     @sampler.setter
@@ -261,7 +262,7 @@ def _choose_column(rows: Any, end_of_document: int | None) -> str:
         row = rows[0] if len(rows) else {"input_ids": []}
         if not hasattr(row, "keys"):
             raise LayoutError(
-                f"rows are of {type(row).__name__}: they must be mappings, with input_ids."
+                f"rows have type {type(row).__name__}: they must be mappings with input_ids."
             )
         names = list(row.keys())
     choices = ("input_ids",) if end_of_document is not None else (*_DOCUMENT_COLUMNS, "input_ids")
@@ -292,9 +293,9 @@ def _find_starts(values: IntArray, count: IntArray, end_of_document: int | None)
 
 
 def _read_blocks(rows: Any, column: str, *, quiet: bool) -> Iterator[tuple[IntArray, IntArray]]:
-    """Yield the numbers of a column for some rows at a time, and how many of them each row has.
+    """Yield the numbers of a column for some rows at a time, and the count of each row's numbers.
 
-    For the column ``documents``, the numbers are lengths of documents.
+    For the column ``documents``, the numbers are the lengths of the documents.
     """
     with tqdm(
         total=len(rows), desc=f"reading {column}", delay=1.0, disable=quiet, unit=" rows"
@@ -315,9 +316,9 @@ def _read_blocks(rows: Any, column: str, *, quiet: bool) -> Iterator[tuple[IntAr
 
 
 def _read_stored_lists(values: Any) -> tuple[IntArray, IntArray]:
-    """Read the numbers in an Arrow array of lists, and how many of them each list has.
+    """Read the numbers in an Arrow array of lists, and the count of each list's numbers.
 
-    For lists of lists, the numbers are lengths of the inner lists.
+    For lists of lists, the numbers are the lengths of the inner lists.
     """
     import pyarrow.compute as pc
 

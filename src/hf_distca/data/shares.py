@@ -1,6 +1,4 @@
-"""Shares. A share is one rank's part of a global batch, whose documents come from a data set or a
-stream.
-"""
+"""Shares of global batches, from a data set or a stream. A share is one rank's part of a batch."""
 
 from __future__ import annotations
 
@@ -38,7 +36,7 @@ class EpochMixin:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        # Pickling for a worker keeps the tensor shared. Any other copy gets new shared memory.
+        # A copy that is pickled for a worker shares the tensor. Other copies get new shared memory.
         self._epoch: torch.Tensor = state["_epoch"].share_memory_()
 
     @property
@@ -52,27 +50,27 @@ class EpochMixin:
 
 
 class Shares(EpochMixin):
-    """Shares of all global batches. Item ``k * ranks + r`` is the share of rank r in batch k.
+    """Shares of all global batches. Item ``k * ranks + r`` is the share of rank r of batch k.
 
     Accelerate reads items in this order, with batches of one item, so each process gets the shares
     of its rank. A share is a dictionary of int64 tensors (tokens_per_rank,):
 
     - ``input_ids``.
     - ``position_ids``, positions in the document.
-    - ``shift_labels``, for each token the label of the document's next token, even if that is on
-      another rank; -100 at the end of the document.
-    - ``labels``. With several ranks they are all -100, because a loss that shifts them itself would
-      lose the target at every cut. With -100, such a loss trains on nothing rather than on wrong
-      targets. With one rank there are no cuts, and each token has its own label.
+    - ``shift_labels``, for each token the label of the document's next token, even if that token is
+      on another rank; -100 at the end of the document.
+    - ``labels``. With several ranks they are all -100, because a loss that itself shifts labels
+      would lose the target at every cut. With -100, such a loss trains on nothing rather than on
+      wrong targets. With one rank there are no cuts, and each token has its own label.
 
     A share also has ``distca_documents``, which carries the dealt layout.
 
-    An object is also a transform of `datasets`. When called with a batch of rows whose
-    ``input_ids`` are item numbers, it returns the shares of these items.
+    An object of this class is also a transform for `datasets`. When called with a batch of rows
+    whose ``input_ids`` are item numbers, it returns the shares of these items.
 
     Copies share the epoch. Only documents that overlap a share are read, and only the slices in the
-    share are kept. Each rank also reads the same sample of documents once, and ranks compare its
-    tokens.
+    share are kept. Each rank also reads the same sample of documents once, and ranks compare the
+    tokens of this sample.
 
     Args:
         documents: see `DocumentReader`.
@@ -127,12 +125,12 @@ class Shares(EpochMixin):
         return cut_share(packed, own_pieces, self.pad_token_id)
 
     def __call__(self, rows: Mapping[str, list[int]]) -> dict[str, list[Any]]:
-        """Return the shares of items as columns, as a transform of `datasets` does."""
+        """Return the shares of items as columns, like a transform of `datasets`."""
         shares = [self[item] for item in rows["input_ids"]]
         return {name: [share[name] for share in shares] for name in shares[0]} if shares else {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Shares:
-        # `datasets` copies its transforms often, and copies must see changes of the epoch.
+        # `datasets` copies transforms often, and copies must see when the epoch changes.
         return self
 
 
@@ -190,7 +188,8 @@ class StreamedShares(EpochMixin, torch.utils.data.IterableDataset[Mapping[str, A
     all of them in order. A `datasets.IterableDataset` divides its files among workers. Each worker
     then fills separate global batches, and a resumed run needs the same number of workers. Each
     worker reads any other iterable in full. Such an iterable may divide documents by torch's worker
-    info, as torch's documentation suggests. Here that info is hidden, so it yields all documents.
+    info, as torch's documentation suggests. This class hides that info, so that the iterable yields
+    all documents.
 
     Args:
         documents: documents, which are token ids, or rows with a column of token ids and possibly

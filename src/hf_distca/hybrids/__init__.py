@@ -1,6 +1,6 @@
-"""Hybrid models: the state passing of linear attention and Mamba layers between the segments of a
-document, and the hooks that tell these layers of transformers where segments begin.
+"""State passing for hybrid models: linear attention and Mamba layers pass states from segment to
+segment of a document. Hooks tell the layers of transformers where segments begin.
 """
 
-# This import must come first, as in `integration`: it registers the hooks of this room.
+# This import must come first, as in `integration`: it registers the hooks of this package.
 import transformers.modeling_utils  # noqa: F401

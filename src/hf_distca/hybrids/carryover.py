@@ -1,14 +1,15 @@
-"""Run recurrent rules along documents whose segments lie on several ranks, and bring each segment
-the rows that it needs from earlier segments, in one differentiable exchange.
+"""Run recurrent rules along documents whose segments lie on several ranks. One differentiable
+exchange brings each segment the rows (states or tokens) that it needs from earlier segments.
 
 Forward sends rows to every rank that needs them. Backward sends the gradients of received rows back
-to the ranks that sent the rows. There they are added up in the order of ranks, so that a sum is the
-same in every run.
+to the ranks that sent the rows. There the gradients are added up in the order of ranks, so that
+sums are the same in every run.
 
-An exchange is an autograd function that every rank must reach, forward and backward, even if the
-rank sends and receives no rows. So `exchange_states` takes the inputs of the layer, which need a
-gradient on every rank or on none, and returns an anchor: a scalar without meaning.
-`with_gradient_anchor` makes the anchor part of the layer's output.
+Every rank must run the exchange, forward and backward, even if it sends and receives no rows. For
+autograd to run the backward on every rank, the exchange needs an input that requires a gradient and
+an output on which the loss depends. So `exchange_states` takes the inputs of the layer, which
+require a gradient either on every rank or on no rank, and returns an anchor: a scalar without
+meaning. `with_gradient_anchor` makes the anchor part of the layer's output.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from hf_distca.runtime.outputs import LayerOutputs
 class Summaries(NamedTuple):
     """Effect of segments on a state: S_out = transition(S_in) + bias.
 
-    Only segments that have a later segment in their document have a row.
+    The last segment of a document has no row, because no segment needs its effect.
 
     Attributes:
         biases: one row for each key of `Segments.summaries`.
@@ -44,30 +45,32 @@ class RuleOutputs(NamedTuple):
 
     Attributes:
         output: outputs of all tokens, (1, tokens, heads, width).
-        states: states after each document, (documents, heads, ...); None if they were not asked
-            for.
+        states: states after each document, (documents, heads, ...); None if they were not
+            requested.
     """
 
     output: torch.Tensor
     states: torch.Tensor | None
 
     def get_states(self, none: torch.Tensor) -> torch.Tensor:
-        """Return the states in the dtype of `none`, or `none` itself if there are no states."""
+        """Return the states in the dtype of `none`. If there are no states, return `none`, which is
+        an empty batch of states.
+        """
         return none if self.states is None else self.states.to(none.dtype)
 
 
 def append_token(tensor: torch.Tensor, dim: int = 1) -> torch.Tensor:
     """Append a token of zeros.
 
-    A rank without tokens runs its kernels on this one token and drops the outputs. So its weights
-    get a gradient, as on all other ranks.
+    A rank without tokens runs its kernels on this one token and drops the outputs, so that its
+    weights get a gradient like those of other ranks.
     """
     shape = [1 if number == dim else size for number, size in enumerate(tensor.shape)]
     return torch.cat([tensor, tensor.new_zeros(shape)], dim)
 
 
 class RecurrentKernel(Protocol):
-    """A kernel of a rule for several documents, whose tokens follow each other in its inputs."""
+    """A kernel that runs a recurrent rule on several documents, whose tokens are concatenated."""
 
     def __call__(
         self,
@@ -77,7 +80,7 @@ class RecurrentKernel(Protocol):
         *,
         final_states: bool,
     ) -> RuleOutputs:
-        """Run documents of these lengths.
+        """Run the rule on documents of these lengths.
 
         Args:
             inputs: inputs of all documents.
@@ -89,7 +92,7 @@ class RecurrentKernel(Protocol):
 
 
 class SegmentKernel(NamedTuple):
-    """A kernel, and the inputs of all segments of this rank.
+    """A recurrent kernel, with its inputs for all segments of this rank.
 
     Attributes:
         inputs: named tuple of tensors (1, tokens, ...). Tensors with one dimension, such as A of
@@ -103,13 +106,13 @@ class SegmentKernel(NamedTuple):
     kernel: RecurrentKernel
 
     def convert_inputs(self, convert: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-        """Return the inputs, with all tensors of tokens converted."""
+        """Return the inputs, with `convert` applied to every tensor that has tokens."""
         return type(self.inputs)(
             *(tensor if tensor.dim() == 1 else convert(tensor) for tensor in self.inputs)
         )
 
     def select_inputs(self, which: Sequence[int]) -> Any:
-        """Return the inputs of some segments."""
+        """Return the inputs of the segments `which`."""
         return self.convert_inputs(lambda tensor: self.segments.select(tensor, which))
 
     def run(
@@ -119,14 +122,14 @@ class SegmentKernel(NamedTuple):
         *,
         final_states: bool = False,
     ) -> RuleOutputs:
-        """Run some segments."""
+        """Run the kernel on the segments `which`."""
         if not which:
             return RuleOutputs(self.inputs[0][:, :0], None)
         lengths = self.segments.count_tokens(which)
         return self.kernel(self.select_inputs(which), lengths, states, final_states=final_states)
 
     def run_none(self) -> torch.Tensor:
-        """Run the kernel of a rank without tokens, and return its empty output."""
+        """Run the kernel on a rank without tokens, and return an empty output."""
         inputs = self.convert_inputs(append_token)
         return self.kernel(inputs, [1], None, final_states=False).output[:, :0]
 
@@ -137,7 +140,7 @@ class Between(NamedTuple):
 
     Attributes:
         output: outputs of the segments when each starts from zeros.
-        summaries: summaries of the segments.
+        summaries: effect of each segment on a state.
         read_state: takes the index of a segment and its initial state, and returns what this state
             adds to the outputs of the segment.
     """
@@ -153,8 +156,8 @@ def run_along_documents(
     move: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
     stored: LayerOutputs | None,
 ) -> torch.Tensor:
-    """Run a rule along each document, from no state at its start to its end, wherever its segments
-    lie.
+    """Run a rule along each document, without a state at its start, even if its segments lie on
+    several ranks.
 
     Args:
         layer: kernel, inputs and segments of this rank.
@@ -167,7 +170,7 @@ def run_along_documents(
         return layer.run(segments.whole_documents).output if segments.here else layer.run_none()
     # 1. The first segments of cut documents run from zeros. Their final states are their biases.
     first = layer.run(segments.first_segments, final_states=True)
-    # 2. Inner segments run from zeros. They have a bias and a transition.
+    # 2. Inner segments run from zeros. Each has a bias and a transition.
     between = run_between(layer, segments.inner_segments)
     # 3. Biases and transitions travel to the ranks that hold later segments.
     biases = torch.cat([first.get_states(inputs.make_no_states()), between.summaries.biases])
@@ -214,7 +217,7 @@ class _Exchange:
         return pending.receive_sections()
 
     def get_received(self, held: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return rows from other ranks. A recompute returns those that its forward kept."""
+        """Return rows from other ranks. In a recompute, return the rows that the forward kept."""
         if self.stored is not None and (kept := self.stored.take_recorded()) is not None:
             return [rows.detach() for rows in kept]
         parts = [
@@ -230,7 +233,9 @@ class _Exchange:
         return came
 
     def return_gradients(self, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return the gradients of held rows, given the gradients of held and received rows."""
+        """Send the gradients of received rows back to the ranks that sent the rows. Return the
+        gradients of held rows, with the gradients that came back added to them.
+        """
         if self.stored is not None:
             self.stored.discard()
         parts = [
@@ -308,7 +313,7 @@ def exchange_states(
 
 
 def with_gradient_anchor(output: torch.Tensor, anchor: torch.Tensor) -> torch.Tensor:
-    """Tie the output to the anchor, so that its backward reaches the exchange of the anchor."""
+    """Tie the output to the anchor, so that a backward from the output reaches the exchange."""
     result: torch.Tensor = _Tie.apply(output, anchor)  # type: ignore[no-untyped-call]
     return result
 
@@ -318,8 +323,8 @@ def compute_starting_states(
     carried: Summaries,
     move: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
 ) -> dict[int, torch.Tensor]:
-    """Return the state at the start of each segment of this rank that is not the first of its
-    document, by the segment's index in `Segments.here`.
+    """Compute the state at the start of each segment of this rank that is not the first of its
+    document. Return a dictionary from the segment's index in `Segments.here` to the state.
 
     Args:
         segments: segments of this rank.

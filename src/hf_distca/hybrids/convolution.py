@@ -1,9 +1,9 @@
-"""Short causal convolutions over segments of documents. Each segment sees the last rows before it,
-wherever they lie.
+"""Short causal convolutions over segments of documents. Each segment sees the last tokens before it
+in its document, even if they lie on other ranks.
 
-All segments of a rank are convolved in one call. In its input, each segment comes after its halo,
-the last rows before it in its document. Zeros stand in for rows before the document. Only the
-outputs of segments are kept.
+All segments of a rank are convolved in one call. In the input of this call, each segment follows
+its halo: the last tokens before it, or zeros where the document has no earlier tokens. The outputs
+of halos are dropped.
 
 Shape suffixes: B rows of the batch (1), C channels, T tokens, W width of the kernel.
 """
@@ -30,7 +30,7 @@ def compute_causal_convolution(
     stored: LayerOutputs | None = None,
 ) -> torch.Tensor:
     """Compute a causal convolution of this rank's tokens. The first tokens of a document see zeros
-    before it.
+    before them.
 
     Every rank of the group must call it at the same point, forward and backward.
 
@@ -71,7 +71,7 @@ def compute_causal_convolution(
 
 
 def _gather_halo(rows: torch.Tensor, needed: RowNeeds, segment: Segment, size: int) -> torch.Tensor:
-    """Return the last rows before a segment, at most `size`: (1, C, size or less)."""
+    """Return the halo of a segment, up to `size` tokens: (1, C, size or less)."""
     places = [
         needed.place[StateKey(segment.document, position)]
         for position in range(max(segment.start - size, 0), segment.start)
@@ -86,7 +86,7 @@ def _convolve_segments(
     size: int,
     halos: Mapping[int, torch.Tensor] = MappingProxyType({}),
 ) -> torch.Tensor:
-    """Convolve all segments in one call, each after `size` rows: zeros, and then its halo."""
+    """Convolve all segments in one call, each after `size` tokens: zeros, and then its halo."""
     if not segments.here:
         return convolve(append_token(x_BCT, 2))[..., :0]
     if len(segments.here) == 1 and not halos:

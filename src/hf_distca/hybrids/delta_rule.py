@@ -12,8 +12,8 @@ The rule is that of Gated Delta Networks (Yang et al., arXiv 2412.06464). In Kim
 Each step is affine in S, and so is a segment of any length: S_out = T S_in + B, where T is (K, K).
 A run of the rule from zeros ends with B. A run from the identity, with values of zero, ends with T.
 The outputs of the segment are the outputs from zeros plus S_in^T times the outputs from the
-identity. Columns of a state do not affect each other, so both runs are one run, whose values and
-states are K columns wider.
+identity. Columns of a state do not affect each other. So one run, with values and states K columns
+wider, does the work of both.
 
 Shape suffixes: T tokens, H value heads, G key heads, K key dim, V value dim, N documents.
 """
@@ -54,7 +54,9 @@ class DeltaInputs(NamedTuple):
     beta: torch.Tensor
 
     def make_no_states(self) -> torch.Tensor:
-        """Make an empty batch of states (0, H, K, V): in float64 if values are, else float32."""
+        """Make an empty batch of states (0, H, K, V): float64 if the values are float64, else
+        float32.
+        """
         shape = 0, self.value.shape[2], self.key.shape[3], self.value.shape[3]
         return self.value.new_zeros(
             shape, dtype=torch.promote_types(self.value.dtype, torch.float32)
@@ -107,8 +109,8 @@ def compute_gated_delta_rule(
     rule: RecurrentKernel,
     stored: LayerOutputs | None = None,
 ) -> torch.Tensor:
-    """Compute the rule for this rank's tokens. Each document starts without a state, wherever its
-    segments lie.
+    """Compute the rule for this rank's tokens. Each document starts without a state, even if its
+    segments lie on several ranks.
 
     Every rank of the group must call it at the same point, forward and backward.
 
@@ -133,7 +135,7 @@ def compute_gated_delta_rule(
 
 
 def _run_between(layer: SegmentKernel, which: Sequence[int]) -> Between:
-    """Run segments from zeros and from the identity at once."""
+    """Run inner segments from zeros and from the identity, in one call."""
     inputs: DeltaInputs = layer.select_inputs(which)
     none = inputs.make_no_states()
     heads, rows, columns = none.shape[1:]

@@ -1,10 +1,10 @@
-"""Recurrent layers of hybrid models (linear attention, Mamba 2, short convolutions), reset at each
-document.
+"""Recurrent layers of hybrid models (linear attention, Mamba 2, short convolutions) that start each
+document without a state.
 
-These layers mix tokens along a row. A document would begin with the state that the previous
-document left, and its convolution would see the last tokens of that document. The parts of a
-document on other ranks would be missing. So three things in the modeling modules of transformers
-are replaced as soon as the modules are imported:
+The layers of transformers mix tokens along a row of the batch. In a packed row, a document would
+begin with the state that the previous document left, and its convolution would see the last tokens
+of that document. Parts of a document on other ranks would be missing. So three things in the
+modeling modules of transformers are replaced as soon as the modules are imported:
 
 - The forward of the model reads the documents and adds them to its keyword arguments, as
   `RecurrentRows`. Models pass their keyword arguments on, through layers and mixers, to the
@@ -12,11 +12,11 @@ are replaced as soon as the modules are imported:
   checkpointing, and each micro-batch in flight has its own.
 - The forward of a mixer adds the mixer itself, so that its functions can keep received tensors for
   its recompute.
-- The functions that mix tokens run along segments of documents instead of rows, with the replaced
-  function as kernel. Without `RecurrentRows`, as under another attention implementation, they call
-  the replaced function.
+- The functions that mix tokens run along segments of documents instead of rows, and call the
+  replaced function as their kernel. Without `RecurrentRows` (under another attention
+  implementation, for example) they only call the replaced function.
 
-A model that generates uses its cache as before.
+Generation uses the cache of the model as before.
 """
 
 from __future__ import annotations
@@ -55,14 +55,14 @@ from hf_distca.runtime.outputs import LayerOutputs
 _CONVOLUTION_FUNCTIONS = ("causal_conv1d_fn",)
 _DELTA_RULE_FUNCTIONS = (*_CONVOLUTION_FUNCTIONS, "torch_chunk_gated_delta_rule")
 _KIMI_DELTA_FUNCTIONS = (*_CONVOLUTION_FUNCTIONS, "chunk_kimi_delta_attention")
-# This function computes a whole layer. Without mamba-ssm it is None.
+# A function that computes a whole Mamba 2 layer; None if mamba-ssm is not installed.
 _FUSED_FUNCTION = "mamba2_split_conv1d_scan_combined"
 _MAMBA2_FUNCTIONS = (*_CONVOLUTION_FUNCTIONS, "mamba2_chunk_scan", _FUSED_FUNCTION)
 
 # For each modeling module: the model whose forward calls the layers, and the functions that mix
 # tokens. Checked in transformers 5.16.0, 5.18.0 and 5.23.0. In older versions mixers hold their own
-# functions, and nothing is replaced. LFM2 in 5.18.0 does not pass its keyword arguments on, which
-# `_check_rows_used` notices.
+# functions, and nothing is replaced. LFM2 in 5.18.0 does not pass its keyword arguments on.
+# `_check_rows_used` detects this.
 RECURRENT_MODULES: dict[str, tuple[str, tuple[str, ...]]] = {
     "bailing_hybrid": ("BailingHybridModel", _KIMI_DELTA_FUNCTIONS),
     "bamba": ("BambaModel", _MAMBA2_FUNCTIONS),
@@ -80,13 +80,13 @@ RECURRENT_MODULES: dict[str, tuple[str, tuple[str, ...]]] = {
     "zamba2": ("Zamba2Model", _MAMBA2_FUNCTIONS),
 }
 
-# Arguments about boundaries of documents. The functions of torch do not accept them. Some mixers
-# pass one of `PACKING_KEYS` as "cu_seqlens".
+# Arguments that give document boundaries. They are dropped, because the plain torch functions do
+# not accept them. Some mixers pass one of `PACKING_KEYS` as "cu_seqlens".
 _BOUNDARY_ARGUMENTS = ("cu_seqlens", *PACKING_KEYS)
 
 
 class _MixerCall(NamedTuple):
-    """The rows of a batch and the mixer that calls a function with them."""
+    """The rows of a batch, their segments, and the mixer that passes them to a function."""
 
     rows: RecurrentRows
     segments: Segments
@@ -103,18 +103,18 @@ class _MixerCall(NamedTuple):
         )
 
     def merge_rows(self, states: torch.Tensor) -> torch.Tensor:
-        """Join states (batch, length, ...) of rows into one row: (1, batch * length, ...)."""
+        """Join the rows of states (batch, length, ...) into one row: (1, batch * length, ...)."""
         shape = self.rows.shape
         if states.shape[:2] != shape:
             raise UnsupportedError(
-                f"{type(self.mixer).__name__} got {tuple(states.shape[:2])} rows and tokens of a"
+                f"{type(self.mixer).__name__} got {tuple(states.shape[:2])} (rows, tokens) of a"
                 f" batch of {shape} with packed documents, but a layer that mixes tokens outside"
                 " attention needs the whole batch. Set DistCAConfig(ping_pong=False)."
             )
         return states.flatten(0, 1)[None]
 
     def split_rows(self, joined: torch.Tensor) -> torch.Tensor:
-        """Split joined rows into those of a batch: (batch, length, ...)."""
+        """Split a joined row into the rows of the batch: (batch, length, ...)."""
         return joined.view(*self.rows.shape, *joined.shape[2:])
 
 
@@ -258,7 +258,7 @@ def _convolve(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Compute a causal convolution of (batch, channels, length)."""
+    """Compute a causal convolution of a tensor (batch, channels, length)."""
     if is_of_package(original) and call.segments.has_only_whole_documents:
         channels_last = hidden_states.transpose(1, 2).contiguous().transpose(1, 2)
         return original(
@@ -308,9 +308,9 @@ def _check_no_state(call: _MixerCall, kwargs: dict[str, Any], *names: str) -> No
     passed = [name for name, value in values.items() if value is not None and value is not False]
     if passed:
         raise UnsupportedError(
-            f"{type(call.mixer).__name__} runs its rule with {passed[0]}, and this batch has"
-            " packed or cut documents, which start without a state and leave no state. Give this"
-            " model whole documents, one a row."
+            f"{type(call.mixer).__name__} runs its rule with {passed[0]}, but this batch has packed"
+            " or cut documents, which start without a state and leave no state. Give this model"
+            " whole documents, one in each row."
         )
 
 
@@ -347,7 +347,8 @@ def _compute_scan(
 ) -> Any:
     """Compute the scan of Mamba 2. The final state is not computed.
 
-    `rates` are A (heads,), B and C. All other tensors are (batch, length, heads or groups, ...).
+    `rates` are A, B and C. A is (heads,). All other tensors are (batch, length, heads or groups,
+    ...).
     """
     _check_no_state(call, kwargs, "initial_states", "return_final_states")
     if is_of_package(original) and call.segments.has_only_whole_documents:
@@ -366,8 +367,8 @@ def _compute_scan(
 
 
 def _compute_steps(dt: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:
-    """Compute the steps of a scan from `dt` by bias, softplus and limits, and remove these from
-    `kwargs`.
+    """Apply the bias, softplus and limits in `kwargs` to `dt`, and remove them from `kwargs`.
+    Return the steps of a scan.
     """
     bias, softplus, limits = (
         kwargs.pop(name, None) for name in ("dt_bias", "dt_softplus", "dt_limit")
@@ -386,8 +387,8 @@ def _compute_fused(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Compute convolution, scan and output projection of Mamba 2 in one call. With None as the
-    result, the mixer computes them one by one, as without mamba-ssm.
+    """Compute convolution, scan and output projection of Mamba 2 in one call if all documents are
+    whole. Else return None: then the mixer computes them one by one, as it does without mamba-ssm.
     """
     if is_of_package(original) and call.segments.has_only_whole_documents:
         return original(zxbcdt, *args, seq_idx=call.rows.make_seq_idx(zxbcdt.device), **kwargs)

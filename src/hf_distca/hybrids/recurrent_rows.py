@@ -49,7 +49,7 @@ class RecurrentRows:
         return self._make_once(tuple(lengths), device, lambda: np.cumsum([0, *lengths]))
 
     def make_seq_idx(self, device: torch.device) -> torch.Tensor:
-        """Return for each token the number of its segment: (batch, length) int32."""
+        """Return the segment number of each token: (batch, length) int32."""
         lengths = () if self.segments is None else self.segments.lengths
         numbers = np.arange(len(lengths), dtype=np.int32)
         return self._make_once(
@@ -59,7 +59,7 @@ class RecurrentRows:
     def _make_once(
         self, name: Any, device: torch.device, make: Callable[[], np.ndarray[Any, Any]]
     ) -> torch.Tensor:
-        """Return the tensor of this name, made at the first call for each device."""
+        """Return the tensor of this name. Make it at the first call for each device."""
         if (name, device) not in self._tensors:
             self._tensors[name, device] = to_device(torch.from_numpy(make()), device)
         return self._tensors[name, device]

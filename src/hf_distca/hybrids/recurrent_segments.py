@@ -36,7 +36,8 @@ def make_recurrent_rows(
     """Make the rows of a batch.
 
     Returns:
-        The rows; None if the model reads a cache, or if attention will raise for the documents.
+        The rows; None if the model reads a cache, or if attention will raise an error for the
+        documents.
     """
     session = planner.session
     tokens = arguments.get("inputs_embeds")
@@ -81,8 +82,9 @@ def make_recurrent_rows(
 
 
 def _select_text_positions(positions: torch.Tensor | None) -> torch.Tensor | None:
-    """Return the text positions of M-RoPE position ids, which are axis 0 of 4. With three axes
-    there are none: return 0 where a document begins, and 1 elsewhere.
+    """Select the text positions of M-RoPE position ids: axis 0 if there are four axes. With three
+    axes there are no text positions. Then return 0 for the first token of each document, and 1 for
+    all others.
     """
     if positions is None or positions.dim() < 3:
         return positions
@@ -90,8 +92,8 @@ def _select_text_positions(positions: torch.Tensor | None) -> torch.Tensor | Non
 
 
 def _make_packed_segments(documents: Documents, batch_size: int, length: int) -> Segments | None:
-    """Make segments of whole documents, each with the padding after it; None if no row has more
-    than one document.
+    """Make segments of whole documents, each with the padding after it. Return None if no row has
+    more than one document.
     """
     if not documents.is_packed(length):
         return None
@@ -101,8 +103,8 @@ def _make_packed_segments(documents: Documents, batch_size: int, length: int) ->
 
 
 def _make_rank_segments(documents: Documents, session: Session, is_shared: bool) -> Segments:
-    """Make this rank's segments of documents that may continue on other ranks. Collective if
-    `is_shared`: all ranks run this forward.
+    """Make this rank's segments of documents that may continue on other ranks. If `is_shared`, all
+    ranks run this forward, and the call is collective.
     """
     group = session.join_trainers() if is_shared else AttentionGroup()
     name = f"micro-batch {session.planner.number + 1}"
@@ -111,17 +113,18 @@ def _make_rank_segments(documents: Documents, session: Session, is_shared: bool)
     )
 
 
-# The field `count` of an announcement. It is negative only for recurrent layers, never for
-# attention.
+# Values of `Announcement.count` for recurrent layers. They are negative, because attention
+# announces a count of 0 or more.
 _NUMBERS_ROW, _SHARE_ROW = -1, -2
 
 
 def _agree_on_layout(documents: Documents, group: AttentionGroup, name: str) -> Layout:
-    """Return the layout of all ranks, from this rank's share or by an exchange of documents. Either
-    all ranks get the same layout, or all get an error.
+    """Return the layout of all ranks, from this rank's share of a dealt batch, or by exchanging
+    documents. Either all ranks get the same layout, or all raise an error.
 
-    Attention compares shares while its layers already run. Recurrent layers cannot: ranks with
-    different shares would exchange messages of unequal sizes, which end a process over gloo.
+    Attention compares the shares of ranks while its layers already run. Recurrent layers must
+    compare them first: with different shares, a rank would get a message of a different size than
+    it expects, which crashes the process under gloo.
     """
     share = documents.dealt_share
     if share is None:

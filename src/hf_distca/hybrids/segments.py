@@ -30,8 +30,8 @@ class HeldSegment(NamedTuple):
 
 
 class StateKey(NamedTuple):
-    """Key of a row: the document and position of its token, or of the first token of its
-    segment.
+    """Key of a row: the document and position of a token. The row belongs to this token, or to the
+    segment that begins with this token.
     """
 
     document: int
@@ -40,7 +40,7 @@ class StateKey(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class RowNeeds:
-    """Rows that segments need from segments before them, seen from one rank.
+    """Rows that segments need from earlier segments of their documents, seen from one rank.
 
     Attributes:
         held: keys of this rank's rows that a segment on any rank needs. Keys of position 0 come
@@ -131,20 +131,20 @@ class Segments:
         """
         if layout.context.any():
             raise LayoutError(
-                f"a layout with context of {layout.context.tolist()} segments is that of a"
-                " nano-batch, but recurrent layers mix tokens of both nano-batches: run these"
-                " layers on the whole micro-batch."
+                f"the layout has {layout.context.tolist()} context segments on its ranks, so it is"
+                " the layout of a nano-batch. Recurrent layers mix tokens of both nano-batches: run"
+                " them on the whole micro-batch."
             )
         if layout.world_size != group.size:
             raise LayoutError(
-                f"a layout of {layout.world_size} ranks for a group of {group.size}: give the"
-                " layout of the group."
+                f"the layout has {layout.world_size} ranks, and the group has {group.size}: give"
+                " the layout of the group."
             )
         number = layout.restore_numbers(layout.document)
         columns = [number, layout.run_start, layout.end, layout.rank, layout.token]
         rows = np.stack(columns, 1)[np.lexsort((layout.end, layout.run_start, number))]
         first = np.flatnonzero(mark_changes(rows[:, 0], rows[:, 1]))
-        # A run of adjacent segments ends where its last segment ends.
+        # Merge adjacent segments: the merged segment ends where the last of them ends.
         rows[first, 2] = rows[np.append(first, len(rows))[1:] - 1, 2]
         rows = rows[first]
         mine = rows[rows[:, 3] == group.rank]
@@ -187,7 +187,7 @@ class Segments:
 
     @property
     def has_only_whole_documents(self) -> bool:
-        """True if all documents of this rank are whole, and it takes part in no exchange."""
+        """True if all documents of this rank are whole, and the rank takes part in no exchange."""
         return not (self.cut or self.exchanges)
 
     @cached_property
@@ -220,7 +220,7 @@ class Segments:
         )
 
     def count_tokens(self, which: Sequence[int]) -> list[int]:
-        """Return the number of tokens of each of some segments of `here`."""
+        """Return the number of tokens of each of the segments `which`."""
         return [self.lengths[index] for index in which]
 
     def check(self, tensor: torch.Tensor, dim: int) -> None:
@@ -237,8 +237,8 @@ class Segments:
             )
 
     def select(self, tensor: torch.Tensor, which: Sequence[int]) -> torch.Tensor:
-        """Return the tokens of some segments of `here`, along dimension 1; a view if they are
-        adjacent.
+        """Return the tokens of the segments `which` along dimension 1, as a view if the segments
+        are adjacent.
         """
         if which and list(which) == list(range(which[0], which[0] + len(which))):
             return tensor[:, self.offsets[which[0]] : self.offsets[which[-1] + 1]]
@@ -246,7 +246,9 @@ class Segments:
         return torch.cat(parts or [tensor[:, :0]], 1)
 
     def split(self, tensor: torch.Tensor, which: Sequence[int]) -> dict[int, torch.Tensor]:
-        """Split the tokens that `select` returns for these segments into those of each segment."""
+        """Split the tokens that `select` returns for the segments `which`, and return them by
+        segment.
+        """
         return dict(zip(which, torch.split(tensor, self.count_tokens(which), 1), strict=True))
 
     @cached_property
@@ -258,12 +260,14 @@ class Segments:
 
     @cached_property
     def transitions(self) -> RowNeeds:
-        """Same as `summaries`, without the first segments of documents, which no state precedes."""
+        """Same as `summaries`, but without the first segments of documents, because no state
+        precedes them.
+        """
         return RowNeeds.from_triples(self.group.rank, self._iterate_needs(1))
 
     def _iterate_needs(self, first: int) -> Iterator[tuple[int, int, StateKey]]:
-        """Yield triples for `RowNeeds.from_triples`: each segment of a document, from segment
-        number `first` on, is needed by the ranks that hold a later segment.
+        """Yield triples for `RowNeeds.from_triples`. A segment is needed by the ranks that hold a
+        later segment of its document. The segments before number `first` are left out.
         """
         here = self.group.rank
         for document, segments in self.cut.items():
@@ -275,7 +279,7 @@ class Segments:
                         yield rank, segment.rank, key
 
     def find_halo(self, rows: int) -> RowNeeds:
-        """Return the needs for the last `rows` tokens before each segment."""
+        """Return the `RowNeeds` for the last `rows` tokens before each segment."""
         if rows not in self._halos:
             self._halos[rows] = RowNeeds.from_triples(self.group.rank, self._find_halo(rows))
         return self._halos[rows]
@@ -284,7 +288,7 @@ class Segments:
         here = self.group.rank
         for document, segments in self.cut.items():
             for number, segment in enumerate(segments):
-                # Each segment has a token, so the halo lies in at most `rows` segments.
+                # Each segment has at least one token, so the halo lies in at most `rows` segments.
                 for before in reversed(segments[max(number - rows, 0) : number]):
                     first = max(before.start, segment.start - rows)
                     if first >= before.end:

@@ -1,4 +1,4 @@
-"""State spaces with a decay for each head and token (Mamba 2) over segments of documents.
+"""State space layers with a decay for each head and token (Mamba 2) over segments of documents.
 
 Each head has a state S of shape (P, N). A token with step dt, input x of length P, and B and C of
 length N changes the state and reads it::
@@ -49,7 +49,7 @@ class ScanInputs(NamedTuple):
     C: torch.Tensor
 
     def make_no_states(self) -> torch.Tensor:
-        """Make an empty batch of states (0, H, P, N): in float64 if x is, else float32."""
+        """Make an empty batch of states (0, H, P, N): float64 if x is float64, else float32."""
         return self.x.new_zeros(
             (0, *self.x.shape[2:], self.B.shape[3]),
             dtype=torch.promote_types(self.x.dtype, torch.float32),
@@ -96,8 +96,8 @@ def compute_mamba2(
     scan: RecurrentKernel,
     stored: LayerOutputs | None = None,
 ) -> torch.Tensor:
-    """Compute the scan for this rank's tokens. Each document starts without a state, wherever its
-    segments lie.
+    """Compute the scan for this rank's tokens. Each document starts without a state, even if its
+    segments lie on several ranks.
 
     Every rank of the group must call it at the same point, forward and backward.
 
@@ -122,7 +122,7 @@ def compute_mamba2(
 
 
 def _run_between(layer: SegmentKernel, which: Sequence[int]) -> Between:
-    """Scan segments from zeros, and compute their transitions from decays."""
+    """Scan inner segments from zeros, and compute their transitions from the decays."""
     run = layer.run(which, final_states=True)
     none = layer.inputs.make_no_states()
     inputs = {index: layer.select_inputs([index]) for index in which}

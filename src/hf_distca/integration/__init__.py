@@ -1,5 +1,6 @@
 """All code that knows transformers, accelerate or the Trainer."""
 
-# This import registers "distca", which imports modules of this room. It must come before them: if
-# one of them imported transformers first, that module would be found half made.
+# This import registers "distca", and the registration imports modules of this package. If one of
+# these modules were the first to import transformers, the registration would find it half
+# initialised.
 import transformers.modeling_utils  # noqa: F401

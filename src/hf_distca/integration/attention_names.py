@@ -1,5 +1,5 @@
-"""Names of attention in transformers: distca under its own name, under the name of another
-attention, and as the default.
+"""Make distca available in transformers: under its own name, under the name of another attention,
+and as the default.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _registered: dict[str, Callable[..., Any]] = {}
 
 
 def register_attention(name: str, attention: Callable[..., Any], mask: Callable[..., Any]) -> None:
-    """Register attention and mask function under a name."""
+    """Register an attention function and a mask function with transformers under a name."""
     AttentionInterface.register(name, attention)
     AttentionMaskInterface.register(name, mask)
     _registered[name] = attention
@@ -38,11 +38,12 @@ def describe_origin(function: Callable[..., Any]) -> str:
 
 
 def check_not_replaced(config: PreTrainedConfig | None) -> None:
-    """Check that no other package has replaced an attention that distca registered, or the
-    flash-attention call of transformers behind its name.
+    """Check that no other package has replaced an attention function that distca registered, or the
+    flash-attention call of transformers behind the name.
 
     Raises:
-        UnsupportedError: if a package has done so, as packages that cut sequences over ranks do.
+        UnsupportedError: if a package has replaced one of them, for example to cut sequences over
+            ranks.
     """
     name = getattr(config, "_attn_implementation", None)
     if name not in _registered:
@@ -61,18 +62,18 @@ def check_not_replaced(config: PreTrainedConfig | None) -> None:
 
 
 def replace_attention(name: str) -> None:
-    """Give distca to models that ask for the attention `name`, for trainers that accept only names
-    they know.
+    """Give distca to models that ask for the attention `name`. Use it for trainers that accept only
+    certain names.
 
     Call it before the model is loaded. From then on transformers uses distca's functions under this
-    name, for every model of this process that asks for `name`, trained or not. The trainer's checks
-    and packing stay those of `name`. transformers no longer looks for the package behind the name,
-    such as flash-attn, because distca does not need it. A trainer that looks for the package itself
-    still does. Calling this function again has no effect.
+    name, for every model of this process that asks for `name`, trained or not. A trainer still
+    checks and packs as it does for `name`. transformers no longer looks for the package behind the
+    name, such as flash-attn, because distca does not need it. A trainer may still look for it.
+    Calling this function again has no effect.
 
-    As under its own name, distca raises an error when it is called for attention that it does not
-    compute: attention that is not causal, has dropout, or gets unsupported arguments. The
-    replacement cannot be undone: load models with such attention under another name.
+    Under any name, distca raises an error when it is called for attention that it does not compute:
+    attention that is not causal, has dropout, or gets unsupported arguments. Load models with such
+    attention under another name, because the replacement cannot be undone.
 
     Args:
         name: "flash_attention_2", "flash_attention_3", "flash_attention_4", "sdpa", or "tree_fa3"
@@ -100,7 +101,7 @@ def replace_attention(name: str) -> None:
 
 
 def _check_replaced(name: str) -> str:
-    """Return the origin of an attention that distca is to replace.
+    """Check that distca can replace an attention function, and return the origin of this function.
 
     Raises:
         UnsupportedError: if transformers has no such attention, or a package has replaced it.
@@ -121,8 +122,8 @@ def _check_replaced(name: str) -> str:
 
 
 def make_distca_default() -> None:
-    """Make distca the default attention of causal language models of proven families, and of their
-    parts, if they name no attention.
+    """Make distca the default attention of causal language models, and of their parts, if their
+    family is proven and they are loaded without attn_implementation.
     """
     choose = PreTrainedModel.get_correct_attn_implementation
 
@@ -140,7 +141,7 @@ def make_distca_default() -> None:
 
 
 def _warn_of_name(model: PreTrainedModel, name: str) -> None:
-    """Warn that a model is not balanced, because it names its attention."""
+    """Warn that a model is not balanced, because it was loaded with another attention's name."""
     if _is_suitable(model):
         remedy = (
             f"hf-distca run --instead-of {name} balances them"
@@ -175,15 +176,15 @@ def _is_suitable(model: PreTrainedModel) -> bool:
 
 
 def find_distca_configs(model: torch.nn.Module | None) -> list[PreTrainedConfig]:
-    """Return the configs that ask for distca, under any name, of a model and its parts, such as a
-    language tower.
+    """Return the configs that ask for distca, under any name, among those of a model and its parts
+    (a language tower, for example).
     """
     models = filter(is_distca_model, iterate_models(model))
     return list({id(part.config): part.config for part in models}.values())
 
 
 def is_distca_model(model: PreTrainedModel) -> bool:
-    """Return whether a model is to run distca's attention, under any name."""
+    """Return whether a model asks for distca's attention, under any name."""
     return getattr(model.config, "_attn_implementation", None) in _registered
 
 

@@ -2,24 +2,24 @@
 
 Checked with transformers 5.23.0. Each fact is listed with its public source, which is tried first:
 
-- The model that asks for a mask, whose device mesh and layers are needed. Public source:
-  `hf_distca.prepare`, which `DistCACallback` calls for the model of a Trainer. The stack serves
-  users who change one argument and call nothing.
-- The Trainer that calls a callback, which moves in front of its reporters, and the Trainer that
-  runs a forward, whose loss is checked. No public source: callbacks and models do not get the
-  Trainer.
-- The position ids passed to a ``create_..._mask``, and the documents passed to its model. No public
-  source: mask functions get the config and no positions, and some models do not pass their keyword
-  arguments on to attention.
-- Whether `generate` runs a forward. No public source: the mode of the model does not tell, because
-  a model in training mode can generate.
+- The model that asks for a mask, because its device mesh and layers are needed. Public source:
+  `hf_distca.prepare`, which `DistCACallback` calls for the model of a Trainer. The stack is for
+  users who only change one argument.
+- The Trainer that calls a callback, because the callback must run before the Trainer's reporters,
+  and the Trainer that runs a forward, because its loss is checked. No public source: callbacks and
+  models do not get the Trainer.
+- The position ids passed to a ``create_..._mask``, and the documents passed to the model that calls
+  it. No public source: mask functions get no position ids, and some models do not pass their
+  keyword arguments on to attention.
+- Whether `generate` runs a forward. No public source: a model in training mode can generate, so its
+  mode does not tell.
 
-If a frame is not found, as under another version or in compiled code, the answer is None or False
-and nothing fails here.
+If a frame is not found (in another version of transformers or in compiled code, for example), the
+answer is None or False, and nothing fails here.
 
 Before Python 3.13, reading the variables of a frame leaves a copy of them in the frame until its
-function returns. So they are read only from frames that end soon. A training loop whose variables
-were read would keep the logits of its last step.
+function returns. So variables are read only from frames that end soon. If the variables of a
+training loop were read, its frame would keep the logits of the last step.
 """
 
 from __future__ import annotations
@@ -65,15 +65,16 @@ class MaskCall:
     def position_ids(self) -> torch.Tensor | None:
         """Position ids that the mask was made with, (batch, length).
 
-        Attention needs them in Llama 4 and Persimmon, which pass no position ids to it.
+        Llama 4 and Persimmon do not pass position ids to attention, so attention takes them from
+        here.
         """
         positions = None if self._creator is None else self._creator.f_locals.get("position_ids")
         return positions if isinstance(positions, torch.Tensor) and positions.dim() == 2 else None
 
     @property
     def has_no_positions(self) -> bool:
-        """True if the outermost model with an argument `position_ids` got no positions. Its inner
-        modules may have made their own.
+        """True if the outermost model with an argument `position_ids` got None for it. Its inner
+        modules may have made position ids of their own.
         """
         variables = [frame.f_locals for frame in self._models if "position_ids" in frame.f_locals]
         return bool(variables) and variables[-1]["position_ids"] is None
@@ -106,7 +107,7 @@ class MaskCall:
 
     @property
     def outermost_model(self) -> PreTrainedModel:
-        """The outermost model whose forward is among the callers. There must be a model."""
+        """The outermost model whose forward is among the callers. Fails if there is none."""
         model: PreTrainedModel = self._models[-1].f_locals["self"]
         return model
 
@@ -116,7 +117,7 @@ class MaskCall:
             yield frame.f_locals["self"]
 
     def find_argument(self, name: str) -> Any:
-        """Return a keyword argument of the innermost model that got it, or None.
+        """Return a keyword argument of the innermost model that got this argument, or None.
 
         Needed because some models, such as Nemotron and StableLM, do not pass ``distca_documents``
         on to attention.
@@ -126,15 +127,15 @@ class MaskCall:
     def find_tensor(self, name: str) -> torch.Tensor | None:
         """Return a variable of the innermost model if it is a tensor, else None.
 
-        It gives the mask before transformers converts it to bool, and position ids that a model
-        does not pass to the mask: those of RoBERTa, and those with three axes.
+        Needed for the mask before transformers converts it to bool, and for position ids that a
+        model does not pass to the mask function: those of RoBERTa, and those with three axes.
         """
         value = self._models[0].f_locals.get(name) if self._models else None
         return value if isinstance(value, torch.Tensor) else None
 
 
 def find_model_argument(name: str) -> Any:
-    """Return an argument of the innermost model on the stack that got it, or None."""
+    """Return an argument of the innermost model on the stack that got this argument, or None."""
     return _find_argument(name, _select_model_frames(_walk_callers(inspect.currentframe())))
 
 
@@ -165,7 +166,7 @@ def is_compiled() -> bool:
 
 
 def find_trainer(callback: TrainerCallback) -> Trainer | None:
-    """Return the Trainer that calls a callback."""
+    """Find the Trainer that is calling a callback."""
     for frame in islice(_walk_callers(inspect.currentframe()), 1, None):
         trainer = frame.f_locals.get("self")
         if callback in getattr(getattr(trainer, "callback_handler", None), "callbacks", ()):
@@ -176,8 +177,8 @@ def find_trainer(callback: TrainerCallback) -> Trainer | None:
 def _select_model_frames(frames: Iterable[FrameType]) -> Iterator[FrameType]:
     """Select the frames that are forwards of models.
 
-    "forward" need only be a part of the name, because torch.compile names code that it resumes
-    after the compiled function.
+    The name of a frame need only contain "forward": torch.compile names the resumed code of a
+    forward ``torch_dynamo_resume_in_forward_at_...``.
     """
     forwards = (frame for frame in frames if "forward" in frame.f_code.co_name)
     return (frame for frame in forwards if isinstance(frame.f_locals.get("self"), PreTrainedModel))

@@ -1,4 +1,4 @@
-"""The session of this process: how users configure and replace it, and read its figures."""
+"""The session of this process, and the functions that configure it and read its figures."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from hf_distca.integration.attention_names import replace_attention
 from hf_distca.integration.reports import Metrics, print_summary, read_metrics
 from hf_distca.integration.session import Session
 
-_configured: Session | None = None  # made by `configure`, or with the default settings
-_session: Session | None = None  # in use: `_configured`, or the session of a callback
+_configured: Session | None = None  # made by `configure`, else with the default settings
+_session: Session | None = None  # the session in use: `_configured`, or the session of a callback
 
 
 def current_session() -> Session:
-    """Return the session of this process, made with default settings at the first use."""
+    """Return the session of this process. The first use makes it with default settings."""
     return _session or use_session()
 
 
 def use_session(
     config: DistCAConfig | None = None, group: dist.ProcessGroup | DeviceMesh | None = None
 ) -> Session:
-    """Make a session with these settings the current one. Each callback calls this, so none goes on
-    with the session of an earlier one.
+    """Make a session with these settings the current one. Each callback calls this, so that it does
+    not use the session of an earlier callback.
 
     Args:
         config, group: see `configure`. A missing argument is that of `configure`. If both are
@@ -100,8 +100,8 @@ def metrics(*, gather: bool = False) -> Metrics:
 
     For custom logs: ``before = metrics()``, and later ``(metrics(gather=True) -
     before).figures()``. All ranks see the same figures, except ``distca/planning_ms``,
-    ``distca/server_time_share``, ``distca/states_mb`` and ``distca/late_compiles``, which each rank
-    has for itself. With one rank or another attention implementation there are no figures.
+    ``distca/server_time_share``, ``distca/states_mb`` and ``distca/late_compiles``, which are this
+    rank's own. With one rank or another attention implementation there are no figures.
 
     Args:
         gather: whether ranks exchange their measurements first, so that the sums contain all

@@ -1,4 +1,4 @@
-"""Model families for which distca is proven, and families that it refuses, with reasons.
+"""Model families with which distca is proven to work, and families that it refuses, with reasons.
 
 `tests/models/generate.py` writes the lists in families.txt. It runs a tiny model of every causal-LM
 type of transformers, and compares it with transformers' own attention. A test fails if the lists
@@ -16,7 +16,7 @@ from hf_distca.integration.processes import warn_once
 
 
 def _read_table() -> dict[str, list[str]]:
-    """Read the model types of each group."""
+    """Read the model types of each group from families.txt."""
     table: dict[str, list[str]] = {}
     model_types: list[str] = []
     for line in (files(__package__) / "families.txt").read_text(encoding="utf-8").splitlines():
@@ -51,8 +51,8 @@ REFUSAL_REASONS = {
     "UNBUILT": "no small model of it could be built, so nothing is proven",
 }
 
-# Why documents of some families must be whole. All other families are in `CUT_DOCUMENT_FAMILIES`,
-# or were never tried.
+# Why some families need whole documents. All other families are in `CUT_DOCUMENT_FAMILIES`, or were
+# never tried with cut documents.
 WHOLE_DOCUMENT_REASONS = {
     "CARRIES_STATE": "their other layers carry state from token to token, which stays on its rank",
     "NO_POSITIONS": "they take no position ids, and count each rank's tokens from 0",
@@ -61,13 +61,14 @@ WHOLE_DOCUMENT_REASONS = {
         " is on another rank"
     ),
     "CHUNKS": (
-        "they attend in chunks, which are cut only where a document lies on one rank, and scale"
-        " queries by the place in the row"
+        "they attend in chunks, which work only in documents on one rank, and scale queries by the"
+        " place in the row"
     ),
 }
 
-# Types that are not causal language models, and were compared: language towers of composite models
-# in tests/models/test_vision_language.py, encoders of texts in tests/models/test_both_ways.py.
+# Model types that tests compare with another attention although they are not causal language
+# models: language towers of composite models (tests/models/test_vision_language.py) and text
+# encoders (tests/models/test_both_ways.py).
 _COMPARED_OTHERS = frozenset(
     {
         *("llava", "molmo2", "molmo2_text", "paligemma", "qwen2_vl_text"),
@@ -118,30 +119,30 @@ def whole_document_reason(model_type: str | None) -> str | None:
     return WHOLE_DOCUMENT_REASONS.get(WHOLE_DOCUMENT_FAMILIES.get(model_type or "", ""))
 
 
-# Types that use the mask for more than to find padding.
+# Model types that read the mask outside attention.
 _MASK_READERS = ("biogpt", "opt")
 
 
 def check_mask_numbers(config: PreTrainedConfig | None) -> None:
-    """Check that models of this config accept a mask that numbers documents: only attention may
-    read it, and must keep documents apart.
+    """Check that models of this config accept a mask that numbers documents: no part but attention
+    may read the mask, and attention must keep documents apart.
 
     Raises:
         UnsupportedError: with the reason and a remedy.
     """
     model_type = getattr(config, "model_type", None)
     if FAMILIES.get(model_type or "") != "PROVEN":
-        reason = "it is not proven that attention alone reads it"
+        reason = "it is not proven that only attention reads the mask"
     elif getattr(config, "output_router_logits", False):
-        reason = "the loss of their routers (output_router_logits=True) weighs tokens by it"
+        reason = "the loss of their routers (output_router_logits=True) weighs tokens by the mask"
     elif model_type in _MASK_READERS:
-        reason = "they count positions by it"
+        reason = "they count positions by the mask"
     else:
         return
     raise UnsupportedError(
-        f"attention_mask numbers the documents of a row, and must not for {model_type} models:"
-        f" {reason}. Give a mask of 1 and 0, and position_ids that begin again with each document;"
-        " or PackingCollator, which reads such rows."
+        f"attention_mask numbers the documents of a row, but {model_type} models need a mask of 1"
+        f" and 0: {reason}. Give such a mask, and position_ids that begin again with each"
+        " document; or use PackingCollator, which accepts such numbers."
     )
 
 
@@ -167,7 +168,9 @@ def check_layerdrop(config: PreTrainedConfig | None) -> None:
 
 
 def warn_of_unproven_family(model_type: str | None) -> None:
-    """Warn, once for each family, that it was never compared with another attention."""
+    """Warn, once for each family, that its models under distca were never compared with another
+    attention.
+    """
     if model_type is not None and model_type not in FAMILIES and model_type not in _COMPARED_OTHERS:
         warn_once(
             "%s models were never compared under distca with another attention. The arguments of"
@@ -182,7 +185,7 @@ _PACKING_WARNINGS = {
     "PACKED": (
         "this batch has packed documents, and layers of this %s model (state space, convolution,"
         " linear attention) carry state from one to the next. distca resets the layers of"
-        " transformers 5.23 at each document, but these layers are others. Upgrade transformers,"
+        " transformers 5.23 at each document, but not these layers. Upgrade transformers,"
         " load the model without code of its own, or give it one document a row."
     ),
     "CARRIES_STATE": (
@@ -212,7 +215,8 @@ def warn_of_packing(model_type: str | None) -> None:
 def check_cut_documents(
     model_type: str | None, rotary_reason: str | None = None, *, has_segments: bool
 ) -> None:
-    """Check that a model computes documents in several parts correctly outside attention, too.
+    """Check that the parts of a model outside attention can compute documents that lie in several
+    parts.
 
     Args:
         model_type: type of the model. Families that were never tried with such documents get a

@@ -1,5 +1,5 @@
-"""The handle that the mask function returns, the batch behind it, and the `LayerPlanner` that plans
-the layers of the batch.
+"""The handle that the mask function returns, the batch to which it refers, and the `LayerPlanner`
+that plans the layers of this batch.
 
 A model makes its mask once per forward and kind of layer. Instead of a dense mask it gets a handle,
 a small object that travels to every layer as `attention_mask`. Because the handle is an argument,
@@ -48,7 +48,7 @@ from hf_distca.schedule.plan import Plan
 
 _LOCAL_GROUP = AttentionGroup()
 # Keyword argument by which a pipeline stage gives a model's forward the `LayerPlanner` of its
-# handles. Without it, the forward makes one that plans with the current session.
+# handles. Without this argument, the forward makes a `LayerPlanner` of the current session.
 PLANNER = "distca_planner"
 # Keyword argument by which models with recurrent layers give their layers an object with
 # `documents`. These models read the documents before attention does.
@@ -61,21 +61,22 @@ class LayerPlan:
 
     Attributes:
         group: the ranks that take part; a group of one rank if this rank works alone.
-        route: this rank's route.
+        route: the rows that this rank sends and receives, and the tasks that it runs.
         token_indices: int64 indices of the tokens that are not padding, on the device of q; None
             if there is no padding.
-        window: maximum number of keys that a row sees; None if no document on any rank is longer
+        window: maximum number of keys that a query sees; None if no document on any rank is longer
             than the layer's window.
         meter: counts the work of this micro-batch in this kind of layer.
         outputs: outputs of the layers, for activation checkpointing; None if no recompute can
             follow.
         name: name of the micro-batch, for errors.
         call_numbers: counts the calls of attention, in forwards and recomputes.
-        make_exchange: makes the `LayerExchange` of a call, and takes the same arguments.
+        make_exchange: makes the `LayerExchange` of a call of attention. It takes the arguments of
+            `LayerExchange`.
         stage_attention: function that computes attention in a pipeline stage, from module, inputs
             and scores; None outside pipelines.
-        dtype: dtype in which the layers compute; None in a plan that layers with different calls
-            share.
+        dtype: dtype in which the layers compute; None in a plan that is shared by layers with
+            different calls.
         server: runs the tasks of the layers; None if `dtype` is None.
     """
 
@@ -118,15 +119,14 @@ class ForwardContext:
     """Facts that the mask function found about one forward and one kind of layer.
 
     Attributes:
-        window: maximum number of keys that a row of this kind of layer sees; None for no limit.
+        window: maximum number of keys that a query sees in this kind of layer; None for no limit.
         chunk: length of the chunks into which this kind of layer cuts documents; None for no cuts.
         ahead: which later tokens a token sees; None for causal attention.
-        config: config of the model that made the mask, for checks of its documents.
+        config: config of the model that made the mask. Checks of documents read it.
         rotary_reason: why positions of this model do not allow documents in several parts; None if
             they do.
-        is_generating: whether `generate` runs this forward, so that other ranks must not be asked
-            to take part.
-        can_recompute: whether layers may run again in backward. They may if gradients were recorded
+        is_generating: whether `generate` runs this forward. Other ranks then do not take part.
+        can_recompute: whether layers may run again in backward. They can if gradients were recorded
             when the mask was made.
         training: whether the model that made the mask is in training mode; None if it is not known.
     """
@@ -151,11 +151,11 @@ class ForwardBatch:
     """The batch of one forward, in one kind of layer.
 
     Attributes:
-        planner: plans the layers, with the session of the mask function.
-        tokens: the tokens, and the documents that the model got. Some models pass no documents to
-            attention.
+        planner: plans the layers. Its session is that of the mask function.
+        tokens: the tokens, and the documents as the model got them, because some models pass no
+            documents to attention.
         context: other facts from the mask function.
-        plans: plans of the layers. The first layer of each kind makes them, because some models
+        plans: plans of the layers. The first layer of each kind makes its plan, because some models
             pass the window only to the attention function.
         call_plans: plans of layers, by the arguments that distinguish their calls.
         group: the ranks that take part; None until they are known.
@@ -175,7 +175,7 @@ class ForwardBatch:
     nano_batches: NanoBatches | None = None
 
     def is_training(self, module: torch.nn.Module) -> bool:
-        """Return whether this is a forward of training, which all ranks run.
+        """Return whether this is a training forward, which all ranks run.
 
         The mode of the model decides, because frozen layers may be in evaluation mode. If the model
         is not known, the mode of `module` decides.
@@ -185,8 +185,8 @@ class ForwardBatch:
     def make_key(
         self, shape: AttentionShape, device: str, window: int | None, nano: int = 0
     ) -> PlanKey:
-        """Return the plan key of a layer that passes this window to the attention function. If the
-        mask has a window, that is used instead.
+        """Return the plan key of a layer that passes this window to the attention function. A
+        window of the mask takes precedence.
         """
         if self.context.window is not None:
             window = self.context.window
@@ -197,8 +197,8 @@ class ForwardBatch:
     ) -> None:
         """Check documents of the batch, or of a nano-batch, for one kind of layer.
 
-        `check_cut_documents` raises on all ranks or on no rank, because all know the layout. Other
-        checks are about this rank's own mask.
+        `check_cut_documents` raises on all ranks or on no rank, because all ranks know the layout.
+        The other checks concern only this rank's mask, and may raise on this rank alone.
 
         Args:
             documents: the documents.
@@ -219,17 +219,18 @@ class ForwardBatch:
 
     @property
     def cannot_overlap(self) -> bool:
-        """True if both nano-batches are planned and exchange nothing, so that ping-pong has nothing
-        to hide.
+        """True if both nano-batches are planned and exchange nothing, so that nothing is gained if
+        they run in turns.
         """
         plans = [plan for key, plan in self.plans.items() if key.nano]
         return len(plans) > 1 and not any(plan.route.exchanges for plan in plans)
 
 
 class MaskStandIn(MaskObject):
-    """The handle: it stands in for the mask of one forward and one kind of layer.
+    """The handle, which stands in for the mask of one forward and one kind of layer.
 
-    All layers and their recomputes get the same object. In ping-pong each nano-batch gets its half.
+    All layers and their recomputes get the same object, unless they run as two nano-batches. Then
+    each nano-batch gets a handle of its own.
 
     It is not a dataclass, because FSDP with mixed precision rebuilds dataclasses, with the
     dictionaries in them, for every layer that it wraps.
@@ -243,27 +244,29 @@ class MaskStandIn(MaskObject):
         self.batch, self.nano = batch, nano
 
     def select_half(self, nano: int) -> MaskStandIn:
-        """See `MaskObject.select_half`."""
+        """Return the handle of a nano-batch, 1 or 2."""
         return MaskStandIn(self.batch, nano)
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        """Shape of the dense mask, for models that pass the handle to transformers again."""
+        """Shape that a dense mask would have. transformers reads it if a model passes the handle
+        on.
+        """
         rows, length = self.batch_shape
         return rows, 1, length, length
 
     @property
     def batch_shape(self) -> tuple[int, int]:
-        """Numbers of rows and tokens of the batch or nano-batch."""
+        """(rows, tokens) of the batch or nano-batch."""
         cut = self.batch.nano_batches if self.nano else None
         return self.batch.tokens.shape if cut is None else cut.shapes[self.nano - 1]
 
 
 class LayerPlanner:
-    """Plans micro-batches for layers of a model, with the state of a session.
+    """Plans the layers of micro-batches for a session.
 
-    It finds the ranks that take part, their documents and the costs of layers, and makes the route
-    of this rank.
+    A `LayerPlanner` finds the ranks that take part, their documents and the costs of layers, and
+    makes the route of this rank.
 
     Attributes:
         session: the session whose settings, group and kernels are used.
@@ -274,8 +277,8 @@ class LayerPlanner:
         self.session, self.planner = session, session.planner
 
     def find_group(self, batch: ForwardBatch, training: bool) -> AttentionGroup:
-        """Return the ranks that take part in a forward: this rank alone, or the attention group.
-        All ranks of the group must call this if they take part; see `Session.join_group`.
+        """Return the ranks that take part in a forward: this rank alone, or the attention group. If
+        it is the attention group, all its ranks must call this; see `Session.join_group`.
         """
         if batch.group is None:
             # Making the group needs all ranks, so a rank that evaluates or generates alone must not
@@ -287,12 +290,13 @@ class LayerPlanner:
         return batch.group
 
     def takes_all_ranks(self, documents: PackedDocuments | Documents | None) -> bool:
-        """Return whether all ranks run this forward together if the model is in evaluation mode.
+        """Return whether all ranks run a forward in evaluation mode together.
 
-        They do if `balance_evaluation` is set, or if a document of their shares is cut, because no
-        rank could compute such a document alone. A teacher model gets such shares. Every rank reads
-        this from the layout of all ranks, so all decide the same. If a rank gets no batch at all,
-        the others raise an error after `timeout_seconds`, as in training.
+        They do if `balance_evaluation` is set, or if a document of their shares is cut (in a
+        forward of a teacher model, for example), because no rank could compute such a document
+        alone. The layout of all ranks tells whether a document is cut, so all ranks decide the
+        same. If a rank gets no batch at all, the others raise an error after `timeout_seconds`, as
+        in training.
         """
         share = None if documents is None else documents.dealt_share
         return self.session.config.balance_evaluation or (share is not None and share.is_cut)
@@ -337,8 +341,8 @@ class LayerPlanner:
         *,
         training: bool,
     ) -> LayerPlan:
-        """Plan one kind of layer of a micro-batch, with the other ranks or alone. For the first
-        nano-batch, plan the second one too.
+        """Plan one kind of layer of a micro-batch, with the other ranks or alone. Together with the
+        first nano-batch, plan the second one.
 
         Args:
             batch: batch of the forward.
@@ -373,7 +377,7 @@ class LayerPlanner:
             number = self.planner.number
             with self.planner.report_errors(group, f"measuring costs for micro-batch {number + 1}"):
                 self.make_cost(key, query, group)
-            # After an installation, the first plan compiles loops of the scheduler.
+            # The first plan may be slow: after an installation it compiles loops of the scheduler.
             with nullcontext() if number else print_if_slow("making the first plan"):
                 plans = self.planner.plan(requests, group)
             activity = f"taking up a plan for micro-batch {plans[0].number}"
@@ -399,12 +403,12 @@ class LayerPlanner:
         *,
         evaluating: bool,
     ) -> LayerPlan:
-        """Make the plan of a micro-batch for this rank alone. Whole documents need no layout, only
-        their lengths.
+        """Make the plan of a micro-batch for this rank alone. For whole documents no layout is
+        made, because their lengths suffice.
 
         Raises:
             LayoutError: if a part of a document is missing.
-            UnsupportedError: instead, if this happens while `evaluating`.
+            UnsupportedError: if a part is missing and `evaluating` is true.
         """
         layout = None
         if documents.has_whole_documents:
@@ -422,7 +426,8 @@ class LayerPlanner:
             route,
             _move_token_indices(documents, device),
             window,
-            # Timing a layer on CUDA costs the host four events, so it is only done on request.
+            # Timing a layer on CUDA takes four events, which cost host time, so it is only done on
+            # request.
             Meter(self.session.meter, timed=self.session.times_local_work or key.device != "cuda"),
             OutputStore(),
             make_exchange=documents.make_exchange,
@@ -430,8 +435,8 @@ class LayerPlanner:
 
     @mark_joint_step
     def make_cost(self, key: PlanKey, query: torch.Tensor, group: AttentionGroup) -> None:
-        """Make the cost model of a shape, at the first layer with this shape. Collective: all ranks
-        of the group call it at the same point.
+        """Make the cost model of a shape if there is none yet. Collective: all ranks of the group
+        call it at the same point.
         """
         costs = self.planner.costs
         costs.dtypes[key.shape, key.device] = str(query.dtype)
@@ -446,13 +451,14 @@ class LayerPlanner:
     def _add_gpu_factor(
         self, cost: CostModel, query: torch.Tensor, group: AttentionGroup
     ) -> CostModel:
-        """Return the cost model of this GPU and kernel, or `cost` if ranks differ in them.
-        Collective.
+        """Return the cost model of this GPU and kernel if its rates are the same on all ranks, else
+        `cost`. Collective.
 
-        Ranks plan with one cost model. In training they learn which ranks are slower.
+        All ranks must plan with the same cost model. During training, plans take into account which
+        ranks are slower.
         """
         kernel = self.session.choose_kernel(query, cost.shape, ScoreOptions(1.0)).name
-        if kernel == "cuda":  # users can make torch run another flash attention here
+        if kernel == "cuda":  # users can make torch run another kernel under this name
             kernel = torch.nn.attention.current_flash_attention_impl() or kernel
         device = torch.cuda.get_device_name(query.device)
         factored = make_gpu_cost(cost.shape, device, kernel, tile=cost.tile)
@@ -470,9 +476,9 @@ class LayerPlanner:
         group: AttentionGroup,
         device: torch.device,
     ) -> LayerPlan:
-        """Make this rank's plan for layers from the plan of all ranks.
+        """Make this rank's plan for a kind of layer from the plan of all ranks.
 
-        `documents` are those of this rank.
+        `documents` are the documents of this rank.
         """
         plan, nano = planned.plan, planned.key.nano
         part = f", nano-batch {nano}" if nano else ""
@@ -490,7 +496,7 @@ class LayerPlanner:
 
 
 def _move_token_indices(documents: Documents, device: torch.device) -> torch.Tensor | None:
-    """Return `Documents.token_indices` on a device."""
+    """Copy `Documents.token_indices` to a device; None if there is no padding."""
     return (
         None
         if documents.token_indices is None
@@ -505,12 +511,12 @@ def _build_local_layout(documents: Documents, *, evaluating: bool) -> Layout:
         if not (evaluating and documents.span_ranks):
             raise
         raise UnsupportedError(
-            "a document that spans ranks met a model in evaluation mode, where each rank works"
+            "a model in evaluation mode got a document that spans ranks, but each rank evaluates"
             " alone: call model.train() to train, or set DistCAConfig(balance_evaluation=True) if"
             " all ranks evaluate together."
         ) from error
 
 
 def _limit_window(window: int | None, longest: int) -> int | None:
-    """Return the window if it hides keys from any token of the longest document, else None."""
+    """Return the window if the longest document does not fit in it, else None."""
     return None if window is None or window >= longest else window

@@ -1,4 +1,4 @@
-"""Kinds of attention layers, read from a model's config to plan before the first step."""
+"""Kinds of attention layers. They are read from a model's config, to plan before the first step."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ _WIDTH_FIELDS = ("hidden_size", "d_model", "n_embd")
 def list_layer_keys(model: Any, dtype: torch.dtype | None, device: str) -> list[PlanKey]:
     """Return the plan key of each kind of layer, kinds without a window first.
 
-    Layers that the config does not describe are planned at the first forward. Arguments and errors
-    are those of `count_layers`.
+    Kinds of layers that the config does not describe are planned in the first forward. For
+    arguments and errors, see `count_layers`.
     """
     return list(count_layers(model, dtype, device))
 
 
 def count_layers(model: Any, dtype: torch.dtype | None, device: str) -> dict[PlanKey, int]:
     """Count the layers of each plan key, keys without a window first. If the config does not list
-    the types of its layers, they count as one.
+    the types of its layers, all layers count as one layer.
 
     Args:
         model: a config, or a model with a config. For a composite model, give the config of all
@@ -44,13 +44,14 @@ def count_layers(model: Any, dtype: torch.dtype | None, device: str) -> dict[Pla
     model_config = getattr(model, "config", model)
     if not isinstance(model_config, PreTrainedConfig):
         raise ConfigError(
-            f"model={type(model).__name__} is no model of transformers and no config: give one, or"
-            " shapes."
+            f"model={type(model).__name__} is neither a model nor a config of transformers: give"
+            " one of these, or shapes."
         )
     config = model_config.get_text_config(decoder=True)
     bytes_ = (dtype or _choose_dtype(model, config, model_config)).itemsize
     kinds = getattr(config, "layer_types", None) or [None]
-    # The index of one layer of each kind. A heterogeneous config has a config for each layer.
+    # The index of the first layer of each kind. A heterogeneous config contains a config for each
+    # layer.
     layers = {kind: kinds.index(kind) for kind in kinds}
     configs = (
         config.per_layer_config
@@ -76,8 +77,8 @@ def count_layers(model: Any, dtype: torch.dtype | None, device: str) -> dict[Pla
 def make_initial_cost(key: PlanKey, config: DistCAConfig) -> CostModel:
     """Return the cost model for a kind of layers before anything is measured.
 
-    It is the cost model of the settings, if they have one, with the key's shape and window. Else it
-    has built-in figures for the key's device.
+    If the settings have a cost model, it is used with the key's shape and window. Otherwise the
+    cost model is made from built-in figures for the key's device.
     """
     if isinstance(config.cost_model, CostModel):
         return replace(config.cost_model, shape=key.shape, window=key.window)
@@ -90,7 +91,8 @@ def make_initial_cost(key: PlanKey, config: DistCAConfig) -> CostModel:
 def _make_key(config: Any, kind: str | None, element_bytes: int, device: str) -> PlanKey | None:
     """Return the plan key of a kind of layers; None if they are not attention.
 
-    If the kind is None, all layers are of one kind, and have the window of the config, if any.
+    If `kind` is None, all layers are of one kind, and have the window of the config if there is
+    one.
     """
     if kind is not None and ("linear" in kind or not ("attention" in kind or "hybrid" in kind)):
         return None
@@ -122,9 +124,9 @@ def _read_shape(config: Any, element_bytes: int) -> AttentionShape:
     )
     if not heads or not head_dim:
         raise ConfigError(
-            f"{type(config).__name__} does not say what its attention is like: looked for one of"
-            f" {', '.join(_HEAD_FIELDS)}, and for head_dim or one of {', '.join(_WIDTH_FIELDS)}."
-            " Give shapes=[(AttentionShape(...), window), ...] of its kinds of layers."
+            f"{type(config).__name__} does not describe its attention: it must have one of"
+            f" {', '.join(_HEAD_FIELDS)}, and head_dim or one of {', '.join(_WIDTH_FIELDS)}. Give"
+            " shapes=[(AttentionShape(...), window), ...] instead, one for each kind of layer."
         )
     # JetMoe repeats keys and values for the experts of a token before attention.
     key_value_heads = (
@@ -142,7 +144,7 @@ def _read_shape(config: Any, element_bytes: int) -> AttentionShape:
 
 
 def _read_first_number(config: Any, *names: str) -> int | None:
-    """Return the first of these attributes that is an integer, or None."""
+    """Return the first of these attributes of a config that is an integer, or None."""
     return next(
         (value for name in names if isinstance(value := getattr(config, name, None), int)), None
     )

@@ -11,7 +11,7 @@ from hf_distca.errors import UnsupportedError
 
 
 class MaskObject:
-    """Object instead of a mask tensor, with the tensor methods that transformers calls."""
+    """Base of objects that replace mask tensors. Defines the methods that transformers calls."""
 
     # Generation with static caches makes masks before the forward, and expects 4-D tensors.
     ndim: ClassVar[int] = 4
@@ -22,23 +22,23 @@ class MaskObject:
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Raise if another attention computes with this object as its mask."""
+        """Raise an error, because another attention computes with this object as its mask."""
         raise UnsupportedError(
             f"{getattr(func, '__name__', func)} of torch got distca's mask: a layer has another"
-            " attn_implementation than its model. Give all layers the one of the model."
+            " attn_implementation than its model. Set the same one for the model and all layers."
         )
 
     def select_half(self, nano: int) -> MaskObject:
-        """Return the mask of a nano-batch, 1 or 2."""
+        """Return the mask for nano-batch 1 or 2."""
         return self
 
 
 @dataclass(frozen=True, eq=False)
 class ForeignMask(MaskObject):
-    """A mask that distca does not compute. The error is raised when attention is called with it,
-    not when it is made.
+    """A mask that distca does not compute. An error is raised when attention is called with the
+    mask, not when the mask is made.
 
-    Decoders such as Bart's make such a mask for their cross attention, even as causal language
+    Decoders such as Bart's make such a mask for cross attention even if they run as causal language
     models, which have no cross attention.
 
     Attributes:
@@ -50,8 +50,8 @@ class ForeignMask(MaskObject):
 
 @dataclass(frozen=True, eq=False)
 class DenseMask(MaskObject):
-    """The dense mask of a forward whose tensors have no values to plan with. sdpa computes such a
-    forward, on this rank alone.
+    """The dense mask of a forward whose tensors have no values to read (meta tensors, for example).
+    sdpa computes such a forward, on this rank alone.
     """
 
     mask: torch.Tensor
@@ -61,6 +61,6 @@ class CachedMask(torch.Tensor):
     """The dense mask of a forward that reads a key/value cache. sdpa computes such a forward, on
     this rank alone.
 
-    It is a tensor, because generation with static caches handles masks as tensors. It has its own
-    class, to tell it from a user's own mask.
+    The mask is a tensor, because generation with static caches handles masks as tensors. It has its
+    own class, to distinguish it from a mask that a user made.
     """

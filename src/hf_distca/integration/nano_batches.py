@@ -1,8 +1,9 @@
-"""The cut of a batch into two nano-batches, and of the arguments and outputs of a layer.
+"""How ping-pong cuts a batch into two nano-batches, cuts the arguments of a layer, and joins its
+outputs.
 
 A batch of one row is cut between two tokens, and between documents if a document starts near the
-middle. A batch of several rows is cut between rows. A document that crosses the cut needs, in the
-second nano-batch, keys and values from the first. They are passed on inside the layer, and their
+middle. A batch of several rows is cut between rows. If a document crosses the cut, the second
+nano-batch needs keys and values of the first. They are passed on inside the layer, and their
 gradient flows back.
 """
 
@@ -20,24 +21,25 @@ from hf_distca.borrowed import is_in_backward
 from hf_distca.errors import UnsupportedError
 from hf_distca.integration.mask_objects import MaskObject
 
-# A row is cut between documents if the smaller nano-batch then has at least this fraction of its
-# tokens.
+# A row is cut between documents if each nano-batch then has at least this fraction of the row.
 _MIN_PART = 3 / 8
 
 
 @dataclass(eq=False)
 class NanoBatches:
-    """The cut of one batch, for one kind of layer. Nano-batches have the numbers 1 and 2.
+    """The cut of a batch in two, for one kind of layer. The nano-batches have the numbers 1 and 2.
 
     Attributes:
         shape: (rows, tokens) of the batch.
         axis: 0 if the batch is cut between rows, 1 if between tokens.
         border: index on the axis at which the second nano-batch begins.
         documents: documents of each nano-batch.
-        layer_ids: ids of the layers that ran as nano-batches, for recomputes.
-        first_half_states: keys and values of the first nano-batch, for the cache of a layer.
+        layer_ids: ids of the layers that ran as nano-batches, which must do so in recomputes as
+            well.
+        first_half_states: keys and values of the first nano-batch, kept until a layer's cache takes
+            those of both nano-batches.
         first_half_kv: keys and values of the first nano-batch's last tokens, kept until the second
-            nano-batch reads them.
+            nano-batch attends to them.
     """
 
     shape: tuple[int, int]
@@ -50,16 +52,18 @@ class NanoBatches:
 
     @classmethod
     def cut_batch(cls, shape: tuple[int, int], documents: Documents, tile: int) -> NanoBatches:
-        """Cut a batch whose documents each lie on one rank, or were dealt for ping-pong."""
+        """Cut a batch. Each of its documents must lie on one rank, or must have been dealt for
+        ping-pong.
+        """
         return cls(shape, *choose_cut(*shape, documents, tile))
 
     @property
     def sizes(self) -> tuple[int, int]:
         """Sizes of the two nano-batches along `axis`.
 
-        If a batch has only one token, the token is in the second nano-batch. The first one computes
-        it as padding and drops the output, so that this rank takes part in both exchanges, as the
-        other ranks do.
+        If a batch has only one token, the token is in the second nano-batch. The first nano-batch
+        computes this token as padding and drops the output, so that this rank takes part in both
+        exchanges, like the other ranks.
         """
         return max(self.border, 1), self.shape[self.axis] - self.border
 
@@ -72,8 +76,8 @@ class NanoBatches:
     def pass_keys(
         self, nano: int, k_TKD: torch.Tensor, v_TKV: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        """Store the keys and values of the first nano-batch that the second one needs, or return
-        them as context for the second one.
+        """For the first nano-batch, store the keys and values that the second one needs. For the
+        second one, return them as its context.
         """
         tokens = self.documents[1].context_tokens
         if not tokens:
@@ -83,8 +87,8 @@ class NanoBatches:
             return ()
         if self.first_half_kv is None:
             raise UnsupportedError(
-                "the second nano-batch of a layer called attention before the first: set"
-                " ping_pong=False."
+                "the second nano-batch of a layer called attention before the first one did: set"
+                " DistCAConfig(ping_pong=False)."
             )
         context, self.first_half_kv = self.first_half_kv, None
         return context
@@ -99,7 +103,7 @@ class NanoBatches:
             return value if dim is None else value.narrow(dim, start, self.sizes[nano - 1])
         if isinstance(value, MaskObject):
             return value.select_half(nano)
-        if isinstance(value, Cache):  # a recompute must not fill it a second time
+        if isinstance(value, Cache):  # a recompute must not fill the cache a second time
             return None if is_in_backward() else NanoCache(value, self, nano)
         if isinstance(value, dict):
             return {name: self.select_part(nano, item) for name, item in value.items()}
@@ -111,8 +115,8 @@ class NanoBatches:
         """Join the outputs of a layer's nano-batches.
 
         Raises:
-            UnsupportedError: if an output contains anything but None, or tensors that are cut along
-                `axis`.
+            UnsupportedError: if an output contains anything but None and tensors that can be joined
+                along `axis`.
         """
         if isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor):
             cut = slice(self.axis, self.axis + 1)
@@ -143,12 +147,12 @@ class NanoBatches:
         )
 
     def _find_dim(self, tensor: torch.Tensor) -> int | None:
-        """Return the dimension along which an argument is cut; None if it is the same for all
-        tokens.
+        """Return the dimension along which a tensor is cut; None if both nano-batches get the whole
+        tensor.
         """
         shape = tuple(tensor.shape)
-        # A float vector of the layer's width may be as long as the batch. Vectors with an entry for
-        # each token are integers.
+        # A float vector may have the width of the layer, and only by chance the length of the
+        # batch. Vectors with an entry for each token have an integer dtype.
         is_vector = len(shape) == 1 and tensor.is_floating_point()
         if self.axis == 1 and shape[:1] == self.shape[1:] and not is_vector:
             return 0
@@ -157,8 +161,8 @@ class NanoBatches:
 
 
 class NanoCache:
-    """A stand-in for a cache in a nano-batch. It returns no cached keys, and fills the cache with
-    the keys and values of both nano-batches.
+    """An object that replaces a cache in a nano-batch. It returns no cached keys, and fills the
+    cache with the keys and values of both nano-batches.
     """
 
     def __init__(self, cache: Cache, cut: NanoBatches, nano: int) -> None:
@@ -167,8 +171,8 @@ class NanoCache:
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Take keys and values of (rows, heads, tokens, width), and return them unchanged. After
-        the second nano-batch, pass those of both to the cache, with the other arguments.
+        """Take keys and values of a nano-batch, (rows, heads, tokens, width), and return them
+        unchanged. The second nano-batch updates the cache with the keys and values of both.
         """
         cut, states = self.cut, (key_states, value_states)
         if self.nano == 1:
@@ -190,8 +194,8 @@ class NanoCache:
 def choose_cut(
     batch_size: int, length: int, documents: Documents, tile: int
 ) -> tuple[int, int, tuple[Documents, Documents]]:
-    """Choose the cut of a (batch_size, length) batch, and return `axis`, `border` and `documents`
-    of `NanoBatches`.
+    """Choose the cut of a (batch_size, length) batch. Return `axis`, `border` and `documents` of
+    `NanoBatches`.
     """
     axis = 0 if batch_size > 1 else 1
     if documents.dealt_share is not None and documents.dealt_share.first_nano_tokens is not None:

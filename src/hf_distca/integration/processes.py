@@ -1,7 +1,7 @@
-"""The ranks that share core attention by default, and messages of rank 0.
+"""Find the ranks that share core attention by default, and print messages for the user.
 
-Lines for a user who watches a run go to standard error, and do not break progress bars.
-`transformers.utils.logging.disable_progress_bar()` switches off the lines about slow steps.
+Messages are printed to standard error, in a way that does not break progress bars.
+`transformers.utils.logging.disable_progress_bar()` switches off the messages about slow activities.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from hf_distca.runtime.members import Members
 
 LOG = logging.getLogger("hf_distca")
 
-# Names of mesh dimensions along which ranks hold different tokens. The first two are accelerate's,
-# the third is transformers'.
+# Names of mesh dimensions along which ranks hold different tokens. accelerate uses the first two,
+# transformers the third.
 _DATA_DIMENSIONS = ("dp_replicate", "dp_shard", "fsdp", "dp")
 _MODEL_DIMENSIONS = ("tp", "pp")  # ranks hold the same tokens, and different heads or layers
 _SEQUENCE_DIMENSIONS = ("cp", "sp", "ulysses")  # ranks hold parts of the same documents
 
 
 def find_members() -> Members | None:
-    """Find the data-parallel ranks of accelerate's device mesh; None for all ranks, if there is no
-    mesh.
+    """Find the data-parallel ranks of accelerate's device mesh; None, which means all ranks, if
+    there is no mesh.
 
     Raises:
         UnsupportedError: if accelerate cuts sequences over ranks.
@@ -57,10 +57,10 @@ def find_members() -> Members | None:
 def choose_group_size(
     members: dist.ProcessGroup | Members | None, config: DistCAConfig
 ) -> int | None:
-    """Return how many of these ranks share core attention, for `AttentionGroup.find_or_create`;
-    None for all of them. A size that the user did not choose is logged.
+    """Return the size of the groups in which these ranks share core attention; None if all of them
+    form one group. Log a size that the user did not choose.
 
-    A process group that the user made is one attention group, unless `config` has a size.
+    A process group that the user made is one attention group, unless `config` has a group size.
     """
     if config.group_size is not None or isinstance(members, dist.ProcessGroup):
         return config.group_size
@@ -81,12 +81,12 @@ def find_data_parallel_ranks(mesh: DeviceMesh, extra_dimension: str | None = Non
     """Return the ranks of `mesh` that differ from this one only in their data-parallel coordinates,
     or in the dimension named `extra_dimension`. They include this rank.
 
-    If no dimension of the mesh has a known name, all its ranks are returned. Known names are those
-    of data, and "tp", "pp", "cp", "sp" and "ulysses".
+    If no dimension of the mesh has a known name, all its ranks are returned. The known names are
+    "dp_replicate", "dp_shard", "fsdp", "dp", "tp", "pp", "cp", "sp" and "ulysses".
 
     Raises:
-        UnsupportedError: if the mesh has a known name, and another dimension of several ranks that
-            is neither for data nor for the model.
+        UnsupportedError: if a dimension has a known name, and a dimension of several ranks is
+            neither for data nor for the model.
     """
     sizes = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=False))
     part = mesh
@@ -104,16 +104,18 @@ def find_data_parallel_ranks(mesh: DeviceMesh, extra_dimension: str | None = Non
 
 
 def _check_dimensions(sizes: dict[str, int]) -> None:
-    """Raise for a dimension of several ranks that is neither for data nor for the model."""
+    """Raise for a dimension of several ranks whose name is not known as one for data or for the
+    model.
+    """
     for name, size in sizes.items():
         if size > 1 and name not in (*_DATA_DIMENSIONS, *_MODEL_DIMENSIONS):
             raise UnsupportedError(
-                f'the device mesh has a dimension "{name}" of {size} ranks; distca knows'
-                f" {_DATA_DIMENSIONS} for data and {_MODEL_DIMENSIONS} for the model, and would"
-                " take the part of a sequence that each of these ranks holds for whole documents."
-                ' Make it 1 (for "cp" and "sp": cp_size=1, sp_size=1 in accelerate\'s'
-                " ParallelismConfig): distca does what context and sequence parallelism are used"
-                " for, by sharing the attention of long documents between data-parallel ranks."
+                f'the device mesh has a dimension "{name}" of {size} ranks, but distca knows only'
+                f" {_DATA_DIMENSIONS} for data and {_MODEL_DIMENSIONS} for the model. If these"
+                " ranks hold parts of a sequence, distca would take each part for whole documents."
+                ' Set the size to 1 (for "cp" and "sp": cp_size=1, sp_size=1 in accelerate\'s'
+                " ParallelismConfig): distca replaces context and sequence parallelism, because it"
+                " shares the attention of long documents between data-parallel ranks."
             )
 
 
@@ -133,8 +135,8 @@ def print_lines(text: str) -> None:
 
 @contextmanager
 def print_if_slow(activity: str) -> Iterator[None]:
-    """Print an activity on rank 0 once it has taken more than a second, and its duration at the
-    end.
+    """Print the name of an activity on rank 0 as soon as it takes more than a second, and its
+    duration when it ends.
     """
     if not is_progress_bar_enabled() or (
         dist.is_available() and dist.is_initialized() and dist.get_rank() != 0

@@ -1,4 +1,6 @@
-"""Figures for logs and the summary of a run, from estimates and measurements since `configure`."""
+"""Figures for logs, and the summary of a run, both from estimates and measurements since
+`configure`.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ from hf_distca.kernels.check import count_late_compiles
 
 @dataclass(frozen=True)
 class Metrics:
-    """Sums since `configure`.
+    """Sums of estimates and measurements since `configure`.
 
     The difference of two readings covers the time between them. If settings changed between them,
     it covers the time since the change.
@@ -22,11 +24,11 @@ class Metrics:
     Attributes:
         balance: sums over the micro-batches that were planned with other ranks.
         attention_seconds: seconds that this rank spent in attention kernels, forward and backward,
-            for itself and for other ranks. On CUDA only finished kernels count: synchronise first
-            for an exact figure. On CUDA, work without other ranks is timed only from the first
-            reading on.
+            for itself and for other ranks. On CUDA only finished kernels count, so synchronise
+            first for an exact figure. Also on CUDA, work that no other rank takes part in is timed
+            only after the first reading.
         elapsed_seconds: seconds since `since`.
-        since: time at which the sums began, by `time.perf_counter`.
+        since: time at which the sums began, from `time.perf_counter`.
         state_bytes: bytes that this rank sent to others for recurrent layers, forward and backward.
         late_compiles: number of kernel functions that this process compiled during training,
             instead of before the first step.
@@ -63,8 +65,8 @@ class Metrics:
 
 
 def read_metrics(session: Session) -> Metrics:
-    """Return the metrics for a log. Unlike `metrics`, it does not start the timing of work without
-    other ranks, because logs show no such figures.
+    """Return the metrics for a log. Unlike `metrics`, this function does not switch on timing of
+    work that no other rank takes part in, because logs do not show it.
     """
     return Metrics(
         session.planner.history.total,
@@ -130,7 +132,7 @@ def summarize_balance(
 
 
 def print_summary(totals: BalanceTotals, session: Session, replaced: float | None = None) -> None:
-    """Print the summary on the first rank, if there is one."""
+    """Print the summary, if there is one, on the first rank."""
     text = summarize_balance(totals, session, replaced)
     if text is not None and session.is_first_rank:
         print_lines(text)
@@ -138,7 +140,7 @@ def print_summary(totals: BalanceTotals, session: Session, replaced: float | Non
 
 
 def nothing_moved_reason(totals: BalanceTotals, session: Session) -> str | None:
-    """Return why no work was moved in these micro-batches, with the figures; None if work was
+    """Explain, with figures, why no work was moved in these micro-batches. Return None if work was
     moved, or if there were no micro-batches.
     """
     if totals.moved or totals.busiest_bytes or not totals.estimated_mean:
@@ -174,8 +176,8 @@ def nothing_moved_reason(totals: BalanceTotals, session: Session) -> str | None:
 
 
 def fewer_moves_reason(session: Session) -> str | None:
-    """Return a message with the figures if plans avoid exchanges because these cost more than they
-    saved; else None.
+    """Explain, with figures, that plans avoid exchanges because exchanges cost more than they
+    saved. Return None if plans do not avoid them.
     """
     slower = session.planner.costs.exchange_slowdown
     if slower is None:

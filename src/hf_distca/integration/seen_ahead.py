@@ -1,5 +1,5 @@
-"""Attention that is not causal: tokens of images, prefixes or whole documents that see later
-tokens, and documents that share prefixes. It is planned as a sum of causal documents
+"""Attention that is not causal. Tokens of an image, a prefix or a whole document see later tokens,
+or documents share prefixes. Such attention is planned as a sum over causal documents
 (`runtime.summed_documents`).
 """
 
@@ -20,11 +20,11 @@ from hf_distca.runtime.summed_documents import Retaken, SumExchange
 from hf_distca.schedule.cost import count_causal_pairs
 from hf_distca.schedule.layout import IntArray, Layout, enumerate_ranges, mark_changes
 
-# The blocks of a rank are planned if the longest block has at least this fraction of the rank's
-# tokens. Planning copies all tokens of the rank, which took 5 to 12 % of a layer on a CPU. Measured
-# with `benchmarks/schedule/masks.py` on 64 ranks, for prefixes and for documents whose tokens all
-# see each other, the slowest rank took 1.03 and 1.08 times the mean if all blocks were planned,
-# 1.04 and 1.08 with this fraction, and 1.47 and 2.31 without planned blocks.
+# The blocks of a rank are planned (so that other ranks can compute them) if the longest block has
+# at least this fraction of the rank's tokens. Planning copies all tokens of the rank, which took 5
+# to 12 % of a layer on a CPU. `benchmarks/schedule/masks.py` estimates slowest rank / mean on 64
+# ranks. For prefixes it is 1.03 if all blocks are planned, 1.04 with this fraction, and 1.47 if no
+# blocks are planned. For documents whose tokens all see each other it is 1.08, 1.08 and 2.31.
 LEAST_PART = 1 / 4
 
 
@@ -33,17 +33,17 @@ class Ahead:
     """Which later tokens of its document a token sees.
 
     Attributes:
-        ids: (rows, tokens) number of each token's block, negative outside blocks. Tokens see all of
-            their block that lies in their document. None if tokens see all of their document.
-        is_outside: whether tokens also see keys of their block that a window would hide.
+        ids: (rows, tokens) number of each token's block, negative outside blocks. A token sees all
+            tokens of its block that lie in its document. None if a token sees its whole document.
+        is_outside: whether a token also sees tokens of its block that a window would hide.
     """
 
     ids: torch.Tensor | None = None
     is_outside: bool = False
 
     def number_tokens(self, documents: Documents) -> IntArray:
-        """Return the block number of each token of the documents, without padding. The device is
-        read once for all kinds of layers.
+        """Return the block number of each token of the documents, without padding. `ids` are copied
+        from the device once, for all kinds of layers.
         """
         tokens = np.arange(documents.runs[:, 2].sum())
         if self.ids is None:
@@ -55,21 +55,22 @@ class Ahead:
         return host[documents.first_token + documents.find_indices(tokens)]
 
     def check_whole(self, documents: Documents, layout: Layout, rank: int) -> None:
-        """Raise if a document with blocks is cut, because no part could see the others."""
+        """Raise if a document with blocks is cut, because its parts could not see each other."""
         row = np.isin(layout.place, layout.place[layout.run_start > 0]) & (layout.rank == rank)
         _, tokens = enumerate_ranges(layout.token[row], layout.token[row] + layout.length[row])
         if (self.number_tokens(documents)[tokens] >= 0).any():
             raise UnsupportedError(
                 "a document in which tokens see later tokens (an image, a prefix, or all of it)"
-                f" lies in several parts, one of them on rank {rank}, and no part could see the"
-                " others. Give each such document to one rank, in one piece."
+                f" lies in several parts, one of them on rank {rank}, and the parts could not see"
+                " each other. Give each such document to one rank, in one piece."
             )
 
 
 def sum_documents(
     ahead: Ahead | None, documents: Documents, window: int | None, device: torch.device
 ) -> Documents:
-    """Return the documents to plan. `make_exchange` of the result adds up the causal documents.
+    """Return documents whose attention can be planned as a sum. Their `make_exchange` adds up the
+    causal documents.
 
     Args:
         ahead: which later tokens a token sees; None for causal attention.
@@ -98,9 +99,11 @@ def sum_documents(
 def _add_blocks(
     ahead: Ahead, documents: Documents, window: int | None, device: torch.device
 ) -> Documents:
-    """Add the blocks of documents: to the plan if they are long, else as work of this rank."""
+    """Add the blocks of documents: long blocks to the documents to plan, short blocks as work of
+    this rank.
+    """
     if documents.dealt_share is not None and not documents.dealt_share.is_cut:
-        # The plan in a share has no blocks, so ranks make a new one.
+        # The plan in a share does not include blocks, so ranks make a new one.
         documents = replace(
             documents,
             runs=make_unknown_runs(documents.runs[:, 2]),
@@ -116,9 +119,9 @@ def _add_blocks(
     reach = int((tokens[begin] - tokens[last]).max(initial=0)) + 1
     if ahead.is_outside and window is not None and reach > window:
         raise UnsupportedError(
-            f"tokens of a block that reaches over {reach} tokens see each other both ways, and the"
-            f" layer has a window of {window}, which would hide keys from them. Use blocks within"
-            ' the window, or attn_implementation="sdpa".'
+            f"a block of tokens that all see each other spans {reach} tokens, but the layer has a"
+            f" window of {window}, which would hide some of them. Use blocks within the window, or"
+            ' attn_implementation="sdpa".'
         )
     behind = None if ahead.ids is not None or window is None else window - 1
     length = (last - begin)[last > begin]

@@ -1,6 +1,7 @@
 """`Session`: state that a process keeps between micro-batches.
 
-A `LayerPlanner` uses it to make plans and routes, which live in the batch of their forward.
+A `LayerPlanner` uses the session to make plans and routes. These are kept in the `ForwardBatch` of
+each forward, not here.
 """
 
 from __future__ import annotations
@@ -34,14 +35,15 @@ from hf_distca.schedule.cost import AttentionShape
 class Session:
     """State of core attention in one process.
 
-    Get it by `current_session`; `configure` makes a new one.
+    `current_session` returns the session in use; `configure` makes a new one.
 
     Attributes:
         meter: counts the work of the process.
         planner: makes the plans, and keeps their settings and figures.
-        start_time: time at which the session was made, by `time.perf_counter`.
+        start_time: time at which the session was made, from `time.perf_counter`.
         given_group: the group that the user gave; None if distca finds it.
-        kernel_names: names of the kernels that attention ran in, in the order of their first use.
+        kernel_names: names of the attention kernels that were used, in the order of their first
+            use.
         has_summary: whether the summary of the run was printed.
         times_local_work: whether kernels are timed on CUDA even if no other rank takes part. It
             becomes True when a user reads figures.
@@ -52,8 +54,8 @@ class Session:
     ) -> None:
         if members is not None and not isinstance(members, (dist.ProcessGroup, DeviceMesh)):
             raise ConfigError(
-                f"group={show_value(members)}: give it a process group"
-                " (torch.distributed.new_group), a mesh, or leave it out."
+                f"group={show_value(members)}: give a process group (torch.distributed.new_group)"
+                " or a device mesh, or leave group out."
             )
         self.meter = Meter()
         self.planner = Planner(config, self.meter)
@@ -76,8 +78,9 @@ class Session:
         self.planner.config = config
 
     def join_group(self) -> AttentionGroup:
-        """Join the attention group, and return it. All its ranks must call this, because the first
-        call makes the group. So does the first call after torch.distributed starts or restarts.
+        """Join the attention group, and return it. The first call makes the group, and so does the
+        first call after torch.distributed starts or restarts. So all ranks of the group must call
+        this.
         """
         world = get_current_world()
         if self._group is None or world is not self._world:
@@ -127,15 +130,15 @@ class Session:
 
     @property
     def rank_count(self) -> int:
-        """Number of ranks of the attention group; 1 if the group was not made. It stays the same
-        after torch.distributed ends.
+        """Number of ranks of the attention group; 1 if the group was not made. The number stays the
+        same after torch.distributed ends.
         """
         return 1 if self._group is None else self._group.size
 
     @property
     def node_count(self) -> int:
-        """Number of nodes of the attention group; 0 if it is not known, for example because nodes
-        have different numbers of ranks.
+        """Number of nodes of the attention group; 0 if the number is not known, for example because
+        nodes have different numbers of ranks.
         """
         group = self._group
         if group is None or group.size == 1:
@@ -144,7 +147,7 @@ class Session:
 
     @property
     def is_first_rank(self) -> bool:
-        """True on rank 0 of all ranks, which alone reports facts that are the same on all ranks."""
+        """True on global rank 0, which alone reports facts that are the same on all ranks."""
         if self._group is None:
             return get_current_world() is None or dist.get_rank() == 0
         return self._group.ranks[self._group.rank] == 0
@@ -167,8 +170,8 @@ class Session:
             self.planner.gather_measurements(group)
 
     def find_mesh(self, models: Iterator[PreTrainedModel]) -> None:
-        """Take the ranks of the attention group from the mesh of the first model that has one, if
-        they are not known yet.
+        """If the ranks of the attention group are not known yet, take them from the first model
+        that has a mesh.
         """
         if self._members is None and self._group is None:
             self._members = next(

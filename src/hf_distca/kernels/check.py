@@ -17,10 +17,10 @@ The keys of the package's compile caches (4.0.0b36) define the variants for a ki
   separate kernel makes.
 
 Calls whose longest sequence fits in one block would be further variants. `hf_distca.kernels.flash`
-avoids these variants: it always states a longest length above one block. The package only bounds
-its loops with this length. All other parts of the keys are fixed for a kind of layers: device,
-dtype, widths, query heads for each key/value head, softcap, deterministic algorithms. The number of
-heads is not in the keys.
+avoids these variants: it always states a longest length above one block. This is safe, because the
+package uses this length only to bound its loops. All other parts of the keys are fixed for a kind
+of layers: device, dtype, widths, query heads for each key/value head, softcap, deterministic
+algorithms. The number of heads is not in the keys.
 """
 
 from __future__ import annotations

@@ -114,8 +114,8 @@ class _WorkList(NamedTuple):
     def allocate(
         self, rows: torch.Tensor, *shape: int, dtype: torch.dtype | None = None
     ) -> torch.Tensor:
-        """Allocate a tensor with a result of this shape for each query row, and 0 in uncovered
-        rows.
+        """Allocate a tensor with one result of this shape for each query row. Rows that no task
+        covers are 0.
         """
         room = rows.new_empty((rows.shape[0], *shape), dtype=dtype)
         for uncovered in self.uncovered:

@@ -173,8 +173,8 @@ class _Package:
         in_place: whether backward writes the gradients to tensors that it gets as arguments, rather
             than return them.
         least_longest: least number that a call gets as its longest length, because a package would
-            compile extra kernels for sequences of one block. The package only bounds its loops with
-            this length.
+            compile extra kernels for sequences of one block. The package uses this length only to
+            bound its loops.
         width_multiple: see `VarlenOp`.
     """
 
@@ -362,8 +362,8 @@ def _flash_attn_4_reason(case: KernelRequest) -> str | None:
     width = max(case.head_dim, case.value_head_dim)
     if find_capability(case.device)[0] in _FA4_CAPABILITIES[1:] and 128 < width <= 248:
         return (
-            f"on {case.device} FlashAttention 4 supports head dimensions up to 128, and 256, not"
-            f" {width}"
+            f"on {case.device} FlashAttention 4 supports head dimensions up to 128 or of 256,"
+            f" not {width}"
         )
     return _generation_reason(
         case, INTERFACE_4, "flash-attn-4", _FA4_CAPABILITIES, "Hopper and Blackwell"
@@ -387,5 +387,5 @@ FLASH_ATTN_3_HUB = VarlenKernel(
 )
 # The kernels of the package flash-attn-4, which compiles them (see `hf_distca.kernels.check`). They
 # support Hopper GPUs with head dimensions up to 256, and Blackwell GPUs with head dimensions up to
-# 128, and 256.
+# 128 or of 256.
 FLASH_ATTN_4 = VarlenKernel(_PackageFlash(_FLASH_ATTN_4), "flash_attn_4", _flash_attn_4_reason)

@@ -77,7 +77,7 @@ class OneStageSchedule(PipelineScheduleSingle):
             )
             self._update_losses(self._stage, losses)  # type: ignore[no-untyped-call]
         finally:
-            self._internal_losses.clear()  # a failed step leaves its losses
+            self._internal_losses.clear()  # a failed step would leave its losses
 
 
 def has_adapters(model: Any) -> bool:

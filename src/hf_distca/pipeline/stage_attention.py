@@ -1,8 +1,9 @@
 """`StageAttention`: computes a stage's attention while a schedule runs, and serves other stages.
 
-In the tick of a call's forward, other stages run other micro-batches than in the tick of its
-backward. So forward and backward have different plans, and a call gets a new route when its
-backward begins. This costs nothing, because backward sends the rows again anyway.
+The forward and the backward of a call run in different ticks (see `pipeline.ticks`), in which the
+other stages run different micro-batches. So forward and backward have different plans, and a call
+gets a new route when its backward begins. This costs nothing, because backward sends the rows again
+anyway.
 """
 
 from __future__ import annotations
@@ -186,7 +187,8 @@ class StageAttention(LayerPlanner):
         if again and call.recomputed_outputs is None:
             raise UnsupportedError(
                 f"{type(module).__name__} computes attention again in backward, but its outputs"
-                " were not kept in forward."
+                " were not kept in forward. Checkpoint activations with torch.utils.checkpoint, or"
+                " switch checkpointing off."
             )
         return compute_core_attention(inputs, call)
 
@@ -213,7 +215,7 @@ class StageAttention(LayerPlanner):
                 call.finish(Grads if backward else Outputs)
 
     def _begin_serving(self, part: CallPart, *, backward: bool) -> LayerExchange:
-        """Launch the dispatch of a call."""
+        """Begin a call: launch the messages that bring rows of other ranks to this rank."""
         call = LayerExchange(part.route, self.group, self.make_server(part), None, part.name)
         if backward:
             call.begin_backward()

@@ -49,13 +49,15 @@ def save_pretrained(stage: Stage, directory: str | Path, **kwargs: Any) -> None:
     folder = Path(directory)
     model = stage.unwrapped
     adapted = has_adapters(model.model)
-    weights = _collect_weights(model)  # all copies take part: weights may be sharded over them
+    # All copies of the model take part, because weights may be sharded over them.
+    weights = _collect_weights(model)
     if adapted:
         weights = select_adapter_weights(model.model, weights)
     parts = [folder / f".stage-{number}" for number in range(model.stages)]
     part = parts[model.stage]
     whole_mesh = find_whole_mesh(stage.mesh).mesh
-    writes = bool((stage.mesh.mesh == whole_mesh.flatten()[0]).any())  # true in the first copy only
+    # True only on stages of the first copy of the model, which includes the mesh's first rank.
+    writes = bool((stage.mesh.mesh == whole_mesh.flatten()[0]).any())
     if writes:
         folder.mkdir(parents=True, exist_ok=True)
         if part.exists():  # left by a save that was killed

@@ -43,7 +43,7 @@ class SkippedLayer(torch.nn.Module):
 
 
 class Gate(SkippedLayer):
-    """Placeholder of the layer before the first layer of a stage, or after its last layer.
+    """Placeholder of the layer just before, or just after, the layers of a stage.
 
     Attributes:
         arrived: hidden states from the previous stage, to be returned instead of the inputs.
@@ -122,7 +122,7 @@ class StageModel(torch.nn.Module):
 
     @property
     def tied_weight(self) -> torch.nn.Parameter | None:
-        """This stage's copy of a tied weight; None if there is none. Another stage has the other
+        """This stage's copy of a tied weight; None without such a copy. Another stage has the other
         copy, and the gradients of both copies must be summed.
         """
         if not self.tied or self.is_first == self.is_last:

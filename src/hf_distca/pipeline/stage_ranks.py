@@ -144,7 +144,7 @@ def _find_kinds(stage: Stage, session: Session) -> tuple[dict[int, LayerKind], t
     device = stage.device
     finder = LayerKindRecorder(session)
     positions = torch.arange(_TOKENS, device=device)[None]
-    inputs = positions  # which the first stage reads as token ids
+    inputs = positions  # the first stage reads these numbers as token ids
     if not stage.is_first:
         inputs = torch.zeros(
             (1, _TOKENS, model.width), device=device, dtype=next(model.parameters()).dtype

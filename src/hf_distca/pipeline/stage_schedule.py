@@ -1,5 +1,6 @@
-"""`Schedule`: runs pipeline stages that share the attention of every tick. Stages without a
-micro-batch in a tick serve the others.
+"""`Schedule`: runs pipeline stages in ticks. In a tick, each stage runs the forward or the backward
+of at most one micro-batch. All stages share the attention of the tick, including stages without a
+micro-batch.
 """
 
 from __future__ import annotations
@@ -41,13 +42,13 @@ from hf_distca.runtime.group import AttentionGroup
 
 
 class Schedule(OneStageSchedule):
-    """Runs the micro-batches of a step through the stages, in as many ticks as 1F1B, and shares the
-    attention of each tick.
+    """Runs the micro-batches of a step through the stages, which share their attention.
 
-    Use it in place of `torch.distributed.pipelining.Schedule1F1B`. In a tick, all stages run a
-    forward or all run a backward. So the attention of a layer is spread over the ranks of all
-    stages and of all data-parallel copies. The price is memory: stage s of p keeps the activations
-    of up to 2 (p - s) - 1 micro-batches, instead of p - s.
+    Use it in place of `torch.distributed.pipelining.Schedule1F1B`. A step has as many ticks as in
+    1F1B. In a tick, all stages run the forward of a micro-batch, or all run a backward. So the
+    attention of a layer is spread over the ranks of all stages and of all data-parallel copies. The
+    price is memory: stage s of p keeps the activations of up to 2 (p - s) - 1 micro-batches,
+    instead of p - s.
 
     Args:
         stage: stage of this rank, from `split`.

@@ -163,7 +163,7 @@ class StageStep:
                     group_peer=target,
                 )
             )
-        coming = (*tick.micro_batches, None)[source]  # None if there is no such stage
+        coming = (*tick.micro_batches, None)[source]  # None if stage `source` does not exist
         if coming is not None:
             buffer = torch.empty(
                 (*self.shape, self.stage.unwrapped.width),

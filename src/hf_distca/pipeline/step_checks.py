@@ -124,7 +124,7 @@ def check_steps(
 
 
 def _check_copy(steps: Mapping[int, StepRow], facts: SharedSettings, label: str) -> None:
-    """Compare the rows that the stages of one copy of the model sent, by rank."""
+    """Check that the stages of one copy of the model agree. `steps` has the row of each rank."""
     shapes = {rank: (step.batch, step.tokens) for rank, step in steps.items()}
     first = min(shapes)
     for rank, shape in shapes.items():

@@ -136,7 +136,7 @@ class CallPart:
         kind: kind of the layers, and the nano-batch.
         own_call: the call of this rank's own micro-batch; None if the rank only serves.
         route: route of this rank.
-        window: window of the plan.
+        window: the most keys that a row sees in this call; None for no limit.
     """
 
     number: int
@@ -179,7 +179,8 @@ class MicroBatch:
         number: number of the micro-batch in the step.
         name: name in errors.
         documents: documents of this rank.
-        layouts: layout of each part of each micro-batch over the copies of the model.
+        layouts: for each part of each micro-batch, the layout of its documents on the copies of the
+            model.
         forward: calls of the micro-batch in the tick of its forward, from `serve_others`.
         backward: calls in the tick of its backward, also from `serve_others`; None before this
             tick.

@@ -3,9 +3,9 @@ and the plans of these calls.
 
 A *tick* is a forward or a backward of one micro-batch on every stage that has a micro-batch. In a
 tick, all stages run a forward or all run a backward, so that one plan covers their attention.
-In round i, stage s of p runs forward micro-batch i - s and then backward micro-batch i - 2 (p - 1)
-+ s. A step has as many ticks as in 1F1B. Stage s holds the activations of at most 2 (p - s) - 1
-micro-batches, instead of p - s in 1F1B.
+In round i, stage s of p first runs the forward of micro-batch i - s, and then the backward of
+micro-batch i - 2 (p - 1) + s. A step has as many ticks as in 1F1B. Stage s holds the activations of
+at most 2 (p - s) - 1 micro-batches, instead of p - s in 1F1B.
 """
 
 from __future__ import annotations
@@ -150,8 +150,9 @@ class TickPlans:
     Attributes:
         order: the ticks.
         pipeline: the stage of each rank.
-        layouts: layout of each part of a micro-batch over the copies of the model.
-        costs: cost model by the key of the plan for whole micro-batches.
+        layouts: for each part of a micro-batch, the layout of its documents on the copies of the
+            model.
+        costs: cost models of the layers, by the key of a layer's plan for whole micro-batches.
         config: the settings. With `ping_pong`, layers run as two nano-batches, each with its own
             plan.
         name: name of the step, for errors.

@@ -1,1 +1,1 @@
-"""Carries a plan out with torch. Nothing here depends on transformers."""
+"""Carries out a plan with torch. Nothing here depends on transformers."""

@@ -6,8 +6,9 @@ tasks and sends results back, and `finish` waits for results. `serve` has three 
 `Outputs`. In backward they take `BackwardInputs` and return `Grads`. A step that starts an exchange
 returns it, and the step that waits for the exchange takes it as an argument.
 
-`home` holds the tensors of this rank's own tokens. This code runs in every layer, between kernel
-launches. It therefore computes nothing that the route knows, and avoids Python calls.
+The argument `home` of the steps holds the tensors of this rank's own tokens. This code runs in
+every layer, between kernel launches. It therefore computes nothing that the route already has, and
+avoids Python calls.
 """
 
 from __future__ import annotations
@@ -68,9 +69,9 @@ class Inputs(NamedTuple):
         q_THD, k_TKD, v_TKV: this rank's tokens in layout order, T >= 0. For GQA, k and v are not
             repeated.
         sink_H: logit of the attention sink of each head. It may require a gradient.
-        context_k_TKD, context_v_TKV: keys and values of the route's context, which lies in front
-            of k and v. Pass both or neither. They get gradients. They are saved without a copy, so
-            context that other code keeps anyway takes no extra memory.
+        context_k_TKD, context_v_TKV: keys and values of the context (earlier tokens without queries
+            here). They lie in front of k and v. Pass both or neither. They get gradients. They are
+            saved without a copy, so they take no extra memory if other code keeps them.
     """
 
     q_THD: torch.Tensor
@@ -87,7 +88,7 @@ class Inputs(NamedTuple):
 
     @property
     def operands(self) -> Operands:
-        """The queries, and the keys and values with the context in front of them."""
+        """Queries, keys and values. Keys and values of the context lie in front of the others."""
         if self.context_k_TKD is None or self.context_v_TKV is None:
             return Operands(self.q_THD, self.k_TKD, self.v_TKV)
         return Operands(
@@ -100,14 +101,18 @@ class Inputs(NamedTuple):
 def make_empty_operands(
     shape: AttentionShape, dtype: torch.dtype, device: torch.device
 ) -> Operands:
-    """Make q, k and v of a layer without rows."""
+    """Make q, k and v with zero rows, in the shapes of a layer."""
     queries, keys = shape.query_heads, shape.key_value_heads
     widths = (queries, shape.head_dim), (keys, shape.head_dim), (keys, shape.value_head_dim)
     return Operands(*(torch.empty((0, *width), dtype=dtype, device=device) for width in widths))
 
 
 def make_empty_saved(operands: Operands) -> BackwardInputs:
-    """Make the backward inputs of a layer without rows, from its `make_empty_operands`."""
+    """Make backward inputs with zero rows, in the shapes of a layer.
+
+    Args:
+        operands: the result of `make_empty_operands` for the layer.
+    """
     q_THD, k_TKD, v_TKV = operands
     # Kernels return log-sum-exps in float32 or wider.
     lse_TH = q_THD.new_empty(q_THD.shape[:2], dtype=torch.promote_types(q_THD.dtype, torch.float32))
@@ -130,10 +135,10 @@ class AttentionServer:
     meter: Meter
 
     def run(self, pools: Operands | BackwardInputs, tasks: TaskBatch) -> Outputs | Grads:
-        """Compute the outputs or gradients of a batch. Rows that no task covers are zero."""
+        """Compute outputs or gradients of a batch of tasks. Rows that no task covers are zero."""
         device_type = pools.q_THD.device.type
         if is_profiling() or torch.is_autocast_enabled(device_type):
-            # Kernels choose their dtypes by their inputs. The user's autocast would change them.
+            # Kernels choose dtypes by their inputs, and the user's autocast would change this.
             with show("server"), torch.autocast(device_type, enabled=False):
                 return self._compute(pools, tasks)
         return self._compute(pools, tasks)
@@ -158,9 +163,9 @@ class LayerExchange:
         route, group, server: this rank's route, the attention group of the route, and the server
             that runs the tasks.
         stored: where the outputs are kept for a recompute; None to keep nothing.
-        label: name of the call, the same on every rank; None if no other rank waits for this one.
-        recomputed_outputs: in a recompute, the stored outputs, if there are any. With them the call
-            launches no exchange and runs no kernel.
+        label: name of the call, the same on every rank; None in a group of one.
+        recomputed_outputs: in a recompute, the stored outputs; None if there are none. With stored
+            outputs, the call launches no exchange and runs no kernel.
         backward: whether backward has begun.
         exchanges: whether any rank sends rows, in forward or backward.
     """
@@ -179,18 +184,19 @@ class LayerExchange:
         self.recomputed_outputs = None if recorded is None else Outputs(*recorded)
         self.backward = False
         self.exchanges = route.exchanges
-        # How many of the sent tensors, and of the result tensors, have a row per query. The
-        # remaining ones have a row per key.
+        # Numbers of sent tensors and of result tensors that have one row per query. The remaining
+        # tensors have one row per key.
         self._sent_queries, self._returned_queries = 1, 2
         self._stashed: tuple[Tensors, Pending | None] | None = None
-        # Gradients of the received queries, and gradients of the key pool in a dtype for sums.
+        # If keys are relayed: gradients of received queries, and gradients of the key pool in the
+        # dtype in which they are summed.
         self._relay_buffers: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
 
     def begin(self, tokens: Operands | BackwardInputs) -> None:
         """Launch the first dispatch of forward, or of backward after `begin_backward`."""
         self._enter_phase("begin", tokens.q_THD.dtype)
         dispatch = None
-        # A pipeline may exchange in forward only, or in backward only.
+        # In a pipeline, `self.exchanges` is true, but the route of this direction may be empty.
         if self.route.exchanges:
             home, pooled = split_head_groups(tokens, self.route.groups), self.route.pooled
             rows = [pooled.queries] * self._sent_queries + [pooled.keys] * 2
@@ -202,7 +208,7 @@ class LayerExchange:
     def begin_without_rows(self, operands: Operands) -> None:
         """Begin on a rank that only serves other ranks.
 
-        `operands` are the `make_empty_operands` of the layer.
+        `operands` is the result of `make_empty_operands` for the layer.
         """
         self.begin(make_empty_saved(operands) if self.backward else operands)
 
@@ -240,14 +246,15 @@ class LayerExchange:
             self.group.observer.enter_phase(self, phase, dtype)
 
     def _pop_stashed(self, kind: type[Handed]) -> tuple[Handed, Pending | None]:
-        """Return the tensors and the exchange that the previous phase held for this one.
+        """Return the tensors and the exchange that the previous phase has left for this one.
 
-        This call drops its own references to them, so they are freed even after an exception.
+        `self` drops its references to the tensors, so they are freed even after an exception.
         """
         handed, self._stashed = self._stashed, None
         if handed is None or not isinstance(handed[0], kind):
             raise RuntimeError(
-                "core attention ran out of order: the previous phase has not run in this direction"
+                "core attention ran out of order: a phase began before the previous phase of the "
+                "same forward or backward had run"
             )
         return handed[0], handed[1]
 
@@ -265,7 +272,7 @@ class LayerExchange:
 
         Return the exchange with the forwarded keys; without relays, return the dispatch. On CUDA a
         side stream waits, so this rank's own tasks, which are launched next, need not wait. `home`
-        has rows of head groups.
+        has one row for each token and head group.
         """
         relay = self.route.pooled.relay
         if relay is None or dispatch is None:
@@ -286,7 +293,7 @@ class LayerExchange:
     def run_local(self, home: Operands | BackwardInputs) -> Outputs | Grads:
         """Run this rank's own tasks, which need no message.
 
-        Return results for all tokens of this rank, in rows of head groups.
+        Return results for all tokens of this rank, with one row for each token and head group.
         """
         pooled, groups = self.route.local_pooled, self.route.groups
         results = self._run(home, self.route.local_tasks)
@@ -307,14 +314,14 @@ class LayerExchange:
     def run_pooled(
         self, home: Operands | BackwardInputs, results: Results, dispatch: Pending | None
     ) -> tuple[Results, Pending | None]:
-        """Run the tasks of a dispatch and send results to other ranks.
+        """Run the tasks for which the dispatch brings rows, and send results to other ranks.
 
         Results of this rank's own rows are written into `results`. If keys are relayed, their
         gradients go to the relays first, and `finish` sends them home.
 
         Returns:
-            This rank's own results and the return under way. Gradients of keys may be new tensors
-            in a wider dtype, float32 or float64.
+            This rank's own results, and the exchange that returns results, which is under way.
+            Gradients of keys may be new tensors in a wider dtype, float32 or float64.
         """
         if dispatch is None:
             return results, None
@@ -344,7 +351,7 @@ class LayerExchange:
         return type(results)(*results[:queries], *sums), returned
 
     def _run(self, pools: Operands | BackwardInputs, tasks: TaskBatch) -> Outputs | Grads:
-        """Run tasks. If that fails, report the error to the other ranks, which would wait."""
+        """Run tasks. Report errors to the other ranks, which would otherwise wait."""
         try:
             return self.server.run(pools, tasks)
         except Exception:
@@ -352,8 +359,9 @@ class LayerExchange:
                 raise
 
     def _send_home(self, relay: KeyRelay, returned: Pending) -> Pending:
-        """Wait for gradients of the keys that this rank forwarded, add them, and send all gradients
-        to the home ranks.
+        """Add the gradients of keys that this rank forwarded, and send all gradients home.
+
+        This waits for the gradients of forwarded keys.
         """
         queries, pools = self._relay_buffers
         self._relay_buffers = ([], [])
@@ -365,9 +373,9 @@ class LayerExchange:
     def _send_back(
         self, queries: Sequence[torch.Tensor], keys: Sequence[torch.Tensor] = ()
     ) -> Pending:
-        """Send results of other ranks' rows to them.
+        """Send the results of received rows back to the ranks that sent these rows.
 
-        `queries` have a row per received query, `keys` a row per row of the key pool.
+        `queries` have one row for each received query, `keys` one for each row of the key pool.
         """
         pooled = self.route.pooled
         parts = [MessagePart(t.contiguous(), pooled.query_pool.way_back) for t in queries]
@@ -381,9 +389,9 @@ class LayerExchange:
         on_side_stream: bool = False,
         **counted: int,
     ) -> Pending:
-        """Launch an exchange of this name, which is `counted` as a dispatch or a return.
+        """Launch an exchange, and count it as a dispatch or as a return.
 
-        The packing time is not measured on a side stream, where it delays no computation.
+        Packing on a side stream is not timed, because it delays no computation.
         """
         clock = float if on_side_stream else get_clock(parts[0].tensor.device)
         purpose = name
@@ -402,7 +410,7 @@ class LayerExchange:
     def _await_sections(
         self, pending: Pending, name: str, on_side_stream: bool = False
     ) -> list[list[torch.Tensor]]:
-        """Wait for an exchange and return its `Pending.receive_sections`."""
+        """Wait for an exchange, and return the received sections."""
         clock = float if on_side_stream else get_clock(pending.device)
         with show(f"wait for {name}"):
             begin = clock()
@@ -415,9 +423,8 @@ class LayerExchange:
     ) -> Operands | BackwardInputs:
         """Build the pools that tasks read.
 
-        Rows are copied from the message to their pools, and the message is freed. Only if the pools
-        are the whole message are they views of it. A view of a part would keep the whole message
-        alive.
+        Pools that are exactly one message are views of it. Otherwise rows are copied from the
+        message, which is then freed, because a view of a part would keep the whole message alive.
         """
         received = (
             [[] for _ in home] if dispatch is None else self._await_sections(dispatch, "dispatch")

@@ -1,14 +1,14 @@
-"""The data communicator of core attention. It starts exchanges, waits for them, and matches them by
-purpose.
+"""The communicator for tensors of core attention, which matches messages by their purpose.
 
-gloo matches messages of equal tags by their order alone. If ranks disagree about the next exchange,
-a message that is longer than expected ends the receiving process, and a shorter one is accepted
-without an error. Over gloo, an exchange is therefore a set of messages with a tag that encodes the
-purpose. Messages of different exchanges never match, and waiting for a message that never comes
-ends in an error. Other backends have no tags; there an exchange is one all-to-all.
+gloo matches messages with equal tags only by their order. If ranks disagree about the next
+exchange, a message that is too long ends the receiving process, and a message that is too short is
+accepted without an error. Over gloo, all messages of an exchange therefore have a tag that encodes
+its purpose. Then messages of different exchanges never match, and a rank that waits for a message
+that never comes gets an error. Other backends have no tags, and there an exchange is one
+all-to-all.
 
-gloo sends host memory only. Tensors of another device are copied to the host before sending, while
-the host waits, and received bytes are copied back.
+gloo sends only host memory. Tensors on another device are copied to the host before they are sent,
+while the host waits, and received bytes are copied back to the device.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from hf_distca.runtime.monitor import BREAK_TAG, FailureMonitor, compute_reserve
 
 @dataclass(eq=False)
 class Channel:
-    """A communicator of core attention.
+    """A communicator for the exchanges of core attention.
 
     Attributes:
         process_group: the process group that sends the messages.
         monitor: receives a report if a message does not come.
-        timeout_seconds: how long a rank waits for the others.
-        checksum: checksum (below 2**32) of the purposes of all launches so far. It is equal on two
-            ranks that launched the same exchanges in the same order. Layers of one micro-batch have
-            messages of equal sizes. Without tags, only the checksum shows that two ranks exchanged
-            messages of different layers.
+        timeout_seconds: how long a rank waits for other ranks.
+        checksum: checksum (below 2**32) of the purposes of all exchanges so far. It is equal on two
+            ranks that started the same exchanges in the same order. All layers of a micro-batch
+            have messages of the same size. Without tags, therefore, only the checksum shows that
+            two ranks exchanged messages of different layers.
     """
 
     process_group: dist.ProcessGroup
@@ -53,7 +53,7 @@ class Channel:
 
     @cached_property
     def wait_seconds(self) -> float:
-        """Seconds that a wait may take. The rest of the timeout is for words of other ranks."""
+        """Seconds that a wait may take. The rest of the timeout is for reading failure reports."""
         return self.timeout_seconds - compute_reserved_seconds(self.timeout_seconds)
 
     def start(
@@ -113,7 +113,7 @@ class Channel:
         sent = _split_messages(transfer.sent, send_bytes)
         if rank_here in sent:
             received.pop(rank_here).copy_(sent.pop(rank_here))
-        # Append each message at once: if a later call fails, the started ones must be completed.
+        # Append each message at once. If a later call fails, started messages must be completed.
         for rank, message in received.items():
             if len(message):
                 transfer.works.append(dist.irecv(message, group=group, group_src=rank, tag=tag))
@@ -126,8 +126,8 @@ class Channel:
 class Transfer:
     """An exchange under way.
 
-    `works` are the operations that nobody has waited for yet. `wait` copies the received bytes to
-    `landing`, if there is one.
+    `works` are the operations that have not been waited for yet. If `landing` is a tensor, `wait`
+    copies the received bytes to it.
     """
 
     channel: Channel
@@ -155,10 +155,10 @@ class Transfer:
             self.landing.copy_(self.received)
 
     def drain(self, deadline: float) -> None:
-        """Let the messages under way end, until `time.monotonic()` reaches the deadline.
+        """Complete the messages under way, or stop when `time.monotonic()` reaches the deadline.
 
         If a buffer is freed while gloo sends it, the message is lost, and the receiving rank waits
-        until its timeout. Never raises, even if the exchange cannot succeed.
+        until its timeout. This method never raises, even if the exchange cannot succeed.
         """
         works, self.works = self.works, []
         for work in works if self.channel.is_gloo else []:
@@ -171,12 +171,12 @@ class Transfer:
 
 
 def wait_for_works(works: list[dist.Work | None], deadline: float | None) -> None:
-    """Wait for messages until a deadline, if there is one.
+    """Wait for messages until the deadline; without a deadline, as long as necessary.
 
-    After an exception `works` holds the operations that nobody has waited for.
+    After an exception, `works` holds the operations that have not been waited for.
     """
     while works:
-        work = works.pop(0)  # nobody may wait for it twice
+        work = works.pop(0)  # removed first, because it must not be awaited twice
         if work is not None and deadline is not None:
             work.wait(datetime.timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
         elif work is not None:

@@ -12,16 +12,16 @@
 In the table, "own" means to run own tasks, and "arrived" means to run arrived tasks (see `route`).
 
 Each launch and its wait are in different functions, so other work can run between them, in forward
-and in backward. The rank's own tasks always run there.
+and in backward. The rank's own tasks always run between them.
 
 If keys are relayed, there are two more exchanges. `_Serve` forwards the keys before it runs its own
 tasks, and in backward `_Dispatch` sends the gradients of relayed keys home. Each of these exchanges
 is launched and waited for in the same function.
 
 Only `_Return` saves tensors for backward. It saves what plain flash attention saves: the rank's own
-q, k, v, o and lse. Servers keep no received tensor after the call. Each function drops tensors of
-the previous one before it uses them, so they are freed even after an exception. An anchor, a scalar
-without meaning, links the functions in the autograd graph.
+q, k, v, o and lse. Servers keep no received tensor after the call. Tensors that one function leaves
+for the next one are freed even after an exception. An anchor, a scalar without meaning, links the
+functions in the autograd graph.
 
 An attention sink is a learned logit per head that takes weight and has no value, as in gpt-oss. The
 home rank merges it after the outputs have returned: lse' = log(exp(lse) + exp(sink)), o' = o
@@ -62,8 +62,7 @@ def _forbid_second_derivative(backward: _Backward) -> _Backward:
 
 
 def compute_core_attention(inputs: Inputs, exchange: LayerExchange) -> torch.Tensor:
-    """Compute causal attention within documents for the tokens of this rank, on the servers of the
-    route.
+    """Compute causal attention within documents for this rank's tokens, on the route's servers.
 
     Every rank of the group must make the same calls in the same order, with routes of the same
     plan. If the route exchanges nothing, this is a plain call of the kernel.
@@ -83,7 +82,7 @@ def compute_core_attention(inputs: Inputs, exchange: LayerExchange) -> torch.Ten
     exchange.server.meter.count(**{counter: 1})
     if not exchange.exchanges:
         o_THV = _apply(_Return, exchange, None, *inputs)
-        # The messages of the other nano-batch have had time to travel.
+        # Let the other nano-batch continue, because its messages have had time to travel.
         yield_to_other_nano_batch()
         return o_THV
     # Messages are packed as runs of bytes, so the tensors must be contiguous.
@@ -185,9 +184,9 @@ class _Return(torch.autograd.Function):
 def _split_gradients(
     grads: Sequence[torch.Tensor], context: int, d_sink_H: _Optional = None
 ) -> tuple[_Optional, ...]:
-    """Split gradients of operands into gradients of `Inputs` with `context` tokens of context."""
+    """Return gradients in the order of `Inputs`. The first `context` keys belong to the context."""
     dq_THD, dk_TKD, dv_TKV = grads
-    if dq_THD.dtype != dk_TKD.dtype or dq_THD.dtype != dv_TKV.dtype:  # sums are float32
+    if dq_THD.dtype != dk_TKD.dtype or dq_THD.dtype != dv_TKV.dtype:  # sums are in float32
         dk_TKD, dv_TKV = dk_TKD.to(dq_THD.dtype), dv_TKV.to(dq_THD.dtype)
     if not context:
         return dq_THD, dk_TKD, dv_TKV, d_sink_H, None, None
@@ -200,7 +199,7 @@ def _apply(function: type[torch.autograd.Function], *inputs: Any) -> torch.Tenso
 
 
 def _merge_sink(outputs: tuple[torch.Tensor, ...], sink_H: torch.Tensor) -> Outputs:
-    """Include the sinks in the softmax of the outputs and in their log-sum-exps."""
+    """Include the sinks in the softmax of the outputs and in the log-sum-exps."""
     o_THV, lse_TH = outputs
     merged_TH = torch.logaddexp(lse_TH, sink_H.to(lse_TH.dtype))
     return Outputs((o_THV * (lse_TH - merged_TH).exp().unsqueeze(-1)).to(o_THV.dtype), merged_TH)

@@ -1,4 +1,4 @@
-"""The ranks that share core attention, with a communicator for tensors and one on the CPU for
+"""The ranks that share core attention, with a communicator for tensors and a CPU communicator for
 planning.
 """
 
@@ -48,7 +48,7 @@ _UNEQUAL_NODES = (
 
 
 class GroupObserver(Protocol):
-    """Observer of the joint steps of all ranks of a group."""
+    """Observer of the steps that all ranks of a group take at the same point."""
 
     def make_group(
         self,
@@ -56,20 +56,22 @@ class GroupObserver(Protocol):
         size: int | None,
         timeout_seconds: float | None,
     ) -> AttentionGroup:
-        """Make the group of a session. For arguments see `AttentionGroup.find_or_create`."""
+        """Make the group of a session. For its arguments see `AttentionGroup.find_or_create`."""
 
     def take_step(self, step: Callable[P, R], *args: P.args, **options: P.kwargs) -> R:
         """Run a step that is marked by `mark_joint_step`, and return its result."""
 
     def enter_phase(self, call: Any, phase: Phase, dtype: torch.dtype | None = None) -> None:
-        """Receive the notice that a `LayerExchange` enters a phase, in which it launches messages
-        or waits for them. In phase "begin", `dtype` is that of q.
+        """React to a `LayerExchange` that enters a phase, in which it launches messages or waits.
+
+        In phase "begin", `dtype` is the dtype of q.
         """
 
 
 def mark_joint_step(step: Callable[P, R]) -> Callable[P, R]:
-    """Mark a step that all ranks of a group take at the same point, so that
-    `AttentionGroup.observer` runs it.
+    """Mark a step that all ranks of a group take at the same point.
+
+    If there is an `AttentionGroup.observer`, it runs the step.
     """
 
     @wraps(step)
@@ -93,23 +95,23 @@ def get_current_world() -> dist.ProcessGroup | None:
 class AttentionGroup:
     """The ranks that share core attention, seen from one of them.
 
-    Collective methods take `activity`, a description for errors. They raise `DistCADesyncError` if
-    a rank does not call them in time.
+    Collective methods take `activity`, a text that says in errors what the ranks were doing. They
+    raise `DistCADesyncError` if a rank does not call them in time.
 
     Attributes:
         observer: observer of all groups of this process, or None.
-        inline_row_capacity: how many numbers of a row the first step of `gather` sends. A longer
-            row takes a second step.
+        inline_row_capacity: how many integers of a row the first step of `gather` sends. If a row
+            is longer, a second step sends the rest.
         ranks: global ranks of the group. Everywhere else in the package, "rank" is an index into
             this tuple.
-        rank: this process.
+        rank: index of this process in `ranks`.
         data: communicator of dispatch and return; None in a group of one.
-        control: gloo communicator for layouts; None in a group of one.
+        control: gloo communicator for planning; None in a group of one.
         monitor: tells the other ranks when this rank gives up; None in a group of one.
         has_tokens: for each rank, whether it trains and holds tokens. None if all ranks do.
         timeout_seconds: how long a rank waits for other ranks.
-        per_node: n, if ranks [0, n), [n, 2n), ... of the group are nodes. None if they are not, or
-            if the nodes are unknown.
+        per_node: number n of ranks per node, if the nodes are the ranks [0, n), [n, 2n), ... of the
+            group; None if they are not, or if the nodes are unknown.
     """
 
     observer: ClassVar[GroupObserver | None] = None
@@ -142,12 +144,11 @@ class AttentionGroup:
         timeout_seconds: float | None = None,
         size: int | None = None,
     ) -> AttentionGroup:
-        """Return the existing group of these ranks, or a new one from `create` if there is none or
-        a rank has left it.
+        """Return the group of these ranks. Create it if it does not exist or a rank has left it.
 
-        Every member must call this at the same point, and it raises the same errors as `create`.
-        Groups are reused because communicators cost threads and connections, and torch cannot
-        replace a communicator by another one of the same ranks.
+        Every member must call this at the same point. Errors are those of `create`. Groups are
+        reused because communicators cost threads and connections, and because torch cannot replace
+        a communicator by another one of the same ranks.
 
         Args:
             members, timeout_seconds: as for `create`. A different timeout makes a different group.
@@ -155,7 +156,7 @@ class AttentionGroup:
                 neighbours.
         """
         world = get_current_world()
-        # Forget groups of a world of torch.distributed that has ended.
+        # Forget groups from before torch.distributed was initialized again.
         for key in [key for key in _groups if key[0] is not world]:
             del _groups[key]
         if world is None:
@@ -178,11 +179,11 @@ class AttentionGroup:
         *,
         timeout_seconds: float | None = None,
     ) -> AttentionGroup:
-        """Build the group of these ranks. Every member, and no other rank, must call it at the same
-        point.
+        """Build the group of these ranks.
 
-        The group gets separate communicators, so its exchanges never mix with those of DDP, FSDP or
-        the user. Without torch.distributed, or in a world of one, the group is this process alone.
+        Every member, and no other rank, must call this at the same point. The group gets separate
+        communicators, so its exchanges never mix with those of DDP, FSDP or the user. Without
+        torch.distributed, or in a world of one, the group has only this process.
 
         Args:
             members: a process group, or `Members` that names ranks; by default the world.
@@ -219,7 +220,9 @@ class AttentionGroup:
         connect: Callable[[datetime.timedelta], tuple[dist.ProcessGroup, dist.ProcessGroup]],
         names: Mapping[int, str] = NO_NAMES,
     ) -> AttentionGroup:
-        """Return the group with communicators. Every rank must call it. For errors see `create`.
+        """Return the group with communicators. Every rank must call this.
+
+        Errors are those of `create`.
 
         Args:
             connect: makes the communicators for tensors and for planning with a given timeout.
@@ -258,9 +261,7 @@ class AttentionGroup:
         return self.monitor is not None and self.monitor.has_left
 
     def report_errors(self, activity: str) -> AbstractContextManager[None]:
-        """Return a context manager that reports exceptions to the other ranks, so that they do not
-        wait for this one.
-        """
+        """Return a context manager that reports exceptions, so that other ranks do not wait."""
         return nullcontext() if self.monitor is None else self.monitor.report_errors(activity)
 
     def gather(self, row: IntArray, *, activity: str) -> list[IntArray]:
@@ -293,7 +294,7 @@ class AttentionGroup:
         return self._send_to_all(row, [len(row)] * self.size, activity)
 
     def _send_to_all(self, row: IntArray, receive: Sequence[int], activity: str) -> list[IntArray]:
-        """Send a row to every rank, and return all rows, whose lengths are `receive`."""
+        """Send a row to every rank, and return every rank's row. `receive` has their lengths."""
         if self.control is None or self.monitor is None:
             return [row]
         received = torch.empty(sum(receive), dtype=torch.int64, device="cpu")
@@ -311,7 +312,7 @@ _groups: dict[tuple[dist.ProcessGroup, Members, float], AttentionGroup] = {}
 
 
 def _wait_for_all(control: dist.ProcessGroup) -> None:
-    """Wait until all ranks have called this."""
+    """Wait until all ranks have called this function."""
     dist.all_reduce(torch.zeros(1, device="cpu"), group=control)
 
 

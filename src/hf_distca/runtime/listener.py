@@ -1,6 +1,4 @@
-"""The thread that polls all failure monitors of a process for ranks that have left, and tells other
-ranks when the process ends.
-"""
+"""A thread that polls all failure monitors of a process, and announces the end of the process."""
 
 from __future__ import annotations
 
@@ -19,24 +17,26 @@ from hf_distca.runtime.monitor import (
     FailureMonitor,
 )
 
-_LOOK_SECONDS = 0.25  # between two queries of the store; longer if more than `_MANY` ranks query it
+# Seconds between two queries of the store. They grow if more than `_MANY` ranks query it.
+_LOOK_SECONDS = 0.25
 _MANY = 512
-_FAREWELL_SECONDS = 5.0  # the longest time that a store gets to record that a rank ends
+# A process that ends waits at most this many seconds until the store knows of its end.
+_FAREWELL_SECONDS = 5.0
 
 
 class _MonitorPoller:
-    """A thread that polls all monitors of a process for ranks that have left."""
+    """A thread that polls all failure monitors of a process for ranks that have left."""
 
     def __init__(self) -> None:
         self._monitors: WeakSet[FailureMonitor] = WeakSet()
-        self._polled: WeakSet[FailureMonitor] = WeakSet()  # monitors that have read no word yet
+        self._polled: WeakSet[FailureMonitor] = WeakSet()  # monitors that know of no failure yet
         self._ended = threading.Event()
         self._process = 0
         self._thread: AwaitedThread | None = None
         self._last_pause = LATE_SECONDS
 
     def add(self, monitor: FailureMonitor) -> None:
-        """Add a monitor to the polled ones."""
+        """Begin to poll a monitor."""
         self._monitors.add(monitor)
         self._polled.add(monitor)
         if self._process != os.getpid():  # a forked process does not have the thread
@@ -46,10 +46,10 @@ class _MonitorPoller:
     def end(self) -> None:
         """Stop the package's threads when the interpreter ends.
 
-        A rank whose process may hold the store waits until other ranks have stopped polling.
+        A rank whose process may hold the store waits until other ranks have stopped polling it.
 
         Every rank of a group also gives gloo's threads time to free the tensors of the last
-        collective. A gloo thread that frees them later aborts the process, with any attention
+        collective. A gloo thread that frees them later aborts the process, even without distca
         (https://github.com/pytorch/pytorch/issues/190489). If a script ends after `train()`, the
         Trainer's last collective is only about a millisecond old.
         """
@@ -71,10 +71,10 @@ class _MonitorPoller:
             for monitor in tuple(self._polled):
                 if not self._ended.is_set() and not monitor.poll():
                     self._polled.discard(monitor)
-        # This is not done in `end`, because stores are queried in new threads, and Python 3.12
-        # starts no threads at exit.
+        # The end is announced here and not in `end`, because stores are queried in new threads, and
+        # Python 3.12 starts no threads at exit.
         error = getattr(sys, "last_value", None)
-        # The store of a monitor that is no longer polled may have ended. Send only errors there.
+        # If a monitor is no longer polled, its store may have ended, so send only errors to it.
         monitors = self._monitors if error is not None else self._polled
         pauses = [
             _poll_pause(monitor) for monitor in tuple(monitors) if monitor.announce_exit(error)

@@ -1,9 +1,9 @@
 """Members of an attention group, their nodes, and their process groups.
 
-Each rank announces its host. If torchrun or `accelerate launch` started several ranks a node, it
-also announces the launcher's number of the node (``GROUP_RANK``). All ranks derive the nodes from
-these announcements. With ``LOCAL_WORLD_SIZE`` 1, each rank has a separate launcher, so that number
-does not identify nodes. For ranks started by SLURM, MPI or DeepSpeed, only the hosts count.
+Each rank announces its host. If torchrun or `accelerate launch` started several ranks per node, the
+rank also announces the launcher's number of the node (``GROUP_RANK``). All ranks derive the nodes
+from these announcements. With ``LOCAL_WORLD_SIZE`` 1, each rank has a separate launcher, so this
+number does not identify nodes. Ranks started by SLURM, MPI or DeepSpeed announce only hosts.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 @dataclass(frozen=True)
 class Members:
-    """Ranks of a group for which no process group exists.
+    """Ranks of a group that has no process group yet.
 
     Attributes:
         ranks: global ranks.
@@ -55,10 +55,12 @@ class Members:
         )
 
     def subset(self, size: int | None) -> Members:
-        """Return the `size` neighbours that include this rank; all members if `size` is None.
+        """Return the group of `size` neighbouring ranks that includes this rank.
+
+        Return all members if `size` is None, or if this rank is not a member.
 
         Raises:
-            ConfigError: if parts would not be equally large.
+            ConfigError: if `size` does not divide the number of members.
         """
         ranks = sorted(self.ranks)
         rank = dist.get_rank()
@@ -73,7 +75,7 @@ class Members:
         return Members(tuple(ranks[first : first + size]), self.backend)
 
 
-# For each world and tuple of ranks, how often these ranks have compared sizes.
+# How often each tuple of ranks has compared group sizes, for each world.
 _comparisons: WeakKeyDictionary[dist.ProcessGroup | None, Counter[tuple[int, ...]]] = (
     WeakKeyDictionary()
 )
@@ -82,7 +84,7 @@ _comparisons: WeakKeyDictionary[dist.ProcessGroup | None, Counter[tuple[int, ...
 def check_group_size(members: Members, size: int | None, seconds: float) -> None:
     """Raise on all ranks if they would divide these members into groups of different sizes.
 
-    All members must call it. They wait up to `seconds` for each other.
+    All members must call this. They wait up to `seconds` for each other.
 
     A rank with a smaller `size` would not join the group that the other ranks make, and a rank with
     size 1 would compute alone. Members therefore write their sizes to the store of the world, where
@@ -120,21 +122,22 @@ def check_group_size(members: Members, size: int | None, seconds: float) -> None
 
 
 def hash_ranks(ranks: tuple[int, ...]) -> str:
-    """Return a short name of these ranks."""
+    """Return a short name for these ranks."""
     return hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]
 
 
 def make_communicator(
     ranks: tuple[int, ...], backend: str, timeout: datetime.timedelta, purpose: str
 ) -> dist.ProcessGroup:
-    """Make a process group at any time. Only its members call this.
+    """Make a process group. Only its members call this, at any time.
 
-    `dist.new_group` has two problems here. If the world is bound to a device, it splits the world's
-    communicator, and NCCL then waits for all ranks of the world. This function therefore unbinds
-    the world meanwhile. `dist.new_group` also names a group by the number of groups that a rank is
-    in, so members that are in different numbers of groups do not find each other.
+    `dist.new_group` cannot do this, for two reasons. If the world is bound to a device, it splits
+    the world's communicator, and NCCL then waits for all ranks of the world. This function
+    therefore unbinds the world meanwhile. `dist.new_group` also names a group by the number of
+    groups that a rank is in, so members that are in different numbers of groups do not find each
+    other. This function makes the name from the ranks.
 
-    If a member fails, it records the failed name in the store of the world, and all members take
+    If a member fails, it records the name as failed in the store of the world, and all members take
     another name at the next attempt.
     """
     taken, store = list_group_names(), store_of_world()
@@ -150,7 +153,7 @@ def make_communicator(
 
 
 def find_node_number() -> int:
-    """Return a number that identifies the node that this process runs on: 56 bits."""
+    """Return a number of 56 bits that identifies the node of this process."""
     # Several machines may have the same host name, such as "localhost", but their boot ids differ.
     # Containers on one machine have the same boot id.
     boot = _BOOT.read_text(encoding="ascii").strip() if _BOOT.exists() else ""
@@ -160,8 +163,9 @@ def find_node_number() -> int:
 
 
 def find_launched_per_node(ranks: int) -> int | None:
-    """Return the launcher's number of ranks a node, at most `ranks`; None if it is unknown or does
-    not divide `ranks`.
+    """Return the number of ranks that the launcher started per node, at most `ranks`.
+
+    Return None if the number is unknown or does not divide `ranks`.
     """
     launched = os.environ.get("LOCAL_WORLD_SIZE", "")
     ranks_of_node = min(int(launched), ranks) if launched.isdecimal() else 0

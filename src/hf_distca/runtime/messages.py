@@ -10,7 +10,7 @@ is padded to 16 bytes so that float32 and bfloat16 can share a message::
 Offsets, shapes and strides are computed once for all layers (`MessageLayout`). One operation packs
 all messages, whatever the number of ranks and parts. Ranks that neither send nor receive cost no
 time. Code that runs in every layer uses loops rather than function calls, because a Python call
-takes as long as a view.
+takes as long as making a view of a tensor.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from hf_distca.runtime.channel import Channel, Transfer
 
 _ALIGNMENT = 16
 NOBODY = range(0)
-OWN = -1  # number of the section that stands for this rank's own tensor
+OWN = -1  # Number of the section that stands for this rank's own tensor.
 # Bytes are copied in words of these types. A GPU copies eight bytes about as fast as one.
 _WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 
 
 class RowRun(NamedTuple):
-    """`rows` rows of a tensor, from `start` on, `step` apart.
+    """A run of `rows` rows of a tensor, which begin at row `start` and are `step` apart.
 
     Attributes:
         peer: the rank that the rows are sent to. In a pool, it is the section of the message that
-            the rows are taken from, or `OWN` for this rank's tensor. If there is a second hop, its
-            sections are numbered after the sections of the first hop.
+            the rows are taken from, or `OWN` for this rank's tensor. If there is a second hop, the
+            numbers of its sections follow those of the first hop.
     """
 
     peer: int
@@ -51,8 +51,8 @@ class RowRun(NamedTuple):
 
 
 class RowCopy(NamedTuple):
-    """A copy of rows [first, first + rows) of a section to rows of a tensor, from `start` on,
-    `step` apart.
+    """A copy from rows [first, first + rows) of a section to rows of a tensor, which begin at row
+    `start` and are `step` apart.
     """
 
     section: int
@@ -64,7 +64,7 @@ class RowCopy(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """Rows of a tensor to send to each rank, and row counts to receive from each.
+    """Rows of a tensor to send to each rank, and numbers of rows to receive from each rank.
 
     Attributes:
         runs: the rows to send, sorted by destination rank, in the order in which they arrive.
@@ -81,20 +81,23 @@ class Rows:
 
     @cached_property
     def send(self) -> dict[int, int]:
-        """Number of rows to each rank that receives any, in the order of ranks."""
+        """Number of rows to send to each rank that receives any, in the order of ranks."""
         return {rank: sum(run.rows for run in runs) for rank, runs in self.runs_by_rank.items()}
 
     @cached_property
     def way_back(self) -> Rows:
-        """The reverse exchange, which sends all received rows back to their senders, in the order
-        of arrival.
+        """The reverse exchange, which returns all received rows to their senders, in the order of
+        arrival.
         """
         starts = accumulate(self.receive.values(), initial=0)
         return Rows(tuple(map(RowRun, self.receive, starts, self.receive.values())), self.send)
 
     @cached_property
     def returned(self) -> list[RowCopy]:
-        """Copies of the sent rows to their places when they come back, a section from each rank."""
+        """Copies that put returned rows into the places that they were sent from.
+
+        There is one section for each rank that returns rows.
+        """
         return [
             RowCopy(section, first, *run[1:])
             for section, runs in enumerate(self.runs_by_rank.values())
@@ -105,8 +108,9 @@ class Rows:
 
 
 def view_rows(tensor: torch.Tensor, start: int, rows: int, step: int = 1) -> torch.Tensor:
-    """Return `rows` rows from `start` on, `step` apart, as a view, or the tensor itself if these
-    are all its rows.
+    """Return a view of `rows` rows, which begin at row `start` and are `step` apart.
+
+    If these are all rows of the tensor, return the tensor itself.
     """
     if step > 1:
         return tensor[start : start + step * rows : step]
@@ -114,8 +118,9 @@ def view_rows(tensor: torch.Tensor, start: int, rows: int, step: int = 1) -> tor
 
 
 def concat_rows(pieces: Sequence[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
-    """Concatenate rows of several tensors into a new tensor. Without tensors, return a tensor like
-    `like` with zero rows.
+    """Concatenate rows of several tensors into a new tensor.
+
+    If there are no pieces, the result has zero rows, and the row shape and dtype of `like`.
     """
     return torch.cat(list(pieces)) if pieces else like.new_empty((0, *like.shape[1:]))
 
@@ -125,7 +130,7 @@ def put_rows(
     copies: Sequence[RowCopy],
     sections: Sequence[Sequence[torch.Tensor]],
 ) -> None:
-    """Copy rows of the sections of each tensor to their places, with one operation a tensor."""
+    """Copy rows from sections to their places in each tensor, with one operation per tensor."""
     if not copies:
         return
     for tensor, received in zip(tensors, sections, strict=True):
@@ -139,9 +144,9 @@ def put_rows(
 def add_rows(
     grad_TKD: torch.Tensor, copies: Sequence[RowCopy], sections: Sequence[torch.Tensor]
 ) -> torch.Tensor:
-    """Add rows of the sections, in order, to the gradients at their places, and return the result.
+    """Add rows of sections to gradients at their places, in order, and return the result.
 
-    If there are copies, the result is float32 or float64.
+    If `copies` is not empty, the result is float32 or float64.
     """
     total = grad_TKD if not copies or grad_TKD.dtype == torch.float64 else grad_TKD.float()
     for section, first, start, rows, step in copies:
@@ -150,7 +155,7 @@ def add_rows(
 
 
 class MessagePart(NamedTuple):
-    """A contiguous tensor of a message, (rows, ...), and the destinations of its rows."""
+    """A contiguous tensor to send, (rows, ...), and the destinations of its rows."""
 
     tensor: torch.Tensor
     rows: Rows
@@ -158,8 +163,8 @@ class MessagePart(NamedTuple):
 
 # The rows of a part, their dtype, and the shape of a row.
 _PartKind = tuple[Rows, torch.dtype, torch.Size]
-# Bytes of a part to copy: the part's index, the first byte, the size in bytes of a block, and the
-# number of blocks, which start `stride` bytes apart.
+# Bytes of a part to copy: index of the part, first byte, bytes of a block, number of blocks, and
+# bytes from the start of a block to the start of the next one.
 _CopySpan = tuple[int, int, int, int, int]
 
 
@@ -182,11 +187,12 @@ class MessageLayout:
     """Layout of the messages of an exchange. Sizes are in bytes unless stated otherwise.
 
     Attributes:
-        pieces: spans to send, in order. A span whose part index is the number of parts is padding.
+        pieces: spans to send, in order. If the part index of a span equals the number of parts, the
+            span is padding.
         sections: for each part, its dtype, and the size, strides and offset (in elements) of the
             rows from each rank that sends any.
-        send, receive: size of the message to, and from, each rank that has one, in the order of
-            ranks.
+        send, receive: sizes of the messages to and from ranks, in the order of ranks. Ranks without
+            a message are left out.
         payload: size of all sent rows, without padding.
         between: size of the sent rows that go to other nodes.
     """
@@ -200,7 +206,7 @@ class MessageLayout:
 
     @classmethod
     def from_parts(cls, parts: Sequence[_PartKind], near: range = NOBODY) -> MessageLayout:
-        """Compute the layout of parts. The ranks in `near` are on this node."""
+        """Compute the layout of messages with these parts. The ranks in `near` are on this node."""
         row_bytes = [math.prod(shape) * dtype.itemsize for _, dtype, shape in parts]
         pieces: list[_CopySpan] = []
         send: dict[int, int] = {}
@@ -244,10 +250,10 @@ class Pending:
         layout: layout of the messages.
         device: device of the messages.
         transfer: the transfer to wait for; None if there is none, or if it is over.
-        earlier_sections: sections of an earlier exchange, whose last parts are the parts of this
-            one. For these parts, the earlier sections come first.
-        earlier_transfer: the transfer of that exchange, if another stream has waited for it. It is
-            held so that the memory it sends is not reused too early.
+        earlier_sections: sections that an earlier exchange received. For a part that both exchanges
+            have, the sections of the earlier exchange come first.
+        earlier_transfer: the transfer of the earlier exchange, if another stream has waited for it.
+            It is kept so that the memory that it sends is not reused too early.
     """
 
     def __init__(
@@ -259,10 +265,9 @@ class Pending:
         self._received = received
 
     def receive_sections(self) -> list[list[torch.Tensor]]:
-        """Wait, and return for each part a view of the received rows of each sender, in the order
-        of ranks. May be called once.
+        """Wait, and return for each part a view of the rows from each rank that sends any.
 
-        On CUDA only the current stream waits, not the host.
+        This may be called only once. On CUDA only the current stream waits, not the host.
         """
         if self.transfer is not None:
             self.transfer.wait()
@@ -282,13 +287,13 @@ class Pending:
 
 @contextmanager
 def enter_side_stream(channel: Channel | None, device: torch.device) -> Iterator[bool]:
-    """On CUDA, run work on a side stream, after the work of the current stream.
+    """On CUDA, run the block on a side stream, after the work of the current stream.
 
-    Yields whether there is a side stream. Over gloo there is none, because the host waits.
+    Yields whether there is a side stream. Over gloo no side stream is used, because the host waits.
 
-    The caller must launch an exchange inside, so that waiting for the exchange also waits for the
-    side stream. Memory allocated inside is reused only by later work of the side stream, which
-    first waits for the current stream again.
+    The caller must launch an exchange in the block, so that waiting for the exchange also waits for
+    the side stream. Memory allocated in the block is reused only by later work of the side stream,
+    which first waits for the current stream again.
     """
     if device.type != "cuda" or channel is None or channel.is_gloo:
         yield False
@@ -318,8 +323,8 @@ def launch(
     a group of one.
 
     The parts must have the same dtypes and row shapes on every rank. A rank may send or receive
-    nothing. `layouts` caches layouts by the parts. For `purpose` see `Channel.start`. The ranks in
-    `near` are on this node.
+    nothing. `layouts` is a cache of message layouts. For `purpose` see `Channel.start`. The ranks
+    in `near` are on this node.
     """
     layouts = {} if layouts is None else layouts
     kinds: tuple[_PartKind, ...] = ()

@@ -20,34 +20,33 @@ from hf_distca.borrowed import is_profiling
 # A time: seconds of the host's clock, or an event on a CUDA stream.
 Mark = float | torch.Event
 
-# The counter of seconds for each kind of span. "server" runs tasks. "pack", "wait" and "unpack" are
-# the parts of an exchange.
+# The counter of seconds for each kind of span. "server" is the running of tasks. "pack", "wait" and
+# "unpack" are the parts of an exchange.
 _COUNTED = {"server": "_seconds", **dict.fromkeys(("pack", "wait", "unpack"), "_exchange_seconds")}
 
-# The most CUDA spans whose times are not known yet. A host is rarely this far ahead, because it
-# must wait after about a thousand queued launches, and a span has several launches.
+# At most this many CUDA spans may be unfinished. The host is rarely this far ahead of the device,
+# because it must wait after about a thousand queued launches, and a span has several launches.
 _MOST_RUNNING = 1024
 
 
 @cache
 def get_clock(device: torch.device) -> Callable[[], Mark]:
-    """Return a function that returns the current time: the host's time for the CPU, or an event
-    recorded on the current stream for CUDA.
+    """Return a function that returns the current time of a device.
+
+    For the CPU this is the host's time, for CUDA an event recorded on the current stream.
     """
     return time.perf_counter if device.type != "cuda" else partial(_record_event, device)
 
 
 def _record_event(device: torch.device) -> torch.Event:
-    # `torch.cuda.Event` takes several times as long to find the current stream.
+    # `torch.cuda.Event` takes several times longer than this class to find the current stream.
     event = torch.Event(device, enable_timing=True)
     event.record()
     return event
 
 
 def show(name: str) -> AbstractContextManager[Any]:
-    """Return a context manager that names its block in the timeline of torch's profiler, if the
-    profiler runs.
-    """
+    """Return a context manager that gives its block a name in the timeline of torch's profiler."""
     return record_function(f"hf_distca: {name}") if is_profiling() else _NOT_SHOWN
 
 
@@ -67,18 +66,18 @@ class Meter:
     """Counters of one rank that only grow.
 
     Attributes:
-        parent: another meter, to which all counts are added too.
-        timed: whether kernels are timed. Check it before taking a time for a span.
+        parent: another meter. All counts are also added to it.
+        timed: whether kernels are timed. Callers check it before they take the time for a span.
         kernel_calls: batches of tasks that ran in a kernel, including empty batches.
         backward_calls: batches of tasks that ran in backward.
         dispatches, returns: exchanges launched in forward and backward.
         sent_bytes, between_bytes: bytes sent to other ranks, and bytes sent to other nodes.
-        calls: calls that computed core attention: layers times forward passes.
+        calls: calls that computed core attention, one for each layer and forward pass.
         recomputed_calls: calls in a recompute that found the outputs of the first forward.
         state_exchanges, state_bytes: exchanges launched for recurrent layers in forward and
             backward, and the bytes sent in them.
-        running: spans whose times are not known yet, oldest first. A meter shares this queue with
-            its parent.
+        running: spans that may be unfinished, oldest first. A meter and its parent share this
+            queue.
     """
 
     def __init__(self, parent: Meter | None = None, *, timed: bool = True) -> None:
@@ -104,8 +103,7 @@ class Meter:
         """Count the seconds between two times, and add to other counters.
 
         `name` is "server", or "pack", "wait" or "unpack" for a part of an exchange. On CUDA the
-        host waits only if it is more than a thousand spans ahead of the device. It then waits for
-        the oldest span.
+        host waits for the oldest span if it is more than a thousand spans ahead of the device.
         """
         counter = _COUNTED[name]
         if isinstance(begin, float) and isinstance(end, float):
@@ -114,7 +112,7 @@ class Meter:
             self.count(_unfinished=1, **counts)
             self.running.append(_Running(self, counter, begin, end))
             self._read()
-            if len(self.running) > _MOST_RUNNING:  # the device is still busy with the newer spans
+            if len(self.running) > _MOST_RUNNING:  # the device has newer spans to run meanwhile
                 self.running[0].end.synchronize()
                 self._read()
 
@@ -132,14 +130,12 @@ class Meter:
 
     @property
     def exchange_seconds(self) -> float:
-        """Seconds of packing, waiting and unpacking in exchanges. On CUDA, only finished spans
-        count.
-        """
+        """Seconds of packing, waiting and unpacking. On CUDA, only finished spans count."""
         self._read()
         return self._exchange_seconds
 
     @property
     def is_finished(self) -> bool:
-        """True if no timed span is running any more, so that `seconds` is complete."""
+        """True if all timed spans have finished, so that `seconds` is complete."""
         self._read()
         return not self._unfinished

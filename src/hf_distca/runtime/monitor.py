@@ -1,15 +1,15 @@
 """Failure propagation between ranks. A rank that gives up tells the other ranks, and wakes those
 that wait for it.
 
-Messages about failures are called words here. They travel through the key-value store of a process
-group, which a rank can use without other ranks. A rank that gives up writes its word and breaks its
-connections. Ranks that wait for it then wake up, read the word and write their own words. A process
-that ends also writes a word, with the error that ended it, if any. A rank without a word was
-killed, hangs or runs other code. Words are text that is only shown to users.
+Reports, which the code calls words, travel through the key-value store of a process group, which a
+rank can use without other ranks. A rank that gives up writes a report and breaks its connections.
+Ranks that wait for it then wake up, read the report and write their own reports. A process that
+ends also writes a report, with the error that ended it, if any. A rank without a report was killed,
+hangs or runs other code. The text of a report is only shown to users.
 
 Meanwhile a rank may wait in a collective of other code, such as DDP's reduction of gradients. That
 collective would report a closed connection late, or end only at its timeout. A thread therefore
-polls for the first word and prints it on this rank's stderr.
+polls for the first report and prints it on this rank's stderr.
 
 If a connection breaks while a message is partly received, gloo does not wake the waiting rank,
 which then waits until its timeout. A rank that gives up therefore completes its messages under way
@@ -46,30 +46,29 @@ NO_NAMES: Mapping[int, str] = MappingProxyType({})
 # Seconds that a gloo thread may need when the interpreter ends. Its work takes microseconds, but it
 # may have to wait for a processor.
 LATE_SECONDS = 0.1
-_COUNT = "distca words"  # key of the number of words
-_LONGEST_WORD = 400  # characters
-# Seconds that a store gets to answer, even after the deadline, and that threads get to end.
+_COUNT = "distca words"  # Key of the number of reports in the store.
+_LONGEST_WORD = 400  # Characters of the longest report.
+# A store has this many seconds to answer, even after the deadline. Threads have as many to end.
 ANSWER_SECONDS = 0.5
-BREAK_TAG = 2**31 - 1  # tags of exchanges are smaller
-_PROBE_TAG = BREAK_TAG - 1  # no rank receives messages with this tag
+BREAK_TAG = 2**31 - 1  # Tags of exchanges are smaller.
+_PROBE_TAG = BREAK_TAG - 1  # No rank receives messages with this tag.
 # Texts in gloo's errors that mean that all connections are closed. Other errors concern one
 # connection.
 _ALL_CLOSED = ("Timed out", "Application timeout")
 _SILENT = "is silent (dead, stuck, or running something else): look at its log"
 _ENDED = "has ended: its script was over, or called sys.exit"
 _CLOSED = "has closed its connection without a word: look at its log"
-_CLOSED_ERRORS = ("Connection closed", "Connection reset", "Broken pipe")  # texts of gloo
+_CLOSED_ERRORS = ("Connection closed", "Connection reset", "Broken pipe")  # texts in gloo's errors
 _NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
 def compute_reserved_seconds(timeout_seconds: float) -> float:
-    """Return the seconds of the timeout that are reserved for reading the words of other ranks."""
+    """Return the seconds of the timeout that are reserved for reading other ranks' reports."""
     return min(timeout_seconds / 10, 5.0)
 
 
 class AwaitedThread(threading.Thread):
-    """A thread that starts at once. When the interpreter ends, it waits up to half a second for the
-    thread.
+    """A thread that starts at once. An ending interpreter waits up to half a second for it.
 
     torch and compiled code release the GIL, and abort the process if they request it while the
     interpreter ends.
@@ -87,7 +86,7 @@ class FailureMonitor:
         last_collective: the last collective that all ranks completed.
         ranks: global ranks of the group.
         under_way: transfers that may still be under way.
-        pollers: number of ranks that poll the store for words, including ranks of other groups.
+        pollers: number of ranks that poll the store for reports, including ranks of other groups.
     """
 
     def __init__(
@@ -145,11 +144,10 @@ class FailureMonitor:
         return self._word is not None
 
     def leave(self, word: str, deadline: float | None = None) -> None:
-        """Leave the group and tell the other ranks why, with a word such as "was told to end". Do
-        nothing if this rank has left.
+        """Leave the group and tell the other ranks why, with a text such as "was told to end".
 
-        May take until `time.monotonic()` reaches the deadline, by default
-        `self.compute_deadline()`.
+        Do nothing if this rank has already left. This may take until `time.monotonic()` reaches the
+        deadline, by default `self.compute_deadline()`.
         """
         if self._word is not None:
             return
@@ -165,8 +163,9 @@ class FailureMonitor:
             _break_link(link)
 
     def leave_after_others(self) -> bool:
-        """Leave the group unless the store shows that no rank has left. Return whether this rank
-        left.
+        """Leave the group unless the store shows that no rank has left it.
+
+        Return whether this rank left.
         """
         counts: list[int] = []
         _query_store(lambda: counts.append(self._store.add(_COUNT, 0)), self.compute_deadline())
@@ -176,8 +175,9 @@ class FailureMonitor:
         return True
 
     def give_up(self, activity: str, error: Exception) -> DistCADesyncError:
-        """Leave the group because other ranks did not come. May take as long as
-        `compute_reserved_seconds`.
+        """Leave the group because other ranks did not come.
+
+        This may take as long as `compute_reserved_seconds`.
 
         Returns:
             The error to raise. It says what each rank was doing.
@@ -211,7 +211,7 @@ class FailureMonitor:
         )
 
     def _describe(self, seen: Mapping[int, str], words: Mapping[int, tuple[int, str]]) -> str:
-        """Describe other ranks by their words. For ranks without a word, use the text in `seen`."""
+        """Describe the other ranks by their reports. Without a report, a text in `seen` is used."""
         texts = {**seen, **{rank: word or _ENDED for rank, word in words.values()}}
         here = self.ranks[self._rank]
         return "; ".join(
@@ -220,8 +220,9 @@ class FailureMonitor:
 
     @property
     def first_failure(self) -> str:
-        """Name and word of the first rank that left; "" if no rank left, if the first one ended
-        without an error, or if its word is unknown.
+        """Name and report of the first rank that left.
+
+        "" if no rank left, if the first rank ended without an error, or if its report is unknown.
         """
         first: list[tuple[int, str] | None] = []
         _query_store(lambda: first.append(self._read(1)), self.compute_deadline())
@@ -229,7 +230,7 @@ class FailureMonitor:
         return f"{self._names[rank]} {word}" if word else ""
 
     def poll(self) -> bool:
-        """Print the first word, if there is one and another rank wrote it.
+        """Print the first report in the store, if another rank wrote it.
 
         Return whether to poll again.
         """
@@ -246,17 +247,17 @@ class FailureMonitor:
             _print_error(
                 f"{self._names[rank]} has left the attention group of ranks {self.ranks}: it {word}"
             )
-            # Over gloo, the rank that leaves has broken its links.
+            # Over gloo, the rank that left has already broken its links.
             for link in self._links:
                 if link.name() != "gloo":
                     _break_link(link)
         return False
 
     def announce_exit(self, error: BaseException | None) -> bool:
-        """Tell the other ranks that this process ends, and with which error. After an error, also
-        print which ranks ended before.
+        """Tell the other ranks that this process ends, and with which error.
 
-        Return whether the store may end with this process or another one.
+        After an error, also print which ranks ended before. Return whether the store may end when
+        some process ends.
         """
         if self.has_left:
             return False
@@ -284,13 +285,15 @@ class FailureMonitor:
         ]
 
     def _read_words(self, words: dict[int, tuple[int, str]], deadline: float) -> None:
-        """Collect the words of ranks that have left, including this one, until all ranks have left
-        or the deadline passes.
+        """Collect the reports of ranks that have left, including this rank.
+
+        Stop when all ranks have left, or when the deadline has passed.
         """
         pause = 0.02
         while True:
             for number in set(range(1, self._store.add(_COUNT, 0) + 1)) - words.keys():
-                if (word := self._read(number)) is not None:  # a word is counted, then written
+                # A rank counts its report before it writes it.
+                if (word := self._read(number)) is not None:
                     words[number] = word
             if len(words) == len(self.ranks) or time.monotonic() >= deadline:
                 return
@@ -298,7 +301,7 @@ class FailureMonitor:
             pause = min(1.5 * pause, 0.25)
 
     def _read(self, number: int) -> tuple[int, str] | None:
-        """Return the rank and text of word `number`; None if no rank of the group wrote it."""
+        """Return rank and text of report `number`; None if no rank of the group has written it."""
         key = _make_failure_key(number)
         if not self._store.check([key]):
             return None
@@ -308,8 +311,9 @@ class FailureMonitor:
 
 
 def _query_store(question: Callable[[], None], deadline: float) -> None:
-    """Query a store, and wait at most until the deadline. If the store is lost, the question stays
-    without an answer.
+    """Query a store, and wait at most until the deadline.
+
+    If the store is lost, there is neither an answer nor an error.
     """
 
     def ask() -> None:
@@ -325,8 +329,9 @@ def _query_store(question: Callable[[], None], deadline: float) -> None:
 
 
 def is_served_by_process(store: Any) -> bool:
-    """Return whether a store ends when its process ends, as a `TCPStore` does, also below
-    prefixes.
+    """Return whether a store ends with the process that holds it.
+
+    A `TCPStore` does, even inside of stores that add a prefix.
     """
     while (inner := getattr(store, "underlying_store", None)) is not None:
         store = inner
@@ -338,7 +343,7 @@ def _make_failure_key(number: int) -> str:
 
 
 def _get_text(error: BaseException) -> str:
-    """Return the text of an error, whose `__str__` may raise."""
+    """Return the text of an error, even if its `__str__` raises."""
     try:
         return str(error)
     except Exception as second:
@@ -346,13 +351,13 @@ def _get_text(error: BaseException) -> str:
 
 
 def _shorten(word: str) -> str:
-    """Make a word printable, and shorten it to `_LONGEST_WORD` characters."""
+    """Make a report printable, and shorten it to `_LONGEST_WORD` characters."""
     shown = make_printable(word[: _LONGEST_WORD + 1]).rstrip(": ")
     return shown if len(shown) <= _LONGEST_WORD else shown[:_LONGEST_WORD] + "..."
 
 
 def _is_closed(link: dist.ProcessGroup, peer: int) -> bool:
-    """Return whether a peer is known to have closed its connection: gloo then refuses to send."""
+    """Return whether a peer is known to have closed its connection, so that gloo cannot send."""
     try:
         dist.isend(_NOTHING, group=link, group_dst=peer, tag=_PROBE_TAG)
     except (RuntimeError, ValueError) as error:  # ValueError: the user has destroyed the group
@@ -363,7 +368,7 @@ def _is_closed(link: dist.ProcessGroup, peer: int) -> bool:
 def _break_link(link: dist.ProcessGroup) -> None:
     """Wake all ranks and threads that wait for messages of a group.
 
-    A gloo group closes its connections only if a wait times out, so this lets a wait time out.
+    A gloo group closes its connections only when a wait times out, so a short wait is made here.
     """
     if link.name() != "gloo":
         with suppress(RuntimeError):

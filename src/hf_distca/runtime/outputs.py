@@ -1,10 +1,10 @@
-"""Outputs of a micro-batch's layers, kept at home so that activation checkpointing repeats no
-attention and no exchange.
+"""Outputs of a micro-batch's layers, stored so that activation checkpointing repeats no attention
+and no exchange.
 
 The first forward stores o and lse of every layer that will be recomputed. The recompute finds them
-in the store and computes only q, k and v again. The handle among the arguments of a checkpoint
-holds the store until the checkpoint's backward is over. No other object holds it; in particular,
-the tensors that layers save for backward do not.
+in the store, and computes only q, k and v again. The mask handle, an argument of the checkpointed
+function, keeps the store alive until the checkpoint's backward is over. No other object does. In
+particular, tensors that layers save for backward do not.
 
 If hooks move a checkpoint's inputs, for example to the host, they move the stored outputs too.
 """
@@ -24,8 +24,9 @@ from hf_distca.runtime.saved_tensors import Hooks, SavedTensors
 
 
 class _StoredOutputs(NamedTuple):
-    """Outputs of a forward, packed by `hooks` if there are any. `changes` is the number of in-place
-    changes of the first output when it was stored.
+    """Outputs of a forward, packed by `hooks` if there are any.
+
+    `changes` is the number of in-place changes of the first output up to the time of storing.
     """
 
     outputs: tuple[Any, ...]
@@ -35,7 +36,7 @@ class _StoredOutputs(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class OutputStore:
-    """Outputs by layer.
+    """Stored outputs of each layer.
 
     Outputs of a module that is called more than once in a forward are not stored, because a
     recompute could not tell the calls apart.
@@ -47,15 +48,16 @@ class OutputStore:
     def find_outputs(
         self, module: torch.nn.Module, inputs: Sequence[torch.Tensor | None]
     ) -> LayerOutputs | None:
-        """Return the place for the outputs of an attention module with these inputs; None if the
-        current forward is not recomputed.
+        """Return the place for the outputs of an attention module with these inputs.
+
+        Return None if the current forward will not be recomputed.
         """
         recorded = torch.is_grad_enabled() and not is_in_backward()
         if recorded and top_saved_tensor_hooks(True) is None:
             return None
         saved = SavedTensors.get_current()
-        # With gradients, only the hooks of a checkpoint lead to a recompute. Reentrant checkpoints
-        # run their forward without gradients.
+        # A forward with gradients is recomputed only under the hooks of a checkpoint. Reentrant
+        # checkpoints have no hooks, and run their forward without gradients.
         if recorded and not (
             saved.is_recomputed
             and any(tensor is not None and tensor.requires_grad for tensor in inputs)
@@ -68,8 +70,9 @@ class OutputStore:
 
 @dataclass(frozen=True, eq=False)
 class LayerOutputs:
-    """The place of one layer in a store, as long as the store exists. `hooks`, if any, pack the
-    stored tensors.
+    """The place for one layer's outputs in a store, which may no longer exist.
+
+    `hooks` pack the stored tensors, unless they are None.
     """
 
     store: weakref.ref[OutputStore]
@@ -78,8 +81,9 @@ class LayerOutputs:
     hooks: Hooks | None
 
     def take_recorded(self) -> tuple[torch.Tensor, ...] | None:
-        """Return the outputs of the first forward if this is a recompute, that is, a forward inside
-        backward; else None.
+        """In a recompute, which is a forward inside backward, return the first forward's outputs.
+
+        Return None if this is no recompute, or if no outputs are stored.
 
         Raises:
             UnsupportedError: if the output was changed in place since the first forward, so that
@@ -103,8 +107,9 @@ class LayerOutputs:
         return kept.outputs
 
     def store_outputs(self, *outputs: torch.Tensor) -> None:
-        """Store the outputs of a forward: o_THV and lse_TH, or the tensors that a recurrent layer
-        received.
+        """Store the outputs of a forward.
+
+        They are o_THV and lse_TH, or the tensors that a recurrent layer received.
         """
         store = self.store()
         if store is None:
@@ -131,6 +136,6 @@ class LayerOutputs:
 def _count_changes(tensor: torch.Tensor) -> int:
     """Return the count of in-place changes of a tensor and its views.
 
-    Tensors made in inference mode have no count, and take part in no backward.
+    Tensors made in inference mode have no such count, and take part in no backward.
     """
     return 0 if tensor.is_inference() else get_version(tensor)

@@ -24,14 +24,15 @@ T = TypeVar("T")
 
 
 class _NanoBatch(greenlet):
-    """A nano-batch with the per-thread state of torch, which a switch between greenlets does not
-    change.
+    """A nano-batch, with the state that torch keeps per thread.
+
+    A switch between greenlets does not change this state, so `resume` changes it.
     """
 
     def __init__(self, compute: Callable[[], Any], device_type: str) -> None:
         super().__init__()
         # Collectors, for example of router logits, are found through context variables. Both
-        # nano-batches must see those of the caller.
+        # nano-batches must see the caller's collectors.
         self.gr_context = contextvars.copy_context()
         self.compute, self.device_type = compute, device_type
         self.modes = _Modes.get_current(device_type)
@@ -40,8 +41,9 @@ class _NanoBatch(greenlet):
         self.result = self.compute()
 
     def resume(self, step: Callable[[], object]) -> None:
-        """Set the modes of this nano-batch, and run it by a step such as `switch` until it yields
-        or ends.
+        """Set torch's state for this nano-batch, and run the nano-batch until it yields or ends.
+
+        `step` switches to the nano-batch, or throws an exception into it.
         """
         outside = _Modes.get_current(self.device_type)
         self.modes.set(self.device_type)
@@ -62,8 +64,8 @@ def run_nano_batches(
 ) -> tuple[T, T]:
     """Run two functions that take turns, beginning with `first`.
 
-    An exception in one function ends the other at the point where it waits, and is raised
-    unchanged.
+    If one function raises, the other one ends at the point where it waits, and the exception is
+    raised unchanged.
 
     Args:
         first, second: the nano-batches. They may call `yield_to_other_nano_batch` any number of
@@ -91,8 +93,7 @@ def yield_to_other_nano_batch() -> None:
 
 
 def find_checkpointed_parts(layer: torch.nn.Module) -> list[torch.nn.Module]:
-    """Return the modules inside a layer that checkpoint their activations, by a wrapper or by
-    hooks.
+    """Return the modules inside a layer that checkpoint their activations.
 
     The first nano-batch may pass tensors that are made inside such a module to the second one.
     Backward recomputes the module for the second nano-batch first, when these tensors do not exist

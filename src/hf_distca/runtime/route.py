@@ -1,9 +1,9 @@
 """A rank's view of a plan: the rows that it sends and receives, and the tasks that it runs.
 
-A server runs its tasks in two batches. For its *own* tasks, the queries and the whole key prefix
-are at home on this rank, in one run of tokens. Own tasks read this rank's tensors in place, and run
-while the dispatch is under way. *Arrived* tasks need rows of other ranks. They read pools of
-received rows and, if a document spans ranks, also of this rank's own rows.
+A server runs its tasks in two batches. For its *own* tasks, the queries and all their keys are
+tokens of this rank, in one run. Own tasks read this rank's tensors in place, and run while the
+dispatch is under way. *Arrived* tasks need rows of other ranks. They read pools of received rows.
+If a document spans ranks, these pools also have some of this rank's own rows.
 """
 
 from __future__ import annotations
@@ -32,11 +32,12 @@ from hf_distca.schedule.share import Columns, ExchangeShare, RankMessage, RelayD
 
 @dataclass(frozen=True, eq=False)
 class Pool:
-    """Layout of a pool of received and own rows. They are rows of queries, or rows of keys, where
-    the prefix of every document is contiguous.
+    """Layout of a pool, which puts received rows and rows of this rank into one tensor.
+
+    The rows are queries or keys. In a pool of keys, the keys of each document are contiguous.
 
     Attributes:
-        pieces: runs of the pool, in order.
+        pieces: the runs of rows that make up the pool, in order.
         way_back: rows of the pool to return to their senders, in the order of arrival, and the
             number of rows that come back from each rank.
     """
@@ -51,7 +52,7 @@ class Pool:
 
     @cached_property
     def own_copies(self) -> list[RowCopy]:
-        """Copies of this rank's own rows from the pool to its tensor."""
+        """Copies that bring this rank's own rows from the pool back to its tensor."""
         firsts = accumulate((piece.rows for piece in self.pieces), initial=0)
         return [
             RowCopy(0, first, *piece[1:])
@@ -79,8 +80,7 @@ class Pool:
 
 @dataclass(frozen=True, eq=False)
 class KeyRelay:
-    """The second hop of keys: rows that this rank forwards as a relay, and rows that it receives
-    from other relays.
+    """The second hop of keys: this rank forwards rows as a relay, and receives rows from relays.
 
     Attributes:
         forwarded: the rows to forward, as runs of the sections of the first hop.
@@ -96,8 +96,9 @@ class KeyRelay:
     way_back: Rows
 
     def add_copies(self, pool_TKD: torch.Tensor, sections: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Add gradients of the forwarded copies to gradients of a pool, in the order of ranks so
-        that sums are reproducible.
+        """Add gradients of the forwarded copies to gradients of a pool.
+
+        They are added in the order of ranks, so that sums are reproducible.
         """
         if not self.forwarded.rows:
             return pool_TKD
@@ -114,9 +115,9 @@ class PooledTasks:
     """Tasks on pools of rows, and the rows that travel for them.
 
     Attributes:
-        queries, keys: rows of this rank's q, and of its k and v, to send, and the number of rows
-            to receive.
-        query_pool, key_pool: layouts of the pools. Own queries lie in front of received ones.
+        queries: the rows of q that this rank sends, and the numbers of rows that it receives.
+        keys: the same for k and v.
+        query_pool, key_pool: layouts of the pools. Own queries lie in front of received queries.
         tasks: tasks on the pools.
         relay: the second hop of keys, if the plan has relays.
         layouts: cache of message layouts, filled by the first layer.
@@ -146,23 +147,24 @@ class PooledTasks:
         )
 
     def add_copies(self, grad_TKD: torch.Tensor, sections: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Add gradients of other ranks' copies to gradients of own keys, in the order of ranks so
-        that sums are reproducible.
+        """Add gradients of other ranks' copies to gradients of own keys.
+
+        They are added in the order of ranks, so that sums are reproducible.
         """
         return add_rows(grad_TKD, self.keys.returned, sections)
 
 
 @dataclass(frozen=True, eq=False)
 class Route:
-    """Instructions for one rank to carry out a plan, all of them on the host.
+    """Instructions for one rank to carry out a plan. They lie on the host.
 
     Attributes:
         local_tasks: the own tasks of this rank, which run on its tensors in place.
         pooled: the exchange, and the tasks that run between dispatch and return.
         exchanges: whether any rank of the group sends rows.
         groups: number of head groups into which tokens are split in the exchange; 1 for no split.
-        local_pooled: tasks on head groups that run on pools of this rank's own rows, without
-            waiting for messages.
+        local_pooled: own tasks of single head groups. They read pools of this rank's own rows, and
+            need no messages. None if there are no such tasks.
     """
 
     local_tasks: TaskBatch
@@ -173,7 +175,7 @@ class Route:
 
     @classmethod
     def build(cls, plan: Plan, rank: int) -> Route:
-        """Derive the route of `rank`."""
+        """Derive the route of `rank` from a plan."""
         local_tasks, share, local = compute_share(plan, rank)
         groups = plan.layout.groups
         return cls(

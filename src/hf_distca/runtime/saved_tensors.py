@@ -19,18 +19,15 @@ class Hooks(NamedTuple):
 
     @property
     def is_recompute(self) -> bool:
-        """True if these are the hooks of a checkpoint, which drops saved tensors and computes them
-        again in backward.
-        """
+        """True if these hooks belong to a checkpoint, which recomputes tensors in backward."""
         return "checkpoint" in getattr(self.pack, "__module__", "")
 
     @property
     def checkpoint(self) -> tuple[object, Hashable | None] | None:
-        """The checkpoint of these hooks and the id of its running recompute, which is None in
-        forward.
+        """The checkpoint of these hooks, and the id of its running recompute (None in forward).
 
-        None if these are not the hooks of a checkpoint. Reentrant checkpoints have no hooks. The
-        names read here are those of `torch.utils.checkpoint` in torch 2.13.
+        The property is None if these hooks do not belong to a checkpoint. Reentrant checkpoints
+        have no hooks. The names read here are those of `torch.utils.checkpoint` in torch 2.13.
         """
         pack = inspect.unwrap(self.pack)
         held = (
@@ -48,7 +45,7 @@ class SavedTensors(NamedTuple):
 
     Attributes:
         hooks: stack of pairs; the last pair is active.
-        forbidden_reason: text of the error for setting hooks, if that is forbidden.
+        forbidden_reason: if setting hooks is forbidden, the text of the error; else None.
     """
 
     hooks: tuple[Hooks, ...]
@@ -64,7 +61,7 @@ class SavedTensors(NamedTuple):
         return current
 
     def set(self) -> None:
-        """Replace the current hooks by these."""
+        """Replace this thread's current hooks by these hooks."""
         for _ in _suspend_hooks():
             pass
         self._restore_hooks()
@@ -76,8 +73,9 @@ class SavedTensors(NamedTuple):
 
     @property
     def hooks_outside_checkpoints(self) -> Hooks | None:
-        """The innermost hooks that are not of a checkpoint, which pack the inputs of checkpoints;
-        None if there are none.
+        """The innermost hooks that do not belong to a checkpoint; None if there are none.
+
+        These hooks pack the inputs of checkpoints.
         """
         return next((hooks for hooks in reversed(self.hooks) if not hooks.is_recompute), None)
 
@@ -90,8 +88,9 @@ class SavedTensors(NamedTuple):
 
 
 def _suspend_hooks() -> Iterator[Hooks]:
-    """Remove and yield the current saved-tensor hooks, innermost first, because torch shows only
-    the innermost pair.
+    """Remove the current saved-tensor hooks and yield them, innermost first.
+
+    They are removed because torch shows only the innermost pair.
     """
     while (hooks := borrowed.top_saved_tensor_hooks(True)) is not None:
         borrowed.pop_saved_tensor_hooks()

@@ -1,13 +1,15 @@
-"""Attention that is not causal, as a sum of causal documents. Some tokens are used twice, and are
-called retaken here.
+"""Attention that is not causal, computed as a sum of causal documents.
+
+Some tokens are used twice in the sum. They are called retaken here.
 
 **Blocks.** Let all tokens t[0], ..., t[m-1] of a block see each other. Causal attention omits the
-keys after each row, a strict upper triangle. In reverse order this triangle is causal: rows t[m-2],
-..., t[0] with keys t[m-1], ..., t[1]. Any kernel can therefore compute it as a document of m - 1
-tokens.
+keys after each query, which are a strict upper triangle of the scores. In reverse order this
+triangle is causal: queries t[m-2], ..., t[0] with keys t[m-1], ..., t[1]. Any kernel can therefore
+compute it as a document of m - 1 tokens.
 
-**Shared prefixes.** A document may continue the tokens of another document. It then gets copies of
-their keys in front, as context. Their queries are computed in the other document.
+**Shared prefixes.** A document may continue the tokens of another document. Copies of these tokens'
+keys then lie in front of its own keys, as context. Queries of these tokens are computed only in the
+other document.
 
 Outputs are merged by their log-sum-exps, in float32 or wider. Backward of each part uses the merged
 output and log-sum-exp, and the gradients are added. No further tensors are saved for backward.
@@ -32,13 +34,13 @@ class Retaken:
     """Tokens of this rank that are used a second time.
 
     Attributes:
-        rows, keys: int64 indices of the tokens whose queries, and whose keys and values, are used
-            again.
-        is_context: whether the plan has the retaken tokens in front of this rank's tokens rather
-            than behind them.
+        rows: int64 indices of the tokens whose queries are used again.
+        keys: int64 indices of the tokens whose keys and values are used again.
+        is_context: True if the retaken tokens lie in front of this rank's tokens in the plan, False
+            if they lie behind them.
         tasks: causal documents of the retaken tokens, which run at home; None if the plan contains
             these documents.
-        window: the most keys that a row of `tasks` sees, or None.
+        window: the most keys that a query of `tasks` sees; None for all keys of its document.
     """
 
     rows: torch.Tensor
@@ -48,17 +50,20 @@ class Retaken:
     window: int | None = None
 
     def list_places(self, tensors: Tensors) -> list[torch.Tensor]:
-        """List the indices for each tensor. Tensors with rows of keys, if any, come last."""
+        """List the indices of retaken rows for each tensor.
+
+        Tensors with one row per key, if there are any, come last.
+        """
         keys = 0 if isinstance(tensors, Outputs) else 2
         return [self.rows] * (len(tensors) - keys) + [self.keys] * keys
 
     def take(self, home: Handed) -> Handed:
-        """Take the retaken rows and keys from this rank's tensors."""
+        """Take the rows of retaken tokens from this rank's tensors."""
         pairs = zip(home, self.list_places(home), strict=True)
         return type(home)(*(tensor.index_select(0, place) for tensor, place in pairs))
 
     def join(self, home: Handed) -> Handed:
-        """Join this rank's tokens with the retaken ones."""
+        """Join the rows of this rank's tokens with the rows of retaken tokens."""
         order = -1 if self.is_context else 1
         pairs = zip(home, self.take(home), strict=True)
         return type(home)(
@@ -66,9 +71,7 @@ class Retaken:
         )
 
     def split(self, results: Results) -> tuple[Results, Results]:
-        """Split results for the output of `join` into results of this rank's tokens and of the
-        retaken ones.
-        """
+        """Split results for tokens from `join` into results of own tokens and of retaken tokens."""
         order = -1 if self.is_context else 1
         parts = [
             torch.split(tensor, [len(tensor) - len(place), len(place)][::order])[::order]
@@ -101,7 +104,7 @@ def _add_rows(total: torch.Tensor, rows: torch.Tensor, part: torch.Tensor) -> to
 
 
 class SumExchange(LayerExchange):
-    """An exchange whose attention is a sum of causal documents, some of them over retaken tokens.
+    """An exchange whose attention is a sum of causal documents, some of which use retaken tokens.
 
     Args:
         retaken: the retaken tokens.
@@ -129,7 +132,8 @@ class SumExchange(LayerExchange):
         results = super().run_local(home)
         if tasks is not None:
             scores = replace(self.server.scores, window=self.retaken.window)
-            # Rates are learned from planned work only, so count this work for the process only.
+            # Count this work for the process, but not for the plan, because rates are learned from
+            # planned work only.
             meter = self.server.meter.parent or self.server.meter
             server = replace(self.server, scores=scores, meter=meter)
             self._part = server.run(self.retaken.take(home), tasks)

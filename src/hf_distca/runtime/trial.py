@@ -13,7 +13,7 @@ import torch
 from hf_distca.runtime.group import AttentionGroup, mark_joint_step
 from hf_distca.runtime.members import find_node_number
 
-TRIAL_BYTES = 2**22  # size of a message
+TRIAL_BYTES = 2**22  # bytes of a message
 _ROUNDS = 5
 
 
@@ -30,7 +30,7 @@ class Trial:
 def exchange(has: Mapping[str, str], device: torch.device, group: AttentionGroup) -> Trial:
     """Exchange messages between all ranks, check their contents, and gather versions.
 
-    `has` are the versions of this rank.
+    `has` maps names of packages to their versions on this rank.
     """
     # JSON is safe to read. A pickled object could run code in the process that reads it.
     texts = group.gather_text(

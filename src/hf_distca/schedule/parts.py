@@ -34,10 +34,9 @@ from hf_distca.schedule.tails import (
 )
 from hf_distca.schedule.trial import make_moves
 
-# Documents have at most `_MOST_GROUPS` head groups, because more groups gain nothing. A typical
-# slice takes `_TYPICAL_SLICE` of the mean seconds. A document is long if the keys of such a slice
-# have more bytes than its rows.
-_MOST_GROUPS, _TYPICAL_SLICE = 4, 0.25
+# A typical slice takes this part of the mean seconds. A document is long if the keys of a typical
+# slice have more bytes than its rows.
+_TYPICAL_SLICE = 0.25
 # The largest document number for which documents are split by heads. Splitting multiplies numbers
 # by `groups + 1`.
 _LARGEST_NUMBER = 2**56
@@ -199,8 +198,9 @@ def list_splits(
     layout, cost, marginal = load.plan.layout, load.cost, MarginalCost.from_cost_model(load.cost)
     long, on_busy_rank, none = np.zeros((3, len(layout.documents)), dtype=np.bool_)
     heads = cost.shape.key_value_heads
-    most = min(config.head_groups, heads, _MOST_GROUPS)
-    groups = max(count for count in range(1, most + 1) if heads % count == 0)
+    groups = max(
+        count for count in range(1, min(config.head_groups, heads) + 1) if heads % count == 0
+    )
     if (
         groups == 1
         or cost.window is not None

@@ -280,9 +280,10 @@ def _group_runs(rank: IntArray, rows: _TokenRows, step: int) -> Columns:
 
 
 def _join_runs(key: IntArray, first: IntArray, rows: IntArray, step: IntArray | int) -> Columns:
-    """Join rows that have equal keys, such as ranks, and lie `step` rows apart in their tensor.
+    """Join neighbouring runs that have equal numbers in `key` (ranks, for example) and whose rows
+    follow each other at distance `step` in their tensor.
 
-    Return columns: key of a run, first row, number of rows.
+    Return columns: number in `key`, first row, number of rows.
     """
     starts_run = mark_changes(key)
     starts_run[1:] |= first[1:] != (first + step * rows)[:-1]

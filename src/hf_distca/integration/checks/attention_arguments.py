@@ -26,7 +26,7 @@ _HARMLESS_ARGUMENTS = {
     "logits_to_keep",
     "cache_position",
     "is_causal",
-    # From loaders. Those in `DOCUMENT_KEYS` tell where documents start.
+    # From loaders. The arguments in `DOCUMENT_KEYS` tell where documents start.
     *DOCUMENT_KEYS,
     *PACKING_KEYS,
     *TREE_KEYS,
@@ -35,7 +35,7 @@ _HARMLESS_ARGUMENTS = {
     "shift_labels",
     MODEL_ROWS,
     PLANNER,
-    # For losses, also those of Liger and TRL.
+    # For losses, including losses of Liger and TRL.
     "num_items_in_batch",
     "ignore_index",
     "return_token_accuracy",
@@ -71,7 +71,7 @@ def check_arguments(
         _raise_for_weights(module)
     causal = kwargs.get("is_causal")
     if not (getattr(module, "is_causal", True) if causal is None else causal) and not (
-        # A mask with blocks determines itself what tokens see.
+        # A handle with `ahead` tells distca which later tokens each token sees.
         isinstance(mask, MaskStandIn) and mask.batch.context.ahead is not None
     ):
         raise UnsupportedError(
@@ -83,10 +83,10 @@ def check_arguments(
 
 
 def _check_unknown_arguments(module: torch.nn.Module, arguments: dict[str, Any]) -> None:
-    """Raise for arguments that are not known to leave attention unchanged."""
-    # A proven family was compared with all arguments that it always passes. Other switches come
-    # from the call of the model, and are for another part, such as the loss. Numbers and tensors
-    # may change what attention computes.
+    """Raise for arguments that may change the result of attention."""
+    # A proven family was tested with the arguments that its models always pass. Further switches
+    # (bool, str or dtype) come from the caller of the model, and are for another part, such as the
+    # loss. Numbers and tensors may change the result of attention.
     proven = (
         FAMILIES.get(getattr(getattr(module, "config", None), "model_type", "")) in PROVEN_GROUPS
     )
@@ -105,7 +105,7 @@ def _check_unknown_arguments(module: torch.nn.Module, arguments: dict[str, Any])
 
 
 def _find_dropout_setting(config: object, dropout: float) -> str:
-    """Find the name of attention dropout in a config: `attn_pdrop` in GPT-2,
+    """Find the name of the attention dropout setting in a config, such as `attn_pdrop` in GPT-2 or
     `attention_probs_dropout_prob` in BERT.
     """
     names = [
@@ -128,7 +128,7 @@ def check_window(module: torch.nn.Module, window: object) -> None:
 def check_layer(
     module: torch.nn.Module, states: Sequence[torch.Tensor], shape: tuple[int, int]
 ) -> None:
-    """Check the shapes and the config, which layers with the same call have in common.
+    """Check the shapes and the config. They are the same in all layers with the same call.
 
     Args:
         module: the attention module.
@@ -149,8 +149,8 @@ def check_layer(
     ):
         raise UnsupportedError(
             f"{name} got query, key and value of shapes {tuple(query.shape)}, {tuple(key.shape)}"
-            f" and {tuple(value.shape)} with the mask of a {shape}"
-            " batch: distca takes (batch, heads, length, width)."
+            f" and {tuple(value.shape)}, and a mask for {shape} (rows, tokens): distca takes"
+            " (batch, heads, length, width)."
         )
     if query.shape[2] != key.shape[2]:
         raise UnsupportedError(
@@ -164,11 +164,11 @@ def check_layer(
 def check_cached_mask(
     module: torch.nn.Module, mask: torch.Tensor | DenseMask | None, documents: object
 ) -> torch.Tensor:
-    """Check that the mask function made a mask that is not a handle, and return it as a plain
+    """Check that distca's mask function made a mask that is not a handle, and return it as a plain
     tensor.
 
-    Packed documents are refused together with a key/value cache. Training has a filled cache in
-    prefix tuning.
+    Packed documents are refused together with a key/value cache. Prefix tuning is the case in which
+    such a cache is filled in training.
     """
     name = type(module).__name__
     if isinstance(mask, DenseMask):
@@ -181,7 +181,7 @@ def check_cached_mask(
         )
     if not isinstance(mask, CachedMask):
         raise UnsupportedError(
-            f"{name} got a ready-made attention mask of shape {tuple(mask.shape)}; distca takes"
+            f"{name} got a ready-made attention mask of shape {tuple(mask.shape)}, but distca reads"
             " documents from position_ids and padding from a 2-D attention_mask. Leave the mask"
             ' out, or use attn_implementation="sdpa".'
         )
@@ -190,8 +190,9 @@ def check_cached_mask(
     ):
         raise UnsupportedError(
             f"{name} has {len(documents.lengths)} packed documents (distca_documents) and a"
-            " key/value cache, in which each would see the others. Give the model use_cache=False"
-            " and no past_key_values; instead of prefix tuning use another adapter, such as LoRA."
+            " key/value cache, in which each document would see the others. Give the model"
+            " use_cache=False and no past_key_values; instead of prefix tuning, use another"
+            " adapter, such as LoRA."
         )
     return mask.as_subclass(torch.Tensor)
 

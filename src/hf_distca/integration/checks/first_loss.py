@@ -1,21 +1,22 @@
-"""Check of the first loss of a Trainer on dealt documents: it must use the same targets as the loss
-of one process.
+"""Check the first loss of a Trainer on dealt documents: it must use the same targets as the loss of
+one process.
 
-`labels` of shares are -100, because labels cannot be shifted where documents are cut, and ranks
-have different numbers of targets. So a loss must use ``shift_labels``, and divide by
-``num_items_in_batch``. The value of a loss does not show this, because other terms and weights
-change it as well. So the check records who reads the values of these tensors, and follows the graph
-from the loss to the outputs that a model made from ``shift_labels``. It uses no copy of the logits,
-so precision and wrappers do not matter. A loss without targets, such as a distance from a teacher's
-logits, is accepted: ranks have equally many tokens, so the mean over ranks is the mean over tokens.
+Each rank trains on a share, its part of a dealt batch. The `labels` of a share are -100, because
+labels cannot be shifted where documents are cut. Ranks have different numbers of targets. So a loss
+must use ``shift_labels``, and divide by ``num_items_in_batch``. The value of a loss does not show
+whether it does, because other terms and weights change the value as well. So the check records who
+reads these tensors, and follows the graph from the loss to the outputs that a model made from
+``shift_labels``. It uses no copy of the logits, so precision and wrappers do not matter. A loss
+without targets, such as the distance to a teacher's logits, is accepted: ranks have equal numbers
+of tokens, so the mean over ranks is the mean over tokens.
 
 The check runs once for each Trainer, on every rank: in the first micro-batch of its training,
 before the backward.
 
 A second check covers loops without a Trainer, and losses that a model computes itself: the first
-gradient of a share's logits must not be zero. A loss that reads `labels` gives logits no gradient.
-A loss that weighs all documents of a share by 0 gives no gradient either, but it passes, because it
-has read ``shift_labels``.
+gradient of a share's logits must not be zero. It is zero if the loss reads `labels`. It is also
+zero if the loss multiplies all documents of a share by 0, but such a loss passes, because it has
+read ``shift_labels``.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ _watched_trainers: WeakSet[Trainer] = WeakSet()
 
 
 def is_loss_watched(trainer: object) -> bool:
-    """Return whether the loss of a Trainer has passed its check, or is being checked."""
+    """Return whether the loss of a Trainer has passed the check, or is being checked."""
     return trainer in _watched_trainers
 
 
@@ -55,8 +56,8 @@ def run_watched_step(
     inputs: Any,
     step: Callable[..., torch.Tensor],
 ) -> torch.Tensor:
-    """Run a training step of a Trainer. In its first step on a share of several ranks, check the
-    loss.
+    """Run a training step of a Trainer. Check the loss in the Trainer's first step on a share of
+    several ranks.
 
     Args:
         trainer: the Trainer.
@@ -118,13 +119,14 @@ def run_watched_step(
 
 
 def watch_gradient(model: PreTrainedModel, trainers_watch: LossWatch | None = None) -> None:
-    """Watch the gradient of logits, until a loss gives one or reads the targets outside the model.
+    """Watch the gradient of the logits until the loss has proved to use the targets: the gradient
+    is not zero, or code outside the model has read the targets.
 
-    A backward raises if the logits of a share get no gradient although the share has targets, and
-    nothing outside the model has read these.
+    The backward raises an error if the gradient is zero, the share has targets, and no code outside
+    the model has read them.
 
-    The logits are the output of the output embedding. Their gradient includes that of all copies
-    that the model, accelerate or a loss makes. A fused loss has no logits, but gets
+    The logits are the output of the output embedding. Their gradient includes the gradients of all
+    copies of them that the model, accelerate or a loss makes. A fused loss has no logits, but gets
     ``shift_labels`` from the model. Without an output embedding, hidden states are watched instead.
 
     Args:
@@ -189,8 +191,8 @@ def _make_error(model: PreTrainedModel) -> UnsupportedError:
 
 @contextmanager
 def wrap_method(owner: object, name: str, around: Callable[..., Any]) -> Iterator[None]:
-    """Replace a method of one object by `around` in a ``with`` block. `around` gets the method, and
-    then the method's arguments.
+    """Replace a method of one object by `around` in a ``with`` block. `around` is called with the
+    method, followed by the method's arguments.
     """
     method = getattr(owner, name)
     before = vars(owner).get(name)
@@ -200,5 +202,5 @@ def wrap_method(owner: object, name: str, around: Callable[..., Any]) -> Iterato
     finally:
         if before is None:
             delattr(owner, name)
-        else:  # the method was set on this object, not defined in its class
+        else:  # the method had been set on this object, not in its class
             setattr(owner, name, before)

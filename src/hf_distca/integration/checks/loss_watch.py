@@ -1,7 +1,8 @@
-"""Record of what a loss uses.
+"""Record what a loss uses.
 
-It notes each read of the targets of a batch and of their number. It also finds the outputs of
-models that can be reached from the loss in the graph, and whether these were made from targets.
+The record holds each read of the targets of a batch, and of the number of targets. It also tells
+which outputs of models can be reached from the loss in the graph, and whether these outputs were
+made from targets.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ from hf_distca.errors import UnsupportedError
 from hf_distca.integration.callers import is_in_model
 
 TARGETS, LABELS, ITEMS = "shift_labels", "labels", "num_items_in_batch"
-# A node of a graph, and the number of one of its outputs. DDP has one node for all outputs of a
-# model.
+# A node of an autograd graph, and the number of one of its outputs. DDP has one node for all
+# outputs of a model.
 GraphPlace = tuple[Any, int]
-# Outputs of models that do not depend on targets. All others may.
+# Names of model outputs that do not depend on targets. All other outputs may.
 _TARGET_FREE_OUTPUTS = {
     "attentions",
     "aux_loss",
@@ -32,7 +33,8 @@ _TARGET_FREE_OUTPUTS = {
     "router_logits",
     "z_loss",
 }
-# Torch functions that pass values on without computing with them, or ask only for a shape.
+# Torch functions that do not compute with values: they pass values on, or ask for a shape, for
+# example.
 _value_free = """
     __format__ __get__ __getitem__ __hash__ __len__ __repr__ __set__ __setitem__
     clone contiguous cpu cuda detach dim element_size expand flatten get_device int is_contiguous
@@ -43,11 +45,11 @@ _VALUE_FREE_FUNCTIONS = frozenset(_value_free.split())
 
 
 class SpyTensor(torch.Tensor):
-    """A tensor that calls its `report_read` when its values are read, or moved along the row. The
-    argument is True if they are moved.
+    """A tensor that calls its `report_read` when its values are read, or shifted along the row. The
+    argument of the call is True if the values are shifted.
     """
 
-    report_read: Callable[[bool], object] = bool  # does nothing
+    report_read: Callable[[bool], object] = bool  # calling `bool` has no effect
 
     @classmethod
     def wrap_tensor(cls, tensor: torch.Tensor, report_read: Callable[[bool], object]) -> SpyTensor:
@@ -58,7 +60,7 @@ class SpyTensor(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call a function of torch, and report a read of the values.
+        """Call a function of torch, and report if it reads the values.
 
         A result with the same values becomes a spy as well. Other results are plain tensors.
         """
@@ -83,7 +85,7 @@ class SpyTensor(torch.Tensor):
 
 
 def _leaves_first_out(index: Any) -> bool:
-    """Return whether an index is ``1:`` or ends with it."""
+    """Return whether an index is ``1:``, or a tuple that ends with ``1:``."""
     last = index[-1] if isinstance(index, tuple) else index
     return isinstance(last, slice) and last.start == 1 and last.stop is None
 
@@ -102,12 +104,13 @@ def _strip_spy(value: Any) -> Any:
 
 @dataclass(eq=False)
 class LossWatch:
-    """Record of the names in a batch that a loss uses: targets, labels and the number of targets.
+    """Record of the inputs (targets, labels and the number of targets) that a loss uses.
 
     Attributes:
         ids: the tokens of the batch, if they are known.
-        names_read: names that the loss read itself.
-        names_given: names that a model got, by the places of the model's outputs in the graph.
+        names_read: names of the inputs that the loss read itself.
+        names_given: for each place in the graph of an output of a model, the names of the inputs
+            that the model got.
     """
 
     ids: torch.Tensor | None = None
@@ -115,19 +118,21 @@ class LossWatch:
     names_given: dict[GraphPlace, set[str]] = field(default_factory=dict)
 
     def watch_value(self, value: Any, name: str) -> Any:
-        """Return a tensor as one that records reads. Any other value counts as read at once."""
+        """Return a tensor as a `SpyTensor` that records reads. Record any other value as read at
+        once.
+        """
         if isinstance(value, torch.Tensor):
             return SpyTensor.wrap_tensor(value, partial(self.record_read, name))
         self.names_read.add(name)
         return value
 
     def record_read(self, name: str, is_moved: bool = False) -> None:
-        """Record that the loss read values of this name. Reads inside a model do not count.
+        """Record that the loss read the input of this name. Reads inside a model do not count.
 
         Raises:
-            UnsupportedError: if the loss moves targets along the row.
+            UnsupportedError: if the loss shifts targets along the row.
         """
-        if is_in_model():  # a model whose calls are not recorded, such as a teacher
+        if is_in_model():  # read by a model whose calls are not recorded, such as a teacher
             return
         if is_moved and name == TARGETS:
             raise UnsupportedError(
@@ -144,8 +149,8 @@ class LossWatch:
 
     @contextmanager
     def record_calls(self, models: Iterable[torch.nn.Module]) -> Iterator[None]:
-        """Record the names that models get in a ``with`` block. Models get plain tensors, because
-        their reads are not reads of the loss.
+        """Record the names of the inputs that models get in a ``with`` block. Give the models plain
+        tensors, because their reads are not reads of the loss.
         """
         calls: list[set[str]] = []
 
@@ -173,13 +178,13 @@ class LossWatch:
         if keywords.get("distca_documents") is None and any(value is self.ids for value in values):
             other_names = ", ".join(sorted(keywords.keys() - {"input_ids"})) or "nothing else"
             raise UnsupportedError(
-                f"the model is called with input_ids and {other_names}, but dealt batches have more"
-                " than that: distca_documents tells which documents the tokens belong to, and which"
-                " ranks hold the rest. Call model(**inputs)."
+                f"the model is called with input_ids and {other_names}, but without"
+                " distca_documents, which tells which documents the tokens of a dealt batch belong"
+                " to, and which ranks hold the rest of these documents. Call model(**inputs)."
             )
 
     def find_loss_reason(self, loss: torch.Tensor) -> str | None:
-        """Describe what is wrong with the loss of one of several ranks; None if it is right."""
+        """Describe what is wrong with the loss of one of several ranks; None if nothing is."""
         reached = _collect_places(loss) & self.names_given.keys()
         from_targets = {place for place in reached if TARGETS in self.names_given[place]}
         names = self.names_read.union(*(self.names_given[place] for place in reached))
@@ -206,8 +211,8 @@ class LossWatch:
             )
         if is_models_loss:
             return (
-                "is the model's as it is: a sum divided by the number of targets of all ranks."
-                " Averaging gradients over ranks divides it again. Multiply it by"
+                "is the model's loss, unchanged: a sum divided by the number of targets of all"
+                " ranks. Averaging gradients over ranks divides it again. Multiply it by"
                 " self.accelerator.num_processes, or use super().compute_loss(model, inputs,"
                 " num_items_in_batch=num_items_in_batch)."
             )
@@ -215,7 +220,7 @@ class LossWatch:
 
 
 def _find_target_places(output: Any) -> list[GraphPlace]:
-    """Find the places in the graph of outputs of a model that may depend on targets."""
+    """Find the places in the graph of those outputs of a model that may depend on targets."""
     values: Iterable[Any] = [output]
     if isinstance(output, Mapping):
         values = [value for name, value in output.items() if name not in _TARGET_FREE_OUTPUTS]
@@ -233,7 +238,7 @@ def _get_place(value: torch.Tensor) -> GraphPlace:
 
 
 def _collect_places(loss: torch.Tensor) -> set[GraphPlace]:
-    """Collect the places that can be reached from a loss in the graph."""
+    """Collect the places in the graph that can be reached from a loss."""
     reached = {_get_place(loss)}
     remaining = list(reached)
     while remaining:

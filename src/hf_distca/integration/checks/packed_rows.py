@@ -1,9 +1,9 @@
-"""Check for parts of a model that act once on each row. They fail on a row that holds several
-documents, or a part of a document.
+"""Check for parts of a model that act once on each row. Their results are wrong for a row that
+holds several documents, or a part of a document.
 
 Classification heads pool the last token of a row. NEFTune divides its noise by the root of a row's
-number of tokens. Adapters that begin at a mark, such as PEFT's aLoRA, look for the last mark of a
-row.
+number of tokens. Adapters that begin at certain tokens, such as PEFT's aLoRA, look for the last
+place in a row that has these tokens.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def check_packed_row(call: MaskCall, part: PreTrainedModel, packed: PackedDocuments) -> None:
-    """Check that a model computes the documents of a row as it would in separate rows.
+    """Check that a model computes the documents of a row as if they were in separate rows.
 
     Args:
         call: the call that makes the mask; its outermost model is checked.
@@ -37,7 +37,7 @@ def check_packed_row(call: MaskCall, part: PreTrainedModel, packed: PackedDocume
         check_head(model)
     if packed.dealt_share is None and len(packed.lengths) == 1:
         return
-    remedy = "or train on padded batches, one document a row."
+    remedy = "or train on padded batches with one document in each row."
     alpha = _find_noise(part) if model.training else None
     if alpha is not None:
         raise UnsupportedError(
@@ -49,15 +49,15 @@ def check_packed_row(call: MaskCall, part: PreTrainedModel, packed: PackedDocume
         tokens = getattr(adapter, "alora_invocation_tokens", None)
         if tokens is not None:
             raise UnsupportedError(
-                f"alora_invocation_tokens={list(tokens)}: the adapter looks for them once in a row."
-                " Rows hold packed or dealt documents, so it would not change most of them. Use"
-                f" LoRA without alora_invocation_tokens, {remedy}"
+                f"alora_invocation_tokens={list(tokens)}: the adapter looks for these tokens once"
+                " in a row. Rows hold packed or dealt documents, so the adapter would leave most"
+                f" documents unchanged. Use LoRA without alora_invocation_tokens, {remedy}"
             )
 
 
 def _find_noise(model: PreTrainedModel) -> float | None:
-    """Find the alpha of the noise that NEFTune adds to the embeddings of a model; None if it adds
-    none.
+    """Find the alpha of the noise that NEFTune adds to the embeddings of a model; None without
+    NEFTune.
     """
     try:
         embedding: object = model.get_input_embeddings()

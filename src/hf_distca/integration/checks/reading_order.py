@@ -1,5 +1,5 @@
-"""Checks of loaders that would give ranks wrong batches: batches that one rank reads for all, that
-come out of order, or that are cut into other pieces.
+"""Checks of loaders that would give ranks wrong batches: one rank reads the batches of all ranks,
+batches come out of order, or they are split or joined.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from hf_distca.data.shares import Shares, StreamedShares
 from hf_distca.errors import UnsupportedError
 from hf_distca.integration.checks.replaced_parts import get_collator_origin
 
-# For each case: a true value if it occurs, and a text that says what is wrong and what to set.
+# For each case: a value that is true if the case occurs, and a text that says what is wrong and
+# what to set.
 Cases = Iterable[tuple[object, str]]
 
 # Columns of a share that must reach the model.
@@ -25,11 +26,11 @@ _REQUIRED_COLUMNS = {"distca_documents", "position_ids", "shift_labels"}
 
 
 def check_dispatch(loader: object, shares: bool) -> None:
-    """Raise for a loader of several processes in which rank 0 reads packed documents for all ranks.
+    """Raise for a loader in which rank 0 reads packed documents for all ranks.
 
-    This is accelerate's default for iterable datasets. accelerate joins the rows of all ranks to
-    one tensor, broadcasts it and cuts it. That fails on rank 0 for rows of different lengths and
-    for `PackedDocuments`, while the other ranks wait.
+    Such loaders are accelerate's default for iterable datasets. accelerate concatenates the rows of
+    all ranks to one tensor, broadcasts the tensor and cuts it. For rows of different lengths and
+    for `PackedDocuments` this fails on rank 0, while the other ranks wait.
     """
     if (
         isinstance(loader, DataLoaderDispatcher)
@@ -38,10 +39,10 @@ def check_dispatch(loader: object, shares: bool) -> None:
     ):
         raise UnsupportedError(
             "rank 0 would read the batches of all ranks and broadcast them, as accelerate does by"
-            " default for iterable datasets; packed documents cannot travel so. Set"
+            " default for iterable datasets, but packed documents cannot be broadcast. Set"
             ' TrainingArguments(accelerator_config={"dispatch_batches": False}). Each rank then'
-            " reads the dataset, in the same order, and accelerate leaves it its share: do not"
-            " split the dataset by rank yourself, or each rank gets a share of its share."
+            " reads the dataset, in the same order, and accelerate selects the rank's part: do not"
+            " split the dataset by rank yourself, or each rank gets a part of its part."
         )
 
 
@@ -52,11 +53,11 @@ def _get_collator(loader: object) -> object:
 
 
 def find_reading_cases(loader: Any, shares: Shares | StreamedShares, *, training: bool) -> Cases:
-    """Find the cases in which ranks would get shares of other ranks. In training, also find the
-    case in which epochs are not shuffled again.
+    """Yield the cases in which ranks would get wrong shares or no shares. In training, also yield
+    the case in which every epoch would have the same order.
     """
     package, name = get_collator_origin(_get_collator(loader))
-    # The columns that the Trainer does not drop.
+    # Columns that the Trainer keeps; all required columns if it drops no columns.
     columns = getattr(getattr(loader, "collate_fn", None), "signature_columns", _REQUIRED_COLUMNS)
     dropped = _REQUIRED_COLUMNS - set(columns or _REQUIRED_COLUMNS)
     batches, shard, processes = _find_sampler(loader)
@@ -86,8 +87,8 @@ def find_reading_cases(loader: Any, shares: Shares | StreamedShares, *, training
         processes is None,
         f"{type(getattr(batches, 'sampler', batches)).__name__} reads them in an order of its own."
         ' Set TrainingArguments(train_sampling_strategy="sequential"), or shuffle=False in a'
-        " DataLoader, and leave out samplers of a Trainer of your own (_get_train_sampler,"
-        " get_train_dataloader): epochs of shares are shuffled already. For an order of your own,"
+        " DataLoader, and leave out _get_train_sampler and get_train_dataloader of a Trainer"
+        " class of your own: epochs of shares are shuffled already. For an order of your own,"
         ' sort the rows, and set train_sampling_strategy="sequential" before hf_distca.deal; or'
         " hf_distca.document_shares(..., seed=None).",
     )
@@ -121,12 +122,12 @@ def find_reading_cases(loader: Any, shares: Shares | StreamedShares, *, training
 
 
 def _is_for_ranks(processes: int, shares: Shares | StreamedShares) -> bool:
-    """Return whether shares are made for as many ranks as read them."""
+    """Return whether shares are made for the number of ranks that read them."""
     ranks, config = shares.deal_settings.ranks, shares.deal_settings.config
     if getattr(shares, "rank", None) is not None:  # a stream of one rank's shares
         return processes == 1
     world = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-    # Several groups take global batches in turns.
+    # Several groups take turns: each global batch goes to one of them.
     if ranks > 1 and (config.group_size == ranks or config.group_ranks(world) == ranks < world):
         return processes % ranks == 0
     return processes == ranks
@@ -134,7 +135,7 @@ def _is_for_ranks(processes: int, shares: Shares | StreamedShares) -> bool:
 
 def _find_sampler(loader: Any) -> tuple[Any, Any, int | None]:
     """Find the batch sampler, accelerate's shard of it, and the number of processes that read its
-    batches. The number is None if the sampler reads out of order.
+    batches. The number is None if the sampler does not read in order.
     """
     if isinstance(loader.dataset, IterableDatasetShard):
         return loader.dataset, loader.dataset, loader.dataset.num_processes
@@ -142,7 +143,7 @@ def _find_sampler(loader: Any) -> tuple[Any, Any, int | None]:
         return loader, None, 1
     shard = None
     batches = loader.sampler if isinstance(loader.sampler, BatchSampler) else loader.batch_sampler
-    while hasattr(batches, "batch_sampler"):  # a wrapper of accelerate's
+    while hasattr(batches, "batch_sampler"):  # accelerate wraps batch samplers
         shard = batches if isinstance(batches, BatchSamplerShard) else shard
         batches = batches.batch_sampler
     sampler = getattr(batches, "sampler", None)

@@ -17,19 +17,20 @@ from hf_distca.integration.processes import LOG, warn_once
 
 if TYPE_CHECKING:
     import torch
-    from transformers import Trainer  # not imported when models are loaded
+    from transformers import Trainer  # not needed to load models, and it would import peft
 
 CollatorRule = Literal["check", "replace"]
-# Remedies for recurrent layers that carry states on, by group of model families.
+# Remedies for recurrent layers that carry states from document to document, by group of model
+# families.
 _STATE_REMEDIES = {
     "PACKED": (
         'Under attn_implementation="distca" they do not: compare with one process under distca.'
     ),
     "CARRIES_STATE": "Train without hf_distca.deal, on one document a row.",
 }
-_SAMPLE_SIZE = 256  # documents whose targets are counted; reading them takes a moment
+_SAMPLE_SIZE = 256  # documents whose targets are counted; reading all could take long
 
-# Collators that can be replaced, by package. They read the same columns as `deal`: ids, labels,
+# Collators that `deal` can replace, by package. They read the same columns as `deal`: ids, labels,
 # masks, lengths and positions.
 _KNOWN_COLLATORS = {
     "transformers": {
@@ -67,7 +68,8 @@ def check_collator(trainer: Trainer, collator: CollatorRule) -> None:
     if name in _KNOWN_COLLATORS.get(package, ()) and not masks_at_random:
         tokenizer = getattr(data_collator, "tokenizer", None)
         pad = getattr(tokenizer, "pad_token_id", None)
-        # This collator never trains on the padding token, not even where it ends a document.
+        # This collator masks the padding token everywhere, even where the same token ends a
+        # document.
         if (
             (package, name) == ("transformers", "DataCollatorForLanguageModeling")
             and pad is not None
@@ -87,10 +89,10 @@ def check_collator(trainer: Trainer, collator: CollatorRule) -> None:
         )
         return
     raise UnsupportedError(
-        f"hf_distca.deal replaces the data_collator, and does not know {shown}: what it masks,"
-        " drops or changes would be lost. Do in the data set what it does: rows may have labels"
-        " with -100, completion_mask or assistant_masks. If nothing is lost, call"
-        ' hf_distca.deal(..., collator="replace"), or set it by hf-distca run --set'
+        f"hf_distca.deal replaces the data_collator, but does not know {shown}: whatever the"
+        " collator masks, drops or changes would be lost. Make these changes in the data set:"
+        " rows may have labels with -100, completion_mask or assistant_masks. If nothing is lost,"
+        ' call hf_distca.deal(..., collator="replace"), or use hf-distca run --set'
         " collator=replace."
     )
 
@@ -108,8 +110,8 @@ def warn_of_row_order(trainer: Trainer) -> None:
 
 
 def warn_of_carried_states(model: torch.nn.Module | None) -> None:
-    """Warn if a model with recurrent layers does not run distca. These layers carry states on from
-    one document of a row to the next, so the run is no baseline for a run under distca.
+    """Warn if a model with recurrent layers does not run distca. These layers carry states from one
+    document of a row to the next, so the run is no baseline for a run under distca.
     """
     for kind in sorted({part.config.model_type for part in iterate_models(model)}):
         remedy = _STATE_REMEDIES.get(FAMILIES.get(kind, ""))
@@ -122,8 +124,8 @@ def warn_of_carried_states(model: torch.nn.Module | None) -> None:
 
 
 def describe_targets(documents: Any, count: int) -> str:
-    """Count the targets in a sample of `count` documents, and describe the result. The first token
-    of a document is never a target.
+    """Count the targets in a sample of the documents, which are `count` in all, and describe the
+    result. The first token of a document is never a target.
 
     Raises:
         ConfigError: if all documents were counted, and have no targets.
@@ -140,8 +142,8 @@ def describe_targets(documents: Any, count: int) -> str:
     if labels and not targets:
         finding = f"none of the {tokens:,} tokens of {len(numbers):,} documents is a target"
         cause = (
-            "labels are -100 throughout, or completion_mask or assistant_masks 0, as where a"
-            " template marks no answers"
+            "labels are -100 throughout, or completion_mask or assistant_masks are 0, for example"
+            " because a template marks no answers"
         )
         if not is_sample:
             raise ConfigError(
@@ -156,8 +158,9 @@ def describe_targets(documents: Any, count: int) -> str:
 
 
 def get_collator_origin(collator: Any) -> tuple[str, str]:
-    """Return the package and the name of a collator: of a function, of the function in a partial,
-    or of an object's class. The package of a subclass is the user's.
+    """Return the package and the name of a collator, which is a function, a partial of a function,
+    or an object. For an object they are those of its class, so a user's subclass has the user's
+    package.
     """
     owner = collator if hasattr(collator, "__name__") else type(collator)
     name = getattr(getattr(collator, "func", collator), "__name__", type(collator).__name__)

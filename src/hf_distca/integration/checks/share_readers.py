@@ -1,5 +1,5 @@
-"""Checks that loaders give ranks the right batches, and that Trainers compute the right loss of
-shares.
+"""Checks that loaders give each rank its own share of a dealt batch, and that Trainers compute the
+right loss from shares.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ if TYPE_CHECKING:
 
     from hf_distca.agreement.dealt_share import DealtShare
 
-# Models, as Trainers call them, that were found to average the gradients of ranks. They are kept,
-# because accelerate's `unwrap_model` later removes DDP from a compiled module, whose compiled
-# forward still runs it.
+# Models, as Trainers call them, that were found to average the gradients of ranks. The result is
+# kept, because accelerate's `unwrap_model` later removes DDP from a compiled module, although the
+# compiled forward still runs DDP.
 _averaged_models: WeakSet[torch.nn.Module] = WeakSet()
-# How to train on one rank, and how to keep documents whole.
+# Remedies for errors: how to train on one rank, and how to keep documents whole.
 _SHARE_REMEDIES = (
     "make the shares for one rank",
     "Pack whole documents with PackingCollator instead",
@@ -50,7 +50,7 @@ def check_loader(
     evaluation: DistCAConfig | None = None,
 ) -> None:
     """Check that a loader gives each rank its own batches and shares, and that training on shares
-    gives the same result as one process.
+    gives the same result as training in one process.
 
     Args:
         loader: a loader of torch, prepared by accelerate or not; None passes.
@@ -77,8 +77,8 @@ def check_loader(
 
 
 def check_evaluation(trainer: Trainer | None, config: DistCAConfig) -> None:
-    """Check before training that a Trainer will evaluate its evaluation sets of shares as one
-    process would.
+    """Check before training that evaluation sets of shares will give a Trainer the same result as
+    in one process.
 
     Args:
         trainer: the Trainer; None passes.
@@ -104,7 +104,9 @@ def check_evaluation(trainer: Trainer | None, config: DistCAConfig) -> None:
 
 
 def warn_of_rows_not_dealt(trainer: Trainer) -> None:
-    """Warn if an evaluation reads rows that are not dealt, although an evaluation set is dealt."""
+    """Warn if an evaluation reads rows that are not dealt, although the Trainer has an evaluation
+    set that is dealt.
+    """
     if any(find_shares(rows) is not None for rows in _list_evaluation_sets(trainer)):
         warn_once(
             "this evaluation reads rows that are not dealt, though eval_dataset is dealt: its loss"
@@ -115,14 +117,14 @@ def warn_of_rows_not_dealt(trainer: Trainer) -> None:
 
 
 def _list_evaluation_sets(trainer: Trainer | None) -> list[Any]:
-    """List the evaluation sets of a Trainer, named or not."""
+    """List the evaluation sets of a Trainer: its only one, or all sets of a dictionary."""
     data: Any = getattr(trainer, "eval_dataset", None)
     return list(data.values()) if isinstance(data, dict) else [data]
 
 
 def warn_of_other_epochs(loader: object, args: TrainingArguments, state: TrainerState) -> None:
-    """Warn if a resumed training has other global batches than before. A resume skips batches by
-    their number, so documents would be repeated or left out.
+    """Warn if a resumed training has different global batches than before. Resuming skips batches
+    by their number, so documents would be repeated or left out.
 
     The facts that determine global batches are kept in checkpoints.
     """
@@ -140,16 +142,16 @@ def warn_of_other_epochs(loader: object, args: TrainingArguments, state: Trainer
     if state.global_step and state.is_world_process_zero and before != facts:
         LOG.warning(
             "this training resumes after step %d, before which the global batches of an epoch were"
-            " %s; now they are %s. Some documents will be repeated or skipped: resume with the seed"
-            " (data_seed), tokens_per_rank, number of ranks, fill, gradient_accumulation_steps and"
-            " documents of before.",
+            " %s; now they are %s. Some documents will be repeated or skipped: resume with the same"
+            " seed (data_seed), tokens_per_rank, number of ranks, fill, gradient_accumulation_steps"
+            " and documents as before.",
             *(state.global_step, before, facts),
         )
     saved["distca_shares"] = facts
 
 
 def check_step(trainer: Trainer, model: torch.nn.Module, share: DealtShare | None) -> None:
-    """Check that a Trainer with a data set of shares trains on them, and that the gradients of
+    """Check that a Trainer with a data set of shares trains on shares, and that the gradients of
     ranks that share documents are averaged.
 
     Args:
@@ -179,7 +181,7 @@ def check_step(trainer: Trainer, model: torch.nn.Module, share: DealtShare | Non
         raise UnsupportedError(
             f"nothing averages the gradients of {share.ranks} ranks, which share documents: the"
             f" model of this {type(trainer).__name__} is not in DistributedDataParallel. After"
-            " evaluate() or predict(), transformers does not put it there: call train() first, or"
+            " evaluate() or predict(), transformers does not wrap it: call train() first, or"
             " evaluate with another Trainer."
         )
 
@@ -192,8 +194,8 @@ def check_trainer(
     remedies: tuple[str, str] = _SHARE_REMEDIES,
     evaluation: DistCAConfig | None = None,
 ) -> None:
-    """Check that a Trainer will train and evaluate on documents dealt to ranks as one process
-    would.
+    """Check that training and evaluation on documents dealt to ranks will give the same result as
+    in one process.
 
     Args:
         trainer: the Trainer.
@@ -224,8 +226,8 @@ def _count(ranks: int) -> str:
 
 
 def _find_loss_cases(args: TrainingArguments | None, trainer: Trainer | None, ranks: int) -> Cases:
-    """Find the cases in which the loss of shares would differ from that of whole documents. There
-    are none on one rank, because no document is cut.
+    """Yield the cases in which the loss of shares would differ from the loss of whole documents. On
+    one rank there are no such cases, because no document is cut.
     """
     if ranks == 1:
         return
@@ -261,7 +263,7 @@ def _find_loss_cases(args: TrainingArguments | None, trainer: Trainer | None, ra
 def _find_model_cases(
     model: torch.nn.Module | None, ranks: int, local_remedy: str, whole_remedy: str
 ) -> Cases:
-    """Find the cases in which a model would compute a cut document differently.
+    """Yield the cases in which a model would compute a cut document wrongly.
 
     Args:
         model, ranks: the model, if it is known, and the ranks that documents are cut for.
@@ -293,8 +295,8 @@ def _find_model_cases(
 def _find_evaluation_cases(
     trainer: Trainer | None, ranks: int, config: DistCAConfig | None
 ) -> Cases:
-    """Find the cases in which ranks would not evaluate as one process does. There are none without
-    settings, or on one rank.
+    """Yield the cases in which evaluation would differ from evaluation in one process. On one rank,
+    or with None as `config`, there are no such cases.
     """
     if config is None or ranks == 1:
         return

@@ -34,17 +34,17 @@ from hf_distca.schedule.cost import AttentionShape
 
 
 def _hide_from_compilers(attend: Callable[..., Any]) -> Callable[..., Any]:
-    """Hide attention from compilers and checkpointing policies. If neither is active, this costs
-    only two checks.
+    """Hide attention from compilers and checkpointing policies. If none is active, this costs only
+    two checks.
 
     A compiler would trace the exchanges with the shapes of one micro-batch. So the graph breaks
     here.
 
     Selective checkpointing (a `context_fn` with a policy) numbers the operations of a layer in the
-    first forward, and finds saved results by these numbers in the recompute. The recompute of
-    distca runs no kernel, no exchange and no planning. So the numbers would shift, and later
-    operations of the layer would get wrong results. Hiding attention loses nothing, because distca
-    keeps its outputs itself.
+    first forward, and finds saved results by these numbers in the recompute. distca runs no kernel,
+    no exchange and no planning in the recompute. So the numbers would shift, and later operations
+    of the layer would get wrong results. Hiding attention loses nothing, because distca keeps its
+    outputs itself.
     """
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -122,7 +122,8 @@ def distca_attention(
     batch, nano = attention_mask.batch, attention_mask.nano
     if sliding_window is not None:
         check_window(module, sliding_window)
-    # All other checks and plans are the same in layers with the same call.
+    # The other checks and the plan are the same for all layers with the same call, so they are made
+    # once.
     autocast = torch.is_autocast_enabled(query.device.type) and torch.get_autocast_dtype(
         query.device.type
     )
@@ -154,7 +155,7 @@ def _prepare_layers(
     options: tuple[float | None, int | None, float | None],
     kwargs: dict[str, Any],
 ) -> LayerPlan:
-    """Prepare the plan and the kernel for all layers with the same call.
+    """Check the layer, and prepare the plan and the kernel for all layers with the same call.
 
     Args:
         module, mask, kwargs: see `distca_attention`.
@@ -178,8 +179,8 @@ def _prepare_layers(
         )
     if plan.stage_attention is not None and batch.context.ahead is not None:
         raise UnsupportedError(
-            "tokens of this batch see later tokens (images, a prefix, or is_causal=False), which"
-            " stages of a pipeline do not compute. Train the model without a pipeline."
+            "tokens of this batch see later tokens (images, a prefix, or is_causal=False), but"
+            " pipeline stages compute only causal attention. Train the model without a pipeline."
         )
     scores = _make_scores(module, query, scaling, plan.window, softcap)
     with plan.group.report_errors(f"choosing a kernel for {plan.name}"):
@@ -210,8 +211,8 @@ def _scale_queries(
     if scaling.numel() > 1 and scaling.shape not in ((heads, 1, 1), (1, heads, 1, 1)):
         raise UnsupportedError(
             f"{type(module).__name__} passes scaling of shape {tuple(scaling.shape)} for {heads}"
-            " query heads: distca takes one number, or one a head of shape (heads, 1, 1). Use"
-            ' attn_implementation="eager".'
+            " query heads: distca takes one number, or one for each head, of shape (heads, 1, 1)."
+            ' Use attn_implementation="eager".'
         )
     return (query_BHLD * scaling.reshape(-1, 1, 1)).to(query_BHLD.dtype)
 
@@ -220,7 +221,7 @@ def _flatten_sink(module: torch.nn.Module, s_aux: torch.Tensor, heads: int) -> t
     if s_aux.numel() != heads:
         raise UnsupportedError(
             f"{type(module).__name__} passes s_aux of shape {tuple(s_aux.shape)} for {heads} query"
-            ' heads: distca has one sink a head. Use attn_implementation="eager".'
+            ' heads: distca takes one sink for each head. Use attn_implementation="eager".'
         )
     return s_aux.reshape(heads)
 
@@ -228,9 +229,7 @@ def _flatten_sink(module: torch.nn.Module, s_aux: torch.Tensor, heads: int) -> t
 def _flatten_tokens(
     states_BHLD: torch.Tensor, dtype: torch.dtype | None, token_indices: torch.Tensor | None
 ) -> torch.Tensor:
-    """Convert (batch, heads, length, width) to rows of tokens without padding: (tokens, heads,
-    width).
-    """
+    """Convert (batch, heads, length, width) to tokens without padding: (tokens, heads, width)."""
     if states_BHLD.dtype != dtype:
         states_BHLD = states_BHLD.to(dtype)
     rows_THD = states_BHLD.transpose(1, 2).flatten(0, 1)
@@ -240,7 +239,9 @@ def _flatten_tokens(
 def _restore_batch(
     o_THV: torch.Tensor, query_BHLD: torch.Tensor, token_indices: torch.Tensor | None
 ) -> torch.Tensor:
-    """Convert rows of tokens to (batch, length, heads, width), with 0 for padding."""
+    """Convert tokens without padding, (tokens, heads, width), to (batch, length, heads, width). The
+    output of padding is 0.
+    """
     batch, heads, length, _ = query_BHLD.shape
     if token_indices is not None:
         padded_THV = o_THV.new_zeros((batch * length, *o_THV.shape[1:]))
@@ -249,8 +250,8 @@ def _restore_batch(
 
 
 def _choose_dtype(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.dtype:
-    """Return the dtype to compute in: that of autocast, else the widest of the three. They differ
-    in models that rotate queries and keys in float32.
+    """Return the dtype to compute in: the dtype of autocast, or without autocast the widest dtype
+    of query, key and value. They differ in models that rotate queries and keys in float32.
     """
     if torch.is_autocast_enabled(query.device.type) and value.dtype != torch.float64:
         return torch.get_autocast_dtype(query.device.type)
@@ -260,8 +261,8 @@ def _choose_dtype(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -
 def _attend_by_mask(
     module: torch.nn.Module, inputs: Inputs, dense: torch.Tensor, scores: ScoreOptions
 ) -> torch.Tensor:
-    """Compute attention with a dense mask, as for cached keys. Capped scores and sinks are computed
-    by plain operations, all else by sdpa.
+    """Compute attention with a dense mask, which is used if keys are cached, for example. Attention
+    with capped scores or sinks is computed by plain operations, all other attention by sdpa.
 
     The inputs are in transformers' layout: (batch, heads, length, width).
     """

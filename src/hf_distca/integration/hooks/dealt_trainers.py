@@ -1,12 +1,12 @@
-"""Trainers on dealt documents: checks of their first share and their first loss, and evaluation
-losses that are means over targets.
+"""Hooks for Trainers on dealt documents. They check the first share and the first loss, and make an
+evaluation loss the mean over targets.
 
-Trainers average evaluation losses over batches, and TRL's Trainers also over ranks. A rank with few
-targets, or a last batch that is mostly padding, would weigh as much as any other.
+Without them, Trainers average evaluation losses over batches, and TRL's Trainers also over ranks. A
+rank with few targets, or a last batch that is mostly padding, would weigh as much as any other.
 
-This applies to every Trainer of the process, because users who make shares themselves do not pass
-the Trainer to distca. Both wrapped methods are public, and subclasses such as TRL's call the base
-class.
+The hooks wrap methods of `Trainer` for the whole process, because users who make shares themselves
+do not pass their Trainer to distca. Both wrapped methods are public, and subclasses such as TRL's
+call the base class.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ if TYPE_CHECKING:
     from hf_distca.integration.callers import MaskCall
     from hf_distca.integration.session import Session
 
-# For each Trainer, or model without a Trainer: the modes in which it was checked, True for
-# training.
+# For each Trainer, or model without a Trainer: the modes in which it was checked (True for
+# training, False for evaluation).
 _checked_modes: WeakKeyDictionary[object, set[bool]] = WeakKeyDictionary()
 
 
 def check_first_share(call: MaskCall, share: DealtShare, session: Session) -> None:
-    """Make the checks of `check_loader` in the first forward with a share, for users without
+    """Run the checks of `check_loader` in the first forward with a share, for users without
     `DistCACallback`.
 
     Raises:
@@ -103,8 +103,8 @@ def _warn_of_routers(model: PreTrainedModel, ranks: int) -> None:
 
 
 def wrap_trainers() -> None:
-    """Make Trainers treat dealt documents as one process would, if transformers' Trainer is
-    imported. Check the calls of models that may get a share.
+    """Make Trainers give the same result on dealt documents as in one process, if transformers'
+    Trainer is imported. Also check the calls of models that may get a share.
     """
     count_shifted_targets()
     check_calls()
@@ -174,9 +174,9 @@ class _LossSums:
     """The losses of this rank's batches, and the number of targets of each."""
 
     def __init__(self) -> None:
-        # Number of targets of all ranks, if the Trainer divided the last loss by it.
+        # Number of targets of all ranks, if the Trainer divided the loss of the last batch by it.
         self._divisor: torch.Tensor | int | None = None
-        self._loss_rows: list[torch.Tensor] = []  # (2,): loss times targets, and targets
+        self._loss_rows: list[torch.Tensor] = []  # each [loss * target count, target count]
 
     def record_divisor(
         self, compute_loss: Callable[..., Any], model: Any, inputs: Any, *args: Any, **kwargs: Any
@@ -193,7 +193,7 @@ class _LossSums:
             loss = loss.detach().mean().float()
             divisor = (targets != IGNORED_LABEL).sum() if self._divisor is None else self._divisor
             items = torch.as_tensor(divisor).to(loss)
-            # Without targets the loss, a mean over targets, is NaN.
+            # A loss is a mean over targets, so it is NaN without targets.
             self._loss_rows.append(torch.stack([torch.where(items > 0, loss * items, 0.0), items]))
         self._divisor = None
         return (loss, *rest)

@@ -1,5 +1,6 @@
-"""Dense masks of forwards that sdpa computes on this rank alone: forwards that read a cache, and
-forwards whose tensors have no values to plan with or to send.
+"""Dense masks for forwards that sdpa computes on this rank alone: forwards that read a cache, and
+forwards whose tensors have no values to plan with or to send (meta tensors, FakeTensorMode,
+transforms of torch.func).
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _META = torch.device("meta")
 def choose_dense_mask(
     sizes: dict[str, Any], mask_function: Callable[..., Any], **options: Any
 ) -> CachedMask | DenseMask | None:
-    """Make the dense mask of a forward that sdpa computes; None for any other forward.
+    """Make the dense mask if sdpa computes this forward; return None for any other forward.
 
     Args:
         sizes, mask_function, options: arguments of `sdpa_mask`.
@@ -45,12 +46,12 @@ def choose_dense_mask(
         or not isinstance(offset, int)
         or offset
     ):
-        # Generation reads the whole cache for one token at a time. There are no query rows to move,
-        # and only this rank generates.
+        # Generation reads the whole cache for one token at a time. So there is no work to move, and
+        # only this rank generates.
         dense = sdpa_mask(mask_function=mask_function, **arguments)
         # With `allow_is_causal_skip=False`, `sdpa_mask` never returns None.
         return torch.Tensor.as_subclass(dense, CachedMask)  # type: ignore[arg-type]
-    is_usual = not is_in_transform() and not has_dispatch_modes()  # a cheap check
+    is_usual = not is_in_transform() and not has_dispatch_modes()  # cheaper than `has_no_values`
     if sizes.get("device") != _META and (is_usual or not has_no_values()):
         return None
     if is_in_transform():
@@ -60,16 +61,16 @@ def choose_dense_mask(
 
 
 def _keep_documents_apart(mask_function: Callable[..., Any], config: Any) -> Callable[..., Any]:
-    """Return a mask function that keeps packed documents apart. transformers does so only if the
-    model has no cache.
+    """Return a mask function that also keeps packed documents apart. transformers keeps them apart
+    only if the model has no cache.
     """
     call = MaskCall()
     packed, positions = call.find_argument("distca_documents"), call.position_ids
     if isinstance(packed, PackedDocuments) and (any(packed.starts or ()) or positions is None):
         raise UnsupportedError(
-            "a transform of torch.func met a document of several ranks, or documents without"
-            " position_ids: each rank computes alone in a transform. Give whole documents, with"
-            " position_ids; or take gradients by backward."
+            "a transform of torch.func got a document that spans ranks, or documents without"
+            " position_ids, but in a transform each rank computes alone. Give whole documents, with"
+            " position_ids; or compute gradients with backward()."
         )
     places = None if positions is None else find_packed_sequence_indices(positions)
     if places is None:

@@ -1,6 +1,7 @@
 """The mask function, which returns the handle of a micro-batch instead of a dense mask.
 
-`prepare` does before the first step what the mask function would do in the first forward.
+Users can call `prepare` before the first step. Otherwise the mask function prepares the model in
+the first forward.
 """
 
 from __future__ import annotations
@@ -63,8 +64,8 @@ def distca_mask(
     config: PreTrainedConfig | None = None,
     **sizes: Any,
 ) -> MaskStandIn | CachedMask | DenseMask | ForeignMask:
-    """Make the handle of a micro-batch instead of a dense mask. It is the mask function registered
-    as "distca".
+    """Make the handle of a micro-batch instead of a dense mask. This function is registered as the
+    mask function "distca".
 
     `sizes` has ``batch_size``, ``q_length`` and ``kv_length``, and may have ``q_offset``,
     ``kv_offset`` and ``use_vmap``. For a mask that distca does not compute, a `ForeignMask` is
@@ -92,7 +93,8 @@ def distca_mask(
     if dense is not None:
         return dense
     length = sizes["q_length"]
-    # transformers makes this mask bool. `_choose_padding` prefers the numbers that the model got.
+    # transformers has converted this mask to bool. `_choose_padding` prefers the mask as the model
+    # got it.
     padding = None if attention_mask is None else attention_mask[:, :length]
     shape = sizes["batch_size"], length
     return reuse_forward_handle(_make_handle(shape, padding, limits, config))
@@ -104,8 +106,8 @@ def _make_handle(
     limits: tuple[int | None, int | None, Ahead | None],
     config: PreTrainedConfig | None,
 ) -> MaskStandIn:
-    """Make a handle, and check and prepare the model that asks for the mask, if `prepare` was not
-    called.
+    """Make a handle. Also check the model that asks for the mask, and prepare it if `prepare` was
+    not called.
 
     Args:
         shape: (rows, tokens) of the batch.
@@ -129,21 +131,21 @@ def _make_handle(
         check_layerdrop(config)
     planner = call.find_argument(PLANNER) or LayerPlanner(current_session())
     session = planner.session
-    # The next lines do what `prepare` does. The mesh is on the model that was loaded, which may be
-    # an outer model.
+    # The next lines do what `prepare` does. The mesh belongs to the model that was loaded, which
+    # may contain this model.
     session.find_mesh(call.iterate_models())
     if session.config.ping_pong and model is not None:
         cut_layers(model)
     if both_ways and model is not None and model.main_input_name != "input_ids":
         raise UnsupportedError(
-            f"{type(model).__name__} takes {model.main_input_name}: towers of images or sounds are"
-            " not for distca, because attention is only a third of their time, and ranks may have"
-            " different numbers of images. Use distca only for the text:"
+            f"{type(model).__name__} takes {model.main_input_name}: distca does not balance image"
+            " or audio towers, because attention is only a third of their time, and ranks may have"
+            " different numbers of images. Use distca only for the text model:"
             ' attn_implementation={"text_config": "distca"}, and "sdpa" for other parts.'
         )
     first = find_first_position(model)
     if position_ids is None and (positions := call.find_tensor("position_ids")) is not None:
-        # Masks of bidirectional attention are made without positions.
+        # transformers makes masks of bidirectional attention without position ids.
         is_plain = first or (both_ways and positions.dim() == 2)
         position_ids = positions if is_plain else mark_document_starts(positions)
     if model is not None and isinstance(packed, PackedDocuments):
@@ -180,7 +182,7 @@ def _make_handle(
 
 def find_planner(model: PreTrainedModel) -> LayerPlanner | None:
     """Return a planner for a forward of this model; None if the model does not run distca, or its
-    tensors have no values to plan with.
+    tensors have no values to read (under FakeTensorMode, for example).
     """
     is_planned = is_distca_model(model) and not has_no_values()
     return LayerPlanner(current_session()) if is_planned else None
@@ -189,8 +191,8 @@ def find_planner(model: PreTrainedModel) -> LayerPlanner | None:
 def _choose_padding(
     numbers: torch.Tensor | None, padding: torch.Tensor | None
 ) -> torch.Tensor | None:
-    """Return the padding mask as the model got it, whose integers may number documents, if it is
-    known and has the shape of `padding`. Else return `padding`, which is bool.
+    """Return `numbers`, the 2-D mask as the model got it, if it is known and has the shape of
+    `padding`. Its integers may number documents. Else return `padding`, which is bool.
     """
     numbers = (
         None

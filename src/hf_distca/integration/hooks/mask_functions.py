@@ -1,5 +1,6 @@
-"""Find what a mask function of transformers lets tokens see, from the functions of which it is
-composed and the variables that these close over. No dense mask is made, and no tensor is read.
+"""Find which tokens a mask function of transformers lets a token see. The answer is read from the
+functions of which the mask function is composed, and from their closures. No dense mask is made,
+and no tensor is read.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _BLOCKS = "a union with blocks"
 def read_mask(
     function: Callable[..., Any], local_size: int | None, *, use_vmap: bool
 ) -> tuple[int | None, int | None, Ahead | None] | str:
-    """Read what a mask function lets tokens of a document see.
+    """Find which tokens of its document a mask function lets a token see.
 
     Args:
         function: the mask function.
@@ -58,7 +59,8 @@ def read_mask(
 
 def _list_functions(function: Callable[..., Any]) -> list[tuple[str, Any]]:
     """List the functions of which a mask function is composed: the name of each, with the variables
-    that it closes over. A union with blocks is listed as `_BLOCKS`, with an `Ahead`.
+    of its closure. The union of a mask with blocks is listed as `_BLOCKS`, with an `Ahead` instead
+    of variables.
     """
     name = _get_name(function)
     if not getattr(function, "__closure__", None):
@@ -80,7 +82,7 @@ def _list_functions(function: Callable[..., Any]) -> list[tuple[str, Any]]:
 
 
 def _read_closure(function: Any) -> dict[str, Any]:
-    """Return the variables that a function closes over, by name."""
+    """Return the variables in the closure of a function, by name."""
     cells = zip(function.__code__.co_freevars, function.__closure__, strict=True)
     return {name: cell.cell_contents for name, cell in cells}
 

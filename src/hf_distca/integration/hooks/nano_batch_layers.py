@@ -1,13 +1,14 @@
-"""Decoder layers that run their tokens as two nano-batches, half a phase apart.
+"""Ping-pong: decoder layers run their tokens as two nano-batches. While the messages of one
+nano-batch travel, the other one computes.
 
-Each layer gets a subclass of its class, with the same name, whose `forward` runs the original
-`forward` twice, in turns. The cut stays inside one call of the layer. So hooks of FSDP, DeepSpeed
-or PEFT, checkpointing and collected hidden states see one layer call, and no line of the model
-changes.
+Each layer gets a subclass of its class, with the same name. The `forward` of the subclass runs the
+original `forward` twice, and switches between the two runs. The cut stays inside one call of the
+layer. So hooks of FSDP, DeepSpeed or PEFT, checkpointing and collected hidden states see one layer
+call, and no line of the model changes.
 
-It must be a subclass, because transformers checkpoints only in the `forward` of the outermost
-class, which it wraps for each subclass. Replacing `forward` in the layer's own class would switch
-checkpointing off.
+A subclass is needed for checkpointing. transformers wraps the `forward` of each subclass as it is
+defined, and checkpoints only in the `forward` of an object's own class. Replacing `forward` in the
+existing class would switch checkpointing off.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ def cut_layers(model: torch.nn.Module) -> None:
             model_type,
         )
         return
-    # Imported here, because this import registers distca.
+    # Not imported at the top, because this import registers distca.
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     for module in model.modules():
@@ -68,8 +69,8 @@ def _make_layer_class(base: Any) -> Any:
         )
 
     def __reduce_ex__(self: Any, protocol: Any) -> Any:  # noqa: N807
-        # Copies and pickles are of the class `base`, because pickle can import it by its name. The
-        # first forward of their model gives them this subclass again.
+        # Copies and pickled layers have the class `base`, because pickle can import it by its name.
+        # The first forward of their model gives them this subclass again.
         _, arguments, *state = base.__reduce_ex__(self, protocol)
         return (_make_blank, (base, *arguments[1:]), *state)
 
@@ -88,7 +89,7 @@ def _make_layer_class(base: Any) -> Any:
 
 
 def _make_blank(kind: Any, *arguments: Any) -> Any:
-    """Make a new object without a state.
+    """Make a new object of a class, without a state.
 
     Needed because pickle accepts `copyreg.__newobj__` only for the object's own class.
     """
@@ -119,11 +120,11 @@ def _choose_nano_batches(
         return None
     (mask,) = masks
     batch, planner = mask.batch, mask.batch.planner
-    if is_in_backward():  # a recompute must cut as its forward did
+    if is_in_backward():  # a recompute must make the same cut as its forward
         cut = batch.nano_batches
         return cut if cut is not None and id(layer) in cut.layer_ids else None
-    # Nano-batches read no cache. Training does not read its cache, but generation may, even with a
-    # model in training mode.
+    # Nano-batches cannot read a cache. A cache is never read in training, but it may be in
+    # generation, even with a model in training mode.
     if any(isinstance(argument, Cache) for argument in arguments) and not (
         layer.training and torch.is_grad_enabled()
     ):
@@ -132,8 +133,8 @@ def _choose_nano_batches(
         return None
     if (reason := _separate_attention_reason(layer)) is not None:
         warn_once(
-            "ping-pong leaves layers whole if their attention is %s by itself. Do it with whole"
-            " layers: under distca that costs no second attention, and ping-pong can cut them.",
+            "ping-pong leaves layers whole if their attention is %s separately. Do this with whole"
+            " layers: under distca it costs no second attention, and ping-pong can cut the layers.",
             reason,
         )
         return None
@@ -171,7 +172,7 @@ def can_cut_layers(model: torch.nn.Module) -> bool:
 
 def _separate_attention_reason(layer: torch.nn.Module) -> str | None:
     """Return why this layer cannot interleave nano-batches, or None if it can. It cannot if its
-    attention is checkpointed or sharded by itself.
+    attention is checkpointed or sharded separately from the layer.
 
     Attention modules are found by transformers' conventions: their name, or an attribute
     `is_causal`.

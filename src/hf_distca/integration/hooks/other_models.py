@@ -1,8 +1,10 @@
-"""Checks of calls that give a model a part of a document, which it would take for a whole one.
+"""Checks of calls that give a model a part of a document which the model would take for a whole
+document.
 
-Shares are for models under distca, whose ranks compute cut documents together. Another model in the
-same training, such as a teacher, may not run distca, or may get only tokens and positions of a
-share. It would then compute this rank's part of a document without the tokens before it.
+Shares (parts of dealt batches) are for models under distca, in which ranks compute cut documents
+together. Another model in the same training, such as a teacher, may not run distca, or may get only
+tokens and positions of a share. It would then compute this rank's part of a document without the
+tokens before it.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ _REMEDY = (
 
 @cache
 def check_calls() -> None:
-    """Check the calls of all models from now on, existing ones included.
+    """Check all calls of models from now on, including calls of models that exist already.
 
     Only processes that train on shares need this. It costs one call for each forward of a model,
     and nothing for a layer.
@@ -44,11 +46,13 @@ def check_calls() -> None:
 
 
 def _add_check(call: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a call to check its model first: the outermost model, if a compiled module is called."""
+    """Wrap a `__call__` so that it checks the model first: for a compiled module, its outermost
+    model.
+    """
 
     @wraps(call)
     def call_checked(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        # In a compiled model the check would break the graph.
+        # Under a compiler the check would break the graph.
         if not torch.compiler.is_compiling():
             model = next(iterate_models(self), None)
             if model is not None and (
@@ -62,7 +66,8 @@ def _add_check(call: Callable[..., Any]) -> Callable[..., Any]:
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _check_call(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Raise if a call gives a model a part of a document that it would take for a whole one.
+    """Raise if a call gives a model a part of a document which the model would take for a whole
+    document.
 
     If only some ranks find such a call, they report the error to the others.
     """
@@ -84,8 +89,8 @@ def _is_row_of_ids(tokens: Any = None) -> bool:
 
 
 def _find_cut_reason(model: PreTrainedModel, documents: PackedDocuments) -> str | None:
-    """Return why a model cannot compute these documents; None if it can. All ranks of a share
-    return the same.
+    """Return why a model cannot compute these documents; None if it can. All ranks with shares of a
+    batch return the same.
     """
     share = documents.dealt_share
     is_cut = any(documents.starts or ()) if share is None else share.is_cut
@@ -94,14 +99,14 @@ def _find_cut_reason(model: PreTrainedModel, documents: PackedDocuments) -> str 
     name = getattr(model.config, "_attn_implementation", None)
     return (
         f'has attn_implementation="{name}" and gets a part of'
-        f" {share or 'a batch'} whose documents are cut. It would compute what this rank holds,"
-        " without the tokens before. Give it whole documents, or do as for the model in training."
+        f" {share or 'a batch'} whose documents are cut. It would compute this rank's part without"
+        " the tokens before it. Give it whole documents, or treat it like the model in training."
     )
 
 
 def _find_position_reason(model: PreTrainedModel, kwargs: dict[str, Any]) -> str | None:
-    """Return why a model that got only tokens and positions cannot compute its row: the row begins
-    inside a document. Return None if it can. The first position is read from the device.
+    """Return why a model that got only tokens and positions cannot compute its row; None if it can.
+    It cannot if the row begins inside a document. The first position is read from the device.
     """
     positions = kwargs.get("position_ids")
     if not isinstance(positions, torch.Tensor):
@@ -123,6 +128,6 @@ def _find_position_reason(model: PreTrainedModel, kwargs: dict[str, Any]) -> str
         return None
     return (
         f"gets a row that begins at position {first} of a document, but not the documents of its"
-        " batch (distca_documents). It would compute what this rank holds, without the tokens"
-        " before."
+        " batch (distca_documents). It would compute this rank's part without the tokens before"
+        " it."
     )

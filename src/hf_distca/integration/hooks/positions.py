@@ -1,15 +1,17 @@
-"""Positions of models whose documents are in several parts.
+"""Positions in models whose documents lie in several parts.
 
-The model must count positions as the documents do.
+A model must use the positions that its tokens have in their documents.
 
-With ``rope_type`` "dynamic" and "longrope", a rotary module also chooses its frequencies by the
+With ``rope_type`` "dynamic" or "longrope", a rotary module also chooses its frequencies by the
 largest position in the batch. A rank that holds only the head of a document would choose other
-frequencies than the rank with the tail. So the largest position of the global batch, which a share
-knows, passes through the module as one more token, and the rotation of this token is dropped.
+frequencies than the rank with the tail. So the largest position of the global batch, which every
+share (a rank's part of the batch) knows, passes through the module as one more token, and the
+rotation of this token is dropped.
 
-A "dynamic" module also keeps the largest position of earlier batches, until a batch is short again.
-Batches that a rank evaluates or generates alone would change it on this rank only. So before each
-share the module gets back the state that earlier shares left, which is the same on all ranks.
+A "dynamic" module also remembers the largest position of earlier batches, until a batch is short
+again. If a rank evaluates or generates alone, the remembered position would change on this rank
+only. So before each share the module gets back the state that earlier shares left, which is the
+same on all ranks.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ _first_positions: WeakKeyDictionary[torch.nn.Module, int] = WeakKeyDictionary()
 
 def find_first_position(model: torch.nn.Module | None) -> int:
     """Return the position that a model gives to the first token of a document. RoBERTa and similar
-    models skip the positions up to that of padding; others begin at 0.
+    models begin after the position of padding; other models begin at 0.
     """
     if model is None:
         return 0
@@ -53,11 +55,12 @@ def _read_first_position(module: torch.nn.Module) -> int:
 
 
 def accept_document_positions() -> None:
-    """Make models that do not count positions from 0 shift the positions of documents, which start
-    at 0.
+    """Shift the positions of documents, which count from 0, in all models that count from another
+    number.
 
-    The collator cannot do so, because it does not know the model. If a batch has
-    ``distca_documents``, its positions and those of the model differ only by one number.
+    The collator cannot shift them, because it does not know the model. If a batch has
+    ``distca_documents``, its positions and the positions that the model needs differ only by a
+    constant.
     """
     original = PreTrainedModel.post_init
 
@@ -95,11 +98,11 @@ def _shift_positions(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict
 
 
 def mark_document_starts(axes: torch.Tensor | None) -> torch.Tensor | None:
-    """Convert positions on two or three axes, (axes, batch, length), to (batch, length): 0 where a
-    document begins, 1 elsewhere. Return None for any other shape.
+    """Convert positions on two or three axes, (axes, batch, length), to (batch, length): 0 for the
+    first token of each document, 1 for all others. Return None for any other shape.
 
-    At the beginning of a document all axes are 0. Inside a document each axis may fall, for example
-    at the end of an image.
+    Only the first token of a document has 0 on all axes. Inside a document the positions of an axis
+    may decrease, for example at the end of an image.
     """
     return (
         (axes != 0).any(0).long()
@@ -115,13 +118,14 @@ def check_positions(
     *,
     counts_itself: bool = False,
 ) -> None:
-    """Check that the position ids of a model's first batch are those of its documents. They are
-    not if, for example, a loop leaves them out.
+    """Check that the position ids of a model's first batch are the positions in its documents. They
+    are wrong if, for example, a training loop leaves them out.
 
     Attention reads the parts of documents from ``distca_documents``. The rest of the model reads
-    position ids, and without them counts a rank's tokens from 0. A model that passed is not checked
-    again, because the check may wait for a device. For whole documents only first positions are
-    compared, and only if the model does not count from 0.
+    position ids, or, without position ids, counts a rank's tokens from 0. A model that passed is
+    not checked again, because the check may wait for a device. For whole documents, only the
+    position of each document's first token is compared, and only if the model does not count from
+    0.
 
     Args:
         model, documents: the model of the forward, and its documents.
@@ -141,7 +145,7 @@ def check_positions(
     if counts_itself:
         counted = np.arange(len(position)) + first
     elif position_ids is None or position_ids.numel() != len(position):
-        return  # the reader of documents refuses a wrong number of positions
+        return  # a wrong number of positions is refused where documents are read
     else:
         counted = position_ids.reshape(-1).cpu().numpy()
     offsets = counted - position
@@ -161,8 +165,8 @@ def check_positions(
         _checked_models.add(model)
 
 
-# Attributes of a rotary module: whether the largest position was added to its present call, and the
-# length that earlier shares have left in it, by kind of layer.
+# Attributes that distca sets on a rotary module: whether the largest position was added to its
+# present call, and for each kind of layer the length that earlier shares have left in the module.
 _HAS_LONGEST, _REACHED = "_distca_longer", "_distca_reached"
 _found_rotaries: WeakKeyDictionary[torch.nn.Module, tuple[list[torch.nn.Module], bool]] = (
     WeakKeyDictionary()
@@ -173,7 +177,7 @@ def extend_rotary(
     model: PreTrainedModel | None, config: PreTrainedConfig | None, documents: object
 ) -> str | None:
     """Give the length of the longest document to a model's rotary embedding, if the embedding
-    depends on it.
+    depends on that length.
 
     Returns:
         Why the model cannot compute these documents in several parts; None if it can.
@@ -206,7 +210,7 @@ def _list_varying_kinds(config: PreTrainedConfig | None) -> set[str]:
     document.
     """
     parameters = getattr(config, "rope_parameters", None) or {}
-    # The config has parameters for all layers, or for each kind of layer.
+    # The config has either one set of parameters for all layers, or a set for each kind of layer.
     rotaries = [parameters, *parameters.values()]
     kinds = {str(rotary.get("rope_type")) for rotary in rotaries if isinstance(rotary, Mapping)}
     return {kind for kind in kinds if _is_varying_kind(kind)}
@@ -229,10 +233,10 @@ def _find_rotaries(model: torch.nn.Module) -> tuple[list[torch.nn.Module], bool]
     """Find the rotary modules of a model that depend on the longest document, and whether they are
     in its layers.
 
-    In a layer they cannot be extended: a recompute in backward would use the length of the last
-    batch.
+    Rotary modules in layers cannot be extended: a recompute in backward would use the length of the
+    last batch.
     """
-    # Imported here, because this import registers distca.
+    # Not imported at the top, because this import registers distca.
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     if model not in _found_rotaries:
@@ -280,11 +284,11 @@ def _add_longest(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[st
 
 
 def _restore_length(module: Any, longest: int, layer_type: str | None) -> int:
-    """Return the length from which a rotary module makes frequencies for a share, given the longest
-    document.
+    """Return the length by which a rotary module must choose its frequencies for a share, given the
+    longest document.
 
-    A module that keeps a length is reset to its initial state. Its length is then the one that it
-    would have after only the shares so far.
+    A module that remembers a length is reset to its initial state. The result is then the length
+    that the module would have if it had seen only the shares so far.
     """
     kind = module.rope_type if layer_type is None else module.rope_type[layer_type]
     if "dynamic" not in kind:

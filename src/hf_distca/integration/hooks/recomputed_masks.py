@@ -1,12 +1,12 @@
-"""Handles for the masks that a recompute makes again.
+"""Handles for masks that are made again in a recompute.
 
 If a checkpoint contains a whole model, the recompute makes the mask a second time. With a new
-handle it would plan, exchange and compute attention again, or cut layers in two that the forward
-left whole. So the forward stores its handles with the checkpoint. The recompute makes masks in the
-same order, and gets these handles.
+handle, the recompute would plan, exchange and compute attention again, or run layers as
+nano-batches that ran whole in the forward. So the forward stores its handles with the checkpoint.
+The recompute makes masks in the same order, and gets the stored handles.
 
-A reentrant checkpoint cannot be seen in its forward, so its recompute plans again. All ranks do so
-at the same time.
+A reentrant checkpoint cannot be detected in its forward, so its recompute plans again. All ranks
+plan again at the same time.
 """
 
 from __future__ import annotations

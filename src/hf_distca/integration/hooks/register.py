@@ -1,6 +1,6 @@
 """Registration of "distca" with transformers.
 
-It has its own file, which imports all functions that it registers.
+This is a separate file, because it imports all functions that are registered.
 """
 
 from __future__ import annotations

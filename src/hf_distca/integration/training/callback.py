@@ -42,7 +42,7 @@ from hf_distca.integration.reports import (
 from hf_distca.integration.session import Session
 from hf_distca.integration.training.record import Recorder
 
-_MIN_MICRO_BATCHES = 20  # a warning comes after so many micro-batches in which nothing was moved
+_MIN_MICRO_BATCHES = 20  # micro-batches after which a warning says that nothing was moved
 
 
 class DistCACallback(TrainerCallback):
@@ -51,15 +51,15 @@ class DistCACallback(TrainerCallback):
 
     The page "Figures" explains each figure. transformers puts ``train/`` before the names of all
     training logs, so TensorBoard, W&B and trackio show ``train/distca/imbalance_measured_after``.
-    They hold the figures of rank 0. A row covers the ``distca/micro_batches`` micro-batches since
-    the previous row. Micro-batches after the last log are in the row that the Trainer logs at the
-    end. Ranks gather their measurements at the end of steps that log, as the Trainer does with the
-    loss.
+    Logs hold the figures of rank 0. Each log covers the micro-batches since the previous log, and
+    gives their number as ``distca/micro_batches``. The last micro-batches are in the log that the
+    Trainer writes at the end. Ranks gather their measurements at the end of steps that log, just as
+    the Trainer gathers the loss.
 
-    Either all ranks have the callback or no rank, because before the first step ranks agree on
-    their group. Pass it in ``Trainer(callbacks=[...])``. If it is added later, its settings hold
-    from the first event that it sees. It moves in front of the reporters, which would not see its
-    figures otherwise.
+    Either all ranks or no rank must have the callback, because ranks agree on their group before
+    the first step. Pass it in ``Trainer(callbacks=[...])``. If it is added later, its settings
+    apply from the first event that it sees. It moves in front of the reporters, which would not see
+    its figures otherwise.
 
     Args:
         config: settings, used as soon as the Trainer is made. By default they are those of
@@ -92,11 +92,11 @@ class DistCACallback(TrainerCallback):
             raise ConfigError(f'record={show_value(record)} must be True, False or "all".')
         self.config, self.group, self.summary = config, group, summary
         self.record: bool | Literal["all"] = record
-        # Estimated imbalance of the batches that `deal` replaced; None if it replaced none.
+        # Estimated imbalance of the batches that `deal` replaced; None if it replaced no batches.
         self.replaced_imbalance: float | None = None
         self._recorder: Recorder | None = None
-        self._session: Session | None = None  # has the settings of this callback
-        # Sums at the last log, and at the beginning of this training.
+        self._session: Session | None = None  # the session with the settings of this callback
+        # Metrics at the last log, and at the beginning of this training.
         self._logged_metrics = self._first_metrics = Metrics()
         self._steps = 0
         self._checked_loader: object = None  # the loader that was checked last
@@ -107,10 +107,11 @@ class DistCACallback(TrainerCallback):
     def on_init_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Apply the settings, so that they hold for evaluation before training as well.
+        """Apply the settings, so that they also hold for evaluation before training.
 
         Raises:
-            UnsupportedError: if the Trainer would not evaluate sets of shares as one process would.
+            UnsupportedError: if evaluation on sets of shares would differ from evaluation in one
+                process.
         """
         check_evaluation(find_trainer(self), self.apply_settings().config)
 
@@ -154,8 +155,8 @@ class DistCACallback(TrainerCallback):
     def on_prediction_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Check the loader as in training. Apply the settings first, if the callback was added too
-        late for an earlier event.
+        """Check the loader as in training. Apply the settings first, if the callback was added
+        after the event that applies them.
 
         Raises:
             UnsupportedError: see `on_train_begin`.
@@ -175,13 +176,13 @@ class DistCACallback(TrainerCallback):
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Start recording at the first step, on rank 0 of several ranks."""
+        """At the first step, start recording on rank 0 if there are several ranks."""
         if not self._steps:
             session = self._apply_late_settings()
             model = kwargs.get("model")
             self._calls_before = session.meter.calls
             self._move_before_reporters(find_trainer(self))
-            if self._recorder is not None:  # the recorder of a training that failed
+            if self._recorder is not None:  # the recorder of an earlier training, which failed
                 self._recorder.stop()
             if (
                 self.record
@@ -214,7 +215,7 @@ class DistCACallback(TrainerCallback):
             and find_distca_configs(model)
         ):
             raise UnsupportedError(
-                f'{type(model).__name__} was loaded with attn_implementation="distca" and never'
+                f'{type(model).__name__} was loaded with attn_implementation="distca" but never'
                 " called it in a training step: it does not use the attention interface of"
                 ' transformers. Load it with attn_implementation="eager".'
             )
@@ -224,9 +225,10 @@ class DistCACallback(TrainerCallback):
     def on_epoch_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Gather the measurements of ranks just before the Trainer gathers the loss.
+        """Gather the measurements of ranks if the Trainer is about to log: if a log is due, or
+        after the last step, when the Trainer writes the final log.
 
-        All ranks get here, but only rank 0 may log. After the last step comes the final log.
+        All ranks call this, even if only rank 0 logs.
         """
         if control.should_log or control.should_training_stop:
             current_session().gather_measurements()
@@ -234,7 +236,7 @@ class DistCACallback(TrainerCallback):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """End the record, and print a summary on rank 0."""
+        """End the record, and print the summary on rank 0."""
         session = current_session()
         session.gather_measurements()
         self._warn_if_no_gain(after=1)
@@ -268,8 +270,8 @@ class DistCACallback(TrainerCallback):
             state.log_history[-1].update(figures)
 
     def _warn_if_no_gain(self, after: int) -> None:
-        """Warn once if nothing was moved in `after` micro-batches, and once if plans avoid
-        exchanges, with the reasons.
+        """Warn once, with the reason, if no work was moved in at least `after` micro-batches, and
+        once if plans avoid exchanges.
         """
         session = current_session()
         totals = (read_metrics(session) - self._first_metrics).balance
@@ -283,8 +285,8 @@ class DistCACallback(TrainerCallback):
                 LOG.warning(reason)
 
     def apply_settings(self, *, balance_evaluation: bool = False) -> Session:
-        """Apply the settings to the process, if they are not in use yet. A callback without
-        settings uses those of `configure`.
+        """Apply the settings of this callback to the process, if they are not in use yet. A
+        callback without settings applies those of `configure`.
 
         Args:
             balance_evaluation: whether to switch on this setting first.
@@ -361,7 +363,9 @@ def add_callbacks(summary: bool) -> None:
 
 
 def call_before_training(act: Callable[[transformers.Trainer], None]) -> None:
-    """Make every Trainer of this process call a function with itself when its training begins."""
+    """Make every Trainer of this process call a function, with the Trainer as argument, when its
+    training begins.
+    """
     train = transformers.Trainer.train
 
     @wraps(train)
@@ -373,8 +377,8 @@ def call_before_training(act: Callable[[transformers.Trainer], None]) -> None:
 
 
 def move_before_reporters(callback: TrainerCallback, callbacks: list[TrainerCallback]) -> None:
-    """Move a callback right after the one that decides which steps log. After the reporters it
-    would change logs too late.
+    """Move a callback right after the callback that decides which steps log. If it ran after the
+    reporters, it would change logs too late.
     """
     callbacks.sort(
         key=lambda other: (not isinstance(other, DefaultFlowCallback), other is not callback)

@@ -1,4 +1,6 @@
-"""`deal`, which deals documents of any length to ranks, for a Trainer that is already built."""
+"""`deal`, which makes an existing Trainer train on documents of any length that are dealt to its
+ranks.
+"""
 
 from __future__ import annotations
 
@@ -44,17 +46,17 @@ from hf_distca.integration.training.document_shares import document_shares
 from hf_distca.integration.training.place_rows import check_deals_documents
 from hf_distca.schedule.layout import IntArray, Layout
 
-_COMPARED_BATCHES = 4  # global batches of which both orders are estimated
+_COMPARED_BATCHES = 4  # global batches for which dealing is compared with placing in order
 _COLLATORS_OF_EQUAL_ROWS = (DataCollatorWithPadding, DefaultDataCollator)
 _REPLACED_BATCHES = 64  # replaced batches whose imbalance is estimated
-# How to train on one rank, and how to keep documents whole.
+# Remedies for errors: how to train on one rank, and how to keep documents whole.
 _REMEDIES = (
     "train without hf_distca.deal",
     "Train without hf_distca.deal, which keeps documents whole",
 )
 # Attribute in which `deal` keeps the train_sampling_strategy that it replaces in the arguments.
 _STRATEGY_BEFORE = "distca_strategy_before"
-_PACKED_COLUMNS = {"seq_lengths", "position_ids"}  # columns that tell which documents a row has
+_PACKED_COLUMNS = {"seq_lengths", "position_ids"}  # columns that mark the documents of a row
 
 AnyTrainer = TypeVar("AnyTrainer", bound=Trainer)
 
@@ -72,14 +74,14 @@ def deal(
 
     Call it after the Trainer is made and before its ``train()``, on every rank, with the same
     arguments. All ranks together then train on global batches of ``ranks * tokens_per_rank``
-    tokens, as `document_shares` describes them. Model, seed, dtype, accumulation, epochs and
-    workers stay the Trainer's. The data set, the collator, the batch size (one share) and the order
-    of reading change, and `DistCACallback` is added if it is missing. The settings are those of the
+    tokens, as `document_shares` describes them. The Trainer keeps its model, seed, dtype,
+    accumulation, epochs and workers. Its data set, collator, batch size (one share) and order of
+    reading change, and `DistCACallback` is added if it is missing. The settings are those of the
     callback, or of `hf_distca.configure`.
 
-    Documents are rows with ``input_ids``. Their targets stay the same, as ``labels``,
-    ``completion_mask`` and ``assistant_masks`` define them. Rows that are packed already, with
-    ``seq_lengths`` or ``position_ids``, are unpacked first.
+    Each row with ``input_ids`` is a document. ``labels``, ``completion_mask`` and
+    ``assistant_masks`` define its targets, as before. Rows that are already packed (they have
+    ``seq_lengths`` or ``position_ids``) are unpacked first.
 
     Args:
         trainer: a Trainer of transformers, TRL's `SFTTrainer`, or a subclass.
@@ -108,12 +110,12 @@ def deal(
     if rows is None or find_shares(rows) is not None:
         raise ConfigError(
             f"the train_dataset of this {type(trainer).__name__} is"
-            f" {'dealt already' if rows is not None else None}: give hf_distca.deal a Trainer with"
-            " documents, once."
+            f" {'dealt already' if rows is not None else None}: call hf_distca.deal once, on a"
+            " Trainer with documents."
         )
     if collator not in get_args(CollatorRule):
         raise ConfigError(
-            f"collator={collator!r} is none of {', '.join(map(repr, get_args(CollatorRule)))}."
+            f"collator={collator!r} must be {' or '.join(map(repr, get_args(CollatorRule)))}."
         )
     check_collator(trainer, collator)
     config = find_session(trainer).config
@@ -149,7 +151,8 @@ def deal(
         else None
     )
     targets = describe_targets(documents, len(facts["lengths"])) if facts else ""
-    # All checks are done, and nothing was changed yet.
+    # All checks have passed. Nothing was changed until here, so an error leaves the Trainer as it
+    # was.
     warn_of_row_order(trainer)
     warn_of_carried_states(trainer.model)
     steps_before = _count_steps(trainer, rows) if facts else 0
@@ -176,10 +179,11 @@ def deal(
 
 
 def _choose_seed(args: Any) -> int | None:
-    """Choose the seed by which documents are shuffled; None if rows are read in their order.
+    """Choose the seed by which documents are shuffled; None if rows are read in their given order.
 
     `deal` sets the strategy to "sequential". Several Trainers may share the arguments, so the
-    user's own strategy is read from `_STRATEGY_BEFORE`, if `deal` has set that.
+    user's own strategy is read from the attribute `_STRATEGY_BEFORE`, if an earlier `deal` has set
+    this attribute.
     """
     strategy = getattr(args, _STRATEGY_BEFORE, args.train_sampling_strategy)
     if strategy == "sequential":
@@ -195,8 +199,8 @@ def _deal_evaluation(trainer: Trainer, make: Callable[[Any], Any]) -> Any:
         documents = _read_documents(trainer, rows)
         if not hasattr(documents, "__len__"):
             raise ConfigError(
-                f"evaluation=True, and the eval_dataset is a stream ({type(documents).__name__}),"
-                " whose end ranks would not know: give one with a length, such as a"
+                f"evaluation=True, but the eval_dataset is a stream ({type(documents).__name__}),"
+                " so ranks would not know where it ends: give one with a length, such as a"
                 " datasets.Dataset, or leave evaluation=True out."
             )
         return make(documents)
@@ -223,7 +227,7 @@ def _read_documents(trainer: Trainer, rows: Any) -> Any:
     """Return rows of one document each."""
     if rows is None:
         raise ConfigError(
-            f"evaluation=True, and this {type(trainer).__name__} has no eval_dataset: give it one."
+            f"evaluation=True, but this {type(trainer).__name__} has no eval_dataset: give it one."
         )
     names = getattr(rows, "column_names", None) or []
     if not _PACKED_COLUMNS & set(names):
@@ -248,7 +252,7 @@ def _unpack_rows(rows: Mapping[str, list[Any]], inputs: InputNames) -> dict[str,
 
 
 def _replace_data(trainer: Trainer, shares: Any, eval_dataset: Any) -> None:
-    """Make the Trainer read shares in their order, one in each batch, on each rank by itself.
+    """Make each rank of the Trainer read its shares itself, in order, one in each batch.
 
     Args:
         trainer: the Trainer.
@@ -275,11 +279,12 @@ def _replace_data(trainer: Trainer, shares: Any, eval_dataset: Any) -> None:
 
 
 def _keep_collator(trainer: Trainer) -> ShareCollator:
-    """Return a collator for shares that leaves other rows, such as those of an evaluation, to the
+    """Return a collator for shares, which passes other rows (of an evaluation, for example) to the
     Trainer's own collator.
 
-    The Trainer's default collators cannot batch documents of different lengths. `PackingCollator`
-    replaces them, with one document in each batch, because an evaluation counts rows.
+    The Trainer's default collators cannot batch documents of different lengths. So
+    `PackingCollator` replaces them. It gets one document in each batch, because an evaluation
+    counts rows.
     """
     collator: Any = trainer.data_collator
     if collator is default_data_collator or type(collator) in _COLLATORS_OF_EQUAL_ROWS:
@@ -294,7 +299,7 @@ def _describe_shares(
     targets: str,
     accumulation: int,
 ) -> str:
-    """Describe the dealt documents in three lines. Of a stream, only some facts are known."""
+    """Describe the dealt documents in three lines. Only some facts are known about a stream."""
     dealing = shares.deal_settings
     ranks = (
         f"{dealing.ranks} {'ranks' if dealing.ranks > 1 else 'rank'} with"
@@ -326,7 +331,7 @@ def _describe_shares(
 
 def _estimate_batches(args: Any, lengths: IntArray, dealing: Dealing) -> float | None:
     """Estimate the imbalance of attention in the batches that a Trainer would have without `deal`;
-    None if their order is neither random nor that of rows.
+    None if these are neither random nor in the order of rows.
     """
     rows = args.per_device_train_batch_size
     count = min(len(lengths) // (dealing.ranks * rows), _REPLACED_BATCHES)
@@ -346,7 +351,8 @@ def _estimate_batches(args: Any, lengths: IntArray, dealing: Dealing) -> float |
 
 
 def _compare_orders(shares: Shares, imbalance: float | None, steps: str) -> str:
-    """Compare dealt documents with documents in their order and with the replaced batches.
+    """Compare the imbalance of dealt documents with that of documents placed in order, and of the
+    replaced batches.
 
     Args:
         shares: the shares.
@@ -374,7 +380,7 @@ def _compare_orders(shares: Shares, imbalance: float | None, steps: str) -> str:
 
 
 def _count_steps(trainer: Trainer, rows: Any) -> int:
-    """Count the optimizer steps of an epoch over rows, in batches of the Trainer's present size."""
+    """Count the optimizer steps of an epoch over `rows`, with the Trainer's present batch size."""
     args = trainer.args
     shared = getattr(getattr(trainer.accelerator, "parallelism_config", None), "tp_size", 1)
     ranks = max(args.world_size // shared, 1)

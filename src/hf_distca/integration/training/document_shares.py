@@ -1,5 +1,5 @@
-"""`document_shares`, which makes documents of any length a data set that Trainers, accelerate and
-loaders read rank by rank.
+"""`document_shares`, which makes a data set from documents of any length. Trainers, accelerate and
+loaders read from it the part of each rank.
 """
 
 from __future__ import annotations
@@ -52,15 +52,16 @@ def document_shares(
     pad_token_id: int = 0,
     placement: Placement = "dealt",
 ) -> Dataset | StreamedShares:
-    """Deal documents to ranks, so that all ranks have equal tokens and about equal attention.
-    Documents may be longer than a rank holds.
+    """Deal documents to ranks, so that all ranks have equally many tokens and about equal attention
+    work. Documents may be longer than a rank holds.
 
     All ranks together train on global batches of ``ranks * tokens_per_rank`` tokens. The documents
-    of a batch depend on the seed, the epoch and this number. A global batch is dealt and planned
-    when it is loaded, in the loader's workers if there are any. A long document is dealt to several
-    ranks. Item ``k * ranks + r`` is rank r's share of global batch k. So items must be read in
-    order, one in each batch, and each rank must read its own: use `PackingCollator` and
-    ``TrainingArguments(per_device_train_batch_size=1, train_sampling_strategy="sequential")``.
+    of a batch depend on the seed, the epoch and this number of tokens. A global batch is dealt and
+    planned when it is loaded, in the loader's workers if there are any. A long document is dealt to
+    several ranks. Item ``k * ranks + r`` of the data set is rank r's share of global batch k. So
+    items must be read in order, one in each batch, and each rank must read its own items: use
+    `PackingCollator` and ``TrainingArguments(per_device_train_batch_size=1,
+    train_sampling_strategy="sequential")``.
 
     Call it with the same arguments on every rank, before or after `TrainingArguments` or an
     `Accelerator` is made.
@@ -126,7 +127,7 @@ def document_shares(
     wrap_trainers()
     if shapes is not None and not shapes:
         raise ConfigError(
-            "shapes=[] names no kind of layer: give (AttentionShape(...), window) of at least one."
+            "shapes=[] is empty: give (AttentionShape(...), window) for at least one kind of layer."
         )
     keys = (
         [PlanKey(shape, device_type, window) for shape, window in shapes]
@@ -141,7 +142,7 @@ def document_shares(
         ranks_per_node,
         placement,
     )
-    # Errors in these numbers are raised here, not in a worker.
+    # Check these numbers here, so that an error is raised here and not in a worker of the loader.
     if not isinstance(tokens_per_rank, int):
         raise ConfigError(
             f"tokens_per_rank={tokens_per_rank!r} must be a whole number of at least 1."
@@ -152,10 +153,10 @@ def document_shares(
         # Seed 0, the default, is accepted, although a stream is not shuffled.
         if fill not in (None, "cut") or longer != "cut" or seed or lengths is not None:
             raise ConfigError(
-                f"seed={seed!r}, fill={fill!r}, longer={longer!r} and lengths={lengths!r} for"
-                " documents without a length: they are taken as they come, and cut where a global"
-                " batch is full. Leave seed, fill, longer and lengths out, and shuffle the"
-                " documents themselves."
+                f"seed={seed!r}, fill={fill!r}, longer={longer!r} and lengths={lengths!r} cannot"
+                " all be used for a stream of documents, which is read in order and cut where a"
+                " global batch is full. Leave seed, fill, longer and lengths out, and shuffle the"
+                " stream itself."
             )
         return StreamedShares(documents, dealing, column=column, inputs=inputs)
     quiet = dist.is_available() and dist.is_initialized() and dist.get_rank() > 0
@@ -168,11 +169,11 @@ def document_shares(
 
 
 def make_lazy_dataset(shares: Shares) -> Dataset:
-    """Make a data set of item numbers, with a transform that makes shares from them when they are
-    read.
+    """Make a data set of item numbers, with a transform that makes a share from each number when it
+    is read.
 
-    Their column is named "input_ids", an argument of every model, so that no Trainer removes it as
-    unused.
+    The column of numbers is named "input_ids", like an argument of every model, so that no Trainer
+    removes it as unused.
     """
     from datasets import Dataset  # an optional package, and slow to import
 
@@ -184,8 +185,8 @@ def make_lazy_dataset(shares: Shares) -> Dataset:
 def _count_processes() -> int:
     """Return the number of processes that train.
 
-    Asking accelerate would start torch.distributed, with other timeouts than those of a Trainer
-    that is made later.
+    accelerate is not asked, because it would start torch.distributed, with other timeouts than a
+    Trainer that is made later.
     """
     if dist.is_available() and dist.is_initialized():
         return dist.get_world_size()
@@ -210,7 +211,7 @@ def _find_device() -> str:
 def _find_mixed_dtype() -> torch.dtype | None:
     """Return the mixed-precision dtype configured in accelerate, if any.
 
-    That of `TrainingArguments` is not visible here.
+    The dtype in `TrainingArguments` is not visible here.
     """
     precision = (
         AcceleratorState().mixed_precision

@@ -2,16 +2,17 @@
 attention.
 
 A loader that accelerate prepared has three layers. A sampler draws row numbers. A batch sampler
-makes batches of them, in the same order on all ranks. `BatchSamplerShard` gives each rank every
-n-th batch, or, with ``split_batches``, its part of each batch. The placement goes between the batch
-sampler and the shard. So seeds, epochs and the generators that accelerate keeps equal on all ranks
-come before it and do not change. Resuming, workers and devices come after it and do not change. The
-Trainer makes its loader when its training begins, so its `get_train_dataloader` is wrapped.
+makes batches of them, in the same order on all ranks. `BatchSamplerShard` gives each of n ranks
+every n-th batch, or, with ``split_batches``, its part of each batch. The placement is inserted
+between the batch sampler and the shard. It does not affect what happens before it (seeds, epochs,
+and the generators that accelerate keeps equal on all ranks) or after it (resuming, workers and
+devices). A Trainer makes its loader when its training begins, so its `get_train_dataloader` is
+wrapped.
 
-Items of some of TRL's Trainers stay whole, as rows do: pairs of DPO and of reward models,
-completions of KTO. The items of an optimizer step may go to any rank if the loss is a mean over
-items. Ranks have equally many items, so the mean over ranks is that of one process. Checked with
-TRL 1.16.
+Some of TRL's Trainers train on items that stay whole, like rows: DPO and reward models on pairs,
+KTO on completions. The items of an optimizer step may go to any rank if the loss is a mean over
+items. Ranks have equally many items, so the mean over ranks is the loss of one process. Checked
+with TRL 1.16.
 """
 
 from __future__ import annotations
@@ -43,15 +44,16 @@ from hf_distca.runtime.members import find_node_number
 from hf_distca.schedule.layout import FloatArray, IntArray
 
 Reader = TypeVar("Reader")
-_SAMPLE_STEPS = 16  # steps from which the printed gain is estimated
-# For each document of an item: the columns that follow each other in it. The second document of KTO
+_SAMPLE_STEPS = 16  # number of steps from which the printed gain is estimated
+# For each document of an item: the columns that are concatenated in it. The second document of KTO
 # repeats the prompt with an answer to another prompt, for losses that compare the two answers.
 _DOCUMENTS = {
     "DPOTrainer": (("prompt_ids", "chosen_ids"), ("prompt_ids", "rejected_ids")),
     "KTOTrainer": (("prompt_ids", "completion_ids"), ("prompt_ids", "KL_completion_ids")),
     "RewardTrainer": (("chosen_ids",), ("rejected_ids",)),
 }
-# Losses of DPO that sort the pairs of a rank's batch, or are a mean over the tokens of this batch.
+# Losses of DPO that depend on the other pairs in a rank's batch: they sort the pairs, or are a mean
+# over the tokens of the batch.
 _LOSSES_OF_RANKS = {"aot", "aot_unpaired", "sft"}
 _AS_THEY_ARE = 'attn_implementation="distca" balances its batches as they are.'
 
@@ -68,18 +70,18 @@ def place_rows(
     step.
 
     It is for rows that stay whole: rows of TRL's ``packing=True`` or of `PackingCollator`, or rows
-    cut from token files. The exchange balances work inside a node. `place_rows` balances work
-    between nodes, and changes only the order of rows. Every step keeps its rows, and every rank
+    cut from token files. The exchange of attention balances work inside a node. `place_rows`
+    balances work between nodes, and changes only the order of rows within each step. Every rank
     reads equally many rows in each micro-batch. Epochs, seeds, resuming and the last, short step
     stay as they were.
 
     Pairs of TRL's `DPOTrainer` and `RewardTrainer` and completions of its `KTOTrainer` are placed
     in the same way. The loss stays the same. Losses that depend on which items share a rank are
-    refused. So are TRL's other Trainers, except `SFTTrainer`.
+    refused, and so are TRL's other Trainers, except `SFTTrainer`.
 
     Call it on every rank, with the same arguments: on a Trainer before its ``train()``, or on a
-    loader that accelerate has prepared. Ranks compare the rows that they read. With one rank, the
-    order stays.
+    loader that accelerate has prepared. Ranks check that they read the same data set. With one
+    rank, the order does not change.
 
     Args:
         reader: a Trainer of transformers or TRL, or a `DataLoader` that ``accelerator.prepare``
@@ -112,8 +114,8 @@ def place_rows(
         return reader
     if model is not None or accumulation is not None:
         raise ConfigError(
-            f"accumulation={accumulation} and model={type(model).__name__} for a Trainer, which has"
-            " its own: leave them out."
+            f"accumulation={accumulation} and model={type(model).__name__} are given with a"
+            " Trainer, which has its own: leave them out."
         )
     make = reader.get_train_dataloader
     if getattr(make, "places_rows", False):
@@ -140,8 +142,8 @@ def _read_accumulation() -> int:
     state = GradientState()
     if state.num_steps > 1 and not state.sync_with_dataloader:
         raise UnsupportedError(
-            "sync_with_dataloader=False lets steps go on from one epoch to the next, and place_rows"
-            " keeps the rows of each step of an epoch. Set"
+            "sync_with_dataloader=False lets a step continue in the next epoch, but place_rows"
+            " orders the rows of each step within one epoch. Set"
             " GradientAccumulationPlugin(sync_with_dataloader=True)."
         )
     return int(state.num_steps)
@@ -154,17 +156,18 @@ def _weigh_rows(
     end_of_document: int | None,
     items: ItemRules | None = None,
 ) -> FloatArray:
-    """Estimate the seconds of attention of each row, in all layers; without a model, return the
-    squares of its documents' lengths.
+    """Estimate the seconds of attention of each row in all layers. Without a model, return the sum
+    of the squares of its documents' lengths.
     """
     if not hasattr(rows, "__len__") or isinstance(rows, IterableDataset):
         raise UnsupportedError(
-            f"place_rows weighs all rows before training, and data of {type(rows).__name__} has"
-            " no length. Give a data set with a length, or leave place_rows out."
+            f"place_rows weighs all rows before training, but {type(rows).__name__} has no length."
+            " Give a data set with a length, or leave place_rows out."
         )
     if find_shares(rows) is not None:
         raise UnsupportedError(
-            "documents of this data set are dealt, which makes ranks even: leave place_rows out."
+            "the documents of this data set are dealt, so ranks have equal work: leave place_rows"
+            " out."
         )
     quiet = not PartialState().is_main_process
     lengths, row = (
@@ -173,13 +176,13 @@ def _weigh_rows(
         else find_row_documents(rows, end_of_document, quiet=quiet)
     )
     seconds = _estimate_seconds(lengths, getattr(model, "module", model), config)
-    # `bincount` adds weights in the same order on every machine.
+    # `bincount` adds up weights in the same order on every machine, so ranks get equal sums.
     return np.asarray(np.bincount(row, weights=seconds, minlength=len(rows)), dtype=np.float64)
 
 
 def _estimate_seconds(lengths: IntArray, model: Any, config: DistCAConfig) -> FloatArray:
-    """Estimate the seconds of each document in all layers of attention; without a model, return the
-    squares of lengths.
+    """Estimate the seconds of attention of each document in all layers. Without a model, return the
+    square of its length.
     """
     if model is None:
         return np.square(lengths.astype(np.float64))
@@ -227,7 +230,8 @@ def _make_placer(
             else _count_nodes(shard.num_processes, node_numbers, ranks_per_node, config)
         )
         text = (
-            "distca leaves rows in their order: there is one node, which evens its work by itself."
+            "distca leaves rows in their order: there is one node, and place_rows balances work"
+            " only between nodes."
         )
         if shard is not None and nodes > 1:
             places = _place_in_shard(shard, loader.dataset, nodes, work, accumulation)
@@ -242,7 +246,7 @@ def _make_placer(
 def _place_in_shard(
     shard: BatchSamplerShard, rows: Any, nodes: int, work: FloatArray, accumulation: int
 ) -> StepPlaces:
-    """Place the rows that a shard reads, for several nodes."""
+    """Place rows on several nodes before accelerate's shard reads them."""
     batches, ranks = shard.batch_sampler, shard.num_processes
     if isinstance(batches, RowPlacement):
         raise ConfigError(
@@ -250,8 +254,8 @@ def _place_in_shard(
         )
     if len(rows) != len(work):
         raise ConfigError(
-            f"the loader reads {len(rows)} rows, and place_rows weighed {len(work)}: call it with"
-            " the data set that is trained on."
+            f"the loader reads {len(rows)} rows, but place_rows weighed {len(work)}: call"
+            " place_rows with the data set that is trained on."
         )
     size = batches.batch_size // ranks if shard.split_batches else batches.batch_size
     places = StepPlaces(nodes, ranks // nodes, size, accumulation)
@@ -262,8 +266,8 @@ def _place_in_shard(
 def _count_nodes(
     ranks: int, node_numbers: Sequence[int], per_node: int | None, config: DistCAConfig
 ) -> int:
-    """Count the sets of neighbouring ranks that balance their work by exchange: ranks of one node
-    and of one attention group.
+    """Count the sets of neighbouring ranks in which exchanges balance the work. The ranks of a set
+    belong to one node and to one attention group.
     """
     if per_node is not None and (per_node < 1 or ranks % per_node):
         raise ConfigError(
@@ -276,7 +280,7 @@ def _count_nodes(
 
 
 def _find_shard(loader: Any) -> BatchSamplerShard | None:
-    """Find the batch sampler that gives each rank its batches; None if there is one rank.
+    """Find accelerate's batch sampler that gives each rank its batches; None if there is one rank.
 
     Raises:
         UnsupportedError: if rows cannot be placed before it.
@@ -295,21 +299,21 @@ def _find_shard(loader: Any) -> BatchSamplerShard | None:
         if PartialState().num_processes == 1 and shard is not None:
             return None
         raise UnsupportedError(
-            "place_rows takes a loader that accelerator.prepare made of a DataLoader with a batch"
-            f" size, and this {type(loader).__name__} has batches of {type(shard).__name__}. For"
+            "place_rows takes a loader that accelerator.prepare made from a DataLoader with a batch"
+            f" size, but this {type(loader).__name__} gets batches from {type(shard).__name__}. For"
             " loops without accelerate there is hf_distca.data.row_placement.RowPlacement."
         )
     if not getattr(shard.batch_sampler, "batch_size", None):
         raise UnsupportedError(
-            f"{type(shard.batch_sampler).__name__} chooses its own batch sizes, and place_rows"
-            ' needs a fixed one. Set train_sampling_strategy="random", or give a batch'
+            f"{type(shard.batch_sampler).__name__} chooses its own batch sizes, but place_rows"
+            ' needs a fixed size. Set train_sampling_strategy="random", or give a batch'
             " sampler with a batch_size."
         )
     return shard
 
 
 def _describe_places(places: StepPlaces, work: IntArray) -> str:
-    """Describe where rows are placed, and the gain compared with rows in random order."""
+    """Describe how rows are placed, and the gain over rows in random order."""
     rows = places.micro_batch_rows * places.micro_batches
     shuffled = np.random.default_rng(0).permutation(work)
     count = min(len(work) // rows, _SAMPLE_STEPS)
@@ -332,12 +336,15 @@ def _describe_places(places: StepPlaces, work: IntArray) -> str:
 
 @dataclass(frozen=True)
 class ItemRules:
-    """Where the items of a Trainer may be placed, and of which documents they consist.
+    """Rules for the items of one of TRL's Trainers: where they may be placed, and which documents
+    they have.
 
     Attributes:
         documents: columns of token ids that make up each document of an item.
-        max_length: number of tokens at which the collator cuts documents; None if it does not.
-        in_micro_batches: whether an item stays in its micro-batch, not only in its step.
+        max_length: number of tokens at which the collator cuts documents; None if it does not cut
+            them.
+        in_micro_batches: whether an item must stay in its micro-batch. Otherwise it may move to any
+            micro-batch of its step.
     """
 
     documents: tuple[tuple[str, ...], ...]
@@ -362,14 +369,14 @@ class ItemRules:
         documents = tuple(parts for parts in _DOCUMENTS[name] if set(parts) <= set(columns))
         if not documents:
             raise UnsupportedError(
-                f"place_rows weighs the items of {name} by their token ids, in"
-                f" {' and '.join(_DOCUMENTS[name][0])}, and its rows have the columns"
-                f" {', '.join(columns) or 'none'}, as where images are read in the collator or rows"
-                f" are a stream. Leave place_rows out: {_AS_THEY_ARE}"
+                f"place_rows weighs the items of {name} by the token ids in"
+                f" {' and '.join(_DOCUMENTS[name][0])}, but the rows have only these columns:"
+                f" {', '.join(columns) or 'none'}. This happens if images are read in the collator,"
+                f" or if rows are a stream. Leave place_rows out: {_AS_THEY_ARE}"
             )
         return cls(
             documents,
-            # RewardTrainer drops pairs that are too long, and cuts no documents.
+            # RewardTrainer drops pairs that are too long instead of cutting them.
             None if name == "RewardTrainer" else getattr(trainer.args, "max_length", None),
             # KTO compares each item with the KL of all items of its micro-batch.
             bool(getattr(trainer, "calculate_KL", False)),
@@ -395,7 +402,7 @@ class ItemRules:
 
 
 def check_deals_documents(trainer: Trainer) -> None:
-    """Check that a Trainer trains on documents, which some of TRL's do not.
+    """Check that a Trainer trains on documents. Some of TRL's Trainers train on other items.
 
     Raises:
         UnsupportedError: names the Trainer, and the call to make instead.
@@ -404,17 +411,19 @@ def check_deals_documents(trainer: Trainer) -> None:
     if name in _DOCUMENTS:
         items = "completions" if name == "KTOTrainer" else "pairs"
         raise UnsupportedError(
-            f"{name} trains on {items}, which stay whole on one rank, and hf_distca.deal and"
-            " --tokens-per-rank cut documents. Call hf_distca.place_rows(trainer) instead, which"
-            f" gives nodes {items} of equal attention and keeps the loss. Inside a node nothing has"
-            f" to be called: {_AS_THEY_ARE}"
+            f"{name} trains on {items}, which must stay whole, but hf_distca.deal and"
+            " --tokens-per-rank cut documents. Call hf_distca.place_rows(trainer) instead: it gives"
+            f" nodes {items} with equal attention in total, and keeps the loss. With one node, no"
+            f" call is needed: {_AS_THEY_ARE}"
         )
     if name is not None:
         raise UnsupportedError(_explain_unknown_items(name, "hf_distca.deal or --tokens-per-rank"))
 
 
 def _find_trl_name(trainer: Trainer) -> str | None:
-    """Find the name of TRL's class of a Trainer; None if the Trainer trains on documents."""
+    """Find the name of the TRL class from which a Trainer is derived; None if the Trainer trains on
+    documents.
+    """
     names = [
         base.__name__
         for base in type(trainer).__mro__
@@ -443,6 +452,6 @@ def _check_loss(trainer: Any, name: str) -> None:
     if losses and size > 1:
         raise UnsupportedError(
             f"{name} with {' and '.join(losses)} and per_device_train_batch_size={size} has a loss"
-            " that depends on which items share a rank, and place_rows changes that. Set"
-            f" per_device_train_batch_size=1, or leave place_rows out: {_AS_THEY_ARE}"
+            " that depends on which items share a rank, but place_rows moves items between ranks."
+            f" Set per_device_train_batch_size=1, or leave place_rows out: {_AS_THEY_ARE}"
         )

@@ -1,7 +1,7 @@
 """`Recorder`, which writes the record of a run into its folder, for `hf-distca report`.
 
-It writes when the Trainer logs, and only facts that rank 0 already has. So it needs no collective,
-and reads nothing from a device.
+It writes when the Trainer logs. It writes only facts that rank 0 already has, so it needs no
+collective, and reads nothing from a device.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _TRAINING_FIELDS = (
     "fp16",
     "seed",
 )
-_COUNTS = {"tokens", "sent_bytes", "between_bytes"}  # fields of `PerRank`; all others are seconds
+_COUNTS = {"tokens", "sent_bytes", "between_bytes"}  # the fields of `PerRank` that are not seconds
 _SIZES = (
     "num_hidden_layers",
     "num_attention_heads",
@@ -66,9 +66,9 @@ _REASONS: dict[int | None, str] = {ELOOP: "it is a link", ENXIO: "it is a pipe o
 class Recorder(logging.Filter):
     """Writes the record of a training on rank 0.
 
-    It records warnings as a filter of the log, and lets all messages pass. A handler would take
-    warnings from the console in scripts that set up no logging, because Python prints messages by
-    itself only if there is no handler.
+    It records warnings as a logging filter that lets all messages pass. It is not a handler,
+    because Python prints warnings by itself only if there is no handler. In scripts that set up no
+    logging, warnings would then be missing on the console.
 
     Args:
         folder: folder of the record.
@@ -86,8 +86,7 @@ class Recorder(logging.Filter):
         # Sums since rows were last written.
         self._totals = BalanceTotals()
         self._figures = np.zeros(())
-        # Imbalance and plan of the worst micro-batch. The imbalance is slowest rank / mean, in
-        # estimated seconds.
+        # Imbalance (slowest rank / mean, in estimated seconds) and plan of the worst micro-batch.
         self._worst_plan: tuple[float, RunningMicroBatch] | None = None
         self._plan_bytes = 0
         self._has_failed = False
@@ -120,7 +119,7 @@ class Recorder(logging.Filter):
         LOG.addFilter(self)
 
     def write_steps(self, step: int, loss: object = None) -> None:
-        """Write the sums since rows were last written, after `step` steps, and the loss if it is a
+        """Write a row after `step` steps: the sums since the last such row, and the loss if it is a
         finite number.
         """
         if not self._totals.micro_batches:
@@ -151,7 +150,7 @@ class Recorder(logging.Filter):
         return True
 
     def _add_micro_batch(self, micro_batch: RunningMicroBatch, totals: BalanceTotals) -> None:
-        # Micro-batches of an earlier evaluation do not belong to the training.
+        # Skip micro-batches of an evaluation before the training.
         if micro_batch.number <= self._first_number or self._has_failed:
             return
         self._totals += totals
@@ -189,7 +188,7 @@ class Recorder(logging.Filter):
             self._path.parent.mkdir(parents=True, exist_ok=True)
             with open(self._path, mode, encoding="utf-8", opener=_open_own_file) as file:
                 if file.tell() and not _ends_with_a_line(self._path):
-                    file.write("\n")  # an earlier training was killed while it wrote a line
+                    file.write("\n")  # an earlier training was killed while it wrote its last line
                 file.writelines(lines)
         except OSError as error:
             self._has_failed = True
@@ -201,7 +200,9 @@ class Recorder(logging.Filter):
 
 
 def _open_own_file(path: str, flags: int) -> int:
-    """Open a file. Raise for a link, and for a pipe, whose reader the run would wait for."""
+    """Open a file. Raise for a link, and for a pipe, because opening a pipe would wait for a
+    reader.
+    """
     return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
 
 
@@ -215,8 +216,8 @@ def _sum_figures(plans: Sequence[MicroBatchPlan]) -> np.ndarray[Any, np.dtype[np
     """Return sums over plans, (figures, ranks), with figures in the order of `PerRank`'s fields."""
     rows = []
     for index, plan in enumerate(plans):
-        # Plans of several kinds of layers have the same tokens, which are counted once for each
-        # nano-batch.
+        # Plans for several kinds of layers have the same tokens, so tokens are counted only once
+        # for each nano-batch.
         is_counted = plan.key.nano in {other.key.nano for other in plans[:index]}
         figures = (
             plan.plan.layout.query_tokens * (not is_counted),
@@ -238,7 +239,7 @@ def _make_per_rank(figures: np.ndarray[Any, np.dtype[np.float64]]) -> PerRank:
 
 
 def _describe_model(model: torch.nn.Module | None) -> dict[str, Any]:
-    """Return type, sizes and dtype of the first part of a model that asks for distca."""
+    """Return the type, sizes and dtype of the first part of a model that asks for distca."""
     for config in find_distca_configs(model)[:1]:
         sizes = {name: getattr(config, name, None) for name in _SIZES}
         known = {name: size for name, size in sizes.items() if size is not None}

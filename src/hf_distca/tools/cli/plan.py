@@ -125,7 +125,7 @@ class Options:
     ] = 0.02
     head_groups: Annotated[
         int, typer.Option(help="Most head groups of a long document; 1 plans all heads together.")
-    ] = 8
+    ] = 4
 
     def make_cost_model(self) -> CostModel:
         """Make the cost model from the user's file or, without a file, the built-in cost model for
