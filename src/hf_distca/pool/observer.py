@@ -148,7 +148,9 @@ class PoolObserver:
             self._name(named, f"{serial}.{number}")
         return result
 
-    def enter_phase(self, call: LayerExchange, phase: Phase, dtype: torch.dtype | None) -> None:
+    def enter_phase(
+        self, call: LayerExchange, phase: Phase, dtype: torch.dtype | None = None
+    ) -> None:
         """See `GroupObserver.enter_phase`."""
         arguments: dict[str, Any] = {"call": id(call)}
         if phase == "begin":

@@ -70,5 +70,11 @@ def advise(run: Run, ways: Sequence[Way]) -> Advice:
     if ours is dealt:
         lines.append(f"hf_distca.deal(trainer, tokens_per_rank={run.tokens})")
         options += f" --tokens-per-rank {run.tokens}"
-    lines.append(f"# or: hf-distca run {options} accelerate launch train.py")
-    return Advice(gain >= _CLOSE, ours.title, other.title, gain, text, tuple(lines))
+    return Advice(
+        gain >= _CLOSE,
+        ours.title,
+        other.title,
+        gain,
+        text,
+        (*lines, f"# or: hf-distca run {options} accelerate launch train.py"),
+    )

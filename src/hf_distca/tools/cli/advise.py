@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 from textwrap import fill
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -108,7 +108,7 @@ class Options:
             )
         model = _find_model(self.model)
         link = read_rate("--link-gigabytes", self.link_gigabytes)
-        changes = {} if link is None else {"exchange_bytes_per_second": link}
+        changes: dict[str, Any] = {} if link is None else {"exchange_bytes_per_second": link}
         costs = [
             (replace(make_gpu_cost(shape, device, kernel), window=window, **changes), layers)
             for shape, window, layers in model.layers
