@@ -129,7 +129,8 @@ class AtenEfficient:
     def _run_backward_of_slices(
         self, pools: BackwardInputs, sequences: Sequences, scores: ScoreOptions
     ) -> Grads:
-        """Compute gradients with a window if some sequences have more keys than rows.
+        """Compute gradients of a call with a window in which some sequences have more keys than
+        rows.
 
         These sequences get rows of 0 in front.
         """
@@ -226,7 +227,8 @@ def _efficient_reason(case: KernelRequest) -> str | None:
 
 class _EfficientKernel(VarlenKernel):
     def split(self, tasks: TaskBatch) -> list[list[int]]:
-        """Split tasks into calls whose tasks differ in rows by less than a factor of two.
+        """Split tasks into calls. The numbers of rows of a call's tasks differ by less than a
+        factor of two.
 
         This limits the padding, because log-sum-exps of a call are padded to its longest task.
         """

@@ -285,8 +285,8 @@ class Layout:
         return document // (self.groups + 1) if self.groups > 1 else document
 
     def _find_head_group(self, document: IntArray) -> IntArray:
-        """Return the number of the head group of each document, from 1 on; 0 for documents with all
-        heads.
+        """Return which head group each document is: 1 for the first group, 2 for the second, and so
+        on; 0 for a document with all heads.
         """
         return np.asarray(
             document % (self.groups + 1) if self.groups > 1 else np.zeros_like(document)
@@ -308,8 +308,8 @@ class Layout:
 
     @cached_property
     def query_tokens(self) -> IntArray:
-        """Number of tokens on each rank whose queries are to be computed. Tokens of a split
-        document count once.
+        """Number of tokens on each rank whose queries are to be computed. A token of a document
+        that is split by heads counts once.
         """
         counted = self.has_queries & (self._find_head_group(self.document) <= 1)
         return np.bincount(
@@ -324,10 +324,10 @@ class Layout:
         return np.asarray((self.place * (self.longest + 1) + self.start)[self.by_document])
 
     def find_segments(self, place: IntArray, position: IntArray) -> IntArray:
-        """Find the segment that holds each position of a document.
+        """Find the segments that contain these positions of documents.
 
-        `place` is the place of each document among `documents`. The result is the index of each
-        segment in `by_document`.
+        `place` has the place of each position's document among `documents`. The result is the index
+        of each segment in `by_document`.
         """
         return (
             np.searchsorted(self._positions, place * (self.longest + 1) + position, side="right")
@@ -362,7 +362,9 @@ def _find_offsets(ranks: Sequence[Sequence[Any]]) -> IntArray:
 
 
 def mark_changes(*columns: npt.NDArray[Any]) -> BoolArray:
-    """Mark the first row, and rows that differ from the row before in any of these columns."""
+    """Mark the first row, and every row that differs from the row before it in any of these
+    columns.
+    """
     differs = np.zeros(len(columns[0]), dtype=np.bool_)
     differs[:1] = True
     for column in columns:
@@ -384,8 +386,9 @@ def repeat_split_rows(split_mask: BoolArray, groups: int) -> tuple[IntArray, Int
     """Repeat rows that are split by heads once for each group.
 
     Returns:
-        The index of the original row of each new row, and the number to add to its document number:
-            0 for all heads, 1 for the first group.
+        For each new row, the index of its original row, and the number to add to its document
+            number: 0 if the row keeps all heads, 1 for the first head group, 2 for the second, and
+            so on.
     """
     row, part = enumerate_ranges(
         np.zeros(len(split_mask), dtype=np.int64), np.where(split_mask, groups, 1)
@@ -462,9 +465,9 @@ def _number_documents(
                 f" there, on ranks {ranks} and {ending[position]}. Position ids do not say which of"
                 " them belong together: give document numbers (PackedDocuments in the batch)."
             )
-    # Document numbers, by the position where a run ends and by the run itself. A run that starts
-    # above 0 takes the number of the run that ends there. Only a run without tokens may find no
-    # such number, and `Layout` refuses this run.
+    # The dicts map the position where a run ends, and the run itself, to the run's document number.
+    # A run that starts above 0 takes the number of the run that ends at its start. Only a run
+    # without tokens may find no such number, and `Layout` refuses this run.
     number_ending_at: dict[int, int] = {}
     numbers: dict[tuple[int, int], int] = {}
     for number, (start, rank, row, end) in enumerate(sorted(rows)):

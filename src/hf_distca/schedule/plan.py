@@ -247,7 +247,8 @@ class Plan:
     def list_key_transfers(
         self, tasks: IntArray | None = None, server: IntArray | None = None
     ) -> KeyTransfers:
-        """List the K/V runs that each server needs, each token once, cut where segments end.
+        """List the runs of keys and values that each server needs, each token once. Runs are cut
+        where segments end.
 
         Runs that the server holds itself are included.
 
