@@ -158,7 +158,9 @@ def list_candidates(case: KernelRequest, name: str = "auto") -> list[tuple[Kerne
 
 
 def _announce(name: str, case: KernelRequest, refused: list[str], *, automatic: bool) -> None:
-    """Log once which kernel runs. The message is a warning if "auto" found no fast kernel on a GPU.
+    """Log once which kernel runs.
+
+    The message is a warning if "auto" found no fast kernel on a GPU.
     """
     message = (
         f"core attention in {case.dtype} on {case.device.type}{_describe_features(case.scores)}"
