@@ -8,8 +8,8 @@ its probabilities under the softmax of the whole task, and the gradients are add
 
 The kernel takes grouped key/value heads without a copy, and sums the gradients of a group. It
 divides tasks of fewer than 768 rows into smaller blocks, and is then slower than for a whole
-document: by 5 to 10% at 512 rows and by 20 to 50% at 128. Larger slices take only their part of the
-time of the whole document.
+document: by 5 to 10% at 512 rows and by 20 to 50% at 128. The time of larger slices is in
+proportion to their work.
 
 With a *window*, the rows of a task are divided into blocks. Each block is a call with the keys that
 its rows see and an additive mask. If blocks are aligned at the last row and the last key, all have
@@ -62,8 +62,8 @@ _Call = tuple[int, int, bool, torch.Tensor | None]
 class _Task(NamedTuple):
     """A task, or a block of its rows: first row, number of rows, first key, number of keys.
 
-    Only a block can have more keys than the window. The first row of such a block sees its first
-    key.
+    Only a block can have more keys than the window. The first row of such a block sees the block's
+    first key.
     """
 
     row: int

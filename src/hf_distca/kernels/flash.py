@@ -107,8 +107,8 @@ class AtenFlash:
     """`VarlenOp` over ``aten::_flash_attention_forward`` and ``aten::_flash_attention_backward``.
 
     Forward returns the output, the log-sum-exp, and a random state for dropout in backward.
-    Releases differ in the number of tensors of this state. Without dropout, backward ignores it, so
-    backward gets placeholders of the right dtype, and forward does not save the state.
+    Releases differ in the number of tensors of this state. Without dropout, backward ignores the
+    state, so backward gets placeholders of the right dtype, and forward does not save the state.
     """
 
     takes_gaps = torch.version.hip is None

@@ -74,8 +74,8 @@ class _Chunk:
 
 
 class ReferenceKernel:
-    """Exact attention that favours clarity. It computes in float64 for float64 inputs, else in
-    float32.
+    """Exact attention that favours clarity over speed. It computes in float64 for float64 inputs,
+    else in float32.
     """
 
     name: ClassVar[str] = "reference"

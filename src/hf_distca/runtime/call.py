@@ -375,7 +375,8 @@ class LayerExchange:
     ) -> Pending:
         """Send the results of received rows back to the ranks that sent these rows.
 
-        `queries` have one row for each received query, `keys` one for each row of the key pool.
+        `queries` have one row for each received query, and `keys` one row for each row of the key
+        pool.
         """
         pooled = self.route.pooled
         parts = [MessagePart(t.contiguous(), pooled.query_pool.way_back) for t in queries]

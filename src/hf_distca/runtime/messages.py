@@ -144,7 +144,7 @@ def put_rows(
 def add_rows(
     grad_TKD: torch.Tensor, copies: Sequence[RowCopy], sections: Sequence[torch.Tensor]
 ) -> torch.Tensor:
-    """Add rows of sections to gradients at their places, in order, and return the result.
+    """Add rows of received sections to gradients, one copy after another. Return the sums.
 
     If `copies` is not empty, the result is float32 or float64.
     """

@@ -228,8 +228,8 @@ class FailureMonitor:
     def first_failure(self) -> str:
         """Name and report of the first rank that left.
 
-        The text is "" if no rank left, if this rank ended without an error, or if its report is
-        unknown.
+        The text is "" if no rank left, if the first rank ended without an error, or if its report
+        is unknown.
         """
         first: list[tuple[int, str] | None] = []
         _query_store(lambda: first.append(self._read(1)), self.compute_deadline())

@@ -99,7 +99,7 @@ class KeyRelay:
     def add_copies(self, pool_TKD: torch.Tensor, sections: Sequence[torch.Tensor]) -> torch.Tensor:
         """Add gradients of the forwarded copies to gradients of a pool.
 
-        They are added in the order of ranks, so that sums are reproducible.
+        The copies are added in the order of ranks, so that sums are reproducible.
         """
         if not self.forwarded.rows:
             return pool_TKD
@@ -150,7 +150,7 @@ class PooledTasks:
     def add_copies(self, grad_TKD: torch.Tensor, sections: Sequence[torch.Tensor]) -> torch.Tensor:
         """Add gradients of other ranks' copies to gradients of own keys.
 
-        They are added in the order of ranks, so that sums are reproducible.
+        The copies are added in the order of ranks, so that sums are reproducible.
         """
         return add_rows(grad_TKD, self.keys.returned, sections)
 

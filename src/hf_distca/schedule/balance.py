@@ -26,8 +26,8 @@ from hf_distca.schedule.relays import add_relays
 from hf_distca.schedule.tails import END, LATEST, PIECE, USEFUL
 from hf_distca.schedule.trial import make_moves
 
-# A trial stops if a rank must end later than `_USEFUL` times T. A trial with a later T may then
-# give a better plan.
+# A trial stops if a rank cannot end by `_USEFUL` times T. A trial with a later T may then give a
+# better plan.
 _USEFUL = 1.05
 # If the last rank ends later than `_LATE` times the mean, further trials try to make the other
 # ranks end earlier. Their T lies at the fractions `_EVEN_PARTS` of the way from the mean to the end
@@ -101,7 +101,7 @@ class PlanTrials:
 
     @property
     def node_count(self) -> int:
-        """Number of nodes; 1 if nodes are not told apart."""
+        """Number of nodes; 1 if `Ranks.per_node` is None."""
         return self.layout.world_size // (self.ranks.per_node or self.layout.world_size)
 
     @property

@@ -1,10 +1,10 @@
-"""Placement of documents in bins that have room for a given number of tokens each. The bins are
-first the nodes, and then the ranks of each node.
+"""Placement of documents in bins, each with room for a given number of tokens. The bins are first
+the nodes, and then the ranks of each node.
 
 Documents with the most attention are placed first. A document goes to the bin with the least
-attention that has room for it. If a document is to lie in several bins, each of them gets rows from
-the front and from the back of the document, so that tokens and attention are even. A document that
-is too long for any bin is cut to fit.
+attention that has room for it. If a document is to lie in several bins, each bin gets rows from the
+front and from the back of the document, so that tokens and attention are even. A document that is
+too long for any bin is cut to fit.
 
 A document with n times the attention of an average node lies in n nodes. But if sending its keys
 between nodes would take longer than computing it in one node, the document lies in as few nodes as
@@ -48,9 +48,9 @@ class Bins(NamedTuple):
 def _choose_bins(bins: Bins, length: int, count: int) -> tuple[int, int]:
     """Choose `count` bins for a chunk, or more bins if these have too little room for it.
 
-    Bins with room for `length / count` tokens come first, those with the fewest pairs first. The
-    other bins follow, those with the most room first. Return the number of chosen bins and the sum
-    of their room.
+    Bins with room for `length / count` tokens are chosen before all other bins. Among these bins,
+    those with the fewest pairs are chosen first; among the other bins, those with the most room.
+    Return the number of chosen bins and the sum of their room.
     """
     chosen, room = 0, 0
     while chosen < count or room < length:

@@ -42,7 +42,7 @@ from hf_distca.schedule.slice_cost import count_task_work
 # limits, sums of seconds become infinite and their ratios NaN.
 MIN_RATE = 1.0
 MAX_SECONDS = 1e6
-# The window that stands for no window: a row sees all keys before it.
+# Value of `window` for layers in which a row sees all keys before it.
 ALL_KEYS = 2**62
 
 
@@ -174,7 +174,7 @@ class KernelCost:
 
     @property
     def coefficients(self) -> FloatArray:
-        """Seconds of a task, a byte and a flop: shape (3,)."""
+        """Seconds per task, per byte and per flop: shape (3,)."""
         return np.array([self.task_seconds, 1 / self.bytes_per_second, 1 / self.flops_per_second])
 
     def scale(self, factor: float) -> Self:
@@ -206,15 +206,15 @@ class CostModel:
     Attributes:
         shape: heads and widths of the layer.
         forward, backward: the kernel's coefficients.
-        exchange_bytes_per_second: rate at which one rank sends while all ranks send and receive
-            equally much. If nodes are told apart, this is the rate between nodes.
+        exchange_bytes_per_second: rate at which one rank sends while all ranks send and receive the
+            same amount. If nodes are told apart, this is the rate between nodes.
         exchange_seconds: fixed seconds of one exchange.
         tile: query rows of a kernel tile.
         name: source of the figures.
         window: keys that a query position sees, its own included, in layers with a sliding window;
             None for layers without a window.
         node_bytes_per_second: rate at which one rank sends to ranks of its node while it receives
-            equally much; None if this rate is not higher than the rate between nodes.
+            the same amount; None if this rate is not higher than the rate between nodes.
         ranks_per_link: number of ranks of a node that share a link to other nodes; 1 if each rank
             has its own link. The rate of the link is ``exchange_bytes_per_second`` times this
             number, even if only some of the ranks send.
@@ -362,7 +362,7 @@ class CostModel:
                     **_read_rates(rates),
                 }
             )
-        except Exception as error:  # a wrong text can raise anything
+        except Exception as error:  # a wrong text can raise any exception
             raise ConfigError(
                 f"the text is no cost model in JSON ({type(error).__name__}: {error}). Give an"
                 f" object with the attributes of `CostModel` as keys, not {text!r:.100}."

@@ -1,4 +1,4 @@
-"""`deal`: assigns documents of a global batch to ranks, before any work is moved.
+"""`deal` assigns documents of a global batch to ranks, before any work is moved.
 
 The places of documents decide the cost of exchanges. After a deal, all ranks have the same number
 of tokens, and `balance` can even out attention at little cost. A document may be longer than a
@@ -22,8 +22,8 @@ from hf_distca.schedule.layout import IntArray, Layout, mark_changes, require_in
 
 # `_choose_half` first divides the long documents between two nano-batches. It then divides the
 # short documents so that both nano-batches get equal tokens. The short documents are the shortest
-# ones of the batch: as many as have `_SMALL_TOKENS` tokens together, but at least and at most the
-# numbers below.
+# ones of the batch. Together they have about `_SMALL_TOKENS` tokens, unless the limits on their
+# number require more or fewer.
 _SMALL_TOKENS = 2**17
 _MIN_SMALL_DOCUMENTS, _MOST_SMALL_DOCUMENTS = 16, 256
 # The most tokens of a document. Cuts are computed from products of two lengths, which must fit in
@@ -128,7 +128,7 @@ def _deal_documents(
     cost: CostModel,
     tile: int,
 ) -> Layout:
-    """Deal the documents with these numbers to ranks."""
+    """Deal the documents that have these numbers to ranks."""
     chunks = np.column_stack([documents, np.zeros_like(documents), length[documents]])
     window = cost.window or ALL_KEYS
     keys = np.minimum(length, window) * cost.key_seconds

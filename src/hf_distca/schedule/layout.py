@@ -126,7 +126,7 @@ class Layout:
             raise LayoutError(
                 f"segment {row} is (document {self.document[row]}, start {self.start[row]}, length"
                 f" {self.length[row]}): start must be >= 0 and length >= 1 (leave empty documents"
-                " out), and neither above 2**48."
+                " out), and both at most 2**48."
             )
         vars(self).update(self._build_index(counts))
 
@@ -318,8 +318,8 @@ class Layout:
 
     @cached_property
     def _positions(self) -> IntArray:
-        """Positions where the segments of `by_document` start, as one increasing sequence for all
-        documents.
+        """Start positions of the segments in `by_document`, shifted so that all documents form one
+        increasing sequence.
         """
         return np.asarray((self.place * (self.longest + 1) + self.start)[self.by_document])
 
@@ -373,7 +373,7 @@ def mark_changes(*columns: npt.NDArray[Any]) -> BoolArray:
 
 
 def enumerate_ranges(begin: IntArray, end: IntArray) -> tuple[IntArray, IntArray]:
-    """List the integers in ranges [begin, end). No end is less than its begin.
+    """List the integers in ranges [begin, end). Each end is at least its begin.
 
     Return, for each integer, the index of its range, and the integers themselves.
     """
@@ -402,7 +402,7 @@ def require_integers(
     shape: tuple[int, ...] = (-1,),
     error: type[DistCAError] = LayoutError,
 ) -> IntArray:
-    """Convert `values` to an int64 array of this shape, where -1 is any length.
+    """Convert `values` to an int64 array of this shape, in which -1 stands for any length.
 
     numpy would round, parse or wrap around some wrong values. This function refuses such values.
 
@@ -463,11 +463,12 @@ def _number_documents(
             raise LayoutError(
                 f"{len(ranks)} run(s) start at position {position} and {len(ending[position])} end"
                 f" there, on ranks {ranks} and {ending[position]}. Position ids do not say which of"
-                " them belong together: give document numbers (PackedDocuments in the batch)."
+                " these runs belong together: give document numbers (PackedDocuments in the batch)."
             )
-    # The dicts map the position where a run ends, and the run itself, to the run's document number.
-    # A run that starts above 0 takes the number of the run that ends at its start. Only a run
-    # without tokens may find no such number, and `Layout` refuses this run.
+    # The first dict maps the position where a run ends to the document number of the run. The
+    # second maps the run itself to this number. A run that starts above 0 takes the number of the
+    # run that ends at its start. Only a run without tokens may find no such number, and `Layout`
+    # refuses this run.
     number_ending_at: dict[int, int] = {}
     numbers: dict[tuple[int, int], int] = {}
     for number, (start, rank, row, end) in enumerate(sorted(rows)):

@@ -187,7 +187,7 @@ class PlanLoad:
         )
 
     def count_node_bytes(self, query_bytes: int, key_bytes: int) -> NodeBytes:
-        """Return the bytes that ranks send and receive, given those of a query row and of a key."""
+        """Count sent and received bytes, given the bytes per query row and per key."""
         traffic = self.traffic
         per_node = self.ranks.per_node or 1
         amount = traffic.query_tokens * query_bytes + traffic.key_tokens * key_bytes

@@ -56,8 +56,8 @@ class Pieces:
         number: (parts,) ``place * (groups + 1) + group`` for each part: the place of its document
             in `Layout.documents`, and its head group (1 for the first group; 0 for all heads).
         home: (pieces,) the rank of each piece.
-        stop: (pieces,) where the rows of each piece end. The last rows of a piece cannot move if
-            they need more keys than a bound of transient bytes allows.
+        stop: (pieces,) document position where the rows of each piece end. The last rows of a piece
+            cannot move if they need more keys than a bound of transient bytes allows.
         batch: arrays that trials read and change.
         start: the same arrays before any move.
     """

@@ -331,8 +331,8 @@ class Plan:
         groups = data.get("groups", 1)
         if type(groups) is not int or groups < 1:
             raise PlanError(
-                f"the head groups of a plan in JSON must be a whole number of at least 1, got"
-                f" {groups!r}."
+                f"the number of head groups of a plan in JSON must be a whole number of at least 1,"
+                f" got {groups!r}."
             )
         layout = replace(
             build_layout(data, "a plan in JSON"),

@@ -227,7 +227,8 @@ def _sum_running(place: IntArray, values: npt.NDArray[Any]) -> Any:
 
 
 def _count_resent(remote_keys: KeyTransfers, layout: Layout) -> FloatArray:
-    """Count the K/V tokens that each rank sends, without the first time that it sends a token.
+    """Count the K/V tokens that each rank sends repeatedly. The first time that it sends a token is
+    not counted.
 
     A token with a fraction of the heads counts as this fraction of a token.
     """

@@ -146,9 +146,7 @@ class _TokenRows(NamedTuple):
 
     @classmethod
     def select_keys(cls, plan: Plan, tasks: IntArray, rank: int, relays: Relays | None) -> Self:
-        """Select the keys that tasks need and that a rank sends, forwards, receives or holds
-        itself.
-        """
+        """Select the keys that tasks need, if a rank holds, needs or forwards these keys."""
         keys, relay = with_relay_hops(plan.layout, plan.list_key_transfers(tasks), relays)
         # A relay gets its keys in the first hop. Keys without a relay, and keys that their relay
         # holds itself, reach all servers in this hop.
@@ -242,7 +240,7 @@ def _find_pool_rows(pool: _TokenRows, number: IntArray, position: IntArray) -> I
 
 
 def _merge_tasks(rows: _TokenRows, place: IntArray, query: IntArray) -> Columns:
-    """Merge tasks that follow each other.
+    """Merge tasks whose query rows follow each other.
 
     Args:
         rows: the query rows.

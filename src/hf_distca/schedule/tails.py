@@ -305,9 +305,8 @@ def weigh_tail(batch: Batch, piece: int, source: int, server: int) -> tuple[floa
     start, end = batch.pieces[piece, FIRST], batch.pieces[piece, LAST]
     goal = ranks[LATEST, source] * (1 - CLOSE)
     links = _weigh_links(batch, piece, source, server)
-    # The tail begins at a multiple of the grid. The first candidate is the earliest one from which
-    # the server can take all rows. If the source needs to give fewer rows, the tail begins at the
-    # latest multiple that gives enough.
+    # The tail begins at a multiple of the grid: the first one from which the server can take all
+    # rows or, if the source needs to give fewer rows, the last one that gives enough.
     first = end - _count_taken(batch, piece, source, server, links)
     row = start if first <= start else int(-(-first // batch.grid)) * batch.grid
     wanted = end - _count_given(batch, piece, source, goal, links)
