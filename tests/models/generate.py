@@ -64,9 +64,9 @@ process if documents lie on several ranks.
 Position ids may be an argument of the model, or pass through its keyword arguments (Whisper, Moss).
 
 **Rotary embeddings of the longest document** (`rope_type` "dynamic" and "longrope", as in Phi-3)
-are made for the longest document of all ranks. Only shares of `document_shares` know its length, so
-other batches with a cut document are refused with "dynamic" or "longrope". In Moshi, all cut
-documents are refused with these types.
+are made for the longest document of all ranks. Only shares of `document_shares` know the length of
+the longest document, so with "dynamic" or "longrope", other batches with cut documents are refused.
+Moshi with either type is refused if documents are cut.
 
 **Llama 4**: layers without rotary embedding scale queries by the place of a token in its row, not
 in its document, under any attention, except in rows of fewer than 8,192 tokens (`floor_scale`).
@@ -109,8 +109,8 @@ documents are refused.
 
 **Shared prefixes.** `PackedDocuments(lengths, parents=...)` names, for each part of a row, the part
 that it continues. With `--instead-of tree_fa3`, hf-distca reads TRL's trees (`tree_kv_index`).
-Documents with shared prefixes are neither dealt nor mixed with the other masks, and ping-pong
-leaves their layers whole.
+Documents with shared prefixes are neither dealt nor mixed with other non-causal masks, and
+ping-pong leaves their layers whole.
 
 **Refused by name.** Block diffusion and other masks that functions define are refused, because
 FlashAttention 4 supports no mask inside the kernel in the backward of packed documents. Attention
