@@ -64,9 +64,9 @@ process if documents lie on several ranks.
 Position ids may be an argument of the model, or pass through its keyword arguments (Whisper, Moss).
 
 **Rotary embeddings of the longest document** (`rope_type` "dynamic" and "longrope", as in Phi-3)
-are made for the longest document of all ranks, whose length only the shares of `document_shares`
-know. With "dynamic" or "longrope", other batches with a document in several parts are refused, and
-so is Moshi.
+are made for the longest document of all ranks. Only shares of `document_shares` know the length of
+the longest document, so with "dynamic" or "longrope", other batches with cut documents are refused.
+Moshi with either type is refused if documents are cut.
 
 **Llama 4**: layers without rotary embedding scale queries by the place of a token in its row, not
 in its document, under any attention, except in rows of fewer than 8,192 tokens (`floor_scale`).
@@ -87,38 +87,37 @@ attention = {"text_config": "distca", "vision_config": "sdpa"}
 model = AutoModelForImageTextToText.from_pretrained(name, attn_implementation=attention)
 ```
 
-The keys of `attention` are the names of the parts in the model's config. With distca in the
-language tower, LLaVA, Qwen2-VL and the models with images below are compared with sdpa: in packed
-rows (`tests/models/test_vision_language.py`), and with the inputs of their processors in a Trainer
-on two ranks (`tests/integration/test_images_in_training.py`). For M-RoPE, give position ids of four
-rows, the positions of the text first, or of three rows; with three rows, a document begins where
-all three are 0.
+The keys of `attention` are the names of the parts in the model's config. Two tests compare LLaVA,
+Qwen2-VL and the models with images below with sdpa: `tests/models/test_vision_language.py` in
+packed rows, and `tests/integration/test_images_in_training.py` in a Trainer on two ranks, with the
+inputs of processors. For M-RoPE, give position ids of four rows (the first has the positions of the
+text) or of three rows. With three rows, a document begins where all three positions are 0.
 
 ## Masks that are not causal
 
 **Blocks.** Attention is exact for image tokens that see each other both ways (Gemma 3 and 4,
 PaliGemma, Molmo2) and for prefixes (PaliGemma, HRM), in padded and in packed rows. transformers'
-own masks are wrong for packed rows with images in the windowed layers of Gemma 3 and 4, so packed
-rows are compared with each document alone. `PackingCollator` and `deal` refuse columns of
-images: use the model's processor. Blocks of image tokens move to other ranks only if the longest
-block has at least a quarter of its rank's tokens.
+own masks are wrong for packed rows with images in the windowed layers of Gemma 3 and 4, so tests
+compare packed rows with each document alone. `PackingCollator` and `deal` refuse columns of images:
+use the model's processor. Blocks of image tokens move to other ranks only if the longest block has
+at least a quarter of its rank's tokens.
 
 **Both ways.** Decoders with `config.is_causal=False`, and the text encoders EuroBERT, ModernBERT,
 GTE, Nomic BERT, Jina v3, NeoMME, UltraBERT, ESM, ESM C and BERT are compared in packed rows
-(`tests/models/test_both_ways.py`). Models that attend both ways need whole documents: documents
-that a share cuts are refused.
+(`tests/models/test_both_ways.py`). Models that attend both ways need whole documents, so cut
+documents are refused.
 
 **Shared prefixes.** `PackedDocuments(lengths, parents=...)` names, for each part of a row, the part
 that it continues. With `--instead-of tree_fa3`, hf-distca reads TRL's trees (`tree_kv_index`).
-Documents with shared prefixes are neither dealt nor mixed with the other masks, and ping-pong
-leaves their layers whole.
+Documents with shared prefixes are neither dealt nor mixed with other non-causal masks, and
+ping-pong leaves their layers whole.
 
-**Refused by name.** Block diffusion and other functions in masks are refused, because
-FlashAttention 4 supports no mask inside the kernel in the backward of packed documents. Keys chosen
-by scores (DSA, NSA, MoBA) are refused, because they are not known before the layer runs. Image and
-audio towers are refused, because they spend only a third of their time in attention. Dense masks,
-blocks that reach beyond the window of their layer, and masks that are not causal in stages of a
-pipeline are also refused.
+**Refused by name.** Block diffusion and other masks that functions define are refused, because
+FlashAttention 4 supports no mask inside the kernel in the backward of packed documents. Attention
+to keys that scores choose (DSA, NSA, MoBA) is refused, because these keys are not known before the
+layer runs. Image and audio towers are refused, because they spend only a third of their time in
+attention. Dense masks, blocks that reach beyond the window of their layer, and masks that are not
+causal in stages of a pipeline are also refused.
 """
 
 
@@ -180,9 +179,9 @@ def page(results: list[Result], cuts: dict[str, str]) -> str:
             f" documents, {rows} more with one document a row, and {len(table) - packed - rows} are"
             " refused. A tiny random model of each type ran under distca and, one document at a"
             " time, under transformers' own attention. The loss, the logits of every token and the"
-            " gradient of every parameter agree.",
-            "`python tests/models/generate.py` writes this page from such a run, and"
-            " `pytest tests/models` fails if page and run differ.",
+            " gradient of every parameter agree between the two runs.",
+            "`python tests/models/generate.py` writes this page from a run of all types, and"
+            " `pytest tests/models` fails if the page differs from a run.",
             "## Which types work with packed documents?",
             "The table lists types by the features that the comparison covered:",
         ),
@@ -202,7 +201,7 @@ def page(results: list[Result], cuts: dict[str, str]) -> str:
             "- These types have recurrent layers that carry state, which distca does not change:"
             f" {_names(by_group['CARRIES_STATE'])}.",
             "- These types take no position ids, and count positions through the whole row;"
-            " their attention of packed documents is proven against a dense mask:"
+            " their attention of packed documents was compared with a dense mask:"
             f" {_names(by_group['NO_POSITIONS'])}.",
             "## Which types are refused?",
         ),
@@ -215,9 +214,8 @@ def page(results: list[Result], cuts: dict[str, str]) -> str:
         *_paragraph(
             "",
             "## Documents over ranks",
-            f"{over_ranks} types also give the loss, logits and gradients of whole documents when"
-            " heads, middles and tails of documents lie on two ranks; all other types refuse a"
-            " document in several parts:",
+            f"{over_ranks} types also give the loss, logits and gradients of whole documents if"
+            " documents are cut and lie on two ranks. All other types refuse cut documents:",
             *(
                 f"- Refused because {text}: "
                 + ", ".join(name for name, found in cuts.items() if found == reason)
