@@ -28,8 +28,8 @@ from transformers import (
 import hf_distca
 from float64 import Float64Throughout
 from hf_distca.integration.current_session import current_session
-from hf_distca.schedule.cost import AttentionShape, CostModel
 from ranks import RankPool
+from tiny_runs import settings
 
 IMAGE, START, END = 5, 6, 7  # tokens
 TEXT = {
@@ -240,8 +240,7 @@ def balanced(rank: int, kind: str, world: int) -> tuple[Outcome, list[str], list
     """This rank's documents in one row, gradients summed over ranks; who called distca and sdpa;
     bytes sent.
     """
-    pairs = CostModel.make_of_pairs(AttentionShape(4, 2, 16, 16, 8))
-    hf_distca.configure(hf_distca.DistCAConfig(tile=8, min_gain=0.0, cost_model=pairs))
+    hf_distca.configure(settings())
     model = build(kind, {"text_config": "distca", "vision_config": "sdpa"})
     docs = documents(kind, model)
     if world > 1:
