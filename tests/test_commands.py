@@ -41,7 +41,7 @@ IN_TURN = {
     "python benchmarks/schedule/scheduler.py --placements benchmarks/placements": "--repeats 1",
     "python benchmarks/schedule/deal.py --placements benchmarks/placements": "--repeats 1",
     "python benchmarks/schedule/levels.py --placements benchmarks/placements": "",
-    "python benchmarks/schedule/masks.py": "--ranks 2 --batches 1",
+    "python benchmarks/schedule/masks.py": "--ranks 8 --batches 1",
     "python benchmarks/host/block_layers.py": "--tokens 256 --turns 1",
     "python benchmarks/schedule/recurrent.py --placements benchmarks/placements": (
         "--heads 1 --tokens 16 --rounds 1"
