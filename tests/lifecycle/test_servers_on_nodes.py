@@ -3,31 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from test_clusters_page import (
-    LIMIT,
-    TORCHRUN,
-    folder,  # noqa: F401 - a fixture
-    losses_in,
-    losses_of_one_process,
-    started,
-)
-from two_nodes import Node, two_nodes
+from test_clusters_page import LIMIT, TORCHRUN, losses_in, losses_of_one_process, started
+from two_nodes import Node
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(590)]
 TRAIN = TORCHRUN.replace("torchrun", "hf-distca run --servers 1 torchrun").replace("$GPUS", "2")
 
 
-@pytest.fixture
-def nodes() -> Iterator[list[Node]]:
-    with two_nodes() as both:
-        yield both
-
-
-def test_a_server_on_each_node(nodes: list[Node], folder: Path) -> None:  # noqa: F811
+def test_a_server_on_each_node(nodes: list[Node], folder: Path) -> None:
     running = started(TRAIN, nodes, folder)
     assert [command.wait(LIMIT) for command in running] == [0, 0], (
         running[0].output + running[1].output
@@ -39,7 +25,7 @@ def test_a_server_on_each_node(nodes: list[Node], folder: Path) -> None:  # noqa
 
 
 @pytest.mark.parametrize("fault", ["power", "cable"])
-def test_a_node_that_is_lost(fault: str, nodes: list[Node], folder: Path) -> None:  # noqa: F811
+def test_a_node_that_is_lost(fault: str, nodes: list[Node], folder: Path) -> None:
     """Nobody hears of a cable that is cut: ranks wait for their timeout, and a server asks for a
     minute whether they live.
     """

@@ -9,6 +9,7 @@ import json
 import re
 import sys
 import textwrap
+from collections import Counter
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # pytest has it there, too
@@ -51,74 +52,8 @@ REASONS = (
 )
 
 
-# What stands behind the table.
-NOTES = """
-## Models outside the table
-
-Models outside the table run, with one warning for each type, and the arguments of every attention
-call are checked. Compare a few losses of a model outside the table with those of sdpa, and with one
-process if documents lie on several ranks.
-
-## Positions
-
-Position ids may be an argument of the model, or pass through its keyword arguments (Whisper, Moss).
-
-**Rotary embeddings of the longest document** (`rope_type` "dynamic" and "longrope", as in Phi-3)
-are made for the longest document of all ranks. Only shares of `document_shares` know the length of
-the longest document, so with "dynamic" or "longrope", other batches with cut documents are refused.
-Moshi with either type is refused if documents are cut.
-
-**Llama 4**: layers without rotary embedding scale queries by the place of a token in its row, not
-in its document, under any attention, except in rows of fewer than 8,192 tokens (`floor_scale`).
-
-**RoBERTa and related models** (CamemBERT, Data2Vec, XLM-RoBERTa, X-MOD) count learned positions
-from `pad_token_id + 1`. hf-distca shifts the positions of `PackingCollator` and of shares when the
-model is called. For RoBERTa, other batches with positions from 0 are refused: use
-`DataCollatorWithFlattening(position_ids_start=2)`.
-
-**Encoder-decoders** are refused, even if their decoder alone is listed here.
-
-## Vision-language models
-
-Vision towers are bidirectional, so give distca to the language tower alone:
-
-```python
-attention = {"text_config": "distca", "vision_config": "sdpa"}
-model = AutoModelForImageTextToText.from_pretrained(name, attn_implementation=attention)
-```
-
-The keys of `attention` are the names of the parts in the model's config. Two tests compare LLaVA,
-Qwen2-VL and the models with images below with sdpa: `tests/models/test_vision_language.py` in
-packed rows, and `tests/integration/test_images_in_training.py` in a Trainer on two ranks, with the
-inputs of processors. For M-RoPE, give position ids of four rows (the first has the positions of the
-text) or of three rows. With three rows, a document begins where all three positions are 0.
-
-## Masks that are not causal
-
-**Blocks.** Attention is exact for image tokens that see each other both ways (Gemma 3 and 4,
-PaliGemma, Molmo2) and for prefixes (PaliGemma, HRM), in padded and in packed rows. transformers'
-own masks are wrong for packed rows with images in the windowed layers of Gemma 3 and 4, so tests
-compare packed rows with each document alone. `PackingCollator` and `deal` refuse columns of images:
-use the model's processor. Blocks of image tokens move to other ranks only if the longest block has
-at least a quarter of its rank's tokens.
-
-**Both ways.** Decoders with `config.is_causal=False`, and the text encoders EuroBERT, ModernBERT,
-GTE, Nomic BERT, Jina v3, NeoMME, UltraBERT, ESM, ESM C and BERT are compared in packed rows
-(`tests/models/test_both_ways.py`). Models that attend both ways need whole documents, so cut
-documents are refused.
-
-**Shared prefixes.** `PackedDocuments(lengths, parents=...)` names, for each part of a row, the part
-that it continues. With `--instead-of tree_fa3`, hf-distca reads TRL's trees (`tree_kv_index`).
-Documents with shared prefixes are neither dealt nor mixed with other non-causal masks, and
-ping-pong leaves their layers whole.
-
-**Refused by name.** Block diffusion and other masks that functions define are refused, because
-FlashAttention 4 supports no mask inside the kernel in the backward of packed documents. Attention
-to keys that scores choose (DSA, NSA, MoBA) is refused, because these keys are not known before the
-layer runs. Image and audio towers are refused, because they spend only a third of their time in
-attention. Dense masks, blocks that reach beyond the window of their layer, and masks that are not
-causal in stages of a pipeline are also refused.
-"""
+# What follows on the page is written there, by hand.
+NOTES = "\n## Models outside the table\n"
 
 
 def reason_of(result: Result) -> str:
@@ -160,7 +95,7 @@ def write(results: list[Result], cuts: dict[str, str]) -> None:
 
 
 def page(results: list[Result], cuts: dict[str, str]) -> str:
-    """docs/models.md, with what each type showed, and its documents over ranks."""
+    """docs/models.md, with what each type showed, and its documents over ranks; its notes stay."""
     table = table_of(results)
     by_group = {
         group: [result for result in results if table[result.model_type] == group]
@@ -228,7 +163,7 @@ def page(results: list[Result], cuts: dict[str, str]) -> str:
             " tokens, or they are not built of decoder layers that transformers can checkpoint.",
         ),
     ]
-    return "\n".join(lines).rstrip("\n") + "\n" + NOTES
+    return "\n".join(lines).rstrip("\n") + "\n" + "".join(PAGE.read_text().partition(NOTES)[1:])
 
 
 def _paragraph(*texts: str) -> list[str]:
@@ -272,14 +207,7 @@ def main() -> None:
     }
     pool.close()
     write(results, cuts)
-    print(
-        json.dumps(
-            {
-                status: sum(r.status == status for r in results)
-                for status in sorted({r.status for r in results})
-            }
-        )
-    )
+    print(json.dumps(Counter(result.status for result in results)))
 
 
 if __name__ == "__main__":
