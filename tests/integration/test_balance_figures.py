@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from dataclasses import replace
 from unittest.mock import patch
 
@@ -19,7 +18,7 @@ from hf_distca.integration.current_session import current_session
 from hf_distca.integration.reports import Metrics
 from hf_distca.schedule.load import PlanLoad
 from hf_distca.schedule.ranks import Ranks
-from ranks import RankPool
+from ranks import RankPools
 from tiny_runs import rows
 
 SHARE = "distca/server_time_share"
@@ -50,9 +49,7 @@ def readings(rank: int, implementation: str, gather: bool) -> list[Metrics]:
 
 
 @pytest.mark.parametrize("gather", [True, False])
-def test_metrics_are_sums_that_reading_does_not_change(
-    rank_pool: Callable[[int], RankPool], gather: bool
-) -> None:
+def test_metrics_are_sums_that_reading_does_not_change(rank_pool: RankPools, gather: bool) -> None:
     ours = rank_pool(2)(readings, "distca", gather)
     for before, trained, again, more, anew in ours:
         assert before.figures() == {}
@@ -84,7 +81,7 @@ def test_metrics_are_sums_that_reading_does_not_change(
     assert one | OWN == other | OWN, "what is of all ranks is the same on all"
 
 
-def test_no_figures_under_another_attention(rank_pool: Callable[[int], RankPool]) -> None:
+def test_no_figures_under_another_attention(rank_pool: RankPools) -> None:
     for seen in rank_pool(2)(readings, "sdpa", True):
         assert [reading.figures() for reading in seen] == [{}] * 5
 
@@ -104,7 +101,7 @@ def alone(rank: int) -> list[int]:
     return [*seen, hf_distca.metrics(gather=True).balance.micro_batches]
 
 
-def test_a_rank_may_read_alone(rank_pool: Callable[[int], RankPool]) -> None:
+def test_a_rank_may_read_alone(rank_pool: RankPools) -> None:
     assert rank_pool(2)(alone, timeout=60) == [[0, 1, 2, 3], [3]]
 
 
@@ -133,7 +130,7 @@ def on_two_nodes(rank: int) -> tuple[dict[str, float], list[int], float]:
     return figures, measured.between_bytes.tolist(), float(load.node_bytes.inter_node[0].sum())
 
 
-def test_bytes_between_nodes_are_a_figure(rank_pool: Callable[[int], RankPool]) -> None:
+def test_bytes_between_nodes_are_a_figure(rank_pool: RankPools) -> None:
     for figures, sent, planned in rank_pool(4)(on_two_nodes):
         assert sum(sent) == 2 * planned > 0, "two layers, forward and backward"
         assert figures["distca/between_nodes_mb_per_layer"] == max(sent) / 2 / 1e6

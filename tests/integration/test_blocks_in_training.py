@@ -5,7 +5,6 @@ halves, dealt, and in a Trainer.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -26,7 +25,7 @@ from hf_distca.agreement.dealt_share import Dealing
 from hf_distca.errors import UnsupportedError
 from hf_distca.integration.current_session import current_session
 from hf_distca.schedule.cost import AttentionShape
-from ranks import RankPool
+from ranks import RankPools
 from tiny_runs import PAIRS, settings
 
 TEXT = {
@@ -124,7 +123,7 @@ def train(rank: int, kind: str) -> list[tuple[str, list[torch.Tensor], int, int]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_training_on_two_ranks(kind: str, rank_pool: Callable[[int], RankPool]) -> None:
+def test_training_on_two_ranks(kind: str, rank_pool: RankPools) -> None:
     found = rank_pool(2)(train, kind)
     wants = {}
     for one in (False, True):
@@ -167,7 +166,7 @@ def deal(rank: int, lengths: list[int]) -> tuple[list[torch.Tensor], str]:
     return [logits.detach(), want.detach()], ""
 
 
-def test_dealt_documents_that_see_all_of_themselves(rank_pool: Callable[[int], RankPool]) -> None:
+def test_dealt_documents_that_see_all_of_themselves(rank_pool: RankPools) -> None:
     """Whole ones are right, and those that were cut are refused on all ranks."""
     for (logits, want), error in rank_pool(2)(deal, [12] * 16):
         assert not error

@@ -22,7 +22,7 @@ from hf_distca.agreement.documents import PackedDocuments
 from hf_distca.errors import UnsupportedError
 from hf_distca.integration.handle import MaskStandIn
 from hf_distca.integration.hooks.attention import distca_attention
-from ranks import RankPool
+from ranks import RankPools
 
 SOURCE = str(Path(hf_distca.__file__).parent)
 
@@ -76,9 +76,7 @@ def count_frames(rank: int) -> list[int]:
     return counts
 
 
-def test_python_calls_of_a_layer_with_moves_are_bounded(
-    rank_pool: Callable[[int], RankPool],
-) -> None:
+def test_python_calls_of_a_layer_with_moves_are_bounded(rank_pool: RankPools) -> None:
     for first, later in rank_pool(2)(count_frames):
         assert 100 < later <= 160, "a layer was counted"
         assert first <= 900

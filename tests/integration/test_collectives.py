@@ -5,7 +5,6 @@ host.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
@@ -24,7 +23,7 @@ from hf_distca.integration.handle import LayerPlanner
 from hf_distca.kernels import ScoreOptions
 from hf_distca.runtime.call import AttentionServer, Inputs
 from hf_distca.schedule.cost import AttentionShape
-from ranks import RankPool
+from ranks import RankPools
 from recorded import recorded
 
 LAYERS = 2
@@ -60,7 +59,7 @@ def step(
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_one_dispatch_and_one_return_per_layer_and_direction(
-    rank_pool: Callable[[int], RankPool], world: int
+    rank_pool: RankPools, world: int
 ) -> None:
     results = rank_pool(world)(step, True, False, None)
     names = results[0][0]
@@ -75,7 +74,7 @@ def test_one_dispatch_and_one_return_per_layer_and_direction(
 
 @pytest.mark.parametrize(("balance", "even"), [(False, False), (True, True)])
 def test_nothing_is_exchanged_when_nothing_is_worth_moving(
-    rank_pool: Callable[[int], RankPool], balance: bool, even: bool
+    rank_pool: RankPools, balance: bool, even: bool
 ) -> None:
     for names, counts in rank_pool(2)(step, balance, even, None):
         assert Counter(names) == PLANNING
@@ -85,7 +84,7 @@ def test_nothing_is_exchanged_when_nothing_is_worth_moving(
 @pytest.mark.parametrize("balance", [True, False])
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_checkpointing_repeats_no_collective_and_no_kernel(
-    rank_pool: Callable[[int], RankPool], reentrant: bool, balance: bool
+    rank_pool: RankPools, reentrant: bool, balance: bool
 ) -> None:
     plain = rank_pool(2)(step, balance, False, None)
     assert rank_pool(2)(step, balance, False, reentrant) == plain
@@ -145,9 +144,7 @@ def operations_of_a_planned_call(rank: int, scale: int) -> Counter[str]:
     return operations.seen
 
 
-def test_planned_call_reads_nothing_whatever_its_tokens(
-    rank_pool: Callable[[int], RankPool],
-) -> None:
+def test_planned_call_reads_nothing_whatever_its_tokens(rank_pool: RankPools) -> None:
     """A planned call reads nothing and does not grow with tokens."""
     small, large = (rank_pool(2)(operations_of_a_planned_call, scale) for scale in (1, 8))
     assert small == large

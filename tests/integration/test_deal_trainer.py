@@ -34,7 +34,7 @@ import hf_distca
 from checkpointed import ARGUMENT
 from hf_distca.integration import processes
 from hf_distca.integration.current_session import current_session
-from ranks import RankPool
+from ranks import RankPools
 from tiny_runs import COMMON, VOCABULARY, documents, losses, settings, tiny_llama
 from turns import in_turn
 
@@ -168,9 +168,7 @@ def one_process(name: str) -> list[float]:
 @pytest.mark.parametrize(
     "name", in_turn(CASES, 16, ["subclass, accumulation, whole documents", OFFLOADED])
 )
-def test_one_line_trains_as_one_process_does(
-    rank_pool: Callable[[int], RankPool], name: str
-) -> None:
+def test_one_line_trains_as_one_process_does(rank_pool: RankPools, name: str) -> None:
     skip_before_offloading(name)
     expected = one_process(name)
     assert len(expected) >= 2 * min(STEPS, CASES[name][2].get("max_steps", STEPS))
@@ -185,9 +183,7 @@ def log_of_dealt(rank: int) -> tuple[list[dict[str, float]], str]:
     return trainer.state.log_history, said.getvalue()
 
 
-def test_logs_compare_with_the_order_not_taken(
-    rank_pool: Callable[[int], RankPool],
-) -> None:
+def test_logs_compare_with_the_order_not_taken(rank_pool: RankPools) -> None:
     """By causal pairs, of which dealt documents leave ranks more equally many."""
     logged, said = rank_pool(2)(log_of_dealt)[0]
     for row in logged[:-1]:
@@ -434,7 +430,7 @@ def evaluate_and_train(rank: int, first: str) -> str:
 
 @pytest.mark.parametrize("first", ["evaluate", "predict", ""])
 def test_ranks_that_average_no_gradients_train_on_nothing_dealt(
-    rank_pool: Callable[[int], RankPool], first: str
+    rank_pool: RankPools, first: str
 ) -> None:
     """Other releases may wrap the model."""
     for said in rank_pool(2)(evaluate_and_train, first):
@@ -523,7 +519,7 @@ def refuse(rank: int, changes: dict[str, Any]) -> str:
     ids=["smoothing", "average", "metrics"],
 )
 def test_what_it_would_compute_wrongly_is_refused_at_once(
-    rank_pool: Callable[[int], RankPool], changes: dict[str, Any], message: str
+    rank_pool: RankPools, changes: dict[str, Any], message: str
 ) -> None:
     for refused in rank_pool(2)(refuse, changes):
         assert message in refused
@@ -628,7 +624,7 @@ def evaluate(rank: int, ranks: int, dealt: bool, padding: bool) -> tuple[list[An
 
 @pytest.mark.parametrize("padding", [True, False], ids=["padded", "by default"])
 def test_evaluation_that_is_not_dealt_counts_documents_once(
-    rank_pool: Callable[[int], RankPool], padding: bool
+    rank_pool: RankPools, padding: bool
 ) -> None:
     (seen, loss), *_ = rank_pool(2)(evaluate, 2, True, padding)
     targets = sum(LENGTHS[1:]) - (0 if padding else len(LENGTHS[1:]))
@@ -651,7 +647,7 @@ def train_with_empty_documents(rank: int, ranks: int) -> list[float]:
     return losses(trainer)
 
 
-def test_empty_documents_are_left_out(rank_pool: Callable[[int], RankPool]) -> None:
+def test_empty_documents_are_left_out(rank_pool: RankPools) -> None:
     one = train_with_empty_documents(0, 1)
     assert rank_pool(2)(train_with_empty_documents, 2)[0] == pytest.approx(one, rel=1e-4)
 
@@ -725,7 +721,7 @@ def train_trl(rank: int, ranks: int, implementation: str, name: str) -> list[flo
 
 @pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed:FutureWarning")
 @pytest.mark.parametrize("name", in_turn(TRL, 6))
-def test_trl(rank_pool: Callable[[int], RankPool], name: str) -> None:
+def test_trl(rank_pool: RankPools, name: str) -> None:
     pytest.importorskip("trl", reason='needs pip install -e ".[trl]"')
     skip_before_offloading(name)
     expected = train_trl(0, 1, "sdpa", name)

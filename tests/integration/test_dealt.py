@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from itertools import product
@@ -26,7 +25,7 @@ from hf_distca.errors import LayoutError
 from hf_distca.integration.current_session import current_session
 from hf_distca.schedule.cost import AttentionShape, CostModel
 from hf_distca.schedule.plan import Plan
-from ranks import RankPool
+from ranks import RankPools
 from recorded import counted_planning
 from turns import in_turn
 
@@ -184,7 +183,7 @@ ALWAYS = [(2, "full", "whole"), (2, "windows", "ping-pong"), (3, "windows", "pin
     in_turn(product((2, 3, 4), ("full", "windows"), CHANGES), 12, ALWAYS),
 )
 def test_shares_train_as_one_process_does(
-    rank_pool: Callable[[int], RankPool], ranks: int, kind: str, change: str
+    rank_pool: RankPools, ranks: int, kind: str, change: str
 ) -> None:
     changes = CHANGES[change]
     losses, grads = alone(kind)
@@ -289,7 +288,7 @@ def apart(rank: int, wrong: str) -> str:
     ],
 )
 def test_shares_that_do_not_belong_together_end_in_an_error(
-    rank_pool: Callable[[int], RankPool], wrong: str, said: str
+    rank_pool: RankPools, wrong: str, said: str
 ) -> None:
     began = time.monotonic()
     errors = rank_pool(2)(apart, wrong)
@@ -298,9 +297,7 @@ def test_shares_that_do_not_belong_together_end_in_an_error(
         assert re.search(said, error), error
 
 
-def test_a_share_for_another_number_of_ranks_is_refused(
-    rank_pool: Callable[[int], RankPool],
-) -> None:
+def test_a_share_for_another_number_of_ranks_is_refused(rank_pool: RankPools) -> None:
     for error in rank_pool(2)(for_three_ranks):
         assert (
             "global batch 0 of epoch 0 is dealt to 3 ranks, but the attention group has 2: (0, 1)"

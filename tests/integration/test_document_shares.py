@@ -4,7 +4,7 @@ trains as one process does.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,7 @@ from hf_distca.data.shares import Shares, StreamedShares
 from hf_distca.errors import LayoutError
 from hf_distca.integration.checks.reading_order import find_shares
 from hf_distca.schedule.cost import AttentionShape, CostModel
-from ranks import RankPool
+from ranks import RankPools
 from recorded import counted_planning
 
 LENGTHS = (200, 7, 1, 33, 90, 64, 12, 150, 5, 80)
@@ -81,7 +81,7 @@ def train_on_a_part(rank: int) -> str:
     return str(caught.value)
 
 
-def test_documents_divided_by_rank_are_refused(rank_pool: Callable[[int], RankPool]) -> None:
+def test_documents_divided_by_rank_are_refused(rank_pool: RankPools) -> None:
     for error in rank_pool(2)(train_on_a_part):
         assert "different documents in the same global batch" in error
         assert (
@@ -296,7 +296,7 @@ def evaluate(rank: int, ranks: int) -> dict[str, float]:
     }
 
 
-def test_ranks_evaluate_long_documents_together(rank_pool: Callable[[int], RankPool]) -> None:
+def test_ranks_evaluate_long_documents_together(rank_pool: RankPools) -> None:
     alone = evaluate(0, 1)
     for ranks in (2, 3):
         for found in rank_pool(ranks)(evaluate, ranks):

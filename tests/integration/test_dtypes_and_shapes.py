@@ -4,7 +4,6 @@ sdpa in the same dtype.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 
@@ -17,7 +16,7 @@ import hf_distca
 from handles import make_handle
 from hf_distca.integration.current_session import current_session
 from hf_distca.schedule.cost import AttentionShape, CostModel
-from ranks import RankPool
+from ranks import RankPools
 from turns import in_turn
 
 SCALING = 0.11  # of no head dim below
@@ -189,7 +188,7 @@ def test_one_rank(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", in_turn(CASES, 4))
-def test_two_ranks(name: str, rank_pool: Callable[[int], RankPool]) -> None:
+def test_two_ranks(name: str, rank_pool: RankPools) -> None:
     for found, clean, sent in rank_pool(2)(errors, CASES[name]):
         assert sent, "nothing was exchanged, so nothing was tested"
         check(found, clean)

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -23,7 +22,7 @@ from hf_distca.agreement.documents import PackedDocuments
 from hf_distca.errors import LayoutError
 from hf_distca.integration.current_session import current_session
 from live_bytes import LiveBytes
-from ranks import RankPool
+from ranks import RankPools
 from recorded import counted_planning
 from tiny_runs import VOCABULARY, settings, tiny_llama
 from turns import in_turn
@@ -58,7 +57,7 @@ def collectives_of_a_step(rank: int, dtype: torch.dtype | None, ping_pong: bool)
 @pytest.mark.parametrize("ping_pong", [False, True])
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 def test_fsdp2_plans_a_micro_batch_once_in_any_precision(
-    rank_pool: Callable[[int], RankPool], dtype: torch.dtype | None, ping_pong: bool
+    rank_pool: RankPools, dtype: torch.dtype | None, ping_pong: bool
 ) -> None:
     assert rank_pool(2)(collectives_of_a_step, dtype, ping_pong) == [(2, 1)] * 2
 
@@ -155,9 +154,7 @@ def transformed(rank: int, family: str, use_cache: bool) -> tuple[list[torch.Ten
 @pytest.mark.parametrize(
     ("family", "use_cache"), [("llama", False), ("mistral", True), ("gemma2", False)]
 )
-def test_transforms_of_torch_func(
-    rank_pool: Callable[[int], RankPool], family: str, use_cache: bool
-) -> None:
+def test_transforms_of_torch_func(rank_pool: RankPools, family: str, use_cache: bool) -> None:
     """They take no exchange: each rank computes its own documents."""
     for found, wanted in rank_pool(2)(transformed, family, use_cache):
         torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
@@ -227,9 +224,7 @@ def dtypes_under_autocast(rank: int) -> tuple[list[int], list[str]]:
     return [shape.element_bytes for shape, _ in costs], [*costs.dtypes.values()]
 
 
-def test_costs_are_those_of_the_dtype_that_is_computed_in(
-    rank_pool: Callable[[int], RankPool],
-) -> None:
+def test_costs_are_those_of_the_dtype_that_is_computed_in(rank_pool: RankPools) -> None:
     assert rank_pool(2)(dtypes_under_autocast) == [([2], ["torch.bfloat16"])] * 2
 
 
@@ -243,9 +238,7 @@ def refused(rank: int, positions: list[int]) -> str:
     return str(caught.value)
 
 
-def test_row_cut_over_ranks_by_another_tool_is_refused(
-    rank_pool: Callable[[int], RankPool],
-) -> None:
+def test_row_cut_over_ranks_by_another_tool_is_refused(rank_pool: RankPools) -> None:
     """A row that another tool cut over ranks is refused by rank."""
     for rank, message in enumerate(rank_pool(2)(refused, [4, 5, 6, 0, 1])):
         assert message.startswith(f"rank {rank}: row 0 of a training batch begins at position 4")
@@ -292,7 +285,7 @@ def under_real_costs(rank: int) -> tuple[int, int, float]:
 # Of six ranks, some pass keys on.
 @pytest.mark.parametrize(("ranks", "hops"), in_turn([(2, 1), (6, 2)], 2, [(2, 1)]))
 def test_a_plan_of_the_built_in_costs_moves_work_and_is_exact(
-    rank_pool: Callable[[int], RankPool], ranks: int, hops: int
+    rank_pool: RankPools, ranks: int, hops: int
 ) -> None:
     results = rank_pool(ranks)(under_real_costs)
     assert all(

@@ -35,7 +35,7 @@ from hf_distca.integration.checks.share_readers import check_loader
 from hf_distca.integration.current_session import current_session
 from hf_distca.integration.training import document_shares as shares_module
 from hf_distca.schedule.cost import AttentionShape
-from ranks import RankPool
+from ranks import RankPools
 
 SHAPE = AttentionShape(2, 1, 8, 8, 4)
 # Of the documents of each rank, drawn by its own loader.
@@ -82,7 +82,7 @@ def loss_and_gradients(
 
 @pytest.mark.parametrize("ping_pong", [False, True], ids=["whole", "ping-pong"])
 def test_two_groups_of_two_are_exact_and_balanced_inside(
-    rank_pool: Callable[[int], RankPool], ping_pong: bool
+    rank_pool: RankPools, ping_pong: bool
 ) -> None:
     expected = rank_pool(4)(loss_and_gradients, None, False)
     for rank, (loss, grads, (worlds, ranks, figures)) in enumerate(
@@ -155,9 +155,7 @@ def cut_by_default(rank: int) -> tuple[tuple[int, ...], int, list[str]]:
     return ranks, shares.deal_settings.ranks, said
 
 
-def test_default_groups_are_those_of_dealing_and_said_once(
-    rank_pool: Callable[[int], RankPool],
-) -> None:
+def test_default_groups_are_those_of_dealing_and_said_once(rank_pool: RankPools) -> None:
     """Groups by default are those that documents are dealt to and are said once."""
     found = rank_pool(4)(cut_by_default)
     assert [ranks for ranks, _, _ in found] == [(0, 1), (0, 1), (2, 3), (2, 3)]
@@ -196,7 +194,7 @@ def dealt_in_groups(rank: int) -> tuple[float, dict[str, torch.Tensor]]:
     return total.item(), gradients(model)
 
 
-def test_global_batches_are_dealt_per_group(rank_pool: Callable[[int], RankPool]) -> None:
+def test_global_batches_are_dealt_per_group(rank_pool: RankPools) -> None:
     losses, grads = alone("full")
     for total, same_grads in rank_pool(4)(dealt_in_groups):
         assert total == pytest.approx(sum(losses), rel=1e-12)
@@ -218,7 +216,7 @@ def unequal_sizes(rank: int, sizes: tuple[int | None, ...], prepared: bool) -> t
     ("sizes", "prepared"), [((None, 1), False), ((1, None), True), ((2, 1, 1, 4), False)]
 )
 def test_ranks_with_another_group_size_are_told(
-    rank_pool: Callable[[int], RankPool], sizes: tuple[int | None, ...], prepared: bool
+    rank_pool: RankPools, sizes: tuple[int | None, ...], prepared: bool
 ) -> None:
     """On all ranks, before any of them computes alone."""
     by_rank = ", ".join(f"rank {rank}: {size}" for rank, size in enumerate(sizes))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import types
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ from transformers import MixtralConfig, MixtralForCausalLM
 import hf_distca
 from hf_distca.integration import processes
 from hf_distca.integration.current_session import current_session
-from ranks import RankPool
+from ranks import RankPools
 from tiny_runs import PAIRS, documents, make_trainer, rows, settings, tiny_llama
 
 
@@ -139,9 +138,7 @@ def train_a_mixture(rank: int, ranks: int, watched: bool) -> list[str]:
 
 
 @pytest.mark.parametrize("watched", [True, False])
-def test_router_losses_of_several_ranks_warn(
-    rank_pool: Callable[[int], RankPool], watched: bool
-) -> None:
+def test_router_losses_of_several_ranks_warn(rank_pool: RankPools, watched: bool) -> None:
     """Router losses of several ranks are said not to be those of one."""
     first, second = rank_pool(2)(train_a_mixture, 2, watched)
     (said,) = first
@@ -182,5 +179,5 @@ def groups(rank: int) -> tuple[bool, bool]:
     return first, current_session().given_group is None
 
 
-def test_a_trainer_has_not_the_group_of_another(rank_pool: Callable[[int], RankPool]) -> None:
+def test_a_trainer_has_not_the_group_of_another(rank_pool: RankPools) -> None:
     assert rank_pool(2)(groups) == [(True, True)] * 2

@@ -22,7 +22,7 @@ from transformers.distributed import DistributedConfig
 
 import hf_distca
 from checkpointed import ARGUMENT
-from ranks import RankPool
+from ranks import RankPool, RankPools
 from tiny_runs import COMMON, documents, losses, settings, tiny_llama
 
 LENGTHS = (200, 7, 1, 33, 90, 64, 12, 150, 5, 80)
@@ -137,9 +137,7 @@ FEW = ["DDP", "FSDP2, ping-pong, accumulation"]
 @pytest.mark.parametrize(
     "way", [way if way in FEW else pytest.param(way, marks=pytest.mark.slow) for way in WAYS]
 )
-def test_half_precision_trains_as_one_process_does(
-    rank_pool: Callable[[int], RankPool], way: str
-) -> None:
+def test_half_precision_trains_as_one_process_does(rank_pool: RankPools, way: str) -> None:
     assert difference(rank_pool(2), 2, way) <= TOLERANCE
 
 
@@ -154,9 +152,7 @@ def train_on_nothing(rank: int, ranks: int, way: str) -> tuple[str, int, list[fl
 @pytest.mark.parametrize(
     "way", [way if way == "FSDP2" else pytest.param(way, marks=pytest.mark.slow) for way in WAYS]
 )
-def test_a_loss_of_labels_is_refused_under_every_engine(
-    rank_pool: Callable[[int], RankPool], way: str
-) -> None:
+def test_a_loss_of_labels_is_refused_under_every_engine(rank_pool: RankPools, way: str) -> None:
     for message, step, logged in rank_pool(2)(train_on_nothing, 2, way):
         assert "OfLabels.compute_loss is not made of `shift_labels`" in message
         assert (step, logged) == (0, [])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import tempfile
 import warnings
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -49,7 +48,7 @@ from transformers.video_processing_utils import VideoProcessorMixin
 import hf_distca
 from hf_distca.errors import LayoutError
 from hf_distca.integration.current_session import current_session
-from ranks import RankPool
+from ranks import RankPools
 from tiny_runs import COMMON, settings
 
 KINDS = ("gemma3", "gemma4", "paligemma", "llava", "molmo2", "qwen2_vl")
@@ -234,7 +233,7 @@ def train_images(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_trainer_with_images(kind: str, rank_pool: Callable[[int], RankPool]) -> None:
+def test_a_trainer_with_images(kind: str, rank_pool: RankPools) -> None:
     """What the processor of a family makes of texts and images, in padded rows on two ranks."""
     (ours, sent), *_ = rank_pool(2)(train_images, kind, "distca")
     (theirs, _), *_ = rank_pool(2)(train_images, kind, "sdpa")

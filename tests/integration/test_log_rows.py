@@ -20,7 +20,7 @@ from hf_distca.agreement.batch_plan import History, MicroBatchPlan
 from hf_distca.integration.current_session import current_session
 from hf_distca.runtime.meter import Meter
 from hf_distca.schedule.cost import AttentionShape
-from ranks import RankPool
+from ranks import RankPools
 from recorded import counted_planning
 from tiny_runs import documents, make_trainer, settings
 from turns import in_turn
@@ -152,7 +152,7 @@ def train(
     ),
 )
 def test_a_row_is_about_the_micro_batches_since_the_row_before(
-    rank_pool: Callable[[int], RankPool], accumulation: int, every: int, case: dict[str, bool]
+    rank_pool: RankPools, accumulation: int, every: int, case: dict[str, bool]
 ) -> None:
     (history, done, seen), (_, others, _) = rank_pool(2)(train, accumulation, every, case)
     rows = [row for row in history if ESTIMATED in row]
@@ -247,7 +247,7 @@ def counted(rank: int, dealt: bool) -> tuple[list[list[str]], list[int]]:
 
 @pytest.mark.parametrize("dealt", [False, True])
 def test_between_logs_ranks_gather_only_what_they_plan_by(
-    rank_pool: Callable[[int], RankPool], dealt: bool
+    rank_pool: RankPools, dealt: bool
 ) -> None:
     for collectives, operations in rank_pool(2)(counted, dealt):
         assert len(collectives) == len(operations) == STEPS
@@ -277,9 +277,7 @@ def train_alone(rank: int) -> list[dict[str, Any]]:
     return trainer.state.log_history
 
 
-def test_a_trainer_that_logs_on_one_rank_alone_has_the_same_rows(
-    rank_pool: Callable[[int], RankPool],
-) -> None:
+def test_a_trainer_that_logs_on_one_rank_alone_has_the_same_rows(rank_pool: RankPools) -> None:
     first, other = rank_pool(2)(train_alone, timeout=60)
     assert [row["distca/micro_batches"] for row in first if "loss" in row] == [1] * STEPS
     assert other == []
@@ -305,9 +303,7 @@ def train_with_a_late_wish(rank: int) -> list[dict[str, Any]]:
     return trainer.state.log_history
 
 
-def test_a_log_that_is_asked_for_later_has_what_is_known(
-    rank_pool: Callable[[int], RankPool],
-) -> None:
+def test_a_log_that_is_asked_for_later_has_what_is_known(rank_pool: RankPools) -> None:
     for history in rank_pool(2)(train_with_a_late_wish):
         assert [
             row["distca/micro_batches"] for row in history if "distca/micro_batches" in row

@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cache, partial
 from itertools import product
 from typing import Any
@@ -19,7 +18,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 import hf_distca
 from checkpointed import ARGUMENT
 from hf_distca.data.global_batches import GlobalBatches
-from ranks import RankPool
+from ranks import RankPools
 from tiny_runs import PAIRS, documents, losses, make_trainer, settings, tiny_llama
 
 LENGTHS = (200, 7, 1, 33, 90, 64, 12, 150, 5, 80)
@@ -434,7 +433,7 @@ def told(found: Outcome, case: Case) -> str:
     ],
 )
 def test_a_loss_over_shares_is_that_of_one_process_or_refused(
-    rank_pool: Callable[[int], RankPool], counts: list[int], cases: list[Case]
+    rank_pool: RankPools, counts: list[int], cases: list[Case]
 ) -> None:
     by_ranks = {
         ranks: run(0, 1, cases) if ranks == 1 else rank_pool(ranks)(run, ranks, cases)[0]
@@ -551,9 +550,7 @@ def run_loop(rank: int, ranks: int, form: str, half: bool) -> str:
 
 @pytest.mark.parametrize("half", [False, True], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("form", ["the model's", "of weight 0", "of labels"])
-def test_losses_of_loops_of_ones_own(
-    rank_pool: Callable[[int], RankPool], form: str, half: bool
-) -> None:
+def test_losses_of_loops_of_ones_own(rank_pool: RankPools, form: str, half: bool) -> None:
     for found in rank_pool(2)(run_loop, 2, form, half):
         assert (
             ("gives its logits no gradient" in found) if form == "of labels" else found == "trained"
@@ -590,9 +587,7 @@ def evaluate(rank: int, ranks: int, names: list[str] | None) -> dict[str, float]
     return {name: found[f"eval_{name}"] for name in ("loss", "right", "targets")}
 
 
-def test_metrics_see_the_targets_of_shares_under_their_name(
-    rank_pool: Callable[[int], RankPool],
-) -> None:
+def test_metrics_see_the_targets_of_shares_under_their_name(rank_pool: RankPools) -> None:
     alone = evaluate(0, 1, ["shift_labels"])
     assert isinstance(alone, dict)
     assert alone["targets"] > 5 * TOKENS  # but for the last token of each document

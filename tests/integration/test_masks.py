@@ -5,7 +5,6 @@ inside documents.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -22,7 +21,7 @@ from transformers import (
 
 import hf_distca
 from host_syncs import NoHostSyncs
-from ranks import RankPool
+from ranks import RankPools
 from tiny_runs import VOCABULARY, documents, settings, tiny_llama
 
 SIZES = {
@@ -88,7 +87,7 @@ def numbered_on_two_ranks(rank: int) -> torch.Tensor:
     )
 
 
-def test_numbered_documents_are_balanced(rank_pool: Callable[[int], RankPool]) -> None:
+def test_numbered_documents_are_balanced(rank_pool: RankPools) -> None:
     want = alone(tiny_llama("sdpa").double())
     first, second = rank_pool(2)(numbered_on_two_ranks)
     torch.testing.assert_close(first, want)
@@ -220,5 +219,5 @@ def hole_on_one_rank(rank: int) -> str:
     return str(caught.value)
 
 
-def test_zeros_on_one_rank_end_all_of_them(rank_pool: Callable[[int], RankPool]) -> None:
+def test_zeros_on_one_rank_end_all_of_them(rank_pool: RankPools) -> None:
     assert all("zeros between the tokens" in error for error in rank_pool(2)(hole_on_one_rank))

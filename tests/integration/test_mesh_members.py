@@ -4,7 +4,7 @@ refused where sequences are cut.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from unittest.mock import patch
 
@@ -21,7 +21,7 @@ from hf_distca import UnsupportedError
 from hf_distca.borrowed import get_mesh
 from hf_distca.integration.current_session import current_session
 from hf_distca.integration.processes import find_data_parallel_ranks, find_members
-from ranks import RankPool
+from ranks import RankPools
 
 try:
     from transformers.distributed.utils import TransformersDeviceMesh
@@ -41,9 +41,7 @@ def groups_made(rank: int, names: tuple[str, ...]) -> list[int]:
 
 
 @pytest.mark.parametrize("names", [("dp_replicate", "fsdp"), ("dp", "tp")])
-def test_configuring_again_makes_no_groups(
-    rank_pool: Callable[[int], RankPool], names: tuple[str, ...]
-) -> None:
+def test_configuring_again_makes_no_groups(rank_pool: RankPools, names: tuple[str, ...]) -> None:
     for counts in rank_pool(4)(groups_made, names):
         assert counts == [2, 0, 0]  # dispatch and return, and planning
 
@@ -70,7 +68,7 @@ def members(
     ],
 )
 def test_members_are_read_off_a_mesh(
-    rank_pool: Callable[[int], RankPool],
+    rank_pool: RankPools,
     shape: tuple[int, ...],
     names: tuple[str, ...],
     groups: list[tuple[int, ...]],
@@ -84,7 +82,7 @@ def group_of_an_uneven_mesh(rank: int) -> tuple[int, ...]:
     return current_session().join_group().ranks
 
 
-def test_ranks_of_a_mesh_in_another_order(rank_pool: Callable[[int], RankPool]) -> None:
+def test_ranks_of_a_mesh_in_another_order(rank_pool: RankPools) -> None:
     assert rank_pool(4)(group_of_an_uneven_mesh) == [(0, 2), (1, 3), (0, 2), (1, 3)]
 
 
@@ -97,9 +95,7 @@ def refusal_of_a_mesh(rank: int, names: tuple[str, ...]) -> str:
 @pytest.mark.parametrize(
     "names", [("dp_shard", "cp"), ("tp", "ulysses"), ("fsdp", "strange"), ("sp", "unknown")]
 )
-def test_other_dimensions_are_refused_by_name(
-    rank_pool: Callable[[int], RankPool], names: tuple[str, ...]
-) -> None:
+def test_other_dimensions_are_refused_by_name(rank_pool: RankPools, names: tuple[str, ...]) -> None:
     name = next(name for name in names if name not in ("dp_shard", "tp", "fsdp"))
     for message in rank_pool(4)(refusal_of_a_mesh, names):
         assert f'the device mesh has a dimension "{name}" of 2 ranks' in message
@@ -111,9 +107,7 @@ def members_with_stages(rank: int) -> tuple[int, ...]:
     ).ranks
 
 
-def test_the_dimension_of_the_stages_may_have_any_name(
-    rank_pool: Callable[[int], RankPool],
-) -> None:
+def test_the_dimension_of_the_stages_may_have_any_name(rank_pool: RankPools) -> None:
     assert rank_pool(4)(members_with_stages) == [(0, 1, 2, 3)] * 4
 
 
@@ -157,7 +151,7 @@ def refusal_in_a_loop(rank: int, sizes: dict[str, int]) -> str:
     ],
 )
 def test_an_accelerate_loop_that_cuts_sequences_is_refused(
-    rank_pool: Callable[[int], RankPool], sizes: dict[str, int], name: str
+    rank_pool: RankPools, sizes: dict[str, int], name: str
 ) -> None:
     for message in rank_pool(4)(refusal_in_a_loop, sizes):
         assert f'a dimension "{name}" of {sizes[f"{name}_size"]} ranks' in message
@@ -188,7 +182,7 @@ def refusal_of_a_model(rank: int) -> str:
     TransformersDeviceMesh is None,
     reason="this version of transformers keeps no mesh on its models",
 )
-def test_a_model_whose_mesh_cuts_sequences_is_refused(rank_pool: Callable[[int], RankPool]) -> None:
+def test_a_model_whose_mesh_cuts_sequences_is_refused(rank_pool: RankPools) -> None:
     for message in rank_pool(4)(refusal_of_a_model):
         assert 'a dimension "cp" of 2 ranks' in message
 
@@ -200,7 +194,5 @@ def members_in_a_loop(rank: int) -> tuple[int, ...]:
     return found.ranks
 
 
-def test_an_accelerate_loop_shares_between_data_parallel_ranks(
-    rank_pool: Callable[[int], RankPool],
-) -> None:
+def test_an_accelerate_loop_shares_between_data_parallel_ranks(rank_pool: RankPools) -> None:
     assert rank_pool(4)(members_in_a_loop) == [(0, 2), (1, 3), (0, 2), (1, 3)]

@@ -29,7 +29,7 @@ from transformers.modeling_outputs import CausalLMOutput, TokenClassifierOutput
 
 import hf_distca
 from hf_distca.errors import LayoutError
-from ranks import RankPool
+from ranks import RankPools
 from tiny_runs import COMMON, PAIRS, VOCABULARY, documents, settings
 
 LENGTHS = (60, 7, 33, 28)
@@ -234,9 +234,7 @@ def train_own_losses(rank: int) -> dict[str, str]:
     return found
 
 
-def test_a_model_whose_own_loss_reads_labels_is_refused(
-    rank_pool: Callable[[int], RankPool],
-) -> None:
+def test_a_model_whose_own_loss_reads_labels_is_refused(rank_pool: RankPools) -> None:
     for found in rank_pool(2)(train_own_losses):
         assert len(found) == len(OWN_LOSSES) + 1
         for name, said in found.items():

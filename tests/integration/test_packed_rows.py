@@ -15,7 +15,7 @@ from peft import LoraConfig, PrefixTuningConfig, PromptTuningConfig, get_peft_mo
 from transformers import Trainer, TrainingArguments
 
 import hf_distca
-from ranks import RankPool
+from ranks import RankPools
 from tiny_runs import COMMON, documents, settings, tiny_llama
 
 LENGTHS = (40, 24, 30, 34)
@@ -107,7 +107,7 @@ def refusal(rank: int, name: str) -> str:
     return str(refused.value)
 
 
-def test_it_is_refused_on_all_ranks(rank_pool: Callable[[int], RankPool]) -> None:
+def test_it_is_refused_on_all_ranks(rank_pool: RankPools) -> None:
     for said in rank_pool(2)(refusal, "noise"):
         assert said.startswith(NOISE)
 

@@ -17,7 +17,7 @@ from transformers import LlamaForSequenceClassification, PreTrainedTokenizerFast
 import hf_distca
 from hf_distca.integration.current_session import current_session
 from hf_distca.integration.training.place_rows import ItemRules
-from ranks import RankPool
+from ranks import RankPools
 from tiny_runs import COMMON, VOCABULARY, documents, losses, settings, tiny_llama
 
 pytest.importorskip("trl", reason='needs pip install -e ".[trl]"')
@@ -130,7 +130,7 @@ GROUPS |= {"train_sampling_strategy": "random", "per_device_train_batch_size": 4
 
 
 @pytest.mark.parametrize("kind", ["DPO", "KTO", "Reward", "GRPO"])
-def test_batches_are_balanced_as_they_are(rank_pool: Callable[[int], RankPool], kind: str) -> None:
+def test_batches_are_balanced_as_they_are(rank_pool: RankPools, kind: str) -> None:
     changes = GROUPS if kind == "GRPO" else {}
     plain, ours = (
         rank_pool(RANKS)(train, kind, name, False, changes) for name in ("sdpa", "distca")
@@ -180,9 +180,7 @@ DEFAULT = {"DPO", "KTO"}
     "name",
     [each if each in DEFAULT else pytest.param(each, marks=pytest.mark.slow) for each in IN_STEPS],
 )
-def test_placed_items_have_the_loss_of_one_process(
-    rank_pool: Callable[[int], RankPool], name: str
-) -> None:
+def test_placed_items_have_the_loss_of_one_process(rank_pool: RankPools, name: str) -> None:
     kind, changes = IN_STEPS[name]
     alone, read = train_alone(kind, changes)
     ranks = rank_pool(RANKS)(train, kind, "distca", True, changes)

@@ -4,7 +4,6 @@ in float64.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cache
 
 import pytest
@@ -17,7 +16,7 @@ import hf_distca
 from hf_distca.agreement.documents import PackedDocuments
 from hf_distca.integration.current_session import current_session
 from hf_distca.schedule.cost import AttentionShape, CostModel
-from ranks import RankPool
+from ranks import RankPool, RankPools
 from turns import in_turn
 
 Parts = list[tuple[int, int, int]]  # (document, start, end)
@@ -177,7 +176,7 @@ def check(
         for name in placements(n)
     ],
 )
-def test_float64(rank_pool: Callable[[int], RankPool], world: int, placement: str) -> None:
+def test_float64(rank_pool: RankPools, world: int, placement: str) -> None:
     check(rank_pool(world), placements(world)[placement], 2, torch.float64, "reference", 1e-9)
 
 
@@ -185,12 +184,12 @@ def test_float64(rank_pool: Callable[[int], RankPool], world: int, placement: st
     ("world", "heads"),
     in_turn([(n, heads) for n in (1, 2, 3, 4) for heads in (1, 2, 4)], 6, [(2, 2)]),
 )
-def test_float32(rank_pool: Callable[[int], RankPool], world: int, heads: int) -> None:
+def test_float32(rank_pool: RankPools, world: int, heads: int) -> None:
     for parts in placements(world).values():
         check(rank_pool(world), parts, heads, torch.float32, "cpu", 1e-5)
 
 
-def test_a_document_never_sees_another(rank_pool: Callable[[int], RankPool]) -> None:
+def test_a_document_never_sees_another(rank_pool: RankPools) -> None:
     results = [rank_pool(2)(logits_of_second, seed) for seed in (5, 6)]
     assert torch.equal(results[0][0][1], results[1][0][1])
     assert not torch.equal(results[0][0][0], results[1][0][0])

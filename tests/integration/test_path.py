@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 
@@ -15,7 +14,7 @@ from test_parity import PAIRS, model_for
 
 import hf_distca
 from hf_distca.integration.current_session import current_session
-from ranks import RankPool
+from ranks import RankPools
 
 ROOT = Path(__file__).parents[2]
 SOURCE = str(ROOT / "src" / "hf_distca")
@@ -85,14 +84,14 @@ def calls_of_first_layers(rank: int) -> list[int]:
     return counts[:-1]
 
 
-def test_the_listed_calls_run_in_their_order(rank_pool: Callable[[int], RankPool]) -> None:
+def test_the_listed_calls_run_in_their_order(rank_pool: RankPools) -> None:
     names = listed()
     assert len(names) <= 24
     for seen in rank_pool(2)(called):
         assert [name for name in seen if name in names] == names
 
 
-def test_python_calls_of_a_first_layer_are_bounded(rank_pool: Callable[[int], RankPool]) -> None:
+def test_python_calls_of_a_first_layer_are_bounded(rank_pool: RankPools) -> None:
     """The first micro-batch may import, and makes what later ones find."""
     for _, *later in rank_pool(2)(calls_of_first_layers):
         assert 400 < min(later) <= max(later) <= 900

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Callable
 from functools import partial
 from itertools import product
 from typing import Any
@@ -30,7 +29,7 @@ from hf_distca.agreement.documents import PackedDocuments, TokenBatch
 from hf_distca.integration.current_session import current_session
 from hf_distca.integration.hooks import nano_batch_layers
 from hf_distca.integration.nano_batches import NanoBatches
-from ranks import RankPool
+from ranks import RankPools
 from turns import in_turn
 
 Rows = list[list[int]]  # the documents of each row of a batch
@@ -127,7 +126,7 @@ def step(
     in_turn([(None, False), (None, True), (True, False), (False, False)], 3, [(False, False)]),
 )
 def test_halves_are_exact(
-    rank_pool: Callable[[int], RankPool], placement: str, reentrant: bool | None, use_cache: bool
+    rank_pool: RankPools, placement: str, reentrant: bool | None, use_cache: bool
 ) -> None:
     documents = tuple(sorted(d for rows in PLACEMENTS[placement] for row in rows for d in row))
     loss, logits, grads = oracle(documents, 2, torch.float64)
@@ -165,7 +164,7 @@ def checkpointed_whole(
     ),
 )
 def test_a_checkpoint_may_be_around_the_whole_model(
-    rank_pool: Callable[[int], RankPool], ping_pong: bool, layers: bool | None, around: bool
+    rank_pool: RankPools, ping_pong: bool, layers: bool | None, around: bool
 ) -> None:
     """Exact; and unless it is reentrant, the mask that the recompute makes is that of the forward:
     nothing is repeated.
@@ -190,7 +189,7 @@ def bounded_step(
 
 @pytest.mark.parametrize("ping_pong", [False, True])
 def test_transient_bound_changes_exchanges_not_numbers(
-    rank_pool: Callable[[int], RankPool], ping_pong: bool
+    rank_pool: RankPools, ping_pong: bool
 ) -> None:
     """A bound of transient bytes changes the exchanges and not the numbers."""
     pool = rank_pool(3)
@@ -236,7 +235,7 @@ def whole_step(rank: int, ping_pong: bool, balance: bool = True) -> tuple[Any, .
     )
 
 
-def test_whoever_looks_into_a_layer_sees_one_call(rank_pool: Callable[[int], RankPool]) -> None:
+def test_whoever_looks_into_a_layer_sees_one_call(rank_pool: RankPools) -> None:
     pool = rank_pool(3)
     for (hidden, grads, layer_calls, projected, _), plain in zip(
         pool(whole_step, True), pool(whole_step, False), strict=True
@@ -251,7 +250,7 @@ def test_whoever_looks_into_a_layer_sees_one_call(rank_pool: Callable[[int], Ran
         assert sum(projected) == plain[3][0]
 
 
-def test_layers_stay_whole_where_nothing_is_exchanged(rank_pool: Callable[[int], RankPool]) -> None:
+def test_layers_stay_whole_where_nothing_is_exchanged(rank_pool: RankPools) -> None:
     results = rank_pool(3)(whole_step, True, False)
     # The first layer finds out, in two calls; the second one runs whole.
     assert all(calls == 3 for *_, calls in results)
@@ -267,7 +266,7 @@ def generated(rank: int, ping_pong: bool) -> list[int]:
     )[0].tolist()
 
 
-def test_generating_in_training_mode_fills_its_cache(rank_pool: Callable[[int], RankPool]) -> None:
+def test_generating_in_training_mode_fills_its_cache(rank_pool: RankPools) -> None:
     assert rank_pool(3)(generated, True) == rank_pool(3)(generated, False)
 
 
@@ -300,7 +299,7 @@ def prefix_tuned(
     ("family", "several_rows"), [("llama", False), ("llama", True), ("mistral", False)]
 )
 def test_training_through_a_cached_prefix(
-    rank_pool: Callable[[int], RankPool], family: str, several_rows: bool
+    rank_pool: RankPools, family: str, several_rows: bool
 ) -> None:
     """Nano-batches fill the cache that a later call reads."""
     found, whole = (
@@ -345,7 +344,7 @@ def checkpointed_attention(
     ("part", "reentrant"), in_turn(product(["self_attn", "mlp"], [True, False]), 2)
 )
 def test_parts_of_layers_may_be_checkpointed(
-    rank_pool: Callable[[int], RankPool], part: str, placement: str, reentrant: bool
+    rank_pool: RankPools, part: str, placement: str, reentrant: bool
 ) -> None:
     """Exact, with no second attention and no second exchange; layers whose attention is
     checkpointed alone are left whole.
@@ -390,9 +389,7 @@ def kept_bytes(rank: int, ping_pong: bool) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("ping_pong", [False, True])
-def test_what_is_kept_is_as_balanced_as_tokens(
-    rank_pool: Callable[[int], RankPool], ping_pong: bool
-) -> None:
+def test_what_is_kept_is_as_balanced_as_tokens(rank_pool: RankPools, ping_pong: bool) -> None:
     kept, calls = zip(*rank_pool(3)(kept_bytes, ping_pong), strict=True)
     assert calls == ((4, 4, 4) if ping_pong else (2, 2, 2))
     assert max(kept) * len(kept) / sum(kept) <= 1.02, kept
@@ -436,9 +433,7 @@ def broken_step(rank: int) -> tuple[list[str], bool, torch.Tensor, torch.Tensor]
     return names, grad_enabled, after.detach(), model(**batch).logits.detach()
 
 
-def test_an_error_in_one_half_ends_both_and_keeps_its_traceback(
-    rank_pool: Callable[[int], RankPool],
-) -> None:
+def test_an_error_in_one_half_ends_both_and_keeps_its_traceback(rank_pool: RankPools) -> None:
     for names, grad_enabled, after, plain in rank_pool(3)(broken_step):
         assert names[-1] == "forward"
         assert "run_nano_batches" in names
@@ -460,9 +455,7 @@ def sharded_parts(rank: int, part: str, ping_pong: bool) -> tuple[torch.Tensor, 
 
 
 @pytest.mark.parametrize("part", ["self_attn", "mlp"])
-def test_attention_sharded_by_itself_keeps_its_layer_whole(
-    rank_pool: Callable[[int], RankPool], part: str
-) -> None:
+def test_attention_sharded_by_itself_keeps_its_layer_whole(rank_pool: RankPools, part: str) -> None:
     """Attention that is sharded by itself keeps its layer whole."""
     for (got, calls), (want, whole) in zip(
         *(rank_pool(3)(sharded_parts, part, cut) for cut in (True, False)), strict=True

@@ -20,7 +20,7 @@ from transformers import MistralConfig, Trainer, TrainingArguments
 
 import hf_distca
 from hf_distca.integration.training import place_rows
-from ranks import RankPool
+from ranks import RankPools
 from tiny_runs import COMMON, documents, settings, tiny_llama
 
 # Documents of rows of equal length: heavy and light ones, so that some order makes them even.
@@ -137,7 +137,7 @@ def compare(pool: Callable[..., list[Seen]], per_node: int, count: int, **change
 ACCUMULATED = {"gradient_accumulation_steps": 3, "num_train_epochs": 2}
 
 
-def test_an_epoch_in_another_order(rank_pool: Callable[[int], RankPool]) -> None:
+def test_an_epoch_in_another_order(rank_pool: RankPools) -> None:
     """Seven rows of two epochs, on two ranks: the last step is short, and filled up."""
     compare(partial(rank_pool(2), train), 1, 7, **ACCUMULATED)
 
@@ -160,16 +160,12 @@ def test_a_rank_alone_keeps_its_order(capfd: pytest.CaptureFixture[str]) -> None
     ],
     ids=["accumulation", "batches", "split batches", "drop last", "in order", "generator"],
 )
-def test_four_ranks_on_two_nodes(
-    rank_pool: Callable[[int], RankPool], changes: dict[str, Any]
-) -> None:
+def test_four_ranks_on_two_nodes(rank_pool: RankPools, changes: dict[str, Any]) -> None:
     compare(partial(rank_pool(4), train), 2, 27, **changes)
 
 
 @pytest.mark.slow
-def test_a_resumed_run_goes_on_where_it_was(
-    rank_pool: Callable[[int], RankPool], tmp_path: Any
-) -> None:
+def test_a_resumed_run_goes_on_where_it_was(rank_pool: RankPools, tmp_path: Any) -> None:
     changes = {
         **ACCUMULATED,
         "save_strategy": "steps",
@@ -203,7 +199,7 @@ def read_in_loop(rank: int, per_node: int | None, split: bool) -> list[list[list
 
 
 @pytest.mark.parametrize("split", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_loops_of_ones_own(rank_pool: Callable[[int], RankPool], split: bool) -> None:
+def test_loops_of_ones_own(rank_pool: RankPools, split: bool) -> None:
     given, placed = (rank_pool(2)(read_in_loop, per_node, split) for per_node in (None, 1))
     assert placed != given
     for epoch in range(2):
@@ -358,7 +354,7 @@ def refused_on_ranks(rank: int) -> list[str]:
     return [*said, str(error.value)]
 
 
-def test_ranks_compare_what_they_read(rank_pool: Callable[[int], RankPool]) -> None:
+def test_ranks_compare_what_they_read(rank_pool: RankPools) -> None:
     for said in rank_pool(2)(refused_on_ranks):
         assert said[0].startswith(
             "ranks 0 and 1 weigh rows differently: place_rows needs the same data set"

@@ -48,7 +48,7 @@ from hf_distca.schedule.plan import Plan
 from hf_distca.schedule.ranks import Ranks
 from hf_distca.tools.report.folder import RunFolder
 from hf_distca.tools.report.run_figures import collect
-from ranks import RankPool
+from ranks import RankPools
 from recorded import recorded
 from tiny_runs import PAIRS, documents, make_trainer, settings, tiny_llama
 from turns import in_turn
@@ -113,7 +113,7 @@ def rows(folder: Path) -> list[Row]:
 
 @pytest.mark.parametrize("ping_pong", in_turn([True, False], 2))
 def test_rank_0_writes_what_the_log_says_and_more(
-    rank_pool: Callable[[int], RankPool], tmp_path: Path, ping_pong: bool
+    rank_pool: RankPools, tmp_path: Path, ping_pong: bool
 ) -> None:
     """The rows sum up to the summary of the run, by rank, and the plans of the first and the worst
     step can be read.
@@ -167,7 +167,7 @@ def test_rank_0_writes_what_the_log_says_and_more(
 
 @pytest.mark.parametrize("ping_pong", in_turn([False, True], 2))
 def test_worst_plan_keeps_its_step_when_written_late(
-    rank_pool: Callable[[int], RankPool], tmp_path: Path, ping_pong: bool
+    rank_pool: RankPools, tmp_path: Path, ping_pong: bool
 ) -> None:
     """The worst plan is of its step, however late it is written."""
     rank_pool(2)(train, str(tmp_path), True, ping_pong, {"logging_steps": 10, "max_steps": 10})
@@ -177,7 +177,7 @@ def test_worst_plan_keeps_its_step_when_written_late(
 
 
 def test_a_record_costs_no_collective_and_no_operation(
-    rank_pool: Callable[[int], RankPool], tmp_path: Path
+    rank_pool: RankPools, tmp_path: Path
 ) -> None:
     """A host sync would be an operation of torch: there are exactly as many with a record as
     without.
@@ -266,9 +266,7 @@ def resumed(rank: int, folder: str) -> None:
     trainer.train(resume_from_checkpoint=str(Path(folder, "checkpoint-2")))
 
 
-def test_a_resumed_run_goes_on_with_its_record(
-    rank_pool: Callable[[int], RankPool], tmp_path: Path
-) -> None:
+def test_a_resumed_run_goes_on_with_its_record(rank_pool: RankPools, tmp_path: Path) -> None:
     rank_pool(2)(resumed, str(tmp_path))
     assert [row.step for row in rows(tmp_path) if isinstance(row, RunRow)] == [0, 2]
     rank_pool(2)(train, str(tmp_path), True, False, {"max_steps": 1})
@@ -282,9 +280,7 @@ def unwritable(rank: int, folder: str) -> None:
     train(rank, folder, True, False, {"max_steps": 2})
 
 
-def test_a_record_that_cannot_be_written_ends_no_run(
-    rank_pool: Callable[[int], RankPool], tmp_path: Path
-) -> None:
+def test_a_record_that_cannot_be_written_ends_no_run(rank_pool: RankPools, tmp_path: Path) -> None:
     rank_pool(2)(unwritable, str(tmp_path))
 
 
@@ -308,7 +304,7 @@ def told(rank: int, folder: str, full: bool) -> tuple[str, bool]:
 
 @pytest.mark.parametrize("full", [False, True])
 def test_warnings_are_seen_while_they_are_recorded(
-    rank_pool: Callable[[int], RankPool], tmp_path: Path, full: bool
+    rank_pool: RankPools, tmp_path: Path, full: bool
 ) -> None:
     (first, over), _ = rank_pool(2)(told, str(tmp_path), full)
     assert "something to act on" in first
@@ -402,9 +398,7 @@ def alone(rank: int, folder: str) -> None:
     trainer.train()
 
 
-def test_a_run_that_shares_nothing_leaves_no_record(
-    rank_pool: Callable[[int], RankPool], tmp_path: Path
-) -> None:
+def test_a_run_that_shares_nothing_leaves_no_record(rank_pool: RankPools, tmp_path: Path) -> None:
     rank_pool(2)(alone, str(tmp_path))
     assert not (tmp_path / RECORD_NAME).exists()
     assert json.dumps([path.name for path in tmp_path.iterdir()]) == "[]"

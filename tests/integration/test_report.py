@@ -8,7 +8,6 @@ import contextlib
 import io
 import logging
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
@@ -28,7 +27,7 @@ from hf_distca.integration.reports import (
 )
 from hf_distca.integration.session import Session
 from hf_distca.schedule.cost import AttentionShape, CostModel
-from ranks import RankPool
+from ranks import RankPools
 from tiny_runs import documents, make_trainer, rows, settings
 
 SHAPE = AttentionShape(4, 2, 16, 16, 2)
@@ -198,7 +197,7 @@ def train(rank: int, case: str) -> tuple[list[str], str]:
     ],
 )
 def test_rank_0_says_once_why_nothing_moved_and_sums_up(
-    rank_pool: Callable[[int], RankPool], case: str, reason: str | None
+    rank_pool: RankPools, case: str, reason: str | None
 ) -> None:
     (said, written), (said_by_other, written_by_other) = rank_pool(2)(train, case)
     assert said_by_other == []
@@ -209,7 +208,7 @@ def test_rank_0_says_once_why_nothing_moved_and_sums_up(
     assert "in kernel cpu" in written
 
 
-def test_the_summary_can_be_switched_off(rank_pool: Callable[[int], RankPool]) -> None:
+def test_the_summary_can_be_switched_off(rank_pool: RankPools) -> None:
     for _, written in rank_pool(2)(train, "quiet"):
         assert "micro-batches" not in written
 
@@ -250,7 +249,7 @@ def waits(rank: int) -> str:
     return written.getvalue()
 
 
-def test_the_first_plan_is_announced_by_rank_0(rank_pool: Callable[[int], RankPool]) -> None:
+def test_the_first_plan_is_announced_by_rank_0(rank_pool: RankPools) -> None:
     first, other = rank_pool(2)(waits)
     assert "distca: making the first plan took" in first
     assert "distca" not in other

@@ -22,7 +22,7 @@ from hf_distca.schedule.cost import AttentionShape
 from hf_distca.schedule.layout import Layout
 from hf_distca.schedule.plan import Plan
 from hf_distca.schedule.ranks import Ranks
-from ranks import RankPool
+from ranks import RankPools
 
 
 def batch(rank: int) -> dict[str, Any]:
@@ -83,7 +83,7 @@ def disagree(rank: int) -> str:
     return str(caught.value)
 
 
-def test_ranks_with_other_settings_all_get_an_error(rank_pool: Callable[[int], RankPool]) -> None:
+def test_ranks_with_other_settings_all_get_an_error(rank_pool: RankPools) -> None:
     for message in rank_pool(2)(disagree):
         assert "ranks have different settings" in message
         assert (
@@ -110,7 +110,7 @@ def go_on_after_an_error(rank: int) -> tuple[str, int]:
     return str(caught.value), current_session().meter.dispatches - before
 
 
-def test_a_rank_that_left_says_so_and_how_to_go_on(rank_pool: Callable[[int], RankPool]) -> None:
+def test_a_rank_that_left_says_so_and_how_to_go_on(rank_pool: RankPools) -> None:
     for rank, (said, dispatches) in enumerate(rank_pool(2)(go_on_after_an_error, timeout=60)):
         assert said.startswith(f"rank {rank} had left the group of ranks (0, 1) before"), said
         assert "it raised LayoutError while reading documents" in said
@@ -131,7 +131,7 @@ def evaluate_alone(rank: int) -> int:
     return current_session().meter.dispatches
 
 
-def test_evaluation_and_generation_are_local(rank_pool: Callable[[int], RankPool]) -> None:
+def test_evaluation_and_generation_are_local(rank_pool: RankPools) -> None:
     assert rank_pool(2)(evaluate_alone, timeout=60) == [0, 0]
 
 
@@ -145,9 +145,7 @@ def train_with_a_frozen_layer(rank: int, frozen: int | None) -> int:
 
 
 @pytest.mark.parametrize("frozen", [0, 1])
-def test_frozen_layers_in_evaluation_mode_are_balanced(
-    rank_pool: Callable[[int], RankPool], frozen: int
-) -> None:
+def test_frozen_layers_in_evaluation_mode_are_balanced(rank_pool: RankPools, frozen: int) -> None:
     """The model is in training mode, and all ranks run it."""
     pool = rank_pool(2)
     assert pool(train_with_a_frozen_layer, frozen) == pool(train_with_a_frozen_layer, None)
@@ -164,7 +162,7 @@ def evaluate_together(rank: int) -> tuple[int, torch.Tensor, torch.Tensor]:
     return current_session().meter.dispatches, together, alone
 
 
-def test_evaluation_is_shared_on_request(rank_pool: Callable[[int], RankPool]) -> None:
+def test_evaluation_is_shared_on_request(rank_pool: RankPools) -> None:
     for dispatches, together, alone in rank_pool(2)(evaluate_together):
         assert dispatches == 2  # one a layer; balancing off sends nothing
         torch.testing.assert_close(together, alone, rtol=1e-5, atol=1e-6)

@@ -18,7 +18,7 @@ from transformers import FalconMambaConfig, FalconMambaForCausalLM, Lfm2Config, 
 import hf_distca
 from hf_distca.agreement.documents import PackedDocuments
 from hf_distca.integration.training.document_shares import wrap_trainers
-from ranks import RankPool
+from ranks import RankPools
 
 # What the library knows of these batches: documents over ranks, and none.
 CUT, WHOLE = 0, 3
@@ -88,7 +88,7 @@ def distill(
     [("full", False, True), ("windows", True, False), ("hybrid", False, True)],
 )
 def test_a_teacher_in_evaluation_mode_is_exact(
-    rank_pool: Callable[[int], RankPool], kind: str, ping_pong: bool, teacher_first: bool
+    rank_pool: RankPools, kind: str, ping_pong: bool, teacher_first: bool
 ) -> None:
     losses, grads = distill_alone(kind)
     for found, found_grads, is_frozen in rank_pool(2)(distill, kind, ping_pong, teacher_first):
@@ -155,9 +155,7 @@ def refused_teacher(rank: int, name: str) -> tuple[str, float]:
 
 
 @pytest.mark.parametrize("name", TEACHERS)
-def test_a_teacher_that_would_see_a_part_is_refused(
-    rank_pool: Callable[[int], RankPool], name: str
-) -> None:
+def test_a_teacher_that_would_see_a_part_is_refused(rank_pool: RankPools, name: str) -> None:
     for said, seconds in rank_pool(2)(refused_teacher, name):
         assert TEACHERS[name][2] in said, said
         assert 'attn_implementation="distca"' in said or "model(**inputs)" in said, said
@@ -184,9 +182,7 @@ def parts_alone(rank: int) -> tuple[str, float]:
     return str(caught.value), time.monotonic() - began
 
 
-def test_a_rank_that_cannot_evaluate_tells_the_others(
-    rank_pool: Callable[[int], RankPool],
-) -> None:
+def test_a_rank_that_cannot_evaluate_tells_the_others(rank_pool: RankPools) -> None:
     for said, seconds in rank_pool(2)(parts_alone):
         assert "a model in evaluation mode got" in said
         assert seconds < 10

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import product
@@ -18,7 +18,7 @@ from transformers import TrainerCallback, TrainerState
 import hf_distca
 from checkpointed import ARGUMENT
 from hf_distca.integration.current_session import current_session
-from ranks import RankPool
+from ranks import RankPools
 from tiny_runs import dispatches, make_trainer, rows, settings
 from turns import in_turn
 
@@ -97,9 +97,7 @@ ALWAYS = [Way(), Way(2, checkpointing=True, ping_pong=True, bf16=False)]
     ),
     ids=str,
 )
-def test_same_losses_as_sdpa_and_balance_in_the_logs(
-    rank_pool: Callable[[int], RankPool], way: Way
-) -> None:
+def test_same_losses_as_sdpa_and_balance_in_the_logs(rank_pool: RankPools, way: Way) -> None:
     pool = rank_pool(2)
     ours, theirs = (pool(train, name, way) for name in ("distca", "sdpa"))
     for (history, seen, sent), (reference, *_) in zip(ours, theirs, strict=True):
@@ -141,7 +139,7 @@ def report(rank: int, late: bool) -> tuple[list[dict[str, Any]], list[dict[str, 
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_reporters_see_the_figures(rank_pool: Callable[[int], RankPool], late: bool) -> None:
+def test_reporters_see_the_figures(rank_pool: RankPools, late: bool) -> None:
     for history, seen in rank_pool(2)(report, late):
         logs = [row for row in history if "loss" in row]
         assert len(logs) == 2
@@ -208,7 +206,7 @@ def capture() -> Iterator[io.StringIO]:
     logging.getLogger("hf_distca").removeHandler(handler)
 
 
-def test_settings_hold_for_evaluation_before_training(rank_pool: Callable[[int], RankPool]) -> None:
+def test_settings_hold_for_evaluation_before_training(rank_pool: RankPools) -> None:
     layers = 2
     for evaluated, trained, predicted, said, same in rank_pool(2)(evaluate_first, "in time"):
         assert (evaluated, trained, predicted) == (2 * layers, 2 * 2 * layers, layers)
@@ -216,9 +214,7 @@ def test_settings_hold_for_evaluation_before_training(rank_pool: Callable[[int],
         assert same, "figures and costs stay, while settings do"
 
 
-def test_a_callback_added_later_says_what_its_settings_missed(
-    rank_pool: Callable[[int], RankPool],
-) -> None:
+def test_a_callback_added_later_says_what_its_settings_missed(rank_pool: RankPools) -> None:
     layers = 2
     for evaluated, trained, predicted, said, _ in rank_pool(2)(evaluate_first, "late"):
         assert (evaluated, trained, predicted) == (layers, 2 * 2 * layers, layers), (
@@ -251,9 +247,7 @@ def groups(rank: int) -> list[tuple[int, ...]]:
     return found
 
 
-def test_groups_given_to_the_callback_and_to_configure(
-    rank_pool: Callable[[int], RankPool],
-) -> None:
+def test_groups_given_to_the_callback_and_to_configure(rank_pool: RankPools) -> None:
     for rank, found in enumerate(rank_pool(2)(groups)):
         assert found == [(rank,), (0, 1), (rank,), (0, 1)]
 

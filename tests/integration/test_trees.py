@@ -28,7 +28,7 @@ from float64 import Float64Throughout
 from hf_distca.agreement.documents import PackedDocuments, read_tree
 from hf_distca.errors import LayoutError, UnsupportedError
 from hf_distca.integration.current_session import current_session
-from ranks import RankPool
+from ranks import RankPools
 from tiny_runs import COMMON, VOCABULARY, losses, settings, tiny_llama
 
 # By rank, groups of a prompt and its answers.
@@ -111,7 +111,7 @@ def _train(rank: int, form: str, world: int) -> tuple[float, list[torch.Tensor],
 
 
 @pytest.mark.parametrize("form", ["TRL", "parents"])
-def test_a_tree_is_as_each_sample_alone(form: str, rank_pool: Callable[[int], RankPool]) -> None:
+def test_a_tree_is_as_each_sample_alone(form: str, rank_pool: RankPools) -> None:
     alone = [train(rank, "alone", 1) for rank in (0, 1)]
     found = rank_pool(2)(train, form, 2)
     assert all(sent for *_, sent in found)
@@ -251,9 +251,7 @@ def train_async_grpo(rank: int, folder: str, form: str) -> tuple[list[float], in
     return losses(trainer), current_session().meter.sent_bytes
 
 
-def test_the_trainer_of_trl_that_packs_trees(
-    tmp_path: Path, rank_pool: Callable[[int], RankPool]
-) -> None:
+def test_the_trainer_of_trl_that_packs_trees(tmp_path: Path, rank_pool: RankPools) -> None:
     """As without shared prefixes and distca: losses and gradient norms, in float32."""
     tiny_llama("sdpa").save_pretrained(tmp_path)
     alone, ours = (

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -37,7 +36,7 @@ from hf_distca.tools.observe import run_observer
 from hf_distca.tools.observe.findings import Findings, Row, find
 from hf_distca.tools.observe.watch import BatchFacts, Watch
 from pages import ROOT, words_of
-from ranks import RankPool
+from ranks import RankPools
 from recorded import recorded
 from tiny_runs import COMMON, VOCABULARY, documents, losses, tiny_llama
 
@@ -81,9 +80,7 @@ def train(
     return losses(trainer), collectives, trainer.state.log_history
 
 
-def test_it_finds_what_distca_plans_with(
-    rank_pool: Callable[[int], RankPool], tmp_path: Path
-) -> None:
+def test_it_finds_what_distca_plans_with(rank_pool: RankPools, tmp_path: Path) -> None:
     """On the same batches within 2 %; without a collective, and with the same losses."""
     alone, watched, balanced = (
         rank_pool(2)(train, implementation, str(tmp_path), {})
@@ -106,7 +103,7 @@ def test_it_finds_what_distca_plans_with(
 @pytest.mark.parametrize("changes", [{ARGUMENT: True}, {"gradient_accumulation_steps": 2}])
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
 def test_other_ways_to_train_have_the_same_figure(
-    rank_pool: Callable[[int], RankPool],
+    rank_pool: RankPools,
     tmp_path: Path,
     implementation: str,
     changes: dict[str, Any],
@@ -137,7 +134,7 @@ def watch_alone(rank: int) -> tuple[str, float]:
         return observe() if rank == 0 else "", time.monotonic() - began
 
 
-def test_rank_without_a_meter_is_waited_for_once(rank_pool: Callable[[int], RankPool]) -> None:
+def test_rank_without_a_meter_is_waited_for_once(rank_pool: RankPools) -> None:
     (said, seconds), nothing = rank_pool(2)(watch_alone)
     assert nothing[0] == ""
     assert "missing   facts of some ranks" in said
@@ -178,7 +175,7 @@ def watch_lagging(rank: int) -> str:
     return "".join(said)
 
 
-def test_ranks_that_are_late_are_waited_for(rank_pool: Callable[[int], RankPool]) -> None:
+def test_ranks_that_are_late_are_waited_for(rank_pool: RankPools) -> None:
     """Devices lag behind their host by unequal numbers of micro-batches."""
     said, nothing = rank_pool(2)(watch_lagging)
     assert nothing == ""
