@@ -35,7 +35,6 @@ def test_arrow_knows_them_without_reading(
 
 
 def test_selected_shuffled_filtered_rows_count_in_their_order() -> None:
-    """Rows that were selected, shuffled and filtered are counted in their order."""
     documents = dataset()
     for changed in (
         documents.select([4, 0, 3]),
@@ -93,7 +92,6 @@ def test_any_sequence_of_documents_is_read_one_by_one(made: Any) -> None:
 
 
 def test_data_set_with_a_transform_is_counted_as_stored() -> None:
-    """A data set with a transform of its own is counted where tokens are stored."""
     assert read_document_lengths(dataset().with_transform(lambda rows: rows)).tolist() == [
         3,
         0,

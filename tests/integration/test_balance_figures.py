@@ -8,7 +8,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from test_parity import PAIRS, model_for
+from test_parity import model_for
 from test_trainer import FIGURES
 
 import hf_distca
@@ -19,7 +19,7 @@ from hf_distca.integration.reports import Metrics
 from hf_distca.schedule.load import PlanLoad
 from hf_distca.schedule.ranks import Ranks
 from ranks import RankPools
-from tiny_runs import rows
+from tiny_runs import PAIRS, rows, settings
 
 SHARE = "distca/server_time_share"
 OWN = {SHARE: 0.0, "distca/planning_ms": 0.0}  # each rank has its own
@@ -29,7 +29,7 @@ def readings(rank: int, implementation: str, gather: bool) -> list[Metrics]:
     """Before the first step, after two, right after that, after two more, and after two with new
     settings.
     """
-    config = hf_distca.DistCAConfig(tile=8, min_gain=0.0, cost_model=PAIRS)
+    config = settings()
 
     def two_steps() -> Metrics:
         model = model_for(2, implementation, torch.float32)
@@ -90,9 +90,7 @@ def alone(rank: int) -> list[int]:
     """Rank 0 reads by itself after each step, and rank 1 never does; at the end all read
     together.
     """
-    hf_distca.configure(
-        hf_distca.DistCAConfig(tile=8, min_gain=0.0, cost_model=PAIRS, timeout_seconds=20.0)
-    )
+    hf_distca.configure(settings(timeout_seconds=20.0))
     model, seen = model_for(2, "distca", torch.float32), []
     for row in rows(6)[rank::2]:
         model(**hf_distca.PackingCollator()([row]), use_cache=False).loss.backward()
@@ -113,9 +111,7 @@ def on_two_nodes(rank: int) -> tuple[dict[str, float], list[int], float]:
     texts = [torch.arange(1, length + 1).remainder(60).tolist() for length in lengths]
     plans: list[MicroBatchPlan] = []
     with patch.dict(os.environ, GROUP_RANK=str(rank // 2), LOCAL_WORLD_SIZE="2"):
-        hf_distca.configure(
-            hf_distca.DistCAConfig(tile=8, min_gain=0.0, cost_model=PAIRS, timeout_seconds=61.0)
-        )
+        hf_distca.configure(settings(timeout_seconds=61.0))
         history = current_session().planner.history
         history.observer = lambda micro_batch, tally: plans.extend(micro_batch.plans)
         model = model_for(2, "distca", torch.float32)

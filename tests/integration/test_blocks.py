@@ -18,6 +18,7 @@ from transformers import masking_utils as m
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 import hf_distca
+import tiny_runs
 from hf_distca.agreement.announce import PlanKey
 from hf_distca.agreement.dealt_share import Dealing
 from hf_distca.agreement.documents import PackedDocuments, TokenBatch
@@ -257,10 +258,7 @@ def run_trees(rank: int) -> list[tuple[str, float, int]]:
 
 
 def configure() -> None:
-    pairs = CostModel.make_of_pairs(AttentionShape(HEADS, KEY_HEADS, WIDTH, WIDTH, 8))
-    hf_distca.configure(
-        hf_distca.DistCAConfig(tile=8, min_gain=0.0, tolerance=0.0, cost_model=pairs)
-    )
+    hf_distca.configure(tiny_runs.settings(tolerance=0.0))
 
 
 @settings(max_examples=60, deadline=None)

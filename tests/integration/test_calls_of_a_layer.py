@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_parity import PAIRS, model_for
+from test_parity import model_for
 
 import hf_distca
 from benchmark_modules import import_benchmark
@@ -23,6 +23,7 @@ from hf_distca.errors import UnsupportedError
 from hf_distca.integration.handle import MaskStandIn
 from hf_distca.integration.hooks.attention import distca_attention
 from ranks import RankPools
+from tiny_runs import settings
 
 SOURCE = str(Path(hf_distca.__file__).parent)
 
@@ -53,7 +54,7 @@ def count_frames(rank: int) -> list[int]:
     """Calls of the library's functions from one layer's attention to the next one's, in a forward
     whose work moves.
     """
-    hf_distca.configure(hf_distca.DistCAConfig(tile=8, min_gain=0.0, cost_model=PAIRS))
+    hf_distca.configure(settings())
     model = model_for(2, "distca", torch.float32)
     documents = [[7] * n for n in ([150, 33, 64], [1, 7, 1])[rank]]
     batch = hf_distca.PackingCollator()([{"documents": documents}])

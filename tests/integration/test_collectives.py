@@ -12,8 +12,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from test_parity import PAIRS, model_for
-from torch.utils._python_dispatch import TorchDispatchMode
+from test_parity import model_for
 
 import hf_distca
 from checkpointed import checkpoint_layers
@@ -24,7 +23,8 @@ from hf_distca.kernels import ScoreOptions
 from hf_distca.runtime.call import AttentionServer, Inputs
 from hf_distca.schedule.cost import AttentionShape
 from ranks import RankPools
-from recorded import recorded
+from recorded import Operations, recorded
+from tiny_runs import settings
 
 LAYERS = 2
 # Documents of all ranks, then whether their plans are equal.
@@ -42,9 +42,7 @@ def step(
     """Collectives and counts of a training step; with activation checkpointing unless `reentrant`
     is None.
     """
-    hf_distca.configure(
-        hf_distca.DistCAConfig(balance=balance, tile=8, min_gain=0.0, cost_model=PAIRS)
-    )
+    hf_distca.configure(settings(balance=balance))
     model = model_for(2, "distca", torch.float32)
     if reentrant is not None:
         checkpoint_layers(model, use_reentrant=reentrant)
@@ -90,27 +88,11 @@ def test_checkpointing_repeats_no_collective_and_no_kernel(
     assert rank_pool(2)(step, balance, False, reentrant) == plain
 
 
-class _Operations(TorchDispatchMode):
-    """Counts tensor operations."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: Counter[str] = Counter()
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> object:
-        self.seen[str(func)] += 1
-        return func(*args, **(kwargs or {}))
-
-
 def operations_of_a_planned_call(rank: int, scale: int) -> Counter[str]:
     """Tensor operations of one attention call, forward and backward, after planning; reading
     tensors is forbidden.
     """
-    hf_distca.configure(
-        hf_distca.DistCAConfig(tile=8 * scale, min_gain=0.0, cost_model=PAIRS, kernel="cpu")
-    )
+    hf_distca.configure(settings(tile=8 * scale, kernel="cpu"))
     session = current_session()
     packed = batch(rank, scale)["distca_documents"]
     length = sum(packed.lengths)
@@ -128,18 +110,12 @@ def operations_of_a_planned_call(rank: int, scale: int) -> Counter[str]:
     def forbidden(*args: object, **kwargs: object) -> None:
         raise AssertionError("an attention call read a tensor on the host")
 
-    readers = [
-        patch.object(torch.Tensor, name, forbidden)
-        for name in ("item", "tolist", "cpu", "numpy", "__bool__", "nonzero")
-    ]
-    for one in readers:
-        one.start()
-    try:
-        with _Operations() as operations:
-            plan.compute_attention(torch.nn.Module(), Inputs(*leaves)).sum().backward()
-    finally:
-        for one in readers:
-            one.stop()
+    readers = ("item", "tolist", "cpu", "numpy", "__bool__", "nonzero")
+    with (
+        patch.multiple(torch.Tensor, **dict.fromkeys(readers, forbidden)),
+        Operations() as operations,
+    ):
+        plan.compute_attention(torch.nn.Module(), Inputs(*leaves)).sum().backward()
     assert session.meter.dispatches == 2
     return operations.seen
 

@@ -15,8 +15,8 @@ from transformers import AttentionInterface
 import hf_distca
 from handles import make_handle
 from hf_distca.integration.current_session import current_session
-from hf_distca.schedule.cost import AttentionShape, CostModel
 from ranks import RankPools
+from tiny_runs import settings
 from turns import in_turn
 
 SCALING = 0.11  # of no head dim below
@@ -123,8 +123,7 @@ def errors(rank: int, case: Case) -> tuple[dict[str, tuple[float, float]], bool,
     """Errors of (distca, sdpa) against float64 by name, whether padding got nothing, and bytes
     sent.
     """
-    pairs = CostModel.make_of_pairs(AttentionShape(4, 2, 16, 16, 8))
-    hf_distca.configure(hf_distca.DistCAConfig(tile=8, min_gain=0.0, cost_model=pairs))
+    hf_distca.configure(settings())
     rows = PACKED[rank] if case.padding is None else PADDED[case.padding][rank]
     length, documents = where(rows, case.padding)
     fused, d_out = leaves(case, len(rows), length, rank)

@@ -146,7 +146,6 @@ def encoder_decoder(name: str) -> PreTrainedModel:
 
 @pytest.mark.parametrize("name", ENCODER_DECODERS)
 def test_encoder_decoder_is_refused_in_its_first_forward(name: str) -> None:
-    """An encoder-decoder is refused by name in its first forward."""
     ids = torch.arange(8)[None]
     with pytest.raises(
         hf_distca.UnsupportedError, match=f"{name} models: .* encoder with a decoder"

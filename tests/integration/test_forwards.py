@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from test_parity import PAIRS, model_for
+from test_parity import model_for, relative
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
@@ -24,7 +24,7 @@ from hf_distca.integration.current_session import current_session
 from live_bytes import LiveBytes
 from ranks import RankPools
 from recorded import counted_planning
-from tiny_runs import VOCABULARY, settings, tiny_llama
+from tiny_runs import SIZES, VOCABULARY, settings, tiny_llama
 from turns import in_turn
 
 LAYERS = 2
@@ -40,9 +40,7 @@ def collectives_of_a_step(rank: int, dtype: torch.dtype | None, ping_pong: bool)
     """Collectives of planning one micro-batch under FSDP2, and how many micro-batches were
     counted.
     """
-    hf_distca.configure(
-        hf_distca.DistCAConfig(tile=8, min_gain=0.0, cost_model=PAIRS, ping_pong=ping_pong)
-    )
+    hf_distca.configure(settings(ping_pong=ping_pong))
     model = model_for(2, "distca", torch.float32)
     for layer in model.model.layers:
         fully_shard(layer, mp_policy=MixedPrecisionPolicy(param_dtype=dtype))
@@ -109,18 +107,6 @@ def test_a_step_keeps_nothing_of_the_one_before(rope: str, given: bool) -> None:
         gc.enable()
 
 
-SIZES: dict[str, Any] = {
-    "hidden_size": 64,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": VOCABULARY,
-    "head_dim": 16,
-    "sliding_window": 8,
-}
-
-
 def func_gradients(model: Any, inputs: dict[str, Any]) -> list[torch.Tensor]:
     def loss(parameters: dict[str, torch.Tensor]) -> torch.Tensor:
         return torch.func.functional_call(model, parameters, (), inputs).logits.sin().sum()
@@ -133,9 +119,9 @@ def transformed(rank: int, family: str, use_cache: bool) -> tuple[list[torch.Ten
     """Gradients of torch.func under distca, in a first forward, and of each document alone."""
     hf_distca.configure(settings(ping_pong=True))
     torch.manual_seed(0)
-    make_config = CONFIG_MAPPING[family]
+    make_config, sizes = CONFIG_MAPPING[family], {**SIZES, "head_dim": 16, "sliding_window": 8}
     models = [
-        AutoModelForCausalLM.from_config(make_config(**SIZES), attn_implementation=name)
+        AutoModelForCausalLM.from_config(make_config(**sizes), attn_implementation=name)
         .double()
         .train()
         for name in ("distca", "eager")
@@ -186,7 +172,6 @@ def test_forwards_without_values(kind: str) -> None:
 
 @pytest.mark.parametrize("training", [True, False])
 def test_lone_rank_joins_segments_of_one_document(training: bool) -> None:
-    """Segments of one document are joined on a rank that works alone."""
     hf_distca.configure()
     model = model_for(2, "distca", torch.float64).train(training)
     ids = torch.arange(20)[None] % 11
@@ -199,7 +184,6 @@ def test_lone_rank_joins_segments_of_one_document(training: bool) -> None:
 
 
 def test_lone_rank_refuses_segments_without_a_beginning() -> None:
-    """Segments whose beginning is missing are refused on a rank that works alone."""
     hf_distca.configure()
     model = model_for(2, "distca", torch.float64)
     positions = {
@@ -239,7 +223,6 @@ def refused(rank: int, positions: list[int]) -> str:
 
 
 def test_row_cut_over_ranks_by_another_tool_is_refused(rank_pool: RankPools) -> None:
-    """A row that another tool cut over ranks is refused by rank."""
     for rank, message in enumerate(rank_pool(2)(refused, [4, 5, 6, 0, 1])):
         assert message.startswith(f"rank {rank}: row 0 of a training batch begins at position 4")
 
@@ -275,10 +258,7 @@ def under_real_costs(rank: int) -> tuple[int, int, float]:
         alone,
         [alone(input_ids=one[None], use_cache=False).logits.square().sum() for one in documents],
     )
-    worst = max(
-        float((ours[name] - want).norm() / want.norm().clamp_min(1e-30))
-        for name, want in theirs.items()
-    )
+    worst = max(relative(ours[name], want) for name, want in theirs.items())
     return current_session().meter.dispatches, current_session().meter.sent_bytes, worst
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import types
 from typing import Any
 
@@ -15,7 +14,16 @@ import hf_distca
 from hf_distca.integration import processes
 from hf_distca.integration.current_session import current_session
 from ranks import RankPools
-from tiny_runs import PAIRS, documents, make_trainer, rows, settings, tiny_llama
+from tiny_runs import (
+    SIZES,
+    documents,
+    logged,
+    make_trainer,
+    rows,
+    settings,
+    share_documents,
+    tiny_llama,
+)
 
 
 def batch(*lengths: int) -> dict[str, Any]:
@@ -84,21 +92,10 @@ def test_data_parallel_replicas_are_refused() -> None:
 
 def mixture() -> Any:
     torch.manual_seed(0)
-    sizes = {
-        "hidden_size": 64,
-        "intermediate_size": 48,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 4,
-    }
-    more = {
-        "num_key_value_heads": 2,
-        "vocab_size": 61,
-        "num_local_experts": 2,
-        "num_experts_per_tok": 1,
-    }
     config = MixtralConfig(
-        **sizes,
-        **more,
+        **SIZES,
+        num_local_experts=2,
+        num_experts_per_tok=1,
         output_router_logits=True,
         router_aux_loss_coef=0.5,
         attn_implementation="distca",
@@ -106,35 +103,17 @@ def mixture() -> Any:
     return MixtralForCausalLM(config).train()
 
 
-class Kept(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.said: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.said.append(record.getMessage())
-
-
 def train_a_mixture(rank: int, ranks: int, watched: bool) -> list[str]:
     hf_distca.configure(settings())
-    kept = Kept()
-    logging.getLogger("hf_distca").addHandler(kept)
-    shares = hf_distca.document_shares(
-        documents(100, 20, 8, 64),
-        96 // ranks,
-        shapes=[(PAIRS.shape, None)],
-        ranks=ranks,
-        device="cpu",
-        config=settings(),
-    )
-    trainer = make_trainer(
-        "distca", shares, model=mixture(), max_steps=2, train_sampling_strategy="sequential"
-    )
-    if not watched:
-        trainer.remove_callback(hf_distca.DistCACallback)
-    trainer.train()
-    logging.getLogger("hf_distca").removeHandler(kept)
-    return [text for text in kept.said if "router" in text]
+    shares = share_documents((100, 20, 8, 64), 96, ranks)
+    with logged() as said:
+        trainer = make_trainer(
+            "distca", shares, model=mixture(), max_steps=2, train_sampling_strategy="sequential"
+        )
+        if not watched:
+            trainer.remove_callback(hf_distca.DistCACallback)
+        trainer.train()
+    return [text for text in said if "router" in text]
 
 
 @pytest.mark.parametrize("watched", [True, False])
@@ -166,18 +145,3 @@ def test_a_trainer_has_not_the_settings_of_another() -> None:
     hf_distca.configure()
     make_trainer("distca", rows(2), distca=hf_distca.DistCACallback(record=False))
     assert current_session().config == hf_distca.DistCAConfig()
-
-
-def groups(rank: int) -> tuple[bool, bool]:
-    own = torch.distributed.new_group([0, 1])
-    hf_distca.configure(settings())
-    make_trainer(
-        "distca", rows(2), distca=hf_distca.DistCACallback(settings(), group=own, record=False)
-    )
-    first = current_session().given_group is own
-    make_trainer("distca", rows(2), config=settings(tile=16))
-    return first, current_session().given_group is None
-
-
-def test_a_trainer_has_not_the_group_of_another(rank_pool: RankPools) -> None:
-    assert rank_pool(2)(groups) == [(True, True)] * 2

@@ -10,9 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
 
-import datasets
 import pytest
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Trainer, TrainerCallback
 
 import hf_distca
@@ -21,8 +19,8 @@ from hf_distca.integration.current_session import current_session
 from hf_distca.runtime.meter import Meter
 from hf_distca.schedule.cost import AttentionShape
 from ranks import RankPools
-from recorded import counted_planning
-from tiny_runs import documents, make_trainer, settings
+from recorded import Operations, counted_planning
+from tiny_runs import documents, make_trainer, settings, share_documents
 from turns import in_turn
 
 STEPS = 6
@@ -90,11 +88,8 @@ def data(accumulation: int, dealt: bool) -> Any:
             for _ in range(accumulation)
             for n in ([(96,), (24,) * 4][step % 2])
         ]
-        dataset = datasets.Dataset.from_dict({"input_ids": documents(*lengths)})
         shapes = [(AttentionShape(4, 2, 16, 16, 4), None)]
-        return hf_distca.document_shares(
-            dataset, 48, shapes=shapes, config=settings(), ranks=2, seed=None
-        )
+        return share_documents(lengths, 96, 2, shapes=shapes, seed=None)
     even, uneven = ((48, 48), (48, 48)), ((96,), (24, 24, 24, 24))
     rows = [
         (uneven if step % 2 else even)[rank]
@@ -103,6 +98,18 @@ def data(accumulation: int, dealt: bool) -> Any:
         for rank in (0, 1)
     ]
     return [{"documents": documents(*some, seed=number)} for number, some in enumerate(rows)]
+
+
+def trainer_of(accumulation: int = 1, dealt: bool = False, **changes: Any) -> Trainer:
+    return make_trainer(
+        "distca",
+        data(accumulation, dealt),
+        gradient_accumulation_steps=accumulation,
+        max_steps=STEPS,
+        train_sampling_strategy="sequential",
+        remove_unused_columns=dealt,
+        **changes,
+    )
 
 
 def train(
@@ -117,17 +124,13 @@ def train(
         ) -> None:
             seen.append(dict(logs))
 
-    trainer = make_trainer(
-        "distca",
-        data(accumulation, case.get("dealt", False)),
+    trainer = trainer_of(
+        accumulation,
+        case.get("dealt", False),
         callbacks=[Reporter()],
         config=settings(ping_pong=case.get("ping_pong", False)),
-        gradient_accumulation_steps=accumulation,
         activation_checkpointing=case.get("checkpointing", False),
-        max_steps=STEPS,
         logging_steps=every,
-        train_sampling_strategy="sequential",
-        remove_unused_columns=case.get("dealt", False),
     )
     with recorded() as done:
         trainer.train()
@@ -170,17 +173,16 @@ def test_a_row_is_about_the_micro_batches_since_the_row_before(
         assert row["distca/micro_batches"] == len(numbers)
         slowest, mean = (sum(done[number][part] for number in numbers) for part in (0, 1))
         assert row[ESTIMATED] == pytest.approx(slowest / mean, abs=1e-4)
-        sent = [
-            max(pair)
-            for number in numbers
-            for pair in zip(done[number][2], others[number][2], strict=True)
-        ]
-        assert row[MEGABYTES] == pytest.approx(sum(sent) / (len(numbers) * layers) / 1e6, abs=1e-4)
-        measured = [
-            pair
-            for number in numbers
-            for pair in zip(done[number][3], others[number][3], strict=True)
-        ]
+        sent, measured = (
+            [
+                pair
+                for number in numbers
+                for pair in zip(done[number][part], others[number][part], strict=True)
+            ]
+            for part in (2, 3)
+        )
+        most = sum(map(max, sent))
+        assert row[MEGABYTES] == pytest.approx(most / (len(numbers) * layers) / 1e6, abs=1e-4)
         assert row[MEASURED] == pytest.approx(
             sum(map(max, measured)) / (sum(map(sum, measured)) / 2), abs=1e-3
         )
@@ -195,16 +197,6 @@ def test_a_row_is_about_the_micro_batches_since_the_row_before(
     assert [row[ESTIMATED] for row in reported] == [row[ESTIMATED] for row in rows]
 
 
-class Operations(TorchDispatchMode):
-    """Counts what torch runs: a host sync is an operation, too."""
-
-    count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += 1
-        return func(*args, **(kwargs or {}))
-
-
 def counted(rank: int, dealt: bool) -> tuple[list[list[str]], list[int]]:
     """Of each step: collectives beside core attention, and operations of torch at its end and in
     its log.
@@ -216,7 +208,7 @@ def counted(rank: int, dealt: bool) -> tuple[list[list[str]], list[int]]:
         def call(*args: Any, **kwargs: Any) -> None:
             with Operations() as counting:
                 event(*args, **kwargs)
-            operations[-1] += counting.count
+            operations[-1] += counting.seen.total()
 
         return call
 
@@ -229,17 +221,7 @@ def counted(rank: int, dealt: bool) -> tuple[list[list[str]], list[int]]:
     callback = hf_distca.DistCACallback(settings(), record=False)
     for name in ("on_step_end", "on_log"):
         setattr(callback, name, watched(getattr(callback, name)))
-    trainer = make_trainer(
-        "distca",
-        data(2, dealt),
-        callbacks=[Steps()],
-        distca=callback,
-        gradient_accumulation_steps=2,
-        max_steps=STEPS,
-        logging_steps=3,
-        train_sampling_strategy="sequential",
-        remove_unused_columns=dealt,
-    )
+    trainer = trainer_of(2, dealt, callbacks=[Steps()], distca=callback, logging_steps=3)
     with counted_planning() as called:
         trainer.train()
     return [*collectives[1:], list(called)], operations
@@ -270,9 +252,7 @@ class Alone(Trainer):
 
 
 def train_alone(rank: int) -> list[dict[str, Any]]:
-    trainer = make_trainer(
-        "distca", data(1, False), kind=Alone, max_steps=STEPS, train_sampling_strategy="sequential"
-    )
+    trainer = trainer_of(kind=Alone)
     trainer.train()
     return trainer.state.log_history
 
@@ -291,13 +271,7 @@ class LogsLater(TrainerCallback):
 
 
 def train_with_a_late_wish(rank: int) -> list[dict[str, Any]]:
-    trainer = make_trainer(
-        "distca",
-        data(1, False),
-        max_steps=STEPS,
-        logging_steps=100,
-        train_sampling_strategy="sequential",
-    )
+    trainer = trainer_of(logging_steps=100)
     trainer.add_callback(LogsLater())
     trainer.train()
     return trainer.state.log_history

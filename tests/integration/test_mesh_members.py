@@ -47,11 +47,11 @@ def test_configuring_again_makes_no_groups(rank_pool: RankPools, names: tuple[st
 
 
 def members(
-    rank: int, shape: tuple[int, ...], names: tuple[str, ...]
+    rank: int, shape: tuple[int, ...], names: tuple[str, ...], extra: str | None
 ) -> tuple[tuple[int, ...], str]:
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
     before = len(c10d._world.pg_map)
-    found = find_data_parallel_ranks(mesh)
+    found = find_data_parallel_ranks(mesh, extra_dimension=extra)
     assert len(c10d._world.pg_map) == before
     return found.ranks, found.backend
 
@@ -65,6 +65,7 @@ def members(
         ((4,), ("tp",), [(0,), (1,), (2,), (3,)]),
         ((1, 2, 2), ("dp_shard", "tp", "pp"), [(0,), (1,), (2,), (3,)]),
         ((2, 2), ("one", "other"), [(0, 1, 2, 3)] * 4),
+        ((2, 2), ("dp", "stage"), [(0, 1, 2, 3)] * 4),
     ],
 )
 def test_members_are_read_off_a_mesh(
@@ -73,7 +74,9 @@ def test_members_are_read_off_a_mesh(
     names: tuple[str, ...],
     groups: list[tuple[int, ...]],
 ) -> None:
-    assert rank_pool(4)(members, shape, names) == [(ranks, "gloo") for ranks in groups]
+    """The dimension of the stages may have any name, here "stage"."""
+    extra = "stage" if "stage" in names else None
+    assert rank_pool(4)(members, shape, names, extra) == [(ranks, "gloo") for ranks in groups]
 
 
 def group_of_an_uneven_mesh(rank: int) -> tuple[int, ...]:
@@ -99,16 +102,6 @@ def test_other_dimensions_are_refused_by_name(rank_pool: RankPools, names: tuple
     name = next(name for name in names if name not in ("dp_shard", "tp", "fsdp"))
     for message in rank_pool(4)(refusal_of_a_mesh, names):
         assert f'the device mesh has a dimension "{name}" of 2 ranks' in message
-
-
-def members_with_stages(rank: int) -> tuple[int, ...]:
-    return find_data_parallel_ranks(
-        init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "stage")), extra_dimension="stage"
-    ).ranks
-
-
-def test_the_dimension_of_the_stages_may_have_any_name(rank_pool: RankPools) -> None:
-    assert rank_pool(4)(members_with_stages) == [(0, 1, 2, 3)] * 4
 
 
 @contextmanager

@@ -59,7 +59,6 @@ def test_a_model_that_never_calls_is_found_after_one_step(tmp_path: Path) -> Non
 
 
 def test_family_without_attention_is_refused_before_a_step(tmp_path: Path) -> None:
-    """A family without attention is refused before the first step."""
     from transformers import MambaConfig, MambaForCausalLM
 
     model = MambaForCausalLM(

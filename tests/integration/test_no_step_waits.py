@@ -66,7 +66,6 @@ def whole_step(rank: int, told: bool) -> str:
 
 
 def test_planning_by_the_collator_reads_nothing_of_the_device(rank_pool: RankPools) -> None:
-    """Planning reads nothing of the device where the collator says the documents."""
     assert rank_pool(2)(whole_step, True) == ["4 dispatches"] * 2
     found = rank_pool(2)(whole_step, False)
     assert all("on the host" in one for one in found), (

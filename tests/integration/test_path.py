@@ -10,11 +10,12 @@ from pathlib import Path
 from types import FrameType
 
 import torch
-from test_parity import PAIRS, model_for
+from test_parity import model_for
 
 import hf_distca
 from hf_distca.integration.current_session import current_session
 from ranks import RankPools
+from tiny_runs import settings
 
 ROOT = Path(__file__).parents[2]
 SOURCE = str(ROOT / "src" / "hf_distca")
@@ -34,7 +35,7 @@ def called(rank: int) -> list[str]:
     """The functions of the library that run from the collator to the first kernel call, each where
     it runs last.
     """
-    hf_distca.configure(hf_distca.DistCAConfig(tile=8, min_gain=0.0, cost_model=PAIRS))
+    hf_distca.configure(settings())
     model = model_for(2, "distca", torch.float32)
     seen: list[str] = []
 
@@ -59,7 +60,7 @@ def calls_of_first_layers(rank: int) -> list[int]:
     """The functions of the library that run in the first layer of each of four micro-batches, whose
     plans move work.
     """
-    hf_distca.configure(hf_distca.DistCAConfig(tile=8, min_gain=0.0, cost_model=PAIRS))
+    hf_distca.configure(settings())
     model = model_for(2, "distca", torch.float32)
     counts = [0]
     inside = False

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from test_parity import LENGTHS, PAIRS, model_for, oracle, relative, summed_loss, tokens_of
+from test_parity import LENGTHS, model_for, oracle, relative, summed_loss, tokens_of
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     CheckpointImpl,
     checkpoint_wrapper,
@@ -24,6 +24,7 @@ from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import hf_distca
+import tiny_runs
 from checkpointed import checkpoint_layers
 from hf_distca.agreement.documents import PackedDocuments, TokenBatch
 from hf_distca.integration.current_session import current_session
@@ -63,10 +64,7 @@ def batch_of(rows: Rows) -> dict[str, torch.Tensor]:
 
 
 def configure(**settings: Any) -> None:
-    config = hf_distca.DistCAConfig(
-        **{"tile": 8, "min_gain": 0.0, "cost_model": PAIRS, "ping_pong": True, **settings}
-    )
-    hf_distca.configure(config)
+    hf_distca.configure(tiny_runs.settings(**{"ping_pong": True, **settings}))
 
 
 def step(
@@ -75,14 +73,14 @@ def step(
     reentrant: bool | None,
     use_cache: bool,
     around: bool | None = None,
-    **settings: Any,
+    settings: dict[str, Any] | None = None,
 ) -> tuple[Any, ...]:
     """Loss and gradients summed over ranks, logits of this rank's documents, and counts; in
     float64.
 
     Of layers, or `around` the whole model, a checkpoint is reentrant or not, or is not there.
     """
-    configure(kernel="reference", **settings)
+    configure(kernel="reference", **settings or {})
     rows = PLACEMENTS[placement][rank]
     model = model_for(2, "distca", torch.float64)
     if reentrant is not None:
@@ -129,14 +127,8 @@ def test_halves_are_exact(
     rank_pool: RankPools, placement: str, reentrant: bool | None, use_cache: bool
 ) -> None:
     documents = tuple(sorted(d for rows in PLACEMENTS[placement] for row in rows for d in row))
-    loss, logits, grads = oracle(documents, 2, torch.float64)
     results = rank_pool(3)(step, placement, reentrant, use_cache)
-    for total, pieces, rank_grads, _, _ in results:
-        assert total == pytest.approx(loss, rel=1e-9)
-        for d, piece in pieces.items():
-            assert relative(piece, logits[d]) <= 1e-9
-        for name, grad in rank_grads.items():
-            assert relative(grad, grads[name]) <= 1e-9, name
+    check_exact(results, documents)
     assert sum(sent for *_, sent in results) > 0, "nothing was exchanged, so nothing was tested"
     counts = [counts for *_, counts, _ in results]
     assert counts[0][1:] == counts[1][1:] == counts[2][1:]
@@ -145,10 +137,15 @@ def test_halves_are_exact(
     assert counts[0][1:3] == [2 * 2 * 2, 2 * 2 * 2]
 
 
-def checkpointed_whole(
-    rank: int, ping_pong: bool, layers: bool | None, around: bool | None
-) -> tuple[Any, ...]:
-    return step(rank, "skewed", layers, False, around, ping_pong=ping_pong)
+def check_exact(results: list[tuple[Any, ...]], documents: tuple[int, ...]) -> None:
+    """What `step` found on all ranks is that of each document alone."""
+    loss, logits, grads = oracle(documents, 2, torch.float64)
+    for total, pieces, rank_grads, *_ in results:
+        assert total == pytest.approx(loss, rel=1e-9)
+        for d, piece in pieces.items():
+            assert relative(piece, logits[d]) <= 1e-9
+        for name, grad in rank_grads.items():
+            assert relative(grad, grads[name]) <= 1e-9, name
 
 
 @pytest.mark.parametrize(
@@ -169,39 +166,24 @@ def test_a_checkpoint_may_be_around_the_whole_model(
     """Exact; and unless it is reentrant, the mask that the recompute makes is that of the forward:
     nothing is repeated.
     """
-    pool = rank_pool(3)
-    loss, _, grads = oracle(tuple(range(7)), 2, torch.float64)
-    plain = [counts[1:] for *_, counts, _ in pool(checkpointed_whole, ping_pong, None, None)]
-    results = pool(checkpointed_whole, ping_pong, layers, around)
-    for total, _, rank_grads, _, _ in results:
-        assert total == pytest.approx(loss, rel=1e-9)
-        for name, grad in rank_grads.items():
-            assert relative(grad, grads[name]) <= 1e-9, name
+    plain, results = (
+        rank_pool(3)(step, "skewed", *where, {"ping_pong": ping_pong})
+        for where in ((None, False, None), (layers, False, around))
+    )
+    check_exact(results, tuple(range(7)))
     if not around:
-        assert [counts[1:] for *_, counts, _ in results] == plain
-
-
-def bounded_step(
-    rank: int, reentrant: bool | None, ping_pong: bool, bound: int | None
-) -> tuple[Any, ...]:
-    return step(rank, "skewed", reentrant, False, ping_pong=ping_pong, max_transient_bytes=bound)
+        assert [counts[1:] for *_, counts, _ in results] == [n[1:] for *_, n, _ in plain]
 
 
 @pytest.mark.parametrize("ping_pong", [False, True])
 def test_transient_bound_changes_exchanges_not_numbers(
     rank_pool: RankPools, ping_pong: bool
 ) -> None:
-    """A bound of transient bytes changes the exchanges and not the numbers."""
-    pool = rank_pool(3)
-    loss, _, grads = oracle(tuple(range(7)), 2, torch.float64)
-    bounded = []
+    bounded, settings = [], {"ping_pong": ping_pong, "max_transient_bytes": 60_000}
     for reentrant in (None, False):
-        results = pool(bounded_step, reentrant, ping_pong, 60_000)
-        for total, _, rank_grads, counts, _ in results:
-            bounded.append(counts[1:])
-            assert total == pytest.approx(loss, rel=1e-9)
-            for name, grad in rank_grads.items():
-                assert relative(grad, grads[name]) <= 1e-9, name
+        results = rank_pool(3)(step, "skewed", reentrant, False, None, settings)
+        check_exact(results, tuple(range(7)))
+        bounded += [counts[1:] for *_, counts, _ in results]
     assert all(counts[:2] == bounded[0][:2] for counts in bounded), (
         "exchanges are as many on every rank"
     )
@@ -276,16 +258,7 @@ def prefix_tuned(
     """Logits of a prefix and of what reads it from a cache, and gradients through both."""
     configure(ping_pong=ping_pong)
     torch.manual_seed(0)
-    config = CONFIG_MAPPING[family](
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=61,
-        head_dim=16,
-        sliding_window=24,
-    )
+    config = CONFIG_MAPPING[family](**tiny_runs.SIZES, head_dim=16, sliding_window=24)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="distca").double().train()
     ids = torch.stack([tokens_of(row + rank, 60) % 61 for row in range(3 if several_rows else 1)])
     head = model(input_ids=ids[:, :40], use_cache=True)
@@ -456,16 +429,13 @@ def sharded_parts(rank: int, part: str, ping_pong: bool) -> tuple[torch.Tensor, 
 
 @pytest.mark.parametrize("part", ["self_attn", "mlp"])
 def test_attention_sharded_by_itself_keeps_its_layer_whole(rank_pool: RankPools, part: str) -> None:
-    """Attention that is sharded by itself keeps its layer whole."""
-    for (got, calls), (want, whole) in zip(
-        *(rank_pool(3)(sharded_parts, part, cut) for cut in (True, False)), strict=True
-    ):
+    found = (rank_pool(3)(sharded_parts, part, cut) for cut in (True, False))
+    for (got, calls), (want, whole) in zip(*found, strict=True):
         assert relative(got, want.double()) <= 1e-6
         assert calls == (whole if part == "self_attn" else 2 * whole)
 
 
 def test_copies_and_pickles_keep_the_models_class() -> None:
-    """Copies and pickles are of the class the model was made with."""
     model = model_for(2, "distca", torch.float32)
     original = type(model.model.layers[0])
     nano_batch_layers.cut_layers(model.model)

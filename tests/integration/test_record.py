@@ -23,7 +23,6 @@ from unittest.mock import patch
 
 import numpy as np
 import pytest
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 import hf_distca
@@ -49,7 +48,7 @@ from hf_distca.schedule.ranks import Ranks
 from hf_distca.tools.report.folder import RunFolder
 from hf_distca.tools.report.run_figures import collect
 from ranks import RankPools
-from recorded import recorded
+from recorded import Operations, recorded
 from tiny_runs import PAIRS, documents, make_trainer, settings, tiny_llama
 from turns import in_turn
 
@@ -60,16 +59,6 @@ class Warns(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step == 3:
             logging.getLogger("hf_distca").warning("something to act on")
-
-
-class Operations(TorchDispatchMode):
-    """Counts what torch runs: a host sync is an operation, too."""
-
-    count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += 1
-        return func(*args, **(kwargs or {}))
 
 
 def data() -> list[dict[str, Any]]:
@@ -85,7 +74,12 @@ def data() -> list[dict[str, Any]]:
 
 
 def train(
-    rank: int, folder: str, record: bool | Literal["all"], ping_pong: bool, changes: dict[str, Any]
+    rank: int,
+    folder: str,
+    record: bool | Literal["all"],
+    ping_pong: bool,
+    changes: dict[str, Any],
+    resume: str | None = None,
 ) -> dict[str, Any]:
     callback = hf_distca.DistCACallback(settings(ping_pong=ping_pong), record=record)
     trainer = make_trainer(
@@ -98,10 +92,10 @@ def train(
         **{"max_steps": STEPS, **changes},
     )
     with recorded() as collectives, Operations() as operations:
-        trainer.train()
+        trainer.train(resume_from_checkpoint=resume)
     return {
         "collectives": collectives,
-        "operations": operations.count,
+        "operations": operations.seen,
         "history": trainer.state.log_history,
     }
 
@@ -169,7 +163,6 @@ def test_rank_0_writes_what_the_log_says_and_more(
 def test_worst_plan_keeps_its_step_when_written_late(
     rank_pool: RankPools, tmp_path: Path, ping_pong: bool
 ) -> None:
-    """The worst plan is of its step, however late it is written."""
     rank_pool(2)(train, str(tmp_path), True, ping_pong, {"logging_steps": 10, "max_steps": 10})
     plans = [(row.step, row.micro_batch) for row in rows(tmp_path) if isinstance(row, PlanRow)]
     assert plans[:2] == [(1, 1), (4, 4)]
@@ -218,12 +211,7 @@ def test_tokens_count_once_and_pieces_are_as_long_as_the_bars(
     long.
     """
     history, ranks = History(), Ranks(speeds=(0.5, 1.25))
-    planner = SimpleNamespace(number=0, costs=LearnedCosts(), history=history)
-    session: Any = SimpleNamespace(
-        planner=planner, rank_count=2, node_count=1, config=settings(), kernel_names=["cpu"]
-    )
-    recorder = Recorder(tmp_path, session, every_plan=True)
-    recorder.start(TrainingArguments(str(tmp_path), use_cpu=True, report_to="none"), 0, None)
+    recorder = begin_record(tmp_path, 0, history)
     plans = []
     for nano, window, lengths in parts:
         cost = replace(PAIRS, window=window)
@@ -255,15 +243,7 @@ def test_tokens_count_once_and_pieces_are_as_long_as_the_bars(
 
 def resumed(rank: int, folder: str) -> None:
     train(rank, folder, True, False, {"save_strategy": "steps", "save_steps": 2, "max_steps": 3})
-    trainer = make_trainer(
-        "distca",
-        data(),
-        folder=folder,
-        distca=hf_distca.DistCACallback(settings()),
-        max_steps=4,
-        train_sampling_strategy="sequential",
-    )
-    trainer.train(resume_from_checkpoint=str(Path(folder, "checkpoint-2")))
+    train(rank, folder, True, False, {"max_steps": 4}, str(Path(folder, "checkpoint-2")))
 
 
 def test_a_resumed_run_goes_on_with_its_record(rank_pool: RankPools, tmp_path: Path) -> None:
@@ -313,14 +293,16 @@ def test_warnings_are_seen_while_they_are_recorded(
     assert over, "nothing is left behind"
 
 
-def begin_record(folder: Path, step: int) -> None:
-    planner = SimpleNamespace(number=0, costs=LearnedCosts(), history=History())
+def begin_record(folder: Path, step: int, history: History | None = None) -> Recorder:
+    planner = SimpleNamespace(number=0, costs=LearnedCosts(), history=history or History())
     session: Any = SimpleNamespace(
         planner=planner, rank_count=2, node_count=1, config=settings(), kernel_names=["cpu"]
     )
     recorder = Recorder(folder, session, every_plan=True)
     recorder.start(TrainingArguments(str(folder), use_cpu=True, report_to="none"), step, None)
-    recorder.stop()
+    if history is None:
+        recorder.stop()
+    return recorder
 
 
 @pytest.mark.timeout(30)

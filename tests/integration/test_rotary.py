@@ -21,7 +21,7 @@ from hf_distca.agreement.dealt_share import Dealing
 from hf_distca.agreement.documents import PackedDocuments
 from hf_distca.integration.hooks.positions import extend_rotary
 from ranks import RankPool, RankPools
-from tiny_runs import PAIRS, settings, tiny_llama
+from tiny_runs import PAIRS, SIZES, settings, tiny_llama
 from turns import in_turn
 
 TRAINED = 64  # positions that the models were trained with
@@ -66,12 +66,7 @@ ROPES: dict[tuple[str, str], dict[str, Any]] = {
 }
 CHOSEN = in_turn([pytest.param(kind) for kind in ROPES], 3, [("llama", "dynamic")])
 _SIZES = {
-    "hidden_size": 64,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 61,
+    **SIZES,
     "pad_token_id": 0,
     "bos_token_id": 1,
     "eos_token_id": 2,
@@ -191,7 +186,6 @@ def check(
 def test_ranks_rotate_for_the_longest_global_document(
     rank_pool: RankPools, kind: tuple[str, str]
 ) -> None:
-    """Every rank rotates for the longest document of the global batch."""
     check(rank_pool(2), kind, tuple(range(len(BATCHES))))
 
 
@@ -263,7 +257,6 @@ def parts(rank: int, kind: tuple[str, str], cut: bool) -> str:
 def test_parts_of_documents_of_unknown_length_are_refused(
     rank_pool: RankPools, kind: tuple[str, str]
 ) -> None:
-    """Documents in parts are refused where nobody knows how long they are."""
     for said in rank_pool(2)(parts, kind, True):
         assert "a document of this batch is in several parts" in said
         assert f"rotary embedding ({kind[1]}) depends on the longest document of all ranks" in said

@@ -19,6 +19,7 @@ import hf_distca
 from hf_distca.agreement.documents import PackedDocuments
 from hf_distca.integration.training.document_shares import wrap_trainers
 from ranks import RankPools
+from tiny_runs import SIZES
 
 # What the library knows of these batches: documents over ranks, and none.
 CUT, WHOLE = 0, 3
@@ -37,10 +38,8 @@ def distance(student: Any, wanted: torch.Tensor, **batch: Any) -> torch.Tensor:
 def teacher_of(kind: str, implementation: str) -> Any:
     """Another model than the student: in evaluation mode, with other weights."""
     if kind == "hybrid":
-        sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
-        heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 61}
         kinds = {"layer_types": ["conv", "full_attention"]}
-        config = Lfm2Config(**sizes, **heads, **kinds, attn_implementation=implementation)
+        config = Lfm2Config(**SIZES, **kinds, attn_implementation=implementation)
         teacher: Any = Lfm2ForCausalLM(config).double().eval()
     else:
         teacher = model_for(kind, implementation).eval()

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import io
-import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -19,7 +15,7 @@ import hf_distca
 from checkpointed import ARGUMENT
 from hf_distca.integration.current_session import current_session
 from ranks import RankPools
-from tiny_runs import dispatches, make_trainer, rows, settings
+from tiny_runs import dispatches, logged, make_trainer, rows, settings
 from turns import in_turn
 
 FIGURES = {
@@ -119,8 +115,8 @@ def test_same_losses_as_sdpa_and_balance_in_the_logs(rank_pool: RankPools, way: 
     )
 
 
-def report(rank: int, late: bool) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """The log history, and what a reporter saw, with the figures logged in some way."""
+def report(rank: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """The log history, and what a reporter saw that was added before distca's callback."""
     reporter = Reporter()
     trainer = make_trainer(
         "distca",
@@ -130,17 +126,15 @@ def report(rank: int, late: bool) -> tuple[list[dict[str, Any]], list[dict[str, 
         logging_steps=2,
         train_sampling_strategy="sequential",
     )
-    if late:
-        trainer.remove_callback(hf_distca.DistCACallback)
-        hf_distca.configure(settings())
-        trainer.add_callback(hf_distca.DistCACallback(settings(), record=False))
+    trainer.remove_callback(hf_distca.DistCACallback)
+    hf_distca.configure(settings())
+    trainer.add_callback(hf_distca.DistCACallback(settings(), record=False))
     trainer.train()
     return trainer.state.log_history, reporter.seen
 
 
-@pytest.mark.parametrize("late", [False, True])
-def test_reporters_see_the_figures(rank_pool: RankPools, late: bool) -> None:
-    for history, seen in rank_pool(2)(report, late):
+def test_reporters_see_the_figures(rank_pool: RankPools) -> None:
+    for history, seen in rank_pool(2)(report):
         logs = [row for row in history if "loss" in row]
         assert len(logs) == 2
         assert all(row.keys() >= FIGURES for row in logs)
@@ -166,22 +160,18 @@ def evaluate_first(rank: int, when: str) -> tuple[int, int, int, str, bool]:
     callback = hf_distca.DistCACallback(settings(balance_evaluation=True), record=False)
     hf_distca.configure()  # what another run left
     trainer = make_trainer(
-        "distca", rows(4), eval_dataset=rows(4), max_steps=2, train_sampling_strategy="sequential"
+        "distca",
+        rows(4),
+        eval_dataset=rows(4),
+        distca=None if when == "late" else callback,
+        max_steps=2,
+        train_sampling_strategy="sequential",
     )
     if when == "late":
         trainer.remove_callback(hf_distca.DistCACallback)
         hf_distca.configure()
         trainer.add_callback(callback)
-    else:
-        trainer = make_trainer(
-            "distca",
-            rows(4),
-            eval_dataset=rows(4),
-            max_steps=2,
-            config=callback.config,
-            train_sampling_strategy="sequential",
-        )
-    with capture() as said:
+    with logged() as said:
         trainer.evaluate()
     evaluated, session = dispatches(), current_session()
     trainer.train()
@@ -191,19 +181,9 @@ def evaluate_first(rank: int, when: str) -> tuple[int, int, int, str, bool]:
         evaluated,
         trained - evaluated,
         dispatches() - trained,
-        said.getvalue(),
+        "".join(said),
         current_session() is session,
     )
-
-
-@contextmanager
-def capture() -> Iterator[io.StringIO]:
-    """What hf_distca logs inside."""
-    said = io.StringIO()
-    handler = logging.StreamHandler(said)
-    logging.getLogger("hf_distca").addHandler(handler)
-    yield said
-    logging.getLogger("hf_distca").removeHandler(handler)
 
 
 def test_settings_hold_for_evaluation_before_training(rank_pool: RankPools) -> None:
@@ -242,8 +222,7 @@ def groups(rank: int) -> list[tuple[int, ...]]:
     )
     hf_distca.configure()
     begin(hf_distca.DistCACallback(settings(), group=own))
-    hf_distca.configure()
-    begin(hf_distca.DistCACallback(settings()))
+    begin(hf_distca.DistCACallback(settings()))  # not that of the callback before
     return found
 
 

@@ -19,9 +19,8 @@ import torch
 import torch.distributed as dist
 from datasets import Dataset
 from test_stand_in import restored
-from tokenizers import Tokenizer, models
 from torch.nn.functional import log_softmax, scaled_dot_product_attention
-from transformers import PreTrainedModel, PreTrainedTokenizerFast
+from transformers import PreTrainedModel
 
 import hf_distca
 from float64 import Float64Throughout
@@ -29,7 +28,7 @@ from hf_distca.agreement.documents import PackedDocuments, read_tree
 from hf_distca.errors import LayoutError, UnsupportedError
 from hf_distca.integration.current_session import current_session
 from ranks import RankPools
-from tiny_runs import COMMON, VOCABULARY, losses, settings, tiny_llama
+from tiny_runs import COMMON, VOCABULARY, losses, make_tokenizer, settings, tiny_llama
 
 # By rank, groups of a prompt and its answers.
 GROUPS = [[(60, [50, 30, 40]), (9, [20, 3])], [(12, [6, 8])]]
@@ -236,14 +235,11 @@ def train_async_grpo(rank: int, folder: str, form: str) -> tuple[list[float], in
         arguments |= {"gradient_checkpointing": False, "learning_rate": 1e-2}
         del arguments["remove_unused_columns"]
         rollouts = Rollouts()
-        words = Tokenizer(models.WordLevel({str(word): word for word in range(VOCABULARY)}, "0"))
         trainer = AsyncGRPOTrainer(
             model=folder,
             args=AsyncGRPOConfig(**arguments),
-            train_dataset=Dataset.from_dict({"prompt": ["0"] * 8}),
-            processing_class=PreTrainedTokenizerFast(
-                tokenizer_object=words, pad_token="0", eos_token="1"
-            ),
+            train_dataset=Dataset.from_dict({"prompt": ["00"] * 8}),
+            processing_class=make_tokenizer(),
             rollout_worker=rollouts,
             weight_transfer=rollouts,
         )

@@ -19,7 +19,6 @@ from transformers import (
     PreTrainedModel,
     Trainer,
     TrainerCallback,
-    TrainingArguments,
     default_data_collator,
 )
 from typer.testing import CliRunner
@@ -38,7 +37,7 @@ from hf_distca.tools.observe.watch import BatchFacts, Watch
 from pages import ROOT, words_of
 from ranks import RankPools
 from recorded import recorded
-from tiny_runs import COMMON, VOCABULARY, documents, losses, tiny_llama
+from tiny_runs import SIZES, documents, exact_arguments, losses, tiny_llama
 
 PACKED = ((1024,), (128,) * 8)
 STEPS = 4
@@ -59,7 +58,7 @@ def train(
     rank: int, implementation: str, folder: str, changes: dict[str, Any]
 ) -> tuple[list[float], list[str], list[dict[str, float]]]:
     """Losses, collectives and logs of a Trainer with a callback of this attention."""
-    arguments = {**COMMON, "max_steps": STEPS, "bf16": False, "learning_rate": 1e-2}
+    how = {"learning_rate": 1e-2, "train_sampling_strategy": "sequential", **changes}
     config = hf_distca.DistCAConfig(measured_rates=False, cost_model="analytic")
     callbacks: dict[str, list[TrainerCallback]] = {
         "distca": [hf_distca.DistCACallback(config, record=False)],
@@ -68,9 +67,7 @@ def train(
     name = "sdpa" if implementation == "alone" else implementation
     trainer = Trainer(
         tiny_llama(name),
-        TrainingArguments(
-            folder, **{**arguments, "train_sampling_strategy": "sequential", **changes}
-        ),
+        exact_arguments(output_dir=folder, max_steps=STEPS, **how),
         data_collator=default_data_collator,
         train_dataset=rows(2 * STEPS),
         callbacks=callbacks.get(implementation, [hf_distca.ImbalanceCallback()]),
@@ -334,16 +331,8 @@ def test_what_trains_nothing_is_not_watched() -> None:
 
 
 def test_windows_of_layers_are_known() -> None:
-    config = MistralConfig(
-        hidden_size=32,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        vocab_size=VOCABULARY,
-        sliding_window=16,
-    )
-    (facts,) = watch(MistralForCausalLM(config).train(), {"input_ids": tokens(1, 64)})
+    model = MistralForCausalLM(MistralConfig(**SIZES, sliding_window=16)).train()
+    (facts,) = watch(model, {"input_ids": tokens(1, 64)})
     assert facts.layers == [(16, 2)]
 
 
