@@ -143,19 +143,21 @@ def skip_before_offloading(name: str) -> None:
         pytest.skip("this release of transformers does not offload checkpoints")
 
 
-def make(kind: type[Trainer], implementation: str, data: Any, changes: dict[str, Any]) -> Trainer:
+def make(
+    data: Any, kind: type[Trainer] = Trainer, attention: str = "distca", **how: Any
+) -> Trainer:
     disable_progress_bars()
     # With AdamW's usual epsilon, rounding of tiny gradients grows to 2e-5 of later norms, more on
     # some processors than on others.
     rates = {"learning_rate": 1e-2, "adam_epsilon": 1e-2}
-    arguments = exact_arguments(**{"max_steps": STEPS, **rates, **changes})
-    return kind(tiny_llama(implementation), arguments, train_dataset=data, eval_dataset=rows())
+    arguments = exact_arguments(**{"max_steps": STEPS, **rates, **how})
+    return kind(tiny_llama(attention), arguments, train_dataset=data, eval_dataset=rows())
 
 
 def train(rank: int, ranks: int, implementation: str, name: str) -> list[float]:
     hf_distca.configure(settings(cost_model="analytic"))
     kind, data, changes, told = CASES[name]
-    trainer = make(kind, implementation, data(), changes)
+    trainer = make(data(), kind, implementation, **changes)
     assert hf_distca.deal(trainer, TOKENS // ranks, **told) is trainer
     with unpinned(name == OFFLOADED):
         trainer.train()
@@ -177,7 +179,7 @@ def test_one_line_trains_as_one_process_does(rank_pool: RankPools, name: str) ->
 
 def log_of_dealt(rank: int) -> tuple[list[dict[str, float]], str]:
     hf_distca.configure(settings())
-    trainer = make(Trainer, "distca", rows(), {"max_steps": 2})
+    trainer = make(rows(), max_steps=2)
     with redirect_stderr(StringIO()) as said:
         hf_distca.deal(trainer, TOKENS // 2).train()
     return trainer.state.log_history, said.getvalue()
@@ -203,7 +205,7 @@ def test_masks_and_packing_change_nothing_but_what_they_should() -> None:
 
 
 def test_what_is_said(capfd: pytest.CaptureFixture[str]) -> None:
-    trainer = make(Trainer, "distca", rows(), {"gradient_accumulation_steps": 2})
+    trainer = make(rows(), gradient_accumulation_steps=2)
     hf_distca.deal(trainer, TOKENS, fill="cut")
     said = capfd.readouterr().err
     for fact in (
@@ -223,7 +225,7 @@ def test_what_is_said(capfd: pytest.CaptureFixture[str]) -> None:
 
 
 def said_by(capfd: pytest.CaptureFixture[str], data: Any, **changes: Any) -> str:
-    hf_distca.deal(make(Trainer, "distca", data, changes), TOKENS)
+    hf_distca.deal(make(data, **changes), TOKENS)
     return capfd.readouterr().err
 
 
@@ -242,7 +244,7 @@ def test_documents_without_a_target_are_said(caplog: pytest.LogCaptureFixture) -
     many = Dataset.from_dict(
         {"input_ids": [[1, 2]] * 600, "labels": [[-100, 2 if n == 1 else -100] for n in range(600)]}
     )
-    hf_distca.deal(make(Trainer, "distca", many, {}), TOKENS)
+    hf_distca.deal(make(many), TOKENS)
     assert (
         "none of the 512 tokens of 256 documents is a target, which were looked at among 600"
         in caplog.text
@@ -295,7 +297,7 @@ def test_a_collator_that_may_mean_more_is_refused(
     name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     collator, named = COLLATORS[name]
-    trainers = [make(Trainer, "distca", rows(), {}) for _ in range(2)]
+    trainers = [make(rows()) for _ in range(2)]
     for trainer in trainers:
         trainer.data_collator = collator() or trainer.data_collator
     processes.warn_once.cache_clear()
@@ -315,7 +317,7 @@ def test_a_collator_that_may_mean_more_is_refused(
 
 
 def test_a_pad_token_that_ends_documents_is_said(caplog: pytest.LogCaptureFixture) -> None:
-    trainer, token = make(Trainer, "distca", rows(), {}), make_tokenizer()
+    trainer, token = make(rows()), make_tokenizer()
     token.pad_token = token.eos_token
     trainer.data_collator = DataCollatorForLanguageModeling(token, mlm=False)
     processes.warn_once.cache_clear()
@@ -330,21 +332,19 @@ class OwnOrder(Trainer):
 
 def test_an_order_of_rows_is_replaced_by_name(caplog: pytest.LogCaptureFixture) -> None:
     processes.warn_once.cache_clear()
-    hf_distca.deal(
-        make(Trainer, "distca", rows(), {"train_sampling_strategy": "group_by_length"}), TOKENS
-    )
+    hf_distca.deal(make(rows(), train_sampling_strategy="group_by_length"), TOKENS)
     assert "hf_distca.deal replaces train_sampling_strategy='group_by_length'" in caplog.text
     with pytest.raises(
         hf_distca.UnsupportedError,
         match=r"RandomSampler reads them in an order of its own.*leave out .*_get_train_sampler",
     ):
-        hf_distca.deal(make(OwnOrder, "distca", rows(), {}), TOKENS).train()
+        hf_distca.deal(make(rows(), OwnOrder), TOKENS).train()
 
 
 def test_rows_in_their_order_stay_in_it(capfd: pytest.CaptureFixture[str]) -> None:
     """Also of a second Trainer with the same arguments, which `deal` has changed."""
     ordered = {"train_sampling_strategy": "sequential"}
-    first = make(Trainer, "distca", rows(), ordered)
+    first = make(rows(), **ordered)
     second = Trainer(tiny_llama("distca"), first.args, train_dataset=rows())
     for trainer in (first, second):
         hf_distca.deal(trainer, TOKENS)
@@ -353,7 +353,7 @@ def test_rows_in_their_order_stay_in_it(capfd: pytest.CaptureFixture[str]) -> No
         ids = torch.cat([torch.tensor(some) for some in documents(*LENGTHS)])
         batches = zip(torch.cat(read).split(TOKENS), ids.split(TOKENS), strict=False)
         assert all(batch.sort()[0].equal(in_order.sort()[0]) for batch, in_order in batches)
-    shuffled = make(Trainer, "distca", rows(), {})
+    shuffled = make(rows())
     again = Trainer(tiny_llama("distca"), shuffled.args, train_dataset=rows())
     for trainer in (shuffled, again):
         hf_distca.deal(trainer, TOKENS)
@@ -376,7 +376,7 @@ class DropsDocuments(Trainer):
 
 @pytest.mark.parametrize("kind", [OwnLoader, DropsDocuments])
 def test_batches_that_were_not_dealt_are_refused(kind: type[Trainer]) -> None:
-    trainer = make(kind, "distca", rows(), {})
+    trainer = make(rows(), kind)
     with pytest.raises(
         hf_distca.UnsupportedError,
         match=f"train_dataset of this {kind.__name__} is dealt, but its batches are not",
@@ -386,7 +386,7 @@ def test_batches_that_were_not_dealt_are_refused(kind: type[Trainer]) -> None:
 
 
 def test_evaluation_of_other_rows_says_what_its_loss_is(caplog: pytest.LogCaptureFixture) -> None:
-    trainer = make(Trainer, "distca", rows(labels=documents(*LENGTHS)), {})
+    trainer = make(rows(labels=documents(*LENGTHS)))
     hf_distca.deal(trainer, TOKENS, evaluation=True)
     processes.warn_once.cache_clear()
     trainer.evaluate()
@@ -398,7 +398,7 @@ def test_evaluation_of_other_rows_says_what_its_loss_is(caplog: pytest.LogCaptur
 def evaluate_and_train(rank: int, first: str) -> str:
     """transformers 5.23 then trains without DistributedDataParallel."""
     hf_distca.configure(settings())
-    trainer = make(Trainer, "distca", rows(), {"max_steps": 1})
+    trainer = make(rows(), max_steps=1)
     hf_distca.deal(trainer, TOKENS // 2, evaluation=True)
     if first == "predict":
         trainer.predict(rows(labels=documents(*LENGTHS)))
@@ -452,7 +452,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], Callable[[], Any], dict[str, Any], s
 def test_a_trainer_that_is_refused_is_as_it_was(name: str) -> None:
     hf_distca.configure(settings())
     data, evaluated, told, named = REFUSED[name]
-    trainer = make(Trainer, "distca", data(), {"per_device_eval_batch_size": 4})
+    trainer = make(data(), per_device_eval_batch_size=4)
     trainer.eval_dataset = evaluated()
 
     def look() -> list[Any]:
@@ -477,7 +477,7 @@ def test_recurrent_layers_under_other_attention_are_said(caplog: pytest.LogCaptu
     ):
         caplog.clear()
         processes.warn_once.cache_clear()
-        trainer = make(Trainer, name, rows(), {})
+        trainer = make(rows(), attention=name)
         trainer.model.config.model_type = model_type
         hf_distca.deal(trainer, TOKENS)
         said = f"recurrent layers of this {model_type} model carry states on"
@@ -485,7 +485,7 @@ def test_recurrent_layers_under_other_attention_are_said(caplog: pytest.LogCaptu
 
 
 def refuse(rank: int, changes: dict[str, Any]) -> str:
-    trainer = make(Trainer, "distca", rows(), changes)
+    trainer = make(rows(), **changes)
     trainer.compute_metrics = lambda prediction: {}
     with pytest.raises(hf_distca.UnsupportedError) as refused:
         hf_distca.deal(trainer, TOKENS // 2, evaluation=True)
@@ -513,7 +513,7 @@ def test_what_it_would_compute_wrongly_is_refused_at_once(
 
 def test_dealt_sets_are_evaluated_together() -> None:
     """Also if settings of the callback were in force before."""
-    trainer = make(Trainer, "distca", rows(), {})
+    trainer = make(rows())
     callback = hf_distca.DistCACallback(settings(tile=16))
     trainer.add_callback(callback)
     callback.on_init_end(trainer.args, trainer.state, trainer.control)
@@ -522,7 +522,7 @@ def test_dealt_sets_are_evaluated_together() -> None:
 
 
 def test_evaluation_sets_with_names_are_dealt_each() -> None:
-    trainer = make(Trainer, "distca", rows(), {})
+    trainer = make(rows())
     trainer.eval_dataset = {"first": rows(), "second": rows(completion_mask=masks())}
     hf_distca.deal(trainer, TOKENS, evaluation=True)
     assert [name for name in trainer.evaluate() if name.endswith("_loss")] == [
@@ -547,7 +547,7 @@ def test_other_batches_are_warned_of_in_a_resumed_training(
     ) -> list[str]:
         caplog.clear()
         hf_distca.configure(settings(cost_model="analytic"))
-        trainer = make(Trainer, "distca", rows(), {**changes, "max_steps": max_steps, **others})
+        trainer = make(rows(), **{**changes, "max_steps": max_steps, **others})
         hf_distca.deal(trainer, tokens, fill=fill)
         checkpoint = None if step is None else str(tmp_path / f"checkpoint-{step}")
         trainer.train(resume_from_checkpoint=checkpoint)
@@ -579,7 +579,7 @@ def evaluate(rank: int, ranks: int, dealt: bool, padding: bool) -> tuple[list[An
         seen.append((found.predictions.shape, int((found.label_ids != -100).sum())))
         return {}
 
-    trainer = make(Trainer, "distca", rows(labels=documents(*LENGTHS)), {})
+    trainer = make(rows(labels=documents(*LENGTHS)))
     trainer.compute_metrics = compute_metrics
     if padding:
         trainer.data_collator = DataCollatorForSeq2Seq(make_tokenizer())

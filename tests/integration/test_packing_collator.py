@@ -265,15 +265,21 @@ def test_a_model_says_what_it_takes(wrap: Callable[[Any], Any]) -> None:
         unknown([{"input_ids": IDS, "image_sizes": [(28, 28)]}])
 
 
+METADATA: dict[str, Any] = {
+    "text": "eight ...",
+    "length": 8,
+    "url": None,
+    "words": ["a"] * 8,
+    "score": np.float32(0.5),
+    "messages": [{"role": "user"}],
+    "empty": [],
+    "names": np.array(["a", "b"]),
+    "scalar": torch.tensor(3.0),
+}
+
+
 def test_a_number_for_each_token_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
-    others = {
-        "text": "eight ...",
-        "length": 8,
-        "url": None,
-        "words": ["a"] * 8,
-        "score": 0.5,
-        "image": torch.ones(3, 2, 2),
-    }
+    others = METADATA | {"image": torch.ones(3, 2, 2)}
     collate = hf_distca.PackingCollator(Takes())
     for _ in range(2):
         collate([{"input_ids": IDS, **others, "loss_weights": [1.0] * 8}])
@@ -295,21 +301,6 @@ def test_a_batch_without_targets_is_told_once(
     assert [record.getMessage()[:43] for record in caplog.records] == [
         "none of the 8 tokens of a batch is a target"
     ]
-
-
-METADATA: dict[str, Any] = {
-    "text": "eight ...",
-    "length": 8,
-    "url": None,
-    "words": ["a"] * 8,
-    "score": np.float32(0.5),
-}
-METADATA |= {
-    "messages": [{"role": "user"}],
-    "empty": [],
-    "names": np.array(["a", "b"]),
-    "scalar": torch.tensor(3.0),
-}
 
 
 def test_texts_and_single_numbers_are_left_out() -> None:
