@@ -89,6 +89,11 @@ def documents(*lengths: int, seed: int = 0) -> list[list[int]]:
     ]
 
 
+def pack(*lengths: int) -> dict[str, Any]:
+    """A batch of one row of documents."""
+    return hf_distca.PackingCollator()([{"documents": documents(*lengths)}])
+
+
 def rows(count: int) -> list[Row]:
     """Rows of packed documents. Read in order, rank 0 gets those with one long document, rank 1
     those with many short ones.

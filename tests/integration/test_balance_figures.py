@@ -19,7 +19,7 @@ from hf_distca.integration.reports import Metrics
 from hf_distca.schedule.load import PlanLoad
 from hf_distca.schedule.ranks import Ranks
 from ranks import RankPools
-from tiny_runs import PAIRS, rows, settings
+from tiny_runs import PAIRS, pack, rows, settings
 
 SHARE = "distca/server_time_share"
 OWN = {SHARE: 0.0, "distca/planning_ms": 0.0}  # each rank has its own
@@ -108,16 +108,13 @@ def on_two_nodes(rank: int) -> tuple[dict[str, float], list[int], float]:
     do.
     """
     lengths = ([96], [32] * 3, [48, 48], [16] * 6)[rank]
-    texts = [torch.arange(1, length + 1).remainder(60).tolist() for length in lengths]
     plans: list[MicroBatchPlan] = []
     with patch.dict(os.environ, GROUP_RANK=str(rank // 2), LOCAL_WORLD_SIZE="2"):
         hf_distca.configure(settings(timeout_seconds=61.0))
         history = current_session().planner.history
         history.observer = lambda micro_batch, tally: plans.extend(micro_batch.plans)
         model = model_for(2, "distca", torch.float32)
-        model(
-            **hf_distca.PackingCollator()([{"documents": texts}]), use_cache=False
-        ).loss.backward()
+        model(**pack(*lengths), use_cache=False).loss.backward()
         figures = hf_distca.metrics(gather=True).figures()
     (measured,) = plans
     load = PlanLoad(

@@ -23,7 +23,7 @@ from hf_distca.errors import UnsupportedError
 from hf_distca.integration.handle import MaskStandIn
 from hf_distca.integration.hooks.attention import distca_attention
 from ranks import RankPools
-from tiny_runs import settings
+from tiny_runs import pack, settings
 
 SOURCE = str(Path(hf_distca.__file__).parent)
 
@@ -56,8 +56,7 @@ def count_frames(rank: int) -> list[int]:
     """
     hf_distca.configure(settings())
     model = model_for(2, "distca", torch.float32)
-    documents = [[7] * n for n in ([150, 33, 64], [1, 7, 1])[rank]]
-    batch = hf_distca.PackingCollator()([{"documents": documents}])
+    batch = pack(*([150, 33, 64], [1, 7, 1])[rank])
     counts: list[int] = []
 
     def note(frame: FrameType, event: str, _: object) -> None:

@@ -24,7 +24,7 @@ from hf_distca.runtime.call import AttentionServer, Inputs
 from hf_distca.schedule.cost import AttentionShape
 from ranks import RankPools
 from recorded import Operations, recorded
-from tiny_runs import settings
+from tiny_runs import pack, settings
 
 LAYERS = 2
 # Documents of all ranks, then whether their plans are equal.
@@ -33,7 +33,7 @@ PLANNING = Counter(all_to_all_single=2)
 
 def batch(rank: int, scale: int = 1) -> dict[str, Any]:
     lengths = [[96 * scale], [16 * scale] * 3, [16 * scale]][rank]
-    return hf_distca.PackingCollator()([{"documents": [[7] * n for n in lengths]}])
+    return pack(*lengths)
 
 
 def step(

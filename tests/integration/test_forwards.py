@@ -24,16 +24,10 @@ from hf_distca.integration.current_session import current_session
 from live_bytes import LiveBytes
 from ranks import RankPools
 from recorded import counted_planning
-from tiny_runs import SIZES, VOCABULARY, settings, tiny_llama
+from tiny_runs import SIZES, VOCABULARY, pack, settings, tiny_llama
 from turns import in_turn
 
 LAYERS = 2
-
-
-def batch(*lengths: int) -> dict[str, Any]:
-    return hf_distca.PackingCollator()(
-        [{"documents": [[7 + n % 5 for n in range(length)] for length in lengths]}]
-    )
 
 
 def collectives_of_a_step(rank: int, dtype: torch.dtype | None, ping_pong: bool) -> tuple[int, int]:
@@ -45,7 +39,7 @@ def collectives_of_a_step(rank: int, dtype: torch.dtype | None, ping_pong: bool)
     for layer in model.model.layers:
         fully_shard(layer, mp_policy=MixedPrecisionPolicy(param_dtype=dtype))
     fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=dtype))
-    data = batch(*([96], [16, 16, 16])[rank])
+    data = pack(*([96], [16, 16, 16])[rank])
     before = current_session().planner.number
     with counted_planning() as seen:
         model(**data, use_cache=False).loss.backward()
@@ -70,7 +64,7 @@ def bytes_after_layers(training: bool) -> list[int]:
             layer.register_forward_hook(lambda *_: alive.append(live.alive))
             for layer in model.model.layers
         ]
-        model(**batch(64, 64), use_cache=False)
+        model(**pack(64, 64), use_cache=False)
     for hook in hooks:
         hook.remove()
     return alive
@@ -91,7 +85,7 @@ def test_a_step_keeps_nothing_of_the_one_before(rope: str, given: bool) -> None:
     hf_distca.configure()
     config = tiny_llama("distca").config
     config.rope_parameters = {"rope_type": rope, "rope_theta": 10_000.0, "factor": 4.0}
-    model, inputs = LlamaForCausalLM(config).train(), batch(40, 24)
+    model, inputs = LlamaForCausalLM(config).train(), pack(40, 24)
     if not given:
         inputs.pop("distca_documents")
     gc.collect()
@@ -127,7 +121,7 @@ def transformed(rank: int, family: str, use_cache: bool) -> tuple[list[torch.Ten
         for name in ("distca", "eager")
     ]
     models[1].load_state_dict(models[0].state_dict())
-    given = {**batch(*([20, 12], [32])[rank]), "use_cache": use_cache}
+    given = {**pack(*([20, 12], [32])[rank]), "use_cache": use_cache}
     given.pop("labels", None)
     lengths = given["distca_documents"].lengths
     alone = [
@@ -202,7 +196,7 @@ def dtypes_under_autocast(rank: int) -> tuple[list[int], list[str]]:
     hf_distca.configure()
     with torch.autocast("cpu", torch.bfloat16):
         model_for(2, "distca", torch.float32)(
-            **batch(*([96], [16])[rank]), use_cache=False
+            **pack(*([96], [16])[rank]), use_cache=False
         ).loss.backward()
     costs = current_session().planner.costs
     return [shape.element_bytes for shape, _ in costs], [*costs.dtypes.values()]

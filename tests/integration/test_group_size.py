@@ -87,8 +87,7 @@ def test_two_groups_of_two_are_exact_and_balanced_inside(
         rank_pool(4)(loss_and_gradients, 2, ping_pong)
     ):
         assert loss == pytest.approx(expected[rank][0], rel=1e-12)
-        for name, grad in expected[rank][1].items():
-            torch.testing.assert_close(grads[name], grad, **CLOSE["full"])
+        torch.testing.assert_close(grads, expected[rank][1], **CLOSE["full"])
         assert ranks == ((0, 1), (2, 3))[rank // 2]
         assert worlds == {ranks}, "nothing is exchanged with another group"
         before, after = (
@@ -157,8 +156,7 @@ def test_global_batches_are_dealt_per_group(rank_pool: RankPools) -> None:
     losses, grads = alone("full")
     for total, same_grads in rank_pool(4)(dealt_in_groups):
         assert total == pytest.approx(sum(losses), rel=1e-12)
-        for name, grad in grads.items():
-            torch.testing.assert_close(same_grads[name], grad, **CLOSE["full"])
+        torch.testing.assert_close(same_grads, grads, **CLOSE["full"])
 
 
 def unequal_sizes(rank: int, sizes: tuple[int | None, ...], prepared: bool) -> tuple[str, float]:

@@ -16,19 +16,14 @@ from hf_distca.integration.current_session import current_session
 from ranks import RankPools
 from tiny_runs import (
     SIZES,
-    documents,
     logged,
     make_trainer,
+    pack,
     rows,
     settings,
     share_documents,
     tiny_llama,
 )
-
-
-def batch(*lengths: int) -> dict[str, Any]:
-    return hf_distca.PackingCollator()([{"documents": documents(*lengths)}])
-
 
 LOSSES: dict[str, Any] = {
     "return_token_accuracy": True,
@@ -43,7 +38,7 @@ LOSSES: dict[str, Any] = {
 @pytest.mark.parametrize("name", LOSSES)
 def test_what_is_for_a_loss_passes_by_attention(name: str) -> None:
     hf_distca.configure()
-    given = {**batch(5, 7), "use_cache": False}
+    given = {**pack(5, 7), "use_cache": False}
     hidden = tiny_llama("distca").model(**given, **{name: LOSSES[name]}).last_hidden_state
     assert torch.equal(hidden, tiny_llama("distca").model(**given).last_hidden_state)
 
@@ -57,14 +52,14 @@ def test_what_may_change_attention_is_refused(value: Any) -> None:
         hf_distca.UnsupportedError,
         match=r"LlamaAttention passes position_bias .*If it is for the loss",
     ):
-        tiny_llama("distca")(**batch(5, 7), use_cache=False, position_bias=value)
+        tiny_llama("distca")(**pack(5, 7), use_cache=False, position_bias=value)
 
 
 def test_a_family_that_nobody_compared_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
     processes.warn_once.cache_clear()
     for _ in range(2):
         run_mine("distca", {})
-        tiny_llama("distca")(**batch(5, 7), use_cache=False)
+        tiny_llama("distca")(**pack(5, 7), use_cache=False)
     said = [
         record.getMessage() for record in caplog.records if "never compared" in record.getMessage()
     ]
@@ -87,7 +82,7 @@ def test_data_parallel_replicas_are_refused() -> None:
     with pytest.raises(
         hf_distca.UnsupportedError, match=r"torch.nn.DataParallel .*torchrun or accelerate launch"
     ):
-        parallel.worker(tiny_llama("distca"), **batch(5, 7), use_cache=False)
+        parallel.worker(tiny_llama("distca"), **pack(5, 7), use_cache=False)
 
 
 def mixture() -> Any:

@@ -11,6 +11,7 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+from test_trainer import Reporter
 from transformers import Trainer, TrainerCallback
 
 import hf_distca
@@ -116,18 +117,11 @@ def train(
     rank: int, accumulation: int, every: int, case: dict[str, bool]
 ) -> tuple[list[dict[str, Any]], list[Any], list[Any]]:
     """The log history, what each micro-batch did, and what reporters saw."""
-    seen: list[dict[str, Any]] = []
-
-    class Reporter(TrainerCallback):
-        def on_log(
-            self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any
-        ) -> None:
-            seen.append(dict(logs))
-
+    reporter = Reporter()
     trainer = trainer_of(
         accumulation,
         case.get("dealt", False),
-        callbacks=[Reporter()],
+        callbacks=[reporter],
         config=settings(ping_pong=case.get("ping_pong", False)),
         activation_checkpointing=case.get("checkpointing", False),
         logging_steps=every,
@@ -135,7 +129,7 @@ def train(
     with recorded() as done:
         trainer.train()
     assert current_session().planner.number == STEPS * accumulation
-    return trainer.state.log_history, [did.figures for did in done], seen
+    return trainer.state.log_history, [did.figures for did in done], reporter.seen
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,6 @@ from accelerate import Accelerator, ParallelismConfig
 from accelerate.state import AcceleratorState, GradientState
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from transformers import LlamaConfig, LlamaForCausalLM
 
 import hf_distca
 from hf_distca import UnsupportedError
@@ -22,6 +21,7 @@ from hf_distca.borrowed import get_mesh
 from hf_distca.integration.current_session import current_session
 from hf_distca.integration.processes import find_data_parallel_ranks, find_members
 from ranks import RankPools
+from tiny_runs import tiny_llama
 
 try:
     from transformers.distributed.utils import TransformersDeviceMesh
@@ -152,14 +152,7 @@ def test_an_accelerate_loop_that_cuts_sequences_is_refused(
 
 
 def refusal_of_a_model(rank: int) -> str:
-    config = LlamaConfig(
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=1,
-        vocab_size=8,
-    )
-    model = LlamaForCausalLM(config)
+    model = tiny_llama("sdpa")
     mesh = init_device_mesh(
         "cpu", (1, 1, 2, 1, 2), mesh_dim_names=("pp", "dp_replicate", "fsdp", "tp", "cp")
     )

@@ -15,7 +15,7 @@ from test_parity import model_for
 import hf_distca
 from hf_distca.integration.current_session import current_session
 from ranks import RankPools
-from tiny_runs import settings
+from tiny_runs import pack, settings
 
 ROOT = Path(__file__).parents[2]
 SOURCE = str(ROOT / "src" / "hf_distca")
@@ -47,10 +47,7 @@ def called(rank: int) -> list[str]:
 
     sys.setprofile(note)
     try:
-        batch = hf_distca.PackingCollator()(
-            [{"documents": [[7] * n for n in ([96], [16, 16])[rank]]}]
-        )
-        model(**batch, use_cache=False)
+        model(**pack(*([96], [16, 16])[rank]), use_cache=False)
     finally:
         sys.setprofile(None)
     return [name for place, name in enumerate(seen) if name not in seen[place + 1 :]]
@@ -76,7 +73,7 @@ def calls_of_first_layers(rank: int) -> list[int]:
 
     for _ in range(4):
         lengths = ([512], [32] * 16)[rank]
-        batch = hf_distca.PackingCollator()([{"documents": [[7] * n for n in lengths]}])
+        batch = pack(*lengths)
         sys.setprofile(count)
         model(**batch, use_cache=False).loss.backward()
         sys.setprofile(None)

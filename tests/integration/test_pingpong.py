@@ -342,9 +342,7 @@ def kept_bytes(rank: int, ping_pong: bool) -> tuple[int, int]:
     """
     configure(ping_pong=ping_pong)
     model = model_for(2, "distca", torch.float32)
-    batch = hf_distca.PackingCollator()(
-        [{"documents": [[7] * n for n in ([192] if rank == 0 else [24] * 8)]}]
-    )
+    batch = tiny_runs.pack(*([192] if rank == 0 else [24] * 8))
     own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     saved: dict[int, torch.Tensor] = {}
 
