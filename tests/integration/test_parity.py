@@ -173,26 +173,3 @@ def test_float64(rank_pool: RankPools, world: int, placement: str) -> None:
 def test_float32(rank_pool: RankPools, world: int, heads: int) -> None:
     for parts in placements(world).values():
         check(rank_pool(world), parts, heads, torch.float32, "cpu", 1e-5)
-
-
-def test_a_document_never_sees_another(rank_pool: RankPools) -> None:
-    results = [rank_pool(2)(logits_of_second, seed) for seed in (5, 6)]
-    assert torch.equal(results[0][0][1], results[1][0][1])
-    assert not torch.equal(results[0][0][0], results[1][0][0])
-
-
-def logits_of_second(rank: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits of two packed documents on rank 0, where only the first one's tokens depend on the
-    seed.
-    """
-    hf_distca.configure(settings())
-    model = model_for(2, "distca", torch.float32)
-    first = torch.randint(
-        0, 61, (200 if rank == 0 else 5,), generator=torch.Generator().manual_seed(seed)
-    )
-    ids = torch.cat([first, tokens_of(3, 60)])[None]
-    positions = torch.cat([torch.arange(len(first)), torch.arange(60)])[None]
-    with torch.no_grad():
-        out = model(input_ids=ids, position_ids=positions).logits[0]
-    assert current_session().meter.sent_bytes > 0
-    return out[: len(first)], out[len(first) :]

@@ -21,11 +21,11 @@ from hf_distca.schedule.layout import Layout
 from hf_distca.schedule.plan import Plan
 from hf_distca.schedule.ranks import Ranks
 from ranks import RankPools
-from tiny_runs import settings
+from tiny_runs import pack, settings
 
 
 def batch(rank: int) -> dict[str, Any]:
-    return hf_distca.PackingCollator()([{"documents": [[7] * n for n in ([96], [16, 16])[rank]]}])
+    return pack(*([96], [16, 16])[rank])
 
 
 @pytest.mark.parametrize(
@@ -73,22 +73,6 @@ def test_balancing_is_switched_for_a_while() -> None:
         assert not current_session().config.balance
         assert current_session().config.tile == 64
     assert current_session().config.balance
-
-
-def disagree(rank: int) -> str:
-    hf_distca.configure(hf_distca.DistCAConfig(tolerance=0.01 * (rank + 1)))
-    with pytest.raises(hf_distca.DistCADesyncError) as caught:
-        model_for(2, "distca", torch.float32)(**batch(rank), use_cache=False)
-    return str(caught.value)
-
-
-def test_ranks_with_other_settings_all_get_an_error(rank_pool: RankPools) -> None:
-    for message in rank_pool(2)(disagree):
-        assert "ranks have different settings" in message
-        assert (
-            "in micro-batch 1: tolerance is 0.01 on rank 0, 0.02 on rank 1; give every rank the"
-            " same ones." in message
-        )
 
 
 def go_on_after_an_error(rank: int) -> tuple[str, int]:
