@@ -57,7 +57,7 @@ SMALL = {
         "--repeats 1 --json out.json"
     ),
     "python benchmarks/schedule/levels.py --placements benchmarks/placements": "--json out.json",
-    "python benchmarks/schedule/masks.py": "--ranks 2 --batches 1 --json out.json",
+    "python benchmarks/schedule/masks.py": "--ranks 8 --batches 1 --json out.json",
     "python benchmarks/host/block_layers.py": "--tokens 256 --turns 1 --json out.json",
     "python benchmarks/schedule/recurrent.py --placements benchmarks/placements": (
         "--heads 1 --tokens 16 --rounds 1 --json out.json"

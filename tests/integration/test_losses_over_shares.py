@@ -269,7 +269,7 @@ CASES: dict[str, tuple[type[Trainer], dict[str, Any], str | None]] = {
     ),
     "two tokens ahead": (two_ahead, {}, "the loss shifts `shift_labels`"),
     "two tokens ahead, roll": (two_ahead_by_roll, {}, "the loss shifts `shift_labels`"),
-    "the model's part": refused(undone, "the model's as it is"),
+    "the model's part": refused(undone, "the model's loss, unchanged"),
 }
 # Autocast to bfloat16 is what users have, and DDP as the Trainer sets it up.
 PRECISIONS: dict[str, dict[str, Any]] = {

@@ -213,8 +213,9 @@ def test_command_line_overrides_a_file_of_settings(script: Path, tmp_path: Path)
         (
             "server_address: a:1",
             [],
-            "distca.yaml: server_address='a:1' must be a list of HOST:PORT, such as [10.0.0.7:",
+            "distca.yaml: there is no setting 'server_address'; the nearest is 'server",
         ),
+        ("tile: 8", ["--server-address", "a:1"], "No such option: --server-address"),
         ("tile: 8", ["--observ"], "No such option: --observ"),
         ("tile: 8", ["--tokens-per-rank", "0"], "--tokens-per-rank"),
         (None, [], "distca.yaml: No such file or directory."),

@@ -56,7 +56,6 @@ _PROBE_TAG = BREAK_TAG - 1  # No rank receives messages with this tag.
 # connection.
 _ALL_CLOSED = ("Timed out", "Application timeout")
 _SILENT = "is silent (dead, stuck, or running something else): look at its log"
-_START_AGAIN = ", and start it again before training goes on"  # for ranks outside of the world
 _ENDED = "has ended: its script was over, or called sys.exit"
 _CLOSED = "has closed its connection without a word: look at its log"
 _CLOSED_ERRORS = ("Connection closed", "Connection reset", "Broken pipe")  # texts in gloo's errors
@@ -108,7 +107,6 @@ class FailureMonitor:
             links,
         )
         self._names = {rank: names.get(rank, f"rank {rank}") for rank in ranks}
-        self._named = frozenset(names)
         self._store = links[-1].get_group_store()
         self._word: str | None = None
 
@@ -214,8 +212,7 @@ class FailureMonitor:
 
     def _describe(self, seen: Mapping[int, str], words: Mapping[int, tuple[int, str]]) -> str:
         """Describe the other ranks by their reports. Without a report, a text in `seen` is used."""
-        texts = {rank: text + _START_AGAIN * (rank in self._named) for rank, text in seen.items()}
-        texts |= {rank: word or _ENDED for rank, word in words.values()}
+        texts = {**seen, **{rank: word or _ENDED for rank, word in words.values()}}
         here = self.ranks[self._rank]
         return "; ".join(
             f"{self._names[rank]} {texts[rank]}" for rank in sorted(texts) if rank != here
