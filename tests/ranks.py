@@ -101,6 +101,9 @@ class RankPool:
         self._folder.cleanup()
 
 
+RankPools = Callable[[int], RankPool]  # the fixture `rank_pool`: a pool of a size
+
+
 def _serve(rank: int, join: Callable[[int], None], pipe: Connection) -> None:
     join(rank)
     while True:

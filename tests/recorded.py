@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
 
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_distca.runtime.channel import Channel
 from hf_distca.runtime.group import AttentionGroup
@@ -41,6 +43,18 @@ def recorded() -> Iterator[list[str]]:
             undo.enter_context(patch.object(dist, name, spy(name, getattr(dist, name))))
         undo.enter_context(patch.object(Channel, "start", spy("exchange", Channel.start)))
         yield names
+
+
+class Operations(TorchDispatchMode):
+    """Counts what torch runs inside, by name: a host sync is an operation, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen[str(func)] += 1
+        return func(*args, **(kwargs or {}))
 
 
 @contextmanager

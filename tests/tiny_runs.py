@@ -4,18 +4,36 @@ from __future__ import annotations
 
 import logging
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
 from torch.utils.data import Dataset, IterableDataset
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
 
 import hf_distca
 from hf_distca.integration.current_session import current_session
 from hf_distca.schedule.cost import AttentionShape, CostModel
 
 VOCABULARY = 61
+# Of a model that is as small, whatever its family.
+SIZES: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": VOCABULARY,
+}
 # With real costs nothing this small is worth moving: here only causal pairs count, and moving is
 # free.
 PAIRS = CostModel.make_of_pairs(AttentionShape(4, 2, 16, 16, 8))
@@ -76,12 +94,57 @@ def documents(*lengths: int, seed: int = 0) -> list[list[int]]:
     ]
 
 
+def pack(*lengths: int) -> dict[str, Any]:
+    """A batch of one row of documents."""
+    return hf_distca.PackingCollator()([{"documents": documents(*lengths)}])
+
+
 def rows(count: int) -> list[Row]:
     """Rows of packed documents. Read in order, rank 0 gets those with one long document, rank 1
     those with many short ones.
     """
     lengths = ((96,), (24, 1, 23, 24, 24))
     return [{"documents": documents(*lengths[number % 2], seed=number)} for number in range(count)]
+
+
+def share_documents(lengths: Sequence[int], tokens: int, ranks: int | None = 1, **how: Any) -> Any:
+    """Documents of these lengths, dealt by causal pairs in global batches of so many tokens."""
+    given = {"shapes": [(PAIRS.shape, None)], "device": "cpu", "config": settings(), **how}
+    per_rank = tokens // (ranks or 1)
+    return hf_distca.document_shares(documents(*lengths), per_rank, ranks=ranks, **given)
+
+
+def exact_arguments(**changes: Any) -> TrainingArguments:
+    """Those of a Trainer whose digits are compared; it keeps nothing."""
+    given = {**COMMON, "bf16": False, "output_dir": tempfile.gettempdir(), **changes}
+    return TrainingArguments(**given)
+
+
+def text_of(ids: Sequence[int]) -> str:
+    """Words that the tokenizer makes these tokens of."""
+    return "".join(f"{token:02} " for token in ids)
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """A tokenizer of numbers of two digits, of which 00 pads and 01 ends texts."""
+    words = Tokenizer(models.WordLevel({f"{word:02}": word for word in range(VOCABULARY)}, "00"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="00", eos_token="01")
+
+
+@contextmanager
+def logged(level: int = logging.WARNING) -> Iterator[list[str]]:
+    """What hf_distca logs inside."""
+    said: list[str] = []
+    handler, log = logging.Handler(), logging.getLogger("hf_distca")
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    log.addHandler(handler)
+    log.setLevel(level)
+    try:
+        yield said
+    finally:
+        log.setLevel(logging.NOTSET)
+        log.removeHandler(handler)
 
 
 def make_trainer(

@@ -72,7 +72,6 @@ def test_a_document_on_one_rank_is_announced_as_one_number(ranks: list[list[int]
 
 
 def test_documents_over_ranks_announce_number_and_start() -> None:
-    """Documents over ranks are announced with number and start."""
     parts = [PackedDocuments((10, 4), (0, 0), (7, 8)), PackedDocuments((6, 5), (10, 4), (7, 8))]
     rows = [
         announcement(TokenBatch(1, sum(one.lengths), packed=one).read_documents()).to_row()
@@ -87,7 +86,6 @@ def test_documents_over_ranks_announce_number_and_start() -> None:
 
 @given(LENGTHS)
 def test_second_nano_batch_has_context_of_the_cut_document(ranks: list[list[int]]) -> None:
-    """Context of the second nano-batch is of the document that crosses the cut."""
     ranks = [lengths or [1] for lengths in ranks]
     second = [choose_cut(1, sum(lengths), packed(lengths), 1)[2][1] for lengths in ranks]
     (stated,) = Announcements.from_rows(

@@ -59,7 +59,6 @@ def test_the_order_of_the_keys_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     [PackedDocuments((3, 4)), make_handle(1, 7)],
 )
 def test_engines_that_cast_layer_arguments_keep_the_object(given: object) -> None:
-    """Engines that cast the arguments of layers hand on the same object."""
     casts = _apply_to_tensors(
         lambda tensor: tensor.bfloat16(), {"attention_mask": given, "rest": (given, torch.ones(1))}
     )
@@ -68,7 +67,6 @@ def test_engines_that_cast_layer_arguments_keep_the_object(given: object) -> Non
 
 
 def test_packed_documents_travel_to_workers_and_back() -> None:
-    """Packed documents are values that travel to workers and back."""
     packed = PackedDocuments([3, 4], [0, 2], [7, 8])
     for other in (pickle.loads(pickle.dumps(packed)), copy.deepcopy(packed)):
         assert other == packed

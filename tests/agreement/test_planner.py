@@ -41,7 +41,6 @@ def documents(*lengths: int) -> Documents:
 
 
 def test_one_plan_or_several_take_the_same_two_collectives() -> None:
-    """A plan takes two collectives and several at once take the same two."""
     for count in (1, 5):
         group = MadeUpGroup(2)
         plans = planner().plan([(documents(96), KEY)] * count, group)

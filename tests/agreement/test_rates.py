@@ -55,6 +55,12 @@ def wrong(task: float, flop: float, exchange: float = 1.0) -> CostModel:
     )
 
 
+def sum_by_rank(cost: CostModel, plan: Plan, ranks: np.ndarray) -> np.ndarray:
+    """Estimated kernel seconds of the tasks of each rank."""
+    tasks = cost.estimate_seconds(plan.end - plan.start, plan.end, plan.heads)
+    return np.bincount(ranks, weights=tasks, minlength=RANKS)
+
+
 class World:
     """Ranks that take what the true rates say, and a planner that begins with others."""
 
@@ -71,11 +77,8 @@ class World:
         """Ranks wait for each other in attention, or else elsewhere, where each layer lines them
         up.
         """
-        self.speeds, self.exchange, self.noise = (
-            np.array(speeds),
-            exchange,
-            np.random.default_rng(0),
-        )
+        self.speeds, self.exchange = np.array(speeds), exchange
+        self.noise = np.random.default_rng(0)
         self.waits, self.gathers = waits, gathers
         self.planner = Planner(DistCAConfig(**settings), Meter())
         self.planner.costs[SHAPE, "cpu"] = given
@@ -116,12 +119,11 @@ class World:
         planned.meter.count(calls=1, kernel_calls=2, backward_calls=1)
         plan = planned.plan
         self.plans.append(plan)
-        tasks = TRUE.estimate_seconds(plan.end - plan.start, plan.end, plan.heads)
-        kernel = np.bincount(plan.server, weights=tasks, minlength=RANKS) / self.speeds
+        kernel = sum_by_rank(TRUE, plan, plan.server) / self.speeds
         kernel *= self.noise.normal(1.0, 0.01, RANKS)
         moving = self._exchange(plan) if plan.moved else np.zeros(RANKS)
         waiting = (kernel + moving).max() - kernel if plan.moved and self.waits else moving
-        unmoved = np.bincount(plan.home, weights=tasks, minlength=RANKS) / self.speeds
+        unmoved = sum_by_rank(TRUE, plan, plan.home) / self.speeds
         self.slowdown.append(float((kernel + moving).max() / unmoved.max()))
         none = np.zeros(RANKS)
         self.measured = np.stack(
@@ -129,11 +131,7 @@ class World:
         ).astype(np.int64)
         if self.gathers:
             self.planner.gather_measurements(self.group)
-        mine = np.bincount(
-            plan.server,
-            weights=estimate.estimate_seconds(plan.end - plan.start, plan.end, plan.heads),
-            minlength=RANKS,
-        )
+        mine = sum_by_rank(estimate, plan, plan.server)
         return float(self.planner.costs.make_ranks(RANKS).scale_by_speed(mine).max() / kernel.max())
 
     def _exchange(self, plan: Plan) -> np.ndarray:
@@ -144,6 +142,10 @@ class World:
     def _documents(lengths: list[int]) -> Documents:
         return TokenBatch(1, sum(lengths), packed=PackedDocuments(lengths)).read_documents()
 
+    def train(self, *steps: int) -> list[float]:
+        """What `step` returns, for a range of steps."""
+        return [self.step(number) for number in range(*steps)]
+
     @property
     def moved(self) -> list[bool]:
         return [plan.moved for plan in self.plans]
@@ -151,9 +153,8 @@ class World:
 
 @pytest.mark.parametrize(("task", "flop"), [(3, 3), (1 / 3, 1 / 3), (3, 1 / 3), (1 / 3, 3), (1, 1)])
 def test_estimates_come_within_ten_percent_from_any_start(task: float, flop: float) -> None:
-    """Estimates come within ten percent whatever they began with."""
     world = World(wrong(task, flop))
-    ratios = [world.step(number) for number in range(24)]
+    ratios = world.train(24)
     if flop != 1:
         assert max(ratios[0], 1 / ratios[0]) > 2
     assert all(abs(ratio - 1) < 0.1 for ratio in ratios[12:])
@@ -161,53 +162,36 @@ def test_estimates_come_within_ten_percent_from_any_start(task: float, flop: flo
 
 @pytest.mark.parametrize("gathers", [True, False])
 def test_rates_learn_alike_from_gathered_and_announced_figures(gathers: bool) -> None:
-    """Rates are learned from what is gathered as from what is announced."""
     world = World(wrong(3, 1 / 3), gathers=gathers)
-    ratios = [world.step(number) for number in range(24)]
+    ratios = world.train(24)
     assert max(ratios[0], 1 / ratios[0]) > 2
     assert all(abs(ratio - 1) < 0.1 for ratio in ratios[12:])
 
 
 def test_nothing_changes_where_measurements_are_as_estimated() -> None:
     world = World(TRUE)
-    for number in range(24):
-        world.step(number)
+    world.train(24)
     assert world.planner.costs.get_cost(KEY).forward == TRUE.forward
     assert world.planner.costs.make_ranks(RANKS).speeds is None
 
 
 def test_a_slow_rank_gets_less_and_is_forgotten_when_it_recovers() -> None:
     world = World(TRUE, (1.0, 1 / 1.5, 1.0, 1.0))
-    for number in range(16):
-        world.step(number)
+    world.train(16)
     speeds = np.array(world.planner.costs.make_ranks(RANKS).speeds)
     assert speeds / speeds.max() == pytest.approx([1, 1 / 1.5, 1, 1], rel=0.05)
     plan = world.plans[-1]
-    kernel = (
-        np.bincount(
-            plan.server,
-            weights=TRUE.estimate_seconds(plan.end - plan.start, plan.end, plan.heads),
-            minlength=RANKS,
-        )
-        / world.speeds
-    )
-    assert (
-        kernel.max()
-        <= 1.1
-        * TRUE.estimate_seconds(plan.end - plan.start, plan.end, plan.heads).sum()
-        / world.speeds.sum()
-    )
+    work = sum_by_rank(TRUE, plan, plan.server)
+    assert (work / world.speeds).max() <= 1.1 * work.sum() / world.speeds.sum()
     assert world.planner.costs.make_ranks(RANKS + 1).speeds is None
     world.speeds[1] = 1.0
-    for number in range(16, 40):
-        world.step(number)
+    world.train(16, 40)
     assert world.planner.costs.make_ranks(RANKS).speeds is None
 
 
 def test_exchanges_that_do_not_pay_are_given_up_and_tried_rarely() -> None:
     world = World(TRUE, exchange=40.0)
-    for number in range(200):
-        world.step(number)
+    world.train(200)
     first = world.moved.index(False)
     assert first <= 6
     tried = [number for number, moved in enumerate(world.moved) if moved and number > first]
@@ -218,16 +202,14 @@ def test_exchanges_that_do_not_pay_are_given_up_and_tried_rarely() -> None:
 
 def test_exchanges_are_taken_up_when_they_pay_again() -> None:
     world = World(TRUE, exchange=40.0)
-    for number in range(100):
-        world.step(number)
+    world.train(100)
     world.exchange = 1.0
     for number in range(100, 6000):
         world.step(number)
         if world.planner.costs.exchange_slowdown is None:
             break
     assert world.planner.costs.exchange_slowdown is None
-    for number in range(6000, 6008):
-        world.step(number)
+    world.train(6000, 6008)
     assert all(world.moved[-4:])
 
 
@@ -239,8 +221,7 @@ def test_no_network_makes_attention_slower_than_moving_nothing(
     waits: bool, exchange: float
 ) -> None:
     world = World(TRUE, exchange=exchange, waits=waits)
-    for number in range(36):
-        world.step(number)
+    world.train(36)
     assert np.mean(world.slowdown[12:]) <= 1.02
 
 
@@ -248,8 +229,7 @@ def test_no_network_makes_attention_slower_than_moving_nothing(
 def test_transient_bound_costs_no_more_than_moving_nothing(mib: int) -> None:
     """A bound leaves less to move, and what is moved pays."""
     world = World(TRUE, max_transient_bytes=mib * 2**20)
-    for number in range(48):
-        world.step(number)
+    world.train(48)
     assert np.mean(world.slowdown[16:]) <= 1.002
     if mib == 64:
         assert np.mean(world.slowdown[16:]) <= 0.6
@@ -257,8 +237,7 @@ def test_transient_bound_costs_no_more_than_moving_nothing(mib: int) -> None:
 
 def test_rates_of_exchanges_are_fitted_where_they_pay() -> None:
     world = World(wrong(1, 1, exchange=1 / 20), exchange=1.0)
-    for number in range(24):
-        world.step(number)
+    world.train(24)
     assert all(world.moved)
     found = world.planner.costs.get_cost(KEY)
     assert found.exchange_bytes_per_second == pytest.approx(TRUE.exchange_bytes_per_second, rel=0.5)
@@ -266,24 +245,21 @@ def test_rates_of_exchanges_are_fitted_where_they_pay() -> None:
 
 def test_without_measured_rates_plans_depend_on_documents_alone() -> None:
     world = World(wrong(3, 3), (1.0, 0.5, 1.0, 1.0), exchange=40.0, measured_rates=False)
-    for number in range(16):
-        world.step(number)
+    world.train(16)
     assert world.planner.costs.get_cost(KEY) == wrong(3, 3)
     assert world.planner.costs.make_ranks(RANKS).speeds is None
 
 
 def test_a_cost_model_of_ones_own_is_taken_as_it_is() -> None:
     world = World(wrong(3, 3), (1.0, 0.5, 1.0, 1.0), cost_model=wrong(3, 3))
-    for number in range(16):
-        world.step(number)
+    world.train(16)
     assert world.planner.costs.get_cost(KEY) == wrong(3, 3)
 
 
 def test_a_change_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO", "hf_distca"):
         world = World(wrong(3, 3), (1.0, 1 / 1.5, 1.0, 1.0))
-        for number in range(30):
-            world.step(number)
+        world.train(30)
     said = [record.getMessage() for record in caplog.records]
     assert len([line for line in said if "rank 1 takes 1." in line]) <= 2
     assert any("attention takes" in line for line in said)

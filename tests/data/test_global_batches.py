@@ -89,7 +89,6 @@ def test_whole_documents_stay_whole_and_none_is_left_out(
 
 @pytest.mark.parametrize("fill", ["cut", "whole"])
 def test_global_batches_do_not_depend_on_the_ranks(fill: str) -> None:
-    """Global batches do not depend on how many ranks share them."""
     lengths = np.random.default_rng(0).integers(1, 400, 500)
     made = [GlobalBatches(lengths, ranks * (1200 // ranks), 5, fill) for ranks in (1, 2, 3, 4)]
     for batches in made[1:]:
@@ -209,7 +208,6 @@ def test_bad_arguments_are_refused() -> None:
 
 @pytest.mark.parametrize(("fill", "seconds"), [("cut", 3.0), ("whole", 20.0)])
 def test_million_documents_take_seconds_a_batch_hardly_any(fill: str, seconds: float) -> None:
-    """A million documents take seconds and a batch of them hardly any."""
     lengths = np.minimum(
         np.random.default_rng(0).lognormal(6, 1.3, 1_000_000).astype(int) + 1, 2**17
     )

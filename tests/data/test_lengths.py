@@ -16,6 +16,7 @@ from hf_distca.data.reading import read_document_lengths
 from hf_distca.errors import LayoutError
 
 ROWS = [[5, 6, 7], [], [8], [9, 4, 4, 4], [1, 2]]
+LENGTHS = [3, 0, 1, 4, 2]
 
 
 def dataset(**columns: Any) -> datasets.Dataset:
@@ -31,11 +32,10 @@ def test_arrow_knows_them_without_reading(
     chunked = pa.chunked_array([pa.array(ROWS[:2], kind), pa.array(ROWS[2:], kind)])
     documents = datasets.Dataset(pa.table({"input_ids": chunked}))
     monkeypatch.setattr(datasets.Dataset, "_getitem", None)  # no row is read
-    assert read_document_lengths(documents).tolist() == [3, 0, 1, 4, 2]
+    assert read_document_lengths(documents).tolist() == LENGTHS
 
 
 def test_selected_shuffled_filtered_rows_count_in_their_order() -> None:
-    """Rows that were selected, shuffled and filtered are counted in their order."""
     documents = dataset()
     for changed in (
         documents.select([4, 0, 3]),
@@ -65,15 +65,9 @@ def test_fixed_lists_and_missing_ones() -> None:
 
 
 def test_lengths_that_are_known_are_taken() -> None:
-    documents = dataset(n=[3, 0, 1, 4, 2])
+    documents = dataset(n=LENGTHS)
     assert read_document_lengths(documents.select([3, 2]), lengths="n").tolist() == [4, 1]
-    assert read_document_lengths(documents, "text", lengths=np.array([3, 0, 1, 4, 2])).tolist() == [
-        3,
-        0,
-        1,
-        4,
-        2,
-    ]
+    assert read_document_lengths(documents, "text", lengths=np.array(LENGTHS)).tolist() == LENGTHS
     assert read_document_lengths([{"n": 4}, {"n": 2}], lengths="n").tolist() == [4, 2]
 
 
@@ -89,18 +83,11 @@ def test_lengths_that_are_known_are_taken() -> None:
     ],
 )
 def test_any_sequence_of_documents_is_read_one_by_one(made: Any) -> None:
-    assert read_document_lengths([made(row) for row in ROWS], "tokens").tolist() == [3, 0, 1, 4, 2]
+    assert read_document_lengths([made(row) for row in ROWS], "tokens").tolist() == LENGTHS
 
 
 def test_data_set_with_a_transform_is_counted_as_stored() -> None:
-    """A data set with a transform of its own is counted where tokens are stored."""
-    assert read_document_lengths(dataset().with_transform(lambda rows: rows)).tolist() == [
-        3,
-        0,
-        1,
-        4,
-        2,
-    ]
+    assert read_document_lengths(dataset().with_transform(lambda rows: rows)).tolist() == LENGTHS
 
 
 @pytest.mark.parametrize(

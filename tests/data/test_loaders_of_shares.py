@@ -93,7 +93,6 @@ def test_a_plain_loader_reads_one_rank_in_order() -> None:
 
 
 def test_data_set_survives_what_trainers_do_to_it() -> None:
-    """The data set stays what it is through what trainers do to it."""
     dataset = make_lazy_dataset(make())
     kept = dataset.remove_columns([])
     kept.set_epoch(5)

@@ -88,7 +88,6 @@ def test_tokens_are_of_the_named_column_beside_input_ids() -> None:
 def test_any_number_of_ranks_holds_the_same_global_batches(
     ranks: int, how: dict[str, Any], ping_pong: bool
 ) -> None:
-    """On any number of ranks, these hold the same global batches."""
     rows = some_documents(some_lengths(40), labels=True)
     shares = make(datasets.Dataset.from_list(rows), ranks, 600 // ranks, ping_pong=ping_pong, **how)
     assert len(shares) == ranks * len(make(rows, 1, 600, **how))

@@ -89,7 +89,6 @@ def test_with_workers_batches_come_in_order(workers: int) -> None:
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_datasets_streams_divide_themselves_among_workers(workers: int) -> None:
-    """Streams of datasets are divided among workers by themselves."""
     rows = some_documents(LENGTHS)
     documents = (
         datasets.Dataset.from_list(rows)

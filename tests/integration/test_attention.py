@@ -13,11 +13,8 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     BertConfig,
-    BertLMHeadModel,
     GPT2Config,
-    GPT2LMHeadModel,
     LlamaConfig,
-    LlamaForCausalLM,
     PreTrainedModel,
 )
 
@@ -30,21 +27,7 @@ from hf_distca.errors import LayoutError
 from hf_distca.integration.current_session import current_session
 from hf_distca.integration.handle import MaskStandIn
 from hf_distca.integration.hooks.mask import distca_mask
-
-
-def model_for(implementation: str, **changes: object) -> LlamaForCausalLM:
-    sizes = {
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "vocab_size": 61,
-    }
-    config = LlamaConfig(
-        **{**sizes, "num_key_value_heads": 2, **changes}, attn_implementation=implementation
-    )
-    torch.manual_seed(0)
-    return LlamaForCausalLM(config)
+from tiny_runs import SIZES, tiny_llama
 
 
 def tokens(*shape: int) -> torch.Tensor:
@@ -64,7 +47,7 @@ def test_padding(side: str, training: bool) -> None:
         mask[1, :6] = 0
     if side != "left":
         mask[2, 9:] = 0
-    ours, theirs = (model_for(name).train(training) for name in ("distca", "sdpa"))
+    ours, theirs = (tiny_llama(name).train(training) for name in ("distca", "sdpa"))
     got, want = (
         model(input_ids=ids, attention_mask=mask, use_cache=False).logits
         for model in (ours, theirs)
@@ -76,7 +59,7 @@ def test_every_key_of_documents_equals_positions() -> None:
     """Beside positions and what loaders add for flash attention; and alone, where the model counts
     the whole row.
     """
-    model, ids, said = model_for("distca").train(), tokens(1, 12), say_documents((7, 5))
+    model, ids, said = tiny_llama("distca").train(), tokens(1, 12), say_documents((7, 5))
     positions = {"position_ids": said["position_ids"]}
     by_positions = model(input_ids=ids, use_cache=False, **positions).logits
     flash = {"cu_seq_lens_k": said["cu_seq_lens_q"], "max_length_q": 7, "max_length_k": 7}
@@ -91,7 +74,7 @@ def test_every_key_of_documents_equals_positions() -> None:
 @pytest.mark.parametrize("key", DOCUMENT_KEYS)
 def test_documents_stay_apart_beside_padding(key: str) -> None:
     """Without position ids the model counts the whole row, which would make it one document."""
-    model, ids = model_for("distca").train(), tokens(1, 8)
+    model, ids = tiny_llama("distca").train(), tokens(1, 8)
     mask = torch.tensor([[1, 1, 1, 1, 1, 1, 0, 0]])
     said = {key: say_documents((3, 3, 2))[key]}
     out = model(input_ids=ids, attention_mask=mask, use_cache=False, **said).logits
@@ -100,13 +83,6 @@ def test_documents_stay_apart_beside_padding(key: str) -> None:
         torch.testing.assert_close(out[:, start : start + 3], alone, rtol=1e-4, atol=1e-5)
 
 
-SIZES = {
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "vocab_size": 61,
-}
 VARIANTS = {
     "llama": {},
     "mistral": {"sliding_window": 5},
@@ -123,9 +99,7 @@ VARIANTS = {
 
 def variant(kind: str, implementation: str) -> PreTrainedModel:
     torch.manual_seed(0)
-    config = AutoConfig.for_model(
-        kind, **SIZES, num_key_value_heads=2, pad_token_id=0, bos_token_id=1, **VARIANTS[kind]
-    )
+    config = AutoConfig.for_model(kind, **SIZES, pad_token_id=0, bos_token_id=1, **VARIANTS[kind])
     model = AutoModelForCausalLM.from_config(config, attn_implementation=implementation)
     for name, parameter in model.named_parameters():
         if "sinks" in name:
@@ -176,7 +150,6 @@ def call(**changes: object) -> None:
         ({"s_aux": torch.zeros(2)}, r"s_aux of shape \(2,\) for 4 query heads"),
         ({"scaling": torch.ones(6)}, r"scaling of shape \(6,\) for 4 query heads"),
         ({"softcap": torch.nn.Parameter(torch.ones(()))}, "softcap"),
-        ({"position_bias": torch.zeros(1)}, "position_bias"),
         ({"position_ids": torch.zeros(3, 1, 6, dtype=torch.long)}, r"\(3, 1, 6\)"),
     ],
 )
@@ -190,7 +163,7 @@ def test_a_scale_that_is_learned(shape: tuple[int, ...]) -> None:
     """One for all heads or one for each; also with a cache that is read."""
     found = []
     for name in ("distca", "eager"):
-        model = model_for(name).double()
+        model = tiny_llama(name).double()
         scales = torch.linspace(0.2, 0.4, 4 if 4 in shape else 1, dtype=torch.float64)
         scale = torch.nn.Parameter(scales.view(shape))
         for layer in model.model.layers:
@@ -205,7 +178,7 @@ def test_a_scale_that_is_learned(shape: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("name", ["sdpa", "eager"])
 @pytest.mark.parametrize("layer", [0, 1])
 def test_a_layer_of_another_attention_is_refused(name: str, layer: int) -> None:
-    model = model_for("distca")
+    model = tiny_llama("distca")
     attention: Any = model.model.layers[layer].self_attn
     attention.config = copy.deepcopy(attention.config)
     attention.config._attn_implementation = name
@@ -213,41 +186,29 @@ def test_a_layer_of_another_attention_is_refused(name: str, layer: int) -> None:
         model(input_ids=tokens(2, 9), use_cache=False)
 
 
-def small(kind: str) -> Any:
-    """A model with the attention dropout of its family's default, in training mode."""
-    if kind == "gpt2":
-        return GPT2LMHeadModel, GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=31)
-    sizes = {
-        "hidden_size": 32,
-        "intermediate_size": 32,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "vocab_size": 31,
-    }
-    if kind == "bert":
-        return BertLMHeadModel, BertConfig(**sizes, is_decoder=True)
-    return LlamaForCausalLM, LlamaConfig(**sizes, attention_dropout=0.25)
+# Models that drop attention as their family does by default, or as told.
+DROPPING = {
+    "attn_pdrop": GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=31),
+    "attention_probs_dropout_prob": BertConfig(**SIZES, is_decoder=True),
+    "attention_dropout": LlamaConfig(**SIZES, attention_dropout=0.25),
+}
 
 
-@pytest.mark.parametrize(
-    ("kind", "setting"),
-    [
-        ("gpt2", "attn_pdrop"),
-        ("bert", "attention_probs_dropout_prob"),
-        ("llama", "attention_dropout"),
-    ],
-)
-def test_dropout_is_called_by_its_name_in_the_config(kind: str, setting: str) -> None:
+@pytest.mark.parametrize("setting", DROPPING)
+def test_dropout_is_called_by_its_name_in_the_config(setting: str) -> None:
     """Following the message helps: GPT-2 has no attention_dropout."""
-    model, config = small(kind)
-    config._attn_implementation = "distca"
-    ids = torch.arange(1, 9)[None]
+    config, ids = copy.deepcopy(DROPPING[setting]), torch.arange(1, 9)[None]
+
+    def train() -> None:
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="distca")
+        model.train()(input_ids=ids, use_cache=False)
+
     with pytest.raises(
         hf_distca.UnsupportedError, match=f"set {setting}=0.0 in the model's config"
     ):
-        model(config).train()(input_ids=ids, use_cache=False)
+        train()
     setattr(config, setting, 0.0)
-    model(config).train()(input_ids=ids, use_cache=False)
+    train()
 
 
 def test_cached_packed_documents_stay_apart_unlike_under_sdpa() -> None:
@@ -256,7 +217,7 @@ def test_cached_packed_documents_stay_apart_unlike_under_sdpa() -> None:
     """
     ids, positions = tokens(1, 60), torch.cat([torch.arange(40), torch.arange(20)])[None]
     logits = {
-        (name, cache): model_for(name)(
+        (name, cache): tiny_llama(name)(
             input_ids=ids, position_ids=positions, use_cache=cache
         ).logits.detach()
         for name in ("distca", "sdpa")
@@ -285,10 +246,10 @@ def test_arguments_of_the_loss_pass_through_attention(argument: str) -> None:
     ids = tokens(2, 9)
     changes = {argument: ids if argument == "shift_labels" else int(ids[0, 4])}
     ours, theirs = (
-        model_for(name)(input_ids=ids, labels=ids, use_cache=False, **changes).loss
+        tiny_llama(name)(input_ids=ids, labels=ids, use_cache=False, **changes).loss
         for name in ("distca", "sdpa")
     )
-    plain = model_for("sdpa")(input_ids=ids, labels=ids, use_cache=False).loss
+    plain = tiny_llama("sdpa")(input_ids=ids, labels=ids, use_cache=False).loss
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
     assert abs(float((ours - plain).detach())) > 1e-4, (
         "the argument changed nothing, so nothing was tested"
@@ -312,12 +273,12 @@ def test_masks_with_functions_of_a_model_are_refused() -> None:
 
 def test_a_4d_mask_is_refused() -> None:
     with pytest.raises(hf_distca.UnsupportedError, match="ready-made attention mask"):
-        model_for("distca")(input_ids=tokens(1, 6), attention_mask=torch.zeros(1, 1, 6, 6))
+        tiny_llama("distca")(input_ids=tokens(1, 6), attention_mask=torch.zeros(1, 1, 6, 6))
 
 
 def test_no_graph_is_kept_without_gradients() -> None:
     with torch.no_grad():
-        out = model_for("distca").train()(input_ids=tokens(1, 8)).logits
+        out = tiny_llama("distca").train()(input_ids=tokens(1, 8)).logits
     assert out.grad_fn is None
     assert current_session().meter.dispatches == 0
 
@@ -326,7 +287,7 @@ def test_no_graph_is_kept_without_gradients() -> None:
 def test_a_handle_says_whether_its_forward_has_gradients(reentrant: bool | None) -> None:
     """Under reentrant checkpointing layers first run without: the mask is made outside of that."""
     handles: list[MaskStandIn] = []
-    model = model_for("distca").train()
+    model = tiny_llama("distca").train()
     if reentrant:
         checkpoint_layers(model, use_reentrant=True)
         model.enable_input_require_grads()

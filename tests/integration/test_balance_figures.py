@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from dataclasses import replace
 from unittest.mock import patch
 
 import pytest
 import torch
-from test_parity import PAIRS, model_for
+from test_parity import model_for
 from test_trainer import FIGURES
 
 import hf_distca
@@ -19,8 +18,8 @@ from hf_distca.integration.current_session import current_session
 from hf_distca.integration.reports import Metrics
 from hf_distca.schedule.load import PlanLoad
 from hf_distca.schedule.ranks import Ranks
-from ranks import RankPool
-from tiny_runs import rows
+from ranks import RankPools
+from tiny_runs import PAIRS, pack, rows, settings
 
 SHARE = "distca/server_time_share"
 OWN = {SHARE: 0.0, "distca/planning_ms": 0.0}  # each rank has its own
@@ -30,7 +29,7 @@ def readings(rank: int, implementation: str, gather: bool) -> list[Metrics]:
     """Before the first step, after two, right after that, after two more, and after two with new
     settings.
     """
-    config = hf_distca.DistCAConfig(tile=8, min_gain=0.0, cost_model=PAIRS)
+    config = settings()
 
     def two_steps() -> Metrics:
         model = model_for(2, implementation, torch.float32)
@@ -50,9 +49,7 @@ def readings(rank: int, implementation: str, gather: bool) -> list[Metrics]:
 
 
 @pytest.mark.parametrize("gather", [True, False])
-def test_metrics_are_sums_that_reading_does_not_change(
-    rank_pool: Callable[[int], RankPool], gather: bool
-) -> None:
+def test_metrics_are_sums_that_reading_does_not_change(rank_pool: RankPools, gather: bool) -> None:
     ours = rank_pool(2)(readings, "distca", gather)
     for before, trained, again, more, anew in ours:
         assert before.figures() == {}
@@ -84,7 +81,7 @@ def test_metrics_are_sums_that_reading_does_not_change(
     assert one | OWN == other | OWN, "what is of all ranks is the same on all"
 
 
-def test_no_figures_under_another_attention(rank_pool: Callable[[int], RankPool]) -> None:
+def test_no_figures_under_another_attention(rank_pool: RankPools) -> None:
     for seen in rank_pool(2)(readings, "sdpa", True):
         assert [reading.figures() for reading in seen] == [{}] * 5
 
@@ -93,9 +90,7 @@ def alone(rank: int) -> list[int]:
     """Rank 0 reads by itself after each step, and rank 1 never does; at the end all read
     together.
     """
-    hf_distca.configure(
-        hf_distca.DistCAConfig(tile=8, min_gain=0.0, cost_model=PAIRS, timeout_seconds=20.0)
-    )
+    hf_distca.configure(settings(timeout_seconds=20.0))
     model, seen = model_for(2, "distca", torch.float32), []
     for row in rows(6)[rank::2]:
         model(**hf_distca.PackingCollator()([row]), use_cache=False).loss.backward()
@@ -104,7 +99,7 @@ def alone(rank: int) -> list[int]:
     return [*seen, hf_distca.metrics(gather=True).balance.micro_batches]
 
 
-def test_a_rank_may_read_alone(rank_pool: Callable[[int], RankPool]) -> None:
+def test_a_rank_may_read_alone(rank_pool: RankPools) -> None:
     assert rank_pool(2)(alone, timeout=60) == [[0, 1, 2, 3], [3]]
 
 
@@ -113,18 +108,13 @@ def on_two_nodes(rank: int) -> tuple[dict[str, float], list[int], float]:
     do.
     """
     lengths = ([96], [32] * 3, [48, 48], [16] * 6)[rank]
-    texts = [torch.arange(1, length + 1).remainder(60).tolist() for length in lengths]
     plans: list[MicroBatchPlan] = []
     with patch.dict(os.environ, GROUP_RANK=str(rank // 2), LOCAL_WORLD_SIZE="2"):
-        hf_distca.configure(
-            hf_distca.DistCAConfig(tile=8, min_gain=0.0, cost_model=PAIRS, timeout_seconds=61.0)
-        )
+        hf_distca.configure(settings(timeout_seconds=61.0))
         history = current_session().planner.history
         history.observer = lambda micro_batch, tally: plans.extend(micro_batch.plans)
         model = model_for(2, "distca", torch.float32)
-        model(
-            **hf_distca.PackingCollator()([{"documents": texts}]), use_cache=False
-        ).loss.backward()
+        model(**pack(*lengths), use_cache=False).loss.backward()
         figures = hf_distca.metrics(gather=True).figures()
     (measured,) = plans
     load = PlanLoad(
@@ -133,7 +123,7 @@ def on_two_nodes(rank: int) -> tuple[dict[str, float], list[int], float]:
     return figures, measured.between_bytes.tolist(), float(load.node_bytes.inter_node[0].sum())
 
 
-def test_bytes_between_nodes_are_a_figure(rank_pool: Callable[[int], RankPool]) -> None:
+def test_bytes_between_nodes_are_a_figure(rank_pool: RankPools) -> None:
     for figures, sent, planned in rank_pool(4)(on_two_nodes):
         assert sum(sent) == 2 * planned > 0, "two layers, forward and backward"
         assert figures["distca/between_nodes_mb_per_layer"] == max(sent) / 2 / 1e6

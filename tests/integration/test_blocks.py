@@ -18,6 +18,7 @@ from transformers import masking_utils as m
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 import hf_distca
+import tiny_runs
 from hf_distca.agreement.announce import PlanKey
 from hf_distca.agreement.dealt_share import Dealing
 from hf_distca.agreement.documents import PackedDocuments, TokenBatch
@@ -27,7 +28,7 @@ from hf_distca.integration.handle import MaskStandIn
 from hf_distca.integration.hooks.attention import distca_attention
 from hf_distca.integration.seen_ahead import Ahead, sum_documents
 from hf_distca.schedule.cost import AttentionShape, CostModel
-from ranks import RankPool
+from ranks import RankPools
 
 HEADS, KEY_HEADS, WIDTH = 4, 2, 8
 FORMS = ("blocks", "blocks in a window", "blocks beside a window", "both ways", "two-way window")
@@ -257,10 +258,7 @@ def run_trees(rank: int) -> list[tuple[str, float, int]]:
 
 
 def configure() -> None:
-    pairs = CostModel.make_of_pairs(AttentionShape(HEADS, KEY_HEADS, WIDTH, WIDTH, 8))
-    hf_distca.configure(
-        hf_distca.DistCAConfig(tile=8, min_gain=0.0, tolerance=0.0, cost_model=pairs)
-    )
+    hf_distca.configure(tiny_runs.settings(tolerance=0.0))
 
 
 @settings(max_examples=60, deadline=None)
@@ -303,7 +301,7 @@ def run_cases(rank: int, world: int) -> list[tuple[str, float, int]]:
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_forms_on_several_ranks(world: int, rank_pool: Callable[[int], RankPool]) -> None:
+def test_forms_on_several_ranks(world: int, rank_pool: RankPools) -> None:
     pool = rank_pool(world)
     found = zip(*pool(run_cases, world), strict=True)
     found = [*found, *zip(*pool(run_trees), strict=True)]
@@ -327,9 +325,7 @@ def run_cut_block(rank: int) -> str:
     return ""
 
 
-def test_a_document_that_is_cut_inside_a_block_is_refused(
-    rank_pool: Callable[[int], RankPool],
-) -> None:
+def test_a_document_that_is_cut_inside_a_block_is_refused(rank_pool: RankPools) -> None:
     for error in rank_pool(2)(run_cut_block):
         assert "lies in several parts" in error
 

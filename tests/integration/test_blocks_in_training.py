@@ -5,7 +5,6 @@ halves, dealt, and in a Trainer.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -26,21 +25,10 @@ from hf_distca.agreement.dealt_share import Dealing
 from hf_distca.errors import UnsupportedError
 from hf_distca.integration.current_session import current_session
 from hf_distca.schedule.cost import AttentionShape
-from ranks import RankPool
-from tiny_runs import PAIRS, settings
+from ranks import RankPools
+from tiny_runs import PAIRS, SIZES, settings
 
-TEXT = {
-    "hidden_size": 64,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "vocab_size": 61,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+TEXT = {**SIZES, "head_dim": 16, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 VISION = {
     "hidden_size": 32,
     "intermediate_size": 32,
@@ -82,12 +70,8 @@ def make_batch(kind: str, lengths: list[int]) -> dict[str, torch.Tensor]:
     return batch
 
 
-def run(model: PreTrainedModel, kind: str, rows: list[list[int]]) -> list[torch.Tensor]:
-    """Logits of rows, and gradients of their sum."""
-    logits = []
-    for lengths in rows:
-        batch = make_batch(kind, lengths)
-        logits.append(model(**batch, use_cache=False).logits[0])
+def backward(model: PreTrainedModel, logits: list[torch.Tensor]) -> list[torch.Tensor]:
+    """These logits, and gradients of their sum."""
     torch.cat(logits).sin().sum().backward()
     return [torch.cat(logits).detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
 
@@ -100,8 +84,7 @@ def select_documents(kind: str, lengths: list[int]) -> list[torch.Tensor]:
     for tensors in parts:
         one = dict(zip(batch, tensors, strict=True))
         logits.append(model(**one, use_cache=False).logits[0])
-    torch.cat(logits).sin().sum().backward()
-    return [torch.cat(logits).detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
+    return backward(model, logits)
 
 
 def train(rank: int, kind: str) -> list[tuple[str, list[torch.Tensor], int, int]]:
@@ -115,7 +98,8 @@ def train(rank: int, kind: str) -> list[tuple[str, list[torch.Tensor], int, int]
             model.enable_input_require_grads()
         called = torch.compile(model, backend="eager") if variant == "compiled" else model
         lengths = LENGTHS[rank] if "one" not in variant else [sum(LENGTHS[rank])]
-        results = run(called, kind, [lengths])
+        logits = called(**make_batch(kind, lengths), use_cache=False).logits[0]
+        results = backward(model, [logits])
         for grad in results[1:]:
             dist.all_reduce(grad)
         meter = current_session().meter
@@ -124,7 +108,7 @@ def train(rank: int, kind: str) -> list[tuple[str, list[torch.Tensor], int, int]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_training_on_two_ranks(kind: str, rank_pool: Callable[[int], RankPool]) -> None:
+def test_training_on_two_ranks(kind: str, rank_pool: RankPools) -> None:
     found = rank_pool(2)(train, kind)
     wants = {}
     for one in (False, True):
@@ -167,7 +151,7 @@ def deal(rank: int, lengths: list[int]) -> tuple[list[torch.Tensor], str]:
     return [logits.detach(), want.detach()], ""
 
 
-def test_dealt_documents_that_see_all_of_themselves(rank_pool: Callable[[int], RankPool]) -> None:
+def test_dealt_documents_that_see_all_of_themselves(rank_pool: RankPools) -> None:
     """Whole ones are right, and those that were cut are refused on all ranks."""
     for (logits, want), error in rank_pool(2)(deal, [12] * 16):
         assert not error

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_parity import PAIRS, model_for
+from test_parity import model_for
 
 import hf_distca
 from benchmark_modules import import_benchmark
@@ -22,7 +22,8 @@ from hf_distca.agreement.documents import PackedDocuments
 from hf_distca.errors import UnsupportedError
 from hf_distca.integration.handle import MaskStandIn
 from hf_distca.integration.hooks.attention import distca_attention
-from ranks import RankPool
+from ranks import RankPools
+from tiny_runs import pack, settings
 
 SOURCE = str(Path(hf_distca.__file__).parent)
 
@@ -53,10 +54,9 @@ def count_frames(rank: int) -> list[int]:
     """Calls of the library's functions from one layer's attention to the next one's, in a forward
     whose work moves.
     """
-    hf_distca.configure(hf_distca.DistCAConfig(tile=8, min_gain=0.0, cost_model=PAIRS))
+    hf_distca.configure(settings())
     model = model_for(2, "distca", torch.float32)
-    documents = [[7] * n for n in ([150, 33, 64], [1, 7, 1])[rank]]
-    batch = hf_distca.PackingCollator()([{"documents": documents}])
+    batch = pack(*([150, 33, 64], [1, 7, 1])[rank])
     counts: list[int] = []
 
     def note(frame: FrameType, event: str, _: object) -> None:
@@ -76,9 +76,7 @@ def count_frames(rank: int) -> list[int]:
     return counts
 
 
-def test_python_calls_of_a_layer_with_moves_are_bounded(
-    rank_pool: Callable[[int], RankPool],
-) -> None:
+def test_python_calls_of_a_layer_with_moves_are_bounded(rank_pool: RankPools) -> None:
     for first, later in rank_pool(2)(count_frames):
         assert 100 < later <= 160, "a layer was counted"
         assert first <= 900

@@ -5,7 +5,6 @@ host.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
@@ -13,8 +12,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from test_parity import PAIRS, model_for
-from torch.utils._python_dispatch import TorchDispatchMode
+from test_parity import model_for
 
 import hf_distca
 from checkpointed import checkpoint_layers
@@ -24,8 +22,9 @@ from hf_distca.integration.handle import LayerPlanner
 from hf_distca.kernels import ScoreOptions
 from hf_distca.runtime.call import AttentionServer, Inputs
 from hf_distca.schedule.cost import AttentionShape
-from ranks import RankPool
-from recorded import recorded
+from ranks import RankPools
+from recorded import Operations, recorded
+from tiny_runs import pack, settings
 
 LAYERS = 2
 # Documents of all ranks, then whether their plans are equal.
@@ -34,7 +33,7 @@ PLANNING = Counter(all_to_all_single=2)
 
 def batch(rank: int, scale: int = 1) -> dict[str, Any]:
     lengths = [[96 * scale], [16 * scale] * 3, [16 * scale]][rank]
-    return hf_distca.PackingCollator()([{"documents": [[7] * n for n in lengths]}])
+    return pack(*lengths)
 
 
 def step(
@@ -43,9 +42,7 @@ def step(
     """Collectives and counts of a training step; with activation checkpointing unless `reentrant`
     is None.
     """
-    hf_distca.configure(
-        hf_distca.DistCAConfig(balance=balance, tile=8, min_gain=0.0, cost_model=PAIRS)
-    )
+    hf_distca.configure(settings(balance=balance))
     model = model_for(2, "distca", torch.float32)
     if reentrant is not None:
         checkpoint_layers(model, use_reentrant=reentrant)
@@ -60,7 +57,7 @@ def step(
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_one_dispatch_and_one_return_per_layer_and_direction(
-    rank_pool: Callable[[int], RankPool], world: int
+    rank_pool: RankPools, world: int
 ) -> None:
     results = rank_pool(world)(step, True, False, None)
     names = results[0][0]
@@ -75,7 +72,7 @@ def test_one_dispatch_and_one_return_per_layer_and_direction(
 
 @pytest.mark.parametrize(("balance", "even"), [(False, False), (True, True)])
 def test_nothing_is_exchanged_when_nothing_is_worth_moving(
-    rank_pool: Callable[[int], RankPool], balance: bool, even: bool
+    rank_pool: RankPools, balance: bool, even: bool
 ) -> None:
     for names, counts in rank_pool(2)(step, balance, even, None):
         assert Counter(names) == PLANNING
@@ -85,33 +82,17 @@ def test_nothing_is_exchanged_when_nothing_is_worth_moving(
 @pytest.mark.parametrize("balance", [True, False])
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_checkpointing_repeats_no_collective_and_no_kernel(
-    rank_pool: Callable[[int], RankPool], reentrant: bool, balance: bool
+    rank_pool: RankPools, reentrant: bool, balance: bool
 ) -> None:
     plain = rank_pool(2)(step, balance, False, None)
     assert rank_pool(2)(step, balance, False, reentrant) == plain
-
-
-class _Operations(TorchDispatchMode):
-    """Counts tensor operations."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: Counter[str] = Counter()
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> object:
-        self.seen[str(func)] += 1
-        return func(*args, **(kwargs or {}))
 
 
 def operations_of_a_planned_call(rank: int, scale: int) -> Counter[str]:
     """Tensor operations of one attention call, forward and backward, after planning; reading
     tensors is forbidden.
     """
-    hf_distca.configure(
-        hf_distca.DistCAConfig(tile=8 * scale, min_gain=0.0, cost_model=PAIRS, kernel="cpu")
-    )
+    hf_distca.configure(settings(tile=8 * scale, kernel="cpu"))
     session = current_session()
     packed = batch(rank, scale)["distca_documents"]
     length = sum(packed.lengths)
@@ -129,25 +110,17 @@ def operations_of_a_planned_call(rank: int, scale: int) -> Counter[str]:
     def forbidden(*args: object, **kwargs: object) -> None:
         raise AssertionError("an attention call read a tensor on the host")
 
-    readers = [
-        patch.object(torch.Tensor, name, forbidden)
-        for name in ("item", "tolist", "cpu", "numpy", "__bool__", "nonzero")
-    ]
-    for one in readers:
-        one.start()
-    try:
-        with _Operations() as operations:
-            plan.compute_attention(torch.nn.Module(), Inputs(*leaves)).sum().backward()
-    finally:
-        for one in readers:
-            one.stop()
+    readers = ("item", "tolist", "cpu", "numpy", "__bool__", "nonzero")
+    with (
+        patch.multiple(torch.Tensor, **dict.fromkeys(readers, forbidden)),
+        Operations() as operations,
+    ):
+        plan.compute_attention(torch.nn.Module(), Inputs(*leaves)).sum().backward()
     assert session.meter.dispatches == 2
     return operations.seen
 
 
-def test_planned_call_reads_nothing_whatever_its_tokens(
-    rank_pool: Callable[[int], RankPool],
-) -> None:
+def test_planned_call_reads_nothing_whatever_its_tokens(rank_pool: RankPools) -> None:
     """A planned call reads nothing and does not grow with tokens."""
     small, large = (rank_pool(2)(operations_of_a_planned_call, scale) for scale in (1, 8))
     assert small == large

@@ -18,15 +18,12 @@ from unittest.mock import patch
 import pytest
 import torch
 from datasets import Dataset, IterableDataset, disable_progress_bars
-from tokenizers import Tokenizer, models
 from transformers import (
     DataCollatorForLanguageModeling,
     DataCollatorForSeq2Seq,
     DataCollatorWithFlattening,
     DataCollatorWithPadding,
-    PreTrainedTokenizerFast,
     Trainer,
-    TrainingArguments,
     modeling_utils,
 )
 
@@ -34,8 +31,17 @@ import hf_distca
 from checkpointed import ARGUMENT
 from hf_distca.integration import processes
 from hf_distca.integration.current_session import current_session
-from ranks import RankPool
-from tiny_runs import COMMON, VOCABULARY, documents, losses, settings, tiny_llama
+from ranks import RankPools
+from tiny_runs import (
+    COMMON,
+    documents,
+    exact_arguments,
+    losses,
+    make_tokenizer,
+    settings,
+    text_of,
+    tiny_llama,
+)
 from turns import in_turn
 
 LENGTHS = (200, 7, 1, 33, 90, 64, 12, 150, 5, 80)
@@ -69,6 +75,11 @@ def packed() -> Dataset:
     )
 
 
+def with_empty_documents() -> Dataset:
+    ids = documents(*LENGTHS)
+    return Dataset.from_dict({"input_ids": [[], *ids[:5], [], *ids[5:], []]})
+
+
 def stream() -> IterableDataset:
     return rows().to_iterable_dataset()
 
@@ -99,8 +110,10 @@ CASES: dict[str, tuple[type[Trainer], Callable[[], Any], dict[str, Any], dict[st
         {"eval_strategy": "steps", "eval_steps": 2},
         {"evaluation": True},
     ),
+    "empty documents": (Trainer, with_empty_documents, {"max_steps": 2}, {}),
     OFFLOADED: (Trainer, rows, OFFLOADING, {}),
 }
+ALWAYS = ["subclass, accumulation, whole documents", "empty documents", OFFLOADED]
 
 
 @contextmanager
@@ -130,30 +143,21 @@ def skip_before_offloading(name: str) -> None:
         pytest.skip("this release of transformers does not offload checkpoints")
 
 
-def make(kind: type[Trainer], implementation: str, data: Any, changes: dict[str, Any]) -> Trainer:
+def make(
+    data: Any, kind: type[Trainer] = Trainer, attention: str = "distca", **how: Any
+) -> Trainer:
     disable_progress_bars()
     # With AdamW's usual epsilon, rounding of tiny gradients grows to 2e-5 of later norms, more on
     # some processors than on others.
-    arguments = {
-        **COMMON,
-        "output_dir": tempfile.gettempdir(),
-        "max_steps": STEPS,
-        "learning_rate": 1e-2,
-        "adam_epsilon": 1e-2,
-    }
-    arguments |= {"bf16": False, **changes}
-    return kind(
-        tiny_llama(implementation),
-        TrainingArguments(**arguments),
-        train_dataset=data,
-        eval_dataset=rows(),
-    )
+    rates = {"learning_rate": 1e-2, "adam_epsilon": 1e-2}
+    arguments = exact_arguments(**{"max_steps": STEPS, **rates, **how})
+    return kind(tiny_llama(attention), arguments, train_dataset=data, eval_dataset=rows())
 
 
 def train(rank: int, ranks: int, implementation: str, name: str) -> list[float]:
     hf_distca.configure(settings(cost_model="analytic"))
     kind, data, changes, told = CASES[name]
-    trainer = make(kind, implementation, data(), changes)
+    trainer = make(data(), kind, implementation, **changes)
     assert hf_distca.deal(trainer, TOKENS // ranks, **told) is trainer
     with unpinned(name == OFFLOADED):
         trainer.train()
@@ -165,12 +169,8 @@ def one_process(name: str) -> list[float]:
     return train(0, 1, "sdpa", name)
 
 
-@pytest.mark.parametrize(
-    "name", in_turn(CASES, 16, ["subclass, accumulation, whole documents", OFFLOADED])
-)
-def test_one_line_trains_as_one_process_does(
-    rank_pool: Callable[[int], RankPool], name: str
-) -> None:
+@pytest.mark.parametrize("name", in_turn(CASES, 16, ALWAYS))
+def test_one_line_trains_as_one_process_does(rank_pool: RankPools, name: str) -> None:
     skip_before_offloading(name)
     expected = one_process(name)
     assert len(expected) >= 2 * min(STEPS, CASES[name][2].get("max_steps", STEPS))
@@ -179,15 +179,13 @@ def test_one_line_trains_as_one_process_does(
 
 def log_of_dealt(rank: int) -> tuple[list[dict[str, float]], str]:
     hf_distca.configure(settings())
-    trainer = make(Trainer, "distca", rows(), {"max_steps": 2})
+    trainer = make(rows(), max_steps=2)
     with redirect_stderr(StringIO()) as said:
         hf_distca.deal(trainer, TOKENS // 2).train()
     return trainer.state.log_history, said.getvalue()
 
 
-def test_logs_compare_with_the_order_not_taken(
-    rank_pool: Callable[[int], RankPool],
-) -> None:
+def test_logs_compare_with_the_order_not_taken(rank_pool: RankPools) -> None:
     """By causal pairs, of which dealt documents leave ranks more equally many."""
     logged, said = rank_pool(2)(log_of_dealt)[0]
     for row in logged[:-1]:
@@ -207,38 +205,27 @@ def test_masks_and_packing_change_nothing_but_what_they_should() -> None:
 
 
 def test_what_is_said(capfd: pytest.CaptureFixture[str]) -> None:
-    trainer = make(Trainer, "distca", rows(), {"gradient_accumulation_steps": 2})
+    trainer = make(rows(), gradient_accumulation_steps=2)
     hf_distca.deal(trainer, TOKENS, fill="cut")
-    said = [line for line in capfd.readouterr().err.splitlines() if "." in line][-5:]
-    assert said == [
-        (
-            "distca deals 10 documents of 642 tokens, the longest of 200, to 1 rank with 96 tokens"
-            " each, which has nobody to share with. Targets: 632; 1 of the documents have none."
-        ),
-        "An epoch has 6 global batches of 96 tokens, 2 in each optimizer step.",
-        "Documents longer than a rank holds: 2. Longer than a global batch, and therefore cut: 2.",
-        (
-            "Attention of the slowest rank / mean, estimated: 1.00 in the batches replaced, 1.00"
-            " with documents in their order, 1.00 dealt and moved."
-        ),
-        (
-            'Tokens that lose context by a cut: 45.8% (fill="whole" cuts none that fits in a global'
-            " batch). Padding: 0.0%. Optimizer steps of an epoch: 5 before, 3 dealt."
-        ),
-    ]
-    assert (
-        sum(
-            isinstance(callback, hf_distca.DistCACallback)
-            for callback in trainer.callback_handler.callbacks
-        )
-        == 1
-    )
+    said = capfd.readouterr().err
+    for fact in (
+        "10 documents of 642 tokens, the longest of 200, to 1 rank with 96 tokens each",
+        "Targets: 632; 1 of the documents have none.",
+        "6 global batches of 96 tokens, 2 in each optimizer step.",
+        "Longer than a global batch, and therefore cut: 2.",
+        "1.00 in the batches replaced, 1.00 with documents in their order, 1.00 dealt and moved.",
+        "lose context by a cut: 45.8%",
+        "Padding: 0.0%. Optimizer steps of an epoch: 5 before, 3 dealt.",
+    ):
+        assert fact in said
+    kinds = [type(callback) for callback in trainer.callback_handler.callbacks]
+    assert kinds.count(hf_distca.DistCACallback) == 1
     with pytest.raises(hf_distca.ConfigError, match="dealt already"):
         hf_distca.deal(trainer, TOKENS)
 
 
 def said_by(capfd: pytest.CaptureFixture[str], data: Any, **changes: Any) -> str:
-    hf_distca.deal(make(Trainer, "distca", data, changes), TOKENS)
+    hf_distca.deal(make(data, **changes), TOKENS)
     return capfd.readouterr().err
 
 
@@ -252,18 +239,12 @@ def test_targets_are_counted(capfd: pytest.CaptureFixture[str]) -> None:
     assert "Targets: 50% of the tokens, in a sample of 256 documents.\n" in said_by(capfd, many)
 
 
-def test_documents_without_a_target_are_refused_or_said(caplog: pytest.LogCaptureFixture) -> None:
-    nothing = rows(labels=[[-100] * length for length in LENGTHS])
-    with pytest.raises(
-        hf_distca.ConfigError,
-        match="none of the 642 tokens of 10 documents is a target: labels are -100",
-    ):
-        hf_distca.deal(make(Trainer, "distca", nothing, {}), TOKENS)
-    # Of many, not all are looked at: number 1 is not.
+def test_documents_without_a_target_are_said(caplog: pytest.LogCaptureFixture) -> None:
+    """Of many, not all are looked at: number 1 is not."""
     many = Dataset.from_dict(
         {"input_ids": [[1, 2]] * 600, "labels": [[-100, 2 if n == 1 else -100] for n in range(600)]}
     )
-    hf_distca.deal(make(Trainer, "distca", many, {}), TOKENS)
+    hf_distca.deal(make(many), TOKENS)
     assert (
         "none of the 512 tokens of 256 documents is a target, which were looked at among 600"
         in caplog.text
@@ -290,8 +271,8 @@ class OfMyOwn(DataCollatorWithPadding):
 
 
 def mlm() -> Any:
-    token = tokenizer()
-    token.mask_token = "2"
+    token = make_tokenizer()
+    token.mask_token = "02"
     return DataCollatorForLanguageModeling(token)
 
 
@@ -299,9 +280,12 @@ def mlm() -> Any:
 COLLATORS: dict[str, tuple[Callable[[], Any], str | None]] = {
     "a function": (lambda: of_my_own, "of_my_own"),
     "of arguments": (lambda: partial(of_my_own), "of_my_own"),
-    "a subclass": (lambda: OfMyOwn(tokenizer()), "OfMyOwn"),
+    "a subclass": (lambda: OfMyOwn(make_tokenizer()), "OfMyOwn"),
     "random masks": (mlm, r"DataCollatorForLanguageModeling\(mlm=True\)"),
-    "language modeling": (lambda: DataCollatorForLanguageModeling(tokenizer(), mlm=False), None),
+    "language modeling": (
+        lambda: DataCollatorForLanguageModeling(make_tokenizer(), mlm=False),
+        None,
+    ),
     "flattening": (DataCollatorWithFlattening, None),
     "by default": (lambda: None, None),
     "packing": (hf_distca.PackingCollator, None),
@@ -313,7 +297,7 @@ def test_a_collator_that_may_mean_more_is_refused(
     name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     collator, named = COLLATORS[name]
-    trainers = [make(Trainer, "distca", rows(), {}) for _ in range(2)]
+    trainers = [make(rows()) for _ in range(2)]
     for trainer in trainers:
         trainer.data_collator = collator() or trainer.data_collator
     processes.warn_once.cache_clear()
@@ -333,7 +317,7 @@ def test_a_collator_that_may_mean_more_is_refused(
 
 
 def test_a_pad_token_that_ends_documents_is_said(caplog: pytest.LogCaptureFixture) -> None:
-    trainer, token = make(Trainer, "distca", rows(), {}), tokenizer()
+    trainer, token = make(rows()), make_tokenizer()
     token.pad_token = token.eos_token
     trainer.data_collator = DataCollatorForLanguageModeling(token, mlm=False)
     processes.warn_once.cache_clear()
@@ -348,21 +332,19 @@ class OwnOrder(Trainer):
 
 def test_an_order_of_rows_is_replaced_by_name(caplog: pytest.LogCaptureFixture) -> None:
     processes.warn_once.cache_clear()
-    hf_distca.deal(
-        make(Trainer, "distca", rows(), {"train_sampling_strategy": "group_by_length"}), TOKENS
-    )
+    hf_distca.deal(make(rows(), train_sampling_strategy="group_by_length"), TOKENS)
     assert "hf_distca.deal replaces train_sampling_strategy='group_by_length'" in caplog.text
     with pytest.raises(
         hf_distca.UnsupportedError,
         match=r"RandomSampler reads them in an order of its own.*leave out .*_get_train_sampler",
     ):
-        hf_distca.deal(make(OwnOrder, "distca", rows(), {}), TOKENS).train()
+        hf_distca.deal(make(rows(), OwnOrder), TOKENS).train()
 
 
 def test_rows_in_their_order_stay_in_it(capfd: pytest.CaptureFixture[str]) -> None:
     """Also of a second Trainer with the same arguments, which `deal` has changed."""
     ordered = {"train_sampling_strategy": "sequential"}
-    first = make(Trainer, "distca", rows(), ordered)
+    first = make(rows(), **ordered)
     second = Trainer(tiny_llama("distca"), first.args, train_dataset=rows())
     for trainer in (first, second):
         hf_distca.deal(trainer, TOKENS)
@@ -371,7 +353,7 @@ def test_rows_in_their_order_stay_in_it(capfd: pytest.CaptureFixture[str]) -> No
         ids = torch.cat([torch.tensor(some) for some in documents(*LENGTHS)])
         batches = zip(torch.cat(read).split(TOKENS), ids.split(TOKENS), strict=False)
         assert all(batch.sort()[0].equal(in_order.sort()[0]) for batch, in_order in batches)
-    shuffled = make(Trainer, "distca", rows(), {})
+    shuffled = make(rows())
     again = Trainer(tiny_llama("distca"), shuffled.args, train_dataset=rows())
     for trainer in (shuffled, again):
         hf_distca.deal(trainer, TOKENS)
@@ -394,7 +376,7 @@ class DropsDocuments(Trainer):
 
 @pytest.mark.parametrize("kind", [OwnLoader, DropsDocuments])
 def test_batches_that_were_not_dealt_are_refused(kind: type[Trainer]) -> None:
-    trainer = make(kind, "distca", rows(), {})
+    trainer = make(rows(), kind)
     with pytest.raises(
         hf_distca.UnsupportedError,
         match=f"train_dataset of this {kind.__name__} is dealt, but its batches are not",
@@ -404,7 +386,7 @@ def test_batches_that_were_not_dealt_are_refused(kind: type[Trainer]) -> None:
 
 
 def test_evaluation_of_other_rows_says_what_its_loss_is(caplog: pytest.LogCaptureFixture) -> None:
-    trainer = make(Trainer, "distca", rows(labels=documents(*LENGTHS)), {})
+    trainer = make(rows(labels=documents(*LENGTHS)))
     hf_distca.deal(trainer, TOKENS, evaluation=True)
     processes.warn_once.cache_clear()
     trainer.evaluate()
@@ -416,7 +398,7 @@ def test_evaluation_of_other_rows_says_what_its_loss_is(caplog: pytest.LogCaptur
 def evaluate_and_train(rank: int, first: str) -> str:
     """transformers 5.23 then trains without DistributedDataParallel."""
     hf_distca.configure(settings())
-    trainer = make(Trainer, "distca", rows(), {"max_steps": 1})
+    trainer = make(rows(), max_steps=1)
     hf_distca.deal(trainer, TOKENS // 2, evaluation=True)
     if first == "predict":
         trainer.predict(rows(labels=documents(*LENGTHS)))
@@ -434,31 +416,44 @@ def evaluate_and_train(rank: int, first: str) -> str:
 
 @pytest.mark.parametrize("first", ["evaluate", "predict", ""])
 def test_ranks_that_average_no_gradients_train_on_nothing_dealt(
-    rank_pool: Callable[[int], RankPool], first: str
+    rank_pool: RankPools, first: str
 ) -> None:
     """Other releases may wrap the model."""
     for said in rank_pool(2)(evaluate_and_train, first):
         assert said == "trained" or (first and "nothing averages the gradients of 2 ranks" in said)
 
 
-def refuse_with_a_half_done(kind: str) -> tuple[Trainer, dict[str, Any]]:
-    """A Trainer that is refused, and what it is told."""
-    data: Any = rows()
-    changes: dict[str, Any] = {"per_device_eval_batch_size": 4}
-    if kind == "no targets":
-        data = rows(labels=[[-100] * length for length in LENGTHS])
-    trainer = make(Trainer, "distca", data, changes)
-    if kind == "evaluation is a stream":
-        trainer.eval_dataset = {"first": rows(), "second": stream()}
-    if kind == "no room":
-        trainer.eval_dataset = Dataset.from_dict({"input_ids": [[1] * (TOKENS + 1)]})
-    return trainer, {"longer": "refuse"} if kind == "no room" else {}
+# Data for training and evaluation, changes of what `deal` is told, and what a refusal names.
+REFUSED: dict[str, tuple[Callable[[], Any], Callable[[], Any], dict[str, Any], str]] = {
+    "no targets": (
+        lambda: rows(labels=[[-100] * length for length in LENGTHS]),
+        rows,
+        {},
+        "none of the 642 tokens of 10 documents is a target: labels are -100",
+    ),
+    "nothing to train on": (lambda: None, rows, {}, "train_dataset of this Trainer is None"),
+    "nothing to evaluate": (rows, lambda: None, {}, "has no eval_dataset"),
+    "evaluation is a stream": (rows, stream, {}, "the eval_dataset is a stream"),
+    "one evaluation is a stream": (rows, lambda: {"a": rows(), "b": stream()}, {}, "is a stream"),
+    "no room": (
+        lambda: Dataset.from_dict({"input_ids": documents(48, 48, 48)}),
+        lambda: Dataset.from_dict({"input_ids": [[1] * (TOKENS + 1)]}),
+        {"longer": "refuse"},
+        "1 of 1 documents are longer",
+    ),
+    "a word": (rows, rows, {"collator": "mine"}, "collator='mine' must be 'check' or 'replace'"),
+    "nothing for tokens": (rows, rows, {"tokens_per_rank": None}, "None must be a whole number"),
+    "text for tokens": (rows, rows, {"tokens_per_rank": "96"}, "'96' must be a whole number"),
+    "half a token": (rows, rows, {"tokens_per_rank": 1.5}, "1.5 must be a whole number"),
+}
 
 
-@pytest.mark.parametrize("kind", ["no targets", "evaluation is a stream", "no room"])
-def test_a_trainer_that_is_refused_is_as_it_was(kind: str) -> None:
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_trainer_that_is_refused_is_as_it_was(name: str) -> None:
     hf_distca.configure(settings())
-    trainer, told = refuse_with_a_half_done(kind)
+    data, evaluated, told, named = REFUSED[name]
+    trainer = make(data(), per_device_eval_batch_size=4)
+    trainer.eval_dataset = evaluated()
 
     def look() -> list[Any]:
         args = {**vars(trainer.args)}
@@ -467,17 +462,9 @@ def test_a_trainer_that_is_refused_is_as_it_was(kind: str) -> None:
         return [args, *map(id, parts), callbacks, current_session().config]
 
     before = look()
-    with pytest.raises(hf_distca.DistCAError):
-        hf_distca.deal(trainer, TOKENS, evaluation=True, **told)
+    with pytest.raises(hf_distca.DistCAError, match=named):
+        hf_distca.deal(trainer, **{"tokens_per_rank": TOKENS, "evaluation": True, **told})
     assert look() == before
-
-
-@pytest.mark.parametrize("tokens", [None, "96", 1.5])
-def test_tokens_that_are_no_number_are_refused(tokens: Any) -> None:
-    with pytest.raises(hf_distca.ConfigError, match=r"tokens_per_rank=.* must be a whole number"):
-        hf_distca.deal(make(Trainer, "distca", rows(), {}), tokens)
-    with pytest.raises(hf_distca.ConfigError, match=r"DistCACallback\(\) got .* a DistCAConfig"):
-        hf_distca.DistCACallback(tokens or {"tile": 8})
 
 
 def test_recurrent_layers_under_other_attention_are_said(caplog: pytest.LogCaptureFixture) -> None:
@@ -490,20 +477,15 @@ def test_recurrent_layers_under_other_attention_are_said(caplog: pytest.LogCaptu
     ):
         caplog.clear()
         processes.warn_once.cache_clear()
-        trainer = make(Trainer, name, rows(), {})
+        trainer = make(rows(), attention=name)
         trainer.model.config.model_type = model_type
         hf_distca.deal(trainer, TOKENS)
         said = f"recurrent layers of this {model_type} model carry states on"
         assert (said in caplog.text) == is_said
 
 
-def test_a_word_that_is_none_is_refused() -> None:
-    with pytest.raises(hf_distca.ConfigError, match="collator='mine' must be 'check' or 'replace'"):
-        hf_distca.deal(make(Trainer, "distca", rows(), {}), TOKENS, collator="mine")  # type: ignore[arg-type]
-
-
 def refuse(rank: int, changes: dict[str, Any]) -> str:
-    trainer = make(Trainer, "distca", rows(), changes)
+    trainer = make(rows(), **changes)
     trainer.compute_metrics = lambda prediction: {}
     with pytest.raises(hf_distca.UnsupportedError) as refused:
         hf_distca.deal(trainer, TOKENS // 2, evaluation=True)
@@ -523,7 +505,7 @@ def refuse(rank: int, changes: dict[str, Any]) -> str:
     ids=["smoothing", "average", "metrics"],
 )
 def test_what_it_would_compute_wrongly_is_refused_at_once(
-    rank_pool: Callable[[int], RankPool], changes: dict[str, Any], message: str
+    rank_pool: RankPools, changes: dict[str, Any], message: str
 ) -> None:
     for refused in rank_pool(2)(refuse, changes):
         assert message in refused
@@ -531,7 +513,7 @@ def test_what_it_would_compute_wrongly_is_refused_at_once(
 
 def test_dealt_sets_are_evaluated_together() -> None:
     """Also if settings of the callback were in force before."""
-    trainer = make(Trainer, "distca", rows(), {})
+    trainer = make(rows())
     callback = hf_distca.DistCACallback(settings(tile=16))
     trainer.add_callback(callback)
     callback.on_init_end(trainer.args, trainer.state, trainer.control)
@@ -539,17 +521,8 @@ def test_dealt_sets_are_evaluated_together() -> None:
     assert current_session().config == settings(tile=16, balance_evaluation=True)
 
 
-def test_nothing_to_deal() -> None:
-    with pytest.raises(hf_distca.ConfigError, match="train_dataset of this Trainer is None"):
-        hf_distca.deal(make(Trainer, "distca", None, {}), TOKENS)
-    trainer = make(Trainer, "distca", rows(), {})
-    trainer.eval_dataset = None
-    with pytest.raises(hf_distca.ConfigError, match="has no eval_dataset"):
-        hf_distca.deal(trainer, TOKENS, evaluation=True)
-
-
 def test_evaluation_sets_with_names_are_dealt_each() -> None:
-    trainer = make(Trainer, "distca", rows(), {})
+    trainer = make(rows())
     trainer.eval_dataset = {"first": rows(), "second": rows(completion_mask=masks())}
     hf_distca.deal(trainer, TOKENS, evaluation=True)
     assert [name for name in trainer.evaluate() if name.endswith("_loss")] == [
@@ -574,7 +547,7 @@ def test_other_batches_are_warned_of_in_a_resumed_training(
     ) -> list[str]:
         caplog.clear()
         hf_distca.configure(settings(cost_model="analytic"))
-        trainer = make(Trainer, "distca", rows(), {**changes, "max_steps": max_steps, **others})
+        trainer = make(rows(), **{**changes, "max_steps": max_steps, **others})
         hf_distca.deal(trainer, tokens, fill=fill)
         checkpoint = None if step is None else str(tmp_path / f"checkpoint-{step}")
         trainer.train(resume_from_checkpoint=checkpoint)
@@ -597,13 +570,6 @@ def test_other_batches_are_warned_of_in_a_resumed_training(
         assert shown in said.split("; now they are ")[1]
 
 
-def test_an_evaluation_set_without_an_end_is_refused() -> None:
-    trainer = make(Trainer, "distca", rows(), {})
-    trainer.eval_dataset = stream()
-    with pytest.raises(hf_distca.ConfigError, match="the eval_dataset is a stream"):
-        hf_distca.deal(trainer, TOKENS, evaluation=True)
-
-
 def evaluate(rank: int, ranks: int, dealt: bool, padding: bool) -> tuple[list[Any], float]:
     """Shapes and targets of predictions of an evaluation that is not dealt, and its loss."""
     hf_distca.configure(settings(cost_model="analytic"))
@@ -613,10 +579,10 @@ def evaluate(rank: int, ranks: int, dealt: bool, padding: bool) -> tuple[list[An
         seen.append((found.predictions.shape, int((found.label_ids != -100).sum())))
         return {}
 
-    trainer = make(Trainer, "distca", rows(labels=documents(*LENGTHS)), {})
+    trainer = make(rows(labels=documents(*LENGTHS)))
     trainer.compute_metrics = compute_metrics
     if padding:
-        trainer.data_collator = DataCollatorForSeq2Seq(tokenizer())
+        trainer.data_collator = DataCollatorForSeq2Seq(make_tokenizer())
     if dealt:
         hf_distca.deal(trainer, TOKENS // ranks)
     # Of another number than batches have.
@@ -628,7 +594,7 @@ def evaluate(rank: int, ranks: int, dealt: bool, padding: bool) -> tuple[list[An
 
 @pytest.mark.parametrize("padding", [True, False], ids=["padded", "by default"])
 def test_evaluation_that_is_not_dealt_counts_documents_once(
-    rank_pool: Callable[[int], RankPool], padding: bool
+    rank_pool: RankPools, padding: bool
 ) -> None:
     (seen, loss), *_ = rank_pool(2)(evaluate, 2, True, padding)
     targets = sum(LENGTHS[1:]) - (0 if padding else len(LENGTHS[1:]))
@@ -637,82 +603,48 @@ def test_evaluation_that_is_not_dealt_counts_documents_once(
         assert rank_pool(2)(evaluate, 2, False, padding)[0] == (seen, pytest.approx(loss))
 
 
-def train_with_empty_documents(rank: int, ranks: int) -> list[float]:
-    hf_distca.configure(settings(cost_model="analytic"))
-    ids = documents(*LENGTHS)
-    trainer = make(
-        Trainer,
-        "distca",
-        Dataset.from_dict({"input_ids": [[], *ids[:5], [], *ids[5:], []]}),
-        {"max_steps": 2, "per_device_train_batch_size": 1},
-    )
-    hf_distca.deal(trainer, TOKENS // ranks)
-    trainer.train()
-    return losses(trainer)
-
-
-def test_empty_documents_are_left_out(rank_pool: Callable[[int], RankPool]) -> None:
-    one = train_with_empty_documents(0, 1)
-    assert rank_pool(2)(train_with_empty_documents, 2)[0] == pytest.approx(one, rel=1e-4)
-
-
-def tokenizer() -> PreTrainedTokenizerFast:
-    words = models.WordLevel({str(number): number for number in range(VOCABULARY)}, unk_token="0")
-    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words), pad_token="0", eos_token="1")
-
-
 def texts() -> Dataset:
     """Prompts and completions in words."""
-    halves = [
-        (ids[: len(ids) // 2], ids[len(ids) // 2 :]) for ids in documents(*LENGTHS) if len(ids) > 1
-    ]
-    words = [
-        (" ".join(map(str, prompt)), " ".join(map(str, completion)))
-        for prompt, completion in halves
-    ]
-    return Dataset.from_dict(
-        {
-            "prompt": [prompt for prompt, _ in words],
-            "completion": [completion for _, completion in words],
-        }
-    )
+    some = [ids for ids in documents(*LENGTHS) if len(ids) > 1]
+    prompts = [text_of(ids[: len(ids) // 2]) for ids in some]
+    completions = [text_of(ids[len(ids) // 2 :]) for ids in some]
+    return Dataset.from_dict({"prompt": prompts, "completion": completions})
 
 
 # What `SFTConfig` says, and the data.
 TRL: dict[str, tuple[dict[str, Any], Callable[[], Dataset]]] = {
-    "prompt and completion": ({"max_length": None}, texts),
+    "prompt and completion": ({}, texts),
     "packing": ({"max_length": 64, "packing": True}, texts),
-    "LoRA": ({"max_length": None}, texts),
-    "dft": ({"max_length": None, "loss_type": "dft"}, texts),
-    "bfloat16": ({"max_length": None, "bf16": True, "ddp_find_unused_parameters": None}, texts),
-    OFFLOADED: ({"max_length": None, **OFFLOADING}, texts),
+    "LoRA": ({}, texts),
+    "dft": ({"loss_type": "dft"}, texts),
+    "bfloat16": ({"bf16": True, "ddp_find_unused_parameters": None}, texts),
+    OFFLOADED: (OFFLOADING, texts),
 }
+
+
+def make_trl(implementation: str, data: Dataset, peft: Any = None, **changes: Any) -> Trainer:
+    from trl import SFTConfig, SFTTrainer
+
+    warnings.simplefilter("ignore", FutureWarning)  # TRL's own, of transformers' names
+    disable_progress_bars()
+    always = {**COMMON, "output_dir": tempfile.mkdtemp(), "bf16": False, "max_length": None}
+    return SFTTrainer(
+        tiny_llama(implementation),
+        SFTConfig(**{**always, **changes}),
+        train_dataset=data,
+        processing_class=make_tokenizer(),
+        peft_config=peft,
+    )
 
 
 def train_trl(rank: int, ranks: int, implementation: str, name: str) -> list[float]:
     from peft import LoraConfig
-    from trl import SFTConfig, SFTTrainer
     from trl.kernels import ChunkedLogProbFunction as chunked  # noqa: N813
 
-    warnings.simplefilter("ignore", FutureWarning)  # TRL's own, of transformers' names
-    disable_progress_bars()
     changes, data = TRL[name]
-    arguments = {
-        **COMMON,
-        "output_dir": tempfile.mkdtemp(),
-        "max_steps": 4,
-        "learning_rate": 1e-2,
-        "bf16": False,
-        **changes,
-    }
-    trainer = SFTTrainer(
-        tiny_llama(implementation),
-        SFTConfig(**arguments),
-        train_dataset=data(),
-        processing_class=tokenizer(),
-        peft_config=(
-            LoraConfig(r=4, target_modules=["q_proj", "v_proj"]) if name == "LoRA" else None
-        ),
+    peft = LoraConfig(r=4, target_modules=["q_proj", "v_proj"]) if name == "LoRA" else None
+    trainer = make_trl(
+        implementation, data(), peft, **{"max_steps": 4, "learning_rate": 1e-2, **changes}
     )
     with (
         unpinned(name == OFFLOADED),
@@ -725,7 +657,7 @@ def train_trl(rank: int, ranks: int, implementation: str, name: str) -> list[flo
 
 @pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed:FutureWarning")
 @pytest.mark.parametrize("name", in_turn(TRL, 6))
-def test_trl(rank_pool: Callable[[int], RankPool], name: str) -> None:
+def test_trl(rank_pool: RankPools, name: str) -> None:
     pytest.importorskip("trl", reason='needs pip install -e ".[trl]"')
     skip_before_offloading(name)
     expected = train_trl(0, 1, "sdpa", name)
@@ -747,15 +679,8 @@ OF_TRL: dict[str, tuple[dict[str, Any], Callable[[], Dataset]]] = {
 @pytest.mark.parametrize("name", OF_TRL)
 def test_targets_are_those_of_the_collator_of_trl(name: str) -> None:
     pytest.importorskip("trl", reason='needs pip install -e ".[trl]"')
-    from trl import SFTConfig, SFTTrainer
-
     changes, data = OF_TRL[name]
-    args = SFTConfig(
-        **{**COMMON, "output_dir": tempfile.mkdtemp(), "bf16": False, "max_length": None, **changes}
-    )
-    trainer = SFTTrainer(
-        tiny_llama("distca"), args, train_dataset=data(), processing_class=tokenizer()
-    )
+    trainer = make_trl("distca", data(), **changes)
     columns = {"input_ids", "labels", "seq_lengths"}  # those that TRL leaves in
     rows_of_trl = [
         {name: row[name] for name in columns & row.keys()} for row in trainer.train_dataset

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from itertools import product
@@ -19,22 +18,21 @@ import torch.distributed as dist
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig, LlamaForCausalLM
 
 import hf_distca
+import tiny_runs
 from hf_distca.agreement.announce import PlanKey
 from hf_distca.agreement.dealt_share import Dealing, DealtShare, PlanJob
 from hf_distca.agreement.documents import PackedDocuments
 from hf_distca.errors import LayoutError
 from hf_distca.integration.current_session import current_session
-from hf_distca.schedule.cost import AttentionShape, CostModel
 from hf_distca.schedule.plan import Plan
-from ranks import RankPool
+from ranks import RankPools
 from recorded import counted_planning
+from tiny_runs import PAIRS, SIZES, VOCABULARY
 from turns import in_turn
 
-VOCABULARY, WINDOW = 61, 24
+WINDOW = 24
 # Gemma's norms compute in float32, whatever the model is in.
 CLOSE = {"full": {"rtol": 1e-9, "atol": 1e-12}, "windows": {"rtol": 1e-4, "atol": 1e-8}}
-SHAPE = AttentionShape(4, 2, 16, 16, 8)
-PAIRS = CostModel.make_of_pairs(SHAPE)
 TOKENS = 192  # of a global batch, on any number of ranks
 # Longer than a rank of two, three or four; one token; two long ones.
 BATCHES = ([180, 1, 11], [96, 95, 1], [7, 9, 150, 26], [12] * 16)
@@ -43,12 +41,7 @@ BATCHES = ([180, 1, 11], [96, 95, 1], [7, 9, 150, 26], [12] * 16)
 def model_for(kind: str, implementation: str) -> Any:
     torch.manual_seed(0)
     shape = {
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "vocab_size": VOCABULARY,
+        **SIZES,
         "head_dim": 16,
         "attn_implementation": implementation,
         "dtype": torch.float64,
@@ -60,14 +53,14 @@ def model_for(kind: str, implementation: str) -> Any:
 
 
 def settings(**changes: Any) -> hf_distca.DistCAConfig:
-    return hf_distca.DistCAConfig(
-        **{"tile": 8, "min_gain": 0.0, "cost_model": PAIRS, "timeout_seconds": 20.0, **changes}
-    )
+    return tiny_runs.settings(**{"timeout_seconds": 20.0, **changes})
 
 
 def dealing(ranks: int, kind: str, **changes: Any) -> Dealing:
     windows = (None, WINDOW) if kind == "windows" else (None,)
-    costs = {PlanKey(SHAPE, "cpu", window): replace(PAIRS, window=window) for window in windows}
+    costs = {
+        PlanKey(PAIRS.shape, "cpu", window): replace(PAIRS, window=window) for window in windows
+    }
     return Dealing(ranks, TOKENS // ranks, costs, settings(**changes))
 
 
@@ -113,6 +106,12 @@ def loss_of(model: Any, targets: torch.Tensor, number: int, **batch: Any) -> tor
     )
 
 
+def loss_of_share(model: Any, made: dict[str, Any], number: int) -> torch.Tensor:
+    """The loss of what `share` made."""
+    inputs = {name: value for name, value in made.items() if "labels" not in name}
+    return loss_of(model, made["shift_labels"], number, **inputs)
+
+
 @cache
 def alone(kind: str) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Losses of the whole global batches in one process under sdpa, and the sum of their
@@ -122,12 +121,8 @@ def alone(kind: str) -> tuple[list[float], dict[str, torch.Tensor]]:
     for number in range(len(BATCHES)):
         total = 0.0
         for text in documents(number):
-            loss = loss_of(
-                model,
-                torch.cat([text[1:], torch.tensor([-100])])[None],
-                number,
-                input_ids=text[None],
-            )
+            targets = torch.cat([text[1:], torch.tensor([-100])])[None]
+            loss = loss_of(model, targets, number, input_ids=text[None])
             loss.backward()
             total += loss.item()
         losses.append(total)
@@ -147,13 +142,7 @@ def together(
     with counted_planning() as planning:
         for number, batch in enumerate(shares):
             assert batch["input_ids"].shape == (1, TOKENS // ranks)
-            targets = batch.pop("shift_labels")
-            loss = loss_of(
-                model,
-                targets,
-                number,
-                **{name: value for name, value in batch.items() if name != "labels"},
-            )
+            loss = loss_of_share(model, batch, number)
             loss.backward()
             losses.append(loss.detach())
     sums = torch.stack(losses)
@@ -184,7 +173,7 @@ ALWAYS = [(2, "full", "whole"), (2, "windows", "ping-pong"), (3, "windows", "pin
     in_turn(product((2, 3, 4), ("full", "windows"), CHANGES), 12, ALWAYS),
 )
 def test_shares_train_as_one_process_does(
-    rank_pool: Callable[[int], RankPool], ranks: int, kind: str, change: str
+    rank_pool: RankPools, ranks: int, kind: str, change: str
 ) -> None:
     changes = CHANGES[change]
     losses, grads = alone(kind)
@@ -192,8 +181,7 @@ def test_shares_train_as_one_process_does(
         together, ranks, kind, changes
     ):
         assert same_losses == pytest.approx(losses, rel=1e-12)
-        for name, grad in grads.items():
-            torch.testing.assert_close(same_grads[name], grad, **CLOSE[kind])
+        torch.testing.assert_close(same_grads, grads, **CLOSE[kind])
         kinds = 2 if kind == "windows" else 1
         # Of one batch the halves exchange nothing, so it is planned again as a whole.
         again = change == "ping-pong" and kind == "full"
@@ -236,12 +224,7 @@ def train_apart(rank: int, wrong: str) -> None:
         if odd and wrong == "settings":
             current_session().config = settings(tolerance=0.5)
         batch = odd_share(made, wrong) if odd else share(made, number, rank)
-        loss_of(
-            model,
-            batch.pop("shift_labels"),
-            number,
-            **{k: v for k, v in batch.items() if k != "labels"},
-        ).backward()
+        loss_of_share(model, batch, number).backward()
 
 
 def apart(rank: int, wrong: str) -> str:
@@ -250,6 +233,12 @@ def apart(rank: int, wrong: str) -> str:
     with pytest.raises(hf_distca.DistCAError) as caught:
         train_apart(rank, wrong)
     return f"{type(caught.value).__name__}: {caught.value}"
+
+
+OTHER_DOCUMENTS = (
+    "different documents in the same global batch .* in micro-batch 2 .*give .* the same"
+    " documents, seed"
+)
 
 
 @pytest.mark.parametrize(
@@ -269,27 +258,15 @@ def apart(rank: int, wrong: str) -> str:
                 " 0: [0-9]+, rank 1: [0-9]+"
             ),
         ),
-        (
-            "lengths",
-            (
-                "different documents in the same global batch .* in micro-batch 2 .*give .* the"
-                " same documents, seed"
-            ),
-        ),
-        (
-            "seed",
-            (
-                "different documents in the same global batch .* in micro-batch 2 .*give .* the"
-                " same documents, seed"
-            ),
-        ),
+        ("lengths", OTHER_DOCUMENTS),
+        ("seed", OTHER_DOCUMENTS),
         ("share", "rank 1 holds the share of rank 0 of global batch 1 of epoch 0"),
         ("settings", "tolerance is 0.01 on rank 0, 0.5 on rank 1"),
         ("no share", "different ways of loading batches .* in micro-batch 2.*rank 0: 4, rank 1: 0"),
     ],
 )
 def test_shares_that_do_not_belong_together_end_in_an_error(
-    rank_pool: Callable[[int], RankPool], wrong: str, said: str
+    rank_pool: RankPools, wrong: str, said: str
 ) -> None:
     began = time.monotonic()
     errors = rank_pool(2)(apart, wrong)
@@ -298,9 +275,7 @@ def test_shares_that_do_not_belong_together_end_in_an_error(
         assert re.search(said, error), error
 
 
-def test_a_share_for_another_number_of_ranks_is_refused(
-    rank_pool: Callable[[int], RankPool],
-) -> None:
+def test_a_share_for_another_number_of_ranks_is_refused(rank_pool: RankPools) -> None:
     for error in rank_pool(2)(for_three_ranks):
         assert (
             "global batch 0 of epoch 0 is dealt to 3 ranks, but the attention group has 2: (0, 1)"
@@ -312,7 +287,5 @@ def for_three_ranks(rank: int) -> str:
     hf_distca.configure(settings())
     model, batch = model_for("full", "distca"), share(dealing(3, "full"), 0, rank)
     with pytest.raises(LayoutError) as caught:
-        loss_of(
-            model, batch.pop("shift_labels"), 0, **{k: v for k, v in batch.items() if k != "labels"}
-        )
+        loss_of_share(model, batch, 0)
     return str(caught.value)

@@ -4,7 +4,7 @@ trains as one process does.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,7 @@ from hf_distca.data.shares import Shares, StreamedShares
 from hf_distca.errors import LayoutError
 from hf_distca.integration.checks.reading_order import find_shares
 from hf_distca.schedule.cost import AttentionShape, CostModel
-from ranks import RankPool
+from ranks import RankPools
 from recorded import counted_planning
 
 LENGTHS = (200, 7, 1, 33, 90, 64, 12, 150, 5, 80)
@@ -47,23 +47,13 @@ def some_documents() -> datasets.Dataset:
 
 
 def make(ranks: int, **more: Any) -> Any:
-    shapes, config = [(SHAPE, None)], tiny_runs.settings()
-    return hf_distca.document_shares(
-        some_documents(),
-        TOKENS // ranks,
-        **{"shapes": shapes, "config": config, "ranks": ranks, "fill": "cut", **more},
-    )
+    how = {"shapes": [(SHAPE, None)], "fill": "cut", **more}
+    return tiny_runs.share_documents(LENGTHS, TOKENS, ranks, **how)
 
 
 def trainer_of(dataset: Any, **more: Any) -> Trainer:
-    how = {
-        "train_sampling_strategy": "sequential",
-        "remove_unused_columns": True,
-        "num_train_epochs": 2,
-        "bf16": False,
-        **more,
-    }
-    return tiny_runs.make_trainer("distca", dataset, **how)
+    how = {"remove_unused_columns": True, "num_train_epochs": 2, "bf16": False, **more}
+    return tiny_runs.make_trainer("distca", dataset, train_sampling_strategy="sequential", **how)
 
 
 def train_on_a_part(rank: int) -> str:
@@ -81,7 +71,7 @@ def train_on_a_part(rank: int) -> str:
     return str(caught.value)
 
 
-def test_documents_divided_by_rank_are_refused(rank_pool: Callable[[int], RankPool]) -> None:
+def test_documents_divided_by_rank_are_refused(rank_pool: RankPools) -> None:
     for error in rank_pool(2)(train_on_a_part):
         assert "different documents in the same global batch" in error
         assert (
@@ -91,7 +81,6 @@ def test_documents_divided_by_rank_are_refused(rank_pool: Callable[[int], RankPo
 
 
 def test_run_resumed_in_its_second_epoch_has_the_same_shares(tmp_path: Path) -> None:
-    """A run that resumes in its second epoch goes on with the same shares."""
     items = sum(LENGTHS) // TOKENS
     whole = trainer_of(make(1), folder=str(tmp_path), save_strategy="steps", save_steps=items + 2)
     whole.train()
@@ -158,15 +147,7 @@ def dealing_of(**how: Any) -> Any:
 
 
 def test_dealing_follows_the_model_settings_and_place() -> None:
-    """What is dealt by is the model, the settings and the place."""
-    small = {
-        "hidden_size": 64,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "num_hidden_layers": 2,
-    }
-    config = Gemma2Config(**small, sliding_window=40, dtype=torch.bfloat16)
+    config = Gemma2Config(**tiny_runs.SIZES, head_dim=16, sliding_window=40, dtype=torch.bfloat16)
     half = AttentionShape(4, 2, 16, 16, 2)
     settings = hf_distca.DistCAConfig(tile=64, ping_pong=True)
     made = dealing_of(model=config, ranks=4, ranks_per_node=2, device="cuda", config=settings)
@@ -198,7 +179,6 @@ def test_dealing_follows_the_model_settings_and_place() -> None:
 def test_shares_are_planned_for_the_launchers_precision(
     monkeypatch: pytest.MonkeyPatch, mixed: str | None, element_bytes: int
 ) -> None:
-    """Shares are planned for the mixed precision of the launcher."""
     monkeypatch.setattr(AcceleratorState, "_shared_state", {})
     monkeypatch.delenv("ACCELERATE_MIXED_PRECISION", raising=False)
     if mixed is not None:
@@ -276,14 +256,7 @@ def test_shuffled_documents_stay_whole_by_default(how: dict[str, Any], is_whole:
 def evaluate(rank: int, ranks: int) -> dict[str, float]:
     """Evaluation on documents longer than a rank, on all ranks together."""
     config = tiny_runs.settings(balance_evaluation=True)
-    shares = hf_distca.document_shares(
-        some_documents(),
-        TOKENS // ranks,
-        shapes=[(SHAPE, None)],
-        config=config,
-        ranks=ranks,
-        seed=None,
-    )
+    shares = make(ranks, config=config, seed=None, fill=None)
     trainer = trainer_of(
         shares, eval_dataset=shares, config=config, num_train_epochs=3, remove_unused_columns=False
     )
@@ -296,7 +269,7 @@ def evaluate(rank: int, ranks: int) -> dict[str, float]:
     }
 
 
-def test_ranks_evaluate_long_documents_together(rank_pool: Callable[[int], RankPool]) -> None:
+def test_ranks_evaluate_long_documents_together(rank_pool: RankPools) -> None:
     alone = evaluate(0, 1)
     for ranks in (2, 3):
         for found in rank_pool(ranks)(evaluate, ranks):

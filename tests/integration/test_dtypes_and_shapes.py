@@ -4,7 +4,6 @@ sdpa in the same dtype.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 
@@ -16,8 +15,8 @@ from transformers import AttentionInterface
 import hf_distca
 from handles import make_handle
 from hf_distca.integration.current_session import current_session
-from hf_distca.schedule.cost import AttentionShape, CostModel
-from ranks import RankPool
+from ranks import RankPools
+from tiny_runs import settings
 from turns import in_turn
 
 SCALING = 0.11  # of no head dim below
@@ -124,8 +123,7 @@ def errors(rank: int, case: Case) -> tuple[dict[str, tuple[float, float]], bool,
     """Errors of (distca, sdpa) against float64 by name, whether padding got nothing, and bytes
     sent.
     """
-    pairs = CostModel.make_of_pairs(AttentionShape(4, 2, 16, 16, 8))
-    hf_distca.configure(hf_distca.DistCAConfig(tile=8, min_gain=0.0, cost_model=pairs))
+    hf_distca.configure(settings())
     rows = PACKED[rank] if case.padding is None else PADDED[case.padding][rank]
     length, documents = where(rows, case.padding)
     fused, d_out = leaves(case, len(rows), length, rank)
@@ -189,7 +187,7 @@ def test_one_rank(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", in_turn(CASES, 4))
-def test_two_ranks(name: str, rank_pool: Callable[[int], RankPool]) -> None:
+def test_two_ranks(name: str, rank_pool: RankPools) -> None:
     for found, clean, sent in rank_pool(2)(errors, CASES[name]):
         assert sent, "nothing was exchanged, so nothing was tested"
         check(found, clean)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,8 +14,6 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
     T5Config,
-    Trainer,
-    TrainingArguments,
     ViTConfig,
     ViTModel,
 )
@@ -30,6 +27,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import hf_distca
 from hf_distca.integration.mask_objects import ForeignMask
+from tiny_runs import make_trainer, rows
 
 
 class MineConfig(PreTrainedConfig):
@@ -146,7 +144,6 @@ def encoder_decoder(name: str) -> PreTrainedModel:
 
 @pytest.mark.parametrize("name", ENCODER_DECODERS)
 def test_encoder_decoder_is_refused_in_its_first_forward(name: str) -> None:
-    """An encoder-decoder is refused by name in its first forward."""
     ids = torch.arange(8)[None]
     with pytest.raises(
         hf_distca.UnsupportedError, match=f"{name} models: .* encoder with a decoder"
@@ -154,17 +151,8 @@ def test_encoder_decoder_is_refused_in_its_first_forward(name: str) -> None:
         encoder_decoder(name)(input_ids=ids, labels=ids)
 
 
-def test_an_encoder_decoder_is_refused_by_name_before_training(tmp_path: Path) -> None:
-    arguments = TrainingArguments(
-        str(tmp_path), use_cpu=True, max_steps=1, report_to="none", save_strategy="no"
-    )
-    rows = [{"input_ids": [5, 6, 7], "labels": [5, 6, 7]}] * 8
-    trainer = Trainer(
-        encoder_decoder("bart"),
-        arguments,
-        train_dataset=rows,
-        callbacks=[hf_distca.DistCACallback()],
-    )
+def test_an_encoder_decoder_is_refused_by_name_before_training() -> None:
+    trainer = make_trainer("distca", rows(4), model=encoder_decoder("bart"), max_steps=1)
     steps: list[int] = []
     trainer.training_step = lambda *_args, **_kwargs: steps.append(1)
     with pytest.raises(hf_distca.UnsupportedError, match=r"bart models: .* encoder with a decoder"):

@@ -6,13 +6,12 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from test_parity import PAIRS, model_for
+from test_parity import model_for, relative
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
@@ -23,32 +22,24 @@ from hf_distca.agreement.documents import PackedDocuments
 from hf_distca.errors import LayoutError
 from hf_distca.integration.current_session import current_session
 from live_bytes import LiveBytes
-from ranks import RankPool
+from ranks import RankPools
 from recorded import counted_planning
-from tiny_runs import VOCABULARY, settings, tiny_llama
+from tiny_runs import SIZES, VOCABULARY, pack, settings, tiny_llama
 from turns import in_turn
 
 LAYERS = 2
-
-
-def batch(*lengths: int) -> dict[str, Any]:
-    return hf_distca.PackingCollator()(
-        [{"documents": [[7 + n % 5 for n in range(length)] for length in lengths]}]
-    )
 
 
 def collectives_of_a_step(rank: int, dtype: torch.dtype | None, ping_pong: bool) -> tuple[int, int]:
     """Collectives of planning one micro-batch under FSDP2, and how many micro-batches were
     counted.
     """
-    hf_distca.configure(
-        hf_distca.DistCAConfig(tile=8, min_gain=0.0, cost_model=PAIRS, ping_pong=ping_pong)
-    )
+    hf_distca.configure(settings(ping_pong=ping_pong))
     model = model_for(2, "distca", torch.float32)
     for layer in model.model.layers:
         fully_shard(layer, mp_policy=MixedPrecisionPolicy(param_dtype=dtype))
     fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=dtype))
-    data = batch(*([96], [16, 16, 16])[rank])
+    data = pack(*([96], [16, 16, 16])[rank])
     before = current_session().planner.number
     with counted_planning() as seen:
         model(**data, use_cache=False).loss.backward()
@@ -58,7 +49,7 @@ def collectives_of_a_step(rank: int, dtype: torch.dtype | None, ping_pong: bool)
 @pytest.mark.parametrize("ping_pong", [False, True])
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 def test_fsdp2_plans_a_micro_batch_once_in_any_precision(
-    rank_pool: Callable[[int], RankPool], dtype: torch.dtype | None, ping_pong: bool
+    rank_pool: RankPools, dtype: torch.dtype | None, ping_pong: bool
 ) -> None:
     assert rank_pool(2)(collectives_of_a_step, dtype, ping_pong) == [(2, 1)] * 2
 
@@ -73,7 +64,7 @@ def bytes_after_layers(training: bool) -> list[int]:
             layer.register_forward_hook(lambda *_: alive.append(live.alive))
             for layer in model.model.layers
         ]
-        model(**batch(64, 64), use_cache=False)
+        model(**pack(64, 64), use_cache=False)
     for hook in hooks:
         hook.remove()
     return alive
@@ -94,7 +85,7 @@ def test_a_step_keeps_nothing_of_the_one_before(rope: str, given: bool) -> None:
     hf_distca.configure()
     config = tiny_llama("distca").config
     config.rope_parameters = {"rope_type": rope, "rope_theta": 10_000.0, "factor": 4.0}
-    model, inputs = LlamaForCausalLM(config).train(), batch(40, 24)
+    model, inputs = LlamaForCausalLM(config).train(), pack(40, 24)
     if not given:
         inputs.pop("distca_documents")
     gc.collect()
@@ -110,18 +101,6 @@ def test_a_step_keeps_nothing_of_the_one_before(rope: str, given: bool) -> None:
         gc.enable()
 
 
-SIZES: dict[str, Any] = {
-    "hidden_size": 64,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": VOCABULARY,
-    "head_dim": 16,
-    "sliding_window": 8,
-}
-
-
 def func_gradients(model: Any, inputs: dict[str, Any]) -> list[torch.Tensor]:
     def loss(parameters: dict[str, torch.Tensor]) -> torch.Tensor:
         return torch.func.functional_call(model, parameters, (), inputs).logits.sin().sum()
@@ -134,15 +113,15 @@ def transformed(rank: int, family: str, use_cache: bool) -> tuple[list[torch.Ten
     """Gradients of torch.func under distca, in a first forward, and of each document alone."""
     hf_distca.configure(settings(ping_pong=True))
     torch.manual_seed(0)
-    make_config = CONFIG_MAPPING[family]
+    make_config, sizes = CONFIG_MAPPING[family], {**SIZES, "head_dim": 16, "sliding_window": 8}
     models = [
-        AutoModelForCausalLM.from_config(make_config(**SIZES), attn_implementation=name)
+        AutoModelForCausalLM.from_config(make_config(**sizes), attn_implementation=name)
         .double()
         .train()
         for name in ("distca", "eager")
     ]
     models[1].load_state_dict(models[0].state_dict())
-    given = {**batch(*([20, 12], [32])[rank]), "use_cache": use_cache}
+    given = {**pack(*([20, 12], [32])[rank]), "use_cache": use_cache}
     given.pop("labels", None)
     lengths = given["distca_documents"].lengths
     alone = [
@@ -155,9 +134,7 @@ def transformed(rank: int, family: str, use_cache: bool) -> tuple[list[torch.Ten
 @pytest.mark.parametrize(
     ("family", "use_cache"), [("llama", False), ("mistral", True), ("gemma2", False)]
 )
-def test_transforms_of_torch_func(
-    rank_pool: Callable[[int], RankPool], family: str, use_cache: bool
-) -> None:
+def test_transforms_of_torch_func(rank_pool: RankPools, family: str, use_cache: bool) -> None:
     """They take no exchange: each rank computes its own documents."""
     for found, wanted in rank_pool(2)(transformed, family, use_cache):
         torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
@@ -189,7 +166,6 @@ def test_forwards_without_values(kind: str) -> None:
 
 @pytest.mark.parametrize("training", [True, False])
 def test_lone_rank_joins_segments_of_one_document(training: bool) -> None:
-    """Segments of one document are joined on a rank that works alone."""
     hf_distca.configure()
     model = model_for(2, "distca", torch.float64).train(training)
     ids = torch.arange(20)[None] % 11
@@ -202,7 +178,6 @@ def test_lone_rank_joins_segments_of_one_document(training: bool) -> None:
 
 
 def test_lone_rank_refuses_segments_without_a_beginning() -> None:
-    """Segments whose beginning is missing are refused on a rank that works alone."""
     hf_distca.configure()
     model = model_for(2, "distca", torch.float64)
     positions = {
@@ -221,15 +196,13 @@ def dtypes_under_autocast(rank: int) -> tuple[list[int], list[str]]:
     hf_distca.configure()
     with torch.autocast("cpu", torch.bfloat16):
         model_for(2, "distca", torch.float32)(
-            **batch(*([96], [16])[rank]), use_cache=False
+            **pack(*([96], [16])[rank]), use_cache=False
         ).loss.backward()
     costs = current_session().planner.costs
     return [shape.element_bytes for shape, _ in costs], [*costs.dtypes.values()]
 
 
-def test_costs_are_those_of_the_dtype_that_is_computed_in(
-    rank_pool: Callable[[int], RankPool],
-) -> None:
+def test_costs_are_those_of_the_dtype_that_is_computed_in(rank_pool: RankPools) -> None:
     assert rank_pool(2)(dtypes_under_autocast) == [([2], ["torch.bfloat16"])] * 2
 
 
@@ -243,10 +216,7 @@ def refused(rank: int, positions: list[int]) -> str:
     return str(caught.value)
 
 
-def test_row_cut_over_ranks_by_another_tool_is_refused(
-    rank_pool: Callable[[int], RankPool],
-) -> None:
-    """A row that another tool cut over ranks is refused by rank."""
+def test_row_cut_over_ranks_by_another_tool_is_refused(rank_pool: RankPools) -> None:
     for rank, message in enumerate(rank_pool(2)(refused, [4, 5, 6, 0, 1])):
         assert message.startswith(f"rank {rank}: row 0 of a training batch begins at position 4")
 
@@ -282,17 +252,14 @@ def under_real_costs(rank: int) -> tuple[int, int, float]:
         alone,
         [alone(input_ids=one[None], use_cache=False).logits.square().sum() for one in documents],
     )
-    worst = max(
-        float((ours[name] - want).norm() / want.norm().clamp_min(1e-30))
-        for name, want in theirs.items()
-    )
+    worst = max(relative(ours[name], want) for name, want in theirs.items())
     return current_session().meter.dispatches, current_session().meter.sent_bytes, worst
 
 
 # Of six ranks, some pass keys on.
 @pytest.mark.parametrize(("ranks", "hops"), in_turn([(2, 1), (6, 2)], 2, [(2, 1)]))
 def test_a_plan_of_the_built_in_costs_moves_work_and_is_exact(
-    rank_pool: Callable[[int], RankPool], ranks: int, hops: int
+    rank_pool: RankPools, ranks: int, hops: int
 ) -> None:
     results = rank_pool(ranks)(under_real_costs)
     assert all(

@@ -4,7 +4,6 @@ same on all ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import cast
 
@@ -18,7 +17,7 @@ from hf_distca.integration.handle import LayerPlanner
 from hf_distca.integration.session import Session
 from hf_distca.runtime.group import AttentionGroup
 from hf_distca.schedule.cost import AttentionShape, CostModel
-from ranks import RankPool
+from ranks import RankPools
 
 SHAPE = AttentionShape(32, 8, 128, 128, 2)
 H100, A100, L40S = "NVIDIA H100 80GB HBM3", "NVIDIA A100-SXM4-80GB", "NVIDIA L40S"
@@ -68,7 +67,7 @@ def learned(
     ],
 )
 def test_ranks_begin_with_one_cost_model(
-    rank_pool: Callable[[int], RankPool],
+    rank_pool: RankPools,
     devices: list[str],
     kernels: list[str],
     flash: str | None,

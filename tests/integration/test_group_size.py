@@ -21,7 +21,7 @@ from test_dealt import (
     alone,
     dealing,
     gradients,
-    loss_of,
+    loss_of_share,
     model_for,
     settings,
     share,
@@ -34,10 +34,9 @@ from hf_distca.integration.checks.reading_order import find_shares
 from hf_distca.integration.checks.share_readers import check_loader
 from hf_distca.integration.current_session import current_session
 from hf_distca.integration.training import document_shares as shares_module
-from hf_distca.schedule.cost import AttentionShape
-from ranks import RankPool
+from ranks import RankPools
+from tiny_runs import logged, share_documents
 
-SHAPE = AttentionShape(2, 1, 8, 8, 4)
 # Of the documents of each rank, drawn by its own loader.
 LENGTHS = ([96, 1], [16] * 6, [64, 33], [24, 25, 48])
 
@@ -56,9 +55,8 @@ def loss_and_gradients(
     hf_distca.configure(
         settings(group_size=group_size, ping_pong=ping_pong, balance=group_size is not None)
     )
-    model = model_for("full", "distca")
+    model, worlds = model_for("full", "distca"), set()
     hf_distca.prepare(model)
-    worlds = set()
 
     def recorded(
         *args: Any, original: Callable[..., Any] = dist.all_to_all_single, **options: Any
@@ -82,15 +80,14 @@ def loss_and_gradients(
 
 @pytest.mark.parametrize("ping_pong", [False, True], ids=["whole", "ping-pong"])
 def test_two_groups_of_two_are_exact_and_balanced_inside(
-    rank_pool: Callable[[int], RankPool], ping_pong: bool
+    rank_pool: RankPools, ping_pong: bool
 ) -> None:
     expected = rank_pool(4)(loss_and_gradients, None, False)
     for rank, (loss, grads, (worlds, ranks, figures)) in enumerate(
         rank_pool(4)(loss_and_gradients, 2, ping_pong)
     ):
         assert loss == pytest.approx(expected[rank][0], rel=1e-12)
-        for name, grad in expected[rank][1].items():
-            torch.testing.assert_close(grads[name], grad, **CLOSE["full"])
+        torch.testing.assert_close(grads, expected[rank][1], **CLOSE["full"])
         assert ranks == ((0, 1), (2, 3))[rank // 2]
         assert worlds == {ranks}, "nothing is exchanged with another group"
         before, after = (
@@ -100,23 +97,9 @@ def test_two_groups_of_two_are_exact_and_balanced_inside(
 
 
 def test_512_ranks_are_one_group_more_are_cut_at_nodes() -> None:
-    """Up to 512 ranks are one group and more are cut into whole nodes."""
-    sizes = {
-        ranks: hf_distca.DistCAConfig().group_ranks(ranks)
-        for ranks in (1, 8, 512, 520, 576, 1000, 1024, 1536, 4096, 521)
-    }
-    assert sizes == {
-        1: 1,
-        8: 8,
-        512: 512,
-        520: 520,
-        576: 288,
-        1000: 1000,
-        1024: 512,
-        1536: 512,
-        4096: 512,
-        521: 521,
-    }
+    whole, cut = (1, 8, 512, 520, 521, 1000), {576: 288, 1024: 512, 1536: 512, 4096: 512}
+    for ranks, size in [*((ranks, ranks) for ranks in whole), *cut.items()]:
+        assert hf_distca.DistCAConfig().group_ranks(ranks) == size
     assert hf_distca.DistCAConfig(group_size=64).group_ranks(4096) == 64
     assert hf_distca.DistCAConfig(documents_span_ranks=True).group_ranks(4096) == 4096
 
@@ -125,40 +108,22 @@ def cut_by_default(rank: int) -> tuple[tuple[int, ...], int, list[str]]:
     """The group of four ranks where more than two are too many, ranks that documents are dealt to,
     and what is said.
     """
-    said = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
     hf_distca.configure(settings())
-    log = logging.getLogger("hf_distca")
-    # As launched.
-    state = patch.object(
-        shares_module, "PartialState", lambda: SimpleNamespace(num_processes=4, device="cpu")
-    )
-    log.addHandler(handler)
-    log.setLevel(logging.INFO)
-    try:
-        with state, patch.multiple(config_module, _MOST_RANKS=2, _FEWEST_RANKS=2, _WHOLE_NODES=2):
-            ranks = current_session().join_group().ranks
-            shares = find_shares(
-                hf_distca.document_shares(
-                    [[1, 2, 3]] * 64, 8, shapes=[(SHAPE, None)], device="cpu", fill="cut"
-                )
-            )
-            check_loader(
-                DataLoader(
-                    shares, sampler=DistributedSampler(shares, shuffle=False), collate_fn=list
-                )
-            )
-    finally:
-        log.setLevel(logging.NOTSET)
-        log.removeHandler(handler)
+    launched = SimpleNamespace(num_processes=4, device="cpu")
+    with (
+        logged(logging.INFO) as said,
+        patch.object(shares_module, "PartialState", lambda: launched),
+        patch.multiple(config_module, _MOST_RANKS=2, _FEWEST_RANKS=2, _WHOLE_NODES=2),
+    ):
+        ranks = current_session().join_group().ranks
+        dealt = share_documents([3] * 64, 8, None, config=None, fill="cut")
+        shares = find_shares(dealt)
+        sampler = DistributedSampler(shares, shuffle=False)
+        check_loader(DataLoader(shares, sampler=sampler, collate_fn=list))
     return ranks, shares.deal_settings.ranks, said
 
 
-def test_default_groups_are_those_of_dealing_and_said_once(
-    rank_pool: Callable[[int], RankPool],
-) -> None:
-    """Groups by default are those that documents are dealt to and are said once."""
+def test_default_groups_are_those_of_dealing_and_said_once(rank_pool: RankPools) -> None:
     found = rank_pool(4)(cut_by_default)
     assert [ranks for ranks, _, _ in found] == [(0, 1), (0, 1), (2, 3), (2, 3)]
     assert [dealt for _, dealt, _ in found] == [2] * 4
@@ -171,23 +136,14 @@ def test_default_groups_are_those_of_dealing_and_said_once(
 
 def dealt_in_groups(rank: int) -> tuple[float, dict[str, torch.Tensor]]:
     hf_distca.configure(settings(group_size=2))
-    model, made, total = (
-        model_for("full", "distca"),
-        dealing(2, "full", group_size=2),
-        torch.zeros((), dtype=torch.float64),
-    )
+    model, made = model_for("full", "distca"), dealing(2, "full", group_size=2)
+    total = torch.zeros((), dtype=torch.float64)
     hf_distca.prepare(model)
     for step in range(len(BATCHES) // 2):
         number = 2 * step + rank // 2
         batch = share(made, number, rank % 2)
         assert batch["input_ids"].shape == (1, TOKENS // 2)
-        targets = batch.pop("shift_labels")
-        loss = loss_of(
-            model,
-            targets,
-            number,
-            **{name: value for name, value in batch.items() if name != "labels"},
-        )
+        loss = loss_of_share(model, batch, number)
         loss.backward()
         total += loss.detach()
     dist.all_reduce(total)
@@ -196,12 +152,11 @@ def dealt_in_groups(rank: int) -> tuple[float, dict[str, torch.Tensor]]:
     return total.item(), gradients(model)
 
 
-def test_global_batches_are_dealt_per_group(rank_pool: Callable[[int], RankPool]) -> None:
+def test_global_batches_are_dealt_per_group(rank_pool: RankPools) -> None:
     losses, grads = alone("full")
     for total, same_grads in rank_pool(4)(dealt_in_groups):
         assert total == pytest.approx(sum(losses), rel=1e-12)
-        for name, grad in grads.items():
-            torch.testing.assert_close(same_grads[name], grad, **CLOSE["full"])
+        torch.testing.assert_close(same_grads, grads, **CLOSE["full"])
 
 
 def unequal_sizes(rank: int, sizes: tuple[int | None, ...], prepared: bool) -> tuple[str, float]:
@@ -218,7 +173,7 @@ def unequal_sizes(rank: int, sizes: tuple[int | None, ...], prepared: bool) -> t
     ("sizes", "prepared"), [((None, 1), False), ((1, None), True), ((2, 1, 1, 4), False)]
 )
 def test_ranks_with_another_group_size_are_told(
-    rank_pool: Callable[[int], RankPool], sizes: tuple[int | None, ...], prepared: bool
+    rank_pool: RankPools, sizes: tuple[int | None, ...], prepared: bool
 ) -> None:
     """On all ranks, before any of them computes alone."""
     by_rank = ", ".join(f"rank {rank}: {size}" for rank, size in enumerate(sizes))

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import logging
 import types
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,13 +13,17 @@ from transformers import MixtralConfig, MixtralForCausalLM
 import hf_distca
 from hf_distca.integration import processes
 from hf_distca.integration.current_session import current_session
-from ranks import RankPool
-from tiny_runs import PAIRS, documents, make_trainer, rows, settings, tiny_llama
-
-
-def batch(*lengths: int) -> dict[str, Any]:
-    return hf_distca.PackingCollator()([{"documents": documents(*lengths)}])
-
+from ranks import RankPools
+from tiny_runs import (
+    SIZES,
+    logged,
+    make_trainer,
+    pack,
+    rows,
+    settings,
+    share_documents,
+    tiny_llama,
+)
 
 LOSSES: dict[str, Any] = {
     "return_token_accuracy": True,
@@ -36,7 +38,7 @@ LOSSES: dict[str, Any] = {
 @pytest.mark.parametrize("name", LOSSES)
 def test_what_is_for_a_loss_passes_by_attention(name: str) -> None:
     hf_distca.configure()
-    given = {**batch(5, 7), "use_cache": False}
+    given = {**pack(5, 7), "use_cache": False}
     hidden = tiny_llama("distca").model(**given, **{name: LOSSES[name]}).last_hidden_state
     assert torch.equal(hidden, tiny_llama("distca").model(**given).last_hidden_state)
 
@@ -50,14 +52,14 @@ def test_what_may_change_attention_is_refused(value: Any) -> None:
         hf_distca.UnsupportedError,
         match=r"LlamaAttention passes position_bias .*If it is for the loss",
     ):
-        tiny_llama("distca")(**batch(5, 7), use_cache=False, position_bias=value)
+        tiny_llama("distca")(**pack(5, 7), use_cache=False, position_bias=value)
 
 
 def test_a_family_that_nobody_compared_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
     processes.warn_once.cache_clear()
     for _ in range(2):
         run_mine("distca", {})
-        tiny_llama("distca")(**batch(5, 7), use_cache=False)
+        tiny_llama("distca")(**pack(5, 7), use_cache=False)
     said = [
         record.getMessage() for record in caplog.records if "never compared" in record.getMessage()
     ]
@@ -80,26 +82,15 @@ def test_data_parallel_replicas_are_refused() -> None:
     with pytest.raises(
         hf_distca.UnsupportedError, match=r"torch.nn.DataParallel .*torchrun or accelerate launch"
     ):
-        parallel.worker(tiny_llama("distca"), **batch(5, 7), use_cache=False)
+        parallel.worker(tiny_llama("distca"), **pack(5, 7), use_cache=False)
 
 
 def mixture() -> Any:
     torch.manual_seed(0)
-    sizes = {
-        "hidden_size": 64,
-        "intermediate_size": 48,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 4,
-    }
-    more = {
-        "num_key_value_heads": 2,
-        "vocab_size": 61,
-        "num_local_experts": 2,
-        "num_experts_per_tok": 1,
-    }
     config = MixtralConfig(
-        **sizes,
-        **more,
+        **SIZES,
+        num_local_experts=2,
+        num_experts_per_tok=1,
         output_router_logits=True,
         router_aux_loss_coef=0.5,
         attn_implementation="distca",
@@ -107,41 +98,21 @@ def mixture() -> Any:
     return MixtralForCausalLM(config).train()
 
 
-class Kept(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.said: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.said.append(record.getMessage())
-
-
 def train_a_mixture(rank: int, ranks: int, watched: bool) -> list[str]:
     hf_distca.configure(settings())
-    kept = Kept()
-    logging.getLogger("hf_distca").addHandler(kept)
-    shares = hf_distca.document_shares(
-        documents(100, 20, 8, 64),
-        96 // ranks,
-        shapes=[(PAIRS.shape, None)],
-        ranks=ranks,
-        device="cpu",
-        config=settings(),
-    )
-    trainer = make_trainer(
-        "distca", shares, model=mixture(), max_steps=2, train_sampling_strategy="sequential"
-    )
-    if not watched:
-        trainer.remove_callback(hf_distca.DistCACallback)
-    trainer.train()
-    logging.getLogger("hf_distca").removeHandler(kept)
-    return [text for text in kept.said if "router" in text]
+    shares = share_documents((100, 20, 8, 64), 96, ranks)
+    with logged() as said:
+        trainer = make_trainer(
+            "distca", shares, model=mixture(), max_steps=2, train_sampling_strategy="sequential"
+        )
+        if not watched:
+            trainer.remove_callback(hf_distca.DistCACallback)
+        trainer.train()
+    return [text for text in said if "router" in text]
 
 
 @pytest.mark.parametrize("watched", [True, False])
-def test_router_losses_of_several_ranks_warn(
-    rank_pool: Callable[[int], RankPool], watched: bool
-) -> None:
+def test_router_losses_of_several_ranks_warn(rank_pool: RankPools, watched: bool) -> None:
     """Router losses of several ranks are said not to be those of one."""
     first, second = rank_pool(2)(train_a_mixture, 2, watched)
     (said,) = first
@@ -169,18 +140,3 @@ def test_a_trainer_has_not_the_settings_of_another() -> None:
     hf_distca.configure()
     make_trainer("distca", rows(2), distca=hf_distca.DistCACallback(record=False))
     assert current_session().config == hf_distca.DistCAConfig()
-
-
-def groups(rank: int) -> tuple[bool, bool]:
-    own = torch.distributed.new_group([0, 1])
-    hf_distca.configure(settings())
-    make_trainer(
-        "distca", rows(2), distca=hf_distca.DistCACallback(settings(), group=own, record=False)
-    )
-    first = current_session().given_group is own
-    make_trainer("distca", rows(2), config=settings(tile=16))
-    return first, current_session().given_group is None
-
-
-def test_a_trainer_has_not_the_group_of_another(rank_pool: Callable[[int], RankPool]) -> None:
-    assert rank_pool(2)(groups) == [(True, True)] * 2

@@ -17,15 +17,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from datasets import Dataset, disable_progress_bars
-from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+from test_losses_over_shares import LENGTHS, of_labels
+from transformers import AutoModelForCausalLM, Trainer
 from transformers.distributed import DistributedConfig
 
 import hf_distca
 from checkpointed import ARGUMENT
-from ranks import RankPool
-from tiny_runs import COMMON, documents, losses, settings, tiny_llama
+from ranks import RankPool, RankPools
+from tiny_runs import documents, exact_arguments, losses, settings, tiny_llama
 
-LENGTHS = (200, 7, 1, 33, 90, 64, 12, 150, 5, 80)
 TOKENS, STEPS = 96, 6  # of a global batch, on any number of ranks: two documents are longer
 TOLERANCE = 4e-3
 
@@ -44,20 +44,6 @@ WAYS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 if "fsdp_size" not in inspect.signature(DistributedConfig).parameters:
     # Older releases of transformers load no model in parts.
     WAYS = {way: said for way, said in WAYS.items() if not way.startswith("FSDP2")}
-
-
-class OfLabels(Trainer):
-    """A loss that trains on nothing."""
-
-    def compute_loss(
-        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> Any:
-        labels = inputs["labels"]
-        logits = model(**inputs).logits[:, :-1].flatten(0, 1).float()
-        return (
-            torch.nn.functional.cross_entropy(logits, labels[:, 1:].flatten(), reduction="sum")
-            / num_items_in_batch
-        )
 
 
 def make_model(ranks: int, implementation: str, way: str) -> Any:
@@ -90,16 +76,7 @@ def make_trainer(kind: type[Trainer], ranks: int, implementation: str, way: str)
     hf_distca.configure(settings(cost_model="analytic", **said))
     unset = {"bf16": True, "ddp_find_unused_parameters": None}
     rate = {"learning_rate": 1e-2, "adam_epsilon": 1e-2}  # rounding of tiny gradients does not grow
-    args = TrainingArguments(
-        **{
-            **COMMON,
-            "output_dir": tempfile.gettempdir(),
-            "max_steps": STEPS,
-            **unset,
-            **rate,
-            **changes,
-        }
-    )
+    args = exact_arguments(**{"max_steps": STEPS, **unset, **rate, **changes})
     rows = Dataset.from_dict({"input_ids": documents(*LENGTHS)})
     trainer = kind(
         make_model(ranks, implementation, way), args, train_dataset=rows, eval_dataset=rows
@@ -137,14 +114,12 @@ FEW = ["DDP", "FSDP2, ping-pong, accumulation"]
 @pytest.mark.parametrize(
     "way", [way if way in FEW else pytest.param(way, marks=pytest.mark.slow) for way in WAYS]
 )
-def test_half_precision_trains_as_one_process_does(
-    rank_pool: Callable[[int], RankPool], way: str
-) -> None:
+def test_half_precision_trains_as_one_process_does(rank_pool: RankPools, way: str) -> None:
     assert difference(rank_pool(2), 2, way) <= TOLERANCE
 
 
 def train_on_nothing(rank: int, ranks: int, way: str) -> tuple[str, int, list[float]]:
-    trainer = make_trainer(OfLabels, ranks, "distca", way)
+    trainer = make_trainer(of_labels("after the model"), ranks, "distca", way)
     with pytest.raises(hf_distca.UnsupportedError) as refused:
         trainer.train()
     return str(refused.value), trainer.state.global_step, losses(trainer)
@@ -154,11 +129,9 @@ def train_on_nothing(rank: int, ranks: int, way: str) -> tuple[str, int, list[fl
 @pytest.mark.parametrize(
     "way", [way if way == "FSDP2" else pytest.param(way, marks=pytest.mark.slow) for way in WAYS]
 )
-def test_a_loss_of_labels_is_refused_under_every_engine(
-    rank_pool: Callable[[int], RankPool], way: str
-) -> None:
+def test_a_loss_of_labels_is_refused_under_every_engine(rank_pool: RankPools, way: str) -> None:
     for message, step, logged in rank_pool(2)(train_on_nothing, 2, way):
-        assert "OfLabels.compute_loss is not made of `shift_labels`" in message
+        assert "shifts_labels.compute_loss is not made of `shift_labels`" in message
         assert (step, logged) == (0, [])
 
 

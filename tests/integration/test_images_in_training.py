@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import tempfile
 import warnings
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -40,7 +38,6 @@ from transformers import (
     Qwen2VLProcessor,
     SiglipImageProcessor,
     Trainer,
-    TrainingArguments,
     processing_utils,
 )
 from transformers.models.molmo2.image_processing_molmo2 import Molmo2ImageProcessor
@@ -49,8 +46,8 @@ from transformers.video_processing_utils import VideoProcessorMixin
 import hf_distca
 from hf_distca.errors import LayoutError
 from hf_distca.integration.current_session import current_session
-from ranks import RankPool
-from tiny_runs import COMMON, settings
+from ranks import RankPools
+from tiny_runs import exact_arguments, settings
 
 KINDS = ("gemma3", "gemma4", "paligemma", "llava", "molmo2", "qwen2_vl")
 WORDS = [f"w{number}" for number in range(40)]
@@ -218,11 +215,9 @@ def train_images(
     """Losses and gradient norms of a Trainer on padded rows with images, and bytes sent."""
     rng = np.random.default_rng(0)
     rows = [make_row(kind, words, rng) for words in (90, 5, 20, 3, 12, 80, 7, 4)]
-    arguments = {**COMMON, "output_dir": tempfile.gettempdir(), "max_steps": 2, "bf16": bf16}
-    arguments |= {"per_device_train_batch_size": 2, "remove_unused_columns": False}
     trainer = Trainer(
         build_with_images(kind, implementation),
-        TrainingArguments(**arguments),
+        exact_arguments(max_steps=2, per_device_train_batch_size=2, bf16=bf16),
         data_collator=partial(process, kind),
         train_dataset=rows,
         callbacks=[hf_distca.DistCACallback(settings(), record=False)],
@@ -234,7 +229,7 @@ def train_images(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_trainer_with_images(kind: str, rank_pool: Callable[[int], RankPool]) -> None:
+def test_a_trainer_with_images(kind: str, rank_pool: RankPools) -> None:
     """What the processor of a family makes of texts and images, in padded rows on two ranks."""
     (ours, sent), *_ = rank_pool(2)(train_images, kind, "distca")
     (theirs, _), *_ = rank_pool(2)(train_images, kind, "sdpa")
@@ -262,7 +257,6 @@ def test_images_are_not_packed_or_dealt_by_distca(kind: str) -> None:
         for name, values in batch.items()
     }
     tokens = {name: made[name] for name in ("input_ids", "labels", "attention_mask")}
-    arguments = {**COMMON, "output_dir": tempfile.gettempdir(), "bf16": False}
     for row, named in (
         (made, "'(pixel_values|image_.*|.*token_type_ids)'"),
         ({**tokens, "images": raw["images"]}, "'images'"),
@@ -273,6 +267,6 @@ def test_images_are_not_packed_or_dealt_by_distca(kind: str) -> None:
             with pytest.raises(LayoutError, match=named):
                 collator([row])
         for rows in ([row], datasets.Dataset.from_list([row])):
-            trainer = Trainer(model, TrainingArguments(**arguments), train_dataset=rows)
+            trainer = Trainer(model, exact_arguments(), train_dataset=rows)
             with pytest.raises(LayoutError, match=named):
                 hf_distca.deal(trainer, 16)

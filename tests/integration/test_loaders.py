@@ -4,7 +4,6 @@ first step.
 
 from __future__ import annotations
 
-import tempfile
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -34,7 +33,17 @@ import hf_distca
 from hf_distca.integration.checks.reading_order import find_shares
 from hf_distca.integration.checks.share_readers import check_loader
 from hf_distca.integration.current_session import current_session
-from tiny_runs import COMMON, PAIRS, documents, make_trainer, rows, settings, tiny_llama
+from tiny_runs import (
+    COMMON,
+    PAIRS,
+    SIZES,
+    documents,
+    make_trainer,
+    rows,
+    settings,
+    share_documents,
+    tiny_llama,
+)
 
 TOKENS = 64
 collate = hf_distca.PackingCollator()
@@ -44,18 +53,9 @@ def shares(
     ranks: int | None = 2, *, length: int = 8, group_size: int | None = None, seed: int | None = 0
 ) -> Any:
     """`length` global batches, some with a document that is longer than a rank."""
-    lengths = [100, 20, 8, 64, 50, 14] * length
-    config = settings(group_size=group_size)
-    return hf_distca.document_shares(
-        documents(*lengths),
-        TOKENS,
-        shapes=[(PAIRS.shape, None)],
-        ranks=ranks,
-        device="cpu",
-        config=config,
-        seed=seed,
-        fill="cut",
-    )
+    lengths, config = [100, 20, 8, 64, 50, 14] * length, settings(group_size=group_size)
+    how = {"config": config, "seed": seed, "fill": "cut"}
+    return share_documents(lengths, TOKENS * (ranks or 1), ranks, **how)
 
 
 def loader_of(
@@ -225,32 +225,10 @@ def test_a_loader_that_gives_ranks_other_shares_is_refused(name: str) -> None:
         check_loader(make())
 
 
-IN_ORDER = {"per_device_eval_batch_size": 1, "train_sampling_strategy": "sequential"}
-
-
 def trainer_of(*, eval_dataset: Any = None, **changes: Any) -> Trainer:
     """A Trainer of shares for one rank."""
-    arguments = {
-        **COMMON,
-        **IN_ORDER,
-        "output_dir": tempfile.gettempdir(),
-        "max_steps": 1,
-        **changes,
-    }
-    return Trainer(
-        tiny_llama("distca"),
-        TrainingArguments(**arguments),
-        data_collator=collate,
-        train_dataset=shares(1),
-        eval_dataset=eval_dataset,
-        callbacks=[hf_distca.DistCACallback(settings(), record=False)],
-    )
-
-
-def test_a_trainer_of_shares_trains_and_evaluates() -> None:
-    trainer = trainer_of(eval_dataset=shares(1, length=1))
-    assert trainer.train().training_loss > 0
-    assert trainer.evaluate()["eval_loss"] > 0
+    arguments = {"max_steps": 1, "train_sampling_strategy": "sequential", **changes}
+    return make_trainer("distca", shares(1), eval_dataset=eval_dataset, **arguments)
 
 
 @pytest.mark.parametrize(
@@ -326,16 +304,7 @@ def test_ranks_that_evaluate_alone_are_refused() -> None:
 
 
 def jamba() -> torch.nn.Module:
-    sizes = {
-        "vocab_size": 61,
-        "hidden_size": 32,
-        "intermediate_size": 32,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-    }
-    config = JambaConfig(
-        num_hidden_layers=2, attn_layer_period=2, attn_layer_offset=1, num_experts=2, **sizes
-    )
+    config = JambaConfig(attn_layer_period=2, attn_layer_offset=1, num_experts=2, **SIZES)
     return AutoModelForCausalLM.from_config(config, attn_implementation="distca")
 
 
@@ -379,7 +348,6 @@ def prompted() -> torch.nn.Module:
 def test_models_of_whole_documents_are_refused_over_ranks(
     make: Callable[[], torch.nn.Module], named: str
 ) -> None:
-    """Models that need whole documents are refused on several ranks."""
     model = make()
     with pytest.raises(hf_distca.UnsupportedError, match=named):
         check_loader(loader_of(shares()), model=model)

@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
 
-import datasets
 import pytest
-from torch.utils._python_dispatch import TorchDispatchMode
+from test_trainer import Reporter
 from transformers import Trainer, TrainerCallback
 
 import hf_distca
@@ -20,9 +19,9 @@ from hf_distca.agreement.batch_plan import History, MicroBatchPlan
 from hf_distca.integration.current_session import current_session
 from hf_distca.runtime.meter import Meter
 from hf_distca.schedule.cost import AttentionShape
-from ranks import RankPool
-from recorded import counted_planning
-from tiny_runs import documents, make_trainer, settings
+from ranks import RankPools
+from recorded import Operations, counted_planning
+from tiny_runs import documents, make_trainer, settings, share_documents
 from turns import in_turn
 
 STEPS = 6
@@ -90,11 +89,8 @@ def data(accumulation: int, dealt: bool) -> Any:
             for _ in range(accumulation)
             for n in ([(96,), (24,) * 4][step % 2])
         ]
-        dataset = datasets.Dataset.from_dict({"input_ids": documents(*lengths)})
         shapes = [(AttentionShape(4, 2, 16, 16, 4), None)]
-        return hf_distca.document_shares(
-            dataset, 48, shapes=shapes, config=settings(), ranks=2, seed=None
-        )
+        return share_documents(lengths, 96, 2, shapes=shapes, seed=None)
     even, uneven = ((48, 48), (48, 48)), ((96,), (24, 24, 24, 24))
     rows = [
         (uneven if step % 2 else even)[rank]
@@ -105,34 +101,35 @@ def data(accumulation: int, dealt: bool) -> Any:
     return [{"documents": documents(*some, seed=number)} for number, some in enumerate(rows)]
 
 
+def trainer_of(accumulation: int = 1, dealt: bool = False, **changes: Any) -> Trainer:
+    return make_trainer(
+        "distca",
+        data(accumulation, dealt),
+        gradient_accumulation_steps=accumulation,
+        max_steps=STEPS,
+        train_sampling_strategy="sequential",
+        remove_unused_columns=dealt,
+        **changes,
+    )
+
+
 def train(
     rank: int, accumulation: int, every: int, case: dict[str, bool]
 ) -> tuple[list[dict[str, Any]], list[Any], list[Any]]:
     """The log history, what each micro-batch did, and what reporters saw."""
-    seen: list[dict[str, Any]] = []
-
-    class Reporter(TrainerCallback):
-        def on_log(
-            self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any
-        ) -> None:
-            seen.append(dict(logs))
-
-    trainer = make_trainer(
-        "distca",
-        data(accumulation, case.get("dealt", False)),
-        callbacks=[Reporter()],
+    reporter = Reporter()
+    trainer = trainer_of(
+        accumulation,
+        case.get("dealt", False),
+        callbacks=[reporter],
         config=settings(ping_pong=case.get("ping_pong", False)),
-        gradient_accumulation_steps=accumulation,
         activation_checkpointing=case.get("checkpointing", False),
-        max_steps=STEPS,
         logging_steps=every,
-        train_sampling_strategy="sequential",
-        remove_unused_columns=case.get("dealt", False),
     )
     with recorded() as done:
         trainer.train()
     assert current_session().planner.number == STEPS * accumulation
-    return trainer.state.log_history, [did.figures for did in done], seen
+    return trainer.state.log_history, [did.figures for did in done], reporter.seen
 
 
 @pytest.mark.parametrize(
@@ -152,7 +149,7 @@ def train(
     ),
 )
 def test_a_row_is_about_the_micro_batches_since_the_row_before(
-    rank_pool: Callable[[int], RankPool], accumulation: int, every: int, case: dict[str, bool]
+    rank_pool: RankPools, accumulation: int, every: int, case: dict[str, bool]
 ) -> None:
     (history, done, seen), (_, others, _) = rank_pool(2)(train, accumulation, every, case)
     rows = [row for row in history if ESTIMATED in row]
@@ -170,17 +167,16 @@ def test_a_row_is_about_the_micro_batches_since_the_row_before(
         assert row["distca/micro_batches"] == len(numbers)
         slowest, mean = (sum(done[number][part] for number in numbers) for part in (0, 1))
         assert row[ESTIMATED] == pytest.approx(slowest / mean, abs=1e-4)
-        sent = [
-            max(pair)
-            for number in numbers
-            for pair in zip(done[number][2], others[number][2], strict=True)
-        ]
-        assert row[MEGABYTES] == pytest.approx(sum(sent) / (len(numbers) * layers) / 1e6, abs=1e-4)
-        measured = [
-            pair
-            for number in numbers
-            for pair in zip(done[number][3], others[number][3], strict=True)
-        ]
+        sent, measured = (
+            [
+                pair
+                for number in numbers
+                for pair in zip(done[number][part], others[number][part], strict=True)
+            ]
+            for part in (2, 3)
+        )
+        most = sum(map(max, sent))
+        assert row[MEGABYTES] == pytest.approx(most / (len(numbers) * layers) / 1e6, abs=1e-4)
         assert row[MEASURED] == pytest.approx(
             sum(map(max, measured)) / (sum(map(sum, measured)) / 2), abs=1e-3
         )
@@ -195,16 +191,6 @@ def test_a_row_is_about_the_micro_batches_since_the_row_before(
     assert [row[ESTIMATED] for row in reported] == [row[ESTIMATED] for row in rows]
 
 
-class Operations(TorchDispatchMode):
-    """Counts what torch runs: a host sync is an operation, too."""
-
-    count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += 1
-        return func(*args, **(kwargs or {}))
-
-
 def counted(rank: int, dealt: bool) -> tuple[list[list[str]], list[int]]:
     """Of each step: collectives beside core attention, and operations of torch at its end and in
     its log.
@@ -216,7 +202,7 @@ def counted(rank: int, dealt: bool) -> tuple[list[list[str]], list[int]]:
         def call(*args: Any, **kwargs: Any) -> None:
             with Operations() as counting:
                 event(*args, **kwargs)
-            operations[-1] += counting.count
+            operations[-1] += counting.seen.total()
 
         return call
 
@@ -229,17 +215,7 @@ def counted(rank: int, dealt: bool) -> tuple[list[list[str]], list[int]]:
     callback = hf_distca.DistCACallback(settings(), record=False)
     for name in ("on_step_end", "on_log"):
         setattr(callback, name, watched(getattr(callback, name)))
-    trainer = make_trainer(
-        "distca",
-        data(2, dealt),
-        callbacks=[Steps()],
-        distca=callback,
-        gradient_accumulation_steps=2,
-        max_steps=STEPS,
-        logging_steps=3,
-        train_sampling_strategy="sequential",
-        remove_unused_columns=dealt,
-    )
+    trainer = trainer_of(2, dealt, callbacks=[Steps()], distca=callback, logging_steps=3)
     with counted_planning() as called:
         trainer.train()
     return [*collectives[1:], list(called)], operations
@@ -247,7 +223,7 @@ def counted(rank: int, dealt: bool) -> tuple[list[list[str]], list[int]]:
 
 @pytest.mark.parametrize("dealt", [False, True])
 def test_between_logs_ranks_gather_only_what_they_plan_by(
-    rank_pool: Callable[[int], RankPool], dealt: bool
+    rank_pool: RankPools, dealt: bool
 ) -> None:
     for collectives, operations in rank_pool(2)(counted, dealt):
         assert len(collectives) == len(operations) == STEPS
@@ -270,16 +246,12 @@ class Alone(Trainer):
 
 
 def train_alone(rank: int) -> list[dict[str, Any]]:
-    trainer = make_trainer(
-        "distca", data(1, False), kind=Alone, max_steps=STEPS, train_sampling_strategy="sequential"
-    )
+    trainer = trainer_of(kind=Alone)
     trainer.train()
     return trainer.state.log_history
 
 
-def test_a_trainer_that_logs_on_one_rank_alone_has_the_same_rows(
-    rank_pool: Callable[[int], RankPool],
-) -> None:
+def test_a_trainer_that_logs_on_one_rank_alone_has_the_same_rows(rank_pool: RankPools) -> None:
     first, other = rank_pool(2)(train_alone, timeout=60)
     assert [row["distca/micro_batches"] for row in first if "loss" in row] == [1] * STEPS
     assert other == []
@@ -293,21 +265,13 @@ class LogsLater(TrainerCallback):
 
 
 def train_with_a_late_wish(rank: int) -> list[dict[str, Any]]:
-    trainer = make_trainer(
-        "distca",
-        data(1, False),
-        max_steps=STEPS,
-        logging_steps=100,
-        train_sampling_strategy="sequential",
-    )
+    trainer = trainer_of(logging_steps=100)
     trainer.add_callback(LogsLater())
     trainer.train()
     return trainer.state.log_history
 
 
-def test_a_log_that_is_asked_for_later_has_what_is_known(
-    rank_pool: Callable[[int], RankPool],
-) -> None:
+def test_a_log_that_is_asked_for_later_has_what_is_known(rank_pool: RankPools) -> None:
     for history in rank_pool(2)(train_with_a_late_wish):
         assert [
             row["distca/micro_batches"] for row in history if "distca/micro_batches" in row

@@ -5,7 +5,6 @@ inside documents.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -22,16 +21,9 @@ from transformers import (
 
 import hf_distca
 from host_syncs import NoHostSyncs
-from ranks import RankPool
-from tiny_runs import VOCABULARY, documents, settings, tiny_llama
+from ranks import RankPools
+from tiny_runs import SIZES, documents, settings, tiny_llama
 
-SIZES = {
-    "hidden_size": 64,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "vocab_size": VOCABULARY,
-}
 LENGTHS = (12, 7, 23)
 TEXTS = [torch.tensor(text) for text in documents(*LENGTHS)]
 NUMBERS = torch.repeat_interleave(torch.arange(1, 4), torch.tensor(LENGTHS))[None]
@@ -88,20 +80,14 @@ def numbered_on_two_ranks(rank: int) -> torch.Tensor:
     )
 
 
-def test_numbered_documents_are_balanced(rank_pool: Callable[[int], RankPool]) -> None:
+def test_numbered_documents_are_balanced(rank_pool: RankPools) -> None:
     want = alone(tiny_llama("sdpa").double())
     first, second = rank_pool(2)(numbered_on_two_ranks)
     torch.testing.assert_close(first, want)
     torch.testing.assert_close(torch.cat(second.split(LENGTHS[::-1])[::-1]), want)
 
 
-JAMBA = JambaConfig(
-    num_key_value_heads=2,
-    use_mamba_kernels=False,
-    attn_layer_period=2,
-    attn_layer_offset=1,
-    **SIZES,
-)
+JAMBA = JambaConfig(use_mamba_kernels=False, attn_layer_period=2, attn_layer_offset=1, **SIZES)
 REFUSED: dict[str, tuple[Any, str]] = {
     "opt": (
         AutoConfig.for_model(
@@ -111,7 +97,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     ),
     "jamba": (JAMBA, "not proven that only attention reads the mask"),
     "mixtral": (
-        MixtralConfig(num_key_value_heads=2, output_router_logits=True, **SIZES),
+        MixtralConfig(output_router_logits=True, **SIZES),
         "the loss of their routers",
     ),
 }
@@ -119,7 +105,6 @@ REFUSED: dict[str, tuple[Any, str]] = {
 
 @pytest.mark.parametrize("kind", REFUSED)
 def test_numbered_masks_are_refused_beyond_attention(kind: str) -> None:
-    """Numbers are refused where more than attention reads the mask."""
     config, why = REFUSED[kind]
     model = model_of(config, "distca").float()  # experts know no float64
     with pytest.raises(
@@ -144,15 +129,12 @@ def test_a_mask_is_read_once_a_forward() -> None:
     model(input_ids=ids, attention_mask=mask, use_cache=False)
 
 
-WINDOW = MistralConfig(num_key_value_heads=2, sliding_window=16, **SIZES)
+WINDOW = MistralConfig(sliding_window=16, **SIZES)
 CHUNKS = Llama4TextConfig(
-    **{
-        **SIZES,
-        "intermediate_size_mlp": 48,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "num_local_experts": 1,
-    },
+    **SIZES,
+    intermediate_size_mlp=48,
+    head_dim=16,
+    num_local_experts=1,
     attention_chunk_size=16,
     layer_types=["chunked_attention", "full_attention"],
     use_qk_norm=False,
@@ -169,7 +151,6 @@ def masked(tokens: int, *holes: tuple[int, int], length: int = 40) -> torch.Tens
 @pytest.mark.parametrize("config", [WINDOW, CHUNKS], ids=["window", "chunks"])
 @pytest.mark.parametrize("positions", [False, True])
 def test_masked_hole_within_a_window_is_refused(config: Any, positions: bool) -> None:
-    """Zeros inside a document that a window reaches over are refused."""
     mask = masked(40, (10, 14))
     ids = torch.tensor([documents(40)[0]])
     beside = {"position_ids": (mask.cumsum(1) - 1).clamp(min=0)} if positions else {}
@@ -188,19 +169,9 @@ def test_masked_hole_within_a_window_is_refused(config: Any, positions: bool) ->
         (WINDOW, masked(40, (0, 13))),
         (CHUNKS, masked(16, (5, 9))),
         (CHUNKS, masked(30)),
-        (
-            MistralConfig(num_key_value_heads=2, sliding_window=None, **SIZES),
-            masked(38, (5, 9), (20, 21)),
-        ),
+        (MistralConfig(sliding_window=None, **SIZES), masked(38, (5, 9), (20, 21))),
     ],
-    ids=[
-        "short",
-        "padded right",
-        "padded left",
-        "short, chunks",
-        "padded right, chunks",
-        "no window",
-    ],
+    ids=["short", "right", "left", "short, chunks", "right, chunks", "no window"],
 )
 def test_other_zeros_are_padding_as_under_sdpa(config: Any, mask: torch.Tensor) -> None:
     ids = torch.tensor([documents(40)[0]])
@@ -220,5 +191,5 @@ def hole_on_one_rank(rank: int) -> str:
     return str(caught.value)
 
 
-def test_zeros_on_one_rank_end_all_of_them(rank_pool: Callable[[int], RankPool]) -> None:
+def test_zeros_on_one_rank_end_all_of_them(rank_pool: RankPools) -> None:
     assert all("zeros between the tokens" in error for error in rank_pool(2)(hole_on_one_rank))

@@ -4,7 +4,7 @@ refused where sequences are cut.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from unittest.mock import patch
 
@@ -14,14 +14,14 @@ from accelerate import Accelerator, ParallelismConfig
 from accelerate.state import AcceleratorState, GradientState
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from transformers import LlamaConfig, LlamaForCausalLM
 
 import hf_distca
 from hf_distca import UnsupportedError
 from hf_distca.borrowed import get_mesh
 from hf_distca.integration.current_session import current_session
 from hf_distca.integration.processes import find_data_parallel_ranks, find_members
-from ranks import RankPool
+from ranks import RankPools
+from tiny_runs import tiny_llama
 
 try:
     from transformers.distributed.utils import TransformersDeviceMesh
@@ -41,19 +41,17 @@ def groups_made(rank: int, names: tuple[str, ...]) -> list[int]:
 
 
 @pytest.mark.parametrize("names", [("dp_replicate", "fsdp"), ("dp", "tp")])
-def test_configuring_again_makes_no_groups(
-    rank_pool: Callable[[int], RankPool], names: tuple[str, ...]
-) -> None:
+def test_configuring_again_makes_no_groups(rank_pool: RankPools, names: tuple[str, ...]) -> None:
     for counts in rank_pool(4)(groups_made, names):
         assert counts == [2, 0, 0]  # dispatch and return, and planning
 
 
 def members(
-    rank: int, shape: tuple[int, ...], names: tuple[str, ...]
+    rank: int, shape: tuple[int, ...], names: tuple[str, ...], extra: str | None
 ) -> tuple[tuple[int, ...], str]:
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
     before = len(c10d._world.pg_map)
-    found = find_data_parallel_ranks(mesh)
+    found = find_data_parallel_ranks(mesh, extra_dimension=extra)
     assert len(c10d._world.pg_map) == before
     return found.ranks, found.backend
 
@@ -67,15 +65,18 @@ def members(
         ((4,), ("tp",), [(0,), (1,), (2,), (3,)]),
         ((1, 2, 2), ("dp_shard", "tp", "pp"), [(0,), (1,), (2,), (3,)]),
         ((2, 2), ("one", "other"), [(0, 1, 2, 3)] * 4),
+        ((2, 2), ("dp", "stage"), [(0, 1, 2, 3)] * 4),
     ],
 )
 def test_members_are_read_off_a_mesh(
-    rank_pool: Callable[[int], RankPool],
+    rank_pool: RankPools,
     shape: tuple[int, ...],
     names: tuple[str, ...],
     groups: list[tuple[int, ...]],
 ) -> None:
-    assert rank_pool(4)(members, shape, names) == [(ranks, "gloo") for ranks in groups]
+    """The dimension of the stages may have any name, here "stage"."""
+    extra = "stage" if "stage" in names else None
+    assert rank_pool(4)(members, shape, names, extra) == [(ranks, "gloo") for ranks in groups]
 
 
 def group_of_an_uneven_mesh(rank: int) -> tuple[int, ...]:
@@ -84,7 +85,7 @@ def group_of_an_uneven_mesh(rank: int) -> tuple[int, ...]:
     return current_session().join_group().ranks
 
 
-def test_ranks_of_a_mesh_in_another_order(rank_pool: Callable[[int], RankPool]) -> None:
+def test_ranks_of_a_mesh_in_another_order(rank_pool: RankPools) -> None:
     assert rank_pool(4)(group_of_an_uneven_mesh) == [(0, 2), (1, 3), (0, 2), (1, 3)]
 
 
@@ -97,24 +98,10 @@ def refusal_of_a_mesh(rank: int, names: tuple[str, ...]) -> str:
 @pytest.mark.parametrize(
     "names", [("dp_shard", "cp"), ("tp", "ulysses"), ("fsdp", "strange"), ("sp", "unknown")]
 )
-def test_other_dimensions_are_refused_by_name(
-    rank_pool: Callable[[int], RankPool], names: tuple[str, ...]
-) -> None:
+def test_other_dimensions_are_refused_by_name(rank_pool: RankPools, names: tuple[str, ...]) -> None:
     name = next(name for name in names if name not in ("dp_shard", "tp", "fsdp"))
     for message in rank_pool(4)(refusal_of_a_mesh, names):
         assert f'the device mesh has a dimension "{name}" of 2 ranks' in message
-
-
-def members_with_stages(rank: int) -> tuple[int, ...]:
-    return find_data_parallel_ranks(
-        init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "stage")), extra_dimension="stage"
-    ).ranks
-
-
-def test_the_dimension_of_the_stages_may_have_any_name(
-    rank_pool: Callable[[int], RankPool],
-) -> None:
-    assert rank_pool(4)(members_with_stages) == [(0, 1, 2, 3)] * 4
 
 
 @contextmanager
@@ -157,7 +144,7 @@ def refusal_in_a_loop(rank: int, sizes: dict[str, int]) -> str:
     ],
 )
 def test_an_accelerate_loop_that_cuts_sequences_is_refused(
-    rank_pool: Callable[[int], RankPool], sizes: dict[str, int], name: str
+    rank_pool: RankPools, sizes: dict[str, int], name: str
 ) -> None:
     for message in rank_pool(4)(refusal_in_a_loop, sizes):
         assert f'a dimension "{name}" of {sizes[f"{name}_size"]} ranks' in message
@@ -165,14 +152,7 @@ def test_an_accelerate_loop_that_cuts_sequences_is_refused(
 
 
 def refusal_of_a_model(rank: int) -> str:
-    config = LlamaConfig(
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=1,
-        vocab_size=8,
-    )
-    model = LlamaForCausalLM(config)
+    model = tiny_llama("sdpa")
     mesh = init_device_mesh(
         "cpu", (1, 1, 2, 1, 2), mesh_dim_names=("pp", "dp_replicate", "fsdp", "tp", "cp")
     )
@@ -188,7 +168,7 @@ def refusal_of_a_model(rank: int) -> str:
     TransformersDeviceMesh is None,
     reason="this version of transformers keeps no mesh on its models",
 )
-def test_a_model_whose_mesh_cuts_sequences_is_refused(rank_pool: Callable[[int], RankPool]) -> None:
+def test_a_model_whose_mesh_cuts_sequences_is_refused(rank_pool: RankPools) -> None:
     for message in rank_pool(4)(refusal_of_a_model):
         assert 'a dimension "cp" of 2 ranks' in message
 
@@ -200,7 +180,5 @@ def members_in_a_loop(rank: int) -> tuple[int, ...]:
     return found.ranks
 
 
-def test_an_accelerate_loop_shares_between_data_parallel_ranks(
-    rank_pool: Callable[[int], RankPool],
-) -> None:
+def test_an_accelerate_loop_shares_between_data_parallel_ranks(rank_pool: RankPools) -> None:
     assert rank_pool(4)(members_in_a_loop) == [(0, 2), (1, 3), (0, 2), (1, 3)]

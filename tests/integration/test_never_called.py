@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+from transformers import LlamaConfig, LlamaForCausalLM, MambaConfig, MambaForCausalLM
 
 import hf_distca
+from tiny_runs import SIZES, make_trainer, rows
 
 
 class Deaf(LlamaForCausalLM):
@@ -21,51 +20,22 @@ class Deaf(LlamaForCausalLM):
         return {"loss": torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())}
 
 
-def train(model: torch.nn.Module, folder: Path) -> None:
-    arguments = TrainingArguments(
-        str(folder),
-        use_cpu=True,
-        max_steps=2,
-        report_to="none",
-        remove_unused_columns=False,
-        disable_tqdm=True,
-        save_strategy="no",
-    )
-    rows = [{"input_ids": [5, 6, 7]}] * 8
-    callbacks = [hf_distca.DistCACallback()]
-    Trainer(
-        model,
-        arguments,
-        data_collator=hf_distca.PackingCollator(),
-        train_dataset=rows,
-        callbacks=callbacks,
-    ).train()
+def train(model: torch.nn.Module) -> None:
+    make_trainer("distca", rows(4), model=model, config=hf_distca.DistCAConfig()).train()
 
 
-def test_a_model_that_never_calls_is_found_after_one_step(tmp_path: Path) -> None:
-    sizes = {
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "vocab_size": 16,
-    }
-    model = Deaf(LlamaConfig(**sizes, attn_implementation="distca"))
+def test_a_model_that_never_calls_is_found_after_one_step() -> None:
+    model = Deaf(LlamaConfig(**SIZES, attn_implementation="distca"))
     with pytest.raises(
         hf_distca.UnsupportedError, match=r"Deaf was loaded with .* never called it"
     ):
-        train(model, tmp_path)
-    train(Deaf(LlamaConfig(**sizes, attn_implementation="sdpa")), tmp_path)
+        train(model)
+    train(Deaf(LlamaConfig(**SIZES, attn_implementation="sdpa")))
 
 
-def test_family_without_attention_is_refused_before_a_step(tmp_path: Path) -> None:
-    """A family without attention is refused before the first step."""
-    from transformers import MambaConfig, MambaForCausalLM
-
-    model = MambaForCausalLM(
-        MambaConfig(
-            hidden_size=16, num_hidden_layers=1, vocab_size=16, attn_implementation="distca"
-        )
+def test_family_without_attention_is_refused_before_a_step() -> None:
+    config = MambaConfig(
+        hidden_size=16, num_hidden_layers=1, vocab_size=61, attn_implementation="distca"
     )
     with pytest.raises(hf_distca.UnsupportedError, match="mamba"):
-        train(model, tmp_path)
+        train(MambaForCausalLM(config))

@@ -9,7 +9,6 @@ layout, and tests/models/test_steps_on_a_fake_gpu.py steps in every way.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
 
@@ -21,7 +20,7 @@ from hf_distca.agreement.documents import PackedDocuments
 from hf_distca.borrowed import without_dispatch_modes
 from hf_distca.integration.current_session import current_session
 from host_syncs import HostSyncError, NoHostSyncs
-from ranks import RankPool
+from ranks import RankPools
 from tiny_runs import settings, tiny_llama
 
 LENGTHS = ([96], [24, 1, 23, 24, 24])
@@ -66,10 +65,7 @@ def whole_step(rank: int, told: bool) -> str:
     return f"{current_session().meter.dispatches} dispatches"
 
 
-def test_planning_by_the_collator_reads_nothing_of_the_device(
-    rank_pool: Callable[[int], RankPool],
-) -> None:
-    """Planning reads nothing of the device where the collator says the documents."""
+def test_planning_by_the_collator_reads_nothing_of_the_device(rank_pool: RankPools) -> None:
     assert rank_pool(2)(whole_step, True) == ["4 dispatches"] * 2
     found = rank_pool(2)(whole_step, False)
     assert all("on the host" in one for one in found), (

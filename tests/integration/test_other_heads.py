@@ -4,7 +4,6 @@ before anything is trained, in every door.
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -23,31 +22,20 @@ from transformers import (
     LlamaModel,
     LlamaPreTrainedModel,
     Trainer,
-    TrainingArguments,
 )
 from transformers.modeling_outputs import CausalLMOutput, TokenClassifierOutput
 
 import hf_distca
 from hf_distca.errors import LayoutError
-from ranks import RankPool
-from tiny_runs import COMMON, PAIRS, VOCABULARY, documents, settings
+from ranks import RankPools
+from tiny_runs import SIZES, documents, exact_arguments, settings, share_documents
 
 LENGTHS = (60, 7, 33, 28)
 TOKENS = 64  # of a global batch
 
 
 def config(**changes: Any) -> LlamaConfig:
-    return LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        attn_implementation="distca",
-        pad_token_id=0,
-        **changes,
-    )
+    return LlamaConfig(**SIZES, attn_implementation="distca", pad_token_id=0, **changes)
 
 
 class Tagger(LlamaForTokenClassification):
@@ -159,25 +147,13 @@ def rows(**columns: Any) -> Dataset:
 def trainer_of(model: torch.nn.Module, data: Any, **changes: Any) -> Trainer:
     disable_progress_bars()
     hf_distca.configure(settings())
-    arguments = {
-        **COMMON,
-        "bf16": False,
-        "max_steps": 1,
-        "output_dir": tempfile.gettempdir(),
-        **changes,
-    }
-    return Trainer(model, TrainingArguments(**arguments), train_dataset=data)
-
-
-def shares(ranks: int) -> Dataset:
-    """Made without a model that could be looked at."""
-    return hf_distca.document_shares(
-        rows(), TOKENS // ranks, shapes=[(PAIRS.shape, None)], ranks=ranks, config=settings()
-    )
+    return Trainer(model, exact_arguments(max_steps=1, **changes), train_dataset=data)
 
 
 def train_shares(model: torch.nn.Module) -> Any:
-    trainer = trainer_of(model, shares(1), train_sampling_strategy="sequential")
+    """Shares that were made without a model that could be looked at."""
+    shares = share_documents(LENGTHS, TOKENS)
+    trainer = trainer_of(model, shares, train_sampling_strategy="sequential")
     trainer.data_collator = hf_distca.PackingCollator()
     return trainer.train()
 
@@ -234,9 +210,7 @@ def train_own_losses(rank: int) -> dict[str, str]:
     return found
 
 
-def test_a_model_whose_own_loss_reads_labels_is_refused(
-    rank_pool: Callable[[int], RankPool],
-) -> None:
+def test_a_model_whose_own_loss_reads_labels_is_refused(rank_pool: RankPools) -> None:
     for found in rank_pool(2)(train_own_losses):
         assert len(found) == len(OWN_LOSSES) + 1
         for name, said in found.items():

@@ -4,23 +4,22 @@ one document.
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from datasets import Dataset, disable_progress_bars
-from peft import LoraConfig, PrefixTuningConfig, PromptTuningConfig, get_peft_model
-from transformers import Trainer, TrainingArguments
+from peft import LoraConfig, PeftConfig, PrefixTuningConfig, PromptTuningConfig, get_peft_model
+from transformers import Trainer
 
 import hf_distca
-from ranks import RankPool
-from tiny_runs import COMMON, documents, settings, tiny_llama
+from ranks import RankPools
+from tiny_runs import documents, exact_arguments, settings, tiny_llama
 
 LENGTHS = (40, 24, 30, 34)
 TOKENS = 64
-MARK = [5, 6]
+MARK, CAUSAL = [5, 6], {"task_type": "CAUSAL_LM"}
 
 
 def rows() -> Dataset:
@@ -28,23 +27,8 @@ def rows() -> Dataset:
     return Dataset.from_dict({"input_ids": ids})
 
 
-def invoked() -> torch.nn.Module:
-    return get_peft_model(
-        tiny_llama("distca"),
-        LoraConfig(r=2, task_type="CAUSAL_LM", alora_invocation_tokens=MARK),
-    )
-
-
-def prompted() -> torch.nn.Module:
-    return get_peft_model(
-        tiny_llama("distca"), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
-    )
-
-
-def prefixed() -> torch.nn.Module:
-    return get_peft_model(
-        tiny_llama("distca"), PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
-    )
+def adapt(adapter: PeftConfig) -> torch.nn.Module:
+    return get_peft_model(tiny_llama("distca"), adapter)
 
 
 NOISE, ADAPTER = "neftune_noise_alpha=5.0: ", r"alora_invocation_tokens=\[5, 6\]: the adapter looks"
@@ -52,13 +36,25 @@ NOISE, ADAPTER = "neftune_noise_alpha=5.0: ", r"alora_invocation_tokens=\[5, 6\]
 CASES: dict[str, tuple[Callable[[], torch.nn.Module], dict[str, Any], str]] = {
     "noise": (lambda: tiny_llama("distca"), {"neftune_noise_alpha": 5.0}, NOISE),
     "noise and adapter": (
-        lambda: get_peft_model(tiny_llama("distca"), LoraConfig(r=2, task_type="CAUSAL_LM")),
+        lambda: adapt(LoraConfig(**CAUSAL, r=2)),
         {"neftune_noise_alpha": 5.0},
         NOISE,
     ),
-    "mark": (invoked, {}, ADAPTER),
-    "prompt": (prompted, {}, "PROMPT_TUNING puts virtual tokens"),
-    "prefix": (prefixed, {}, "PREFIX_TUNING puts virtual tokens"),
+    "mark": (
+        lambda: adapt(LoraConfig(**CAUSAL, r=2, alora_invocation_tokens=MARK)),
+        {},
+        ADAPTER,
+    ),
+    "prompt": (
+        lambda: adapt(PromptTuningConfig(**CAUSAL, num_virtual_tokens=3)),
+        {},
+        "PROMPT_TUNING puts virtual tokens",
+    ),
+    "prefix": (
+        lambda: adapt(PrefixTuningConfig(**CAUSAL, num_virtual_tokens=3)),
+        {},
+        "PREFIX_TUNING puts virtual tokens",
+    ),
 }
 
 
@@ -66,8 +62,7 @@ def make(name: str, **changes: Any) -> Trainer:
     disable_progress_bars()
     hf_distca.configure(settings())
     model, of_case, _ = CASES[name]
-    arguments = {**COMMON, "max_steps": 1, "output_dir": tempfile.gettempdir(), "bf16": False}
-    args = TrainingArguments(**{**arguments, **of_case, **changes})
+    args = exact_arguments(max_steps=1, **of_case, **changes)
     return Trainer(model(), args, train_dataset=rows())
 
 
@@ -107,19 +102,6 @@ def refusal(rank: int, name: str) -> str:
     return str(refused.value)
 
 
-def test_it_is_refused_on_all_ranks(rank_pool: Callable[[int], RankPool]) -> None:
+def test_it_is_refused_on_all_ranks(rank_pool: RankPools) -> None:
     for said in rank_pool(2)(refusal, "noise"):
         assert said.startswith(NOISE)
-
-
-@pytest.mark.parametrize("name", ["sdpa", "eager"])
-def test_a_layer_of_another_attention_is_named(name: str) -> None:
-    hf_distca.configure(settings())
-    model = tiny_llama("distca")
-    other = type(model.config)(**model.config.to_dict())
-    other._attn_implementation = name
-    model.model.layers[1].self_attn.config = other
-    with pytest.raises(
-        hf_distca.UnsupportedError, match="a layer has another attn_implementation than its model"
-    ):
-        model(torch.tensor(documents(12)))

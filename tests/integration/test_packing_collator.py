@@ -39,6 +39,7 @@ def test_documents_come_as_lists_arrays_and_tensors(form: str) -> None:
             "labels": made([5, -100, 7]),
             "attention_mask": made([1, 1, 1]),
         },
+        {"input_ids": []},
         {"documents": [made([8]), made([9, 4])]},
         {"input_ids": made([3, 2])},
     ]
@@ -98,6 +99,9 @@ def test_padding_is_cut_off_at_both_ends(made: Callable[[list[int]], Any]) -> No
         ({"input_ids": [2**63]}, "flat list of integers"),
         ({"input_ids": np.array([2**63], dtype=np.uint64)}, "here they are uint64"),
         ({"input_ids": 7}, "flat list of integers"),
+        ({"text": "x"}, "'text'"),
+        ({"input_ids": []}, "no tokens"),
+        ({"input_ids": [1, 2], "labels": [1]}, "2 input_ids and 1 numbers in its labels"),
     ],
 )
 def test_what_is_no_document_is_refused(feature: dict[str, Any], named: str) -> None:
@@ -120,7 +124,6 @@ IDS = list(range(11, 19))
 def test_packed_rows_are_the_documents_that_they_state(
     columns: Any, made: Callable[[list[int]], Any]
 ) -> None:
-    """Rows that were packed already are the documents that they say."""
     if columns == "both":
         columns = {"seq_lengths": [3, 5], "position_ids": [0, 1, 2, 0, 1, 2, 3, 4]}
     row = {
@@ -191,7 +194,6 @@ def test_tokens_that_a_mask_leaves_out_are_no_targets(names: tuple[str, ...]) ->
 def test_column_that_changes_training_is_read_or_refused(
     columns: dict[str, Any], named: str
 ) -> None:
-    """A column that changes what is trained is read or refused."""
     with pytest.raises(LayoutError, match=named):
         packed({"input_ids": IDS, **columns})
 
@@ -263,15 +265,21 @@ def test_a_model_says_what_it_takes(wrap: Callable[[Any], Any]) -> None:
         unknown([{"input_ids": IDS, "image_sizes": [(28, 28)]}])
 
 
+METADATA: dict[str, Any] = {
+    "text": "eight ...",
+    "length": 8,
+    "url": None,
+    "words": ["a"] * 8,
+    "score": np.float32(0.5),
+    "messages": [{"role": "user"}],
+    "empty": [],
+    "names": np.array(["a", "b"]),
+    "scalar": torch.tensor(3.0),
+}
+
+
 def test_a_number_for_each_token_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
-    others = {
-        "text": "eight ...",
-        "length": 8,
-        "url": None,
-        "words": ["a"] * 8,
-        "score": 0.5,
-        "image": torch.ones(3, 2, 2),
-    }
+    others = METADATA | {"image": torch.ones(3, 2, 2)}
     collate = hf_distca.PackingCollator(Takes())
     for _ in range(2):
         collate([{"input_ids": IDS, **others, "loss_weights": [1.0] * 8}])
@@ -293,21 +301,6 @@ def test_a_batch_without_targets_is_told_once(
     assert [record.getMessage()[:43] for record in caplog.records] == [
         "none of the 8 tokens of a batch is a target"
     ]
-
-
-METADATA: dict[str, Any] = {
-    "text": "eight ...",
-    "length": 8,
-    "url": None,
-    "words": ["a"] * 8,
-    "score": np.float32(0.5),
-}
-METADATA |= {
-    "messages": [{"role": "user"}],
-    "empty": [],
-    "names": np.array(["a", "b"]),
-    "scalar": torch.tensor(3.0),
-}
 
 
 def test_texts_and_single_numbers_are_left_out() -> None:

@@ -11,14 +11,13 @@ from typing import Any, NamedTuple
 
 import pytest
 from datasets import Dataset, disable_progress_bars
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import LlamaForSequenceClassification, PreTrainedTokenizerFast, Trainer
+from transformers import LlamaForSequenceClassification, Trainer
 
 import hf_distca
 from hf_distca.integration.current_session import current_session
 from hf_distca.integration.training.place_rows import ItemRules
-from ranks import RankPool
-from tiny_runs import COMMON, VOCABULARY, documents, losses, settings, tiny_llama
+from ranks import RankPools
+from tiny_runs import COMMON, documents, losses, make_tokenizer, settings, text_of, tiny_llama
 
 pytest.importorskip("trl", reason='needs pip install -e ".[trl]"')
 pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed:FutureWarning")
@@ -38,26 +37,20 @@ class Run(NamedTuple):
     sent: int
 
 
-def tokenizer() -> PreTrainedTokenizerFast:
-    words = Tokenizer(models.WordLevel({f"{word:02}": word for word in range(VOCABULARY)}, "00"))
-    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="00", eos_token="01")
-
-
 def rows(kind: str) -> Dataset:
     """Texts of items; the first token of each is its number and 2."""
-    texts = [
-        ["".join(f"{token:02} " for token in ids) for ids in documents(*lengths, seed=number)]
-        for number, lengths in enumerate(LENGTHS)
-    ]
-    prompts = [f"{number + 2:02}{prompt[2:]}" for number, (prompt, _, _) in enumerate(texts)]
+    texts = [documents(*lengths, seed=number) for number, lengths in enumerate(LENGTHS)]
+    for number, (prompt, _, _) in enumerate(texts):
+        prompt[0] = number + 2
+    prompts, chosen, rejected = (
+        [text_of(ids) for ids in part] for part in zip(*texts, strict=True)
+    )
     columns: dict[str, list[Any]] = {"prompt": prompts}
     if kind == "KTO":
-        columns["completion"] = [chosen for _, chosen, _ in texts]
+        columns["completion"] = chosen
         columns["label"] = [number % 3 > 0 for number in range(len(texts))]
     elif kind != "GRPO":
-        columns["chosen"] = [chosen for _, chosen, _ in texts]
-        columns["rejected"] = [rejected for _, _, rejected in texts]
+        columns |= {"chosen": chosen, "rejected": rejected}
     return Dataset.from_dict(columns)
 
 
@@ -105,7 +98,7 @@ def make(kind: str, implementation: str, **changes: Any) -> Trainer:
     parts: dict[str, Any] = {
         "args": getattr(trl, f"{kind}Config")(**arguments),
         "train_dataset": rows(kind),
-        "processing_class": tokenizer(),
+        "processing_class": make_tokenizer(),
     }
     if kind in ("DPO", "KTO"):
         parts["ref_model"] = model_of(kind, implementation, seed=1)
@@ -130,7 +123,7 @@ GROUPS |= {"train_sampling_strategy": "random", "per_device_train_batch_size": 4
 
 
 @pytest.mark.parametrize("kind", ["DPO", "KTO", "Reward", "GRPO"])
-def test_batches_are_balanced_as_they_are(rank_pool: Callable[[int], RankPool], kind: str) -> None:
+def test_batches_are_balanced_as_they_are(rank_pool: RankPools, kind: str) -> None:
     changes = GROUPS if kind == "GRPO" else {}
     plain, ours = (
         rank_pool(RANKS)(train, kind, name, False, changes) for name in ("sdpa", "distca")
@@ -180,9 +173,7 @@ DEFAULT = {"DPO", "KTO"}
     "name",
     [each if each in DEFAULT else pytest.param(each, marks=pytest.mark.slow) for each in IN_STEPS],
 )
-def test_placed_items_have_the_loss_of_one_process(
-    rank_pool: Callable[[int], RankPool], name: str
-) -> None:
+def test_placed_items_have_the_loss_of_one_process(rank_pool: RankPools, name: str) -> None:
     kind, changes = IN_STEPS[name]
     alone, read = train_alone(kind, changes)
     ranks = rank_pool(RANKS)(train, kind, "distca", True, changes)

@@ -4,7 +4,6 @@ in float64.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cache
 
 import pytest
@@ -16,15 +15,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import hf_distca
 from hf_distca.agreement.documents import PackedDocuments
 from hf_distca.integration.current_session import current_session
-from hf_distca.schedule.cost import AttentionShape, CostModel
-from ranks import RankPool
+from ranks import RankPool, RankPools
+from tiny_runs import SIZES, settings
 from turns import in_turn
 
 Parts = list[tuple[int, int, int]]  # (document, start, end)
-
-# With real costs nothing this small is worth moving: here only causal pairs count, and moving is
-# free.
-PAIRS = CostModel.make_of_pairs(AttentionShape(4, 2, 16, 16, 8))
 
 # Documents of 1 token, odd lengths, equal and very unequal ones.
 LENGTHS = [150, 1, 33, 7, 64, 1, 129]
@@ -59,15 +54,8 @@ def tokens_of(document: int, length: int) -> torch.Tensor:
 
 
 def model_for(key_value_heads: int, implementation: str, dtype: torch.dtype) -> LlamaForCausalLM:
-    config = LlamaConfig(
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=key_value_heads,
-        vocab_size=61,
-        attn_implementation=implementation,
-    )
+    sizes = {**SIZES, "num_key_value_heads": key_value_heads}
+    config = LlamaConfig(**sizes, attn_implementation=implementation)
     torch.manual_seed(0)
     return LlamaForCausalLM(config).to(dtype).train()
 
@@ -107,10 +95,7 @@ def balanced(
     """Loss and gradients summed over ranks, this rank's logits per part, and whether anything was
     exchanged.
     """
-    config = hf_distca.DistCAConfig(
-        kernel=kernel, tile=8, min_gain=0.0, cost_model=PAIRS, documents_span_ranks=True
-    )
-    hf_distca.configure(config)
+    hf_distca.configure(settings(kernel=kernel, documents_span_ranks=True))
     session = current_session()
     model = model_for(key_value_heads, "distca", dtype)
     if parts[rank]:
@@ -177,7 +162,7 @@ def check(
         for name in placements(n)
     ],
 )
-def test_float64(rank_pool: Callable[[int], RankPool], world: int, placement: str) -> None:
+def test_float64(rank_pool: RankPools, world: int, placement: str) -> None:
     check(rank_pool(world), placements(world)[placement], 2, torch.float64, "reference", 1e-9)
 
 
@@ -185,29 +170,6 @@ def test_float64(rank_pool: Callable[[int], RankPool], world: int, placement: st
     ("world", "heads"),
     in_turn([(n, heads) for n in (1, 2, 3, 4) for heads in (1, 2, 4)], 6, [(2, 2)]),
 )
-def test_float32(rank_pool: Callable[[int], RankPool], world: int, heads: int) -> None:
+def test_float32(rank_pool: RankPools, world: int, heads: int) -> None:
     for parts in placements(world).values():
         check(rank_pool(world), parts, heads, torch.float32, "cpu", 1e-5)
-
-
-def test_a_document_never_sees_another(rank_pool: Callable[[int], RankPool]) -> None:
-    results = [rank_pool(2)(logits_of_second, seed) for seed in (5, 6)]
-    assert torch.equal(results[0][0][1], results[1][0][1])
-    assert not torch.equal(results[0][0][0], results[1][0][0])
-
-
-def logits_of_second(rank: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits of two packed documents on rank 0, where only the first one's tokens depend on the
-    seed.
-    """
-    hf_distca.configure(hf_distca.DistCAConfig(tile=8, min_gain=0.0, cost_model=PAIRS))
-    model = model_for(2, "distca", torch.float32)
-    first = torch.randint(
-        0, 61, (200 if rank == 0 else 5,), generator=torch.Generator().manual_seed(seed)
-    )
-    ids = torch.cat([first, tokens_of(3, 60)])[None]
-    positions = torch.cat([torch.arange(len(first)), torch.arange(60)])[None]
-    with torch.no_grad():
-        out = model(input_ids=ids, position_ids=positions).logits[0]
-    assert current_session().meter.sent_bytes > 0
-    return out[: len(first)], out[len(first) :]

@@ -6,16 +6,16 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 
 import torch
-from test_parity import PAIRS, model_for
+from test_parity import model_for
 
 import hf_distca
 from hf_distca.integration.current_session import current_session
-from ranks import RankPool
+from ranks import RankPools
+from tiny_runs import pack, settings
 
 ROOT = Path(__file__).parents[2]
 SOURCE = str(ROOT / "src" / "hf_distca")
@@ -35,7 +35,7 @@ def called(rank: int) -> list[str]:
     """The functions of the library that run from the collator to the first kernel call, each where
     it runs last.
     """
-    hf_distca.configure(hf_distca.DistCAConfig(tile=8, min_gain=0.0, cost_model=PAIRS))
+    hf_distca.configure(settings())
     model = model_for(2, "distca", torch.float32)
     seen: list[str] = []
 
@@ -47,10 +47,7 @@ def called(rank: int) -> list[str]:
 
     sys.setprofile(note)
     try:
-        batch = hf_distca.PackingCollator()(
-            [{"documents": [[7] * n for n in ([96], [16, 16])[rank]]}]
-        )
-        model(**batch, use_cache=False)
+        model(**pack(*([96], [16, 16])[rank]), use_cache=False)
     finally:
         sys.setprofile(None)
     return [name for place, name in enumerate(seen) if name not in seen[place + 1 :]]
@@ -60,7 +57,7 @@ def calls_of_first_layers(rank: int) -> list[int]:
     """The functions of the library that run in the first layer of each of four micro-batches, whose
     plans move work.
     """
-    hf_distca.configure(hf_distca.DistCAConfig(tile=8, min_gain=0.0, cost_model=PAIRS))
+    hf_distca.configure(settings())
     model = model_for(2, "distca", torch.float32)
     counts = [0]
     inside = False
@@ -76,7 +73,7 @@ def calls_of_first_layers(rank: int) -> list[int]:
 
     for _ in range(4):
         lengths = ([512], [32] * 16)[rank]
-        batch = hf_distca.PackingCollator()([{"documents": [[7] * n for n in lengths]}])
+        batch = pack(*lengths)
         sys.setprofile(count)
         model(**batch, use_cache=False).loss.backward()
         sys.setprofile(None)
@@ -85,14 +82,14 @@ def calls_of_first_layers(rank: int) -> list[int]:
     return counts[:-1]
 
 
-def test_the_listed_calls_run_in_their_order(rank_pool: Callable[[int], RankPool]) -> None:
+def test_the_listed_calls_run_in_their_order(rank_pool: RankPools) -> None:
     names = listed()
     assert len(names) <= 24
     for seen in rank_pool(2)(called):
         assert [name for name in seen if name in names] == names
 
 
-def test_python_calls_of_a_first_layer_are_bounded(rank_pool: Callable[[int], RankPool]) -> None:
+def test_python_calls_of_a_first_layer_are_bounded(rank_pool: RankPools) -> None:
     """The first micro-batch may import, and makes what later ones find."""
     for _, *later in rank_pool(2)(calls_of_first_layers):
         assert 400 < min(later) <= max(later) <= 900

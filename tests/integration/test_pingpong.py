@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Callable
 from functools import partial
 from itertools import product
 from typing import Any
@@ -14,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from test_parity import LENGTHS, PAIRS, model_for, oracle, relative, summed_loss, tokens_of
+from test_parity import LENGTHS, model_for, oracle, relative, summed_loss, tokens_of
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     CheckpointImpl,
     checkpoint_wrapper,
@@ -25,12 +24,13 @@ from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import hf_distca
+import tiny_runs
 from checkpointed import checkpoint_layers
 from hf_distca.agreement.documents import PackedDocuments, TokenBatch
 from hf_distca.integration.current_session import current_session
 from hf_distca.integration.hooks import nano_batch_layers
 from hf_distca.integration.nano_batches import NanoBatches
-from ranks import RankPool
+from ranks import RankPools
 from turns import in_turn
 
 Rows = list[list[int]]  # the documents of each row of a batch
@@ -64,10 +64,7 @@ def batch_of(rows: Rows) -> dict[str, torch.Tensor]:
 
 
 def configure(**settings: Any) -> None:
-    config = hf_distca.DistCAConfig(
-        **{"tile": 8, "min_gain": 0.0, "cost_model": PAIRS, "ping_pong": True, **settings}
-    )
-    hf_distca.configure(config)
+    hf_distca.configure(tiny_runs.settings(**{"ping_pong": True, **settings}))
 
 
 def step(
@@ -76,14 +73,14 @@ def step(
     reentrant: bool | None,
     use_cache: bool,
     around: bool | None = None,
-    **settings: Any,
+    settings: dict[str, Any] | None = None,
 ) -> tuple[Any, ...]:
     """Loss and gradients summed over ranks, logits of this rank's documents, and counts; in
     float64.
 
     Of layers, or `around` the whole model, a checkpoint is reentrant or not, or is not there.
     """
-    configure(kernel="reference", **settings)
+    configure(kernel="reference", **settings or {})
     rows = PLACEMENTS[placement][rank]
     model = model_for(2, "distca", torch.float64)
     if reentrant is not None:
@@ -127,17 +124,11 @@ def step(
     in_turn([(None, False), (None, True), (True, False), (False, False)], 3, [(False, False)]),
 )
 def test_halves_are_exact(
-    rank_pool: Callable[[int], RankPool], placement: str, reentrant: bool | None, use_cache: bool
+    rank_pool: RankPools, placement: str, reentrant: bool | None, use_cache: bool
 ) -> None:
     documents = tuple(sorted(d for rows in PLACEMENTS[placement] for row in rows for d in row))
-    loss, logits, grads = oracle(documents, 2, torch.float64)
     results = rank_pool(3)(step, placement, reentrant, use_cache)
-    for total, pieces, rank_grads, _, _ in results:
-        assert total == pytest.approx(loss, rel=1e-9)
-        for d, piece in pieces.items():
-            assert relative(piece, logits[d]) <= 1e-9
-        for name, grad in rank_grads.items():
-            assert relative(grad, grads[name]) <= 1e-9, name
+    check_exact(results, documents)
     assert sum(sent for *_, sent in results) > 0, "nothing was exchanged, so nothing was tested"
     counts = [counts for *_, counts, _ in results]
     assert counts[0][1:] == counts[1][1:] == counts[2][1:]
@@ -146,10 +137,15 @@ def test_halves_are_exact(
     assert counts[0][1:3] == [2 * 2 * 2, 2 * 2 * 2]
 
 
-def checkpointed_whole(
-    rank: int, ping_pong: bool, layers: bool | None, around: bool | None
-) -> tuple[Any, ...]:
-    return step(rank, "skewed", layers, False, around, ping_pong=ping_pong)
+def check_exact(results: list[tuple[Any, ...]], documents: tuple[int, ...]) -> None:
+    """What `step` found on all ranks is that of each document alone."""
+    loss, logits, grads = oracle(documents, 2, torch.float64)
+    for total, pieces, rank_grads, *_ in results:
+        assert total == pytest.approx(loss, rel=1e-9)
+        for d, piece in pieces.items():
+            assert relative(piece, logits[d]) <= 1e-9
+        for name, grad in rank_grads.items():
+            assert relative(grad, grads[name]) <= 1e-9, name
 
 
 @pytest.mark.parametrize(
@@ -165,44 +161,29 @@ def checkpointed_whole(
     ),
 )
 def test_a_checkpoint_may_be_around_the_whole_model(
-    rank_pool: Callable[[int], RankPool], ping_pong: bool, layers: bool | None, around: bool
+    rank_pool: RankPools, ping_pong: bool, layers: bool | None, around: bool
 ) -> None:
     """Exact; and unless it is reentrant, the mask that the recompute makes is that of the forward:
     nothing is repeated.
     """
-    pool = rank_pool(3)
-    loss, _, grads = oracle(tuple(range(7)), 2, torch.float64)
-    plain = [counts[1:] for *_, counts, _ in pool(checkpointed_whole, ping_pong, None, None)]
-    results = pool(checkpointed_whole, ping_pong, layers, around)
-    for total, _, rank_grads, _, _ in results:
-        assert total == pytest.approx(loss, rel=1e-9)
-        for name, grad in rank_grads.items():
-            assert relative(grad, grads[name]) <= 1e-9, name
+    plain, results = (
+        rank_pool(3)(step, "skewed", *where, {"ping_pong": ping_pong})
+        for where in ((None, False, None), (layers, False, around))
+    )
+    check_exact(results, tuple(range(7)))
     if not around:
-        assert [counts[1:] for *_, counts, _ in results] == plain
-
-
-def bounded_step(
-    rank: int, reentrant: bool | None, ping_pong: bool, bound: int | None
-) -> tuple[Any, ...]:
-    return step(rank, "skewed", reentrant, False, ping_pong=ping_pong, max_transient_bytes=bound)
+        assert [counts[1:] for *_, counts, _ in results] == [n[1:] for *_, n, _ in plain]
 
 
 @pytest.mark.parametrize("ping_pong", [False, True])
 def test_transient_bound_changes_exchanges_not_numbers(
-    rank_pool: Callable[[int], RankPool], ping_pong: bool
+    rank_pool: RankPools, ping_pong: bool
 ) -> None:
-    """A bound of transient bytes changes the exchanges and not the numbers."""
-    pool = rank_pool(3)
-    loss, _, grads = oracle(tuple(range(7)), 2, torch.float64)
-    bounded = []
+    bounded, settings = [], {"ping_pong": ping_pong, "max_transient_bytes": 60_000}
     for reentrant in (None, False):
-        results = pool(bounded_step, reentrant, ping_pong, 60_000)
-        for total, _, rank_grads, counts, _ in results:
-            bounded.append(counts[1:])
-            assert total == pytest.approx(loss, rel=1e-9)
-            for name, grad in rank_grads.items():
-                assert relative(grad, grads[name]) <= 1e-9, name
+        results = rank_pool(3)(step, "skewed", reentrant, False, None, settings)
+        check_exact(results, tuple(range(7)))
+        bounded += [counts[1:] for *_, counts, _ in results]
     assert all(counts[:2] == bounded[0][:2] for counts in bounded), (
         "exchanges are as many on every rank"
     )
@@ -236,7 +217,7 @@ def whole_step(rank: int, ping_pong: bool, balance: bool = True) -> tuple[Any, .
     )
 
 
-def test_whoever_looks_into_a_layer_sees_one_call(rank_pool: Callable[[int], RankPool]) -> None:
+def test_whoever_looks_into_a_layer_sees_one_call(rank_pool: RankPools) -> None:
     pool = rank_pool(3)
     for (hidden, grads, layer_calls, projected, _), plain in zip(
         pool(whole_step, True), pool(whole_step, False), strict=True
@@ -251,7 +232,7 @@ def test_whoever_looks_into_a_layer_sees_one_call(rank_pool: Callable[[int], Ran
         assert sum(projected) == plain[3][0]
 
 
-def test_layers_stay_whole_where_nothing_is_exchanged(rank_pool: Callable[[int], RankPool]) -> None:
+def test_layers_stay_whole_where_nothing_is_exchanged(rank_pool: RankPools) -> None:
     results = rank_pool(3)(whole_step, True, False)
     # The first layer finds out, in two calls; the second one runs whole.
     assert all(calls == 3 for *_, calls in results)
@@ -267,7 +248,7 @@ def generated(rank: int, ping_pong: bool) -> list[int]:
     )[0].tolist()
 
 
-def test_generating_in_training_mode_fills_its_cache(rank_pool: Callable[[int], RankPool]) -> None:
+def test_generating_in_training_mode_fills_its_cache(rank_pool: RankPools) -> None:
     assert rank_pool(3)(generated, True) == rank_pool(3)(generated, False)
 
 
@@ -277,16 +258,7 @@ def prefix_tuned(
     """Logits of a prefix and of what reads it from a cache, and gradients through both."""
     configure(ping_pong=ping_pong)
     torch.manual_seed(0)
-    config = CONFIG_MAPPING[family](
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=61,
-        head_dim=16,
-        sliding_window=24,
-    )
+    config = CONFIG_MAPPING[family](**tiny_runs.SIZES, head_dim=16, sliding_window=24)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="distca").double().train()
     ids = torch.stack([tokens_of(row + rank, 60) % 61 for row in range(3 if several_rows else 1)])
     head = model(input_ids=ids[:, :40], use_cache=True)
@@ -300,7 +272,7 @@ def prefix_tuned(
     ("family", "several_rows"), [("llama", False), ("llama", True), ("mistral", False)]
 )
 def test_training_through_a_cached_prefix(
-    rank_pool: Callable[[int], RankPool], family: str, several_rows: bool
+    rank_pool: RankPools, family: str, several_rows: bool
 ) -> None:
     """Nano-batches fill the cache that a later call reads."""
     found, whole = (
@@ -345,7 +317,7 @@ def checkpointed_attention(
     ("part", "reentrant"), in_turn(product(["self_attn", "mlp"], [True, False]), 2)
 )
 def test_parts_of_layers_may_be_checkpointed(
-    rank_pool: Callable[[int], RankPool], part: str, placement: str, reentrant: bool
+    rank_pool: RankPools, part: str, placement: str, reentrant: bool
 ) -> None:
     """Exact, with no second attention and no second exchange; layers whose attention is
     checkpointed alone are left whole.
@@ -370,9 +342,7 @@ def kept_bytes(rank: int, ping_pong: bool) -> tuple[int, int]:
     """
     configure(ping_pong=ping_pong)
     model = model_for(2, "distca", torch.float32)
-    batch = hf_distca.PackingCollator()(
-        [{"documents": [[7] * n for n in ([192] if rank == 0 else [24] * 8)]}]
-    )
+    batch = tiny_runs.pack(*([192] if rank == 0 else [24] * 8))
     own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     saved: dict[int, torch.Tensor] = {}
 
@@ -390,9 +360,7 @@ def kept_bytes(rank: int, ping_pong: bool) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("ping_pong", [False, True])
-def test_what_is_kept_is_as_balanced_as_tokens(
-    rank_pool: Callable[[int], RankPool], ping_pong: bool
-) -> None:
+def test_what_is_kept_is_as_balanced_as_tokens(rank_pool: RankPools, ping_pong: bool) -> None:
     kept, calls = zip(*rank_pool(3)(kept_bytes, ping_pong), strict=True)
     assert calls == ((4, 4, 4) if ping_pong else (2, 2, 2))
     assert max(kept) * len(kept) / sum(kept) <= 1.02, kept
@@ -436,9 +404,7 @@ def broken_step(rank: int) -> tuple[list[str], bool, torch.Tensor, torch.Tensor]
     return names, grad_enabled, after.detach(), model(**batch).logits.detach()
 
 
-def test_an_error_in_one_half_ends_both_and_keeps_its_traceback(
-    rank_pool: Callable[[int], RankPool],
-) -> None:
+def test_an_error_in_one_half_ends_both_and_keeps_its_traceback(rank_pool: RankPools) -> None:
     for names, grad_enabled, after, plain in rank_pool(3)(broken_step):
         assert names[-1] == "forward"
         assert "run_nano_batches" in names
@@ -460,19 +426,14 @@ def sharded_parts(rank: int, part: str, ping_pong: bool) -> tuple[torch.Tensor, 
 
 
 @pytest.mark.parametrize("part", ["self_attn", "mlp"])
-def test_attention_sharded_by_itself_keeps_its_layer_whole(
-    rank_pool: Callable[[int], RankPool], part: str
-) -> None:
-    """Attention that is sharded by itself keeps its layer whole."""
-    for (got, calls), (want, whole) in zip(
-        *(rank_pool(3)(sharded_parts, part, cut) for cut in (True, False)), strict=True
-    ):
+def test_attention_sharded_by_itself_keeps_its_layer_whole(rank_pool: RankPools, part: str) -> None:
+    found = (rank_pool(3)(sharded_parts, part, cut) for cut in (True, False))
+    for (got, calls), (want, whole) in zip(*found, strict=True):
         assert relative(got, want.double()) <= 1e-6
         assert calls == (whole if part == "self_attn" else 2 * whole)
 
 
 def test_copies_and_pickles_keep_the_models_class() -> None:
-    """Copies and pickles are of the class the model was made with."""
     model = model_for(2, "distca", torch.float32)
     original = type(model.model.layers[0])
     nano_batch_layers.cut_layers(model.model)

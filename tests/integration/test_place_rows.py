@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import tempfile
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -16,12 +15,12 @@ from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import DataLoaderConfiguration
 from datasets import Dataset, disable_progress_bars
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
-from transformers import MistralConfig, Trainer, TrainingArguments
+from transformers import MistralConfig, Trainer
 
 import hf_distca
 from hf_distca.integration.training import place_rows
-from ranks import RankPool
-from tiny_runs import COMMON, documents, settings, tiny_llama
+from ranks import RankPools
+from tiny_runs import SIZES, documents, exact_arguments, settings, tiny_llama
 
 # Documents of rows of equal length: heavy and light ones, so that some order makes them even.
 ROW = 48
@@ -57,17 +56,10 @@ class Watched(Trainer):
 def make(count: int, **changes: Any) -> Watched:
     disable_progress_bars()
     hf_distca.configure(settings(cost_model="analytic"))
-    arguments = {
-        **COMMON,
-        "output_dir": tempfile.gettempdir(),
-        "bf16": False,
-        "learning_rate": 1e-2,
-        "adam_epsilon": 1e-2,
-    }
-    arguments |= {"ddp_find_unused_parameters": False, **changes}
+    rates = {"learning_rate": 1e-2, "adam_epsilon": 1e-2}
     trainer = Watched(
         tiny_llama("distca").double(),
-        TrainingArguments(**arguments),
+        exact_arguments(**{"ddp_find_unused_parameters": False, **rates, **changes}),
         train_dataset=rows(count),
         data_collator=hf_distca.PackingCollator(),
     )
@@ -137,7 +129,7 @@ def compare(pool: Callable[..., list[Seen]], per_node: int, count: int, **change
 ACCUMULATED = {"gradient_accumulation_steps": 3, "num_train_epochs": 2}
 
 
-def test_an_epoch_in_another_order(rank_pool: Callable[[int], RankPool]) -> None:
+def test_an_epoch_in_another_order(rank_pool: RankPools) -> None:
     """Seven rows of two epochs, on two ranks: the last step is short, and filled up."""
     compare(partial(rank_pool(2), train), 1, 7, **ACCUMULATED)
 
@@ -160,22 +152,14 @@ def test_a_rank_alone_keeps_its_order(capfd: pytest.CaptureFixture[str]) -> None
     ],
     ids=["accumulation", "batches", "split batches", "drop last", "in order", "generator"],
 )
-def test_four_ranks_on_two_nodes(
-    rank_pool: Callable[[int], RankPool], changes: dict[str, Any]
-) -> None:
+def test_four_ranks_on_two_nodes(rank_pool: RankPools, changes: dict[str, Any]) -> None:
     compare(partial(rank_pool(4), train), 2, 27, **changes)
 
 
 @pytest.mark.slow
-def test_a_resumed_run_goes_on_where_it_was(
-    rank_pool: Callable[[int], RankPool], tmp_path: Any
-) -> None:
-    changes = {
-        **ACCUMULATED,
-        "save_strategy": "steps",
-        "save_steps": 3,
-        "output_dir": str(tmp_path),
-    }
+def test_a_resumed_run_goes_on_where_it_was(rank_pool: RankPools, tmp_path: Any) -> None:
+    saving = {"save_strategy": "steps", "save_steps": 3, "output_dir": str(tmp_path)}
+    changes = ACCUMULATED | saving
     pool = partial(rank_pool(4), train)
     whole = pool(2, 27, None, changes)
     resumed = pool(2, 27, str(tmp_path / "checkpoint-3"), changes | {"save_strategy": "no"})
@@ -203,7 +187,7 @@ def read_in_loop(rank: int, per_node: int | None, split: bool) -> list[list[list
 
 
 @pytest.mark.parametrize("split", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_loops_of_ones_own(rank_pool: Callable[[int], RankPool], split: bool) -> None:
+def test_loops_of_ones_own(rank_pool: RankPools, split: bool) -> None:
     given, placed = (rank_pool(2)(read_in_loop, per_node, split) for per_node in (None, 1))
     assert placed != given
     for epoch in range(2):
@@ -241,18 +225,11 @@ def test_rows_are_weighed_by_the_model_or_by_squares(capfd: pytest.CaptureFixtur
     """With a window of 8 keys, long documents are no heavier than short ones, and rows are about
     equal.
     """
-    config = MistralConfig(
-        hidden_size=64,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        num_hidden_layers=2,
-        sliding_window=8,
-    )
     said = {}
     for name, model in (
         ("squares", None),
         ("all keys", tiny_llama("sdpa").config),
-        ("window", config),
+        ("window", MistralConfig(**SIZES, sliding_window=8)),
     ):
         hf_distca.configure(settings(tile=1))
         hf_distca.place_rows(loader_of(0), model, accumulation=3, ranks_per_node=2)
@@ -358,7 +335,7 @@ def refused_on_ranks(rank: int) -> list[str]:
     return [*said, str(error.value)]
 
 
-def test_ranks_compare_what_they_read(rank_pool: Callable[[int], RankPool]) -> None:
+def test_ranks_compare_what_they_read(rank_pool: RankPools) -> None:
     for said in rank_pool(2)(refused_on_ranks):
         assert said[0].startswith(
             "ranks 0 and 1 weigh rows differently: place_rows needs the same data set"

@@ -9,12 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from test_prepare import opt
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     DataCollatorWithFlattening,
-    OPTConfig,
-    OPTForCausalLM,
     PreTrainedModel,
 )
 
@@ -22,7 +21,7 @@ import hf_distca
 from hf_distca.agreement.documents import PackedDocuments
 from hf_distca.errors import LayoutError
 from hf_distca.integration.hooks.positions import check_positions, mark_document_starts
-from tiny_runs import documents, settings, tiny_llama
+from tiny_runs import SIZES, documents, settings, tiny_llama
 
 # On one rank, in two parts with a gap: tokens 0 to 4, a document of 3, and tokens 5 to 8.
 PACKED = PackedDocuments((5, 3, 4), (0, 0, 5), (0, 1, 0))
@@ -30,20 +29,9 @@ POSITIONS = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 5, 6, 7, 8]])
 IDS = torch.full((1, 12), 7)
 
 
-def opt() -> OPTForCausalLM:
-    sizes = {
-        "hidden_size": 32,
-        "ffn_dim": 32,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "word_embed_proj_dim": 32,
-    }
-    return OPTForCausalLM(
-        OPTConfig(vocab_size=61, attention_dropout=0.0, **sizes, attn_implementation="distca")
-    ).train()
-
-
-@pytest.mark.parametrize("make", [lambda: tiny_llama("distca"), opt], ids=["llama", "opt"])
+@pytest.mark.parametrize(
+    "make", [lambda: tiny_llama("distca"), lambda: opt().train()], ids=["llama", "opt"]
+)
 def test_a_loop_that_leaves_position_ids_out_is_told(make: Any) -> None:
     hf_distca.configure(settings())
     model = make()
@@ -56,7 +44,6 @@ def test_a_loop_that_leaves_position_ids_out_is_told(make: Any) -> None:
 
 
 def test_middle_of_a_document_is_not_taken_for_its_start() -> None:
-    """The middle of one document is not taken for its beginning."""
     middle = PackedDocuments((4,), (7,), (0,))
     with pytest.raises(LayoutError, match=r"token 0 .* at position 7 .* has 0"):
         check_positions(tiny_llama("distca"), middle, torch.arange(4)[None])
@@ -83,19 +70,12 @@ def test_documents_that_may_not_be_cut_are_not_compared() -> None:
 
 def roberta(implementation: str) -> PreTrainedModel:
     torch.manual_seed(0)
-    sizes = {
-        "hidden_size": 64,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "vocab_size": 61,
-    }
     off = {
         "hidden_dropout_prob": 0.0,
         "attention_probs_dropout_prob": 0.0,
         "max_position_embeddings": 130,
     }
-    config = AutoConfig.for_model("roberta", is_decoder=True, pad_token_id=1, **sizes, **off)
+    config = AutoConfig.for_model("roberta", is_decoder=True, pad_token_id=1, **SIZES, **off)
     return (
         AutoModelForCausalLM.from_config(config, attn_implementation=implementation)
         .double()
@@ -139,7 +119,6 @@ def test_positions_from_where_the_model_counts_are_read(alone: torch.Tensor) -> 
 
 
 def test_positions_from_0_are_refused_by_models_from_2() -> None:
-    """Positions from 0 are refused where the model counts from 2."""
     flattened = DataCollatorWithFlattening()([{"input_ids": text.tolist()} for text in TEXTS])
     with pytest.raises(
         LayoutError,

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -22,7 +22,7 @@ import hf_distca
 from hf_distca.integration.callers import MaskCall
 from hf_distca.integration.current_session import current_session
 from hf_distca.runtime.group import AttentionGroup
-from ranks import RankPool
+from ranks import RankPools
 from tiny_runs import dispatches, rows, settings, tiny_llama
 
 
@@ -65,7 +65,7 @@ def prepared(rank: int, prepares: bool) -> tuple[int, bool, int, int]:
     return current_session().join_group().size, cut, before, made.call_count
 
 
-def test_a_prepared_model_needs_no_call_stack(rank_pool: Callable[[int], RankPool]) -> None:
+def test_a_prepared_model_needs_no_call_stack(rank_pool: RankPools) -> None:
     for size, cut, before, after in rank_pool(2)(prepared, True):
         assert (size, cut) == (1, True), "the ranks of one data-parallel coordinate share nothing"
         assert before == after == 1, "the group is made once, where all ranks are together"
@@ -87,9 +87,7 @@ def shares(rank: int) -> int:
     return dispatches()
 
 
-def test_a_prepared_model_shares_its_attention_in_halves(
-    rank_pool: Callable[[int], RankPool],
-) -> None:
+def test_a_prepared_model_shares_its_attention_in_halves(rank_pool: RankPools) -> None:
     layers, directions, halves = 2, 2, 2
     assert rank_pool(2)(shares) == [layers * directions * halves] * 2
 

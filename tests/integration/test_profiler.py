@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from test_parity import model_for
@@ -12,7 +10,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import hf_distca
 from hf_distca.runtime import meter
-from ranks import RankPool
+from ranks import RankPools
 
 LAYERS = 2
 
@@ -32,7 +30,7 @@ def profiled(rank: int, ping_pong: bool) -> dict[str, int]:
 
 @pytest.mark.parametrize("ping_pong", [False, True])
 def test_the_profiler_shows_dispatch_server_and_return(
-    rank_pool: Callable[[int], RankPool], ping_pong: bool
+    rank_pool: RankPools, ping_pong: bool
 ) -> None:
     """Of each layer, forward and backward, by half."""
     each = LAYERS * 2 * (2 if ping_pong else 1)

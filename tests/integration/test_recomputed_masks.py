@@ -53,7 +53,6 @@ def test_the_recompute_has_the_masks_of_the_forward() -> None:
 
 
 def test_nested_checkpoints_have_the_masks_of_the_forward() -> None:
-    """Checkpoints in checkpoints have the masks of the forward."""
     masked = Masked()
     inner = partial(checkpoint, masked, use_reentrant=False)
     checkpoint(lambda x: inner(x).cos(), leaf(), use_reentrant=False).sum().backward()

@@ -23,7 +23,6 @@ from unittest.mock import patch
 
 import numpy as np
 import pytest
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 import hf_distca
@@ -48,8 +47,8 @@ from hf_distca.schedule.plan import Plan
 from hf_distca.schedule.ranks import Ranks
 from hf_distca.tools.report.folder import RunFolder
 from hf_distca.tools.report.run_figures import collect
-from ranks import RankPool
-from recorded import recorded
+from ranks import RankPools
+from recorded import Operations, recorded
 from tiny_runs import PAIRS, documents, make_trainer, settings, tiny_llama
 from turns import in_turn
 
@@ -60,16 +59,6 @@ class Warns(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step == 3:
             logging.getLogger("hf_distca").warning("something to act on")
-
-
-class Operations(TorchDispatchMode):
-    """Counts what torch runs: a host sync is an operation, too."""
-
-    count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += 1
-        return func(*args, **(kwargs or {}))
 
 
 def data() -> list[dict[str, Any]]:
@@ -85,7 +74,12 @@ def data() -> list[dict[str, Any]]:
 
 
 def train(
-    rank: int, folder: str, record: bool | Literal["all"], ping_pong: bool, changes: dict[str, Any]
+    rank: int,
+    folder: str,
+    record: bool | Literal["all"],
+    ping_pong: bool,
+    changes: dict[str, Any],
+    resume: str | None = None,
 ) -> dict[str, Any]:
     callback = hf_distca.DistCACallback(settings(ping_pong=ping_pong), record=record)
     trainer = make_trainer(
@@ -98,10 +92,10 @@ def train(
         **{"max_steps": STEPS, **changes},
     )
     with recorded() as collectives, Operations() as operations:
-        trainer.train()
+        trainer.train(resume_from_checkpoint=resume)
     return {
         "collectives": collectives,
-        "operations": operations.count,
+        "operations": operations.seen,
         "history": trainer.state.log_history,
     }
 
@@ -113,7 +107,7 @@ def rows(folder: Path) -> list[Row]:
 
 @pytest.mark.parametrize("ping_pong", in_turn([True, False], 2))
 def test_rank_0_writes_what_the_log_says_and_more(
-    rank_pool: Callable[[int], RankPool], tmp_path: Path, ping_pong: bool
+    rank_pool: RankPools, tmp_path: Path, ping_pong: bool
 ) -> None:
     """The rows sum up to the summary of the run, by rank, and the plans of the first and the worst
     step can be read.
@@ -167,9 +161,8 @@ def test_rank_0_writes_what_the_log_says_and_more(
 
 @pytest.mark.parametrize("ping_pong", in_turn([False, True], 2))
 def test_worst_plan_keeps_its_step_when_written_late(
-    rank_pool: Callable[[int], RankPool], tmp_path: Path, ping_pong: bool
+    rank_pool: RankPools, tmp_path: Path, ping_pong: bool
 ) -> None:
-    """The worst plan is of its step, however late it is written."""
     rank_pool(2)(train, str(tmp_path), True, ping_pong, {"logging_steps": 10, "max_steps": 10})
     plans = [(row.step, row.micro_batch) for row in rows(tmp_path) if isinstance(row, PlanRow)]
     assert plans[:2] == [(1, 1), (4, 4)]
@@ -177,7 +170,7 @@ def test_worst_plan_keeps_its_step_when_written_late(
 
 
 def test_a_record_costs_no_collective_and_no_operation(
-    rank_pool: Callable[[int], RankPool], tmp_path: Path
+    rank_pool: RankPools, tmp_path: Path
 ) -> None:
     """A host sync would be an operation of torch: there are exactly as many with a record as
     without.
@@ -218,12 +211,7 @@ def test_tokens_count_once_and_pieces_are_as_long_as_the_bars(
     long.
     """
     history, ranks = History(), Ranks(speeds=(0.5, 1.25))
-    planner = SimpleNamespace(number=0, costs=LearnedCosts(), history=history)
-    session: Any = SimpleNamespace(
-        planner=planner, rank_count=2, node_count=1, config=settings(), kernel_names=["cpu"]
-    )
-    recorder = Recorder(tmp_path, session, every_plan=True)
-    recorder.start(TrainingArguments(str(tmp_path), use_cpu=True, report_to="none"), 0, None)
+    recorder = begin_record(tmp_path, 0, history)
     plans = []
     for nano, window, lengths in parts:
         cost = replace(PAIRS, window=window)
@@ -255,20 +243,10 @@ def test_tokens_count_once_and_pieces_are_as_long_as_the_bars(
 
 def resumed(rank: int, folder: str) -> None:
     train(rank, folder, True, False, {"save_strategy": "steps", "save_steps": 2, "max_steps": 3})
-    trainer = make_trainer(
-        "distca",
-        data(),
-        folder=folder,
-        distca=hf_distca.DistCACallback(settings()),
-        max_steps=4,
-        train_sampling_strategy="sequential",
-    )
-    trainer.train(resume_from_checkpoint=str(Path(folder, "checkpoint-2")))
+    train(rank, folder, True, False, {"max_steps": 4}, str(Path(folder, "checkpoint-2")))
 
 
-def test_a_resumed_run_goes_on_with_its_record(
-    rank_pool: Callable[[int], RankPool], tmp_path: Path
-) -> None:
+def test_a_resumed_run_goes_on_with_its_record(rank_pool: RankPools, tmp_path: Path) -> None:
     rank_pool(2)(resumed, str(tmp_path))
     assert [row.step for row in rows(tmp_path) if isinstance(row, RunRow)] == [0, 2]
     rank_pool(2)(train, str(tmp_path), True, False, {"max_steps": 1})
@@ -282,9 +260,7 @@ def unwritable(rank: int, folder: str) -> None:
     train(rank, folder, True, False, {"max_steps": 2})
 
 
-def test_a_record_that_cannot_be_written_ends_no_run(
-    rank_pool: Callable[[int], RankPool], tmp_path: Path
-) -> None:
+def test_a_record_that_cannot_be_written_ends_no_run(rank_pool: RankPools, tmp_path: Path) -> None:
     rank_pool(2)(unwritable, str(tmp_path))
 
 
@@ -308,7 +284,7 @@ def told(rank: int, folder: str, full: bool) -> tuple[str, bool]:
 
 @pytest.mark.parametrize("full", [False, True])
 def test_warnings_are_seen_while_they_are_recorded(
-    rank_pool: Callable[[int], RankPool], tmp_path: Path, full: bool
+    rank_pool: RankPools, tmp_path: Path, full: bool
 ) -> None:
     (first, over), _ = rank_pool(2)(told, str(tmp_path), full)
     assert "something to act on" in first
@@ -317,14 +293,16 @@ def test_warnings_are_seen_while_they_are_recorded(
     assert over, "nothing is left behind"
 
 
-def begin_record(folder: Path, step: int) -> None:
-    planner = SimpleNamespace(number=0, costs=LearnedCosts(), history=History())
+def begin_record(folder: Path, step: int, history: History | None = None) -> Recorder:
+    planner = SimpleNamespace(number=0, costs=LearnedCosts(), history=history or History())
     session: Any = SimpleNamespace(
         planner=planner, rank_count=2, node_count=1, config=settings(), kernel_names=["cpu"]
     )
     recorder = Recorder(folder, session, every_plan=True)
     recorder.start(TrainingArguments(str(folder), use_cpu=True, report_to="none"), step, None)
-    recorder.stop()
+    if history is None:
+        recorder.stop()
+    return recorder
 
 
 @pytest.mark.timeout(30)
@@ -402,9 +380,7 @@ def alone(rank: int, folder: str) -> None:
     trainer.train()
 
 
-def test_a_run_that_shares_nothing_leaves_no_record(
-    rank_pool: Callable[[int], RankPool], tmp_path: Path
-) -> None:
+def test_a_run_that_shares_nothing_leaves_no_record(rank_pool: RankPools, tmp_path: Path) -> None:
     rank_pool(2)(alone, str(tmp_path))
     assert not (tmp_path / RECORD_NAME).exists()
     assert json.dumps([path.name for path in tmp_path.iterdir()]) == "[]"

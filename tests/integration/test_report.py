@@ -8,7 +8,6 @@ import contextlib
 import io
 import logging
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
@@ -28,8 +27,8 @@ from hf_distca.integration.reports import (
 )
 from hf_distca.integration.session import Session
 from hf_distca.schedule.cost import AttentionShape, CostModel
-from ranks import RankPool
-from tiny_runs import documents, make_trainer, rows, settings
+from ranks import RankPools
+from tiny_runs import documents, logged, make_trainer, rows, settings
 
 SHAPE = AttentionShape(4, 2, 16, 16, 2)
 EVEN = [{"documents": documents(48, 48, seed=at)} for at in range(12)]
@@ -42,51 +41,24 @@ def session(**changes: Any) -> Session:
 
 
 @pytest.mark.parametrize(
-    ("before", "changes", "said"),
+    ("before", "changes", "facts"),
     [
-        (
-            1.004,
-            {},
-            (
-                "distca moved nothing in 20 micro-batches: the documents are even (the slowest rank"
-                " has 1.004 times the mean attention seconds, by estimate; tolerance=0.01). There"
-                " is nothing to win."
-            ),
-        ),
-        (
-            1.5,
-            {"balance": False},
-            (
-                "distca moved nothing in 20 micro-batches: balancing is off (balance=False)."
-                " Without it, the slowest rank has 1.500 times the mean attention seconds, by"
-                " estimate."
-            ),
-        ),
-        (
-            1.05,
-            {"min_gain": 0.1},
-            (
-                "distca moved nothing in 20 micro-batches: the slowest rank has 1.050 times the"
-                " mean attention seconds, by estimate, and evening that out saves 4.8% at most,"
-                " less than min_gain=0.1."
-            ),
-        ),
+        (1.004, {}, ["documents are even", "has 1.004 times the mean", "tolerance=0.01"]),
+        (1.5, {"balance": False}, ["off (balance=False)", "has 1.500 times the mean"]),
+        (1.05, {"min_gain": 0.1}, ["saves 4.8% at most, less than min_gain=0.1"]),
         (
             1.5,
             {},
-            (
-                "distca moved nothing in 20 micro-batches: the slowest rank has 1.500 times the"
-                " mean attention seconds, by estimate, and evening that out saves 0.1 ms a layer at"
-                " most, of which the exchange would leave less than min_gain=0.02 (cost model"
-                " 'analytic cpu': 1 GB/s and 0.3 ms an exchange). Longer documents or a faster"
-                " network gain more; if the figures do not fit your machine, give"
-                " DistCAConfig(cost_model=...) your own."
-            ),
+            [
+                "evening that out saves 0.1 ms a layer at most",
+                "leave less than min_gain=0.02 (cost model 'analytic cpu': 1 GB/s and 0.3 ms an",
+                "DistCAConfig(cost_model=...)",
+            ],
         ),
     ],
     ids=["even", "off", "min_gain", "exchange"],
 )
-def test_why_nothing_moved(before: float, changes: dict[str, Any], said: str) -> None:
+def test_why_nothing_moved(before: float, changes: dict[str, Any], facts: list[str]) -> None:
     mean = 20 * 2e-4
     done = BalanceTotals(
         micro_batches=20,
@@ -94,7 +66,9 @@ def test_why_nothing_moved(before: float, changes: dict[str, Any], said: str) ->
         estimated_after=before * mean,
         estimated_mean=mean,
     )
-    assert nothing_moved_reason(done, session(**changes)) == said
+    said = nothing_moved_reason(done, session(**changes))
+    assert said is not None
+    assert all(fact in said for fact in ["moved nothing in 20 micro-batches", *facts]), said
     assert nothing_moved_reason(done + BalanceTotals(moved=1), session(**changes)) is None
     assert nothing_moved_reason(BalanceTotals(), session(**changes)) is None
 
@@ -165,11 +139,6 @@ def train(rank: int, case: str) -> tuple[list[str], str]:
     config = {"off": settings(balance=False), "exchange": hf_distca.DistCAConfig()}.get(
         case, settings()
     )
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    log = logging.getLogger("hf_distca")
-    log.addHandler(handler)
     trainer = make_trainer(
         "distca",
         EVEN if case == "even" else rows(12),
@@ -180,11 +149,8 @@ def train(rank: int, case: str) -> tuple[list[str], str]:
     if case == "quiet":
         trainer.remove_callback(hf_distca.DistCACallback)
         trainer.add_callback(hf_distca.DistCACallback(config, summary=False, record=False))
-    try:
-        with contextlib.redirect_stderr(io.StringIO()) as written:
-            trainer.train()
-    finally:
-        log.removeHandler(handler)
+    with logged() as said, contextlib.redirect_stderr(io.StringIO()) as written:
+        trainer.train()
     return [line for line in said if "moved nothing" in line], written.getvalue()
 
 
@@ -198,7 +164,7 @@ def train(rank: int, case: str) -> tuple[list[str], str]:
     ],
 )
 def test_rank_0_says_once_why_nothing_moved_and_sums_up(
-    rank_pool: Callable[[int], RankPool], case: str, reason: str | None
+    rank_pool: RankPools, case: str, reason: str | None
 ) -> None:
     (said, written), (said_by_other, written_by_other) = rank_pool(2)(train, case)
     assert said_by_other == []
@@ -209,7 +175,7 @@ def test_rank_0_says_once_why_nothing_moved_and_sums_up(
     assert "in kernel cpu" in written
 
 
-def test_the_summary_can_be_switched_off(rank_pool: Callable[[int], RankPool]) -> None:
+def test_the_summary_can_be_switched_off(rank_pool: RankPools) -> None:
     for _, written in rank_pool(2)(train, "quiet"):
         assert "micro-batches" not in written
 
@@ -250,7 +216,7 @@ def waits(rank: int) -> str:
     return written.getvalue()
 
 
-def test_the_first_plan_is_announced_by_rank_0(rank_pool: Callable[[int], RankPool]) -> None:
+def test_the_first_plan_is_announced_by_rank_0(rank_pool: RankPools) -> None:
     first, other = rank_pool(2)(waits)
     assert "distca: making the first plan took" in first
     assert "distca" not in other

@@ -4,7 +4,6 @@ against one with the whole batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -21,8 +20,8 @@ from hf_distca.agreement.announce import PlanKey
 from hf_distca.agreement.dealt_share import Dealing
 from hf_distca.agreement.documents import PackedDocuments
 from hf_distca.integration.hooks.positions import extend_rotary
-from ranks import RankPool
-from tiny_runs import PAIRS, settings, tiny_llama
+from ranks import RankPool, RankPools
+from tiny_runs import PAIRS, SIZES, settings, tiny_llama
 from turns import in_turn
 
 TRAINED = 64  # positions that the models were trained with
@@ -67,12 +66,7 @@ ROPES: dict[tuple[str, str], dict[str, Any]] = {
 }
 CHOSEN = in_turn([pytest.param(kind) for kind in ROPES], 3, [("llama", "dynamic")])
 _SIZES = {
-    "hidden_size": 64,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 61,
+    **SIZES,
     "pad_token_id": 0,
     "bos_token_id": 1,
     "eos_token_id": 2,
@@ -190,9 +184,8 @@ def check(
 
 @pytest.mark.parametrize("kind", CHOSEN, ids=" ".join)
 def test_ranks_rotate_for_the_longest_global_document(
-    rank_pool: Callable[[int], RankPool], kind: tuple[str, str]
+    rank_pool: RankPools, kind: tuple[str, str]
 ) -> None:
-    """Every rank rotates for the longest document of the global batch."""
     check(rank_pool(2), kind, tuple(range(len(BATCHES))))
 
 
@@ -207,13 +200,13 @@ def test_ranks_rotate_for_the_longest_global_document(
     ],
 )
 @pytest.mark.parametrize("kind", [("llama", "dynamic"), ("phi3", "longrope")], ids=" ".join)
-def test_engines(rank_pool: Callable[[int], RankPool], kind: tuple[str, str], how: str) -> None:
+def test_engines(rank_pool: RankPools, kind: tuple[str, str], how: str) -> None:
     """All forwards run before all backwards: what a recompute needs is that of its own batch."""
     check(rank_pool(2), kind, (0, 1), how)
 
 
 @pytest.mark.parametrize("kind", [("llama", "dynamic"), ("phi3", "longrope")], ids=" ".join)
-def test_nano_batches(rank_pool: Callable[[int], RankPool], kind: tuple[str, str]) -> None:
+def test_nano_batches(rank_pool: RankPools, kind: tuple[str, str]) -> None:
     check(rank_pool(2), kind, (0, 1, 3), ping_pong=True)
 
 
@@ -221,7 +214,7 @@ def test_nano_batches(rank_pool: Callable[[int], RankPool], kind: tuple[str, str
     ("kind", "lone_rank"), [(("llama", "dynamic"), 0), (("gemma3_text", "dynamic"), 1)]
 )
 def test_what_one_rank_evaluates_leaves_nothing_behind(
-    rank_pool: Callable[[int], RankPool], kind: tuple[str, str], lone_rank: int
+    rank_pool: RankPools, kind: tuple[str, str], lone_rank: int
 ) -> None:
     """Frequencies that grew on one rank, in what it did alone, are not those of shares."""
     check(rank_pool(2), kind, tuple(range(len(BATCHES))), lone_rank=lone_rank)
@@ -262,9 +255,8 @@ def parts(rank: int, kind: tuple[str, str], cut: bool) -> str:
 
 @pytest.mark.parametrize("kind", CHOSEN, ids=" ".join)
 def test_parts_of_documents_of_unknown_length_are_refused(
-    rank_pool: Callable[[int], RankPool], kind: tuple[str, str]
+    rank_pool: RankPools, kind: tuple[str, str]
 ) -> None:
-    """Documents in parts are refused where nobody knows how long they are."""
     for said in rank_pool(2)(parts, kind, True):
         assert "a document of this batch is in several parts" in said
         assert f"rotary embedding ({kind[1]}) depends on the longest document of all ranks" in said

@@ -8,13 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_parity import PAIRS, model_for
-from transformers import TrainingArguments
+from test_parity import model_for
 
 import hf_distca
 from hf_distca.agreement.announce import PlanKey
 from hf_distca.agreement.batch_plan import History, MicroBatchPlan
-from hf_distca.agreement.documents import PackedDocuments
 from hf_distca.errors import LayoutError
 from hf_distca.integration.current_session import current_session
 from hf_distca.runtime.meter import Meter
@@ -22,11 +20,12 @@ from hf_distca.schedule.cost import AttentionShape
 from hf_distca.schedule.layout import Layout
 from hf_distca.schedule.plan import Plan
 from hf_distca.schedule.ranks import Ranks
-from ranks import RankPool
+from ranks import RankPools
+from tiny_runs import pack, settings
 
 
 def batch(rank: int) -> dict[str, Any]:
-    return hf_distca.PackingCollator()([{"documents": [[7] * n for n in ([96], [16, 16])[rank]]}])
+    return pack(*([96], [16, 16])[rank])
 
 
 @pytest.mark.parametrize(
@@ -76,26 +75,10 @@ def test_balancing_is_switched_for_a_while() -> None:
     assert current_session().config.balance
 
 
-def disagree(rank: int) -> str:
-    hf_distca.configure(hf_distca.DistCAConfig(tolerance=0.01 * (rank + 1)))
-    with pytest.raises(hf_distca.DistCADesyncError) as caught:
-        model_for(2, "distca", torch.float32)(**batch(rank), use_cache=False)
-    return str(caught.value)
-
-
-def test_ranks_with_other_settings_all_get_an_error(rank_pool: Callable[[int], RankPool]) -> None:
-    for message in rank_pool(2)(disagree):
-        assert "ranks have different settings" in message
-        assert (
-            "in micro-batch 1: tolerance is 0.01 on rank 0, 0.02 on rank 1; give every rank the"
-            " same ones." in message
-        )
-
-
 def go_on_after_an_error(rank: int) -> tuple[str, int]:
     """All ranks catch an error of the same batch, and go on; then after `configure`."""
-    settings = hf_distca.DistCAConfig(tile=8, min_gain=0.0, cost_model=PAIRS, timeout_seconds=20.0)
-    hf_distca.configure(settings)
+    config = settings(timeout_seconds=20.0)
+    hf_distca.configure(config)
     model = model_for(2, "distca", torch.float32)
     given = batch(rank)
     model(**given, use_cache=False)
@@ -104,13 +87,13 @@ def go_on_after_an_error(rank: int) -> tuple[str, int]:
         model(input_ids=given["input_ids"], **wrong, use_cache=False)
     with pytest.raises(hf_distca.DistCADesyncError) as caught:
         model(**given, use_cache=False)
-    hf_distca.configure(settings)
+    hf_distca.configure(config)
     before = current_session().meter.dispatches
     model(**given, use_cache=False)
     return str(caught.value), current_session().meter.dispatches - before
 
 
-def test_a_rank_that_left_says_so_and_how_to_go_on(rank_pool: Callable[[int], RankPool]) -> None:
+def test_a_rank_that_left_says_so_and_how_to_go_on(rank_pool: RankPools) -> None:
     for rank, (said, dispatches) in enumerate(rank_pool(2)(go_on_after_an_error, timeout=60)):
         assert said.startswith(f"rank {rank} had left the group of ranks (0, 1) before"), said
         assert "it raised LayoutError while reading documents" in said
@@ -121,7 +104,7 @@ def test_a_rank_that_left_says_so_and_how_to_go_on(rank_pool: Callable[[int], Ra
 
 
 def evaluate_alone(rank: int) -> int:
-    hf_distca.configure(hf_distca.DistCAConfig(tile=8, min_gain=0.0, cost_model=PAIRS))
+    hf_distca.configure(settings())
     model = model_for(2, "distca", torch.float32).eval()
     if rank == 0:  # only one rank evaluates and generates: nothing may wait for the other
         model(**batch(rank), use_cache=False)
@@ -131,12 +114,12 @@ def evaluate_alone(rank: int) -> int:
     return current_session().meter.dispatches
 
 
-def test_evaluation_and_generation_are_local(rank_pool: Callable[[int], RankPool]) -> None:
+def test_evaluation_and_generation_are_local(rank_pool: RankPools) -> None:
     assert rank_pool(2)(evaluate_alone, timeout=60) == [0, 0]
 
 
 def train_with_a_frozen_layer(rank: int, frozen: int | None) -> int:
-    hf_distca.configure(hf_distca.DistCAConfig(tile=8, min_gain=0.0, cost_model=PAIRS))
+    hf_distca.configure(settings())
     model = model_for(2, "distca", torch.float32).train()
     if frozen is not None:
         model.get_decoder().layers[frozen].eval().requires_grad_(False)
@@ -145,9 +128,7 @@ def train_with_a_frozen_layer(rank: int, frozen: int | None) -> int:
 
 
 @pytest.mark.parametrize("frozen", [0, 1])
-def test_frozen_layers_in_evaluation_mode_are_balanced(
-    rank_pool: Callable[[int], RankPool], frozen: int
-) -> None:
+def test_frozen_layers_in_evaluation_mode_are_balanced(rank_pool: RankPools, frozen: int) -> None:
     """The model is in training mode, and all ranks run it."""
     pool = rank_pool(2)
     assert pool(train_with_a_frozen_layer, frozen) == pool(train_with_a_frozen_layer, None)
@@ -155,7 +136,7 @@ def test_frozen_layers_in_evaluation_mode_are_balanced(
 
 
 def evaluate_together(rank: int) -> tuple[int, torch.Tensor, torch.Tensor]:
-    config = hf_distca.DistCAConfig(tile=8, min_gain=0.0, cost_model=PAIRS, balance_evaluation=True)
+    config = settings(balance_evaluation=True)
     hf_distca.configure(config)
     model = model_for(2, "distca", torch.float32).eval()
     together = model(**batch(rank), use_cache=False).logits.detach()
@@ -164,7 +145,7 @@ def evaluate_together(rank: int) -> tuple[int, torch.Tensor, torch.Tensor]:
     return current_session().meter.dispatches, together, alone
 
 
-def test_evaluation_is_shared_on_request(rank_pool: Callable[[int], RankPool]) -> None:
+def test_evaluation_is_shared_on_request(rank_pool: RankPools) -> None:
     for dispatches, together, alone in rank_pool(2)(evaluate_together):
         assert dispatches == 2  # one a layer; balancing off sends nothing
         torch.testing.assert_close(together, alone, rtol=1e-5, atol=1e-6)
@@ -216,29 +197,3 @@ def test_figures_of_a_tally() -> None:
         1,
         2,
     ), "a total is not changed by what comes after it"
-
-
-def test_collator_packs_documents_and_hides_first_labels() -> None:
-    batch = hf_distca.PackingCollator()(
-        [{"input_ids": [5, 6, 7]}, {"input_ids": []}, {"documents": [[8], [9, 4]]}]
-    )
-    assert batch["input_ids"].tolist() == [[5, 6, 7, 8, 9, 4]]
-    assert batch["labels"].tolist() == [[-100, 6, 7, -100, -100, 4]]
-    assert batch["position_ids"].tolist() == [[0, 1, 2, 0, 0, 1]]
-    assert batch["distca_documents"] == PackedDocuments((3, 1, 2))
-
-
-def test_collator_names_what_is_wrong() -> None:
-    with pytest.raises(LayoutError, match="'text'"):
-        hf_distca.PackingCollator()([{"text": "x"}])
-    with pytest.raises(LayoutError, match="no tokens"):
-        hf_distca.PackingCollator()([{"input_ids": []}])
-    with pytest.raises(LayoutError, match="2 input_ids and 1 numbers in its labels"):
-        hf_distca.PackingCollator()([{"input_ids": [1, 2], "labels": [1]}])
-
-
-def test_the_callback_applies_its_settings(tmp_path: Any) -> None:
-    callback = hf_distca.DistCACallback(hf_distca.DistCAConfig(tile=32))
-    callback.on_train_begin(TrainingArguments(str(tmp_path), use_cpu=True), None, None)
-    assert current_session().config.tile == 32
-    hf_distca.configure()

@@ -28,7 +28,7 @@ from hf_distca import UnsupportedError, borrowed
 from hf_distca.integration import attention_names
 from hf_distca.integration.attention_names import find_distca_configs
 from hf_distca.integration.hooks.attention import distca_attention
-from ranks import RankPool
+from ranks import RankPools
 from tiny_runs import losses, make_trainer, rows, settings, tiny_llama
 
 
@@ -76,9 +76,7 @@ def trained(rank: int, name: str, standing_in: bool) -> tuple[list[float], bool,
 
 
 @pytest.mark.parametrize("name", ["flash_attention_2", "sdpa"])
-def test_a_trainer_that_takes_no_other_name_has_distca(
-    rank_pool: Callable[[int], RankPool], name: str
-) -> None:
+def test_a_trainer_that_takes_no_other_name_has_distca(rank_pool: RankPools, name: str) -> None:
     """flash-attn is installed on no machine that runs this test: transformers must not look for
     it.
     """

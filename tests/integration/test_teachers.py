@@ -18,7 +18,8 @@ from transformers import FalconMambaConfig, FalconMambaForCausalLM, Lfm2Config, 
 import hf_distca
 from hf_distca.agreement.documents import PackedDocuments
 from hf_distca.integration.training.document_shares import wrap_trainers
-from ranks import RankPool
+from ranks import RankPools
+from tiny_runs import SIZES
 
 # What the library knows of these batches: documents over ranks, and none.
 CUT, WHOLE = 0, 3
@@ -37,10 +38,8 @@ def distance(student: Any, wanted: torch.Tensor, **batch: Any) -> torch.Tensor:
 def teacher_of(kind: str, implementation: str) -> Any:
     """Another model than the student: in evaluation mode, with other weights."""
     if kind == "hybrid":
-        sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
-        heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 61}
         kinds = {"layer_types": ["conv", "full_attention"]}
-        config = Lfm2Config(**sizes, **heads, **kinds, attn_implementation=implementation)
+        config = Lfm2Config(**SIZES, **kinds, attn_implementation=implementation)
         teacher: Any = Lfm2ForCausalLM(config).double().eval()
     else:
         teacher = model_for(kind, implementation).eval()
@@ -88,14 +87,13 @@ def distill(
     [("full", False, True), ("windows", True, False), ("hybrid", False, True)],
 )
 def test_a_teacher_in_evaluation_mode_is_exact(
-    rank_pool: Callable[[int], RankPool], kind: str, ping_pong: bool, teacher_first: bool
+    rank_pool: RankPools, kind: str, ping_pong: bool, teacher_first: bool
 ) -> None:
     losses, grads = distill_alone(kind)
     for found, found_grads, is_frozen in rank_pool(2)(distill, kind, ping_pong, teacher_first):
         assert is_frozen
         assert found == pytest.approx(losses, rel=1e-5 if kind == "windows" else 1e-12)
-        for name, grad in grads.items():
-            torch.testing.assert_close(found_grads[name], grad, rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(found_grads, grads, rtol=1e-4, atol=1e-6)
 
 
 def mamba() -> Any:
@@ -155,9 +153,7 @@ def refused_teacher(rank: int, name: str) -> tuple[str, float]:
 
 
 @pytest.mark.parametrize("name", TEACHERS)
-def test_a_teacher_that_would_see_a_part_is_refused(
-    rank_pool: Callable[[int], RankPool], name: str
-) -> None:
+def test_a_teacher_that_would_see_a_part_is_refused(rank_pool: RankPools, name: str) -> None:
     for said, seconds in rank_pool(2)(refused_teacher, name):
         assert TEACHERS[name][2] in said, said
         assert 'attn_implementation="distca"' in said or "model(**inputs)" in said, said
@@ -184,9 +180,7 @@ def parts_alone(rank: int) -> tuple[str, float]:
     return str(caught.value), time.monotonic() - began
 
 
-def test_a_rank_that_cannot_evaluate_tells_the_others(
-    rank_pool: Callable[[int], RankPool],
-) -> None:
+def test_a_rank_that_cannot_evaluate_tells_the_others(rank_pool: RankPools) -> None:
     for said, seconds in rank_pool(2)(parts_alone):
         assert "a model in evaluation mode got" in said
         assert seconds < 10

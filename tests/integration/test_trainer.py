@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import io
-import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -18,8 +14,8 @@ from transformers import TrainerCallback, TrainerState
 import hf_distca
 from checkpointed import ARGUMENT
 from hf_distca.integration.current_session import current_session
-from ranks import RankPool
-from tiny_runs import dispatches, make_trainer, rows, settings
+from ranks import RankPools
+from tiny_runs import dispatches, logged, make_trainer, rows, settings
 from turns import in_turn
 
 FIGURES = {
@@ -97,9 +93,7 @@ ALWAYS = [Way(), Way(2, checkpointing=True, ping_pong=True, bf16=False)]
     ),
     ids=str,
 )
-def test_same_losses_as_sdpa_and_balance_in_the_logs(
-    rank_pool: Callable[[int], RankPool], way: Way
-) -> None:
+def test_same_losses_as_sdpa_and_balance_in_the_logs(rank_pool: RankPools, way: Way) -> None:
     pool = rank_pool(2)
     ours, theirs = (pool(train, name, way) for name in ("distca", "sdpa"))
     for (history, seen, sent), (reference, *_) in zip(ours, theirs, strict=True):
@@ -121,8 +115,8 @@ def test_same_losses_as_sdpa_and_balance_in_the_logs(
     )
 
 
-def report(rank: int, late: bool) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """The log history, and what a reporter saw, with the figures logged in some way."""
+def report(rank: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """The log history, and what a reporter saw that was added before distca's callback."""
     reporter = Reporter()
     trainer = make_trainer(
         "distca",
@@ -132,17 +126,15 @@ def report(rank: int, late: bool) -> tuple[list[dict[str, Any]], list[dict[str, 
         logging_steps=2,
         train_sampling_strategy="sequential",
     )
-    if late:
-        trainer.remove_callback(hf_distca.DistCACallback)
-        hf_distca.configure(settings())
-        trainer.add_callback(hf_distca.DistCACallback(settings(), record=False))
+    trainer.remove_callback(hf_distca.DistCACallback)
+    hf_distca.configure(settings())
+    trainer.add_callback(hf_distca.DistCACallback(settings(), record=False))
     trainer.train()
     return trainer.state.log_history, reporter.seen
 
 
-@pytest.mark.parametrize("late", [False, True])
-def test_reporters_see_the_figures(rank_pool: Callable[[int], RankPool], late: bool) -> None:
-    for history, seen in rank_pool(2)(report, late):
+def test_reporters_see_the_figures(rank_pool: RankPools) -> None:
+    for history, seen in rank_pool(2)(report):
         logs = [row for row in history if "loss" in row]
         assert len(logs) == 2
         assert all(row.keys() >= FIGURES for row in logs)
@@ -168,22 +160,18 @@ def evaluate_first(rank: int, when: str) -> tuple[int, int, int, str, bool]:
     callback = hf_distca.DistCACallback(settings(balance_evaluation=True), record=False)
     hf_distca.configure()  # what another run left
     trainer = make_trainer(
-        "distca", rows(4), eval_dataset=rows(4), max_steps=2, train_sampling_strategy="sequential"
+        "distca",
+        rows(4),
+        eval_dataset=rows(4),
+        distca=None if when == "late" else callback,
+        max_steps=2,
+        train_sampling_strategy="sequential",
     )
     if when == "late":
         trainer.remove_callback(hf_distca.DistCACallback)
         hf_distca.configure()
         trainer.add_callback(callback)
-    else:
-        trainer = make_trainer(
-            "distca",
-            rows(4),
-            eval_dataset=rows(4),
-            max_steps=2,
-            config=callback.config,
-            train_sampling_strategy="sequential",
-        )
-    with capture() as said:
+    with logged() as said:
         trainer.evaluate()
     evaluated, session = dispatches(), current_session()
     trainer.train()
@@ -193,22 +181,12 @@ def evaluate_first(rank: int, when: str) -> tuple[int, int, int, str, bool]:
         evaluated,
         trained - evaluated,
         dispatches() - trained,
-        said.getvalue(),
+        "".join(said),
         current_session() is session,
     )
 
 
-@contextmanager
-def capture() -> Iterator[io.StringIO]:
-    """What hf_distca logs inside."""
-    said = io.StringIO()
-    handler = logging.StreamHandler(said)
-    logging.getLogger("hf_distca").addHandler(handler)
-    yield said
-    logging.getLogger("hf_distca").removeHandler(handler)
-
-
-def test_settings_hold_for_evaluation_before_training(rank_pool: Callable[[int], RankPool]) -> None:
+def test_settings_hold_for_evaluation_before_training(rank_pool: RankPools) -> None:
     layers = 2
     for evaluated, trained, predicted, said, same in rank_pool(2)(evaluate_first, "in time"):
         assert (evaluated, trained, predicted) == (2 * layers, 2 * 2 * layers, layers)
@@ -216,9 +194,7 @@ def test_settings_hold_for_evaluation_before_training(rank_pool: Callable[[int],
         assert same, "figures and costs stay, while settings do"
 
 
-def test_a_callback_added_later_says_what_its_settings_missed(
-    rank_pool: Callable[[int], RankPool],
-) -> None:
+def test_a_callback_added_later_says_what_its_settings_missed(rank_pool: RankPools) -> None:
     layers = 2
     for evaluated, trained, predicted, said, _ in rank_pool(2)(evaluate_first, "late"):
         assert (evaluated, trained, predicted) == (layers, 2 * 2 * layers, layers), (
@@ -246,14 +222,11 @@ def groups(rank: int) -> list[tuple[int, ...]]:
     )
     hf_distca.configure()
     begin(hf_distca.DistCACallback(settings(), group=own))
-    hf_distca.configure()
-    begin(hf_distca.DistCACallback(settings()))
+    begin(hf_distca.DistCACallback(settings()))  # not that of the callback before
     return found
 
 
-def test_groups_given_to_the_callback_and_to_configure(
-    rank_pool: Callable[[int], RankPool],
-) -> None:
+def test_groups_given_to_the_callback_and_to_configure(rank_pool: RankPools) -> None:
     for rank, found in enumerate(rank_pool(2)(groups)):
         assert found == [(rank,), (0, 1), (rank,), (0, 1)]
 

@@ -19,17 +19,16 @@ import torch
 import torch.distributed as dist
 from datasets import Dataset
 from test_stand_in import restored
-from tokenizers import Tokenizer, models
 from torch.nn.functional import log_softmax, scaled_dot_product_attention
-from transformers import PreTrainedModel, PreTrainedTokenizerFast
+from transformers import PreTrainedModel
 
 import hf_distca
 from float64 import Float64Throughout
 from hf_distca.agreement.documents import PackedDocuments, read_tree
 from hf_distca.errors import LayoutError, UnsupportedError
 from hf_distca.integration.current_session import current_session
-from ranks import RankPool
-from tiny_runs import COMMON, VOCABULARY, losses, settings, tiny_llama
+from ranks import RankPools
+from tiny_runs import COMMON, VOCABULARY, losses, make_tokenizer, settings, tiny_llama
 
 # By rank, groups of a prompt and its answers.
 GROUPS = [[(60, [50, 30, 40]), (9, [20, 3])], [(12, [6, 8])]]
@@ -111,7 +110,7 @@ def _train(rank: int, form: str, world: int) -> tuple[float, list[torch.Tensor],
 
 
 @pytest.mark.parametrize("form", ["TRL", "parents"])
-def test_a_tree_is_as_each_sample_alone(form: str, rank_pool: Callable[[int], RankPool]) -> None:
+def test_a_tree_is_as_each_sample_alone(form: str, rank_pool: RankPools) -> None:
     alone = [train(rank, "alone", 1) for rank in (0, 1)]
     found = rank_pool(2)(train, form, 2)
     assert all(sent for *_, sent in found)
@@ -236,14 +235,11 @@ def train_async_grpo(rank: int, folder: str, form: str) -> tuple[list[float], in
         arguments |= {"gradient_checkpointing": False, "learning_rate": 1e-2}
         del arguments["remove_unused_columns"]
         rollouts = Rollouts()
-        words = Tokenizer(models.WordLevel({str(word): word for word in range(VOCABULARY)}, "0"))
         trainer = AsyncGRPOTrainer(
             model=folder,
             args=AsyncGRPOConfig(**arguments),
-            train_dataset=Dataset.from_dict({"prompt": ["0"] * 8}),
-            processing_class=PreTrainedTokenizerFast(
-                tokenizer_object=words, pad_token="0", eos_token="1"
-            ),
+            train_dataset=Dataset.from_dict({"prompt": ["00"] * 8}),
+            processing_class=make_tokenizer(),
             rollout_worker=rollouts,
             weight_transfer=rollouts,
         )
@@ -251,9 +247,7 @@ def train_async_grpo(rank: int, folder: str, form: str) -> tuple[list[float], in
     return losses(trainer), current_session().meter.sent_bytes
 
 
-def test_the_trainer_of_trl_that_packs_trees(
-    tmp_path: Path, rank_pool: Callable[[int], RankPool]
-) -> None:
+def test_the_trainer_of_trl_that_packs_trees(tmp_path: Path, rank_pool: RankPools) -> None:
     """As without shared prefixes and distca: losses and gradient norms, in float32."""
     tiny_llama("sdpa").save_pretrained(tmp_path)
     alone, ours = (

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -20,7 +19,6 @@ from transformers import (
     PreTrainedModel,
     Trainer,
     TrainerCallback,
-    TrainingArguments,
     default_data_collator,
 )
 from typer.testing import CliRunner
@@ -37,9 +35,9 @@ from hf_distca.tools.observe import run_observer
 from hf_distca.tools.observe.findings import Findings, Row, find
 from hf_distca.tools.observe.watch import BatchFacts, Watch
 from pages import ROOT, words_of
-from ranks import RankPool
+from ranks import RankPools
 from recorded import recorded
-from tiny_runs import COMMON, VOCABULARY, documents, losses, tiny_llama
+from tiny_runs import SIZES, documents, exact_arguments, losses, tiny_llama
 
 PACKED = ((1024,), (128,) * 8)
 STEPS = 4
@@ -60,7 +58,7 @@ def train(
     rank: int, implementation: str, folder: str, changes: dict[str, Any]
 ) -> tuple[list[float], list[str], list[dict[str, float]]]:
     """Losses, collectives and logs of a Trainer with a callback of this attention."""
-    arguments = {**COMMON, "max_steps": STEPS, "bf16": False, "learning_rate": 1e-2}
+    how = {"learning_rate": 1e-2, "train_sampling_strategy": "sequential", **changes}
     config = hf_distca.DistCAConfig(measured_rates=False, cost_model="analytic")
     callbacks: dict[str, list[TrainerCallback]] = {
         "distca": [hf_distca.DistCACallback(config, record=False)],
@@ -69,9 +67,7 @@ def train(
     name = "sdpa" if implementation == "alone" else implementation
     trainer = Trainer(
         tiny_llama(name),
-        TrainingArguments(
-            folder, **{**arguments, "train_sampling_strategy": "sequential", **changes}
-        ),
+        exact_arguments(output_dir=folder, max_steps=STEPS, **how),
         data_collator=default_data_collator,
         train_dataset=rows(2 * STEPS),
         callbacks=callbacks.get(implementation, [hf_distca.ImbalanceCallback()]),
@@ -81,9 +77,7 @@ def train(
     return losses(trainer), collectives, trainer.state.log_history
 
 
-def test_it_finds_what_distca_plans_with(
-    rank_pool: Callable[[int], RankPool], tmp_path: Path
-) -> None:
+def test_it_finds_what_distca_plans_with(rank_pool: RankPools, tmp_path: Path) -> None:
     """On the same batches within 2 %; without a collective, and with the same losses."""
     alone, watched, balanced = (
         rank_pool(2)(train, implementation, str(tmp_path), {})
@@ -106,7 +100,7 @@ def test_it_finds_what_distca_plans_with(
 @pytest.mark.parametrize("changes", [{ARGUMENT: True}, {"gradient_accumulation_steps": 2}])
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
 def test_other_ways_to_train_have_the_same_figure(
-    rank_pool: Callable[[int], RankPool],
+    rank_pool: RankPools,
     tmp_path: Path,
     implementation: str,
     changes: dict[str, Any],
@@ -137,7 +131,7 @@ def watch_alone(rank: int) -> tuple[str, float]:
         return observe() if rank == 0 else "", time.monotonic() - began
 
 
-def test_rank_without_a_meter_is_waited_for_once(rank_pool: Callable[[int], RankPool]) -> None:
+def test_rank_without_a_meter_is_waited_for_once(rank_pool: RankPools) -> None:
     (said, seconds), nothing = rank_pool(2)(watch_alone)
     assert nothing[0] == ""
     assert "missing   facts of some ranks" in said
@@ -178,7 +172,7 @@ def watch_lagging(rank: int) -> str:
     return "".join(said)
 
 
-def test_ranks_that_are_late_are_waited_for(rank_pool: Callable[[int], RankPool]) -> None:
+def test_ranks_that_are_late_are_waited_for(rank_pool: RankPools) -> None:
     """Devices lag behind their host by unequal numbers of micro-batches."""
     said, nothing = rank_pool(2)(watch_lagging)
     assert nothing == ""
@@ -337,16 +331,8 @@ def test_what_trains_nothing_is_not_watched() -> None:
 
 
 def test_windows_of_layers_are_known() -> None:
-    config = MistralConfig(
-        hidden_size=32,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        vocab_size=VOCABULARY,
-        sliding_window=16,
-    )
-    (facts,) = watch(MistralForCausalLM(config).train(), {"input_ids": tokens(1, 64)})
+    model = MistralForCausalLM(MistralConfig(**SIZES, sliding_window=16)).train()
+    (facts,) = watch(model, {"input_ids": tokens(1, 64)})
     assert facts.layers == [(16, 2)]
 
 

@@ -36,7 +36,7 @@ from hf_distca.runtime.group import AttentionGroup
 from hf_distca.runtime.meter import Meter
 from hf_distca.runtime.outputs import OutputStore
 from hf_distca.schedule.layout import Layout
-from ranks import RankPool
+from ranks import RankPools
 from turns import in_turn
 
 # Head and tail of documents on one rank, pieces of one token and shorter than the kernel of the
@@ -143,7 +143,7 @@ def cut_over(ranks: int, seed: int) -> list[list[tuple[int, int, int]]]:
 
 @pytest.mark.parametrize(("kind", "ranks"), in_turn(itertools.product(KINDS, (1, 2, 3)), 4))
 def test_processes_with_the_kernels_of_transformers(
-    rank_pool: Callable[[int], RankPool], kind: str, ranks: int
+    rank_pool: RankPools, kind: str, ranks: int
 ) -> None:
     """In float32, as transformers computes states: to its rounding, which the same kernels have on
     whole documents.
@@ -353,7 +353,7 @@ def one_stays_away(rank: int) -> str:
     return str(caught.value)
 
 
-def test_a_rank_that_does_not_come_ends_the_wait(rank_pool: Callable[[int], RankPool]) -> None:
+def test_a_rank_that_does_not_come_ends_the_wait(rank_pool: RankPools) -> None:
     pool = rank_pool(2)
     try:
         message = pool(one_stays_away, timeout=60)[0]

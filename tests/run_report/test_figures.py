@@ -12,7 +12,7 @@ import pytest
 from some_run import RUN, documents, plan_row, some_rows, steps_row, write_record
 
 from hf_distca.agreement.batch_plan import BalanceTotals
-from hf_distca.agreement.record_rows import RECORD_NAME, PlanRow, StepsRow, read_row, write_row
+from hf_distca.agreement.record_rows import RECORD_NAME, PlanRow, Row, StepsRow, read_row, write_row
 from hf_distca.errors import ReportError
 from hf_distca.tools.report.folder import RunFolder
 from hf_distca.tools.report.page import draw_pictures
@@ -176,47 +176,41 @@ def test_a_run_that_moves_nothing_says_so(tmp_path: Path) -> None:
     assert found.cards[2][1].endswith("work was moved in 0 of 1 micro-batches")
 
 
-@pytest.mark.parametrize(
-    ("files", "step", "message"),
-    [
-        ({}, None, "is not a folder with _distca_run.jsonl. Train with attn_implementation"),
-        ({RECORD_NAME: ""}, None, "has no micro-batch yet"),
-        ({"record": "no beginning"}, None, "does not tell how a training began"),
-        ({"record": "broken steps"}, None, "has no micro-batch yet (broken lines: 2, 3, 4)"),
-        (
-            {"record": "good"},
-            9,
-            "Plans of these steps were kept: 1, 2, 3, 4. DistCACallback(record=",
-        ),
-        ({"record": "no plans"}, 9, "Plans of these steps were kept: none. DistCACallback(record="),
-        ({"record": "bad plan"}, None, "is not a record of a run: "),
-    ],
-)
-def test_what_no_page_can_be_made_of(
-    tmp_path: Path, files: dict[str, str], step: int | None, message: str
-) -> None:
-    for name, text in files.items():
-        if name == "record" and text == "good":
-            write_record(tmp_path, some_rows())
-        elif name == "record" and text == "no plans":
-            write_record(tmp_path, [RUN, steps_row(plan_row(1))])
-        elif name == "record" and text == "broken steps":
-            lines = ['{"step": 1}', '{"row": [1]}', '{"row": "steps", "step": 1}']
-            (tmp_path / RECORD_NAME).write_text("\n".join([write_row(RUN), *lines, ""]))
-        elif name == "record" and text == "no beginning":
-            write_record(tmp_path, some_rows()[1:])
-        elif name == "record":
-            plan = plan_row(1)
-            write_record(
-                tmp_path,
-                [
-                    RUN,
-                    replace(plan, parts=[replace(plan.parts[0], seconds=[1.0])]),
-                    steps_row(plan),
-                ],
-            )
-        else:
-            (tmp_path / name).write_text(text)
+PLAN = plan_row(1)
+# The lines of a record, the step that is asked for, and the error.
+NO_PAGE: dict[str, tuple[list[Row | str] | None, int | None, str]] = {
+    "nothing": (None, None, "is not a folder with _distca_run.jsonl. Train with attn_implementat"),
+    "empty": ([], None, "has no micro-batch yet"),
+    "no beginning": (some_rows()[1:], None, "does not tell how a training began"),
+    "broken steps": (
+        [RUN, '{"step": 1}', '{"row": [1]}', '{"row": "steps", "step": 1}'],
+        None,
+        "has no micro-batch yet (broken lines: 2, 3, 4)",
+    ),
+    "other plans": (
+        some_rows(),
+        9,
+        "Plans of these steps were kept: 1, 2, 3, 4. DistCACallback(record=",
+    ),
+    "no plans": (
+        [RUN, steps_row(PLAN)],
+        9,
+        "Plans of these steps were kept: none. DistCACallback(record=",
+    ),
+    "bad plan": (
+        [RUN, replace(PLAN, parts=[replace(PLAN.parts[0], seconds=[1.0])]), steps_row(PLAN)],
+        None,
+        "is not a record of a run: ",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NO_PAGE)
+def test_what_no_page_can_be_made_of(tmp_path: Path, name: str) -> None:
+    rows, step, message = NO_PAGE[name]
+    if rows is not None:
+        lines = [row if isinstance(row, str) else write_row(row) for row in rows]
+        (tmp_path / RECORD_NAME).write_text("".join(f"{line}\n" for line in lines))
     with pytest.raises(ReportError) as error:
         figures(tmp_path, step)
     assert message in str(error.value)
