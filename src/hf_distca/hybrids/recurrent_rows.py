@@ -1,4 +1,6 @@
-"""The rows of a batch for recurrent layers, with the segments along which these layers run."""
+"""`RecurrentRows`, which tells recurrent layers the documents of a batch and the segments along
+which to run.
+"""
 
 from __future__ import annotations
 

@@ -96,8 +96,8 @@ def compute_mamba2(
     scan: RecurrentKernel,
     stored: LayerOutputs | None = None,
 ) -> torch.Tensor:
-    """Compute the scan for this rank's tokens. Each document starts without a state, even if its
-    segments lie on several ranks.
+    """Compute the scan for this rank's tokens. Each document starts with a state of zeros. Its
+    segments may lie on several ranks.
 
     Every rank of the group must call it at the same point, forward and backward.
 
@@ -148,8 +148,8 @@ def _sum_decays(inputs: ScanInputs) -> torch.Tensor:
 
 
 def _read_state(inputs: ScanInputs, state_HPN: torch.Tensor) -> torch.Tensor:
-    """Return what the state before a segment adds to its outputs, (1, T, H, P), in the dtype of
-    states.
+    """Return the contribution of the state before a segment to its outputs, (1, T, H, P), in the
+    dtype of states.
     """
     C_TGN = inputs.C[0].to(state_HPN.dtype)
     by_group = state_HPN.reshape(C_TGN.shape[1], -1, *state_HPN.shape[1:])

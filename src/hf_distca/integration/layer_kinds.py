@@ -29,7 +29,7 @@ def list_layer_keys(model: Any, dtype: torch.dtype | None, device: str) -> list[
 
 def count_layers(model: Any, dtype: torch.dtype | None, device: str) -> dict[PlanKey, int]:
     """Count the layers of each plan key, keys without a window first. If the config does not list
-    the types of its layers, all layers count as one layer.
+    the types of its layers, they count as one layer.
 
     Args:
         model: a config, or a model with a config. For a composite model, give the config of all
