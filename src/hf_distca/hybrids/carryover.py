@@ -143,8 +143,8 @@ class Between(NamedTuple):
     Attributes:
         output: outputs of the segments when each starts from zeros.
         summaries: effect of each segment on a state.
-        read_state: takes the index of a segment and its initial state, and returns what this state
-            adds to the outputs of the segment.
+        read_state: takes the index of a segment and its initial state, and returns the contribution
+            of this state to the outputs of the segment.
     """
 
     output: torch.Tensor

@@ -61,9 +61,9 @@ _FUSED_FUNCTION = "mamba2_split_conv1d_scan_combined"
 _MAMBA2_FUNCTIONS = (*_CONVOLUTION_FUNCTIONS, "mamba2_chunk_scan", _FUSED_FUNCTION)
 
 # For each modeling module: the model whose forward calls the layers, and the functions that mix
-# tokens. Checked in transformers 5.16.0, 5.18.0 and 5.23.0. In older versions mixers hold their own
-# functions, and nothing is replaced. LFM2 in 5.18.0 does not pass its keyword arguments on.
-# `_check_rows_used` detects this.
+# tokens. This was checked in transformers 5.16.0, 5.18.0 and 5.23.0. In older versions mixers hold
+# their own functions, and nothing is replaced. LFM2 in 5.18.0 does not pass its keyword arguments
+# on. `_check_rows_used` detects this.
 RECURRENT_MODULES: dict[str, tuple[str, tuple[str, ...]]] = {
     "bailing_hybrid": ("BailingHybridModel", _KIMI_DELTA_FUNCTIONS),
     "bamba": ("BambaModel", _MAMBA2_FUNCTIONS),
@@ -230,7 +230,7 @@ def _pass_rows_to_mixer(forward: Callable[..., Any]) -> Callable[..., Any]:
 def _run_along_segments(original: Callable[..., Any], name: str) -> Callable[..., Any]:
     """Make a replacement for `original` that runs along segments if there are any."""
 
-    # A compiler would make the segment lengths of one micro-batch constants of its graph.
+    # A compiler would write the segment lengths of one micro-batch into its graph as constants.
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def run(call: _MixerCall, *args: Any, **kwargs: Any) -> Any:
         output = _REPLACEMENTS[name](original, call, *args, **kwargs)

@@ -45,8 +45,8 @@ class RecurrentRows:
         self.stores = defaultdict[str, OutputStore](OutputStore)
 
     def make_cu_seqlens(self, lengths: Sequence[int], device: torch.device) -> torch.Tensor:
-        """Return the starts of documents of these lengths, followed by the end of the last one:
-        (documents + 1,) int64.
+        """Return the starts of documents with these lengths, followed by the end of the last
+        document: (documents + 1,) int64.
         """
         return self._make_once(tuple(lengths), device, lambda: np.cumsum([0, *lengths]))
 

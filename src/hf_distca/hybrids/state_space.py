@@ -7,8 +7,8 @@ length N changes the state and reads it::
 
 The rule is that of Mamba 2 (Dao and Gu, Transformers are SSMs, arXiv 2405.21060). A segment of any
 length computes S_out = d S_in + Z. The transition d is one number for each head, exp(sum of A dt),
-and Z is the state at the end of a scan from zeros. The state before a segment adds
-exp(sum of A dt so far) S_in C to its outputs. So no segment is scanned twice.
+and Z is the state at the end of a scan from zeros. The state S_in before a segment adds exp(sum of
+A dt so far) S_in C to the outputs of the segment. So no segment is scanned twice.
 
 Shape suffixes: T tokens, H heads, P head dim, G groups, N state size, D documents.
 """

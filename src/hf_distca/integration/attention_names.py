@@ -43,8 +43,8 @@ def check_not_replaced(config: PreTrainedConfig | None) -> None:
     transformers calls flash attention.
 
     Raises:
-        UnsupportedError: if a package has replaced one of them, for example to cut sequences over
-            ranks.
+        UnsupportedError: if a package has replaced such a function, for example to cut sequences
+            over ranks.
     """
     name = getattr(config, "_attn_implementation", None)
     if name not in _registered:
@@ -63,8 +63,8 @@ def check_not_replaced(config: PreTrainedConfig | None) -> None:
 
 
 def replace_attention(name: str) -> None:
-    """Give distca to models that ask for the attention `name`. Use it for trainers that accept only
-    certain names.
+    """Give distca to models that ask for the attention `name`. Use this function for trainers that
+    accept only certain names.
 
     Call it before the model is loaded. From then on transformers uses distca's functions under this
     name, for every model of this process that asks for `name`, trained or not. A trainer still

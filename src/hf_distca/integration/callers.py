@@ -1,10 +1,11 @@
 """Facts read from the call stack, because transformers does not give them to distca in every case.
 
-Checked with transformers 5.23.0. Each fact is listed with its public source, which is tried first:
+This was checked with transformers 5.23.0. Each fact is listed with its public source, which is
+tried first:
 
 - The model that asks for a mask, because its device mesh and layers are needed. Public source:
-  `hf_distca.prepare`, which `DistCACallback` calls for the model of a Trainer. The stack is for
-  users who only change one argument.
+  `hf_distca.prepare`, which `DistCACallback` calls for the model of a Trainer. The stack is read
+  for users who only change one argument.
 - The Trainer that calls a callback (which must run before the Trainer's reporters) or runs a
   forward (whose loss is checked). No public source: callbacks and models do not get the Trainer.
 - The position ids passed to a ``create_..._mask``, and the documents passed to the model that calls

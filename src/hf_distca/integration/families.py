@@ -1,8 +1,8 @@
 """Model families with which distca is proven to work, and families that it refuses, with reasons.
 
-`tests/models/generate.py` writes the lists in families.txt. It runs a tiny model of every causal-LM
-type of transformers, and compares it with transformers' own attention. A test fails if the lists
-and a new run differ.
+`tests/models/generate.py` writes the lists in families.txt. The script runs a tiny model of every
+causal-LM type of transformers, and compares distca with transformers' own attention. A test fails
+if the lists and a new run differ.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ LEAST_PART = 1 / 4
 
 @dataclass(frozen=True, eq=False)
 class Ahead:
-    """Which later tokens of its document a token sees.
+    """Rule that tells which later tokens of its document a token sees.
 
     Attributes:
         ids: (rows, tokens) number of each token's block, negative outside blocks. A token sees all
@@ -100,9 +100,9 @@ def sum_documents(
 def _add_blocks(
     ahead: Ahead, documents: Documents, window: int | None, device: torch.device
 ) -> Documents:
-    """Add the blocks of this rank's documents. They are added to the documents to plan if one block
-    is long (`LEAST_PART`), there is no window, and no document may span ranks. Otherwise this rank
-    computes all of its blocks.
+    """Add the work of the blocks to the documents of this rank. Blocks are planned as further
+    documents if one block is long (`LEAST_PART`), there is no window, and no document may span
+    ranks. Otherwise this rank computes all of its blocks.
     """
     if documents.dealt_share is not None and not documents.dealt_share.is_cut:
         # The plan in a share does not include blocks, so ranks make a new one.

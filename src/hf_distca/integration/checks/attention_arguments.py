@@ -18,7 +18,7 @@ from hf_distca.integration.mask_objects import CachedMask, DenseMask
 # Keyword arguments that reach attention functions and do not change the maths of causal attention
 # within documents.
 _HARMLESS_ARGUMENTS = {
-    # From models.
+    # Arguments from models.
     "use_cache",
     "return_dict",
     "output_hidden_states",
@@ -26,7 +26,7 @@ _HARMLESS_ARGUMENTS = {
     "logits_to_keep",
     "cache_position",
     "is_causal",
-    # From loaders. The arguments in `DOCUMENT_KEYS` tell where documents start.
+    # Arguments from loaders. The arguments in `DOCUMENT_KEYS` tell where documents start.
     *DOCUMENT_KEYS,
     *PACKING_KEYS,
     *TREE_KEYS,
@@ -35,7 +35,7 @@ _HARMLESS_ARGUMENTS = {
     "shift_labels",
     MODEL_ROWS,
     PLANNER,
-    # For losses, including losses of Liger and TRL.
+    # Arguments for losses, including losses of Liger and TRL.
     "num_items_in_batch",
     "ignore_index",
     "return_token_accuracy",
@@ -98,9 +98,9 @@ def _check_unknown_arguments(module: torch.nn.Module, arguments: dict[str, Any])
     ]:
         raise UnsupportedError(
             f"{type(module).__name__} passes {', '.join(sorted(unknown))} to attention, and distca"
-            " does not know how this changes the result. If it is for the loss, do not pass it to"
-            ' the model. Otherwise use attn_implementation="eager", or "sdpa" if that supports the'
-            " argument."
+            " does not know whether this changes the result. If it is for the loss, do not pass it"
+            ' to the model. Otherwise use attn_implementation="eager", or "sdpa" if sdpa supports'
+            " the argument."
         )
 
 

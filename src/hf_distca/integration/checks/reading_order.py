@@ -124,7 +124,7 @@ def find_reading_cases(loader: Any, shares: Shares | StreamedShares, *, training
 def _is_for_ranks(processes: int, shares: Shares | StreamedShares) -> bool:
     """Return whether shares are made for the number of ranks that read them."""
     ranks, config = shares.deal_settings.ranks, shares.deal_settings.config
-    if getattr(shares, "rank", None) is not None:  # a stream of one rank's shares
+    if getattr(shares, "rank", None) is not None:  # a stream with the shares of one rank
         return processes == 1
     world = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
     # Several groups of ranks take turns: each global batch goes to one group.

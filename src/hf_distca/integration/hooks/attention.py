@@ -122,8 +122,7 @@ def distca_attention(
     batch, nano = attention_mask.batch, attention_mask.nano
     if sliding_window is not None:
         check_window(module, sliding_window)
-    # The other checks and the plan are the same for all layers with the same call, so they are made
-    # once.
+    # All layers that call attention in the same way share the other checks and the plan.
     autocast = torch.is_autocast_enabled(query.device.type) and torch.get_autocast_dtype(
         query.device.type
     )

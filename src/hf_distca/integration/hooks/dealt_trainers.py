@@ -104,8 +104,8 @@ def _warn_of_routers(model: PreTrainedModel, ranks: int) -> None:
 
 
 def wrap_trainers() -> None:
-    """Check calls of models, which may get a share. If transformers' Trainer is imported, also make
-    Trainers on dealt documents give the same result as in one process.
+    """Check all calls of models, because any model may get a share. If transformers' Trainer is
+    imported, also make Trainers on dealt documents give the same result as in one process.
     """
     count_shifted_targets()
     check_calls()

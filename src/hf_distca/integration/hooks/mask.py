@@ -173,7 +173,8 @@ def _make_handle(
         # whether other ranks take part.
         is_generating=call.is_generating,
         # A recompute follows only if gradients are recorded. Under reentrant checkpointing, layers
-        # record none in their first forward, but the mask is made before, outside the checkpoint.
+        # record no gradients in their first forward, but the mask is made before the layers run,
+        # outside the checkpoint.
         can_recompute=torch.is_grad_enabled(),
         training=None if model is None else model.training,
     )

@@ -3,8 +3,8 @@ nano-batch travel, the other nano-batch computes.
 
 The class of each layer is replaced by a subclass with the same name. The `forward` of the subclass
 runs the original `forward` twice, and switches between the two runs. The cut stays inside one call
-of the layer. So hooks of FSDP, DeepSpeed or PEFT, checkpointing and collected hidden states see one
-layer call, and no line of the model changes.
+of the layer. So checkpointing, collected hidden states, and hooks of FSDP, DeepSpeed or PEFT see
+one call of the layer, and no line of the model changes.
 
 A subclass is needed for checkpointing. transformers wraps the `forward` of each subclass when the
 subclass is defined, and checkpoints only in the `forward` of an object's own class. Replacing
@@ -69,8 +69,8 @@ def _make_layer_class(base: Any) -> Any:
         )
 
     def __reduce_ex__(self: Any, protocol: Any) -> Any:  # noqa: N807
-        # Copies and pickled layers have the class `base`, because pickle can import it by its name.
-        # The first forward of their model gives them this subclass again.
+        # Copies and pickled layers have the class `base`, because pickle can import `base` by its
+        # name. The first forward of their model gives them this subclass again.
         _, arguments, *state = base.__reduce_ex__(self, protocol)
         return (_make_blank, (base, *arguments[1:]), *state)
 

@@ -63,7 +63,8 @@ def _add_check(call: Callable[..., Any]) -> Callable[..., Any]:
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _check_call(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Raise if a model would take a part of a document in this call for a whole document.
+    """Raise if this call gives a model only a part of a document, and the model would take it for a
+    whole document.
 
     If only some ranks find such a call, they report the error to the others.
     """

@@ -55,8 +55,8 @@ def _read_first_position(module: torch.nn.Module) -> int:
 
 
 def accept_document_positions() -> None:
-    """Make models that do not count positions from 0 shift the positions of documents, which count
-    from 0.
+    """Add a hook to each new model that counts positions from a number other than 0. The hook
+    shifts the positions of documents, which count from 0.
 
     The collator cannot shift them, because it does not know the model. If a batch has
     ``distca_documents``, its positions and the positions that the model needs differ only by a

@@ -271,7 +271,7 @@ class DistCACallback(TrainerCallback):
 
     def _warn_if_no_gain(self, after: int) -> None:
         """When `after` micro-batches have run, warn if no work was moved in them. Also warn if
-        plans avoid exchanges. Each warning gives the reason, and is given once.
+        plans avoid exchanges. Each warning tells the reason, and is given only once.
         """
         session = current_session()
         totals = (read_metrics(session) - self._first_metrics).balance
@@ -328,7 +328,7 @@ class DistCACallback(TrainerCallback):
 
 
 def find_callback(callbacks: Iterable[TrainerCallback]) -> DistCACallback | None:
-    """Find distca's callback among those of a Trainer."""
+    """Find the `DistCACallback` among the callbacks of a Trainer."""
     return next((callback for callback in callbacks if isinstance(callback, DistCACallback)), None)
 
 
@@ -379,8 +379,8 @@ def call_before_training(act: Callable[[transformers.Trainer], None]) -> None:
 
 
 def move_before_reporters(callback: TrainerCallback, callbacks: list[TrainerCallback]) -> None:
-    """Move a callback right after the callback that decides which steps log. If it ran after the
-    reporters, it would change logs too late.
+    """Move a callback to the place right after the callback that decides which steps log. If it ran
+    after the reporters, it would change logs too late.
     """
     callbacks.sort(
         key=lambda other: (not isinstance(other, DefaultFlowCallback), other is not callback)

@@ -46,7 +46,7 @@ from hf_distca.integration.training.document_shares import document_shares
 from hf_distca.integration.training.place_rows import check_deals_documents
 from hf_distca.schedule.layout import IntArray, Layout
 
-_COMPARED_BATCHES = 4  # number of global batches for which dealing and order are compared
+_COMPARED_BATCHES = 4  # number of global batches for which placements are compared
 _COLLATORS_OF_EQUAL_ROWS = (DataCollatorWithPadding, DefaultDataCollator)
 _REPLACED_BATCHES = 64  # number of replaced batches whose imbalance is estimated
 # Remedies for errors: how to train on one rank, and how to keep documents whole.
@@ -225,7 +225,7 @@ def deal_before_training(tokens_per_rank: int, collator: CollatorRule = "check")
 
 
 def _read_documents(trainer: Trainer, rows: Any) -> Any:
-    """Return rows of one document each."""
+    """Return rows that hold one document each."""
     if rows is None:
         raise ConfigError(
             f"evaluation=True, but this {type(trainer).__name__} has no eval_dataset: give it one."

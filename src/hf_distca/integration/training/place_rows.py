@@ -281,7 +281,8 @@ def _count_nodes(
 
 
 def _find_shard(loader: Any) -> BatchSamplerShard | None:
-    """Find accelerate's batch sampler that gives each rank its batches; None if there is one rank.
+    """Find accelerate's batch sampler that gives each rank its batches; None if there is only one
+    rank.
 
     Raises:
         UnsupportedError: if rows cannot be placed before it.
@@ -413,9 +414,9 @@ def check_deals_documents(trainer: Trainer) -> None:
         items = "completions" if name == "KTOTrainer" else "pairs"
         raise UnsupportedError(
             f"{name} trains on {items}, which must stay whole, but hf_distca.deal and"
-            " --tokens-per-rank cut documents. Call hf_distca.place_rows(trainer) instead: it gives"
-            f" nodes {items} with equal attention in total, and keeps the loss. With one node, no"
-            f" call is needed: {_AS_THEY_ARE}"
+            " --tokens-per-rank cut documents. Call hf_distca.place_rows(trainer) instead: it"
+            f" places {items} so that nodes have equal attention, and keeps the loss. With one node,"
+            f" no call is needed: {_AS_THEY_ARE}"
         )
     if name is not None:
         raise UnsupportedError(_explain_unknown_items(name, "hf_distca.deal or --tokens-per-rank"))
