@@ -415,8 +415,8 @@ def check_deals_documents(trainer: Trainer) -> None:
         raise UnsupportedError(
             f"{name} trains on {items}, which must stay whole, but hf_distca.deal and"
             " --tokens-per-rank cut documents. Call hf_distca.place_rows(trainer) instead: it"
-            f" places {items} so that nodes have equal attention, and keeps the loss. With one node,"
-            f" no call is needed: {_AS_THEY_ARE}"
+            f" places {items} so that nodes have equal attention, and keeps the loss. With one"
+            f" node, no call is needed: {_AS_THEY_ARE}"
         )
     if name is not None:
         raise UnsupportedError(_explain_unknown_items(name, "hf_distca.deal or --tokens-per-rank"))
