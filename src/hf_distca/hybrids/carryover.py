@@ -235,8 +235,8 @@ class _Exchange:
         return came
 
     def return_gradients(self, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Send the gradients of received rows back to the ranks that sent the rows. Add the
-        gradients that other ranks send back to the gradients of held rows, and return the sums.
+        """Send the gradients of received rows back to the ranks that sent the rows. Return the
+        gradients of held rows, each increased by the gradients that came back for this row.
         """
         if self.stored is not None:
             self.stored.discard()

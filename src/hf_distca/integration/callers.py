@@ -128,8 +128,8 @@ class MaskCall:
         """Return a variable of the innermost model if it is a tensor, else None.
 
         This finds the mask as it was before transformers converted it to bool. It also finds
-        position ids that models do not pass to the mask function: RoBERTa's, and position ids with
-        three axes.
+        position ids that models do not pass to the mask function: position ids in RoBERTa, and
+        position ids with three axes.
         """
         value = self._models[0].f_locals.get(name) if self._models else None
         return value if isinstance(value, torch.Tensor) else None

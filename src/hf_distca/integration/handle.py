@@ -219,7 +219,7 @@ class ForwardBatch:
 
     @property
     def cannot_overlap(self) -> bool:
-        """True if both nano-batches are planned and exchange nothing. To run them in turns would
+        """True if both nano-batches are planned and exchange nothing. Running them in turns would
         then gain nothing.
         """
         plans = [plan for key, plan in self.plans.items() if key.nano]
