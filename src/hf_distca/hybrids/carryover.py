@@ -236,7 +236,7 @@ class _Exchange:
 
     def return_gradients(self, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Send the gradients of received rows back to the ranks that sent the rows. Return the
-        gradients of held rows, each increased by the gradients that came back for this row.
+        gradient of each held row, plus the gradients that came back for this row.
         """
         if self.stored is not None:
             self.stored.discard()
