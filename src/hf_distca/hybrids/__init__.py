@@ -2,5 +2,5 @@
 segment of a document. Hooks tell the layers of transformers where segments begin.
 """
 
-# This import must come first, as in `integration`: it registers the hooks of this package.
+# This import registers the hooks of this package, so it must come first (see `integration`).
 import transformers.modeling_utils  # noqa: F401

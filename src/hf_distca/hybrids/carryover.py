@@ -2,14 +2,14 @@
 exchange brings each segment the rows (states or tokens) that it needs from earlier segments.
 
 Forward sends rows to every rank that needs them. Backward sends the gradients of received rows back
-to the ranks that sent the rows. There the gradients are added up in the order of ranks, so that
+to the ranks that sent the rows. These ranks add up the gradients in the order of ranks, so that
 sums are the same in every run.
 
 Every rank must run the exchange, forward and backward, even if it sends and receives no rows. For
 autograd to run the backward on every rank, the exchange needs an input that requires a gradient and
 an output on which the loss depends. So `exchange_states` takes the inputs of the layer, which
-require a gradient either on every rank or on no rank, and returns an anchor: a scalar without
-meaning. `with_gradient_anchor` makes the anchor part of the layer's output.
+require a gradient either on every rank or on no rank, and returns an anchor: a scalar whose value
+has no meaning. `with_gradient_anchor` makes the layer's output depend on the anchor.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ class RuleOutputs(NamedTuple):
     states: torch.Tensor | None
 
     def get_states(self, none: torch.Tensor) -> torch.Tensor:
-        """Return the states in the dtype of `none`. If there are no states, return `none`, which is
-        an empty batch of states.
+        """Return the states in the dtype of `none`. If `states` is None, return `none`, an empty
+        batch of states.
         """
         return none if self.states is None else self.states.to(none.dtype)
 
@@ -63,7 +63,7 @@ def append_token(tensor: torch.Tensor, dim: int = 1) -> torch.Tensor:
     """Append a token of zeros.
 
     A rank without tokens runs its kernels on this one token and drops the outputs, so that its
-    weights get a gradient like those of other ranks.
+    weights get gradients, like the weights on other ranks.
     """
     shape = [1 if number == dim else size for number, size in enumerate(tensor.shape)]
     return torch.cat([tensor, tensor.new_zeros(shape)], dim)
@@ -129,7 +129,9 @@ class SegmentKernel(NamedTuple):
         return self.kernel(self.select_inputs(which), lengths, states, final_states=final_states)
 
     def run_none(self) -> torch.Tensor:
-        """Run the kernel on a rank without tokens, and return an empty output."""
+        """Run the kernel on one token of zeros, for a rank without tokens, and return an empty
+        output.
+        """
         inputs = self.convert_inputs(append_token)
         return self.kernel(inputs, [1], None, final_states=False).output[:, :0]
 
@@ -141,8 +143,8 @@ class Between(NamedTuple):
     Attributes:
         output: outputs of the segments when each starts from zeros.
         summaries: effect of each segment on a state.
-        read_state: takes the index of a segment and its initial state, and returns what this state
-            adds to the outputs of the segment.
+        read_state: takes the index of a segment and its initial state, and returns the contribution
+            of this state to the outputs of the segment.
     """
 
     output: torch.Tensor
@@ -156,8 +158,8 @@ def run_along_documents(
     move: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
     stored: LayerOutputs | None,
 ) -> torch.Tensor:
-    """Run a rule along each document, without a state at its start, even if its segments lie on
-    several ranks.
+    """Run a rule along each document, beginning with a state of zeros. Segments of a document may
+    lie on several ranks.
 
     Args:
         layer: kernel, inputs and segments of this rank.
@@ -178,12 +180,12 @@ def run_along_documents(
     rows, anchor = exchange_states(
         segments, held, (segments.summaries, segments.transitions), inputs, stored
     )
-    # 4. Biases and transitions are composed, in the order of the document, to the state before each
-    # segment.
+    # 4. Biases and transitions are composed, in the order of the document, into the state before
+    # each segment.
     with torch.autocast(biases.device.type, enabled=False):
         states = compute_starting_states(segments, Summaries(*rows), move)
-        # 5. Inner segments add what this state contributes to their outputs. The last segments of
-        # documents run from this state.
+        # 5. The contribution of this state is added to the outputs of inner segments. The last
+        # segments of documents run from this state.
         outputs = segments.split(between.output, segments.inner_segments)
         for index, output in outputs.items():
             added = between.read_state(index, states[index])
@@ -234,7 +236,7 @@ class _Exchange:
 
     def return_gradients(self, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Send the gradients of received rows back to the ranks that sent the rows. Return the
-        gradients of held rows, with the gradients that came back added to them.
+        gradient of each held row, plus the gradients that came back for this row.
         """
         if self.stored is not None:
             self.stored.discard()
@@ -324,7 +326,7 @@ def compute_starting_states(
     move: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
 ) -> dict[int, torch.Tensor]:
     """Compute the state at the start of each segment of this rank that is not the first of its
-    document. Return a dictionary from the segment's index in `Segments.here` to the state.
+    document. The result maps the segment's index in `Segments.here` to the state.
 
     Args:
         segments: segments of this rank.

@@ -2,8 +2,8 @@
 in its document, even if they lie on other ranks.
 
 All segments of a rank are convolved in one call. In the input of this call, each segment follows
-its halo: the last tokens before it, or zeros where the document has no earlier tokens. The outputs
-of halos are dropped.
+its halo: the last tokens before it, or zeros if the document has no earlier tokens. The outputs of
+halos are dropped.
 
 Shape suffixes: B rows of the batch (1), C channels, T tokens, W width of the kernel.
 """
@@ -86,7 +86,9 @@ def _convolve_segments(
     size: int,
     halos: Mapping[int, torch.Tensor] = MappingProxyType({}),
 ) -> torch.Tensor:
-    """Convolve all segments in one call, each after `size` tokens: zeros, and then its halo."""
+    """Convolve all segments in one call. Before each segment are `size` tokens: zeros, then its
+    halo.
+    """
     if not segments.here:
         return convolve(append_token(x_BCT, 2))[..., :0]
     if len(segments.here) == 1 and not halos:

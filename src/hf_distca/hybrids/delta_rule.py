@@ -109,8 +109,8 @@ def compute_gated_delta_rule(
     rule: RecurrentKernel,
     stored: LayerOutputs | None = None,
 ) -> torch.Tensor:
-    """Compute the rule for this rank's tokens. Each document starts without a state, even if its
-    segments lie on several ranks.
+    """Compute the rule for this rank's tokens. Each document starts with a state of zeros. Its
+    segments may lie on several ranks.
 
     Every rank of the group must call it at the same point, forward and backward.
 

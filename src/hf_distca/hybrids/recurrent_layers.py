@@ -7,16 +7,16 @@ of that document. Parts of a document on other ranks would be missing. So three 
 modeling modules of transformers are replaced as soon as the modules are imported:
 
 - The forward of the model reads the documents and adds them to its keyword arguments, as
-  `RecurrentRows`. Models pass their keyword arguments on, through layers and mixers, to the
-  functions that mix tokens. An argument is the same object in the recompute of activation
-  checkpointing, and each micro-batch in flight has its own.
-- The forward of a mixer adds the mixer itself, so that its functions can keep received tensors for
-  its recompute.
+  `RecurrentRows`. Models pass their keyword arguments on, through layers and mixers (modules such
+  as linear attention), to the functions that mix tokens. Arguments are used because the recompute
+  of activation checkpointing gets the same objects, and each micro-batch in flight has its own.
+- The forward of a mixer adds the mixer to this argument, so that the functions can keep tensors
+  from other ranks for the mixer's recompute.
 - The functions that mix tokens run along segments of documents instead of rows, and call the
   replaced function as their kernel. Without `RecurrentRows` (under another attention
   implementation, for example) they only call the replaced function.
 
-Generation uses the cache of the model as before.
+Generation still uses the cache of the model.
 """
 
 from __future__ import annotations
@@ -55,14 +55,15 @@ from hf_distca.runtime.outputs import LayerOutputs
 _CONVOLUTION_FUNCTIONS = ("causal_conv1d_fn",)
 _DELTA_RULE_FUNCTIONS = (*_CONVOLUTION_FUNCTIONS, "torch_chunk_gated_delta_rule")
 _KIMI_DELTA_FUNCTIONS = (*_CONVOLUTION_FUNCTIONS, "chunk_kimi_delta_attention")
-# A function that computes a whole Mamba 2 layer; None if mamba-ssm is not installed.
+# Name of the function that computes a whole Mamba 2 layer. Without mamba-ssm, modules have None
+# under this name.
 _FUSED_FUNCTION = "mamba2_split_conv1d_scan_combined"
 _MAMBA2_FUNCTIONS = (*_CONVOLUTION_FUNCTIONS, "mamba2_chunk_scan", _FUSED_FUNCTION)
 
 # For each modeling module: the model whose forward calls the layers, and the functions that mix
-# tokens. Checked in transformers 5.16.0, 5.18.0 and 5.23.0. In older versions mixers hold their own
-# functions, and nothing is replaced. LFM2 in 5.18.0 does not pass its keyword arguments on.
-# `_check_rows_used` detects this.
+# tokens. This was checked in transformers 5.16.0, 5.18.0 and 5.23.0. In older versions mixers hold
+# their own functions, and nothing is replaced. LFM2 in 5.18.0 does not pass its keyword arguments
+# on. `_check_rows_used` detects this.
 RECURRENT_MODULES: dict[str, tuple[str, tuple[str, ...]]] = {
     "bailing_hybrid": ("BailingHybridModel", _KIMI_DELTA_FUNCTIONS),
     "bamba": ("BambaModel", _MAMBA2_FUNCTIONS),
@@ -86,7 +87,9 @@ _BOUNDARY_ARGUMENTS = ("cu_seqlens", *PACKING_KEYS)
 
 
 class _MixerCall(NamedTuple):
-    """The rows of a batch, their segments, and the mixer that passes them to a function."""
+    """Facts that a function gets from the mixer that calls it: rows and segments of the batch, and
+    the mixer.
+    """
 
     rows: RecurrentRows
     segments: Segments
@@ -165,8 +168,8 @@ def _pass_rows_to_model(
     forward: Callable[..., Any],
     check: Callable[[PreTrainedModel, RecurrentRows], None],
 ) -> Callable[..., Any]:
-    """Wrap the forward of a model to add `RecurrentRows` to its keyword arguments, and to check
-    that the mixers used them.
+    """Wrap the forward of a model. The wrapper adds `RecurrentRows` to the keyword arguments, and
+    checks that the mixers used these rows.
     """
     _, *names = inspect.signature(forward).parameters
 
@@ -195,8 +198,8 @@ def _check_rows_used(
     model: PreTrainedModel,
     rows: RecurrentRows,
 ) -> None:
-    """Warn about packed documents, and raise for cut documents, if a model has not passed its rows
-    to the functions of its mixers.
+    """If a model has not passed its rows to the functions of its mixers, warn about packed
+    documents, and raise for cut documents.
     """
     if (
         rows.segments is None
@@ -227,7 +230,7 @@ def _pass_rows_to_mixer(forward: Callable[..., Any]) -> Callable[..., Any]:
 def _run_along_segments(original: Callable[..., Any], name: str) -> Callable[..., Any]:
     """Make a replacement for `original` that runs along segments if there are any."""
 
-    # A compiler would trace segments with the lengths of one micro-batch.
+    # A compiler would write the segment lengths of one micro-batch into its graph as constants.
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def run(call: _MixerCall, *args: Any, **kwargs: Any) -> Any:
         output = _REPLACEMENTS[name](original, call, *args, **kwargs)
@@ -303,13 +306,13 @@ def _compute_delta_rule(
 
 
 def _check_no_state(call: _MixerCall, kwargs: dict[str, Any], *names: str) -> None:
-    """Remove the arguments for initial and final states, or raise if they ask for a state."""
+    """Remove the arguments for initial and final states. Raise if one of them asks for a state."""
     values = {name: kwargs.pop(name, None) for name in names}
     passed = [name for name, value in values.items() if value is not None and value is not False]
     if passed:
         raise UnsupportedError(
             f"{type(call.mixer).__name__} runs its rule with {passed[0]}, but this batch has packed"
-            " or cut documents, which start without a state and leave no state. Give this model"
+            " or cut documents, for which distca neither takes nor returns a state. Give this model"
             " whole documents, one in each row."
         )
 
@@ -388,7 +391,7 @@ def _compute_fused(
     **kwargs: Any,
 ) -> Any:
     """Compute convolution, scan and output projection of Mamba 2 in one call if all documents are
-    whole. Else return None: then the mixer computes them one by one, as it does without mamba-ssm.
+    whole. Otherwise return None. The mixer then makes three calls, as it does without mamba-ssm.
     """
     if is_of_package(original) and call.segments.has_only_whole_documents:
         return original(zxbcdt, *args, seq_idx=call.rows.make_seq_idx(zxbcdt.device), **kwargs)

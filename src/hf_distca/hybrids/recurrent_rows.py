@@ -1,4 +1,6 @@
-"""The rows of a batch for recurrent layers, with the segments along which these layers run."""
+"""`RecurrentRows`, which tells recurrent layers the documents of a batch and the segments along
+which to run.
+"""
 
 from __future__ import annotations
 
@@ -43,8 +45,8 @@ class RecurrentRows:
         self.stores = defaultdict[str, OutputStore](OutputStore)
 
     def make_cu_seqlens(self, lengths: Sequence[int], device: torch.device) -> torch.Tensor:
-        """Return the starts of documents of these lengths, followed by the end of the last one:
-        (documents + 1,) int64.
+        """Return the starts of documents with these lengths, followed by the end of the last
+        document: (documents + 1,) int64.
         """
         return self._make_once(tuple(lengths), device, lambda: np.cumsum([0, *lengths]))
 

@@ -33,7 +33,7 @@ from hf_distca.schedule.layout import Layout
 def make_recurrent_rows(
     planner: LayerPlanner, model: PreTrainedModel, arguments: Mapping[str, Any]
 ) -> RecurrentRows | None:
-    """Make the rows of a batch.
+    """Make the `RecurrentRows` of a batch.
 
     Returns:
         The rows; None if the model reads a cache, or if attention will raise an error for the
@@ -82,9 +82,9 @@ def make_recurrent_rows(
 
 
 def _select_text_positions(positions: torch.Tensor | None) -> torch.Tensor | None:
-    """Select the text positions of M-RoPE position ids: axis 0 if there are four axes. With three
-    axes there are no text positions. Then return 0 for the first token of each document, and 1 for
-    all others.
+    """Select the text positions of M-RoPE position ids: axis 0 if there are four axes. Three axes
+    contain no text positions. For three axes, return 0 for the first token of each document, and 1
+    for all other tokens.
     """
     if positions is None or positions.dim() < 3:
         return positions
@@ -119,8 +119,8 @@ _NUMBERS_ROW, _SHARE_ROW = -1, -2
 
 
 def _agree_on_layout(documents: Documents, group: AttentionGroup, name: str) -> Layout:
-    """Return the layout of all ranks, from this rank's share of a dealt batch, or by exchanging
-    documents. Either all ranks get the same layout, or all raise an error.
+    """Return the layout of all ranks. It comes from this rank's share of a dealt batch, or from
+    documents that ranks exchange. Either all ranks get the same layout, or all raise an error.
 
     Attention compares the shares of ranks while its layers already run. Recurrent layers must
     compare them first: with different shares, a rank would get a message of a different size than

@@ -253,21 +253,22 @@ class Segments:
 
     @cached_property
     def summaries(self) -> RowNeeds:
-        """Rows from which states are composed: one for each segment that is not the last of its
-        document.
+        """`RowNeeds` for the rows from which states are composed. There is one row for each segment
+        that is not the last of its document.
         """
         return RowNeeds.from_triples(self.group.rank, self._iterate_needs(0))
 
     @cached_property
     def transitions(self) -> RowNeeds:
-        """Same as `summaries`, but without the first segments of documents, because no state
-        precedes them.
+        """The `RowNeeds` of `summaries` without the rows of first segments, because no state
+        precedes these segments.
         """
         return RowNeeds.from_triples(self.group.rank, self._iterate_needs(1))
 
     def _iterate_needs(self, first: int) -> Iterator[tuple[int, int, StateKey]]:
-        """Yield triples for `RowNeeds.from_triples`. A segment is needed by the ranks that hold a
-        later segment of its document. The segments before number `first` are left out.
+        """Yield triples for `RowNeeds.from_triples`. The row of a segment is needed by the ranks
+        that hold a later segment of the same document. The first `first` segments of each document
+        are left out.
         """
         here = self.group.rank
         for document, segments in self.cut.items():

@@ -7,8 +7,8 @@ length N changes the state and reads it::
 
 The rule is that of Mamba 2 (Dao and Gu, Transformers are SSMs, arXiv 2405.21060). A segment of any
 length computes S_out = d S_in + Z. The transition d is one number for each head, exp(sum of A dt),
-and Z is the state at the end of a scan from zeros. The state before a segment adds
-exp(sum of A dt so far) S_in C to its outputs. So no segment is scanned twice.
+and Z is the state at the end of a scan from zeros. The state S_in before a segment adds exp(sum of
+A dt so far) S_in C to the outputs of the segment. So no segment is scanned twice.
 
 Shape suffixes: T tokens, H heads, P head dim, G groups, N state size, D documents.
 """
@@ -96,8 +96,8 @@ def compute_mamba2(
     scan: RecurrentKernel,
     stored: LayerOutputs | None = None,
 ) -> torch.Tensor:
-    """Compute the scan for this rank's tokens. Each document starts without a state, even if its
-    segments lie on several ranks.
+    """Compute the scan for this rank's tokens. Each document starts with a state of zeros. Its
+    segments may lie on several ranks.
 
     Every rank of the group must call it at the same point, forward and backward.
 
@@ -148,8 +148,8 @@ def _sum_decays(inputs: ScanInputs) -> torch.Tensor:
 
 
 def _read_state(inputs: ScanInputs, state_HPN: torch.Tensor) -> torch.Tensor:
-    """Return what the state before a segment adds to its outputs, (1, T, H, P), in the dtype of
-    states.
+    """Return the contribution of the state before a segment to its outputs, (1, T, H, P), in the
+    dtype of states.
     """
     C_TGN = inputs.C[0].to(state_HPN.dtype)
     by_group = state_HPN.reshape(C_TGN.shape[1], -1, *state_HPN.shape[1:])

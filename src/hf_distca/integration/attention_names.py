@@ -38,12 +38,13 @@ def describe_origin(function: Callable[..., Any]) -> str:
 
 
 def check_not_replaced(config: PreTrainedConfig | None) -> None:
-    """Check that no other package has replaced an attention function that distca registered, or the
-    flash-attention call of transformers behind the name.
+    """Check that no other package has replaced the attention function that distca registered under
+    the model's attention name. For a name of flash attention, also check the function through which
+    transformers calls flash attention.
 
     Raises:
-        UnsupportedError: if a package has replaced one of them, for example to cut sequences over
-            ranks.
+        UnsupportedError: if a package has replaced such a function, for example to cut sequences
+            over ranks.
     """
     name = getattr(config, "_attn_implementation", None)
     if name not in _registered:
@@ -62,14 +63,14 @@ def check_not_replaced(config: PreTrainedConfig | None) -> None:
 
 
 def replace_attention(name: str) -> None:
-    """Give distca to models that ask for the attention `name`. Use it for trainers that accept only
-    certain names.
+    """Give distca to models that ask for the attention `name`. Use this function for trainers that
+    accept only certain names.
 
     Call it before the model is loaded. From then on transformers uses distca's functions under this
     name, for every model of this process that asks for `name`, trained or not. A trainer still
     checks and packs as it does for `name`. transformers no longer looks for the package behind the
-    name, such as flash-attn, because distca does not need it. A trainer may still look for it.
-    Calling this function again has no effect.
+    name, such as flash-attn, because distca does not need it. A trainer may still look for the
+    package. Calling this function again has no effect.
 
     Under any name, distca raises an error when it is called for attention that it does not compute:
     attention that is not causal, has dropout, or gets unsupported arguments. Load models with such
@@ -80,9 +81,9 @@ def replace_attention(name: str) -> None:
             of TRL.
 
     Raises:
-        UnsupportedError: if `name` is none of these, or a package has replaced its function, as
-            packages that cut sequences over ranks do. If a package does so later, the next forward
-            raises.
+        UnsupportedError: if `name` is none of these, or a package has replaced its function
+            (packages that cut sequences over ranks do this). If a package replaces the function
+            later, the next forward raises.
     """
     if name in tuple(_registered):  # a tuple, because a user's value may not be hashable
         return
@@ -90,7 +91,7 @@ def replace_attention(name: str) -> None:
     origin = "TRL's" if name == TREE_ATTENTION else _check_replaced(name)
     register_attention(name, _registered["distca"], ALL_MASK_ATTENTION_FUNCTIONS["distca"])
     # TRL registers its own "tree_fa3" later, when it makes a trainer. So models that ask for this
-    # name get the name "distca".
+    # name are switched to "distca".
     let_names_pass({name: "distca" if name == TREE_ATTENTION else name})
     LOG.warning(
         'distca stands in for attn_implementation="%s": models that ask for it in this process get'
@@ -141,7 +142,9 @@ def make_distca_default() -> None:
 
 
 def _warn_of_name(model: PreTrainedModel, name: str) -> None:
-    """Warn that a model is not balanced, because it was loaded with another attention's name."""
+    """If a model is suitable for distca, but was loaded with the name of another attention, warn
+    that the model is not balanced.
+    """
     if _is_suitable(model):
         remedy = (
             f"hf-distca run --instead-of {name} balances them"
@@ -176,8 +179,8 @@ def _is_suitable(model: PreTrainedModel) -> bool:
 
 
 def find_distca_configs(model: torch.nn.Module | None) -> list[PreTrainedConfig]:
-    """Return the configs that ask for distca, under any name, among those of a model and its parts
-    (a language tower, for example).
+    """Find the configs of a model and its parts (a language tower, for example), and return the
+    configs whose attention is distca, under any name.
     """
     models = filter(is_distca_model, iterate_models(model))
     return list({id(part.config): part.config for part in models}.values())

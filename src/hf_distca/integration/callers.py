@@ -1,21 +1,21 @@
 """Facts read from the call stack, because transformers does not give them to distca in every case.
 
-Checked with transformers 5.23.0. Each fact is listed with its public source, which is tried first:
+This was checked with transformers 5.23.0. Each fact is listed with its public source, which is
+tried first:
 
 - The model that asks for a mask, because its device mesh and layers are needed. Public source:
-  `hf_distca.prepare`, which `DistCACallback` calls for the model of a Trainer. The stack is for
-  users who only change one argument.
-- The Trainer that calls a callback, because the callback must run before the Trainer's reporters,
-  and the Trainer that runs a forward, because its loss is checked. No public source: callbacks and
-  models do not get the Trainer.
+  `hf_distca.prepare`, which `DistCACallback` calls for the model of a Trainer. The stack is read
+  for users who only change one argument.
+- The Trainer that calls a callback (which must run before the Trainer's reporters) or runs a
+  forward (whose loss is checked). No public source: callbacks and models do not get the Trainer.
 - The position ids passed to a ``create_..._mask``, and the documents passed to the model that calls
   it. No public source: mask functions get no position ids, and some models do not pass their
   keyword arguments on to attention.
 - Whether `generate` runs a forward. No public source: a model in training mode can generate, so its
   mode does not tell.
 
-If a frame is not found (in another version of transformers or in compiled code, for example), the
-answer is None or False, and nothing fails here.
+If a frame is not found (in another version of transformers or in compiled code, for example),
+functions return None or False, and raise no error.
 
 Before Python 3.13, reading the variables of a frame leaves a copy of them in the frame until its
 function returns. So variables are read only from frames that end soon. If the variables of a
@@ -63,7 +63,7 @@ class MaskCall:
 
     @property
     def position_ids(self) -> torch.Tensor | None:
-        """Position ids that the mask was made with, (batch, length).
+        """Position ids from which the mask was made, (batch, length).
 
         Llama 4 and Persimmon do not pass position ids to attention, so attention takes them from
         here.
@@ -107,7 +107,7 @@ class MaskCall:
 
     @property
     def outermost_model(self) -> PreTrainedModel:
-        """The outermost model whose forward is among the callers. Fails if there is none."""
+        """The outermost model whose forward is among the callers. There must be such a model."""
         model: PreTrainedModel = self._models[-1].f_locals["self"]
         return model
 
@@ -119,16 +119,17 @@ class MaskCall:
     def find_argument(self, name: str) -> Any:
         """Return a keyword argument of the innermost model that got this argument, or None.
 
-        Needed because some models, such as Nemotron and StableLM, do not pass ``distca_documents``
-        on to attention.
+        This is needed because some models, such as Nemotron and StableLM, do not pass
+        ``distca_documents`` on to attention.
         """
         return _find_argument(name, self._models)
 
     def find_tensor(self, name: str) -> torch.Tensor | None:
         """Return a variable of the innermost model if it is a tensor, else None.
 
-        Needed for the mask before transformers converts it to bool, and for position ids that a
-        model does not pass to the mask function: those of RoBERTa, and those with three axes.
+        This finds the mask as it was before transformers converted it to bool. It also finds
+        position ids that models do not pass to the mask function: position ids in RoBERTa, and
+        position ids with three axes.
         """
         value = self._models[0].f_locals.get(name) if self._models else None
         return value if isinstance(value, torch.Tensor) else None

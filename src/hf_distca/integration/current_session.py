@@ -14,7 +14,7 @@ from hf_distca.integration.attention_names import replace_attention
 from hf_distca.integration.reports import Metrics, print_summary, read_metrics
 from hf_distca.integration.session import Session
 
-_configured: Session | None = None  # made by `configure`, else with the default settings
+_configured: Session | None = None  # with the settings of `configure`, or the defaults
 _session: Session | None = None  # the session in use: `_configured`, or the session of a callback
 
 
@@ -26,8 +26,8 @@ def current_session() -> Session:
 def use_session(
     config: DistCAConfig | None = None, group: dist.ProcessGroup | DeviceMesh | None = None
 ) -> Session:
-    """Make a session with these settings the current one. Each callback calls this, so that it does
-    not use the session of an earlier callback.
+    """Make a session with these settings the current one. Each callback calls this, because the
+    session of an earlier callback may be in use.
 
     Args:
         config, group: see `configure`. A missing argument is that of `configure`. If both are

@@ -1,8 +1,8 @@
 """Model families with which distca is proven to work, and families that it refuses, with reasons.
 
-`tests/models/generate.py` writes the lists in families.txt. It runs a tiny model of every causal-LM
-type of transformers, and compares it with transformers' own attention. A test fails if the lists
-and a new run differ.
+`tests/models/generate.py` writes the lists in families.txt. The script runs a tiny model of every
+causal-LM type of transformers, and compares distca with transformers' own attention. A test fails
+if the lists and a new run differ.
 """
 
 from __future__ import annotations
@@ -168,8 +168,8 @@ def check_layerdrop(config: PreTrainedConfig | None) -> None:
 
 
 def warn_of_unproven_family(model_type: str | None) -> None:
-    """Warn, once for each family, that its models under distca were never compared with another
-    attention.
+    """Warn, once for each family, if no test has compared its models under distca with the same
+    models under another attention.
     """
     if model_type is not None and model_type not in FAMILIES and model_type not in _COMPARED_OTHERS:
         warn_once(
@@ -234,7 +234,7 @@ def check_cut_documents(
     if whole is not None:
         raise UnsupportedError(
             f"a document of this batch is in several parts, and {model_type} models need whole"
-            f" ones: {whole}. Give each document to one rank, in one piece."
+            f" documents: {whole}. Give each document to one rank, in one piece."
         )
     if model_type not in CUT_DOCUMENT_FAMILIES:
         warn_once(

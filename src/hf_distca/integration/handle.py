@@ -47,11 +47,11 @@ from hf_distca.schedule.layout import Layout
 from hf_distca.schedule.plan import Plan
 
 _LOCAL_GROUP = AttentionGroup()
-# Keyword argument by which a pipeline stage gives a model's forward the `LayerPlanner` of its
-# handles. Without this argument, the forward makes a `LayerPlanner` of the current session.
+# Keyword argument by which a pipeline stage gives a model's forward the `LayerPlanner` for its
+# handles. Without this argument, the forward makes a `LayerPlanner` for the current session.
 PLANNER = "distca_planner"
-# Keyword argument by which models with recurrent layers give their layers an object with
-# `documents`. These models read the documents before attention does.
+# Keyword argument by which models with recurrent layers give their layers an object whose attribute
+# `documents` has the documents of the batch. These models read the documents before attention does.
 MODEL_ROWS = "distca_rows"
 
 
@@ -151,12 +151,12 @@ class ForwardBatch:
     """The batch of one forward, in one kind of layer.
 
     Attributes:
-        planner: plans the layers. Its session is that of the mask function.
+        planner: plans the layers, for the session that was in use when the mask was made.
         tokens: the tokens, and the documents as the model got them, because some models pass no
             documents to attention.
         context: other facts from the mask function.
-        plans: plans of the layers. The first layer of each kind makes its plan, because some models
-            pass the window only to the attention function.
+        plans: plan of each kind of layer. It is made when the first layer of the kind calls
+            attention, because some models pass the window only to the attention function.
         call_plans: plans of layers, by the arguments that distinguish their calls.
         group: the ranks that take part; None until they are known.
         documents: documents of the batch; None until they are read.
@@ -219,8 +219,8 @@ class ForwardBatch:
 
     @property
     def cannot_overlap(self) -> bool:
-        """True if both nano-batches are planned and exchange nothing, so that nothing is gained if
-        they run in turns.
+        """True if both nano-batches are planned and exchange nothing. Running them in turns would
+        then gain nothing.
         """
         plans = [plan for key, plan in self.plans.items() if key.nano]
         return len(plans) > 1 and not any(plan.route.exchanges for plan in plans)
@@ -277,8 +277,8 @@ class LayerPlanner:
         self.session, self.planner = session, session.planner
 
     def find_group(self, batch: ForwardBatch, training: bool) -> AttentionGroup:
-        """Return the ranks that take part in a forward: this rank alone, or the attention group. If
-        it is the attention group, all its ranks must call this; see `Session.join_group`.
+        """Return the ranks that take part in a forward: this rank alone, or the attention group. In
+        the second case, all ranks of the group must call this; see `Session.join_group`.
         """
         if batch.group is None:
             # Making the group needs all ranks, so a rank that evaluates or generates alone must not
@@ -292,11 +292,10 @@ class LayerPlanner:
     def takes_all_ranks(self, documents: PackedDocuments | Documents | None) -> bool:
         """Return whether all ranks run a forward in evaluation mode together.
 
-        They do if `balance_evaluation` is set, or if a document of their shares is cut (in a
-        forward of a teacher model, for example), because no rank could compute such a document
-        alone. The layout of all ranks tells whether a document is cut, so all ranks decide the
-        same. If a rank gets no batch at all, the others raise an error after `timeout_seconds`, as
-        in training.
+        They do if `balance_evaluation` is set. They also do if a document of their shares is cut
+        (in a forward of a teacher model, for example), because no rank could compute it alone. The
+        layout of all ranks tells whether a document is cut, so all ranks decide the same. If a rank
+        gets no batch at all, the others raise an error after `timeout_seconds`, as in training.
         """
         share = None if documents is None else documents.dealt_share
         return self.session.config.balance_evaluation or (share is not None and share.is_cut)
@@ -341,8 +340,8 @@ class LayerPlanner:
         *,
         training: bool,
     ) -> LayerPlan:
-        """Plan one kind of layer of a micro-batch, with the other ranks or alone. Together with the
-        first nano-batch, plan the second one.
+        """Plan one kind of layer of a micro-batch, with the other ranks or alone. If this is the
+        first nano-batch, plan the second one as well.
 
         Args:
             batch: batch of the forward.
@@ -426,8 +425,8 @@ class LayerPlanner:
             route,
             _move_token_indices(documents, device),
             window,
-            # Timing a layer on CUDA takes four events, which cost host time, so it is only done on
-            # request.
+            # Timing a layer on CUDA takes four events, which cost host time. So layers are timed
+            # only on request.
             Meter(self.session.meter, timed=self.session.times_local_work or key.device != "cuda"),
             OutputStore(),
             make_exchange=documents.make_exchange,
@@ -454,8 +453,8 @@ class LayerPlanner:
         """Return the cost model of this GPU and kernel if its rates are the same on all ranks, else
         `cost`. Collective.
 
-        All ranks must plan with the same cost model. During training, plans take into account which
-        ranks are slower.
+        All ranks must plan with the same cost model. Differences in speed between ranks are
+        measured during training.
         """
         kernel = self.session.choose_kernel(query, cost.shape, ScoreOptions(1.0)).name
         if kernel == "cuda":  # users can make torch run another kernel under this name

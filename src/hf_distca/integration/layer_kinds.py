@@ -1,4 +1,4 @@
-"""Kinds of attention layers. They are read from a model's config, to plan before the first step."""
+"""Read the kinds of attention layers from a model's config, to plan before the first step."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def list_layer_keys(model: Any, dtype: torch.dtype | None, device: str) -> list[
 
 def count_layers(model: Any, dtype: torch.dtype | None, device: str) -> dict[PlanKey, int]:
     """Count the layers of each plan key, keys without a window first. If the config does not list
-    the types of its layers, all layers count as one layer.
+    the types of its layers, all layers together count as one.
 
     Args:
         model: a config, or a model with a config. For a composite model, give the config of all
@@ -75,7 +75,7 @@ def count_layers(model: Any, dtype: torch.dtype | None, device: str) -> dict[Pla
 
 
 def make_initial_cost(key: PlanKey, config: DistCAConfig) -> CostModel:
-    """Return the cost model for a kind of layers before anything is measured.
+    """Return the cost model for a kind of layer before anything is measured.
 
     If the settings have a cost model, it is used with the key's shape and window. Otherwise the
     cost model is made from built-in figures for the key's device.
@@ -89,7 +89,7 @@ def make_initial_cost(key: PlanKey, config: DistCAConfig) -> CostModel:
 
 
 def _make_key(config: Any, kind: str | None, element_bytes: int, device: str) -> PlanKey | None:
-    """Return the plan key of a kind of layers; None if they are not attention.
+    """Return the plan key of a kind of layer; None if the layers have no attention.
 
     If `kind` is None, all layers are of one kind, and have the window of the config if there is
     one.

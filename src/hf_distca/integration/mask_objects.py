@@ -11,7 +11,7 @@ from hf_distca.errors import UnsupportedError
 
 
 class MaskObject:
-    """Base of objects that replace mask tensors. Defines the methods that transformers calls."""
+    """Base class of objects that replace mask tensors, with the methods that transformers calls."""
 
     # Generation with static caches makes masks before the forward, and expects 4-D tensors.
     ndim: ClassVar[int] = 4
@@ -22,7 +22,7 @@ class MaskObject:
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Raise an error, because another attention computes with this object as its mask."""
+        """Raise an error: another attention implementation uses this object as its mask."""
         raise UnsupportedError(
             f"{getattr(func, '__name__', func)} of torch got distca's mask: a layer has another"
             " attn_implementation than its model. Set the same one for the model and all layers."

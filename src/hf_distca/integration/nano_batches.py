@@ -1,5 +1,5 @@
-"""How ping-pong cuts a batch into two nano-batches, cuts the arguments of a layer, and joins its
-outputs.
+"""Cut a batch and the arguments of a layer into two nano-batches for ping-pong, and join the
+outputs of the layer.
 
 A batch of one row is cut between two tokens, and between documents if a document starts near the
 middle. A batch of several rows is cut between rows. If a document crosses the cut, the second
@@ -34,10 +34,10 @@ class NanoBatches:
         axis: 0 if the batch is cut between rows, 1 if between tokens.
         border: index on the axis at which the second nano-batch begins.
         documents: documents of each nano-batch.
-        layer_ids: ids of the layers that ran as nano-batches, which must do so in recomputes as
-            well.
-        first_half_states: keys and values of the first nano-batch, kept until a layer's cache takes
-            those of both nano-batches.
+        layer_ids: ids of the layers that ran as nano-batches. Their recomputes must run as
+            nano-batches too.
+        first_half_states: keys and values of the first nano-batch, kept until the layer's cache
+            takes the keys and values of both nano-batches.
         first_half_kv: keys and values of the first nano-batch's last tokens, kept until the second
             nano-batch attends to them.
     """
@@ -76,8 +76,8 @@ class NanoBatches:
     def pass_keys(
         self, nano: int, k_TKD: torch.Tensor, v_TKV: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        """For the first nano-batch, store the keys and values that the second one needs. For the
-        second one, return them as its context.
+        """For the first nano-batch, store the keys and values that the second nano-batch needs. For
+        the second nano-batch, return these keys and values as its context.
         """
         tokens = self.documents[1].context_tokens
         if not tokens:
@@ -151,8 +151,8 @@ class NanoBatches:
         tensor.
         """
         shape = tuple(tensor.shape)
-        # A float vector may have the width of the layer, and only by chance the length of the
-        # batch. Vectors with an entry for each token have an integer dtype.
+        # A float vector has one entry for each channel of the layer, and may match the length of
+        # the batch by chance. Vectors with an entry for each token have an integer dtype.
         is_vector = len(shape) == 1 and tensor.is_floating_point()
         if self.axis == 1 and shape[:1] == self.shape[1:] and not is_vector:
             return 0
@@ -172,7 +172,8 @@ class NanoCache:
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Take keys and values of a nano-batch, (rows, heads, tokens, width), and return them
-        unchanged. The second nano-batch updates the cache with the keys and values of both.
+        unchanged. The second nano-batch updates the cache with the keys and values of both
+        nano-batches.
         """
         cut, states = self.cut, (key_states, value_states)
         if self.nano == 1:

@@ -34,8 +34,8 @@ _SEQUENCE_DIMENSIONS = ("cp", "sp", "ulysses")  # ranks hold parts of the same d
 
 
 def find_members() -> Members | None:
-    """Find the data-parallel ranks of accelerate's device mesh; None, which means all ranks, if
-    there is no mesh.
+    """Find the data-parallel ranks of accelerate's device mesh. If there is no mesh, return None,
+    which means all ranks.
 
     Raises:
         UnsupportedError: if accelerate cuts sequences over ranks.
@@ -85,8 +85,8 @@ def find_data_parallel_ranks(mesh: DeviceMesh, extra_dimension: str | None = Non
     "dp_replicate", "dp_shard", "fsdp", "dp", "tp", "pp", "cp", "sp" and "ulysses".
 
     Raises:
-        UnsupportedError: if a dimension has a known name, and a dimension of several ranks is
-            neither for data nor for the model.
+        UnsupportedError: if the mesh has known names, but a dimension of several ranks is neither
+            for data nor for the model.
     """
     sizes = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=False))
     part = mesh
@@ -104,9 +104,7 @@ def find_data_parallel_ranks(mesh: DeviceMesh, extra_dimension: str | None = Non
 
 
 def _check_dimensions(sizes: dict[str, int]) -> None:
-    """Raise for a dimension of several ranks whose name is not known as one for data or for the
-    model.
-    """
+    """Raise for a dimension of several ranks that is not known to be for data or for the model."""
     for name, size in sizes.items():
         if size > 1 and name not in (*_DATA_DIMENSIONS, *_MODEL_DIMENSIONS):
             raise UnsupportedError(

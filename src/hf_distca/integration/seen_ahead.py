@@ -1,5 +1,5 @@
-"""Attention that is not causal. Tokens of an image, a prefix or a whole document see later tokens,
-or documents share prefixes. Such attention is planned as a sum over causal documents
+"""Attention in which tokens see later tokens (of an image, a prefix or the whole document), or in
+which documents share prefixes. Such attention is planned as a sum over causal documents
 (`runtime.summed_documents`).
 """
 
@@ -23,14 +23,15 @@ from hf_distca.schedule.layout import IntArray, Layout, enumerate_ranges, mark_c
 # The blocks of a rank are planned (so that other ranks can compute them) if the longest block has
 # at least this fraction of the rank's tokens. Planning copies all tokens of the rank, which took 5
 # to 12 % of a layer on a CPU. `benchmarks/schedule/masks.py` estimates slowest rank / mean on 64
-# ranks. For prefixes it is 1.03 if all blocks are planned, 1.04 with this fraction, and 1.47 if no
-# blocks are planned. For documents whose tokens all see each other it is 1.08, 1.08 and 2.31.
+# ranks. For prefixes, this ratio is 1.03 if all blocks are planned, 1.04 with this fraction, and
+# 1.47 if no blocks are planned. For documents whose tokens all see each other, it is 1.08, 1.08 and
+# 2.31.
 LEAST_PART = 1 / 4
 
 
 @dataclass(frozen=True, eq=False)
 class Ahead:
-    """Which later tokens of its document a token sees.
+    """Rule that tells which later tokens of its document a token sees.
 
     Attributes:
         ids: (rows, tokens) number of each token's block, negative outside blocks. A token sees all
@@ -70,7 +71,7 @@ def sum_documents(
     ahead: Ahead | None, documents: Documents, window: int | None, device: torch.device
 ) -> Documents:
     """Return documents whose attention can be planned as a sum. Their `make_exchange` adds up the
-    causal documents.
+    attention of causal documents.
 
     Args:
         ahead: which later tokens a token sees; None for causal attention.
@@ -99,8 +100,9 @@ def sum_documents(
 def _add_blocks(
     ahead: Ahead, documents: Documents, window: int | None, device: torch.device
 ) -> Documents:
-    """Add the blocks of documents: long blocks to the documents to plan, short blocks as work of
-    this rank.
+    """Add the work of the blocks to the documents of this rank. Blocks are planned as further
+    documents if one block is long (`LEAST_PART`), there is no window, and no document may span
+    ranks. Otherwise this rank computes all of its blocks.
     """
     if documents.dealt_share is not None and not documents.dealt_share.is_cut:
         # The plan in a share does not include blocks, so ranks make a new one.

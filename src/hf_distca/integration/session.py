@@ -1,7 +1,7 @@
 """`Session`: state that a process keeps between micro-batches.
 
-A `LayerPlanner` uses the session to make plans and routes. These are kept in the `ForwardBatch` of
-each forward, not here.
+A `LayerPlanner` uses the session to make plans and routes. Plans and routes are kept in the
+`ForwardBatch` of each forward, not here.
 """
 
 from __future__ import annotations
@@ -78,9 +78,9 @@ class Session:
         self.planner.config = config
 
     def join_group(self) -> AttentionGroup:
-        """Join the attention group, and return it. The first call makes the group, and so does the
-        first call after torch.distributed starts or restarts. So all ranks of the group must call
-        this.
+        """Join the attention group, and return it. The group is made at the first call, and again
+        at the first call after torch.distributed starts or restarts. So all ranks of the group must
+        call this.
         """
         world = get_current_world()
         if self._group is None or world is not self._world:
@@ -170,8 +170,8 @@ class Session:
             self.planner.gather_measurements(group)
 
     def find_mesh(self, models: Iterator[PreTrainedModel]) -> None:
-        """If the ranks of the attention group are not known yet, take them from the first model
-        that has a mesh.
+        """If the ranks of the attention group are not known yet, take the ranks in the mesh of the
+        first model that has a mesh.
         """
         if self._members is None and self._group is None:
             self._members = next(

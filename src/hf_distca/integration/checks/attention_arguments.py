@@ -1,5 +1,5 @@
-"""Checks of the arguments that models pass to attention. Arguments that distca would compute
-wrongly are errors.
+"""Checks of the arguments that models pass to attention. An argument that would make distca's
+result wrong raises an error.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from hf_distca.integration.mask_objects import CachedMask, DenseMask
 # Keyword arguments that reach attention functions and do not change the maths of causal attention
 # within documents.
 _HARMLESS_ARGUMENTS = {
-    # From models.
+    # Arguments from models.
     "use_cache",
     "return_dict",
     "output_hidden_states",
@@ -26,7 +26,7 @@ _HARMLESS_ARGUMENTS = {
     "logits_to_keep",
     "cache_position",
     "is_causal",
-    # From loaders. The arguments in `DOCUMENT_KEYS` tell where documents start.
+    # Arguments from loaders. The arguments in `DOCUMENT_KEYS` tell where documents start.
     *DOCUMENT_KEYS,
     *PACKING_KEYS,
     *TREE_KEYS,
@@ -35,7 +35,7 @@ _HARMLESS_ARGUMENTS = {
     "shift_labels",
     MODEL_ROWS,
     PLANNER,
-    # For losses, including losses of Liger and TRL.
+    # Arguments for losses, including losses of Liger and TRL.
     "num_items_in_batch",
     "ignore_index",
     "return_token_accuracy",
@@ -75,8 +75,8 @@ def check_arguments(
         isinstance(mask, MaskStandIn) and mask.batch.context.ahead is not None
     ):
         raise UnsupportedError(
-            f"{type(module).__name__} is not causal, and its mask does not tell distca what its"
-            ' tokens see: use attn_implementation="sdpa" for it.'
+            f"{type(module).__name__} is not causal, and its mask does not tell distca which"
+            ' tokens each token sees: use attn_implementation="sdpa" for it.'
         )
     if unknown := kwargs.keys() - _HARMLESS_ARGUMENTS:
         _check_unknown_arguments(module, {name: kwargs[name] for name in unknown})
@@ -84,7 +84,7 @@ def check_arguments(
 
 def _check_unknown_arguments(module: torch.nn.Module, arguments: dict[str, Any]) -> None:
     """Raise for arguments that may change the result of attention."""
-    # A proven family was tested with the arguments that its models always pass. Further switches
+    # A proven family was tested with the arguments that its models always pass. Other switches
     # (bool, str or dtype) come from the caller of the model, and are for another part, such as the
     # loss. Numbers and tensors may change the result of attention.
     proven = (
@@ -98,9 +98,9 @@ def _check_unknown_arguments(module: torch.nn.Module, arguments: dict[str, Any])
     ]:
         raise UnsupportedError(
             f"{type(module).__name__} passes {', '.join(sorted(unknown))} to attention, and distca"
-            " does not know how this changes the result. If it is for the loss, do not pass it to"
-            ' the model. Else use attn_implementation="eager", or "sdpa" if that supports the'
-            " argument."
+            " does not know whether this changes the result. If it is for the loss, do not pass it"
+            ' to the model. Otherwise use attn_implementation="eager", or "sdpa" if sdpa supports'
+            " the argument."
         )
 
 
@@ -128,7 +128,8 @@ def check_window(module: torch.nn.Module, window: object) -> None:
 def check_layer(
     module: torch.nn.Module, states: Sequence[torch.Tensor], shape: tuple[int, int]
 ) -> None:
-    """Check the shapes and the config. They are the same in all layers with the same call.
+    """Check the shapes and the config. Layers that call attention in the same way need this check
+    only once.
 
     Args:
         module: the attention module.
@@ -164,11 +165,11 @@ def check_layer(
 def check_cached_mask(
     module: torch.nn.Module, mask: torch.Tensor | DenseMask | None, documents: object
 ) -> torch.Tensor:
-    """Check that distca's mask function made a mask that is not a handle, and return it as a plain
-    tensor.
+    """Check a mask that is not a handle: distca's mask function must have made it. Return the mask
+    as a plain tensor.
 
-    Packed documents are refused together with a key/value cache. Prefix tuning is the case in which
-    such a cache is filled in training.
+    Packed documents with a key/value cache are refused. In training, only prefix tuning gives a
+    model a filled cache.
     """
     name = type(module).__name__
     if isinstance(mask, DenseMask):

@@ -4,19 +4,19 @@ one process.
 Each rank trains on a share, its part of a dealt batch. The `labels` of a share are -100, because
 labels cannot be shifted where documents are cut. Ranks have different numbers of targets. So a loss
 must use ``shift_labels``, and divide by ``num_items_in_batch``. The value of a loss does not show
-whether it does, because other terms and weights change the value as well. So the check records who
+this, because other terms and weights change the value as well. So the check records which code
 reads these tensors, and follows the graph from the loss to the outputs that a model made from
-``shift_labels``. It uses no copy of the logits, so precision and wrappers do not matter. A loss
-without targets, such as the distance to a teacher's logits, is accepted: ranks have equal numbers
-of tokens, so the mean over ranks is the mean over tokens.
+``shift_labels``. The check uses no copy of the logits, so precision and wrappers do not matter. A
+loss without targets, such as the distance to a teacher's logits, is accepted: ranks have equal
+numbers of tokens, so the mean over ranks is the mean over tokens.
 
-The check runs once for each Trainer, on every rank: in the first micro-batch of its training,
-before the backward.
+The check runs once for each Trainer, on every rank, in the first micro-batch of training and before
+its backward.
 
 A second check covers loops without a Trainer, and losses that a model computes itself: the first
-gradient of a share's logits must not be zero. It is zero if the loss reads `labels`. It is also
-zero if the loss multiplies all documents of a share by 0, but such a loss passes, because it has
-read ``shift_labels``.
+gradient of a share's logits must not be zero. The gradient is zero if the loss reads `labels`. It
+is also zero if the loss multiplies all documents of a share by 0. Such a loss passes, because it
+has read ``shift_labels``.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ def run_watched_step(
     inputs: Any,
     step: Callable[..., torch.Tensor],
 ) -> torch.Tensor:
-    """Run a training step of a Trainer. Check the loss in the Trainer's first step on a share of
-    several ranks.
+    """Run a training step of a Trainer. If this is the Trainer's first step on documents dealt to
+    several ranks, check the loss.
 
     Args:
         trainer: the Trainer.
@@ -119,15 +119,16 @@ def run_watched_step(
 
 
 def watch_gradient(model: PreTrainedModel, trainers_watch: LossWatch | None = None) -> None:
-    """Watch the gradient of the logits until the loss has proved to use the targets: the gradient
-    is not zero, or code outside the model has read the targets.
+    """Watch the gradient of the logits until it is certain that the loss uses the targets: the
+    gradient was not zero, or code outside the model has read the targets.
 
     The backward raises an error if the gradient is zero, the share has targets, and no code outside
     the model has read them.
 
     The logits are the output of the output embedding. Their gradient includes the gradients of all
-    copies of them that the model, accelerate or a loss makes. A fused loss has no logits, but gets
-    ``shift_labels`` from the model. Without an output embedding, hidden states are watched instead.
+    copies of the logits that the model, accelerate or a loss makes. A fused loss has no logits, but
+    gets ``shift_labels`` from the model. Without an output embedding, hidden states are watched
+    instead.
 
     Args:
         model: the model that trains.
@@ -168,10 +169,10 @@ def watch_gradient(model: PreTrainedModel, trainers_watch: LossWatch | None = No
 
 
 def check_head_gradient(model: PreTrainedModel, targets: torch.Tensor | None) -> None:
-    """Raise if the first backward gave the output embedding of a compiled model a gradient of
-    zeros, although the share has targets.
+    """Check the gradient after the first backward of a compiled model. If the share has targets,
+    the gradient of the output embedding must not be zero.
 
-    It stands in for `watch_gradient`, whose hook would be compiled.
+    For compiled models this replaces `watch_gradient`, whose hook would be compiled.
     """
     head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
     gradient = getattr(getattr(head, "weight", None), "grad", None)
@@ -191,8 +192,8 @@ def _make_error(model: PreTrainedModel) -> UnsupportedError:
 
 @contextmanager
 def wrap_method(owner: object, name: str, around: Callable[..., Any]) -> Iterator[None]:
-    """Replace a method of one object by `around` in a ``with`` block. `around` is called with the
-    method, followed by the method's arguments.
+    """In a ``with`` block, replace a method of one object by `around`. The arguments of `around`
+    are the original method, followed by the method's own arguments.
     """
     method = getattr(owner, name)
     before = vars(owner).get(name)

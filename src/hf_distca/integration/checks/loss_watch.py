@@ -1,8 +1,8 @@
 """Record what a loss uses.
 
 The record holds each read of the targets of a batch, and of the number of targets. It also tells
-which outputs of models can be reached from the loss in the graph, and whether these outputs were
-made from targets.
+which outputs of models can be reached from the loss in the autograd graph, and whether these
+outputs were made from targets.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ TARGETS, LABELS, ITEMS = "shift_labels", "labels", "num_items_in_batch"
 # A node of an autograd graph, and the number of one of its outputs. DDP has one node for all
 # outputs of a model.
 GraphPlace = tuple[Any, int]
-# Names of model outputs that do not depend on targets. All other outputs may.
+# Names of model outputs that do not depend on targets. All other outputs may depend on them.
 _TARGET_FREE_OUTPUTS = {
     "attentions",
     "aux_loss",
@@ -33,7 +33,7 @@ _TARGET_FREE_OUTPUTS = {
     "router_logits",
     "z_loss",
 }
-# Torch functions that do not compute with values: they pass values on, or ask for a shape, for
+# Torch functions that do not compute with values. They pass values on or return a shape, for
 # example.
 _value_free = """
     __format__ __get__ __getitem__ __hash__ __len__ __repr__ __set__ __setitem__
@@ -109,7 +109,7 @@ class LossWatch:
     Attributes:
         ids: the tokens of the batch, if they are known.
         names_read: names of the inputs that the loss read itself.
-        names_given: for each place in the graph of an output of a model, the names of the inputs
+        names_given: for each output of a model (by its place in the graph), the names of the inputs
             that the model got.
     """
 
@@ -150,7 +150,7 @@ class LossWatch:
     @contextmanager
     def record_calls(self, models: Iterable[torch.nn.Module]) -> Iterator[None]:
         """Record the names of the inputs that models get in a ``with`` block. Give the models plain
-        tensors, because their reads are not reads of the loss.
+        tensors, because reads by a model are not reads by the loss.
         """
         calls: list[set[str]] = []
 
@@ -179,12 +179,12 @@ class LossWatch:
             other_names = ", ".join(sorted(keywords.keys() - {"input_ids"})) or "nothing else"
             raise UnsupportedError(
                 f"the model is called with input_ids and {other_names}, but without"
-                " distca_documents, which tells which documents the tokens of a dealt batch belong"
-                " to, and which ranks hold the rest of these documents. Call model(**inputs)."
+                " distca_documents, the argument that tells where documents of a dealt batch begin,"
+                " and which ranks hold their other parts. Call model(**inputs)."
             )
 
     def find_loss_reason(self, loss: torch.Tensor) -> str | None:
-        """Describe what is wrong with the loss of one of several ranks; None if nothing is."""
+        """Describe the error in a loss that several ranks compute; None if the loss is right."""
         reached = _collect_places(loss) & self.names_given.keys()
         from_targets = {place for place in reached if TARGETS in self.names_given[place]}
         names = self.names_read.union(*(self.names_given[place] for place in reached))
@@ -220,11 +220,13 @@ class LossWatch:
 
 
 def _find_target_places(output: Any) -> list[GraphPlace]:
-    """Find the places in the graph of those outputs of a model that may depend on targets."""
+    """Find the outputs of a model that may depend on targets. Return the places of these outputs in
+    the graph.
+    """
     values: Iterable[Any] = [output]
     if isinstance(output, Mapping):
         values = [value for name, value in output.items() if name not in _TARGET_FREE_OUTPUTS]
-    elif isinstance(output, (tuple, list)):  # a loss is the first item, and has no dimensions
+    elif isinstance(output, (tuple, list)):  # the first item may be a loss, which has no dimensions
         values = [value for value in output[:1] if getattr(value, "shape", None) == ()]
     return [
         _get_place(value)

@@ -1,5 +1,5 @@
-"""Checks of loaders that would give ranks wrong batches: one rank reads the batches of all ranks,
-batches come out of order, or they are split or joined.
+"""Checks for loaders that would give ranks wrong batches: one rank reads the batches of all ranks,
+batches come out of order, or batches are split or joined.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ def check_dispatch(loader: object, shares: bool) -> None:
     """Raise for a loader in which rank 0 reads packed documents for all ranks.
 
     Such loaders are accelerate's default for iterable datasets. accelerate concatenates the rows of
-    all ranks to one tensor, broadcasts the tensor and cuts it. For rows of different lengths and
-    for `PackedDocuments` this fails on rank 0, while the other ranks wait.
+    all ranks into one tensor, broadcasts the tensor and cuts it. For rows of different lengths and
+    for `PackedDocuments`, this fails on rank 0, while the other ranks wait.
     """
     if (
         isinstance(loader, DataLoaderDispatcher)
@@ -114,9 +114,9 @@ def find_reading_cases(loader: Any, shares: Shares | StreamedShares, *, training
     shuffled = isinstance(shares, StreamedShares) or shares.batches.seed is not None
     yield (
         training and shuffled and not hasattr(loader.dataset, "set_epoch"),
-        f"a {type(loader.dataset).__name__} around them does not pass set_epoch on, as"
-        " `select`, `concatenate_datasets` and Subset do not: every epoch would have the order"
-        " of the first. Select documents before document_shares, or give what is around shares"
+        f"a {type(loader.dataset).__name__} around them does not pass set_epoch on"
+        " (`select`, `concatenate_datasets` and Subset do not): every epoch would have the order"
+        " of the first. Select documents before document_shares, or give the object around shares"
         " a method set_epoch.",
     )
 
@@ -124,18 +124,18 @@ def find_reading_cases(loader: Any, shares: Shares | StreamedShares, *, training
 def _is_for_ranks(processes: int, shares: Shares | StreamedShares) -> bool:
     """Return whether shares are made for the number of ranks that read them."""
     ranks, config = shares.deal_settings.ranks, shares.deal_settings.config
-    if getattr(shares, "rank", None) is not None:  # a stream of one rank's shares
+    if getattr(shares, "rank", None) is not None:  # a stream with the shares of one rank
         return processes == 1
     world = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-    # Several groups take turns: each global batch goes to one of them.
+    # Several groups of ranks take turns: each global batch goes to one group.
     if ranks > 1 and (config.group_size == ranks or config.group_ranks(world) == ranks < world):
         return processes % ranks == 0
     return processes == ranks
 
 
 def _find_sampler(loader: Any) -> tuple[Any, Any, int | None]:
-    """Find the batch sampler, accelerate's shard of it, and the number of processes that read its
-    batches. The number is None if the sampler does not read in order.
+    """Find the batch sampler, the `BatchSamplerShard` that accelerate put around it, and the number
+    of processes that read its batches. The number is None if the sampler does not read in order.
     """
     if isinstance(loader.dataset, IterableDatasetShard):
         return loader.dataset, loader.dataset, loader.dataset.num_processes
@@ -154,8 +154,8 @@ def _find_sampler(loader: Any) -> tuple[Any, Any, int | None]:
 
 
 def find_shares(dataset: object) -> Shares | StreamedShares | None:
-    """Return the shares that a data set or a loader reads, inside any wrappers of the Trainer, TRL
-    or accelerate; None if it reads no shares.
+    """Return the shares that a data set or a loader reads, even through wrappers of the Trainer,
+    TRL or accelerate; None if it reads no shares.
     """
     while dataset is not None and not isinstance(dataset, Shares | StreamedShares):
         form = getattr(dataset, "format", None)

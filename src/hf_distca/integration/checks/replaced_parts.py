@@ -17,7 +17,7 @@ from hf_distca.integration.processes import LOG, warn_once
 
 if TYPE_CHECKING:
     import torch
-    from transformers import Trainer  # not needed to load models, and it would import peft
+    from transformers import Trainer  # only for types, because this import loads peft
 
 CollatorRule = Literal["check", "replace"]
 # Remedies for recurrent layers that carry states from document to document, by group of model
@@ -28,7 +28,7 @@ _STATE_REMEDIES = {
     ),
     "CARRIES_STATE": "Train without hf_distca.deal, on one document a row.",
 }
-_SAMPLE_SIZE = 256  # documents whose targets are counted; reading all could take long
+_SAMPLE_SIZE = 256  # number of documents in the sample; reading all documents could take long
 
 # Collators that `deal` can replace, by package. They read the same columns as `deal`: ids, labels,
 # masks, lengths and positions.
@@ -124,8 +124,8 @@ def warn_of_carried_states(model: torch.nn.Module | None) -> None:
 
 
 def describe_targets(documents: Any, count: int) -> str:
-    """Count the targets in a sample of the documents, which are `count` in all, and describe the
-    result. The first token of a document is never a target.
+    """Count the targets in a sample of the `count` documents, and describe the result. The first
+    token of a document is never a target.
 
     Raises:
         ConfigError: if all documents were counted, and have no targets.
@@ -159,8 +159,8 @@ def describe_targets(documents: Any, count: int) -> str:
 
 def get_collator_origin(collator: Any) -> tuple[str, str]:
     """Return the package and the name of a collator, which is a function, a partial of a function,
-    or an object. For an object they are those of its class, so a user's subclass has the user's
-    package.
+    or an object. For an object, return the package and the name of its class. So a user's subclass
+    has the user's package.
     """
     owner = collator if hasattr(collator, "__name__") else type(collator)
     name = getattr(getattr(collator, "func", collator), "__name__", type(collator).__name__)

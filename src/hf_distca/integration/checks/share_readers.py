@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from hf_distca.agreement.dealt_share import DealtShare
 
-# Models, as Trainers call them, that were found to average the gradients of ranks. The result is
+# Models (with their wrappers) whose gradients were found to be averaged over ranks. This result is
 # kept, because accelerate's `unwrap_model` later removes DDP from a compiled module, although the
 # compiled forward still runs DDP.
 _averaged_models: WeakSet[torch.nn.Module] = WeakSet()
@@ -117,7 +117,7 @@ def warn_of_rows_not_dealt(trainer: Trainer) -> None:
 
 
 def _list_evaluation_sets(trainer: Trainer | None) -> list[Any]:
-    """List the evaluation sets of a Trainer: its only one, or all sets of a dictionary."""
+    """List the evaluation sets of a Trainer: its single set, or all sets of a dictionary."""
     data: Any = getattr(trainer, "eval_dataset", None)
     return list(data.values()) if isinstance(data, dict) else [data]
 

@@ -34,8 +34,8 @@ from hf_distca.schedule.cost import AttentionShape
 
 
 def _hide_from_compilers(attend: Callable[..., Any]) -> Callable[..., Any]:
-    """Hide attention from compilers and checkpointing policies. If none is active, this costs only
-    two checks.
+    """Hide attention from compilers and checkpointing policies. If no compiler or policy is active,
+    this costs only two checks.
 
     A compiler would trace the exchanges with the shapes of one micro-batch. So the graph breaks
     here.
@@ -107,7 +107,7 @@ def distca_attention(
         raise UnsupportedError(
             f"this model's attention mask uses {attention_mask.features}; distca computes causal"
             " attention, windows, chunks, blocks and whole documents. Other masks, such as block"
-            ' diffusion, need a mask inside the kernel. Use attn_implementation="sdpa" for it.'
+            ' diffusion, need a mask inside the kernel. Use attn_implementation="sdpa".'
         )
     check_arguments(module, dropout, kwargs, attention_mask)
     sink_H = None if s_aux is None else _flatten_sink(module, s_aux, query.shape[1])
@@ -116,14 +116,13 @@ def distca_attention(
     if not isinstance(attention_mask, MaskStandIn):
         dense = check_cached_mask(module, attention_mask, kwargs.get("distca_documents"))
         inputs = Inputs(query, key, value, sink_H=sink_H)
-        # A dense mask already contains the window, so the scores get none.
+        # A dense mask already contains the window, so the scores need no window.
         scores = _make_scores(module, query, scaling, None, softcap)
         return _attend_by_mask(module, inputs, dense, scores), None
     batch, nano = attention_mask.batch, attention_mask.nano
     if sliding_window is not None:
         check_window(module, sliding_window)
-    # The other checks and the plan are the same for all layers with the same call, so they are made
-    # once.
+    # All layers that call attention in the same way share the other checks and the plan.
     autocast = torch.is_autocast_enabled(query.device.type) and torch.get_autocast_dtype(
         query.device.type
     )
@@ -155,7 +154,8 @@ def _prepare_layers(
     options: tuple[float | None, int | None, float | None],
     kwargs: dict[str, Any],
 ) -> LayerPlan:
-    """Check the layer, and prepare the plan and the kernel for all layers with the same call.
+    """Check the layer. Prepare the plan and the kernel for all layers that call attention in the
+    same way.
 
     Args:
         module, mask, kwargs: see `distca_attention`.
@@ -251,7 +251,7 @@ def _restore_batch(
 
 def _choose_dtype(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.dtype:
     """Return the dtype to compute in: the dtype of autocast, or without autocast the widest dtype
-    of query, key and value. They differ in models that rotate queries and keys in float32.
+    of query, key and value. These dtypes differ in models that rotate queries and keys in float32.
     """
     if torch.is_autocast_enabled(query.device.type) and value.dtype != torch.float64:
         return torch.get_autocast_dtype(query.device.type)
@@ -261,8 +261,8 @@ def _choose_dtype(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -
 def _attend_by_mask(
     module: torch.nn.Module, inputs: Inputs, dense: torch.Tensor, scores: ScoreOptions
 ) -> torch.Tensor:
-    """Compute attention with a dense mask, which is used if keys are cached, for example. Attention
-    with capped scores or sinks is computed by plain operations, all other attention by sdpa.
+    """Compute attention with a dense mask, which is used if keys are cached, for example. Plain
+    operations compute attention with capped scores or sinks. sdpa computes all other attention.
 
     The inputs are in transformers' layout: (batch, heads, length, width).
     """

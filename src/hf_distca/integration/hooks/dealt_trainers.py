@@ -1,8 +1,9 @@
-"""Hooks for Trainers on dealt documents. They check the first share and the first loss, and make an
-evaluation loss the mean over targets.
+"""Hooks for Trainers on dealt documents. They check the first share and the first loss, and replace
+an evaluation loss by the mean over targets.
 
-Without them, Trainers average evaluation losses over batches, and TRL's Trainers also over ranks. A
-rank with few targets, or a last batch that is mostly padding, would weigh as much as any other.
+Without the hooks, Trainers average evaluation losses over batches, and TRL's Trainers also over
+ranks. A rank with few targets, or a last batch that is mostly padding, would weigh as much as any
+other.
 
 The hooks wrap methods of `Trainer` for the whole process, because users who make shares themselves
 do not pass their Trainer to distca. Both wrapped methods are public, and subclasses such as TRL's
@@ -47,8 +48,8 @@ if TYPE_CHECKING:
     from hf_distca.integration.callers import MaskCall
     from hf_distca.integration.session import Session
 
-# For each Trainer, or model without a Trainer: the modes in which it was checked (True for
-# training, False for evaluation).
+# The modes (True for training, False for evaluation) in which each Trainer, or model without a
+# Trainer, was checked.
 _checked_modes: WeakKeyDictionary[object, set[bool]] = WeakKeyDictionary()
 
 
@@ -103,8 +104,8 @@ def _warn_of_routers(model: PreTrainedModel, ranks: int) -> None:
 
 
 def wrap_trainers() -> None:
-    """Make Trainers give the same result on dealt documents as in one process, if transformers'
-    Trainer is imported. Also check the calls of models that may get a share.
+    """Check all calls of models, because any model may get a share. If transformers' Trainer is
+    imported, also make Trainers on dealt documents give the same result as in one process.
     """
     count_shifted_targets()
     check_calls()

@@ -29,7 +29,7 @@ _META = torch.device("meta")
 def choose_dense_mask(
     sizes: dict[str, Any], mask_function: Callable[..., Any], **options: Any
 ) -> CachedMask | DenseMask | None:
-    """Make the dense mask if sdpa computes this forward; return None for any other forward.
+    """Make the dense mask of a forward that sdpa computes; return None for any other forward.
 
     Args:
         sizes, mask_function, options: arguments of `sdpa_mask`.
@@ -46,8 +46,7 @@ def choose_dense_mask(
         or not isinstance(offset, int)
         or offset
     ):
-        # Generation reads the whole cache for one token at a time. So there is no work to move, and
-        # only this rank generates.
+        # Generation computes one token at a time, on this rank alone, so there is no work to move.
         dense = sdpa_mask(mask_function=mask_function, **arguments)
         # With `allow_is_causal_skip=False`, `sdpa_mask` never returns None.
         return torch.Tensor.as_subclass(dense, CachedMask)  # type: ignore[arg-type]

@@ -73,9 +73,9 @@ def distca_mask(
 
     Raises:
         UnsupportedError: if the family of the model is refused, if the model drops layers in
-            training, if another package has replaced distca's attention, in
+            training, if another package has replaced distca's attention, if the model runs in
             `torch.nn.DataParallel`, or if `check_first_share` refuses a share.
-        LayoutError: if position ids are not those of the documents.
+        LayoutError: if position ids differ from the positions in the documents.
     """
     if isinstance(attention_mask, (MaskStandIn, DenseMask, ForeignMask)):
         return attention_mask
@@ -131,8 +131,8 @@ def _make_handle(
         check_layerdrop(config)
     planner = call.find_argument(PLANNER) or LayerPlanner(current_session())
     session = planner.session
-    # The next lines do what `prepare` does. The mesh belongs to the model that was loaded, which
-    # may contain this model.
+    # The next lines do the work of `prepare`. The mesh belongs to the model that was loaded, and
+    # that model may contain this one.
     session.find_mesh(call.iterate_models())
     if session.config.ping_pong and model is not None:
         cut_layers(model)
@@ -145,7 +145,7 @@ def _make_handle(
         )
     first = find_first_position(model)
     if position_ids is None and (positions := call.find_tensor("position_ids")) is not None:
-        # transformers makes masks of bidirectional attention without position ids.
+        # transformers passes no position ids when it makes masks of bidirectional attention.
         is_plain = first or (both_ways and positions.dim() == 2)
         position_ids = positions if is_plain else mark_document_starts(positions)
     if model is not None and isinstance(packed, PackedDocuments):
@@ -173,7 +173,8 @@ def _make_handle(
         # whether other ranks take part.
         is_generating=call.is_generating,
         # A recompute follows only if gradients are recorded. Under reentrant checkpointing, layers
-        # record none in their first forward, but the mask is made before, outside the checkpoint.
+        # record no gradients in their first forward, but the mask is made before the layers run,
+        # outside the checkpoint.
         can_recompute=torch.is_grad_enabled(),
         training=None if model is None else model.training,
     )
@@ -191,8 +192,8 @@ def find_planner(model: PreTrainedModel) -> LayerPlanner | None:
 def _choose_padding(
     numbers: torch.Tensor | None, padding: torch.Tensor | None
 ) -> torch.Tensor | None:
-    """Return `numbers`, the 2-D mask as the model got it, if it is known and has the shape of
-    `padding`. Its integers may number documents. Else return `padding`, which is bool.
+    """Choose the 2-D mask to read. `numbers` is the mask as the model got it, whose integers may
+    number documents. It is chosen if it is known and has the shape of `padding`, the mask as bool.
     """
     numbers = (
         None
@@ -212,9 +213,9 @@ def prepare(model: Model) -> Model:
     Trainers have `DistCACallback`.
 
     Call it on every rank, after `configure` and after torch.distributed has started. It makes the
-    attention group, from the device mesh of the model if there is one. If ping-pong is on, it makes
-    decoder layers able to run as nano-batches. Without this call the first forward does the same,
-    if it finds the model on the call stack. Calling it again has no effect.
+    attention group, from the device mesh of the model if there is one. If ping-pong is on, it
+    enables decoder layers to run as nano-batches. Without this call, the first forward does the
+    same if it finds the model on the call stack. Calling it again has no effect.
 
     Args:
         model: a model of transformers, or a module that holds one, such as a PEFT or a DDP model.

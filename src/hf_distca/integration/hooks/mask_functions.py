@@ -1,4 +1,4 @@
-"""Find which tokens a mask function of transformers lets a token see. The answer is read from the
+"""Find which tokens a token sees under a mask function of transformers. The answer is read from the
 functions of which the mask function is composed, and from their closures. No dense mask is made,
 and no tensor is read.
 """
@@ -26,7 +26,7 @@ _BLOCKS = "a union with blocks"
 def read_mask(
     function: Callable[..., Any], local_size: int | None, *, use_vmap: bool
 ) -> tuple[int | None, int | None, Ahead | None] | str:
-    """Find which tokens of its document a mask function lets a token see.
+    """Find which tokens of its document a token sees under a mask function.
 
     Args:
         function: the mask function.
@@ -58,7 +58,7 @@ def read_mask(
 
 
 def _list_functions(function: Callable[..., Any]) -> list[tuple[str, Any]]:
-    """List the functions of which a mask function is composed: the name of each, with the variables
+    """List the functions of which a mask function is composed, each by its name and the variables
     of its closure. The union of a mask with blocks is listed as `_BLOCKS`, with an `Ahead` instead
     of variables.
     """

@@ -1,14 +1,14 @@
 """Ping-pong: decoder layers run their tokens as two nano-batches. While the messages of one
-nano-batch travel, the other one computes.
+nano-batch travel, the other nano-batch computes.
 
-Each layer gets a subclass of its class, with the same name. The `forward` of the subclass runs the
-original `forward` twice, and switches between the two runs. The cut stays inside one call of the
-layer. So hooks of FSDP, DeepSpeed or PEFT, checkpointing and collected hidden states see one layer
-call, and no line of the model changes.
+The class of each layer is replaced by a subclass with the same name. The `forward` of the subclass
+runs the original `forward` twice, and switches between the two runs. The cut stays inside one call
+of the layer. So checkpointing, collected hidden states, and hooks of FSDP, DeepSpeed or PEFT see
+one call of the layer, and no line of the model changes.
 
-A subclass is needed for checkpointing. transformers wraps the `forward` of each subclass as it is
-defined, and checkpoints only in the `forward` of an object's own class. Replacing `forward` in the
-existing class would switch checkpointing off.
+A subclass is needed for checkpointing. transformers wraps the `forward` of each subclass when the
+subclass is defined, and checkpoints only in the `forward` of an object's own class. Replacing
+`forward` in the existing class would switch checkpointing off.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _cut_models: WeakSet[torch.nn.Module] = WeakSet()
 
 
 def cut_layers(model: torch.nn.Module) -> None:
-    """Make the decoder layers of a model able to run as two nano-batches."""
+    """Enable the decoder layers of a model to run as two nano-batches."""
     if model in _cut_models:
         return
     _cut_models.add(model)
@@ -69,8 +69,8 @@ def _make_layer_class(base: Any) -> Any:
         )
 
     def __reduce_ex__(self: Any, protocol: Any) -> Any:  # noqa: N807
-        # Copies and pickled layers have the class `base`, because pickle can import it by its name.
-        # The first forward of their model gives them this subclass again.
+        # Copies and pickled layers have the class `base`, because pickle can import `base` by its
+        # name. The first forward of their model gives them this subclass again.
         _, arguments, *state = base.__reduce_ex__(self, protocol)
         return (_make_blank, (base, *arguments[1:]), *state)
 
@@ -91,7 +91,7 @@ def _make_layer_class(base: Any) -> Any:
 def _make_blank(kind: Any, *arguments: Any) -> Any:
     """Make a new object of a class, without a state.
 
-    Needed because pickle accepts `copyreg.__newobj__` only for the object's own class.
+    This is needed because pickle accepts `copyreg.__newobj__` only for the object's own class.
     """
     return kind.__new__(kind, *arguments)
 
@@ -113,14 +113,14 @@ def _run_cut_layer(forward: Callable[..., Any], cut: NanoBatches, args: Any, kwa
 def _choose_nano_batches(
     layer: torch.nn.Module, args: Any, kwargs: dict[str, Any]
 ) -> NanoBatches | None:
-    """Choose the cut of this call of a layer; None to run it whole."""
+    """Choose how this call of a layer is cut into nano-batches; None if the layer runs whole."""
     arguments = list(_flatten_values((args, kwargs)))
     masks = {argument for argument in arguments if isinstance(argument, MaskStandIn)}
     if len(masks) != 1:
         return None
     (mask,) = masks
     batch, planner = mask.batch, mask.batch.planner
-    if is_in_backward():  # a recompute must make the same cut as its forward
+    if is_in_backward():  # a recompute must run whole or cut, like its forward
         cut = batch.nano_batches
         return cut if cut is not None and id(layer) in cut.layer_ids else None
     # Nano-batches cannot read a cache. A cache is never read in training, but it may be in

@@ -1,10 +1,9 @@
-"""Checks of calls that give a model a part of a document which the model would take for a whole
-document.
+"""Check that no model takes a part of a document for a whole document.
 
-Shares (parts of dealt batches) are for models under distca, in which ranks compute cut documents
-together. Another model in the same training, such as a teacher, may not run distca, or may get only
-tokens and positions of a share. It would then compute this rank's part of a document without the
-tokens before it.
+Shares (parts of dealt batches) are for models under distca, because distca's ranks compute cut
+documents together. Another model in the same training, such as a teacher, may not run distca, or
+may get only tokens and positions of a share. It would then compute this rank's part of a document
+without the tokens before it.
 """
 
 from __future__ import annotations
@@ -46,9 +45,7 @@ def check_calls() -> None:
 
 
 def _add_check(call: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a `__call__` so that it checks the model first: for a compiled module, its outermost
-    model.
-    """
+    """Wrap a `__call__` so that it first checks the outermost model in the called module."""
 
     @wraps(call)
     def call_checked(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -66,8 +63,8 @@ def _add_check(call: Callable[..., Any]) -> Callable[..., Any]:
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _check_call(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Raise if a call gives a model a part of a document which the model would take for a whole
-    document.
+    """Raise if this call gives a model only a part of a document, and the model would take it for a
+    whole document.
 
     If only some ranks find such a call, they report the error to the others.
     """
@@ -89,8 +86,8 @@ def _is_row_of_ids(tokens: Any = None) -> bool:
 
 
 def _find_cut_reason(model: PreTrainedModel, documents: PackedDocuments) -> str | None:
-    """Return why a model cannot compute these documents; None if it can. All ranks with shares of a
-    batch return the same.
+    """Return why a model cannot compute these documents; None if it can. All ranks that have shares
+    of a batch get the same answer.
     """
     share = documents.dealt_share
     is_cut = any(documents.starts or ()) if share is None else share.is_cut

@@ -3,15 +3,15 @@
 A model must use the positions that its tokens have in their documents.
 
 With ``rope_type`` "dynamic" or "longrope", a rotary module also chooses its frequencies by the
-largest position in the batch. A rank that holds only the head of a document would choose other
-frequencies than the rank with the tail. So the largest position of the global batch, which every
-share (a rank's part of the batch) knows, passes through the module as one more token, and the
-rotation of this token is dropped.
+largest position in the batch. A rank that holds only the beginning of a document would choose other
+frequencies than the rank with the end. Every share (a rank's part of a global batch) knows the
+largest position of the batch. So this position passes through the module as one more token, whose
+rotation is dropped.
 
-A "dynamic" module also remembers the largest position of earlier batches, until a batch is short
-again. If a rank evaluates or generates alone, the remembered position would change on this rank
-only. So before each share the module gets back the state that earlier shares left, which is the
-same on all ranks.
+A "dynamic" module also remembers the largest position of earlier batches, until a batch is shorter
+than the length for which the model was made. If a rank evaluates or generates alone, the remembered
+position would change on this rank only. So before each share the module gets back the state that
+earlier shares left, which is the same on all ranks.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ _first_positions: WeakKeyDictionary[torch.nn.Module, int] = WeakKeyDictionary()
 
 
 def find_first_position(model: torch.nn.Module | None) -> int:
-    """Return the position that a model gives to the first token of a document. RoBERTa and similar
-    models begin after the position of padding; other models begin at 0.
+    """Return the position that a model gives to the first token of a document. In RoBERTa and
+    similar models it follows the position of padding. In other models it is 0.
     """
     if model is None:
         return 0
@@ -55,8 +55,8 @@ def _read_first_position(module: torch.nn.Module) -> int:
 
 
 def accept_document_positions() -> None:
-    """Shift the positions of documents, which count from 0, in all models that count from another
-    number.
+    """Add a hook to each new model that counts positions from a number other than 0. The hook
+    shifts the positions of documents, which count from 0.
 
     The collator cannot shift them, because it does not know the model. If a batch has
     ``distca_documents``, its positions and the positions that the model needs differ only by a
@@ -119,7 +119,7 @@ def check_positions(
     counts_itself: bool = False,
 ) -> None:
     """Check that the position ids of a model's first batch are the positions in its documents. They
-    are wrong if, for example, a training loop leaves them out.
+    differ if, for example, a training loop passes no position ids.
 
     Attention reads the parts of documents from ``distca_documents``. The rest of the model reads
     position ids, or, without position ids, counts a rank's tokens from 0. A model that passed is
@@ -145,7 +145,7 @@ def check_positions(
     if counts_itself:
         counted = np.arange(len(position)) + first
     elif position_ids is None or position_ids.numel() != len(position):
-        return  # a wrong number of positions is refused where documents are read
+        return  # reading the documents raises for a wrong number of positions
     else:
         counted = position_ids.reshape(-1).cpu().numpy()
     offsets = counted - position
@@ -166,7 +166,8 @@ def check_positions(
 
 
 # Attributes that distca sets on a rotary module: whether the largest position was added to its
-# present call, and for each kind of layer the length that earlier shares have left in the module.
+# present call, and, for each kind of layer, the length that the module remembers from earlier
+# shares.
 _HAS_LONGEST, _REACHED = "_distca_longer", "_distca_reached"
 _found_rotaries: WeakKeyDictionary[torch.nn.Module, tuple[list[torch.nn.Module], bool]] = (
     WeakKeyDictionary()
@@ -206,8 +207,8 @@ def extend_rotary(
 
 
 def _list_varying_kinds(config: PreTrainedConfig | None) -> set[str]:
-    """Return the kinds of rotary embedding in a model's config that depend on the longest
-    document.
+    """Return the kinds of rotary embedding in a model's config whose frequencies depend on the
+    longest document.
     """
     parameters = getattr(config, "rope_parameters", None) or {}
     # The config has either one set of parameters for all layers, or a set for each kind of layer.
@@ -230,8 +231,8 @@ def _is_varying_kind(kind: str) -> bool:
 
 
 def _find_rotaries(model: torch.nn.Module) -> tuple[list[torch.nn.Module], bool]:
-    """Find the rotary modules of a model that depend on the longest document, and whether they are
-    in its layers.
+    """Find the rotary modules of a model that depend on the longest document. Also tell whether any
+    of them is in a layer.
 
     Rotary modules in layers cannot be extended: a recompute in backward would use the length of the
     last batch.
@@ -288,7 +289,7 @@ def _restore_length(module: Any, longest: int, layer_type: str | None) -> int:
     longest document.
 
     A module that remembers a length is reset to its initial state. The result is then the length
-    that the module would have if it had seen only the shares so far.
+    that the module would remember if it had seen only the shares so far.
     """
     kind = module.rope_type if layer_type is None else module.rope_type[layer_type]
     if "dynamic" not in kind:

@@ -42,7 +42,7 @@ from hf_distca.integration.reports import (
 from hf_distca.integration.session import Session
 from hf_distca.integration.training.record import Recorder
 
-_MIN_MICRO_BATCHES = 20  # micro-batches after which a warning says that nothing was moved
+_MIN_MICRO_BATCHES = 20  # micro-batches after which a warning tells that nothing was moved
 
 
 class DistCACallback(TrainerCallback):
@@ -58,8 +58,8 @@ class DistCACallback(TrainerCallback):
 
     Either all ranks or no rank must have the callback, because ranks agree on their group before
     the first step. Pass it in ``Trainer(callbacks=[...])``. If it is added later, its settings
-    apply from the first event that it sees. It moves in front of the reporters, which would not see
-    its figures otherwise.
+    apply from the first event that it sees. The callback moves in front of the reporters, which
+    would not see its figures otherwise.
 
     Args:
         config: settings, used as soon as the Trainer is made. By default they are those of
@@ -96,7 +96,7 @@ class DistCACallback(TrainerCallback):
         self.replaced_imbalance: float | None = None
         self._recorder: Recorder | None = None
         self._session: Session | None = None  # the session with the settings of this callback
-        # Metrics at the last log, and at the beginning of this training.
+        # Metrics at the last log, and metrics at the beginning of this training.
         self._logged_metrics = self._first_metrics = Metrics()
         self._steps = 0
         self._checked_loader: object = None  # the loader that was checked last
@@ -107,7 +107,7 @@ class DistCACallback(TrainerCallback):
     def on_init_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Apply the settings, so that they also hold for evaluation before training.
+        """Apply the settings here, so that evaluation before training also uses them.
 
         Raises:
             UnsupportedError: if evaluation on sets of shares would differ from evaluation in one
@@ -155,8 +155,8 @@ class DistCACallback(TrainerCallback):
     def on_prediction_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Check the loader as in training. Apply the settings first, if the callback was added
-        after the event that applies them.
+        """Check the loader as in training. Before this, apply the settings if the callback was
+        added after the event that applies them.
 
         Raises:
             UnsupportedError: see `on_train_begin`.
@@ -182,7 +182,7 @@ class DistCACallback(TrainerCallback):
             model = kwargs.get("model")
             self._calls_before = session.meter.calls
             self._move_before_reporters(find_trainer(self))
-            if self._recorder is not None:  # the recorder of an earlier training, which failed
+            if self._recorder is not None:  # left by an earlier training that failed
                 self._recorder.stop()
             if (
                 self.record
@@ -225,8 +225,8 @@ class DistCACallback(TrainerCallback):
     def on_epoch_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Gather the measurements of ranks if the Trainer is about to log: if a log is due, or
-        after the last step, when the Trainer writes the final log.
+        """Gather the measurements of ranks if the Trainer is about to log. This is the case if a
+        log is due, and after the last step, because the Trainer then writes the final log.
 
         All ranks call this, even if only rank 0 logs.
         """
@@ -266,12 +266,12 @@ class DistCACallback(TrainerCallback):
         }
         self._logged_metrics = metrics
         logs.update(figures)
-        if state.log_history:  # the Trainer has already put a copy of the logs there
+        if state.log_history:  # the Trainer has already stored a copy of the logs
             state.log_history[-1].update(figures)
 
     def _warn_if_no_gain(self, after: int) -> None:
-        """Warn once, with the reason, if no work was moved in at least `after` micro-batches, and
-        once if plans avoid exchanges.
+        """When `after` micro-batches have run, warn if no work was moved in them. Also warn if
+        plans avoid exchanges. Each warning tells the reason, and is given only once.
         """
         session = current_session()
         totals = (read_metrics(session) - self._first_metrics).balance
@@ -328,12 +328,14 @@ class DistCACallback(TrainerCallback):
 
 
 def find_callback(callbacks: Iterable[TrainerCallback]) -> DistCACallback | None:
-    """Find distca's callback among those of a Trainer."""
+    """Find the `DistCACallback` among the callbacks of a Trainer."""
     return next((callback for callback in callbacks if isinstance(callback, DistCACallback)), None)
 
 
 def find_or_add_callback(trainer: transformers.Trainer, **options: Any) -> DistCACallback:
-    """Find distca's callback of a Trainer, or add one with these options."""
+    """Find the `DistCACallback` of a Trainer. If the Trainer has none, add a `DistCACallback` with
+    these options.
+    """
     callback = find_callback(trainer.callback_handler.callbacks)
     if callback is None:
         callback = DistCACallback(**options)
@@ -348,8 +350,8 @@ def find_session(trainer: transformers.Trainer | None = None) -> Session:
 
 
 def add_callbacks(summary: bool) -> None:
-    """Add a callback to every Trainer of this process when its training begins, if its model runs
-    distca and it has no callback yet.
+    """When a Trainer of this process begins training, add a `DistCACallback` if its model runs
+    distca and the Trainer has no such callback yet.
 
     Args:
         summary: see `DistCACallback`.
@@ -363,8 +365,8 @@ def add_callbacks(summary: bool) -> None:
 
 
 def call_before_training(act: Callable[[transformers.Trainer], None]) -> None:
-    """Make every Trainer of this process call a function, with the Trainer as argument, when its
-    training begins.
+    """Make every Trainer of this process call a function when its training begins. The argument of
+    the function is the Trainer.
     """
     train = transformers.Trainer.train
 
@@ -377,8 +379,8 @@ def call_before_training(act: Callable[[transformers.Trainer], None]) -> None:
 
 
 def move_before_reporters(callback: TrainerCallback, callbacks: list[TrainerCallback]) -> None:
-    """Move a callback right after the callback that decides which steps log. If it ran after the
-    reporters, it would change logs too late.
+    """Move a callback to the place right after the callback that decides which steps log. If it ran
+    after the reporters, it would change logs too late.
     """
     callbacks.sort(
         key=lambda other: (not isinstance(other, DefaultFlowCallback), other is not callback)

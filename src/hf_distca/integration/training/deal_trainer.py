@@ -46,9 +46,9 @@ from hf_distca.integration.training.document_shares import document_shares
 from hf_distca.integration.training.place_rows import check_deals_documents
 from hf_distca.schedule.layout import IntArray, Layout
 
-_COMPARED_BATCHES = 4  # global batches for which dealing is compared with placing in order
+_COMPARED_BATCHES = 4  # number of global batches for which placements are compared
 _COLLATORS_OF_EQUAL_ROWS = (DataCollatorWithPadding, DefaultDataCollator)
-_REPLACED_BATCHES = 64  # replaced batches whose imbalance is estimated
+_REPLACED_BATCHES = 64  # number of replaced batches whose imbalance is estimated
 # Remedies for errors: how to train on one rank, and how to keep documents whole.
 _REMEDIES = (
     "train without hf_distca.deal",
@@ -70,7 +70,8 @@ def deal(
     longer: LongerRule = "cut",
     collator: CollatorRule = "check",
 ) -> AnyTrainer:
-    """Deal the documents of a Trainer to its ranks, so that they may be longer than one rank holds.
+    """Deal the documents of a Trainer to its ranks, so that a document may be longer than one rank
+    holds.
 
     Call it after the Trainer is made and before its ``train()``, on every rank, with the same
     arguments. All ranks together then train on global batches of ``ranks * tokens_per_rank``
@@ -181,9 +182,9 @@ def deal(
 def _choose_seed(args: Any) -> int | None:
     """Choose the seed by which documents are shuffled; None if rows are read in their given order.
 
-    `deal` sets the strategy to "sequential". Several Trainers may share the arguments, so the
-    user's own strategy is read from the attribute `_STRATEGY_BEFORE`, if an earlier `deal` has set
-    this attribute.
+    `deal` sets the sampling strategy in the Trainer's arguments to "sequential", and stores the
+    user's own strategy in the attribute `_STRATEGY_BEFORE`. Several Trainers may share the
+    arguments, so the attribute is read first.
     """
     strategy = getattr(args, _STRATEGY_BEFORE, args.train_sampling_strategy)
     if strategy == "sequential":
@@ -224,7 +225,7 @@ def deal_before_training(tokens_per_rank: int, collator: CollatorRule = "check")
 
 
 def _read_documents(trainer: Trainer, rows: Any) -> Any:
-    """Return rows of one document each."""
+    """Return rows that hold one document each."""
     if rows is None:
         raise ConfigError(
             f"evaluation=True, but this {type(trainer).__name__} has no eval_dataset: give it one."
@@ -252,7 +253,7 @@ def _unpack_rows(rows: Mapping[str, list[Any]], inputs: InputNames) -> dict[str,
 
 
 def _replace_data(trainer: Trainer, shares: Any, eval_dataset: Any) -> None:
-    """Make each rank of the Trainer read its shares itself, in order, one in each batch.
+    """Make each rank of the Trainer read its own shares in order, one share in each batch.
 
     Args:
         trainer: the Trainer.
@@ -283,8 +284,8 @@ def _keep_collator(trainer: Trainer) -> ShareCollator:
     Trainer's own collator.
 
     The Trainer's default collators cannot batch documents of different lengths. So
-    `PackingCollator` replaces them. It gets one document in each batch, because an evaluation
-    counts rows.
+    `PackingCollator` replaces them. It packs a batch into one row, and an evaluation counts rows,
+    so each batch has one document.
     """
     collator: Any = trainer.data_collator
     if collator is default_data_collator or type(collator) in _COLLATORS_OF_EQUAL_ROWS:
@@ -299,7 +300,7 @@ def _describe_shares(
     targets: str,
     accumulation: int,
 ) -> str:
-    """Describe the dealt documents in three lines. Only some facts are known about a stream."""
+    """Describe the dealt documents in three lines. For a stream, only some facts are known."""
     dealing = shares.deal_settings
     ranks = (
         f"{dealing.ranks} {'ranks' if dealing.ranks > 1 else 'rank'} with"
@@ -331,7 +332,7 @@ def _describe_shares(
 
 def _estimate_batches(args: Any, lengths: IntArray, dealing: Dealing) -> float | None:
     """Estimate the imbalance of attention in the batches that a Trainer would have without `deal`;
-    None if these are neither random nor in the order of rows.
+    None if the rows of these batches are neither random nor in order.
     """
     rows = args.per_device_train_batch_size
     count = min(len(lengths) // (dealing.ranks * rows), _REPLACED_BATCHES)
@@ -351,8 +352,8 @@ def _estimate_batches(args: Any, lengths: IntArray, dealing: Dealing) -> float |
 
 
 def _compare_orders(shares: Shares, imbalance: float | None, steps: str) -> str:
-    """Compare the imbalance of dealt documents with that of documents placed in order, and of the
-    replaced batches.
+    """Compare the imbalance of dealt documents, of documents placed in order, and of the replaced
+    batches.
 
     Args:
         shares: the shares.

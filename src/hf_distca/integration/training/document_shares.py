@@ -1,5 +1,5 @@
 """`document_shares`, which makes a data set from documents of any length. Trainers, accelerate and
-loaders read from it the part of each rank.
+loaders read each rank's part of this data set.
 """
 
 from __future__ import annotations
@@ -185,8 +185,8 @@ def make_lazy_dataset(shares: Shares) -> Dataset:
 def _count_processes() -> int:
     """Return the number of processes that train.
 
-    accelerate is not asked, because it would start torch.distributed, with other timeouts than a
-    Trainer that is made later.
+    accelerate is not asked, because it would start torch.distributed before a Trainer starts it
+    with timeouts of its own.
     """
     if dist.is_available() and dist.is_initialized():
         return dist.get_world_size()

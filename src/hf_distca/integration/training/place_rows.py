@@ -4,15 +4,15 @@ attention.
 A loader that accelerate prepared has three layers. A sampler draws row numbers. A batch sampler
 makes batches of them, in the same order on all ranks. `BatchSamplerShard` gives each of n ranks
 every n-th batch, or, with ``split_batches``, its part of each batch. The placement is inserted
-between the batch sampler and the shard. It does not affect what happens before it (seeds, epochs,
-and the generators that accelerate keeps equal on all ranks) or after it (resuming, workers and
-devices). A Trainer makes its loader when its training begins, so its `get_train_dataloader` is
+between the batch sampler and the shard. The placement does not affect the steps before it (seeds,
+epochs, and the generators that accelerate keeps equal on all ranks) or after it (resuming, workers
+and devices). A Trainer makes its loader when its training begins, so its `get_train_dataloader` is
 wrapped.
 
 Some of TRL's Trainers train on items that stay whole, like rows: DPO and reward models on pairs,
 KTO on completions. The items of an optimizer step may go to any rank if the loss is a mean over
-items. Ranks have equally many items, so the mean over ranks is the loss of one process. Checked
-with TRL 1.16.
+items. Ranks have equally many items, so the mean over ranks is the loss of one process. This was
+checked with TRL 1.16.
 """
 
 from __future__ import annotations
@@ -45,8 +45,9 @@ from hf_distca.schedule.layout import FloatArray, IntArray
 
 Reader = TypeVar("Reader")
 _SAMPLE_STEPS = 16  # number of steps from which the printed gain is estimated
-# For each document of an item: the columns that are concatenated in it. The second document of KTO
-# repeats the prompt with an answer to another prompt, for losses that compare the two answers.
+# For each document of an item: the columns that are concatenated to make the document. The second
+# document of KTO repeats the prompt with an answer to another prompt, for losses that compare the
+# two answers.
 _DOCUMENTS = {
     "DPOTrainer": (("prompt_ids", "chosen_ids"), ("prompt_ids", "rejected_ids")),
     "KTOTrainer": (("prompt_ids", "completion_ids"), ("prompt_ids", "KL_completion_ids")),
@@ -273,14 +274,15 @@ def _count_nodes(
         raise ConfigError(
             f"ranks_per_node={per_node} must divide the {ranks} ranks that read rows."
         )
-    # Tensor-parallel ranks read the same rows.
+    # Tensor-parallel ranks read the same rows, so only the first of them counts.
     readers = node_numbers[:: max(len(node_numbers) // ranks, 1)]
     sizes = [per_node or len(list(run)) for _, run in groupby(readers)]
     return ranks // math.gcd(*sizes, config.group_ranks(ranks))
 
 
 def _find_shard(loader: Any) -> BatchSamplerShard | None:
-    """Find accelerate's batch sampler that gives each rank its batches; None if there is one rank.
+    """Find accelerate's batch sampler that gives each rank its batches; None if there is only one
+    rank.
 
     Raises:
         UnsupportedError: if rows cannot be placed before it.
@@ -356,8 +358,8 @@ class ItemRules:
         """Read the rules of one of TRL's Trainers; None for a Trainer that trains on documents.
 
         Raises:
-            UnsupportedError: if the loss depends on the ranks of items, or the lengths of items are
-                not known yet; names the Trainer and a remedy.
+            UnsupportedError: if the loss depends on which items share a rank, or the lengths of
+                items are not known yet; names the Trainer and a remedy.
         """
         name = _find_trl_name(trainer)
         if name is None:
@@ -383,7 +385,7 @@ class ItemRules:
         )
 
     def find_documents(self, rows: Any, *, quiet: bool) -> tuple[IntArray, IntArray]:
-        """Find the documents of all items, as `find_row_documents` does for packed rows.
+        """Find the documents of all items. `find_row_documents` does the same for packed rows.
 
         Returns:
             For each document its number of tokens and the index of its item, each (documents,)
@@ -412,9 +414,9 @@ def check_deals_documents(trainer: Trainer) -> None:
         items = "completions" if name == "KTOTrainer" else "pairs"
         raise UnsupportedError(
             f"{name} trains on {items}, which must stay whole, but hf_distca.deal and"
-            " --tokens-per-rank cut documents. Call hf_distca.place_rows(trainer) instead: it gives"
-            f" nodes {items} with equal attention in total, and keeps the loss. With one node, no"
-            f" call is needed: {_AS_THEY_ARE}"
+            " --tokens-per-rank cut documents. Call hf_distca.place_rows(trainer) instead: it"
+            f" places {items} so that nodes have equal attention, and keeps the loss. With one"
+            f" node, no call is needed: {_AS_THEY_ARE}"
         )
     if name is not None:
         raise UnsupportedError(_explain_unknown_items(name, "hf_distca.deal or --tokens-per-rank"))

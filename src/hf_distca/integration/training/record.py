@@ -57,7 +57,7 @@ _SIZES = (
     "hidden_size",
     "sliding_window",
 )
-# Plans of the worst micro-batches are written until they take this many bytes: some hundred steps
+# Plans of the worst micro-batches are written until they take this many bytes: a few hundred steps
 # with 8 ranks, a few steps with 512.
 _MAX_PLAN_BYTES = 1_000_000
 _REASONS: dict[int | None, str] = {ELOOP: "it is a link", ENXIO: "it is a pipe or a socket"}
@@ -67,8 +67,8 @@ class Recorder(logging.Filter):
     """Writes the record of a training on rank 0.
 
     It records warnings as a logging filter that lets all messages pass. It is not a handler,
-    because Python prints warnings by itself only if there is no handler. In scripts that set up no
-    logging, warnings would then be missing on the console.
+    because Python prints warnings by itself only if there is no handler. With a handler, warnings
+    would be missing on the console in scripts that set up no logging.
 
     Args:
         folder: folder of the record.
@@ -119,8 +119,8 @@ class Recorder(logging.Filter):
         LOG.addFilter(self)
 
     def write_steps(self, step: int, loss: object = None) -> None:
-        """Write a row after `step` steps: the sums since the last such row, and the loss if it is a
-        finite number.
+        """Write a row after `step` steps. The row has the sums since the last row of this kind, and
+        the loss if it is a finite number.
         """
         if not self._totals.micro_batches:
             return
@@ -200,7 +200,7 @@ class Recorder(logging.Filter):
 
 
 def _open_own_file(path: str, flags: int) -> int:
-    """Open a file. Raise for a link, and for a pipe, because opening a pipe would wait for a
+    """Open a file. Raise for a link. Also raise for a pipe, because opening a pipe would wait for a
     reader.
     """
     return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
@@ -213,7 +213,9 @@ def _ends_with_a_line(path: Path) -> bool:
 
 
 def _sum_figures(plans: Sequence[MicroBatchPlan]) -> np.ndarray[Any, np.dtype[np.float64]]:
-    """Return sums over plans, (figures, ranks), with figures in the order of `PerRank`'s fields."""
+    """Return the sums of figures over plans, (figures, ranks), in the order of the fields of
+    `PerRank`.
+    """
     rows = []
     for index, plan in enumerate(plans):
         # Plans for several kinds of layers have the same tokens, so tokens are counted only once
@@ -239,7 +241,7 @@ def _make_per_rank(figures: np.ndarray[Any, np.dtype[np.float64]]) -> PerRank:
 
 
 def _describe_model(model: torch.nn.Module | None) -> dict[str, Any]:
-    """Return the type, sizes and dtype of the first part of a model that asks for distca."""
+    """Find the first submodel that asks for distca, and return its type, sizes and dtype."""
     for config in find_distca_configs(model)[:1]:
         sizes = {name: getattr(config, name, None) for name in _SIZES}
         known = {name: size for name, size in sizes.items() if size is not None}

@@ -16,8 +16,8 @@ class Finding:
 
     Attributes:
         section: subject of the check.
-        name: the thing that was checked.
-        value: the result.
+        name: object of the check, such as a package or a setting.
+        value: the result, in words.
         state: the verdict.
         todo: advice; None if there is nothing to do.
     """

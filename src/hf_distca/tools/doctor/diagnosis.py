@@ -1,4 +1,4 @@
-"""`diagnose`: makes all checks, and returns their findings in the order of the report."""
+"""`diagnose`, which makes all checks and returns their findings in the order of the report."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ from hf_distca.tools.doctor.model import (
 
 
 def is_reporting_rank() -> bool:
-    """Return whether this process reports the findings: it does so if it is alone or rank 0."""
+    """Return whether this process reports the findings. Rank 0 does, and so does a process that is
+    alone.
+    """
     return not is_launched() or os.environ["RANK"] == "0"
 
 

@@ -1,4 +1,4 @@
-"""A trial exchange between the ranks of a launcher."""
+"""A trial exchange between the ranks that a launcher has started."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ def is_launched() -> bool:
 
 
 def try_launched(has: Mapping[str, str], timeout_seconds: float) -> list[Finding]:
-    """Exchange messages between the ranks of a launcher. All of these ranks must call it.
+    """Exchange messages between the ranks that a launcher has started. All of these ranks must call
+    it.
 
     Args:
         has: versions of this rank, by package.
@@ -54,7 +55,7 @@ def try_launched(has: Mapping[str, str], timeout_seconds: float) -> list[Finding
 
 
 def describe_trial(trial: Trial, group: AttentionGroup) -> list[Finding]:
-    """Describe an exchange, and compare the versions of all ranks."""
+    """Describe a trial exchange, and compare the package versions of all ranks."""
     servers = (group.has_tokens or ()).count(False)
     backend = "" if group.data is None else group.data.process_group.name()
     return [

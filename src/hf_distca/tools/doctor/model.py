@@ -80,8 +80,8 @@ def read_config(name: str, log: Callable[[str], None] = lambda text: None) -> Pr
 def find_dtype(
     name: str | None, config: PreTrainedConfig | None, device: torch.device
 ) -> torch.dtype:
-    """Return the dtype with this name. Without a name, return the dtype of the model, or else the
-    usual dtype of the device.
+    """Return the dtype with this name. Without a name, return the dtype of the model, or, if the
+    model has no dtype, the usual dtype of the device.
 
     Raises:
         ConfigError: if there is no such dtype.
@@ -100,8 +100,8 @@ def find_dtype(
 
 
 def check_model_family(config: PreTrainedConfig) -> Iterator[Finding]:
-    """Yield findings about the model's family: whether distca computes it exactly, and which
-    features work with it.
+    """Yield findings about the model's family: whether distca computes its attention exactly, and
+    which features work with it.
     """
     kind = config.model_type
     try:
@@ -163,8 +163,8 @@ def _check_config(config: PreTrainedConfig) -> Iterator[Finding]:
 def check_model_kernels(
     config: PreTrainedConfig | None, dtype: torch.dtype, device: torch.device
 ) -> Iterator[Finding]:
-    """Yield findings for each kind of layer in a model: the kernel that runs it, and the reasons
-    why kernels that would be preferred cannot run it.
+    """Yield findings for each kind of layer in a model: the kernel that runs the layer, and the
+    reasons why preferred kernels cannot run it.
     """
     if config is None:
         cases = [KernelRequest(device, dtype, _USUAL_WIDTH, _USUAL_WIDTH, ScoreOptions(1.0), 1)]
