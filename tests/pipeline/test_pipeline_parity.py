@@ -33,6 +33,7 @@ IN_FLOAT32 = 1e-5
 NORMS_IN_FLOAT32 = 1e-6
 
 build = Route.build
+IN_TWO = (("ping_pong", True),)
 
 # Families whose attention is special, with what computes it in one process (sdpa where it can), and
 # how near stages come to it.
@@ -61,9 +62,6 @@ def test_two_stages_equal_one_process(rank_pool: Callable[[int], RankPool]) -> N
     for one, other in zip(plain, checkpointed, strict=True):
         assert (other.kernel_calls, other.calls) == (one.kernel_calls, one.calls)
         assert other.recomputed_calls == 2 * 2 * case.micro_batches  # layers of a stage, steps
-
-
-IN_TWO = (("ping_pong", True),)
 
 
 def in_stages_with_exchanges(rank: int, case: Case) -> tuple[Found, int]:
