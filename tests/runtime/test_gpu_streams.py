@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from device_events import Device
-from fake_cuda import CUDA, fake_cuda, needs_cpu_build
+from fake_cuda import CUDA, Tape, fake_cuda, needs_cpu_build
 from gpu_streams import COMPUTE, Link, Streams
 from hf_distca.errors import UnsupportedError
 from hf_distca.kernels import ScoreOptions, TaskBatch
@@ -77,32 +77,14 @@ class Named:
         self.streams.log.append((self.streams.current, f"{whose} tasks{self.nano}"))
 
 
-@dataclass
-class Tapes:
+class Tapes(Tape):
     """In place of autograd, for calls whose functions take turns."""
-
-    calls: list[tuple[Any, Any]] = field(default_factory=list)
-
-    def apply(self, function: Any, call: LayerExchange, *inputs: Any) -> torch.Tensor:
-        context = Context()
-        self.calls.append((function, context))
-        result: torch.Tensor = function.forward(context, call, *inputs)
-        return result
 
     def backward(self, do_THV: dict[LayerExchange, torch.Tensor]) -> None:
         gradients = dict(do_THV)
         while self.calls:
             function, context = self.calls.pop()
             gradients[context.exchange] = function.backward(context, gradients[context.exchange])[1]
-
-
-class Context:
-    needs_input_grad = (True,) * 16
-    exchange: LayerExchange
-    saved_tensors: tuple[torch.Tensor | None, ...] = ()
-
-    def save_for_backward(self, *tensors: torch.Tensor | None) -> None:
-        self.saved_tensors = tensors
 
 
 class Kept:

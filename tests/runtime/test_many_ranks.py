@@ -18,15 +18,13 @@ from threading import Condition
 import numpy as np
 import pytest
 import torch
-from test_core_attention import DIM, HEADS, KEY_HEADS, dense, document_tensors
+from layer_exchanges import DIM, parts_of
+from test_core_attention import HEADS, KEY_HEADS, SCORES, dense, document_tensors
 
 from hf_distca.config import DistCAConfig
-from hf_distca.kernels import KernelRequest, ScoreOptions, select_kernel
-from hf_distca.runtime.call import AttentionServer, Inputs, LayerExchange
+from hf_distca.runtime.call import Inputs, LayerExchange
 from hf_distca.runtime.core_attention import compute_core_attention
 from hf_distca.runtime.group import AttentionGroup
-from hf_distca.runtime.meter import Meter
-from hf_distca.runtime.route import Route
 from hf_distca.schedule.balance import balance
 from hf_distca.schedule.cost import AttentionShape, CostModel
 from hf_distca.schedule.deal import deal
@@ -35,7 +33,6 @@ from hf_distca.schedule.plan import Plan
 from turns import in_turn
 
 SHAPE = AttentionShape(HEADS, KEY_HEADS, DIM, DIM, 8)
-SCORES = ScoreOptions(DIM**-0.5)
 TILE, LONG, SECONDS = 16, 1024, 120.0
 
 
@@ -122,23 +119,16 @@ class World:
         pieces = [
             given[number][part][start:end] for number, start, end in zip(*columns, strict=True)
         ]
-        return torch.cat([document_tensors(0, 0, torch.float64)[part], *pieces])
+        return torch.cat([document_tensors(0, 0)[part], *pieces])
 
     def computed(self, rank: int) -> list[torch.Tensor]:
         """o, dq, dk and dv of a rank's tokens."""
         leaves = [self.rows(rank, part, self.documents).requires_grad_() for part in range(3)]
-        kernel = select_kernel(
-            "auto", KernelRequest(leaves[0].device, torch.float64, DIM, DIM, SCORES)
-        )
         group = AttentionGroup(
             tuple(range(self.layout.world_size)), rank, data=Mailbox(self.post, rank)
         )  # type: ignore[arg-type]
-        call = LayerExchange(
-            Route.build(self.plan, rank),
-            group,
-            AttentionServer(kernel, SCORES, Meter()),
-        )
-        out = compute_core_attention(Inputs(*leaves), call)
+        parts = parts_of(self.plan, rank, SCORES, group=group)
+        out = compute_core_attention(Inputs(*leaves), LayerExchange(*parts))
         out.backward(self.rows(rank, 3, self.documents))
         return [out.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
 
@@ -172,7 +162,7 @@ def world_of(ranks: int, way: str) -> World:
     sizes = np.zeros(int(layout.documents.max()) + 1, dtype=np.int64)
     np.maximum.at(sizes, layout.document, layout.end)
     documents = {
-        int(number): document_tensors(int(number), int(sizes[number]), torch.float64)
+        int(number): document_tensors(int(number), int(sizes[number]))
         for number in layout.documents
     }
     return World(layout, plan, documents)
