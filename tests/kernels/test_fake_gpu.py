@@ -125,12 +125,3 @@ def test_which_kernels_a_gpu_has(capability: tuple[int, int], newest: str) -> No
     assert set(names) >= {"cuda", "efficient", "flash_attn", newest}
     assert ("flash_attn_3" in names) == (capability[0] == 9)
     assert ("flash_attn_4" in names) == (capability[0] >= 9)
-
-
-def test_tensors_are_what_they_were_afterwards() -> None:
-    """Patched and restored, `torch.Tensor.__getitem__` made sequences of tensors for all tests
-    after these.
-    """
-    with fake_cuda():
-        assert torch.empty(3, device=CUDA)[1:].shape == (2,)
-    assert torch.tensor([torch.tensor(3)]).tolist() == [3]

@@ -203,7 +203,6 @@ def sum_over_ranks(losses: list[torch.Tensor]) -> float:
 class Found(NamedTuple):
     """What a rank found. Gradients are of all copies."""
 
-    stage: int
     loss: float
     gradients: dict[str, torch.Tensor]
     calls: int
@@ -250,7 +249,7 @@ def in_stages(rank: int, case: Case) -> Found:
         meter.dispatches,
         meter.returns,
     )
-    return Found(stage.stage_index, sum_over_ranks(losses), gradients, *counts)
+    return Found(sum_over_ranks(losses), gradients, *counts)
 
 
 def check_equal(

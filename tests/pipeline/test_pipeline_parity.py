@@ -226,32 +226,35 @@ def test_stages_equal_one_process(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("stages", "copies"), [(2, 1), (4, 1), (2, 2)])
-@pytest.mark.parametrize("family", SPECIAL)
-def test_special_attention_equals_one_process(
-    rank_pool: Callable[[int], RankPool], family: str, stages: int, copies: int
+@pytest.mark.parametrize(
+    "case",
+    [
+        *[
+            Case(family, stages=stages, copies=copies, micro_batches=5)
+            for stages, copies in ((2, 1), (4, 1), (2, 2))
+            for family in SPECIAL
+        ],
+        *[
+            Case(
+                stages=stages,
+                copies=4 // stages,
+                micro_batches=5,
+                layers=5,
+                per_stage=layers,
+                steps=5,
+            )
+            for stages, layers in ((4, None), (4, (2, 1, 1, 1)), (2, (3, 2)))
+        ],
+    ],
+    ids=str,
+)
+def test_special_attention_and_many_steps_equal_one_process(
+    rank_pool: Callable[[int], RankPool], case: Case
 ) -> None:
-    case = Case(family, stages=stages, copies=copies, micro_batches=5)
-    found = rank_pool(stages * copies)(in_stages, case)
-    implementation, tolerance = SPECIAL[family]
+    found = rank_pool(case.stages * case.copies)(in_stages, case)
+    implementation, tolerance = SPECIAL.get(case.family, ("sdpa", EXACT))
     check_equal(found, *in_one_process(case, implementation), tolerance)
     assert all(one.sent_bytes > 0 for one in found)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("stages", "copies", "per_stage"), [(4, 1, None), (4, 1, (2, 1, 1, 1)), (2, 2, (3, 2))]
-)
-def test_many_steps_equal_one_process(
-    rank_pool: Callable[[int], RankPool],
-    stages: int,
-    copies: int,
-    per_stage: tuple[int, ...] | None,
-) -> None:
-    case = Case(
-        stages=stages, copies=copies, micro_batches=5, layers=5, per_stage=per_stage, steps=5
-    )
-    check_equal(rank_pool(stages * copies)(in_stages, case), *in_one_process(case, "sdpa"), EXACT)
 
 
 @pytest.mark.slow

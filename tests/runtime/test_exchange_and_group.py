@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from hf_distca import DistCADesyncError
 from hf_distca.runtime.channel import Channel
-from hf_distca.runtime.group import AttentionGroup
+from hf_distca.runtime.group import AttentionGroup, Members
 from hf_distca.runtime.messages import MessagePart, RowRun, Rows, launch
 from ranks import RankPool
 
@@ -134,37 +134,39 @@ def test_a_group_of_one_needs_no_torch_distributed() -> None:
     assert torch.equal(section, tensor[[2, 0]])
     group = AttentionGroup.create()
     assert (group.size, group.rank, group.data) == (1, 0, None)
-    assert group.gather(np.array([4, 5]), activity="testing")[0].tolist() == [4, 5]
+    for gather in (group.gather, group.gather_same_length):
+        assert gather(np.array([4, 5]), activity="testing")[0].tolist() == [4, 5]
 
 
-def gather_rows(rank: int) -> None:
-    group = AttentionGroup.create(timeout_seconds=30)
-    for lengths in ([0, 0], [3, 0], [512, 1], [513, 2000]):
-        rows = group.gather(np.arange(lengths[rank]) + rank, activity="testing")
-        assert [row.tolist() for row in rows] == [
-            list(range(r, r + n)) for r, n in enumerate(lengths)
-        ]
+def grouped(rank: int, how: str) -> tuple[tuple[int, ...], int, list[list[int]]]:
+    """Ranks of a group, which of them this one is, and what they gather."""
+    given: Any = None
+    if how == "pairs":  # ranks with the same tensor-parallel coordinate
+        given = [dist.new_group([0, 2]), dist.new_group([1, 3])][rank % 2]
+    if how == "out of order":
+        given = Members((2, 0, 1), "gloo")
+    if how == "beside others":  # members are in different numbers of groups
+        for ranks in ([0], [0], [1, 2], [0]):
+            dist.new_group(ranks)
+    group = AttentionGroup.create(given, timeout_seconds=30)
+    rows = group.gather(np.array([rank]), activity="testing")
+    return group.ranks, group.rank, [row.tolist() for row in rows]
 
 
-def test_gather_takes_rows_of_any_length(rank_pool: Callable[[int], RankPool]) -> None:
-    rank_pool(2)(gather_rows)
-
-
-def subgroup(rank: int) -> tuple[tuple[int, ...], int, list[list[int]]]:
-    pairs = [dist.new_group([0, 2]), dist.new_group([1, 3])]
-    group = AttentionGroup.create(pairs[rank % 2], timeout_seconds=30)
-    return (
-        group.ranks,
-        group.rank,
-        [row.tolist() for row in group.gather(np.array([rank]), activity="testing")],
-    )
-
-
-def test_ranks_with_the_same_tensor_parallel_coordinate(
-    rank_pool: Callable[[int], RankPool],
+@pytest.mark.parametrize(
+    ("how", "expected"),
+    [
+        ("pairs", [(0, 2), (1, 3)] * 2),
+        ("out of order", [(0, 1, 2)] * 3),
+        ("beside others", [(0, 1, 2)] * 3),
+    ],
+)
+def test_members_are_a_group_in_order(
+    rank_pool: Callable[[int], RankPool], how: str, expected: list[tuple[int, ...]]
 ) -> None:
-    results = rank_pool(4)(subgroup)
-    assert results == [((r % 2, r % 2 + 2), r // 2, [[r % 2], [r % 2 + 2]]) for r in range(4)]
+    assert rank_pool(len(expected))(grouped, how) == [
+        (ranks, ranks.index(rank), [[one] for one in ranks]) for rank, ranks in enumerate(expected)
+    ]
 
 
 def exchanges_or_raises(

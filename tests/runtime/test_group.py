@@ -71,8 +71,20 @@ def test_rows_are_not_padded_to_the_longest(
     )
 
 
-@pytest.mark.parametrize("lengths", [[128, 129], [129, 0], [128, 128], [127, 4096], [0, 0]])
-def test_rows_about_as_long_as_the_first_step(
+@pytest.mark.parametrize(
+    "lengths",
+    [
+        [128, 129],
+        [129, 0],
+        [128, 128],
+        [127, 4096],
+        [0, 0],
+        [3, 0],
+        [512, 1],
+        [513, 2000],
+    ],
+)
+def test_rows_of_any_length_are_gathered(
     rank_pool: Callable[[int], RankPool], lengths: list[int]
 ) -> None:
     rank_pool(2)(gathered, lengths)
@@ -113,11 +125,6 @@ def test_numbers_are_compared_in_one_collective(
     rank_pool: Callable[[int], RankPool], world: int
 ) -> None:
     assert rank_pool(world)(compared) == [[True, False, True, False, False, False]] * world
-
-
-def test_a_rank_alone_gathers_its_own_row() -> None:
-    (row,) = AttentionGroup().gather_same_length(np.array([1, 2]), activity="testing")
-    assert row.tolist() == [1, 2]
 
 
 class CountedStore:
@@ -317,32 +324,6 @@ def test_groups_of_a_device_bound_world_are_made_by_members(members: str) -> Non
         assert pool(stages, members, timeout=200) == [[0, 1], [0, 1], [2, 3], [2, 3]]
     finally:
         pool.close()
-
-
-def beside_other_groups(rank: int) -> list[list[int]]:
-    for ranks in ([0], [0], [1, 2], [0]):
-        dist.new_group(ranks)
-    group = AttentionGroup.create(timeout_seconds=10)
-    return [row.tolist() for row in group.gather(np.array([rank]), activity="testing")]
-
-
-def test_members_may_be_in_different_numbers_of_groups(
-    rank_pool: Callable[[int], RankPool],
-) -> None:
-    assert rank_pool(3)(beside_other_groups) == [[[0], [1], [2]]] * 3
-
-
-def unsorted(rank: int) -> tuple[tuple[int, ...], int, list[list[int]]]:
-    group = AttentionGroup.create(Members((2, 0, 1), "gloo"), timeout_seconds=30)
-    return (
-        group.ranks,
-        group.rank,
-        [row.tolist() for row in group.gather(np.array([10 * rank]), activity="testing")],
-    )
-
-
-def test_ranks_of_a_group_are_in_order(rank_pool: Callable[[int], RankPool]) -> None:
-    assert rank_pool(3)(unsorted) == [((0, 1, 2), rank, [[0], [10], [20]]) for rank in range(3)]
 
 
 def fails_late(rank: int) -> list[bool]:

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 import torch
 from layer_exchanges import DIM, parts_of
-from test_core_attention import HEADS, KEY_HEADS, SCORES, dense, document_tensors
+from test_core_attention import HEADS, KEY_HEADS, SCORES, compute_whole, document_tensors
 
 from hf_distca.config import DistCAConfig
 from hf_distca.runtime.call import Inputs, LayerExchange
@@ -133,17 +133,6 @@ class World:
         return [out.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
 
 
-def expected(documents: dict[int, list[torch.Tensor]]) -> dict[int, list[torch.Tensor]]:
-    """dq, dk, dv and o of whole documents."""
-    found = {}
-    for number, (*inputs, do) in documents.items():
-        leaves = [tensor.clone().requires_grad_() for tensor in inputs]
-        out = dense(*leaves, None, SCORES)
-        out.backward(do)
-        found[number] = [*(leaf.grad for leaf in leaves if leaf.grad is not None), out.detach()]
-    return found
-
-
 def world_of(ranks: int, way: str) -> World:
     """Every 32nd rank has one long document, the others short ones; or the same documents are dealt
     over ranks.
@@ -186,7 +175,7 @@ def test_plans_of_many_ranks_are_exact(ranks: int, way: str) -> None:
     assert world.plan.moved
     with ThreadPoolExecutor(ranks) as threads:
         found = list(threads.map(world.computed, range(ranks)))
-    whole = expected(world.documents)
+    whole = compute_whole(world.documents, SCORES)
     for rank, (o_THV, *grads) in enumerate(found):
         for part, tensor in enumerate((*grads, o_THV)):
             assert float((tensor - world.rows(rank, part, whole)).abs().sum()) < 1e-9, (rank, part)

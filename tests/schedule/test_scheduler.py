@@ -95,10 +95,13 @@ def test_a_wider_tolerance_moves_less() -> None:
 
 @pytest.mark.parametrize(
     "ranks",
-    [[[]], [[], []], [[1]], [[1], []], [[5], [], []], [[100_000]], [[64], [64]]],
+    [
+        *([[]], [[], []], [[1]], [[1], []], [[5], [], []], [[100_000]], [[64], [64]]),
+        [[4096, 1000], [1000, 4096], [4096, 1001]],
+    ],
 )
 @pytest.mark.parametrize("cost", [PAIRS, CPU, CUDA], ids=lambda cost: cost.name)
-def test_small_worlds(ranks: list[list[int]], cost: CostModel) -> None:
+def test_small_worlds_and_balanced_ones_stay(ranks: list[list[int]], cost: CostModel) -> None:
     plan = balance(Layout.from_lengths(ranks), cost, DistCAConfig())
     assert plan.digest == Plan.make_local(plan.layout).digest
 
@@ -109,16 +112,9 @@ def test_ranks_without_tokens_serve() -> None:
     assert summarize_plan(plan, PAIRS)["pairs_imbalance_after"] <= 1.02
 
 
-def test_balanced_layouts_stay() -> None:
-    layout = Layout.from_lengths([[4096, 1000], [1000, 4096], [4096, 1001]])
-    assert balance(layout, PAIRS, DistCAConfig()).digest == Plan.make_local(layout).digest
-
-
 def test_balance_off_stays() -> None:
-    layout = Layout.from_lengths(LONG)
-    assert (
-        balance(layout, PAIRS, DistCAConfig(balance=False)).digest == Plan.make_local(layout).digest
-    )
+    plan = balance(Layout.from_lengths(LONG), PAIRS, DistCAConfig(balance=False))
+    assert plan.digest == Plan.make_local(plan.layout).digest
 
 
 def test_min_gain() -> None:
