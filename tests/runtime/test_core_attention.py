@@ -12,13 +12,11 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from layer_exchanges import DIM, parts_of
-from torch.utils.checkpoint import checkpoint
 
 from hf_distca.kernels import ScoreOptions
 from hf_distca.runtime.call import Inputs, LayerExchange
 from hf_distca.runtime.channel import Channel
 from hf_distca.runtime.core_attention import compute_core_attention
-from hf_distca.runtime.outputs import OutputStore
 from hf_distca.schedule.layout import Layout
 from hf_distca.schedule.plan import CATask, Plan, Relays
 from ranks import RankPool
@@ -228,49 +226,6 @@ def test_plans_are_exact_without_tags(rank_pool: Callable[[int], RankPool]) -> N
         scores = ScoreOptions(DIM**-0.5, (None, 9)[seed % 2])
         results = pool(run_untagged, ranks, context, tasks, scores, True)
         check_exact(results, (ranks, context, tasks))
-
-
-def recomputed(
-    rank: int, tasks: Tasks, kept: bool, reentrant: bool
-) -> tuple[list[int], int, list[float]]:
-    """Counts of a checkpointed layer: its calls, recomputed calls, dispatches and returns; and the
-    largest error of its gradients.
-    """
-    plan = Plan.from_tasks(Layout.from_lengths([[40], [24]]), tasks)
-    parts, store, layer = parts_of(plan, rank, SCORES), OutputStore(), torch.nn.Identity()
-    q, k, v, do = document_tensors(rank, (40, 24)[rank])
-    leaves = [t.clone().requires_grad_() for t in (q, k, v)]
-
-    label = f"layer 0, kept {kept}, reentrant {reentrant}, moved {plan.moved}"
-
-    def forward(*inputs: torch.Tensor) -> torch.Tensor:
-        found = store.find_outputs(layer, inputs) if kept else None
-        return compute_core_attention(Inputs(*inputs), LayerExchange(*parts, found, label))
-
-    checkpoint(forward, *leaves, use_reentrant=reentrant).backward(do)
-    whole = [t.clone().requires_grad_() for t in (q, k, v)]
-    dense(*whole, None, SCORES).backward(do)
-    errors = [
-        float((leaf.grad - exact.grad).abs().max())
-        for leaf, exact in zip(leaves, whole, strict=True)
-    ]
-    meter = parts[-1].meter
-    counts = [meter.calls, meter.recomputed_calls, meter.dispatches, meter.returns]
-    return counts, len(store.by_layer), errors
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("moved", [False, True])
-def test_a_recompute_that_finds_its_outputs_is_no_call(
-    rank_pool: Callable[[int], RankPool], moved: bool, reentrant: bool
-) -> None:
-    tasks = [CATask(0, 0, 20, 0, 0), CATask(0, 20, 40, 0, int(moved)), CATask(1, 0, 24, 1, 1)]
-    for kept in (True, False):
-        for counts, left, errors in rank_pool(2)(recomputed, tasks, kept, reentrant):
-            calls = 1 if kept else 2
-            assert counts == [calls, 2 - calls, (calls + 1) * moved, (calls + 1) * moved]
-            assert left == 0
-            assert max(errors) < 1e-9
 
 
 # Of three ranks, which differ from two and four in their number alone, the slow tests make some,

@@ -14,9 +14,8 @@ import torch
 from layer_exchanges import DIM, parts_of
 from torch.utils._device import _device_constructors
 
-from hf_distca.kernels import ScoreOptions, TaskBatch
+from hf_distca.kernels import ScoreOptions
 from hf_distca.kernels.cpu import CpuKernel, _make_block_mask
-from hf_distca.kernels.varlen import _make_call
 from hf_distca.runtime.call import Inputs, LayerExchange
 from hf_distca.runtime.core_attention import compute_core_attention
 from hf_distca.runtime.group import AttentionGroup
@@ -97,14 +96,3 @@ def test_a_step_does_not_notice(rank_pool: Callable[[int], RankPool], window: in
         assert mine[:2] == expected[:2]
         for found, wanted in zip(mine[2:], expected[2:], strict=True):
             np.testing.assert_array_equal(found, wanted)
-
-
-def test_index_tensors_are_made_on_the_host() -> None:
-    torch.set_default_device("meta")
-    try:
-        call = _make_call(TaskBatch((4, 0), (3, 2), (9, 0), (5, 2)), [0, 1], torch.device("cpu"))
-    finally:
-        torch.set_default_device(None)
-    assert call.sequences.cu_rows.tolist() == [0, 3, 5]
-    assert call.rows.index is not None
-    assert call.rows.index.tolist() == [4, 5, 6, 0, 1]

@@ -13,7 +13,9 @@ from collections import defaultdict
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import partial
 from threading import Condition
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -63,7 +65,7 @@ class Mailbox:
         receive_bytes: Mapping[int, int],
         send_bytes: Mapping[int, int],
         purpose: str,
-    ) -> Letter:
+    ) -> SimpleNamespace:
         """As `Channel.start`."""
         assert (len(received), len(sent)) == (sum(receive_bytes.values()), sum(send_bytes.values()))
         number, self.launched = self.launched, self.launched + 1
@@ -71,32 +73,22 @@ class Mailbox:
             self.post.sent[number][self.rank] = sent, send_bytes
             self.post.names[number].add(purpose)
             self.post.arrival.notify_all()
-        return Letter(self, number, received, receive_bytes)
+        return SimpleNamespace(wait=partial(self.take, number, received, receive_bytes))
 
-
-@dataclass
-class Letter:
-    """What a rank awaits in an exchange."""
-
-    mailbox: Mailbox
-    number: int
-    received: torch.Tensor
-    receive_bytes: Mapping[int, int]
-
-    def wait(self) -> None:
-        """Take the parts for this rank of what others sent, rank after rank."""
-        post, place = self.mailbox.post, 0
-        senders = [rank for rank, size in self.receive_bytes.items() if size]
+    def take(self, number: int, received: torch.Tensor, receive_bytes: Mapping[int, int]) -> None:
+        """Wait for the parts for this rank of what others sent, rank after rank."""
+        post, place = self.post, 0
+        senders = [rank for rank, size in receive_bytes.items() if size]
         with post.arrival:
             assert post.arrival.wait_for(
-                lambda: all(rank in post.sent[self.number] for rank in senders), SECONDS
+                lambda: all(rank in post.sent[number] for rank in senders), SECONDS
             )
         for rank in senders:
-            message, send_bytes = post.sent[self.number][rank]
-            first = sum(size for to, size in send_bytes.items() if to < self.mailbox.rank)
-            size = self.receive_bytes[rank]
-            assert send_bytes[self.mailbox.rank] == size
-            self.received[place : place + size] = message[first : first + size]
+            message, send_bytes = post.sent[number][rank]
+            first = sum(size for to, size in send_bytes.items() if to < self.rank)
+            size = receive_bytes[rank]
+            assert send_bytes[self.rank] == size
+            received[place : place + size] = message[first : first + size]
             place += size
 
 

@@ -14,6 +14,7 @@ from some_relays import some_relays
 from test_core_attention import (
     KEY_HEADS,
     SCORES,
+    Result,
     Segments,
     Tasks,
     check_exact,
@@ -42,15 +43,23 @@ def relayed_case(random_: random.Random, world: int) -> tuple[Segments, list[int
 
 
 @pytest.mark.parametrize(
-    "world",
-    [2, pytest.param(3, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow), 5],
+    ("world", "run"),
+    [
+        (2, run_plan),
+        pytest.param(3, run_plan, marks=pytest.mark.slow),
+        pytest.param(4, run_plan, marks=pytest.mark.slow),
+        (5, run_plan),
+        (3, run_untagged),
+    ],
 )
-def test_random_relays_are_exact(rank_pool: Callable[[int], RankPool], world: int) -> None:
+def test_random_relays_are_exact(
+    rank_pool: Callable[[int], RankPool], world: int, run: Callable[..., Result]
+) -> None:
     pool = rank_pool(world)
     relayed = 0
     for seed in range(12 if world > 2 else 4):
         ranks, context, tasks, plan = relayed_case(random.Random(seed), world)
-        results = pool(run_plan, ranks, context, tasks, SCORES, True, plan.relays)
+        results = pool(run, ranks, context, tasks, SCORES, True, plan.relays)
         check_exact(results, (seed, plan.relays))
         more = plan.relays is not None
         relayed += more
@@ -95,10 +104,3 @@ def test_relayed_routes_send_the_planned_load(random_: random.Random, world: int
         ]
     plain = PlanLoad(replace(plan, relays=None), COST).key_tokens
     assert received == plain[1].tolist(), "nobody receives more"
-
-
-def test_relays_are_exact_without_tags(rank_pool: Callable[[int], RankPool]) -> None:
-    for seed in range(6):
-        ranks, context, tasks, plan = relayed_case(random.Random(seed), 3)
-        results = rank_pool(3)(run_untagged, ranks, context, tasks, SCORES, True, plan.relays)
-        check_exact(results, (seed, plan.relays))
