@@ -84,7 +84,14 @@ LONG_AGO = 1_577_836_800
 
 
 def digests(**environment: str) -> list[str]:
-    run = run_in(Path(hf_distca.__file__).parents[1], CODE, **environment)
+    source = Path(hf_distca.__file__).parents[1]
+    run = subprocess.run(
+        [sys.executable, "-c", CODE],
+        env={**os.environ, "PYTHONPATH": str(source), **environment},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
     assert run.returncode == 0, run.stderr
     found: list[str] = json.loads(run.stdout)
     return found
@@ -107,7 +114,7 @@ def run_in(folder: Path, code: str, **environment: str) -> subprocess.CompletedP
         env=inherited | environment,
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=120,
     )
 
 
