@@ -5,6 +5,7 @@ process.
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -43,6 +44,7 @@ class Case(NamedTuple):
     per_stage: tuple[int, ...] | None = None
     steps: int = 1
     tied: bool = False
+    engine: str = "none"  # around each stage; with one, steps accumulate
     settings: tuple[tuple[str, Any], ...] = ()
 
     @property
@@ -193,6 +195,19 @@ def schedule_of(stage: Stage, case: Case) -> Schedule:
     return Schedule(stage, case.micro_batches, loss_for(case), scale_grads=False)
 
 
+def prepare(
+    case: Case, engine: str = "none", *, model: Any = None, loss: Any = None
+) -> tuple[Stage, PreTrainedModel, Callable[..., Any]]:
+    """The stage of this rank, what it holds of the model, and a function that makes its steps; with
+    `loss`, of the mean of each micro-batch.
+    """
+    configure(case)
+    stage, mesh, held = stage_of(case, engine, model=model)
+    schedule = Schedule(stage, case.micro_batches, loss) if loss else schedule_of(stage, case)
+    ids, positions, targets = stacked(case, mesh.get_local_rank("dp"))
+    return stage, held, partial(schedule.step, ids, position_ids=positions, target=targets)
+
+
 def sum_over_ranks(losses: list[torch.Tensor]) -> float:
     """Of the losses of all micro-batches, which last stages have."""
     total = torch.tensor(sum(one.item() for one in losses), dtype=torch.float64)
@@ -227,16 +242,19 @@ def in_stages(rank: int, case: Case) -> Found:
             enable=True,
             gradient_checkpointing_func=partial(checkpoint, use_reentrant=case.checkpointing),
         )
-    stage, mesh, held = stage_of(case, model=model)
+    stage, mesh, held = stage_of(case, case.engine, model=model)
     schedule, losses = schedule_of(stage, case), list[torch.Tensor]()
     ids, positions, targets = stacked(case, mesh.get_local_rank("dp"))
     meter = current_session().meter
     for _ in range(case.steps):
-        stage.submod.zero_grad()
+        if case.engine == "none":
+            stage.submod.zero_grad()
         schedule.step(ids, position_ids=positions, target=targets, losses=losses)
     gradients = gradients_of(held)
     for gradient in gradients.values():
-        if case.copies > 1:
+        if case.engine != "none":
+            gradient *= case.copies / case.steps
+        elif case.copies > 1:
             dist.all_reduce(gradient, group=mesh["dp"].get_group())
     idle = [one for one in schedule.figures if one.tick.micro_batches[stage.stage_index] is None]
     served = sum(one.attention_seconds > 0 for one in idle)

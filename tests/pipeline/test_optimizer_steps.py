@@ -14,17 +14,15 @@ from staged import (
     Case,
     alone,
     check_near,
-    configure,
     gradients_of,
     model_for,
-    stacked,
-    stage_of,
+    prepare,
     whole,
     with_tied_head,
 )
 from torch.nn.functional import cross_entropy
 
-from hf_distca.pipeline import Schedule, clip_grad_norm_
+from hf_distca.pipeline import clip_grad_norm_
 from hf_distca.runtime.group import AttentionGroup
 from ranks import RankPool
 
@@ -45,13 +43,10 @@ def accumulated(rank: int, case: Case) -> tuple[dict[str, torch.Tensor], int]:
     """Gradients of several steps with the default settings of a schedule, and collectives of all
     ranks in the last one.
     """
-    configure(case)
-    stage, _, held = stage_of(case)
-    schedule = Schedule(stage, case.micro_batches, mean_loss)
-    ids, positions, targets = stacked(case)
+    _, held, step = prepare(case, loss=mean_loss)
     for _ in range(STEPS):
         with patch.object(AttentionGroup, "gather", autospec=True, side_effect=gather) as gathered:
-            schedule.step(ids, position_ids=positions, target=targets)
+            step()
     return gradients_of(held), gathered.call_count
 
 
@@ -73,14 +68,11 @@ def test_gradients_of_several_steps_add_up(rank_pool: Callable[[int], RankPool])
 
 def clipped(rank: int, case: Case, engine: str) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Norms and weights of steps of SGD with clipped gradients."""
-    configure(case)
-    stage, mesh, held = stage_of(case, engine)
-    schedule = Schedule(stage, case.micro_batches, mean_loss)
+    stage, held, step = prepare(case, engine, loss=mean_loss)
     optimizer = torch.optim.SGD(stage.submod.parameters(), lr=RATE)
-    ids, positions, targets = stacked(case, mesh.get_local_rank("dp"))
     norms = []
     for _ in range(STEPS):
-        schedule.step(ids, position_ids=positions, target=targets)
+        step()
         norms.append(clip_grad_norm_(stage, MAX_NORM).item())
         optimizer.step()
         optimizer.zero_grad()
@@ -124,15 +116,12 @@ def test_gradients_of_replicated_and_sharded_stages_are_clipped(
 
 def clipped_alone(rank: int, case: Case) -> str:
     """The error of the step after one in which each stage clipped by its own norm."""
-    configure(case)
-    stage, _, _ = stage_of(case)
-    schedule = Schedule(stage, case.micro_batches, mean_loss)
-    ids, positions, targets = stacked(case)
-    schedule.step(ids, position_ids=positions, target=targets)
+    stage, _, step = prepare(case, loss=mean_loss)
+    step()
     torch.nn.utils.clip_grad_norm_(stage.submod.parameters(), MAX_NORM)
     torch.optim.SGD(stage.submod.parameters(), lr=RATE).step()
     try:
-        schedule.step(ids, position_ids=positions, target=targets)
+        step()
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return "no error"

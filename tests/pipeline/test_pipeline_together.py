@@ -23,6 +23,7 @@ from staged import (
     in_stages,
     loss_for,
     model_for,
+    prepare,
     schedule_of,
     stacked,
     stage_of,
@@ -41,18 +42,6 @@ from ranks import RankPool
 EXACT = 1e-9
 
 
-def wrapped(rank: int, case: Case, how: str) -> tuple[float, dict[str, torch.Tensor]]:
-    """Loss of all copies, and the gradients of this stage summed over copies."""
-    configure(case)
-    stage, mesh, held = stage_of(case, how)
-    schedule, losses = schedule_of(stage, case), list[torch.Tensor]()
-    ids, positions, targets = stacked(case, mesh.get_local_rank("dp"))
-    for _ in range(case.steps):
-        schedule.step(ids, position_ids=positions, target=targets, losses=losses)
-    grads = gradients_of(held).items()
-    return sum_over_ranks(losses), {name: grad * case.copies / case.steps for name, grad in grads}
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("steps", [1, 2], ids=["one step", "accumulated"])
@@ -60,11 +49,8 @@ def wrapped(rank: int, case: Case, how: str) -> tuple[float, dict[str, torch.Ten
 def test_sharded_and_replicated_stages_equal_one_process(
     rank_pool: Callable[[int], RankPool], how: str, steps: int, tied: bool
 ) -> None:
-    case = Case(copies=2, steps=steps, tied=tied)
-    loss, gradients = in_one_process(case, "sdpa")
-    for found, own in rank_pool(4)(wrapped, case, how):
-        assert abs(found - loss) <= EXACT * loss
-        check_near(own, gradients)
+    case = Case(copies=2, steps=steps, tied=tied, engine=how)
+    check_equal(rank_pool(4)(in_stages, case), *in_one_process(case, "sdpa"), EXACT)
 
 
 def cut(rank: int, case: Case) -> tuple[float, dict[str, torch.Tensor], int]:
@@ -131,11 +117,9 @@ def with_adapters(model: PreTrainedModel, *, wrapped: bool) -> Any:
 
 def adapted(rank: int, case: Case, wrapped: bool, folder: Path) -> dict[str, torch.Tensor]:
     """Gradients of the adapters of a stage, which are saved."""
-    configure(case)
     model = with_adapters(model_for(case, "distca"), wrapped=wrapped)
-    stage, _, held = stage_of(case, model=model)
-    ids, positions, targets = stacked(case, 0)
-    schedule_of(stage, case).step(ids, position_ids=positions, target=targets)
+    stage, held, step = prepare(case, model=model)
+    step()
     save_pretrained(stage, folder)
     return gradients_of(held)
 

@@ -11,17 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from staged import (
-    Case,
-    alone,
-    batch,
-    configure,
-    loss_for,
-    model_for,
-    schedule_of,
-    stacked,
-    stage_of,
-)
+from staged import Case, alone, batch, loss_for, model_for, prepare
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoModelForCausalLM
 
@@ -34,13 +24,11 @@ RATE = 0.5
 
 def train(rank: int, case: Case, folder: Path) -> None:
     """A step of SGD, and the weights saved and loaded again."""
-    configure(case)
-    stage, mesh, held = stage_of(case)
-    ids, positions, targets = stacked(case)
-    schedule_of(stage, case).step(ids, position_ids=positions, target=targets)
+    stage, held, step = prepare(case)
+    step()
     torch.optim.SGD(stage.submod.parameters(), lr=RATE).step()
     save_pretrained(stage, folder)
-    again = from_pretrained(str(folder), mesh["pp"])
+    again = from_pretrained(str(folder), stage.mesh)
     trained, loaded = (dict(model.named_parameters()) for model in (held, again.submod.model))
     assert trained.keys() == loaded.keys()
     assert all(torch.equal(trained[name], loaded[name]) for name in trained)

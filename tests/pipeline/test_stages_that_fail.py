@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from staged import Case, configure, loss_for, model_for, schedule_of, stacked, stage_of
+from staged import Case, configure, loss_for, model_for, prepare, schedule_of, stacked, stage_of
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
@@ -233,15 +233,12 @@ def frozen(rank: int, when: str) -> tuple[str, float]:
     """As `failing`, with an embedding that is tied to the head and frozen on the first stage
     alone.
     """
-    configure(CASE)
-    stage, _, held = stage_of(CASE._replace(tied=True))
-    schedule = schedule_of(stage, CASE)
-    ids, positions, targets = stacked(CASE)
+    _, held, step = prepare(CASE._replace(tied=True))
     if when == "later":
-        schedule.step(ids, position_ids=positions, target=targets)
+        step()
     for weight in held.get_input_embeddings().parameters():
         weight.requires_grad_(False)
-    return end_of(schedule.step, ids, position_ids=positions, target=targets)
+    return end_of(step)
 
 
 @pytest.mark.slow

@@ -17,6 +17,7 @@ from staged import (
     in_one_process,
     loss_for,
     model_for,
+    prepare,
     schedule_of,
     stacked,
     stage_of,
@@ -79,14 +80,11 @@ def messages(rank: int, case: Case) -> list[list[str]]:
     """What was begun in the group of the stages in each of two steps: collectives, and messages
     between some.
     """
-    configure(case)
-    stage, mesh, _ = stage_of(case)
-    schedule = schedule_of(stage, case)
-    ids, positions, targets = stacked(case)
+    stage, _, step = prepare(case)
     reduce, trade, found = dist.all_reduce, dist.batch_isend_irecv, list[list[str]]()
 
     def reducing(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        if kwargs.get("group") is mesh["pp"].get_group():
+        if kwargs.get("group") is stage.mesh.get_group():
             found[-1].append("all")
         return reduce(tensor, *args, **kwargs)
 
@@ -100,7 +98,7 @@ def messages(rank: int, case: Case) -> list[list[str]]:
     ):
         for _ in range(2):
             found.append([])
-            schedule.step(ids, position_ids=positions, target=targets)
+            step()
     return found
 
 
@@ -113,17 +111,15 @@ def test_all_stages_take_part_in_the_first_message(rank_pool: Callable[[int], Ra
 
 def moved(rank: int, case: Case) -> dict[str, torch.Tensor]:
     """Gradients of a stage that was split on one device and then moved to another."""
-    configure(case)
     model = model_for(case, "distca")
     values = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    stage, _, held = stage_of(case, model=model_for(case, "distca").to("meta"))
+    stage, held, step = prepare(case, model=model_for(case, "distca").to("meta"))
     assert stage.device.type == "meta"
     stage.submod.to_empty(device="cpu")
     with torch.no_grad():
         for name, tensor in (*held.named_parameters(), *held.named_buffers()):
             tensor.copy_(values[name])
-    ids, positions, targets = stacked(case)
-    schedule_of(stage, case).step(ids, position_ids=positions, target=targets)
+    step()
     return gradients_of(held)
 
 
