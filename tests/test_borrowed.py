@@ -23,7 +23,7 @@ from hf_distca.data import borrowed_readers
 
 SOURCE = Path(borrowed.__file__).parent
 OTHERS = sorted(path for path in SOURCE.rglob("*.py") if not path.name.startswith("borrowed"))
-PACKAGES = ("torch", "transformers", "accelerate")
+PACKAGES = ("torch", "dist", "transformers", "accelerate")
 
 
 def is_private(name: str) -> bool:
@@ -43,21 +43,16 @@ def private_names(text: str) -> list[str]:
     found: list[str] = []
     for node in ast.walk(ast.parse(text)):
         names: list[str] = []
-        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in PACKAGES:
-            names = [*(node.module or "").split("."), *(alias.name for alias in node.names)]
+        if isinstance(node, ast.ImportFrom):
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
         elif isinstance(node, ast.Import):
-            names = [
-                part
-                for alias in node.names
-                if alias.name.split(".")[0] in PACKAGES
-                for part in alias.name.split(".")
-            ]
-        elif isinstance(node, ast.Attribute) and ast.unparse(node).split(".")[0] in (
-            "torch",
-            "dist",
-        ):
-            names = ast.unparse(node).split(".")
-        found += [name for name in names if is_private(name)]
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.Attribute):
+            names = [ast.unparse(node)]
+        paths = [name.split(".") for name in names]
+        found += [
+            part for path in paths if path[0] in PACKAGES for part in path if is_private(part)
+        ]
     return found
 
 
@@ -219,13 +214,8 @@ def test_functions_of_packages_are_told_from_those_of_torch() -> None:
 
         return Func()
 
-    assert [borrowed.is_of_package(function) for function in (found, as_module(found))] == [
-        True,
-        True,
-    ]
-    assert [
-        borrowed.is_of_package(function) for function in (missing, as_module(missing), as_module)
-    ] == [False, False, False]
+    assert all(borrowed.is_of_package(one) for one in (found, as_module(found)))
+    assert not any(borrowed.is_of_package(one) for one in (missing, as_module(missing), as_module))
 
 
 def test_loader_workers_are_hidden_and_divided_streams_told() -> None:

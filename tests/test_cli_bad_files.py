@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -20,28 +17,6 @@ from some_run import some_rows, write_record
 PLACEMENT = {
     "rank_segments": [[[0, 0, 600, 1000], [1, 0, 40]], [[0, 600, 1000, 1000]], [[2, 0, 300, 300]]]
 }
-
-
-def test_profiles_are_gone(tmp_path: Path) -> None:
-    """A verb and a setting that were there name what to use instead."""
-    check_one_line(run("profile", "--ranks", "2"), "write a CostModel to a file")
-    placement = write(tmp_path / "placement.json", PLACEMENT)
-    for name in ("h100_flash_attn_3", write(tmp_path / "own.json", {"format": 2, "kernels": []})):
-        check_one_line(
-            run("plan", placement, "--cost-model", name), "Give a file that CostModel.to_json wrote"
-        )
-
-
-def record(folder: Path, change: Callable[[dict[str, Any]], object]) -> Path:
-    """A record whose rows of steps are changed."""
-    write_record(folder, some_rows())
-    file = folder / RECORD_NAME
-    rows = [json.loads(line) for line in file.read_text().splitlines()]
-    for row in rows:
-        if row["row"] == "steps":
-            change(row)
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return folder
 
 
 def reading(tmp_path: Path) -> list[tuple[str, list[str | Path], Path]]:

@@ -9,7 +9,6 @@ import re
 import shlex
 import shutil
 import subprocess
-from functools import cache
 from pathlib import Path
 
 import pytest
@@ -26,146 +25,73 @@ PARTS_OF_CORES = "python benchmarks/steps/pipeline.py --stages 4 --core-share 0.
 IN_STAGES = (
     "python benchmarks/network/overlap.py --stages --tokens 4096 --rounds 3 --latencies 0 20 80"
 )
-# What makes a command of the pages small enough for a test.
-CONTEXT_PARALLEL = (
-    "python benchmarks/schedule/context_parallel.py --placement"
-    " benchmarks/placements/long_tail_8_ranks.json"
-)
-SMALL = {
-    "python benchmarks/steps/step_time.py": (
-        "--tokens 512 --layers 1 --heads 2 --rounds 1 --sdpa-rounds 0 --json out.json"
-    ),
-    "python benchmarks/network/overlap.py": (
-        "--tokens 512 --layers 1 --heads 2 --rounds 1 --latencies 0 --json out.json"
-    ),
-    IN_STAGES: "--tokens 512 --layers 2 --heads 2 --rounds 1 --latencies 0 --json out.json",
-    NODES: "--tokens 256 --layers 1 --heads 2 --rounds 1 --batches 1 --rates 200 --json out.json",
+# One starts as users start it, in an interpreter of its own: one that imports little.
+AS_USERS_DO = "python benchmarks/schedule/one_factor.py"
+PICTURE = "python benchmarks/gpu/balance_picture.py benchmarks/results --output balance.png"
+# What makes a command of the pages small enough for a test, and --json out.json. First those that
+# every run takes.
+ALWAYS = {AS_USERS_DO: "", PICTURE: ""}
+# These take seconds, and a run takes some of them.
+IN_TURN = {
     "python benchmarks/host/host_time.py": (
-        f"--ranks 8 --tokens 4096 --repeats 1 --documents 2 --before {ROOT} --json out.json"
+        f"--ranks 8 --tokens 4096 --repeats 1 --documents 2 --before {ROOT}"
     ),
-    "python benchmarks/steps/observe.py": (
-        "--tokens 128 --layers 1 --heads 2 --rounds 1 --json out.json"
-    ),
-    "python benchmarks/memory/call_memory.py": (
-        "--tokens 512 --heads 2 --ranks 2 --rounds 1 --json out.json"
-    ),
-    "python benchmarks/memory/peak_memory.py": "--cases 0 --json out.json",
-    "python benchmarks/schedule/scheduler.py --placements benchmarks/placements": (
-        "--repeats 1 --json out.json"
-    ),
-    "python benchmarks/schedule/deal.py --placements benchmarks/placements": (
-        "--repeats 1 --json out.json"
-    ),
-    "python benchmarks/schedule/levels.py --placements benchmarks/placements": "--json out.json",
-    "python benchmarks/schedule/masks.py": "--ranks 2 --batches 1 --json out.json",
-    "python benchmarks/host/block_layers.py": "--tokens 256 --turns 1 --json out.json",
+    "python benchmarks/steps/observe.py": "--tokens 128 --layers 1 --heads 2 --rounds 1",
+    "python benchmarks/memory/call_memory.py": "--tokens 512 --heads 2 --ranks 2 --rounds 1",
+    "python benchmarks/schedule/scheduler.py --placements benchmarks/placements": "--repeats 1",
+    "python benchmarks/schedule/deal.py --placements benchmarks/placements": "--repeats 1",
+    "python benchmarks/schedule/levels.py --placements benchmarks/placements": "",
+    "python benchmarks/schedule/masks.py": "--ranks 8 --batches 1",
+    "python benchmarks/host/block_layers.py": "--tokens 256 --turns 1",
     "python benchmarks/schedule/recurrent.py --placements benchmarks/placements": (
-        "--heads 1 --tokens 16 --rounds 1 --json out.json"
+        "--heads 1 --tokens 16 --rounds 1"
     ),
     "python benchmarks/schedule/group_size.py": (
-        "--ranks 16 --sizes 8 --tokens 8192 --longest 8192 --seeds 1 --json out.json"
+        "--ranks 16 --sizes 8 --tokens 8192 --longest 8192 --seeds 1"
     ),
     "python benchmarks/schedule/row_order.py": (
-        "--sizes 16x2048 --accumulation 2 --micro-batches 2 --seeds 1 --json out.json"
+        "--sizes 16x2048 --accumulation 2 --micro-batches 2 --seeds 1"
     ),
-    CONTEXT_PARALLEL: "--json out.json",
-    "python benchmarks/steps/rates.py": (
-        "--ranks 2 --tokens 256 --layers 1 --heads 2 --steps 14 --json out.json"
-    ),
-    "python benchmarks/steps/loss_curve.py": (
-        "--steps 2 --tokens 128 --layers 1 --picture curves.png --json out.json"
-    ),
-    "python benchmarks/steps/dealt_step_time.py": (
-        "--tokens 512 --layers 1 --heads 2 --rounds 1 --json out.json"
-    ),
-    "python benchmarks/steps/dealt_step_time.py --hybrid --layers 4 --tokens 4096": (
-        "--tokens 512 --heads 2 --rounds 1 --json out.json"
-    ),
-    "python benchmarks/steps/pool_step.py": (
-        "--tokens 512 --layers 1 --heads 2 --rounds 1 --json out.json"
-    ),
-    "python benchmarks/schedule/one_factor.py": "--json out.json",
-    "python benchmarks/gpu/balance_picture.py benchmarks/results --output balance.png": "",
-    "python benchmarks/steps/pipeline.py": (
-        "--tokens 64 --micro-batches 2 --layers 2 --heads 2 --rounds 1 --json out.json"
-    ),
-    PARTS_OF_CORES: "--tokens 64 --micro-batches 4 --rounds 1 --json out.json",
-    "python tests/engines/matrix.py --quick": "--engine FSDP1 --json out.json",
-    "python tests/engines/equal_training.py": (
-        '--only "Trainer, DDP, 2 ranks" --steps 2 --json out.json'
-    ),
-}
-# Of those, the ones that take long however small they are; then those that take seconds, of which a
-# run takes some.
-LONG = {
-    "python benchmarks/steps/step_time.py",
-    "python benchmarks/network/overlap.py",
-    IN_STAGES,
-    "python benchmarks/steps/pipeline.py",
-    PARTS_OF_CORES,
-    "python tests/engines/matrix.py --quick",
-    NODES,
-    "python benchmarks/memory/peak_memory.py",
-    "python benchmarks/steps/pool_step.py",
-    "python tests/engines/equal_training.py",
-    "python benchmarks/steps/rates.py",
-}
-IN_TURN = {
-    "python benchmarks/schedule/scheduler.py --placements benchmarks/placements",
-    "python benchmarks/schedule/group_size.py",
-    "python benchmarks/schedule/row_order.py",
-    "python benchmarks/steps/dealt_step_time.py",
     (
         "python benchmarks/schedule/context_parallel.py --placement"
         " benchmarks/placements/long_tail_8_ranks.json"
+    ): "",
+    "python benchmarks/steps/loss_curve.py": (
+        "--steps 2 --tokens 128 --layers 1 --picture curves.png"
     ),
-    "python benchmarks/steps/observe.py",
-    "python benchmarks/memory/call_memory.py",
-    "python benchmarks/host/host_time.py",
-    "python benchmarks/host/block_layers.py",
-    "python benchmarks/schedule/masks.py",
-    "python benchmarks/schedule/deal.py --placements benchmarks/placements",
-    "python benchmarks/schedule/levels.py --placements benchmarks/placements",
-    "python benchmarks/schedule/recurrent.py --placements benchmarks/placements",
-    "python benchmarks/steps/dealt_step_time.py --hybrid --layers 4 --tokens 4096",
-    "python benchmarks/steps/loss_curve.py",
+    "python benchmarks/steps/dealt_step_time.py": "--tokens 512 --layers 1 --heads 2 --rounds 1",
+    "python benchmarks/steps/dealt_step_time.py --hybrid --layers 4 --tokens 4096": (
+        "--tokens 512 --heads 2 --rounds 1"
+    ),
 }
-# One starts as users start it, in an interpreter of its own: one that imports little.
-AS_USERS_DO = "python benchmarks/schedule/one_factor.py"
-
+# These take long however small they are.
+LONG = {
+    "python benchmarks/steps/step_time.py": (
+        "--tokens 512 --layers 1 --heads 2 --rounds 1 --sdpa-rounds 0"
+    ),
+    "python benchmarks/network/overlap.py": (
+        "--tokens 512 --layers 1 --heads 2 --rounds 1 --latencies 0"
+    ),
+    IN_STAGES: "--tokens 512 --layers 2 --heads 2 --rounds 1 --latencies 0",
+    NODES: "--tokens 256 --layers 1 --heads 2 --rounds 1 --batches 1 --rates 200",
+    "python benchmarks/memory/peak_memory.py": "--cases 0",
+    "python benchmarks/steps/rates.py": "--ranks 2 --tokens 256 --layers 1 --heads 2 --steps 14",
+    "python benchmarks/steps/pool_step.py": "--tokens 512 --layers 1 --heads 2 --rounds 1",
+    "python benchmarks/steps/pipeline.py": (
+        "--tokens 64 --micro-batches 2 --layers 2 --heads 2 --rounds 1"
+    ),
+    PARTS_OF_CORES: "--tokens 64 --micro-batches 4 --rounds 1",
+    "python tests/engines/matrix.py --quick": "--engine FSDP1",
+    "python tests/engines/equal_training.py": '--only "Trainer, DDP, 2 ranks" --steps 2',
+}
+SMALL = ALWAYS | IN_TURN | LONG
 
 PRINTED = [(page, *shown) for page in PAGES for shown in printed(page)]
 
 
-@cache
-def run_by_make(target: str) -> list[str]:
-    """The commands that a target runs where nothing is installed yet; pip's output goes through a
-    filter.
-    """
-    path = {"PATH": os.environ["PATH"]}  # and not the settings of a make that runs these tests
-    done = subprocess.run(
-        ["make", "-Bn", target], cwd=ROOT, env=path, capture_output=True, text=True, check=True
-    )
-    return [re.sub(r"^set -o pipefail; | \| .*", "", line) for line in done.stdout.splitlines()]
-
-
-def installed(command: str) -> list[str] | None:
-    """The extras that a command installs the package with; None if it does something else."""
-    found = re.fullmatch(
-        r'pip install (?:-c constraints\.txt )?-e (?:\.|"\.\[([\w,]+)\]")', command
-    )
-    return None if found is None else (found[1] or "").split(",")
-
-
 @pytest.mark.parametrize(
     ("page", "block", "text"),
-    [
-        pytest.param(
-            *shown,
-            id=f"{shown[0]} {shown[1][-1]}",
-        )
-        for shown in PRINTED
-    ],
+    [pytest.param(*shown, id=f"{shown[0]} {shown[1][-1]}") for shown in PRINTED],
 )
 def test_commands_print_what_the_page_says(
     page: str, block: list[str], text: str, tmp_path: Path
@@ -188,9 +114,12 @@ def test_pages_say_what_commands_print() -> None:
 def test_extras_that_pages_install_exist() -> None:
     setup = configparser.ConfigParser()
     setup.read(ROOT / "setup.cfg")
-    extras = {extra for command in commands() for extra in installed(command) or []}
-    assert extras
-    assert extras <= {"", *setup["options.extras_require"]}
+    installing = r'pip install (?:-c constraints\.txt )?-e "\.\[([\w,]+)\]"'
+    named = {found[1] for command in commands() if (found := re.fullmatch(installing, command))}
+    assert named
+    assert {extra for names in named for extra in names.split(",")} <= {
+        *setup["options.extras_require"]
+    }
 
 
 @pytest.mark.timeout(200)
@@ -199,7 +128,7 @@ def test_extras_that_pages_install_exist() -> None:
     in_turn(
         [pytest.param(one, marks=[pytest.mark.slow] * (one in LONG)) for one in SMALL],
         15,
-        SMALL.keys() - IN_TURN,
+        ALWAYS,
     ),
 )
 def test_the_command_runs(command: str, tmp_path: Path) -> None:
@@ -207,11 +136,12 @@ def test_the_command_runs(command: str, tmp_path: Path) -> None:
         _has_rights_or_skip(command)
     words = words_of(command)
     run = run_program if command == AS_USERS_DO else scripts.run
-    run([*words, *shlex.split(SMALL[command])], tmp_path, timeout=180)
-    if "--json" in SMALL[command]:
-        assert json.loads((tmp_path / "out.json").read_text())
-    else:
+    written = [] if command == PICTURE else ["--json", "out.json"]
+    run([*words, *shlex.split(SMALL[command]), *written], tmp_path, timeout=180)
+    if command == PICTURE:
         assert (tmp_path / words[-1]).read_bytes().startswith(b"\x89PNG")
+    else:
+        assert json.loads((tmp_path / "out.json").read_text())
 
 
 def _has_rights_or_skip(command: str) -> None:
@@ -246,11 +176,8 @@ def test_modules_of_benchmarks_have_names_of_their_own() -> None:
 
 
 def test_the_placements_are_what_their_script_writes(tmp_path: Path) -> None:
-    scripts.run(
-        [*words_of("python benchmarks/placements/make.py"), "--out", str(tmp_path)],
-        tmp_path,
-        timeout=60,
-    )
+    words = words_of("python benchmarks/placements/make.py")
+    scripts.run([*words, "--out", str(tmp_path)], tmp_path, timeout=60)
     shipped = sorted((ROOT / "benchmarks/placements").glob("*.json"))
     assert [path.read_bytes() for path in sorted(tmp_path.glob("*.json"))] == [
         path.read_bytes() for path in shipped
@@ -265,7 +192,10 @@ def test_the_checks_of_a_change_are_those_of_make() -> None:
 
 
 def test_make_example_runs_the_example() -> None:
-    assert run_by_make("example")[-1] == LAUNCH + "finetune_long_documents.py"
+    path = {"PATH": os.environ["PATH"]}  # and not the settings of a make that runs these tests
+    make = ["make", "-Bn", "example"]
+    done = subprocess.run(make, cwd=ROOT, env=path, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == LAUNCH + "finetune_long_documents.py"
 
 
 def test_pre_commit_takes_the_configuration(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ import pytest
 from datasets import Dataset
 
 import scripts
-from pages import PAGES, ROOT, words_of
+from pages import ROOT, words_of
 from turns import in_turn
 
 LAUNCH = "accelerate launch --config_file configs/accelerate/cpu_2_processes.yaml examples/"
@@ -61,23 +61,14 @@ def run_program(command: list[str], folder: Path, timeout: float) -> str:
     return output
 
 
-def run_the_example(run: Callable[..., str], folder: Path) -> None:
-    command = words_of(
-        "accelerate launch --config_file configs/accelerate/cpu_2_processes.yaml"
-        " examples/finetune_long_documents.py"
-    )
-    small = [
-        "--max_length",
-        "4096",
-        "--tokens_per_rank",
-        "2048",
-        "--max_steps",
-        "2",
-        "--comparison_batches",
-        "1",
-    ]
-    data = ["--dataset_name", write_corpus(folder / "corpus")]
-    output = run([*command, *small, *data, "--output_dir", "out"], folder, timeout=360)
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_the_example_trains_compares_and_draws(tmp_path: Path) -> None:
+    """With accelerate's launcher, which takes three interpreters: `make` has a target for it."""
+    data = ["--dataset_name", write_corpus(tmp_path / "corpus"), "--output_dir", "out"]
+    small = "--max_length 4096 --tokens_per_rank 2048 --max_steps 2 --comparison_batches 1"
+    command = words_of(LAUNCH + "finetune_long_documents.py")
+    output = run_program([*command, *small.split(), *data], tmp_path, timeout=360)
     for text in (
         "balancing off",
         "balancing on",
@@ -87,43 +78,28 @@ def run_the_example(run: Callable[..., str], folder: Path) -> None:
     ):
         assert text in output
     for picture in ("balance.png", "global_batch.png"):
-        assert (folder / "out" / picture).read_bytes().startswith(b"\x89PNG")
-    assert (folder / "out" / "model.safetensors").exists()
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(400)
-def test_the_example_trains_compares_and_draws(tmp_path: Path) -> None:
-    run_the_example(scripts.run, tmp_path)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(400)
-def test_the_example_as_users_start_it(tmp_path: Path) -> None:
-    """With accelerate's launcher, which takes three interpreters: `make` has a target for it."""
-    run_the_example(run_program, tmp_path)
+        assert (tmp_path / "out" / picture).read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "out" / "model.safetensors").exists()
 
 
 # The other scripts, by what their launch command ends with: what makes them small, and what they
 # write.
-WHOLE = ["--max_length", "1024", "--tokens_per_batch", "1024"]
+WHOLE = "--max_length 1024 --tokens_per_batch 1024"
+ADAPTERS = ["adapter_config.json", "adapter_model.safetensors"]
 OTHERS = {
-    "finetune_lora.py": (WHOLE, ["adapter_config.json", "adapter_model.safetensors"]),
-    "finetune_lora.py --load_in_4bit": (
-        WHOLE,
-        ["adapter_config.json", "adapter_model.safetensors"],
-    ),
-    "finetune_with_trl.py": (["--max_length", "1024"], ["model.safetensors"]),
+    "finetune_lora.py": (WHOLE, ADAPTERS),
+    "finetune_lora.py --load_in_4bit": (WHOLE, ADAPTERS),
+    "finetune_with_trl.py": ("--max_length 1024", ["model.safetensors"]),
     "train_with_accelerate.py": (
-        [*WHOLE, "--gradient_accumulation_steps", "2"],
+        f"{WHOLE} --gradient_accumulation_steps 2",
         ["model.safetensors", "tokenizer.json"],
     ),
     "finetune_gpt_oss.py": (
-        ["--max_length", "1024", "--tokens_per_rank", "512", "--comparison_batches", "1"],
+        "--max_length 1024 --tokens_per_rank 512 --comparison_batches 1",
         ["model.safetensors"],
     ),
     "pretrain_packed_tokens.py": (
-        ["--tokens_per_batch", "1024", "--save_steps", "2"],
+        "--tokens_per_batch 1024 --save_steps 2",
         ["model.safetensors", "tokens.bin"],
     ),
 }
@@ -131,13 +107,13 @@ OTHERS = {
 
 def write_corpus(folder: Path) -> str:
     """A folder with a file of 40 documents, every fifth of them long; returns its path."""
-    choose, words = (
-        random.Random(0),
-        ["alpha", "beta", "gamma", "for", "in", "return", "x", "y", "=", "+"],
-    )
+    choose, words = random.Random(0), "alpha beta gamma for in return x y = +"
     lengths = [1200 if n % 5 == 0 else choose.randint(10, 200) for n in range(40)]
     folder.mkdir()
-    lines = [json.dumps({"text": " ".join(choose.choices(words, k=length))}) for length in lengths]
+    lines = [
+        json.dumps({"text": " ".join(choose.choices(words.split(), k=length))})
+        for length in lengths
+    ]
     (folder / "train.jsonl").write_text("\n".join(lines))
     return str(folder)
 
@@ -156,14 +132,10 @@ def train(name: str, folder: Path, *more: str) -> list[dict[str, Any]]:
     if "4bit" in name:
         pytest.importorskip("bitsandbytes", reason='QLoRA needs pip install -e ".[quantization]"')
     corpus = folder / "corpus"
-    options = [
-        "--dataset_name",
-        str(corpus) if corpus.exists() else write_corpus(corpus),
-        "--max_steps",
-        "2",
-    ]
-    options += ["--logging_steps", "1", "--output_dir", "out", *OTHERS[name][0], *more]
-    output = scripts.run([*words_of(LAUNCH + name), *options], folder, timeout=longest(name))
+    data = str(corpus) if corpus.exists() else write_corpus(corpus)
+    options = f"--dataset_name {data} --max_steps 2 --logging_steps 1 --output_dir out"
+    command = [*words_of(LAUNCH + name), *f"{options} {OTHERS[name][0]}".split(), *more]
+    output = scripts.run(command, folder, timeout=longest(name))
     assert ("times faster, at best" in output) == ("sdpa" not in more)
     logged = [literal_eval(line) for line in re.findall(r"\{'loss'.*?\}", output)]
     return [{name: float(value) for name, value in row.items()} for row in logged]
@@ -235,9 +207,7 @@ def write_texts(path: Path) -> None:
 def test_documents_from_a_file_or_a_folder_are_packed_whole(
     suffix: str, example: Callable[[str], Any], tmp_path: Path
 ) -> None:
-    packing, arguments, corpus = (
-        example(name) for name in ("packing", "arguments", "stdlib_corpus")
-    )
+    packing, arguments = example("packing"), example("arguments")
     folder = tmp_path / "data"
     folder.mkdir()
     file = folder / f"train{'.jsonl' if suffix == 'a folder' else suffix}"
@@ -247,7 +217,7 @@ def test_documents_from_a_file_or_a_folder_are_packed_whole(
     documents = packing.load_documents(data)
     assert list(documents["text"]) == (TEXTS[1:2] if suffix == ".txt" else TEXTS)
 
-    tokenizer = corpus.train_tokenizer(documents, vocabulary=300)
+    tokenizer = example("stdlib_corpus").train_tokenizer(documents, vocabulary=300)
     rows = packing.pack(documents, tokenizer, data, ranks=1)
     packed = [document for n in range(len(rows)) for document in rows[n]["documents"]]
     assert all(sum(map(len, rows[n]["documents"])) <= 64 for n in range(len(rows)))
@@ -275,42 +245,26 @@ def test_a_new_model_is_made_for_the_texts_of_any_column(
         packing.small_model(documents, "text", str(tmp_path), max_length=64, seed=0)
 
 
+PACKING, TOKENS = ("arguments", "PackingArguments"), ("pretrain_packed_tokens", "TokenArguments")
+
+
 @pytest.mark.parametrize(
-    ("module", "kind", "options", "message"),
+    ("kind", "options", "message"),
     [
-        (
-            "arguments",
-            "PackingArguments",
-            {"dataset_name": "a", "train_file": "b.csv"},
-            "exclude each other",
-        ),
-        (
-            "arguments",
-            "PackingArguments",
-            {"train_file": "b.parquet"},
-            "must end in one of .txt, .json, .jsonl, .csv",
-        ),
-        (
-            "arguments",
-            "PackingArguments",
-            {"max_length": 99, "tokens_per_batch": 98},
-            "at most --tokens_per_batch 98",
-        ),
-        (
-            "train_with_accelerate",
-            "LoopArguments",
-            {"max_steps": 0},
-            "--max_steps 0 must be at least 1",
-        ),
-        ("pretrain_packed_tokens", "TokenArguments", {"index_file": "a"}, "needs the --token_file"),
-        ("pretrain_packed_tokens", "TokenArguments", {"tokens_per_batch": 1}, "must be at least 2"),
+        (PACKING, {"dataset_name": "a", "train_file": "b.csv"}, "exclude each other"),
+        (PACKING, {"train_file": "b.parquet"}, "must end in one of .txt, .json, .jsonl, .csv"),
+        (PACKING, {"max_length": 99, "tokens_per_batch": 98}, "at most --tokens_per_batch 98"),
+        (("train_with_accelerate", "LoopArguments"), {"max_steps": 0}, "0 must be at least 1"),
+        (TOKENS, {"index_file": "a"}, "needs the --token_file"),
+        (TOKENS, {"tokens_per_batch": 1}, "must be at least 2"),
     ],
 )
 def test_options_that_do_not_go_together(
-    module: str, kind: str, options: dict[str, Any], message: str, example: Callable[[str], Any]
+    kind: tuple[str, str], options: dict[str, Any], message: str, example: Callable[[str], Any]
 ) -> None:
+    module, name = kind
     with pytest.raises(ValueError, match=message):
-        getattr(example(module), kind)(**options)
+        getattr(example(module), name)(**options)
 
 
 DOCUMENTS = [[5, 6, 7, 0], [8, 0], [9] * 12 + [0], [4, 0]]  # 0 ends documents
@@ -370,12 +324,3 @@ def test_options_from_a_file(
     monkeypatch.setattr(sys, "argv", ["script.py", str(file)])
     model, data = arguments.parse((arguments.ModelArguments, arguments.PackingArguments))
     assert (model.attn_implementation, data.train_file, data.max_length) == ("sdpa", "a.csv", 7)
-
-
-@pytest.mark.parametrize("page", PAGES)
-def test_every_file_that_a_page_names_exists(page: str) -> None:
-    text = (ROOT / page).read_text()
-    links = [link for link in re.findall(r"\]\(([^)#]+)\)", text) if "://" not in link]
-    files = re.findall(r"(?:configs|examples|benchmarks|tests|docs)/[\w./-]+\.\w+", text)
-    for name in {*links, *files}:
-        assert (ROOT / name).exists() or ((ROOT / page).parent / name).exists(), name

@@ -19,7 +19,7 @@ from pages import words_of
 ROOT = Path(__file__).parents[1]
 PARTS = (
     *("checkpointing", "host", "emulator", "trainer", "first_script", "kernels", "memory"),
-    *("ranks", "parity", "faults", "blocks", "widths", "curves", "families", "hybrids"),
+    *("ranks", "parity", "faults", "widths", "curves", "families", "hybrids"),
 )
 slow = pytest.mark.slow
 
@@ -72,14 +72,6 @@ def test_emulated_ranks_are_measured_and_estimated(folder: Path) -> None:
             assert min(after[direction]["seconds"]) > 0
 
 
-def test_blocks_are_sums_of_causal_documents(folder: Path) -> None:
-    found = figures(folder, "blocks")
-    (images,) = found["images"]
-    assert images["passed"]
-    assert max(images["apart"]) < 1e-6, "float32 on a CPU"
-    assert found["prompts"][0]["shared"]["forward"] > 0
-
-
 def test_three_curves_lie_on_each_other(folder: Path) -> None:
     found = figures(folder, "curves")
     assert list(found["runs"]) == ["distca", "sdpa", "sdpa, other order"]
@@ -125,7 +117,7 @@ def test_dots1_is_as_far_from_float32_as_sdpa(monkeypatch: pytest.MonkeyPatch) -
 @slow
 @pytest.mark.timeout(600)
 def test_a_second_call_goes_on_where_the_first_one_stopped(tmp_path: Path) -> None:
-    first = ("parity", "blocks")
+    first = ("parity", "kernels")
     run_all(tmp_path, "--only", *first)
     run_all(tmp_path, "--seconds", "480")
     record = json.loads((tmp_path / "run.json").read_text())
@@ -167,11 +159,11 @@ def test_the_page_has_the_parts_that_ran(folder: Path) -> None:
 
 @pytest.mark.slow
 def test_stopped_part_harms_no_other(tmp_path: Path) -> None:
-    run_all(tmp_path, "--only", "blocks")
+    run_all(tmp_path, "--only", "kernels")
     with pytest.raises(AssertionError, match=r"run_all.py.* ended with \[1\]"):
         run_all(tmp_path, "--only", "first_script", "--seconds", "1")
     parts = json.loads((tmp_path / "run.json").read_text())["parts"]
     assert {name: part["status"] for name, part in parts.items()} == {
-        "blocks": "ok",
+        "kernels": "ok",
         "first_script": "stopped",
     }

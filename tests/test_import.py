@@ -158,29 +158,31 @@ def test_a_removed_name_says_what_to_use(name: str, instead: str) -> None:
         hf_distca.__getattr__(name)  # a submodule that was imported would be found before
 
 
+# Planning takes numpy.
+LIBRARIES = ("torch", "transformers", "accelerate")
+
+
 @pytest.mark.parametrize(
-    "arguments", [["--help"], ["plan", "--help"], ["run", "--help"], ["--version"]]
+    ("command", "without"),
+    [
+        ("--help", HEAVY),
+        ("plan --help", HEAVY),
+        ("run --help", HEAVY),
+        ("--version", HEAVY),
+        ("plan -", LIBRARIES),
+        ("advise --lengths - --ranks 2 --tokens-per-rank 4096 --batches 1", LIBRARIES),
+    ],
 )
-def test_the_command_line_imports_nothing_heavy_before_it_works(arguments: list[str]) -> None:
+def test_the_command_line_imports_nothing_heavy(command: str, without: tuple[str, ...]) -> None:
+    given = b'{"lengths": [[4096], [512, 512]]}' if "plan" in command else b"[64]"
     seen = run(
+        "import io\n"
         "from hf_distca.tools.cli import app\n"
+        f"sys.stdin = io.TextIOWrapper(io.BytesIO({given!r}))\n"
         "try:\n"
-        f"    app({arguments!r})\n"
+        f"    app({command.split()!r})\n"
         "except SystemExit as end:\n"
         "    seen['code'] = end.code\n"
-        f"seen['loaded'] = [name for name in {HEAVY} if name in sys.modules]"
-    )
-    assert (seen["code"], seen["loaded"]) == (0, [])
-
-
-def test_planning_on_the_command_line_needs_no_torch() -> None:
-    seen = run(
-        "import io\nfrom hf_distca.tools.cli import app\n"
-        "sys.stdin = io.TextIOWrapper(io.BytesIO(b'{\"lengths\": [[4096], [512, 512]]}'))\n"
-        "try:\n"
-        "    app(['plan', '-'])\n"
-        "except SystemExit as end:\n"
-        "    seen['code'] = end.code\n"
-        "seen['loaded'] = [name for name in ('torch', 'transformers') if name in sys.modules]"
+        f"seen['loaded'] = [name for name in {without} if name in sys.modules]"
     )
     assert (seen["code"], seen["loaded"]) == (0, [])

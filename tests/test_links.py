@@ -1,17 +1,12 @@
-"""Links of the pages that the documentation's own build does not check: those beside the code."""
+"""Links of the pages lead to files, and the first page is short."""
 
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
-PAGES = (
-    *("README.md", "CONTRIBUTING.md", "examples/README.md", "benchmarks/README.md"),
-    *("benchmarks/placements/README.md", "benchmarks/simulated/README.md"),
-)
+from pages import PAGES, ROOT
 
 
 def linked(text: str) -> list[str]:
@@ -20,19 +15,16 @@ def linked(text: str) -> list[str]:
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_links_lead_to_files(page: str) -> None:
-    path = ROOT / page
-    assert [
-        target for target in linked(path.read_text()) if not (path.parent / target).exists()
-    ] == []
+def test_every_file_that_a_page_names_exists(page: str) -> None:
+    text, folder = (ROOT / page).read_text(), (ROOT / page).parent
+    files = re.findall(r"(?:configs|examples|benchmarks|tests|docs)/[\w./-]+\.\w+", text)
+    assert [name for name in linked(text) if not (folder / name).exists()] == []
+    assert [name for name in files if not any((at / name).exists() for at in (ROOT, folder))] == []
 
 
 def test_the_first_page_is_short_and_begins_with_code() -> None:
     text = (ROOT / "README.md").read_text()
     assert len(text.split()) <= 900
     assert text.splitlines().index("```diff") < 15
-
-
-def test_the_limitations_lead_to_what_tests_prove() -> None:
-    _, limitations = (ROOT / "README.md").read_text().split("\n## What it is not\n")
+    _, limitations = text.split("\n## What it is not\n")
     assert "docs/what_tests_prove.md" in linked(limitations.split("\n## ")[0])

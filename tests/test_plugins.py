@@ -5,6 +5,8 @@ finds by its name.
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from contextlib import closing
 from importlib import import_module
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -48,45 +50,31 @@ def train_under_its_name(result: Path) -> None:
     result.write_text(f"{config['attn_implementation']} {asking} {type(callback).__name__}")
 
 
-def test_axolotl_trains_packed_samples_under_a_name_it_takes(tmp_path: Path) -> None:
-    """Axolotl trains packed samples with distca under a name that it takes."""
-    process = forks.start(train_under_its_name, tmp_path / "result")
-    process.join(60)
-    assert process.exitcode == 0
-    assert (tmp_path / "result").read_text() == "flash_attention_2 1 DistCACallback"
+PACKING, OURS = {"sample_packing": True}, {"attn_implementation": "distca"}
+NEAREST = "distca: there is no setting 'pingpong'; the nearest is 'ping_pong'."
 
 
 @pytest.mark.parametrize(
-    ("config", "said"),
+    ("config", "error", "said"),
     [
-        ({"attn_implementation": "eager"}, "attn_implementation: eager is not distca's"),
-        ({}, "attn_implementation: None is not distca's"),
+        ({"attn_implementation": "eager"}, UnsupportedError, "eager is not distca's"),
+        ({}, UnsupportedError, "attn_implementation: None is not distca's"),
+        ({**OURS, "context_parallel_size": 2}, UnsupportedError, "_size cuts sequences over ranks"),
         (
-            {"attn_implementation": "distca", "context_parallel_size": 2},
-            "context_parallel_size cuts sequences over ranks",
-        ),
-        (
-            {"sample_packing": True, "distca": {"tokens_per_rank": 64}},
+            {**PACKING, "distca": {"tokens_per_rank": 64}},
+            UnsupportedError,
             "sample_packing: true .* leave one of them out",
         ),
+        ({**OURS, "distca": {"pingpong": True}}, ConfigError, NEAREST),
+        ({**OURS, "distca": {"tokens_per_rank": 0}}, ConfigError, "=0 must be at least 1"),
+        ({**OURS, "distca": True}, ConfigError, "distca: True should be names and values of"),
     ],
 )
-def test_axolotl_is_told_what_distca_does_not_do(config: dict[str, Any], said: str) -> None:
-    with pytest.raises(UnsupportedError, match=said):
+def test_axolotl_is_told_what_distca_does_not_do(
+    config: dict[str, Any], error: type[Exception], said: str
+) -> None:
+    with pytest.raises(error, match=said):
         plugin().register(config)
-
-
-@pytest.mark.parametrize(
-    ("settings", "said"),
-    [
-        ({"pingpong": True}, "distca: there is no setting 'pingpong'; the nearest is 'ping_pong'."),
-        ({"tokens_per_rank": 0}, "distca: tokens_per_rank=0 must be at least 1"),
-        (True, "distca: True should be names and values of settings"),
-    ],
-)
-def test_settings_in_axolotls_configuration_are_checked(settings: Any, said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
-        plugin().register({"attn_implementation": "distca", "distca": settings})
 
 
 def test_axolotl_keeps_the_key_of_the_settings() -> None:
@@ -108,19 +96,12 @@ class LikeAxolotls(Trainer):
 
 def train_dealt(rank: int, ranks: int, folder: str) -> tuple[list[float], hf_distca.DistCAConfig]:
     """As axolotl calls its plugins, with the arguments that it gives a Trainer."""
-    config: dict[str, Any] = {
-        "attn_implementation": "distca",
-        "distca": {"tokens_per_rank": 96 // ranks, "tile": 8},
-    }
+    config: dict[str, Any] = {**OURS, "distca": {"tokens_per_rank": 96 // ranks, "tile": 8}}
     found = plugin()
     found.register(config)
     model = tiny_llama(config["attn_implementation"])
-    of_axolotl = {
-        "average_tokens_across_devices": False,
-        "max_steps": 50,
-        "num_train_epochs": 2,
-        "learning_rate": 1e-2,
-    }
+    of_axolotl = {"average_tokens_across_devices": False, "max_steps": 50}
+    of_axolotl |= {"num_train_epochs": 2, "learning_rate": 1e-2}
     arguments = TrainingArguments(**{**COMMON, "output_dir": folder, **of_axolotl})
     data = Dataset.from_dict({"input_ids": documents(200, 7, 33, 90, 64, 12, 150)})
     callbacks = found.add_callbacks_pre_trainer(config, model)
@@ -137,11 +118,8 @@ def test_axolotl_deals_by_the_settings_of_its_configuration(tmp_path: Path) -> N
     """
     results = []
     for ranks in (1, 2):
-        pool = RankPool(ranks)
-        try:
+        with closing(RankPool(ranks)) as pool:
             results.append(pool(train_dealt, ranks, str(tmp_path))[0])
-        finally:
-            pool.close()
     (alone, config), (together, _) = results
     assert len(alone) == 2 * 2 * 5
     assert together == pytest.approx(alone, rel=1e-5)
@@ -156,8 +134,15 @@ def load_as_verl_does(result: Path) -> None:
     result.write_text(str("distca" in ALL_ATTENTION_FUNCTIONS))
 
 
-def test_verl_finds_distca_by_its_entry_point(tmp_path: Path) -> None:
-    process = forks.start(load_as_verl_does, tmp_path / "result")
+@pytest.mark.parametrize(
+    ("function", "result"),
+    [(train_under_its_name, "flash_attention_2 1 DistCACallback"), (load_as_verl_does, "True")],
+)
+def test_what_axolotl_and_verl_find(
+    function: Callable[[Path], None], result: str, tmp_path: Path
+) -> None:
+    """Axolotl trains packed samples under a name that it takes; verl finds the entry point."""
+    process = forks.start(function, tmp_path / "result")
     process.join(60)
     assert process.exitcode == 0
-    assert (tmp_path / "result").read_text() == "True"
+    assert (tmp_path / "result").read_text() == result

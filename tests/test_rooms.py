@@ -107,7 +107,9 @@ def test_rooms_run_without_torch() -> None:
         "tools.report.run_figures",
     )
     modules = ", ".join(f"hf_distca.{room}" for room in rooms)
-    code = f"import sys, {modules}\nsys.exit('torch' in sys.modules)"
+    # Settings, so that `hf-distca run` finds at once what is wrong.
+    made = "hf_distca.config.DistCAConfig()"
+    code = f"import sys, hf_distca.config, {modules}\n{made}\nsys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 

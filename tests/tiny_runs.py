@@ -45,7 +45,12 @@ def settings(**changes: Any) -> hf_distca.DistCAConfig:
 
 
 def tiny_llama(
-    implementation: str, *, seed: int = 0, layers: int = 2, heads: int = 4
+    implementation: str,
+    *,
+    seed: int = 0,
+    layers: int = 2,
+    heads: int = 4,
+    key_value_heads: int = 2,
 ) -> LlamaForCausalLM:
     """The same random weights for the same seed, in training mode."""
     torch.manual_seed(seed)
@@ -54,7 +59,7 @@ def tiny_llama(
         intermediate_size=48,
         num_hidden_layers=layers,
         num_attention_heads=heads,
-        num_key_value_heads=2,
+        num_key_value_heads=key_value_heads,
         vocab_size=VOCABULARY,
         attn_implementation=implementation,
         bos_token_id=1,

@@ -6,7 +6,6 @@ import json
 import statistics
 import subprocess
 import time
-from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ import torch.distributed as dist
 
 from eight_launch import Launch
 from gpu_setting import synchronize
+from machine import describe
 from run_all import ROOT
 
 _OTHERS = ("ring-flash-attn", "kernels", "flash-linear-attention")
@@ -27,10 +27,9 @@ def make_manifest(environment: dict[str, Any]) -> dict[str, Any]:
     changed = _output("git", "-C", str(ROOT), "status", "--porcelain")
     query = "name,driver_version,memory.total,power.limit,clocks.max.sm"
     cards = _output("nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader")
-    installed = {one.name.lower(): one.version for one in distributions()}
     return {
         **environment,
-        **{name: installed.get(name, "not installed") for name in _OTHERS},
+        **describe(*_OTHERS),
         "commit": commit and commit + (" with changes" if changed else ""),
         "cards": cards.splitlines() if cards else [],
         "topology": _output("nvidia-smi", "topo", "-m"),

@@ -7,7 +7,6 @@ import math
 import statistics
 import time
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -165,8 +164,8 @@ def predict(part: Part, arms: dict[str, Arm], links: dict[str, Any]) -> dict[str
 def _predict_step(setting: Setting, arm: Arm, rows: Rows, batches: Batches) -> dict[str, float]:
     """Seconds of a step, and of attention on the slowest rank and on the mean one."""
     work = _work(setting, arm, rows, batches)
-    candidates = partial(_only, Candidate([work]))
-    strategy = Strategy(arm.title, arm.title, candidates, "", arm.attention == "distca")
+    disaggregated = arm.attention == "distca"
+    strategy = Strategy(arm.title, arm.title, lambda *_: [Candidate([work])], disaggregated)
     step = predict_step(setting, [np.concatenate(rows).astype(np.int64)], strategy)
     forward, backward = work.attention
     attention = forward + backward
@@ -175,10 +174,6 @@ def _predict_step(setting: Setting, arm: Arm, rows: Rows, batches: Batches) -> d
         "slowest": float(attention.max()),
         "mean": float(attention.mean()),
     }
-
-
-def _only(candidate: Candidate, setting: Setting, batches: object) -> list[Candidate]:
-    return [candidate]
 
 
 def put_predictions(part: Part, links: dict[str, Any], arms: dict[str, Arm]) -> dict[str, Any]:

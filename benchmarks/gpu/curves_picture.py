@@ -7,26 +7,25 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-COLOURS = {"sdpa": "#64748b", "sdpa, other order": "#1d4ed8", "distca": "#c2410c"}
 
-
-def draw(figures: Path, output: Path) -> None:
+def draw(losses: Mapping[str, Sequence[float]], output: Path) -> None:
+    """Draw losses by name of the training; sdpa's are the ones that others are compared with."""
     import matplotlib
 
     matplotlib.use("agg")
     import matplotlib.pyplot as plt
 
-    runs = json.loads(figures.read_text())["runs"]
     figure, (above, below) = plt.subplots(2, 1, figsize=(8, 6), sharex=True)
-    for name, colour in COLOURS.items():
-        if name in runs:
-            width = 4 if name == "sdpa" else 1.2
-            above.plot(runs[name]["losses"], color=colour, linewidth=width, label=name)
-        if name in runs and name != "sdpa":
-            pairs = zip(runs[name]["losses"], runs["sdpa"]["losses"], strict=False)
-            below.semilogy([abs(a - b) / b or None for a, b in pairs], color=colour, linewidth=1)
+    for number, (name, curve) in enumerate(losses.items()):
+        width = 4 if name == "sdpa" else 1.2
+        above.plot(curve, color=f"C{number}", linewidth=width, label=name)
+        if name != "sdpa":
+            pairs = zip(curve, losses["sdpa"], strict=False)
+            apart = [abs(a - b) / b or None for a, b in pairs]
+            below.semilogy(apart, color=f"C{number}", linewidth=1)
     above.set_ylabel("loss")
     above.legend(frameon=False)
     below.set_ylabel("relative difference from sdpa")
@@ -40,11 +39,10 @@ def draw(figures: Path, output: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("figures", type=Path, help="curves.json of run_all.py")
-    parser.add_argument(
-        "--output", type=Path, default=Path("curves.png"), help="picture (default: %(default)s)"
-    )
+    parser.add_argument("--output", type=Path, default=Path("curves.png"), help="picture")
     arguments = parser.parse_args()
-    draw(arguments.figures, arguments.output)
+    runs = json.loads(arguments.figures.read_text())["runs"]
+    draw({name: run["losses"] for name, run in runs.items()}, arguments.output)
     print(arguments.output)
 
 

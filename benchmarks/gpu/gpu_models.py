@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import torch
-from transformers import AttentionInterface, AttentionMaskInterface, LlamaConfig, LlamaModel
+from transformers import AttentionInterface, AttentionMaskInterface, LlamaModel
 
 import hf_distca
 from gpu_setting import Setting, synchronize
 from hf_distca.agreement.documents import PackedDocuments
 from hf_distca.kernels import KernelRequest, ScoreOptions
 from hf_distca.kernels.flash import FLASH_ATTN_4
+from models import llama_config
+from processes import in_turns
 
 # transformers takes a name with "flash" in it for one of its own, and looks for a package.
 PLAIN, PLAIN_4 = "plain_varlen", "plain_varlen_4"
@@ -203,18 +204,8 @@ def stack(setting: Setting, layers: int, *, small: bool = False) -> LlamaModel:
     sizes = setting.size(quick=little, cpu=(256, 4, 2, 704), gpu=(4096, 32, 8, 14336))
     hidden, heads, key_heads, wide = little if small else sizes
     torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=hidden,
-        intermediate_size=wide,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=key_heads,
-        head_dim=hidden // heads,
-        vocab_size=64,
-        max_position_embeddings=2**17,
-        use_cache=False,
-        attn_implementation=PLAIN,
-    )
+    options = {"use_cache": False, "attn_implementation": PLAIN}
+    config = llama_config((hidden, wide, layers), (heads, key_heads), 64, **options)
     with torch.device(setting.device):
         return LlamaModel(config).to(torch.float32 if small else setting.dtype).train()
 
@@ -274,7 +265,7 @@ def step_seconds(
     """
     seconds: dict[str, list[float]] = {name: [] for name in names}
     for round_ in range(rounds + 1):
-        for name in names[:: 1 if round_ % 2 else -1]:
+        for name in in_turns(names, round_):
             packed.use(name)
             synchronize(setting.device)
             started = time.perf_counter()
@@ -284,11 +275,6 @@ def step_seconds(
                 seconds[name].append(time.perf_counter() - started)
             packed.model.zero_grad(set_to_none=True)
     return seconds
-
-
-def median_ratio(seconds: dict[str, list[float]], name: str, other: str) -> float:
-    """The median of ratios, round by round."""
-    return statistics.median(a / b for a, b in zip(seconds[name], seconds[other], strict=True))
 
 
 def documents_of(tokens: int) -> list[int]:
@@ -301,17 +287,3 @@ def documents_of(tokens: int) -> list[int]:
         left -= left // 2
     short = max(tokens // 128, 16)
     return lengths + [short] * (left // short) + ([left % short] if left % short else [])
-
-
-def timed(
-    function: Callable[..., Any], clock: Callable[[], float], taken: list[float]
-) -> Callable[..., Any]:
-    """The attention function, which adds the host's seconds in each call to a list."""
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        started = clock()
-        result = function(*args, **kwargs)
-        taken.append(clock() - started)
-        return result
-
-    return call

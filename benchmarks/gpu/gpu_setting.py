@@ -63,14 +63,18 @@ class Setting:
         """Seconds until the part is to start nothing new."""
         return self.started + self.seconds - time.monotonic()
 
-    def time_for(self, what: str, seconds: float = 0.0) -> bool:
-        """Whether there is time for something that takes about so long; if not, its name is
-        kept.
+    def time_for(self, what: str, *, gpu: float = 0.0, cpu: float = 0.0) -> bool:
+        """Whether there is time for something that takes about so many seconds there, or little if
+        sizes are quick; if not, its name is kept.
         """
-        if seconds < self.left():
+        if self.size(quick=0.0, cpu=cpu, gpu=gpu) < self.left():
             return True
         self.put(left_out=[*self.figures.get("left_out", []), what])
         return False
+
+    def add(self, name: str, row: dict[str, Any]) -> None:
+        """Add a row to a list among the figures."""
+        self.put(**{name: [*self.figures.get(name, []), row]})
 
 
 def synchronize(device: torch.device) -> None:

@@ -9,36 +9,21 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 from gpu_models import Packed, documents_of
 from gpu_setting import Setting
 from hf_distca.agreement.documents import PackedDocuments
+from models import llama_config
 
 
 def build(setting: Setting) -> LlamaForCausalLM:
-    big = {
-        "hidden_size": 1536,
-        "intermediate_size": 8960,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 12,
-    }
-    small = {
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-    }
-    sizes = setting.size(quick=small, cpu={**small, "hidden_size": 256}, gpu=big)
+    hidden, wide, layers, heads = setting.size(
+        quick=(64, 128, 2, 4), cpu=(256, 128, 2, 4), gpu=(1536, 8960, 28, 12)
+    )
     vocabulary = setting.size(quick=64, cpu=512, gpu=32768)
     torch.manual_seed(0)
-    config = LlamaConfig(
-        **sizes,
-        num_key_value_heads=2,
-        vocab_size=vocabulary,
-        max_position_embeddings=2**17,
-        use_cache=False,
-    )
+    config = llama_config((hidden, wide, layers), (heads, 2), vocabulary, use_cache=False)
     with torch.device(setting.device):
         return LlamaForCausalLM(config).train()
 

@@ -20,12 +20,7 @@ from hf_distca.kernels import Kernel, KernelRequest, ScoreOptions, TaskBatch, se
 from hf_distca.kernels.base import BackwardInputs, Operands
 from hf_distca.kernels.cpu import CpuKernel
 from hf_distca.kernels.efficient import EFFICIENT
-from hf_distca.kernels.flash import (
-    CUDA,
-    FLASH_ATTN,
-    FLASH_ATTN_3,
-    FLASH_ATTN_4,
-)
+from hf_distca.kernels.flash import CUDA, FLASH_ATTN, FLASH_ATTN_3, FLASH_ATTN_4
 from hf_distca.runtime.route import Route
 from hf_distca.schedule.balance import balance
 from hf_distca.schedule.cost import AttentionShape, CostModel, count_causal_pairs
@@ -240,22 +235,9 @@ def variants(setting: Setting, only: Sequence[Kernel] | None = None) -> Iterator
         yield Variant(CpuKernel())
         return
     refused: dict[str, str] = {}
-    kernels = [
-        Variant(kernel)
-        for kernel in (
-            CUDA,
-            EFFICIENT,
-            FLASH_ATTN,
-            FLASH_ATTN_3,
-            FLASH_ATTN_4,
-        )
-    ]
-    wanted = (
-        [*kernels, Variant(CUDA, "FA3"), Variant(CUDA, "FA4")]
-        if only is None
-        else [Variant(kernel) for kernel in only]
-    )
-    for variant in wanted:
+    kernels = only or (CUDA, EFFICIENT, FLASH_ATTN, FLASH_ATTN_3, FLASH_ATTN_4)
+    others = () if only else (Variant(CUDA, "FA3"), Variant(CUDA, "FA4"))
+    for variant in (*map(Variant, kernels), *others):
         reason = variant.kernel.unsupported_reason(
             KernelRequest(setting.device, setting.dtype, 128, 128, ScoreOptions(1.0))
         )
@@ -271,9 +253,7 @@ def variants(setting: Setting, only: Sequence[Kernel] | None = None) -> Iterator
                 )
                 calls.backward(kernel, batch, calls.forward(kernel, batch))
                 torch.cuda.synchronize()
-        except (
-            Exception
-        ) as error:  # whatever the packages raise where they are not there or do not fit
+        except Exception as error:  # whatever packages raise that are not there or do not fit
             refused[variant.label] = f"{type(error).__name__}: {str(error)[:300]}"
         else:
             yield variant

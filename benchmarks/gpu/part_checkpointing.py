@@ -4,41 +4,31 @@ attention computes it twice.
 
 from __future__ import annotations
 
-import statistics
 from typing import Any
 
 import torch
 
-from gpu_models import Packed, Pair, documents_of, median_ratio, pairs, stack, step_seconds
+from gpu_models import Packed, Pair, documents_of, pairs, stack, step_seconds
 from gpu_setting import Setting, free
+from processes import median_ratio, medians
 
 LAYERS = 3
 
 
 def set_checkpointing(model: torch.nn.Module, enabled: bool) -> None:
-    """Switch it on or off; newer versions of transformers have the first names, older ones the
-    second.
-    """
-    if enabled:
-        (
-            getattr(model, "activation_checkpointing_enable", None)
-            or model.gradient_checkpointing_enable
-        )({"use_reentrant": False})
-    else:
-        (
-            getattr(model, "activation_checkpointing_disable", None)
-            or model.gradient_checkpointing_disable
-        )()
+    """Switch it on or off, by the name of this version of transformers."""
+    verb = "enable" if enabled else "disable"
+    switch = getattr(model, f"activation_checkpointing_{verb}", None)
+    switch = switch or getattr(model, f"gradient_checkpointing_{verb}")
+    switch(*[{"use_reentrant": False}] * enabled)
 
 
 def one_case(setting: Setting, packed: Packed, pair: Pair) -> dict[str, Any]:
     """Seconds and peak bytes of steps of distca and of plain attention by the same kernel."""
     names = ["distca", pair.plain]
     seconds = step_seconds(setting, packed, names, setting.size(quick=1, cpu=3, gpu=4))
-    row: dict[str, Any] = {
-        "seconds": {name: statistics.median(taken) for name, taken in seconds.items()}
-    }
-    row["times_faster"] = 1 / median_ratio(seconds, *names)
+    row: dict[str, Any] = {"seconds": medians(seconds)}
+    row["times_faster"] = 1 / median_ratio(*seconds.values())
     if setting.device.type == "cuda":
         peaks = {}
         for name in names:
@@ -66,28 +56,23 @@ def run(setting: Setting) -> None:
         (False, [short]),
         (False, [middle]),
     ]
-    rows: list[dict[str, Any]] = []
     for pair in pairs(setting):
         pair.use()
         for checkpointing, lengths in cases:
-            guess = setting.size(quick=0.0, cpu=20.0, gpu=2.0 + 14 * (sum(lengths) / 65536) ** 2)
-            label = (
-                f"{sum(lengths)} tokens in {len(lengths)}, checkpointing {checkpointing},"
-                f" {pair.kernel}"
-            )
-            if not setting.time_for(label, guess):
+            tokens, count = sum(lengths), len(lengths)
+            label = f"{tokens} tokens in {count}, checkpointing {checkpointing}, {pair.kernel}"
+            if not setting.time_for(label, cpu=20.0, gpu=2.0 + 14 * (tokens / 65536) ** 2):
                 continue
             set_checkpointing(model, checkpointing)
-            packed = Packed(setting, model, lengths)
             row = {
                 "kernel": pair.kernel,
                 "checkpointing": checkpointing,
-                "tokens": sum(lengths),
-                "documents": len(lengths),
+                "tokens": tokens,
+                "documents": count,
+                "layers": LAYERS,
+                "plain": pair.plain,
             }
-            rows.append(
-                {**row, "layers": LAYERS, "plain": pair.plain, **one_case(setting, packed, pair)}
-            )
-            setting.put(rows=rows)
+            packed = Packed(setting, model, lengths)
+            setting.add("rows", row | one_case(setting, packed, pair))
             del packed
             free(setting.device)

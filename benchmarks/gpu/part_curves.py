@@ -149,8 +149,7 @@ def run(setting: Setting) -> None:
     free(setting.device)
     runs: dict[str, dict[str, Any]] = {}
     for name, one in RUNS.items():
-        enough = setting.size(quick=0.0, cpu=0.0, gpu=one.seconds * steps / 2)
-        if not setting.time_for(name, enough):
+        if not setting.time_for(name, gpu=one.seconds * steps / 2):
             continue
         runs[name] = train(setting, batches, one)
         setting.put(runs=runs, apart=measure_distances(runs))

@@ -7,7 +7,6 @@ Messages are not emulated.
 
 from __future__ import annotations
 
-import statistics
 from typing import Any
 
 import numpy as np
@@ -92,30 +91,21 @@ def emulate(
     ]
     free(setting.device)
     result: dict[str, Any] = {"calls": [len(rank) for rank in batches]}
-    lengths, ends = plan.end - plan.start, plan.end
-    estimates = cost.estimate_directions(lengths, ends, plan.heads)
+    estimates = cost.estimate_directions(plan.end - plan.start, plan.end, plan.heads)
+    taken = np.median(rounds, axis=0).T  # by direction and rank
     for place, direction in enumerate(("forward", "backward")):
-        taken = np.array(
-            [statistics.median(found[rank][place] for found in rounds) for rank in ranks]
-        )
         guess = np.bincount(plan.server, weights=estimates[place], minlength=len(ranks))
-        result[direction] = {
-            "seconds": taken.tolist(),
-            "imbalance": compute_imbalance(taken),
-            "slowest": float(taken.max()),
-        }
-        result[direction] |= {
+        result[direction] = describe(taken[place]) | {
             "estimated": guess.tolist(),
             "estimated_imbalance": compute_imbalance(guess),
         }
-    both = np.array(result["forward"]["seconds"]) + np.array(result["backward"]["seconds"])
-    result["both"] = {
-        "seconds": both.tolist(),
-        "imbalance": compute_imbalance(both),
-        "slowest": float(both.max()),
-    }
-    result["both"]["total"] = float(both.sum())
+    result["both"] = describe(taken.sum(axis=0)) | {"total": float(taken.sum())}
     return result
+
+
+def describe(seconds: np.ndarray) -> dict[str, Any]:
+    slowest, uneven = float(seconds.max()), compute_imbalance(seconds)
+    return {"seconds": seconds.tolist(), "imbalance": uneven, "slowest": slowest}
 
 
 def one_placement(
@@ -133,7 +123,7 @@ def one_placement(
     work = (
         float(cost.estimate_seconds(local.end - local.start, local.end).sum()) * 2 * (repeats + 0.4)
     )
-    if not setting.time_for(f"{name}, about {work:.0f} s", work):
+    if not setting.time_for(f"{name}, about {work:.0f} s", cpu=work, gpu=work):
         return None
     before = before or emulate(setting, kernel, cost, local, repeats)
     after = emulate(setting, kernel, cost, plan, repeats)
@@ -154,7 +144,6 @@ def run(setting: Setting) -> None:
     """Put one row a placement and model."""
     torch.manual_seed(0)
     variant = fastest(setting)
-    rows: list[dict[str, Any]] = []
     others = setting.size(
         quick=[skewed(2048)], cpu=[skewed(16384), made_up(4, 16384)], gpu=[made_up(8, 65536)]
     )
@@ -170,13 +159,5 @@ def run(setting: Setting) -> None:
                     )
                 if row is not None:
                     before = row["before"]
-                    rows.append(
-                        {
-                            "model": label,
-                            "kernel": variant.label,
-                            "cost_model": cost.name,
-                            "goal": GOAL,
-                            **row,
-                        }
-                    )
-                setting.put(placements=rows)
+                    about = {"model": label, "kernel": variant.label, "cost_model": cost.name}
+                    setting.add("placements", {**about, "goal": GOAL, **row})

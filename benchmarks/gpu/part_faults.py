@@ -80,7 +80,7 @@ def run(setting: Setting, started: dict[str, Ranks]) -> None:
     """Put what the rank that waited raised, and after how many seconds, by fault."""
     found: dict[str, Any] = {}
     for fault in FAULTS:
-        if not setting.time_for(fault, setting.size(quick=0.0, cpu=15.0, gpu=20.0)):
+        if not setting.time_for(fault, cpu=15.0, gpu=20.0):
             continue
         ranks = started.get(fault) or Ranks(setting, Faulty(fault), 2)
         found[fault] = {

@@ -15,6 +15,7 @@ from transformers import LlamaModel
 
 from gpu_models import Packed, Pair, documents_of, pairs, stack, step_seconds
 from gpu_setting import Setting, synchronize
+from processes import medians
 
 # Two depths tell what one more layer costs from what a micro-batch costs once, its plan among it.
 FEW, MANY = 2, 10
@@ -48,7 +49,7 @@ def more_seconds(setting: Setting, packed: Packed, pair: Pair) -> tuple[dict[str
     more = statistics.median(
         a - b for a, b in zip(seconds["distca"], seconds[pair.plain], strict=True)
     )
-    return {name: statistics.median(taken) for name, taken in seconds.items()}, more
+    return medians(seconds), more
 
 
 def one_length(
@@ -62,15 +63,12 @@ def one_length(
         for n, model in models.items()
     }
     layer = (found[MANY][1] - found[FEW][1]) / (MANY - FEW)
-    row = {
+    return {
         "kernel": pair.kernel,
         "tokens": tokens,
         "layers": MANY,
         "plain": pair.plain,
         "seconds": found[MANY][0],
-    }
-    return {
-        **row,
         "more_seconds_a_layer": layer,
         "more_seconds_first_layer": found[FEW][1] - (FEW - 1) * layer,
     }
@@ -81,15 +79,11 @@ def run(setting: Setting) -> None:
     models = {
         layers: stack(setting, layers, small=True).to(setting.dtype) for layers in (FEW, MANY)
     }
-    rows: list[dict[str, Any]] = []
     for pair in pairs(setting)[::-1]:
         pair.use()
         for tokens in setting.size(quick=(128,), cpu=(512, 2048), gpu=(512, 2048, 8192)):
-            if setting.time_for(
-                f"{tokens} tokens, {pair.kernel}", setting.size(quick=0.0, cpu=10.0, gpu=4.0)
-            ):
-                rows.append(one_length(setting, models, pair, tokens))
-                setting.put(rows=rows)
+            if setting.time_for(f"{tokens} tokens, {pair.kernel}", cpu=10.0, gpu=4.0):
+                setting.add("rows", one_length(setting, models, pair, tokens))
     pair = pairs(setting)[-1]
     pair.use()
     steps, profiles = setting.size(quick=2, cpu=10, gpu=20), {}

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from gpu_setting import Setting
-from part_families import ABOVE, TESTS, TIMES, norms_apart
+from part_families import ABOVE, TESTS, TIMES, judge_all, norms_apart
 
 PACKAGES = ("fla", "mamba_ssm")
 
@@ -82,7 +82,6 @@ def run(setting: Setting) -> None:
     """Put one row a family."""
     from hf_distca.hybrids.recurrent_layers import RECURRENT_MODULES
 
-    rows: list[dict[str, Any]] = []
     context, count = get_context("spawn"), setting.size(quick=1, cpu=1, gpu=PROCESSES)
     with (
         ProcessPoolExecutor(2 if count > 1 else 1, context, hide_packages) as without,
@@ -107,14 +106,13 @@ def run(setting: Setting) -> None:
                 setting.put(left_out=[*setting.figures.get("left_out", []), name])
                 continue
             except Exception as error:  # one family that fails is a figure as well
-                rows.append({"family": name, "failed": f"{type(error).__name__}: {error}"[:300]})
+                row: dict[str, Any] = {"failed": f"{type(error).__name__}: {error}"[:300]}
             else:
-                rows.append({"family": name, **judge(*outcomes)})
-            setting.put(rows=rows, passed=sum(row.get("passed", False) for row in rows))
+                row = judge(*outcomes)
+            setting.add("rows", {"family": name, **row})
         for pool in (without, with_packages):
             pool.shutdown(wait=False, cancel_futures=True)
-    if rows and all("failed" in row for row in rows):
-        raise RuntimeError(f"no family ran, the first because of {rows[0]['failed']}")
+    judge_all(setting)
 
 
 Outcome = tuple[Any, list[str]]

@@ -1,17 +1,14 @@
 """TFLOP/s of whole documents, of rebatched CA-tasks beside whole documents of as many pairs, and of
 slices of every length.
-
-Tasks of a call are also timed in other orders: longest first, shortest first. A GPU's blocks take
-work in the order of the tasks, so the last ones decide how long it stays half empty.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
 import numpy as np
-import torch
 
 from gpu_setting import Setting, free, seconds_of
 from gpu_workloads import (
@@ -28,7 +25,6 @@ from gpu_workloads import (
     skewed,
     variants,
 )
-from hf_distca.kernels import TaskBatch
 from hf_distca.kernels.flash import CUDA, FLASH_ATTN_4
 from hf_distca.schedule.cost import AttentionShape, CostModel, count_causal_pairs
 from hf_distca.schedule.layout import Layout
@@ -92,123 +88,53 @@ def servers_to_time(batches: list[list[Batch]], most: int) -> list[int]:
 
 def rebatched(
     setting: Setting, variant: Variant, label: str, shape: AttentionShape, name: str, layout: Layout
-) -> list[Any]:
-    """Some servers of each plan beside whole documents, which have as many keys as a task, weighed
-    by pairs, has on average.
+) -> None:
+    """Put some servers of each plan beside whole documents, which have as many keys as a task,
+    weighed by pairs, has on average.
     """
     cost = CostModel.make_analytic(shape, device_type=setting.device.type)
-    found = []
     for way, plan in plans(layout, cost):
-        found += servers(setting, variant, label, shape, f"{name}, {way}", plan)
-    return found
+        time_servers(setting, variant, label, shape, f"{name}, {way}", plan)
 
 
-def servers(
+def time_servers(
     setting: Setting, variant: Variant, label: str, shape: AttentionShape, name: str, plan: Plan
-) -> list[Any]:
+) -> None:
     batches = [server_batches(plan, rank, setting.device) for rank in range(plan.layout.world_size)]
     keys = mean_keys([batch for rank in batches for batch in rank])
-    found = []
     for rank in servers_to_time(batches, setting.size(quick=1, cpu=2, gpu=3)):
         pairs = sum(batch.pairs for batch in batches[rank])
         length = min(keys, int(math.sqrt(2 * pairs)))
-        seconds = (
-            12
-            * pairs
-            * shape.pair_flops
-            * (1 + BACKWARD_FLOPS)
-            / (3e14 if setting.device.type == "cuda" else 4e10)
-        )
-        if not setting.time_for(f"{variant.label}, {label}, {name}, rank {rank}", seconds):
+        flops = 12 * pairs * shape.pair_flops * (1 + BACKWARD_FLOPS)
+        doing = f"{variant.label}, {label}, {name}, rank {rank}"
+        if not setting.time_for(doing, cpu=flops / 4e10, gpu=flops / 3e14):
             continue
         ours = rates(setting, variant, shape, batches[rank])
         theirs = rates(setting, variant, shape, [whole_documents(pairs, length)])
-        tasks = [len(batch.tasks) for batch in batches[rank]]
         row = {
             "kernel": variant.label,
             "model": label,
             "placement": name,
             "rank": rank,
-            "tasks": tasks,
+            "tasks": [len(batch.tasks) for batch in batches[rank]],
             "pairs": pairs,
+            "document_length": length,
+            "rebatched": ours,
+            "whole": theirs,
+            "ratio": {direction: ours[direction] / theirs[direction] for direction in ours},
         }
-        row |= {"document_length": length, "rebatched": ours, "whole": theirs}
-        row["ratio"] = {direction: ours[direction] / theirs[direction] for direction in ours}
-        found.append(row)
+        setting.add("rebatched", row)
         free(setting.device)
-    return found
 
 
-def whole(
-    setting: Setting, variant: Variant, label: str, shape: AttentionShape
-) -> list[dict[str, Any]]:
-    """Rates of documents by length, at least 16K tokens of them in a call."""
-    found = []
+def whole(setting: Setting, variant: Variant, label: str, shape: AttentionShape) -> None:
+    """Put rates of documents by length, at least 16K tokens of them in a call."""
     for length in setting.size(quick=(128,), cpu=(2048,), gpu=(2048, 8192, 32768, 65536)):
-        if setting.time_for(
-            f"{variant.label}, documents of {length}", setting.size(quick=0.0, cpu=5.0, gpu=2.0)
-        ):
+        if setting.time_for(f"{variant.label}, documents of {length}", cpu=5.0, gpu=2.0):
             least = setting.size(quick=256, cpu=4096, gpu=16384)
             batch = batch_of([(length, length)] * max(1, least // length))
-            found.append(
-                {
-                    "kernel": variant.label,
-                    "model": label,
-                    "length": length,
-                    **rates(setting, variant, shape, [batch]),
-                }
-            )
-    return found
-
-
-ORDERS = {
-    "as planned": lambda sizes: list(range(len(sizes))),
-    "longest first": lambda sizes: sorted(range(len(sizes)), key=lambda i: -sizes[i]),
-    "shortest first": lambda sizes: sorted(range(len(sizes)), key=lambda i: sizes[i]),
-}
-
-
-def ordered(batch: Batch, order: str) -> Batch:
-    """The same tasks in another order; rows and keys stay where they are."""
-    tasks = batch.tasks
-    places = ORDERS[order](count_causal_pairs(tasks.query_length, tasks.key_length).tolist())
-    columns = (tasks.query_start, tasks.query_length, tasks.key_start, tasks.key_length)
-    return batch._replace(
-        tasks=TaskBatch(*(tuple(int(column[i]) for i in places) for column in columns))
-    )
-
-
-def orders(
-    setting: Setting, variant: Variant, label: str, shape: AttentionShape, name: str, layout: Layout
-) -> list[Any]:
-    """The server with the most tasks of each plan, its tasks in three orders."""
-    cost = CostModel.make_analytic(shape, device_type=setting.device.type)
-    found = []
-    for way, plan in plans(layout, cost):
-        if not setting.time_for(
-            f"{variant.label}, orders, {name}", setting.size(quick=0.0, cpu=20.0, gpu=5.0)
-        ):
-            break
-        servers = [
-            server_batches(plan, rank, setting.device) for rank in range(plan.layout.world_size)
-        ]
-        most = max(servers, key=lambda batches: sum(len(batch.tasks) for batch in batches))
-        row = {
-            "kernel": variant.label,
-            "model": label,
-            "placement": f"{name}, {way}",
-            "tasks": [len(b.tasks) for b in most],
-        }
-        found.append(
-            {
-                **row,
-                "rates": {
-                    order: rates(setting, variant, shape, [ordered(b, order) for b in most])
-                    for order in ORDERS
-                },
-            }
-        )
-    return found
+            row = {"kernel": variant.label, "model": label, "length": length}
+            setting.add("whole", row | rates(setting, variant, shape, [batch]))
 
 
 def curve(setting: Setting, variant: Variant, label: str, shape: AttentionShape) -> dict[str, Any]:
@@ -222,20 +148,14 @@ def curve(setting: Setting, variant: Variant, label: str, shape: AttentionShape)
     whole = rates(setting, variant, shape, [batch_of([(long, long)])])
     many, alone = [], []
     for n in lengths:
-        if not setting.time_for(
-            f"{variant.label}, {label}, slices of {n}", setting.size(quick=0.0, cpu=20.0, gpu=4.0)
-        ):
+        if not setting.time_for(f"{variant.label}, {label}, slices of {n}", cpu=20.0, gpu=4.0):
             break
         if n <= rows:
             found = rates(setting, variant, shape, [batch_of([(n, n + context)] * (rows // n))])
             many.append({"rows": n, "context": context, "tasks": rows // n, **found})
-        alone.append(
-            {
-                "rows": n,
-                "keys": max(long, n),
-                **rates(setting, variant, shape, [batch_of([(n, max(long, n))])]),
-            }
-        )
+        keys = max(long, n)
+        found = rates(setting, variant, shape, [batch_of([(n, keys)])])
+        alone.append({"rows": n, "keys": keys, **found})
         free(setting.device)
     return {
         "kernel": variant.label,
@@ -260,63 +180,15 @@ def smallest(many: list[dict[str, Any]], whole: dict[str, float]) -> dict[str, i
     return found
 
 
-def cudnn(setting: Setting, shape: AttentionShape) -> dict[str, Any]:
-    """Rates of one whole document in cuDNN, which has no varlen call with grouped heads in torch: a
-    mark to compare with.
-    """
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-
-    length = setting.size(quick=256, cpu=1024, gpu=32768)
-    heads = (shape.query_heads, shape.key_value_heads, shape.key_value_heads)
-    leaves = [
-        torch.randn(1, n, length, shape.head_dim, dtype=setting.dtype, device=setting.device)
-        for n in heads
-    ]
-    q, k, v = (x.requires_grad_() for x in leaves)
-    flops = shape.pair_flops * length * (length + 1) / 2
-    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-        attend = torch.nn.functional.scaled_dot_product_attention
-        out = attend(q, k, v, is_causal=True, enable_gqa=True)
-        gradient = torch.randn_like(out)
-        with torch.no_grad():
-            forward = seconds_of(
-                lambda: attend(q, k, v, is_causal=True, enable_gqa=True), setting.device
-            )
-        backward = seconds_of(
-            lambda: torch.autograd.grad(out, (q, k, v), gradient, retain_graph=True), setting.device
-        )
-    return {
-        "length": length,
-        "forward": flops / forward,
-        "backward": BACKWARD_FLOPS * flops / backward,
-    }
-
-
 def run(setting: Setting) -> None:
-    """Put rates of documents, then rebatched tasks beside documents, orders of tasks, and
-    curves.
-    """
-    rows: dict[str, list[Any]] = {"whole": [], "rebatched": [], "orders": [], "curves": []}
+    """Put rates of documents, then rebatched tasks beside documents, and curves."""
     others = setting.size(quick=[skewed(1024)], cpu=[made_up(4, 8192)], gpu=[made_up(8, 65536)])
     label, shape = next(iter(shapes(setting).items()))
     known = list(placements(setting, PLACEMENTS if setting.device.type == "cuda" else (), others))
     chosen = list(variants(setting, (FLASH_ATTN_4, CUDA)))
     for variant in chosen:
-        rows["whole"] += whole(setting, variant, label, shape)
-        setting.put(**rows)
-    for name, layout in known:
-        for variant in chosen:
-            rows["rebatched"] += rebatched(setting, variant, label, shape, name, layout)
-            setting.put(**rows)
-    for name, layout in known[: setting.size(quick=1, cpu=1, gpu=2)]:
-        for variant in chosen:
-            rows["orders"] += orders(setting, variant, label, shape, name, layout)
-            setting.put(**rows)
+        whole(setting, variant, label, shape)
+    for (name, layout), variant in itertools.product(known, chosen):
+        rebatched(setting, variant, label, shape, name, layout)
     for variant in chosen:
-        rows["curves"].append(curve(setting, variant, label, shape))
-        setting.put(**rows)
-    if setting.device.type == "cuda" and setting.time_for("cudnn", 3):
-        try:
-            setting.put(cudnn={label: cudnn(setting, shape)})
-        except RuntimeError as error:
-            setting.put(cudnn=f"{type(error).__name__}: {str(error)[:300]}")
+        setting.add("curves", curve(setting, variant, label, shape))

@@ -12,12 +12,13 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 from call_memory import LiveBytes
 from gpu_models import documents_of, pairs
 from gpu_setting import Setting, free
 from gpu_training import arguments, batches
+from models import llama_config
 from part_checkpointing import set_checkpointing
 from simulator.hardware import find_hardware
 from simulator.memory import find_fullest_moment
@@ -39,15 +40,11 @@ def shape_of(setting: Setting) -> ModelShape:
 
 def build(setting: Setting, shape: ModelShape) -> LlamaForCausalLM:
     torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=shape.hidden,
-        intermediate_size=shape.feed_forward,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.query_heads,
-        num_key_value_heads=shape.key_value_heads,
+    config = llama_config(
+        (shape.hidden, shape.feed_forward, shape.layers),
+        (shape.query_heads, shape.key_value_heads),
+        shape.vocabulary,
         head_dim=shape.head_dim,
-        vocab_size=shape.vocabulary,
-        max_position_embeddings=2**17,
         use_cache=False,
     )
     with torch.device(setting.device):
@@ -106,11 +103,8 @@ def run(setting: Setting) -> None:
     (row_of_documents,) = batches(setting, model, tokens, 1)
     pair = pairs(setting)[0]
     pair.use()
-    rows: list[dict[str, Any]] = []
     for checkpointing in (True, False):
-        if not setting.time_for(
-            f"checkpointing {checkpointing}", setting.size(quick=0.0, cpu=10.0, gpu=6.0)
-        ):
+        if not setting.time_for(f"checkpointing {checkpointing}", cpu=10.0, gpu=6.0):
             continue
         set_checkpointing(model, checkpointing)
         row: dict[str, Any] = {
@@ -118,21 +112,16 @@ def run(setting: Setting) -> None:
             "layers": LAYERS,
             "checkpointing": checkpointing,
             "kernel": pair.kernel,
-        }
-        row |= {
             "documents": documents_of(tokens),
             "simulated": simulated(setting, shape, tokens, checkpointing),
+            "plain": pair.plain,
         }
-        row |= {"plain": pair.plain}
         try:
-            row |= {
-                name: peak_bytes(setting, model, row_of_documents, name)
-                for name in ("distca", pair.plain)
-            }
+            for name in ("distca", pair.plain):
+                row[name] = peak_bytes(setting, model, row_of_documents, name)
             row["peak_ratio"] = row["distca"]["peak"] / row[pair.plain]["peak"]
             row["simulated_ratio"] = row["simulated"]["total"] / row["distca"]["peak"]
         except torch.OutOfMemoryError as error:
             row["failed"] = str(error)[:300]
-        rows.append(row)
-        setting.put(rows=rows)
+        setting.add("rows", row)
         free(setting.device)

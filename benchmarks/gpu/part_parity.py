@@ -169,14 +169,11 @@ def models(setting: Setting) -> list[dict[str, Any]]:
         setting, (CUDA, EFFICIENT, FLASH_ATTN_4) if setting.device.type == "cuda" else None
     ):
         for name, (heads, scores) in MODELS.items():
-            compiles = variant.kernel is FLASH_ATTN_4 and COMPILE_SECONDS
-            if setting.time_for(
-                f"{variant.label} {name}", setting.size(quick=0.0, cpu=5.0, gpu=1.0 + compiles)
-            ):
+            compiles = COMPILE_SECONDS * (variant.kernel is FLASH_ATTN_4)
+            if setting.time_for(f"{variant.label} {name}", cpu=5.0, gpu=1.0 + compiles):
+                case = (setting.dtype, heads, name, scores)
                 with variant.active() as kernel:
-                    rows.append(
-                        one_case(variant, kernel, setting, (setting.dtype, heads, name, scores))
-                    )
+                    rows.append(one_case(variant, kernel, setting, case))
     return rows
 
 
@@ -196,15 +193,13 @@ def run(setting: Setting) -> None:
     for variant in variants(setting):
         for dtype, width, heads, name in itertools.product(dtypes, widths, counts, SCORES):
             scores = replace(SCORES[name], scale=width**-0.5)
-            compiles = setting.size(
-                quick=0.0, cpu=0.0, gpu=COMPILE_SECONDS * (variant.kernel is FLASH_ATTN_4)
-            )
-            if not setting.time_for(f"{variant.label} {dtype} {width} {heads} {name}", compiles):
+            compiles = COMPILE_SECONDS * (variant.kernel is FLASH_ATTN_4)
+            label = f"{variant.label} {dtype} {width} {heads} {name}"
+            if not setting.time_for(label, gpu=compiles):
                 continue
+            case = (dtype, (*heads, width), name, scores)
             with variant.active() as kernel:
-                cases.append(
-                    one_case(variant, kernel, setting, (dtype, (*heads, width), name, scores))
-                )
+                cases.append(one_case(variant, kernel, setting, case))
         free(setting.device)
         setting.put(cases=cases)
     rows = [row for row in cases if "unsupported" not in row]
@@ -214,7 +209,7 @@ def run(setting: Setting) -> None:
         if "failed" not in row and all(b["passed"] for b in row["batches"].values())
     ]
     setting.put(cases=cases, compared=len(rows), passed=len(good))
-    if gpu and setting.time_for("tests/kernels/test_cuda_kernels.py", 20):
+    if gpu and setting.time_for("tests/kernels/test_cuda_kernels.py", gpu=20.0):
         setting.put(pytest=run_tests(setting.started + setting.seconds - time.monotonic()))
 
 
@@ -222,18 +217,8 @@ def run_tests(seconds: float) -> dict[str, Any]:
     """The package's own tests of the kernels, with the project's settings of pytest left aside:
     versions may differ.
     """
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "--maxfail=5",
-        "-p",
-        "no:cacheprovider",
-        "-c",
-        "/dev/null",
-    ]
-    command += ["--rootdir", str(TESTS.parents[2]), str(TESTS)]
+    options = "-m pytest -q --maxfail=5 -p no:cacheprovider -c /dev/null --rootdir"
+    command = [sys.executable, *options.split(), str(TESTS.parents[2]), str(TESTS)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     try:
         done = subprocess.run(
@@ -241,13 +226,7 @@ def run_tests(seconds: float) -> dict[str, Any]:
         )
     except subprocess.TimeoutExpired as error:
         output = error.stdout.decode() if isinstance(error.stdout, bytes) else str(error.stdout)
-        return {
-            "command": command,
-            "result": f"stopped after {seconds:.0f} s",
-            "output": output[-3000:],
-        }
-    return {
-        "command": command,
-        "result": done.returncode,
-        "output": done.stdout[-3000:] + done.stderr[-1000:],
-    }
+        result: Any = f"stopped after {seconds:.0f} s"
+    else:
+        result, output = done.returncode, done.stdout[-3000:] + done.stderr[-1000:]
+    return {"command": command, "result": result, "output": output[-4000:]}

@@ -27,10 +27,7 @@ from hf_distca.schedule.cost import AttentionShape, CostModel
 LAYERS, STEPS, TIMEOUT = 2, 3, 60.0
 # Whole layers, and in halves. Exchanges cost nothing in the cost model, so that small documents
 # move, too.
-MODES: dict[str, dict[str, Any]] = {
-    "balanced": {},
-    "ping-pong": {"ping_pong": True},
-}
+MODES: dict[str, dict[str, Any]] = {"balanced": {}, "ping-pong": {"ping_pong": True}}
 # Norm of the difference over norm: in float32 to sdpa; in half precision to float32, beside the
 # error of sdpa in that dtype.
 WIDE_BOUND, HALF_BOUND = 1e-4, 2.0
@@ -88,8 +85,6 @@ def one_dtype(setting: Setting, rank: int, dtype: torch.dtype, tokens: int) -> d
         AttentionShape(*heads, model.config.head_dim, model.config.head_dim, dtype.itemsize)
     )
     for mode, settings in MODES.items():
-        if bound := settings.get("max_transient_bytes"):
-            settings = {**settings, "max_transient_bytes": bound * tokens}
         hf_distca.configure(
             hf_distca.DistCAConfig(cost_model=cost, tile=32, timeout_seconds=TIMEOUT, **settings)
         )
@@ -186,7 +181,7 @@ def run(setting: Setting, started: dict[int, Ranks]) -> None:
         setting.put(world_of_one={"failed": f"{type(error).__name__}: {error}"[:500]})
     found: dict[str, Any] = {}
     for ranks, processes in started.items():
-        if not setting.time_for(f"{ranks} ranks", setting.size(quick=0.0, cpu=30.0, gpu=15.0)):
+        if not setting.time_for(f"{ranks} ranks", cpu=30.0, gpu=15.0):
             continue
         figures = processes.run(setting.left())
         rows = figures.get("dtypes", {})

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from transformers import (
-    LlamaConfig,
     LlamaForCausalLM,
     PrinterCallback,
     Trainer,
@@ -29,6 +28,7 @@ import hf_distca
 from gpu_ranks import Ranks
 from gpu_setting import Setting
 from hf_distca.schedule.cost import AttentionShape, CostModel
+from models import llama_config
 
 RANKS = 2
 # bfloat16 keeps 8 bits; losses of right runs differ by less over ten steps.
@@ -81,23 +81,10 @@ class Losses(TrainerCallback):
 
 
 def model_of(setting: Setting, attention: str) -> LlamaForCausalLM:
-    big = {
-        "hidden_size": 1024,
-        "intermediate_size": 2816,
-        "num_hidden_layers": 6,
-        "num_attention_heads": 8,
-    }
-    small = {
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-    }
-    sizes = setting.size(quick=small, cpu=small, gpu=big)
+    small = (64, 96, 2, 4)
+    hidden, wide, layers, heads = setting.size(quick=small, cpu=small, gpu=(1024, 2816, 6, 8))
     torch.manual_seed(0)
-    config = LlamaConfig(
-        **sizes, num_key_value_heads=2, vocab_size=4096, max_position_embeddings=2**16
-    )
+    config = llama_config((hidden, wide, layers), (heads, 2), 4096)
     return LlamaForCausalLM._from_config(config, attn_implementation=attention)  # noqa: SLF001
 
 

@@ -4,7 +4,7 @@ backward.
 
 from __future__ import annotations
 
-from typing import Any
+import itertools
 
 from gpu_setting import Setting
 from gpu_workloads import variants
@@ -21,14 +21,9 @@ SHAPES = {
 
 def run(setting: Setting) -> None:
     """Put rates of whole documents of all kernels first, then curves."""
-    rows: dict[str, list[Any]] = {"whole": [], "curves": []}
     shapes = SHAPES if setting.device.type == "cuda" else dict(list(SHAPES.items())[:1])
-    chosen = list(variants(setting, (FLASH_ATTN_4, CUDA)))
-    for variant in chosen:
-        for label, shape in shapes.items():
-            rows["whole"] += whole(setting, variant, label, shape)
-            setting.put(**rows)
-    for variant in chosen:
-        for label, shape in shapes.items():
-            rows["curves"].append(curve(setting, variant, label, shape))
-            setting.put(**rows)
+    cases = list(itertools.product(variants(setting, (FLASH_ATTN_4, CUDA)), shapes.items()))
+    for variant, (label, shape) in cases:
+        whole(setting, variant, label, shape)
+    for variant, (label, shape) in cases:
+        setting.add("curves", curve(setting, variant, label, shape))

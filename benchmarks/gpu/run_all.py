@@ -56,12 +56,11 @@ PARTS = {
     "emulator": Part(80, "kernel seconds of 8 and 64 ranks, before and after balancing"),
     "trainer": Part(120, "the Trainer on two ranks over NCCL with moved work, beside sdpa"),
     "first_script": Part(90, "README's script, dealt to two ranks over NCCL, beside one process"),
-    "kernels": Part(90, "rates of whole documents, slices, rebatched tasks, orders of tasks"),
+    "kernels": Part(90, "rates of whole documents, slices, rebatched tasks"),
     "memory": Part(25, "peak bytes at 64K tokens beside plain attention and the simulator"),
     "ranks": Part(60, "two and four ranks over NCCL beside sdpa"),
     "parity": Part(60, "kernels beside float32"),
     "faults": Part(60, "a rank that fails or is killed while the other one waits over NCCL"),
-    "blocks": Part(50, "attention of images in a document, and of a prompt that answers share"),
     "widths": Part(60, "rates of gpt-oss's and Gemma's heads, and of their short slices"),
     "curves": Part(330, "1.3 billion weights, 200 steps of 16K tokens: losses beside sdpa's"),
     "families": Part(60, "families of models in bfloat16 beside float32"),
@@ -88,6 +87,8 @@ def prepare(out: Path) -> dict[str, Any]:
             " --no-index --no-deps --target FOLDER *.whl` here, and add FOLDER to PYTHONPATH."
         )
     sys.path[:0] = [*map(str, (ROOT / "benchmarks").glob("*/")), str(ROOT / "src")]
+    from machine import describe
+
     # Compiled kernels of FlashAttention 4 are kept for the parts that follow.
     os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
     os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(out / "compiled"))
@@ -114,27 +115,11 @@ def prepare(out: Path) -> dict[str, Any]:
         importlib.import_module("hf_distca")
     except Exception as error:
         traceback.print_exc()
-        found = {name: _version(name) for name in NEEDED}
         sys.exit(
-            f"run_all.py cannot import hf_distca ({type(error).__name__}: {error}); versions here:"
-            f" {found}."
+            f"run_all.py cannot import hf_distca ({type(error).__name__}: {error}); this is here:"
+            f" {describe(*NEEDED)}."
         )
-    from machine import PACKAGES, describe
-
-    return {
-        **describe(),
-        **{
-            name: _version(name)
-            for name in (*PACKAGES, "greenlet", "flash-attn", "flash-attn-4", "trl")
-        },
-    }
-
-
-def _version(name: str) -> str:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return "not installed"
+    return describe("greenlet", "flash-attn", "flash-attn-4", "trl")
 
 
 def gpu() -> dict[str, Any]:

@@ -12,16 +12,12 @@ the same tokens.
 
 from __future__ import annotations
 
-import argparse
-import statistics
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import masking_utils as masks
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
@@ -30,8 +26,8 @@ sys.path.extend(map(str, Path(__file__).resolve().parents[1].glob("*/")))
 
 import hf_distca
 from hf_distca.integration.hooks.attention import distca_attention
-from machine import describe
-from output import add_json_option, put_out
+from processes import medians
+from script import add_option, make_parser, print_table, put_out
 
 HEADS, KEY_HEADS, WIDTH = 8, 2, 64
 
@@ -78,31 +74,29 @@ def measure(tokens: int, turns: int) -> dict[str, Any]:
                 query, key, value, seen[None, None], enable_gqa=True
             ).sum().backward()
             seconds.setdefault(f"{form}, sdpa", []).append(time.process_time() - begin)
-    medians = {name: statistics.median(values) for name, values in seconds.items()}
+    middle = medians(seconds)
     forms = []
     for form in functions:
-        ours, dense = medians[f"{form}, layer"], medians[f"{form}, sdpa"]
-        ratios = {"to causal": ours / medians["causal, layer"], "sdpa to ours": dense / ours}
-        first = medians[f"{form}, first layer"]
+        ours, dense = middle[f"{form}, layer"], middle[f"{form}, sdpa"]
+        ratios = {"to causal": ours / middle["causal, layer"], "sdpa to ours": dense / ours}
+        first = middle[f"{form}, first layer"]
         forms.append({"form": form, "first": first, "layer": ours, "sdpa": dense, **ratios})
-    return {"machine": describe(), "tokens": tokens, "turns": turns, "forms": forms}
+    return {"forms": forms}
 
 
 def show(found: dict[str, Any]) -> None:
-    table = Table("form", "first layer, s", "layer, s", "sdpa, s", "to causal", "sdpa to ours")
-    for row in found["forms"]:
-        names = ("first", "layer", "sdpa", "to causal", "sdpa to ours")
-        table.add_row(row["form"], *(f"{row[name]:.2f}" for name in names))
-    Console().print(table)
+    names = "first", "layer", "sdpa", "to causal", "sdpa to ours"
+    rows = ((row["form"], *(f"{row[name]:.2f}" for name in names)) for row in found["forms"])
+    columns = "form", "first layer, s", "layer, s", "sdpa, s", "to causal", "sdpa to ours"
+    print_table("", columns, rows)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--tokens", type=int, default=4096)
-    parser.add_argument("--turns", type=int, default=5)
-    add_json_option(parser)
+    parser = make_parser(__doc__)
+    add_option(parser, "--tokens", 4096, "of the document")
+    add_option(parser, "--turns", 5, "of each form")
     arguments = parser.parse_args()
-    put_out(measure(arguments.tokens, arguments.turns), arguments.json, show)
+    put_out(arguments, measure(arguments.tokens, arguments.turns), show)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ have are used here, so that they can be measured by the same script: `host_time.
 
 from __future__ import annotations
 
-import argparse
 import cProfile
 import json
 import os
@@ -26,13 +25,14 @@ from typing import Any
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import AttentionInterface, AttentionMaskInterface, LlamaConfig, LlamaModel
+from transformers import AttentionInterface, AttentionMaskInterface, LlamaModel
 
 sys.path.extend(map(str, Path(__file__).resolve().parents[1].glob("*/")))
 
 import hf_distca
 from hf_distca.agreement.documents import PackedDocuments
-from output import add_json_option, put_out
+from models import llama_config
+from script import add_option, make_parser, put_out
 
 HERE = Path(__file__).resolve()
 TOKENS = 64  # few, so that kernels take next to nothing; one for each document at least
@@ -56,16 +56,8 @@ AttentionMaskInterface.register("bare", lambda **_: None)
 
 def step_of(attention_name: str, layers: int, documents: int) -> Callable[[], None]:
     """Forward and backward of a Llama with so many layers, on documents of equal length."""
-    shape = {
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "hidden_size": 64,
-        "intermediate_size": 64,
-        "vocab_size": 8,
-    }
-    model = LlamaModel(
-        LlamaConfig(**shape, num_hidden_layers=layers, attn_implementation=attention_name)
-    ).train()
+    config = llama_config((64, 64, layers), (4, 2), 8, attn_implementation=attention_name)
+    model = LlamaModel(config).train()
     lengths = (max(TOKENS // documents, 1),) * documents
     positions = torch.cat([torch.arange(length) for length in lengths])[None]
     batch: dict[str, Any] = {
@@ -140,17 +132,8 @@ def compare(before: Path, documents: list[int], rounds: int) -> dict[str, dict[s
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--documents",
-        type=int,
-        nargs="+",
-        default=[1, 8],
-        help="documents in 64 tokens (default: 1 8)",
-    )
-    add_json_option(parser)
+    parser = make_parser(__doc__)
+    add_option(parser, "--documents", [1, 8], "documents in 64 tokens")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     hf_distca.configure()
@@ -159,7 +142,7 @@ def main() -> None:
         name: {str(n): measure(figure, n) for n in arguments.documents}
         for name, figure in figures.items()
     }
-    put_out(result, arguments.json, lambda found: print(json.dumps(found, indent=1)))
+    put_out(arguments, result, lambda found: print(json.dumps(found, indent=1)))
 
 
 if __name__ == "__main__":

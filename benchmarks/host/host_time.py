@@ -41,15 +41,13 @@ import math
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from rich.console import Console
-from rich.table import Table
 from torch.nn import functional
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, LlamaConfig
@@ -79,19 +77,14 @@ from hf_distca.runtime.group import AttentionGroup
 from hf_distca.runtime.meter import Meter
 from hf_distca.runtime.route import Route
 from hf_distca.schedule.balance import balance
-from hf_distca.schedule.cost import AttentionShape, CostModel
 from hf_distca.schedule.layout import Layout
 from hf_distca.schedule.plan import Plan
 from hf_distca.schedule.ranks import UNIFORM_RANKS
 from host_calls import compare, measure_calls
-from machine import describe
-from options import add_option
-from output import add_json_option, put_out
+from placed import CUDA as COST
+from placed import LLAMA_3_8B
+from script import add_option, make_parser, print_table, put_out
 
-LLAMA_8B = AttentionShape(
-    query_heads=32, key_value_heads=8, head_dim=128, value_head_dim=128, element_bytes=2
-)
-COST = CostModel.make_analytic(LLAMA_8B, device_type="cuda")
 CPU = torch.device("cpu")
 WIDTH = 1  # of the only head, in bfloat16
 # The layer of a small Llama on one rank.
@@ -212,7 +205,7 @@ def layers(ranks: int, arguments: argparse.Namespace, kind: str) -> dict[str, An
 
 def planning(ranks: int, arguments: argparse.Namespace) -> dict[str, float]:
     """Milliseconds of each step, and of all."""
-    config, key = DistCAConfig(), PlanKey(LLAMA_8B, "cuda")
+    config, key = DistCAConfig(), PlanKey(LLAMA_3_8B, "cuda")
     facts, group = collect_shared_settings(config, (COST,)), AttentionGroup(tuple(range(ranks)))
     rows = []
     for lengths in documents(ranks, arguments.tokens, "long tail"):
@@ -370,85 +363,43 @@ def in_rounds(runs: dict[str, Callable[[], object]], repeats: int) -> dict[str, 
 
 
 def show(result: dict[str, Any]) -> None:
-    console = Console(width=140)
-    for title, rows in result.items():
+    for title, found in result.items():
         if title in ("machine", "setting"):
             continue
-        table = Table(title=title)
-        table.add_column("")
-        for name in next(iter(rows.values())):
-            table.add_column(name, justify="right")
-        for name, row in rows.items():
-            table.add_row(
-                name,
-                *(f"{value:.2f}" if "ms" in title else f"{value:.0f}" for value in row.values()),
-            )
-        console.print(table)
-
-
-def by_number(
-    numbers: Iterable[int], of: Callable[[int], dict[str, float]]
-) -> dict[str, dict[str, float]]:
-    return {str(number): of(number) for number in numbers}
+        form = ".2f" if "ms" in title else ".0f"
+        rows = (
+            (name, *(format(value, form) for value in row.values())) for name, row in found.items()
+        )
+        print_table(title, ("", *next(iter(found.values()))), rows)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--ranks",
-        type=int,
-        nargs="+",
-        default=[64, 512, 4096],
-        help="numbers of ranks (default: 64 512 4096)",
-    )
+    parser = make_parser(__doc__)
+    add_option(parser, "--ranks", [64, 512, 4096], "numbers of ranks")
     add_option(parser, "--tokens", 65536, "tokens a rank")
     add_option(parser, "--sample", 15, "typical ranks that are measured")
     add_option(parser, "--repeats", 20, "of each measurement; the median counts")
-    parser.add_argument(
-        "--documents",
-        type=int,
-        nargs="+",
-        default=[1, 8, 64, 512],
-        help="documents of the layer on one rank",
-    )
-    parser.add_argument(
-        "--before",
-        type=Path,
-        metavar="FOLDER",
-        help="checkout of an earlier commit, to be measured beside this",
-    )
+    add_option(parser, "--documents", [1, 8, 64, 512], "documents of the layer on one rank")
     add_option(parser, "--tokens-alone", 512, "tokens of the layer on one rank")
-    add_json_option(parser)
-    arguments = parser.parse_args()
+    text = "checkout of an earlier commit, to be measured as well"
+    parser.add_argument("--before", type=Path, metavar="FOLDER", help=text)
+    given = parser.parse_args()
     torch.set_num_threads(1)
     session = Switch(DistCAConfig())
-    by = partial(by_number, arguments.ranks)
     result: dict[str, Any] = {
-        "machine": describe(),
-        "setting": {
-            "threads": 1,
-            **{
-                name: value
-                for name, value in vars(arguments).items()
-                if name not in ("json", "before")
-            },
+        "alone, us": {
+            str(n): alone(n, given.tokens_alone, given.repeats, session) for n in given.documents
         },
-        "alone, us": by_number(
-            arguments.documents,
-            lambda n: alone(n, arguments.tokens_alone, arguments.repeats, session),
-        ),
-        "calls": by_number(arguments.documents, measure_calls),
-        "planning, ms": by(lambda ranks: planning(ranks, arguments)),
-        "layers, ms": by(lambda ranks: layers(ranks, arguments, "long tail")),
-        "layers of one by one, ms": by(lambda ranks: layers(ranks, arguments, "one by one")),
+        "calls": {str(n): measure_calls(n) for n in given.documents},
+        "planning, ms": {str(n): planning(n, given) for n in given.ranks},
+        "layers, ms": {str(n): layers(n, given, "long tail") for n in given.ranks},
+        "layers of one by one, ms": {str(n): layers(n, given, "one by one") for n in given.ranks},
     }
-    if arguments.before:
+    if given.before:
         result["calls and us, before and after"] = compare(
-            arguments.before, arguments.documents, min(5, arguments.repeats)
+            given.before, given.documents, min(5, given.repeats)
         )
-    put_out(result, arguments.json, show)
+    put_out(given, result, show)
 
 
 if __name__ == "__main__":

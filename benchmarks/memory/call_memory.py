@@ -15,18 +15,14 @@ of a run have it. Later ones follow what was measured.
 from __future__ import annotations
 
 import argparse
-import statistics
 import sys
 import time
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from rich.console import Console
-from rich.table import Table
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -34,7 +30,8 @@ from torch.utils._pytree import tree_leaves
 sys.path.extend(map(str, Path(__file__).resolve().parents[1].glob("*/")))
 
 from hf_distca.config import DistCAConfig
-from hf_distca.kernels import KernelRequest, ScoreOptions, select_kernel
+from hf_distca.kernels import ScoreOptions
+from hf_distca.kernels.cpu import CpuKernel
 from hf_distca.runtime.call import AttentionServer, Inputs, LayerExchange
 from hf_distca.runtime.core_attention import compute_core_attention
 from hf_distca.runtime.group import AttentionGroup
@@ -44,10 +41,8 @@ from hf_distca.schedule.balance import balance
 from hf_distca.schedule.cost import AttentionShape, CostModel
 from hf_distca.schedule.layout import Layout
 from hf_distca.schedule.load import compute_imbalance
-from machine import describe
-from options import add_option
-from output import add_json_option, put_out
-from processes import in_turns, on_ranks, rounds, setting_of
+from processes import add_rounds, gather, medians, on_ranks, take_turns
+from script import add_option, make_parser, print_table, put_out
 from timed_kernels import timed_kernels
 
 DIM = 64
@@ -77,38 +72,9 @@ class LiveBytes(TorchDispatchMode):
             )
         self.peak = max(self.peak, self.alive())
 
-    def forget_peak(self) -> None:
-        self.peak = 0
-
     def alive(self) -> int:
         self.known = {key: entry for key, entry in self.known.items() if not entry[0].expired()}
         return sum(size for _, size in self.known.values())
-
-
-class CudaBytes(AbstractContextManager["CudaBytes"]):
-    """The same of a GPU, by torch's allocator: bytes beyond those that lived at the start."""
-
-    def __enter__(self) -> CudaBytes:
-        torch.cuda.synchronize()
-        self.before = torch.cuda.memory_allocated()
-        self.forget_peak()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        torch.cuda.synchronize()
-
-    @property
-    def peak(self) -> int:
-        torch.cuda.synchronize()
-        return torch.cuda.max_memory_allocated() - self.before
-
-    def forget_peak(self) -> None:
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-
-    def alive(self) -> int:
-        torch.cuda.synchronize()
-        return torch.cuda.memory_allocated() - self.before
 
 
 def lengths_of(ranks: int, tokens: int) -> list[list[int]]:
@@ -126,26 +92,19 @@ class Layer:
         balanced: bool,
         bound: int | None,
     ) -> None:
-        self.device = torch.device(arguments.device)
-        dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
-        self.shape = AttentionShape(
-            arguments.heads, max(arguments.heads // 2, 1), DIM, DIM, dtype.itemsize
-        )
-        self.cost = CostModel.make_analytic(self.shape, device_type=self.device.type)
+        heads = (arguments.heads, max(arguments.heads // 2, 1))
+        self.cost = CostModel.make_analytic(AttentionShape(*heads, DIM, DIM, 4), device_type="cpu")
         config = DistCAConfig(balance=balanced, max_transient_bytes=bound)
         plan = balance(
             Layout.from_lengths(lengths_of(group.size, arguments.tokens)), self.cost, config
         )
         self.route, self.group = Route.build(plan, rank), group
         scores, self.meter = ScoreOptions(DIM**-0.5), Meter()
-        kernel = select_kernel("auto", KernelRequest(self.device, dtype, DIM, DIM, scores))
-        self.server = AttentionServer(kernel, scores, self.meter)
-        heads = (self.shape.query_heads, self.shape.key_value_heads, self.shape.key_value_heads)
-        like = {"dtype": dtype, "device": self.device}
+        self.server = AttentionServer(CpuKernel(), scores, self.meter)
         self.leaves = [
-            torch.randn(arguments.tokens, n, DIM, **like).requires_grad_() for n in heads
+            torch.randn(arguments.tokens, n, DIM, requires_grad=True) for n in (*heads, heads[1])
         ]
-        self.gradient = torch.randn(arguments.tokens, self.shape.query_heads, DIM, **like)
+        self.gradient = torch.randn(arguments.tokens, heads[0], DIM)
 
     def call(self) -> torch.Tensor:
         return compute_core_attention(
@@ -155,12 +114,12 @@ class Layer:
     def counted(self) -> dict[str, float]:
         """Bytes, of a call whose tensors are counted."""
         dist.barrier()
-        live = CudaBytes() if self.device.type == "cuda" else LiveBytes()
+        live = LiveBytes()
         with live:
             out = self.call()
             time.sleep(0.05)  # gloo's thread holds the last message for a moment
             kept, peak = live.alive(), live.peak
-            live.forget_peak()
+            live.peak = 0
             grads = torch.autograd.grad(out, self.leaves, self.gradient, retain_graph=True)
             dist.barrier()
             transient = max(peak - kept, live.peak - kept - sum(grad.nbytes for grad in grads))
@@ -187,34 +146,19 @@ def measure(rank: int, ranks: int, arguments: argparse.Namespace) -> dict[str, A
     layers = {mode: Layer(rank, group, arguments, *wanted) for mode, wanted in modes.items()}
     result: dict[str, Any] = {}
     for mode, layer in layers.items():
-        rows: list[Any] = [None] * ranks
-        dist.all_gather_object(rows, layer.counted())
-        result[mode] = {name: [row[name] for row in rows] for name in rows[0]}
-        result[mode]["kept_imbalance"] = compute_imbalance(
-            np.array(result[mode]["kept"], dtype=np.float64)
-        )
-    seconds: dict[str, list[float]] = {mode: [] for mode in modes}
-    for round_ in rounds(rank, arguments.rounds):
-        for mode in in_turns(layers, round_):
-            seconds[mode].append(layers[mode].seconds())
+        rows = gather(layer.counted())
+        found = {name: [row[name] for row in rows] for name in rows[0]}
+        uneven = compute_imbalance(np.array(found["kept"], dtype=np.float64))
+        result[mode] = found | {"kept_imbalance": uneven}
+    seconds = take_turns(layers, lambda mode: layers[mode].seconds(), rank, arguments.rounds)
+    middle = medians(seconds)
     for mode, taken in seconds.items():
-        result[mode]["seconds"] = taken
-        result[mode]["median_seconds"] = statistics.median(taken) if taken else None
+        result[mode] |= {"seconds": taken, "median_seconds": middle.get(mode)}
     return result
 
 
 def show(result: dict[str, Any]) -> None:
-    table = Table(title=f"MiB a rank, {result['setting']['tokens']} tokens a rank")
-    for column in (
-        "ranks",
-        "mode",
-        "kept",
-        "max/mean",
-        "transient",
-        "MiB sent",
-        "seconds",
-    ):
-        table.add_column(column)
+    rows = []
     for ranks, modes in result["ranks"].items():
         for mode, row in modes.items():
             kept, transient = (
@@ -223,45 +167,24 @@ def show(result: dict[str, Any]) -> None:
             )
             seconds = "" if row["median_seconds"] is None else f"{row['median_seconds']:.2f}"
             sent = f"{sum(row['sent']) / 2**20:.0f}"
-            table.add_row(
-                ranks,
-                mode,
-                kept,
-                f"{row['kept_imbalance']:.3f}",
-                transient,
-                sent,
-                seconds,
+            rows.append(
+                (ranks, mode, kept, f"{row['kept_imbalance']:.3f}", transient, sent, seconds)
             )
-    Console(width=130).print(table)
+    columns = "ranks", "mode", "kept", "max/mean", "transient", "MiB sent", "seconds"
+    title = f"MiB a rank, {result['setting']['tokens']} tokens a rank"
+    print_table(title, columns, rows, texts=7)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = make_parser(__doc__)
     add_option(parser, "--tokens", 16384, "tokens a rank")
     add_option(parser, "--heads", 4, "query heads of 64; half as many key/value heads")
-    parser.add_argument(
-        "--ranks", type=int, nargs="+", default=[2, 4], help="numbers of ranks (default: 2 4)"
-    )
-    parser.add_argument(
-        "--bounds",
-        type=int,
-        nargs="*",
-        default=[4, 16, 64],
-        metavar="MiB",
-        help="max_transient_bytes, in MiB",
-    )
-    add_option(parser, "--rounds", 3, "timed calls of each mode; 0 to count only")
-    parser.set_defaults(device="cpu")
-    add_json_option(parser)
+    add_option(parser, "--ranks", [2, 4], "numbers of ranks")
+    add_option(parser, "--bounds", [4, 16, 64], "max_transient_bytes, in MiB")
+    add_rounds(parser, 3)
     arguments = parser.parse_args()
-    result: dict[str, Any] = {
-        "machine": describe(),
-        "setting": setting_of(arguments, dtype="float32"),
-        "ranks": {},
-    }
-    for ranks in arguments.ranks:
-        result["ranks"][str(ranks)] = on_ranks(measure, ranks, arguments)
-    put_out(result, arguments.json, show)
+    found = {str(ranks): on_ranks(measure, ranks, arguments) for ranks in arguments.ranks}
+    put_out(arguments, {"ranks": found}, show, dtype="float32")
 
 
 if __name__ == "__main__":

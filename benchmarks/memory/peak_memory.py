@@ -30,22 +30,20 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from rich.console import Console
-from rich.table import Table
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.profiler import ProfilerActivity, profile
-from transformers import LlamaConfig, LlamaForCausalLM, modeling_utils
+from transformers import LlamaForCausalLM, modeling_utils
 
 sys.path.extend(map(str, Path(__file__).resolve().parents[1].glob("*/")))
 
 import hf_distca
-from dealt_step_time import share_of
+from batches import share_of
 from hf_distca.agreement.dealt_share import Dealing
 from hf_distca.integration.layer_kinds import list_layer_keys, make_initial_cost
 from hf_distca.schedule.cost import CostModel
-from machine import describe
-from output import add_json_option, put_out
-from processes import on_ranks, setting_of
+from models import llama_config
+from processes import gather, on_ranks
+from script import add_option, make_parser, print_table, put_out
 from simulator.hardware import find_hardware
 from simulator.model_shape import ModelShape
 from simulator.predict import predict_step
@@ -102,30 +100,17 @@ class Case:
         )
 
 
+_CHUNKED: dict[str, Any] = {"checkpointing": True, "chunked": True}
+_OFFLOADED = _CHUNKED | {"offload": True}
 CASES = (
     Case("one rank", 1, 1024),
     Case("one rank, checkpointing", 1, 2048, checkpointing=True),
     Case("FSDP2", 2, 1024),
     Case("FSDP2, checkpointing", 2, 1024, checkpointing=True),
-    Case("FSDP2, checkpointing, chunked loss", 2, 2048, checkpointing=True, chunked=True),
-    Case(
-        "FSDP2, offloaded checkpoints, chunked loss",
-        2,
-        2048,
-        checkpointing=True,
-        chunked=True,
-        offload=True,
-    ),
-    Case("the same, half as long again", 2, 3072, checkpointing=True, chunked=True, offload=True),
-    Case(
-        "the same in mixed precision",
-        2,
-        2048,
-        checkpointing=True,
-        chunked=True,
-        offload=True,
-        mixed=True,
-    ),
+    Case("FSDP2, checkpointing, chunked loss", 2, 2048, **_CHUNKED),
+    Case("FSDP2, offloaded checkpoints, chunked loss", 2, 2048, **_OFFLOADED),
+    Case("the same, half as long again", 2, 3072, **_OFFLOADED),
+    Case("the same in mixed precision", 2, 2048, **_OFFLOADED, mixed=True),
     Case("little but attention", 2, 2048, checkpointing=True, narrow=True),
 )
 
@@ -184,13 +169,11 @@ def train(case: Case, rank: int, host: Host) -> None:
     """Two steps: gradients, and the optimizer's state since the first, are there as in any later
     step.
     """
-    config = LlamaConfig(
-        hidden_size=case.shape.hidden,
-        intermediate_size=case.shape.feed_forward,
-        num_hidden_layers=case.shape.layers,
-        num_attention_heads=case.shape.query_heads,
-        num_key_value_heads=case.shape.key_value_heads,
-        vocab_size=case.shape.vocabulary,
+    shape = case.shape
+    config = llama_config(
+        (shape.hidden, shape.feed_forward, shape.layers),
+        (shape.query_heads, shape.key_value_heads),
+        shape.vocabulary,
         attn_implementation="distca",
     )
     model = LlamaForCausalLM(config).train()
@@ -215,13 +198,9 @@ def train(case: Case, rank: int, host: Host) -> None:
             fully_shard(module, mp_policy=policy)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     length = case.ranks * case.tokens
-    documents = [torch.arange(length) % case.shape.vocabulary]
-    share = share_of(
-        documents,
-        Dealing(case.ranks, case.tokens, costs, settings).make_share(
-            np.array([length]), (0, 0), rank
-        ),
-    )
+    documents = [torch.arange(length) % shape.vocabulary]
+    dealing = Dealing(case.ranks, case.tokens, costs, settings)
+    share = share_of(documents, dealing.make_share(np.array([length]), (0, 0), rank))
     chunked = {"fused_lm_head": True} if case.chunked else {}
     for _ in range(2):
         model(**share, **chunked, use_cache=False, num_items_in_batch=length).loss.backward()
@@ -252,8 +231,7 @@ def measure(rank: int, ranks: int, arguments: argparse.Namespace) -> dict[str, f
         settle(name)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         train(arguments.case, rank, host)
-    peaks: list[Any] = [None] * ranks
-    dist.all_gather_object(peaks, (max(allocated(profiled)), host.most))
+    peaks = gather((max(allocated(profiled)), host.most))
     device, moved = (float(max(values)) for values in zip(*peaks, strict=True))
     return {"device": device, "host": moved}
 
@@ -267,7 +245,7 @@ def predicted(case: Case) -> dict[str, Any]:
     return {"device": step.peak_bytes, "host": step.memory.host, "terms": asdict(step.memory)}
 
 
-def compared(case: Case) -> dict[str, Any]:
+def compare(case: Case) -> dict[str, Any]:
     """Measured and predicted figures of a case."""
     measured = on_ranks(measure, case.ranks, argparse.Namespace(case=case))
     expected = predicted(case)
@@ -280,51 +258,24 @@ def compared(case: Case) -> dict[str, Any]:
 
 
 def show(result: dict[str, Any]) -> None:
-    table = Table(title="MB of the fullest rank")
-    for column in (
-        "case",
-        "ranks",
-        "tokens a rank",
-        "measured",
-        "predicted",
-        "ratio",
-        "host measured",
-        "host predicted",
-    ):
-        table.add_column(column)
+    rows = []
     for row in result["cases"]:
         case, sides = row["case"], (row["measured"], row["predicted"])
         device, host = (
             [f"{side[name] / 1e6:.1f}" for side in sides] for name in ("device", "host")
         )
-        table.add_row(
-            case["name"],
-            str(case["ranks"]),
-            str(case["tokens"]),
-            *device,
-            f"{row['ratio']:.3f}",
-            *host,
-        )
-    Console(width=130).print(table)
+        sizes = str(case["ranks"]), str(case["tokens"])
+        rows.append((case["name"], *sizes, *device, f"{row['ratio']:.3f}", *host))
+    columns = ["case", "ranks", "tokens a rank", "measured", "predicted", "ratio"]
+    print_table("MB of the fullest rank", [*columns, "host measured", "host predicted"], rows)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--cases",
-        type=int,
-        nargs="+",
-        default=list(range(len(CASES))),
-        help="numbers of cases, from 0",
-    )
-    add_json_option(parser)
+    parser = make_parser(__doc__)
+    add_option(parser, "--cases", list(range(len(CASES))), "numbers of cases, from 0")
     arguments = parser.parse_args()
-    cases = [compared(CASES[number]) for number in arguments.cases]
-    put_out(
-        {"machine": describe(), "setting": setting_of(arguments), "cases": cases},
-        arguments.json,
-        show,
-    )
+    cases = [compare(CASES[number]) for number in arguments.cases]
+    put_out(arguments, {"cases": cases}, show)
 
 
 if __name__ == "__main__":

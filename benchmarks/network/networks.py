@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import os
 import statistics
 import subprocess
@@ -34,24 +33,29 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import torch.distributed as dist
-from rich.console import Console
-from rich.table import Table
 
 sys.path.extend(map(str, Path(__file__).resolve().parents[1].glob("*/")))
 
 import hf_distca
-from dealt_step_time import share_of
+from batches import share_of
 from hf_distca.agreement.dealt_share import Dealing
 from hf_distca.integration.current_session import current_session
 from hf_distca.integration.layer_kinds import list_layer_keys, make_initial_cost
-from hf_distca.schedule.cost import AttentionShape, CostModel, KernelCost
+from hf_distca.schedule.cost import CostModel
 from hf_distca.tools.cli.lengths import open_documents
-from machine import describe
+from models import model_of
 from nodes import CABLE, inside, set_rate, two_nodes
-from output import add_json_option, put_out
-from processes import add_model_options, in_turns, rounds, setting_of
-from step_time import model_of
-from timed_kernels import timed_kernels
+from processes import (
+    add_model_options,
+    add_rounds,
+    be_rank,
+    in_turns,
+    median_ratio,
+    read_result,
+    rounds,
+)
+from script import add_option, make_parser, print_table, put_out
+from timed_kernels import make_slower, timed_kernels
 
 RANKS, PER_NODE = 4, 2
 INSIDE = 1e9  # bytes per second of a rank inside its node that plans count on
@@ -83,14 +87,7 @@ WAYS = {
 
 def cost_of(heads: int, slower: float, cable: float, *, nodes: bool) -> CostModel:
     """The figures of a slow CPU, in float32, with a cable of so many bytes per second."""
-    shape = AttentionShape(heads, max(heads // 2, 1), 64, 64, 4)
-    model = CostModel.make_analytic(shape, device_type="cpu")
-    forward, backward = (
-        KernelCost(one.task_seconds, one.bytes_per_second, one.flops_per_second / slower)
-        for one in (model.forward, model.backward)
-    )
-    model = replace(model, forward=forward, backward=backward)
-    model = replace(model, exchange_bytes_per_second=cable / PER_NODE)
+    model = replace(make_slower(heads, flop=slower), exchange_bytes_per_second=cable / PER_NODE)
     return replace(model, node_bytes_per_second=INSIDE, ranks_per_link=PER_NODE) if nodes else model
 
 
@@ -156,9 +153,9 @@ class Steps:
         return seconds, float(sent), float(total), gradient
 
 
-def measure(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The figures of all ways, on each rank the same."""
-    rank, timed = dist.get_rank(), arguments.kernel == "timed"
+def measure(rank: int, ranks: int, arguments: argparse.Namespace) -> dict[str, Any]:
+    """The figures of all ways."""
+    timed = arguments.kernel == "timed"
     steps, keys = Steps(arguments, rank), list(itertools.product(arguments.rates, WAYS))
 
     def step(key: Key, number: int = 0, timed: bool = False) -> Step:
@@ -173,11 +170,8 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
             for name in in_turns(WAYS, round_):
                 done = [step((rate, name), n, timed)[:2] for n in range(arguments.batches)]
                 taken[rate, name].append(np.mean(done, axis=0).tolist())
-    more = {"ranks": RANKS, "per_node": PER_NODE, "inside": INSIDE, "hidden": HIDDEN}
     documents = [batch.tolist() for batch in steps.batches]
-    setting = setting_of(arguments, documents_of_batches=documents, **more)
-    del setting["folder"], setting["nodes"]  # of this run alone
-    return {"machine": describe(), "setting": setting, "rates": figures(taken, exact)}
+    return {"documents_of_batches": documents, "rates": figures(taken, exact)}
 
 
 def figures(taken: dict[Key, list[Any]], exact: dict[Key, Any]) -> dict[str, dict[str, Any]]:
@@ -188,36 +182,20 @@ def figures(taken: dict[Key, list[Any]], exact: dict[Key, Any]) -> dict[str, dic
         exact: loss and gradient of a step whose kernels compute.
     """
     rows: dict[str, dict[str, Any]] = {}
-
-    def ratio(rate: float, name: str, other: str) -> float:
-        pairs = zip(taken[rate, name], taken[rate, other], strict=True)
-        return statistics.median(after / before for (after, _), (before, _) in pairs)
-
+    seconds = {key: [one for one, _ in done] for key, done in taken.items()}
     for (rate, name), done in taken.items():
         (loss, gradient), (plain_loss, plain) = exact[rate, name], exact[rate, UNBALANCED]
-        seconds = [one for one, _ in done]
+        one_level = name.replace("nodes first", "one level")
         rows.setdefault(f"{rate:g}", {})[name] = {
-            "seconds": seconds,
-            "median_seconds": statistics.median(seconds),
+            "seconds": seconds[rate, name],
+            "median_seconds": statistics.median(seconds[rate, name]),
             "megabytes_between": statistics.median(sent for _, sent in done),
-            "to_unbalanced": ratio(rate, name, UNBALANCED),
-            "to_one_level": ratio(rate, name, name.replace("nodes first", "one level")),
+            "to_unbalanced": median_ratio(seconds[rate, name], seconds[rate, UNBALANCED]),
+            "to_one_level": median_ratio(seconds[rate, name], seconds[rate, one_level]),
             "loss_difference": abs(loss - plain_loss) / plain_loss,
             "gradient_difference": float((gradient - plain).abs().max() / plain.abs().max()),
         }
     return rows
-
-
-def work(arguments: argparse.Namespace) -> None:
-    """Be a rank."""
-    torch.set_num_threads(1)
-    rank, store = int(os.environ["RANK"]), dist.FileStore(str(arguments.folder / "store"), RANKS)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
-    result = measure(arguments)
-    if rank == 0:
-        (arguments.folder / "result.json").write_text(json.dumps(result))
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 def on_nodes(words: list[str]) -> dict[str, Any]:
@@ -235,47 +213,43 @@ def on_nodes(words: list[str]) -> dict[str, Any]:
         ended = [process.wait() for process in running]
         if any(ended):
             raise SystemExit(f"ranks ended with {ended}: see above.")
-        found: dict[str, Any] = json.loads(Path(folder, "result.json").read_text())
+        found: dict[str, Any] = read_result(Path(folder))
         return found
 
 
 def show(result: dict[str, Any]) -> None:
-    table = Table(title="a step on two nodes of two ranks")
     names = "seconds", "to unbalanced", "to one level", "MB between nodes", "gradients differ by"
-    for name in ("MB/s between", "way", *names):
-        table.add_column(name, justify="left" if name == "way" else "right")
+    rows = []
     for rate, ways in result["rates"].items():
         for name, row in ways.items():
             to_one_level = f"{row['to_one_level']:.3f}" if WAYS[name].nodes else ""
             ratios = f"{row['to_unbalanced']:.3f}", to_one_level
             rest = f"{row['megabytes_between']:.1f}", f"{row['gradient_difference']:.1g}"
-            table.add_row(rate, name, f"{row['median_seconds']:.2f}", *ratios, *rest)
-    Console(width=130).print(table)
+            rows.append((name, rate, f"{row['median_seconds']:.2f}", *ratios, *rest))
+    print_table("a step on two nodes of two ranks", ("way", "MB/s between", *names), rows)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="A step on two nodes with a slow cable.")
+    parser = make_parser(__doc__)
     add_model_options(parser, tokens=2048, layers=2, heads=8)
-    add, default = parser.add_argument, "(default: %(default)s)"
-    rates, slower = [20, 40, 80], "times the built-in figures of a CPU that a kernel takes"
-    add("--rates", type=float, nargs="+", default=rates, metavar="MB/s", help="of the cable")
-    add("--documents", default="prolong", help=f"distribution to draw batches from {default}")
-    add("--batches", type=int, default=3, help=f"batches of a round {default}")
-    add("--kernel", choices=["timed", "real"], default="timed", help=f"see above {default}")
-    add("--slower", type=float, default=10, help=f"{slower} {default}")
-    add("--ping-pong", action="store_true", help="layers in two nano-batches")
-    add_json_option(parser)
-    add("--folder", type=Path, help=argparse.SUPPRESS)  # for ranks
-    add("--nodes", nargs=2, help=argparse.SUPPRESS)
+    add_rounds(parser)
+    add_option(parser, "--rates", [20.0, 40.0, 80.0], "MB/s of the cable")
+    add_option(parser, "--documents", "prolong", "distribution to draw batches from")
+    add_option(parser, "--batches", 3, "batches of a round")
+    parser.add_argument("--kernel", choices=["timed", "real"], default="timed", help="see above")
+    add_option(parser, "--slower", 10.0, "times the built-in figures of a CPU that a kernel takes")
+    parser.add_argument("--ping-pong", action="store_true", help="layers in two nano-batches")
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)  # for ranks
+    parser.add_argument("--nodes", nargs=2, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.folder:
-        work(arguments)
+        be_rank(int(os.environ["RANK"]), measure, RANKS, arguments, arguments.folder)
         return
     try:
         result = on_nodes(sys.argv[1:])
     except RuntimeError as error:
         parser.error(str(error))
-    put_out(result, arguments.json, show)
+    put_out(arguments, result, show, ranks=RANKS, per_node=PER_NODE, inside=INSIDE, hidden=HIDDEN)
 
 
 if __name__ == "__main__":

@@ -19,26 +19,25 @@ placement are one context-parallel group.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.console import Console
-from rich.table import Table
 
 sys.path.extend(map(str, Path(__file__).resolve().parents[1].glob("*/")))
 
-from deal import CUDA, LLAMA_3_8B, SERIAL, lengths_of
+from hf_distca.config import DistCAConfig
 from hf_distca.schedule.balance import balance
 from hf_distca.schedule.deal import deal
 from hf_distca.schedule.load import PlanLoad
 from hf_distca.schedule.placement import read_placement
 from hf_distca.schedule.plan import Plan
-from machine import describe
-from output import add_json_option, put_out
+from placed import CUDA, LLAMA_3_8B, lengths_of
+from script import make_parser, print_table, put_out
+
+SERIAL = DistCAConfig()
 
 
 def of_plan(plan: Plan, lengths: np.ndarray) -> dict[str, Any]:
@@ -102,8 +101,6 @@ def measure(path: Path) -> dict[str, Any]:
         "Ulysses": lambda: ulysses(lengths, ranks),
     }
     return {
-        "machine": describe(),
-        "shape": "Llama-3-8B, bf16",
         "placement": path.stem,
         "ranks": ranks,
         "documents": len(lengths),
@@ -117,41 +114,24 @@ def show(result: dict[str, Any]) -> None:
         f"{result['documents']} documents, the longest of {result['longest']} tokens, on"
         f" {result['ranks']} ranks"
     )
-    table = Table(title=f"{result['placement']}: {about}")
-    for name in (
-        "",
-        "tokens, fullest rank",
-        "attention of the slowest / fair share",
-        "GB sent a layer, busiest rank",
-    ):
-        table.add_column(name, justify="right" if name else "left")
+    rows = []
     for name, row in result["ways"].items():
         if row is None:
-            table.add_row(
-                name,
-                "-",
-                "-",
-                f"{result['ranks']} ranks do not divide {LLAMA_3_8B.query_heads} heads",
-            )
+            rows.append((name, "-", "-", "ranks do not divide the heads"))
             continue
         tokens, attention, sent = row.values()
-        table.add_row(name, str(tokens), f"{attention:.2f}", f"{sent:.2f}")
-    Console(width=130).print(table)
+        rows.append((name, str(tokens), f"{attention:.2f}", f"{sent:.2f}"))
+    columns = "", "tokens, fullest rank", "attention of the slowest / fair share"
+    title = f"{result['placement']}: {about}"
+    print_table(title, (*columns, "GB sent a layer, busiest rank"), rows)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--placement",
-        type=Path,
-        required=True,
-        help="a placement in JSON, as hf-distca plan reads it",
-    )
-    add_json_option(parser)
+    parser = make_parser(__doc__)
+    text = "a placement in JSON, as hf-distca plan reads it"
+    parser.add_argument("--placement", type=Path, required=True, help=text)
     arguments = parser.parse_args()
-    put_out(measure(arguments.placement), arguments.json, show)
+    put_out(arguments, measure(arguments.placement), show)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Documents of real placements dealt anew: tokens, slowest rank and bytes, beside other ways to
+"""Documents of real placements, dealt: tokens, slowest rank and bytes, and those of other ways to
 place them.
 
     python benchmarks/schedule/deal.py --placements data/workloads --json results.json
@@ -6,15 +6,14 @@ place them.
 A placement is a JSON file as `hf-distca plan` reads it; only the lengths of its documents are
 dealt. The figures are those of the built-in cuda cost model for Llama-3-8B in bf16: the slowest
 rank by the mean compute of all ranks, for compute plus exchange, and for the longer of both
-(overlapped, each nano-batch of ping-pong dealt by itself; of both halves, the sum). Beside: the
-placement as given, whole documents on ranks by longest first (tokens then differ), every document
-head and tail over all ranks. A file ``workloads_reference.json`` beside the folder adds the
-published planner's balance of causal pairs. Ends with 1 if a figure misses its limit.
+(overlapped, each nano-batch of ping-pong dealt by itself; of both halves, the sum). The other ways
+are the placement as given, whole documents on ranks by longest first (tokens then differ), and
+every document head and tail over all ranks. A file ``workloads_reference.json`` next to the folder
+adds the published planner's balance of causal pairs. Ends with 1 if a figure misses its limit.
 """
 
 from __future__ import annotations
 
-import argparse
 import heapq
 import itertools
 import json
@@ -26,29 +25,21 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.console import Console
-from rich.table import Table
-from tqdm import tqdm
 
 sys.path.extend(map(str, Path(__file__).resolve().parents[1].glob("*/")))
 
 from hf_distca.config import DistCAConfig
-from hf_distca.errors import DistCAError
 from hf_distca.schedule.balance import balance
-from hf_distca.schedule.cost import AttentionShape, CostModel
 from hf_distca.schedule.deal import deal, deal_nano_batches
 from hf_distca.schedule.layout import Layout
 from hf_distca.schedule.load import PlanLoad, compute_imbalance
 from hf_distca.schedule.placement import read_placement
 from hf_distca.schedule.plan import Plan
-from machine import describe
-from output import add_json_option, put_out
+from placed import CUDA, add_placements, lengths_of, measure_placements, summarize
+from script import add_option, end, make_parser, print_table, put_out
 
-LLAMA_3_8B = AttentionShape(
-    query_heads=32, key_value_heads=8, head_dim=128, value_head_dim=128, element_bytes=2
-)
-CUDA = CostModel.make_analytic(LLAMA_3_8B, device_type="cuda")
 SERIAL, PING_PONG = DistCAConfig(), DistCAConfig(ping_pong=True)
+WAYS = ("dealt", "given", "given_planned", "whole", "over_all_ranks")
 # What every document over all ranks is made for: with more pieces, planning alone takes minutes.
 _MOST_PIECES = 2**17
 # Of public placements. Compute plus exchange: median, nine in ten, worst. Overlapped: nine in ten,
@@ -66,12 +57,6 @@ RAW_LIMITS = {
     "overlapped": {"nine_in_ten": 1.06, "worst": 1.12},
 }
 _RAW_BATCHES = ((16, 65536), (64, 65536), (512, 65536), (64, 32768))
-
-
-def lengths_of(layout: Layout) -> list[int]:
-    """Tokens of each document, in order of their numbers."""
-    documents, place = np.unique(layout.document, return_inverse=True)
-    return [int(n) for n in np.bincount(place, weights=layout.length, minlength=len(documents))]
 
 
 def whole_documents(lengths: list[int], ranks: int) -> Layout:
@@ -209,24 +194,16 @@ def overview(results: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
     """Median, nine in ten and worst of each way to place documents."""
     columns: dict[str, list[float]] = {}
     for row in results:
-        for name in ("dealt", "given", "given_planned", "whole", "over_all_ranks"):
-            if row.get(name):
-                columns.setdefault(f"{name} serial", []).append(row[name]["serial"])
-                columns.setdefault(f"{name} overlapped", []).append(row[name]["overlapped"])
+        for name in WAYS:
+            for kind in ("serial", "overlapped"):
+                if row.get(name):
+                    columns.setdefault(f"{name} {kind}", []).append(row[name][kind])
         columns.setdefault("nano_batches overlapped", []).append(row["nano_batches"]["overlapped"])
         columns.setdefault("nano_batches worse half", []).append(row["nano_batches"]["worse_half"])
         if row["reference"]:
-            columns.setdefault("published planner, imbalance of causal pairs", []).append(
-                row["reference"]
-            )
-    return {
-        name: {
-            "median": statistics.median(values),
-            "nine_in_ten": float(np.percentile(values, 90, method="higher")),
-            "worst": max(values),
-        }
-        for name, values in columns.items()
-    }
+            name = "published planner, imbalance of causal pairs"
+            columns.setdefault(name, []).append(row["reference"])
+    return {name: summarize(values) for name, values in columns.items()}
 
 
 def missed(
@@ -247,101 +224,54 @@ def missed(
 
 
 def show(report: dict[str, Any]) -> None:
-    console = Console(width=150)
-    table = Table(title="slowest rank / mean compute: compute + exchange (the longer of both)")
-    for name in (
-        "placement",
-        "dealt",
-        "nano-batches",
-        "as given",
-        "given, planned",
-        "whole",
-        "over all ranks",
-        "ms",
-        "CPU ms",
-    ):
-        table.add_column(name, justify="left" if name == "placement" else "right", no_wrap=True)
-
     def pair(entry: dict[str, float] | None) -> str:
         return f"{entry['serial']:.3f} ({entry['overlapped']:.3f})" if entry else "not made"
 
-    for row in report["placements"]:
-        ways = [pair(row[name]) for name in ("given", "given_planned", "whole", "over_all_ranks")]
-        times = [f"{row[name] * 1e3:.0f}" for name in ("seconds", "processor_seconds")]
-        table.add_row(
+    rows = (
+        (
             row["placement"],
-            pair(row["dealt"]),
+            *(pair(row[name]) for name in WAYS),
             f"({row['nano_batches']['overlapped']:.3f})",
-            *ways,
-            *times,
+            *(f"{row[name] * 1e3:.0f}" for name in ("seconds", "processor_seconds")),
         )
-    console.print(table)
-    summary = Table(title="over all placements")
-    for name in ("", "median", "nine in ten", "worst"):
-        summary.add_column(name, justify="right" if name else "left")
-    for name, values in report["overview"].items():
-        summary.add_row(name, *(f"{value:.3f}" for value in values.values()))
-    console.print(summary)
+        for row in report["placements"]
+    )
+    columns = ("placement", *(name.replace("_", " ") for name in WAYS), "nano-batches")
+    title = "slowest rank / mean compute: compute + exchange (the longer of both)"
+    print_table(title, (*columns, "ms", "CPU ms"), rows)
+    summary = (
+        (name, *(f"{value:.3f}" for value in values.values()))
+        for name, values in report["overview"].items()
+    )
+    print_table("over all placements", ("", "median", "nine in ten", "worst"), summary)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--placements", type=Path, required=True, help="folder of placements in JSON"
-    )
-    parser.add_argument(
-        "--repeats", type=int, default=3, help="times dealt; the median time counts (default: 3)"
-    )
-    parser.add_argument(
-        "--lengths",
-        type=Path,
-        help="folder of document lengths in JSON, dealt as they come (default: none)",
-    )
-    add_json_option(parser)
+def main() -> None:
+    parser = make_parser(__doc__)
+    add_placements(parser)
+    add_option(parser, "--repeats", 3, "times dealt; the median time counts")
+    text = "folder of document lengths in JSON, dealt as they come (default: none)"
+    parser.add_argument("--lengths", type=Path, help=text)
     arguments = parser.parse_args()
-    paths = sorted(arguments.placements.glob("*.json"))
-    if not paths:
-        parser.error(
-            f"--placements {arguments.placements} is no folder with .json files: there is nothing"
-            " to measure."
-        )
-    beside = arguments.placements.resolve().parent / "workloads_reference.json"
+    folder: Path = arguments.placements.resolve()
+    beside = folder.parent / "workloads_reference.json"
     reference = json.loads(beside.read_text(encoding="utf-8")) if beside.exists() else {}
-    results = []
-    for path in tqdm(paths, desc="placements", unit="placement", file=sys.stderr):
-        try:
-            row = measure(path, max(arguments.repeats, 1))
-        except DistCAError as error:
-            parser.error(f"{path}: {error}")
-        results.append(
-            {**row, "reference": reference.get(path.name, {}).get("0.0", {}).get("imbalance_after")}
-        )
-    summary, limits = (
-        overview(results),
-        MADE_UP_LIMITS if arguments.placements.resolve() == MADE_UP.resolve() else LIMITS,
-    )
-    report = {
-        "machine": describe(),
-        "shape": "Llama-3-8B, bf16",
-        "limits": limits,
-        "overview": summary,
-        "placements": results,
-    }
-    raw = (
-        [measure_raw(*batch) for batch in raw_batches(arguments.lengths)]
-        if arguments.lengths
-        else []
-    )
-    if raw:
+
+    def measure_one(path: Path) -> dict[str, Any]:
+        published = reference.get(path.name, {}).get("0.0", {}).get("imbalance_after")
+        return {**measure(path, max(arguments.repeats, 1)), "reference": published}
+
+    results = measure_placements(parser, folder, measure_one)
+    summary = overview(results)
+    limits = MADE_UP_LIMITS if folder == MADE_UP.resolve() else LIMITS
+    report = {"limits": limits, "overview": summary, "placements": results}
+    misses = missed(results, summary, limits)
+    if arguments.lengths:
+        raw = [measure_raw(*batch) for batch in raw_batches(arguments.lengths)]
         report |= {"raw_limits": RAW_LIMITS, "raw_overview": overview(raw), "raw": raw}
-    put_out(report, arguments.json, show)
-    misses = missed(results, summary, limits) + (
-        missed(raw, report["raw_overview"], RAW_LIMITS) if raw else []
-    )
-    print("\n".join(misses), file=sys.stderr)
-    return 1 if misses else 0
+        misses += missed(raw, overview(raw), RAW_LIMITS)
+    put_out(arguments, report, show)
+    end(misses)
 
 
 if __name__ == "__main__":

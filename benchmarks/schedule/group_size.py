@@ -25,8 +25,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.console import Console
-from rich.table import Table
 from tqdm import tqdm
 
 sys.path.extend(map(str, Path(__file__).resolve().parents[1].glob("*/")))
@@ -41,9 +39,8 @@ from hf_distca.schedule.placement import read_placement
 from hf_distca.schedule.plan import Plan
 from hf_distca.schedule.ranks import Ranks
 from hf_distca.tools.cli.lengths import open_documents
-from levels import CUDA
-from machine import describe
-from output import add_json_option, put_out
+from placed import TWO_LEVELS as CUDA
+from script import add_option, make_parser, print_table, put_out
 
 NODE = 8
 NODES = Ranks(per_node=NODE)
@@ -158,77 +155,39 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         ways[way] = of_batches(arguments, text, ranks, way)
     for path in sorted(arguments.placements.glob("*.json")) if arguments.placements else ():
         found[path.stem] = of_placement(path, DistCAConfig(ping_pong=arguments.ping_pong))
-    left_out = "json", "placements"
-    setting = {name: value for name, value in vars(arguments).items() if name not in left_out}
-    return {
-        "machine": describe(),
-        "shape": "Llama-3-8B, bf16",
-        "setting": setting,
-        "documents": found,
-    }
+    return {"documents": found}
 
 
 def show(result: dict[str, Any]) -> None:
-    table = Table(title="slowest rank / mean, estimated; GB of the busiest rank between nodes")
-    names = ("unbalanced", "slowest", "if groups were even", "most peers", "GB", "a plan, ms")
-    for name in ("documents", "ranks", "they lie", "group", *names):
-        table.add_column(name, justify="left" if name in ("documents", "they lie") else "right")
+    rows = []
     for text, by_ranks in result["documents"].items():
         for (ranks, ways), way in ((pair, way) for pair in by_ranks.items() for way in pair[1]):
             for size, row in ways[way].items():
                 seconds = row["unbalanced"], row["slowest"], row["if_even_inside"]
                 ratios = (f"{value:.3f}" for value in seconds)
                 rest = f"{row['gigabytes_between']:.2f}", f"{row['plan_milliseconds']:.1f}"
-                table.add_row(text, ranks, way, size, *ratios, f"{row['peers']:.0f}", *rest)
-    Console(width=150).print(table)
+                rows.append((text, way, ranks, size, *ratios, f"{row['peers']:.0f}", *rest))
+    names = "unbalanced", "slowest", "if groups were even", "most peers", "GB", "a plan, ms"
+    columns = "documents", "they lie", "ranks", "group", *names
+    title = "slowest rank / mean, estimated; GB of the busiest rank between nodes"
+    print_table(title, columns, rows, texts=2)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--documents",
-        nargs="+",
-        default=["pretrain", "prolong"],
-        help="names of distributions, or JSON lists (default: both names)",
+    parser = make_parser(__doc__)
+    add_option(
+        parser, "--documents", ["pretrain", "prolong"], "names of distributions, or JSON lists"
     )
-    parser.add_argument(
-        "--longest",
-        type=int,
-        default=2**16,
-        help="tokens of the longest document (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--tokens", type=int, default=2**16, help="tokens a rank (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--ranks",
-        type=int,
-        nargs="+",
-        default=[512, 4096],
-        help="whole nodes of 8 (default: 512 4096)",
-    )
-    parser.add_argument(
-        "--sizes",
-        type=int,
-        nargs="+",
-        default=[8, 64, 128, 256, 512],
-        help="of groups (default: 8 to 512)",
-    )
-    parser.add_argument(
-        "--seeds",
-        type=int,
-        default=1,
-        help="batches, of which figures are means (default: %(default)s)",
-    )
+    add_option(parser, "--longest", 2**16, "tokens of the longest document")
+    add_option(parser, "--tokens", 2**16, "tokens a rank")
+    add_option(parser, "--ranks", [512, 4096], "whole nodes of 8")
+    add_option(parser, "--sizes", [8, 64, 128, 256, 512], "of groups")
+    add_option(parser, "--seeds", 1, "batches, of which figures are means")
     parser.add_argument("--ping-pong", action="store_true", help="exchanges behind compute")
-    parser.add_argument(
-        "--placements",
-        type=Path,
-        help="folder of placements in JSON whose documents lie on one node each",
-    )
-    add_json_option(parser)
+    text = "folder of placements in JSON whose documents lie on one node each"
+    parser.add_argument("--placements", type=Path, help=text)
     arguments = parser.parse_args()
-    put_out(measure(arguments), arguments.json, show)
+    put_out(arguments, measure(arguments), show)
 
 
 if __name__ == "__main__":

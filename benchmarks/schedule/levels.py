@@ -1,4 +1,4 @@
-"""Bytes between nodes and the slowest rank, for plans and dealing that know of nodes, beside those
+"""Bytes between nodes and the slowest rank, for plans and dealing that know of nodes, and for those
 that do not.
 
     python benchmarks/schedule/levels.py --placements data/workloads --json results.json
@@ -18,7 +18,6 @@ and to nodes first, with the processor time of dealing and of planning.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import statistics
 import sys
@@ -28,35 +27,21 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from rich.console import Console
-from rich.table import Table
-from tqdm import tqdm
-
 sys.path.extend(map(str, Path(__file__).resolve().parents[1].glob("*/")))
 
 from hf_distca.config import DistCAConfig
 from hf_distca.errors import DistCAError
 from hf_distca.schedule.balance import balance
-from hf_distca.schedule.cost import AttentionShape, CostModel
 from hf_distca.schedule.deal import deal
-from hf_distca.schedule.layout import Layout
 from hf_distca.schedule.load import PlanLoad
 from hf_distca.schedule.placement import read_placement
 from hf_distca.schedule.plan import Plan
 from hf_distca.schedule.ranks import UNIFORM_RANKS, Ranks
 from hf_distca.tools.cli.lengths import open_documents
-from machine import describe
-from output import add_json_option, put_out
+from placed import TWO_LEVELS as CUDA
+from placed import add_placements, lengths_of, measure_placements, spread_tokens, summarize
+from script import add_option, end, make_parser, print_table, put_out
 
-LLAMA_3_8B = AttentionShape(
-    query_heads=32, key_value_heads=8, head_dim=128, value_head_dim=128, element_bytes=2
-)
-CUDA = replace(
-    CostModel.make_analytic(LLAMA_3_8B, device_type="cuda"),
-    exchange_bytes_per_second=4e10,
-    node_bytes_per_second=3e11,
-)
 # Times that the slowest rank may end later; where exchanges are hidden, fewer bytes between nodes
 # are all there is to gain.
 _SAME = {"serial": 1.004, "overlapped": 1.01}
@@ -74,20 +59,13 @@ def figures(plan: Plan, ranks: Ranks, *, overlapped: bool) -> dict[str, float]:
     }
 
 
-def lengths_of(layout: Layout) -> list[int]:
-    """Tokens of each document."""
-    documents, place = np.unique(layout.document, return_inverse=True)
-    return [int(n) for n in np.bincount(place, weights=layout.length, minlength=len(documents))]
-
-
 def measure(path: Path, per_node: int) -> dict[str, Any]:
     given = read_placement(path)
     count = given.world_size
     if count % per_node:
         raise DistCAError(f"its {count} ranks cannot be nodes of {per_node}.")
     ranks, result = Ranks(per_node=per_node), {"placement": path.stem, "ranks": count}
-    lengths = lengths_of(given)
-    tokens = [sum(lengths) // count + (rank < sum(lengths) % count) for rank in range(count)]
+    lengths, tokens = lengths_of(given), spread_tokens(given)
     for overlapped in (True, False):
         name, config = "overlapped" if overlapped else "serial", DistCAConfig(ping_pong=overlapped)
         dealt = [deal(lengths, count, tokens, CUDA, ranks_per_node=n) for n in (None, per_node)]
@@ -104,27 +82,23 @@ def measure(path: Path, per_node: int) -> dict[str, Any]:
     return result
 
 
-def overview(results: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
-    """Over all placements: of the slowest rank median, nine in ten and worst; of bytes between
-    nodes sum and median ratio.
+def overview(results: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Over all placements, before and after: median, nine in ten and worst of the slowest rank, and
+    the sum of bytes between nodes; and the median ratio of these bytes.
     """
     found = {}
     for way in (name for name in results[0] if "," in name):
-        pairs = [(row[way]["before"], row[way]["after"]) for row in results]
-        line: dict[str, float] = {}
-        for when, side in (("before", 0), ("after", 1)):
-            slowest = [pair[side]["slowest"] for pair in pairs]
-            line |= {
-                f"slowest_median_{when}": statistics.median(slowest),
-                f"slowest_nine_in_ten_{when}": float(np.percentile(slowest, 90, method="higher")),
-                f"slowest_worst_{when}": max(slowest),
-                f"gigabytes_between_{when}": sum(pair[side]["gigabytes_between"] for pair in pairs),
+        line: dict[str, Any] = {}
+        for when in ("before", "after"):
+            rows = [row[way][when] for row in results]
+            line[when] = {
+                "slowest": summarize([row["slowest"] for row in rows]),
+                "gigabytes_between": sum(row["gigabytes_between"] for row in rows),
             }
-        ratios = [
-            b["gigabytes_between"] / a["gigabytes_between"]
-            for a, b in pairs
-            if a["gigabytes_between"]
+        pairs = [
+            [row[way][when]["gigabytes_between"] for when in ("before", "after")] for row in results
         ]
+        ratios = [after / before for before, after in pairs if before]
         found[way] = {**line, "between_median_ratio": statistics.median(ratios) if ratios else 1.0}
     return found
 
@@ -142,8 +116,8 @@ def missed(results: list[dict[str, Any]], summary: dict[str, dict[str, float]]) 
         and row[way]["after"]["slowest"] > _SAME[way.split()[1]] * row[way]["before"]["slowest"]
     ]
     for way, line in summary.items():
-        if line["gigabytes_between_after"] > line["gigabytes_between_before"]:
-            before, after = line["gigabytes_between_before"], line["gigabytes_between_after"]
+        before, after = (line[when]["gigabytes_between"] for when in ("before", "after"))
+        if after > before:
             found.append(
                 f"{way}: {before:.1f} -> {after:.1f} GB between nodes, over all placements"
             )
@@ -190,123 +164,74 @@ def drawn(sizes: Sequence[tuple[int, int, int]], per_node: int) -> list[dict[str
 
 
 def show_drawn(rows: list[dict[str, Any]]) -> None:
-    table = Table(
-        title="drawn batches, serial: one level -> nodes first; GB are those of the busiest rank"
+    cells = (
+        ("slowest", 1, 3),
+        ("busiest_gigabytes_between", 1, 2),
+        ("deal_seconds", 1e3, 0),
+        ("plan_seconds", 1e3, 0),
     )
-    for name in (
-        "ranks x tokens, longest, text, seed",
-        "slowest",
-        "GB between nodes",
-        "deal ms",
-        "plan ms",
-    ):
-        table.add_column(
-            name, justify="left" if name.startswith("ranks") else "right", no_wrap=True
-        )
-    for row in rows:
-        before, after = row["one_level"], row["nodes_first"]
-        name = f"{row['ranks']} x {row['tokens']}, {row['longest']}, {row['text']}, {row['seed']}"
-        cells = (
-            ("slowest", 1, 3),
-            ("busiest_gigabytes_between", 1, 2),
-            ("deal_seconds", 1e3, 0),
-            ("plan_seconds", 1e3, 0),
-        )
-        table.add_row(
-            name,
-            *(
-                f"{before[key] * scale:.{n}f} -> {after[key] * scale:.{n}f}"
-                for key, scale, n in cells
-            ),
-        )
-    Console(width=130).print(table)
+    print_table(
+        "drawn batches, serial: one level -> nodes first; GB are those of the busiest rank",
+        (
+            "ranks x tokens, longest, text, seed",
+            "slowest",
+            "GB between nodes",
+            "deal ms",
+            "plan ms",
+        ),
+        (
+            (
+                f"{row['ranks']} x {row['tokens']}, {row['longest']}, {row['text']}, {row['seed']}",
+                *(
+                    f"{row['one_level'][key] * scale:.{n}f} ->"
+                    f" {row['nodes_first'][key] * scale:.{n}f}"
+                    for key, scale, n in cells
+                ),
+            )
+            for row in rows
+        ),
+    )
 
 
 def show(report: dict[str, Any]) -> None:
-    console = Console(width=170)
-    table = Table(
-        title=(
-            "slowest rank / mean compute, and GB between nodes, for one layer: one level -> two"
-            " levels"
-        )
-    )
-    ways = list(report["overview"])
-    for name in ("placement", *ways):
-        table.add_column(name, justify="left" if name == "placement" else "right", no_wrap=True)
+    ways, rows = list(report["overview"]), []
     for row in report["placements"]:
         cells = []
         for way in ways:
             before, after = row[way]["before"], row[way]["after"]
             between = f"{before['gigabytes_between']:.0f} -> {after['gigabytes_between']:.0f}"
             cells.append(f"{before['slowest']:.3f} -> {after['slowest']:.3f}  {between}")
-        table.add_row(row["placement"], *cells)
-    console.print(table)
-    summary = Table(title="over all placements")
-    for name in (
-        "",
-        "slowest: median",
-        "nine in ten",
-        "worst",
-        "GB between nodes",
-        "median after / before",
-    ):
-        summary.add_column(name, justify="right" if name else "left")
+        rows.append((row["placement"], *cells))
+    title = "slowest rank / mean compute, and GB between nodes of a layer: one level -> two levels"
+    print_table(title, ("placement", *ways), rows, width=170)
+    rows = []
     for way, line in report["overview"].items():
-        pairs = [
-            f"{line[f'slowest_{name}_before']:.3f} -> {line[f'slowest_{name}_after']:.3f}"
-            for name in _STATISTICS
-        ]
-        between = f"{line['gigabytes_between_before']:.0f} -> {line['gigabytes_between_after']:.0f}"
-        summary.add_row(way, *pairs, between, f"{line['between_median_ratio']:.3f}")
-    console.print(summary)
+        before, after = line["before"], line["after"]
+        slowest = zip(before["slowest"].values(), after["slowest"].values(), strict=True)
+        pairs = [f"{one:.3f} -> {other:.3f}" for one, other in slowest]
+        between = f"{before['gigabytes_between']:.0f} -> {after['gigabytes_between']:.0f}"
+        rows.append((way, *pairs, between, f"{line['between_median_ratio']:.3f}"))
+    columns = "", "slowest: median", "nine in ten", "worst", "GB between nodes"
+    print_table("over all placements", (*columns, "median after / before"), rows)
     if "drawn" in report:
         show_drawn(report["drawn"])
 
 
-_STATISTICS = ("median", "nine_in_ten", "worst")
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--placements", type=Path, required=True, help="folder of placements in JSON"
-    )
-    parser.add_argument(
-        "--ranks-per-node", type=int, default=8, help="ranks of a node (default: 8)"
-    )
-    parser.add_argument(
-        "--drawn", action="store_true", help="add batches that are drawn from distributions"
-    )
-    add_json_option(parser)
+def main() -> None:
+    parser = make_parser(__doc__)
+    add_placements(parser)
+    add_option(parser, "--ranks-per-node", 8, "ranks of a node")
+    text = "add batches that are drawn from distributions"
+    parser.add_argument("--drawn", action="store_true", help=text)
     arguments = parser.parse_args()
-    paths = sorted(arguments.placements.glob("*.json"))
-    if not paths:
-        parser.error(
-            f"--placements {arguments.placements} is no folder with .json files: there is nothing"
-            " to measure."
-        )
-    results = []
-    for path in tqdm(paths, desc="placements", unit="placement", file=sys.stderr):
-        try:
-            results.append(measure(path, arguments.ranks_per_node))
-        except DistCAError as error:
-            parser.error(f"{path}: {error}")
+    per_node = arguments.ranks_per_node
+    results = measure_placements(parser, arguments.placements, lambda path: measure(path, per_node))
     summary = overview(results)
-    report = {
-        "machine": describe(),
-        "shape": "Llama-3-8B, bf16",
-        "ranks_per_node": arguments.ranks_per_node,
-        "overview": summary,
-        "placements": results,
-    }
+    report = {"overview": summary, "placements": results}
     if arguments.drawn:
-        report["drawn"] = drawn(_DRAWN, arguments.ranks_per_node)
-    put_out(report, arguments.json, show)
-    misses = missed(results, summary)
-    print("\n".join(misses), file=sys.stderr)
-    return 1 if misses else 0
+        report["drawn"] = drawn(_DRAWN, per_node)
+    put_out(arguments, report, show)
+    end(missed(results, summary))
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ layer, forward and backward.
 
 from __future__ import annotations
 
-import argparse
+import itertools
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -24,8 +24,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from rich.console import Console
-from rich.table import Table
 
 sys.path.extend(map(str, Path(__file__).resolve().parents[1].glob("*/")))
 
@@ -38,9 +36,8 @@ from hf_distca.schedule.cost import MarginalCost
 from hf_distca.schedule.load import PlanLoad, compute_imbalance
 from hf_distca.schedule.plan import Plan
 from hf_distca.schedule.ranks import Ranks
-from levels import CUDA
-from machine import describe
-from output import add_json_option, put_out
+from placed import TWO_LEVELS as CUDA
+from script import add_option, make_parser, print_table, put_out
 
 TOKENS, CPU = 32768, torch.device("cpu")
 Generator = np.random.Generator
@@ -151,29 +148,33 @@ def weigh(form: str, ranks: int, seed: int) -> dict[str, float]:
 
 def measure(all_ranks: list[int], batches: int) -> dict[str, Any]:
     found = []
-    for form in FORMS:
-        for ranks in all_ranks:
-            drawn = [weigh(form, ranks, seed) for seed in range(batches)]
-            means = {name: float(np.mean([one[name] for one in drawn])) for name in drawn[0]}
-            found.append({"form": form, "ranks": ranks, **means})
-    return {"machine": describe(), "batches": batches, "forms": found}
+    for form, ranks in itertools.product(FORMS, all_ranks):
+        drawn = [weigh(form, ranks, seed) for seed in range(batches)]
+        means = {name: float(np.mean([one[name] for one in drawn])) for name in drawn[0]}
+        found.append({"form": form, "ranks": ranks, **means})
+    return {"forms": found}
 
 
 def show(found: dict[str, Any]) -> None:
-    table = Table("form", "ranks", "before", "not known", "after", "kB a token", "at home")
-    for row in found["forms"]:
-        figures = [f"{row[name]:.2f}" for name in ("before", "not known", "after", "kB a token")]
-        table.add_row(row["form"], str(row["ranks"]), *figures, f"{row['at home']:.0%}")
-    Console().print(table)
+    names = "before", "not known", "after", "kB a token"
+    rows = (
+        (
+            row["form"],
+            str(row["ranks"]),
+            *(f"{row[name]:.2f}" for name in names),
+            f"{row['at home']:.0%}",
+        )
+        for row in found["forms"]
+    )
+    print_table("", ("form", "ranks", *names, "at home"), rows)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--ranks", type=int, nargs="+", default=[8, 64])
-    parser.add_argument("--batches", type=int, default=4, help="micro-batches of each form")
-    add_json_option(parser)
+    parser = make_parser(__doc__)
+    add_option(parser, "--ranks", [8, 64], "numbers of ranks, in nodes of 8")
+    add_option(parser, "--batches", 4, "micro-batches of each form")
     arguments = parser.parse_args()
-    put_out(measure(arguments.ranks, arguments.batches), arguments.json, show)
+    put_out(arguments, measure(arguments.ranks, arguments.batches), show)
 
 
 if __name__ == "__main__":

@@ -14,32 +14,27 @@ profile.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import statistics
 import sys
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
 sys.path.extend(map(str, Path(__file__).resolve().parents[1].glob("*/")))
 
 from hf_distca.config import DistCAConfig
 from hf_distca.schedule.balance import balance
-from hf_distca.schedule.cost import AttentionShape, CostModel
+from hf_distca.schedule.cost import CostModel
 from hf_distca.schedule.gpus import find_factor, make_gpu_cost
 from hf_distca.schedule.layout import Layout
 from hf_distca.schedule.load import PlanLoad
 from hf_distca.schedule.placement import read_placement
 from hf_distca.schedule.ranks import Ranks
-from machine import describe
-from output import add_json_option, put_out
+from placed import LLAMA_3_8B as SHAPE
+from script import make_parser, print_table, put_out
 from simulator.profiles import find_profile
 
 FOLDERS = [Path(__file__).resolve().parents[1] / "placements" / name for name in ("", "public")]
-SHAPE = AttentionShape(32, 8, 128, 128, 2)
 # By the name of a profile, the device and the kernel that it is of.
 GPUS = {
     "a100_flash_attn_2": ("A100", "flash_attn"),
@@ -77,47 +72,37 @@ def compare(name: str, layouts: dict[str, Layout]) -> dict[str, Any]:
     return found
 
 
-def summarize(ratios: list[float]) -> dict[str, float]:
-    return {"mean": statistics.mean(ratios), "least": min(ratios), "most": max(ratios)}
+def describe(ratios: list[float]) -> str:
+    return f"mean {statistics.mean(ratios):.4f}, {min(ratios):.3f} to {max(ratios):.3f}"
 
 
 def show(result: dict[str, Any]) -> None:
-    table = Table(title="the last rank ends: plans of one factor by plans of the profile")
-    for column in ("profile", "factor", "of placements", "one factor", "built-in figures"):
-        table.add_column(column)
+    rows = []
     for name, row in result["gpus"].items():
-        table.add_row(
-            name,
-            f"{row['factor']:.2f}",
-            f"{min(row['learned']):.2f} to {max(row['learned']):.2f}",
-            *(
-                "mean {mean:.3f}, {least:.3f} to {most:.3f}".format(**summarize([*ratios.values()]))
-                for ratios in (row["ratios"], row["built_in"])
-            ),
-        )
-    Console(width=130).print(table)
-    for name, figures in result["summary"].items():
-        print(f"{name}, {result['plans']} plans: mean {figures['mean']:.4f},", end=" ")
-        print(f"{figures['least']:.3f} to {figures['most']:.3f}")
+        learned = f"{min(row['learned']):.2f} to {max(row['learned']):.2f}"
+        both = (describe(list(row[key].values())) for key in ("ratios", "built_in"))
+        rows.append((name, f"{row['factor']:.2f}", learned, *both))
+    columns = "profile", "factor", "of placements", "one factor", "built-in figures"
+    title = "the last rank ends: plans of one factor by plans of the profile"
+    print_table(title, columns, rows, texts=5)
+    for name, text in result["summary"].items():
+        print(f"{name}, {result['plans']} plans: {text}")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "folders", nargs="*", type=Path, default=FOLDERS, help="folders of placements"
-    )
-    add_json_option(parser)
+    parser = make_parser(__doc__)
+    text = "folders of placements"
+    parser.add_argument("folders", nargs="*", type=Path, default=FOLDERS, help=text)
     arguments = parser.parse_args()
     paths = [path for folder in arguments.folders for path in sorted(folder.glob("*.json"))]
     layouts = {path.stem: read_placement(path) for path in paths}
     gpus = {name: compare(name, layouts) for name in GPUS}
     summary = {
-        name: summarize([ratio for row in gpus.values() for ratio in row[key].values()])
+        name: describe([ratio for row in gpus.values() for ratio in row[key].values()])
         for name, key in (("one factor", "ratios"), ("built-in figures", "built_in"))
     }
     plans = 2 * len(layouts) * len(gpus)
-    result = {"machine": describe(), "gpus": gpus, "plans": plans, "summary": summary}
-    put_out(result, arguments.json, show)
+    put_out(arguments, {"gpus": gpus, "plans": plans, "summary": summary}, show)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ GPU. Exits with status 1 if a figure is worse than before by more than 1 %.
 
 from __future__ import annotations
 
-import argparse
 import inspect
 import json
 import os
@@ -19,24 +18,21 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.console import Console
-from rich.table import Table
 
 sys.path.extend(map(str, Path(__file__).resolve().parents[1].glob("*/")))
 
 # Nothing else of the package: an earlier checkout has to know it, too.
 from hf_distca.config import DistCAConfig
 from hf_distca.schedule.balance import balance
-from hf_distca.schedule.cost import AttentionShape, CostModel
 from hf_distca.schedule.deal import deal, deal_nano_batches
 from hf_distca.schedule.layout import Layout
 from hf_distca.schedule.load import PlanLoad
 from hf_distca.schedule.placement import read_placement
 from hf_distca.schedule.ranks import Ranks
-from machine import describe
-from output import add_json_option, put_out
+from placed import CUDA as COST
+from placed import lengths_of, spread_tokens
+from script import end, make_parser, print_table, put_out
 
-COST = CostModel.make_analytic(AttentionShape(32, 8, 128, 128, 2), device_type="cuda")
 MOST = 1.01
 # Earlier checkouts deal in another way where exchanges are hidden.
 _KNOWS_OVERLAPPED = "overlapped" in inspect.signature(deal).parameters
@@ -57,10 +53,7 @@ def measure(folder: Path) -> Figures:
     figures: Figures = {}
     for path in sorted(folder.glob("*.json")):
         given = read_placement(path)
-        _, place = np.unique(given.document, return_inverse=True)
-        lengths = np.bincount(place, weights=given.length).astype(int).tolist()
-        count, total = given.world_size, sum(lengths)
-        tokens = [total // count + (rank < total % count) for rank in range(count)]
+        count, lengths, tokens = given.world_size, lengths_of(given), spread_tokens(given)
         for size in (8, None):
             ranks, nodes = Ranks(per_node=size), "nodes of 8" if size else "no nodes"
             for overlapped, kind in ((False, "after compute"), (True, "hidden")):
@@ -89,26 +82,23 @@ def measure_checkout(folder: Path, checkout: Path) -> Figures:
 
 
 def show(result: dict[str, Any]) -> None:
-    table = Table(title="slowest rank / mean: median, worst; before -> now")
-    for column in ("", "median", "worst", "largest now / before", "of"):
-        table.add_column(column)
+    rows = []
     for kind, before in result["before"].items():
         now, ratios = result["now"][kind], result["ratios"][kind]
         medians = (float(np.median(list(figures.values()))) for figures in (before, now))
         worst = (max(figures.values()) for figures in (before, now))
         name = max(ratios, key=lambda placement: ratios[placement])
         shown = (" -> ".join(f"{value:.3f}" for value in pair) for pair in (medians, worst))
-        table.add_row(kind, *shown, f"{ratios[name]:.4f}", name)
-    Console(width=150).print(table)
+        rows.append((kind, *shown, f"{ratios[name]:.4f}", name))
+    columns = "", "median", "worst", "largest now / before", "of"
+    print_table("slowest rank / mean: median, worst; before -> now", columns, rows, texts=5)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = make_parser(__doc__)
     parser.add_argument("folder", type=Path, help="placements")
-    parser.add_argument(
-        "--before", type=Path, help="an earlier checkout; without, print the figures of this one"
-    )
-    add_json_option(parser)
+    text = "an earlier checkout; without, print the figures of this one"
+    parser.add_argument("--before", type=Path, help=text)
     arguments = parser.parse_args()
     now = measure(arguments.folder)
     if not now:
@@ -121,10 +111,15 @@ def main() -> None:
         kind: {name: now[kind][name] / value for name, value in figures.items()}
         for kind, figures in before.items()
     }
-    result = {"machine": describe(), "before": before, "now": now, "ratios": ratios}
-    put_out(result, arguments.json, show)
-    if max(max(figures.values()) for figures in ratios.values()) > MOST:
-        sys.exit(1)
+    put_out(arguments, {"before": before, "now": now, "ratios": ratios}, show)
+    end(
+        [
+            f"{kind}, {name}: {ratio:.4f} times as before"
+            for kind, figures in ratios.items()
+            for name, ratio in figures.items()
+            if ratio > MOST
+        ]
+    )
 
 
 if __name__ == "__main__":

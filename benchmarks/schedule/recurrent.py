@@ -25,8 +25,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from rich.console import Console
-from rich.table import Table
 from torch.nn.functional import normalize
 from transformers.models.kimi_linear.modeling_kimi_linear import chunk_kimi_delta_attention
 from transformers.models.mamba2.modeling_mamba2 import mamba2_chunk_scan
@@ -45,8 +43,8 @@ from hf_distca.schedule.deal import deal, deal_in_order
 from hf_distca.schedule.layout import Layout
 from hf_distca.schedule.load import PlanLoad
 from hf_distca.schedule.placement import read_placement
-from machine import describe
-from output import add_json_option, put_out
+from placed import add_placements
+from script import add_option, end, make_parser, print_table, put_out
 
 # Attention layers of Qwen3-Next, for which documents are dealt.
 COST = CostModel.make_analytic(AttentionShape(16, 2, 256, 256, 2), device_type="cuda")
@@ -200,85 +198,52 @@ def of_segments(options: argparse.Namespace) -> dict[str, Any]:
 
 def show(result: dict[str, Any]) -> None:
     """Print both tables."""
-    table = Table(
-        "placement",
-        "laid out",
-        "cut",
-        "segments, at most",
-        "layer",
-        "MB a rank, mean",
-        "busiest",
-        "convolution, busiest",
-    )
+    rows = []
     for placement, ways in result["bytes"].items():
         for way, figures in ways.items():
+            cut = [str(figures[name]) for name in ("cut_documents", "segments_of_the_most_cut")]
             for layer in LAYERS:
-                row = [
-                    f"{figures[layer][name] / 1e6:.2f}"
-                    for name in ("mean", "most", "most_of_convolution")
-                ]
+                names = "mean", "most", "most_of_convolution"
+                row = [f"{figures[layer][name] / 1e6:.2f}" for name in names]
                 if layer == "Qwen3-Next":
-                    row += [
-                        f"{1e3 * figures[name]:.1f}"
-                        for name in ("attention_seconds", "seconds_with_states")
-                    ]
-                cut = [str(figures[name]) for name in ("cut_documents", "segments_of_the_most_cut")]
-                table.add_row(placement, way, *cut, layer, *row)
-    times = Table("layer", "segments", "documents, s", "segments, s", "ratio")
-    for layer, by_count in result["times"].items():
-        for count, row in by_count.items():
-            times.add_row(
-                layer,
-                str(count),
-                *(
-                    f"{row[name]:.3f}"
-                    for name in ("documents_seconds", "segments_seconds", "ratio")
-                ),
-            )
-    console = Console()
-    console.print(table)
-    console.print(times)
+                    names = "attention_seconds", "seconds_with_states"
+                    row += [f"{1e3 * figures[name]:.1f}" for name in names]
+                else:
+                    row += ["", ""]
+                rows.append((placement, way, layer, *cut, *row))
+    columns = ["placement", "laid out", "layer", "cut", "segments, at most", "MB a rank, mean"]
+    columns += ["busiest", "convolution, busiest", "attention, ms", "with states"]
+    print_table("bytes of states", columns, rows, texts=3, width=170)
+    times = [
+        (layer, str(count), *(f"{value:.3f}" for value in row.values()))
+        for layer, by_count in result["times"].items()
+        for count, row in by_count.items()
+    ]
+    columns = ["layer", "segments", "documents, s", "segments, s", "ratio"]
+    print_table("a document in segments, and as many documents", columns, times)
 
 
 def main() -> None:
     """Count, time, and compare bytes with the limits."""
-    parser = argparse.ArgumentParser(
-        description="Bytes and seconds of documents that are cut in recurrent layers."
-    )
-    parser.add_argument(
-        "--placements",
-        type=Path,
-        required=True,
-        metavar="FOLDER",
-        help="of placements, as `hf-distca plan` reads",
-    )
-    parser.add_argument(
-        "--heads", type=int, default=1, help="of layers that are timed (%(default)s)"
-    )
-    parser.add_argument(
-        "--tokens", type=int, default=1024, help="of a segment that is timed (%(default)s)"
-    )
-    parser.add_argument(
-        "--rounds", type=int, default=3, help="of timing, of which the fastest counts (%(default)s)"
-    )
-    add_json_option(parser)
+    parser = make_parser(__doc__)
+    add_placements(parser)
+    add_option(parser, "--heads", 1, "of layers that are timed")
+    add_option(parser, "--tokens", 1024, "of a segment that is timed")
+    add_option(parser, "--rounds", 3, "of timing, of which the fastest counts")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    result = {
-        "machine": describe(),
-        "bytes": of_placements(options.placements),
-        "times": of_segments(options),
-    }
-    put_out(result, options.json, show)
-    above = [
-        f"{placement}, {way}, {layer}: {figures[layer]['most'] / 1e6:.1f} MB"
-        for placement, ways in result["bytes"].items()
-        for way, figures in ways.items()
-        for layer in LAYERS
-        if figures[layer]["most"] > LIMITS[way]
-    ]
-    if above:
-        sys.exit(f"above the limits {LIMITS}: {above}")
+    found = {"bytes": of_placements(options.placements), "times": of_segments(options)}
+    put_out(options, found, show)
+    end(
+        [
+            f"{placement}, {way}, {layer}: {figures[layer]['most'] / 1e6:.1f} MB is above"
+            f" {LIMITS[way] / 1e6:.0f}"
+            for placement, ways in found["bytes"].items()
+            for way, figures in ways.items()
+            for layer in LAYERS
+            if figures[layer]["most"] > LIMITS[way]
+        ]
+    )
 
 
 if __name__ == "__main__":

@@ -25,8 +25,6 @@ from typing import Any
 
 import numpy as np
 from datasets import Dataset, disable_progress_bars
-from rich.console import Console
-from rich.table import Table
 from torch.utils.data import BatchSampler
 from tqdm import tqdm
 from trl import pack_dataset
@@ -40,9 +38,8 @@ from hf_distca.schedule.layout import Layout
 from hf_distca.schedule.load import PlanLoad
 from hf_distca.schedule.ranks import Ranks
 from hf_distca.tools.cli.lengths import open_documents
-from levels import CUDA
-from machine import describe
-from output import add_json_option, put_out
+from placed import TWO_LEVELS as CUDA
+from script import add_option, end, make_parser, print_table, put_out
 
 
 def packed(text: str, tokens: int, rows: int, seed: int) -> list[np.ndarray]:
@@ -119,8 +116,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
             for name, way in (("random", order), ("placed", placed))
         }
         cases.append(case | both)
-    setting = {name: value for name, value in vars(arguments).items() if name != "json"}
-    return {"machine": describe(), "shape": "Llama-3-8B, bf16", "setting": setting, "cases": cases}
+    return {"cases": cases}
 
 
 def missed(cases: list[dict[str, Any]]) -> list[str]:
@@ -135,79 +131,42 @@ def missed(cases: list[dict[str, Any]]) -> list[str]:
 
 
 def show(result: dict[str, Any]) -> None:
-    table = Table(
-        title="rows of TRL's packing, random order -> placed; GB are those of the busiest rank"
+    figures = (
+        ("slowest", 1, 3),
+        ("busiest_node", 1, 3),
+        ("busiest_gigabytes_between", 1, 2),
+        ("plan_seconds", 1e3, 0),
     )
-    columns = (
-        "ranks x tokens, accumulation, text, seed",
-        "slowest / mean",
-        "node / mean",
-        "GB between nodes",
-        "plan ms",
-        "place ms",
-    )
-    for name in columns:
-        table.add_column(name, justify="left" if name == columns[0] else "right", no_wrap=True)
+    rows = []
     for case in result["cases"]:
         before, after = case["random"], case["placed"]
-        name = (
-            f"{case['ranks']} x {case['tokens']}, {case['accumulation']}, {case['text']},"
-            f" {case['seed']}"
-        )
-        cells = (
-            ("slowest", 1, 3),
-            ("busiest_node", 1, 3),
-            ("busiest_gigabytes_between", 1, 2),
-            ("plan_seconds", 1e3, 0),
-        )
+        size = f"{case['ranks']} x {case['tokens']}"
+        name = f"{size}, {case['accumulation']}, {case['text']}, {case['seed']}"
         pairs = (
-            f"{before[key] * scale:.{n}f} -> {after[key] * scale:.{n}f}" for key, scale, n in cells
+            f"{before[key] * scale:.{n}f} -> {after[key] * scale:.{n}f}"
+            for key, scale, n in figures
         )
-        table.add_row(name, *pairs, f"{case['place_seconds'] * 1e3:.1f}")
-    Console(width=130).print(table)
+        rows.append((name, *pairs, f"{case['place_seconds'] * 1e3:.1f}"))
+    columns = "ranks x tokens, accumulation, text, seed", "slowest / mean", "node / mean"
+    title = "rows of TRL's packing, random order -> placed; GB are those of the busiest rank"
+    print_table(title, (*columns, "GB between nodes", "plan ms", "place ms"), rows)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    names = ["pretrain", "prolong"]
-    parser.add_argument(
-        "--documents",
-        nargs="+",
-        default=names,
-        help="names of distributions, or JSON lists (default: both names)",
+def main() -> None:
+    parser = make_parser(__doc__)
+    add_option(
+        parser, "--documents", ["pretrain", "prolong"], "names of distributions, or JSON lists"
     )
     sizes = ["64x65536", "64x32768", "512x65536", "512x32768"]
-    parser.add_argument(
-        "--sizes", nargs="+", default=sizes, help="ranks x tokens of a row (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--accumulation",
-        type=int,
-        nargs="+",
-        default=[1, 4],
-        help="micro-batches of a step (default: 1 4)",
-    )
-    parser.add_argument(
-        "--micro-batches",
-        type=int,
-        default=8,
-        help="of each case, in whole steps (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--ranks-per-node", type=int, default=8, help="ranks of a node (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--seeds", type=int, default=3, help="corpora of each distribution (default: %(default)s)"
-    )
-    add_json_option(parser)
+    add_option(parser, "--sizes", sizes, "ranks x tokens of a row")
+    add_option(parser, "--accumulation", [1, 4], "micro-batches of a step")
+    add_option(parser, "--micro-batches", 8, "of each case, in whole steps")
+    add_option(parser, "--ranks-per-node", 8, "ranks of a node")
+    add_option(parser, "--seeds", 3, "corpora of each distribution")
     arguments = parser.parse_args()
     result = measure(arguments)
-    put_out(result, arguments.json, show)
-    misses = missed(result["cases"])
-    print("\n".join(misses), file=sys.stderr)
-    return 1 if misses else 0
+    put_out(arguments, result, show)
+    end(missed(result["cases"]))
 
 
 if __name__ == "__main__":

@@ -11,8 +11,8 @@ from pathlib import Path
 PACKAGES = ("hf-distca", "torch", "transformers", "accelerate", "deepspeed", "numpy")
 
 
-def describe() -> dict[str, str | int]:
-    """Machine, versions and date."""
+def describe(*more: str) -> dict[str, str | int]:
+    """Machine, versions of packages and of others that are named, and date."""
     cpu = Path("/proc/cpuinfo")
     models = (
         [line for line in cpu.read_text().splitlines() if line.startswith("model name")]
@@ -24,7 +24,7 @@ def describe() -> dict[str, str | int]:
         "cores": os.cpu_count() or 0,
         "system": platform.platform(),
         "python": platform.python_version(),
-        **{name: _version(name) for name in PACKAGES},
+        **{name: _version(name) for name in (*PACKAGES, *more)},
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
     }
 

@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
 
-from hf_distca.runtime.channel import Transfer
+import torch
+
+from hf_distca.runtime.channel import Channel, Transfer
 
 
 class Late:
@@ -16,3 +22,18 @@ class Late:
     def wait(self) -> None:
         self.transfer.wait()
         time.sleep(max(0.0, self.earliest - time.perf_counter()))
+
+
+@contextmanager
+def late_messages(seconds: Callable[[int], float]) -> Iterator[None]:
+    """Let messages arrive so many seconds after their launch, at least; by the bytes that a rank
+    receives or sends, whichever are more.
+    """
+    original = Channel.start
+
+    def start(channel: Channel, received: torch.Tensor, sent: torch.Tensor, *sizes: Any) -> Late:
+        took = seconds(max(received.nbytes, sent.nbytes))
+        return Late(original(channel, received, sent, *sizes), time.perf_counter() + took)
+
+    with patch.object(Channel, "start", start):
+        yield

@@ -14,7 +14,20 @@ import torch
 
 from hf_distca.kernels.base import BackwardInputs, Grads, Operands, Outputs, ScoreOptions, TaskBatch
 from hf_distca.kernels.cpu import CpuKernel
-from hf_distca.schedule.cost import CostModel
+from hf_distca.schedule.cost import AttentionShape, CostModel, KernelCost
+
+# The built-in figures of a CPU.
+BUILT_IN = CostModel.make_analytic(AttentionShape(1, 1, 64, 64, 4), device_type="cpu")
+
+
+def make_slower(heads: int, *, task: float = 1.0, flop: float = 1.0) -> CostModel:
+    """The built-in figures of a CPU, with tasks that take so many times as long, and flops."""
+    forward, backward = (
+        KernelCost(one.task_seconds * task, one.bytes_per_second, one.flops_per_second / flop)
+        for one in (BUILT_IN.forward, BUILT_IN.backward)
+    )
+    shape = AttentionShape(heads, max(heads // 2, 1), 64, 64, 4)
+    return replace(BUILT_IN, shape=shape, forward=forward, backward=backward)
 
 
 @contextmanager

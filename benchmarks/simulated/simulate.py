@@ -6,310 +6,106 @@ longest document that ranks hold together.
 
 Nothing is run and no GPU is needed. Strategies are compared on the same documents: packed rows,
 balancing in the loader, context parallelism, Ulysses, WLB-LLM, and hf-distca.
+
+speed: against the fastest strategy that does not disaggregate attention; none where memory is full
+or cut documents lose attention. idle: waiting for slower ranks. waits: for messages of attention;
+hidden: messages while computing.
 """
 
 from __future__ import annotations
 
-import json
+import argparse
 import sys
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from textwrap import fill
-from typing import Annotated, Any, Literal
+from typing import Any
 
-import typer
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
-from rich.table import Table
 from tqdm import tqdm
 
 sys.path.extend(map(str, Path(__file__).resolve().parents[1].glob("*/")))
 
-from hf_distca.errors import ConfigError
-from hf_distca.schedule.cost import AttentionShape, CostModel
-from hf_distca.tools.advise.document_lengths import DocumentSource
-from hf_distca.tools.cli.files import exit_on_error, get_input_name, read
+from hf_distca.errors import DistCAError
 from hf_distca.tools.cli.lengths import open_documents
-from hf_distca.tools.cli.options import Column, InJson, Tokenizer, with_options
-from simulator.assumptions import list_assumptions
-from simulator.hardware import find_hardware
+from script import add_option, make_parser, print_table, put_out
+from simulator.hardware import DEVICES, find_hardware
 from simulator.longest import WAYS, LongestDocument, find_longest_documents
 from simulator.memory import TERMS, find_fullest_moment
 from simulator.model_shape import KNOWN_MODELS, ModelShape, count_shape, find_model
 from simulator.predict import Prediction, find_best_alternative, simulate
-from simulator.profiles import PROFILES, find_profile
 from simulator.setting import Setting
 from simulator.strategies import STRATEGIES
 
-_WIDTH = 120  # columns of what is printed
-_SHOWN = (
-    "ranks",
-    "tokens_per_rank",
-    "tensor",
-    "stages",
-    "micro_batches",
-    "ranks_per_node",
-    "sharding",
-    "checkpointing",
-)
+_STYLE: dict[str, Any] = {
+    "title_justify": "left",
+    "box": SIMPLE_HEAD,
+    "pad_edge": False,
+    "width": 120,
+}
 
 
-@dataclass(frozen=True, slots=True)
-class Scale:
-    """Inputs of a prediction: documents, a model, devices and their arrangement."""
-
-    ranks: Annotated[int, typer.Option(help="Devices, 1 to 65536.", show_default=False)]
-    lengths: Annotated[
-        str | None,
-        typer.Option(
-            help=(
-                "Document lengths: a file with a JSON list, - for standard input, a .jsonl or"
-                " .parquet file or saved data set, or pretrain, prolong, equal:TOKENS,"
-                " lognormal:MEDIAN:SIGMA."
-            ),
-            show_default=False,
-        ),
-    ] = None
-    tokens_per_rank: Annotated[
-        int,
-        typer.Option(help="Tokens of a micro-batch on a rank, or on its tensor-parallel group."),
-    ] = 65536
-    model: Annotated[
-        str, typer.Option(help="A known shape by name, or a config.json or its folder.")
-    ] = "llama-3-8b"
-    hardware: Annotated[str, typer.Option(help="a100, h100, h200, b200, or gb200 for NVL72.")] = (
-        "h100"
+def make_setting(given: argparse.Namespace) -> Setting:
+    """Make the setting that the options describe; raise for options out of their ranges."""
+    device = find_hardware(given.hardware, given.kernel)
+    degrees = "fsdp" if given.tp == given.pp == 1 else "zero1"
+    setting = Setting(
+        find_shape(given.model),
+        device,
+        given.ranks,
+        given.tokens_per_rank,
+        given.tp,
+        given.pp,
+        given.micro_batches,
+        given.ranks_per_node or device.ranks_per_node,
+        given.sharding or degrees,
+        given.checkpointing or "none",
     )
-    kernel: Annotated[
-        str | None,
-        typer.Option(
-            help="Attention kernel, as flash_attn_3 on h100.",
-            show_default="flash_attn_2, on b200 flash_attn_4",
-        ),
-    ] = None
-    tensor: Annotated[int, typer.Option("--tp", help="Tensor-parallel degree.")] = 1
-    stages: Annotated[int, typer.Option("--pp", help="Pipeline stages.")] = 1
-    micro_batches: Annotated[int, typer.Option(help="Micro-batches of a step.")] = 1
-    ranks_per_node: Annotated[
-        int | None, typer.Option(help="Devices of a node.", show_default="8, of gb200 72")
-    ] = None
-    link_gbps: Annotated[
-        float | None,
-        typer.Option(
-            help="Gigabits per second of a device between nodes, instead of the hardware's."
-        ),
-    ] = None
-    profile: Annotated[
-        str | None,
-        typer.Option(
-            help=(
-                "Rates of attention and exchange instead of the hardware's: the name of a profile,"
-                " or the JSON of a CostModel."
-            )
-        ),
-    ] = None
-    sharding: Annotated[
-        Literal["auto", "fsdp", "zero1", "ddp"],
-        typer.Option(
-            help="How weights and optimizer are kept; auto: fsdp, with --tp or --pp zero1."
-        ),
-    ] = "auto"
-    checkpointing: Annotated[
-        Literal["auto", "none", "selective", "full"],
-        typer.Option(
-            help="What backward repeats; auto: nothing if that fits in memory, else everything."
-        ),
-    ] = "auto"
-    column: Column = "input_ids"
-    tokenizer: Tokenizer = None
-    max_length: Annotated[
-        int | None, typer.Option(help="Documents are cut off at this length.")
-    ] = None
-    batches: Annotated[int, typer.Option(help="Global batches to predict; figures are means.")] = 10
-    seed: Annotated[int, typer.Option(help="Seed of the drawn documents.")] = 0
-    strategy: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Strategies by name, as --json has them; all if left out.", show_default=False
-        ),
-    ] = None
-    as_json: InJson = False
-    assumptions: Annotated[
-        bool, typer.Option(help="Print what is assumed, and where it comes from.")
-    ] = True
-    longest: Annotated[
-        bool,
-        typer.Option(
-            "--longest",
-            help="Say instead how long a document may be, which all ranks hold together.",
-        ),
-    ] = False
-
-    def make_setting(self) -> Setting:
-        """Make the setting that the options describe; raise for options out of their ranges."""
-        device = find_hardware(self.hardware, self.kernel)
-        if self.link_gbps is not None:
-            device = replace(device, link_gbps=self.link_gbps)
-        by_degrees: Literal["fsdp", "zero1"] = (
-            "fsdp" if self.tensor == self.stages == 1 else "zero1"
-        )
-        setting = Setting(
-            _find_shape(self.model),
-            device,
-            self.ranks,
-            self.tokens_per_rank,
-            self.tensor,
-            self.stages,
-            self.micro_batches,
-            device.ranks_per_node if self.ranks_per_node is None else self.ranks_per_node,
-            by_degrees if self.sharding == "auto" else self.sharding,
-            "none" if self.checkpointing == "auto" else self.checkpointing,
-        )
-        if self.profile is not None:
-            setting = replace(setting, profile=_read_profile(self.profile, setting.shape))
-        if self.checkpointing == "auto" and (
-            find_fullest_moment(setting, self.tokens_per_rank).total > device.memory_bytes
-        ):
-            return replace(setting, checkpointing="full")
-        return setting
-
-    def predict(self, names: list[str]) -> tuple[Setting, DocumentSource, list[Prediction]]:
-        """Predict these strategies, with a progress bar if it takes over a second.
-
-        Return the setting and the documents, too.
-        """
-        if self.lengths is None:
-            raise ConfigError(
-                "--lengths is missing: give the lengths of your documents, or a distribution such"
-                " as prolong."
-            )
-        setting = self.make_setting()
-        documents = open_documents(self.lengths, self.column, self.max_length, self.tokenizer)
-        documents = replace(documents, seed=self.seed)
-        total = max(self.batches, 0) * len(names)
-        with tqdm(total=total, desc="predicting", unit=" steps", delay=1.0, leave=False) as bar:
-            predictions = simulate(setting, documents, names, batches=self.batches, told=bar.update)
-        return setting, documents, predictions
+    fullest = find_fullest_moment(setting, given.tokens_per_rank).total
+    if given.checkpointing is None and fullest > device.memory_bytes:
+        return replace(setting, checkpointing="full")
+    return setting
 
 
-def _find_shape(model: str) -> ModelShape:
+def find_shape(model: str) -> ModelShape:
     """Return a known shape by name, or that of a config.json, given as the file or its folder."""
     path = Path(model)
     if model.lower() in KNOWN_MODELS or not (path.is_file() or (path / "config.json").is_file()):
         return find_model(model)
-
     return count_shape(path)
 
 
-def _read_profile(source: str, shape: AttentionShape) -> CostModel:
-    """Make the cost model of a profile by its name, or read the JSON of one."""
-    if source in PROFILES:
-        return find_profile(source).make_cost_model(shape)
-    try:
-        return CostModel.from_json(read(Path(source)).decode("utf-8"))
-    except (ConfigError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{get_input_name(Path(source))}: {error}") from error
-
-
-@with_options(Scale)
-@exit_on_error()
-def main(scale: Scale) -> None:
-    """Predict the step time of a training run under every strategy, with the scheduler and cost
-    model that train.
+def predict(given: argparse.Namespace, setting: Setting) -> tuple[list[Prediction], str]:
+    """Predict the strategies, with a progress bar if it takes over a second; and describe the
+    documents.
     """
-    if scale.longest:
-        _predict_longest(scale)
-        return
-    names = scale.strategy or list(STRATEGIES)
-    setting, documents, predictions = scale.predict(names)
-    facts = list_assumptions(setting, documents, names)
-    if scale.as_json:
-        report = _collect_report(setting, documents, predictions, facts, scale)
-        typer.echo(json.dumps(report, indent=1))
-        return
-    _show_predictions(setting, documents, predictions, scale.batches)
-    if scale.assumptions:
-        typer.echo("Assumptions")
-        for what, text in facts:
-            typer.echo(
-                fill(f"{what}: {text}", _WIDTH, initial_indent="  ", subsequent_indent="    ")
-            )
+    names = given.strategy or list(STRATEGIES)
+    documents = open_documents(given.lengths, "input_ids", given.max_length)
+    documents = replace(documents, seed=given.seed)
+    total = max(given.batches, 0) * len(names)
+    with tqdm(total=total, desc="predicting", unit=" steps", delay=1.0, leave=False) as bar:
+        steps = simulate(setting, documents, names, batches=given.batches, told=bar.update)
+    return steps, f"{documents.name}: {documents.source}"
 
 
-def _predict_longest(scale: Scale) -> None:
-    setting = scale.make_setting()
-    documents = find_longest_documents(setting)
-    if not scale.as_json:
-        _show_longest(setting, documents)
-        return
-    named = _name_setting(setting)
-    del named["tokens_per_rank"], named["checkpointing"]
-    report = {"setting": named, "longest": [asdict(document) for document in documents]}
-    typer.echo(json.dumps(report, indent=1))
-
-
-def _show_longest(setting: Setting, documents: list[LongestDocument]) -> None:
-    """Print a table with a column for each way to save memory."""
-
-    def add_row(name: str, text: Callable[[Prediction], str]) -> list[str]:
-        steps = [document.step for document in documents]
-        return [name, *("" if step is None else text(step) for step in steps)]
-
-    hardware = setting.hardware
-    tokens = [document.tokens for document in documents]
-    _print_table(
-        f"the longest document of {setting.model.name} on {setting.ranks} {hardware.name}, all"
-        " ranks together",
-        ("", *WAYS),
-        [
-            ["tokens", *(f"{count:,}" if count else "does not fit" for count in tokens)],
-            add_row("tokens a rank", lambda step: f"{step.most_tokens:,}"),
-            add_row("step, s", lambda step: f"{step.step_seconds:.0f}"),
-            add_row("memory of a rank, GB", lambda step: f"{step.peak_bytes / 1e9:.1f}"),
-            *(add_row(f"  {term}", partial(_format_gigabytes, term)) for term in (*TERMS, "host")),
-            ["full", *(document.limit for document in documents)],
-        ],
-        f"A rank has {hardware.memory_bytes / 1e9:.0f} GB, and {hardware.host_bytes / 1e9:.0f} GB"
-        " of its host. Each column adds to the one before. checkpointing: of every layer,"
-        " attention kept. offload: checkpoints wait in the host's memory. fused layers: Liger's"
-        " norms and gated activation.",
-    )
-
-
-def _format_gigabytes(term: str, step: Prediction) -> str:
-    return f"{getattr(step.memory, term) / 1e9:.1f}"
-
-
-def _show_predictions(
-    setting: Setting, documents: DocumentSource, predictions: list[Prediction], batches: int
-) -> None:
+def show_predictions(steps: list[Prediction], result: dict[str, Any]) -> None:
     """Print a table with one line per strategy."""
-    best = find_best_alternative(predictions)
-    _print_table(
-        f"{setting.model.name} on {setting.ranks} {setting.hardware.name},"
-        f" {setting.tokens_per_rank} tokens a rank\n{documents.name}, {batches}"
-        f" batch{'es' if batches > 1 else ''}, checkpointing {setting.checkpointing}",
+    given, best = result["setting"], find_best_alternative(steps)
+    print_table(
+        f"{given['model']} on {given['ranks']} {given['hardware']}, {given['tokens_per_rank']}"
+        f" tokens a rank\ncheckpointing {result['checkpointing']}, batches: {given['batches']}",
         (
-            "strategy",
-            "shared by",
-            "step, s",
-            "speed",
-            "idle",
-            "waits",
-            "hidden, s",
-            "memory, GB",
-            "attention",
+            *("strategy", "shared by", "step, s", "speed", "idle", "waits", "hidden, s"),
+            *("memory, GB", "attention"),
         ),
-        (_format_cells(prediction, best) for prediction in predictions),
-        "speed: against the fastest strategy that does not disaggregate attention; none where"
-        " memory is full or cut documents lose attention. idle: waiting for slower ranks. waits:"
-        " for messages of attention; hidden: messages beside computing.",
+        (format_cells(step, best) for step in steps),
+        **_STYLE,
     )
+    print(result["lengths"])
 
 
-def _format_cells(step: Prediction, best: Prediction | None) -> list[str]:
+def format_cells(step: Prediction, best: Prediction | None) -> list[str]:
     """Format a prediction, with its speed against the best alternative."""
     degree, seconds = step.degree, step.step_seconds
     return [
@@ -325,49 +121,84 @@ def _format_cells(step: Prediction, best: Prediction | None) -> list[str]:
     ]
 
 
-def _print_table(
-    title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], note: str
-) -> None:
-    """Print a table, its first column to the left, and a note below."""
-    console = Console(width=None if Console().is_terminal else _WIDTH)
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
-    for column in columns:
-        justify: Literal["left", "right"] = "left" if column == columns[0] else "right"
-        table.add_column(column, justify=justify, no_wrap=True)
-    for row in rows:
-        table.add_row(*row)
-    console.print(table)
-    console.print(note, style="dim")
+def show_longest(setting: Setting, found: list[LongestDocument], _: dict[str, Any]) -> None:
+    """Print a table with a column for each way to save memory."""
+    hardware = setting.hardware
+
+    def make_row(name: str, text: Callable[[Prediction], str]) -> list[str]:
+        return [name, *("" if one.step is None else text(one.step) for one in found)]
+
+    def format_term(term: str, step: Prediction) -> str:
+        return f"{getattr(step.memory, term) / 1e9:.1f}"
+
+    print_table(
+        f"the longest document of {setting.model.name} on {setting.ranks} {hardware.name}, all"
+        " ranks together",
+        ("", *WAYS),
+        [
+            ["tokens", *(f"{one.tokens:,}" if one.tokens else "does not fit" for one in found)],
+            make_row("tokens a rank", lambda step: f"{step.most_tokens:,}"),
+            make_row("step, s", lambda step: f"{step.step_seconds:.0f}"),
+            make_row("memory of a rank, GB", lambda step: f"{step.peak_bytes / 1e9:.1f}"),
+            *(make_row(f"  {term}", partial(format_term, term)) for term in (*TERMS, "host")),
+            ["full", *(one.limit for one in found)],
+        ],
+        **_STYLE,
+    )
+    print(
+        f"A rank has {hardware.memory_bytes / 1e9:.0f} GB, and {hardware.host_bytes / 1e9:.0f} GB"
+        " of its host. Each column adds to the one before. checkpointing: of every layer,"
+        " attention\nkept. offload: checkpoints wait in the host's memory. fused layers: Liger's"
+        " norms and gated activation."
+    )
 
 
-def _name_setting(setting: Setting) -> dict[str, Any]:
-    """Name what a prediction is for, for `json`."""
-    return {
-        "model": setting.model.name,
-        "hardware": setting.hardware.name,
-        **{name: getattr(setting, name) for name in _SHOWN},
-    }
+def read_arguments(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    add = parser.add_argument
+    add("--ranks", type=int, required=True, help="devices, 1 to 65536")
+    text = "a JSON list, or pretrain, prolong, equal:TOKENS, lognormal:MEDIAN:SIGMA"
+    add("--lengths", help=f"document lengths: {text}")
+    add("--max-length", type=int, help="documents are cut off at this length")
+    add_option(parser, "--tokens-per-rank", 65536, "tokens of a micro-batch")
+    add_option(parser, "--model", "llama-3-8b", "a known shape, or a config.json or its folder")
+    add_option(parser, "--hardware", "h100", f"one of {', '.join(DEVICES)}")
+    add("--kernel", help="attention kernel (default: flash_attn_2, on b200 flash_attn_4)")
+    add_option(parser, "--tp", 1, "tensor-parallel degree")
+    add_option(parser, "--pp", 1, "pipeline stages")
+    add_option(parser, "--micro-batches", 1, "of a step")
+    add("--ranks-per-node", type=int, help="devices of a node (default: 8, of gb200 72)")
+    text = "how weights and optimizer are kept (default: fsdp, with --tp or --pp zero1)"
+    add("--sharding", choices=("fsdp", "zero1", "ddp"), help=text)
+    text = "what backward repeats (default: nothing if that fits in memory, else everything)"
+    add("--checkpointing", choices=("none", "selective", "full"), help=text)
+    add_option(parser, "--batches", 10, "global batches; figures are means")
+    add_option(parser, "--seed", 0, "of the drawn documents")
+    add("--strategy", nargs="+", choices=STRATEGIES, help="by name (default: all)")
+    text = "say how long a document may be that all ranks hold together"
+    add("--longest", action="store_true", help=text)
+    given = parser.parse_args()
+    if not (given.longest or given.lengths):
+        parser.error("--lengths is missing: give lengths, or a distribution such as prolong")
+    return given
 
 
-def _collect_report(
-    setting: Setting,
-    documents: DocumentSource,
-    predictions: list[Prediction],
-    facts: list[tuple[str, str]],
-    scale: Scale,
-) -> dict[str, Any]:
-    """Collect all predictions and assumptions, for `json`."""
-    return {
-        "setting": {
-            **_name_setting(setting),
-            "lengths": documents.name,
-            "batches": scale.batches,
-            "seed": scale.seed,
-        },
-        "strategies": [asdict(prediction) for prediction in predictions],
-        "assumptions": [{"about": what, "assumed": text} for what, text in facts],
-    }
+def main() -> None:
+    parser = make_parser(__doc__)
+    given = read_arguments(parser)
+    try:
+        setting = make_setting(given)
+        if given.longest:
+            found = find_longest_documents(setting)
+            report: dict[str, Any] = {"longest": [asdict(one) for one in found]}
+            put_out(given, report, partial(show_longest, setting, found))
+            return
+        steps, lengths = predict(given, setting)
+    except DistCAError as error:
+        parser.error(str(error))
+    report = {"lengths": lengths, "strategies": [asdict(step) for step in steps]}
+    report["checkpointing"] = setting.checkpointing
+    put_out(given, report, partial(show_predictions, steps))
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    main()

@@ -19,29 +19,21 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import matplotlib as mpl
 import numpy as np
 import torch
 import torch.distributed as dist
-from rich.console import Console
-from rich.table import Table
 
 sys.path.extend(map(str, Path(__file__).resolve().parents[1].glob("*/")))
 
 import hf_distca
-from dealt_step_time import lengths_of, share_of
+from batches import draw_lengths, share_of
+from curves_picture import draw
 from hf_distca.agreement.dealt_share import Dealing
 from hf_distca.integration.current_session import current_session
 from hf_distca.integration.layer_kinds import list_layer_keys, make_initial_cost
-from machine import describe
-from output import add_json_option, put_out
-from processes import on_ranks, rounds, setting_of
-from step_time import plain_model_of
-
-mpl.use("Agg")
-from matplotlib import pyplot as plt
-
-from options import add_option
+from models import plain_model_of
+from processes import add_model_options, on_ranks, rounds
+from script import add_option, make_parser, print_table, put_out
 
 RANKS = 2
 WAYS = ("sdpa", "sdpa, other order", "distca, in order", "distca, dealt")
@@ -59,7 +51,7 @@ def corpus() -> torch.Tensor:
 
 def documents_of(step: int, tokens: int) -> list[torch.Tensor]:
     """The documents of a step, each from a place of its own."""
-    lengths = np.random.default_rng(step).permutation(lengths_of(tokens, RANKS))
+    lengths = np.random.default_rng(step).permutation(draw_lengths(tokens, RANKS))
     starts = np.random.default_rng(1000 + step).integers(
         0, len(corpus()) - 2 * tokens, len(lengths)
     )
@@ -96,18 +88,15 @@ class Training:
 
     def step(self, documents: list[torch.Tensor]) -> float:
         """The mean loss of a step's tokens, of all ranks."""
-        targets, total = (
-            sum(len(document) - 1 for document in documents),
-            torch.zeros((), dtype=torch.float64),
-        )
+        targets = sum(len(document) - 1 for document in documents)
+        total = torch.zeros((), dtype=torch.float64)
         for batch in self.batches(documents):
             loss = self.model(**batch, use_cache=False, num_items_in_batch=targets).loss
             loss.backward()
             total += loss.detach().double()
         for parameter in self.model.parameters():
-            parameter.grad = (
-                torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            )
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
             dist.all_reduce(parameter.grad)
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -127,61 +116,35 @@ def measure(rank: int, ranks: int, arguments: argparse.Namespace) -> dict[str, A
         way: float(np.abs(np.array(losses[way]) - np.array(losses[WAYS[0]])).max())
         for way in WAYS[1:]
     }
-    ends = {way: float(np.mean(losses[way][-10:])) for way in WAYS}
-    exchanges = current_session().meter.dispatches
-    setting = setting_of(arguments, ranks=ranks)
     return {
-        **describe(),
-        "setting": setting,
-        "exchanges": exchanges,
+        "exchanges": current_session().meter.dispatches,
         "apart": apart,
-        "end": ends,
+        "end": {way: float(np.mean(losses[way][-10:])) for way in WAYS},
         "losses": losses,
     }
 
 
-def draw(result: dict[str, Any], target: Path) -> None:
-    """The curves, and how far each is from the first."""
-    figure, (above, below) = plt.subplots(2, 1, figsize=(7, 5.2), sharex=True, height_ratios=(2, 1))
-    losses = {way: np.array(result["losses"][way]) for way in WAYS}
-    for number, (way, style) in enumerate(zip(WAYS, ("-", ":", "--", "-."), strict=True)):
-        above.plot(losses[way], style, color=f"C{number}", label=way, linewidth=1.4)
-        apart = np.abs(losses[way] - losses[WAYS[0]])
-        below.semilogy(np.where(apart > 0, apart, np.nan), style, color=f"C{number}", linewidth=1.0)
-    above.set_ylabel("loss")
-    below.set_ylabel("difference from sdpa")
-    below.set_xlabel("optimizer step")
-    above.legend(frameon=False)
-    figure.tight_layout()
-    figure.savefig(target, dpi=130)
-
-
 def show(result: dict[str, Any]) -> None:
-    table = Table("way", "loss of the last ten steps", "largest difference from sdpa")
-    for way in WAYS:
-        table.add_row(way, f"{result['end'][way]:.6f}", f"{result['apart'].get(way, 0.0):.1e}")
-    Console().print(table)
+    rows = (
+        (way, f"{result['end'][way]:.6f}", f"{result['apart'].get(way, 0.0):.1e}") for way in WAYS
+    )
+    columns = "way", "loss of the last ten steps", "largest difference from sdpa"
+    print_table("", columns, rows)
     print(f"{result['exchanges']} dispatches of a rank under distca")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = make_parser(__doc__)
     add_option(parser, "--steps", 300, "optimizer steps")
-    add_option(parser, "--tokens", 256, "tokens a rank")
-    add_option(parser, "--layers", 2, "decoder layers")
-    add_option(parser, "--heads", 2, "query heads of 64; half as many key/value heads")
+    add_model_options(parser, tokens=256, layers=2, heads=2)
     add_option(parser, "--rate", 1e-3, "learning rate")
-    parser.add_argument(
-        "--dtype", choices=("float64", "float32"), default="float64", help="default: %(default)s"
-    )
+    parser.add_argument("--dtype", choices=("float64", "float32"), default="float64")
     parser.add_argument("--picture", type=Path, help="draw the curves to this file")
-    add_json_option(parser)
     arguments = parser.parse_args()
-    picture, arguments.picture = arguments.picture, None
     result = on_ranks(measure, RANKS, arguments)
-    if picture is not None:
-        draw(result, picture)
-    put_out(result, arguments.json, show)
+    if arguments.picture is not None:
+        draw(result["losses"], arguments.picture)
+    put_out(arguments, result, show, ranks=RANKS)
 
 
 if __name__ == "__main__":

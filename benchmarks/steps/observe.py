@@ -16,6 +16,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -23,56 +24,55 @@ import torch.distributed as dist
 
 sys.path.extend(map(str, Path(__file__).resolve().parents[1].glob("*/")))
 
+from batches import batch_of, one_against_eight
 from hf_distca.tools.observe.run_observer import Observer
-from machine import describe
-from output import add_json_option, put_out
-from processes import add_model_options, in_turns, on_ranks, rounds, setting_of
-from step_time import RANKS, batch_of, model_of
+from models import model_of
+from processes import add_model_options, add_rounds, on_ranks, take_turns
+from script import make_parser, put_out
 
+RANKS = 2
 STEPS = 10  # between logs
+Steps = list[tuple[float, float]]  # seconds of each, and those of the processor
 
 
 def measure(rank: int, ranks: int, arguments: argparse.Namespace) -> dict[str, Any]:
     model = model_of(arguments, "sdpa")
-    lengths = [[arguments.tokens], [arguments.tokens // 8] * 8]
-    batch = batch_of(lengths[rank], rank)
+    batch = batch_of(one_against_eight(arguments.tokens, rank), rank)
     del batch["distca_documents"]
-    seconds: dict[str, list[float]] = {"with": [], "without": []}
-    processor: dict[str, list[float]] = {"with": [], "without": []}
     figures: dict[str, float] = {}
 
     def step() -> None:
         model(**batch, use_cache=False).loss.backward()
         model.zero_grad()
 
-    def run(name: str) -> None:
+    def run(name: str) -> Steps:
         nonlocal figures
         observer = Observer() if name == "with" else None
         if observer is not None:
             observer.begin()
         dist.barrier()
+        taken = []
         for number in range(STEPS):
             started, busy = time.perf_counter(), time.process_time()
             step()
             if observer is not None and number == STEPS - 1:
                 observer.gather()
                 figures = observer.take_figures()
-            processor[name].append(time.process_time() - busy)
+            busy = time.process_time() - busy
             dist.barrier()
-            seconds[name].append(time.perf_counter() - started)
+            taken.append((time.perf_counter() - started, busy))
         if observer is not None:
             observer.end()
+        return taken
 
     step()  # the first step pays for buffers, the first plan for compiled code
     run("with")
-    seconds["with"].clear()
-    processor["with"].clear()
-    for round_ in rounds(rank, arguments.rounds):
-        for name in in_turns(seconds, round_):
-            run(name)
+    runs = take_turns(("with", "without"), run, rank, arguments.rounds)
+    seconds, processor = (
+        {name: [step[place] for step in chain(*steps)] for name, steps in runs.items()}
+        for place in range(2)
+    )
     return {
-        "machine": describe(),
-        "setting": setting_of(arguments, ranks=RANKS, steps=STEPS),
         "seconds": seconds,
         "processor_seconds": processor,
         "median_seconds": {name: statistics.median(values) for name, values in seconds.items()},
@@ -95,11 +95,11 @@ def show(result: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    add_model_options(parser, tokens=1024, layers=2, rounds=10)
-    add_json_option(parser)
+    parser = make_parser(__doc__)
+    add_model_options(parser, tokens=1024, layers=2)
+    add_rounds(parser, 10)
     arguments = parser.parse_args()
-    put_out(on_ranks(measure, RANKS, arguments), arguments.json, show)
+    put_out(arguments, on_ranks(measure, RANKS, arguments), show, ranks=RANKS, steps=STEPS)
 
 
 if __name__ == "__main__":

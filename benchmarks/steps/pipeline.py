@@ -9,11 +9,11 @@ given again took 0.2 s of a step.
 
     python benchmarks/steps/pipeline.py --json
 
-Beside them stands the ideal: in every tick the attention of all stages is spread over them, for
-nothing, so that all end as early as can be with the linear work that each has; or, where processes
-share cores, at least the work of the tick over the number of cores. Work is what the micro-batches
-took in the steps of 1F1B, in processor time, with the messages between stages. The share gained is
-what sharing takes off 1F1B over what the ideal does.
+The ideal spreads the attention of all stages over them in every tick, for nothing, so that all end
+as early as can be with the linear work that each has. Where processes share cores, a tick takes at
+least its work over the number of cores. Work is what the micro-batches took in the steps of 1F1B,
+in processor time, with the messages between stages. The share gained is what sharing takes off
+1F1B over what the ideal does.
 
 Sizes: in a layer of the default model a document of about 1500 tokens takes as long in attention as
 in all else, on a CPU core. For an 8B model on an H100 that is a document of about 26 thousand
@@ -40,23 +40,17 @@ import json
 import os
 import statistics
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
-from rich.console import Console
-from rich.table import Table
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.nn.functional import cross_entropy
-from tqdm import tqdm
-from transformers import LlamaConfig, LlamaForCausalLM
 
 sys.path.extend(map(str, Path(__file__).resolve().parents[1].glob("*/")))
 
@@ -66,13 +60,23 @@ from hf_distca.integration.current_session import current_session
 from hf_distca.pipeline import Schedule, split
 from hf_distca.pipeline.ticks import order_ticks
 from hf_distca.runtime import meter
-from machine import describe
-from options import add_option
-from output import add_json_option, put_out
+from models import plain_model_of
+from processes import (
+    add_model_options,
+    add_rounds,
+    gather,
+    in_turns,
+    median_ratio,
+    medians,
+    on_ranks,
+    rounds,
+)
 from replay import Event, Recorder, replay
+from script import add_option, make_parser, print_table, put_out
 
 PLACEMENT = Path(__file__).parents[1] / "placements" / "long_tail_8_ranks.json"
 VOCABULARY = 512
+MODES = ("1f1b", "shared")
 WARM_UP = 2  # shared steps
 
 
@@ -132,21 +136,10 @@ class Steps:
     """Times steps of one stage."""
 
     def __init__(self, arguments: argparse.Namespace, rank: int) -> None:
-        torch.manual_seed(0)
-        config = LlamaConfig(
-            hidden_size=arguments.heads * 64,
-            intermediate_size=arguments.heads * 172,
-            num_hidden_layers=arguments.layers,
-            num_attention_heads=arguments.heads,
-            num_key_value_heads=max(arguments.heads // 2, 1),
-            vocab_size=VOCABULARY,
-            max_position_embeddings=arguments.tokens,
-            attn_implementation="distca",
-        )
         mesh = init_device_mesh("cpu", (arguments.stages,), mesh_dim_names=("pp",))
-        shape = (1, arguments.tokens, config.hidden_size)
+        shape = (1, arguments.tokens, arguments.heads * 64)
         # Each schedule has a stage object of its own, and both have the same module.
-        self.stage = split(LlamaForCausalLM(config).train(), mesh)
+        self.stage = split(plain_model_of(arguments, "distca"), mesh)
         self.shared = Schedule(self.stage, arguments.micro_batches, loss_of)
         classic_stage = self._classic_stage(mesh, shape)
         self.classic, self.chunks = (
@@ -306,152 +299,97 @@ class _ProcessorClock:
     perf_counter = staticmethod(time.process_time)
 
 
-def run(rank: int, arguments: argparse.Namespace, folder: str, groups: Sequence[Path]) -> None:
-    torch.set_num_threads(1)
+def measure(rank: int, ranks: int, arguments: argparse.Namespace) -> dict[str, Any]:
     keep_memory()
     meter.time = _ProcessorClock
-    store = dist.FileStore(str(Path(folder, "store")), arguments.stages)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=arguments.stages)
-    steps, modes = Steps(arguments, rank), ("1f1b", "shared")
-    seconds: dict[str, dict[str, list[float]]] = {
-        lengths: {mode: [] for mode in modes} for lengths in steps.batches
-    }
-    paths = {
-        lengths: {name: list[float]() for name in ("1f1b", "shared", "ideal")}
-        for lengths in steps.batches
-    }
-    ideals: dict[str, list[float]] = {lengths: [] for lengths in steps.batches}
-    cores, share = min(arguments.stages, os.cpu_count() or 1), 1.0
-    if groups:
-        join(groups[rank])
+    steps = Steps(arguments, rank)
+    cores, share = min(ranks, os.cpu_count() or 1), 1.0
+    if arguments.groups:
+        join(arguments.groups[rank])
         dist.barrier()
-        cores, share = arguments.stages, statistics.mean(of_all(used()))
+        cores, share = ranks, statistics.mean(gather(used()))
     for mode in ("1f1b", *["shared"] * WARM_UP):  # the first steps pay for buffers and connections
         steps.step("long tail", mode)
-    for round_ in tqdm(range(arguments.rounds), desc="rounds", file=sys.stderr, disable=rank > 0):
-        for lengths in steps.batches:
-            for mode in modes[:: 1 if round_ % 2 == 0 else -1]:
+    seconds, paths = (
+        {lengths: {name: list[float]() for name in (*MODES, "ideal")} for lengths in steps.batches}
+        for _ in range(2)
+    )
+    for number in rounds(rank, arguments.rounds):
+        for lengths, clock in seconds.items():
+            path = paths[lengths]
+            for mode in in_turns(MODES, number):
                 taken, events, work = steps.step(lengths, mode)
-                seconds[lengths][mode].append(taken * share)
+                clock[mode].append(taken * share)
                 if mode == "shared":
-                    paths[lengths]["shared"].append(replay(of_all(events)))
+                    path["shared"].append(replay(gather(events)))
                 else:
-                    every = of_all(work)
-                    ideals[lengths].append(ideal(every, cores))
-                    paths[lengths]["1f1b"].append(classic(every))
-                    paths[lengths]["ideal"].append(ideal(every, arguments.stages))
-    if rank == 0:
-        result = {**summary(arguments, seconds, ideals, paths), "core_share": share}
-        Path(folder, "result.json").write_text(json.dumps(result))
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-def of_all(own: Any) -> list[Any]:
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, own)
-    return found
-
-
-def gained(row: dict[str, float]) -> float:
-    most = row["1f1b"] - row["ideal"]
-    return (row["1f1b"] - row["shared"]) / most if most > 0 else 0.0
-
-
-def summary(
-    arguments: argparse.Namespace,
-    seconds: dict[str, dict[str, list[float]]],
-    ideals: dict[str, list[float]],
-    paths: dict[str, dict[str, list[float]]],
-) -> Any:
-    rows, path_rows = {}, {}
-    for lengths, modes in seconds.items():
-        row = {mode: statistics.median(taken) for mode, taken in modes.items()}
-        row["ideal"] = statistics.median(ideals[lengths])
-        row["gained"] = gained(row)
-        row["ratio"] = statistics.median(
-            a / b for a, b in zip(modes["shared"], modes["1f1b"], strict=True)
-        )
-        rows[lengths] = row
-        path = {name: min(taken) for name, taken in paths[lengths].items()}
-        path_rows[lengths] = {
-            **path,
-            "gained": gained(path),
-            "ratio": path["shared"] / path["1f1b"],
-        }
-    names = ("stages", "micro_batches", "tokens", "layers", "heads", "rounds")
+                    every = gather(work)
+                    clock["ideal"].append(ideal(every, cores))
+                    path["1f1b"].append(classic(every))
+                    path["ideal"].append(ideal(every, ranks))
     return {
-        "machine": describe(),
-        "run": {name: getattr(arguments, name) for name in names},
-        "seconds": rows,
-        "critical_path": path_rows,
+        "core_share": share,
+        "seconds": {
+            lengths: summarize(medians(taken))
+            | {"ratio": median_ratio(taken["shared"], taken["1f1b"])}
+            for lengths, taken in seconds.items()
+        },
+        "critical_path": {
+            lengths: summarize({name: min(values) for name, values in taken.items()})
+            for lengths, taken in paths.items()
+        },
         "each": {"seconds": seconds, "critical_path": paths},
     }
 
 
+def summarize(row: dict[str, float]) -> dict[str, float]:
+    """Add what sharing gains, by what the ideal does, and its ratio to 1F1B."""
+    most = row["1f1b"] - row["ideal"]
+    gained = (row["1f1b"] - row["shared"]) / most if most > 0 else 0.0
+    return {**row, "gained": gained, "ratio": row["shared"] / row["1f1b"]}
+
+
 def show(result: dict[str, Any]) -> None:
-    stages, rounds = (result["run"][name] for name in ("stages", "rounds"))
-    names = {"1f1b": "1F1B", "shared": "shared", "ideal": "ideal"}
-    of_a_core = (
-        f" with {result['core_share']:.3f} of a core each, times that"
-        if result["core_share"] < 1
-        else ""
-    )
-    titles = {
-        "seconds": f"seconds of a step, {stages} stages{of_a_core}, medians of {rounds} rounds",
-        "critical_path": (
-            f"processor seconds along the critical path, {stages} stages, least of {rounds} rounds"
+    stages, count = (result["setting"][name] for name in ("stages", "rounds"))
+    share = result["core_share"]
+    of_a_core = f" with {share:.3f} of a core each, times that" if share < 1 else ""
+    columns = ("documents", "1F1B", "shared", "ideal")
+    columns += ("gained of what is to be gained", "shared / 1F1B")
+    for key, title in (
+        ("seconds", f"seconds of a step, {stages} stages{of_a_core}, medians of {count} rounds"),
+        (
+            "critical_path",
+            f"processor seconds along the critical path, {stages} stages, least of {count} rounds",
         ),
-    }
-    for key, title in titles.items():
-        table = Table(title=title)
-        rows = result[key]
-        shown = [name for name in names if name in next(iter(rows.values()))]
-        for name in (
-            "documents",
-            *(names[name] for name in shown),
-            "gained of what is to be gained",
-            "shared / 1F1B",
-        ):
-            table.add_column(name, justify="left" if name == "documents" else "right")
-        for lengths, row in rows.items():
-            table.add_row(
+    ):
+        rows = (
+            (
                 lengths,
-                *(f"{row[name]:.2f}" for name in shown),
+                *(f"{row[name]:.2f}" for name in (*MODES, "ideal")),
                 f"{row['gained']:.0%}",
                 f"{row['ratio']:.2f}",
             )
-        Console(width=130).print(table)
+            for lengths, row in result[key].items()
+        )
+        print_table(title, columns, rows)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = make_parser(__doc__)
     add_option(parser, "--stages", 2, "processes, one a stage")
     add_option(parser, "--micro-batches", 8, "of a step")
-    add_option(parser, "--tokens", 24576, "of a micro-batch")
-    add_option(parser, "--layers", 4, "decoder layers of the whole model")
-    add_option(parser, "--heads", 2, "query heads of 64; half as many key/value heads")
-    add_option(parser, "--rounds", 3, "turns of each mode")
-    add_option(parser, "--core-share", 1.0, "of a core, for each stage (default: all of it)")
-    add_json_option(parser)
+    add_model_options(parser, tokens=24576, layers=4, heads=2)
+    add_rounds(parser, 3)
+    add_option(parser, "--core-share", 1.0, "of a core, for each stage; 1: all of it")
     arguments = parser.parse_args()
-    if (
-        arguments.tokens < 64
-        or arguments.layers < arguments.stages
-        or min(arguments.stages, arguments.rounds) < 1
-    ):
+    stages, share = arguments.stages, arguments.core_share
+    if arguments.tokens < 64 or arguments.layers < stages or min(stages, arguments.rounds) < 1:
         parser.error("give at least 64 tokens, one round, one stage and a layer for each stage")
-    if not 0.01 <= arguments.core_share <= 1:
-        parser.error(
-            f"--core-share is {arguments.core_share}: give a part of a core, from 0.01 to 1"
-        )
-    slower = arguments.core_share < 1
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        core_shares(arguments.stages * slower, arguments.core_share) as groups,
-    ):
-        mp.spawn(run, (arguments, folder, groups), nprocs=arguments.stages)
-        put_out(json.loads(Path(folder, "result.json").read_text()), arguments.json, show)
+    if not 0.01 <= share <= 1:
+        parser.error(f"--core-share is {share}: give a part of a core, from 0.01 to 1")
+    with core_shares(stages * (share < 1), share) as groups:
+        told = argparse.Namespace(**vars(arguments), groups=groups)
+        put_out(arguments, on_ranks(measure, stages, told), show)
 
 
 if __name__ == "__main__":

@@ -23,45 +23,34 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 
 sys.path.extend(map(str, Path(__file__).resolve().parents[1].glob("*/")))
 
 import hf_distca
 from hf_distca.integration.current_session import current_session
 from hf_distca.pool.observer import PoolObserver
-from machine import describe
-from output import add_json_option, put_out
-from processes import add_model_options, in_turns, rounds, setting_of
-from step_time import plain_model_of
+from hf_distca.runtime.group import AttentionGroup
+from models import plain_model_of
+from processes import add_model_options, add_rounds, take_turns
+from script import make_parser, print_table, put_out
 
+ALONE = "one process"
 WAYS = {
-    "one process": {"balance": False},
+    ALONE: {"balance": False},
     "and a server": {},
     "and a server, ping-pong": {"ping_pong": True},
 }
-ALONE = "one process"
 
 
-def start_server() -> str:
-    """Start a server, which ends with this process; returns its address."""
+def start_server() -> None:
+    """Start a server, which ends with this process, as a launcher would start both on one node."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        address = f"127.0.0.1:{taken.getsockname()[1]}"
-    command = [
-        sys.executable,
-        "-m",
-        "hf_distca.tools.cli",
-        "serve",
-        "--address",
-        address,
-        "--device",
-        "cpu",
-        "--wait",
-        "120",
-    ]
-    subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"})
-    return address
+        port = taken.getsockname()[1]
+    launch = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "ACCELERATE_USE_CPU": "true"}
+    os.environ |= {**launch, "RANK": "0", "WORLD_SIZE": "1"}
+    served = launch | {"RANK": "1", "OMP_NUM_THREADS": "1"}
+    code = "from hf_distca.pool.server import serve; serve(0, 1, 120.0)"
+    subprocess.Popen([sys.executable, "-c", code], env=os.environ | served)
 
 
 class Steps:
@@ -86,23 +75,19 @@ class Steps:
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     """Medians of all ways."""
     torch.set_num_threads(1)
-    taken: dict[str, list[tuple[float, float, float]]] = {way: [] for way in WAYS}
-    PoolObserver(addresses=(start_server(),)).register()
+    start_server()
+    AttentionGroup.observer = PoolObserver(1, 1)
     hf_distca.configure()
     steps = Steps(arguments)
     for way in WAYS:
         steps.step(way)
-    for number in rounds(0, arguments.rounds):
-        for way in in_turns(WAYS, number):
-            taken[way].append(steps.step(way))
+    taken = take_turns(WAYS, steps.step, 0, arguments.rounds)
     seconds, attention, losses = (
         {way: statistics.median(step[place] for step in taken[way]) for way in WAYS}
         for place in range(3)
     )
     most = attention[ALONE] / 2
     return {
-        **describe(),
-        **setting_of(arguments),
         "attention_share": attention[ALONE] / seconds[ALONE],
         "seconds": seconds,
         "own_attention_seconds": attention,
@@ -112,31 +97,34 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def show(result: dict[str, Any]) -> None:
-    table = Table(
-        title=f"{result['tokens']} tokens, one document, {result['layers']} layers",
-        title_justify="left",
+    attention, gained, setting = (
+        result[name] for name in ("own_attention_seconds", "gained", "setting")
     )
-    for name in ("way", "seconds of a step", "of it own attention", "gained of what can be"):
-        table.add_column(name, justify="left" if name == "way" else "right")
-    for way, seconds in result["seconds"].items():
-        gained = "" if way == ALONE else f"{result['gained'][way]:.0%}"
-        table.add_row(way, f"{seconds:.3f}", f"{result['own_attention_seconds'][way]:.3f}", gained)
-    console = Console()
-    console.print(table)
-    console.print(
+    rows = (
+        (
+            way,
+            f"{seconds:.3f}",
+            f"{attention[way]:.3f}",
+            f"{gained[way]:.0%}" if way in gained else "",
+        )
+        for way, seconds in result["seconds"].items()
+    )
+    columns = "way", "seconds of a step", "of it own attention", "gained of what can be"
+    print_table(
+        f"{setting['tokens']} tokens, one document, {setting['layers']} layers", columns, rows
+    )
+    print(
         f"attention is {result['attention_share']:.0%} of a step; losses differ by"
         f" {result['loss_difference']:.1e}"
     )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     add_model_options(parser, tokens=8192, layers=2)
-    add_json_option(parser)
+    add_rounds(parser)
     arguments = parser.parse_args()
-    put_out(measure(arguments), arguments.json, show)
+    put_out(arguments, measure(arguments), show)
 
 
 if __name__ == "__main__":

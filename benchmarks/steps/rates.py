@@ -26,7 +26,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -35,8 +34,6 @@ from unittest.mock import patch
 import numpy as np
 import torch
 import torch.distributed as dist
-from rich.console import Console
-from rich.table import Table
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
@@ -45,18 +42,16 @@ from transformers import LlamaForCausalLM
 sys.path.extend(map(str, Path(__file__).resolve().parents[1].glob("*/")))
 
 import hf_distca
+from batches import batch_of
 from hf_distca.integration import current_session
 from hf_distca.integration.session import Session
 from hf_distca.runtime import meter
-from hf_distca.runtime.channel import Channel
-from hf_distca.schedule.cost import AttentionShape, CostModel, KernelCost
-from machine import describe
-from options import add_option
-from output import add_json_option, put_out
-from processes import in_turns, on_ranks, setting_of
-from slow_network import Late
-from step_time import batch_of, plain_model_of
-from timed_kernels import timed_kernels
+from hf_distca.schedule.cost import CostModel
+from models import plain_model_of
+from processes import add_model_options, in_turns, median_ratio, medians, on_ranks
+from script import add_option, end, make_parser, print_table, put_out
+from slow_network import late_messages
+from timed_kernels import make_slower, timed_kernels
 
 SLOWNESS = 1.5
 HIDDEN = 64  # little but attention is left to compute
@@ -67,23 +62,9 @@ FIRST = 12  # steps in which rates are learned
 AT_MOST = 1.02  # times a step with balancing off, after them
 
 
-# The built-in figures of a CPU.
-BUILT_IN = CostModel.make_analytic(AttentionShape(1, 1, 64, 64, 4), device_type="cpu")
-
-
-def scaled(arguments: argparse.Namespace, task: float, flop: float) -> CostModel:
-    """The built-in figures of a CPU, with tasks that take so many times as long, and flops."""
-    forward, backward = (
-        KernelCost(one.task_seconds * task, one.bytes_per_second, one.flops_per_second / flop)
-        for one in (BUILT_IN.forward, BUILT_IN.backward)
-    )
-    shape = AttentionShape(arguments.heads, max(arguments.heads // 2, 1), 64, 64, 4)
-    return replace(BUILT_IN, shape=shape, forward=forward, backward=backward)
-
-
 def truth(arguments: argparse.Namespace) -> CostModel:
     """What timed kernels take."""
-    return scaled(arguments, STRETCH, STRETCH)
+    return make_slower(arguments.heads, task=STRETCH, flop=STRETCH)
 
 
 def beginning_with(cost: CostModel) -> AbstractContextManager[Any]:
@@ -112,17 +93,11 @@ def processor_clock() -> Iterator[None]:
         yield
 
 
-@contextmanager
-def network(megabytes_per_second: float | None) -> Iterator[None]:
+def network(megabytes_per_second: float | None) -> AbstractContextManager[None]:
     """Messages take as long as their bytes need at this rate; None to leave them alone."""
-    original = Channel.start
-
-    def start(channel: Channel, received: torch.Tensor, sent: torch.Tensor, *sizes: Any) -> Late:
-        seconds = max(received.nbytes, sent.nbytes) / (megabytes_per_second or 1) / 1e6
-        return Late(original(channel, received, sent, *sizes), time.perf_counter() + seconds)
-
-    with patch.object(Channel, "start", start) if megabytes_per_second else nullcontext():
-        yield
+    if megabytes_per_second is None:
+        return nullcontext()
+    return late_messages(lambda size: size / megabytes_per_second / 1e6)
 
 
 def lengths_of(step: int, rank: int, ranks: int, tokens: int) -> list[int]:
@@ -196,7 +171,7 @@ def wrong(steps: Steps, arguments: argparse.Namespace) -> dict[str, Any]:
         ("mixed", WRONG, 1 / WRONG),
     ):
         hf_distca.configure()
-        with processor_clock(), beginning_with(scaled(arguments, task, flop)):
+        with processor_clock(), beginning_with(make_slower(arguments.heads, task=task, flop=flop)):
             rows = [steps.step(number) for number in range(arguments.steps)]
         ratios = [row["estimate"] for row in rows if "estimate" in row]
         last = [abs(ratio - 1) for ratio in ratios[FIRST:]]
@@ -250,12 +225,10 @@ def slow_rank(steps: Steps, arguments: argparse.Namespace) -> dict[str, Any]:
     ]
     speeds = sessions["speeds measured"].planner.costs.measured_ranks.speeds
     return {
-        "median_seconds": {name: statistics.median(row) for name, row in seconds.items()},
+        "median_seconds": medians(seconds),
         "allowed_seconds": statistics.median(allowed),
         "to_allowed": {
-            name: statistics.median(a / b for a, b in zip(row, allowed, strict=True))
-            for name, row in seconds.items()
-            if name != "all alike"
+            name: median_ratio(row, allowed) for name, row in seconds.items() if name != "all alike"
         },
         "attention_to_allowed": {
             name: taken / (mean * (1 + stretch))
@@ -306,88 +279,52 @@ def measure(rank: int, ranks: int, arguments: argparse.Namespace) -> dict[str, A
 
 
 def show(result: dict[str, Any]) -> None:
-    table = Table(title="measured rates")
-    for column in ("ranks", "part", "what", "figure"):
-        table.add_column(column)
+    rows: list[tuple[str, ...]] = []
     for ranks, parts in result["ranks"].items():
         for name, row in parts.get("wrong rates", {}).items():
             said = (
                 f"estimate / measured {row['first']:.2f} at first; error {row['error_median']:.1%}"
                 f" after {FIRST} steps"
             )
-            table.add_row(ranks, "wrong rates", name, said)
-        if "slow rank" in parts:
-            for name, ratio in parts["slow rank"]["to_allowed"].items():
-                attention = parts["slow rank"]["attention_to_allowed"][name]
-                table.add_row(
-                    ranks,
-                    "slow rank",
-                    name,
-                    f"step {ratio:.3f}, attention {attention:.3f} of what its speed allows",
-                )
+            rows.append((ranks, "wrong rates", name, said))
+        for name, ratio in parts.get("slow rank", {}).get("to_allowed", {}).items():
+            attention = parts["slow rank"]["attention_to_allowed"][name]
+            said = f"step {ratio:.3f}, attention {attention:.3f} of what its speed allows"
+            rows.append((ranks, "slow rank", name, said))
         for name, row in parts.get("never slower", {}).items():
             said = (
                 f"on / off {row['first_step']:.3f} at first, {row['later_median']:.3f} after"
                 f" {FIRST} steps (median)"
             )
-            table.add_row(ranks, "never slower", name, said)
-    Console(width=130).print(table)
+            rows.append((ranks, "never slower", name, said))
+    print_table("measured rates", ("ranks", "part", "what", "figure"), rows, texts=4)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    add_option(parser, "--tokens", 2048, "tokens a rank")
-    add_option(parser, "--layers", 1, "decoder layers")
-    add_option(parser, "--heads", 4, "query heads of 64; half as many key/value heads")
-    parser.add_argument(
-        "--ranks", type=int, nargs="+", default=[2, 4], help="numbers of ranks (default: 2 4)"
-    )
-    parser.add_argument(
-        "--steps",
-        type=int,
-        default=24,
-        help=f"steps of each mode, {FIRST} of them to learn (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--kernel",
-        choices=["timed", "real"],
-        default="timed",
-        help="see above (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--never-slower",
-        action="store_true",
-        help=f"balancing on and off instead; ends with 1 above {AT_MOST} after {FIRST} steps",
-    )
-    parser.add_argument(
-        "--megabytes-per-second",
-        type=float,
-        nargs="+",
-        default=[0.5, 5.0],
-        help="of slow networks (default: 0.5 5)",
-    )
-    add_json_option(parser)
+    parser = make_parser(__doc__)
+    add_model_options(parser, tokens=2048, layers=1)
+    add_option(parser, "--ranks", [2, 4], "numbers of ranks")
+    add_option(parser, "--steps", 24, f"steps of each mode, {FIRST} of them to learn")
+    parser.add_argument("--kernel", choices=["timed", "real"], default="timed", help="see above")
+    text = f"balancing on and off instead; ends with 1 above {AT_MOST} after {FIRST} steps"
+    parser.add_argument("--never-slower", action="store_true", help=text)
+    add_option(parser, "--megabytes-per-second", [0.5, 5.0], "of slow networks")
     arguments = parser.parse_args()
     if arguments.steps <= FIRST + 1:
         parser.error(
             f"--steps {arguments.steps} must be more than {FIRST + 1}: rates are learned in the"
             f" first {FIRST}"
         )
-    result: dict[str, Any] = {
-        "machine": describe(),
-        "setting": setting_of(arguments, dtype="float32"),
-        "ranks": {},
-    }
-    for ranks in arguments.ranks:
-        result["ranks"][str(ranks)] = on_ranks(measure, ranks, arguments)
-    put_out(result, arguments.json, show)
-    later = [
-        row["later_median"]
-        for parts in result["ranks"].values()
-        for row in parts.get("never slower", {}).values()
-    ]
-    if any(ratio > AT_MOST for ratio in later):
-        sys.exit(1)
+    found = {str(ranks): on_ranks(measure, ranks, arguments) for ranks in arguments.ranks}
+    put_out(arguments, {"ranks": found}, show, dtype="float32")
+    end(
+        [
+            f"{ranks} ranks, {name}: {row['later_median']:.3f} is above {AT_MOST}"
+            for ranks, parts in found.items()
+            for name, row in parts.get("never slower", {}).items()
+            if row["later_median"] > AT_MOST
+        ]
+    )
 
 
 if __name__ == "__main__":

@@ -16,58 +16,36 @@ import time
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
-from rich.console import Console
-from rich.table import Table
-from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.trainer_pt_utils import BatchRebalanceSampler
 
 sys.path.extend(map(str, Path(__file__).resolve().parents[1].glob("*/")))
 
 import hf_distca
-from machine import describe
-from options import add_option
-from output import add_json_option, put_out
-from processes import add_model_options, in_turns, on_ranks, rounds, setting_of
+from batches import batch_of, one_against_eight
+from models import model_of
+from processes import (
+    add_model_options,
+    add_rounds,
+    gather,
+    median_ratio,
+    medians,
+    on_ranks,
+    take_turns,
+)
+from script import add_option, make_parser, print_table, put_out
 
 RANKS = 2
-EVEN_PAIRS = 4
-
-
-def model_of(
-    arguments: argparse.Namespace, implementation: str, hidden: int | None = None
-) -> torch.nn.parallel.DistributedDataParallel:
-    """A Llama with heads of 64, and as wide as they are together, or `hidden`."""
-    return torch.nn.parallel.DistributedDataParallel(
-        plain_model_of(arguments, implementation, hidden)
-    )
-
-
-def plain_model_of(
-    arguments: argparse.Namespace, implementation: str, hidden: int | None = None
-) -> LlamaForCausalLM:
-    """The same, before an engine takes it."""
-    torch.manual_seed(0)
-    hidden = hidden or arguments.heads * 64
-    config = LlamaConfig(
-        hidden_size=hidden,
-        head_dim=64,
-        intermediate_size=hidden * 172 // 64,
-        num_hidden_layers=arguments.layers,
-        num_attention_heads=arguments.heads,
-        num_key_value_heads=max(arguments.heads // 2, 1),
-        vocab_size=512,
-        max_position_embeddings=arguments.tokens,
-        attn_implementation=implementation,
-    )
-    return LlamaForCausalLM(config).train()
-
-
-def batch_of(lengths: list[int], rank: int) -> dict[str, Any]:
-    generator = torch.Generator().manual_seed(rank)
-    documents = [torch.randint(0, 512, (n,), generator=generator).tolist() for n in lengths]
-    return hf_distca.PackingCollator()([{"documents": documents}])
+EVEN_PAIRS = 4  # of each round: steps of an even batch differ by next to nothing
+# By name: batch, attention, whether it is balanced.
+MODES = {
+    "unbalanced": ("skewed", "distca", False),
+    "balanced": ("skewed", "distca", True),
+    "batch_rebalance": ("rebalanced", "distca", False),
+    "busy": ("skewed", "distca", False),
+}
+EVEN = {"even_unbalanced": ("even", "distca", False), "even_balanced": ("even", "distca", True)}
+SDPA = {"sdpa": ("skewed", "sdpa", False)}
 
 
 class Steps:
@@ -75,43 +53,44 @@ class Steps:
 
     def __init__(self, arguments: argparse.Namespace, rank: int) -> None:
         self.models = {name: model_of(arguments, name) for name in ("distca", "sdpa")}
-        self.rank = rank
+        lengths = [one_against_eight(arguments.tokens, number) for number in range(RANKS)]
+        self.batches = {
+            "skewed": batch_of(lengths[rank], rank),
+            "even": batch_of(lengths[1], rank),
+            "rebalanced": batch_of(rebalance(lengths, rank), rank),
+        }
+        self.losses: dict[str, float] = {}
 
-    def step(
-        self, batch: dict[str, Any], implementation: str, balance: bool
-    ) -> tuple[float, float]:
-        """Seconds until all ranks are done, and the loss."""
-        model = self.models[implementation]
-        batch = (
-            dict(batch)
-            if implementation == "distca"
-            else {k: v for k, v in batch.items() if k != "distca_documents"}
-        )
+    def step(self, mode: str) -> float:
+        """Seconds until all ranks are done."""
+        name, attention, balanced = (MODES | EVEN | SDPA)[mode]
+        model, batch = self.models[attention], dict(self.batches[name])
+        if attention == "sdpa":
+            del batch["distca_documents"]
         dist.barrier()
         started = time.perf_counter()
-        with hf_distca.balancing(balance):
+        with hf_distca.balancing(balanced):
             loss = model(**batch, use_cache=False).loss
             loss.backward()
         dist.barrier()
         seconds = time.perf_counter() - started
+        self.losses[mode] = float(loss.detach())
         model.zero_grad()
-        return seconds, float(loss.detach())
+        return seconds
 
-    def busy(self, batch: dict[str, Any]) -> list[float]:
+    def busy(self) -> list[float]:
         """Seconds each rank computes on its own batch alone, waiting for nobody."""
         model = self.models["distca"]
         dist.barrier()
         started = time.perf_counter()
         with hf_distca.balancing(False), model.no_sync():
-            model(**batch, use_cache=False).loss.backward()
-        taken = torch.zeros(RANKS, dtype=torch.float64)
-        taken[self.rank] = time.perf_counter() - started
-        dist.all_reduce(taken)
+            model(**self.batches["skewed"], use_cache=False).loss.backward()
+        taken = gather(time.perf_counter() - started)
         model.zero_grad()
-        return taken.tolist()
+        return taken
 
 
-def rebalanced(lengths: list[list[int]], rank: int) -> list[int]:
+def rebalance(lengths: list[list[int]], rank: int) -> list[int]:
     """The documents that transformers' batch_rebalance gives this rank, from the same documents."""
     flat = [n for row in lengths for n in row]
     sampler = BatchRebalanceSampler(flat, len(flat), RANKS, 1, shuffle=False, rank=rank)
@@ -120,96 +99,60 @@ def rebalanced(lengths: list[list[int]], rank: int) -> list[int]:
 
 def measure(rank: int, ranks: int, arguments: argparse.Namespace) -> dict[str, Any]:
     steps = Steps(arguments, rank)
-    short = [arguments.tokens // 8] * 8
-    skewed = [[arguments.tokens], short]
-    batches = {
-        "skewed": batch_of(skewed[rank], rank),
-        "even": batch_of(short, rank),
-        "rebalanced": batch_of(rebalanced(skewed, rank), rank),
-    }
-    modes = {
-        "unbalanced": ("skewed", "distca", False),
-        "balanced": ("skewed", "distca", True),
-        "batch_rebalance": ("rebalanced", "distca", False),
-    }
-    # The short steps of an even batch differ by next to nothing: more of them, in pairs, for a
-    # steady ratio.
-    even = {"even_unbalanced": ("even", "distca", False), "even_balanced": ("even", "distca", True)}
-    seconds: dict[str, list[float]] = {name: [] for name in (*modes, "sdpa", *even)}
-    losses: dict[str, float] = {}
-    busy: list[list[float]] = []
+    steps.step("even_balanced")  # the first step pays for buffers and caches
 
-    def turn(round_: int, group: dict[str, tuple[str, str, bool]]) -> None:
-        for name, mode in in_turns(group.items(), round_):
-            taken, losses[name] = steps.step(batches[mode[0]], *mode[1:])
-            seconds[name].append(taken)
+    def run(mode: str) -> Any:
+        return steps.busy() if mode == "busy" else steps.step(mode)
 
-    steps.step(batches["even"], "distca", True)  # the first step pays for buffers and caches
-    for round_ in rounds(rank, arguments.rounds):
-        turn(round_, modes)
-        busy.append(steps.busy(batches["skewed"]))
-        for pair in range(EVEN_PAIRS):
-            turn(pair, even)
-        if round_ < arguments.sdpa_rounds:
-            taken, losses["sdpa"] = steps.step(batches["skewed"], "sdpa", False)
-            seconds["sdpa"].append(taken)
-    return figures(arguments, seconds, losses, busy)
+    seconds = take_turns(MODES, run, rank, arguments.rounds)
+    busy = seconds.pop("busy")
+    seconds |= take_turns(EVEN, run, rank, EVEN_PAIRS * arguments.rounds)
+    seconds |= take_turns(SDPA, run, rank, arguments.sdpa_rounds)
+    return figures(seconds, busy) | {"losses_rank_0": steps.losses}
 
 
-def figures(
-    arguments: argparse.Namespace,
-    seconds: dict[str, list[float]],
-    losses: dict[str, float],
-    busy: list[list[float]],
-) -> dict[str, Any]:
+def figures(seconds: dict[str, list[float]], busy: list[list[float]]) -> dict[str, Any]:
     """Ratios of one run. A ratio of modes is the median over rounds of the ratio within a round."""
-
-    def ratio(mode: str, to: str) -> float:
-        return statistics.median(a / b for a, b in zip(seconds[mode], seconds[to], strict=False))
-
+    middle = medians(seconds)
+    sdpa = middle.get("sdpa")
     ideal = statistics.median(statistics.mean(row) / max(row) for row in busy)
-    measured = ratio("balanced", "unbalanced")
+    measured = median_ratio(seconds["balanced"], seconds["unbalanced"])
     return {
-        "machine": describe(),
-        "setting": setting_of(arguments, ranks=RANKS),
         "seconds": seconds,
-        "median_seconds": {
-            name: statistics.median(values) for name, values in seconds.items() if values
-        },
-        "losses_rank_0": losses,
+        "median_seconds": middle,
         "busy_seconds": busy,
         "balanced_to_unbalanced": measured,
         "ideal_to_unbalanced": ideal,
         "share_of_ideal": ideal / measured,
-        "even_balanced_to_unbalanced": ratio("even_balanced", "even_unbalanced"),
-        "balanced_to_batch_rebalance": ratio("balanced", "batch_rebalance"),
-        "balanced_to_sdpa": ratio("balanced", "sdpa") if seconds["sdpa"] else None,
-        "unbalanced_to_sdpa": ratio("unbalanced", "sdpa") if seconds["sdpa"] else None,
+        "even_balanced_to_unbalanced": median_ratio(*(seconds[name] for name in list(EVEN)[::-1])),
+        "balanced_to_batch_rebalance": median_ratio(
+            seconds["balanced"], seconds["batch_rebalance"]
+        ),
+        "balanced_to_sdpa": sdpa and middle["balanced"] / sdpa,
+        "unbalanced_to_sdpa": sdpa and middle["unbalanced"] / sdpa,
     }
 
 
 def show(result: dict[str, Any]) -> None:
-    table = Table(title=f"step time, {result['setting']['tokens']} tokens a rank, 2 ranks")
-    for column in ("mode", "median seconds", "to unbalanced"):
-        table.add_column(column, justify="left" if column == "mode" else "right")
     base = result["median_seconds"]
-    for name, value in base.items():
-        against = base["even_unbalanced" if name.startswith("even") else "unbalanced"]
-        table.add_row(name, f"{value:.2f}", f"{value / against:.3f}")
-    table.add_row("ideal (mean busy / slowest)", "", f"{result['ideal_to_unbalanced']:.3f}")
-    console = Console()
-    console.print(table)
-    console.print(f"share of the ideal reached: {result['share_of_ideal']:.1%}")
-    console.print(f"overhead on an even batch:  {result['even_balanced_to_unbalanced'] - 1:+.1%}")
+    rows = [
+        (name, f"{value:.2f}", f"{value / base['even_' * (name in EVEN) + 'unbalanced']:.3f}")
+        for name, value in base.items()
+    ]
+    rows.append(("ideal (mean busy / slowest)", "", f"{result['ideal_to_unbalanced']:.3f}"))
+    title = f"step time, {result['setting']['tokens']} tokens a rank, 2 ranks"
+    print_table(title, ("mode", "median seconds", "to unbalanced"), rows)
+    print(f"share of the ideal reached: {result['share_of_ideal']:.1%}")
+    print(f"overhead on an even batch:  {result['even_balanced_to_unbalanced'] - 1:+.1%}")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = make_parser(__doc__)
     add_model_options(parser, tokens=16384, layers=2)
-    add_option(parser, "--sdpa-rounds", 1, "rounds that also run stock sdpa")
-    add_json_option(parser)
+    add_rounds(parser)
+    add_option(parser, "--sdpa-rounds", 1, "rounds of stock sdpa, afterwards")
     arguments = parser.parse_args()
-    put_out(on_ranks(measure, RANKS, arguments), arguments.json, show)
+    put_out(arguments, on_ranks(measure, RANKS, arguments), show, ranks=RANKS)
 
 
 if __name__ == "__main__":

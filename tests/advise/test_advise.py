@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import subprocess
-import sys
 from dataclasses import replace
 
 import numpy as np
@@ -63,20 +61,12 @@ def test_the_ways_of_one_long_document() -> None:
     )
     assert balanced.most_tokens == 32768
     assert balanced.seconds == pytest.approx(4 * products + attention(32768))
-    for title, layout in (
-        ("hf-distca, dealt", deal(LONG, 8, 8192, cost, ranks_per_node=8)),
-        ("hf-distca, as given", None),
-    ):
-        way = ways[title]
-        assert way.most_tokens == 8192
-        if layout is not None:
-            load = PlanLoad(
-                balance(layout, cost, DistCAConfig(), Ranks(per_node=8)),
-                cost,
-                ranks=Ranks(per_node=8),
-            )
-            assert way.seconds == pytest.approx(products + layers * load.slowest_seconds)
-            assert way.keeps_documents
+    dealt, node = ways["hf-distca, dealt"], Ranks(per_node=8)
+    layout = deal(LONG, 8, 8192, cost, ranks_per_node=8)
+    load = PlanLoad(balance(layout, cost, DistCAConfig(), node), cost, ranks=node)
+    assert dealt.seconds == pytest.approx(products + layers * load.slowest_seconds)
+    assert dealt.keeps_documents
+    assert dealt.most_tokens == ways["hf-distca, as given"].most_tokens == 8192
     assert ways["hf-distca, as given"].kept == pytest.approx(as_it_is.kept)
     assert ways["hf-distca, as given"].seconds < as_it_is.seconds < balanced.seconds
 
@@ -190,21 +180,8 @@ def test_a_list_is_gone_through_and_begins_anew() -> None:
     batch = next(from_list([3, 5], "two").draw_batches(80, 1))
     assert np.bincount(batch[:20])[[3, 5]].tolist() == [10, 10]
     assert max(next(from_list([3, 500], "two", 10).draw_batches(80, 1))) == 10
-
-
-@pytest.mark.parametrize(
-    ("lengths", "message"),
-    [
-        ([], "no document lengths"),
-        ([5, -1], "document 1 has length -1"),
-        ([1.5], "whole numbers"),
-        ([2**40], "the limit is"),
-        ([5000], "5000 tokens is longer than a global batch of 4096"),
-    ],
-)
-def test_lists_that_make_no_batch(lengths: list[int], message: str) -> None:
-    with pytest.raises(LayoutError, match=message):
-        next(from_list(lengths, "list").draw_batches(4096, 1))
+    with pytest.raises(LayoutError, match="whole numbers"):
+        next(from_list([1.5], "list").draw_batches(80, 1))
 
 
 @pytest.mark.parametrize(
@@ -213,17 +190,3 @@ def test_lists_that_make_no_batch(lengths: list[int], message: str) -> None:
 def test_distributions_that_are_none(text: str) -> None:
     with pytest.raises(ConfigError, match="neither a file nor one of pretrain, prolong"):
         find_distribution(text, 65536)
-
-
-def test_no_torch_and_no_transformers() -> None:
-    code = (
-        "import sys\n"
-        "from hf_distca.tools.cli import app\n"
-        "try:\n"
-        "    app(['advise', '--lengths', 'equal:64', '--ranks', '2', '--tokens-per-rank',"
-        " '1024', '--batches', '1'])\n"
-        "except SystemExit as end:\n"
-        "    assert not end.code, end.code\n"
-        "sys.exit(any(name in sys.modules for name in ('torch', 'transformers', 'accelerate')))"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60, capture_output=True)

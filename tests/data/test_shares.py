@@ -351,7 +351,7 @@ def test_a_batch_is_one_share_with_an_axis_in_front() -> None:
 def test_what_would_be_wrong_is_refused() -> None:
     rows = some_documents([20, 30])
     batches = GlobalBatches([20, 30], 40, None, quiet=True)
-    with pytest.raises(LayoutError, match="so the numbers must be equal"):
+    with pytest.raises(LayoutError, match="Both numbers must be equal"):
         Shares(rows, batches, dealing(2, 10))[0]
     padded = [
         {**row, "attention_mask": [1] * 15 + [0] * (len(row["input_ids"]) - 15)} for row in rows

@@ -5,12 +5,9 @@ to make and prove it.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from tiny_llama import LAYERS, settings
@@ -20,7 +17,6 @@ from transformers import PreTrainedModel
 
 import hf_distca
 from hf_distca.integration.current_session import current_session
-from hf_distca.runtime.group import AttentionGroup
 
 # What layers compute in, by precision.
 COMPUTED = {
@@ -141,29 +137,6 @@ class Run:
 
 class NotThisEngineError(AssertionError):
     """Another engine ran than the one that was meant."""
-
-
-@contextmanager
-def counting_gathers() -> Iterator[list[str]]:
-    """The collectives of planning while the block runs, as they come."""
-    seen: list[str] = []
-
-    def counted(name: str, original: Any) -> Any:
-        def call(*args: Any, activity: str, **kwargs: Any) -> Any:
-            # Once a log, which integration/test_log_rows counts.
-            if "what ranks measured" not in activity:
-                seen.append(name)
-            return original(*args, activity=activity, **kwargs)
-
-        return call
-
-    with ExitStack() as stack:
-        for name in ("gather", "gather_same_length"):
-            if hasattr(AttentionGroup, name):
-                stack.enter_context(
-                    patch.object(AttentionGroup, name, counted(name, getattr(AttentionGroup, name)))
-                )
-        yield seen
 
 
 def prepared(case: Case, model: PreTrainedModel) -> Any:

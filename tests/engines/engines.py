@@ -17,7 +17,7 @@ from functools import partial
 from itertools import product
 
 from bare_engines import bare, compiled, ddp, fsdp1, fully_sharded, hybrid_sharded, tensor_parallel
-from case import CHECKPOINTING, Case, Run, counting_gathers
+from case import CHECKPOINTING, Case, Run
 from trainer_engines import (
     accelerate_fsdp2,
     compiled_by_trainer,
@@ -30,6 +30,7 @@ from trainer_engines import (
 )
 
 import hf_distca
+from recorded import counted_planning
 
 ENGINES: dict[str, Callable[[Case, int, str], Run]] = {
     "DDP": partial(bare, wrap=ddp),
@@ -98,9 +99,10 @@ def train(rank: int, case: Case, implementation: str) -> Run:
     warnings.simplefilter("ignore", FutureWarning)
     forget_accelerate()
     hf_distca.configure(case.settings)
-    with counting_gathers() as gathers:
+    with counted_planning() as gathers:
         run = BY_NAME[case.engine](case, rank, implementation)
-    return replace(run, gathers=len(gathers))
+    # What ranks measured is gathered once a log, which integration/test_log_rows counts.
+    return replace(run, gathers=sum("what ranks measured" not in gather for gather in gathers))
 
 
 def forget_accelerate() -> None:

@@ -51,11 +51,11 @@ class Outcome:
     error: str = ""
 
 
-def compare(pool: RankPool, case: Case, theirs: list[Run], timeout: float = TIMEOUT) -> Outcome:
+def compare(pool: RankPool, case: Case, theirs: list[Run]) -> Outcome:
     """Run `case` under distca and compare with `theirs`, the same under sdpa. Raises AssertionError
     if a rank fails.
     """
-    ours = pool(train, case, "distca", timeout=timeout)
+    ours = pool(train, case, "distca", timeout=TIMEOUT)
 
     def worst(name: str) -> float:
         pairs = [
@@ -107,8 +107,7 @@ class Runs:
     What sdpa gives does not depend on ping-pong, and is run once for both.
     """
 
-    def __init__(self, timeout: float = TIMEOUT) -> None:
-        self.timeout = timeout
+    def __init__(self) -> None:
         self._kind: object = None
         self._pool: RankPool | None = None
         self._theirs: dict[Case, list[Run]] = {}
@@ -120,12 +119,10 @@ class Runs:
         twin = replace(case, ping_pong=False)
         if twin not in self._theirs:
             try:
-                self._theirs[twin] = self._processes(case)(
-                    train, twin, "sdpa", timeout=self.timeout
-                )
+                self._theirs[twin] = self._processes(case)(train, twin, "sdpa", timeout=TIMEOUT)
             except AssertionError as error:
                 raise AssertionError(f"fails under sdpa, too\n{error}") from error
-        return compare(self._processes(case), case, self._theirs[twin], self.timeout)
+        return compare(self._processes(case), case, self._theirs[twin])
 
     def _processes(self, case: Case) -> RankPool:
         kind = case.engine.startswith("ZeRO"), case.ranks
@@ -140,10 +137,10 @@ class Runs:
             self._pool.close()
 
 
-def outcomes(selected: list[Case], progress: Console, timeout: float) -> list[Outcome]:
+def outcomes(selected: list[Case], progress: Console) -> list[Outcome]:
     """All lines, failures among them."""
     found: list[Outcome] = []
-    runs = Runs(timeout)
+    runs = Runs()
     for case in selected:
         try:
             found.append(runs.outcome(case))
@@ -160,12 +157,10 @@ def outcomes(selected: list[Case], progress: Console, timeout: float) -> list[Ou
 
 def show(found: list[Outcome]) -> None:
     table = Table(title="distca against sdpa")
-    switches, counts = (
-        ("checkpointing", "LoRA", "ping-pong"),
-        ("calls/layer", "gathers/micro-batch"),
-    )
+    switches = ("checkpointing", "LoRA", "ping-pong")
     figures = ("loss", "gradient norm", "s/step", "sdpa s/step")
-    for column in ("engine", "precision", "ranks", *switches, *figures, *counts, "what ran"):
+    counts = ("calls/layer", "gathers/micro-batch", "what ran")
+    for column in ("engine", "precision", "ranks", *switches, *figures, *counts):
         table.add_column(column, overflow="fold")
     for one in found:
         case = one.case
@@ -186,46 +181,22 @@ def show(found: list[Outcome]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--engine", metavar="TEXT", default="", help="only engines whose name contains TEXT"
-    )
-    parser.add_argument(
-        "--quick",
-        action="store_true",
-        help="the first case of each engine and precision, in ping-pong, too",
-    )
-    parser.add_argument(
-        "--timeout", type=float, default=TIMEOUT, metavar="SECONDS", help="of one run (%(default)g)"
-    )
-    parser.add_argument(
-        "--list", action="store_true", help="print the names of the engines and end"
-    )
-    parser.add_argument(
-        "--json",
-        nargs="?",
-        const="-",
-        metavar="FILE",
-        help="write JSON to FILE, or to standard output",
-    )
+    named = "only engines whose name contains TEXT"
+    parser.add_argument("--engine", metavar="TEXT", default="", help=named)
+    quick = "the first case of each engine and precision, in ping-pong, too"
+    parser.add_argument("--quick", action="store_true", help=quick)
+    parser.add_argument("--json", metavar="FILE", type=Path, help="write JSON to FILE")
     arguments = parser.parse_args()
-    if arguments.list:
-        Console().print("\n".join(BY_NAME), highlight=False)
-        return
     selected = [case for case in cases() if arguments.engine.lower() in case.engine.lower()]
     if arguments.quick:
         first = {(case.engine, case.precision, case.ping_pong): case for case in reversed(selected)}
         selected = [case for case in selected if case in first.values()]
     if not selected:
-        parser.error(f"no engine's name contains {arguments.engine!r}; --list prints them")
-    found = outcomes(selected, Console(stderr=True), arguments.timeout)
-    text = json.dumps([asdict(one) for one in found], indent=1)
-    if arguments.json is None:
-        show(found)
-    elif arguments.json == "-":
-        sys.stdout.write(text + "\n")
-    else:
-        Path(arguments.json).write_text(text)
-        show(found)
+        parser.error(f"no engine's name contains {arguments.engine!r}, of {[*BY_NAME]}")
+    found = outcomes(selected, Console(stderr=True))
+    show(found)
+    if arguments.json:
+        arguments.json.write_text(json.dumps([asdict(one) for one in found], indent=1))
     sys.exit(any(one.error for one in found))
 
 

@@ -15,12 +15,27 @@ import pytest
 import torch
 from checkpointing import SWITCHES
 from tiny_llama import LAYERS, micro_batch, settings, tiny_llama
+from transformers import LlamaForCausalLM
 
 import hf_distca
 from hf_distca.integration.current_session import current_session
 from ranks import RankPool
 from recorded import recorded
 from turns import in_turn
+
+
+def model_with(switch: str | None, **changes: Any) -> LlamaForCausalLM:
+    hf_distca.configure(settings(**changes))
+    model = tiny_llama()
+    if switch is not None:
+        SWITCHES[switch](model)
+    return model
+
+
+def gradients(model: LlamaForCausalLM) -> dict[str, torch.Tensor]:
+    parameters = model.named_parameters()
+    return {name.replace("_checkpoint_wrapped_module.", ""): p.grad for name, p in parameters}
+
 
 Result = tuple[float, dict[str, torch.Tensor], list[str], list[int], int]
 
@@ -29,10 +44,7 @@ def step(rank: int, switch: str | None, kernel: str, ping_pong: bool) -> Result:
     """Loss, gradients, collectives and counts of a training step, and how many layers ran a second
     time.
     """
-    hf_distca.configure(settings(kernel=kernel, ping_pong=ping_pong))
-    model = tiny_llama()
-    if switch is not None:
-        SWITCHES[switch](model)
+    model = model_with(switch, kernel=kernel, ping_pong=ping_pong)
     session = current_session()
     assert session.join_group().size >= 1  # made before recording starts
     with recorded() as names:
@@ -40,18 +52,9 @@ def step(rank: int, switch: str | None, kernel: str, ping_pong: bool) -> Result:
         forwards = session.meter.calls
         loss.backward()
     meter = session.meter
-    grads = {
-        name.replace("_checkpoint_wrapped_module.", ""): p.grad
-        for name, p in model.named_parameters()
-    }
     counts = [meter.kernel_calls, meter.dispatches, meter.returns, meter.sent_bytes]
-    return (
-        float(loss.detach()),
-        grads,
-        names,
-        counts,
-        meter.calls - forwards + meter.recomputed_calls,
-    )
+    again = meter.calls - forwards + meter.recomputed_calls
+    return float(loss.detach()), gradients(model), names, counts, again
 
 
 def recomputed_layers(switch: str) -> int:
@@ -125,21 +128,13 @@ def interleaved(
     rank: int, switch: str | None, micro_batches: int
 ) -> tuple[dict[str, torch.Tensor], list[int]]:
     """Gradients of several micro-batches whose forwards all run before the first backward."""
-    hf_distca.configure(settings())
-    model = tiny_llama()
-    if switch is not None:
-        SWITCHES[switch](model)
-    losses = [
-        model(**micro_batch(rank + 2 * n), use_cache=False).loss for n in range(micro_batches)
-    ]
+    model = model_with(switch)
+    batches = [micro_batch(rank + 2 * n) for n in range(micro_batches)]
+    losses = [model(**batch, use_cache=False).loss for batch in batches]
     for loss in losses:
         loss.backward()
     meter = current_session().meter
-    grads = {
-        name.replace("_checkpoint_wrapped_module.", ""): p.grad
-        for name, p in model.named_parameters()
-    }
-    return grads, [meter.kernel_calls, meter.dispatches, meter.returns, meter.sent_bytes]
+    return gradients(model), [meter.kernel_calls, meter.dispatches, meter.returns, meter.sent_bytes]
 
 
 @pytest.mark.parametrize("switch", ONE_OF_EACH_KIND)
@@ -157,10 +152,7 @@ def skipping(rank: int, switch: str | None, skip: bool) -> dict[str, torch.Tenso
     """Gradients of the last of three steps; with `skip`, the forwards before it never see a
     backward.
     """
-    hf_distca.configure(settings())
-    model = tiny_llama()
-    if switch is not None:
-        SWITCHES[switch](model)
+    model = model_with(switch)
     if skip:
         for n in (1, 2):
             forgotten = model(**micro_batch(rank + 2 * n), use_cache=False).loss
@@ -168,10 +160,7 @@ def skipping(rank: int, switch: str | None, skip: bool) -> dict[str, torch.Tenso
     if skip:
         del forgotten
     loss.backward()
-    return {
-        name.replace("_checkpoint_wrapped_module.", ""): p.grad
-        for name, p in model.named_parameters()
-    }
+    return gradients(model)
 
 
 @pytest.mark.parametrize("switch", [None, *ONE_OF_EACH_KIND])
@@ -206,10 +195,7 @@ def live_tensors(rank: int, switch: str | None) -> tuple[int, list[int]]:
 
     Without the cycle collector, which would hide for a while that something is held for too long.
     """
-    hf_distca.configure(settings())
-    model = tiny_llama()
-    if switch is not None:
-        SWITCHES[switch](model)
+    model = model_with(switch)
     after: list[int] = []
     gc.collect()
     gc.disable()

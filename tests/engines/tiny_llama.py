@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,42 +11,31 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 import hf_distca
-from hf_distca.schedule.cost import AttentionShape, CostModel
+import tiny_runs
 
 LAYERS = 4
-VOCABULARY = 61
-
-# With real costs nothing this small is worth moving: here only causal pairs count, and moving is
-# free.
-PAIRS = CostModel.make_of_pairs(AttentionShape(4, 2, 16, 16, 8))
 
 # Rank 0 holds long documents, the others equally many tokens in short ones.
 LONG, SHORT = (96,), (24, 1, 23, 24, 24)
 
 
-def settings(**changes: Any) -> hf_distca.DistCAConfig:
-    """Settings under which work moves between the ranks of these tests."""
-    return hf_distca.DistCAConfig(**{"tile": 8, "min_gain": 0.0, "cost_model": PAIRS, **changes})
+# Engines that compile may wait for each other for minutes.
+settings = partial(tiny_runs.settings, timeout_seconds=None)
 
 
-def model_config(implementation: str) -> LlamaConfig:
-    return LlamaConfig(
+def tiny_llama(implementation: str = "distca") -> LlamaForCausalLM:
+    """The same random weights every time, in training mode."""
+    config = LlamaConfig(
         hidden_size=64,
         intermediate_size=96,
         num_hidden_layers=LAYERS,
         num_attention_heads=4,
         num_key_value_heads=2,
-        vocab_size=VOCABULARY,
+        vocab_size=tiny_runs.VOCABULARY,
         attn_implementation=implementation,
     )
-
-
-def tiny_llama(
-    implementation: str = "distca", dtype: torch.dtype = torch.float32
-) -> LlamaForCausalLM:
-    """The same random weights every time, in training mode."""
     torch.manual_seed(0)
-    return LlamaForCausalLM(model_config(implementation)).to(dtype).train()
+    return LlamaForCausalLM(config).train()
 
 
 def natively_sharded(sizes: dict[str, int], implementation: str, folder: Path) -> PreTrainedModel:
@@ -75,7 +65,8 @@ def row(number: int) -> dict[str, list[list[int]]]:
     lengths = LONG if number % 2 == 0 else SHORT
     return {
         "documents": [
-            torch.randint(0, VOCABULARY, (n,), generator=generator).tolist() for n in lengths
+            torch.randint(0, tiny_runs.VOCABULARY, (n,), generator=generator).tolist()
+            for n in lengths
         ]
     }
 

@@ -6,12 +6,13 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
-from small_llama import PAIRS, llama
+from transformers import LlamaForCausalLM
 from transformers.modeling_flash_attention_utils import prepare_fa_kwargs_from_position_ids
 
 import hf_distca
@@ -19,6 +20,7 @@ from hf_distca.agreement.documents import PackedDocuments, TokenBatch
 from hf_distca.errors import LayoutError
 from hf_distca.integration.current_session import current_session
 from ranks import RankPool
+from tiny_runs import settings, tiny_llama
 
 
 def lengths_of(positions: list[list[int]]) -> list[int]:
@@ -114,7 +116,7 @@ def jump_where_documents_span(rank: int) -> str:
     hf_distca.configure(hf_distca.DistCAConfig(documents_span_ranks=True, timeout_seconds=30))
     positions = [[0, 1, 2, 7, 8], [3, 4, 5, 0, 1]][rank]
     with pytest.raises(LayoutError) as caught:
-        llama()(
+        tiny_llama("distca")(
             input_ids=torch.ones(1, 5, dtype=torch.long),
             position_ids=torch.tensor([positions]),
             use_cache=False,
@@ -129,12 +131,15 @@ def test_a_jump_where_documents_span_ranks_is_an_error_on_all(
         assert "1 run(s) start at position 7 and 0 end there, on ranks [0] and []" in message
 
 
+def model_and_batch(rank: int) -> tuple[LlamaForCausalLM, dict[str, Any]]:
+    """Rank 0 has a long document, and work to give away."""
+    hf_distca.configure(settings())
+    documents = [[7] * length for length in ([96], [16, 16])[rank]]
+    return tiny_llama("distca"), hf_distca.PackingCollator()([{"documents": documents}])
+
+
 def nan_travels(rank: int) -> tuple[int, list[bool]]:
-    hf_distca.configure(
-        hf_distca.DistCAConfig(tile=8, min_gain=0.0, cost_model=PAIRS, timeout_seconds=30)
-    )
-    model = llama()
-    batch = hf_distca.PackingCollator()([{"documents": [[7] * n for n in ([96], [16, 16])[rank]]}])
+    model, batch = model_and_batch(rank)
     poisoned = {0: 95, 1: 20}[rank]
 
     def poison(_module: torch.nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor:
@@ -158,25 +163,17 @@ def test_nan_comes_out_where_it_must_and_in_no_other_document(
 
 
 def plans_without_pickle(rank: int) -> int:
-    hf_distca.configure(
-        hf_distca.DistCAConfig(tile=8, min_gain=0.0, cost_model=PAIRS, timeout_seconds=30)
-    )
-    model = llama()
-    batch = hf_distca.PackingCollator()([{"documents": [[7] * n for n in ([96], [16, 16])[rank]]}])
+    model, batch = model_and_batch(rank)
 
     def forbidden(*_: object, **__: object) -> None:
         raise AssertionError("something from another rank was unpickled")
 
     modules = [(pickle, "loads"), (pickle, "load"), (pickle, "Unpickler"), (torch, "load")]
     modules.append((torch.distributed.distributed_c10d, "_unpickler"))
-    patches = [patch.object(module, name, forbidden) for module, name in modules]
-    for one in patches:
-        one.start()
-    try:
+    with ExitStack() as patches:
+        for module, name in modules:
+            patches.enter_context(patch.object(module, name, forbidden))
         model(**batch, use_cache=False).loss.backward()
-    finally:
-        for one in patches:
-            one.stop()
     return current_session().meter.sent_bytes
 
 

@@ -13,12 +13,12 @@ from pathlib import Path
 from unittest.mock import patch
 
 import torch.distributed as dist
-from small_llama import PAIRS, llama
 
 import forks
 import hf_distca
 from hf_distca.kernels.cpu import CpuKernel
 from ranks import join_world
+from tiny_runs import settings, tiny_llama
 
 TIMEOUT = 20.0
 WORLD = 3
@@ -28,15 +28,10 @@ LIMIT = 120.0
 
 def train(rank: int, store: Path, culprit: int, doom: str, pipe: Connection) -> None:
     join_world(rank, WORLD, store)
-    hf_distca.configure(
-        hf_distca.DistCAConfig(
-            tile=8, min_gain=0.0, cost_model=PAIRS, kernel="cpu", timeout_seconds=TIMEOUT
-        )
-    )
-    model = llama()
-    batch = hf_distca.PackingCollator()(
-        [{"documents": [[7] * n for n in ([96], [16] * 2, [8])[rank]]}]
-    )
+    hf_distca.configure(settings(kernel="cpu", timeout_seconds=TIMEOUT))
+    model = tiny_llama("distca")
+    documents = [[7] * length for length in ([96], [16] * 2, [8])[rank]]
+    batch = hf_distca.PackingCollator()([{"documents": documents}])
     model(**batch, use_cache=False).loss.backward()
     dist.barrier()
     started = time.monotonic()

@@ -14,7 +14,6 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from small_llama import PAIRS, llama
 from transformers import LlamaForCausalLM
 
 import hf_distca
@@ -24,6 +23,7 @@ from hf_distca.integration.current_session import current_session
 from hf_distca.integration.hooks import nano_batch_layers
 from hf_distca.kernels.cpu import CpuKernel
 from ranks import RankPool
+from tiny_runs import settings, tiny_llama
 
 # Short where a rank waits until it is over, longer where the end must come before.
 TIMEOUT = 4.0
@@ -38,19 +38,8 @@ def batch(rank: int, **more: Any) -> dict[str, Any]:
     return {**hf_distca.PackingCollator()([{"documents": [[7] * n for n in lengths]}]), **more}
 
 
-def configure(**settings: Any) -> None:
-    hf_distca.configure(
-        hf_distca.DistCAConfig(
-            **{
-                "tile": 8,
-                "min_gain": 0.0,
-                "cost_model": PAIRS,
-                "kernel": "cpu",
-                "timeout_seconds": TIMEOUT,
-                **settings,
-            }
-        )
-    )
+def configure(**changes: Any) -> None:
+    hf_distca.configure(settings(**{"kernel": "cpu", "timeout_seconds": TIMEOUT, **changes}))
     assert current_session().join_group().size > 1  # made together, before anything goes wrong
 
 
@@ -78,7 +67,7 @@ def check_desync(found: Found, *texts: str, within: float = TIMEOUT + SLACK) -> 
 
 def warms_up(rank: int) -> None:
     configure(timeout_seconds=60.0)
-    step(llama(), rank)
+    step(tiny_llama("distca"), rank)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -113,7 +102,7 @@ def waiting() -> Iterator[Waiting]:
 
 def skips_a_forward(rank: int) -> Found:
     configure()
-    model = llama()
+    model = tiny_llama("distca")
     step(model, rank)
     return outcome(lambda: step(model, rank)) if rank == 0 else ("", "", 0.0)
 
@@ -130,7 +119,7 @@ def test_a_rank_that_skips_a_forward(waiting: Waiting) -> None:
 
 def has_fewer_layers(rank: int, ping_pong: bool, fewer: int) -> Found:
     configure(ping_pong=ping_pong)
-    model = llama(layers=1 if rank == fewer else 2)
+    model = tiny_llama("distca", layers=1 if rank == fewer else 2)
     return outcome(lambda: (step(model, rank), step(model, rank)))
 
 
@@ -157,7 +146,7 @@ def test_a_rank_with_fewer_layers(waiting: Waiting, ping_pong: bool, fewer: int)
 
 def skips_a_backward(rank: int) -> Found:
     configure()
-    model = llama()
+    model = tiny_llama("distca")
     if rank == 1:
         return outcome(lambda: [model(**batch(rank), use_cache=False) for _ in range(2)])
     return outcome(lambda: step(model, rank))
@@ -180,13 +169,10 @@ def test_a_rank_that_skips_a_backward(waiting: Waiting) -> None:
 
 def skips_a_backward_without_messages(rank: int) -> tuple[Found, int]:
     configure(tolerance=0.1, timeout_seconds=PATIENCE)
-    model = llama()
-    run = (
-        (lambda: model(**batch(rank), use_cache=False))
-        if rank == 2
-        else (lambda: step(model, rank))
-    )
-    run()
+    model = tiny_llama("distca")
+    loss = model(**batch(rank), use_cache=False).loss
+    if rank != 2:
+        loss.backward()
     return outcome(lambda: step(model, rank)), current_session().meter.sent_bytes
 
 
@@ -206,35 +192,27 @@ def test_exchanges_are_counted_also_where_no_message_travels(
 
 def differs(rank: int, what: str) -> Found:
     odd = rank == 1
-    settings = {
-        "tolerance": 0.02 if what == "settings" and odd else 0.01,
-        "documents_span_ranks": what == "kinds of batch",
-        "ping_pong": what == "nano-batches",
-    }
-    configure(timeout_seconds=PATIENCE, **settings)
-    model = llama(key_value_heads=4 if what == "shapes" and odd else 2)
-    dtypes = {"dtypes": torch.float64, "dtypes of one size": torch.float16}
-    model.to(
-        dtypes.get(what, torch.float32)
-        if odd
-        else torch.bfloat16
-        if what == "dtypes of one size"
-        else torch.float32
+    configure(
+        timeout_seconds=PATIENCE,
+        tolerance=0.02 if what == "settings" and odd else 0.01,
+        documents_span_ranks=what == "kinds of batch",
+        ping_pong=what == "nano-batches",
     )
+    model = tiny_llama("distca", key_value_heads=4 if what == "shapes" and odd else 2)
+    dtypes = {
+        "dtypes": (torch.float32, torch.float64),
+        "dtypes of one size": (torch.bfloat16, torch.float16),
+    }
+    model.to(dtypes.get(what, (torch.float32,) * 2)[rank])
     data = batch(rank)
     changed: AbstractContextManager[object] = nullcontext()
     if what == "plans" and odd:
-        changed = patch.object(
-            planner, "balance", lambda layout, *_: planner.Plan.make_local(layout)
-        )
+        local = planner.Plan.make_local
+        changed = patch.object(planner, "balance", lambda layout, *_: local(layout))
     if what == "kinds of batch" and odd:
         del data["distca_documents"]
-    if what == "nano-batches":
-        changed = (
-            patch.object(nano_batch_layers, "_choose_nano_batches", lambda *_: None)
-            if odd
-            else nullcontext()
-        )
+    if what == "nano-batches" and odd:
+        changed = patch.object(nano_batch_layers, "_choose_nano_batches", lambda *_: None)
     with changed:
         return outcome(lambda: model(**data, use_cache=False))
 
@@ -242,33 +220,18 @@ def differs(rank: int, what: str) -> Found:
 @pytest.mark.parametrize(
     ("what", "text"),
     [
-        (
-            "settings",
-            "widths, version) in micro-batch 1: tolerance is 0.01 on rank 0, 0.02 on rank 1",
-        ),
-        (
-            "shapes",
-            "widths, version) in micro-batch 1: key_value_heads is 2 on rank 0, 4 on rank 1",
-        ),
-        (
-            "dtypes",
-            "widths, version) in micro-batch 1: element_bytes is 4 on rank 0, 8 on rank 1",
-        ),
+        ("settings", "widths, version) in {}: tolerance is 0.01 on rank 0, 0.02 on rank 1"),
+        ("shapes", "widths, version) in {}: key_value_heads is 2 on rank 0, 4 on rank 1"),
+        ("dtypes", "widths, version) in {}: element_bytes is 4 on rank 0, 8 on rank 1"),
         (
             "dtypes of one size",
-            (
-                "widths, version) in micro-batch 1: dtype is torch.bfloat16 on rank 0,"
-                " torch.float16 on rank 1"
-            ),
+            "widths, version) in {}: dtype is torch.bfloat16 on rank 0, torch.float16 on rank 1",
         ),
-        ("plans", "different plans for the same documents in micro-batch 1: rank 0: "),
-        (
-            "kinds of batch",
-            "different ways of giving documents in micro-batch 1: rank 0: 0, rank 1: 1",
-        ),
+        ("plans", "different plans for the same documents in {}: rank 0: "),
+        ("kinds of batch", "different ways of giving documents in {}: rank 0: 0, rank 1: 1"),
         (
             "nano-batches",
-            "different nano-batches (0 is a whole batch) in micro-batch 1: rank 0: 1, rank 1: 0",
+            "different nano-batches (0 is a whole batch) in {}: rank 0: 1, rank 1: 0",
         ),
     ],
 )
@@ -276,12 +239,12 @@ def test_differences_are_found_while_planning(
     rank_pool: Callable[[int], RankPool], what: str, text: str
 ) -> None:
     for found in rank_pool(2)(differs, what):
-        check_desync(found, text, within=PATIENCE)
+        check_desync(found, text.format("micro-batch 1"), within=PATIENCE)
 
 
 def sleeps(rank: int) -> Found:
     configure()
-    model = llama()
+    model = tiny_llama("distca")
     if rank == 1:
         model.model.layers[0].mlp.register_forward_hook(lambda *_: time.sleep(TIMEOUT + 1))
     return outcome(lambda: step(model, rank))
@@ -297,7 +260,7 @@ def test_a_rank_that_sleeps(waiting: Waiting) -> None:
 
 def raises(rank: int, direction: str, culprit: int) -> Found:
     configure(timeout_seconds=PATIENCE)
-    model = llama()
+    model = tiny_llama("distca")
 
     def fail(*_: object, **__: object) -> None:
         raise KernelError("out of luck")
@@ -326,7 +289,7 @@ def test_a_rank_that_raises_in_a_kernel(
 
 def evaluates(rank: int) -> list[Found]:
     configure()
-    model = llama()
+    model = tiny_llama("distca")
     if rank == 0:
         return [outcome(lambda: step(model, rank))]
     model.eval()
@@ -345,7 +308,7 @@ def test_a_rank_that_evaluates(waiting: Waiting) -> None:
 
 def gives_bad_positions(rank: int, ping_pong: bool) -> Found:
     configure(ping_pong=ping_pong, timeout_seconds=PATIENCE)
-    model = llama()
+    model = tiny_llama("distca")
     data = batch(rank)
     del data["distca_documents"]
     if rank == 1:

@@ -318,7 +318,7 @@ CASES: dict[str, tuple[type[Trainer], dict[str, Any], str | None]] = {
     ),
     "two tokens ahead": (TwoAhead, {}, "the loss shifts `shift_labels`"),
     "two tokens ahead, roll": (TwoAheadByRoll, {}, "the loss shifts `shift_labels`"),
-    "the model's part": (Undone, {}, "Undone.compute_loss is the model's as it is"),
+    "the model's part": (Undone, {}, "Undone.compute_loss is the model's loss, unchanged"),
 }
 # Autocast to bfloat16 is what users have, and DDP as the Trainer sets it up.
 PRECISIONS: dict[str, dict[str, Any]] = {

@@ -8,16 +8,14 @@ import json
 import os
 import re
 import shlex
-import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
 import pytest
-from two_nodes import TESTS, Command, Node, two_nodes
+from two_nodes import TESTS, Command, Node
 
 from pages import ROOT, on_a_page, words_of
 
@@ -38,19 +36,6 @@ DOCTOR = on_a_page(
 )
 TIMEOUT = 8  # seconds that ranks wait for each other where a node is lost
 LIMIT = 200.0  # of anything that is started here
-
-
-@pytest.fixture
-def nodes() -> Iterator[list[Node]]:
-    with two_nodes() as both:
-        yield both
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    """Where both nodes work: their shared file system."""
-    shutil.copy(Path(__file__).with_name("trains_on_nodes.py"), tmp_path / "train.py")
-    return tmp_path
 
 
 @cache

@@ -7,9 +7,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import numpy as np
 import pytest
-from test_first_script import LAUNCH, script_of, write_model_and_documents
+from test_first_script import LAUNCH, script_of, train, write_model_and_documents
 
 from checkpointed import ARGUMENT
 from pages import words_of
@@ -37,16 +36,14 @@ def test_fused_loss_of_liger_equals_one_process(
     pytest.importorskip("liger_kernel", reason="needs pip install liger-kernel")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     write_model_and_documents(tmp_path)
-    script = tmp_path / "train.py"
     *launch, _ = words_of(LAUNCH)
-    fused = script_of("docs/long_documents.md", 48).replace(
-        "max_steps=4, ", f"max_steps=4, {LIGER}{OFFLOADED}"
-    )
-    script.write_text(UNPINNED + fused.replace("trainer.train()\n", f"trainer.train(){USED}"))
-    run_program([*launch, str(script)], tmp_path, 140)
+    page = "docs/long_documents.md"
+    fused = script_of(page, 48, "distca", "float32")
+    fused = fused.replace("max_steps=6, ", f"max_steps=6, {LIGER}{OFFLOADED}")
+    fused = fused.replace("trainer.train()\n", f"trainer.train(){USED}")
+    (tmp_path / "train.py").write_text(UNPINNED + fused)
+    run_program([*launch, str(tmp_path / "train.py")], tmp_path, 140)
     ours = json.loads((tmp_path / "logged.json").read_text())
-    script.write_text(script_of("docs/long_documents.md", 96, "sdpa"))
-    run_program(["python", str(script)], tmp_path, 140)
-    theirs = json.loads((tmp_path / "logged.json").read_text())
-    assert len(theirs) == 4
-    assert np.array(ours) == pytest.approx(np.array(theirs), rel=1e-5)
+    theirs = train(script_of(page, 96, "sdpa", "float32"), tmp_path, ["python"])
+    assert len(theirs["loss"]) == 6
+    assert ours == pytest.approx(theirs, rel=1e-5)

@@ -32,14 +32,14 @@ class Stream(IterableDataset[Row]):
 def train(
     rank: int, implementation: str, stream: bool, arguments: dict[str, Any]
 ) -> tuple[list[float], int, float]:
-    trainer = make_trainer(
-        implementation,
-        Stream() if stream else single_documents(),
-        bf16=False,
-        **arguments,
-    )
+    data = Stream() if stream else single_documents()
+    trainer = make_trainer(implementation, data, bf16=False, **arguments)
     trainer.train()
     return losses(trainer), dispatches(), trainer.state.epoch
+
+
+DROPPED = {"dataloader_drop_last": True}
+OWN_READING = {"accelerator_config": {"dispatch_batches": False}}
 
 
 @pytest.mark.parametrize(
@@ -48,22 +48,8 @@ def train(
         [
             (False, {"num_train_epochs": 2, "per_device_train_batch_size": 2}),
             (False, {"num_train_epochs": 2, "gradient_accumulation_steps": 3}),
-            (
-                False,
-                {
-                    "num_train_epochs": 2,
-                    "per_device_train_batch_size": 3,
-                    "dataloader_drop_last": True,
-                },
-            ),
-            (
-                True,
-                {
-                    "max_steps": 5,
-                    "per_device_train_batch_size": 2,
-                    "accelerator_config": {"dispatch_batches": False},
-                },
-            ),
+            (False, {**DROPPED, "num_train_epochs": 2, "per_device_train_batch_size": 3}),
+            (True, {**OWN_READING, "max_steps": 5, "per_device_train_batch_size": 2}),
         ],
         4,
     ),
@@ -145,9 +131,7 @@ def read(rank: int, numbers: Sequence[int]) -> tuple[int, list[int]]:
     on.
     """
     stream = datasets.IterableDataset.from_generator(numbered, gen_kwargs={"numbers": numbers})
-    trainer = make_trainer(
-        "distca", stream, max_steps=4, accelerator_config={"dispatch_batches": False}
-    )
+    trainer = make_trainer("distca", stream, max_steps=4, **OWN_READING)
     firsts: list[int] = []
 
     def pack(features: Sequence[Row]) -> dict[str, Any]:
@@ -177,16 +161,13 @@ def test_each_rank_gets_its_share_of_a_stream(
 def stop_early(
     rank: int, implementation: str, folder: str
 ) -> tuple[list[float], int, float | None]:
+    stopping = EarlyStoppingCallback(1, early_stopping_threshold=float(VOCABULARY))
     trainer = make_trainer(
         implementation,
         rows(16),
         folder=folder,
         eval_dataset=rows(3),
-        callbacks=[
-            EarlyStoppingCallback(
-                early_stopping_patience=1, early_stopping_threshold=float(VOCABULARY)
-            )
-        ],
+        callbacks=[stopping],
         bf16=False,
         max_steps=8,
         eval_strategy="steps",

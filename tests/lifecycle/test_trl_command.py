@@ -8,17 +8,15 @@ import json
 from pathlib import Path
 
 import pytest
-from test_first_script import LENGTHS, write_model_and_documents
+from test_first_script import write_model_and_documents, write_rows
 
 from pages import words_of
 from test_example import run_program
-from tiny_runs import documents
 
 SETTINGS = """
 model_name_or_path: model
 dataset_name: data
 max_length: null  # TRL would cut documents to 1,024 tokens
-eos_token: "1"  # the tokenizer names none
 max_steps: 4
 logging_steps: 1
 learning_rate: 0.01
@@ -28,25 +26,6 @@ report_to: none
 save_steps: 4
 output_dir: out
 """
-
-
-def write_rows(folder: Path, prompts: bool) -> None:
-    """The model, its tokenizer and the documents: as text, or as prompts of a third and
-    completions.
-    """
-    write_model_and_documents(folder)
-    (folder / "data").mkdir()
-    rows = folder / "data" / "train.jsonl"
-    (folder / "documents.jsonl").rename(rows)
-    if prompts:
-        halves = [
-            (ids[: len(ids) // 3 + 1], ids[len(ids) // 3 + 1 :]) for ids in documents(*LENGTHS)
-        ]
-        lines = [
-            {"prompt": " ".join(map(str, first)), "completion": " " + " ".join(map(str, rest))}
-            for first, rest in halves
-        ]
-        rows.write_text("\n".join(map(json.dumps, lines)))
 
 
 def trained(command: list[str], folder: Path) -> tuple[list[float], str]:
@@ -63,7 +42,9 @@ def trained(command: list[str], folder: Path) -> tuple[list[float], str]:
 @pytest.mark.parametrize("prompts", [False, True], ids=["text", "prompts and completions"])
 def test_trl_sft_trains_as_one_process_does(prompts: bool, tmp_path: Path) -> None:
     pytest.importorskip("trl", reason='needs pip install -e ".[trl]"')
-    write_rows(tmp_path, prompts)
+    write_model_and_documents(tmp_path)
+    (tmp_path / "data").mkdir()
+    write_rows(tmp_path / "data" / "train.jsonl", prompts)
     (tmp_path / "sft.yaml").write_text(SETTINGS)
     words = words_of(
         "hf-distca run --attn-implementation distca --tokens-per-rank 16384 "

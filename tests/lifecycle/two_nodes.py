@@ -117,21 +117,9 @@ def two_nodes() -> Iterator[list[Node]]:
             except subprocess.CalledProcessError as error:
                 pytest.skip(f"this machine has no network namespaces: {error.stderr.strip()}")
             made.append(node)
-        names = [node.namespace for node in nodes]
-        _ip(
-            "link",
-            "add",
-            "eth0",
-            "netns",
-            names[0],
-            "type",
-            "veth",
-            "peer",
-            "name",
-            "eth0",
-            "netns",
-            names[1],
-        )
+        first, second = (node.namespace for node in nodes)
+        ends = f"eth0 netns {first} type veth peer name eth0 netns {second}"
+        _ip("link", "add", *ends.split())
         for node in nodes:
             _ip("-n", node.namespace, "address", "add", f"{node.address}/24", "dev", "eth0")
             for interface in ("lo", "eth0"):

@@ -30,19 +30,19 @@ from compare import (
 from measure import WORKING, Result
 from tiny import build, with_long_memory
 from torch.nn.functional import cross_entropy
+from transformers import PreTrainedModel
 
 import hf_distca
 from float64 import Float64Throughout
 from hf_distca.agreement.documents import PackedDocuments
 from hf_distca.integration.current_session import current_session
 from hf_distca.integration.families import FAMILIES, WHOLE_DOCUMENT_REASONS
-from hf_distca.schedule.cost import AttentionShape, CostModel
 from ranks import RankPool
+from tiny_runs import settings
 
 Parts = tuple[tuple[tuple[int, int, int], ...], ...]  # (document, start, end) on each rank
 CUT: Parts = (((0, 0, 17), (0, 40, 61), (2, 0, 1), (3, 5, 14)), ((1, 0, 9), (0, 17, 40), (3, 0, 5)))
 WHOLE: Parts = (((0, 0, 61),), ((1, 0, 9),))
-PAIRS = CostModel.make_of_pairs(AttentionShape(4, 2, 16, 16, 8))
 # Over four ranks: documents of 150, 9, 1 and 32 tokens, the first longer than three ranks hold, and
 # than two chunks of a delta rule.
 OVER_FOUR: dict[str, Parts] = {
@@ -111,15 +111,7 @@ class Share:
 
 def share(rank: int, case: Case) -> Share | str:
     """What a rank gets of its parts of documents; the error, if there is one."""
-    hf_distca.configure(
-        hf_distca.DistCAConfig(
-            tile=8,
-            min_gain=0.0,
-            cost_model=PAIRS,
-            ping_pong=case.ping_pong,
-            timeout_seconds=120,
-        )
-    )
+    hf_distca.configure(settings(ping_pong=case.ping_pong, timeout_seconds=120.0))
     docs, parts = documents(case.lengths), case.parts[rank]
     numbers, starts, ends = zip(*parts, strict=True)
     sizes = [end - start for start, end in zip(starts, ends, strict=True)]
@@ -175,19 +167,17 @@ def compare(
     return *difference(_joined(case, shares), want), shares
 
 
+def _alone_with_long_memory(model: PreTrainedModel, docs: list[torch.Tensor]) -> Outcome:
+    return alone(with_long_memory(model), docs)
+
+
 @cache
 def whole_documents(
     model_type: str, oracle: str, dtype: torch.dtype, lengths: tuple[int, ...]
 ) -> Outcome:
     """Of each document alone, under transformers' own attention, on this process."""
     with quiet(), _precision(model_type):
-        return run(
-            model_type,
-            oracle,
-            dtype,
-            lambda model, docs: alone(with_long_memory(model), docs),
-            lengths,
-        )[0]
+        return run(model_type, oracle, dtype, _alone_with_long_memory, lengths)[0]
 
 
 def over_ranks(pool: RankPool, measured: Result) -> str:

@@ -21,8 +21,7 @@ from transformers import PreTrainedModel, PrinterCallback, Trainer, TrainingArgu
 
 import hf_distca
 from hf_distca.integration.current_session import current_session
-from hf_distca.schedule.cost import AttentionShape, CostModel
-from tiny_runs import COMMON, losses
+from tiny_runs import COMMON, losses, settings
 
 LENGTHS = (250, 7, 1, 33, 90, 64, 12, 150, 5, 80, 2, 120)
 # Of a global batch; some documents are longer than a rank's part on two ranks, and one than all.
@@ -37,7 +36,6 @@ class Case:
         checkpointing: whether it is reentrant; None for none.
         sharded: FSDP2 of transformers in place of DDP.
         steps: of the optimizer.
-        bf16: whether operations take bfloat16, by autocast.
     """
 
     model_type: str
@@ -48,20 +46,11 @@ class Case:
     lora: bool = False
     evaluation: bool = False
     steps: int = 3
-    bf16: bool = False
 
     def __str__(self) -> str:
-        said = (
-            ["FSDP2" if self.sharded else "DDP"]
-            + ["LoRA"] * self.lora
-            + ["ping-pong"] * self.ping_pong
-        )
-        said += ["evaluated"] * self.evaluation + ["bf16"] * self.bf16
-        said += (
-            []
-            if self.checkpointing is None
-            else ["reentrant" if self.checkpointing else "checkpointing"]
-        )
+        said = ["FSDP2" if self.sharded else "DDP"] + ["LoRA"] * self.lora
+        said += ["ping-pong"] * self.ping_pong + ["evaluated"] * self.evaluation
+        said += {None: [], True: ["reentrant"], False: ["checkpointing"]}[self.checkpointing]
         return ", ".join([self.model_type, *said, f"{self.ranks} ranks", f"{self.steps} steps"])
 
 
@@ -148,10 +137,7 @@ def train(
 ) -> Run:
     """Train on this rank; every rank of the world must call it."""
     disable_progress_bars()
-    pairs = CostModel.make_of_pairs(AttentionShape(4, 2, 16, 16, 4))
-    hf_distca.configure(
-        hf_distca.DistCAConfig(tile=8, min_gain=0.0, cost_model=pairs, ping_pong=case.ping_pong)
-    )
+    hf_distca.configure(settings(ping_pong=case.ping_pong))
     generator = torch.Generator().manual_seed(0)
     ids = [
         torch.randint(FIRST_ORDINARY_TOKEN, VOCABULARY, (length,), generator=generator).tolist()
@@ -159,7 +145,7 @@ def train(
     ]
     arguments = {
         **COMMON,
-        "bf16": case.bf16,
+        "bf16": False,
         "max_steps": case.steps,
         "learning_rate": 0.05,
         "optim": "sgd",  # which does not make large steps of small gradients
@@ -216,10 +202,7 @@ BATCHES = {
 
 def train_on_other_documents(rank: int, model_type: str, what: str) -> str:
     """What a rank says if the second reads other documents than the first."""
-    pairs = CostModel.make_of_pairs(AttentionShape(4, 2, 16, 16, 4))
-    hf_distca.configure(
-        hf_distca.DistCAConfig(tile=8, min_gain=0.0, cost_model=pairs, timeout_seconds=20)
-    )
+    hf_distca.configure(settings(timeout_seconds=20.0))
     lengths, batches = BATCHES[what]
     rows = Dataset.from_dict({"input_ids": [doc.tolist() for doc in documents(lengths)]})
     with quiet():

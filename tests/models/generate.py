@@ -9,6 +9,7 @@ import json
 import re
 import sys
 import textwrap
+from collections import Counter
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # pytest has it there, too
@@ -51,75 +52,8 @@ REASONS = (
 )
 
 
-# What stands behind the table.
-NOTES = """
-## Models outside the table
-
-Models outside the table run, with one warning for each type, and the arguments of every attention
-call are checked. Compare a few losses of a model outside the table with those of sdpa, and with one
-process if documents lie on several ranks.
-
-## Positions
-
-Position ids may be an argument of the model, or pass through its keyword arguments (Whisper, Moss).
-
-**Rotary embeddings of the longest document** (`rope_type` "dynamic" and "longrope", as in Phi-3)
-are made for the longest document of all ranks, whose length only the shares of `document_shares`
-know. With "dynamic" or "longrope", other batches with a document in several parts are refused, and
-so is Moshi.
-
-**Llama 4**: layers without rotary embedding scale queries by the place of a token in its row, not
-in its document, under any attention, except in rows of fewer than 8,192 tokens (`floor_scale`).
-
-**RoBERTa and related models** (CamemBERT, Data2Vec, XLM-RoBERTa, X-MOD) count learned positions
-from `pad_token_id + 1`. hf-distca shifts the positions of `PackingCollator` and of shares when the
-model is called. For RoBERTa, other batches with positions from 0 are refused: use
-`DataCollatorWithFlattening(position_ids_start=2)`.
-
-**Encoder-decoders** are refused, even if their decoder alone is listed here.
-
-## Vision-language models
-
-Vision towers are bidirectional, so give distca to the language tower alone:
-
-```python
-attention = {"text_config": "distca", "vision_config": "sdpa"}
-model = AutoModelForImageTextToText.from_pretrained(name, attn_implementation=attention)
-```
-
-The keys of `attention` are the names of the parts in the model's config. With distca in the
-language tower, LLaVA, Qwen2-VL and the models with images below are compared with sdpa: in packed
-rows (`tests/models/test_vision_language.py`), and with the inputs of their processors in a Trainer
-on two ranks (`tests/integration/test_images_in_training.py`). For M-RoPE, give position ids of four
-rows, the positions of the text first, or of three rows; with three rows, a document begins where
-all three are 0.
-
-## Masks that are not causal
-
-**Blocks.** Attention is exact for image tokens that see each other both ways (Gemma 3 and 4,
-PaliGemma, Molmo2) and for prefixes (PaliGemma, HRM), in padded and in packed rows. transformers'
-own masks are wrong for packed rows with images in the windowed layers of Gemma 3 and 4, so packed
-rows are compared with each document alone. `PackingCollator` and `deal` refuse columns of
-images: use the model's processor. Blocks of image tokens move to other ranks only if the longest
-block has at least a quarter of its rank's tokens.
-
-**Both ways.** Decoders with `config.is_causal=False`, and the text encoders EuroBERT, ModernBERT,
-GTE, Nomic BERT, Jina v3, NeoMME, UltraBERT, ESM, ESM C and BERT are compared in packed rows
-(`tests/models/test_both_ways.py`). Models that attend both ways need whole documents: documents
-that a share cuts are refused.
-
-**Shared prefixes.** `PackedDocuments(lengths, parents=...)` names, for each part of a row, the part
-that it continues. With `--instead-of tree_fa3`, hf-distca reads TRL's trees (`tree_kv_index`).
-Documents with shared prefixes are neither dealt nor mixed with the other masks, and ping-pong
-leaves their layers whole.
-
-**Refused by name.** Block diffusion and other functions in masks are refused, because
-FlashAttention 4 supports no mask inside the kernel in the backward of packed documents. Keys chosen
-by scores (DSA, NSA, MoBA) are refused, because they are not known before the layer runs. Image and
-audio towers are refused, because they spend only a third of their time in attention. Dense masks,
-blocks that reach beyond the window of their layer, and masks that are not causal in stages of a
-pipeline are also refused.
-"""
+# What follows on the page is written there, by hand.
+NOTES = "\n## Models outside the table\n"
 
 
 def reason_of(result: Result) -> str:
@@ -161,7 +95,7 @@ def write(results: list[Result], cuts: dict[str, str]) -> None:
 
 
 def page(results: list[Result], cuts: dict[str, str]) -> str:
-    """docs/models.md, with what each type showed, and its documents over ranks."""
+    """docs/models.md, with what each type showed, and its documents over ranks; its notes stay."""
     table = table_of(results)
     by_group = {
         group: [result for result in results if table[result.model_type] == group]
@@ -180,9 +114,9 @@ def page(results: list[Result], cuts: dict[str, str]) -> str:
             f" documents, {rows} more with one document a row, and {len(table) - packed - rows} are"
             " refused. A tiny random model of each type ran under distca and, one document at a"
             " time, under transformers' own attention. The loss, the logits of every token and the"
-            " gradient of every parameter agree.",
-            "`python tests/models/generate.py` writes this page from such a run, and"
-            " `pytest tests/models` fails if page and run differ.",
+            " gradient of every parameter agree between the two runs.",
+            "`python tests/models/generate.py` writes this page from a run of all types, and"
+            " `pytest tests/models` fails if the page differs from a run.",
             "## Which types work with packed documents?",
             "The table lists types by the features that the comparison covered:",
         ),
@@ -202,7 +136,7 @@ def page(results: list[Result], cuts: dict[str, str]) -> str:
             "- These types have recurrent layers that carry state, which distca does not change:"
             f" {_names(by_group['CARRIES_STATE'])}.",
             "- These types take no position ids, and count positions through the whole row;"
-            " their attention of packed documents is proven against a dense mask:"
+            " their attention of packed documents was compared with a dense mask:"
             f" {_names(by_group['NO_POSITIONS'])}.",
             "## Which types are refused?",
         ),
@@ -215,9 +149,8 @@ def page(results: list[Result], cuts: dict[str, str]) -> str:
         *_paragraph(
             "",
             "## Documents over ranks",
-            f"{over_ranks} types also give the loss, logits and gradients of whole documents when"
-            " heads, middles and tails of documents lie on two ranks; all other types refuse a"
-            " document in several parts:",
+            f"{over_ranks} types also give the loss, logits and gradients of whole documents if"
+            " documents are cut and lie on two ranks. All other types refuse cut documents:",
             *(
                 f"- Refused because {text}: "
                 + ", ".join(name for name, found in cuts.items() if found == reason)
@@ -230,7 +163,7 @@ def page(results: list[Result], cuts: dict[str, str]) -> str:
             " tokens, or they are not built of decoder layers that transformers can checkpoint.",
         ),
     ]
-    return "\n".join(lines).rstrip("\n") + "\n" + NOTES
+    return "\n".join(lines).rstrip("\n") + "\n" + "".join(PAGE.read_text().partition(NOTES)[1:])
 
 
 def _paragraph(*texts: str) -> list[str]:
@@ -274,14 +207,7 @@ def main() -> None:
     }
     pool.close()
     write(results, cuts)
-    print(
-        json.dumps(
-            {
-                status: sum(r.status == status for r in results)
-                for status in sorted({r.status for r in results})
-            }
-        )
-    )
+    print(json.dumps(Counter(result.status for result in results)))
 
 
 if __name__ == "__main__":

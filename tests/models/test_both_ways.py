@@ -17,8 +17,8 @@ from transformers import AutoConfig, AutoModel, PreTrainedModel
 import hf_distca
 from float64 import Float64Throughout
 from hf_distca.integration.current_session import current_session
-from hf_distca.schedule.cost import AttentionShape, CostModel
 from ranks import RankPool
+from tiny_runs import settings
 
 SIZES = {
     "hidden_size": 64,
@@ -91,8 +91,7 @@ def run(model: PreTrainedModel, lengths: list[int], *, packed: bool) -> list[tor
 
 def share(rank: int, kind: str, world: int) -> tuple[list[torch.Tensor], dict[str, Any], int]:
     """Outputs of this rank's documents, gradients of all, and bytes sent."""
-    pairs = CostModel.make_of_pairs(AttentionShape(4, 2, 16, 16, 8))
-    hf_distca.configure(hf_distca.DistCAConfig(tile=8, min_gain=0.0, cost_model=pairs))
+    hf_distca.configure(settings())
     lengths = list(LENGTHS) if world == 1 else [list(LENGTHS[:1]), list(LENGTHS[1:])][rank]
     with quiet(), Float64Throughout():
         model = build(kind, "distca")

@@ -9,10 +9,6 @@ import tiny
 import torch
 from transformers import (
     DeepseekV3Config,
-    Gemma2Config,
-    Gemma3Config,
-    Gemma3TextConfig,
-    GptOssConfig,
     LlamaConfig,
     MistralConfig,
     PreTrainedConfig,
@@ -78,11 +74,6 @@ SMALL = {
     ("config", "windows"),
     [
         (MistralConfig(**SMALL, sliding_window=None), [None]),
-        (MistralConfig(**SMALL, sliding_window=40), [40]),
-        (Gemma2Config(**SMALL, sliding_window=40), [None, 40]),
-        (Gemma3TextConfig(**SMALL, sliding_window=40), [None, 40]),
-        (Gemma3Config(text_config={**SMALL, "sliding_window": 40}), [None, 40]),
-        (GptOssConfig(**SMALL, sliding_window=40), [None, 40]),
         (Qwen2Config(**SMALL, sliding_window=40), [None]),  # it has to be switched on
         (
             Qwen2Config(**SMALL, sliding_window=40, use_sliding_window=True, max_window_layers=3),

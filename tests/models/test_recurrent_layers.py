@@ -53,6 +53,10 @@ def expected(model_type: str, lengths: tuple[int, ...] = LENGTHS) -> Outcome:
     return alone(model_of(model_type, "sdpa"), documents(lengths))
 
 
+def positions_of(lengths: tuple[int, ...] = LENGTHS) -> torch.Tensor:
+    return torch.cat([torch.arange(length) for length in lengths])[None]
+
+
 def check(got: Outcome, want: Outcome) -> None:
     value, what = difference(got, want)
     assert value < CLOSE, f"{what} differs by {value:.1e}"
@@ -99,11 +103,9 @@ def test_micro_batches_in_flight_keep_to_their_own_documents(model_type: str) ->
     graphs = []
     for lengths in (LENGTHS, other):
         docs = documents(lengths)
-        positions = torch.cat([torch.arange(n) for n in lengths])[None]
-        graphs.append(
-            (docs, forward(model, torch.cat(docs)[None], positions)[0].split(list(lengths)))
-        )
-    got = [finish(model, docs, list(pieces)) for docs, pieces in graphs]
+        logits = forward(model, torch.cat(docs)[None], positions_of(lengths))[0]
+        graphs.append((docs, list(logits.split(list(lengths)))))
+    got = [finish(model, docs, pieces) for docs, pieces in graphs]
     both = model_of(model_type, "sdpa")
     alone(both, documents(LENGTHS))
     check(got[1], alone(both, documents(other)))
@@ -114,12 +116,8 @@ def test_rows_with_padding_and_several_documents(model_type: str) -> None:
     docs = documents((20, 7, 30, 1, 9))
     pad = torch.full((5,), 40)
     rows = torch.stack([torch.cat([*docs[:2], pad, pad, pad[:3]]), torch.cat([*docs[2:]])])
-    positions = torch.stack(
-        [
-            torch.cat([torch.arange(20), torch.arange(7), torch.arange(7, 20)]),
-            torch.cat([torch.arange(n) for n in (30, 1, 9)]),
-        ]
-    )
+    padded = torch.cat([positions_of((20, 7)), torch.arange(7, 20)[None]], 1)
+    positions = torch.cat([padded, positions_of((30, 1, 9))])
     rows, positions = (torch.cat([part, part[:1]]) for part in (rows, positions))
     mask = torch.ones_like(rows)
     mask[0, 27:] = 0
@@ -139,15 +137,11 @@ def test_documents_go_on_in_the_next_row_if_their_lengths_say_so(
 ) -> None:
     """As in attention, for which a batch is one row after another."""
     docs = documents(lengths)
-    positions = torch.cat([torch.arange(n) for n in lengths]).view(2, 20)
-    model = model_of(model_type)
-    logits = forward(
-        model, torch.cat(docs).view(2, 20), positions, distca_documents=PackedDocuments(lengths)
-    )
-    check(
-        finish(model, docs, list(logits.flatten(0, 1).split(list(lengths)))),
-        expected(model_type, lengths),
-    )
+    model, rows = model_of(model_type), torch.cat(docs).view(2, 20)
+    positions = positions_of(lengths).view(2, 20)
+    logits = forward(model, rows, positions, distca_documents=PackedDocuments(lengths))
+    pieces = list(logits.flatten(0, 1).split(list(lengths)))
+    check(finish(model, docs, pieces), expected(model_type, lengths))
 
 
 @pytest.mark.parametrize("key", DOCUMENT_KEYS)
@@ -164,28 +158,18 @@ def test_evaluation_fills_no_cache_and_leaks_nothing(model_type: str) -> None:
     model = model_of(model_type).eval()
     model.config.use_cache = True
     docs = documents(LENGTHS)
-    positions = torch.cat([torch.arange(n) for n in LENGTHS])[None]
+    batch = {"input_ids": torch.cat(docs)[None], "position_ids": positions_of()}
+    plain = model_of(model_type, "sdpa").eval()
     with torch.no_grad():
-        logits = (
-            model(input_ids=torch.cat(docs)[None], position_ids=positions)
-            .logits[0]
-            .split(list(LENGTHS))
-        )
-        want = [
-            model_of(model_type, "sdpa").eval()(input_ids=doc[None], use_cache=False).logits[0]
-            for doc in docs
-        ]
+        logits = model(**batch).logits[0].split(list(LENGTHS))
+        want = [plain(input_ids=doc[None], use_cache=False).logits[0] for doc in docs]
     for got, one in zip(logits, want, strict=True):
         torch.testing.assert_close(got, one, rtol=1e-4, atol=1e-5)
     with pytest.raises(
         UnsupportedError,
         match=r"past_key_values, and 4 packed documents in 1 rows: .* Leave past_key_values out",
     ):
-        model(
-            input_ids=torch.cat(docs)[None],
-            position_ids=positions,
-            past_key_values=DynamicCache(config=model.config),
-        )
+        model(**batch, past_key_values=DynamicCache(config=model.config))
 
 
 @pytest.mark.parametrize("model_type", KINDS)
@@ -217,10 +201,8 @@ def test_other_attention_beside_it_is_left_alone(model_type: str) -> None:
 @pytest.mark.parametrize("axes", [3, 4])
 def test_positions_on_several_axes_tell_documents(axes: int) -> None:
     docs = documents(LENGTHS)
-    positions = torch.cat([torch.arange(n) for n in LENGTHS])[None]
-    logits = forward(
-        model := model_of("qwen3_5_text"), torch.cat(docs)[None], positions.expand(axes, 1, -1)
-    )[0]
+    model, positions = model_of("qwen3_5_text"), positions_of().expand(axes, 1, -1)
+    logits = forward(model, torch.cat(docs)[None], positions)[0]
     check(finish(model, docs, list(logits.split(list(LENGTHS)))), expected("qwen3_5_text"))
 
 
@@ -230,10 +212,7 @@ def test_documents_are_read_once_a_micro_batch(given: str) -> None:
     once.
     """
     model, docs = model_of("nemotron_h"), documents(LENGTHS)
-    batch: dict[str, Any] = {
-        "input_ids": torch.cat(docs)[None],
-        "position_ids": torch.cat([torch.arange(n) for n in LENGTHS])[None],
-    }
+    batch: dict[str, Any] = {"input_ids": torch.cat(docs)[None], "position_ids": positions_of()}
     if given == "lengths":
         batch["distca_documents"] = PackedDocuments(LENGTHS)
     with patch.object(
@@ -246,17 +225,12 @@ def test_documents_are_read_once_a_micro_batch(given: str) -> None:
 @pytest.mark.parametrize("model_type", ["olmo_hybrid", "bamba", "lfm2"])
 def test_layers_make_the_host_wait_for_nothing(model_type: str) -> None:
     model, docs = model_of(model_type), documents(LENGTHS)
-    positions = torch.cat([torch.arange(n) for n in LENGTHS])[None]
     mode, layers = NoHostSyncs(), model.model.layers
     with ExitStack() as forbidden:
         layers[0].register_forward_pre_hook(lambda *_: forbidden.enter_context(mode) and None)
         layers[-1].register_forward_hook(lambda *_: forbidden.close())
-        batch = {
-            "position_ids": positions,
-            "distca_documents": PackedDocuments(LENGTHS),
-            "use_cache": False,
-        }
-        logits = model(input_ids=torch.cat(docs)[None], **batch).logits
+        batch = {"position_ids": positions_of(), "distca_documents": PackedDocuments(LENGTHS)}
+        logits = model(input_ids=torch.cat(docs)[None], **batch, use_cache=False).logits
     with mode:
         logits.logsumexp(-1).sum().backward()
 
@@ -399,22 +373,17 @@ PACKAGES = {
 }
 
 
-@pytest.mark.parametrize("model_type", PACKAGES)
-def test_packages_are_told_where_documents_begin(model_type: str) -> None:
-    module, told, _ = PACKAGES[model_type]
-    with package_in(module) as package:
-        got = packed(model_of(model_type), documents(LENGTHS))
-    assert set(package.told) == told
-    check(got, expected(model_type))
+RUNS = [lambda model: packed(model, documents(LENGTHS)), lambda model: in_pieces(model)]
 
 
+@pytest.mark.parametrize("pieces", [False, True])
 @pytest.mark.parametrize("model_type", PACKAGES)
-def test_packages_run_cut_documents(model_type: str) -> None:
-    """The first document in three pieces, with others between them, on this process alone."""
-    module, _, told = PACKAGES[model_type]
+def test_packages_are_told_where_documents_begin(model_type: str, pieces: bool) -> None:
+    """Also the first document in three pieces, with others between them, on this process alone."""
+    module, *told = PACKAGES[model_type]
     with package_in(module) as package:
-        got = in_pieces(model_of(model_type))
-    assert set(package.told) == told
+        got = RUNS[pieces](model_of(model_type))
+    assert set(package.told) == told[pieces]
     check(got, expected(model_type))
 
 
@@ -427,22 +396,20 @@ STATES = {
 }
 
 
-@pytest.mark.parametrize(
-    "run", [lambda model: packed(model, documents(LENGTHS)), lambda model: in_pieces(model)]
-)
+@pytest.mark.parametrize("run", RUNS)
 @pytest.mark.parametrize("model_type", STATES)
 def test_a_state_that_is_handed_in_is_refused(
     model_type: str, run: Callable[[PreTrainedModel], Outcome]
 ) -> None:
     module, function, name = STATES[model_type]
     original = getattr(module, function)
-    handing = {
-        "side_effect": lambda *args, **kwargs: original(
-            *args, **{**kwargs, name: torch.zeros(1, 4, 16, 16)}
-        )
-    }
+    state = torch.zeros(1, 4, 16, 16)
+
+    def hand_in(*args: Any, **kwargs: Any) -> Any:
+        return original(*args, **{**kwargs, name: state})
+
     with (
-        patch.object(module, function, **handing),
+        patch.object(module, function, hand_in),
         pytest.raises(UnsupportedError, match=rf"runs its rule with {name}, but .*"),
     ):
         run(model_of(model_type))

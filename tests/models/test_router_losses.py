@@ -13,8 +13,8 @@ from tiny import build
 
 import hf_distca
 from hf_distca.integration.current_session import current_session
-from hf_distca.schedule.cost import AttentionShape, CostModel
 from ranks import RankPool
+from tiny_runs import settings
 
 # The other implementation. gpt-oss knows no sdpa, and with eager its packed documents leak: it gets
 # one document a row.
@@ -49,8 +49,7 @@ def step(model_type: str, implementation: str, lengths: tuple[int, ...]) -> dict
 
 def compared(rank: int, model_type: str) -> tuple[dict[str, float], int]:
     """Relative differences on this rank, and bytes it sent."""
-    pairs = CostModel.make_of_pairs(AttentionShape(4, 2, 16, 16, 8))
-    hf_distca.configure(hf_distca.DistCAConfig(tile=8, min_gain=0.0, cost_model=pairs))
+    hf_distca.configure(settings())
     other = TYPES[model_type]
     lengths = (PACKED if other == "sdpa" else WHOLE)[rank]
     got, want = (step(model_type, implementation, lengths) for implementation in ("distca", other))

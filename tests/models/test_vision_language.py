@@ -4,9 +4,11 @@ packed batches.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -28,8 +30,8 @@ from transformers import (
 import hf_distca
 from float64 import Float64Throughout
 from hf_distca.integration.current_session import current_session
-from hf_distca.schedule.cost import AttentionShape, CostModel
 from ranks import RankPool
+from tiny_runs import settings
 
 IMAGE, START, END = 5, 6, 7  # tokens
 TEXT = {
@@ -76,9 +78,9 @@ WINDOWED = {
 }
 
 
-def _gemma4() -> PreTrainedConfig:
+def _gemma4(**changes: Any) -> PreTrainedConfig:
     text = {**WINDOWED, "global_head_dim": 16, "hidden_size_per_layer_input": 0}
-    text |= {"num_kv_shared_layers": 0, "use_bidirectional_attention": "vision"}
+    text |= {"num_kv_shared_layers": 0, "use_bidirectional_attention": "vision", **changes}
     vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "head_dim": 16}
     vision |= {"num_attention_heads": 2, "num_key_value_heads": 2, "patch_size": 7}
     vision |= {"pooling_kernel_size": 2, "position_embedding_size": 16}
@@ -240,8 +242,7 @@ def balanced(rank: int, kind: str, world: int) -> tuple[Outcome, list[str], list
     """This rank's documents in one row, gradients summed over ranks; who called distca and sdpa;
     bytes sent.
     """
-    pairs = CostModel.make_of_pairs(AttentionShape(4, 2, 16, 16, 8))
-    hf_distca.configure(hf_distca.DistCAConfig(tile=8, min_gain=0.0, cost_model=pairs))
+    hf_distca.configure(settings())
     model = build(kind, {"text_config": "distca", "vision_config": "sdpa"})
     docs = documents(kind, model)
     if world > 1:
@@ -306,20 +307,17 @@ def test_a_vision_tower_under_distca_is_refused() -> None:
 def test_text_of_a_model_whose_images_see_both_ways(layers: str, training: bool) -> None:
     """Gemma 4's processor gives token types with text alone; its windows are overlays then."""
     kinds = layers.split()
-    text = {**TEXT, "head_dim": 16, "global_head_dim": 16, "num_hidden_layers": len(kinds)}
-    text |= {"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0, "sliding_window": 6}
-    text |= {"layer_types": kinds, "use_bidirectional_attention": "vision"}
-    vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "head_dim": 16}
-    vision |= {"num_attention_heads": 2, "num_key_value_heads": 2}
+    config = _gemma4(layer_types=kinds, num_hidden_layers=len(kinds), sliding_window=6)
     ids = torch.arange(3, 33)[None]
     batch = {"input_ids": ids, "mm_token_type_ids": torch.zeros_like(ids), "use_cache": False}
     batch["position_ids"] = torch.cat([torch.arange(20), torch.arange(10)])[None]
     found = []
     for name in ("distca", "sdpa"):
         torch.manual_seed(0)
-        config = Gemma4Config(text_config=text, vision_config=vision, audio_config=None)
         with quiet():
-            model = Gemma4ForConditionalGeneration._from_config(config, attn_implementation=name)
+            model = Gemma4ForConditionalGeneration._from_config(
+                copy.deepcopy(config), attn_implementation=name
+            )
         logits = model.train(training)(**batch).logits
         logits.sin().sum().backward()
         found.append([logits.detach(), *(p.grad for p in model.parameters())])

@@ -8,96 +8,46 @@ ALWAYS = {"use_cache": False, "pad_token_id": 0, "bos_token_id": 1, "eos_token_i
 
 # Widths are multiples of 16: grouped matrix products on a CPU ask for rows of a multiple of 16
 # bytes.
-SIZES: dict[str, Any] = {
-    "vocab_size": 96,
-    "hidden_size": 64,
-    "d_model": 64,
-    "n_embd": 64,
-    "emb_dim": 64,
-    "embedding_size": 64,
-    "intermediate_size": 96,
-    "ffn_dim": 96,
-    "decoder_ffn_dim": 96,
-    "encoder_ffn_dim": 96,
-    "ffn_hidden_size": 96,
-    "dim_ff": 96,
-    "dff": 96,
-    "d_inner": 96,
-    "mlp_dim": 96,
-    "moe_intermediate_size": 32,
-    "shared_expert_intermediate_size": 32,
-    "shared_intermediate_size": 32,
-    "shared_experts_intermediate_size": 32,
-    "moe_shared_expert_intermediate_size": 32,
-    "num_hidden_layers": 2,
-    "n_layer": 2,
-    "n_layers": 2,
-    "num_layers": 2,
-    "decoder_layers": 2,
-    "encoder_layers": 1,
-    "num_attention_heads": 4,
-    "n_head": 4,
-    "n_heads": 4,
-    "num_heads": 4,
-    "decoder_attention_heads": 4,
-    "encoder_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 128,
-    "n_positions": 128,
-    "n_ctx": 128,
-    "initializer_range": 0.15,
-    "init_std": 0.15,
-    "q_lora_rank": 32,
-    "kv_lora_rank": 32,
-    "o_lora_rank": 32,
-    "qk_nope_head_dim": 16,
-    "qk_rope_head_dim": 16,
-    "v_head_dim": 16,
-    "num_experts": 8,
-    "num_local_experts": 8,
-    "n_routed_experts": 8,
-    "num_experts_per_tok": 2,
-    "n_group": 2,
-    "topk_group": 1,
-    "first_k_dense_replace": 1,
-    "sliding_window": 8,
-    "use_sliding_window": True,
-    "max_window_layers": 1,
-    "attention_chunk_size": 8,
-    "is_decoder": True,
-    "add_cross_attention": False,
-    "depth": 1,
-    "rotary_dim": 8,
-    "linear_num_heads": 4,
-    "linear_head_dim": 16,
-    "hc_lowrank": 16,
-    "index_n_heads": 2,
-    "index_head_dim": 16,
-    "index_topk": 8,
-    "vocab_size_per_layer_input": 96,
-    "hidden_size_per_layer_input": 16,
-    "image_size": 32,
-    "mm_embed_dim": 64,
-    "mm_posemb_size": 64,
-    "output_proj_dims": 64,
-    "position_embedding_size": 64,
-    "shape_vocab_size": 96,
-    "shape_embed_dim": 64,
-    "pronunciation_vocab_size": 96,
-    "pronunciation_embed_dim": 64,
-    "nemo_conv_channels": 64,
-    "ext_pw_out_channel": 64,
-    "depthwise_separable_out_channel": 64,
-    "mamba_n_heads": 4,
-    "mamba_d_state": 16,
-    "mamba_num_heads": 4,
-    "mamba_head_dim": 32,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 16,
-    "linear_value_head_dim": 16,
+_NAMES = {
+    96: (
+        "vocab_size intermediate_size ffn_dim decoder_ffn_dim encoder_ffn_dim ffn_hidden_size "
+        "dim_ff dff d_inner mlp_dim vocab_size_per_layer_input shape_vocab_size "
+        "pronunciation_vocab_size"
+    ),
+    64: (
+        "hidden_size d_model n_embd emb_dim embedding_size mm_embed_dim mm_posemb_size "
+        "output_proj_dims position_embedding_size shape_embed_dim pronunciation_embed_dim "
+        "nemo_conv_channels ext_pw_out_channel depthwise_separable_out_channel"
+    ),
+    32: (
+        "moe_intermediate_size shared_expert_intermediate_size shared_intermediate_size "
+        "shared_experts_intermediate_size moe_shared_expert_intermediate_size q_lora_rank "
+        "kv_lora_rank o_lora_rank image_size mamba_head_dim"
+    ),
+    2: (
+        "num_hidden_layers n_layer n_layers num_layers decoder_layers num_key_value_heads "
+        "num_experts_per_tok n_group index_n_heads linear_num_key_heads"
+    ),
+    1: "encoder_layers topk_group first_k_dense_replace max_window_layers depth",
+    4: (
+        "num_attention_heads n_head n_heads num_heads decoder_attention_heads "
+        "encoder_attention_heads linear_num_heads mamba_n_heads mamba_num_heads "
+        "linear_num_value_heads"
+    ),
+    16: (
+        "head_dim qk_nope_head_dim qk_rope_head_dim v_head_dim linear_head_dim hc_lowrank "
+        "index_head_dim hidden_size_per_layer_input mamba_d_state linear_key_head_dim "
+        "linear_value_head_dim"
+    ),
+    128: "max_position_embeddings n_positions n_ctx",
+    8: (
+        "num_experts num_local_experts n_routed_experts sliding_window attention_chunk_size "
+        "rotary_dim index_topk"
+    ),
 }
+SIZES: dict[str, Any] = {name: size for size, names in _NAMES.items() for name in names.split()}
+SIZES |= {"initializer_range": 0.15, "init_std": 0.15}
+SIZES |= {"use_sliding_window": True, "is_decoder": True, "add_cross_attention": False}
 
 # Types whose causal LM is built from a part of the type's own config.
 CONFIG_TYPES = {"musicgen": "musicgen_decoder", "musicgen_melody": "musicgen_melody_decoder"}

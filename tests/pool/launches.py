@@ -28,7 +28,6 @@ import hf_distca
 from hf_distca.agreement.batch_plan import History, MicroBatchPlan
 from hf_distca.integration.current_session import current_session
 from hf_distca.pool import server as pool_server
-from hf_distca.pool.controller import PoolController
 from hf_distca.pool.observer import PoolObserver
 from hf_distca.pool.protocol import JsonLineConnection
 from hf_distca.runtime.group import AttentionGroup
@@ -128,9 +127,9 @@ def pooled(rank: int, function: Callable[..., Any], *args: Any) -> Trained:
     """Run a function on a rank that trains, with servers."""
     told: Counter[str] = Counter()
     computed: list[tuple[float, float]] = []
-    announce, planned = PoolController.announce, History.record_plan
+    announce, planned = PoolObserver.announce, History.record_plan
 
-    def count(self: PoolController, group: AttentionGroup, step: str, *arguments: Any) -> None:
+    def count(self: PoolObserver, group: AttentionGroup, step: str, *arguments: Any) -> None:
         told[step] += 1
         announce(self, group, step, *arguments)
 
@@ -141,7 +140,7 @@ def pooled(rank: int, function: Callable[..., Any], *args: Any) -> Trained:
         planned(self, plan)
 
     with (
-        patch.object(PoolController, "announce", count),
+        patch.object(PoolObserver, "announce", count),
         patch.object(History, "record_plan", note),
     ):
         hf_distca.configure()
@@ -177,7 +176,7 @@ def _end(_rank: int) -> NoReturn:
     current_session().join_group()
     observer = AttentionGroup.observer
     assert isinstance(observer, PoolObserver)
-    observer.controller.end()
+    observer.end()
     os._exit(0)
 
 

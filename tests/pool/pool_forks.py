@@ -1,6 +1,4 @@
-"""Ranks that train and servers that are started by themselves, each as a fork in a process group of
-its own.
-"""
+"""Launches of ranks that train and servers. Each process is a fork with its own process group."""
 
 from __future__ import annotations
 
@@ -10,7 +8,7 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
@@ -92,56 +90,46 @@ class Started:
 
 
 class Forks:
-    """Starts forks, all of which are killed in the end."""
+    """Starts the forks of one launch of one node, all of which are killed in the end."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, trainers: int = 2, servers: int = 1) -> None:
         self.folder, self.started = folder, list[Started]()
+        self._trainers, self._servers = trainers, servers
+        (self._port,) = free_ports(1)
 
-    def start(
-        self, name: str, function: Callable[..., object], *args: Any, **changes: str
-    ) -> Started:
-        self.started.append(
-            Started(
-                self.folder, f"{name} (process {len(self.started)})", function, *args, **changes
-            )
+    def start(self, name: str, function: Callable[..., object], *args: Any, rank: int) -> Started:
+        size = str(self._trainers + self._servers)
+        started = Started(
+            self.folder,
+            f"{name} (process {len(self.started)})",
+            function,
+            *args,
+            RANK=str(rank),
+            LOCAL_RANK=str(rank),
+            WORLD_SIZE=size,
+            LOCAL_WORLD_SIZE=size,
+            MASTER_ADDR="127.0.0.1",
+            MASTER_PORT=str(self._port),
         )
-        return self.started[-1]
+        self.started.append(started)
+        return started
 
     def server(
-        self,
-        port: int,
-        *options: str,
-        version: str | None = None,
-        stuck_in: str | None = None,
-        **changes: str,
+        self, *, version: str | None = None, stuck_in: str | None = None, **options: Any
     ) -> Started:
-        """`hf-distca serve`, of another version if one is given, with changes of the environment. A
-        step may be named that never ends.
+        """The last process, of another version if one is given. A step may be named that never
+        ends.
         """
-        arguments = [f"--address=127.0.0.1:{port}", *options]
-        return self.start("server", _serve, arguments, version, stuck_in, **changes)
+        given = Options(servers=self._servers, **options)
+        rank = self._trainers + self._servers - 1
+        return self.start("server", _serve, given, version, stuck_in, rank=rank)
 
-    def trainers(
-        self, world: int, ports: Sequence[int], *train: Any, **options: Any
-    ) -> list[Started]:
-        """Ranks that train under `hf-distca run`, as a launcher would start them; `train` is for
-        `trains_with_servers.main`.
-        """
-        (port,) = free_ports(1)
-        shared = {
-            "WORLD_SIZE": str(world),
-            "LOCAL_WORLD_SIZE": str(world),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-        }
-        given = Options(
-            summary=False, server_address=[f"127.0.0.1:{port}" for port in ports], **options
-        )
+    def trainers(self, *train: Any, **options: Any) -> list[Started]:
+        """Ranks that train; `train` is for `trains_with_servers.main`."""
+        given = Options(summary=False, servers=self._servers, **options)
         return [
-            self.start(
-                f"rank{rank}", _train, given, train, RANK=str(rank), LOCAL_RANK=str(rank), **shared
-            )
-            for rank in range(world)
+            self.start(f"rank{rank}", _train, given, train, rank=rank)
+            for rank in range(self._trainers)
         ]
 
     @property
@@ -152,9 +140,9 @@ class Forks:
 
 
 @contextmanager
-def killed_in_the_end(folder: Path) -> Iterator[Forks]:
-    """Forks whose output is in a folder."""
-    running = Forks(folder)
+def killed_in_the_end(folder: Path, trainers: int = 2, servers: int = 1) -> Iterator[Forks]:
+    """A launch whose output is in a folder."""
+    running = Forks(folder, trainers, servers)
     try:
         yield running
     finally:
@@ -173,16 +161,20 @@ def _in_a_group(output: Path, function: Callable[..., object], args: tuple[Any, 
     function(*args)
 
 
-def _serve(arguments: list[str], version: str | None, stuck_in: str | None) -> None:
-    from hf_distca.pool import door, server
-    from hf_distca.tools.cli import app
+def _serve(options: Options, version: str | None, stuck_in: str | None) -> None:
+    from hf_distca.pool import meeting, server
+
+    def here(_program: str, arguments: list[str], environment: Mapping[str, str]) -> None:
+        os.environ.update(environment)
+        exec(arguments[-1], {})
 
     if version is not None:
-        patch.object(door, "version", lambda _: version).start()
+        patch.object(meeting, "version", lambda _: version).start()
     if stuck_in is not None:
         patch.dict(server.STEPS, {stuck_in: lambda *_, **__: time.sleep(10**6)}).start()
         patch.object(server, "_LONGER_SECONDS", 1.0).start()
-    app(["serve", *arguments], prog_name="hf-distca")
+    patch.object(os, "execve", here).start()  # an import of torch takes seconds
+    begin(options)
 
 
 def _train(options: Options, arguments: tuple[Any, ...]) -> None:

@@ -95,9 +95,9 @@ def shell(tmp_path: Path) -> Iterator[Shell]:
 def losses_alone(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[float]]:
     """Of rank 0, by how many ranks train."""
     losses = {}
-    with killed_in_the_end(tmp_path_factory.mktemp("alone")) as running:
-        for ranks in (1, 2):
-            trainers = running.trainers(ranks, [], STEPS)
+    for ranks in (1, 2):
+        with killed_in_the_end(tmp_path_factory.mktemp("alone"), ranks, 0) as running:
+            trainers = running.trainers(STEPS)
             assert [trainer.status() for trainer in trainers] == [0] * ranks
             losses[ranks] = losses_in(trainers[0].output)
     return losses
@@ -143,25 +143,6 @@ def test_the_last_process_of_a_launch_serves(
     assert not shell.left
 
 
-def test_one_process_and_servers_on_their_own(
-    shell: Shell, losses_alone: dict[int, list[float]]
-) -> None:
-    ports = free_ports(2)
-    servers = [
-        shell.start(f"hf-distca serve --address 127.0.0.1:{port} --wait {LIMIT:g}")
-        for port in ports
-    ]
-    named = " ".join(f"--server-address 127.0.0.1:{port}" for port in ports)
-    status, output = shell.run(f"hf-distca run {named} python train.py {STEPS}")
-    assert status == 0, output
-    assert losses_in(output) == pytest.approx(losses_alone[1], rel=1e-6)
-    for (server, file), number in zip(servers, (1, 2), strict=True):
-        assert server.wait(LIMIT) == 0
-        assert f"is rank {number} of 3, and serves the 1 that train\n" in file.read_text()
-        assert file.read_text().endswith("; ended: the run is over\n")
-    assert not shell.left
-
-
 @pytest.mark.parametrize(
     ("launch", "text"),
     [
@@ -196,7 +177,7 @@ def test_a_launch_that_ends_early_leaves_nothing(fault: str, shell: Shell) -> No
         (server,) = [
             pid
             for pid in shell.left
-            if b"serve_launched" in Path(f"/proc/{pid}/cmdline").read_bytes()
+            if b"pool.server import serve" in Path(f"/proc/{pid}/cmdline").read_bytes()
         ]
         os.kill(server, signal.SIGKILL)
     elif fault == "launcher":

@@ -19,7 +19,7 @@ from tiny import build
 
 import hf_distca
 from hf_distca.integration.current_session import balancing, use_session
-from hf_distca.pool.controller import PoolController
+from hf_distca.pool.observer import PoolObserver
 from hf_distca.runtime.group import AttentionGroup
 from tiny_runs import documents, settings
 
@@ -36,7 +36,7 @@ def nothing_to_serve(rank: int, what: str) -> None:
     hf_distca.configure(settings())
     model = model_for("full")
     step(model, rank)
-    with patch.object(PoolController, "announce", side_effect=AssertionError("servers are told")):
+    with patch.object(PoolObserver, "announce", side_effect=AssertionError("servers are told")):
         if what == "evaluation" and rank == 0:
             with torch.no_grad():
                 loss_of(model.eval(), drawn(rank, 1))

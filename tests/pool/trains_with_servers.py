@@ -20,11 +20,14 @@ from tiny_runs import documents, settings, tiny_llama
 FAULT_STEP = 3
 
 
-def main(steps: int, fault: str = "", waits: float = 40.0) -> None:
-    """Train, and print the loss of each step. Ranks wait for each other for so many seconds."""
+def main(steps: int, fault: str = "", waits: float = 40.0, pause: float = 0.0) -> None:
+    """Train, and print the loss of each step. Ranks wait for each other for `waits` seconds, and
+    pause before they begin.
+    """
     torch.set_num_threads(1)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         dist.init_process_group("gloo", timeout=timedelta(seconds=waits))
+    time.sleep(pause)
     rank = dist.get_rank() if dist.is_initialized() else 0
     hf_distca.configure(settings(timeout_seconds=waits))
     model: torch.nn.Module = tiny_llama("distca")

@@ -10,16 +10,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmark_modules import import_benchmark
 from hf_distca.errors import ConfigError
 from hf_distca.schedule.cost import count_causal_pairs
+from hf_distca.schedule.layout import IntArray
 from hf_distca.tools.advise.document_lengths import find_distribution, from_list
-from simulator.assumptions import list_assumptions
 from simulator.hardware import DEVICES, find_hardware
 from simulator.loader_rules import draw_steps
 from simulator.memory import compute_activation_bytes, find_fullest_moment
 from simulator.model_shape import KNOWN_MODELS, find_model
 from simulator.predict import (
+    estimate_linear_seconds,
     estimate_rank_seconds,
     find_best,
     find_best_alternative,
@@ -34,11 +34,24 @@ from simulator.strategies import OURS, STRATEGIES, Strategy
 from simulator.work import MicroBatchWork, estimate_head_seconds
 from turns import in_turn
 
-ideal_seconds = import_benchmark("ideal").ideal_seconds
-
 # Attention in a quarter of the layers, and experts of which a token meets a few.
 HYBRID = replace(find_model("llama-3-8b"), attention_layers=8, weights=40 * 10**9, active=5 * 10**9)
 SINGLE = [name for name in STRATEGIES if name not in ("given-ping-pong", "dealt-ping-pong")]
+
+
+def ideal_seconds(setting: Setting, batches: Sequence[IntArray]) -> float:
+    """Return the seconds of a step in which every device has an equal part of all work and never
+    waits: nothing can be faster.
+    """
+    total = 0.0
+    for lengths in batches:
+        tokens = np.full(1, float(lengths.sum()) / setting.group)
+        linear = estimate_linear_seconds(setting, tokens).sum()
+        total += float(linear + estimate_head_seconds(setting, tokens)[0])
+        for window, layers in setting.model.kinds:
+            seconds = setting.make_cost_model(window).estimate_seconds(lengths, lengths)
+            total += layers * float(seconds.sum()) / setting.group
+    return total / setting.stages
 
 
 def test_equal_documents_leave_nothing_to_gain(setting: Setting) -> None:
@@ -200,7 +213,8 @@ def test_ranks_beyond_a_group_have_documents_of_their_own(
         replace(whole, ranks=512), [np.array([512] * 1024, dtype=np.int64)]
     )[0].works[0]
     first, second = np.split(found.attention[1], 2)
-    assert first.sum() > 2 * second.sum(), (
+    # A call takes a least time, however little it computes; in ping-pong there are two.
+    assert first.sum() > (1.5 if ping_pong else 2) * second.sum(), (
         "no rank of the other group computes a part of the long document"
     )
     assert second.tolist() == alone.attention[1].tolist()
@@ -238,15 +252,6 @@ def test_unknown_strategies_and_no_batches(setting: Setting) -> None:
     for batches in (0, -1, 10**9):
         with pytest.raises(ConfigError, match=f"batches={batches}"):
             simulate(setting, documents, ["plain"], batches=batches)
-
-
-def test_assumptions_name_what_is_used(setting: Setting) -> None:
-    found = dict(list_assumptions(setting, find_distribution("pretrain", 65536), ["plain"]))
-    assert {"lengths", "model", "exchange", "weights", "checkpointing", "packed rows"} <= set(found)
-    assert "pipeline" not in found
-    assert "pipeline" in dict(
-        list_assumptions(replace(setting, stages=2), find_distribution("pretrain", 65536))
-    )
 
 
 def micro_batch(ranks: int, forward: float = 0.0) -> MicroBatchWork:
@@ -322,7 +327,7 @@ def test_ping_pong_hides_messages_in_stages(setting: Setting) -> None:
 
 
 def test_strategies_of_which_none_can_run(setting: Setting) -> None:
-    never = Strategy("never", "runs nothing", lambda *_: [], "no way to run a step")
+    never = Strategy("never", "runs nothing", lambda *_: [])
     with pytest.raises(ConfigError, match="none of never can run 1 such batch: name another"):
         simulate(setting, find_distribution("equal:2048", 16384), (never,), batches=1)
 

@@ -44,7 +44,7 @@ def test_ranks_allocate_what_was_predicted(peak_memory: ModuleType, number: int)
     """Peaks of CPU processes within 10 %; what is offloaded within 1 %."""
     if peak_memory.CASES[number].chunked:
         pytest.importorskip("trl", reason='needs pip install -e ".[trl]"')
-    found = peak_memory.compared(peak_memory.CASES[number])
+    found = peak_memory.compare(peak_memory.CASES[number])
     assert found["ratio"] == pytest.approx(1, abs=0.1), found
     assert found["predicted"]["host"] == pytest.approx(found["measured"]["host"], rel=0.01)
 

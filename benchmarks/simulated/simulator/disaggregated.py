@@ -19,7 +19,7 @@ from hf_distca.schedule.layout import FloatArray, IntArray, Layout
 from hf_distca.schedule.load import PlanLoad
 from hf_distca.schedule.plan import Plan
 from hf_distca.schedule.ranks import UNIFORM_RANKS, Ranks
-from simulator.loader_rules import pack_rows
+from hf_distca.tools.advise.ways import pack_rows
 from simulator.memory import compute_kernel_bytes
 from simulator.setting import TILE, Setting
 from simulator.work import (
@@ -45,7 +45,6 @@ class Moves(NamedTuple):
     back: Directions
     received: FloatArray  # bytes
     pairs: float
-    between: float = 0.0  # bytes that cross between nodes
 
     @property
     def wire(self) -> FloatArray:
@@ -106,7 +105,6 @@ def compute_moves(setting: Setting, plan: Plan, cost: CostModel, nodes: Ranks) -
         back=np.stack([estimate_seconds(shape.output_bytes + shape.lse_bytes, 0), there]),
         received=received,
         pairs=pairs,
-        between=float(load.node_bytes.inter_node[0].sum()),
     )
 
 
@@ -125,7 +123,6 @@ def compute_plan_work(
         received=layer.received,
         pairs=layer.pairs,
         meeting=plan.layout.world_size if plan.moved else 1,
-        between=layer.between,
     )
 
 
@@ -158,7 +155,6 @@ def compute_nano_batch_work(
         received=np.maximum(first.received, second.received),
         pairs=first.pairs + second.pairs,
         meeting=len(tokens[0]) if any(plan.moved for plan in plans) else 1,
-        between=first.between + second.between,
     )
 
 

@@ -39,7 +39,6 @@ class Hardware:
             other rank in it.
         forward, backward: coefficients of the attention kernel.
         element_bytes: bytes of one element of weights and activations.
-        sources: source of each figure, by name.
         ranks_per_node: devices that share a fast link.
         host_bytes: a device's share of the memory of its host.
         host_rate: bytes per second of a copy to the host, or from it.
@@ -58,16 +57,9 @@ class Hardware:
     forward: KernelCost
     backward: KernelCost
     element_bytes: int
-    sources: tuple[tuple[str, str], ...]
     ranks_per_node: int = 8
     host_bytes: float = 2.5e11
     host_rate: float = REACHED * 6.4e10
-
-    def __post_init__(self) -> None:
-        if not 0 < self.link_gbps < float("inf"):
-            raise ConfigError(
-                f"{self.name}: link_gbps={self.link_gbps!r} must be a positive number."
-            )
 
     @property
     def copy_rate(self) -> float:
@@ -80,7 +72,11 @@ class Hardware:
         return self.link_gbps * 1e9 / 8 * self.link_share
 
 
-_ML_ENGINEERING = "largest measured bf16 product, ml-engineering, 'Maximum Achievable Matmul FLOPS'"
+# Products: the largest measured ones in bf16 (ml-engineering, "Maximum Achievable Matmul FLOPS"):
+# 794.5 of 989 TFLOP/s, 267.9 of 312 and 1745 of 2250. Memory and host: data sheets. Gathers: on
+# Hopper, all-gather and reduce-scatter of 0.5 to 1 GB on 8 H200 (nccl-tests in hao-ai-lab/DistCA,
+# commit 2afd219); on A100, as large a part of 300 GB/s each way, assumed; on Blackwell, as much
+# more than an all-to-all as on H200, which is what DeepEP V2 reaches over NVLink.
 _HOPPER: dict[str, Any] = {
     "matmul_flops": 7.945e14,
     "memory_rate": 3.35e12,
@@ -97,7 +93,6 @@ _BLACKWELL = _HOPPER | {
     "memory_bytes": 180e9,
     "gather_rate": 7.4e11,
 }
-# Figures of devices, those of memory and of the host as on data sheets.
 _FIGURES = {
     "h100": _HOPPER,
     "h200": _HOPPER | {"memory_rate": 4.8e12, "memory_bytes": 141e9},
@@ -118,24 +113,6 @@ _FIGURES = {
 # The device whose profile has a device's attention kernel and links.
 _TIMED = {"h100": "h100", "h200": "h100", "a100": "a100", "b200": "b200", "gb200": "b200"}
 _DEFAULT_KERNELS = {"h100": "flash_attn_2", "a100": "flash_attn_2", "b200": "flash_attn_4"}
-# By a device that was timed, where the figures of products and of gathers come from.
-_SOURCES = {
-    "h100": (
-        f"794.5 of 989 TFLOP/s: {_ML_ENGINEERING}",
-        "350 GB/s: all-gather and reduce-scatter of 0.5 to 1 GB on 8 H200, nccl-tests in"
-        " hao-ai-lab/DistCA, commit 2afd219",
-    ),
-    "a100": (
-        f"267.9 of 312 TFLOP/s: {_ML_ENGINEERING}",
-        "230 GB/s: 300 GB/s each way (data sheet), of which collectives reach as large a part as on"
-        " H200: assumed",
-    ),
-    "b200": (
-        f"1745 of 2250 TFLOP/s: {_ML_ENGINEERING}",
-        "740 GB/s: as much more than an all-to-all as on H200, which is what DeepEP V2 reaches over"
-        " NVLink on SM100",
-    ),
-}
 DEVICES = tuple(_FIGURES)
 
 
@@ -174,42 +151,15 @@ def _with_profile(device: str, name: str) -> Hardware:
         replace(cost, bytes_per_second=faster * cost.bytes_per_second)
         for cost in (profile.forward, profile.backward)
     )
-    link_share = profile.link_rate / (figures["link_gbps"] * 1e9 / 8)
-    matmul, gather = _SOURCES[timed]
-    memory_rate, host_rate = figures["memory_rate"], figures["host_rate"]
-    sources = (
-        ("matmul", matmul),
-        (
-            "memory",
-            f"{memory_rate / 1e12:.2f} TB/s, {figures['memory_bytes'] / 1e9:.0f} GB (data sheet);"
-            f" {REACHED:.0%} reached: assumed",
-        ),
-        (
-            "host",
-            f"{figures['host_bytes'] / 1e9:.0f} GB a device, {host_rate / 1e9:.0f} GB/s each way"
-            f" (data sheets), {100 * REACHED:.0f} % of it assumed",
-        ),
-        ("gather", gather),
-        (
-            "links",
-            f"{figures['link_gbps']:.0f} Gbit/s a GPU, of which messages reach {link_share:.0%};"
-            f" {profile.link_source}",
-        ),
-        (
-            "attention",
-            f"profile {name}, bytes {faster:.2f} times as fast, largest error of timings kept"
-            f" aside {profile.largest_error[0]:.0%} forward, {profile.kernel_source}",
-        ),
-    )
+    rates = {name: REACHED * figures[name] for name in ("memory_rate", "host_rate")}
     return Hardware(
         name=device,
         node_rate=profile.node_rate,
-        link_share=link_share,
+        link_share=profile.link_rate / (figures["link_gbps"] * 1e9 / 8),
         exchange_seconds=EXCHANGE_SECONDS,
         peer_seconds=PEER_SECONDS,
         forward=forward,
         backward=backward,
         element_bytes=ELEMENT_BYTES,
-        sources=sources,
-        **figures | {"memory_rate": REACHED * memory_rate, "host_rate": REACHED * host_rate},
+        **figures | rates,
     )

@@ -14,16 +14,6 @@ from hf_distca.tools.advise.ways import pack_rows
 from simulator.setting import Setting
 from simulator.work import estimate_layer_seconds
 
-__all__ = [
-    "assign_by_equal_cost",
-    "assign_longest_first",
-    "cut_into_batches",
-    "distribute_documents",
-    "draw_steps",
-    "estimate_document_seconds",
-    "pack_rows",
-]
-
 # Weight of a square in transformers' cost of a sample (BatchRebalanceSampler.QUADRATIC_COST_COEF).
 _SQUARE = 0.001
 

@@ -47,16 +47,12 @@ class Prediction:
         exposed_share: part of the step in which the mean rank waits for messages of core attention.
         hidden_seconds, exposed_seconds: seconds of such messages beside computing, and not, of the
             mean rank.
-        weight_exposed_seconds: seconds in which ranks wait for weights and gradients.
         peak_bytes: largest memory of a rank.
         memory: its terms, and offloaded bytes.
         fits: whether the device and its host have so much.
         attention_share: query-key pairs computed, of those of whole documents.
         most_tokens: tokens of a micro-batch on the fullest rank.
         degree: ranks that share a row, if a strategy chooses that; the most frequent number.
-        tokens_per_second: of all ranks together.
-        between_bytes: bytes of core attention that cross between nodes in a step; None for
-            strategies without plans.
     """
 
     strategy: str
@@ -66,15 +62,12 @@ class Prediction:
     exposed_share: float
     hidden_seconds: float
     exposed_seconds: float
-    weight_exposed_seconds: float
     peak_bytes: float
     memory: RankMemory
     fits: bool
     attention_share: float
     most_tokens: int
     degree: int | None
-    tokens_per_second: float
-    between_bytes: float | None = None
 
     @property
     def comparable(self) -> bool:
@@ -106,7 +99,6 @@ def _predict_candidate(
 ) -> Prediction:
     works = candidate.works
     stages = setting.stages
-    holders = candidate.holders or setting
     parts = [estimate_rank_seconds(setting, work) for work in works]
     timeline_of = (
         run_same_phase
@@ -119,8 +111,8 @@ def _predict_candidate(
     forward, backward = (
         float(np.mean([part[direction].mean() for part in parts])) / stages for direction in (0, 1)
     )
-    _, weights_exposed = estimate_weight_exchange(holders, forward, backward)
-    step = timeline.seconds + weights_exposed + estimate_optimizer_seconds(holders)
+    weights = estimate_weight_exchange(setting, forward, backward)
+    step = timeline.seconds + weights + estimate_optimizer_seconds(setting)
     # Of a rank: in ticks all stages' ranks are in each work, and else each rank stands for a
     # pipeline.
     exposed = sum(float(work.exposed.sum(axis=0).mean()) for work in works) / stages
@@ -129,7 +121,7 @@ def _predict_candidate(
     received, kept = (
         np.max([getattr(work, name) for work in works], axis=0) for name in ("received", "kept")
     )
-    memory = find_fullest_moment(holders, tokens, received, kept, same_phase=candidate.ticks)
+    memory = find_fullest_moment(setting, tokens, received, kept, same_phase=candidate.ticks)
     peak = float(memory.total)
     whole = float(
         sum(
@@ -138,7 +130,6 @@ def _predict_candidate(
             for window, _ in setting.model.kinds
         )
     )
-    between = [work.between for work in works if work.between is not None]
     counted = stages if candidate.ticks else 1
     return Prediction(
         strategy=strategy.name,
@@ -148,7 +139,6 @@ def _predict_candidate(
         exposed_share=exposed / step,
         hidden_seconds=max(wire - exposed, 0.0),
         exposed_seconds=exposed,
-        weight_exposed_seconds=weights_exposed,
         peak_bytes=peak,
         memory=memory,
         fits=peak <= setting.hardware.memory_bytes
@@ -156,10 +146,6 @@ def _predict_candidate(
         attention_share=sum(work.pairs for work in works) / counted / whole,
         most_tokens=int(tokens.max()),
         degree=candidate.degree,
-        tokens_per_second=sum(int(n.sum()) for n in batches) / step,
-        between_bytes=(
-            sum(between) * setting.tensor / counted if len(between) == len(works) else None
-        ),
     )
 
 
@@ -219,13 +205,6 @@ def _average_steps(steps: list[Prediction]) -> Prediction:
         fits=all(step.fits for step in steps),
         most_tokens=max(step.most_tokens for step in steps),
         degree=max(set(degrees), key=degrees.count),
-        between_bytes=(
-            None
-            if steps[0].between_bytes is None
-            else float(np.mean([step.between_bytes for step in steps]))
-        ),
-        tokens_per_second=sum(step.tokens_per_second * step.step_seconds for step in steps)
-        / sum(s.step_seconds for s in steps),
     )
 
 
@@ -285,12 +264,7 @@ def estimate_rank_seconds(setting: Setting, work: MicroBatchWork) -> Directions:
     Nothing hides the copies of offloading, as in transformers (`activation_checkpointing_kwargs`).
     """
     copies = setting.stages * compute_host_bytes(setting) * work.tokens / setting.hardware.host_rate
-    seconds = (
-        estimate_linear_seconds(setting, work.tokens) / work.linear_speed
-        + work.attention
-        + work.exposed
-        + copies
-    )
+    seconds = estimate_linear_seconds(setting, work.tokens) + work.attention + work.exposed + copies
     if setting.checkpointing == "full":
         seconds[1] += work.attention[0] + work.exposed[0]
     return seconds
@@ -307,10 +281,9 @@ def run_data_parallel(
     """
     busy, ends = np.zeros((2, len(works[0].tokens)))
     for work, (forward, backward) in zip(works, parts, strict=True):
-        head = estimate_head_seconds(setting, work.tokens) / work.linear_speed
-        for seconds, idle in ((forward, work.idle[0]), (head, 0.0), (backward, work.idle[1])):
+        for seconds in (forward, estimate_head_seconds(setting, work.tokens), backward):
             busy = busy + seconds
-            ends = ends + seconds + idle
+            ends = ends + seconds
             if work.meeting > 1:
                 ends = np.repeat(ends.reshape(-1, work.meeting).max(axis=1), work.meeting)
     return Timeline(float(ends.max()), busy)

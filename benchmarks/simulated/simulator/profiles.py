@@ -6,9 +6,8 @@ The simulator predicts seconds with them. The library plans with one factor of e
 Forward and backward are fitted apart to whole sequences of 1K to 32K tokens and packed rows of 1K,
 4K and 16K; those of an H100 also to our own whole documents of 2K to 64K tokens and batches of
 slices of 128 rows and more. A profile has the rates with the least squares of errors among all that
-are within 9.95 % of every fitted timing. `largest_error` is that of timings which were kept aside,
-forward and backward. Of the A100, only forward and backward together are published: rates are those
-of the H100, bytes and flops scaled.
+are within 9.95 % of every fitted timing; README.md has the errors. Of the A100, only forward and
+backward together are published: its rates are those of the H100, bytes and flops scaled.
 """
 
 from __future__ import annotations
@@ -24,15 +23,9 @@ from hf_distca.schedule.layout import FloatArray
 
 ELEMENT_BYTES = 2
 EXCHANGE_SECONDS = 3e-5
-# An all-to-all of 8 MiB over 64 H800 takes 338 us, where 30 us and the bytes make 228.
+# An all-to-all of 8 MiB over 64 H800 takes 338 us (NVIDIA/nccl issue 1531), where 30 us and the
+# bytes make 228.
 PEER_SECONDS = 1.7400120120120112e-06
-_FIXED = "fixed seconds: NVIDIA/nccl issue 1531, all-to-all of 8 MiB over 64 H800"
-_MAGI = "MagiAttention, commit 2c641357, kernel level: read off the charts, +-3 %"
-_OURS = "one H100 80GB HBM3, 2026-11-26, torch 2.11, flash-attn-4 4.0.0b36"
-_GTC = "NVIDIA GTC25 S72583 (in stas00/ml-engineering, network): all-to-all bus of"
-_HOPPER = (
-    f"{_GTC} 8 GPUs 320 GB/s; between nodes nccl-tests issue 130, 48 GB/s of 4 nodes; {_FIXED}"
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,17 +65,12 @@ class Profile:
         forward, backward: seconds of the kernel.
         node_rate, link_rate: bytes per second at which one rank sends while it also receives as
             much, inside a node and between nodes.
-        largest_error: |estimate / measured - 1| of timings that were kept aside, at most.
-        kernel_source, link_source: who measured it.
     """
 
     forward: FittedCost
     backward: FittedCost
     node_rate: float
     link_rate: float
-    largest_error: tuple[float, float]
-    kernel_source: str
-    link_source: str
 
     def make_cost_model(self, shape: AttentionShape) -> CostModel:
         """Make the cost model of layers without a window."""
@@ -93,41 +81,42 @@ class Profile:
         )
 
 
+# Sources of kernels: MagiAttention, commit 2c641357, kernel level, read off the charts, +-3 %; of
+# the A100, Dao-AILab/flash-attention, commit 0251105a, assets, hidden size 2048, 16K tokens in all;
+# of the H100 with flash_attn_2 and 4 our own timings, too (one H100 80GB HBM3, 2026-11-26, torch
+# 2.11, flash-attn-4 4.0.0b36), and for 4 NVIDIA/cudnn-frontend, llama3.1_20260928_130009.csv of an
+# H200 instead of the charts.
+# Sources of links: NVIDIA GTC25 S72583 (in stas00/ml-engineering, network), the bus of an
+# all-to-all of 8 GPUs: 320 GB/s on H100, 210 on A100, 640 on B200; between nodes nccl-tests issue
+# 130, 48 GB/s of 4 nodes of H100; of 32 A100 24 GB/s, of which 3/4 leaves a node; for B200
+# ml-engineering, P6-B200 over EFA.
 # By GPU and kernel. Task seconds, bytes and flops per second, how often the bytes of rows count,
 # call seconds, least seconds.
 PROFILES = {
     "a100_flash_attn_2": Profile(
         FittedCost(0.0, 2.039e12, 204203994990661.7, 1.0, 8.867e-06, 8.7993e-05),
         FittedCost(0.0, 2.039e12, 187167101251345.25, 1.75, 4.8421e-05, 0.000202748),
-        *(2.1e11, 1.8e10, (0.0708, 0.0708)),
-        "Dao-AILab/flash-attention, commit 0251105a, assets: hidden size 2048, 16K tokens in all",
-        f"{_GTC} 8 GPUs 210 GB/s, of 32 24 GB/s, of which 3/4 leaves a node; {_FIXED}",
+        *(2.1e11, 1.8e10),
     ),
     "h100_flash_attn_2": Profile(
         FittedCost(0.0, 3.35e12, 340949833577129.75, 1.0, 8.867e-06, 8.7993e-05),
         FittedCost(0.0, 2252179617196.316, 312504131105163.8, 1.75, 4.8421e-05, 0.000202748),
-        *(3e11, 3.7e10, (0.138, 0.1354)),
-        *(f"{_OURS}; {_MAGI}", _HOPPER),
+        *(3e11, 3.7e10),
     ),
     "h100_flash_attn_3": Profile(
         FittedCost(0.0, 2337568842181.571, 726869748841909.8, least_seconds=6.2812e-05),
         FittedCost(0.0, 1695556656155.1262, 625144558158511.0, 1.0, 2.5496e-05, 0.000183596),
-        *(3e11, 3.7e10, (0.1138, 0.0868)),
-        *(_MAGI, _HOPPER),
+        *(3e11, 3.7e10),
     ),
     "h100_flash_attn_4": Profile(
         FittedCost(0.0, 2194423339774.0264, 682422683503441.8),
         FittedCost(0.0, 2388751303440.774, 638804485464963.6),
-        *(3e11, 3.7e10, (0.0492, 0.0558)),
-        f"{_OURS}; NVIDIA/cudnn-frontend, llama3.1_20260928_130009.csv of an H200",
-        _HOPPER,
+        *(3e11, 3.7e10),
     ),
     "b200_flash_attn_4": Profile(
         FittedCost(0.0, 4063921251733.8774, 1474257701495290.8, least_seconds=0.00018312),
         FittedCost(0.0, 8e12, 1167668551417570.5, call_seconds=0.000494354),
-        *(6.4e11, 3.7e10, (0.1286, 0.1096)),
-        _MAGI,
-        f"{_GTC} 8 GPUs 640 GB/s; between nodes ml-engineering, P6-B200 over EFA; {_FIXED}",
+        *(6.4e11, 3.7e10),
     ),
 }
 

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
-
-import numpy as np
 
 from hf_distca.config import DistCAConfig
 from hf_distca.errors import ConfigError
@@ -21,8 +18,6 @@ Sharding = Literal["fsdp", "zero1", "ddp"]
 TILE = DistCAConfig().tile  # query rows of a kernel tile
 _MOST_RANKS = 65536
 MOST_TOKENS = 2**28
-# Of a document: the longest possible one takes some 1e21 at the rates of a CPU.
-_MOST_SECONDS = 1e30
 
 
 @dataclass(frozen=True)
@@ -100,28 +95,6 @@ class Setting:
         ):
             if is_wrong:
                 raise ConfigError(text)
-        self._check_rates(self.make_cost_model())
-
-    def _check_rates(self, cost: CostModel) -> None:
-        """Raise if rates make sums of seconds too large to compute with.
-
-        Raises:
-            ConfigError: if one document of all tokens takes longer than any device would, or no
-                number of seconds.
-        """
-        bytes_ = self.tokens * (cost.shape.moved_query_bytes + cost.shape.moved_key_bytes)
-        with np.errstate(over="ignore", invalid="ignore"):
-            seconds = (
-                float(cost.estimate_seconds(self.tokens, self.tokens)[0])
-                + bytes_
-                / min(cost.exchange_bytes_per_second, cost.node_bytes_per_second or math.inf)
-                + cost.exchange_seconds
-            )
-        if not seconds < _MOST_SECONDS:
-            raise ConfigError(
-                f"profile {cost.name!r} gives no seconds that a device takes: {seconds:g} for"
-                f" {self.tokens} tokens."
-            )
 
     @property
     def group(self) -> int:

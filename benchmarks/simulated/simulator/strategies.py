@@ -11,6 +11,7 @@ import numpy as np
 
 from hf_distca.errors import ConfigError
 from hf_distca.schedule.layout import IntArray
+from hf_distca.tools.advise.ways import pack_rows
 from simulator import context, loader_rules
 from simulator.disaggregated import deal_documents, fill_given_rows, make_group_candidates
 from simulator.memory import find_most_tokens
@@ -27,7 +28,6 @@ class Strategy:
     Attributes:
         name, title: name in options, and in tables.
         candidates: makes the ways to run the micro-batches of a step.
-        about: description of the model.
         disaggregated: whether attention servers compute attention and homes keep its output, so
             that full checkpointing repeats none.
     """
@@ -35,46 +35,36 @@ class Strategy:
     name: str
     title: str
     candidates: Callable[[Setting, Batches], list[Candidate]] = field(repr=False)
-    about: str
     disaggregated: bool = False
 
 
-def _make_plain(setting: Setting, batches: Batches) -> list[Candidate]:
-    layouts = [
-        loader_rules.pack_rows(lengths, setting.group, setting.tokens_per_rank)
-        for lengths in batches
-    ]
+def _place(
+    assign: Callable[[Setting, IntArray], tuple[IntArray, IntArray]],
+    setting: Setting,
+    batches: Batches,
+) -> list[Candidate]:
+    """Make the only candidate of documents that each lie on one rank; `assign` returns their
+    lengths and ranks.
+    """
     return [
         Candidate(
-            [compute_document_work(setting, layout.length, layout.rank) for layout in layouts]
+            [compute_document_work(setting, *assign(setting, lengths)) for lengths in batches]
         )
     ]
 
 
-def _make_lpt(setting: Setting, batches: Batches) -> list[Candidate]:
-    placed = (
-        (
-            n,
-            loader_rules.assign_longest_first(
-                loader_rules.estimate_document_seconds(setting, n), n, setting.group
-            ),
-        )
-        for n in batches
-    )
-    return [Candidate([compute_document_work(setting, lengths, rank) for lengths, rank in placed])]
+def _pack(setting: Setting, lengths: IntArray) -> tuple[IntArray, IntArray]:
+    layout = pack_rows(lengths, setting.group, setting.tokens_per_rank)
+    return layout.length, layout.rank
 
 
-def _make_batch_rebalance(setting: Setting, batches: Batches) -> list[Candidate]:
-    return [
-        Candidate(
-            [
-                compute_document_work(
-                    setting, n, loader_rules.assign_by_equal_cost(n, setting.group)
-                )
-                for n in batches
-            ]
-        )
-    ]
+def _assign_longest_first(setting: Setting, lengths: IntArray) -> tuple[IntArray, IntArray]:
+    seconds = loader_rules.estimate_document_seconds(setting, lengths)
+    return lengths, loader_rules.assign_longest_first(seconds, lengths, setting.group)
+
+
+def _rebalance(setting: Setting, lengths: IntArray) -> tuple[IntArray, IntArray]:
+    return lengths, loader_rules.assign_by_equal_cost(lengths, setting.group)
 
 
 def _make_context(
@@ -90,7 +80,7 @@ def _make_context(
         if work_of_rows is context.compute_ulysses and setting.shape.query_heads % degree:
             continue
         count, tokens = setting.group // degree, setting.tokens_per_rank * degree
-        packed = [loader_rules.pack_rows(lengths, count, tokens) for lengths in batches]
+        packed = [pack_rows(lengths, count, tokens) for lengths in batches]
         rows = [context.SharedRows(layout.length, layout.rank, count) for layout in packed]
         ways = [work_of_rows]
         if work_of_rows is context.compute_all_gather and context.is_gathered_again(
@@ -137,91 +127,23 @@ def _make_wlb(setting: Setting, batches: Batches) -> list[Candidate]:
     return candidates
 
 
-_CUT = "a row's end cuts documents, and each part attends to itself alone"
-_BEST = "the fastest degree that fits in memory, for each batch anew"
-_KEPT = "gathered keys are kept for backward if that fits, or come again"
 _GIVEN = partial(make_group_candidates, fill_given_rows, loader_rules.cut_into_batches)
 _DEALT = partial(make_group_candidates, deal_documents, loader_rules.distribute_documents)
-_ONE_STREAM, _IN_TURNS = "; one stream", "; two nano-batches in turns"
-_AS_GIVEN = f"rows as packed; {_CUT}"
-_AS_DEALT = "whole documents dealt with equal tokens"
-
+_ALL_GATHER = partial(_make_context, context.compute_all_gather)
 STRATEGIES = {
     strategy.name: strategy
     for strategy in (
-        Strategy(
-            "plain",
-            "packed rows",
-            _make_plain,
-            f"documents in order in rows of equal tokens; {_CUT}",
-        ),
-        Strategy(
-            "lpt",
-            "loader: longest first",
-            _make_lpt,
-            "whole documents, each to the rank with the least to do",
-        ),
-        Strategy(
-            "batch-rebalance",
-            "loader: batch_rebalance",
-            _make_batch_rebalance,
-            "transformers' rule at its best: documents sorted by length in runs of equal cost, not"
-            " padded",
-        ),
-        Strategy(
-            "ring",
-            "context parallel: ring",
-            partial(_make_context, context.compute_ring),
-            f"head and tail of each document; {_BEST}; {_CUT}",
-        ),
-        Strategy(
-            "all-gather",
-            "context parallel: all-gather",
-            partial(_make_context, context.compute_all_gather),
-            f"head and tail of each document, keys gathered before attention; {_KEPT}; {_BEST};"
-            f" {_CUT}",
-        ),
-        Strategy(
-            "ulysses",
-            "Ulysses",
-            partial(_make_context, context.compute_ulysses),
-            f"heads instead of tokens in attention; {_BEST}; {_CUT}",
-        ),
-        Strategy(
-            "wlb",
-            "WLB-LLM",
-            _make_wlb,
-            f"rows of equal seconds, tokens as memory allows, cut by document or by row; {_KEPT};"
-            f" {_BEST}; nothing is deferred",
-        ),
-        Strategy(
-            "given",
-            "hf-distca, as given",
-            partial(_GIVEN, False),
-            _AS_GIVEN + _ONE_STREAM,
-            disaggregated=True,
-        ),
-        Strategy(
-            "given-ping-pong",
-            "hf-distca, as given, ping-pong",
-            partial(_GIVEN, True),
-            _AS_GIVEN + _IN_TURNS,
-            disaggregated=True,
-        ),
-        Strategy(
-            "dealt",
-            "hf-distca, dealt",
-            partial(_DEALT, False),
-            _AS_DEALT + _ONE_STREAM,
-            disaggregated=True,
-        ),
-        Strategy(
-            "dealt-ping-pong",
-            "hf-distca, dealt, ping-pong",
-            partial(_DEALT, True),
-            _AS_DEALT + _IN_TURNS,
-            disaggregated=True,
-        ),
+        Strategy("plain", "packed rows", partial(_place, _pack)),
+        Strategy("lpt", "loader: longest first", partial(_place, _assign_longest_first)),
+        Strategy("batch-rebalance", "loader: batch_rebalance", partial(_place, _rebalance)),
+        Strategy("ring", "context parallel: ring", partial(_make_context, context.compute_ring)),
+        Strategy("all-gather", "context parallel: all-gather", _ALL_GATHER),
+        Strategy("ulysses", "Ulysses", partial(_make_context, context.compute_ulysses)),
+        Strategy("wlb", "WLB-LLM", _make_wlb),
+        Strategy("given", "hf-distca, as given", partial(_GIVEN, False), True),
+        Strategy("given-ping-pong", "hf-distca, as given, ping-pong", partial(_GIVEN, True), True),
+        Strategy("dealt", "hf-distca, dealt", partial(_DEALT, False), True),
+        Strategy("dealt-ping-pong", "hf-distca, dealt, ping-pong", partial(_DEALT, True), True),
     )
 }
 OURS = tuple(strategy.name for strategy in STRATEGIES.values() if strategy.disaggregated)

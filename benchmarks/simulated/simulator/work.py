@@ -10,7 +10,7 @@ twice as much of both.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -102,11 +102,9 @@ def gather_rate(setting: Setting, ranks: int) -> float:
     return min(hardware.gather_rate, hardware.link_rate * beside)
 
 
-def estimate_weight_exchange(
-    setting: Setting, forward: float, backward: float
-) -> tuple[float, float]:
-    """Return the seconds on the wire of weights and gradients in a step, and those of them that
-    ranks wait for, beside so many seconds of computing of a micro-batch in each direction.
+def estimate_weight_exchange(setting: Setting, forward: float, backward: float) -> float:
+    """Return the seconds in which ranks wait for weights and gradients in a step, if a micro-batch
+    computes for so many seconds in each direction.
     """
     group, count = setting.group, setting.micro_batches
     once = setting.rank_parameters * (group - 1) / group / gather_rate(setting, group)
@@ -117,10 +115,10 @@ def estimate_weight_exchange(
         # layer ahead of computing.
         first = gather / setting.stage_layers
         exposed = max(gather - forward, first) + max(2 * gather - backward, first)
-        return 3 * count * gather, count * exposed
+        return count * exposed
     if setting.sharding == "zero1":
-        return gather + reduce, max(gather - forward, 0.0) + max(reduce - backward, 0.0)
-    return 2 * reduce, max(2 * reduce - backward, 2 * reduce / setting.stage_layers)
+        return max(gather - forward, 0.0) + max(reduce - backward, 0.0)
+    return max(2 * reduce - backward, 2 * reduce / setting.stage_layers)
 
 
 def estimate_optimizer_seconds(setting: Setting) -> float:
@@ -147,11 +145,6 @@ class MicroBatchWork:
             ranks that wait for nobody, or whose neighbours take equally long.
         kept: bytes of exchanges that stay until backward, in all layers and micro-batches in
             flight.
-        between: bytes of plans that cross between nodes, both directions together; None for
-            strategies without plans.
-        idle: seconds in which a rank has nothing to do, as a pool's server before it gets any rows.
-        linear_speed: speed of linear layers, 1 for the setting's hardware; shape (ranks,), or (1,)
-            if all are alike.
     """
 
     tokens: FloatArray
@@ -162,9 +155,6 @@ class MicroBatchWork:
     pairs: float
     meeting: int = 1
     kept: npt.ArrayLike = 0.0
-    between: float | None = None
-    idle: Directions = field(default_factory=lambda: np.zeros((2, 1)))
-    linear_speed: FloatArray = field(default_factory=lambda: np.ones(1))
 
 
 @dataclass(frozen=True)
@@ -175,13 +165,11 @@ class Candidate:
         works: the work of each micro-batch, or, with `ticks`, of each tick of all stages' ranks.
         degree: ranks that share a document or a row, if the strategy chooses that.
         ticks: whether stages run the same phase, and idle ones serve.
-        holders: the setting with only the ranks that hold weights, if not all do.
     """
 
     works: list[MicroBatchWork]
     degree: int | None = None
     ticks: bool = False
-    holders: Setting | None = None
 
 
 def sum_by_index(values: npt.NDArray[Any], index: IntArray, count: int) -> FloatArray:
@@ -235,9 +223,6 @@ def combine_layers(
         received=np.max([work.received for work in works], axis=0),
         pairs=sum(work.pairs for work in works),
         meeting=max(work.meeting for work in works),
-        between=None if works[0].between is None else float(add_up("between")),
-        idle=add_up("idle"),
-        linear_speed=works[0].linear_speed,
     )
 
 
@@ -251,7 +236,6 @@ def concatenate_groups(groups: Sequence[MicroBatchWork]) -> MicroBatchWork:
         **joined,
         pairs=sum(group.pairs for group in groups),
         meeting=len(groups[0].tokens) if joined["wire"].any() else 1,
-        between=sum(group.between or 0.0 for group in groups),
     )
 
 

@@ -53,7 +53,9 @@ class RuleOutputs(NamedTuple):
     states: torch.Tensor | None
 
     def get_states(self, none: torch.Tensor) -> torch.Tensor:
-        """Return the states in the dtype of `none`, or `none` itself if there are no states."""
+        """Return the states in the dtype of `none`. If there are no states, return `none`, which is
+        an empty batch of states.
+        """
         return none if self.states is None else self.states.to(none.dtype)
 
 
@@ -138,7 +140,7 @@ class Between(NamedTuple):
 
     Attributes:
         output: outputs of the segments when each starts from zeros.
-        summaries: summaries of the segments.
+        summaries: effect of each segment on a state.
         read_state: takes the index of a segment and its initial state, and returns what this state
             adds to the outputs of the segment.
     """
@@ -231,7 +233,9 @@ class _Exchange:
         return came
 
     def return_gradients(self, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return the gradients of held rows, given the gradients of held and received rows."""
+        """Send the gradients of received rows back to the ranks that sent the rows. Return the
+        gradients of held rows, with the gradients that came back added to them.
+        """
         if self.stored is not None:
             self.stored.discard()
         parts = [

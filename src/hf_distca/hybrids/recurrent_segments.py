@@ -82,8 +82,9 @@ def make_recurrent_rows(
 
 
 def _select_text_positions(positions: torch.Tensor | None) -> torch.Tensor | None:
-    """Select the text positions of M-RoPE position ids: axis 0 of four axes. Three axes have no
-    text positions: return 0 for the first token of each document, and 1 for all others.
+    """Select the text positions of M-RoPE position ids: axis 0 if there are four axes. With three
+    axes there are no text positions. Then return 0 for the first token of each document, and 1 for
+    all others.
     """
     if positions is None or positions.dim() < 3:
         return positions
@@ -112,8 +113,8 @@ def _make_rank_segments(documents: Documents, session: Session, is_shared: bool)
     )
 
 
-# Values of the field `count` in announcements of recurrent layers. They are negative, because in
-# announcements of attention the count is 0 or more.
+# Values of `Announcement.count` for recurrent layers. They are negative, because attention
+# announces a count of 0 or more.
 _NUMBERS_ROW, _SHARE_ROW = -1, -2
 
 

@@ -30,8 +30,8 @@ class HeldSegment(NamedTuple):
 
 
 class StateKey(NamedTuple):
-    """Key of a row: the document and position of its token, or of the first token of its
-    segment.
+    """Key of a row: the document and position of a token. The row belongs to this token, or to the
+    segment that begins with this token.
     """
 
     document: int
@@ -132,8 +132,8 @@ class Segments:
         if layout.context.any():
             raise LayoutError(
                 f"the layout has {layout.context.tolist()} context segments on its ranks, so it is"
-                " that of a nano-batch. Recurrent layers mix tokens of both nano-batches: run them"
-                " on the whole micro-batch."
+                " the layout of a nano-batch. Recurrent layers mix tokens of both nano-batches: run"
+                " them on the whole micro-batch."
             )
         if layout.world_size != group.size:
             raise LayoutError(

@@ -177,8 +177,8 @@ def find_trainer(callback: TrainerCallback) -> Trainer | None:
 def _select_model_frames(frames: Iterable[FrameType]) -> Iterator[FrameType]:
     """Select the frames that are forwards of models.
 
-    "forward" need only be a part of a frame's name: torch.compile adds the name of the compiled
-    function to a name of its own for resumed code.
+    The name of a frame need only contain "forward": torch.compile names the resumed code of a
+    forward ``torch_dynamo_resume_in_forward_at_...``.
     """
     forwards = (frame for frame in frames if "forward" in frame.f_code.co_name)
     return (frame for frame in forwards if isinstance(frame.f_locals.get("self"), PreTrainedModel))

@@ -168,7 +168,7 @@ def check_layerdrop(config: PreTrainedConfig | None) -> None:
 
 
 def warn_of_unproven_family(model_type: str | None) -> None:
-    """Warn, once for each family, that its models were never compared under distca with another
+    """Warn, once for each family, that its models under distca were never compared with another
     attention.
     """
     if model_type is not None and model_type not in FAMILIES and model_type not in _COMPARED_OTHERS:
@@ -185,7 +185,7 @@ _PACKING_WARNINGS = {
     "PACKED": (
         "this batch has packed documents, and layers of this %s model (state space, convolution,"
         " linear attention) carry state from one to the next. distca resets the layers of"
-        " transformers 5.23 at each document, but these layers are others. Upgrade transformers,"
+        " transformers 5.23 at each document, but not these layers. Upgrade transformers,"
         " load the model without code of its own, or give it one document a row."
     ),
     "CARRIES_STATE": (

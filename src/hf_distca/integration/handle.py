@@ -61,7 +61,7 @@ class LayerPlan:
 
     Attributes:
         group: the ranks that take part; a group of one rank if this rank works alone.
-        route: this rank's route.
+        route: the rows that this rank sends and receives, and the tasks that it runs.
         token_indices: int64 indices of the tokens that are not padding, on the device of q; None
             if there is no padding.
         window: maximum number of keys that a query sees; None if no document on any rank is longer
@@ -219,8 +219,8 @@ class ForwardBatch:
 
     @property
     def cannot_overlap(self) -> bool:
-        """True if both nano-batches are planned and exchange nothing, so that ping-pong has nothing
-        to hide.
+        """True if both nano-batches are planned and exchange nothing, so that nothing is gained if
+        they run in turns.
         """
         plans = [plan for key, plan in self.plans.items() if key.nano]
         return len(plans) > 1 and not any(plan.route.exchanges for plan in plans)
@@ -229,8 +229,8 @@ class ForwardBatch:
 class MaskStandIn(MaskObject):
     """The handle, which stands in for the mask of one forward and one kind of layer.
 
-    All layers and their recomputes get the same object, except in ping-pong, where each nano-batch
-    gets a handle of its own.
+    All layers and their recomputes get the same object, unless they run as two nano-batches. Then
+    each nano-batch gets a handle of its own.
 
     It is not a dataclass, because FSDP with mixed precision rebuilds dataclasses, with the
     dictionaries in them, for every layer that it wraps.
@@ -292,10 +292,11 @@ class LayerPlanner:
     def takes_all_ranks(self, documents: PackedDocuments | Documents | None) -> bool:
         """Return whether all ranks run a forward in evaluation mode together.
 
-        They do if `balance_evaluation` is set, or if a document of their shares is cut, because no
-        rank could compute such a document alone (in a teacher model, for example). The layout of
-        all ranks tells whether a document is cut, so all ranks decide the same. If a rank gets no
-        batch at all, the others raise an error after `timeout_seconds`, as in training.
+        They do if `balance_evaluation` is set, or if a document of their shares is cut (in a
+        forward of a teacher model, for example), because no rank could compute such a document
+        alone. The layout of all ranks tells whether a document is cut, so all ranks decide the
+        same. If a rank gets no batch at all, the others raise an error after `timeout_seconds`, as
+        in training.
         """
         share = None if documents is None else documents.dealt_share
         return self.session.config.balance_evaluation or (share is not None and share.is_cut)
@@ -450,7 +451,7 @@ class LayerPlanner:
     def _add_gpu_factor(
         self, cost: CostModel, query: torch.Tensor, group: AttentionGroup
     ) -> CostModel:
-        """Return the cost model of this GPU and kernel. If ranks have different ones, return
+        """Return the cost model of this GPU and kernel if its rates are the same on all ranks, else
         `cost`. Collective.
 
         All ranks must plan with the same cost model. During training, plans take into account which

@@ -25,7 +25,7 @@ class MaskObject:
         """Raise an error, because another attention computes with this object as its mask."""
         raise UnsupportedError(
             f"{getattr(func, '__name__', func)} of torch got distca's mask: a layer has another"
-            " attn_implementation than its model. Give all layers that of the model."
+            " attn_implementation than its model. Set the same one for the model and all layers."
         )
 
     def select_half(self, nano: int) -> MaskObject:

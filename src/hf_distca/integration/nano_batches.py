@@ -1,5 +1,5 @@
-"""How a batch is cut into two nano-batches, and how the arguments of a layer are cut and its
-outputs joined.
+"""How ping-pong cuts a batch into two nano-batches, cuts the arguments of a layer, and joins its
+outputs.
 
 A batch of one row is cut between two tokens, and between documents if a document starts near the
 middle. A batch of several rows is cut between rows. If a document crosses the cut, the second

@@ -74,7 +74,8 @@ def select_kernel(name: KernelName, case: KernelRequest) -> Kernel:
         KernelError: if the named kernel, or every kernel with "auto", does not support the case or
             computes it wrongly on this GPU. The error gives the reason and a remedy.
     """
-    # The choice may depend on whether deterministic algorithms are on.
+    # Kernels have separate code for deterministic algorithms, so the choice may depend on this
+    # flag.
     return _select_once(name, case, torch.are_deterministic_algorithms_enabled())
 
 
@@ -157,7 +158,10 @@ def list_candidates(case: KernelRequest, name: str = "auto") -> list[tuple[Kerne
 
 
 def _announce(name: str, case: KernelRequest, refused: list[str], *, automatic: bool) -> None:
-    """Log once which kernel runs. On a GPU where "auto" found no fast kernel, this is a warning."""
+    """Log once which kernel runs.
+
+    The message is a warning if "auto" found no fast kernel on a GPU.
+    """
     message = (
         f"core attention in {case.dtype} on {case.device.type}{_describe_features(case.scores)}"
         f" runs in kernel {name!r}"

@@ -69,13 +69,14 @@ _SOFTCAP = 1.0
 _KEY_HEADS = 2
 # Bounds of the relative error of a result (by norms), in units in the last place of its dtype. A
 # correct kernel rounds each result once in half precision. In float32 it also rounds its sums, so
-# it is off by up to 4 units, and by more if a GPU computes a product from products of fewer bits.
-# The expected results are in float64, because float32 products with TF32 have only 10 bits.
+# it is off by up to 4 units, and by more on a GPU that computes a float32 product from several
+# products of fewer bits. The expected results are computed in float64, because with TF32 even plain
+# torch would multiply numbers of only 10 bits.
 _UNITS, _UNITS_OF_FLOAT32 = 2.0, 16.0
 
 
 def mismatch_reason(kernel: Kernel, case: KernelRequest) -> str | None:
-    """Run a small check of a kernel and describe which results are wrong; None if all are right.
+    """Check a kernel on a few small tasks. Describe which results are wrong; None if all are right.
 
     The host waits for the device.
 
@@ -98,7 +99,7 @@ def mismatch_reason(kernel: Kernel, case: KernelRequest) -> str | None:
         None if scores.softcap is None else _SOFTCAP,
     )
     try:
-        # A separate generator leaves the random numbers of training as they are.
+        # A separate generator does not change the random numbers of training.
         generator = torch.Generator().manual_seed(0)
         heads = ratio * _KEY_HEADS
         sizes = (
@@ -117,7 +118,7 @@ def mismatch_reason(kernel: Kernel, case: KernelRequest) -> str | None:
             expected = _compute_results(ReferenceKernel(), [pool.double() for pool in pools], seen)
         errors = {name: _compute_relative_error(results[name], expected[name]) for name in expected}
     except torch.OutOfMemoryError:
-        # The kernel may be right: a later check may fit into memory.
+        # This says nothing about the kernel, and a later check may fit into memory.
         raise
     except Exception as error:  # packages may raise anything
         return f"its check on {device} raised {type(error).__name__}: {error}"
@@ -147,13 +148,13 @@ def _compute_results(
 
 
 def _compute_relative_error(results: torch.Tensor, expected: torch.Tensor) -> float:
-    """Return the norm of the difference divided by the norm; NaN if any result is NaN."""
+    """Return the norm of the error divided by the norm of `expected`; NaN if any result is NaN."""
     return float((results.double() - expected).norm() / expected.norm())
 
 
 _logger = logging.getLogger("hf_distca")
 _LONG_SECONDS = 5.0
-# Rows of the longest sequence: several blocks, so that the window hides keys.
+# Rows of the longest sequence. They fill several blocks, so that the window hides keys.
 _COMPILED_ROWS = 600
 # Number of functions that were compiled before a step needed them.
 _ahead = 0
@@ -212,7 +213,7 @@ def _compile_once(kernel: Kernel, case: KernelRequest, _deterministic: bool) -> 
     try:
         compile_variants(kernel, case)
     except torch.OutOfMemoryError:
-        # The kernel may be right: a later call may fit into memory.
+        # This says nothing about the kernel, and a later call may fit into memory.
         raise
     except Exception as error:  # compilers may raise anything
         return f"it cannot be compiled on {case.device} ({type(error).__name__}: {error})"

@@ -3,17 +3,17 @@
 The kernel supports two shapes: every row sees every key, or row i sees keys 0..i. A task of n query
 rows and m keys is computed as one of each: a *rectangle* of its n rows and first m - n keys, and a
 causal *square* of its n rows and last n keys. The two outputs are merged by their log-sum-exps. In
-backward each part gets the merged output and log-sum-exp, so it recomputes the probabilities of the
-whole task, and the gradients are added.
+backward, rectangle and square both get the merged output and log-sum-exp. Each therefore recomputes
+its probabilities under the softmax of the whole task, and the gradients are added.
 
 The kernel takes grouped key/value heads without a copy, and sums the gradients of a group. It
 divides tasks of fewer than 768 rows into smaller blocks, and is then slower than for a whole
-document: by 5 to 10% at 512 rows and by 20 to 50% at 128. Larger slices take only their part of the
-time of the whole document.
+document: by 5 to 10% at 512 rows and by 20 to 50% at 128. The time of larger slices is in
+proportion to their work.
 
 With a *window*, the rows of a task are divided into blocks. Each block is a call with the keys that
-its rows see and an additive mask. Counted from the last row and the last key, all blocks have the
-same mask, so one mask is built for each window.
+its rows see and an additive mask. If blocks are aligned at the last row and the last key, all have
+the same mask, so one mask is built for each window.
 
 Shape suffix beyond those of `base`: B batch, always 1.
 """
@@ -46,12 +46,12 @@ from hf_distca.kernels.base import (
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
-# Query rows of one masked call. Each row also computes this many scores outside its window. The
-# time for a visible pair of a 16K document, relative to the time without a window, was in float32
-# (forward, backward): 1.2 and 1.1 at a window of 4096, 1.3 and 1.3 at 1024, 1.6 and 1.5 at 512, 3.4
-# and 2.9 at 128. In bfloat16, backward was 1.5, 1.8, 2.2 and 4.4. With 512 rows instead of 192, a
-# window of 1024 takes a fifth longer. With fewer than 192 rows, the kernel uses blocks of 32 rows,
-# and backward in bfloat16 takes a quarter longer.
+# Query rows of one masked call. Each row also computes this many scores outside its window. Seconds
+# per visible pair were measured for a document of 16K tokens, and divided by those without a
+# window. With windows of 4096, 1024, 512 and 128 keys, the ratios were 1.2, 1.3, 1.6 and 3.4 in
+# forward (float32), 1.1, 1.3, 1.5 and 2.9 in backward (float32), and 1.5, 1.8, 2.2 and 4.4 in
+# backward (bfloat16). Calls of 512 rows take a fifth longer at a window of 1024. In calls of fewer
+# than 192 rows, the kernel uses blocks of 32 rows, and backward in bfloat16 takes a quarter longer.
 _BLOCK_ROWS = 192
 
 
@@ -264,7 +264,7 @@ class CpuKernel:
 def _split_by_document(
     lengths: list[int], *of_all_TH: torch.Tensor
 ) -> Iterator[tuple[torch.Tensor, ...]]:
-    """Yield, for each document, its views of all tensors, with heads before tokens."""
+    """Yield, for each document, views of its rows in all tensors, with heads before tokens."""
     return zip(
         *[x[None].transpose(1, 2).split_with_sizes(lengths, 2) for x in of_all_TH], strict=True
     )

@@ -8,8 +8,9 @@ whole documents and for slices without a window were right.
 The op's causal mask is aligned with the last key, but in backward its window is aligned with the
 first key. The two alignments agree only if a sequence has as many rows as keys. A slice with fewer
 rows than keys therefore gets rows of zeros in front, which add 0 to the gradients. With a window of
-w keys, at most w - 1 rows are added. Backward then computes 1.5 times as many query-key pairs for a
-slice of w rows, and three times as many for a slice of w / 4 rows.
+w keys, at most w - 1 rows are added. Compared with a slice without these rows, backward computes
+1.5 times as many query-key pairs for a slice of w rows, and three times as many for a slice of w /
+4 rows.
 
 Shape suffixes beyond those of `base`: B sequences of a call, M rows of the longest sequence,
 rounded up to 32. The op takes and returns log-sum-exps as (B, H, M). In backward, rows after the
@@ -129,7 +130,7 @@ class AtenEfficient:
     def _run_backward_of_slices(
         self, pools: BackwardInputs, sequences: Sequences, scores: ScoreOptions
     ) -> Grads:
-        """Compute gradients with a window if some sequences have more keys than rows.
+        """Compute gradients of a windowed call, some of whose sequences have more keys than rows.
 
         These sequences get rows of 0 in front.
         """
@@ -226,7 +227,8 @@ def _efficient_reason(case: KernelRequest) -> str | None:
 
 class _EfficientKernel(VarlenKernel):
     def split(self, tasks: TaskBatch) -> list[list[int]]:
-        """Split tasks into calls whose tasks differ in rows by less than a factor of two.
+        """Split tasks into calls. The numbers of rows of a call's tasks differ by less than a
+        factor of two.
 
         This limits the padding, because log-sum-exps of a call are padded to its longest task.
         """

@@ -47,8 +47,8 @@ _HALF_DTYPES = (torch.float16, torch.bfloat16)
 _MIN_FLASH_ATTN = (2, 7)
 # Major compute capabilities for which FlashAttention 4 has a backward.
 _FA4_CAPABILITIES = (9, 10, 11, 12)
-# Least number that FlashAttention 4 gets as the longest length of a call: more than two of its
-# blocks, which have up to 192 rows.
+# Smallest number that FlashAttention 4 gets as the longest length of a call. It exceeds two blocks,
+# which have up to 192 rows each.
 _MIN_LONGEST = 512
 _INTERFACE_3, INTERFACE_4 = "flash_attn_interface", "flash_attn.cute.interface"
 # Name of the module `_INTERFACE_3` in wheels.
@@ -107,8 +107,8 @@ class AtenFlash:
     """`VarlenOp` over ``aten::_flash_attention_forward`` and ``aten::_flash_attention_backward``.
 
     Forward returns the output, the log-sum-exp, and a random state for dropout in backward.
-    Releases differ in the number of tensors of this state. Without dropout, backward ignores it, so
-    backward gets placeholders of the right dtype, and forward does not save the state.
+    Releases differ in the number of tensors of this state. Without dropout, backward ignores the
+    state, so backward gets placeholders of the right dtype, and forward does not save the state.
     """
 
     takes_gaps = torch.version.hip is None

@@ -30,8 +30,8 @@ from hf_distca.kernels.base import (
 # of a 16K document would take 1 GiB for each head.
 _SCORES_PER_CHUNK = 2**24
 
-# The most rows of a chunk. With r rows, about r * r / 2 scores are computed although the causal
-# mask hides them, and as many although a window hides them.
+# The most rows of a chunk. A chunk of r rows computes about r * r / 2 scores that the causal mask
+# hides. With a window, it computes about as many more that the window hides.
 _ROWS_PER_CHUNK = 256
 
 
@@ -74,8 +74,8 @@ class _Chunk:
 
 
 class ReferenceKernel:
-    """Exact attention that favours clarity. It computes in float64 for float64 inputs, else in
-    float32.
+    """Exact attention that favours clarity over speed. It computes in float64 for float64 inputs,
+    else in float32.
     """
 
     name: ClassVar[str] = "reference"

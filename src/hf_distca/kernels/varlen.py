@@ -49,9 +49,9 @@ class Sequences(NamedTuple):
     cu_keys[i + 1]).
 
     Attributes:
-        cu_rows, cu_keys: cumulative numbers of rows and of keys from 0 on, (sequences + 1,) int32
-            on the device of the pools.
-        max_rows, max_keys: most rows and most keys of a sequence, on the host.
+        cu_rows, cu_keys: cumulative numbers of rows and of keys, starting with 0: (sequences + 1,)
+            int32 on the device of the pools.
+        max_rows, max_keys: largest number of rows and of keys of a sequence, on the host.
     """
 
     cu_rows: torch.Tensor

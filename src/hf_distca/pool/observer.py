@@ -1,129 +1,78 @@
-"""`PoolObserver`: finds the servers of a run, and announces steps to them."""
+"""`PoolObserver`: finds the servers of a run, and tells them about each step that ranks take
+together. Rank 0 announces a step right before it takes the step itself. Other ranks announce
+nothing.
+
+The steps are calls of functions that are marked by `mark_joint_step`. `Server` has a method with
+the same name and arguments for each of these functions. An argument that servers know is sent as
+its name, and a tensor as its dtype. Groups, devices and documents are not sent, because servers
+have their own.
+"""
 
 from __future__ import annotations
 
 import json
-import logging
 import os
-import time
-import uuid
+import sys
+from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from datetime import timedelta
-from functools import partial
+from contextlib import suppress
+from inspect import signature
+from itertools import count
 from typing import Any
+from weakref import WeakKeyDictionary, finalize
 
 import torch
 import torch.distributed as dist
-from torch.distributed.rendezvous import rendezvous
 
-from hf_distca.borrowed import (
-    PrefixStore,
-    Store,
-    TCPStore,
-    get_timeout,
-    group_in_store,
-    store_of_world,
+from hf_distca.agreement.documents import Documents
+from hf_distca.agreement.planner import Planner
+from hf_distca.borrowed import Store, get_timeout
+from hf_distca.config import DistCAConfig
+from hf_distca.errors import ConfigError, DistCADesyncError, DistCAError, UnsupportedError
+from hf_distca.import_hooks import call_at_exit
+from hf_distca.integration.handle import LayerPlan
+from hf_distca.pool.meeting import (
+    INVITATION,
+    connect_server,
+    describe_process,
+    find_servers,
+    join_group,
+    join_store,
+    read_invitation,
 )
-from hf_distca.errors import (
-    ConfigError,
-    DistCADesyncError,
-    DistCAError,
-    UnsupportedError,
-    make_printable,
-)
-from hf_distca.pool.addresses import read_token, store_key
-from hf_distca.pool.controller import ASK_SECONDS, PoolController, connect_server
+from hf_distca.pool.protocol import JsonLineConnection
 from hf_distca.runtime.call import LayerExchange
 from hf_distca.runtime.group import AttentionGroup, Phase, get_current_world
 from hf_distca.runtime.members import Members
 
-_log = logging.getLogger("hf_distca")
-
 _ALONE_SECONDS = 1800.0  # timeout of a rank without torch.distributed
 
 
-@dataclass(frozen=True, eq=False)
-class PoolRanks:
-    """Members of a group of training ranks and servers, as seen by one member.
-
-    Attributes:
-        ranks: number of each member, in the order of the group. The number of a member that trains
-            is its global rank. Servers have the numbers after these.
-        has_tokens: for each member, whether it trains.
-        names: names of the servers in errors, by their numbers in `ranks`.
-        rank: index of this process in `ranks`.
-        backend: name of torch.distributed's backend for tensors.
-        store: store that only the members use, to build the group.
-    """
-
-    ranks: tuple[int, ...]
-    has_tokens: tuple[bool, ...]
-    names: Mapping[int, str]
-    rank: int
-    backend: str
-    store: Store
-
-    @classmethod
-    def read(cls, invitation: Mapping[str, Any], store: Store, number: int) -> PoolRanks:
-        """Read the members from rank 0's invitation, for the process with this number."""
-        ranks = tuple(invitation["ranks"])
-        return cls(
-            ranks,
-            tuple(invitation["has_tokens"]),
-            {int(server): name for server, name in invitation["names"].items()},
-            ranks.index(number),
-            invitation["backend"],
-            PrefixStore(invitation["meeting"], _launch_store(store)),
-        )
-
-    def join(self, seconds: float) -> AttentionGroup:
-        """Build the group of the members. Every member must call this, and waits up to `seconds`
-        for the others. For errors see `AttentionGroup.create`.
-        """
-        group = AttentionGroup(
-            self.ranks, self.rank, has_tokens=self.has_tokens, timeout_seconds=seconds
-        )
-        make = partial(group_in_store, (self.ranks, self.rank), self.store)
-
-        def connect(timeout: timedelta) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-            return (
-                make(self.backend, timeout, f"distca-data of {group.size}"),
-                make("gloo", timeout, f"distca-control of {group.size}"),
-            )
-
-        return group.with_communicators(connect, self.names)
-
-
-@dataclass(eq=False)
 class PoolObserver:
-    """The servers of a run, as seen by the ranks that train: a `GroupObserver`.
+    """The servers of a run, as seen by a rank that trains: a `GroupObserver`.
+
+    Sessions and results of steps have names, by which later steps refer to them. When this rank
+    drops such an object, servers forget their object with the same name.
 
     Attributes:
-        addresses: ``HOST:PORT`` of servers that were started separately.
-        nodes, each_node: number of nodes of the launch, and number of servers on each node.
-        attempt: number of times that the launcher has restarted the run.
-        wait_seconds: time that servers may take to appear.
+        nodes, each_node: number of nodes of the launch, and number of servers on each node. There
+            are no nodes if no launcher has started this process.
+        wait_seconds: time that servers may take to start.
+        servers: on rank 0, the connection to each server, by the server's name.
+        group: the attention group; until it is made, a group of this rank alone.
     """
 
-    addresses: tuple[str, ...] = ()
-    nodes: int = 0
-    each_node: int = 0
-    attempt: str = "0"
-    wait_seconds: float = 300.0
-    # On ranks other than 0, this controller has no connections to servers.
-    controller: PoolController = field(default_factory=PoolController, init=False)
-    _joined: tuple[object, AttentionGroup] | None = field(default=None, init=False)
-
-    def take_step(self, step: Callable[..., Any], *args: Any, **options: Any) -> Any:
-        """See `GroupObserver.take_step`."""
-        return self.controller.take_step(step, *args, **options)
-
-    def enter_phase(
-        self, call: LayerExchange, phase: Phase, dtype: torch.dtype | None = None
-    ) -> None:
-        """See `GroupObserver.enter_phase`."""
-        self.controller.enter_phase(call, phase, dtype)
+    def __init__(self, nodes: int, each_node: int, wait_seconds: float = 300.0) -> None:
+        self.nodes, self.each_node = nodes, each_node
+        self.wait_seconds = wait_seconds
+        self.servers: dict[str, JsonLineConnection] = {}
+        self.group = AttentionGroup()
+        self._world: dist.ProcessGroup | None = None  # the world of the group's ranks
+        self._count = count(1)
+        self._forgotten = deque[str]()
+        self._names = dict[int, str]()  # names, by the id of the named object
+        self._configs = WeakKeyDictionary[Planner, DistCAConfig]()  # the settings that servers have
+        call_at_exit(self.end)
 
     def make_group(
         self,
@@ -137,20 +86,23 @@ class PoolObserver:
 
         Raises:
             UnsupportedError: if the group would not have all ranks of the world.
-            ConfigError: on all ranks, if a server does not appear or cannot take part. The error
-                names the server's address and a remedy.
+            ConfigError: on all ranks, if a server does not start or cannot take part.
             DistCADesyncError: if a rank or a server does not come in time.
         """
         _check_members(members, size)
-        if self.each_node and not self.nodes:
+        if not self.nodes:
             raise ConfigError(
                 f"servers={self.each_node}, but no launcher has started this process. Start it with"
-                " torchrun or accelerate launch: the last processes of each node become servers. Or"
-                " start servers with `hf-distca serve`, and name them by --server-address."
+                " torchrun or accelerate launch: the last processes of each node become servers."
             )
         world = get_current_world()
-        if self._joined is not None and self._joined[0] is world and not self._joined[1].has_left:
-            return self._joined[1]
+        if self.group.monitor is not None:
+            if self._world is world and not self.group.has_left:
+                return self.group
+            raise ConfigError(
+                "servers take part in the first process group of a run, and end with it: start the"
+                " run again."
+            )
         if world is None and int(os.environ.get("WORLD_SIZE", "1")) > 1:
             return AttentionGroup()  # each rank computes alone until all have met
         if world is None:
@@ -158,123 +110,141 @@ class PoolObserver:
             rank = 0
             ranks = 1
             backend = "nccl" if torch.cuda.is_available() else "gloo"
-            store = _make_store_alone(timedelta(seconds=seconds), launched=self.nodes > 0)
         else:
             seconds = timeout_seconds or get_timeout(world).total_seconds()
             rank = dist.get_rank()
             ranks = dist.get_world_size()
             backend = dist.get_backend(members if isinstance(members, dist.ProcessGroup) else None)
-            store = store_of_world()
-        self.controller = PoolController()
+        store = join_store(seconds)
         if rank == 0:
             try:
                 self._invite(store, seconds, ranks, backend)
             except DistCAError as error:
-                store.set(_INVITATION, json.dumps({"error": str(error)}))
+                store.set(INVITATION, json.dumps({"error": str(error)}))
                 raise
-        invitation = _read_invitation(store, self.wait_seconds + seconds)
-        group = PoolRanks.read(invitation, store, rank).join(seconds)
-        self.controller.group = group
-        self._joined = world, group
-        return group
+        invitation = read_invitation(store, self.wait_seconds + seconds)
+        self.group = join_group(invitation, store, rank)
+        self._world = world
+        return self.group
+
+    def take_step(self, step: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        """See `GroupObserver.take_step`."""
+        given = signature(step).bind(*args, **options).arguments
+        group = given["group"]
+        if (owner := given.pop("self", None)) is not None:
+            given["session"] = self._name_session(getattr(owner, "planner", owner), group)
+        arguments = {
+            name: self._names.get(id(value), value)
+            for name, value in given.items()
+            if not isinstance(value, AttentionGroup | torch.device | Documents)
+        }
+        serial = next(self._count)
+        self.announce(group, step.__name__, arguments, serial)
+        result = step(*args, **options)
+        # Servers must know a layer plan as long as its route exists, because layers call attention
+        # with the route. So name the route, not the plan.
+        known = result.route if isinstance(result, LayerPlan) else result
+        for number, named in enumerate(known if isinstance(known, list) else [known]):
+            self._name(named, f"{serial}.{number}")
+        return result
+
+    def enter_phase(
+        self, call: LayerExchange, phase: Phase, dtype: torch.dtype | None = None
+    ) -> None:
+        """See `GroupObserver.enter_phase`."""
+        arguments: dict[str, Any] = {"call": id(call)}
+        if phase == "begin":
+            arguments |= {
+                "work": self._names[id(call.route)],
+                "label": call.label,
+                "dtype": dtype,
+                "scale": call.server.scores.scale,
+                "softcap": call.server.scores.softcap,
+                "backward": call.backward,
+            }
+        self.announce(call.group, phase, arguments)
+
+    def announce(
+        self, group: AttentionGroup, step: str, arguments: Mapping[str, Any], serial: int = 0
+    ) -> None:
+        """Announce a step of the group to its servers, and name the objects that they can forget.
+        The names of the step's results contain `serial`. A group without servers announces nothing.
+
+        Raises:
+            DistCADesyncError: if a server has ended.
+        """
+        if self.group.monitor is not group.monitor:
+            return
+        forgotten = [self._forgotten.popleft() for _ in range(len(self._forgotten))]
+        for name, connection in self.servers.items():
+            try:
+                connection.send([step, arguments, serial, forgotten])
+            except OSError as error:
+                if group.monitor is not None:
+                    activity = f"telling {name} what comes next"
+                    raise group.monitor.give_up(activity, error) from error
+                raise DistCADesyncError(
+                    f"{name} has ended ({error}): look at its log, and start the run again."
+                ) from error
+
+    def end(self) -> None:
+        """End the servers, and tell them whether the run is over or this process failed."""
+        # The interpreter sets `last_value` to an exception that nobody caught.
+        failed = self.group.monitor is None or self.group.has_left or hasattr(sys, "last_value")
+        why = "the run failed, see the log of rank 0" if failed else "the run is over"
+        for connection in self.servers.values():
+            with suppress(OSError):  # the server may have ended already
+                connection.send(["end", {"why": why, "status": int(failed)}, 0, []])
+                connection.close()
+        self.servers.clear()
 
     def _invite(self, store: Store, seconds: float, ranks: int, backend: str) -> None:
-        """Find the servers. Tell servers and ranks that train where to meet."""
-        tcp = _launch_store(store)
-        if not isinstance(tcp, TCPStore):
-            raise ConfigError(
-                f"torch.distributed was started with a {type(tcp).__name__}, which servers cannot"
-                " reach: start it over TCP, as torchrun and accelerate launch do."
-            )
-        deadline = time.monotonic() + self.wait_seconds
-        servers = self.controller.servers
-        published = [
-            *(
-                self._find_published(store, number, deadline)
-                for number in range(self.nodes * self.each_node)
-            ),
-            *((address, read_token()) for address in self.addresses),
-        ]
-        addresses = [address for address, _ in published]
-        if doubled := {address for address in addresses if addresses.count(address) > 1}:
-            raise ConfigError(
-                f"server {', '.join(sorted(doubled))} is named more than once: give each server a"
-                " separate address."
-            )
-        device = "cuda" if "nccl" in backend else "cpu"
-        names = {
-            number: f"rank {number} (server at {address})"
-            for number, address in enumerate(addresses, start=ranks)
-        }
-        for name, (address, token) in zip(names.values(), published, strict=True):
-            servers[name] = connect_server(address, token, device, deadline, seconds)
-        placed = _order_members(ranks, self.nodes, self.each_node, len(addresses))
+        """Find and connect the servers. Tell servers and ranks that train who takes part."""
+        ours = describe_process("cuda" if "nccl" in backend else "cpu")
+        found = find_servers(store, self.nodes, self.each_node, self.wait_seconds)
+        names, connections = dict[int, str](), dict[str, JsonLineConnection]()
+        for number, (host, port, token, theirs) in enumerate(found, ranks):
+            names[number] = name = f"rank {number} (server at {host}:{port})"
+            if theirs != ours:
+                raise ConfigError(
+                    f"{name} runs {theirs}, but rank 0 runs {ours}. Install one version on all"
+                    " nodes, and let all processes see GPUs or none."
+                )
+            connections[name] = connect_server(name, (host, port), token, seconds)
+        node_of = [rank * self.nodes // ranks for rank in range(ranks)]
+        node_of += [server // self.each_node for server in range(len(found))]
+        placed = sorted(range(len(node_of)), key=node_of.__getitem__)
         invitation = {
             "ranks": placed,
-            "has_tokens": [rank < ranks for rank in placed],
+            "has_tokens": [number < ranks for number in placed],
             "names": names,
             "backend": backend,
-            "meeting": f"distca pool {uuid.uuid4().hex}",
             "seconds": seconds,
         }
-        for number, connection in enumerate(servers.values(), start=ranks):
-            connection.send(
-                {
-                    **invitation,
-                    "number": number,
-                    "host": connection.local_address if tcp.host in _ANYWHERE else tcp.host,
-                    "port": tcp.port,
-                }
-            )
-        store.set(_INVITATION, json.dumps(invitation))
+        for connection in connections.values():
+            connection.send(invitation)
+        self.servers = connections
+        store.set(INVITATION, json.dumps(invitation))
 
-    def _find_published(self, store: Store, number: int, deadline: float) -> tuple[str, str]:
-        """Find the address and the token of a server of the launch."""
-        key = store_key(number, self.attempt)
-        while not _launch_store(store).check([key]):
-            if time.monotonic() > deadline:
-                raise ConfigError(
-                    f"server {number} of {self.nodes * self.each_node} did not start within"
-                    f" {self.wait_seconds:g} s: look at the log of the last {self.each_node}"
-                    f" processes of node {number // self.each_node}, or raise --server-wait."
-                )
-            time.sleep(ASK_SECONDS)
-        address, token = _launch_store(store).get(key).decode().split()
-        return address, token
+    def _name_session(self, planner: Planner, group: AttentionGroup) -> str:
+        """Return the name of the session with this planner. Send its settings to the servers first
+        if they do not know them.
+        """
+        if id(planner) not in self._names:
+            self._name(planner, f"session {next(self._count)}")
+        name = self._names[id(planner)]
+        if self._configs.get(planner) != planner.config:
+            self._configs[planner] = planner.config
+            self.announce(group, "use_settings", {"session": name, "config": planner.config})
+        return name
 
+    def _name(self, known: object, name: str) -> None:
+        if known is not None:
+            self._names[id(known)] = name
+            finalize(known, self._forget, id(known))  # may be called at any time in any thread
 
-_INVITATION = "distca pool"
-# A store whose host has one of these names is on the host of rank 0.
-_ANYWHERE = ("0.0.0.0", "127.0.0.1", "localhost", "::", "::1")
-
-
-def _read_invitation(store: Store, seconds: float) -> dict[str, Any]:
-    """Read rank 0's invitation to the group.
-
-    Raises:
-        ConfigError: if rank 0 has not found the servers.
-    """
-    try:
-        store.wait([_INVITATION], timedelta(seconds=seconds))
-        invitation: dict[str, Any] = json.loads(store.get(_INVITATION))
-    except RuntimeError as error:
-        raise DistCADesyncError(
-            f"rank 0 did not name the servers within {seconds:g} s ({error}): look at its log."
-        ) from error
-    if "error" in invitation:
-        raise ConfigError(make_printable(invitation["error"]))
-    return invitation
-
-
-def _make_store_alone(timeout: timedelta, *, launched: bool) -> Store:
-    """Return a store for a single rank that trains without a process group. It is the store of the
-    rank's launch, in which servers publish their addresses. Without a launch, it is a new store.
-    """
-    if launched:
-        store: Store
-        store, *_ = next(iter(rendezvous("env://", timeout=timeout)))
-        return store
-    return TCPStore("0.0.0.0", 0, None, True, timeout, wait_for_workers=False)
+    def _forget(self, identity: int) -> None:
+        self._forgotten.append(self._names.pop(identity))
 
 
 def _check_members(members: dist.ProcessGroup | Members | None, size: int | None) -> None:
@@ -295,19 +265,3 @@ def _check_members(members: dist.ProcessGroup | Members | None, size: int | None
             f" {size or len(ranks)} ranks. Train without servers, or without group_size, tensor"
             " parallelism and pipeline stages."
         )
-
-
-def _launch_store(store: Store) -> Any:
-    """Return the store of a launch, without the wrappers that add prefixes to its keys."""
-    while (inner := getattr(store, "underlying_store", None)) is not None:
-        store = inner
-    return store
-
-
-def _order_members(ranks: int, nodes: int, each_node: int, servers: int) -> list[int]:
-    """Return the numbers of all members in the order of the group: for each node, its ranks that
-    train and then its servers; after all nodes, the servers that were started separately.
-    """
-    node_of = [rank * nodes // ranks for rank in range(ranks)]
-    node_of += [min(server // max(each_node, 1), nodes) for server in range(servers)]
-    return sorted(range(ranks + servers), key=node_of.__getitem__)

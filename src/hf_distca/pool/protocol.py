@@ -9,7 +9,6 @@ plans are not sent this way.
 from __future__ import annotations
 
 import json
-import math
 import select
 import socket
 import time
@@ -57,21 +56,16 @@ class JsonLineConnection:
     def __init__(self, connected: socket.socket, seconds: float) -> None:
         for (level, option), value in _SOCKET_OPTIONS.items():
             connected.setsockopt(level, option, value)
-        self.local_address = connected.getsockname()[0]
         self._socket = connected
         self._seconds = seconds
         self._received = bytearray()
-
-    def fileno(self) -> int:
-        """Return the file descriptor of the socket, for functions that wait for messages."""
-        return self._socket.fileno()
 
     def send(self, message: Any) -> None:
         """Send a message. Raise `OSError` if the other side has ended or does not read it."""
         self._socket.settimeout(self._seconds)
         self._socket.sendall(json.dumps(message, default=_encode).encode() + b"\n")
 
-    def receive(self, seconds: float | None, most_bytes: int = _MESSAGE_BYTES) -> Any:
+    def receive(self, seconds: float, most_bytes: int = _MESSAGE_BYTES) -> Any:
         """Return the next message. Wait up to `seconds` for all of it.
 
         Raises:
@@ -79,7 +73,7 @@ class JsonLineConnection:
             EOFError, OSError: if the other side has ended.
             ValueError: if the message is not JSON, or has more than about `most_bytes`.
         """
-        deadline = math.inf if seconds is None else time.monotonic() + seconds
+        deadline = time.monotonic() + seconds
         read = 0
         while (end := self._received.find(b"\n", read)) < 0:
             read = len(self._received)
@@ -90,7 +84,7 @@ class JsonLineConnection:
                 )
             if (left := deadline - time.monotonic()) <= 0:
                 raise TimeoutError(f"no message arrived within {seconds:g} s")
-            self._socket.settimeout(None if seconds is None else left)
+            self._socket.settimeout(left)
             self._received += self._socket.recv(_PART_BYTES)
             if len(self._received) == read:
                 raise EOFError("the other side has ended")

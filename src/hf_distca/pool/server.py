@@ -9,13 +9,10 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from datetime import timedelta
-from functools import partial
 from threading import Thread
 from types import FrameType
 from typing import Any, NamedTuple, NoReturn
@@ -27,14 +24,13 @@ from hf_distca.agreement.announce import PlanKey
 from hf_distca.agreement.batch_plan import MicroBatchPlan
 from hf_distca.agreement.documents import Documents
 from hf_distca.agreement.planner import Planner
-from hf_distca.borrowed import Store, TCPStore
 from hf_distca.errors import DistCADesyncError, make_printable
 from hf_distca.integration.handle import LayerPlan, LayerPlanner
 from hf_distca.integration.session import Session
 from hf_distca.kernels.base import Grads, Outputs, ScoreOptions
 from hf_distca.package_versions import list_versions
-from hf_distca.pool.door import accept, find_refusal
-from hf_distca.pool.observer import PoolRanks
+from hf_distca.pool.door import accept
+from hf_distca.pool.meeting import join_group, join_store, publish_server
 from hf_distca.pool.protocol import (
     JsonLineConnection,
     read_config,
@@ -44,6 +40,7 @@ from hf_distca.pool.protocol import (
     read_share,
 )
 from hf_distca.runtime.call import AttentionServer, LayerExchange, make_empty_operands
+from hf_distca.runtime.group import AttentionGroup
 from hf_distca.runtime.meter import Meter
 from hf_distca.runtime.trial import exchange
 
@@ -63,44 +60,39 @@ class EndedError(BaseException):
         self.status = status
 
 
-def serve(
-    listening: socket.socket, token: str, device: torch.device, wait_seconds: float | None
-) -> int:
-    """Wait for ranks that train, serve them until they end, and report the work done.
+def serve(number: int, local: int, wait_seconds: float) -> NoReturn:
+    """Serve the ranks that train until they end. Then log the work done, and exit.
 
     Args:
-        listening: socket to which rank 0 will connect.
-        token: token that rank 0 must give.
-        device: device that computes.
-        wait_seconds: time that ranks that train may take to connect; None for no limit.
-
-    Returns:
-        The exit status: 0 if the ranks that train ended without an error.
+        number: number of this server among the servers of the launch.
+        local: number of this process on its node.
+        wait_seconds: time that ranks that train may take to connect.
     """
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, _end_by_signal)
-    if device.type == "cuda":
+    # accelerate uses the same rule to choose the device of the ranks that train.
+    on_gpu = torch.cuda.is_available() and os.environ.get("ACCELERATE_USE_CPU", "false") != "true"
+    device = torch.device(f"cuda:{local}" if on_gpu else "cpu")
+    if on_gpu:
         torch.cuda.set_device(device)
+    store = join_store(wait_seconds)
+    listening, token = publish_server(store, number, device.type)
     host, port = listening.getsockname()[:2]
 
     def log(text: str) -> None:
         sys.stderr.write(make_printable(f"hf-distca: server at {host}:{port} {text}\n"))
 
+    for end_signal in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(end_signal, _end_by_signal)
     server: Server | None = None
     try:
         log(f"waits on {device} for the ranks that train")
-        connection = accept(listening, partial(find_refusal, token, device, log), wait_seconds)
+        connection = accept(listening, token, wait_seconds)
         if connection is None:
             raise EndedError(f"no ranks came within {wait_seconds:g} s")
         invitation = connection.receive(wait_seconds)  # sent when rank 0 has found all servers
-        if not isinstance(invitation, dict):
-            raise EndedError("the run failed before it began, see the log of rank 0")
-        ranks = PoolRanks.read(invitation, _connect_store(invitation), invitation["number"])
-        server = Server(ranks, invitation["seconds"], device)
-        log(
-            f"is rank {invitation['number']} of {len(ranks.ranks)}, and serves the"
-            f" {sum(ranks.has_tokens)} that train"
-        )
+        trainers = sum(invitation["has_tokens"])
+        rank = trainers + number
+        server = Server(join_group(invitation, store, rank), device)
+        log(f"is rank {rank} of {len(invitation['ranks'])}, and serves the {trainers} that train")
         Thread(target=_outlive_briefly, args=[connection, server, log], daemon=True).start()
         server.run(connection)
     except (EndedError, DistCADesyncError, EOFError, OSError) as end:
@@ -108,7 +100,7 @@ def serve(
         if isinstance(end, EOFError | OSError):
             why = f"rank 0 has ended unexpectedly, see its log ({end})"
         log(f"{server.done if server else 'served nothing'}; ended: {why}")
-        return getattr(end, "status", 1)
+        sys.exit(getattr(end, "status", 1))
 
 
 class _UsedPlan(NamedTuple):
@@ -128,9 +120,9 @@ class Server:
     an object when rank 0 drops the object with the same name.
     """
 
-    def __init__(self, ranks: PoolRanks, seconds: float, device: torch.device) -> None:
+    def __init__(self, group: AttentionGroup, device: torch.device) -> None:
         self._device = device
-        self._group = ranks.join(seconds)
+        self._group = group
         self._calls: dict[int, LayerExchange] = {}
         self._known: dict[str, Any] = {}
         self._meter = Meter()
@@ -305,21 +297,6 @@ def _outlive_briefly(
         " ago)"
     )
     os._exit(1)
-
-
-def _connect_store(invitation: Mapping[str, Any]) -> Store:
-    """Connect to the store in which all members meet."""
-    seconds = timedelta(seconds=invitation["seconds"])
-    try:
-        return TCPStore(
-            invitation["host"], invitation["port"], None, False, seconds, wait_for_workers=False
-        )
-    except RuntimeError as error:
-        raise EndedError(
-            "the store of the ranks that train does not answer at"
-            f" {invitation['host']}:{invitation['port']} ({error}). Start these ranks with a"
-            " --master_addr that servers can reach."
-        ) from error
 
 
 def _end_by_signal(number: int, _frame: FrameType | None) -> NoReturn:

@@ -1,1 +1,1 @@
-"""Carries out a plan with torch. Nothing here depends on transformers."""
+"""The runtime carries out a plan with torch. It does not depend on transformers."""

@@ -70,7 +70,7 @@ class Inputs(NamedTuple):
             repeated.
         sink_H: logit of the attention sink of each head. It may require a gradient.
         context_k_TKD, context_v_TKV: keys and values of the context (earlier tokens without queries
-            here). They lie in front of k and v. Pass both or neither. They get gradients. They are
+            here). They lie in front of k and v, and get gradients. Pass both or neither. Both are
             saved without a copy, so they take no extra memory if other code keeps them.
     """
 
@@ -88,7 +88,7 @@ class Inputs(NamedTuple):
 
     @property
     def operands(self) -> Operands:
-        """Queries, keys and values. Keys and values of the context lie in front of the others."""
+        """Queries, keys and values. Keys and values of the context come first."""
         if self.context_k_TKD is None or self.context_v_TKV is None:
             return Operands(self.q_THD, self.k_TKD, self.v_TKV)
         return Operands(
@@ -122,7 +122,7 @@ def make_empty_saved(operands: Operands) -> BackwardInputs:
 
 @dataclass(frozen=True, eq=False)
 class AttentionServer:
-    """A rank in its role of running CA-tasks, with one kernel. It keeps nothing between calls.
+    """A rank as a server, which runs CA-tasks with one kernel. It keeps nothing between calls.
 
     Attributes:
         kernel: the attention kernel.
@@ -138,7 +138,7 @@ class AttentionServer:
         """Compute outputs or gradients of a batch of tasks. Rows that no task covers are zero."""
         device_type = pools.q_THD.device.type
         if is_profiling() or torch.is_autocast_enabled(device_type):
-            # Kernels choose dtypes by their inputs, and the user's autocast would change this.
+            # Kernels choose dtypes by their inputs. The user's autocast would change these dtypes.
             with show("server"), torch.autocast(device_type, enabled=False):
                 return self._compute(pools, tasks)
         return self._compute(pools, tasks)
@@ -162,7 +162,7 @@ class LayerExchange:
     Attributes:
         route, group, server: this rank's route, the attention group of the route, and the server
             that runs the tasks.
-        stored: where the outputs are kept for a recompute; None to keep nothing.
+        stored: the place where outputs are kept for a recompute; None if they are not kept.
         label: name of the call, the same on every rank; None in a group of one.
         recomputed_outputs: in a recompute, the stored outputs; None if there are none. With stored
             outputs, the call launches no exchange and runs no kernel.
@@ -188,15 +188,15 @@ class LayerExchange:
         # tensors have one row per key.
         self._sent_queries, self._returned_queries = 1, 2
         self._stashed: tuple[Tensors, Pending | None] | None = None
-        # If keys are relayed: gradients of received queries, and gradients of the key pool in the
-        # dtype in which they are summed.
+        # If keys are relayed, backward keeps gradients of received queries here, and gradients of
+        # the key pool in the dtype in which they are summed.
         self._relay_buffers: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
 
     def begin(self, tokens: Operands | BackwardInputs) -> None:
-        """Launch the first dispatch of forward, or of backward after `begin_backward`."""
+        """Launch the first dispatch of forward, or of backward if `begin_backward` was called."""
         self._enter_phase("begin", tokens.q_THD.dtype)
         dispatch = None
-        # In a pipeline, `self.exchanges` is true, but the route of this direction may be empty.
+        # In a pipeline, the route of this direction may be empty although `self.exchanges` is true.
         if self.route.exchanges:
             home, pooled = split_head_groups(tokens, self.route.groups), self.route.pooled
             rows = [pooled.queries] * self._sent_queries + [pooled.keys] * 2
@@ -253,8 +253,8 @@ class LayerExchange:
         handed, self._stashed = self._stashed, None
         if handed is None or not isinstance(handed[0], kind):
             raise RuntimeError(
-                "core attention ran out of order: a phase began before the previous phase of the "
-                "same forward or backward had run"
+                "a phase of core attention began before the previous phase of the same forward or "
+                "backward had ended"
             )
         return handed[0], handed[1]
 
@@ -320,7 +320,7 @@ class LayerExchange:
         gradients go to the relays first, and `finish` sends them home.
 
         Returns:
-            This rank's own results, and the exchange that returns results, which is under way.
+            This rank's own results, and the exchange under way that returns results to other ranks.
             Gradients of keys may be new tensors in a wider dtype, float32 or float64.
         """
         if dispatch is None:
@@ -341,7 +341,7 @@ class LayerExchange:
             if relay is not None:
                 wide.append(pool if relay.forwarded.rows else copies[-1])
             del pool
-        if relay is None or not copies:  # in forward there are no copies
+        if relay is None or not copies:  # forward returns no gradients of keys
             returned = self._send_back(received, copies)
         else:
             parts = [MessagePart(t.contiguous(), relay.way_back) for t in copies]
@@ -359,9 +359,9 @@ class LayerExchange:
                 raise
 
     def _send_home(self, relay: KeyRelay, returned: Pending) -> Pending:
-        """Add the gradients of keys that this rank forwarded, and send all gradients home.
+        """Add up the gradients of keys that this rank forwarded, and send all gradients home.
 
-        This waits for the gradients of forwarded keys.
+        The method waits for the gradients of forwarded keys.
         """
         queries, pools = self._relay_buffers
         self._relay_buffers = ([], [])
@@ -375,7 +375,8 @@ class LayerExchange:
     ) -> Pending:
         """Send the results of received rows back to the ranks that sent these rows.
 
-        `queries` have one row for each received query, `keys` one for each row of the key pool.
+        `queries` have one row for each received query, and `keys` one row for each row of the key
+        pool.
         """
         pooled = self.route.pooled
         parts = [MessagePart(t.contiguous(), pooled.query_pool.way_back) for t in queries]
@@ -423,8 +424,8 @@ class LayerExchange:
     ) -> Operands | BackwardInputs:
         """Build the pools that tasks read.
 
-        Pools that are exactly one message are views of it. Otherwise rows are copied from the
-        message, which is then freed, because a view of a part would keep the whole message alive.
+        If a single message is exactly the pools, they are views of it. Otherwise rows are copied
+        from the messages, which are then freed. Views would keep whole messages alive.
         """
         received = (
             [[] for _ in home] if dispatch is None else self._await_sections(dispatch, "dispatch")

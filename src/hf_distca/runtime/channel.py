@@ -113,7 +113,8 @@ class Channel:
         sent = _split_messages(transfer.sent, send_bytes)
         if rank_here in sent:
             received.pop(rank_here).copy_(sent.pop(rank_here))
-        # Append each message at once. If a later call fails, started messages must be completed.
+        # Record each message as soon as it is started. If a later call fails, the started messages
+        # must still be completed.
         for rank, message in received.items():
             if len(message):
                 transfer.works.append(dist.irecv(message, group=group, group_src=rank, tag=tag))
@@ -145,7 +146,7 @@ class Transfer:
             DistCADesyncError: if other ranks do not take part in time.
         """
         channel = self.channel
-        # The timeout begins now, because this rank itself used the time since the launch.
+        # The timeout begins now, because this rank spent the time since the launch on its own work.
         deadline = time.monotonic() + channel.wait_seconds if channel.is_gloo else None
         try:
             wait_for_works(self.works, deadline)
@@ -155,7 +156,7 @@ class Transfer:
             self.landing.copy_(self.received)
 
     def drain(self, deadline: float) -> None:
-        """Complete the messages under way, or stop when `time.monotonic()` reaches the deadline.
+        """Complete the messages under way, but stop when `time.monotonic()` reaches the deadline.
 
         If a buffer is freed while gloo sends it, the message is lost, and the receiving rank waits
         until its timeout. This method never raises, even if the exchange cannot succeed.

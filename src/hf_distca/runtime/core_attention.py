@@ -186,7 +186,7 @@ def _split_gradients(
 ) -> tuple[_Optional, ...]:
     """Return gradients in the order of `Inputs`. The first `context` keys belong to the context."""
     dq_THD, dk_TKD, dv_TKV = grads
-    if dq_THD.dtype != dk_TKD.dtype or dq_THD.dtype != dv_TKV.dtype:  # sums are in float32
+    if dq_THD.dtype != dk_TKD.dtype or dq_THD.dtype != dv_TKV.dtype:  # summed in float32
         dk_TKD, dv_TKV = dk_TKD.to(dq_THD.dtype), dv_TKV.to(dq_THD.dtype)
     if not context:
         return dq_THD, dk_TKD, dv_TKV, d_sink_H, None, None

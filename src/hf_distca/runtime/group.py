@@ -62,7 +62,7 @@ class GroupObserver(Protocol):
         """Run a step that is marked by `mark_joint_step`, and return its result."""
 
     def enter_phase(self, call: Any, phase: Phase, dtype: torch.dtype | None = None) -> None:
-        """React to a `LayerExchange` that enters a phase, in which it launches messages or waits.
+        """React to a `LayerExchange` that enters a phase. In a phase it launches messages or waits.
 
         In phase "begin", `dtype` is the dtype of q.
         """
@@ -100,8 +100,8 @@ class AttentionGroup:
 
     Attributes:
         observer: observer of all groups of this process, or None.
-        inline_row_capacity: how many integers of a row the first step of `gather` sends. If a row
-            is longer, a second step sends the rest.
+        inline_row_capacity: number of integers of a row that the first step of `gather` sends. If a
+            row is longer, a second step sends the rest.
         ranks: global ranks of the group. Everywhere else in the package, "rank" is an index into
             this tuple.
         rank: index of this process in `ranks`.
@@ -144,11 +144,12 @@ class AttentionGroup:
         timeout_seconds: float | None = None,
         size: int | None = None,
     ) -> AttentionGroup:
-        """Return the group of these ranks. Create it if it does not exist or a rank has left it.
+        """Return the group of these ranks. Create it if it does not exist, or if a rank has left
+        it.
 
         Every member must call this at the same point. Errors are those of `create`. Groups are
         reused because communicators cost threads and connections, and because torch cannot replace
-        a communicator by another one of the same ranks.
+        a communicator with another one of the same ranks.
 
         Args:
             members, timeout_seconds: as for `create`. A different timeout makes a different group.
@@ -220,7 +221,7 @@ class AttentionGroup:
         connect: Callable[[datetime.timedelta], tuple[dist.ProcessGroup, dist.ProcessGroup]],
         names: Mapping[int, str] = NO_NAMES,
     ) -> AttentionGroup:
-        """Return the group with communicators. Every rank must call this.
+        """Return this group with communicators. Every rank of the group must call this.
 
         Errors are those of `create`.
 
@@ -294,7 +295,9 @@ class AttentionGroup:
         return self._send_to_all(row, [len(row)] * self.size, activity)
 
     def _send_to_all(self, row: IntArray, receive: Sequence[int], activity: str) -> list[IntArray]:
-        """Send a row to every rank, and return every rank's row. `receive` has their lengths."""
+        """Send a row to every rank, and return every rank's row. `receive` has the lengths of these
+        rows.
+        """
         if self.control is None or self.monitor is None:
             return [row]
         received = torch.empty(sum(receive), dtype=torch.int64, device="cpu")
@@ -317,7 +320,7 @@ def _wait_for_all(control: dist.ProcessGroup) -> None:
 
 
 def _has_all_ranks(group: AttentionGroup) -> bool:
-    """Return whether no rank has left the group. Collective."""
+    """Return whether all ranks are still in the group. Collective."""
     if group.control is None or group.monitor is None:
         return True
     try:

@@ -20,7 +20,7 @@ from hf_distca.runtime.monitor import (
 # Seconds between two queries of the store. They grow if more than `_MANY` ranks query it.
 _LOOK_SECONDS = 0.25
 _MANY = 512
-# A process that ends waits at most this many seconds until the store knows of its end.
+# A process that ends waits at most this many seconds for its report to reach the store.
 _FAREWELL_SECONDS = 5.0
 
 

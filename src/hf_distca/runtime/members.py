@@ -75,16 +75,16 @@ class Members:
         return Members(tuple(ranks[first : first + size]), self.backend)
 
 
-# How often each tuple of ranks has compared group sizes, for each world.
+# Number of times that each tuple of ranks has compared group sizes, for each world.
 _comparisons: WeakKeyDictionary[dist.ProcessGroup | None, Counter[tuple[int, ...]]] = (
     WeakKeyDictionary()
 )
 
 
 def check_group_size(members: Members, size: int | None, seconds: float) -> None:
-    """Raise on all ranks if they would divide these members into groups of different sizes.
+    """Raise an error on all members if they were given different group sizes.
 
-    All members must call this. They wait up to `seconds` for each other.
+    All members must call this function. They wait up to `seconds` for each other.
 
     A rank with a smaller `size` would not join the group that the other ranks make, and a rank with
     size 1 would compute alone. Members therefore write their sizes to the store of the world, where
@@ -129,13 +129,13 @@ def hash_ranks(ranks: tuple[int, ...]) -> str:
 def make_communicator(
     ranks: tuple[int, ...], backend: str, timeout: datetime.timedelta, purpose: str
 ) -> dist.ProcessGroup:
-    """Make a process group. Only its members call this, at any time.
+    """Make a process group. Its members call this function, without the other ranks of the world.
 
     `dist.new_group` cannot do this, for two reasons. If the world is bound to a device, it splits
     the world's communicator, and NCCL then waits for all ranks of the world. This function
-    therefore unbinds the world meanwhile. `dist.new_group` also names a group by the number of
-    groups that a rank is in, so members that are in different numbers of groups do not find each
-    other. This function makes the name from the ranks.
+    therefore unbinds the world while it makes the group. The name that `dist.new_group` gives to a
+    group depends on the number of groups that a rank is in, so members that are in different
+    numbers of groups do not find each other. This function makes the name from the ranks.
 
     If a member fails, it records the name as failed in the store of the world, and all members take
     another name at the next attempt.

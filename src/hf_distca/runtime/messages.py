@@ -39,9 +39,9 @@ class RowRun(NamedTuple):
     """A run of `rows` rows of a tensor, which begin at row `start` and are `step` apart.
 
     Attributes:
-        peer: the rank that the rows are sent to. In a pool, it is the section of the message that
-            the rows are taken from, or `OWN` for this rank's tensor. If there is a second hop, the
-            numbers of its sections follow those of the first hop.
+        peer: the rank that the rows are sent to. In a run of a `Pool`, `peer` is instead the number
+            of the section that the rows are taken from, or `OWN` for this rank's tensor. Sections
+            of a second hop are numbered after those of the first hop.
     """
 
     peer: int
@@ -76,7 +76,7 @@ class Rows:
 
     @cached_property
     def runs_by_rank(self) -> dict[int, list[RowRun]]:
-        """`runs` by destination rank, in the order of ranks."""
+        """The runs for each destination rank, in the order of ranks."""
         return {rank: list(runs) for rank, runs in groupby(self.runs, key=lambda run: run.peer)}
 
     @cached_property
@@ -144,7 +144,7 @@ def put_rows(
 def add_rows(
     grad_TKD: torch.Tensor, copies: Sequence[RowCopy], sections: Sequence[torch.Tensor]
 ) -> torch.Tensor:
-    """Add rows of sections to gradients at their places, in order, and return the result.
+    """Add rows of received sections to gradients, one copy after another. Return the sums.
 
     If `copies` is not empty, the result is float32 or float64.
     """
@@ -249,7 +249,7 @@ class Pending:
     Attributes:
         layout: layout of the messages.
         device: device of the messages.
-        transfer: the transfer to wait for; None if there is none, or if it is over.
+        transfer: the transfer to wait for; None if there is no transfer, or if it is over.
         earlier_sections: sections that an earlier exchange received. For a part that both exchanges
             have, the sections of the earlier exchange come first.
         earlier_transfer: the transfer of the earlier exchange, if another stream has waited for it.

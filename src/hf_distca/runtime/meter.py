@@ -33,7 +33,8 @@ _MOST_RUNNING = 1024
 def get_clock(device: torch.device) -> Callable[[], Mark]:
     """Return a function that returns the current time of a device.
 
-    For the CPU this is the host's time, for CUDA an event recorded on the current stream.
+    The time of a CPU is the host's time. The time of a CUDA device is an event recorded on the
+    current stream.
     """
     return time.perf_counter if device.type != "cuda" else partial(_record_event, device)
 
@@ -67,7 +68,7 @@ class Meter:
 
     Attributes:
         parent: another meter. All counts are also added to it.
-        timed: whether kernels are timed. Callers check it before they take the time for a span.
+        timed: whether kernels are timed. Callers check this before they read the clock for a span.
         kernel_calls: batches of tasks that ran in a kernel, including empty batches.
         backward_calls: batches of tasks that ran in backward.
         dispatches, returns: exchanges launched in forward and backward.
@@ -102,8 +103,8 @@ class Meter:
     def span(self, name: str, begin: Mark, end: Mark, **counts: float) -> None:
         """Count the seconds between two times, and add to other counters.
 
-        `name` is "server", or "pack", "wait" or "unpack" for a part of an exchange. On CUDA the
-        host waits for the oldest span if it is more than a thousand spans ahead of the device.
+        `name` is "server", or "pack", "wait" or "unpack" for a part of an exchange. On CUDA, if
+        more than a thousand spans are unfinished, the host waits for the oldest span.
         """
         counter = _COUNTED[name]
         if isinstance(begin, float) and isinstance(end, float):
@@ -112,7 +113,8 @@ class Meter:
             self.count(_unfinished=1, **counts)
             self.running.append(_Running(self, counter, begin, end))
             self._read()
-            if len(self.running) > _MOST_RUNNING:  # the device has newer spans to run meanwhile
+            # Waiting for the oldest span does not idle the device: newer spans are queued.
+            if len(self.running) > _MOST_RUNNING:
                 self.running[0].end.synchronize()
                 self._read()
 

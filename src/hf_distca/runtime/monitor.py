@@ -48,7 +48,8 @@ NO_NAMES: Mapping[int, str] = MappingProxyType({})
 LATE_SECONDS = 0.1
 _COUNT = "distca words"  # Key of the number of reports in the store.
 _LONGEST_WORD = 400  # Characters of the longest report.
-# A store has this many seconds to answer, even after the deadline. Threads have as many to end.
+# A store has this many seconds to answer, even after the deadline. Threads have the same time to
+# end.
 ANSWER_SECONDS = 0.5
 BREAK_TAG = 2**31 - 1  # Tags of exchanges are smaller.
 _PROBE_TAG = BREAK_TAG - 1  # No rank receives messages with this tag.
@@ -56,7 +57,6 @@ _PROBE_TAG = BREAK_TAG - 1  # No rank receives messages with this tag.
 # connection.
 _ALL_CLOSED = ("Timed out", "Application timeout")
 _SILENT = "is silent (dead, stuck, or running something else): look at its log"
-_START_AGAIN = ", and start it again before training goes on"  # for ranks outside of the world
 _ENDED = "has ended: its script was over, or called sys.exit"
 _CLOSED = "has closed its connection without a word: look at its log"
 _CLOSED_ERRORS = ("Connection closed", "Connection reset", "Broken pipe")  # texts in gloo's errors
@@ -108,7 +108,6 @@ class FailureMonitor:
             links,
         )
         self._names = {rank: names.get(rank, f"rank {rank}") for rank in ranks}
-        self._named = frozenset(names)
         self._store = links[-1].get_group_store()
         self._word: str | None = None
 
@@ -165,7 +164,7 @@ class FailureMonitor:
             _break_link(link)
 
     def leave_after_others(self) -> bool:
-        """Leave the group unless the store shows that no rank has left it.
+        """Leave the group if another rank has left it, or if the store does not answer.
 
         Return whether this rank left.
         """
@@ -213,9 +212,10 @@ class FailureMonitor:
         )
 
     def _describe(self, seen: Mapping[int, str], words: Mapping[int, tuple[int, str]]) -> str:
-        """Describe the other ranks by their reports. Without a report, a text in `seen` is used."""
-        texts = {rank: text + _START_AGAIN * (rank in self._named) for rank, text in seen.items()}
-        texts |= {rank: word or _ENDED for rank, word in words.values()}
+        """Describe the other ranks by their reports. If a rank has no report, use its text in
+        `seen`.
+        """
+        texts = {**seen, **{rank: word or _ENDED for rank, word in words.values()}}
         here = self.ranks[self._rank]
         return "; ".join(
             f"{self._names[rank]} {texts[rank]}" for rank in sorted(texts) if rank != here
@@ -225,7 +225,8 @@ class FailureMonitor:
     def first_failure(self) -> str:
         """Name and report of the first rank that left.
 
-        "" if no rank left, if the first rank ended without an error, or if its report is unknown.
+        The text is "" if no rank left, if the first rank ended without an error, or if its report
+        is unknown.
         """
         first: list[tuple[int, str] | None] = []
         _query_store(lambda: first.append(self._read(1)), self.compute_deadline())
@@ -259,8 +260,8 @@ class FailureMonitor:
     def announce_exit(self, error: BaseException | None) -> bool:
         """Tell the other ranks that this process ends, and with which error.
 
-        After an error, also print which ranks ended before. Return whether the store may end when
-        some process ends.
+        After an error, also print which ranks ended before. Return whether the store ends with the
+        process that holds it.
         """
         if self.has_left:
             return False
@@ -295,7 +296,8 @@ class FailureMonitor:
         pause = 0.02
         while True:
             for number in set(range(1, self._store.add(_COUNT, 0) + 1)) - words.keys():
-                # A rank counts its report before it writes it.
+                # A counted report may be missing, because a rank counts its report before it writes
+                # it.
                 if (word := self._read(number)) is not None:
                     words[number] = word
             if len(words) == len(self.ranks) or time.monotonic() >= deadline:
@@ -316,7 +318,7 @@ class FailureMonitor:
 def _query_store(question: Callable[[], None], deadline: float) -> None:
     """Query a store, and wait at most until the deadline.
 
-    If the store is lost, there is neither an answer nor an error.
+    If the store is lost, the query ends without an answer and without an error.
     """
 
     def ask() -> None:
@@ -334,7 +336,7 @@ def _query_store(question: Callable[[], None], deadline: float) -> None:
 def is_served_by_process(store: Any) -> bool:
     """Return whether a store ends with the process that holds it.
 
-    A `TCPStore` does, even inside of stores that add a prefix.
+    A `TCPStore` ends with that process, even if stores that add a prefix wrap it.
     """
     while (inner := getattr(store, "underlying_store", None)) is not None:
         store = inner
@@ -371,7 +373,8 @@ def _is_closed(link: dist.ProcessGroup, peer: int) -> bool:
 def _break_link(link: dist.ProcessGroup) -> None:
     """Wake all ranks and threads that wait for messages of a group.
 
-    A gloo group closes its connections only when a wait times out, so a short wait is made here.
+    A gloo group closes its connections only when a wait times out, so this function lets a short
+    wait time out.
     """
     if link.name() != "gloo":
         with suppress(RuntimeError):

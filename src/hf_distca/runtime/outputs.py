@@ -3,8 +3,8 @@ and no exchange.
 
 The first forward stores o and lse of every layer that will be recomputed. The recompute finds them
 in the store, and computes only q, k and v again. The mask handle, an argument of the checkpointed
-function, keeps the store alive until the checkpoint's backward is over. No other object does. In
-particular, tensors that layers save for backward do not.
+function, keeps the store alive until the checkpoint's backward is over. No other object keeps the
+store alive. In particular, no tensor that a layer saves for backward does.
 
 If hooks move a checkpoint's inputs, for example to the host, they move the stored outputs too.
 """
@@ -26,7 +26,7 @@ from hf_distca.runtime.saved_tensors import Hooks, SavedTensors
 class _StoredOutputs(NamedTuple):
     """Outputs of a forward, packed by `hooks` if there are any.
 
-    `changes` is the number of in-place changes of the first output up to the time of storing.
+    `changes` is the number of in-place changes of the first output before it was stored.
     """
 
     outputs: tuple[Any, ...]
@@ -72,7 +72,7 @@ class OutputStore:
 class LayerOutputs:
     """The place for one layer's outputs in a store, which may no longer exist.
 
-    `hooks` pack the stored tensors, unless they are None.
+    `hooks` pack the tensors that are stored. If `hooks` is None, tensors are stored as they are.
     """
 
     store: weakref.ref[OutputStore]

@@ -48,8 +48,8 @@ class _NanoBatch(greenlet):
         outside = _Modes.get_current(self.device_type)
         self.modes.set(self.device_type)
         try:
-            # Drop the result at once. It may be a `GreenletExit`, which holds frames, and
-            # checkpointing cleans up only when its frames are freed.
+            # Keep no reference to the result. It may be a `GreenletExit`, which keeps frames alive,
+            # and checkpointing cleans up only when its frames are freed.
             step()
         finally:
             self.modes = _Modes.get_current(self.device_type)

@@ -52,7 +52,7 @@ class Pool:
 
     @cached_property
     def own_copies(self) -> list[RowCopy]:
-        """Copies that bring this rank's own rows from the pool back to its tensor."""
+        """Copies of this rank's own rows from the pool back to its tensor."""
         firsts = accumulate((piece.rows for piece in self.pieces), initial=0)
         return [
             RowCopy(0, first, *piece[1:])
@@ -85,7 +85,8 @@ class KeyRelay:
     Attributes:
         forwarded: the rows to forward, as runs of the sections of the first hop.
         places: copies of the forwarded rows to their places in the key pool.
-        keys: which forwarded rows go to which rank, and the number of rows from each other relay.
+        keys: the forwarded rows to send to each rank, and the number of rows to receive from each
+            other relay.
         way_back: rows of the pool to return to relays, in the order of arrival, and the number of
             copies that come back from each rank.
     """
@@ -98,7 +99,7 @@ class KeyRelay:
     def add_copies(self, pool_TKD: torch.Tensor, sections: Sequence[torch.Tensor]) -> torch.Tensor:
         """Add gradients of the forwarded copies to gradients of a pool.
 
-        They are added in the order of ranks, so that sums are reproducible.
+        The copies are added in the order of ranks, so that sums are reproducible.
         """
         if not self.forwarded.rows:
             return pool_TKD
@@ -116,7 +117,7 @@ class PooledTasks:
 
     Attributes:
         queries: the rows of q that this rank sends, and the numbers of rows that it receives.
-        keys: the same for k and v.
+        keys: the rows of k and v that this rank sends, and the numbers of rows that it receives.
         query_pool, key_pool: layouts of the pools. Own queries lie in front of received queries.
         tasks: tasks on the pools.
         relay: the second hop of keys, if the plan has relays.
@@ -149,14 +150,14 @@ class PooledTasks:
     def add_copies(self, grad_TKD: torch.Tensor, sections: Sequence[torch.Tensor]) -> torch.Tensor:
         """Add gradients of other ranks' copies to gradients of own keys.
 
-        They are added in the order of ranks, so that sums are reproducible.
+        The copies are added in the order of ranks, so that sums are reproducible.
         """
         return add_rows(grad_TKD, self.keys.returned, sections)
 
 
 @dataclass(frozen=True, eq=False)
 class Route:
-    """Instructions for one rank to carry out a plan. They lie on the host.
+    """Instructions for one rank to carry out a plan. They are kept in host memory.
 
     Attributes:
         local_tasks: the own tasks of this rank, which run on its tensors in place.

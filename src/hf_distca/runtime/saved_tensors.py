@@ -61,7 +61,7 @@ class SavedTensors(NamedTuple):
         return current
 
     def set(self) -> None:
-        """Replace this thread's current hooks by these hooks."""
+        """Replace this thread's current hooks with these hooks."""
         for _ in _suspend_hooks():
             pass
         self._restore_hooks()
@@ -90,7 +90,7 @@ class SavedTensors(NamedTuple):
 def _suspend_hooks() -> Iterator[Hooks]:
     """Remove the current saved-tensor hooks and yield them, innermost first.
 
-    They are removed because torch shows only the innermost pair.
+    The hooks must be removed, because torch shows only the innermost pair.
     """
     while (hooks := borrowed.top_saved_tensor_hooks(True)) is not None:
         borrowed.pop_saved_tensor_hooks()

@@ -71,7 +71,7 @@ class Retaken:
         )
 
     def split(self, results: Results) -> tuple[Results, Results]:
-        """Split results for tokens from `join` into results of own tokens and of retaken tokens."""
+        """Split results of joined tokens into results of own tokens and of retaken tokens."""
         order = -1 if self.is_context else 1
         parts = [
             torch.split(tensor, [len(tensor) - len(place), len(place)][::order])[::order]
@@ -132,8 +132,8 @@ class SumExchange(LayerExchange):
         results = super().run_local(home)
         if tasks is not None:
             scores = replace(self.server.scores, window=self.retaken.window)
-            # Count this work for the process, but not for the plan, because rates are learned from
-            # planned work only.
+            # The process counts this work, but the plan's meter does not, because rates are learned
+            # only from planned work.
             meter = self.server.meter.parent or self.server.meter
             server = replace(self.server, scores=scores, meter=meter)
             self._part = server.run(self.retaken.take(home), tasks)

@@ -51,8 +51,8 @@ def exchange(has: Mapping[str, str], device: torch.device, group: AttentionGroup
         received = torch.empty_like(wanted)
         started = time.perf_counter()
         data.start(received, sent, sizes, sizes).wait()
-        if not torch.equal(received, wanted):  # this also waits for the device
-            raise RuntimeError("an exchange delivered other bytes than were sent")
+        if not torch.equal(received, wanted):  # the comparison waits for the device
+            raise RuntimeError("an exchange delivered bytes that differ from those sent")
         fastest = min(fastest, time.perf_counter() - started)
     times = group.gather(np.array([int(fastest * 1e9)]), activity="timing an exchange")
     return Trial(list(nodes), list(versions), float(np.max(times)) / 1e9)

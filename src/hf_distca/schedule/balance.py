@@ -2,8 +2,9 @@
 
 A **trial** (`schedule.trial`) tries to end at a time T. Every rank that would end after T gives
 away query rows until it ends by T. Ranks take rows only as long as they still end by T. The
-**plan** comes from the trial with the lowest T that was reached. A bisection finds this T. It lies
-between the mean compute seconds of the ranks and the end of the last rank without moves.
+**plan** has the moves of the trial with the lowest T that was reached. A bisection finds this T
+between two bounds: the mean compute seconds of the ranks, and the time at which the last rank ends
+if nothing moves.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ from hf_distca.schedule.relays import add_relays
 from hf_distca.schedule.tails import END, LATEST, PIECE, USEFUL
 from hf_distca.schedule.trial import make_moves
 
-# A trial stops if a rank ends later than `_USEFUL` times T, because a trial with a later T may do
-# better.
+# A trial stops if a rank cannot end by `_USEFUL` times T. A trial with a later T may then give a
+# better plan.
 _USEFUL = 1.05
 # If the last rank ends later than `_LATE` times the mean, further trials try to make the other
-# ranks end earlier. Their T is at these fractions of the way from the mean to the end of the last
-# rank.
+# ranks end earlier. Their T lies at the fractions `_EVEN_PARTS` of the way from the mean to the end
+# of the last rank.
 _EVEN_PARTS, _LATE = (0.1, 0.2, 0.4, 0.6, 0.8), 1.2
-# The finest tolerance of the search, and the most trials it makes.
+# Smallest tolerance of the search for T, and largest number of its trials.
 _FINEST_TOLERANCE, _MOST_TRIALS = 0.002, 16
 
 
@@ -68,7 +69,7 @@ def balance(
             too small for one row and one key.
     """
     ranks.check_count(layout.world_size)
-    # With a single node, all links are inside it.
+    # With a single node, all traffic uses links inside the node, so only their rate matters.
     if ranks.per_node == layout.world_size and cost.node_bytes_per_second is not None:
         cost = replace(cost, exchange_bytes_per_second=cost.node_bytes_per_second)
         ranks = replace(ranks, per_node=None)
@@ -81,7 +82,9 @@ def balance(
 
 @dataclass(frozen=True)
 class PlanTrials:
-    """Plans for a layout, and their loads; see `balance` for the attributes."""
+    """Search for the plan of a layout whose last rank ends earliest. For the attributes see
+    `balance`.
+    """
 
     layout: Layout
     cost: CostModel
@@ -91,14 +94,14 @@ class PlanTrials:
 
     @cached_property
     def unmoved_load(self) -> PlanLoad:
-        """Load of the plan that moves no queries. This plan forwards keys if forwarding alone gains
-        enough.
+        """Load of the plan that moves no queries. The plan gets relays if they gain at least
+        `min_gain`.
         """
         return self.weigh_plan(Plan.make_local(self.layout, self.cost.window), self.config.min_gain)
 
     @property
     def node_count(self) -> int:
-        """Number of nodes; 1 if nodes are not told apart."""
+        """Number of nodes; 1 if `Ranks.per_node` is None."""
         return self.layout.world_size // (self.ranks.per_node or self.layout.world_size)
 
     @property
@@ -112,10 +115,13 @@ class PlanTrials:
         return add_relays(load, min_gain) if self.has_relays else load
 
     def find_plan(self) -> Plan:
-        """Find the plan whose last rank ends earliest. If no plan gains enough, nothing moves."""
+        """Find the plan whose last rank ends earliest. If no plan gains enough, return the plan
+        without moves.
+        """
         best, required = self.unmoved_load, self.unmoved_load.slowest_seconds
         required *= 1 - self.config.min_gain
-        # If pairs cost nothing, seconds only depend on the number of tokens.
+        # If query-key pairs cost nothing, compute depends only on the number of tokens, and there
+        # is no attention to balance.
         can_gain = self.layout.world_size > 1 and MarginalCost.from_cost_model(self.cost).pair
         if not (self.config.balance and can_gain):
             return best.plan
@@ -127,11 +133,11 @@ class PlanTrials:
             pieces, is_first = None, best is self.unmoved_load
             for means in ways[: self.node_count]:
                 earliest, limit = min(best.slowest_seconds, required), math.inf
-                # After the first plans, a plan must end earlier than the best one by at least the
-                # tolerance.
+                # A plan after the first ones must end earlier than the best plan so far by at least
+                # the tolerance.
                 if best is not self.unmoved_load and not (is_first and len(means) > 1):
                     earliest = limit = earliest * (1 - self.tolerance)
-                # No plan ends before the mean of its ranks.
+                # No plan can end before the largest of these means.
                 if means.max() >= earliest:
                     continue
                 pieces = pieces or Pieces.cut(
@@ -143,10 +149,10 @@ class PlanTrials:
         return best.plan
 
     def compute_means(self, units: int) -> FloatArray:
-        """Return, for each unit of ranks, the compute seconds of a rank if all ranks of the unit
-        ended together.
+        """Return the mean compute seconds of each unit of ranks: the time at which its ranks would
+        end if they divided the work of the unit so that all end together.
 
-        A unit is a run of consecutive ranks. All units have equally many ranks.
+        A unit is a run of consecutive ranks. All units have the same number of ranks.
         """
         seconds = self.unmoved_load.compute_seconds.reshape(units, -1)
         speeds = np.array(self.ranks.list_speeds(seconds.size)).reshape(units, -1)
@@ -155,9 +161,9 @@ class PlanTrials:
         return np.array(list(map(math.fsum, work))) / list(map(math.fsum, speeds.tolist()))
 
     def _search(self, pieces: Pieces, mean: FloatArray, limit: float) -> IntArray:
-        """Find the lowest time T by which trials end in each unit of ranks.
+        """Find the lowest time T that trials reach in each unit of ranks.
 
-        Return the moves of these trials.
+        Return the moves of the trials that reach these times.
         """
         tolerance, moves = self.tolerance, np.zeros((0, 4), dtype=np.int64)
         high = np.minimum(pieces.start.ranks[END].reshape(len(mean), -1).max(axis=1), limit)
@@ -168,7 +174,8 @@ class PlanTrials:
             made, end = self._try(pieces, latest, np.minimum(high, _USEFUL * latest))
             moves = self._replace(pieces, moves, made, end <= high)
             high = np.minimum(high, end)
-            # A trial that nearly reaches its T does not rule out an earlier T.
+            # Only a trial that misses its T by more than the tolerance shows that this T is too
+            # early.
             low = np.where(end > latest * (1 + tolerance), latest, low)
             is_done = (high <= low * (1 + 0.75 * tolerance)) | (low == high)
             if is_done.all():
@@ -176,7 +183,8 @@ class PlanTrials:
             # The next T is at most 5 times as far from the mean as the last T that failed.
             most = mean + 5 * np.maximum(low - mean, tolerance * mean)
             latest = np.where(is_done, math.inf, np.minimum((low + high) / 2, most))
-        # If some rank ends late whatever it gives away, the other ranks can still be even.
+        # Some rank may end late whatever it gives away. Further trials then make the other ranks
+        # end earlier.
         is_even, most = high <= _LATE * mean, high * (1 + tolerance / 2)
         for part in _EVEN_PARTS:
             if is_even.all():
@@ -190,7 +198,7 @@ class PlanTrials:
     def _try(
         self, pieces: Pieces, latest: FloatArray, useful: FloatArray
     ) -> tuple[IntArray, FloatArray]:
-        """Make a trial for the time T of each unit of ranks.
+        """Make one trial. `latest` has the time T of each unit of ranks.
 
         Return the moves, and the time at which the last rank of each unit ends (inf if the trial of
         the unit was stopped).
@@ -207,7 +215,7 @@ class PlanTrials:
     def _replace(
         self, pieces: Pieces, moves: IntArray, made: IntArray, units: BoolArray
     ) -> IntArray:
-        """Replace the moves of the units that `units` marks by the moves in `made`."""
+        """In the units that `units` marks, replace the moves in `moves` with those in `made`."""
         old, new = [
             units[pieces.home[some[:, PIECE]] * len(units) // self.layout.world_size]
             for some in (moves, made)

@@ -1,17 +1,17 @@
-"""Placement of documents in bins that have room for a given number of tokens each. The bins are
-first the nodes, and then the ranks of each node.
+"""Placement of documents in bins, each with room for a given number of tokens. The bins are first
+the nodes, and then the ranks of each node.
 
 Documents with the most attention are placed first. A document goes to the bin with the least
-attention that has room for it. If a document is to lie in several bins, each of them gets rows from
-the front and from the back of the document, so that tokens and attention are even. A document that
-is too long for any bin is cut to fit.
+attention that has room for it. If a document is to lie in several bins, each bin gets rows from the
+front and from the back of the document, so that tokens and attention are even. A document that is
+too long for any bin is cut to fit.
 
-A document with the attention of n average nodes lies in n nodes. This is different if sending the
-keys of the document between nodes would take longer than computing the document in one node. The
-document then lies in as few nodes as have room for it. A document with the attention of n average
-ranks lies on the square root of n / 2 ranks, or on more if it is too long for them. If the document
-lay on n ranks, each rank would need nearly all its keys. If it lay on one rank, most of its rows
-would have to move. `balance` evens out the rest.
+A document with n times the attention of an average node lies in n nodes. But if sending its keys
+between nodes would take longer than computing it in one node, the document lies in as few nodes as
+have room for it. Inside a node, a document with n times the attention of an average rank lies on
+the square root of n / 2 ranks, or on more if it is too long for them. On n ranks, each rank would
+need nearly all keys of the document. On one rank, most rows of the document would have to move.
+`balance` evens out the attention that remains uneven.
 
 Every rank computes the placement itself, and all ranks must find the same result. So this module
 uses IEEE double arithmetic in a fixed order.
@@ -48,8 +48,9 @@ class Bins(NamedTuple):
 def _choose_bins(bins: Bins, length: int, count: int) -> tuple[int, int]:
     """Choose `count` bins for a chunk, or more bins if these have too little room for it.
 
-    Bins with room for `length / count` tokens come first, in order of their pairs. Then come the
-    bins with the most room. Return the number of chosen bins and the sum of their room.
+    Bins with room for `length / count` tokens are chosen before all other bins. Among these bins,
+    those with the fewest pairs are chosen first; among the other bins, those with the most room.
+    Return the number of chosen bins and the sum of their room.
     """
     chosen, room = 0, 0
     while chosen < count or room < length:
@@ -69,11 +70,11 @@ def _choose_bins(bins: Bins, length: int, count: int) -> tuple[int, int]:
 def _fill_bins(
     chunks: IntArray, pairs: FloatArray, counts: IntArray, bins: Bins, tile: int, rows: IntArray
 ) -> int:
-    """Put chunks into bins in order. `counts` is the number of bins for each chunk; see
-    `deal_to_bins`.
+    """Put chunks into bins, one chunk after another. `counts` has the number of bins for each
+    chunk. For the other arguments see `deal_to_bins`.
 
-    Return the number of rows that were written to `rows`. A chunk has at most two rows for each of
-    its `counts` bins, and two more for each bin that it fills up.
+    Return the number of rows that were written to `rows`. A chunk takes at most two rows for each
+    of its `counts` bins, and two more for each bin that it fills up.
     """
     row = 0
     for chunk in range(len(chunks)):
@@ -113,7 +114,7 @@ def deal_to_bins(
     tile: int,
     spread: Callable[[FloatArray, IntArray], FloatArray],
 ) -> IntArray:
-    """Put chunks of documents into bins, so that each bin gets its tokens and attention is even.
+    """Put chunks of documents into bins. Fill the room of each bin, and make attention even.
 
     Args:
         chunks: (chunks, 3) document, start and end. Together they fill the rooms.

@@ -4,8 +4,8 @@ One direction of a CA-task with n query rows and m keys costs the sum of three p
 
     seconds = task_seconds + bytes / bytes_per_second + flops(n, m) / flops_per_second
 
-Flops are counted in whole kernel tiles, because small slices are slow. For each row, they include
-the keys of its tile that come after the row. The flop count of causal attention follows
+Flops are counted in whole kernel tiles, because small slices are slow. So a row also counts the
+keys of its tile that come after the row. The flop count of causal attention follows
 FlashAttention-2 (arXiv 2307.08691, section 4.1): 4 * head_dim per query-key pair and head in
 forward, and 2.5 times as many in backward. Bytes are those that a block of the kernel reads first
 and writes last, because no matrix product hides them. A block of forward holds rows of one query
@@ -42,7 +42,7 @@ from hf_distca.schedule.slice_cost import count_task_work
 # limits, sums of seconds become infinite and their ratios NaN.
 MIN_RATE = 1.0
 MAX_SECONDS = 1e6
-# This window stands for layers in which a row sees all keys before it.
+# Value of `window` for layers in which a row sees all keys before it.
 ALL_KEYS = 2**62
 
 
@@ -174,7 +174,7 @@ class KernelCost:
 
     @property
     def coefficients(self) -> FloatArray:
-        """Seconds of a task, a byte and a flop: shape (3,)."""
+        """Seconds per task, per byte and per flop: shape (3,)."""
         return np.array([self.task_seconds, 1 / self.bytes_per_second, 1 / self.flops_per_second])
 
     def scale(self, factor: float) -> Self:
@@ -187,12 +187,12 @@ class KernelCost:
         )
 
 
-# Round figures. "cpu" is one thread of a recent server core; loopback stands for all links between
-# processes of one machine. "cuda" is an H100 with flash-attention 2 and one 400 Gbit/s link per
-# GPU. The forward rate of "cuda" is close to published rates for packed documents, and backward is
-# assumed to reach 0.8 of this rate. Inside a node, NVLink 4 carries 450 GB/s each way (NVIDIA H100
-# datasheet: 900 GB/s in both directions together), and exchanges are assumed to reach two thirds of
-# that. Other GPUs and kernels have a factor on these figures (`schedule.gpus`).
+# The figures are rounded. "cpu" is one thread of a recent server core, with loopback as the link
+# between processes of one machine. "cuda" is an H100 with flash-attention 2 and one 400 Gbit/s link
+# per GPU. The forward rate of "cuda" is close to published rates for packed documents, and backward
+# is assumed to reach 0.8 of this rate. Inside a node, NVLink 4 carries 450 GB/s each way (NVIDIA
+# H100 datasheet: 900 GB/s in both directions together), and exchanges are assumed to reach two
+# thirds of that. Other GPUs and kernels have a factor on these figures (`schedule.gpus`).
 _BUILT_IN = {
     "cpu": (KernelCost(3e-5, 5e9, 4.5e10), KernelCost(6e-5, 5e9, 4.5e10), 1e9, 3e-4, None),
     "cuda": (KernelCost(5e-7, 2e12, 3.5e14), KernelCost(1e-6, 1.6e12, 2.8e14), 4e10, 3e-5, 3e11),
@@ -206,15 +206,15 @@ class CostModel:
     Attributes:
         shape: heads and widths of the layer.
         forward, backward: the kernel's coefficients.
-        exchange_bytes_per_second: rate at which one rank sends while all ranks send and receive
-            equally much. If nodes are told apart, this is the rate between nodes.
+        exchange_bytes_per_second: rate at which one rank sends while all ranks send and receive the
+            same amount. If nodes are told apart, this is the rate between nodes.
         exchange_seconds: fixed seconds of one exchange.
         tile: query rows of a kernel tile.
         name: source of the figures.
         window: keys that a query position sees, its own included, in layers with a sliding window;
             None for layers without a window.
         node_bytes_per_second: rate at which one rank sends to ranks of its node while it receives
-            equally much; None if this rate is not higher than the rate between nodes.
+            the same amount; None if this rate is not higher than the rate between nodes.
         ranks_per_link: number of ranks of a node that share a link to other nodes; 1 if each rank
             has its own link. The rate of the link is ``exchange_bytes_per_second`` times this
             number, even if only some of the ranks send.
@@ -362,7 +362,7 @@ class CostModel:
                     **_read_rates(rates),
                 }
             )
-        except Exception as error:  # the text may hold anything
+        except Exception as error:  # a wrong text can raise any exception
             raise ConfigError(
                 f"the text is no cost model in JSON ({type(error).__name__}: {error}). Give an"
                 f" object with the attributes of `CostModel` as keys, not {text!r:.100}."
@@ -371,11 +371,12 @@ class CostModel:
     def count_work(
         self, rows: npt.ArrayLike, keys: npt.ArrayLike, heads: npt.ArrayLike = 1.0
     ) -> FloatArray:
-        """Count tasks, bytes and flops of tasks with `rows` query rows that end at position `keys`.
+        """Count the work of tasks, each with `rows` query rows that end at document position
+        `keys`.
 
         Here and in the methods below, `heads` is the fraction of the heads that each task computes.
-        The result has shape (2, tasks, 3). The first axis is forward and backward, and the last
-        axis is tasks, bytes and flops.
+        The result has shape (2, tasks, 3). The first axis is forward and backward. The last axis is
+        the number of tasks (1), bytes and flops.
         """
         n, m = np.broadcast_arrays(np.atleast_1d(rows), np.atleast_1d(keys))
         read, pairs = count_task_work(
@@ -490,10 +491,10 @@ class TransientBytes(NamedTuple):
         )
 
     def find_last_row(self, bound: int | None, window: int, groups: int) -> int:
-        """Find the position up to which query rows may move: the keys before this position take at
-        most half of a bound, so that the rows can take the rest.
+        """Find the position before which query rows may move. The keys before it take at most half
+        of a bound of bytes, so that rows can take the other half.
 
-        The keys are those of one of `groups` head groups. `bound` is in bytes; None for no bound.
+        The keys are those of one of `groups` head groups. `bound` is None if there is no bound.
         """
         most = ALL_KEYS if bound is None else bound * groups // (2 * self.key)
         return ALL_KEYS if window <= most else most
@@ -512,5 +513,5 @@ class TransientBytes(NamedTuple):
 
 
 def _read_rates(data: dict[str, Any]) -> dict[str, float]:
-    """Read rates and seconds from JSON, where None stands for infinity."""
+    """Read rates and seconds that were parsed from JSON. None stands for infinity."""
     return {name: math.inf if value is None else float(value) for name, value in data.items()}

@@ -1,4 +1,4 @@
-"""`deal`: assigns documents of a global batch to ranks, before any work is moved.
+"""`deal` assigns documents of a global batch to ranks, before any work is moved.
 
 The places of documents decide the cost of exchanges. After a deal, all ranks have the same number
 of tokens, and `balance` can even out attention at little cost. A document may be longer than a
@@ -20,8 +20,10 @@ from hf_distca.schedule.bins import deal_to_ranks
 from hf_distca.schedule.cost import ALL_KEYS, CostModel
 from hf_distca.schedule.layout import IntArray, Layout, mark_changes, require_integers
 
-# The shortest documents make the halves of a global batch equal. Their number is between the two
-# limits below. Within these limits, they have at most about `_SMALL_TOKENS` tokens together.
+# `_choose_half` first divides the long documents between two nano-batches. It then divides the
+# short documents so that both nano-batches get equal tokens. The short documents are the shortest
+# ones of the batch. Together they have about `_SMALL_TOKENS` tokens, unless the limits on their
+# number require more or fewer.
 _SMALL_TOKENS = 2**17
 _MIN_SMALL_DOCUMENTS, _MOST_SMALL_DOCUMENTS = 16, 256
 # The most tokens of a document. Cuts are computed from products of two lengths, which must fit in
@@ -81,10 +83,10 @@ def deal_nano_batches(
     which share no document.
 
     In both layouts, the number of a document is its index in `lengths`. A rank has
-    `tokens_per_rank` tokens in both layouts together. Its two halves are equal, or the second half
-    has one more token if the number is odd. This is nearly always possible if some documents are
-    short. Otherwise halves are as equal as documents allow, and ranks may differ by one token. If
-    there is only one document, the second layout is empty.
+    `tokens_per_rank` tokens in both layouts together: one half in each, and an odd token in the
+    second. Equal halves are nearly always possible if some documents are short. Otherwise halves
+    are as equal as documents allow, and ranks may differ by one token. If there is only one
+    document, the second layout is empty.
 
     For arguments and errors see `deal`.
     """
@@ -126,7 +128,7 @@ def _deal_documents(
     cost: CostModel,
     tile: int,
 ) -> Layout:
-    """Deal the documents with these numbers to ranks."""
+    """Deal the documents that have these numbers to ranks."""
     chunks = np.column_stack([documents, np.zeros_like(documents), length[documents]])
     window = cost.window or ALL_KEYS
     keys = np.minimum(length, window) * cost.key_seconds
@@ -139,7 +141,7 @@ def _build_layout(rows: IntArray, ranks: int) -> Layout:
     """Make a layout from rows (document, start, end, rank). On each rank, segments are in order of
     document and position.
 
-    Rows that continue each other on one rank are joined.
+    Rows of a document that follow each other on a rank are joined.
     """
     document, start, end, rank = rows[np.lexsort(rows.T[[1, 0, 3]])].T
     begins = mark_changes(rank, document)
@@ -164,11 +166,12 @@ def _divide_halves(tokens: IntArray, total: int) -> IntArray:
 def _choose_half(
     length: IntArray, cost: CostModel, ranks: int, tokens: int
 ) -> npt.NDArray[np.bool_]:
-    """Choose documents that have `tokens` tokens together, or nearly as many, and about half of the
-    seconds.
+    """Choose the documents of the first nano-batch. Together they have `tokens` tokens, or nearly
+    as many, and take about half of the compute seconds.
 
-    Documents whose keys travel for longer than ranks compute are all chosen for one half. Their
-    keys then travel at the same time, from different ranks, and only this half ends late.
+    If the keys of a document travel for longer than ranks compute, its nano-batch ends late. All
+    such documents are put into one nano-batch, where their keys travel at the same time, from
+    different ranks.
     """
     seconds = cost.estimate_seconds(length, length)
     keys = length if cost.window is None else np.minimum(length, cost.window)
@@ -180,8 +183,9 @@ def _choose_half(
     large, small = np.split(longest_first, [max(len(length) - small_count, 0)])
     first = np.zeros(len(length), dtype=np.bool_)
     rooms, loads = [tokens, int(length.sum()) - tokens], [0.0, 0.0]
-    # Each half keeps room for a third of the short documents' tokens. Far more sums can then be
-    # reached than with room for almost none or almost all of them.
+    # The long documents leave room in each half for a third of the short documents' tokens. Subsets
+    # of the short documents have far more different sums in this range than near 0 or near the sum
+    # of all.
     reserve = int(length[small].sum()) // 3
     for document in large.tolist():
         half = int(loads[0] > loads[1] and not is_late[document])
@@ -195,8 +199,8 @@ def _choose_half(
 
 
 def _find_closest_subset(lengths: list[int], target: int) -> list[int]:
-    """Find indices of lengths whose sum is closest to a target; the lower sum if two are equally
-    close.
+    """Find the indices of lengths whose sum is closest to a target. If two sums are equally close,
+    choose the lower one.
     """
     # Bit n of `sums[i]` says whether some of the first i lengths add up to n.
     sums = list(

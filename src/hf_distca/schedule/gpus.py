@@ -1,4 +1,4 @@
-"""Factors on the built-in costs (`schedule.cost`), one number for each GPU and kernel.
+"""Factors for the built-in costs (`schedule.cost`), one for each GPU and kernel.
 
 Plans with such a factor are as good as plans with separate rates for tasks, bytes and flops that
 are fitted to timings of each direction (`benchmarks/schedule/one_factor.py` compares them).

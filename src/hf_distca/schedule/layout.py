@@ -126,7 +126,7 @@ class Layout:
             raise LayoutError(
                 f"segment {row} is (document {self.document[row]}, start {self.start[row]}, length"
                 f" {self.length[row]}): start must be >= 0 and length >= 1 (leave empty documents"
-                " out), and neither above 2**48."
+                " out), and both at most 2**48."
             )
         vars(self).update(self._build_index(counts))
 
@@ -285,8 +285,8 @@ class Layout:
         return document // (self.groups + 1) if self.groups > 1 else document
 
     def _find_head_group(self, document: IntArray) -> IntArray:
-        """Return the number of the head group of each document, from 1 on; 0 for documents with all
-        heads.
+        """Return which head group each document is: 1 for the first group, 2 for the second, and so
+        on; 0 for a document with all heads.
         """
         return np.asarray(
             document % (self.groups + 1) if self.groups > 1 else np.zeros_like(document)
@@ -308,8 +308,8 @@ class Layout:
 
     @cached_property
     def query_tokens(self) -> IntArray:
-        """Number of tokens on each rank whose queries are to be computed. Tokens of a split
-        document count once.
+        """Number of tokens on each rank whose queries are to be computed. A token of a document
+        that is split by heads counts once.
         """
         counted = self.has_queries & (self._find_head_group(self.document) <= 1)
         return np.bincount(
@@ -318,16 +318,16 @@ class Layout:
 
     @cached_property
     def _positions(self) -> IntArray:
-        """Positions where the segments of `by_document` start, as one increasing sequence for all
-        documents.
+        """Start positions of the segments in `by_document`, shifted so that all documents form one
+        increasing sequence.
         """
         return np.asarray((self.place * (self.longest + 1) + self.start)[self.by_document])
 
     def find_segments(self, place: IntArray, position: IntArray) -> IntArray:
-        """Find the segment that holds each position of a document.
+        """Find the segments that contain these positions of documents.
 
-        `place` is the place of each document among `documents`. The result is the index of each
-        segment in `by_document`.
+        `place` has the place of each position's document among `documents`. The result is the index
+        of each segment in `by_document`.
         """
         return (
             np.searchsorted(self._positions, place * (self.longest + 1) + position, side="right")
@@ -362,7 +362,9 @@ def _find_offsets(ranks: Sequence[Sequence[Any]]) -> IntArray:
 
 
 def mark_changes(*columns: npt.NDArray[Any]) -> BoolArray:
-    """Mark the first row, and rows that differ from the row before in any of these columns."""
+    """Mark the first row, and every row that differs from the row before it in any of these
+    columns.
+    """
     differs = np.zeros(len(columns[0]), dtype=np.bool_)
     differs[:1] = True
     for column in columns:
@@ -371,7 +373,7 @@ def mark_changes(*columns: npt.NDArray[Any]) -> BoolArray:
 
 
 def enumerate_ranges(begin: IntArray, end: IntArray) -> tuple[IntArray, IntArray]:
-    """List the integers in ranges [begin, end). No end is less than its begin.
+    """List the integers in ranges [begin, end). Each end is at least its begin.
 
     Return, for each integer, the index of its range, and the integers themselves.
     """
@@ -384,8 +386,9 @@ def repeat_split_rows(split_mask: BoolArray, groups: int) -> tuple[IntArray, Int
     """Repeat rows that are split by heads once for each group.
 
     Returns:
-        The index of the original row of each new row, and the number to add to its document number:
-            0 for all heads, 1 for the first group.
+        For each new row, the index of its original row, and the number to add to its document
+            number: 0 if the row keeps all heads, 1 for the first head group, 2 for the second, and
+            so on.
     """
     row, part = enumerate_ranges(
         np.zeros(len(split_mask), dtype=np.int64), np.where(split_mask, groups, 1)
@@ -399,7 +402,7 @@ def require_integers(
     shape: tuple[int, ...] = (-1,),
     error: type[DistCAError] = LayoutError,
 ) -> IntArray:
-    """Convert `values` to an int64 array of this shape, where -1 is any length.
+    """Convert `values` to an int64 array of this shape, in which -1 stands for any length.
 
     numpy would round, parse or wrap around some wrong values. This function refuses such values.
 
@@ -460,11 +463,12 @@ def _number_documents(
             raise LayoutError(
                 f"{len(ranks)} run(s) start at position {position} and {len(ending[position])} end"
                 f" there, on ranks {ranks} and {ending[position]}. Position ids do not say which of"
-                " them belong together: give document numbers (PackedDocuments in the batch)."
+                " these runs belong together: give document numbers (PackedDocuments in the batch)."
             )
-    # Document numbers, by the position where a run ends and by the run itself. A run that starts
-    # above 0 takes the number of the run that ends there. Only a run without tokens may find no
-    # such number, and `Layout` refuses this run.
+    # The first dict maps the position where a run ends to the document number of the run. The
+    # second maps the run itself to this number. A run that starts above 0 takes the number of the
+    # run that ends at its start. Only a run without tokens may find no such number, and `Layout`
+    # refuses this run.
     number_ending_at: dict[int, int] = {}
     numbers: dict[tuple[int, int], int] = {}
     for number, (start, rank, row, end) in enumerate(sorted(rows)):

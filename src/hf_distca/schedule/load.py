@@ -21,8 +21,8 @@ from hf_distca.schedule.plan import KeyTransfers, Plan, Relays
 from hf_distca.schedule.ranks import UNIFORM_RANKS, Ranks
 from hf_distca.schedule.relays import with_sending_ranks
 
-# Dispatch and return, each in forward and in backward. A rank that exchanges anything waits for all
-# four.
+# The four exchanges are dispatch and return, in forward and in backward. A rank that exchanges
+# anything waits for all four.
 _EXCHANGES_PER_LAYER = 4
 # Relays add a second dispatch in forward and in backward, and a return of key gradients to relays.
 _RELAY_EXCHANGES = 3
@@ -35,8 +35,8 @@ class NodeBytes(NamedTuple):
     inter_node: FloatArray
 
     def estimate_seconds(self, cost: CostModel, ranks: Ranks) -> FloatArray:
-        """Return the seconds that each rank sends and receives, without fixed seconds: shape (2,
-        ranks).
+        """Return the seconds that each rank needs to send and to receive its bytes, without fixed
+        seconds: shape (2, ranks).
         """
         link, rate = ranks.list_links(cost, self.inter_node.shape[1])
         # A link to other nodes is busy with the bytes of all ranks that share it.
@@ -94,7 +94,7 @@ class PlanLoad:
         )
 
     def _sum_by_role(self, weights: FloatArray) -> FloatArray:
-        """Sum traffic by the rank that sends it and by the rank that receives it."""
+        """Sum amounts of traffic for each sending rank (first row) and each receiving rank."""
         return np.array(
             [
                 self._sum_by_rank(self.traffic.source, weights),
@@ -168,8 +168,8 @@ class PlanLoad:
 
     @cached_property
     def exchange_bytes(self) -> FloatArray:
-        """Bytes that each rank exchanges as a home and as a server, forward plus backward: shape
-        (2, ranks).
+        """Bytes that each rank exchanges, forward plus backward: for the rows that it sends in
+        dispatches, and for the rows that it receives in dispatches. The shape is (2, ranks).
         """
         return np.asarray(
             self.query_tokens * self.cost.shape.moved_query_bytes
@@ -187,9 +187,7 @@ class PlanLoad:
         )
 
     def count_node_bytes(self, query_bytes: int, key_bytes: int) -> NodeBytes:
-        """Return the bytes that ranks send and receive, given the bytes of a query row and of a
-        key.
-        """
+        """Count sent and received bytes, given the bytes per query row and per key."""
         traffic = self.traffic
         per_node = self.ranks.per_node or 1
         amount = traffic.query_tokens * query_bytes + traffic.key_tokens * key_bytes
@@ -200,8 +198,8 @@ class PlanLoad:
 
     @cached_property
     def wire_seconds(self) -> FloatArray:
-        """Seconds that each rank sends and receives, without the fixed part of exchanges: shape (2,
-        ranks).
+        """Seconds that each rank needs to send and to receive, without the fixed seconds of
+        exchanges: shape (2, ranks).
         """
         if not self.plan.moved:
             return np.zeros((2, self.plan.layout.world_size))
@@ -211,8 +209,8 @@ class PlanLoad:
 
     @cached_property
     def exchange_seconds(self) -> FloatArray:
-        """Seconds that each rank exchanges: sending or receiving, whichever is longer, plus the
-        fixed seconds of every exchange.
+        """Seconds that each rank needs for exchanges: to send or to receive, whichever is longer,
+        plus the fixed seconds of every exchange.
         """
         exchanges = _EXCHANGES_PER_LAYER + _RELAY_EXCHANGES * (self.plan.relays is not None)
         fixed = self.cost.exchange_seconds + self.cost.peer_seconds * self.peer_counts
@@ -247,7 +245,7 @@ class PlanLoad:
 
 
 def count_transient_bytes(plan: Plan, transient: TransientBytes) -> IntArray:
-    """Count the bytes that each rank holds during a call for tasks that need an exchange: shape
+    """Count the bytes of memory that tasks with an exchange take on each rank during a call: shape
     (ranks,).
     """
     tasks = np.flatnonzero(plan.needs_exchange)
@@ -268,7 +266,7 @@ def count_transient_bytes(plan: Plan, transient: TransientBytes) -> IntArray:
 
 
 def compute_imbalance(values: FloatArray) -> float:
-    """Return max over mean of the ranks; 1 if there is nothing to balance."""
+    """Return the maximum over ranks divided by the mean; 1 if all values are 0."""
     total = float(values.sum())
     return float(values.max()) * len(values) / total if total > 0 else 1.0
 
@@ -311,7 +309,7 @@ def summarize_plan(
         # Sums over all ranks. If nodes are not told apart, all bytes count as between nodes.
         "bytes_inside_nodes": int(nodes.intra_node[0].sum()),
         "bytes_between_nodes": int(nodes.inter_node[0].sum()),
-        # Sent or received by the busiest rank, whichever is more.
+        # Bytes that the busiest rank sends or receives, whichever is more.
         "max_bytes_between_nodes": int(nodes.inter_node.max()),
     }
 

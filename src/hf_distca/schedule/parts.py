@@ -34,11 +34,11 @@ from hf_distca.schedule.tails import (
 )
 from hf_distca.schedule.trial import make_moves
 
-# A typical slice takes this part of the mean seconds. A document is long if the keys of a typical
-# slice have more bytes than its rows.
+# A typical slice takes this fraction of the mean compute seconds of a rank. A document is long if
+# the keys of a typical slice have more bytes than its rows.
 _TYPICAL_SLICE = 0.25
-# The largest document number for which documents are split by heads. Splitting multiplies numbers
-# by `groups + 1`.
+# Documents are split by heads only if no document number is larger than this. Splitting multiplies
+# numbers by `groups + 1`, and the products must fit in 64 bits.
 _LARGEST_NUMBER = 2**56
 # Fields of `Batch` that are restored before a trial. Rows of `holders` and `moves` beyond `counts`
 # may keep old values.
@@ -53,12 +53,11 @@ class Pieces:
     Attributes:
         load: load of the plan that moves nothing.
         groups: number of head groups of a document that is split.
-        number: (parts,) number of each part: the place of its document among the layout's
-            documents times ``groups + 1``, plus the number of its head group (from 1 on; 0 for all
-            heads).
+        number: (parts,) ``place * (groups + 1) + group`` for each part: the place of its document
+            in `Layout.documents`, and its head group (1 for the first group; 0 for all heads).
         home: (pieces,) the rank of each piece.
-        stop: (pieces,) where the rows of each piece end. The last rows of a piece cannot move if
-            they need more keys than a bound of transient bytes allows.
+        stop: (pieces,) document position where the rows of each piece end. The last rows of a piece
+            cannot move if they need more keys than a bound of transient bytes allows.
         batch: arrays that trials read and change.
         start: the same arrays before any move.
     """
@@ -166,7 +165,7 @@ class Pieces:
         server = np.append(moves[:, SERVER], home[len(moves) :])
         number = self.number[self.start.pieces[piece, PART]]
         place, group = number // (groups + 1), number % (groups + 1)
-        # A document is split only if one of its groups is moved.
+        # The plan splits a document only if it moves one of the document's head groups.
         split_mask = np.zeros(len(layout.documents), dtype=np.bool_)
         split_mask[place[(server != home) & (group > 0)]] = True
         document = layout.documents[place]

@@ -247,7 +247,8 @@ class Plan:
     def list_key_transfers(
         self, tasks: IntArray | None = None, server: IntArray | None = None
     ) -> KeyTransfers:
-        """List the K/V runs that each server needs, each token once, cut where segments end.
+        """List the runs of keys and values that each server needs, each token once. Runs are cut
+        where segments end.
 
         Runs that the server holds itself are included.
 
@@ -330,8 +331,8 @@ class Plan:
         groups = data.get("groups", 1)
         if type(groups) is not int or groups < 1:
             raise PlanError(
-                f"the head groups of a plan in JSON must be a whole number of at least 1, got"
-                f" {groups!r}."
+                f"the number of head groups of a plan in JSON must be a whole number of at least 1,"
+                f" got {groups!r}."
             )
         layout = replace(
             build_layout(data, "a plan in JSON"),

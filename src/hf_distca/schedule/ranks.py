@@ -75,7 +75,7 @@ class Ranks:
             )
 
     def without_irrelevant_nodes(self, cost: CostModel) -> Ranks:
-        """Drop nodes if they make no difference to a cost model."""
+        """Return these properties, without nodes if nodes make no difference to a cost model."""
         return (
             replace(self, per_node=None)
             if self.per_node == 1 or cost.node_bytes_per_second is None

@@ -126,9 +126,9 @@ def add_relays(load: PlanLoad, min_gain: float = 0.0) -> PlanLoad:
 def _choose_relays(load: PlanLoad, other_seconds: FloatArray, unchanged: float) -> Relays | None:
     """Choose relays for the documents that late ranks send.
 
-    The keys that a relay forwards are in proportion to the seconds that it has left before
-    `unchanged`, the earliest end that `add_relays` finds possible. Return None if late ranks send
-    no document to several servers.
+    A relay forwards keys in proportion to the seconds that it has left before `unchanged`, the
+    earliest end that `add_relays` finds possible. Return None if late ranks send no document to
+    several servers.
     """
     layout, keys = load.plan.layout, load.needed_keys
     per_node = load.ranks.per_node or layout.world_size
@@ -167,8 +167,8 @@ def _divide_keys(
 ) -> tuple[IntArray, ...] | None:
     """Divide the keys of each unit into runs, one for each relay.
 
-    The keys that relays forward are in proportion to their weights. But a relay forwards only keys
-    that it needs itself, and servers of weight 0 forward nothing.
+    Relays forward keys in proportion to their weights. But a relay forwards only keys that it needs
+    itself, and servers of weight 0 forward nothing.
 
     Args:
         unit, server, key_end: servers with their units, and the keys [0, key_end) that they need,
@@ -197,7 +197,7 @@ def _divide_keys(
     parts = _sum_running(place, weight[forwarding])
     last = np.searchsorted(place, place, side="right") - 1
     end = np.minimum(second, key_end[last])
-    # Rounding can make this sum 0, if the weights of earlier units are much larger.
+    # Rounding makes this sum 0 if the weights of earlier units are much larger.
     total = np.maximum(parts[last], np.finfo(np.float64).tiny)
     resent_target = (np.interp(place * width + end, positions, amounts) - place * most) * (
         parts / total
@@ -227,7 +227,8 @@ def _sum_running(place: IntArray, values: npt.NDArray[Any]) -> Any:
 
 
 def _count_resent(remote_keys: KeyTransfers, layout: Layout) -> FloatArray:
-    """Count the K/V tokens that each rank sends again after the first time.
+    """Count the K/V tokens that each rank sends repeatedly. The first time that it sends a token is
+    not counted.
 
     A token with a fraction of the heads counts as this fraction of a token.
     """

@@ -27,10 +27,10 @@ class RelayDuty(NamedTuple):
     Attributes:
         pieces: runs of the first hop that this rank forwards. Columns: section of the received
             message, first row in the section, number of rows, first row in the pool.
-        keys: message of the second hop: rows of these runs to send, and keys to receive from
+        keys: message of the second hop, with rows of these runs to send, and keys to receive from
             relays.
-        gradients: message of key gradients: rows of the pool whose gradients go back to relays, and
-            gradients to receive.
+        gradients: message of key gradients, with rows of the pool whose gradients go back to
+            relays, and gradients to receive.
     """
 
     pieces: Columns
@@ -42,14 +42,14 @@ class ExchangeShare(NamedTuple):
     """The part of one rank in a dispatch and a return.
 
     Attributes:
-        queries: message of query rows: rows of this rank to send, and rows to receive.
+        queries: message of query rows, with rows of this rank to send, and rows to receive.
         own_queries: query rows of this rank that run on its own pool. Columns: rank, first row,
             number of rows.
-        keys: message of keys in the first hop: keys of this rank to send, and keys to receive.
+        keys: message of keys in the first hop, with keys of this rank to send, and keys to receive.
         pool: the keys that tasks need. Columns: section of the received message (-1 for keys of
             this rank), first row in the section, number of rows.
-        gradients: message of key gradients: rows of the pool whose gradients go back, and gradients
-            to receive.
+        gradients: message of key gradients, with rows of the pool whose gradients go back, and
+            gradients to receive.
         pool_tasks: tasks on the pool. Columns: first query row, number of query rows, first key,
             number of keys.
         relay_duty: the second hop; None if the plan has no relays.
@@ -101,8 +101,8 @@ class _TokenRows(NamedTuple):
     """Query rows or keys, in order of number and position.
 
     Attributes:
-        number, start: number of the document with its head group, and document position of the
-            first row.
+        number, start: document number of the head group that the rows belong to, and document
+            position of the first row.
         row, rows: the first row in a tensor with one row per token and head group, and the number
             of rows.
         source, server: the rank that holds the rows, and the rank that needs them.
@@ -146,9 +146,7 @@ class _TokenRows(NamedTuple):
 
     @classmethod
     def select_keys(cls, plan: Plan, tasks: IntArray, rank: int, relays: Relays | None) -> Self:
-        """Select the keys that tasks need and that a rank sends, forwards, receives or holds
-        itself.
-        """
+        """Select the keys that tasks need, if a rank holds, needs or forwards these keys."""
         keys, relay = with_relay_hops(plan.layout, plan.list_key_transfers(tasks), relays)
         # A relay gets its keys in the first hop. Keys without a relay, and keys that their relay
         # holds itself, reach all servers in this hop.
@@ -167,8 +165,8 @@ class _TokenRows(NamedTuple):
 def _compute_exchange(
     plan: Plan, rank: int, needed_tasks: IntArray, run_tasks: IntArray, relays: Relays | None
 ) -> ExchangeShare:
-    """Compute the part of one rank in an exchange that carries the keys of `needed_tasks`. Of these
-    tasks, only `run_tasks` run on pools.
+    """Compute the share of one rank in an exchange that carries the keys of `needed_tasks`. Of
+    these tasks, only `run_tasks` run on pools.
     """
     layout, groups = plan.layout, plan.layout.groups
     queries = _TokenRows.select_queries(
@@ -215,7 +213,7 @@ def _compute_exchange(
     if relays is None:
         return share
     relayed_keys = keys.select((keys.relay == rank) & (keys.server != rank))
-    # Each run of the pool is forwarded as far as any server needs it.
+    # Of each run in the pool, forward as many rows as the server that needs the most rows.
     pool_row = _find_pool_rows(pool, relayed_keys.number, relayed_keys.start)
     relayed_rows = np.zeros_like(pool.rows)
     np.maximum.at(relayed_rows, pool_row, relayed_keys.rows)
@@ -242,7 +240,7 @@ def _find_pool_rows(pool: _TokenRows, number: IntArray, position: IntArray) -> I
 
 
 def _merge_tasks(rows: _TokenRows, place: IntArray, query: IntArray) -> Columns:
-    """Merge tasks that follow each other.
+    """Merge tasks whose query rows follow each other.
 
     Args:
         rows: the query rows.
@@ -280,7 +278,7 @@ def _group_runs(rank: IntArray, rows: _TokenRows, step: int) -> Columns:
 
 
 def _join_runs(key: IntArray, first: IntArray, rows: IntArray, step: IntArray | int) -> Columns:
-    """Join neighbouring runs that have equal numbers in `key` (ranks, for example) and whose rows
+    """Join neighbouring runs if they have equal numbers in `key` (such as ranks), and if their rows
     follow each other at distance `step` in their tensor.
 
     Return columns: number in `key`, first row, number of rows.

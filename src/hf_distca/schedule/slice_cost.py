@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 def count_task_work(rows: Any, keys: Any, tile: int, window: int) -> tuple[Any, Any]:
     """Count the keys that tasks read, and the query-key pairs that they compute.
 
-    Pairs are counted in whole kernel tiles. For each row, they include the keys of its tile that
-    come after the row.
+    Pairs are counted in whole kernel tiles, so a row also counts the keys of its tile that come
+    after the row.
 
     Args:
         rows: number of query rows; numbers or arrays, like the results.

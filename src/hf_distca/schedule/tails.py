@@ -1,8 +1,10 @@
-"""Functions on tails for `schedule.trial`. A tail is the last rows of a document on a rank. The
-functions count the rows of a tail that a rank should give away, and estimate the cost of this move.
+"""Choice of tails for `schedule.trial`. A tail is the rows that a rank gives to a server in one
+move: the last rows of a piece of a document. The functions choose the length of a tail, and
+estimate what its move costs and gains.
 
-Only `end_seconds` knows what a rank waits for. `solve_rows` solves a quadratic equation for the
-rows that a server can take, and for the rows that a home must give away.
+Only `end_seconds` combines compute and exchange into the time at which a rank ends. `solve_rows`
+solves a quadratic equation. It gives the number of rows that a server can take, and the number that
+a home must give away.
 """
 
 from __future__ import annotations
@@ -30,8 +32,8 @@ PIECE, START, STOP, SERVER = range(4)
 # Columns of `Batch.holders`: a rank that has the first keys of a part, the number of these keys,
 # and the row of the part's previous holder.
 RANK, KEYS, PREVIOUS = range(3)
-# Units of a part. Each node where rows of the part lie is a unit, numbered modulo OTHERS. All other
-# nodes together are the unit OTHERS.
+# Number of units of a part, and the number of the last unit. Each node where rows of the part lie
+# is a unit, with its node number modulo OTHERS. All other nodes together are the unit OTHERS.
 UNITS, OTHERS = 9, 8
 # Ranks aim to end before T by this fraction of T.
 CLOSE = 0.0005
@@ -42,9 +44,9 @@ class Batch(NamedTuple):
 
     Attributes:
         cost: marginal cost of slices.
-        transient: bytes of a query row and a key on the rank that gets them and on the rank that
-            sends them.
-        most_bytes: the most bytes that a rank may hold.
+        transient: bytes of memory that a query row and a key take on the rank that gets them, and
+            on the rank that sends them.
+        most_bytes: the most transient bytes that a rank may hold.
         grid: documents are cut at multiples of this number.
         per_node: number of ranks of a node; all ranks if nodes are not told apart.
         shared: number of ranks that share a link between nodes.
@@ -57,8 +59,9 @@ class Batch(NamedTuple):
             their last positions.
         parts: (parts + 1, 2) the first segment of each part, and its newest row of `holders` (-1
             for no row). The segments of a part end where the segments of the next part begin.
-        segments: (segments, 3 + units) low, high and home: keys [low, high) of a part lie on rank
-            home. Then, for each unit, the position up to which home has sent all keys to the unit.
+        segments: (segments, 3 + units) low, high and home, where keys [low, high) of a part lie on
+            rank home; then, for each unit, the position before which home has sent these keys to
+            the unit.
         pieces: (pieces, 3) the part of each piece, and its rows [first, last) that are not moved.
         ranks: (13, ranks) seconds of compute and traffic; transient bytes; end, T, and the latest
             useful end in seconds; relative speed; seconds of a byte on each link; and 1 for ranks
@@ -100,7 +103,9 @@ def find_link(batch: Batch, rank: int) -> int:
 
 @compile_inner
 def end_seconds(batch: Batch, rank: int) -> float:
-    """Return when a rank ends. Its links work at the same time, in both directions."""
+    """Return the seconds after which a rank ends. Its links work at the same time, in both
+    directions.
+    """
     ranks, link = batch.ranks, find_link(batch, rank)
     exchange = max(
         max(ranks[SENT, rank], ranks[RECEIVED, rank]),
@@ -114,11 +119,12 @@ def end_seconds(batch: Batch, rank: int) -> float:
 def solve_rows(
     cost: MarginalCost, heads: float, end: int, seconds: float, row_seconds: float
 ) -> float:
-    """Return the number of rows before position `end` that take `seconds` together. The time of a
-    row is its compute plus `row_seconds`.
+    """Return how many rows before position `end` take `seconds` together. The time of a row is its
+    compute plus `row_seconds`.
 
-    The result is a very large number if all rows take less. All rows that see a whole window cost
-    the same. Without a window, the n rows before position b have n b - n (n - 1) / 2 pairs.
+    The result is a very large number if all rows together take less. All rows that see a whole
+    window cost the same. Without a window, the n rows before position b have n b - n (n - 1) / 2
+    pairs.
     """
     if seconds <= 0:
         return 0.0
@@ -138,9 +144,10 @@ def solve_rows(
 
 @compile_inner
 def find_held(batch: Batch, part: int, server: int) -> int:
-    """Find the number of keys of a part, counted from its first key, that a server has.
+    """Find how many of a part's first keys a server has.
 
-    With a window, the result is 0: a server has only keys near its rows, which few other rows need.
+    With a window, the result is 0, because a server then has only keys near its rows, and few other
+    rows need these keys.
     """
     if batch.cost.window < ALL_KEYS:
         return 0
@@ -163,11 +170,11 @@ def find_unit(batch: Batch, part: int, server: int) -> int:
 
 
 class _Links(NamedTuple):
-    """Seconds that the links of a home and of a server are busy if a tail is sent with its keys.
+    """Seconds for which the links of a home and of a server are busy if a tail moves with its keys.
 
     Attributes:
-        arrive, leave: seconds of the link by which rows arrive at the server, and of the link by
-            which they leave the home.
+        arrive, leave: seconds of the link on which rows arrive at the server, and of the link on
+            which they leave the home, before any row of the tail is counted.
         other_arrive, other_leave: seconds of the busiest other link of the server, and of the home.
         row_arrive, row_leave: seconds that each row adds to `arrive` and to `leave`.
         key_seconds, keys: seconds of all keys that the server receives, and number of keys that its
@@ -219,7 +226,7 @@ def _weigh_links(batch: Batch, piece: int, source: int, server: int) -> _Links:
     level = int(is_far(batch, source, server))
     if level:
         arrive, other_arrive, leave, other_leave = other_arrive, arrive, other_leave, leave
-    # With a window, each further row needs one more key.
+    # If the window hides the first key, each row added in front of a tail needs one more key.
     row_bytes = batch.heads[part] * (cost.query_bytes + cost.key_bytes * (end >= cost.window))
     return _Links(
         arrive,
@@ -235,7 +242,7 @@ def _weigh_links(batch: Batch, piece: int, source: int, server: int) -> _Links:
 
 @compile_inner
 def _count_taken(batch: Batch, piece: int, source: int, server: int, links: _Links) -> float:
-    """Count the rows of a tail that its server can take and still end by T."""
+    """Count the last rows of a piece that a server can take and still end by T."""
     cost, ranks, speed = batch.cost, batch.ranks, batch.ranks[SPEED, server]
     end, latest = batch.pieces[piece, LAST], ranks[LATEST, server]
     heads = batch.heads[batch.pieces[piece, PART]]
@@ -273,7 +280,7 @@ def _count_taken(batch: Batch, piece: int, source: int, server: int, links: _Lin
 
 @compile_inner
 def _count_given(batch: Batch, piece: int, source: int, goal: float, links: _Links) -> float:
-    """Count the rows of a tail that its home must give away to end by `goal`."""
+    """Count the last rows of a piece that its home must give away to end by `goal`."""
     cost, end, speed = batch.cost, batch.pieces[piece, LAST], batch.ranks[SPEED, source]
     heads = batch.heads[batch.pieces[piece, PART]]
     key = heads * cost.key
@@ -298,9 +305,8 @@ def weigh_tail(batch: Batch, piece: int, source: int, server: int) -> tuple[floa
     start, end = batch.pieces[piece, FIRST], batch.pieces[piece, LAST]
     goal = ranks[LATEST, source] * (1 - CLOSE)
     links = _weigh_links(batch, piece, source, server)
-    # The tail begins at the first multiple of the grid from which the server can take all rows. If
-    # the source needs to give fewer rows, the tail begins later, at the last multiple that gives
-    # enough.
+    # The tail begins at a multiple of the grid: the first one from which the server can take all
+    # rows or, if the source needs to give fewer rows, the last one that gives enough.
     first = end - _count_taken(batch, piece, source, server, links)
     row = start if first <= start else int(-(-first // batch.grid)) * batch.grid
     wanted = end - _count_given(batch, piece, source, goal, links)

@@ -57,8 +57,8 @@ from hf_distca.schedule.tails import (
     weigh_tail,
 )
 
-# The most pieces of a rank that are tried for one move, and the most holders of a piece's keys that
-# are tried as its server.
+# The most pieces of a rank that are tried for one move, and the most ranks with keys of a piece
+# that are tried as the server of its tail.
 _MOST_PIECES, _MOST_HOLDERS = 4, 2
 
 
@@ -84,7 +84,7 @@ def _add_traffic(batch: Batch, source: int, server: int, sent: float, received: 
 
 @compile_inner
 def _give_keys(batch: Batch, part: int, server: int, start: int, end: int) -> None:
-    """Give a server the keys that rows [start, end) of a part need and that it does not have."""
+    """Give a server the keys that rows [start, end) of a part need and that the server lacks."""
     held = find_held(batch, part, server)
     if end <= held:
         return
@@ -121,7 +121,7 @@ def _make_move(batch: Batch, piece: int, source: int, server: int, row: int) -> 
     cost, ranks, part = batch.cost, batch.ranks, batch.pieces[piece, PART]
     heads, start, end = batch.heads[part], batch.pieces[piece, FIRST], batch.pieces[piece, LAST]
     query, key, sent_query, sent_key = batch.transient
-    is_windowed = end >= cost.window  # each further row then needs one more key
+    is_windowed = end >= cost.window  # each row added in front then needs one more key
     before = estimate_slice_seconds(cost, heads, start, end)
     after = estimate_slice_seconds(cost, heads, start, row)
     ranks[COMPUTE, source] -= (before - after) / ranks[SPEED, source]

@@ -49,7 +49,7 @@ class SpyTensor(torch.Tensor):
     argument of the call is True if the values are shifted.
     """
 
-    report_read: Callable[[bool], object] = bool  # `bool` has no effect
+    report_read: Callable[[bool], object] = bool  # calling `bool` has no effect
 
     @classmethod
     def wrap_tensor(cls, tensor: torch.Tensor, report_read: Callable[[bool], object]) -> SpyTensor:
@@ -104,7 +104,7 @@ def _strip_spy(value: Any) -> Any:
 
 @dataclass(eq=False)
 class LossWatch:
-    """Record of which of these inputs a loss uses: targets, labels and the number of targets.
+    """Record of the inputs (targets, labels and the number of targets) that a loss uses.
 
     Attributes:
         ids: the tokens of the batch, if they are known.
@@ -211,8 +211,8 @@ class LossWatch:
             )
         if is_models_loss:
             return (
-                "is the model's as it is: a sum divided by the number of targets of all ranks."
-                " Averaging gradients over ranks divides it again. Multiply it by"
+                "is the model's loss, unchanged: a sum divided by the number of targets of all"
+                " ranks. Averaging gradients over ranks divides it again. Multiply it by"
                 " self.accelerator.num_processes, or use super().compute_loss(model, inputs,"
                 " num_items_in_batch=num_items_in_batch)."
             )

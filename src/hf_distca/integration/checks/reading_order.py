@@ -87,8 +87,8 @@ def find_reading_cases(loader: Any, shares: Shares | StreamedShares, *, training
         processes is None,
         f"{type(getattr(batches, 'sampler', batches)).__name__} reads them in an order of its own."
         ' Set TrainingArguments(train_sampling_strategy="sequential"), or shuffle=False in a'
-        " DataLoader, and leave out samplers of a Trainer of your own (_get_train_sampler,"
-        " get_train_dataloader): epochs of shares are shuffled already. For an order of your own,"
+        " DataLoader, and leave out _get_train_sampler and get_train_dataloader of a Trainer"
+        " class of your own: epochs of shares are shuffled already. For an order of your own,"
         ' sort the rows, and set train_sampling_strategy="sequential" before hf_distca.deal; or'
         " hf_distca.document_shares(..., seed=None).",
     )

@@ -124,8 +124,8 @@ def warn_of_carried_states(model: torch.nn.Module | None) -> None:
 
 
 def describe_targets(documents: Any, count: int) -> str:
-    """Count the targets in a sample of `count` documents, and describe the result. The first token
-    of a document is never a target.
+    """Count the targets in a sample of the documents, which are `count` in all, and describe the
+    result. The first token of a document is never a target.
 
     Raises:
         ConfigError: if all documents were counted, and have no targets.
@@ -142,8 +142,8 @@ def describe_targets(documents: Any, count: int) -> str:
     if labels and not targets:
         finding = f"none of the {tokens:,} tokens of {len(numbers):,} documents is a target"
         cause = (
-            "labels are -100 throughout, or completion_mask or assistant_masks 0, as where a"
-            " template marks no answers"
+            "labels are -100 throughout, or completion_mask or assistant_masks are 0, for example"
+            " because a template marks no answers"
         )
         if not is_sample:
             raise ConfigError(

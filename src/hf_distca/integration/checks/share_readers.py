@@ -142,9 +142,9 @@ def warn_of_other_epochs(loader: object, args: TrainingArguments, state: Trainer
     if state.global_step and state.is_world_process_zero and before != facts:
         LOG.warning(
             "this training resumes after step %d, before which the global batches of an epoch were"
-            " %s; now they are %s. Some documents will be repeated or skipped: resume with the seed"
-            " (data_seed), tokens_per_rank, number of ranks, fill, gradient_accumulation_steps and"
-            " documents of before.",
+            " %s; now they are %s. Some documents will be repeated or skipped: resume with the same"
+            " seed (data_seed), tokens_per_rank, number of ranks, fill, gradient_accumulation_steps"
+            " and documents as before.",
             *(state.global_step, before, facts),
         )
     saved["distca_shares"] = facts

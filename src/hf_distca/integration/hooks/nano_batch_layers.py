@@ -1,4 +1,5 @@
-"""Decoder layers that run their tokens as two nano-batches, half a phase apart.
+"""Ping-pong: decoder layers run their tokens as two nano-batches. While the messages of one
+nano-batch travel, the other one computes.
 
 Each layer gets a subclass of its class, with the same name. The `forward` of the subclass runs the
 original `forward` twice, and switches between the two runs. The cut stays inside one call of the
@@ -132,8 +133,8 @@ def _choose_nano_batches(
         return None
     if (reason := _separate_attention_reason(layer)) is not None:
         warn_once(
-            "ping-pong leaves layers whole if their attention is %s by itself. Do it with whole"
-            " layers: under distca that costs no second attention, and ping-pong can cut them.",
+            "ping-pong leaves layers whole if their attention is %s separately. Do this with whole"
+            " layers: under distca it costs no second attention, and ping-pong can cut the layers.",
             reason,
         )
         return None

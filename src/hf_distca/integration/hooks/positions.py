@@ -4,8 +4,9 @@ A model must use the positions that its tokens have in their documents.
 
 With ``rope_type`` "dynamic" or "longrope", a rotary module also chooses its frequencies by the
 largest position in the batch. A rank that holds only the head of a document would choose other
-frequencies than the rank with the tail. So the largest position of the global batch, which a share
-knows, passes through the module as one more token, and the rotation of this token is dropped.
+frequencies than the rank with the tail. So the largest position of the global batch, which every
+share (a rank's part of the batch) knows, passes through the module as one more token, and the
+rotation of this token is dropped.
 
 A "dynamic" module also remembers the largest position of earlier batches, until a batch is short
 again. If a rank evaluates or generates alone, the remembered position would change on this rank
@@ -54,8 +55,8 @@ def _read_first_position(module: torch.nn.Module) -> int:
 
 
 def accept_document_positions() -> None:
-    """Make models that do not count positions from 0 shift the positions of documents, which count
-    from 0.
+    """Shift the positions of documents, which count from 0, in all models that count from another
+    number.
 
     The collator cannot shift them, because it does not know the model. If a batch has
     ``distca_documents``, its positions and the positions that the model needs differ only by a

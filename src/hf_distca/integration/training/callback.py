@@ -225,10 +225,10 @@ class DistCACallback(TrainerCallback):
     def on_epoch_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Gather the measurements of ranks if the Trainer is about to log.
+        """Gather the measurements of ranks if the Trainer is about to log: if a log is due, or
+        after the last step, when the Trainer writes the final log.
 
-        All ranks come here, but it may be that only rank 0 logs. After the last step, the Trainer
-        writes the final log.
+        All ranks call this, even if only rank 0 logs.
         """
         if control.should_log or control.should_training_stop:
             current_session().gather_measurements()

@@ -46,7 +46,7 @@ from hf_distca.integration.training.document_shares import document_shares
 from hf_distca.integration.training.place_rows import check_deals_documents
 from hf_distca.schedule.layout import IntArray, Layout
 
-_COMPARED_BATCHES = 4  # global batches for which dealing is compared with the order of documents
+_COMPARED_BATCHES = 4  # global batches for which dealing is compared with placing in order
 _COLLATORS_OF_EQUAL_ROWS = (DataCollatorWithPadding, DefaultDataCollator)
 _REPLACED_BATCHES = 64  # replaced batches whose imbalance is estimated
 # Remedies for errors: how to train on one rank, and how to keep documents whole.

@@ -153,9 +153,10 @@ def document_shares(
         # Seed 0, the default, is accepted, although a stream is not shuffled.
         if fill not in (None, "cut") or longer != "cut" or seed or lengths is not None:
             raise ConfigError(
-                f"seed={seed!r}, fill={fill!r}, longer={longer!r} and lengths={lengths!r} for a"
-                " stream of documents, which is read in order and cut where a global batch is full."
-                " Leave seed, fill, longer and lengths out, and shuffle the stream itself."
+                f"seed={seed!r}, fill={fill!r}, longer={longer!r} and lengths={lengths!r} cannot"
+                " all be used for a stream of documents, which is read in order and cut where a"
+                " global batch is full. Leave seed, fill, longer and lengths out, and shuffle the"
+                " stream itself."
             )
         return StreamedShares(documents, dealing, column=column, inputs=inputs)
     quiet = dist.is_available() and dist.is_initialized() and dist.get_rank() > 0

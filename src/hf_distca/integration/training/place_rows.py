@@ -230,7 +230,8 @@ def _make_placer(
             else _count_nodes(shard.num_processes, node_numbers, ranks_per_node, config)
         )
         text = (
-            "distca leaves rows in their order: there is one node, which evens its work by itself."
+            "distca leaves rows in their order: there is one node, and place_rows balances work"
+            " only between nodes."
         )
         if shard is not None and nodes > 1:
             places = _place_in_shard(shard, loader.dataset, nodes, work, accumulation)
@@ -370,7 +371,7 @@ class ItemRules:
             raise UnsupportedError(
                 f"place_rows weighs the items of {name} by the token ids in"
                 f" {' and '.join(_DOCUMENTS[name][0])}, but the rows have only these columns:"
-                f" {', '.join(columns) or 'none'}. This is so if images are read in the collator,"
+                f" {', '.join(columns) or 'none'}. This happens if images are read in the collator,"
                 f" or if rows are a stream. Leave place_rows out: {_AS_THEY_ARE}"
             )
         return cls(
@@ -451,6 +452,6 @@ def _check_loss(trainer: Any, name: str) -> None:
     if losses and size > 1:
         raise UnsupportedError(
             f"{name} with {' and '.join(losses)} and per_device_train_batch_size={size} has a loss"
-            " that depends on which items share a rank, and place_rows changes which they are. Set"
-            f" per_device_train_batch_size=1, or leave place_rows out: {_AS_THEY_ARE}"
+            " that depends on which items share a rank, but place_rows moves items between ranks."
+            f" Set per_device_train_batch_size=1, or leave place_rows out: {_AS_THEY_ARE}"
         )

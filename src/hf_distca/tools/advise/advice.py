@@ -66,9 +66,15 @@ def advise(run: Run, ways: Sequence[Way]) -> Advice:
     if gain < _CLOSE:
         text += " An estimate cannot tell which is faster by so little: try it first."
     lines = ['model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="distca")']
-    option = ""
+    options = "--attn-implementation distca"
     if ours is dealt:
         lines.append(f"hf_distca.deal(trainer, tokens_per_rank={run.tokens})")
-        option = f" --tokens-per-rank {run.tokens}"
-    command = f"hf-distca run --attn-implementation distca{option} accelerate launch train.py"
-    return Advice(gain >= _CLOSE, ours.title, other.title, gain, text, (*lines, f"# or: {command}"))
+        options += f" --tokens-per-rank {run.tokens}"
+    return Advice(
+        gain >= _CLOSE,
+        ours.title,
+        other.title,
+        gain,
+        text,
+        (*lines, f"# or: hf-distca run {options} accelerate launch train.py"),
+    )

@@ -16,7 +16,6 @@ from hf_distca.tools.cli.files import exit_with_error
 from hf_distca.tools.cli.plan import plan
 from hf_distca.tools.cli.report import report
 from hf_distca.tools.cli.run import run
-from hf_distca.tools.cli.serve import serve
 
 # The error for wrong words after a verb. It is imported in this way because its module differs
 # between releases of typer.
@@ -29,6 +28,8 @@ _REMOVED = {
     "profile": "profile is gone: ranks correct the rates of their GPU as they train. For rates of"
     " your own, write a CostModel to a file (CostModel.to_json), and name the file in cost_model or"
     " --cost-model.",
+    "serve": "serve is gone: servers start with the ranks that train. Write hf-distca run --servers"
+    " N torchrun ..., and the last N processes of each node serve.",
     "simulate": "simulate is a script of the repository now: python"
     " benchmarks/simulated/simulate.py, with the same options. `hf-distca advise` estimates what"
     " you would gain.",
@@ -83,7 +84,7 @@ def main(
     """Core attention disaggregation for Hugging Face."""
 
 
-for verb in (plan, advise, report, doctor, serve):
+for verb in (plan, advise, report, doctor):
     app.command()(verb)
 # All words after the script belong to the script, even if they look like options of this verb.
 app.command(context_settings={"allow_interspersed_args": False})(run)

@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 from textwrap import fill
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -107,15 +107,12 @@ class Options:
                 f"kernel {kernel!r} has no published timings on {self.hardware}: omit --kernel."
             )
         model = _find_model(self.model)
+        link = read_rate("--link-gigabytes", self.link_gigabytes)
+        changes: dict[str, Any] = {} if link is None else {"exchange_bytes_per_second": link}
         costs = [
-            (replace(make_gpu_cost(shape, device, kernel), window=window), layers)
+            (replace(make_gpu_cost(shape, device, kernel), window=window, **changes), layers)
             for shape, window, layers in model.layers
         ]
-        link = read_rate("--link-gigabytes", self.link_gigabytes)
-        if link is not None:
-            costs = [
-                (replace(cost, exchange_bytes_per_second=link), layers) for cost, layers in costs
-            ]
         return Run(
             model,
             tuple(costs),
@@ -144,8 +141,7 @@ def advise(options: Options) -> None:
     documents = open_documents(
         options.lengths, options.column, options.max_length, options.tokenizer
     )
-    drawn = documents.draw_batches(run.ranks * run.tokens, options.batches)
-    ways = estimate_ways(run, drawn)
+    ways = estimate_ways(run, documents.draw_batches(run.ranks * run.tokens, options.batches))
     advice = advise_by(run, ways)
     about = (
         f"{run.model.name} on {run.ranks} {options.hardware}, {run.tokens} tokens a rank\n"

@@ -57,9 +57,12 @@ def open_documents(
     column = _TEXT if tokenizer is not None and column == _TOKENS else column
     if text and (path.suffix in (*_TABLES, *_LINES) or path.is_dir()):
         files = path.iterdir() if path.is_dir() else [path]
-        # `Dataset.map` leaves files whose names begin with "cache-" in the folder of a data set.
-        tables = [file for file in files if not file.name.startswith("cache-")]
-        tables = sorted(file for file in tables if file.suffix in (*_TABLES, *_LINES))
+        tables = sorted(
+            file
+            for file in files
+            # `Dataset.map` leaves files whose names begin with "cache-" in a data set's folder.
+            if file.suffix in (*_TABLES, *_LINES) and not file.name.startswith("cache-")
+        )
         return from_list(_count_column(path, tables, column, tokenizer), text, longest)
     if text == "-" or (text and path.exists()) or path.suffix == ".json":
         return from_list(read_lengths(path), get_input_name(path), longest)
@@ -119,13 +122,12 @@ def _count_column(path: Path, tables: list[Path], column: str, tokenizer: str | 
 
 
 def _read_table(file: Path) -> Any:
-    import pyarrow as pa
-    from pyarrow import json, parquet
+    from pyarrow import ipc, json, parquet
 
     if file.suffix == ".parquet":
         return parquet.read_table(file)
     if file.suffix == ".arrow":
-        return pa.ipc.open_stream(file).read_all()
+        return ipc.open_stream(file).read_all()
     # A block must hold at least one line, and the file may be a single line.
     block = min(max(file.stat().st_size, 2**20), 2**31 - 1)
     return json.read_json(file, json.ReadOptions(block_size=block))

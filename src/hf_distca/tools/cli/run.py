@@ -51,13 +51,9 @@ def run(
         int | None,
         _option(min=1, help="Use this many processes of each node as attention servers."),
     ] = None,
-    server_address: Annotated[
-        list[str] | None,
-        _option(metavar="HOST:PORT", help="A server that `hf-distca serve` runs; may be repeated."),
-    ] = None,
     server_wait: Annotated[
         float | None,
-        _option(min=1.0, help="Seconds that servers may take to come.", show_default="300"),
+        _option(min=1.0, help="Seconds that servers may take to start.", show_default="300"),
     ] = None,
     summary: Annotated[
         bool | None, typer.Option(help="Print the balance at the end.", show_default="summary")

@@ -78,7 +78,6 @@ def _read_record(path: Path) -> tuple[list[Row], list[int]]:
             broken.append(number)
             continue
         if isinstance(row, RunRow):  # after a restart, later steps run again
-            begun = row.step
-            rows = [other for other in rows if isinstance(other, RunRow) or other.step <= begun]
+            rows = [other for other in rows if isinstance(other, RunRow) or other.step <= row.step]
         rows += [] if row is None else [row]
     return rows, broken

@@ -148,10 +148,9 @@ def _sum_up_run(
     ]
     whole = sum(tallies, BalanceTotals())
     runs = folder.select_rows(RunRow)
-    began = runs[0].step
     replaced = runs[-1].replaced_imbalance
     total = {
-        "step_seconds": whole.elapsed_seconds / max(rows[-1].step - began, 1),
+        "step_seconds": whole.elapsed_seconds / max(rows[-1].step - runs[0].step, 1),
         **_read_logged(whole),
         "moved_micro_batches": whole.moved,
         "last_step": rows[-1].step,

@@ -25,7 +25,6 @@ from typing import Any, Literal, NamedTuple, NoReturn
 
 from hf_distca.errors import ConfigError, DistCAError
 from hf_distca.import_hooks import call_after_import, call_after_models_load, call_at_exit
-from hf_distca.pool.addresses import parse_address
 
 __all__ = [
     "Options",
@@ -55,10 +54,6 @@ _CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
         lambda value: type(value) in (int, float) and 1 <= value <= _MOST_SECONDS,
         f"a number of seconds from 1 to {_MOST_SECONDS}, a year",
     ),
-    "server_address": (
-        lambda value: isinstance(value, list | tuple),
-        "a list of HOST:PORT, such as [10.0.0.7:29600]",
-    ),
 }
 
 
@@ -78,10 +73,9 @@ class Options(NamedTuple):
         collator: see `hf_distca.deal`; ``"replace"`` also replaces the script's own collator.
         servers: number of attention servers on each node, which are the last processes that a
             launcher starts on the node.
-        server_address: ``HOST:PORT`` of servers that were started separately.
         server_wait: seconds to wait for servers; on servers, seconds to wait for ranks that train.
-        launched: on ranks that train, facts about the servers of the launch: number of nodes,
-            number of servers on each node, and attempt of the launch.
+        launched: on ranks that train, number of nodes of the launch, and number of servers on each
+            node.
         given: names of options that a user gave. Child processes get these even if their values are
             the defaults.
     """
@@ -94,9 +88,8 @@ class Options(NamedTuple):
     observe: bool = False
     collator: Literal["check", "replace"] = "check"
     servers: int = 0
-    server_address: Sequence[str] = ()
     server_wait: float = 300.0
-    launched: tuple[int, int, str] | None = None
+    launched: tuple[int, int] | None = None
     given: tuple[str, ...] = ()
 
     def make_environment(self, environment: Mapping[str, str]) -> dict[str, str]:
@@ -146,7 +139,7 @@ class Options(NamedTuple):
             if not is_right(value):
                 raise ConfigError(f"{name}={value!r} must be {expected}.")
         changing = ("attn_implementation", "instead_of", "tokens_per_rank", "settings", "servers")
-        given = [name for name in (*changing, "server_address") if getattr(self, name)]
+        given = [name for name in changing if getattr(self, name)]
         if self.observe and given:
             raise ConfigError(
                 f"observe measures training as it is, but {', '.join(given)} would change it: leave"
@@ -156,8 +149,6 @@ class Options(NamedTuple):
             from hf_distca.config import check_replaceable
 
             check_replaceable(self.instead_of)
-        for address in self.server_address:
-            parse_address(address)
         return self
 
 
@@ -208,7 +199,7 @@ def begin(options: Options) -> None:
     if options.servers:
         try:
             options = _become_launched(options)
-        except ConfigError as error:  # in `sitecustomize`, Python would only print it
+        except ConfigError as error:  # an error of the user needs no traceback
             sys.stderr.write(f"hf-distca: {error}\n")
             os._exit(2)
     if options.observe:
@@ -227,19 +218,20 @@ def _become_launched(options: Options) -> Options:
 
     Change nothing in a process that no launcher started, such as the launcher itself.
     """
-    from hf_distca.pool.launch import QUIET, LaunchPlace
+    from hf_distca.pool.launch import LaunchPlace
 
     place = LaunchPlace.from_environment(os.environ, options.servers)
     if place is None:
         return options
     os.environ.pop(_OPTIONS, None)  # from now on, each process sets its own options
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     if place.server is not None:
-        arguments = f"{place.server}, {attempt!r}, {options.server_wait}, {place.local}"
-        code = f"from hf_distca.pool.launch import serve_launched; serve_launched({arguments})"
-        nothing = Options(summary=False).make_environment(os.environ)
-        os.execve(sys.executable, [sys.executable, "-c", code], os.environ | QUIET | nothing)
-    options = options._replace(servers=0, launched=(place.nodes, options.servers, attempt))
+        arguments = f"{place.server}, {place.local}, {options.server_wait}"
+        code = f"from hf_distca.pool.server import serve; serve({arguments})"
+        changes = Options(summary=False).make_environment(os.environ)
+        # This keeps torch from printing C++ stack frames when rank 0 closes its connections.
+        changes["TORCH_CPP_LOG_LEVEL"] = "ERROR"
+        os.execve(sys.executable, [sys.executable, "-c", code], os.environ | changes)
+    options = options._replace(servers=0, launched=(place.nodes, options.servers))
     # Processes that this process starts also belong to the world without servers.
     os.environ |= place.make_trainer_environment() | options.make_environment(os.environ)
     return options
@@ -367,18 +359,12 @@ def _prepare_models(options: Options) -> None:
     from hf_distca.integration.attention_names import make_distca_default
     from hf_distca.integration.current_session import configure
 
-    if options.launched is not None or options.servers or options.server_address:
+    if options.launched is not None or options.servers:
         from hf_distca.pool.observer import PoolObserver
         from hf_distca.runtime.group import AttentionGroup
 
-        nodes, each_node, attempt = options.launched or (0, options.servers, "0")
-        AttentionGroup.observer = PoolObserver(
-            tuple(options.server_address),
-            nodes,
-            each_node,
-            attempt,
-            options.server_wait,
-        )
+        nodes, each_node = options.launched or (0, options.servers)
+        AttentionGroup.observer = PoolObserver(nodes, each_node, options.server_wait)
     if options.settings is not None or options.instead_of is not None:
         configure(DistCAConfig(**(options.settings or {})), instead_of=options.instead_of)
     if options.attn_implementation is not None:
