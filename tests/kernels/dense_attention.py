@@ -4,7 +4,7 @@ with autograd, one task at a time.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 import torch
@@ -164,6 +164,13 @@ def run_kernel(kernel: Kernel, pools: Tensors, tasks: TaskBatch, scores: ScoreOp
     return {"o": o, "lse": lse, "dq": dq, "dk": dk, "dv": dv}
 
 
+def runs_of(tasks: TaskBatch) -> Iterable[tuple[int, int, int, int]]:
+    """First row, rows, first key and keys of each task."""
+    return zip(
+        tasks.query_start, tasks.query_length, tasks.key_start, tasks.key_length, strict=True
+    )
+
+
 def seen(q: torch.Tensor, k: torch.Tensor, window: int | None) -> torch.Tensor:
     """Which key each query row sees: (rows, keys)."""
     rows, keys = q.shape[0], k.shape[0]
@@ -207,10 +214,7 @@ def _by_task(
     lse = q.new_zeros(
         q.shape[:2], dtype=torch.float32 if q.dtype != torch.float64 else torch.float64
     )
-    runs = zip(
-        tasks.query_start, tasks.query_length, tasks.key_start, tasks.key_length, strict=True
-    )
-    for row, rows, key, keys in runs:
+    for row, rows, key, keys in runs_of(tasks):
         group = q.shape[1] // k.shape[1]
         k_task, v_task = (x[key : key + keys].repeat_interleave(group, 1) for x in (k, v))
         o_task, lse_task = attention(q[row : row + rows], k_task, v_task, scores)
@@ -246,14 +250,25 @@ def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
     )
 
 
+def check_close(found: Tensors, expected: Tensors, bound: float = 1e-10) -> None:
+    for name, value in found.items():
+        assert value.shape == expected[name].shape, name
+        assert relative_error(value, expected[name]) <= bound, name
+
+
+def check_exact(
+    kernel: Kernel, pools: Tensors, tasks: TaskBatch, scores: ScoreOptions, bound: float = 1e-10
+) -> Tensors:
+    """What a kernel computes, which is the answer."""
+    found = run_kernel(kernel, pools, tasks, scores)
+    check_close(found, exact(pools, tasks, scores), bound)
+    return found
+
+
 def untouched(case: PooledTasks) -> tuple[torch.Tensor, torch.Tensor]:
     """Masks of the rows and of the keys that no task reaches."""
     rows, keys = torch.ones(case.rows, dtype=torch.bool), torch.ones(case.keys, dtype=torch.bool)
-    tasks = case.tasks
-    runs = zip(
-        tasks.query_start, tasks.query_length, tasks.key_start, tasks.key_length, strict=True
-    )
-    for row, row_count, key, key_count in runs:
+    for row, row_count, key, key_count in runs_of(case.tasks):
         rows[row : row + row_count] = False
         keys[key : key + key_count] = False
     return rows, keys

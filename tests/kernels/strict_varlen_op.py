@@ -1,8 +1,5 @@
 """A varlen op on the CPU that checks what the real ones take on trust, and keeps a record of its
 calls.
-
-`attend` and `differentiate` take and give what flash attention's own functions do, with the
-log-sum-exp as (heads, tokens).
 """
 
 from __future__ import annotations
@@ -31,59 +28,29 @@ class StrictVarlenOp:
         self.windows: list[int | None] = []
 
     def forward(self, pools: Operands, sequences: Sequences, scores: ScoreOptions) -> Outputs:
-        o, lse_HT = self.attend(*pools, sequences, scores)
-        return Outputs(o, lse_HT.T)
-
-    def backward(self, pools: BackwardInputs, sequences: Sequences, scores: ScoreOptions) -> Grads:
-        lse_HT = pools.lse_TH.T.contiguous()
-        return Grads(
-            *self.differentiate(
-                pools.do_THV, *pools.operands, pools.o_THV, lse_HT, sequences, scores
-            )
-        )
-
-    def attend(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        sequences: Sequences,
-        scores: ScoreOptions,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        self._check(q, k, v, sequences, scores)
+        q, k, v = pools
+        self._check(pools, sequences, scores)
         self.calls.append({"q": q, "k": k, "v": v})
         self.windows.append(scores.window)
         o = torch.full_like(q, float("nan"))
         lse = q.new_full(
-            (q.shape[1], q.shape[0]),
-            float("nan"),
-            dtype=torch.promote_types(q.dtype, torch.float32),
+            q.shape[:2], float("nan"), dtype=torch.promote_types(q.dtype, torch.float32)
         )
         for rows, keys in _pieces(sequences):
             logits, _ = _logits(q[rows], k[keys], scores)
             o[rows] = torch.einsum("hqk,khd->qhd", logits.softmax(-1), _wide(v[keys], q)).to(
                 q.dtype
             )
-            lse[:, rows] = logits.logsumexp(-1)
-        return o, lse
+            lse[rows] = logits.logsumexp(-1).T
+        return Outputs(o, lse)
 
-    def differentiate(
-        self,
-        do: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        o: torch.Tensor,
-        lse: torch.Tensor,
-        sequences: Sequences,
-        scores: ScoreOptions,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        self._check(q, k, v, sequences, scores)
+    def backward(self, pools: BackwardInputs, sequences: Sequences, scores: ScoreOptions) -> Grads:
+        do, q, o, lse, k, v = pools
+        self._check(pools.operands, sequences, scores)
         assert do.shape == o.shape == q.shape
-        assert lse.shape == (q.shape[1], q.shape[0])
+        assert lse.shape == q.shape[:2]
         assert do.is_contiguous()
         assert o.is_contiguous()
-        assert lse.is_contiguous()
         self.calls.append({"do": do, "q": q, "k": k, "v": v, "o": o, "lse": lse})
         self.windows.append(scores.window)
         dq, dk, dv = (torch.full_like(x, float("nan")) for x in (q, k, v))
@@ -93,26 +60,17 @@ class StrictVarlenOp:
             logits, slope = _logits(
                 q[rows], k[keys], scores, window_from_first_key=self.window_from_first_key
             )
-            p = (logits - lse[:, rows, None]).exp()
-            dp = torch.einsum("qhd,khd->hqk", do[rows].to(p.dtype), _wide(v[keys], q))
-            ds = (
-                p
-                * (dp - (do[rows].to(p.dtype) * o[rows].to(p.dtype)).sum(-1).T[:, :, None])
-                * slope
-            )
+            p = (logits - lse[rows].T[:, :, None]).exp()
+            do_rows = do[rows].to(p.dtype)
+            dp = torch.einsum("qhd,khd->hqk", do_rows, _wide(v[keys], q))
+            ds = p * (dp - (do_rows * o[rows].to(p.dtype)).sum(-1).T[:, :, None]) * slope
             dq[rows] = torch.einsum("hqk,khd->qhd", ds, _wide(k[keys], q)).to(q.dtype)
             dk[keys] = _summed(torch.einsum("hqk,qhd->khd", ds, q[rows].to(p.dtype)), k)
-            dv[keys] = _summed(torch.einsum("hqk,qhd->khd", p, do[rows].to(p.dtype)), v)
-        return dq, dk, dv
+            dv[keys] = _summed(torch.einsum("hqk,qhd->khd", p, do_rows), v)
+        return Grads(dq, dk, dv)
 
-    def _check(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        sequences: Sequences,
-        scores: ScoreOptions,
-    ) -> None:
+    def _check(self, pools: Operands, sequences: Sequences, scores: ScoreOptions) -> None:
+        q, k, v = pools
         assert q.shape[2] == k.shape[2] == v.shape[2]
         assert q.shape[2] % 8 == 0
         assert q.shape[1] % k.shape[1] == 0

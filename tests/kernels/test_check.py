@@ -14,6 +14,7 @@ from strict_varlen_op import StrictVarlenOp
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_distca.kernels import KernelRequest, ScoreOptions
+from hf_distca.kernels.base import Operands
 from hf_distca.kernels.check import mismatch_reason
 from hf_distca.kernels.cpu import CpuKernel
 from hf_distca.kernels.plain_torch import ReferenceKernel
@@ -25,6 +26,8 @@ PLAIN, WINDOW, SOFTCAP = (
     ScoreOptions(0.1, window=7),
     ScoreOptions(0.1, softcap=30.0),
 )
+CASE = KernelRequest(CPU, torch.bfloat16, 64, 64, PLAIN)
+EVERYTHING = {"o", "lse", "dq", "dk", "dv"}
 
 
 class Changed(StrictVarlenOp):
@@ -38,39 +41,28 @@ class Changed(StrictVarlenOp):
         super().__init__()
         self.changed, self.results = scores, results
 
-    def attend(self, q: Any, k: Any, v: Any, sequences: Sequences, scores: ScoreOptions) -> Any:
-        return self.results(*super().attend(q, k, v, sequences, self.changed(scores)))
+    def forward(self, pools: Any, sequences: Sequences, scores: ScoreOptions) -> Any:
+        return self.results(*super().forward(pools, sequences, self.changed(scores)))
 
-    def differentiate(
-        self,
-        do: Any,
-        q: Any,
-        k: Any,
-        v: Any,
-        o: Any,
-        lse: Any,
-        sequences: Sequences,
-        scores: ScoreOptions,
-    ) -> Any:
-        return self.results(
-            *super().differentiate(do, q, k, v, o, lse, sequences, self.changed(scores))
-        )
+    def backward(self, pools: Any, sequences: Sequences, scores: ScoreOptions) -> Any:
+        return self.results(*super().backward(pools, sequences, self.changed(scores)))
 
 
 class Dense(StrictVarlenOp):
     """Takes rows to lie one after another, whatever the strides are."""
 
-    def attend(self, q: Any, k: Any, v: Any, sequences: Sequences, scores: ScoreOptions) -> Any:
+    def forward(self, pools: Any, sequences: Sequences, scores: ScoreOptions) -> Any:
+        q, k, v = pools
         q = q.as_strided(q.shape, (q[0].numel(), q.shape[2], 1), q.storage_offset())
-        return super().attend(q, k, v, sequences, scores)
+        return super().forward(Operands(q, k, v), sequences, scores)
 
 
 class WrongRatio(StrictVarlenOp):
     """Wrong where so many query heads share a key head."""
 
-    def attend(self, q: Any, k: Any, v: Any, sequences: Sequences, scores: ScoreOptions) -> Any:
-        o, lse = super().attend(q, k, v, sequences, scores)
-        return o * (2 if q.shape[1] == 8 * k.shape[1] else 1), lse
+    def forward(self, pools: Any, sequences: Sequences, scores: ScoreOptions) -> Any:
+        o, lse = super().forward(pools, sequences, scores)
+        return o * (2 if pools.q_THD.shape[1] == 8 * pools.k_TKD.shape[1] else 1), lse
 
 
 class TopLeft(StrictVarlenOp):
@@ -78,16 +70,30 @@ class TopLeft(StrictVarlenOp):
     masks.
     """
 
-    def attend(self, q: Any, k: Any, v: Any, sequences: Sequences, scores: ScoreOptions) -> Any:
-        o, lse = super().attend(q, k, v, sequences, scores)
+    def forward(self, pools: Any, sequences: Sequences, scores: ScoreOptions) -> Any:
+        q, k, v = pools
+        o, lse = super().forward(pools, sequences, scores)
         rows, keys = sequences.cu_rows.tolist(), sequences.cu_keys.tolist()
         for a, b, c in zip(rows, rows[1:], keys, strict=False):
             cu = torch.tensor([0, b - a], dtype=torch.int32)
             here, there = slice(a, b), slice(c, c + b - a)
-            o[here], lse[:, here] = super().attend(
-                q[here], k[there], v[there], Sequences(cu, cu, b - a, b - a), scores
+            o[here], lse[here] = super().forward(
+                Operands(q[here], k[there], v[there]), Sequences(cu, cu, b - a, b - a), scores
             )
         return o, lse
+
+
+class LeftGaps(StrictVarlenOp):
+    """Writes no gradients where a sequence has no rows, or no keys."""
+
+    def backward(self, pools: Any, sequences: Sequences, scores: ScoreOptions) -> Any:
+        grads = super().backward(pools, sequences, scores)
+        rows, keys = sequences.cu_rows.diff(), sequences.cu_keys.diff()
+        for grad, lengths, empty in zip(
+            grads, (rows, keys, keys), (keys == 0, rows == 0, rows == 0), strict=True
+        ):
+            grad[empty.repeat_interleave(lengths)] = 1.0
+        return grads
 
 
 class Tf32(TorchDispatchMode):
@@ -143,12 +149,10 @@ def not_a_number(*results: torch.Tensor) -> tuple[torch.Tensor, ...]:
 def test_right_kernels_pass(
     dtype: torch.dtype, widths: tuple[int, int], scores: ScoreOptions
 ) -> None:
-    assert (
-        mismatch_reason(VarlenKernel(StrictVarlenOp()), KernelRequest(CPU, dtype, *widths, scores))
-        is None
-    )
+    case = KernelRequest(CPU, dtype, *widths, scores)
+    assert mismatch_reason(VarlenKernel(StrictVarlenOp()), case) is None
     if scores.softcap is None:
-        assert mismatch_reason(CpuKernel(), KernelRequest(CPU, dtype, *widths, scores)) is None
+        assert mismatch_reason(CpuKernel(), case) is None
 
 
 @pytest.mark.parametrize("scores", [PLAIN, WINDOW])
@@ -164,13 +168,9 @@ def test_an_exact_float32_kernel_passes_where_tf32_is_on(scores: ScoreOptions) -
 @pytest.mark.parametrize(
     ("op", "scores", "named"),
     [
-        (TopLeft(), PLAIN, {"o", "lse", "dq", "dk", "dv"}),
-        (Changed(halved), PLAIN, {"o", "lse", "dq", "dk", "dv"}),
-        (
-            Changed(lambda scores: replace(scores, window=None)),
-            WINDOW,
-            {"o", "lse", "dq", "dk", "dv"},
-        ),
+        (TopLeft(), PLAIN, EVERYTHING),
+        (Changed(halved), PLAIN, EVERYTHING),
+        (Changed(lambda scores: replace(scores, window=None)), WINDOW, EVERYTHING),
         (Changed(next_window), WINDOW, {"o", "dq", "dk", "dv"}),
         (Changed(lambda scores: replace(scores, softcap=None)), SOFTCAP, {"o", "dq"}),
         (Dense(), PLAIN, {"o", "dq", "dk", "dv"}),
@@ -179,7 +179,7 @@ def test_an_exact_float32_kernel_passes_where_tf32_is_on(scores: ScoreOptions) -
     ],
 )
 def test_wrong_kernels_are_found(op: StrictVarlenOp, scores: ScoreOptions, named: set[str]) -> None:
-    reason = mismatch_reason(VarlenKernel(op), KernelRequest(CPU, torch.bfloat16, 64, 64, scores))
+    reason = mismatch_reason(VarlenKernel(op), CASE._replace(scores=scores))
     assert reason is not None
     assert reason.startswith("its results on cpu are wrong: ")
     found = {
@@ -191,8 +191,7 @@ def test_wrong_kernels_are_found(op: StrictVarlenOp, scores: ScoreOptions, named
 def test_each_ratio_of_heads_is_other_code() -> None:
     kernel = VarlenKernel(WrongRatio())
     found = {
-        ratio: mismatch_reason(kernel, KernelRequest(CPU, torch.bfloat16, 64, 64, PLAIN, ratio))
-        for ratio in (1, 2, 5, 8)
+        ratio: mismatch_reason(kernel, CASE._replace(gqa_ratio=ratio)) for ratio in (1, 2, 5, 8)
     }
     assert [ratio for ratio, reason in found.items() if reason is not None] == [8]
 
@@ -202,9 +201,7 @@ def test_what_a_kernel_raises_is_the_reason() -> None:
         def backward(self, *args: Any) -> Any:
             raise TypeError("got an unexpected keyword argument")
 
-    reason = mismatch_reason(
-        VarlenKernel(Other()), KernelRequest(CPU, torch.bfloat16, 64, 64, PLAIN)
-    )
+    reason = mismatch_reason(VarlenKernel(Other()), CASE)
     assert reason == "its check on cpu raised TypeError: got an unexpected keyword argument"
 
 
@@ -214,7 +211,7 @@ def test_a_device_that_is_full_says_nothing_of_a_kernel() -> None:
             raise torch.OutOfMemoryError("CUDA out of memory")
 
     with pytest.raises(torch.OutOfMemoryError, match="out of memory"):
-        mismatch_reason(VarlenKernel(Full()), KernelRequest(CPU, torch.bfloat16, 64, 64, PLAIN))
+        mismatch_reason(VarlenKernel(Full()), CASE)
 
 
 def test_training_does_not_notice() -> None:
@@ -224,37 +221,12 @@ def test_training_does_not_notice() -> None:
     torch.set_default_device("meta")
     try:
         with torch.autocast("cpu", torch.bfloat16):
-            assert (
-                mismatch_reason(ReferenceKernel(), KernelRequest(CPU, torch.float16, 64, 64, PLAIN))
-                is None
-            )
+            reason = mismatch_reason(ReferenceKernel(), CASE._replace(dtype=torch.float16))
     finally:
         torch.set_default_dtype(torch.float32)
         torch.set_default_device(None)
+    assert reason is None
     assert torch.equal(torch.get_rng_state(), before)
-
-
-class LeftGaps(StrictVarlenOp):
-    """Writes no gradients where a sequence has no rows, or no keys."""
-
-    def differentiate(
-        self,
-        do: Any,
-        q: Any,
-        k: Any,
-        v: Any,
-        o: Any,
-        lse: Any,
-        sequences: Sequences,
-        scores: ScoreOptions,
-    ) -> Any:
-        grads = super().differentiate(do, q, k, v, o, lse, sequences, scores)
-        rows, keys = sequences.cu_rows.diff(), sequences.cu_keys.diff()
-        for grad, lengths, empty in zip(
-            grads, (rows, keys, keys), (keys == 0, rows == 0, rows == 0), strict=True
-        ):
-            grad[empty.repeat_interleave(lengths)] = 1.0
-        return grads
 
 
 def test_an_op_that_takes_no_gaps_is_found() -> None:

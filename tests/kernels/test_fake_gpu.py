@@ -109,28 +109,3 @@ def test_results_are_where_and_what_they_should_be(
                     "index tensors go to the GPU in the first call for a batch alone"
                 )
                 assert not (made_once and scores.window), "nor again with other scores"
-
-
-@pytest.mark.parametrize(
-    ("capability", "newest"),
-    [((8, 0), "flash_attn"), ((9, 0), "flash_attn_3"), ((10, 0), "flash_attn_4")],
-)
-@pytest.mark.usefixtures("kernel")
-def test_which_kernels_a_gpu_has(capability: tuple[int, int], newest: str) -> None:
-    with fake_cuda(capability):
-        case = KernelRequest(CUDA, torch.bfloat16, 64, 64, ScoreOptions(0.1))
-        names = [
-            name for name, kernel in KERNELS.items() if kernel.unsupported_reason(case) is None
-        ]
-    assert set(names) >= {"cuda", "efficient", "flash_attn", newest}
-    assert ("flash_attn_3" in names) == (capability[0] == 9)
-    assert ("flash_attn_4" in names) == (capability[0] >= 9)
-
-
-def test_tensors_are_what_they_were_afterwards() -> None:
-    """Patched and restored, `torch.Tensor.__getitem__` made sequences of tensors for all tests
-    after these.
-    """
-    with fake_cuda():
-        assert torch.empty(3, device=CUDA)[1:].shape == (2,)
-    assert torch.tensor([torch.tensor(3)]).tolist() == [3]

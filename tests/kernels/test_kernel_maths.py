@@ -12,6 +12,7 @@ from dense_attention import (
     SHAPES,
     PooledTasks,
     Tensors,
+    check_exact,
     exact,
     plain,
     random_cases,
@@ -147,12 +148,7 @@ def test_strided_inputs(kernel: str) -> None:
         {"q": q, "k": k, "v": v, "do": torch.ones((), dtype=torch.float64).expand(q.shape)},
         {name: x.mT.contiguous().mT for name, x in {"q": q, "k": k, "v": v, "do": v}.items()},
     ):
-        found, expected = (
-            run_kernel(KERNELS[kernel](), pools, case.tasks, PLAIN),
-            exact(pools, case.tasks, PLAIN),
-        )
-        for name, value in found.items():
-            assert relative_error(value, expected[name]) <= 1e-10, name
+        check_exact(KERNELS[kernel](), pools, case.tasks, PLAIN)
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -160,12 +156,7 @@ def test_large_scores_do_not_overflow(kernel: str) -> None:
     case = CASES["shared keys"]
     pools = random_pools(case, SHAPES["GQA"], torch.float64)
     pools["q"] *= 100
-    found, expected = (
-        run_kernel(KERNELS[kernel](), pools, case.tasks, PLAIN),
-        exact(pools, case.tasks, PLAIN),
-    )
-    for name, value in found.items():
-        assert relative_error(value, expected[name]) <= 1e-8, name
+    check_exact(KERNELS[kernel](), pools, case.tasks, PLAIN, 1e-8)
 
 
 @pytest.mark.parametrize("kernel", KERNELS)

@@ -10,9 +10,10 @@ from dense_attention import (
     SHAPES,
     PooledTasks,
     Tensors,
+    check_close,
+    check_exact,
     exact,
     random_pools,
-    relative_error,
     run_kernel,
     supported_part,
 )
@@ -70,9 +71,7 @@ def whole(kernel: Kernel, scores: ScoreOptions) -> tuple[Tensors, Tensors]:
 def test_slices_need_the_keys_in_their_windows_only(kernel: Kernel, window: int) -> None:
     scores, tasks = ScoreOptions(0.19, window), slices(window)
     pools, expected = whole(kernel, scores)
-    found = run_kernel(kernel, pools, tasks, scores)
-    for name, value in found.items():
-        assert relative_error(value, expected[name]) <= 1e-12, name
+    check_close(run_kernel(kernel, pools, tasks, scores), expected, 1e-12)
 
     tasks, positions = with_own_keys(tasks)
     found = run_kernel(
@@ -80,8 +79,7 @@ def test_slices_need_the_keys_in_their_windows_only(kernel: Kernel, window: int)
     )
     for name in ("dk", "dv"):
         found[name] = torch.zeros_like(expected[name]).index_add_(0, positions, found[name])
-    for name, value in found.items():
-        assert relative_error(value, expected[name]) <= 1e-12, name
+    check_close(found, expected, 1e-12)
 
 
 @pytest.mark.parametrize("kernel", WITH_WINDOWS)
@@ -96,8 +94,7 @@ def test_keys_before_the_window_are_not_read(kernel: Kernel) -> None:
     found = run_kernel(kernel, pools, tasks, ScoreOptions(0.19, window))
     assert not found["dk"][unseen].any()
     assert not found["dv"][unseen].any()
-    for name, value in found.items():
-        assert relative_error(value, expected[name]) <= 1e-12, name
+    check_close(found, expected, 1e-12)
 
 
 @pytest.mark.parametrize("block", [1, 2, 5, 64, 1000])
@@ -106,10 +103,7 @@ def test_blocks_of_any_size(block: int, window: int, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(cpu, "_BLOCK_ROWS", block)
     cpu._make_block_mask.cache_clear()
     case, scores = CASES["shared keys with gaps"], ScoreOptions(0.19, window)
-    pools = random_pools(case, SHAPES["GQA"], torch.float64)
-    expected = exact(pools, case.tasks, scores)
-    for name, value in run_kernel(CpuKernel(), pools, case.tasks, scores).items():
-        assert relative_error(value, expected[name]) <= 1e-10, name
+    check_exact(CpuKernel(), random_pools(case, SHAPES["GQA"], torch.float64), case.tasks, scores)
     cpu._make_block_mask.cache_clear()
 
 

@@ -6,18 +6,17 @@ from __future__ import annotations
 
 import ast
 import inspect
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, distribution
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from dense_attention import CASES, SCORES, SHAPES, exact, random_pools, relative_error, run_kernel
+from dense_attention import CASES, SCORES, SHAPES, check_exact, random_pools
 from signatures import FLASH_ATTN_3, FLASH_ATTN_4
 from strict_varlen_op import StrictVarlenOp
 
@@ -50,6 +49,27 @@ def scores_of(
     return ScoreOptions(scale, None if left == -1 else left + 1, softcap or None)
 
 
+def attend(
+    op: StrictVarlenOp, pools: Sequence[Any], sequences: Sequences, scores: ScoreOptions
+) -> tuple[Any, Any]:
+    """Outputs and, as the real functions have them, log-sum-exps by heads and rows."""
+    o, lse_TH = op.forward(Operands(*pools), sequences, scores)
+    return o, lse_TH.T.contiguous()
+
+
+def differentiate(
+    op: StrictVarlenOp,
+    results: Sequence[Any],
+    pools: Sequence[Any],
+    sequences: Sequences,
+    scores: ScoreOptions,
+) -> tuple[Any, ...]:
+    """Gradients, of what came back from `attend` and the gradient of the outputs."""
+    (do, o, lse_HT), (q, k, v) = results, pools
+    assert lse_HT.is_contiguous()
+    return op.backward(BackwardInputs(do, q, o, lse_HT.T, k, v), sequences, scores)
+
+
 def aten_forward(
     q: Any,
     k: Any,
@@ -70,12 +90,8 @@ def aten_forward(
     assert not return_debug_mask
     left, right = (-1 if x is None else x for x in (window_size_left, window_size_right))
     scores = scores_of(scale, left, right, is_causal)
-    return (
-        *OP.attend(q, k, v, Sequences(cum_seq_q, cum_seq_k, max_q, max_k), scores),
-        None,
-        None,
-        None,
-    )
+    sequences = Sequences(cum_seq_q, cum_seq_k, max_q, max_k)
+    return *attend(OP, (q, k, v), sequences, scores), None, None, None
 
 
 def aten_backward(
@@ -102,9 +118,8 @@ def aten_backward(
     assert rng_state.dtype == unused.dtype == torch.uint64
     left, right = (-1 if x is None else x for x in (window_size_left, window_size_right))
     scores = scores_of(scale, left, right, is_causal)
-    return OP.differentiate(
-        grad_out, q, k, v, out, logsumexp, Sequences(cum_seq_q, cum_seq_k, max_q, max_k), scores
-    )
+    sequences = Sequences(cum_seq_q, cum_seq_k, max_q, max_k)
+    return differentiate(OP, (grad_out, out, logsumexp), (q, k, v), sequences, scores)
 
 
 class Efficient:
@@ -142,7 +157,7 @@ class Efficient:
         assert (bias, dropout_p, custom_mask_type) == (None, 0, 2)
         sequences = Sequences(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
         pools = self._checked(query, key, value)
-        o, lse_HT = self.op.attend(*pools, sequences, ScoreOptions(scale, window_size))
+        o, lse_HT = attend(self.op, pools, sequences, ScoreOptions(scale, window_size))
         longest = -(-max_seqlen_q // 32) * 32
         # The op writes some of the padding.
         lse = lse_HT.new_full((len(cu_seqlens_q) - 1, len(lse_HT), longest), float("nan"))
@@ -193,9 +208,8 @@ class Efficient:
         lse = torch.cat([one[:, :rows] for one, rows in zip(logsumexp, lengths, strict=True)], 1)
         sequences = Sequences(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
         pools = self._checked(query, key, value)
-        grads = self.op.differentiate(
-            grad_out_[0], *pools, out[0], lse, sequences, ScoreOptions(scale, window_size)
-        )
+        scores = ScoreOptions(scale, window_size)
+        grads = differentiate(self.op, (grad_out_[0], out[0], lse), pools, sequences, scores)
         return *(grad[None] for grad in grads), None
 
     @staticmethod
@@ -211,119 +225,86 @@ class Efficient:
 EFFICIENT_OP = Efficient()
 
 
-def package() -> dict[str, Callable[..., Any]]:
-    """The two functions of flash-attn."""
+class Interface:
+    """What the functions of all flash-attention packages have in common."""
 
-    def shared(options: dict[str, Any]) -> tuple[Sequences, ScoreOptions]:
-        sizes = (
-            options.pop(f"{name}seqlen{s}")
-            for name in ("cu_", "max_")
-            for s in (("s_q", "s_k") if name == "cu_" else ("_q", "_k"))
+    longest = 0  # a bound of at least so many rows and keys is said, which is not computed by
+
+    def attend(self, options: dict[str, Any]) -> tuple[Any, Any]:
+        return attend(OP, self._pools(options), *self._rest(options))
+
+    def differentiate(self, options: dict[str, Any], lse: str = "softmax_lse") -> tuple[Any, ...]:
+        results = [options.pop(name) for name in ("dout", "out", lse)]
+        return differentiate(OP, results, self._pools(options), *self._rest(options))
+
+    def write_grads(self, options: dict[str, Any]) -> None:
+        grads = [options.pop(name) for name in ("dq", "dk", "dv")]
+        for dx, value in zip(grads, self.differentiate(options), strict=True):
+            dx.copy_(value)
+
+    @staticmethod
+    def _pools(options: dict[str, Any]) -> list[Any]:
+        return [options.pop(name) for name in "qkv"]
+
+    def _rest(self, options: dict[str, Any]) -> tuple[Sequences, ScoreOptions]:
+        """Lengths and scores; nothing else may be left."""
+        rows, keys, *said = (
+            options.pop(name)
+            for name in ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
         )
-        sequences = Sequences(*sizes)
-        assert options.pop("dropout_p") == 0
-        assert options.pop("alibi_slopes") is None
-        left, right = options.pop("window_size_left"), options.pop("window_size_right")
+        longest = [int(cu.diff().max()) for cu in (rows, keys)]
+        assert said == [max(length, self.longest) for length in longest]
+        left, right = (options.pop(f"window_size_{side}") for side in ("left", "right"))
         scores = scores_of(
             options.pop("softmax_scale"), left, right, options.pop("causal"), options.pop("softcap")
         )
         assert not options
-        return sequences, scores
-
-    def forward(*, q: Any, k: Any, v: Any, return_softmax: bool, **options: Any) -> tuple[Any, ...]:
-        o, lse = OP.attend(q, k, v, *shared(options))
-        return o, lse, None, None
-
-    def backward(
-        *,
-        dout: Any,
-        q: Any,
-        k: Any,
-        v: Any,
-        out: Any,
-        softmax_lse: Any,
-        dq: Any,
-        dk: Any,
-        dv: Any,
-        deterministic: bool,
-        **options: Any,
-    ) -> None:
-        for dx, value in zip(
-            (dq, dk, dv),
-            OP.differentiate(dout, q, k, v, out, softmax_lse, *shared(options)),
-            strict=True,
-        ):
-            dx.copy_(value)
-
-    return {"_flash_attn_varlen_forward": forward, "_flash_attn_varlen_backward": backward}
+        return Sequences(rows, keys, *longest), scores
 
 
-def sizes(options: dict[str, Any], least: int = 0) -> Sequences:
-    """Lengths of a call. What is said of the longest is at least so much, a bound which that
-    package does not compute by.
-    """
-    rows, keys, *said = (
-        options.pop(name)
-        for name in ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
-    )
-    longest = [int(cu.diff().max()) for cu in (rows, keys)]
-    assert said == [max(length, least) for length in longest]
-    return Sequences(rows, keys, *longest)
+class Interface2(Interface):
+    """flash-attn."""
+
+    def _flash_attn_varlen_forward(self, **options: Any) -> tuple[Any, ...]:
+        self._check(options)
+        assert options.pop("return_softmax") is False
+        return *self.attend(options), None, None
+
+    def _flash_attn_varlen_backward(self, **options: Any) -> None:
+        self._check(options)
+        assert options.pop("deterministic") is False
+        self.write_grads(options)
+
+    @staticmethod
+    def _check(options: dict[str, Any]) -> None:
+        assert options.pop("dropout_p") == 0
+        assert options.pop("alibi_slopes") is None
 
 
-class Interface3:
-    """FlashAttention 3, which is to leave so many multiprocessors free."""
+class Interface3(Interface):
+    """FlashAttention 3."""
 
     def _flash_attn_forward(self, **options: Any) -> tuple[Any, ...]:
         assert options.keys() <= set(FLASH_ATTN_3["_flash_attn_forward"])
         assert options.pop("num_splits") == 1
-        return (
-            *OP.attend(*self._pools(options), sizes(options), self._scores(options, "causal")),
-            None,
-            None,
-        )
+        return *self.attend(options), None, None
 
     def _flash_attn_backward(self, **options: Any) -> None:
         assert options.keys() <= set(FLASH_ATTN_3["_flash_attn_backward"])
         assert options.pop("deterministic") is False
-        do, *grads, o, lse = (
-            options.pop(name) for name in ("dout", "dq", "dk", "dv", "out", "softmax_lse")
-        )
-        found = OP.differentiate(
-            do, *self._pools(options), o, lse, sizes(options), self._scores(options, "is_causal")
-        )
-        for dx, value in zip(grads, found, strict=True):
-            dx.copy_(value)
-
-    @staticmethod
-    def _pools(options: dict[str, Any]) -> tuple[Any, ...]:
-        return tuple(options.pop(name) for name in "qkv")
-
-    def _scores(self, options: dict[str, Any], causal: str) -> ScoreOptions:
-        left, right = options.pop("window_size_left"), options.pop("window_size_right")
-        scores = scores_of(
-            options.pop("softmax_scale"), left, right, options.pop(causal), options.pop("softcap")
-        )
-        assert not options
-        return scores
+        options["causal"] = options.pop("is_causal")
+        self.write_grads(options)
 
 
-class Interface4(Interface3):
+class Interface4(Interface):
     """FlashAttention 4: no limit is None, and the gradients are returned."""
+
+    longest = 512
 
     def _flash_attn_fwd(self, **options: Any) -> tuple[Any, ...]:
         assert options.keys() <= set(FLASH_ATTN_4["_flash_attn_fwd"])
         assert options.pop("return_lse") is True
-        return (
-            *OP.attend(
-                *self._pools(options),
-                sizes(options, 512),
-                self._scores(self._limits(options), "causal"),
-            ),
-            None,
-            None,
-            None,
-        )
+        return *self.attend(self._limits(options)), None, None, None
 
     def _flash_attn_bwd(self, **options: Any) -> tuple[Any, ...]:
         """On Hopper its kernel counts widths in units of 16 and those around it in units of 32: an
@@ -332,15 +313,7 @@ class Interface4(Interface3):
         assert options.keys() <= set(FLASH_ATTN_4["_flash_attn_bwd"])
         assert {options[name].shape[2] % 32 for name in "qkv"} == {0}
         assert options.pop("deterministic") is False
-        do, o, lse = (options.pop(name) for name in ("dout", "out", "lse"))
-        return OP.differentiate(
-            do,
-            *self._pools(options),
-            o,
-            lse,
-            sizes(options, 512),
-            self._scores(self._limits(options), "causal"),
-        )
+        return self.differentiate(self._limits(options), lse="lse")
 
     @staticmethod
     def _limits(options: dict[str, Any]) -> dict[str, Any]:
@@ -349,19 +322,10 @@ class Interface4(Interface3):
         return options
 
 
-@pytest.fixture(
-    params=[
-        "cuda",
-        "efficient",
-        "flash_attn",
-        "flash_attn_3",
-        "kernels-community/flash-attn3",
-        "flash_attn_4",
-    ]
-)
+@pytest.fixture(params=KERNELS, ids=lambda kernel: kernel.name)
 def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Kernel:
     modules = {
-        "flash_attn.flash_attn_interface": SimpleNamespace(**package()),
+        "flash_attn.flash_attn_interface": Interface2(),
         "flash_attn_interface": Interface3(),
         "kernels-community/flash-attn3": Interface3(),
         "flash_attn.cute.interface": Interface4(),
@@ -371,7 +335,8 @@ def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> K
     monkeypatch.setattr(flash, "cuda_attention_backward", aten_backward)
     monkeypatch.setattr(efficient, "efficient_attention", EFFICIENT_OP.forward)
     monkeypatch.setattr(efficient, "efficient_attention_backward", EFFICIENT_OP.backward)
-    return {kernel.name: kernel for kernel in KERNELS}[request.param]
+    kernel: Kernel = request.param
+    return kernel
 
 
 @pytest.mark.parametrize("scores", SCORES)
@@ -388,10 +353,7 @@ def test_results_of_every_shape(kernel: Kernel, shape: str) -> None:
 
 def check_results(kernel: Kernel, shape: str, scores: ScoreOptions) -> None:
     case = CASES["shared keys with gaps"]
-    pools = random_pools(case, SHAPES[shape], torch.float64)
-    expected = exact(pools, case.tasks, scores)
-    for name, value in run_kernel(kernel, pools, case.tasks, scores).items():
-        assert relative_error(value, expected[name]) <= 1e-10, name
+    check_exact(kernel, random_pools(case, SHAPES[shape], torch.float64), case.tasks, scores)
 
 
 PADDED_SHAPES = ["GQA", "MQA", "odd head dim", "wide heads"]
@@ -423,11 +385,8 @@ def test_memory_efficient_attention_gets_padded_log_sum_exps(
     # Rows that are not aligned.
     strided = {key: torch.nn.functional.pad(x, (0, 3))[..., :-3] for key, x in pools.items()}
     for scores in (SCORES["plain"], SCORES["window of 17"]):
-        expected = exact(pools, case.tasks, scores)
         for given in (pools, strided):
-            found = run_kernel(efficient.EFFICIENT, given, replace(case.tasks), scores)
-            for key, value in found.items():
-                assert relative_error(value, expected[key]) <= 1e-10, key
+            check_exact(efficient.EFFICIENT, given, replace(case.tasks), scores)
         # Less than what a task's own rows take, and what rounding them up to 32 adds.
         if scores.window is None:
             assert all(
@@ -439,7 +398,6 @@ def test_memory_efficient_attention_gets_padded_log_sum_exps(
     "imitation", [Efficient.forward, Efficient.backward], ids=["forward", "backward"]
 )
 def test_efficient_imitation_takes_the_arguments_of_torch(imitation: Any) -> None:
-    """Memory efficient attention is imitated with the arguments of the installed torch."""
     op = torch.ops.aten._efficient_attention_forward if imitation is Efficient.forward else BACKWARD
     arguments = [argument.name for argument in op.default._schema.arguments]
     assert list(inspect.signature(imitation).parameters)[1:] == arguments

@@ -5,23 +5,25 @@ process.
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from tiny import class_of, tiny_config
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 import hf_distca
 from hf_distca.integration.current_session import current_session
-from hf_distca.pipeline import Schedule, split
-from hf_distca.schedule.cost import AttentionShape, CostModel
-
-# With real costs nothing this small is worth moving: here only causal pairs count, and moving is
-# free.
-PAIRS = CostModel.make_of_pairs(AttentionShape(4, 2, 16, 16, 8))
+from hf_distca.pipeline import Schedule, Stage, split
+from tiny_runs import settings
 
 
 class Case(NamedTuple):
@@ -42,6 +44,7 @@ class Case(NamedTuple):
     per_stage: tuple[int, ...] | None = None
     steps: int = 1
     tied: bool = False
+    engine: str = "none"  # around each stage; with one, steps accumulate
     settings: tuple[tuple[str, Any], ...] = ()
 
     @property
@@ -127,9 +130,8 @@ def loss_for(case: Case) -> Any:
     return loss
 
 
-def in_one_process(case: Case, implementation: str) -> tuple[float, dict[str, torch.Tensor]]:
-    """Loss and gradients of a step, each document alone."""
-    model, loss = model_for(case, implementation), loss_for(case)
+def alone(model: Any, case: Case, loss: Any) -> float:
+    """The loss of a step in one process, each document alone, with its backward."""
     total = 0.0
     for number, lengths in enumerate(case.lengths):
         ids, _, targets = batch(case, number)
@@ -137,20 +139,85 @@ def in_one_process(case: Case, implementation: str) -> tuple[float, dict[str, to
         found = loss(torch.cat(parts, 1), targets)
         found.backward()
         total += found.item()
-    gradients = {
-        name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None
-    }
-    head = model.get_output_embeddings()
-    if head.weight is model.get_input_embeddings().weight:  # of which the last stage has a copy
+    return total
+
+
+def gradients_of(model: Any) -> dict[str, torch.Tensor]:
+    """Gradients by the names of weights, whole where they are sharded."""
+    weights = model.named_parameters()
+    return {name: whole(weight.grad) for name, weight in weights if weight.grad is not None}
+
+
+def with_tied_head(model: Any, found: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """What was found of weights; of a tied embedding also by the name of the head, as on the last
+    stage.
+    """
+    tied, head = model.get_input_embeddings().weight, model.get_output_embeddings()
+    if head.weight is tied:
+        embedding = next(name for name, weight in model.named_parameters() if weight is tied)
         name = next(name for name, module in model.named_modules() if module is head)
-        gradients[f"{name}.weight"] = head.weight.grad
-    return total, gradients
+        found[f"{name}.weight"] = found[embedding]
+    return found
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def in_one_process(case: Case, implementation: str) -> tuple[float, dict[str, torch.Tensor]]:
+    """Loss and gradients of a step, each document alone."""
+    model = model_for(case, implementation)
+    loss = alone(model, case, loss_for(case))
+    return loss, with_tied_head(model, gradients_of(model))
+
+
+def stage_of(
+    case: Case, engine: str = "none", *, model: Any = None
+) -> tuple[Stage, DeviceMesh, PreTrainedModel]:
+    """The stage of this rank, under an engine, of copies by stages; its mesh; and what it holds of
+    the model.
+    """
+    mesh = init_device_mesh("cpu", (case.copies, case.stages), mesh_dim_names=("dp", "pp"))
+    stage = split(model or model_for(case, "distca"), mesh["pp"], layers=case.per_stage)
+    held = stage.submod.model
+    if engine == "fsdp":
+        for layer in held.model.layers:
+            if any(True for _ in layer.parameters()):
+                fully_shard(layer, mesh=mesh["dp"])
+        fully_shard(stage.submod, mesh=mesh["dp"])
+    if engine == "ddp":
+        stage.submod = DistributedDataParallel(stage.submod, process_group=mesh["dp"].get_group())
+    return stage, mesh, held
+
+
+def schedule_of(stage: Stage, case: Case) -> Schedule:
+    """One whose losses are shares of the mean of a step."""
+    return Schedule(stage, case.micro_batches, loss_for(case), scale_grads=False)
+
+
+def prepare(
+    case: Case, engine: str = "none", *, model: Any = None, loss: Any = None
+) -> tuple[Stage, PreTrainedModel, Callable[..., Any]]:
+    """The stage of this rank, what it holds of the model, and a function that makes its steps; with
+    `loss`, of the mean of each micro-batch.
+    """
+    configure(case)
+    stage, mesh, held = stage_of(case, engine, model=model)
+    schedule = Schedule(stage, case.micro_batches, loss) if loss else schedule_of(stage, case)
+    ids, positions, targets = stacked(case, mesh.get_local_rank("dp"))
+    return stage, held, partial(schedule.step, ids, position_ids=positions, target=targets)
+
+
+def sum_over_ranks(losses: list[torch.Tensor]) -> float:
+    """Of the losses of all micro-batches, which last stages have."""
+    total = torch.tensor(sum(one.item() for one in losses), dtype=torch.float64)
+    dist.all_reduce(total)
+    return total.item()
 
 
 class Found(NamedTuple):
     """What a rank found. Gradients are of all copies."""
 
-    stage: int
     loss: float
     gradients: dict[str, torch.Tensor]
     calls: int
@@ -163,45 +230,32 @@ class Found(NamedTuple):
 
 
 def configure(case: Case) -> None:
-    settings = {
-        "tile": 8,
-        "min_gain": 0.0,
-        "cost_model": PAIRS,
-        "timeout_seconds": 20.0,
-        **dict(case.settings),
-    }
-    hf_distca.configure(hf_distca.DistCAConfig(**settings))
+    hf_distca.configure(settings(**{"timeout_seconds": 20.0, **dict(case.settings)}))
 
 
 def in_stages(rank: int, case: Case) -> Found:
     """A step on one rank of a pool."""
     configure(case)
-    mesh = init_device_mesh(
-        "cpu", (case.copies, case.stages), mesh_dim_names=("dp_replicate", "pp")
-    )
     model = model_for(case, "distca")
     if case.checkpointing is not None:
         model._set_gradient_checkpointing(
-            enable=True, gradient_checkpointing_func=checkpoint(case.checkpointing)
+            enable=True,
+            gradient_checkpointing_func=partial(checkpoint, use_reentrant=case.checkpointing),
         )
-    stage = split(model, mesh["pp"], layers=case.per_stage)
-    schedule = Schedule(stage, case.micro_batches, loss_for(case), scale_grads=False)
-    copy, losses = mesh.get_local_rank("dp_replicate"), list[torch.Tensor]()
-    ids, positions, targets = stacked(case, copy)
+    stage, mesh, held = stage_of(case, case.engine, model=model)
+    schedule, losses = schedule_of(stage, case), list[torch.Tensor]()
+    ids, positions, targets = stacked(case, mesh.get_local_rank("dp"))
     meter = current_session().meter
     for _ in range(case.steps):
-        stage.submod.zero_grad()
+        if case.engine == "none":
+            stage.submod.zero_grad()
         schedule.step(ids, position_ids=positions, target=targets, losses=losses)
-    gradients = {
-        name: weight.grad
-        for name, weight in stage.submod.model.named_parameters()
-        if weight.grad is not None
-    }
+    gradients = gradients_of(held)
     for gradient in gradients.values():
-        if case.copies > 1:
-            dist.all_reduce(gradient, group=mesh["dp_replicate"].get_group())
-    loss = torch.tensor(sum(one.item() for one in losses), dtype=torch.float64)
-    dist.all_reduce(loss)
+        if case.engine != "none":
+            gradient *= case.copies / case.steps
+        elif case.copies > 1:
+            dist.all_reduce(gradient, group=mesh["dp"].get_group())
     idle = [one for one in schedule.figures if one.tick.micro_batches[stage.stage_index] is None]
     served = sum(one.attention_seconds > 0 for one in idle)
     counts = (
@@ -213,15 +267,7 @@ def in_stages(rank: int, case: Case) -> Found:
         meter.dispatches,
         meter.returns,
     )
-    return Found(stage.stage_index, loss.item(), gradients, *counts)
-
-
-def checkpoint(reentrant: bool) -> Any:
-    from functools import partial
-
-    from torch.utils.checkpoint import checkpoint as run
-
-    return partial(run, use_reentrant=reentrant)
+    return Found(sum_over_ranks(losses), gradients, *counts)
 
 
 def check_equal(
@@ -230,7 +276,17 @@ def check_equal(
     """Every rank has the gradients of one process, and together they have all."""
     for one in found:
         assert abs(one.loss - loss) <= tolerance * abs(loss)
-        for name, gradient in one.gradients.items():
-            wanted = gradients[name]
-            assert (gradient - wanted).norm() <= tolerance * wanted.norm() + tolerance * 1e-3, name
+        check_near(one.gradients, gradients, tolerance, tolerance * 1e-3)
     assert {name for one in found for name in one.gradients} == set(gradients)
+
+
+def check_near(
+    found: dict[str, torch.Tensor],
+    wanted: dict[str, torch.Tensor],
+    tolerance: float = 1e-9,
+    least: float = 0.0,
+) -> None:
+    """Tensors of a rank are those of one process, to so much of their norms."""
+    for name, tensor in found.items():
+        difference = (tensor - wanted[name]).norm()
+        assert difference <= tolerance * wanted[name].norm() + least, name

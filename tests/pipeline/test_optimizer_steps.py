@@ -10,14 +10,19 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from staged import Case, batch, configure, model_for, stacked
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from staged import (
+    Case,
+    alone,
+    check_near,
+    gradients_of,
+    model_for,
+    prepare,
+    whole,
+    with_tied_head,
+)
 from torch.nn.functional import cross_entropy
-from torch.nn.parallel import DistributedDataParallel
 
-from hf_distca.pipeline import Schedule, Stage, clip_grad_norm_, split
+from hf_distca.pipeline import clip_grad_norm_
 from hf_distca.runtime.group import AttentionGroup
 from ranks import RankPool
 
@@ -34,86 +39,44 @@ def mean_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-100)
 
 
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
-
-
-def stage_of(case: Case, engine: str) -> tuple[Stage, int]:
-    """A stage under an engine, and which copy of the model it belongs to."""
-    mesh = init_device_mesh("cpu", (case.copies, case.stages), mesh_dim_names=("dp", "pp"))
-    stage = split(model_for(case, "distca"), mesh["pp"])
-    if engine == "fsdp":
-        for layer in stage.submod.model.model.layers:
-            if any(True for _ in layer.parameters()):
-                fully_shard(layer, mesh=mesh["dp"])
-        fully_shard(stage.submod, mesh=mesh["dp"])
-    if engine == "ddp":
-        stage.submod = DistributedDataParallel(stage.submod, process_group=mesh["dp"].get_group())
-    return stage, mesh.get_local_rank("dp")
-
-
-def named_parameters(stage: Stage) -> dict[str, torch.nn.Parameter]:
-    submod = (
-        stage.submod.module if isinstance(stage.submod, DistributedDataParallel) else stage.submod
-    )
-    return dict(submod.model.named_parameters())
-
-
 def accumulated(rank: int, case: Case) -> tuple[dict[str, torch.Tensor], int]:
     """Gradients of several steps with the default settings of a schedule, and collectives of all
     ranks in the last one.
     """
-    configure(case)
-    stage, copy = stage_of(case, "none")
-    schedule = Schedule(stage, case.micro_batches, mean_loss)
-    ids, positions, targets = stacked(case, copy)
+    _, held, step = prepare(case, loss=mean_loss)
     for _ in range(STEPS):
         with patch.object(AttentionGroup, "gather", autospec=True, side_effect=gather) as gathered:
-            schedule.step(ids, position_ids=positions, target=targets)
-    gradients = {
-        name: whole(weight.grad)
-        for name, weight in named_parameters(stage).items()
-        if weight.grad is not None
-    }
-    return gradients, gathered.call_count
+            step()
+    return gradients_of(held), gathered.call_count
 
 
 def backward_in_one_process(model: Any, case: Case) -> None:
     """The mean over all micro-batches of all copies, each document alone."""
     count = case.micro_batches * case.copies
-    for number, lengths in enumerate(case.lengths):
-        ids, _, targets = batch(case, number)
-        logits = [
-            model(input_ids=document, use_cache=False).logits for document in ids.split(lengths, 1)
-        ]
-        (mean_loss(torch.cat(logits, 1), targets) / count).backward()
+    alone(model, case, lambda logits, targets: mean_loss(logits, targets) / count)
 
 
 def test_gradients_of_several_steps_add_up(rank_pool: Callable[[int], RankPool]) -> None:
     model = model_for(CASE, "sdpa")
     backward_in_one_process(model, CASE)
-    wanted = {name: STEPS * weight.grad for name, weight in model.named_parameters()}
-    wanted["lm_head.weight"] = wanted["model.embed_tokens.weight"]
+    wanted = {name: STEPS * grad for name, grad in gradients_of(model).items()}
+    wanted = with_tied_head(model, wanted)
     for gradients, collectives in rank_pool(2)(accumulated, CASE):
         assert collectives == 2  # of documents, and of plans and all else that ranks compare
-        for name, gradient in gradients.items():
-            assert (gradient - wanted[name]).norm() <= EXACT * wanted[name].norm(), name
+        check_near(gradients, wanted)
 
 
 def clipped(rank: int, case: Case, engine: str) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Norms and weights of steps of SGD with clipped gradients."""
-    configure(case)
-    stage, copy = stage_of(case, engine)
-    schedule = Schedule(stage, case.micro_batches, mean_loss)
+    stage, held, step = prepare(case, engine, loss=mean_loss)
     optimizer = torch.optim.SGD(stage.submod.parameters(), lr=RATE)
-    ids, positions, targets = stacked(case, copy)
     norms = []
     for _ in range(STEPS):
-        schedule.step(ids, position_ids=positions, target=targets)
+        step()
         norms.append(clip_grad_norm_(stage, MAX_NORM).item())
         optimizer.step()
         optimizer.zero_grad()
-    return norms, {name: whole(weight) for name, weight in named_parameters(stage).items()}
+    return norms, {name: whole(weight).detach() for name, weight in held.named_parameters()}
 
 
 def check_clipped(pool: RankPool, case: Case, engine: str) -> None:
@@ -128,13 +91,11 @@ def check_clipped(pool: RankPool, case: Case, engine: str) -> None:
         optimizer.step()
         optimizer.zero_grad()
     assert all(norm > 2 * MAX_NORM for norm in norms)
-    wanted = dict(model.named_parameters())
-    wanted["lm_head.weight"] = wanted["model.embed_tokens.weight"]
+    wanted = with_tied_head(model, dict(model.named_parameters()))
     found = pool(clipped, case, engine)
     for own_norms, weights in found:
         assert own_norms == pytest.approx(norms, rel=EXACT)
-        for name, weight in weights.items():
-            assert (weight - wanted[name]).norm() <= EXACT * wanted[name].norm(), name
+        check_near(weights, wanted)
     copies = [weights[name] for _, weights in found for name in TIED & weights.keys()]
     assert all(torch.equal(copies[0], copy) for copy in copies)
 
@@ -153,17 +114,14 @@ def test_gradients_of_replicated_and_sharded_stages_are_clipped(
     check_clipped(rank_pool(4), CASE._replace(copies=2), engine)
 
 
-def clipped_alone(rank: int, case: Case, engine: str) -> str:
+def clipped_alone(rank: int, case: Case) -> str:
     """The error of the step after one in which each stage clipped by its own norm."""
-    configure(case)
-    stage, copy = stage_of(case, engine)
-    schedule = Schedule(stage, case.micro_batches, mean_loss)
-    ids, positions, targets = stacked(case, copy)
-    schedule.step(ids, position_ids=positions, target=targets)
+    stage, _, step = prepare(case, loss=mean_loss)
+    step()
     torch.nn.utils.clip_grad_norm_(stage.submod.parameters(), MAX_NORM)
     torch.optim.SGD(stage.submod.parameters(), lr=RATE).step()
     try:
-        schedule.step(ids, position_ids=positions, target=targets)
+        step()
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return "no error"
@@ -171,7 +129,7 @@ def clipped_alone(rank: int, case: Case, engine: str) -> str:
 
 def test_copies_that_drifted_apart_are_told_apart(rank_pool: Callable[[int], RankPool]) -> None:
     pool = rank_pool(2)
-    texts = pool(clipped_alone, CASE, "none")
+    texts = pool(clipped_alone, CASE)
     pool.close()  # the ranks have left each other
     for text in texts:
         assert text.startswith(

@@ -54,22 +54,12 @@ def test_two_stages_train(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_torchrun_starts_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("processes", "stages"), [("2", "2"), ("4", "4"), ("4", "2")])
+def test_torchrun_starts_it(tmp_path: Path, processes: str, stages: str) -> None:
+    """Two stages, four, and two of two copies."""
     command = words_of("torchrun --nproc_per_node 2 examples/train_pipeline.py")
+    command[command.index("--nproc_per_node") + 1] = processes
     data = ["--dataset_name", write_corpus(tmp_path / "corpus")]
-    check(run_program([*command, *data, *SMALL], tmp_path, 360), tmp_path)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(400)
-@pytest.mark.parametrize("stages", ["4", "2"])
-def test_four_processes_train(tmp_path: Path, stages: str) -> None:
-    """Four stages, and two stages of two copies."""
-    command = [
-        "torchrun",
-        "--nproc_per_node",
-        "4",
-        *words_of("torchrun --nproc_per_node 2 examples/train_pipeline.py")[3:],
-    ]
-    data = ["--dataset_name", write_corpus(tmp_path / "corpus"), "--stages", stages]
+    if processes != "2":
+        data += ["--stages", stages]
     check(run_program([*command, *data, *SMALL], tmp_path, 360), tmp_path)

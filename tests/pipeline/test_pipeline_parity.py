@@ -33,6 +33,7 @@ IN_FLOAT32 = 1e-5
 NORMS_IN_FLOAT32 = 1e-6
 
 build = Route.build
+IN_TWO = (("ping_pong", True),)
 
 # Families whose attention is special, with what computes it in one process (sdpa where it can), and
 # how near stages come to it.
@@ -61,9 +62,6 @@ def test_two_stages_equal_one_process(rank_pool: Callable[[int], RankPool]) -> N
     for one, other in zip(plain, checkpointed, strict=True):
         assert (other.kernel_calls, other.calls) == (one.kernel_calls, one.calls)
         assert other.recomputed_calls == 2 * 2 * case.micro_batches  # layers of a stage, steps
-
-
-IN_TWO = (("ping_pong", True),)
 
 
 def in_stages_with_exchanges(rank: int, case: Case) -> tuple[Found, int]:
@@ -107,37 +105,6 @@ def test_two_nano_batches_equal_one_process(rank_pool: Callable[[int], RankPool]
             assert one.recomputed_calls == (
                 0 if checkpointing is None else 2 * 2 * case.micro_batches
             )
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "case",
-    [
-        Case(checkpointing=True, tied=True, steps=2),
-        Case(copies=2, micro_batches=3),
-        Case(stages=4, micro_batches=5, layers=5),
-        Case("gemma2", micro_batches=3, per_stage=(3, 1)),
-        Case("gpt_oss", micro_batches=5),
-        Case("llama4_text", micro_batches=5),
-        Case("longcat_flash"),  # two calls of attention in a layer
-        Case("beam"),  # whose layers are left whole
-        Case(settings=(("max_transient_bytes", 60_000),)),
-        Case(tokens=2),
-        Case(tokens=3, micro_batches=1),
-    ],
-    ids=str,
-)
-@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
-def test_nano_batches_of_special_cases_equal_one_process(
-    rank_pool: Callable[[int], RankPool], case: Case
-) -> None:
-    implementation, tolerance = (
-        ("sdpa", EXACT) if case.family == "llama" else ("distca", NORMS_IN_FLOAT32)
-    )
-    found = rank_pool(case.stages * case.copies)(
-        in_stages, case._replace(settings=(*case.settings, *IN_TWO))
-    )
-    check_equal(found, *in_one_process(case, implementation), tolerance)
 
 
 def in_stages_with_relays(rank: int, case: Case) -> tuple[Found, int]:
@@ -227,33 +194,46 @@ def test_stages_equal_one_process(
     check_equal(found, *reference, EXACT if dtype == torch.float64 else IN_FLOAT32)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("stages", "copies"), [(2, 1), (4, 1), (2, 2)])
-@pytest.mark.parametrize("family", SPECIAL)
-def test_special_attention_equals_one_process(
-    rank_pool: Callable[[int], RankPool], family: str, stages: int, copies: int
-) -> None:
-    case = Case(family, stages=stages, copies=copies, micro_batches=5)
-    found = rank_pool(stages * copies)(in_stages, case)
-    implementation, tolerance = SPECIAL[family]
-    check_equal(found, *in_one_process(case, implementation), tolerance)
-    assert all(one.sent_bytes > 0 for one in found)
+IN_NANO_BATCHES = [
+    Case(checkpointing=True, tied=True, steps=2),
+    Case(copies=2, micro_batches=3),
+    Case(stages=4, micro_batches=5, layers=5),
+    Case("gemma2", micro_batches=3, per_stage=(3, 1)),
+    Case("gpt_oss", micro_batches=5),
+    Case("llama4_text", micro_batches=5),
+    Case("longcat_flash"),  # two calls of attention in a layer
+    Case("beam"),  # whose layers are left whole
+    Case(settings=(("max_transient_bytes", 60_000),)),
+    Case(tokens=2),
+    Case(tokens=3, micro_batches=1),
+]
+MANY_STEPS = Case(stages=4, micro_batches=5, layers=5, steps=5)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("stages", "copies", "per_stage"), [(4, 1, None), (4, 1, (2, 1, 1, 1)), (2, 2, (3, 2))]
+    "case",
+    [
+        *[
+            Case(family, stages=stages, copies=copies, micro_batches=5)
+            for stages, copies in ((2, 1), (4, 1), (2, 2))
+            for family in SPECIAL
+        ],
+        MANY_STEPS,
+        MANY_STEPS._replace(per_stage=(2, 1, 1, 1)),
+        MANY_STEPS._replace(stages=2, copies=2, per_stage=(3, 2)),
+        *[case._replace(settings=(*case.settings, *IN_TWO)) for case in IN_NANO_BATCHES],
+    ],
+    ids=str,
 )
-def test_many_steps_equal_one_process(
-    rank_pool: Callable[[int], RankPool],
-    stages: int,
-    copies: int,
-    per_stage: tuple[int, ...] | None,
-) -> None:
-    case = Case(
-        stages=stages, copies=copies, micro_batches=5, layers=5, per_stage=per_stage, steps=5
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+def test_special_cases_equal_one_process(rank_pool: Callable[[int], RankPool], case: Case) -> None:
+    found = rank_pool(case.stages * case.copies)(in_stages, case)
+    implementation, tolerance = {"llama": ("sdpa", EXACT), **SPECIAL}.get(
+        case.family, ("distca", NORMS_IN_FLOAT32)
     )
-    check_equal(rank_pool(stages * copies)(in_stages, case), *in_one_process(case, "sdpa"), EXACT)
+    check_equal(found, *in_one_process(case, implementation), tolerance)
+    assert case.family not in SPECIAL or all(one.sent_bytes > 0 for one in found)
 
 
 @pytest.mark.slow

@@ -13,21 +13,25 @@ import torch
 import torch.distributed as dist
 from staged import (
     Case,
+    alone,
     batch,
     check_equal,
+    check_near,
     configure,
+    gradients_of,
     in_one_process,
     in_stages,
     loss_for,
     model_for,
+    prepare,
+    schedule_of,
     stacked,
+    stage_of,
+    sum_over_ranks,
 )
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.functional import cross_entropy
-from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
 from hf_distca import PackingCollator, document_shares
@@ -38,35 +42,6 @@ from ranks import RankPool
 EXACT = 1e-9
 
 
-def wrapped(rank: int, case: Case, how: str) -> tuple[float, dict[str, torch.Tensor]]:
-    """Loss of all copies, and the gradients of this stage summed over copies."""
-    configure(case)
-    mesh = init_device_mesh("cpu", (case.copies, case.stages), mesh_dim_names=("dp_shard", "pp"))
-    stage = split(model_for(case, "distca"), mesh["pp"])
-    if how == "fsdp":
-        for layer in stage.submod.model.model.layers:
-            if any(True for _ in layer.parameters()):
-                fully_shard(layer, mesh=mesh["dp_shard"])
-        fully_shard(stage.submod, mesh=mesh["dp_shard"])
-    else:
-        stage.submod = DistributedDataParallel(
-            stage.submod, process_group=mesh["dp_shard"].get_group()
-        )
-    schedule = Schedule(stage, case.micro_batches, loss_for(case), scale_grads=False)
-    ids, positions, targets = stacked(case, mesh.get_local_rank("dp_shard"))
-    losses = list[torch.Tensor]()
-    for _ in range(case.steps):
-        schedule.step(ids, position_ids=positions, target=targets, losses=losses)
-    loss = torch.tensor(sum(one.item() for one in losses), dtype=torch.float64)
-    dist.all_reduce(loss)
-    model = stage.submod.model if how == "fsdp" else stage.submod.module.model
-    found = {}
-    for name, weight in model.named_parameters():
-        grad = weight.grad.full_tensor() if isinstance(weight.grad, DTensor) else weight.grad
-        found[name] = grad * case.copies / case.steps
-    return loss.item(), found
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("steps", [1, 2], ids=["one step", "accumulated"])
@@ -74,12 +49,8 @@ def wrapped(rank: int, case: Case, how: str) -> tuple[float, dict[str, torch.Ten
 def test_sharded_and_replicated_stages_equal_one_process(
     rank_pool: Callable[[int], RankPool], how: str, steps: int, tied: bool
 ) -> None:
-    case = Case(copies=2, steps=steps, tied=tied)
-    loss, gradients = in_one_process(case, "sdpa")
-    for found, own in rank_pool(4)(wrapped, case, how):
-        assert abs(found - loss) <= EXACT * loss
-        for name, gradient in own.items():
-            assert (gradient - gradients[name]).norm() <= EXACT * gradients[name].norm(), name
+    case = Case(copies=2, steps=steps, tied=tied, engine=how)
+    check_equal(rank_pool(4)(in_stages, case), *in_one_process(case, "sdpa"), EXACT)
 
 
 def cut(rank: int, case: Case) -> tuple[float, dict[str, torch.Tensor], int]:
@@ -103,19 +74,14 @@ def cut(rank: int, case: Case) -> tuple[float, dict[str, torch.Tensor], int]:
     for layer in stage.submod.model.model.layers:
         if any(True for _ in layer.parameters()):
             parallelize_module(layer, mesh["tp"], plan)
-    schedule = Schedule(stage, case.micro_batches, loss_for(case), scale_grads=False)
+    schedule, losses = schedule_of(stage, case), list[torch.Tensor]()
     ids, positions, targets = stacked(case, 0)
-    losses = list[torch.Tensor]()
     for _ in range(case.steps):
         stage.submod.zero_grad()
         schedule.step(ids, position_ids=positions, target=targets, losses=losses)
-    loss = torch.tensor(sum(one.item() for one in losses), dtype=torch.float64)
-    dist.all_reduce(loss, group=mesh["pp"].get_group())
-    found = {}
-    for name, weight in stage.submod.model.named_parameters():
-        assert weight.grad is not None
-        found[name] = weight.grad.full_tensor() if isinstance(weight.grad, DTensor) else weight.grad
-    return loss.item(), found, current_session().meter.sent_bytes
+    assert all(weight.grad is not None for weight in stage.submod.parameters())
+    loss = sum_over_ranks(losses) / 2  # both halves of a stage have it
+    return loss, gradients_of(stage.submod.model), current_session().meter.sent_bytes
 
 
 @pytest.mark.slow
@@ -130,8 +96,7 @@ def test_stages_with_tensor_parallel_layers_equal_one_process(
     for found, own, sent in results:
         assert abs(found - loss) <= EXACT * loss
         assert sent > 0
-        for name, gradient in own.items():
-            assert (gradient - gradients[name]).norm() <= EXACT * gradients[name].norm(), name
+        check_near(own, gradients)
 
 
 def with_adapters(model: PreTrainedModel, *, wrapped: bool) -> Any:
@@ -152,18 +117,11 @@ def with_adapters(model: PreTrainedModel, *, wrapped: bool) -> Any:
 
 def adapted(rank: int, case: Case, wrapped: bool, folder: Path) -> dict[str, torch.Tensor]:
     """Gradients of the adapters of a stage, which are saved."""
-    configure(case)
-    mesh = init_device_mesh("cpu", (case.stages,), mesh_dim_names=("pp",))
-    stage = split(with_adapters(model_for(case, "distca"), wrapped=wrapped), mesh)
-    schedule = Schedule(stage, case.micro_batches, loss_for(case), scale_grads=False)
-    ids, positions, targets = stacked(case, 0)
-    schedule.step(ids, position_ids=positions, target=targets)
+    model = with_adapters(model_for(case, "distca"), wrapped=wrapped)
+    stage, held, step = prepare(case, model=model)
+    step()
     save_pretrained(stage, folder)
-    return {
-        name: weight.grad
-        for name, weight in stage.submod.model.named_parameters()
-        if weight.grad is not None
-    }
+    return gradients_of(held)
 
 
 @pytest.mark.slow
@@ -179,19 +137,13 @@ def test_adapters_equal_one_process(
     from peft import PeftModel
 
     case = Case(stages=stages)
-    model, loss = with_adapters(model_for(case, "sdpa"), wrapped=False), loss_for(case)
-    for number, lengths in enumerate(case.lengths):
-        ids, _, targets = batch(case, number)
-        loss(
-            torch.cat([model(input_ids=one).logits for one in ids.split(lengths, 1)], 1), targets
-        ).backward()
-    wanted = {
-        name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None
-    }
+    model = with_adapters(model_for(case, "sdpa"), wrapped=False)
+    alone(model, case, loss_for(case))
+    wanted = gradients_of(model)
     found = rank_pool(stages)(adapted, case, wrapped, tmp_path)
     assert {name for one in found for name in one} == set(wanted)
-    for name, gradient in (item for one in found for item in one.items()):
-        assert (gradient - wanted[name]).norm() <= EXACT * wanted[name].norm(), name
+    for one in found:
+        check_near(one, wanted)
     loaded = PeftModel.from_pretrained(model_for(case, "sdpa"), tmp_path)
     ids = batch(case, 1)[0]
     assert torch.allclose(
@@ -206,9 +158,8 @@ def test_adapters_equal_one_process(
 def evaluated(rank: int, case: Case) -> tuple[float, float, int]:
     """Loss of an evaluation between two steps, and of the step after it."""
     configure(case)
-    mesh = init_device_mesh("cpu", (case.stages,), mesh_dim_names=("pp",))
-    stage = split(model_for(case, "distca"), mesh)
-    schedule = Schedule(stage, case.micro_batches, loss_for(case), scale_grads=False)
+    stage, _, _ = stage_of(case)
+    schedule = schedule_of(stage, case)
     ids, positions, targets = stacked(case, 0)
     schedule.step(ids, position_ids=positions, target=targets)
     found, before = [], current_session().meter.sent_bytes
@@ -216,9 +167,7 @@ def evaluated(rank: int, case: Case) -> tuple[float, float, int]:
         losses = list[torch.Tensor]()
         with torch.set_grad_enabled(run == schedule.step):
             run(ids, position_ids=positions, target=targets, losses=losses)
-        total = torch.tensor(sum(one.item() for one in losses), dtype=torch.float64)
-        dist.all_reduce(total)
-        found.append(total.item())
+        found.append(sum_over_ranks(losses))
     return found[0], found[1], current_session().meter.sent_bytes - before
 
 
@@ -235,9 +184,7 @@ def test_an_evaluation_shares_attention_too(rank_pool: Callable[[int], RankPool]
 def padded(rank: int, case: Case, padding: int) -> tuple[float, dict[str, torch.Tensor]]:
     """Loss and gradients with so many tokens of padding at the end of each micro-batch."""
     configure(case)
-    mesh = init_device_mesh("cpu", (case.stages,), mesh_dim_names=("pp",))
-    stage = split(model_for(case, "distca"), mesh)
-    schedule = Schedule(stage, case.micro_batches, loss_for(case), scale_grads=False)
+    stage, _, held = stage_of(case)
     ids, positions, targets = stacked(case, 0)
     mask = torch.cat([torch.ones_like(ids), torch.zeros_like(ids[:, :padding])], 1)
     ids, positions = (
@@ -245,9 +192,10 @@ def padded(rank: int, case: Case, padding: int) -> tuple[float, dict[str, torch.
     )
     targets = torch.cat([targets, torch.full_like(targets[:, :padding], -100)], 1)
     losses = list[torch.Tensor]()
-    schedule.step(ids, position_ids=positions, attention_mask=mask, target=targets, losses=losses)
-    grads = {name: weight.grad for name, weight in stage.submod.model.named_parameters()}
-    return sum(one.item() for one in losses), grads
+    schedule_of(stage, case).step(
+        ids, position_ids=positions, attention_mask=mask, target=targets, losses=losses
+    )
+    return sum_over_ranks(losses), gradients_of(held)
 
 
 @pytest.mark.slow
@@ -255,10 +203,9 @@ def padded(rank: int, case: Case, padding: int) -> tuple[float, dict[str, torch.
 def test_padding_changes_nothing(rank_pool: Callable[[int], RankPool], ping_pong: bool) -> None:
     case = Case(settings=(("ping_pong", ping_pong),))
     loss, gradients = in_one_process(case, "sdpa")
-    found = rank_pool(2)(padded, case, 7)
-    assert abs(sum(one for one, _ in found) - loss) <= EXACT * loss
-    for name, gradient in (item for _, own in found for item in own.items()):
-        assert (gradient - gradients[name]).norm() <= EXACT * gradients[name].norm(), name
+    for found, own in rank_pool(2)(padded, case, 7):
+        assert abs(found - loss) <= EXACT * loss
+        check_near(own, gradients)
 
 
 # Of global batches for two copies of 96 tokens.
@@ -274,10 +221,6 @@ def tokens_of(number: int, document: int, length: int) -> torch.Tensor:
 def dealt(rank: int, case: Case) -> tuple[float, dict[str, torch.Tensor]]:
     """Loss and gradients of a step of dealt batches, summed over copies."""
     configure(case)
-    mesh = init_device_mesh(
-        "cpu", (case.copies, case.stages), mesh_dim_names=("dp_replicate", "pp")
-    )
-    copy = mesh.get_local_rank("dp_replicate")
     documents = [
         {"input_ids": tokens_of(number, document, length)}
         for number, lengths in enumerate(LENGTHS)
@@ -287,6 +230,8 @@ def dealt(rank: int, case: Case) -> tuple[float, dict[str, torch.Tensor]]:
     shares = document_shares(
         documents, case.tokens, model=model, ranks=case.copies, seed=None, device="cpu"
     )
+    stage, mesh, held = stage_of(case, model=model)
+    copy = mesh.get_local_rank("dp")
     mine = [
         PackingCollator()([shares[number * case.copies + copy]])
         for number in range(case.micro_batches)
@@ -296,7 +241,6 @@ def dealt(rank: int, case: Case) -> tuple[float, dict[str, torch.Tensor]]:
         for name in ("input_ids", "position_ids", "shift_labels")
     )
     packed = [one["distca_documents"] for one in mine]
-    stage = split(model, mesh["pp"])
     schedule = Schedule(stage, case.micro_batches, whole_loss, scale_grads=False)
     losses = list[torch.Tensor]()
     for _ in range(2):
@@ -304,12 +248,10 @@ def dealt(rank: int, case: Case) -> tuple[float, dict[str, torch.Tensor]]:
         schedule.step(
             ids, position_ids=positions, target=targets, losses=losses, distca_documents=packed
         )
-    grads = {name: weight.grad for name, weight in stage.submod.model.named_parameters()}
+    grads = gradients_of(held)
     for grad in grads.values():
-        dist.all_reduce(grad, group=mesh["dp_replicate"].get_group())
-    loss = torch.tensor(sum(one.item() for one in losses), dtype=torch.float64)
-    dist.all_reduce(loss)
-    return loss.item(), grads
+        dist.all_reduce(grad, group=mesh["dp"].get_group())
+    return sum_over_ranks(losses), grads
 
 
 def whole_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -334,11 +276,10 @@ def test_dealt_batches_equal_one_process(
             loss = whole_loss(model(input_ids=tokens[None]).logits, targets)
             loss.backward()
             total += loss.item()
-    gradients = {name: weight.grad for name, weight in model.named_parameters()}
+    gradients = gradients_of(model)
     for loss, own in rank_pool(4)(dealt, case):
         assert abs(loss - total) <= EXACT * total
-        for name, gradient in own.items():
-            assert (gradient - gradients[name]).norm() <= EXACT * gradients[name].norm(), name
+        check_near(own, gradients)
 
 
 @pytest.mark.slow

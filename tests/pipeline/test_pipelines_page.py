@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from staged import Case, configure, model_for
+from staged import Case, check_near, configure, model_for
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoModelForCausalLM
@@ -50,9 +50,7 @@ def trained(rank: int, case: Case, folder: str) -> dict[str, torch.Tensor]:
         "torch": torch,
         "dist": dist,
         "AutoModelForCausalLM": AutoModelForCausalLM,
-    }
-    names["cross_entropy"] = cross_entropy
-    names |= {
+        "cross_entropy": cross_entropy,
         "copies": case.copies,
         "stages": case.stages,
         "n_microbatches": case.micro_batches,
@@ -107,10 +105,8 @@ def trained_in_one_process(case: Case) -> dict[str, torch.Tensor]:
 def test_code_of_the_page_trains_on_the_global_mean(
     rank_pool: Callable[[int], RankPool], tmp_path: Path, copies: int
 ) -> None:
-    """The code of the page trains on the mean of the global batch."""
     case = Case(micro_batches=2, layers=2, tied=True, copies=copies)
     model_for(case, "sdpa").save_pretrained(tmp_path)
     wanted = trained_in_one_process(case)
     for weights in rank_pool(2 * copies)(trained, case, str(tmp_path)):
-        for name, weight in weights.items():
-            assert (weight - wanted[name]).norm() <= 1e-6 * wanted[name].norm(), name
+        check_near(weights, wanted, 1e-6)

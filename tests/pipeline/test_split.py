@@ -77,17 +77,15 @@ def test_every_proven_family_is_split_or_refused(family: str) -> None:
         check_split(model)
 
 
-def test_shared_keys_are_refused() -> None:
-    model = build("gemma4_unified_text", "distca", torch.float32)
-    model.config.num_kv_shared_layers = 1
-    with pytest.raises(UnsupportedError, match="num_kv_shared_layers=1"):
-        check_split(model)
-
-
-def test_losses_of_routers_are_refused() -> None:
-    model = build("mixtral", "distca", torch.float32)
-    model.config.output_router_logits = True
-    with pytest.raises(UnsupportedError, match="output_router_logits=True"):
+@pytest.mark.parametrize(
+    ("family", "setting", "value"),
+    [("gemma4_unified_text", "num_kv_shared_layers", 1), ("mixtral", "output_router_logits", True)],
+)
+def test_what_crosses_layers_is_refused(family: str, setting: str, value: object) -> None:
+    """Keys that layers share, and losses of all routers together."""
+    model = build(family, "distca", torch.float32)
+    setattr(model.config, setting, value)
+    with pytest.raises(UnsupportedError, match=f"{setting}={value}"):
         check_split(model)
 
 

@@ -11,46 +11,34 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from staged import Case, batch, configure, loss_for, model_for, stacked
+from staged import Case, alone, batch, loss_for, model_for, prepare
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoModelForCausalLM
 
 from hf_distca.errors import ConfigError
-from hf_distca.pipeline import Schedule, from_pretrained, save_pretrained, split
+from hf_distca.pipeline import from_pretrained, save_pretrained, split
 from ranks import RankPool
 
 RATE = 0.5
 
 
-def trained(rank: int, case: Case, folder: Path) -> None:
+def train(rank: int, case: Case, folder: Path) -> None:
     """A step of SGD, and the weights saved and loaded again."""
-    configure(case)
-    mesh = init_device_mesh(
-        "cpu", (case.copies, case.stages), mesh_dim_names=("dp_replicate", "pp")
-    )
-    stage = split(model_for(case, "distca"), mesh["pp"])
-    schedule = Schedule(stage, case.micro_batches, loss_for(case), scale_grads=False)
-    ids, positions, targets = stacked(case)
-    schedule.step(ids, position_ids=positions, target=targets)
+    stage, held, step = prepare(case)
+    step()
     torch.optim.SGD(stage.submod.parameters(), lr=RATE).step()
     save_pretrained(stage, folder)
-    again = from_pretrained(str(folder), mesh["pp"])
-    held, loaded = (
-        dict(stage.submod.model.named_parameters()),
-        dict(again.submod.model.named_parameters()),
-    )
-    assert held.keys() == loaded.keys()
-    assert all(torch.equal(held[name], loaded[name]) for name in held)
+    again = from_pretrained(str(folder), stage.mesh)
+    trained, loaded = (dict(model.named_parameters()) for model in (held, again.submod.model))
+    assert trained.keys() == loaded.keys()
+    assert all(torch.equal(trained[name], loaded[name]) for name in trained)
     assert not any(tensor.is_meta for tensor in again.submod.buffers())
 
 
 def compare(found: Path, case: Case) -> None:
     """The loaded checkpoint has the logits of the model that was trained in one process."""
-    model, loss = model_for(case, "sdpa"), loss_for(case)
-    for number, lengths in enumerate(case.lengths):
-        ids, _, targets = batch(case, number)
-        parts = [model(input_ids=one, use_cache=False).logits for one in ids.split(lengths, 1)]
-        loss(torch.cat(parts, 1), targets).backward()
+    model = model_for(case, "sdpa")
+    alone(model, case, loss_for(case))
     torch.optim.SGD(model.parameters(), lr=RATE).step()
     plain, info = AutoModelForCausalLM.from_pretrained(
         found, attn_implementation="sdpa", output_loading_info=True
@@ -67,7 +55,7 @@ def test_a_checkpoint_of_stages_is_one_of_the_model(
     rank_pool: Callable[[int], RankPool], tmp_path: Path
 ) -> None:
     case = Case(micro_batches=2, tied=True, layers=2)
-    rank_pool(2)(trained, case, tmp_path)
+    rank_pool(2)(train, case, tmp_path)
     compare(tmp_path, case)
 
 
@@ -131,7 +119,6 @@ def loaded(rank: int, folder: Path) -> None:
 def test_stages_load_from_where_transformers_would_and_check(
     rank_pool: Callable[[int], RankPool], tmp_path: Path
 ) -> None:
-    """Stages are loaded from where transformers would and checked."""
     model_for(Case(layers=2), "sdpa").save_pretrained(tmp_path)
     model_for(Case(layers=4), "sdpa").save_pretrained(tmp_path / "inner")
     rank_pool(2)(loaded, tmp_path)
@@ -149,5 +136,5 @@ def test_a_checkpoint_of_four_stages_is_one_of_the_model(
         micro_batches=2,
         dtype=torch.float32 if family == "mixtral" else torch.float64,
     )
-    rank_pool(4)(trained, case, tmp_path)
+    rank_pool(4)(train, case, tmp_path)
     compare(tmp_path, case)

@@ -14,12 +14,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from staged import Case, configure, loss_for, model_for, stacked
+from staged import Case, configure, loss_for, model_for, prepare, schedule_of, stacked, stage_of
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import forks
-import hf_distca
 from hf_distca import PackingCollator, document_shares
 from hf_distca.errors import ConfigError, UnsupportedError
 from hf_distca.pipeline import Schedule, split
@@ -42,16 +41,24 @@ SLACK = 4.0  # a busy machine, and the words of others
 CASE = Case(micro_batches=3, layers=2, settings=(("timeout_seconds", TIMEOUT),))
 
 
-def failing(rank: int, culprit: int, what: str) -> tuple[str, str, float]:
-    """Name and text of the error of a rank, and after how many seconds."""
+def end_of(step: Callable[..., object], *args: Any, **options: Any) -> tuple[str, float]:
+    """The error that a step ends in, and after how many seconds."""
+    started = time.monotonic()
+    try:
+        step(*args, **options)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}", time.monotonic() - started
+    return "", time.monotonic() - started
+
+
+def failing(rank: int, what: str) -> tuple[str, float]:
+    """How a step ends in which rank 1 fails, in a world that is the group of the stages."""
     configure(CASE)
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
-    stage = split(model_for(CASE, "distca"), mesh)
-    schedule = Schedule(stage, CASE.micro_batches, loss_for(CASE), scale_grads=False)
+    stage = split(model_for(CASE, "distca"), init_device_mesh("cpu", (2,), mesh_dim_names=("pp",)))
     ids, positions, targets = stacked(CASE)
-    if rank == culprit and what == "disagrees":
+    if rank == 1 and what == "disagrees":
         positions = torch.arange(CASE.tokens).expand(CASE.micro_batches, -1)
-    if rank == culprit and what in ("raises", "sleeps"):
+    if rank == 1 and what in ("raises", "sleeps"):
         calls = []
 
         def disturb(*_: Any) -> None:
@@ -62,37 +69,15 @@ def failing(rank: int, culprit: int, what: str) -> tuple[str, str, float]:
                 time.sleep(TIMEOUT + 2)
 
         stage.submod.model.model.layers[rank].register_forward_pre_hook(disturb)
-    started = time.monotonic()
-    try:
-        schedule.step(ids, position_ids=positions, target=targets)
-    except Exception as error:
-        return type(error).__name__, str(error), time.monotonic() - started
-    return "", "", 0.0
+    return end_of(schedule_of(stage, CASE).step, ids, position_ids=positions, target=targets)
 
 
-@pytest.mark.slow
-def test_stages_with_different_documents(rank_pool: Callable[[int], RankPool]) -> None:
-    for name, text, seconds in rank_pool(2)(failing, 1, "disagrees"):
-        assert name == "DistCADesyncError"
-        assert (
-            "ranks 0 and 1 are stages of one copy of the model and have different documents in"
-            " micro-batch 1" in text
-        )
-        assert seconds < TIMEOUT + SLACK
-
-
-def differing(rank: int, what: str) -> tuple[str, str, float]:
+def differing(rank: int, what: str) -> tuple[str, float]:
     """As `failing`, in the second step: stage 1 has micro-batches of another shape, or
     evaluates.
     """
     configure(CASE)
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
-    schedule = Schedule(
-        split(model_for(CASE, "distca"), mesh),
-        CASE.micro_batches,
-        loss_for(CASE),
-        scale_grads=False,
-    )
+    schedule = schedule_of(stage_of(CASE)[0], CASE)
     ids, positions, targets = stacked(CASE)
     if what == "batch":  # documents of as many tokens in either shape
         positions = (torch.arange(CASE.tokens) % (CASE.tokens // 2)).repeat(CASE.micro_batches, 1)
@@ -104,45 +89,7 @@ def differing(rank: int, what: str) -> tuple[str, str, float]:
         ids, positions, targets = (
             one.view(2 * CASE.micro_batches, -1) for one in (ids, positions, targets)
         )
-    started = time.monotonic()
-    try:
-        run(ids, position_ids=positions, target=targets)
-    except Exception as error:
-        return type(error).__name__, str(error), time.monotonic() - started
-    return "", "", 0.0
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("what", "said"),
-    [
-        (
-            "tokens",
-            (
-                "ranks 0 and 1 are stages of one copy of the model and have different documents in"
-                " micro-batch 0"
-            ),
-        ),
-        (
-            "batch",
-            (
-                "ranks 0 and 1 are stages of one copy of the model and have micro-batches of shapes"
-                " (1, 96) and (2, 48)"
-            ),
-        ),
-        (
-            "evaluates",
-            "in step 2, 3 micro-batches in 2 stages: the run is step on rank 0, eval on rank 1",
-        ),
-    ],
-)
-def test_stages_that_differ_in_a_later_step(
-    rank_pool: Callable[[int], RankPool], what: str, said: str
-) -> None:
-    for name, text, seconds in rank_pool(2)(differing, what):
-        assert name == "DistCADesyncError"
-        assert said in text
-        assert seconds < TIMEOUT
+    return end_of(run, ids, position_ids=positions, target=targets)
 
 
 @pytest.mark.slow
@@ -150,8 +97,8 @@ def test_a_stage_that_raises(rank_pool: Callable[[int], RankPool]) -> None:
     """The third forward of stage 1 is the second one of the step: of micro-batch 1, in the third
     forward tick.
     """
-    (_, first, _), (name, text, _) = rank_pool(2)(failing, 1, "raises")
-    assert (name, text) == ("ValueError", "disturbed")
+    (first, _), (second, _) = rank_pool(2)(failing, "raises")
+    assert second == "ValueError: disturbed"
     assert (
         "rank 1 raised ValueError while running forward tick 3 (micro-batch 2 on stage 0,"
         " micro-batch 1 on stage 1)" in first
@@ -161,17 +108,17 @@ def test_a_stage_that_raises(rank_pool: Callable[[int], RankPool]) -> None:
 
 @pytest.mark.slow
 def test_a_stage_that_sleeps(rank_pool: Callable[[int], RankPool]) -> None:
-    (name, text, seconds), _ = rank_pool(2)(failing, 1, "sleeps")
-    assert name == "DistCADesyncError"
-    assert "rank 1 is silent" in text
+    (error, seconds), _ = rank_pool(2)(failing, "sleeps")
+    assert error.startswith("DistCADesyncError: ")
+    assert "rank 1 is silent" in error
     assert (
         "attention call 0 of forward tick 3 (micro-batch 2 on stage 0, micro-batch 1 on stage 1) of"
-        " step 1" in text
+        " step 1" in error
     )
     assert seconds < TIMEOUT + SLACK
 
 
-def odd_one_out(rank: int, what: str) -> tuple[str, str, float]:
+def odd_one_out(rank: int, what: str) -> tuple[str, float]:
     """As `failing`, with something that rank 1 has otherwise than rank 0, in its second step or
     from the beginning.
     """
@@ -181,13 +128,12 @@ def odd_one_out(rank: int, what: str) -> tuple[str, str, float]:
         settings=(*CASE.settings, *settings.items()),
     )
     configure(case)
-    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp_replicate", "pp"))
     model = model_for(case._replace(tied=what == "copies"), "distca")
     if rank == 1 and what == "copies":
         model.get_input_embeddings().weight.data.mul_(1.5)
     if what == "float16":
         model = model.half()
-    stage = split(model, mesh["pp"])
+    stage, _, _ = stage_of(case, model=model)
     count = case.micro_batches - (rank == 1 and what == "micro-batches")
     ids, positions, targets = stacked(case, count=count)
     schedule = Schedule(stage, count, loss_for(case), scale_grads=False)
@@ -208,104 +154,105 @@ def odd_one_out(rank: int, what: str) -> tuple[str, str, float]:
         stage.submod.train(rank == 0)
     if rank == 1 and what == "configure":
         configure(case)
-    started = time.monotonic()
-    try:
-        schedule.step(ids, position_ids=positions, target=targets, **more)
-    except Exception as error:
-        return type(error).__name__, str(error), time.monotonic() - started
-    return "", "", time.monotonic() - started
+    return end_of(schedule.step, ids, position_ids=positions, target=targets, **more)
 
 
 DIFFERENT = "ranks do not run the same in the first step: "
+DOCUMENTS = "ranks 0 and 1 are stages of one copy of the model and have different documents in"
 
 
 @pytest.mark.parametrize(
-    ("what", "said"),
+    ("function", "what", "said"),
     [
-        ("layers", "config.num_hidden_layers is 2 on rank 0, 3 on rank 1"),
-        ("micro-batches", DIFFERENT + "n_microbatches is 3 on rank 0, 2 on rank 1."),
-        ("ping_pong", DIFFERENT + "ping_pong is False on rank 0, True on rank 1."),
+        (odd_one_out, "layers", "config.num_hidden_layers is 2 on rank 0, 3 on rank 1"),
+        (odd_one_out, "micro-batches", DIFFERENT + "n_microbatches is 3 on rank 0, 2 on rank 1."),
+        (odd_one_out, "ping_pong", DIFFERENT + "ping_pong is False on rank 0, True on rank 1."),
         (
+            odd_one_out,
             "eval",
-            (
-                "in step 2, 3 micro-batches in 2 stages: the mode of the model is train on rank 0,"
-                " eval on rank 1."
-            ),
+            "in step 2, 3 micro-batches in 2 stages: the mode of the model is train on rank 0,"
+            " eval on rank 1.",
         ),
         (
+            odd_one_out,
             "copies",
-            (
-                "model.embed_tokens.weight and lm_head.weight are one weight, of which ranks 0 and"
-                " 1 have a copy each"
-            ),
+            "model.embed_tokens.weight and lm_head.weight are one weight, of which ranks 0 and 1"
+            " have a copy each",
+        ),
+        (
+            odd_one_out,
+            "shares",
+            "ranks have different ways of giving documents in step 1, 3 micro-batches",
+        ),
+        pytest.param(failing, "disagrees", f"{DOCUMENTS} micro-batch 1", marks=pytest.mark.slow),
+        pytest.param(differing, "tokens", f"{DOCUMENTS} micro-batch 0", marks=pytest.mark.slow),
+        pytest.param(
+            differing,
+            "batch",
+            "ranks 0 and 1 are stages of one copy of the model and have micro-batches of shapes"
+            " (1, 96) and (2, 48)",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            differing,
+            "evaluates",
+            "in step 2, 3 micro-batches in 2 stages: the run is step on rank 0, eval on rank 1",
+            marks=pytest.mark.slow,
         ),
     ],
 )
 def test_ranks_that_differ_are_told_apart_by_name(
-    rank_pool: Callable[[int], RankPool], what: str, said: str
+    rank_pool: Callable[[int], RankPool],
+    function: Callable[..., tuple[str, float]],
+    what: str,
+    said: str,
 ) -> None:
-    for name, text, seconds in rank_pool(2)(odd_one_out, what):
-        assert name == "DistCADesyncError"
-        assert said in text
-        assert seconds < TIMEOUT
-
-
-def test_shares_on_some_ranks_alone_are_told_apart(rank_pool: Callable[[int], RankPool]) -> None:
-    for name, text, seconds in rank_pool(2)(odd_one_out, "shares"):
-        assert name == "DistCADesyncError"
-        assert "ranks have different ways of giving documents in step 1, 3 micro-batches" in text
+    for error, seconds in rank_pool(2)(function, what):
+        assert error.startswith("DistCADesyncError: ")
+        assert said in error
         assert seconds < TIMEOUT
 
 
 def test_a_rank_that_configures_again_tells_the_others_at_once(
     rank_pool: Callable[[int], RankPool],
 ) -> None:
-    (_, first, seconds), (name, text, _) = rank_pool(2)(odd_one_out, "configure")
-    assert (name, "make the Schedule again" in text) == ("ConfigError", True)
+    (first, seconds), (second, _) = rank_pool(2)(odd_one_out, "configure")
+    assert second.startswith("ConfigError: ")
+    assert "make the Schedule again" in second
     assert "rank 1 raised ConfigError while reading the documents of step 2" in first
     assert seconds < TIMEOUT
 
 
 def test_float16_is_refused(rank_pool: Callable[[int], RankPool]) -> None:
-    for name, text, _ in rank_pool(2)(odd_one_out, "float16"):
-        assert name == "UnsupportedError"
-        assert "float16 needs a GradScaler" in text
+    for error, _ in rank_pool(2)(odd_one_out, "float16"):
+        assert error.startswith("UnsupportedError: ")
+        assert "float16 needs a GradScaler" in error
 
 
-def frozen(rank: int, when: str) -> tuple[str, str, float]:
+def frozen(rank: int, when: str) -> tuple[str, float]:
     """As `failing`, with an embedding that is tied to the head and frozen on the first stage
     alone.
     """
-    configure(CASE)
-    # A wait in vain breaks the group of stages.
-    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp_replicate", "pp"))
-    stage = split(model_for(CASE._replace(tied=True), "distca"), mesh["pp"])
-    schedule = Schedule(stage, CASE.micro_batches, loss_for(CASE), scale_grads=False)
-    ids, positions, targets = stacked(CASE)
+    _, held, step = prepare(CASE._replace(tied=True))
     if when == "later":
-        schedule.step(ids, position_ids=positions, target=targets)
-    for weight in stage.submod.model.get_input_embeddings().parameters():
+        step()
+    for weight in held.get_input_embeddings().parameters():
         weight.requires_grad_(False)
-    started = time.monotonic()
-    try:
-        schedule.step(ids, position_ids=positions, target=targets)
-    except Exception as error:
-        return type(error).__name__, str(error), time.monotonic() - started
-    return "", "", time.monotonic() - started
+    return end_of(step)
 
 
 @pytest.mark.slow
 def test_a_tied_embedding_that_one_stage_froze(rank_pool: Callable[[int], RankPool]) -> None:
-    for name, text, seconds in rank_pool(2)(frozen, "first"):
-        assert name == "ConfigError"
+    for error, seconds in rank_pool(2)(frozen, "first"):
+        assert error.startswith("ConfigError: ")
         assert (
             "only one of them is trained: rank 0 (stage 0): frozen, rank 1 (stage 1): trained"
-            in text
+            in error
         )
         assert seconds < TIMEOUT
-    _, (name, text, seconds) = rank_pool(2)(frozen, "later")
-    assert name == "DistCADesyncError"
-    assert "while adding the gradients of the tied embedding in step 2" in text
+    _, (error, seconds) = rank_pool(2)(frozen, "later")
+    assert error.startswith("DistCADesyncError: ")
+    assert "while adding the gradients of the tied embedding in step 2" in error
     assert seconds < TIMEOUT + SLACK
 
 
@@ -368,9 +315,3 @@ def refusals(rank: int) -> None:
         split(sharded, mesh)
     with pytest.raises(ConfigError, match=r"give it the stage that hf_distca.pipeline.split made"):
         Schedule(stage.submod, 2)  # type: ignore[arg-type]
-    schedule = Schedule(stage, 2, loss_for(Case()))
-    hf_distca.configure()
-    with pytest.raises(ConfigError, match="make the Schedule again"):
-        schedule.step(
-            torch.zeros(2, 8, dtype=torch.long), target=torch.zeros(2, 8, dtype=torch.long)
-        )

@@ -9,15 +9,24 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from staged import Case, configure, in_one_process, loss_for, model_for, stacked
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from staged import (
+    Case,
+    check_near,
+    configure,
+    gradients_of,
+    in_one_process,
+    loss_for,
+    model_for,
+    prepare,
+    schedule_of,
+    stacked,
+    stage_of,
+    with_tied_head,
+)
 
-from hf_distca.pipeline import Schedule, Stage, split
+from hf_distca.pipeline import Schedule
 from ranks import RankPool
 
-EXACT = 1e-9
 TOKENS = (96, 96, 48, 96)  # of the micro-batches of each step
 
 
@@ -33,25 +42,7 @@ def gradients_in_one_process(case: Case) -> dict[str, torch.Tensor]:
             )
             logits = [model(input_ids=one, use_cache=False).logits for one in ids.split(lengths, 1)]
             loss(torch.cat(logits, 1), targets).backward()
-    return {name: weight.grad for name, weight in model.named_parameters()}
-
-
-def stage_of(case: Case, *, sharded: bool) -> Stage:
-    mesh = init_device_mesh("cpu", (1, case.stages), mesh_dim_names=("dp_shard", "pp"))
-    stage = split(model_for(case, "distca"), mesh["pp"])
-    if sharded:
-        for layer in stage.submod.model.model.layers:
-            if any(True for _ in layer.parameters()):
-                fully_shard(layer, mesh=mesh["dp_shard"])
-        fully_shard(stage.submod, mesh=mesh["dp_shard"])
-    return stage
-
-
-def gradients_of(stage: Stage) -> dict[str, torch.Tensor]:
-    found = {}
-    for name, weight in stage.submod.model.named_parameters():
-        found[name] = weight.grad.full_tensor() if isinstance(weight.grad, DTensor) else weight.grad
-    return found
+    return with_tied_head(model, gradients_of(model))
 
 
 def accumulated(rank: int, case: Case, sharded: bool, evaluated: str) -> dict[str, torch.Tensor]:
@@ -59,8 +50,8 @@ def accumulated(rank: int, case: Case, sharded: bool, evaluated: str) -> dict[st
     own or not.
     """
     configure(case)
-    stage = stage_of(case, sharded=sharded)
-    schedule = Schedule(stage, case.micro_batches, loss_for(case), scale_grads=False)
+    stage, _, held = stage_of(case, "fsdp" if sharded else "none")
+    schedule = schedule_of(stage, case)
     other = Schedule(stage, 1)
     for number, tokens in enumerate(TOKENS):
         ids, positions, targets = (tensor[:, :tokens] for tensor in stacked(case))
@@ -70,7 +61,7 @@ def accumulated(rank: int, case: Case, sharded: bool, evaluated: str) -> dict[st
             elif number:
                 schedule.eval(ids, position_ids=positions, target=targets)
         schedule.step(ids, position_ids=positions, target=targets)
-    return gradients_of(stage)
+    return gradients_of(held)
 
 
 @pytest.mark.slow
@@ -81,25 +72,19 @@ def test_gradients_outlast_other_shapes_and_evaluations(
 ) -> None:
     case = Case(tied=True)
     wanted = gradients_in_one_process(case)
-    wanted["lm_head.weight"] = wanted["model.embed_tokens.weight"]
     for own in rank_pool(2)(accumulated, case, sharded, evaluated):
-        for name, gradient in own.items():
-            assert (gradient - wanted[name]).norm() <= EXACT * wanted[name].norm(), name
+        check_near(own, wanted)
 
 
 def messages(rank: int, case: Case) -> list[list[str]]:
     """What was begun in the group of the stages in each of two steps: collectives, and messages
     between some.
     """
-    configure(case)
-    mesh = init_device_mesh("cpu", (1, case.stages), mesh_dim_names=("dp_replicate", "pp"))["pp"]
-    stage = split(model_for(case, "distca"), mesh)
-    schedule = Schedule(stage, case.micro_batches, loss_for(case), scale_grads=False)
-    ids, positions, targets = stacked(case)
+    stage, _, step = prepare(case)
     reduce, trade, found = dist.all_reduce, dist.batch_isend_irecv, list[list[str]]()
 
     def reducing(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        if kwargs.get("group") is mesh.get_group():
+        if kwargs.get("group") is stage.mesh.get_group():
             found[-1].append("all")
         return reduce(tensor, *args, **kwargs)
 
@@ -113,7 +98,7 @@ def messages(rank: int, case: Case) -> list[list[str]]:
     ):
         for _ in range(2):
             found.append([])
-            schedule.step(ids, position_ids=positions, target=targets)
+            step()
     return found
 
 
@@ -126,28 +111,20 @@ def test_all_stages_take_part_in_the_first_message(rank_pool: Callable[[int], Ra
 
 def moved(rank: int, case: Case) -> dict[str, torch.Tensor]:
     """Gradients of a stage that was split on one device and then moved to another."""
-    configure(case)
-    mesh = init_device_mesh("cpu", (case.stages,), mesh_dim_names=("pp",))
     model = model_for(case, "distca")
     values = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    stage = split(model_for(case, "distca").to("meta"), mesh)
+    stage, held, step = prepare(case, model=model_for(case, "distca").to("meta"))
     assert stage.device.type == "meta"
     stage.submod.to_empty(device="cpu")
     with torch.no_grad():
-        for name, tensor in (
-            *stage.submod.model.named_parameters(),
-            *stage.submod.model.named_buffers(),
-        ):
+        for name, tensor in (*held.named_parameters(), *held.named_buffers()):
             tensor.copy_(values[name])
-    schedule = Schedule(stage, case.micro_batches, loss_for(case), scale_grads=False)
-    ids, positions, targets = stacked(case)
-    schedule.step(ids, position_ids=positions, target=targets)
-    return gradients_of(stage)
+    step()
+    return gradients_of(held)
 
 
 def test_a_stage_is_where_its_weights_are(rank_pool: Callable[[int], RankPool]) -> None:
     case = Case(layers=2, micro_batches=2)
     _, gradients = in_one_process(case, "sdpa")
     for own in rank_pool(2)(moved, case):
-        for name, gradient in own.items():
-            assert (gradient - gradients[name]).norm() <= EXACT * gradients[name].norm(), name
+        check_near(own, gradients)

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import pytest
 import torch
-from test_core_attention import dense
+from layer_exchanges import DIM, parts_of
+from test_core_attention import dense, visible
 
 from hf_distca.kernels import KernelRequest, ScoreOptions, select_kernel
-from hf_distca.runtime.call import AttentionServer, Inputs, LayerExchange
+from hf_distca.runtime.call import Inputs, LayerExchange
 from hf_distca.runtime.core_attention import compute_core_attention
 from hf_distca.runtime.group import AttentionGroup
-from hf_distca.runtime.meter import Meter
-from hf_distca.runtime.route import Route
 from hf_distca.schedule.layout import Layout
 from hf_distca.schedule.plan import Plan
 
-TOKENS, DIM = 96, 16
+TOKENS = 96
 CPU = torch.device("cpu")
 # Relative, of o, lse, dq, dk and dv. With autocast in the kernels, those of bfloat16 are up to ten
 # times as large.
@@ -45,11 +44,8 @@ def test_kernels_under_autocast_are_as_exact_as_without(
     expected = torch.autograd.grad(expected_o, exact, do.double())
     leaves = [tensor.clone().requires_grad_() for tensor in (q, k, v)]
     kernel = select_kernel(name, KernelRequest(CPU, dtype, DIM, DIM, scores))
-    call = LayerExchange(
-        Route.build(Plan.make_local(Layout.from_lengths([[TOKENS]]), scores.window), 0),
-        AttentionGroup(),
-        AttentionServer(kernel, scores, Meter()),
-    )
+    plan = Plan.make_local(Layout.from_lengths([[TOKENS]]), scores.window)
+    call = LayerExchange(*parts_of(plan, 0, scores, kernel=kernel, group=AttentionGroup()))
     with torch.autocast("cpu", torch.bfloat16):
         o = compute_core_attention(Inputs(*leaves), call)
         saved = next(
@@ -65,7 +61,5 @@ def test_kernels_under_autocast_are_as_exact_as_without(
     logits = q64 @ k64.mT * scores.scale
     if scores.softcap is not None:
         logits = scores.softcap * torch.tanh(logits / scores.softcap)
-    rows, keys = torch.arange(TOKENS)[:, None], torch.arange(TOKENS)
-    hidden = (keys > rows) | (keys <= rows - (scores.window or TOKENS))
-    lse = logits.masked_fill(hidden, float("-inf")).logsumexp(-1).T
+    lse = logits.masked_fill(~visible(TOKENS, scores.window), float("-inf")).logsumexp(-1).T
     assert float((saved.double() - lse).abs().max() / lse.abs().max()) < LSE_BOUND

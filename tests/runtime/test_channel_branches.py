@@ -20,7 +20,6 @@ from checkpointed import checkpoint_layers
 from hf_distca.integration.current_session import current_session
 from hf_distca.runtime.channel import Channel
 from hf_distca.runtime.group import AttentionGroup
-from hf_distca.schedule.cost import AttentionShape, CostModel
 from ranks import RankPool
 from tiny_runs import settings, tiny_llama
 
@@ -94,9 +93,7 @@ BRANCHES = {"as it is": as_it_is, "untagged": untagged, "staged": staged}
 
 def gradients(rank: int, way: dict[str, Any], checkpointing: bool) -> list[torch.Tensor]:
     """Of a model of two layers, the output first."""
-    hf_distca.configure(
-        settings(cost_model=CostModel.make_of_pairs(AttentionShape(4, 2, 16, 16, 4)), **way)
-    )
+    hf_distca.configure(settings(**way))
     model = tiny_llama("distca")
     if checkpointing:
         checkpoint_layers(model, use_reentrant=False)
@@ -172,5 +169,4 @@ def staged_exchange(rank: int) -> list[list[int]]:
 def test_staged_messages_hold_their_start_and_land_at_the_wait(
     rank_pool: Callable[[int], RankPool],
 ) -> None:
-    """Staged messages hold what was there at the start and land when waited for."""
     assert rank_pool(2)(staged_exchange) == [[[99], [11]], [[99], [10]]]

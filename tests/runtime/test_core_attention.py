@@ -11,24 +11,22 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from torch.utils.checkpoint import checkpoint
+from layer_exchanges import DIM, parts_of
 
-from hf_distca.kernels import KernelRequest, ScoreOptions, select_kernel
-from hf_distca.runtime.call import AttentionServer, Inputs, LayerExchange
+from hf_distca.kernels import ScoreOptions
+from hf_distca.runtime.call import Inputs, LayerExchange
 from hf_distca.runtime.channel import Channel
 from hf_distca.runtime.core_attention import compute_core_attention
-from hf_distca.runtime.group import AttentionGroup
-from hf_distca.runtime.meter import Meter
-from hf_distca.runtime.outputs import OutputStore
-from hf_distca.runtime.route import Route
 from hf_distca.schedule.layout import Layout
 from hf_distca.schedule.plan import CATask, Plan, Relays
 from ranks import RankPool
 
 Segments = list[list[tuple[int, int, int]]]
 Tasks = list[CATask]
-HEADS, KEY_HEADS, DIM, VALUE_DIM = 4, 2, 16, 16
-TILE = 8
+# Largest error, what is wrong with the gradient of sinks, and counts of exchanges.
+Result = tuple[float, torch.Tensor, list[int]]
+HEADS, KEY_HEADS = 4, 2
+SCORES = ScoreOptions(DIM**-0.5)
 
 
 def dense(
@@ -44,27 +42,40 @@ def dense(
     logits = torch.einsum("qhd,khd->hqk", q, k) * scores.scale
     if scores.softcap is not None:
         logits = scores.softcap * torch.tanh(logits / scores.softcap)
-    visible = torch.ones(len(q), len(q)).tril().bool()
-    if scores.window is not None:
-        visible &= torch.ones(len(q), len(q)).triu(1 - scores.window).bool()
-    logits = logits.masked_fill(~visible, float("-inf"))
+    logits = logits.masked_fill(~visible(len(q), scores.window), float("-inf"))
     if sink is not None:
         logits = torch.cat([logits, sink.view(-1, 1, 1).expand(-1, len(q), 1)], -1)
     return torch.einsum("hqk,khd->qhd", logits.softmax(-1)[..., : len(k)], v)
 
 
-def document_tensors(document: int, length: int, dtype: torch.dtype) -> list[torch.Tensor]:
+def visible(tokens: int, window: int | None) -> torch.Tensor:
+    """Which keys the rows of a document see."""
+    whole = torch.ones(tokens, tokens).tril()
+    return (whole if window is None else whole.triu(1 - window)).bool()
+
+
+def document_tensors(document: int, length: int) -> list[torch.Tensor]:
     """q, k, v and dO of a document, the same on every rank."""
     generator = torch.Generator().manual_seed(document)
-    shapes = [
-        (length, HEADS, DIM),
-        (length, KEY_HEADS, DIM),
-        (length, KEY_HEADS, VALUE_DIM),
-        (length, HEADS, VALUE_DIM),
-    ]
     return [
-        torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes
+        torch.randn(length, heads, DIM, generator=generator, dtype=torch.float64)
+        for heads in (HEADS, KEY_HEADS, KEY_HEADS, HEADS)
     ]
+
+
+def compute_whole(
+    documents: dict[int, list[torch.Tensor]],
+    scores: ScoreOptions,
+    sink: torch.Tensor | None = None,
+) -> dict[int, list[torch.Tensor]]:
+    """dq, dk, dv and o of whole documents, of their q, k, v and dO."""
+    found = {}
+    for number, (*inputs, do) in documents.items():
+        leaves = [tensor.clone().requires_grad_() for tensor in inputs]
+        out = dense(*leaves, sink, scores)
+        out.backward(do)
+        found[number] = [*(leaf.grad for leaf in leaves), out.detach()]
+    return found
 
 
 def run_plan(
@@ -72,12 +83,11 @@ def run_plan(
     ranks: Segments,
     context: list[int],
     tasks: Tasks,
-    dtype: torch.dtype,
-    scores: ScoreOptions,
+    scores: ScoreOptions = SCORES,
     with_sink: bool = False,
     relays: Relays | None = None,
     split: list[int] | None = None,
-) -> tuple[float, torch.Tensor, list[int]]:
+) -> Result:
     """Run a plan forward and backward, with relays if some are given.
 
     With a list of documents to be split in `KEY_HEADS` head groups, tasks are those of the split
@@ -90,63 +100,50 @@ def run_plan(
     layout = (
         layout if split is None else layout.split_heads(np.isin(layout.documents, split), KEY_HEADS)
     )
-    plan = Plan.from_tasks(layout, tasks, scores.window)
-    plan = replace(plan, relays=relays)
-    group = AttentionGroup.find_or_create(timeout_seconds=60)
+    plan = replace(Plan.from_tasks(layout, tasks, scores.window), relays=relays)
     lengths: dict[int, int] = {}
     for row in ranks:
         for document, start, length in row:
             lengths[document] = max(lengths.get(document, 0), start + length)
-    inputs = {
-        document: document_tensors(document, length, dtype) for document, length in lengths.items()
-    }
+    inputs = {document: document_tensors(document, length) for document, length in lengths.items()}
     for row, count in zip(ranks, context, strict=True):
         for document, start, length in row[:count]:  # nobody computes the queries of context
             inputs[document][3][start : start + length] = 0.0
-    empty = document_tensors(0, 0, dtype)
-    query_rows = ranks[rank][context[rank] :]
-    mine = [
-        [inputs[d][i][a : a + n] for d, a, n in (ranks[rank] if i in (1, 2) else query_rows)]
-        for i in range(4)
-    ]
-    q, k, v, do = (torch.cat([empty[i], *mine[i]]) for i in range(4))
-    leaves = [t.clone().requires_grad_() for t in (q, k, v)]
-    sink = torch.linspace(-1, 2, HEADS, dtype=dtype).requires_grad_() if with_sink else None
-    meter = Meter()
-    kernel = select_kernel("auto", KernelRequest(q.device, dtype, DIM, VALUE_DIM, scores))
-    route = Route.build(plan, rank)
-    out = compute_core_attention(
-        Inputs(*leaves, sink_H=sink),
-        LayerExchange(route, group, AttentionServer(kernel, scores, meter)),
-    )
-    out.backward(do)
+    empty, query_rows = document_tensors(0, 0), ranks[rank][context[rank] :]
 
-    worst, before = 0.0, sum(length for *_, length in ranks[rank][: context[rank]])
-    key_at, query_at = 0, -before
-    d_sink = torch.zeros(HEADS, dtype=torch.float64) if sink is None else sink.grad.double()
-    for document, start, length in ranks[rank]:
-        whole = [t.double().clone().requires_grad_() for t in inputs[document][:3]]
-        exact_sink = None if sink is None else sink.detach().double().requires_grad_()
-        reference = dense(*whole, exact_sink, scores)
-        reference.backward(inputs[document][3].double(), retain_graph=True)
-        expected = [reference.detach(), *(t.grad for t in whole)]
-        found = [
-            (out.detach(), query_at),
-            (leaves[0].grad, query_at),
-            (leaves[1].grad, key_at),
-            (leaves[2].grad, key_at),
-        ]
-        for (got, at), want in zip(found, expected, strict=True):
-            if at < 0:
-                continue
-            error = (got[at : at + length].double() - want[start : start + length]).abs().max()
-            worst = max(worst, float(error / want.abs().max().clamp_min(1e-3)))
-        if exact_sink is not None and query_at >= 0:
-            share = torch.zeros_like(reference)
-            share[start : start + length] = inputs[document][3][start : start + length]
-            d_sink -= torch.autograd.grad(reference, exact_sink, share)[0]
-        key_at, query_at = key_at + length, query_at + length
-    return worst, d_sink, [meter.dispatches, meter.returns]
+    def own(part: int, given: dict[int, list[torch.Tensor]]) -> torch.Tensor:
+        """This rank's rows of q, k, v and dO, or of what was computed of dq, dk, dv and o."""
+        held = ranks[rank] if part in (1, 2) else query_rows
+        return torch.cat([empty[part], *(given[d][part][a : a + n] for d, a, n in held)])
+
+    leaves = [own(part, inputs).requires_grad_() for part in range(3)]
+    sink = torch.linspace(-1, 2, HEADS, dtype=torch.float64) if with_sink else None
+    own_sink, exact_sink = (
+        None if sink is None else sink.clone().requires_grad_() for _ in range(2)
+    )
+    parts = parts_of(plan, rank, scores)
+    out = compute_core_attention(Inputs(*leaves, sink_H=own_sink), LayerExchange(*parts))
+    out.backward(own(3, inputs))
+    expected = compute_whole(inputs, scores, sink)
+    found = (*(leaf.grad for leaf in leaves), out.detach())
+    errors = [(tensor - own(part, expected)).abs().flatten() for part, tensor in enumerate(found)]
+    d_sink = torch.zeros(HEADS, dtype=torch.float64)
+    if sink is not None:
+        shares = {d: [*whole[:3], torch.zeros_like(whole[3])] for d, whole in inputs.items()}
+        for d, a, n in query_rows:
+            shares[d][3][a : a + n] = inputs[d][3][a : a + n]
+        compute_whole(shares, scores, exact_sink)
+        d_sink = own_sink.grad - (exact_sink.grad if shares else 0)
+    meter = parts[-1].meter
+    worst = torch.cat([torch.zeros(1), *errors]).max()
+    return float(worst), d_sink, [meter.dispatches, meter.returns]
+
+
+def check_exact(results: list[Result], case: object) -> None:
+    """Everything that ranks found with `run_plan` is exact, and they made as many exchanges."""
+    assert max(error for error, *_ in results) < 1e-12, case
+    assert max(float(d_sink.abs().max()) for _, d_sink, _ in results) < 1e-9, case
+    assert len({tuple(counts) for *_, counts in results}) == 1
 
 
 def random_case(random_: random.Random, world: int) -> tuple[Segments, list[int], Tasks]:
@@ -215,13 +212,11 @@ def split_case(random_: random.Random, world: int, tasks: Tasks) -> tuple[list[i
     return split, found
 
 
-def run_untagged(
-    rank: int, *arguments: Any, **options: Any
-) -> tuple[float, torch.Tensor, list[int]]:
+def run_untagged(rank: int, *arguments: Any) -> Result:
     """As `run_plan`, over a channel without tags: the branch of NCCL, which gloo can run."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Channel, "is_gloo", property(lambda channel: False))
-        return run_plan(rank, *arguments, **options)
+        return run_plan(rank, *arguments)
 
 
 def test_plans_are_exact_without_tags(rank_pool: Callable[[int], RankPool]) -> None:
@@ -229,76 +224,8 @@ def test_plans_are_exact_without_tags(rank_pool: Callable[[int], RankPool]) -> N
     for seed in range(20):
         ranks, context, tasks = random_case(random.Random(seed), 2)
         scores = ScoreOptions(DIM**-0.5, (None, 9)[seed % 2])
-        results = pool(run_untagged, ranks, context, tasks, torch.float64, scores, True)
-        assert max(error for error, *_ in results) < 1e-9, (ranks, context, tasks)
-        assert max(float(d_sink.abs().max()) for _, d_sink, _ in results) < 1e-9, (
-            ranks,
-            context,
-            tasks,
-        )
-
-
-def recomputed(
-    rank: int, tasks: Tasks, kept: bool, reentrant: bool
-) -> tuple[list[int], int, list[float]]:
-    """Counts of a checkpointed layer: its calls, recomputed calls, dispatches and returns; and the
-    largest error of its gradients.
-    """
-    plan = Plan.from_tasks(Layout.from_lengths([[40], [24]]), tasks)
-    group, meter, store, layer = (
-        AttentionGroup.find_or_create(timeout_seconds=60),
-        Meter(),
-        OutputStore(),
-        torch.nn.Identity(),
-    )
-    server = AttentionServer(
-        select_kernel(
-            "auto", KernelRequest(torch.device("cpu"), torch.float64, DIM, DIM, ScoreOptions(1.0))
-        ),
-        ScoreOptions(1.0),
-        meter,
-    )
-    q, k, v, do = document_tensors(rank, (40, 24)[rank], torch.float64)
-    leaves = [t.clone().requires_grad_() for t in (q, k, v)]
-
-    def forward(*inputs: torch.Tensor) -> torch.Tensor:
-        return compute_core_attention(
-            Inputs(*inputs),
-            LayerExchange(
-                Route.build(plan, rank),
-                group,
-                server,
-                store.find_outputs(layer, inputs) if kept else None,
-                f"layer 0, kept {kept}, reentrant {reentrant}, moved {plan.moved}",
-            ),
-        )
-
-    checkpoint(forward, *leaves, use_reentrant=reentrant).backward(do)
-    whole = [t.clone().requires_grad_() for t in (q, k, v)]
-    dense(*whole, None, ScoreOptions(1.0)).backward(do)
-    errors = [
-        float((leaf.grad - exact.grad).abs().max())
-        for leaf, exact in zip(leaves, whole, strict=True)
-    ]
-    return (
-        [meter.calls, meter.recomputed_calls, meter.dispatches, meter.returns],
-        len(store.by_layer),
-        errors,
-    )
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("moved", [False, True])
-def test_a_recompute_that_finds_its_outputs_is_no_call(
-    rank_pool: Callable[[int], RankPool], moved: bool, reentrant: bool
-) -> None:
-    tasks = [CATask(0, 0, 20, 0, 0), CATask(0, 20, 40, 0, int(moved)), CATask(1, 0, 24, 1, 1)]
-    for kept in (True, False):
-        for counts, left, errors in rank_pool(2)(recomputed, tasks, kept, reentrant):
-            calls = 1 if kept else 2
-            assert counts == [calls, 2 - calls, (calls + 1) * moved, (calls + 1) * moved]
-            assert left == 0
-            assert max(errors) < 1e-9
+        results = pool(run_untagged, ranks, context, tasks, scores, True)
+        check_exact(results, (ranks, context, tasks))
 
 
 # Of three ranks, which differ from two and four in their number alone, the slow tests make some,
@@ -323,22 +250,9 @@ def test_random_layouts_and_plans_are_exact(
         random_: random.Random, window: int | None, softcap: float | None, with_sink: bool
     ) -> None:
         ranks, context, tasks = random_case(random_, world)
-        results = pool(
-            run_plan,
-            ranks,
-            context,
-            tasks,
-            torch.float64,
-            ScoreOptions(DIM**-0.5, window, softcap),
-            with_sink,
-        )
-        assert max(error for error, *_ in results) < 1e-9, (ranks, context, tasks)
-        assert max(float(d_sink.abs().max()) for _, d_sink, _ in results) < 1e-9, (
-            ranks,
-            context,
-            tasks,
-        )
-        assert len({tuple(counts) for *_, counts in results}) == 1
+        scores = ScoreOptions(DIM**-0.5, window, softcap)
+        results = pool(run_plan, ranks, context, tasks, scores, with_sink)
+        check_exact(results, (ranks, context, tasks))
 
     check()
 
@@ -354,16 +268,7 @@ def test_documents_split_by_heads_are_exact(
     def check(random_: random.Random, with_sink: bool) -> None:
         ranks, _, _ = random_case(random_, world)
         split, tasks = split_case(random_, world, whole_tasks(ranks))
-        scores = ScoreOptions(DIM**-0.5)
-        results = pool(
-            run_plan, ranks, [0] * world, tasks, torch.float64, scores, with_sink, None, split
-        )
-        assert max(error for error, *_ in results) < 1e-9, (ranks, split, tasks)
-        assert max(float(d_sink.abs().max()) for _, d_sink, _ in results) < 1e-9, (
-            ranks,
-            split,
-            tasks,
-        )
-        assert len({tuple(counts) for *_, counts in results}) == 1
+        results = pool(run_plan, ranks, [0] * world, tasks, SCORES, with_sink, None, split)
+        check_exact(results, (ranks, split, tasks))
 
     check()

@@ -11,16 +11,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from layer_exchanges import DIM, parts_of
 from torch.utils._device import _device_constructors
 
-from hf_distca.kernels import ScoreOptions, TaskBatch
+from hf_distca.kernels import ScoreOptions
 from hf_distca.kernels.cpu import CpuKernel, _make_block_mask
-from hf_distca.kernels.varlen import _make_call
-from hf_distca.runtime.call import AttentionServer, Inputs, LayerExchange
+from hf_distca.runtime.call import Inputs, LayerExchange
 from hf_distca.runtime.core_attention import compute_core_attention
 from hf_distca.runtime.group import AttentionGroup
-from hf_distca.runtime.meter import Meter
-from hf_distca.runtime.route import Route
 from hf_distca.schedule.layout import Layout
 from hf_distca.schedule.plan import CATask, Plan
 from ranks import RankPool
@@ -28,7 +26,7 @@ from ranks import RankPool
 ROOMS = Path(__file__).parents[2] / "src" / "hf_distca"
 FILES = sorted(path for room in ("kernels", "runtime") for path in (ROOMS / room).glob("*.py"))
 FOLLOW_THE_DEFAULT = {function.__name__ for function in _device_constructors()}
-HEADS, KEY_HEADS, DIM = 4, 2, 16
+HEADS, KEY_HEADS = 4, 2
 
 # Short documents that share a call, and a long one whose slices are moved.
 ROWS = [[(0, 0, 64)], [(1, 0, 20), (2, 0, 18)]]
@@ -78,9 +76,9 @@ def step(rank: int, window: int | None, device: str | None) -> list[object]:
         plan = Plan.from_tasks(
             Layout.from_segments(ROWS, [0, 0]), [CATask(*task) for task in TASKS], window
         )
-        server = AttentionServer(CpuKernel(), ScoreOptions(0.2, window), Meter())
-        route = Route.build(plan, rank)
-        out = compute_core_attention(Inputs(*leaves), LayerExchange(route, group, server))
+        scores = ScoreOptions(0.2, window)
+        parts = parts_of(plan, rank, scores, kernel=CpuKernel(), group=group)
+        out = compute_core_attention(Inputs(*leaves), LayerExchange(*parts))
         out.backward(do)
     finally:
         torch.set_default_device(None)
@@ -98,14 +96,3 @@ def test_a_step_does_not_notice(rank_pool: Callable[[int], RankPool], window: in
         assert mine[:2] == expected[:2]
         for found, wanted in zip(mine[2:], expected[2:], strict=True):
             np.testing.assert_array_equal(found, wanted)
-
-
-def test_index_tensors_are_made_on_the_host() -> None:
-    torch.set_default_device("meta")
-    try:
-        call = _make_call(TaskBatch((4, 0), (3, 2), (9, 0), (5, 2)), [0, 1], torch.device("cpu"))
-    finally:
-        torch.set_default_device(None)
-    assert call.sequences.cu_rows.tolist() == [0, 3, 5]
-    assert call.rows.index is not None
-    assert call.rows.index.tolist() == [4, 5, 6, 0, 1]

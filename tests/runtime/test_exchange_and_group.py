@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ import torch.distributed as dist
 
 from hf_distca import DistCADesyncError
 from hf_distca.runtime.channel import Channel
-from hf_distca.runtime.group import AttentionGroup
+from hf_distca.runtime.group import AttentionGroup, Members
 from hf_distca.runtime.messages import MessagePart, RowRun, Rows, launch
 from ranks import RankPool
 
@@ -69,25 +70,32 @@ def send_and_return(rank: int, world: int) -> None:
         )
 
 
-def staged_send_and_return(rank: int, world: int) -> None:
-    """As with tensors of a GPU, which gloo does not carry: through copies on the host."""
+WAYS: dict[str, tuple[Any, ...]] = {
+    "as they are": (),
+    "through the host": ("_is_staged", lambda channel, message: True),  # as a GPU's over gloo
+    "as one all-to-all": ("is_gloo", property(lambda channel: False)),  # as over NCCL
+}
+
+
+def send_and_return_so(rank: int, world: int, way: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Channel, "_is_staged", lambda channel, message: True)
+        if WAYS[way]:
+            patch.setattr(Channel, *WAYS[way])
         send_and_return(rank, world)
 
 
-def untagged_send_and_return(rank: int, world: int) -> None:
-    """As over NCCL: an exchange is one all-to-all, which gloo has as well."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Channel, "is_gloo", property(lambda channel: False))
-        send_and_return(rank, world)
-
-
-@pytest.mark.parametrize("world", [2, 3])
-def test_uneven_and_empty_messages_travel_as_one_all_to_all(
-    rank_pool: Callable[[int], RankPool], world: int
+@pytest.mark.parametrize(
+    ("way", "world"),
+    [
+        *[("as they are", world) for world in (2, 3, 4)],
+        ("through the host", 2),
+        *[("as one all-to-all", world) for world in (2, 3)],
+    ],
+)
+def test_uneven_rows_of_several_dtypes_travel_there_and_back(
+    rank_pool: Callable[[int], RankPool], way: str, world: int
 ) -> None:
-    rank_pool(world)(untagged_send_and_return, world)
+    rank_pool(world)(send_and_return_so, world, way)
 
 
 def checksums(rank: int, skipped: list[int]) -> list[int]:
@@ -119,19 +127,6 @@ def test_checksums_tell_layers_apart_that_messages_do_not(
     assert all(0 <= value < 2**63 for value in one)
 
 
-def test_messages_of_another_device_go_through_the_host(
-    rank_pool: Callable[[int], RankPool],
-) -> None:
-    rank_pool(2)(staged_send_and_return, 2)
-
-
-@pytest.mark.parametrize("world", [2, 3, 4])
-def test_uneven_rows_of_several_dtypes_travel_there_and_back(
-    rank_pool: Callable[[int], RankPool], world: int
-) -> None:
-    rank_pool(world)(send_and_return, world)
-
-
 def test_a_group_of_one_needs_no_torch_distributed() -> None:
     rows = Rows((RowRun(0, 2, 1), RowRun(0, 0, 1)), {0: 2})
     tensor = torch.arange(6.0).view(3, 2)
@@ -139,65 +134,39 @@ def test_a_group_of_one_needs_no_torch_distributed() -> None:
     assert torch.equal(section, tensor[[2, 0]])
     group = AttentionGroup.create()
     assert (group.size, group.rank, group.data) == (1, 0, None)
-    assert group.gather(np.array([4, 5]), activity="testing")[0].tolist() == [4, 5]
+    for gather in (group.gather, group.gather_same_length):
+        assert gather(np.array([4, 5]), activity="testing")[0].tolist() == [4, 5]
 
 
-def gather_rows(rank: int) -> None:
-    group = AttentionGroup.create(timeout_seconds=30)
-    for lengths in ([0, 0], [3, 0], [512, 1], [513, 2000]):
-        rows = group.gather(np.arange(lengths[rank]) + rank, activity="testing")
-        assert [row.tolist() for row in rows] == [
-            list(range(r, r + n)) for r, n in enumerate(lengths)
-        ]
+def grouped(rank: int, how: str) -> tuple[tuple[int, ...], int, list[list[int]]]:
+    """Ranks of a group, which of them this one is, and what they gather."""
+    given: Any = None
+    if how == "pairs":  # ranks with the same tensor-parallel coordinate
+        given = [dist.new_group([0, 2]), dist.new_group([1, 3])][rank % 2]
+    if how == "out of order":
+        given = Members((2, 0, 1), "gloo")
+    if how == "beside others":  # members are in different numbers of groups
+        for ranks in ([0], [0], [1, 2], [0]):
+            dist.new_group(ranks)
+    group = AttentionGroup.create(given, timeout_seconds=30)
+    rows = group.gather(np.array([rank]), activity="testing")
+    return group.ranks, group.rank, [row.tolist() for row in rows]
 
 
-def test_gather_takes_rows_of_any_length(rank_pool: Callable[[int], RankPool]) -> None:
-    rank_pool(2)(gather_rows)
-
-
-def subgroup(rank: int) -> tuple[tuple[int, ...], int, list[list[int]]]:
-    pairs = [dist.new_group([0, 2]), dist.new_group([1, 3])]
-    group = AttentionGroup.create(pairs[rank % 2], timeout_seconds=30)
-    return (
-        group.ranks,
-        group.rank,
-        [row.tolist() for row in group.gather(np.array([rank]), activity="testing")],
-    )
-
-
-def test_ranks_with_the_same_tensor_parallel_coordinate(
-    rank_pool: Callable[[int], RankPool],
+@pytest.mark.parametrize(
+    ("how", "expected"),
+    [
+        ("pairs", [(0, 2), (1, 3)] * 2),
+        ("out of order", [(0, 1, 2)] * 3),
+        ("beside others", [(0, 1, 2)] * 3),
+    ],
+)
+def test_members_are_a_group_in_order(
+    rank_pool: Callable[[int], RankPool], how: str, expected: list[tuple[int, ...]]
 ) -> None:
-    results = rank_pool(4)(subgroup)
-    assert results == [((r % 2, r % 2 + 2), r // 2, [[r % 2], [r % 2 + 2]]) for r in range(4)]
-
-
-def gather_or_fail(group: AttentionGroup) -> None:
-    with group.report_errors("testing"):
-        if group.rank == 0:
-            raise ValueError("unlucky")
-        group.gather(np.array([1]), activity="testing")
-
-
-def reused(rank: int) -> list[bool]:
-    group = AttentionGroup.find_or_create(timeout_seconds=30)
-    same = [
-        AttentionGroup.find_or_create(timeout_seconds=30) is group,
-        AttentionGroup.find_or_create(timeout_seconds=31) is group,
+    assert rank_pool(len(expected))(grouped, how) == [
+        (ranks, ranks.index(rank), [[one] for one in ranks]) for rank, ranks in enumerate(expected)
     ]
-    with pytest.raises(DistCADesyncError if rank else ValueError):
-        gather_or_fail(group)
-    after = AttentionGroup.find_or_create(timeout_seconds=30)
-    rows = after.gather(np.array([rank]), activity="testing again")
-    return [*same, after is group, [row.tolist() for row in rows] == [[0], [1]]]
-
-
-def test_a_group_is_made_again_only_if_a_rank_has_left_it() -> None:
-    pool = RankPool(2)
-    try:
-        assert pool(reused, timeout=60) == [[True, False, False, True]] * 2
-    finally:
-        pool.close()
 
 
 def exchanges_or_raises(
@@ -244,7 +213,6 @@ def test_rank_that_raises_during_messages_keeps_nobody_waiting(
     starts: list[float | None],
     culprit: int,
 ) -> None:
-    """Nobody waits long when a rank raises while messages travel."""
     results = rank_pool(len(table))(exchanges_or_raises, table, starts, culprit)
     assert results.pop(culprit)[0] == "unlucky"
     for error, seconds in results:
@@ -252,20 +220,37 @@ def test_rank_that_raises_during_messages_keeps_nobody_waiting(
         assert seconds < 5
 
 
-def one_stays_away(rank: int) -> str:
-    group = AttentionGroup.create(timeout_seconds=2)
+# What rank 0 does where rank 1 stays away, and what it is told.
+ALONE: dict[str, Callable[[AttentionGroup], object]] = {
+    "rank 0 waited up to 2 s for ranks (0, 1) while planning micro-batch 7": (
+        lambda group: group.gather(np.array([1]), activity="planning micro-batch 7")
+    ),
+    "while comparing plans of micro-batch 7, and not all came": (
+        lambda group: group.gather_same_length(
+            np.array([1]), activity="comparing plans of micro-batch 7"
+        )
+    ),
+    "while making the attention group again, and not all came": (
+        lambda group: AttentionGroup.find_or_create(timeout_seconds=2)
+    ),
+}
+
+
+def comes_alone(rank: int, said: str) -> str:
+    group = AttentionGroup.find_or_create(timeout_seconds=2)
     if rank == 1:
         return ""
     with pytest.raises(DistCADesyncError) as caught:
-        group.gather(np.array([1]), activity="planning micro-batch 7")
+        ALONE[said](group)
     return str(caught.value)
 
 
-def test_missing_rank_ends_in_an_error_that_names_the_wait() -> None:
-    """A missing rank ends in an error that says what was awaited."""
+@pytest.mark.parametrize("said", ALONE)
+def test_missing_rank_ends_in_an_error_that_names_the_wait(said: str) -> None:
     pool = RankPool(2)  # of its own: the control group is broken afterwards
     try:
-        message = pool(one_stays_away, timeout=60)[0]
+        message = pool(comes_alone, said, timeout=60)[0]
     finally:
         pool.close()
-    assert "rank 0 waited up to 2 s for ranks (0, 1) while planning micro-batch 7" in message
+    assert said in message
+    assert "rank 1 is silent" in message

@@ -14,10 +14,11 @@ import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 import hf_distca
 from live_bytes import LiveBytes
+from tiny_runs import tiny_llama
 from turns import in_turn
 
 TOKENS, LAYERS = 512, 8
@@ -45,20 +46,6 @@ def offloaded_checkpoint(
         return checkpoint(partial(function, **kwargs), *args, use_reentrant=use_reentrant)
 
 
-def llama(implementation: str) -> LlamaForCausalLM:
-    config = LlamaConfig(
-        hidden_size=64,
-        intermediate_size=64,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=16,
-        attn_implementation=implementation,
-    )
-    torch.manual_seed(0)
-    return LlamaForCausalLM(config).train()
-
-
 def all_but_the_last_frozen(model: LlamaForCausalLM) -> None:
     model.requires_grad_(False)
     model.model.layers[-1].requires_grad_(True)
@@ -80,7 +67,7 @@ def live_bytes(
     implementation: str, switch: Callable[[LlamaForCausalLM], None], moved: bool
 ) -> tuple[int, int, list[float]]:
     """Bytes alive after a forward, the most of them during it, and the norms of the gradients."""
-    model = llama(implementation)
+    model = tiny_llama(implementation, layers=LAYERS)
     switch(model)
     ids = torch.randint(0, 16, (1, TOKENS), generator=torch.Generator().manual_seed(1))
     live = LiveBytes()

@@ -13,20 +13,20 @@ from collections import defaultdict
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import partial
 from threading import Condition
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from test_core_attention import DIM, HEADS, KEY_HEADS, dense, document_tensors
+from layer_exchanges import DIM, parts_of
+from test_core_attention import HEADS, KEY_HEADS, SCORES, compute_whole, document_tensors
 
 from hf_distca.config import DistCAConfig
-from hf_distca.kernels import KernelRequest, ScoreOptions, select_kernel
-from hf_distca.runtime.call import AttentionServer, Inputs, LayerExchange
+from hf_distca.runtime.call import Inputs, LayerExchange
 from hf_distca.runtime.core_attention import compute_core_attention
 from hf_distca.runtime.group import AttentionGroup
-from hf_distca.runtime.meter import Meter
-from hf_distca.runtime.route import Route
 from hf_distca.schedule.balance import balance
 from hf_distca.schedule.cost import AttentionShape, CostModel
 from hf_distca.schedule.deal import deal
@@ -35,7 +35,6 @@ from hf_distca.schedule.plan import Plan
 from turns import in_turn
 
 SHAPE = AttentionShape(HEADS, KEY_HEADS, DIM, DIM, 8)
-SCORES = ScoreOptions(DIM**-0.5)
 TILE, LONG, SECONDS = 16, 1024, 120.0
 
 
@@ -66,7 +65,7 @@ class Mailbox:
         receive_bytes: Mapping[int, int],
         send_bytes: Mapping[int, int],
         purpose: str,
-    ) -> Letter:
+    ) -> SimpleNamespace:
         """As `Channel.start`."""
         assert (len(received), len(sent)) == (sum(receive_bytes.values()), sum(send_bytes.values()))
         number, self.launched = self.launched, self.launched + 1
@@ -74,32 +73,22 @@ class Mailbox:
             self.post.sent[number][self.rank] = sent, send_bytes
             self.post.names[number].add(purpose)
             self.post.arrival.notify_all()
-        return Letter(self, number, received, receive_bytes)
+        return SimpleNamespace(wait=partial(self.take, number, received, receive_bytes))
 
-
-@dataclass
-class Letter:
-    """What a rank awaits in an exchange."""
-
-    mailbox: Mailbox
-    number: int
-    received: torch.Tensor
-    receive_bytes: Mapping[int, int]
-
-    def wait(self) -> None:
-        """Take the parts for this rank of what others sent, rank after rank."""
-        post, place = self.mailbox.post, 0
-        senders = [rank for rank, size in self.receive_bytes.items() if size]
+    def take(self, number: int, received: torch.Tensor, receive_bytes: Mapping[int, int]) -> None:
+        """Wait for the parts for this rank of what others sent, rank after rank."""
+        post, place = self.post, 0
+        senders = [rank for rank, size in receive_bytes.items() if size]
         with post.arrival:
             assert post.arrival.wait_for(
-                lambda: all(rank in post.sent[self.number] for rank in senders), SECONDS
+                lambda: all(rank in post.sent[number] for rank in senders), SECONDS
             )
         for rank in senders:
-            message, send_bytes = post.sent[self.number][rank]
-            first = sum(size for to, size in send_bytes.items() if to < self.mailbox.rank)
-            size = self.receive_bytes[rank]
-            assert send_bytes[self.mailbox.rank] == size
-            self.received[place : place + size] = message[first : first + size]
+            message, send_bytes = post.sent[number][rank]
+            first = sum(size for to, size in send_bytes.items() if to < self.rank)
+            size = receive_bytes[rank]
+            assert send_bytes[self.rank] == size
+            received[place : place + size] = message[first : first + size]
             place += size
 
 
@@ -122,36 +111,18 @@ class World:
         pieces = [
             given[number][part][start:end] for number, start, end in zip(*columns, strict=True)
         ]
-        return torch.cat([document_tensors(0, 0, torch.float64)[part], *pieces])
+        return torch.cat([document_tensors(0, 0)[part], *pieces])
 
     def computed(self, rank: int) -> list[torch.Tensor]:
         """o, dq, dk and dv of a rank's tokens."""
         leaves = [self.rows(rank, part, self.documents).requires_grad_() for part in range(3)]
-        kernel = select_kernel(
-            "auto", KernelRequest(leaves[0].device, torch.float64, DIM, DIM, SCORES)
-        )
         group = AttentionGroup(
             tuple(range(self.layout.world_size)), rank, data=Mailbox(self.post, rank)
         )  # type: ignore[arg-type]
-        call = LayerExchange(
-            Route.build(self.plan, rank),
-            group,
-            AttentionServer(kernel, SCORES, Meter()),
-        )
-        out = compute_core_attention(Inputs(*leaves), call)
+        parts = parts_of(self.plan, rank, SCORES, group=group)
+        out = compute_core_attention(Inputs(*leaves), LayerExchange(*parts))
         out.backward(self.rows(rank, 3, self.documents))
         return [out.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
-
-
-def expected(documents: dict[int, list[torch.Tensor]]) -> dict[int, list[torch.Tensor]]:
-    """dq, dk, dv and o of whole documents."""
-    found = {}
-    for number, (*inputs, do) in documents.items():
-        leaves = [tensor.clone().requires_grad_() for tensor in inputs]
-        out = dense(*leaves, None, SCORES)
-        out.backward(do)
-        found[number] = [*(leaf.grad for leaf in leaves if leaf.grad is not None), out.detach()]
-    return found
 
 
 def world_of(ranks: int, way: str) -> World:
@@ -172,7 +143,7 @@ def world_of(ranks: int, way: str) -> World:
     sizes = np.zeros(int(layout.documents.max()) + 1, dtype=np.int64)
     np.maximum.at(sizes, layout.document, layout.end)
     documents = {
-        int(number): document_tensors(int(number), int(sizes[number]), torch.float64)
+        int(number): document_tensors(int(number), int(sizes[number]))
         for number in layout.documents
     }
     return World(layout, plan, documents)
@@ -196,7 +167,7 @@ def test_plans_of_many_ranks_are_exact(ranks: int, way: str) -> None:
     assert world.plan.moved
     with ThreadPoolExecutor(ranks) as threads:
         found = list(threads.map(world.computed, range(ranks)))
-    whole = expected(world.documents)
+    whole = compute_whole(world.documents, SCORES)
     for rank, (o_THV, *grads) in enumerate(found):
         for part, tensor in enumerate((*grads, o_THV)):
             assert float((tensor - world.rows(rank, part, whole)).abs().sum()) < 1e-9, (rank, part)

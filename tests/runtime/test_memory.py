@@ -6,22 +6,20 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from layer_exchanges import DIM, parts_of
 from test_core_attention import random_case
 
 from hf_distca.config import DistCAConfig
-from hf_distca.kernels import KernelRequest, ScoreOptions, select_kernel
-from hf_distca.runtime import call as runtime
-from hf_distca.runtime.call import AttentionServer, Inputs
+from hf_distca.kernels import ScoreOptions
+from hf_distca.runtime.call import Inputs, LayerExchange
 from hf_distca.runtime.core_attention import compute_core_attention
-from hf_distca.runtime.group import AttentionGroup
-from hf_distca.runtime.meter import Meter
-from hf_distca.runtime.route import Route
 from hf_distca.schedule.balance import balance
 from hf_distca.schedule.cost import AttentionShape, CostModel, TransientBytes
 from hf_distca.schedule.layout import Layout
@@ -31,7 +29,7 @@ from live_bytes import LiveBytes, OutsideKernel
 from ranks import RankPool
 from turns import in_turn
 
-HEADS, KEY_HEADS, DIM = 2, 1, 16
+HEADS, KEY_HEADS = 2, 1
 # Anchors and gradients of anchors.
 SMALL = 64
 LONG = 4096
@@ -52,20 +50,14 @@ class Call:
     """One call of core attention on one rank, with its bytes."""
 
     def __init__(self, plan: Plan, rank: int, dtype: torch.dtype) -> None:
-        self.live, self.meter = LiveBytes(), Meter()
+        self.live = LiveBytes()
         scores = ScoreOptions(DIM**-0.5, plan.window)
-        self.kernel = OutsideKernel(
-            select_kernel("auto", KernelRequest(torch.device("cpu"), dtype, DIM, DIM, scores)),
-            self.live,
-        )
+        self.route, self.group, server = parts_of(plan, rank, scores, dtype=dtype)
+        self.kernel, self.meter = OutsideKernel(server.kernel, self.live), server.meter
+        self.server = replace(server, kernel=self.kernel)
         self.estimate = count_transient_bytes(plan, TransientBytes.from_shape(shape_of(dtype)))
-        self.arguments = {
-            "route": Route.build(plan, rank),
-            "group": AttentionGroup.find_or_create(timeout_seconds=60),
-            "server": AttentionServer(self.kernel, scores, self.meter),
-            # Of its own: calls that ended early have left messages under other labels.
-            "label": f"call {next(_CALLS)}",
-        }
+        # Of its own: calls that ended early have left messages under other labels.
+        self.label = f"call {next(_CALLS)}"
         rows, context = int(plan.layout.query_tokens[rank]), int(plan.layout.context_tokens[rank])
         generator = torch.Generator().manual_seed(rank)
         shapes = [(rows, HEADS, DIM), *[(context + rows, KEY_HEADS, DIM)] * 2, (rows, HEADS, DIM)]
@@ -76,7 +68,8 @@ class Call:
             leaf.requires_grad_()
 
     def forward(self) -> torch.Tensor:
-        return compute_core_attention(Inputs(*self.leaves), runtime.LayerExchange(**self.arguments))
+        exchange = LayerExchange(self.route, self.group, self.server, label=self.label)
+        return compute_core_attention(Inputs(*self.leaves), exchange)
 
     def grads(self, out: torch.Tensor, **options: Any) -> tuple[torch.Tensor, ...]:
         return torch.autograd.grad(out, self.leaves, self.do, **options)
@@ -116,7 +109,6 @@ def balanced(lengths: list[list[int]], bound: int | None = None) -> Plan:
 def test_kept_memory_is_balanced_and_the_rest_bounded(
     rank_pool: Callable[[int], RankPool], world: int
 ) -> None:
-    """What is kept is as balanced as tokens and the rest is bounded."""
     pool = rank_pool(world)
     local = pool(measure, Plan.make_local(Layout.from_lengths(SKEWED[world])), torch.float32)
     free = pool(measure, balanced(SKEWED[world]), torch.float32)
@@ -250,14 +242,11 @@ class Broken:
 
 def failures(rank: int, plan: Plan) -> int:
     call = Call(plan, rank, torch.float64)
-    expected = call.grads(call.forward())
-    server = call.arguments["server"]
+    expected, server = call.grads(call.forward()), call.server
     calls = 2  # of the kernel, in each direction: local tasks and those that arrived
     with call.live:
         for number in range(1, 2 * calls + 1):
-            call.arguments["server"] = AttentionServer(
-                Broken(call.kernel, number), server.scores, Meter()
-            )
+            call.server = replace(server, kernel=Broken(call.kernel, number))
             out, before = None, 0
             try:
                 out = call.forward()
@@ -270,7 +259,7 @@ def failures(rank: int, plan: Plan) -> int:
             assert call.live.settle(before) <= before, f"failure at kernel call {number}"
             del out
             assert call.live.settle() == 0
-            call.arguments["server"] = server
+            call.server = server
             for got, want in zip(call.grads(call.forward()), expected, strict=True):
                 torch.testing.assert_close(got, want)
             del got

@@ -61,7 +61,6 @@ def raises(monitor: FailureMonitor) -> None:
 def test_first_word_is_shown_once_and_wakes_waiters_over_nccl(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """The first word is shown once and wakes who waits over NCCL."""
     (first, second, third), links = watches(3)
     assert [monitor.poll() for monitor in (first, second, third)] == [True] * 3
     raises(second)
@@ -112,10 +111,13 @@ def test_words_are_shown_without_control_characters(capsys: pytest.CaptureFixtur
     assert first.first_failure == ("rank 1 said \\x1b[2J\\x9b31m\\u202e\\x00, and\nmore of \u00e9")
 
 
+def keep_stderr(rank: int, folder: Path) -> None:
+    os.dup2(os.open(folder / f"stderr of rank {rank}", os.O_CREAT | os.O_WRONLY), 2)
+
+
 def reduce_in_vain(rank: int, folder: Path, ended: Connection) -> None:
     """Rank 1 fails in attention and stays, while rank 0 waits in a reduction of somebody else's."""
-    stderr = os.open(folder / f"stderr of rank {rank}", os.O_CREAT | os.O_WRONLY)
-    os.dup2(stderr, 2)
+    keep_stderr(rank, folder)
     join_world(rank, 2, folder / "store")
     group = AttentionGroup.find_or_create(timeout_seconds=30)
     if rank == 0:
@@ -248,8 +250,7 @@ def test_every_way_out_is_told(tmp_path: Path) -> None:
 
 def reduce_alone(rank: int, folder: Path) -> None:
     """The others leave while rank 0 is in a reduction of somebody else's."""
-    stderr = os.open(folder / f"stderr of rank {rank}", os.O_CREAT | os.O_WRONLY)
-    os.dup2(stderr, 2)
+    keep_stderr(rank, folder)
     join_world(rank, 3, folder / "store")
     AttentionGroup.find_or_create(timeout_seconds=30)
     if rank == 0:
@@ -279,8 +280,7 @@ def ended(*processes: Any) -> list[int | None]:
 
 
 def end_in_turn(rank: int, port: int, folder: Path) -> None:
-    stderr = os.open(folder / f"stderr of rank {rank}", os.O_CREAT | os.O_WRONLY)
-    os.dup2(stderr, 2)
+    keep_stderr(rank, folder)
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
     AttentionGroup.find_or_create(timeout_seconds=30)
     time.sleep(1.5 * rank)
@@ -289,12 +289,7 @@ def end_in_turn(rank: int, port: int, folder: Path) -> None:
 def test_ranks_that_end_one_after_the_other_say_nothing(tmp_path: Path) -> None:
     """Also where the store ends with the process of rank 0."""
     port = free_port()
-    processes = [forks.start(end_in_turn, rank, port, tmp_path) for rank in (0, 1)]
-    for process in processes:
-        process.join(LIMIT)
-        code = process.exitcode
-        process.kill()
-        assert code == 0
+    assert ended(*(forks.start(end_in_turn, rank, port, tmp_path) for rank in (0, 1))) == [0, 0]
     said = [(tmp_path / f"stderr of rank {rank}").read_text() for rank in (0, 1)]
     # Where Triton is installed, it lists at the end of a process what its bindings leak.
     assert [text.split("nanobind: leaked")[0] for text in said] == ["", ""]

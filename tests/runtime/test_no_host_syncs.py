@@ -12,24 +12,23 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
+from layer_exchanges import DIM, parts_of
 from torch.utils.checkpoint import checkpoint
 
-from hf_distca.kernels import Kernel, KernelRequest, ScoreOptions, select_kernel
+from hf_distca.kernels import KernelRequest, ScoreOptions, select_kernel
 from hf_distca.kernels.base import BackwardInputs, Grads, Operands, Outputs
 from hf_distca.kernels.varlen import Sequences, VarlenKernel
-from hf_distca.runtime.call import AttentionServer, Inputs, LayerExchange
+from hf_distca.runtime.call import Inputs, LayerExchange
 from hf_distca.runtime.core_attention import compute_core_attention
-from hf_distca.runtime.group import AttentionGroup
-from hf_distca.runtime.meter import Meter
 from hf_distca.runtime.outputs import OutputStore
-from hf_distca.runtime.route import Route
 from hf_distca.schedule.layout import Layout
 from hf_distca.schedule.plan import CATask, Plan
 from host_syncs import NoHostSyncs
 from ranks import RankPool
 
-HEADS, KEY_HEADS, DIM = 4, 2, 16
+HEADS, KEY_HEADS = 4, 2
 
 
 class Op:
@@ -45,12 +44,6 @@ class Op:
 
     def backward(self, pools: BackwardInputs, sequences: Sequences, scores: ScoreOptions) -> Grads:
         return Grads(*map(torch.zeros_like, pools.operands))
-
-
-def kernel_of(name: str, scores: ScoreOptions) -> Kernel:
-    if name == "varlen":  # what runs around every kernel for GPUs
-        return VarlenKernel(Op())
-    return select_kernel(name, KernelRequest(torch.device("cpu"), torch.float32, DIM, DIM, scores))
 
 
 # Rows of (document, start, length) by rank; tokens of context; tasks of (document, start, end,
@@ -75,12 +68,7 @@ LAYOUTS: dict[str, tuple[Any, list[int], Any]] = {
 
 
 def layer(
-    rank: int,
-    layout: str,
-    name: str,
-    scores: ScoreOptions,
-    *,
-    reentrant: bool | None,
+    rank: int, layout: str, name: str, scores: ScoreOptions, reentrant: bool | None
 ) -> tuple[int, int]:
     """A layer forward and backward with everything that reads forbidden. Returns operations and
     exchanges.
@@ -89,14 +77,16 @@ def layer(
     plan = Plan.from_tasks(
         Layout.from_segments(rows, context), [CATask(*task) for task in tasks], scores.window
     )
-    route = Route.build(plan, rank)
-    group, meter, module, store = (
-        AttentionGroup.find_or_create(timeout_seconds=60),
-        Meter(),
-        torch.nn.Identity(),
-        OutputStore(),
+    # What runs around every kernel for GPUs, or a kernel of a CPU.
+    kernel = (
+        VarlenKernel(Op())
+        if name == "varlen"
+        else select_kernel(
+            name, KernelRequest(torch.device("cpu"), torch.float32, DIM, DIM, scores)
+        )
     )
-    server = AttentionServer(kernel_of(name, scores), scores, meter)
+    parts = parts_of(plan, rank, scores, kernel=kernel)
+    module, store = torch.nn.Identity(), OutputStore()
     keys = sum(length for *_, length in rows[rank])
     before = sum(length for *_, length in rows[rank][: context[rank]])
     q = torch.randn(keys - before, HEADS, DIM, requires_grad=True)
@@ -110,15 +100,8 @@ def layer(
 
     def attend(*leaves: torch.Tensor) -> torch.Tensor:
         inputs = Inputs(*leaves, sink, *given)
-        return compute_core_attention(
-            inputs,
-            LayerExchange(
-                route,
-                group,
-                server,
-                None if reentrant is None else store.find_outputs(module, inputs),
-            ),
-        )
+        outputs = None if reentrant is None else store.find_outputs(module, inputs)
+        return compute_core_attention(inputs, LayerExchange(*parts, outputs))
 
     with NoHostSyncs() as mode:
         out = (
@@ -127,6 +110,7 @@ def layer(
             else checkpoint(attend, q, k, v, use_reentrant=reentrant)
         )
         out.backward(torch.ones_like(out))
+    meter = parts[-1].meter
     return mode.operations, meter.dispatches + meter.returns
 
 
@@ -140,28 +124,14 @@ CASES = [
 ]
 
 
-def every_case(rank: int) -> list[tuple[int, int]]:
-    results = []
-    for layout, name, scores, reentrant in CASES:
-        try:
-            results.append(
-                layer(
-                    rank,
-                    layout,
-                    name,
-                    scores,
-                    reentrant=reentrant,
-                )
-            )
-        except Exception as error:
-            raise AssertionError(f"{layout}, {name}, {scores}, {reentrant}: {error}") from error
-    return results
-
-
-def test_no_layer_reads_a_tensor(rank_pool: Callable[[int], RankPool]) -> None:
-    first, second = rank_pool(2)(every_case)
-    assert [exchanges for _, exchanges in first] == [exchanges for _, exchanges in second]
-    for (layout, _, _, reentrant), (operations, exchanges) in zip(CASES, first, strict=True):
-        assert operations > 20, "the mode saw nothing of it"
-        expected = 0 if layout == "nothing moved" else 4
-        assert exchanges == expected, (layout, reentrant)
+@pytest.mark.parametrize(("layout", "name", "scores", "reentrant"), CASES, ids=str)
+def test_no_layer_reads_a_tensor(
+    rank_pool: Callable[[int], RankPool],
+    layout: str,
+    name: str,
+    scores: ScoreOptions,
+    reentrant: bool | None,
+) -> None:
+    (operations, exchanges), (_, others) = rank_pool(2)(layer, layout, name, scores, reentrant)
+    assert operations > 20, "the mode saw nothing of it"
+    assert exchanges == others == (0 if layout == "nothing moved" else 4)

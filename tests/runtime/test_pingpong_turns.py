@@ -1,8 +1,8 @@
 from __future__ import annotations
 
 import contextvars
-from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -22,23 +22,18 @@ from hf_distca.runtime.pingpong import (
 VARIABLE: contextvars.ContextVar[str] = contextvars.ContextVar("variable", default="unset")
 
 
-def walker(name: str, steps: int, seen: list[str]) -> Callable[[], str]:
-    def walk() -> str:
-        for number in range(steps):
-            seen.append(f"{name}{number}")
-            yield_to_other_nano_batch()
-        return name
-
-    return walk
+def walk(name: str, steps: int, seen: list[str]) -> str:
+    for number in range(steps):
+        seen.append(f"{name}{number}")
+        yield_to_other_nano_batch()
+    return name
 
 
 @pytest.mark.parametrize(("first", "second"), [(0, 0), (2, 2), (3, 1), (1, 3)])
 def test_halves_take_turns(first: int, second: int) -> None:
     seen: list[str] = []
-    assert run_nano_batches(walker("a", first, seen), walker("b", second, seen), "cpu") == (
-        "a",
-        "b",
-    )
+    halves = partial(walk, "a", first, seen), partial(walk, "b", second, seen)
+    assert run_nano_batches(*halves, "cpu") == ("a", "b")
     turns = max(first, second)
     expected = [
         f"{name}{n}"
@@ -54,7 +49,6 @@ def test_elsewhere_taking_turns_does_nothing() -> None:
 
 
 def test_each_half_has_its_modes_and_the_callers_context() -> None:
-    """Each half has its own modes and sees the caller's context."""
     VARIABLE.set("the caller's")
 
     def half() -> list[object]:
@@ -92,24 +86,21 @@ def test_each_half_has_its_own_hooks_on_saved_tensors() -> None:
     def save() -> None:
         torch.ones((), requires_grad=True).exp()
 
-    def half(name: str) -> Callable[[], None]:
-        def run() -> None:
-            save()
-            yield_to_other_nano_batch()
-            with hooks(f"{name} outer"):
-                with hooks(f"{name} inner"):
-                    yield_to_other_nano_batch()
-                    save()
-                    yield_to_other_nano_batch()
+    def half(name: str) -> None:
+        save()
+        yield_to_other_nano_batch()
+        with hooks(f"{name} outer"):
+            with hooks(f"{name} inner"):
                 yield_to_other_nano_batch()
                 save()
+                yield_to_other_nano_batch()
             yield_to_other_nano_batch()
             save()
-
-        return run
+        yield_to_other_nano_batch()
+        save()
 
     with hooks("the caller's"):
-        run_nano_batches(half("a"), half("b"), "cpu")
+        run_nano_batches(partial(half, "a"), partial(half, "b"), "cpu")
         save()
     save()
     both = [f"{name} {place}" for place in ("inner", "outer") for name in "ab"]
@@ -137,74 +128,37 @@ def test_a_half_that_forbids_hooks_forbids_them_to_itself() -> None:
     assert allowed()
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_halves_may_checkpoint_between_their_turns(reentrant: bool) -> None:
-    weight = torch.tensor([2.0], requires_grad=True)
-
-    def attention(x: torch.Tensor) -> torch.Tensor:
-        y = (x * weight).exp()
-        yield_to_other_nano_batch()
-        return y * weight
-
-    def half(x: torch.Tensor) -> Callable[[], torch.Tensor]:
-        def run() -> torch.Tensor:
-            return checkpoint(attention, x, use_reentrant=reentrant).sin() * x
-
-        return run
-
-    def gradients(in_turns: bool) -> list[torch.Tensor]:
-        inputs = [torch.tensor([n], requires_grad=True) for n in (0.3, 0.4)]
-        first, second = (half(x) for x in inputs)
-        results = run_nano_batches(first, second, "cpu") if in_turns else (first(), second())
-        weight.grad = None
-        (results[0] + results[1] * 3).backward()
-        return [weight.grad, *(x.grad for x in inputs)]
-
-    assert gradients(True) == gradients(False)
-
-
 def test_parts_of_a_layer_that_checkpoint() -> None:
     layer = torch.nn.Module()
-    layer.attention, layer.mlp, layer.norm = (
-        torch.nn.Linear(2, 2),
-        torch.nn.Linear(2, 2),
-        torch.nn.Linear(2, 2),
-    )
+    layer.attention, layer.mlp, layer.norm = (torch.nn.Linear(2, 2) for _ in range(3))
     assert find_checkpointed_parts(layer) == []
     layer.attention = checkpoint_wrapper(layer.attention)
     by_hooks(layer.mlp)
     assert find_checkpointed_parts(layer) == [layer.attention, layer.mlp]
     assert find_checkpointed_parts(layer.mlp) == []
-    assert find_checkpointed_parts(
-        torch.nn.Sequential(checkpoint_wrapper(layer))[0]._checkpoint_wrapped_module
-    ) == [
-        layer.attention,
-        layer.mlp,
-    ]
+    wrapped = checkpoint_wrapper(layer)._checkpoint_wrapped_module
+    assert find_checkpointed_parts(wrapped) == [layer.attention, layer.mlp]
 
 
 @pytest.mark.parametrize("failing", [0, 1])
 def test_an_error_in_one_half_unwinds_the_other(failing: int) -> None:
     unwound: list[int] = []
 
-    def half(place: int) -> Callable[[], None]:
-        def run() -> None:
-            try:
-                with torch.no_grad():
-                    yield_to_other_nano_batch()
-                    if place == failing:
-                        raise ZeroDivisionError(place)
-                    yield_to_other_nano_batch()
-                    yield_to_other_nano_batch()
-            finally:
-                unwound.append(place)
-
-        return run
+    def half(place: int) -> None:
+        try:
+            with torch.no_grad():
+                yield_to_other_nano_batch()
+                if place == failing:
+                    raise ZeroDivisionError(place)
+                yield_to_other_nano_batch()
+                yield_to_other_nano_batch()
+        finally:
+            unwound.append(place)
 
     with pytest.raises(ZeroDivisionError) as caught:
-        run_nano_batches(half(0), half(1), "cpu")
+        run_nano_batches(partial(half, 0), partial(half, 1), "cpu")
     assert unwound == [failing, 1 - failing]
-    assert caught.traceback[-1].name == "run"
+    assert caught.traceback[-1].name == "half"
     assert torch.is_grad_enabled()
 
 
@@ -219,14 +173,11 @@ def fail_beside_a_checkpoint(failing: int, inside: bool) -> None:
         yield_to_other_nano_batch()
         return y * x
 
-    def half(place: int) -> Callable[[], torch.Tensor]:
-        def run() -> torch.Tensor:
-            if place == failing:
-                yield_to_other_nano_batch()
-                raise ZeroDivisionError(place)
-            return checkpoint(attention, torch.ones(1, requires_grad=True), use_reentrant=False)
-
-        return run
+    def half(place: int) -> torch.Tensor:
+        if place == failing:
+            yield_to_other_nano_batch()
+            raise ZeroDivisionError(place)
+        return checkpoint(attention, torch.ones(1, requires_grad=True), use_reentrant=False)
 
     packed: list[torch.Tensor] = []
     with (
@@ -235,7 +186,7 @@ def fail_beside_a_checkpoint(failing: int, inside: bool) -> None:
         else nullcontext()
     ):
         with pytest.raises(ZeroDivisionError):
-            run_nano_batches(half(0), half(1), "cpu")
+            run_nano_batches(partial(half, 0), partial(half, 1), "cpu")
         before = len(packed)
         torch.ones((), requires_grad=True).exp()
         assert len(packed) == before + int(inside), (

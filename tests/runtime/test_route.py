@@ -11,12 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from some_relays import some_relays
-from test_core_attention import (
-    KEY_HEADS,
-    random_case,
-    split_case,
-    whole_tasks,
-)
+from test_core_attention import KEY_HEADS, random_case, split_case, whole_tasks
 
 from hf_distca.kernels import TaskBatch
 from hf_distca.runtime import messages as runtime
@@ -26,33 +21,6 @@ from hf_distca.schedule.layout import Layout
 from hf_distca.schedule.plan import CATask, Plan
 
 
-@settings(max_examples=50, deadline=None)
-@given(st.randoms(use_true_random=False), st.integers(1, 6))
-def test_what_is_sent_is_received(random_: random.Random, world: int) -> None:
-    ranks, context, tasks = random_case(random_, world)
-    plan = Plan.from_tasks(Layout.from_segments(ranks, context), tasks)
-    routes = [Route.build(plan, rank) for rank in range(world)]
-    for rows in ("queries", "keys"):
-        for a, sender in enumerate(routes):
-            assert a not in getattr(sender.pooled, rows).send, "a rank sends itself nothing"
-            for b, receiver in enumerate(routes):
-                assert getattr(sender.pooled, rows).send.get(b) == getattr(
-                    receiver.pooled, rows
-                ).receive.get(a)
-    held = int(plan.layout.query_tokens.sum())
-    assert (
-        sum(sum(r.local_tasks.query_length) + sum(r.pooled.tasks.query_length) for r in routes)
-        == held
-    )
-    for pooled in (route.pooled for route in routes):
-        tasks = pooled.tasks
-        assert all(k >= q >= 1 for q, k in zip(tasks.query_length, tasks.key_length, strict=True))
-        assert all(
-            a + n <= pooled.key_pool.rows
-            for a, n in zip(tasks.key_start, tasks.key_length, strict=True)
-        )
-
-
 def test_slices_of_one_document_share_one_copy_of_its_prefix() -> None:
     layout = Layout.from_lengths([[100], []])
     tasks = [
@@ -60,10 +28,7 @@ def test_slices_of_one_document_share_one_copy_of_its_prefix() -> None:
         for a, b, s in ((0, 20, 0), (20, 40, 1), (40, 60, 0), (60, 80, 1), (80, 100, 0))
     ]
     pooled = Route.build(Plan.from_tasks(layout, tasks), 1).pooled
-    assert (pooled.key_pool.rows, sum(pooled.keys.receive.values())) == (
-        80,
-        80,
-    )
+    assert pooled.key_pool.rows == sum(pooled.keys.receive.values()) == 80
     assert (pooled.tasks.key_start, pooled.tasks.key_length) == ((0, 0), (40, 80))
     assert pooled.is_single_message, "rows of one source are used as they come"
 
@@ -94,15 +59,11 @@ def test_neighbouring_tasks_become_one() -> None:
     layout = Layout.from_lengths([[100], []])
     tasks = [CATask(0, 0, 40, 0, 0), CATask(0, 40, 70, 0, 1), CATask(0, 70, 100, 0, 1)]
     route = Route.build(Plan.from_tasks(layout, tasks), 1)
-    assert (route.pooled.tasks.query_length, route.pooled.tasks.key_length) == (
-        (60,),
-        (100,),
-    )
+    assert (route.pooled.tasks.query_length, route.pooled.tasks.key_length) == ((60,), (100,))
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_local_plan_is_one_batch_of_whole_documents_in_order(rank: int) -> None:
-    """A local plan is one batch of whole documents in token order."""
     route = Route.build(Plan.make_local(Layout.from_lengths([[5, 1, 7], [3]])), rank)
     assert not route.exchanges
     assert len(route.pooled.tasks) == 0
@@ -144,6 +105,7 @@ def exchanged(rows: list[runtime.Rows], own: list[Rows]) -> list[list[Rows]]:
         for a, one in enumerate(rows)
     ]
     for rank, one in enumerate(rows):
+        assert rank not in one.receive, "a rank sends itself nothing"
         assert one.receive == {a: len(sent[a][rank]) for a in range(len(rows)) if rank in sent[a]}
     return [[sent[a][rank] for a in one.receive] for rank, one in enumerate(rows)]
 
@@ -215,11 +177,11 @@ def check_batch(plan: Plan, tasks: TaskBatch, query: Rows, pool: Rows) -> None:
         ]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(
     st.randoms(use_true_random=False),
     st.integers(1, 6),
-    st.sampled_from([None, 1, 9, 40, "relays", "relays", "groups", "groups"]),
+    st.sampled_from([None, None, None, 1, 9, 40, "relays", "relays", "groups", "groups"]),
 )
 def test_every_task_finds_its_keys(
     random_: random.Random, world: int, kind: int | str | None

@@ -30,33 +30,28 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from layer_exchanges import DIM, parts_of
 from some_relays import some_relays
-from test_core_attention import DIM, HEADS, KEY_HEADS, random_case, split_case, whole_tasks
+from test_core_attention import (
+    HEADS,
+    KEY_HEADS,
+    SCORES,
+    random_case,
+    split_case,
+    whole_tasks,
+)
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_distca.kernels import KernelRequest, ScoreOptions, select_kernel
-from hf_distca.runtime.call import AttentionServer, Inputs, LayerExchange
+from hf_distca.runtime.call import Inputs, LayerExchange
 from hf_distca.runtime.channel import Channel, Transfer
 from hf_distca.runtime.core_attention import compute_core_attention
-from hf_distca.runtime.group import AttentionGroup
-from hf_distca.runtime.meter import Meter
 from hf_distca.runtime.pingpong import run_nano_batches
-from hf_distca.runtime.route import Route
-from hf_distca.schedule.cost import AttentionShape
 from hf_distca.schedule.layout import Layout
 from hf_distca.schedule.plan import Plan
 from ranks import RankPool
 from turns import in_turn
 
-WAYS = (
-    "plain",
-    "relays",
-    "head groups",
-    "ping-pong",
-    "ping-pong with relays",
-)
-SCORES = ScoreOptions(DIM**-0.5)
-SHAPE = AttentionShape(HEADS, KEY_HEADS, DIM, DIM, 4)
+WAYS = ("plain", "relays", "head groups", "ping-pong", "ping-pong with relays")
 REPEATS = 4
 
 
@@ -183,7 +178,7 @@ class Stack:
 
     def __init__(self, rank: int, world: int, way: str, seed: int) -> None:
         random_ = random.Random(seed)
-        self.rank, self.group = rank, AttentionGroup.find_or_create(timeout_seconds=60)
+        self.rank = rank
         self.plans = [
             some_plan(random_, way, world) for _ in range(1 + way.startswith("ping-pong"))
         ]
@@ -194,10 +189,6 @@ class Stack:
     ) -> list[torch.Tensor]:
         """Outputs, and gradients of what the layers are given."""
         random_ = torch.Generator().manual_seed(100 * self.seed + self.rank)
-        kernel = select_kernel(
-            "auto", KernelRequest(torch.device("cpu"), torch.float32, DIM, DIM, SCORES)
-        )
-        server = AttentionServer(kernel, SCORES, Meter())
         leaves, upstream, halves = [], [], []
         for plan in self.plans:
             tokens = int(plan.layout.query_tokens[self.rank])
@@ -205,15 +196,13 @@ class Stack:
             x = torch.randn(tokens, HEADS + KEY_HEADS + 1, DIM, generator=random_).requires_grad_()
             leaves.append(x)
             upstream.append(lay_out(torch.randn(tokens, HEADS, DIM, generator=random_)))
-            halves.append((x, Route.build(plan, self.rank)))
+            halves.append((x, parts_of(plan, self.rank, SCORES, dtype=torch.float32)))
 
-        def layers(x: torch.Tensor, route: Route) -> torch.Tensor:
+        def layers(x: torch.Tensor, parts: tuple[Any, ...]) -> torch.Tensor:
             q, k, v = x[:, :HEADS], x[:, HEADS:-1], x[:, -1:].expand(-1, KEY_HEADS, -1)
             for _ in range(2):
                 q, k, v = (lay_out(one) for one in (q, k, v))
-                q = compute_core_attention(
-                    Inputs(q, k, v), LayerExchange(route, self.group, server)
-                )
+                q = compute_core_attention(Inputs(q, k, v), LayerExchange(*parts))
                 k, v = q[:, ::2], q[:, 1::2]
             return q
 

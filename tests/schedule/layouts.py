@@ -1,17 +1,59 @@
 """Random layouts: documents of all lengths, whole, in consecutive parts, or head and tail; some
-with context. Random plans.
+with context. Random plans. Costs, and the load of the plan for a layout.
 """
 
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 
 from hypothesis import strategies as st
 
+from hf_distca.config import DistCAConfig
+from hf_distca.schedule.balance import balance
+from hf_distca.schedule.cost import AttentionShape, CostModel
 from hf_distca.schedule.layout import Layout
+from hf_distca.schedule.load import PlanLoad
 from hf_distca.schedule.plan import Plan
+from hf_distca.schedule.ranks import Ranks
+
+SHAPE = AttentionShape(
+    query_heads=32, key_value_heads=8, head_dim=128, value_head_dim=128, element_bytes=2
+)
+PAIRS, CPU, CUDA = (
+    CostModel.make_of_pairs(SHAPE),
+    CostModel.make_analytic(SHAPE, device_type="cpu"),
+    CostModel.make_analytic(SHAPE, device_type="cuda"),
+)
+# What a micro-batch of long documents looks like, where tiles are fine against a fair share.
+LONG = [
+    [65536],
+    [4096] * 16,
+    [1024] * 64,
+    [32768, 16384, 8192, 8192],
+    [65536],
+    [512] * 128,
+    [65535, 1],
+    [3, 65533],
+]
+PLACEMENTS = Path(__file__).parents[2] / "benchmarks" / "placements"
+SERIAL, PING_PONG = DistCAConfig(), DistCAConfig(ping_pong=True)
+ALIKE = Ranks()
 
 Rows = list[list[tuple[int, int, int]]]
+
+
+def load_of(
+    layout: Layout, cost: CostModel, config: DistCAConfig = SERIAL, ranks: Ranks = ALIKE
+) -> PlanLoad:
+    """The load of the plan for a layout, in which ping-pong hides exchanges."""
+    plan = balance(layout, cost, config, ranks)
+    return PlanLoad(plan, cost, overlapped=config.ping_pong, ranks=ranks)
+
+
+def local_load(layout: Layout, cost: CostModel) -> PlanLoad:
+    """The load where nothing moves."""
+    return PlanLoad(Plan.make_local(layout, cost.window), cost)
 
 
 def deal(world_size: int, documents: list[tuple[int, int, int, str]]) -> Layout:

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from layouts import layouts
+from layouts import CPU, CUDA, PAIRS, SERIAL, SHAPE, layouts, load_of, local_load
 
 from hf_distca.config import DistCAConfig
 from hf_distca.errors import ConfigError
 from hf_distca.schedule.balance import balance
-from hf_distca.schedule.cost import AttentionShape, CostModel, MarginalCost, TransientBytes
+from hf_distca.schedule.cost import CostModel, MarginalCost, TransientBytes
 from hf_distca.schedule.layout import Layout
 from hf_distca.schedule.load import PlanLoad, count_transient_bytes
 from hf_distca.schedule.plan import Plan
@@ -23,12 +23,7 @@ from hf_distca.schedule.ranks import Ranks
 from hf_distca.schedule.slice_cost import estimate_slice_seconds
 from hf_distca.schedule.tails import solve_rows
 
-SHAPE = AttentionShape(32, 8, 128, 128, 2)
-PAIRS, CPU, CUDA = (
-    CostModel.make_of_pairs(SHAPE),
-    CostModel.make_analytic(SHAPE, device_type="cpu"),
-    CostModel.make_analytic(SHAPE, device_type="cuda"),
-)
+MODELS = [PAIRS, CPU, CUDA]
 EACH = TransientBytes.from_shape(SHAPE)
 LEAST = EACH.query + EACH.key
 CONFIGS = st.builds(
@@ -43,8 +38,8 @@ CONFIGS = st.builds(
 )
 COSTS = st.builds(
     replace,
-    st.sampled_from([PAIRS, CPU, CUDA]),
-    window=st.sampled_from([None, None, 1, 300, 4096]),
+    st.sampled_from(MODELS),
+    window=st.one_of(st.sampled_from([None, None, 1, 300, 4096]), st.integers(1, 20_000)),
     ranks_per_link=st.sampled_from([1, 2]),
 )
 
@@ -59,13 +54,14 @@ def ranks_of(draw: st.DrawFn, count: int) -> Ranks:
 
 
 # EXAMPLES=3000 for a longer search.
-@settings(max_examples=int(os.environ.get("EXAMPLES", "300")), deadline=None)
+@settings(max_examples=int(os.environ.get("EXAMPLES", "580")), deadline=None)
 @given(st.data(), layouts(), CONFIGS, COSTS)
 def test_any_batch(
     data: st.DataObject, layout: Layout, config: DistCAConfig, cost: CostModel
 ) -> None:
     """A plan computes every query once (`Plan` checks it), on ranks that may serve, within the
-    bound, and never ends later than moving nothing.
+    bound, and ends earlier than moving nothing, or moves nothing. A window as long as all documents
+    is none.
     """
     ranks = data.draw(ranks_of(layout.world_size))
     plan = balance(layout, cost, config, ranks)
@@ -74,7 +70,13 @@ def test_any_batch(
         PlanLoad(some, cost, overlapped=config.ping_pong, ranks=ranks).slowest_seconds
         for some in (local, plan)
     )
-    assert after <= before * (1 - config.min_gain * (plan.digest != local.digest)) * (1 + 1e-12)
+    if plan.digest != local.digest:
+        assert after < before
+        assert after <= before * (1 - config.min_gain) * (1 + 1e-12)
+    hides_nothing = cost.window is not None and cost.window >= layout.longest
+    assert plan.window == (None if hides_nothing else cost.window)
+    if hides_nothing:
+        assert plan.digest == balance(layout, replace(cost, window=None), config, ranks).digest
     moved = plan.home != plan.server
     if not config.serve_in_place:
         assert not layout.query_tokens[plan.server[moved]].any()
@@ -84,6 +86,8 @@ def test_any_batch(
         assert (bytes_ <= limit).all()
     cut = plan.end < plan.layout.end[plan.segment]
     assert (plan.end[cut] % config.tile == 0).all(), "documents are cut on tiles"
+    followed = cut[:-1]
+    assert (plan.server[:-1] != plan.server[1:])[followed].all(), "neighbours on one server are one"
     assert balance(layout, cost, config, ranks).digest == plan.digest
 
 
@@ -97,14 +101,12 @@ def test_about_as_early_as_node_by_node(data: st.DataObject, rate: float, hidden
     cost = replace(CUDA, exchange_bytes_per_second=rate)
     config = DistCAConfig(ping_pong=hidden, min_gain=0.0)
     ranks = Ranks(per_node=size)
-    plan = balance(Layout.from_lengths(rows), cost, config, ranks)
-    end = PlanLoad(plan, cost, overlapped=hidden, ranks=ranks).slowest_seconds
+    end = load_of(Layout.from_lengths(rows), cost, config, ranks).slowest_seconds
     fast = replace(cost, exchange_bytes_per_second=cost.node_bytes_per_second)
     alone = 0.0
     for node in range(nodes):
         of_node = Layout.from_lengths(rows[node * size : (node + 1) * size])
-        load = PlanLoad(balance(of_node, fast, config), fast, overlapped=hidden)
-        alone = max(alone, load.slowest_seconds)
+        alone = max(alone, load_of(of_node, fast, config).slowest_seconds)
     # Moves inside nodes are tried with splits by heads and a T of all ranks, so a node that plans
     # alone may end a little earlier: 8 % in the worst of 1,500 draws.
     assert end <= alone * 1.15
@@ -142,13 +144,13 @@ def test_close_to_the_earliest_end(rows: list[list[int]], rate: float) -> None:
     layout = Layout.from_lengths([[tile * n for n in row] for row in rows])
     cost = replace(PAIRS, exchange_bytes_per_second=rate * 1e3)
     config = DistCAConfig(tile=tile, tolerance=0.0, min_gain=0.0, head_groups=1)
-    found = PlanLoad(balance(layout, cost, config), cost).slowest_seconds
+    found = load_of(layout, cost, config).slowest_seconds
     most = float(cost.estimate_seconds(tile, layout.longest)[0])
     assert found <= 1.03 * find_earliest(layout, cost, tile) + most
 
 
 @given(
-    st.sampled_from([PAIRS, CPU, CUDA]),
+    st.sampled_from(MODELS),
     st.sampled_from([None, 300, 5000]),
     st.integers(2, 300),
     st.integers(1, 200),
@@ -217,38 +219,31 @@ def test_a_bound_holds_where_a_server_gets_tails_of_two_pieces() -> None:
     assert count_transient_bytes(plan, EACH).max() <= 2**26
 
 
-def test_nodes_that_do_not_divide_the_ranks_are_refused() -> None:
-    with pytest.raises(ConfigError, match="3 ranks cannot be divided into nodes of 2"):
-        balance(Layout.from_lengths([[9]] * 3), CUDA, DistCAConfig(), Ranks(per_node=2))
-
-
 @pytest.mark.parametrize("ranks", [64, 512])
 @pytest.mark.parametrize("longest", [2**18, 2**20])
 def test_one_long_document_is_sent_by_its_home_once(ranks: int, longest: int) -> None:
     layout = Layout.from_lengths([[longest], *([[8192] * (longest // 65536)] * (ranks - 1))])
-    plan = balance(layout, CUDA, DistCAConfig())
-    load, local = PlanLoad(plan, CUDA), PlanLoad(Plan.make_local(layout), CUDA)
+    load, local = load_of(layout, CUDA), local_load(layout, CUDA)
     assert load.slowest_seconds < 0.15 * local.slowest_seconds
     assert load.key_tokens[0, 0] <= 1.01 * longest
 
 
 @pytest.mark.parametrize("tolerance", [0.002, 0.01, 0.05])
-@pytest.mark.parametrize("cost", [PAIRS, CPU, CUDA], ids=lambda cost: cost.name)
+@pytest.mark.parametrize("cost", MODELS, ids=lambda cost: cost.name)
 def test_no_rank_ends_after_the_tolerance(cost: CostModel, tolerance: float) -> None:
     layout = Layout.from_lengths(
         [[65536], [4096] * 16, [1024] * 64, [32768, 16384, 8192, 8192], [65535, 1], [3, 65533]]
     )
-    config = DistCAConfig(tolerance=tolerance, ping_pong=True)
-    load = PlanLoad(balance(layout, cost, config), cost, overlapped=True)
-    mean = PlanLoad(Plan.make_local(layout), cost).compute_seconds.mean()
+    load = load_of(layout, cost, DistCAConfig(tolerance=tolerance, ping_pong=True))
+    mean = local_load(layout, cost).compute_seconds.mean()
     assert load.slowest_seconds <= (1 + 1.5 * tolerance) * mean * 1.002
 
 
 def test_a_key_leaves_its_home_once_for_all_other_nodes() -> None:
     layout = Layout.from_lengths([[65536]] + [[512] * 8] * 7)
     ranks = Ranks(per_node=2)
-    plan = balance(layout, CUDA, DistCAConfig(), ranks)
-    load = PlanLoad(plan, CUDA, ranks=ranks)
+    load = load_of(layout, CUDA, SERIAL, ranks)
+    plan = load.plan
     assert plan.relays is not None
     assert (
         load.slowest_seconds < PlanLoad(plan.with_relays(None), CUDA, ranks=ranks).slowest_seconds

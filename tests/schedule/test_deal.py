@@ -9,17 +9,27 @@ import re
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from layouts import (
+    CPU,
+    CUDA,
+    PAIRS,
+    PING_PONG,
+    PLACEMENTS,
+    SERIAL,
+    SHAPE,
+    load_of,
+    local_load,
+)
 
 from hf_distca.config import DistCAConfig
 from hf_distca.errors import ConfigError, LayoutError
 from hf_distca.schedule.balance import balance
-from hf_distca.schedule.cost import AttentionShape, CostModel, KernelCost
+from hf_distca.schedule.cost import CostModel, KernelCost
 from hf_distca.schedule.deal import deal, deal_in_order, deal_nano_batches
 from hf_distca.schedule.layout import Layout
 from hf_distca.schedule.load import PlanLoad
@@ -28,19 +38,7 @@ from hf_distca.schedule.plan import Plan
 from hf_distca.schedule.ranks import Ranks
 from turns import in_turn
 
-SHAPE = AttentionShape(
-    query_heads=32, key_value_heads=8, head_dim=128, value_head_dim=128, element_bytes=2
-)
-CUDA = CostModel.make_analytic(SHAPE, device_type="cuda")
-PAIRS = CostModel.make_of_pairs(SHAPE)
-MODELS = [
-    CUDA,
-    PAIRS,
-    CostModel.make_analytic(SHAPE, device_type="cpu"),
-    replace(CUDA, window=100),
-    replace(PAIRS, window=4096),
-]
-PLACEMENTS = Path(__file__).parents[2] / "benchmarks" / "placements"
+MODELS = [CUDA, PAIRS, CPU, replace(CUDA, window=100), replace(PAIRS, window=4096)]
 
 
 @st.composite
@@ -93,12 +91,21 @@ def _dealt_both_ways(lengths: list[int], cost: CostModel) -> list[Layout]:
 ROUNDED = ([1, 1, 2, 2, 3, 5, 17, 27, 3, 7, 10, 14, 30, 15, 17, 37, 5], 7, 28)
 
 
-@settings(max_examples=150)
-@given(batches(), st.sampled_from(MODELS), st.sampled_from([1, 16, 128]))
-@example(batch=ROUNDED, cost=CUDA, tile=1)
-def test_any_documents(batch: tuple[list[int], int, int], cost: CostModel, tile: int) -> None:
+@settings(max_examples=250)
+@given(
+    batches(),
+    st.sampled_from(MODELS),
+    st.sampled_from([1, 16, 128]),
+    st.sampled_from([None, None, None, 1, 3]),
+)
+@example(batch=ROUNDED, cost=CUDA, tile=1, per_node=None)
+def test_any_documents(
+    batch: tuple[list[int], int, int], cost: CostModel, tile: int, per_node: int | None
+) -> None:
     lengths, ranks, tokens = batch
-    layout = deal(lengths, ranks, tokens, cost, tile=tile)
+    if per_node == 3:
+        ranks, lengths = 3 * ranks, 3 * lengths
+    layout = deal(lengths, ranks, tokens, cost, ranks_per_node=per_node, tile=tile)
     check(layout, lengths, [tokens] * ranks)
     assert set(layout.document.tolist()) == set(range(len(lengths)))
     # No two pieces of a document on a rank that could be one.
@@ -123,7 +130,6 @@ def test_any_documents_in_nano_batches(batch: tuple[list[int], int, int], cost: 
 
 @pytest.mark.parametrize("tokens", [4096, 4097])
 def test_halves_have_equal_tokens_where_documents_allow(tokens: int) -> None:
-    """Halves have equal tokens where documents can be divided so."""
     lengths = fill(lambda rng: rng.lognormal(6, 1.2), 8 * tokens, seed=tokens)
     first, second = deal_nano_batches(lengths, 8, tokens, CUDA)
     assert first.query_tokens.tolist() == [tokens // 2] * 8
@@ -142,17 +148,18 @@ def test_halves_have_equal_tokens_where_documents_allow(tokens: int) -> None:
 def test_unequal_ranks_have_their_tokens_in_both_halves(
     lengths: list[int], tokens: list[int]
 ) -> None:
-    """Ranks with unequal tokens have theirs in both halves together."""
     first, second = deal_nano_batches(lengths, len(tokens), tokens, CUDA)
     assert (first.query_tokens + second.query_tokens).tolist() == tokens
     if len(lengths) > 100:
         assert first.query_tokens.tolist() == [count // 2 for count in tokens]
 
 
-def test_halves_are_equal_beside_a_dominant_document() -> None:
-    """Halves are equal beside a document with most of the attention."""
+def test_one_huge_document_among_short_ones() -> None:
+    """It has most of the attention; halves are equal."""
     total = 64 * 65536
     lengths = [total // 4, *fill(lambda rng: rng.integers(100, 3000), total - total // 4, seed=0)]
+    # Each of its ranks needs all of its keys, which take 0.19 of the mean.
+    assert slowest(load_of(deal(lengths, 64, 65536, CUDA), CUDA)) <= 1.2
     first, second = deal_nano_batches(lengths, 64, 65536, CUDA)
     assert set(first.query_tokens.tolist()) == set(second.query_tokens.tolist()) == {32768}
 
@@ -203,19 +210,6 @@ def test_fewer_documents_span_nodes(per_node: int) -> None:
     assert within < free
 
 
-@settings(max_examples=50)
-@given(batches(), st.sampled_from(MODELS))
-def test_any_documents_in_nodes(batch: tuple[list[int], int, int], cost: CostModel) -> None:
-    lengths, nodes, tokens = batch
-    check(deal(lengths, nodes, tokens, cost, ranks_per_node=1, tile=16), lengths, [tokens] * nodes)
-    if tokens % 3 == 0:
-        check(
-            deal(lengths, 3 * nodes, tokens // 3, cost, ranks_per_node=3, tile=16),
-            lengths,
-            [tokens // 3] * 3 * nodes,
-        )
-
-
 def crossing(layout: Layout, per_node: int) -> int:
     pairs = {
         (d, r // per_node)
@@ -242,9 +236,8 @@ def fill(draw: Callable[[np.random.Generator], float], total: int, *, seed: int)
     return [lengths[i] for i in rng.permutation(len(lengths))]
 
 
-def slowest(plan: Plan, *, overlapped: bool = False) -> float:
+def slowest(load: PlanLoad) -> float:
     """End of the slowest rank by the mean compute."""
-    load = PlanLoad(plan, CUDA, overlapped=overlapped)
     return load.slowest_seconds / float(load.compute_seconds.mean())
 
 
@@ -268,11 +261,8 @@ def test_slowest_rank(name: str) -> None:
     for seed in range(3):
         lengths = fill(draw, ranks * tokens, seed=seed)
         layout = deal(lengths, ranks, tokens, CUDA)
-        assert slowest(balance(layout, CUDA, DistCAConfig())) <= serial
-        assert (
-            slowest(balance(layout, CUDA, DistCAConfig(ping_pong=True)), overlapped=True)
-            <= overlapped
-        )
+        assert slowest(load_of(layout, CUDA, SERIAL)) <= serial
+        assert slowest(load_of(layout, CUDA, PING_PONG)) <= overlapped
 
 
 @pytest.mark.parametrize(
@@ -280,24 +270,13 @@ def test_slowest_rank(name: str) -> None:
 )
 def test_a_single_document_over_all_ranks(ranks: int, tokens: int, bound: float) -> None:
     layout = deal([ranks * tokens], ranks, tokens, CUDA)
-    assert slowest(Plan.make_local(layout)) <= bound
-
-
-def test_one_huge_document_among_short_ones() -> None:
-    total = 64 * 65536
-    lengths = [total // 4, *fill(lambda rng: rng.integers(100, 3000), total - total // 4, seed=0)]
-    layout = deal(lengths, 64, 65536, CUDA)
-    # Each of its ranks needs all of its keys, which take 0.19 of the mean.
-    assert slowest(balance(layout, CUDA, DistCAConfig())) <= 1.2
+    assert slowest(local_load(layout, CUDA)) <= bound
 
 
 def test_attention_that_costs_nothing() -> None:
     free = KernelCost(0.0, np.inf, np.inf)
-    check(
-        deal([5000, *[100] * 30, 192], 2, 4096, CostModel(SHAPE, free, free, np.inf)),
-        [5000, *[100] * 30, 192],
-        [4096] * 2,
-    )
+    lengths = [5000, *[100] * 30, 192]
+    check(deal(lengths, 2, 4096, CostModel(SHAPE, free, free, np.inf)), lengths, [4096] * 2)
 
 
 @pytest.mark.parametrize("function", [deal, deal_nano_batches])
@@ -380,14 +359,10 @@ def test_a_plan_is_never_later_than_moving_nothing(
     batch: tuple[list[int], int, int], cost: CostModel, overlapped: bool
 ) -> None:
     lengths, ranks, tokens = batch
-    config = DistCAConfig(ping_pong=overlapped, tile=16)
     layout = deal(lengths, ranks, tokens, cost, tile=16)
-    plan = balance(layout, cost, config)
-    local = Plan.make_local(layout, plan.window)
-    assert (
-        PlanLoad(plan, cost, overlapped=overlapped).slowest_seconds
-        <= PlanLoad(local, cost, overlapped=overlapped).slowest_seconds
-    )
+    load = load_of(layout, cost, DistCAConfig(ping_pong=overlapped, tile=16))
+    local = Plan.make_local(layout, load.plan.window)
+    assert load.slowest_seconds <= PlanLoad(local, cost, overlapped=overlapped).slowest_seconds
 
 
 # Many key/value heads: keys travel longer than ranks compute.
@@ -407,25 +382,28 @@ def test_documents_that_cost_more_exchange_than_compute(
         fill(lambda rng: min(rng.lognormal(7.5, 1.5), 49152), 64 * tokens, seed=seed)
         for seed in range(2, 6)
     ]
-    ranks, slowest = Ranks(per_node=per_node), []
-    for lengths in batches:
-        layout = deal(lengths, 64, tokens, MANY_KEYS, ranks_per_node=per_node)
-        load = PlanLoad(balance(layout, MANY_KEYS, DistCAConfig(), ranks), MANY_KEYS, ranks=ranks)
-        slowest.append(load.slowest_seconds / load.compute_seconds.mean())
-    assert np.mean(slowest) <= serial
-    sum_of_halves = mean = 0.0
-    for half in deal_nano_batches(batches[0], 64, tokens, MANY_KEYS, ranks_per_node=per_node):
-        plan = balance(half, MANY_KEYS, DistCAConfig(ping_pong=True), ranks)
-        load = PlanLoad(plan, MANY_KEYS, overlapped=True, ranks=ranks)
-        sum_of_halves, mean = (
-            sum_of_halves + load.slowest_seconds,
-            mean + load.compute_seconds.mean(),
+    ranks = Ranks(per_node=per_node)
+    ends = [
+        slowest(
+            load_of(
+                deal(lengths, 64, tokens, MANY_KEYS, ranks_per_node=per_node),
+                MANY_KEYS,
+                SERIAL,
+                ranks,
+            )
         )
-    assert sum_of_halves <= overlapped * mean
+        for lengths in batches
+    ]
+    assert np.mean(ends) <= serial
+    halves = [
+        load_of(half, MANY_KEYS, PING_PONG, ranks)
+        for half in deal_nano_batches(batches[0], 64, tokens, MANY_KEYS, ranks_per_node=per_node)
+    ]
+    mean = sum(load.compute_seconds.mean() for load in halves)
+    assert sum(load.slowest_seconds for load in halves) <= overlapped * mean
 
 
 def test_dealing_and_planning_512_ranks_is_fast() -> None:
-    """Dealing and planning 512 ranks takes a fraction of a second."""
     lengths = fill(lambda rng: rng.lognormal(7.5, 1.5), 512 * 65536, seed=1)
     seconds = []
     for _ in range(3):
@@ -445,10 +423,8 @@ def test_documents_of_real_placements() -> None:
         tokens = sum(lengths) // ranks
         layout = deal(lengths, ranks, tokens, CUDA)
         check(layout, lengths, [tokens] * ranks)
-        serial.append(slowest(balance(layout, CUDA, DistCAConfig())))
-        overlapped.append(
-            slowest(balance(layout, CUDA, DistCAConfig(ping_pong=True)), overlapped=True)
-        )
+        serial.append(slowest(load_of(layout, CUDA, SERIAL)))
+        overlapped.append(slowest(load_of(layout, CUDA, PING_PONG)))
     assert len(serial) == 9
     assert np.median(serial) <= 1.1
     assert max(serial) <= 1.26

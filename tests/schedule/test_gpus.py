@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from layouts import SHAPE
 
-from hf_distca.schedule.cost import AttentionShape, CostModel
+from hf_distca.schedule.cost import CostModel
 from hf_distca.schedule.gpus import find_factor, make_gpu_cost
-
-SHAPE = AttentionShape(32, 8, 128, 128, 2)
 
 
 @pytest.mark.parametrize(

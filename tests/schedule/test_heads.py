@@ -7,26 +7,21 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from hypothesis import given, settings
-from layouts import layouts
+from layouts import CUDA, PING_PONG, layouts, load_of
 
 from hf_distca.config import DistCAConfig
 from hf_distca.errors import ConfigError, LayoutError, PlanError
 from hf_distca.runtime.route import Route
 from hf_distca.schedule.balance import balance
-from hf_distca.schedule.cost import AttentionShape, CostModel
 from hf_distca.schedule.deal import deal
 from hf_distca.schedule.layout import Layout
 from hf_distca.schedule.load import PlanLoad, compute_imbalance
 from hf_distca.schedule.plan import Plan
 
-SHAPE = AttentionShape(
-    query_heads=32, key_value_heads=8, head_dim=128, value_head_dim=128, element_bytes=2
-)
-CUDA = CostModel.make_analytic(SHAPE, device_type="cuda")
 FAST = replace(CUDA, exchange_bytes_per_second=3e11)  # exchanges are hidden behind compute
 
 WHOLE = DistCAConfig(ping_pong=True, head_groups=1)
-SPLIT = DistCAConfig(ping_pong=True)
+SPLIT = PING_PONG
 
 
 def long_and_short(ranks: int) -> Layout:
@@ -82,9 +77,7 @@ def test_a_plan_in_json_has_its_head_groups() -> None:
 @pytest.mark.parametrize("ranks", [8, 16, 64])
 def test_far_fewer_bytes_for_the_same_balance(ranks: int) -> None:
     layout = long_and_short(ranks)
-    whole, split = (
-        PlanLoad(balance(layout, FAST, config), FAST, overlapped=True) for config in (WHOLE, SPLIT)
-    )
+    whole, split = (load_of(layout, FAST, config) for config in (WHOLE, SPLIT))
     assert split.exchange_bytes[0].sum() <= 0.65 * whole.exchange_bytes[0].sum()
     assert split.slowest_seconds <= 1.01 * whole.slowest_seconds
     assert compute_imbalance(split.compute_seconds) <= 1.01
@@ -152,6 +145,5 @@ def test_a_document_that_outweighs_all_others_gains_by_heads() -> None:
         lengths = [300_000, *[others] * ((ranks * tokens - 300_000) // others)]
         lengths.append(ranks * tokens - sum(lengths))
         layout = deal(lengths, ranks, tokens, CUDA)
-        load = PlanLoad(balance(layout, CUDA, SPLIT), CUDA, overlapped=True)
-        alone = PlanLoad(balance(layout, CUDA, WHOLE), CUDA, overlapped=True)
+        load, alone = (load_of(layout, CUDA, config) for config in (SPLIT, WHOLE))
         assert alone.slowest_seconds > 1.05 * load.slowest_seconds

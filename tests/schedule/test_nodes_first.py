@@ -4,17 +4,17 @@ node or as one group.
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import replace
 
 import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from layouts import CUDA, PING_PONG, SERIAL, load_of
 
 from hf_distca.config import DistCAConfig
 from hf_distca.schedule.balance import balance
-from hf_distca.schedule.cost import AttentionShape, CostModel
+from hf_distca.schedule.cost import CostModel
 from hf_distca.schedule.deal import deal, deal_nano_batches
 from hf_distca.schedule.layout import Layout
 from hf_distca.schedule.load import PlanLoad
@@ -22,10 +22,6 @@ from hf_distca.schedule.plan import CATask, Plan
 from hf_distca.schedule.ranks import Ranks
 from hf_distca.tools.advise.document_lengths import find_distribution
 
-SHAPE = AttentionShape(
-    query_heads=32, key_value_heads=8, head_dim=128, value_head_dim=128, element_bytes=2
-)
-CUDA = CostModel.make_analytic(SHAPE, device_type="cuda")
 NODES = Ranks(per_node=8)
 
 
@@ -96,24 +92,20 @@ def test_documents_that_fit_nodes_need_no_exchange_between_them(
     lengths = drawn(name, 65536, 64, tokens)
     layout = deal(lengths, 64, tokens, CUDA, ranks_per_node=8)
     assert layout.query_tokens.tolist() == [tokens] * 64
-    load = PlanLoad(balance(layout, CUDA, DistCAConfig(), NODES), CUDA, ranks=NODES)
+    load = load_of(layout, CUDA, SERIAL, NODES)
     assert load.slowest_seconds <= most * load.compute_seconds.mean()
     assert load.node_bytes.inter_node[0].sum() <= 0.12 * load.node_bytes.intra_node[0].sum()
 
 
 @pytest.mark.parametrize("longest", [65536, 131072, 262144])
-@pytest.mark.parametrize("overlapped", [False, True])
-def test_dealing_that_knows_of_nodes_is_no_slower(longest: int, overlapped: bool) -> None:
-    config = DistCAConfig(ping_pong=overlapped)
+@pytest.mark.parametrize("config", [SERIAL, PING_PONG], ids=["serial", "ping-pong"])
+def test_dealing_that_knows_of_nodes_is_no_slower(longest: int, config: DistCAConfig) -> None:
     # Ranks that end so near each other are even, but for a few rows.
     within = 1 + config.tolerance + 1e-4
     for name in ("pretrain", "prolong"):
         lengths = drawn(name, longest, 64, 32768)
         blind, known = (deal(lengths, 64, 32768, CUDA, ranks_per_node=size) for size in (None, 8))
-        ends = [
-            slowest(balance(layout, CUDA, config, NODES), CUDA, config, 8)
-            for layout in (blind, known)
-        ]
+        ends = [load_of(layout, CUDA, config, NODES).slowest_seconds for layout in (blind, known)]
         assert ends[1] <= within * ends[0]
 
 
@@ -121,9 +113,8 @@ def test_nano_batches_stay_in_their_nodes() -> None:
     lengths = drawn("prolong", 65536, 64, 65536)
     halves = deal_nano_batches(lengths, 64, 65536, CUDA, ranks_per_node=8)
     assert (halves[0].query_tokens + halves[1].query_tokens == 65536).all()
-    config = DistCAConfig(ping_pong=True)
     for half in halves:
-        load = PlanLoad(balance(half, CUDA, config, NODES), CUDA, overlapped=True, ranks=NODES)
+        load = load_of(half, CUDA, PING_PONG, NODES)
         assert load.slowest_seconds <= 1.021 * load.compute_seconds.mean()
         assert load.node_bytes.inter_node[0].sum() <= 0.1 * load.node_bytes.intra_node[0].sum()
 
@@ -132,16 +123,10 @@ def test_work_crosses_nodes_only_where_a_node_has_too_much() -> None:
     """Long documents on one node of four: the others get their part of it, and then share it
     inside.
     """
-    numbers = itertools.count()
-    layout = Layout.from_segments(
-        [
-            [(next(numbers), 0, n) for n in ([65536] if rank in (0, 1) else [4096] * 16)]
-            for rank in range(16)
-        ]
-    )
+    layout = Layout.from_lengths([[65536]] * 2 + [[4096] * 16] * 14)
     ranks = Ranks(per_node=4)
-    plan = balance(layout, CUDA, DistCAConfig(), ranks)
-    load = PlanLoad(plan, CUDA, ranks=ranks)
+    load = load_of(layout, CUDA, SERIAL, ranks)
+    plan = load.plan
     one_group = PlanLoad(balance(layout, CUDA, DistCAConfig()), CUDA, ranks=ranks)
     assert load.slowest_seconds <= one_group.slowest_seconds
     assert load.node_bytes.inter_node[0].sum() < one_group.node_bytes.inter_node[0].sum()

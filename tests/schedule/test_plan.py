@@ -6,17 +6,15 @@ import json
 import numpy as np
 import pytest
 from hypothesis import given
-from layouts import plans
+from layouts import CUDA, plans
 
 from hf_distca.errors import PlanError
-from hf_distca.schedule.cost import AttentionShape, CostModel
 from hf_distca.schedule.layout import Layout
 from hf_distca.schedule.load import PlanLoad, format_summary, summarize_plan
 from hf_distca.schedule.plan import CATask, Plan
 
 LAYOUT = Layout.from_segments([[(0, 0, 4), (0, 8, 2)], [(0, 4, 4), (1, 0, 3)]])
 TASKS = [(0, 0, 4, 0, 0), (0, 4, 6, 1, 1), (0, 6, 8, 1, 0), (0, 8, 10, 0, 0), (1, 0, 3, 1, 1)]
-COST = CostModel.make_analytic(AttentionShape(32, 8, 128, 128, 2))
 
 
 def keys_by_hand(plan: Plan) -> set[tuple[int, int, int, int]]:
@@ -61,7 +59,7 @@ def test_key_transfers_are_what_the_tasks_need(plan: Plan) -> None:
 
 @given(plans())
 def test_summary_counts_what_the_tasks_say(plan: Plan) -> None:
-    summary = summarize_plan(plan, COST)
+    summary = summarize_plan(plan, CUDA)
     sent = [key for key in keys_by_hand(plan) if key[2] != key[3]]
     unplanned = [
         key for key in keys_by_hand(Plan.make_local(plan.layout, plan.window)) if key[2] != key[3]
@@ -213,9 +211,9 @@ def test_json_without_its_keys() -> None:
 
 def test_exchange_is_only_paid_where_there_is_one() -> None:
     whole = Layout.from_lengths([[400], [400]])
-    assert PlanLoad(Plan.make_local(whole), COST).exchange_seconds.tolist() == [0.0, 0.0]
-    spanning = PlanLoad(Plan.make_local(LAYOUT), COST).exchange_seconds
-    assert (spanning >= 4 * COST.exchange_seconds).all()
+    assert PlanLoad(Plan.make_local(whole), CUDA).exchange_seconds.tolist() == [0.0, 0.0]
+    spanning = PlanLoad(Plan.make_local(LAYOUT), CUDA).exchange_seconds
+    assert (spanning >= 4 * CUDA.exchange_seconds).all()
     assert np.isfinite(spanning).all()
 
 

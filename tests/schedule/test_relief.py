@@ -9,18 +9,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from layouts import plans
+from layouts import CUDA, SHAPE, plans
 
-from hf_distca.schedule.cost import AttentionShape, CostModel
 from hf_distca.schedule.layout import Layout
 from hf_distca.schedule.load import PlanLoad
 from hf_distca.schedule.plan import CATask, Plan
 from hf_distca.schedule.relays import add_relays
 
-SHAPE = AttentionShape(
-    query_heads=32, key_value_heads=8, head_dim=128, value_head_dim=128, element_bytes=2
-)
-CUDA = CostModel.make_analytic(SHAPE, device_type="cuda")
 SLOW = replace(CUDA, exchange_bytes_per_second=1e6)
 
 

@@ -7,46 +7,29 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from layouts import layouts
+from layouts import (
+    CPU,
+    CUDA,
+    LONG,
+    PAIRS,
+    PING_PONG,
+    PLACEMENTS,
+    SERIAL,
+    SHAPE,
+    layouts,
+    load_of,
+    local_load,
+)
 
 from hf_distca.config import DistCAConfig
 from hf_distca.schedule.balance import balance
-from hf_distca.schedule.cost import AttentionShape, CostModel
+from hf_distca.schedule.cost import CostModel
 from hf_distca.schedule.layout import Layout
 from hf_distca.schedule.load import PlanLoad, summarize_plan
 from hf_distca.schedule.placement import read_placement
 from hf_distca.schedule.plan import Plan
-
-PLACEMENTS = Path(__file__).parents[2] / "benchmarks" / "placements"
-SHAPE = AttentionShape(
-    query_heads=32, key_value_heads=8, head_dim=128, value_head_dim=128, element_bytes=2
-)
-PAIRS = CostModel.make_of_pairs(SHAPE)
-MODELS = [
-    PAIRS,
-    CostModel.make_analytic(SHAPE, device_type="cpu"),
-    CostModel.make_analytic(SHAPE, device_type="cuda"),
-]
-CONFIGS = st.builds(
-    DistCAConfig,
-    tolerance=st.sampled_from([0.0, 0.01, 0.1]),
-    min_gain=st.sampled_from([0.0, 0.02, 0.2]),
-    tile=st.sampled_from([1, 16, 128]),
-    ping_pong=st.booleans(),
-)
-# What a micro-batch of long documents looks like, where tiles are fine against a fair share.
-LONG = [
-    [65536],
-    [4096] * 16,
-    [1024] * 64,
-    [32768, 16384, 8192, 8192],
-    [65536],
-    [512] * 128,
-    [65535, 1],
-    [3, 65533],
-]
 
 
 def spanning_layout() -> Layout:
@@ -60,57 +43,44 @@ def spanning_layout() -> Layout:
     )
 
 
-def check_plan(plan: Plan, local: Plan, cost: CostModel, config: DistCAConfig) -> None:
-    """What holds for the plan of any layout; `local` is the one that moves nothing."""
-    layout = plan.layout
-    segment_ends = set(zip(layout.document.tolist(), layout.end.tolist(), strict=True))
-    for task, following in itertools.pairwise(plan.tasks):
-        cut = (task.document, task.end) not in segment_ends
-        assert not cut or task.end % config.tile == 0, "documents are cut on tiles"
-        assert not cut or task.server != following.server, "neighbours on one server are one task"
-
-    before, after = (
-        PlanLoad(p, cost, overlapped=config.ping_pong).slowest_seconds for p in (local, plan)
+@example(  # two ranks give, and the first of them more than it has to
+    Layout(
+        np.array([0, 1, 2, 3, 4, 5, 7, 8, 6, 8]),
+        np.array([0] * 9 + [99999]),
+        np.array([1] * 6 + [36603, 99999, 32591, 100000]),
+        np.array([0, 6, 8] + [10] * 7),
+    ),
+    0.01,
+    8192,
+)
+@settings(max_examples=60)
+@given(
+    layouts(longest=200_000),
+    st.sampled_from([0.01, 0.05]),
+    st.sampled_from([None, None, None, 100, 1024, 8192]),
+)
+def test_tolerance_holds_up_to_two_tiles(
+    layout: Layout, tolerance: float, window: int | None
+) -> None:
+    config, cost = (
+        DistCAConfig(tolerance=tolerance, min_gain=0.0, tile=16),
+        replace(PAIRS, window=window),
     )
-    if plan.digest != local.digest:
-        assert after < before
-        assert before - after >= config.min_gain * before
-    assert balance(local.layout, cost, config).digest == plan.digest
-
-
-@settings(max_examples=75)
-@given(layouts(), CONFIGS, st.sampled_from(MODELS))
-def test_any_layout(layout: Layout, config: DistCAConfig, cost: CostModel) -> None:
-    plan = balance(layout, cost, config)
-    local = Plan.make_local(layout)
-
-    check_plan(plan, local, cost, config)
-
-
-@settings(max_examples=30)
-@given(layouts(longest=200_000), st.sampled_from([0.01, 0.05]))
-def test_tolerance_holds_up_to_two_tiles(layout: Layout, tolerance: float) -> None:
-    config = DistCAConfig(tolerance=tolerance, min_gain=0.0, tile=16)
-    seconds = PlanLoad(balance(layout, PAIRS, config), PAIRS).compute_seconds
+    seconds = load_of(layout, cost, config).compute_seconds
     # What can move is at least a tile of rows, at most as deep as the longest document.
-    tile = float(PAIRS.estimate_seconds(16, max(layout.longest, 16))[0])
+    tile = float(cost.estimate_seconds(16, max(layout.longest, 16))[0])
     assert seconds.max() <= seconds.mean() * (1 + tolerance) + 2 * tile
 
 
 def test_what_ping_pong_hides_is_moved_for_less() -> None:
     # With a window, a row takes longer to send than to compute, and still not longer than all the
     # compute beside it.
-    cost = replace(CostModel.make_analytic(SHAPE, device_type="cuda"), window=8192)
+    cost = replace(CUDA, window=8192)
     layout = Layout.from_lengths([[65536], [2048] * 32, [2048] * 32, [2048] * 32])
-    plain, halves = (
-        balance(layout, cost, DistCAConfig(ping_pong=ping_pong)) for ping_pong in (False, True)
-    )
-    load = PlanLoad(halves, cost, overlapped=True)
-    assert halves.moved
+    plain, load = balance(layout, cost, SERIAL), load_of(layout, cost, PING_PONG)
+    assert load.plan.moved
     assert load.slowest_seconds < PlanLoad(plain, cost, overlapped=True).slowest_seconds
-    assert (
-        load.slowest_seconds < 0.8 * PlanLoad(Plan.make_local(layout, 8192), cost).slowest_seconds
-    )
+    assert load.slowest_seconds < 0.8 * local_load(layout, cost).slowest_seconds
 
 
 def test_a_wider_tolerance_moves_less() -> None:
@@ -125,10 +95,13 @@ def test_a_wider_tolerance_moves_less() -> None:
 
 @pytest.mark.parametrize(
     "ranks",
-    [[[]], [[], []], [[1]], [[1], []], [[5], [], []], [[100_000]], [[64], [64]]],
+    [
+        *([[]], [[], []], [[1]], [[1], []], [[5], [], []], [[100_000]], [[64], [64]]),
+        [[4096, 1000], [1000, 4096], [4096, 1001]],
+    ],
 )
-@pytest.mark.parametrize("cost", MODELS, ids=lambda cost: cost.name)
-def test_small_worlds(ranks: list[list[int]], cost: CostModel) -> None:
+@pytest.mark.parametrize("cost", [PAIRS, CPU, CUDA], ids=lambda cost: cost.name)
+def test_small_worlds_and_balanced_ones_stay(ranks: list[list[int]], cost: CostModel) -> None:
     plan = balance(Layout.from_lengths(ranks), cost, DistCAConfig())
     assert plan.digest == Plan.make_local(plan.layout).digest
 
@@ -139,34 +112,24 @@ def test_ranks_without_tokens_serve() -> None:
     assert summarize_plan(plan, PAIRS)["pairs_imbalance_after"] <= 1.02
 
 
-def test_balanced_layouts_stay() -> None:
-    layout = Layout.from_lengths([[4096, 1000], [1000, 4096], [4096, 1001]])
-    assert balance(layout, PAIRS, DistCAConfig()).digest == Plan.make_local(layout).digest
-
-
 def test_balance_off_stays() -> None:
-    layout = Layout.from_lengths(LONG)
-    assert (
-        balance(layout, PAIRS, DistCAConfig(balance=False)).digest == Plan.make_local(layout).digest
-    )
-
-
-def load_of(layout: Layout, min_gain: float) -> PlanLoad:
-    return PlanLoad(balance(layout, PAIRS, DistCAConfig(min_gain=min_gain)), PAIRS)
+    plan = balance(Layout.from_lengths(LONG), PAIRS, DistCAConfig(balance=False))
+    assert plan.digest == Plan.make_local(plan.layout).digest
 
 
 def test_min_gain() -> None:
     layout = Layout.from_lengths([[4096], [4096], [4096], [3400]])
-    gain = 1 - load_of(layout, 0.0).slowest_seconds / PAIRS.estimate_seconds(4096, 4096)[0]
+    free = load_of(layout, PAIRS, DistCAConfig(min_gain=0.0))
+    gain = 1 - free.slowest_seconds / PAIRS.estimate_seconds(4096, 4096)[0]
     assert gain > 0
-    assert load_of(layout, gain * 0.99).plan.moved
-    assert not load_of(layout, gain * 1.01).plan.moved
+    assert balance(layout, PAIRS, DistCAConfig(min_gain=gain * 0.99)).moved
+    assert not balance(layout, PAIRS, DistCAConfig(min_gain=gain * 1.01)).moved
 
 
 def test_a_slow_link_keeps_work_at_home() -> None:
     layout = Layout.from_lengths(LONG)
     fast, slow = (
-        CostModel(SHAPE, MODELS[2].forward, MODELS[2].backward, bytes_per_second)
+        CostModel(SHAPE, CUDA.forward, CUDA.backward, bytes_per_second)
         for bytes_per_second in (4e10, 1e7)
     )
     assert balance(layout, fast, DistCAConfig()).moved
@@ -178,7 +141,7 @@ def test_a_coarser_plan_where_the_fine_one_does_not_pay() -> None:
     # and never lose.
     layout = Layout.from_lengths(LONG)
     for bytes_per_second in (1e9, 3e9, 5e9, 1e10):
-        cost = CostModel(SHAPE, MODELS[2].forward, MODELS[2].backward, bytes_per_second, 1e-4)
+        cost = CostModel(SHAPE, CUDA.forward, CUDA.backward, bytes_per_second, 1e-4)
         summary = summarize_plan(balance(layout, cost, DistCAConfig()), cost)
         assert summary["slowest_seconds_after"] <= summary["slowest_seconds_before"]
 
@@ -191,14 +154,16 @@ def test_no_cost_per_pair_is_nothing_to_balance() -> None:
 
 
 @pytest.mark.parametrize("path", sorted(PLACEMENTS.rglob("*.json")), ids=lambda path: path.stem)
-def test_real_placements(path: Path) -> None:
-    layout = read_placement(path)
+@pytest.mark.parametrize("window", [None, 1024, 4096])
+def test_real_placements(path: Path, window: int | None) -> None:
+    cost, layout = replace(PAIRS, window=window), read_placement(path)
     begin = time.perf_counter()
-    plan = balance(layout, PAIRS, DistCAConfig())
-    seconds = time.perf_counter() - begin
-    summary = summarize_plan(plan, PAIRS)
-    assert summary["pairs_imbalance_after"] <= 1.02
-    assert seconds < 2, "about 0.05 s on a free core"
+    plan = balance(layout, cost, DistCAConfig())
+    assert time.perf_counter() - begin < 2, "about 0.05 s on a free core"
+    # Where less than the smallest gain is to be had, the plan moves nothing.
+    most = 1.011 if (plan.home != plan.server).any() else 1.025
+    found = summarize_plan(plan, cost)["pairs_imbalance_after"]
+    assert found <= (1.02 if window is None else most)
 
 
 def test_six_placements_of_real_documents_are_there() -> None:

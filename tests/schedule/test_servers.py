@@ -6,50 +6,26 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from layouts import PAIRS, load_of
 
 from hf_distca import DistCAConfig
 from hf_distca.schedule.balance import balance
-from hf_distca.schedule.cost import AttentionShape, CostModel
 from hf_distca.schedule.layout import Layout
-from hf_distca.schedule.ranks import Ranks
 
-COST = CostModel.make_of_pairs(AttentionShape(8, 4, 64, 64, 2))
 LENGTHS = st.lists(st.integers(1, 4000), min_size=1, max_size=6)
 RANKS = st.lists(st.one_of(LENGTHS, st.just([])), min_size=2, max_size=8).filter(
     lambda ranks: any(ranks)
 )
-
-
-@given(RANKS, st.lists(st.floats(0.5, 2.0), min_size=8, max_size=8))
-def test_without_serving_in_place_empty_ranks_get_slices(
-    ranks: list[list[int]], speeds: list[float]
-) -> None:
-    """Without serving in place, only ranks without tokens get slices."""
-    layout = Layout.from_lengths(ranks)
-    config = DistCAConfig(serve_in_place=False, min_gain=0.0)
-    plan = balance(layout, COST, config, Ranks.from_speeds(speeds[: len(ranks)]))
-    moved = plan.home != plan.server
-    assert not any(ranks[server] for server in plan.server[moved].tolist())
+IN_POOL = DistCAConfig(serve_in_place=False)
 
 
 def test_servers_take_what_ranks_have_above_the_mean() -> None:
-    plan = balance(
-        Layout.from_lengths([[16384], [16384], [16384], []]),
-        COST,
-        DistCAConfig(serve_in_place=False),
-    )
-    seconds = np.bincount(
-        plan.server,
-        weights=COST.estimate_seconds(plan.end - plan.start, plan.end, plan.heads),
-        minlength=4,
-    )
+    seconds = load_of(Layout.from_lengths([[16384]] * 3 + [[]]), PAIRS, IN_POOL).compute_seconds
     assert seconds.max() <= 1.03 * seconds.mean()
 
 
 def test_without_servers_nothing_moves_if_nobody_serves_in_place() -> None:
-    assert not balance(
-        Layout.from_lengths([[16384], [64] * 8]), COST, DistCAConfig(serve_in_place=False)
-    ).moved
+    assert not balance(Layout.from_lengths([[16384], [64] * 8]), PAIRS, IN_POOL).moved
 
 
 @given(RANKS, st.data())

@@ -9,8 +9,8 @@ import random
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from layouts import layouts
-from test_scheduler import CONFIGS, MODELS, SHAPE
+from layouts import CUDA, PAIRS, layouts
+from test_balance import CONFIGS, MODELS
 
 from hf_distca.config import DistCAConfig
 from hf_distca.schedule.balance import balance
@@ -30,9 +30,7 @@ def check_tokens(plan: Plan) -> None:
         np.bincount(rank[away], weights=tokens, minlength=ranks)
         for rank in (runs.source, runs.server)
     ]
-    np.testing.assert_array_equal(
-        PlanLoad(plan, CostModel.make_analytic(SHAPE)).key_tokens, expected
-    )
+    np.testing.assert_array_equal(PlanLoad(plan, PAIRS).key_tokens, expected)
 
 
 @settings(max_examples=50, deadline=None)
@@ -55,14 +53,14 @@ def test_tokens_of_tasks_anywhere(layout: Layout, random_: random.Random) -> Non
 
 def test_relays_of_head_groups_are_counted_as_they_are_sent() -> None:
     layout = Layout.from_lengths([[2**18], *[[4096] * 8] * 15])
-    cost = CostModel.make_analytic(SHAPE, device_type="cuda")
-    relieved = add_relays(PlanLoad(balance(layout, cost, DistCAConfig(), allow_relays=False), cost))
+    relieved = add_relays(PlanLoad(balance(layout, CUDA, DistCAConfig(), allow_relays=False), CUDA))
     assert relieved.plan.relays is not None
     assert relieved.plan.layout.groups > 1
-    np.testing.assert_array_equal(relieved.key_tokens, PlanLoad(relieved.plan, cost).key_tokens)
+    np.testing.assert_array_equal(relieved.key_tokens, PlanLoad(relieved.plan, CUDA).key_tokens)
 
 
 def test_context_alone_is_no_traffic() -> None:
     layout = Layout.from_segments([[(0, 0, 1), (1, 0, 1)], [(1, 1, 1)], []], [0, 1, 0])
-    assert PlanLoad(Plan.make_local(layout), MODELS[0]).key_tokens[0].tolist() == [0, 0, 0]
-    add_relays(PlanLoad(Plan.make_local(layout), MODELS[0]))
+    load = PlanLoad(Plan.make_local(layout), PAIRS)
+    assert load.key_tokens[0].tolist() == [0, 0, 0]
+    add_relays(load)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import replace
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from layouts import layouts
+from layouts import CUDA, PING_PONG, SERIAL, layouts, load_of
 
 from hf_distca.config import DistCAConfig
 from hf_distca.errors import ConfigError
@@ -21,10 +20,6 @@ from hf_distca.schedule.load import PlanLoad, format_summary, summarize_plan
 from hf_distca.schedule.plan import Plan
 from hf_distca.schedule.ranks import Ranks
 
-SHAPE = AttentionShape(
-    query_heads=32, key_value_heads=8, head_dim=128, value_head_dim=128, element_bytes=2
-)
-CUDA = CostModel.make_analytic(SHAPE, device_type="cuda")
 ONE_RATE = replace(CUDA, node_bytes_per_second=None)
 # Bytes of a query and of a key are 38 and 12; 10 bytes a second between nodes, 100 inside.
 SMALL = AttentionShape(1, 1, 1, 1, 2)
@@ -47,16 +42,9 @@ def long_and_short(nodes: int, per_node: int) -> Layout:
     """On every node, half of the ranks hold a long document and the others short ones: nodes are
     even among themselves.
     """
-    numbers = itertools.count()
     ranks = range(nodes * per_node)
-    return Layout.from_segments(
-        [
-            [
-                (next(numbers), 0, n)
-                for n in ([65536] if rank % per_node < per_node / 2 else [2048] * 32)
-            ]
-            for rank in ranks
-        ]
+    return Layout.from_lengths(
+        [[65536] if rank % per_node < per_node / 2 else [2048] * 32 for rank in ranks]
     )
 
 
@@ -109,14 +97,12 @@ def test_a_link_that_ranks_of_a_node_share() -> None:
     assert load.exchange_seconds.tolist() == [once / 2, once / 2, 0, 0, 0, once]
 
 
-@pytest.mark.parametrize("ping_pong", [False, True])
-def test_work_stays_in_nodes_that_are_even_among_themselves(ping_pong: bool) -> None:
-    layout, config = long_and_short(nodes=8, per_node=8), DistCAConfig(ping_pong=ping_pong)
-    ranks = Ranks(per_node=8)
-    blind, plan = balance(layout, CUDA, config), balance(layout, CUDA, config, ranks)
-    before, after = (
-        PlanLoad(one, CUDA, overlapped=ping_pong, ranks=ranks) for one in (blind, plan)
-    )
+@pytest.mark.parametrize("config", [SERIAL, PING_PONG], ids=["serial", "ping-pong"])
+def test_work_stays_in_nodes_that_are_even_among_themselves(config: DistCAConfig) -> None:
+    layout, ranks = long_and_short(nodes=8, per_node=8), Ranks(per_node=8)
+    blind = balance(layout, CUDA, config)
+    before = PlanLoad(blind, CUDA, overlapped=config.ping_pong, ranks=ranks)
+    after = load_of(layout, CUDA, config, ranks)
     assert after.node_bytes.inter_node[0].sum() <= 0.02 * before.node_bytes.inter_node[0].sum()
     assert after.slowest_seconds <= max(
         before.slowest_seconds, (1 + config.tolerance) * after.compute_seconds.mean()
@@ -126,46 +112,22 @@ def test_work_stays_in_nodes_that_are_even_among_themselves(ping_pong: bool) -> 
 
 def test_nodes_that_are_not_even_share_work() -> None:
     """All long documents are on one node: the others still get their part."""
-    layout = Layout.from_segments(
-        [[(rank, 0, 65536)] if rank < 4 else [(rank, 0, 8192)] for rank in range(16)]
-    )
-    ranks = Ranks(per_node=4)
-    load = PlanLoad(
-        balance(layout, CUDA, DistCAConfig(ping_pong=True), ranks),
-        CUDA,
-        overlapped=True,
-        ranks=ranks,
-    )
+    layout = Layout.from_lengths([[65536]] * 4 + [[8192]] * 12)
+    load = load_of(layout, CUDA, PING_PONG, Ranks(per_node=4))
     assert load.compute_seconds.max() <= 1.02 * load.compute_seconds.mean()
     assert load.node_bytes.inter_node[0].sum() > 0
 
 
-@given(layouts(), st.booleans(), st.sampled_from([1, 2, 3]))
+@given(layouts(), st.sampled_from([SERIAL, PING_PONG]), st.sampled_from([1, 2, 3]))
 @settings(max_examples=30)
-def test_any_layout_on_nodes(layout: Layout, ping_pong: bool, per_node: int) -> None:
-    """The estimated slowest rank never ends later than with nothing moved; every rank finds the
-    same plan.
-    """
-    if layout.world_size % per_node:
-        return
-    config, ranks = DistCAConfig(ping_pong=ping_pong, tile=16), Ranks(per_node=per_node)
-    plan = balance(layout, CUDA, config, ranks)
-    before, after = (
-        PlanLoad(one, CUDA, overlapped=ping_pong, ranks=ranks).slowest_seconds
-        for one in (Plan.make_local(layout), plan)
-    )
-    assert after <= before
-    assert balance(layout, CUDA, config, ranks).digest == plan.digest
-    assert (
-        balance(layout, ONE_RATE, config, ranks).digest == balance(layout, CUDA, config).digest
-    ), "one rate: one level"
+def test_one_rate_is_one_level(layout: Layout, config: DistCAConfig, per_node: int) -> None:
+    if layout.world_size % per_node == 0:
+        nodes = balance(layout, ONE_RATE, config, Ranks(per_node=per_node))
+        assert nodes.digest == balance(layout, CUDA, config).digest
 
 
 def test_one_node_has_but_fast_links() -> None:
-    layout = long_and_short(1, 8)
-    inside = PlanLoad(
-        balance(layout, CUDA, DistCAConfig(), Ranks(per_node=8)), CUDA, ranks=Ranks(per_node=8)
-    )
+    inside = load_of(long_and_short(1, 8), CUDA, SERIAL, Ranks(per_node=8))
     between = PlanLoad(inside.plan, CUDA)
     ratio = between.wire_seconds.max(axis=0) / inside.wire_seconds.max(axis=0)
     assert ratio == pytest.approx(np.full(8, 300 / 40))
@@ -211,20 +173,19 @@ def test_wrong_nodes_are_refused() -> None:
         balance(Layout.from_segments([[]] * 6), CUDA, DistCAConfig(), Ranks(per_node=4))
 
 
-@pytest.mark.parametrize("overlapped", [False, True])
-def test_dealt_documents_are_exchanged_inside_nodes(overlapped: bool) -> None:
+@pytest.mark.parametrize("config", [SERIAL, PING_PONG], ids=["serial", "ping-pong"])
+def test_dealt_documents_are_exchanged_inside_nodes(config: DistCAConfig) -> None:
     """Long documents lie in nodes, where their exchange is shorter."""
     lengths = [131072] * 4 + [65536] * 4 + [4096] * 64
-    ranks, config = Ranks(per_node=8), DistCAConfig(ping_pong=overlapped)
     loads = []
     for per_node in (None, 8):
         layout = deal(lengths, 32, sum(lengths) // 32, CUDA, ranks_per_node=per_node)
         plan = balance(layout, CUDA, config, Ranks(per_node=per_node))
-        loads.append(PlanLoad(plan, CUDA, overlapped=overlapped, ranks=ranks))
+        loads.append(PlanLoad(plan, CUDA, overlapped=config.ping_pong, ranks=Ranks(per_node=8)))
     blind, dealt = loads
     assert dealt.node_bytes.inter_node[0].sum() <= 0.1 * blind.node_bytes.inter_node[0].sum()
     # overlapped, both are hidden.
-    assert dealt.slowest_seconds <= (1.005 if overlapped else 1.0) * blind.slowest_seconds
+    assert dealt.slowest_seconds <= (1.005 if config.ping_pong else 1.0) * blind.slowest_seconds
 
 
 def test_dealing_in_a_node_of_all_ranks_counts_on_its_links() -> None:
@@ -233,10 +194,8 @@ def test_dealing_in_a_node_of_all_ranks_counts_on_its_links() -> None:
         deal(lengths, 8, sum(lengths) // 8, CUDA, ranks_per_node=per_node) for per_node in (None, 8)
     )
     assert one.world_size == fast.world_size == 8
-    ranks = Ranks(per_node=8)
     slowest = [
-        PlanLoad(balance(layout, CUDA, DistCAConfig(), ranks), CUDA, ranks=ranks).slowest_seconds
-        for layout in (one, fast)
+        load_of(layout, CUDA, SERIAL, Ranks(per_node=8)).slowest_seconds for layout in (one, fast)
     ]
     assert slowest[1] <= slowest[0]
     same = deal(lengths, 8, sum(lengths) // 8, ONE_RATE, ranks_per_node=8)
