@@ -109,9 +109,8 @@ class DistCAConfig:
             shape of your own `CostModel` is replaced by the shape of each layer.
         measured_rates: correct the cost model with measurements of all ranks during training.
             Slower ranks get less work, and less work or none is moved if exchanges cost more time
-            than they save. If off, plans depend only on the documents. The same is true with a
-            `CostModel` of your own, which is never corrected, and if torch uses deterministic
-            algorithms.
+            than they save. Plans depend only on the documents if this is off, if torch uses
+            deterministic algorithms, or with a `CostModel` of your own, which is never corrected.
         documents_span_ranks: read position ids that start above 0 as the continuation of another
             rank's document. If off, every run of positions is a separate document, as in
             transformers.

@@ -272,7 +272,7 @@ class BalanceTotals:
         estimated_before: estimated attention seconds of the slowest rank, if every rank computed
             its own attention.
         estimated_after: estimated attention seconds of the slowest rank, with the plans.
-        estimated_mean: estimated attention seconds, mean over ranks.
+        estimated_mean: mean of the estimated attention seconds of the ranks.
         measured_before, measured_after, measured_mean: the same three figures from measurements.
             For `measured_before` see `MicroBatchPlan`.
         busiest_bytes: bytes sent by the rank that sent the most.

@@ -253,7 +253,7 @@ class Dealing:
     ) -> PackedDocuments:
         """Make a rank's share of a global batch.
 
-        The share describes the rank's runs of tokens. If called in a loader's worker, this also
+        The share describes the rank's runs of tokens. In a loader's worker, this function also
         makes the plans.
 
         Args:

@@ -41,8 +41,8 @@ def count_split_ranks(stream: Any) -> int:
 
 
 def get_row_indices(documents: Any) -> Any:
-    """Return a table whose first column gives the index of each row of a data set among stored
-    rows.
+    """Return a table whose first column gives, for each row of a data set, its index among the
+    stored rows.
 
     Return None if the data set has all stored rows in their stored order.
     """

@@ -1,4 +1,4 @@
-"""Orders packed rows inside each optimizer step, so that nodes have about equal work in attention
+"""Orders packed rows inside each optimizer step, so that the attention work of nodes is about equal
 in every micro-batch. The work of a row depends on the lengths of its documents, which this file
 also reads.
 """
@@ -295,7 +295,7 @@ def _find_starts(values: IntArray, count: IntArray, end_of_document: int | None)
 
 
 def _read_blocks(rows: Any, column: str, *, quiet: bool) -> Iterator[tuple[IntArray, IntArray]]:
-    """Read a column in blocks of rows. Yield the numbers in each block and the count for each row.
+    """Yield the numbers in a column, in blocks of rows, with the count of numbers in each row.
 
     For the column ``documents``, the numbers are the lengths of the documents.
     """

@@ -131,7 +131,7 @@ class StageModel(torch.nn.Module):
         return weight
 
     def drop_embedding(self) -> None:
-        """Drop the embedding if this is not the first stage. A tied head has its weight by now."""
+        """Drop the embedding on all stages but the first. A tied head already has its weight."""
         _replace_by_placeholders(self.model, self._before)
 
     def forward(self, inputs: torch.Tensor, **kwargs: Any) -> torch.Tensor:
@@ -169,8 +169,8 @@ class StageModel(torch.nn.Module):
 def _collect_shared_facts(
     model: PreTrainedModel, parts: ModelParts, layers: Sequence[int], *, tied: bool
 ) -> dict[str, str]:
-    """Return the properties of the model and its division into stages, by name. They must be equal
-    on all ranks.
+    """Return the properties of the model and its division into stages, by name. These properties
+    must be equal on all ranks.
     """
     ends = [
         f"{name}.weight"
