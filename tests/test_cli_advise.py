@@ -92,7 +92,7 @@ def test_a_column_of_a_table_and_standard_input(tmp_path: Path) -> None:
     check_one_line(run("advise", "--lengths", tmp_path, "--column", "text", *SMALL), "holds string")
     check_one_line(
         run("advise", "--lengths", tmp_path, "--column", "ids", *SMALL),
-        "no column 'ids'. Their columns: 'input_ids'",
+        "no column 'ids', only 'input_ids'",
     )
     (tmp_path / "data.arrow").write_bytes(b"no table")
     check_one_line(run("advise", "--lengths", tmp_path, *SMALL), "cannot be read as a table")
