@@ -99,7 +99,7 @@ def __getattr__(name: str) -> Any:
     else:
         instead = f": {_REMOVED[name]}." if name in _REMOVED else ""
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}{instead}")
-    globals()[name] = value  # from now on, Python finds it without this function
+    globals()[name] = value  # Python now finds the name without this function
     return value
 
 

@@ -250,8 +250,8 @@ def _make_group(
 def _make_options(backend: str, timeout: datetime.timedelta) -> Any:
     """Return options of NCCL with a stream of high priority; None for other backends.
 
-    Messages and the kernel of a rank's own tasks become ready at the same time. If messages had no
-    priority and the kernel began first, the kernel would occupy the GPU until its end.
+    Messages and the kernel of a rank's own tasks become ready at the same time. If the kernel began
+    first, messages without priority would wait until it ends.
     """
     if "nccl" not in backend:
         return None
@@ -324,8 +324,8 @@ def get_mesh(model: PreTrainedModel) -> DeviceMesh | None:
 
 
 def get_changed_flash_attention() -> Callable[..., Any] | None:
-    """Return the function that another package has put in the place of transformers'
-    `_flash_attention_forward`; None if no package has replaced this function.
+    """Return the function by which another package has replaced transformers'
+    `_flash_attention_forward`; None if no package has replaced it.
     """
     from transformers import modeling_flash_attention_utils
     from transformers.integrations import flash_attention
@@ -342,10 +342,10 @@ _passing: dict[str, str] = {}
 
 def let_names_pass(names: Mapping[str, str]) -> None:
     """Make transformers accept the keys of `names` as attention implementations, even if their
-    packages are missing. The value of a key is the implementation that a model gets for it.
+    packages are missing. A model that asks for a key gets the implementation that is its value.
 
     transformers checks the implementation of a model when the model is made and when the
-    implementation is changed. If a package is missing, transformers would look for a kernel on the
+    implementation is changed. For a missing package, transformers would look for a kernel on the
     hub.
     """
     from transformers import PreTrainedModel
@@ -372,7 +372,7 @@ def is_of_package(function: Callable[..., Any]) -> bool:
     Kernels from the hub do not count, because transformers loads them later. Seen in transformers
     5.18.0 and 5.23.0, and in kernels 0.17.2.
     """
-    # If the package `kernels` is installed, the function is a module.
+    # If the package `kernels` is installed, a module takes the place of the function.
     decorated = getattr(type(function), "forward", function)
     while getattr(decorated, "__closure__", None) is not None:
         held = inspect.getclosurevars(decorated).nonlocals
@@ -384,7 +384,7 @@ def is_of_package(function: Callable[..., Any]) -> bool:
 
 def set_batch_size(trainer: Any, rows: int) -> None:
     """Set the number of rows in a batch of this process. The Trainer reads this number from its
-    arguments only when it is made.
+    arguments only when the Trainer is created.
     """
     trainer._train_batch_size = rows
 

@@ -40,8 +40,8 @@ _BUILT_IN_COSTS = "analytic"
 if TYPE_CHECKING:
     CostSource = str | Path | CostModel
 else:
-    # HfArgumentParser reads this type. It drops `str` from a union, but a command line can give
-    # only strings.
+    # HfArgumentParser reads this type. It would drop `str` from a union, but every value from a
+    # command line is a string.
     CostSource = str
 # Above _MOST_RANKS, a larger group gains almost nothing if document lengths have a long tail, and
 # every further rank makes planning slower. Groups below _FEWEST_RANKS balance worse. If the number
@@ -72,9 +72,9 @@ _NUMBERS: dict[str, tuple[type, Callable[[Any], bool], str]] = {
     "timeout_seconds": (
         Real,
         lambda value: 0 < value <= _LONGEST_TIMEOUT,
-        f"in (0, {_LONGEST_TIMEOUT:g}], a year, or None for that of torch.distributed",
+        f"in (0, {_LONGEST_TIMEOUT:g}] (a year), or None for the timeout of torch.distributed",
     ),
-    # Not a field of `DistCAConfig`, but users may write it next to the fields.
+    # This setting is not a field of `DistCAConfig`, but users may write it next to the fields.
     "tokens_per_rank": (
         int,
         lambda value: value >= 1,
@@ -109,9 +109,8 @@ class DistCAConfig:
             shape of your own `CostModel` is replaced by the shape of each layer.
         measured_rates: correct the cost model with measurements of all ranks during training.
             Slower ranks get less work, and less work or none is moved if exchanges cost more time
-            than they save. If off, plans depend only on the documents. The same is true with a
-            `CostModel` of your own, which is never corrected, and if torch uses deterministic
-            algorithms.
+            than they save. Plans depend only on the documents if this is off, if torch uses
+            deterministic algorithms, or with a `CostModel` of your own, which is never corrected.
         documents_span_ranks: read position ids that start above 0 as the continuation of another
             rank's document. If off, every run of positions is a separate document, as in
             transformers.
@@ -192,7 +191,7 @@ class DistCAConfig:
         return split_settings(read_values(path), str(path), others=())[0]
 
     def group_ranks(self, ranks: int) -> int:
-        """Return the size of an attention group if `ranks` ranks could all share attention.
+        """Return the size of the attention groups into which `ranks` ranks are divided.
 
         Without a `group_size`, up to 512 ranks are one group. More ranks are divided into groups of
         one size: the largest multiple of 8 from 256 to 512 that divides the number of ranks. If
@@ -207,7 +206,7 @@ class DistCAConfig:
 
 
 def read_values(path: str | Path) -> Any:
-    """Read a YAML or JSON file; None if it is empty.
+    """Read the values in a YAML or JSON file. Return None if the file is empty.
 
     Raises:
         ConfigError: if the file cannot be read. The message is one line that begins with the file's
@@ -222,7 +221,7 @@ def read_values(path: str | Path) -> Any:
 
 
 def parse_values(text: str | bytes, source: str) -> Any:
-    """Parse a text: JSON if the name of its source ends in ``.json``, else YAML.
+    """Parse a text as JSON if the name of its source ends in ``.json``, else as YAML.
 
     Raises:
         ConfigError: if the text is not valid. The message is one line that begins with `source`.
@@ -236,8 +235,7 @@ def parse_values(text: str | bytes, source: str) -> Any:
 def split_settings(
     values: Any, source: str, others: tuple[str, ...] = ("tokens_per_rank",)
 ) -> tuple[DistCAConfig, dict[str, Any]]:
-    """Split the values in a user's file. Return a `DistCAConfig`, and the values whose names are in
-    `others`.
+    """Split a user's values into a `DistCAConfig` and the values whose names are in `others`.
 
     Args:
         values: the values by name; None if there are no values.
@@ -303,8 +301,8 @@ def read_cost_model(path: Any) -> CostModel:
     """Read a cost model from a JSON file.
 
     Raises:
-        ConfigError: if there is no such file, or if it is not a cost model. The message is one line
-            that begins with the file's name.
+        ConfigError: if the file cannot be read, or does not contain a cost model. The message is
+            one line that begins with the file's name.
     """
     try:
         return CostModel.from_json(read_file(Path(path)).decode("utf-8"))

@@ -66,7 +66,9 @@ class _ImportFinder:
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return the spec that another finder finds, with calls added to the end of the import."""
+        """Return another finder's spec, whose loader calls the functions in `acts` after the
+        import.
+        """
         if not fullname.startswith("transformers."):
             return None
         others = (finder for finder in sys.meta_path if finder is not self)

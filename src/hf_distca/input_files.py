@@ -11,7 +11,7 @@ _MOST_BYTES = 2**26
 
 
 def check_file(path: Path) -> None:
-    """Raise if a path is a pipe, a socket or a device: reading it might take forever.
+    """Raise if a path is a pipe, a socket or a device, because reading it might never end.
 
     Raises:
         OSError: if the path is one of these, or does not exist.
@@ -34,7 +34,7 @@ def read_file(path: Path, most_bytes: int = _MOST_BYTES) -> bytes:
 
 
 def read_stream(file: IO[bytes], name: str, most_bytes: int = _MOST_BYTES) -> bytes:
-    """Read all of an open file or of standard input; errors call it `name`.
+    """Read all of an open file or of standard input. Errors call the file `name`.
 
     Raises:
         OSError: if the file has more than `most_bytes`.

@@ -105,7 +105,7 @@ def test_second_nano_batch_has_context_of_the_cut_document(ranks: list[list[int]
 @pytest.mark.parametrize(
     ("odd", "text"),
     [
-        ({"count": 2}, "different numbers of plans asked for in here: rank 0: 1, rank 1: 2"),
+        ({"count": 2}, "different numbers of requested plans in here: rank 0: 1, rank 1: 2"),
         (
             {"exchanges": 6},
             "different numbers of exchanges up to here in here: rank 0: 4, rank 1: 6",

@@ -184,7 +184,8 @@ def test_padding_may_be_anywhere_in_documents() -> None:
 
 def test_documents_that_do_not_fit_the_padding_are_refused() -> None:
     with pytest.raises(
-        LayoutError, match=r"have 7 tokens and the batch has 1 x 8, 6 of them not padding: .* cover"
+        LayoutError,
+        match=r"have 7 tokens and the batch has 1 x 8, of which 6 are not padding: .*cover",
     ):
         TokenBatch(1, 8, packed=PackedDocuments((3, 4)), padding=PADDING).read_documents()
 

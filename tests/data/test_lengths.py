@@ -93,7 +93,7 @@ def test_data_set_with_a_transform_is_counted_as_stored() -> None:
 @pytest.mark.parametrize(
     ("documents", "arguments", "message"),
     [
-        (dataset(), {"column": "ids"}, "no column 'ids', only 'input_ids'"),
+        (dataset(), {"column": "ids"}, "no column 'ids'. Their columns: 'input_ids'"),
         (
             datasets.Dataset.from_dict({"input_ids": [[[1, 2]], [[3]]]}),
             {},
@@ -108,7 +108,7 @@ def test_data_set_with_a_transform_is_counted_as_stored() -> None:
         ([[1], "a b"], {}, "document 1 has type str"),
         ([[1], 7], {}, "document 1 has type int"),
         ([np.ones((2, 2), int)], {}, r"document 0 has type ndarray and shape \(2, 2\)"),
-        ([{"ids": [1]}], {}, "document 0 has no 'input_ids', only 'ids'"),
+        ([{"ids": [1]}], {}, "document 0 has no column 'input_ids'. Its columns: 'ids'"),
     ],
 )
 def test_what_are_no_documents_is_named(

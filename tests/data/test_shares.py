@@ -362,7 +362,9 @@ def test_what_would_be_wrong_is_refused() -> None:
         Shares([row["input_ids"][:15] for row in rows], batches, dealing(1, 40))[0]
     with pytest.raises(LayoutError, match="labels of a document end before token 20"):
         Shares([{**row, "labels": [1]} for row in rows], batches, dealing(1, 40))[0]
-    with pytest.raises(LayoutError, match="document 0 has no 'input_ids', only 'ids'"):
+    with pytest.raises(
+        LayoutError, match=r"document 0 has no column 'input_ids'\. Its columns: 'ids'"
+    ):
         Shares([{"ids": [1] * 20}] * 2, batches, dealing(1, 40))[0]
     with pytest.raises(IndexError):
         Shares(rows, batches, dealing(1, 40))[1]

@@ -211,5 +211,5 @@ def test_what_cannot_be_streamed_is_refused() -> None:
         ConfigError, match="documents are a list_iterator, which can be read only once"
     ):
         StreamedShares(iter([[1, 2]]), dealing(RANKS, TOKENS))
-    with pytest.raises(LayoutError, match="document 1 has no 'input_ids'"):
+    with pytest.raises(LayoutError, match="document 1 has no column 'input_ids'"):
         list(StreamedShares([[1], {"text": "x"}], dealing(RANKS, TOKENS)))

@@ -104,7 +104,7 @@ def test_what_describes_no_batch_is_named(given: dict[str, Any], text: str) -> N
         (((3, 2**62),), "must be in 0..281474976710656"),
         (((3, 4), (0, -2), (0, 1)), r"starts\[1\] of PackedDocuments is -2"),
         (((3, 4), (0, 0), (0,)), "for each of the lengths"),
-        (((3, 4), (0, 0)), "or neither"),
+        (((3, 4), (0, 0)), "or give neither"),
     ],
 )
 def test_packed_documents_are_checked_when_made(arguments: Any, text: str) -> None:

@@ -75,8 +75,7 @@ def test_documents_divided_by_rank_are_refused(rank_pool: RankPools) -> None:
     for error in rank_pool(2)(train_on_a_part):
         assert "different documents in the same global batch" in error
         assert (
-            "all of the documents, not a part that was divided by rank (split_dataset_by_node,"
-            " shard)" in error
+            "with all documents, not a part for each rank (split_dataset_by_node, shard)" in error
         )
 
 

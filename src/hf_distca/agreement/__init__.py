@@ -1,4 +1,4 @@
-"""Ranks agree on plans, and compare their measurements.
+"""Ranks agree on plans, and share their measurements.
 
 Nothing here needs a model.
 """

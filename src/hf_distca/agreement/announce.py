@@ -49,10 +49,10 @@ _MAX_VALUE_LENGTH = 80  # Errors shorten longer values to this number of charact
 
 
 class PlanKey(NamedTuple):
-    """Key of one of a micro-batch's plans: the kind of layer, and the part of the batch.
+    """Identifies one of a micro-batch's plans by the kind of layer and the part of the batch.
 
     Attributes:
-        shape: heads, widths and element bytes of the layer.
+        shape: numbers and widths of heads, and bytes per element, of the layer.
         device: type of the device that runs the layer.
         window: the most keys that a query sees; None if it sees all earlier keys.
         chunk: length of the chunks that documents are cut into; None if documents stay whole.
@@ -77,7 +77,7 @@ class Announcement:
     Attributes:
         count: number of announcements so far.
         settings: hash of the settings that must be equal on all ranks.
-        exchanges: number of dispatches and returns so far.
+        exchanges: number of exchanges (dispatches and returns) so far.
         checksum: checksum of these exchanges, which depends on their layers and their order.
         figures: this rank's measurements of earlier plans.
         documents: documents of each requested plan, with the number of the nano-batch (0 for a
@@ -118,7 +118,7 @@ class Announcement:
                     documents.home_pairs,
                 ]
             )
-            # If documents do not span ranks, their lengths are enough.
+            # If documents do not span ranks, lengths alone describe them.
             runs = documents.runs if documents.span_ranks else documents.runs[:, 2]
             parts.append(runs.reshape(-1))
         return np.concatenate([np.asarray(part, dtype=np.int64) for part in parts])
@@ -147,8 +147,8 @@ class AnnouncedDocuments(NamedTuple):
     def build_layout(self) -> Layout:
         """Build the layout of the documents.
 
-        If a rank has context, its first run is the beginning of the document that its second run
-        continues.
+        If documents do not span ranks and a rank has context (keys without queries), its first run
+        is this context: the beginning of the document that its second run continues.
         """
         span_ranks, _, has_context, counts, _ = self.header.T
         offsets = np.concatenate([[0], np.cumsum(counts)])
@@ -161,7 +161,7 @@ class AnnouncedDocuments(NamedTuple):
             start[cut + 1] = length[cut]
             return Layout(document, start, length, offsets, has_context)
         document, start, length = (np.ascontiguousarray(column) for column in self.numbers.T)
-        if has_context.any():  # ranks may use the same document numbers
+        if has_context.any():  # ranks number documents independently
             document = document + np.repeat(np.arange(len(counts)), counts) * 2**32
             return Layout(document, start, length, offsets, np.maximum(has_context - 1, 0))
         if (document >= 0).any():
@@ -228,16 +228,16 @@ class Announcements:
         return requested
 
     def _read_columns(self, begin: IntArray, count: int) -> IntArray:
-        """Read `count` numbers of each rank's row, from the index `begin` on: (ranks, count)."""
+        """Read `count` numbers of each rank's row, from its index `begin` on: (ranks, count)."""
         return np.asarray(self.numbers[begin[:, None] + np.arange(count)])
 
 
 def check_agreement(
     announced: Announcements, settings: SharedSettings, group: AttentionGroup, label: str
 ) -> list[AnnouncedDocuments]:
-    """Compare the announcements of all ranks, in the same order on each rank.
+    """Check that all announcements agree. Every rank makes the same checks in the same order.
 
-    If hashes of shared settings differ, a further exchange finds the settings that differ.
+    If hashes of shared settings differ, a further collective finds the settings that differ.
 
     Returns:
         The documents of all ranks for each requested plan. Empty for dealt shares, because ranks
@@ -248,11 +248,11 @@ def check_agreement(
     """
     header = announced.header
     forwards = "every rank must run the same number of training forwards"
-    micro_batches = "give every rank as many micro-batches a step"
+    micro_batches = "give every rank the same number of micro-batches per step"
     layers = "run the same layers on every rank"
     check_document_kinds(group, header[:, _COUNT], label)
-    check_equal(group, header[:, _COUNT], "numbers of plans asked for", label, forwards)
-    # Compare this before the settings, because a rank without a batch has no cost models.
+    check_equal(group, header[:, _COUNT], "numbers of requested plans", label, forwards)
+    # Make this check before that of settings, because a rank without a batch has no cost models.
     has_batch = np.any(header[:, [_REQUEST_COUNT, _SHARE_NUMBER_COUNT]] > 0, axis=1).astype(int)
     check_equal(group, has_batch, "batches to plan (0: none)", label, micro_batches)
     check_shared_settings(
@@ -290,9 +290,9 @@ def check_agreement(
 
 
 def check_document_kinds(group: AttentionGroup, counts: IntArray, label: str) -> None:
-    """Raise if ranks have different kinds of documents in recurrent layers.
+    """Raise if the kind of documents in recurrent layers differs between ranks.
 
-    Ranks announce documents of recurrent layers only if documents may be cut between ranks.
+    Ranks announce documents of recurrent layers only if some document may lie on several ranks.
 
     Args:
         group: the ranks.
@@ -305,7 +305,7 @@ def check_document_kinds(group: AttentionGroup, counts: IntArray, label: str) ->
 
 
 def check_shares(share_numbers: IntArray, group: AttentionGroup, label: str) -> None:
-    """Raise if ranks hold shares of different batches, or with different plans.
+    """Raise if the ranks' shares belong to different batches or have different plans.
 
     Args:
         share_numbers: (ranks, numbers) int64, `Announcement.share_numbers` of each rank; digests
@@ -314,16 +314,16 @@ def check_shares(share_numbers: IntArray, group: AttentionGroup, label: str) -> 
         label: description of the batch, for errors.
 
     Raises:
-        DistCADesyncError: names the difference.
+        DistCADesyncError: if shares or plans differ. The error names the difference.
     """
     order = (
-        "all ranks must read their shares in order, one a batch: no shuffling, no workers out of "
-        "order"
+        "all ranks must read their shares in order, one per batch, without shuffling and without "
+        "workers out of order"
     )
     arguments = (
-        "give document_shares the same documents, seed and other arguments on every rank: all of "
-        "the documents, not a part that was divided by rank (split_dataset_by_node, shard). The "
-        "documents must not change from one reading to the next"
+        "give document_shares the same documents, seed and other arguments on every rank, with all "
+        "documents, not a part for each rank (split_dataset_by_node, shard). The documents must "
+        "not change from one reading to the next"
     )
     kinds = [
         ("epochs of their global batches", "call set_epoch on every rank"),
@@ -381,7 +381,7 @@ def collect_shared_settings(
 ) -> SharedSettings:
     """Collect everything that must be equal on all ranks: settings, cost models and dtypes.
 
-    Dtypes are compared here because messages with dtypes of the same size look alike.
+    Dtypes are included because a receiver cannot tell dtypes of the same size apart.
     """
     values: dict[str, list[str]] = {"hf-distca": [version("hf-distca")]}
     for part in (config, *(part for cost in costs for part in (cost.shape, cost))):

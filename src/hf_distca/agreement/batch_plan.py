@@ -33,7 +33,7 @@ _HIDDEN_MARGIN = 0.05
 
 
 class Measurement(NamedTuple):
-    """Measurement of a plan by one rank.
+    """One rank's measurement of a plan.
 
     `exchange_ns` and `calls` are -1 unless backward ran for every call, because rates are learned
     from forward and backward together.
@@ -73,7 +73,7 @@ class MicroBatchPlan:
         is_planned_again: True if this process made the plan of a share again, because the loader
             had made it for other settings or rates.
         in_order_imbalance: for a dealt batch, estimated imbalance if its documents filled one rank
-            after another in their order; else 0.
+            after another in their order; 0 for other batches.
         figures: (ranks, 5) int64, the `Measurement` of each rank after its last kernel; empty until
             the measurements of all ranks are known.
     """
@@ -120,12 +120,12 @@ class MicroBatchPlan:
 
     @property
     def is_measured(self) -> bool:
-        """True once `figures` are known. The properties below need them."""
+        """True once `figures` are known, from which the properties below are computed."""
         return len(self.figures) > 0
 
     @property
     def measured_before(self) -> FloatArray:
-        """Measured seconds, counted for the home ranks of tasks instead of their servers, (ranks,).
+        """Measured seconds, (ranks,), with each task counted on its home rank, not on its server.
 
         The seconds of a server are divided among its tasks in proportion to their estimates.
         """
@@ -146,7 +146,7 @@ class MicroBatchPlan:
 
     @property
     def between_bytes(self) -> IntArray:
-        """Bytes sent to other nodes by each rank, (ranks,); 0 if no other nodes are known."""
+        """Bytes sent to other nodes by each rank, (ranks,); 0 unless several nodes are known."""
         return self.figures[:, 4] * self.on_several_nodes
 
     def _sum_by_rank(self, rank: IntArray, seconds: FloatArray) -> FloatArray:
@@ -168,7 +168,8 @@ class RateSample:
             on ranks that send and receive nothing.
         unmoved: (ranks,) seconds that kernels would have taken if no work had been moved.
         unmoved_exchange: (ranks,) `estimated_exchange` of a plan that moves no work.
-        is_overlapped: True if exchanges are hidden behind the other nano-batch.
+        is_overlapped: True if layers ran as two nano-batches, of which one can compute while the
+            other exchanges.
     """
 
     estimated: FloatArray
@@ -218,7 +219,7 @@ class RateSample:
 
 
 def observe_plans(plans: Sequence[MicroBatchPlan], cost: CostModel) -> RateSample | None:
-    """Combine the measurements of one micro-batch for one kind of layer.
+    """Combine one micro-batch's measurements of one kind of layer into a sample.
 
     Args:
         plans: the plan of the whole batch, or the plans of both nano-batches.
@@ -249,7 +250,7 @@ def observe_plans(plans: Sequence[MicroBatchPlan], cost: CostModel) -> RateSampl
 
 
 def _estimate_exchange(plan: Plan, ranks: Ranks, cost: CostModel) -> FloatArray:
-    """Estimate each rank's seconds of exchanges, (ranks,); 0 if it sends and receives nothing."""
+    """Estimate each rank's seconds of exchanges, (ranks,); 0 for ranks that exchange nothing."""
     if not plan.moved:
         return np.zeros(plan.layout.world_size)
     load = PlanLoad(plan, cost, ranks=ranks)
@@ -265,12 +266,13 @@ class BalanceTotals:
     Attributes:
         micro_batches: number of micro-batches.
         moved: number of micro-batches in which work was moved.
-        largest_tokens, mean_tokens: most tokens of any rank, and mean over ranks.
+        largest_tokens, mean_tokens: tokens of the rank with the most tokens, and mean over the
+            ranks that hold tokens.
         planning_ms: milliseconds of planning.
         estimated_before: estimated attention seconds of the slowest rank, if every rank computed
             its own attention.
         estimated_after: estimated attention seconds of the slowest rank, with the plans.
-        estimated_mean: estimated attention seconds, mean over ranks.
+        estimated_mean: mean of the estimated attention seconds of the ranks.
         measured_before, measured_after, measured_mean: the same three figures from measurements.
             For `measured_before` see `MicroBatchPlan`.
         busiest_bytes: bytes sent by the rank that sent the most.
@@ -279,14 +281,14 @@ class BalanceTotals:
         elapsed_seconds: seconds from the beginning of each micro-batch until the next one begins or
             measurements are gathered.
         planned_here: number of plans for which `MicroBatchPlan.is_planned_again` is true.
-        served_seconds, server_seconds: measured seconds of the ranks without tokens, summed over
-            these ranks, and their mean.
+        served_seconds, server_seconds: sum and mean of the measured seconds of the ranks without
+            tokens.
         all_seconds: measured seconds of all ranks together.
         between_bytes: most bytes that any rank sent to other nodes.
         node_layers: number of layers if ranks are on several nodes, else 0.
         estimated_in_order: for dealt batches, estimated seconds of the slowest rank if documents
             filled one rank after another in their order.
-        dealt_mean: for dealt batches, estimated seconds, mean over ranks.
+        dealt_mean: for dealt batches, mean of the estimated seconds of the ranks.
     """
 
     micro_batches: int = 0
@@ -320,7 +322,7 @@ class BalanceTotals:
         return BalanceTotals(*map(sub, astuple(self), astuple(other)))
 
     def compute_figures(self) -> dict[str, float]:
-        """Compute the figures to log, except figures without data."""
+        """Compute the figures to log. Figures without data are left out."""
         elapsed = max(self.elapsed_seconds, 1e-9)
         ratios = {
             "imbalance_tokens": (self.largest_tokens, self.mean_tokens),
@@ -350,7 +352,8 @@ class RunningMicroBatch:
     Attributes:
         number: number of the micro-batch, from 1.
         step: optimizer step of the micro-batch.
-        start_time, end_time: seconds of `time.perf_counter`; `end_time` is None until the end.
+        start_time, end_time: values of `time.perf_counter`; `end_time` is None until the
+            micro-batch ends.
         plans: plans of the micro-batch, one for each kind of layer and nano-batch.
     """
 
@@ -418,7 +421,7 @@ class History:
     Attributes:
         total: sum since the start. It only grows, so a report subtracts the total at the previous
             report.
-        observer: called when a micro-batch is counted, with the micro-batch and its totals.
+        observer: function that is called with each counted micro-batch and its totals.
         step: optimizer step of the micro-batches that begin from now on.
     """
 
@@ -454,7 +457,7 @@ class History:
         return [plan for batch in batches for plan in batch.plans if not plan.is_measured]
 
     def reset(self) -> None:
-        """Drop micro-batches that are not counted yet, so that their numbers can start again."""
+        """Drop micro-batches that are not counted yet, so that new ones can be numbered from 1."""
         self._running.clear()
 
     def end_micro_batch(self) -> None:

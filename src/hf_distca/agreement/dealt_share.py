@@ -1,4 +1,5 @@
-"""Shares of dealt global batches. A share has the layout of all ranks, and may have plans.
+"""Shares of dealt global batches. A share is one rank's part of a batch. It contains the layout of
+the whole batch, and may contain plans.
 
 A *global batch* holds the tokens of all ranks for one micro-batch. A process that loads the share
 of a rank also knows the documents of the other ranks. So it can deal the documents and make the
@@ -62,7 +63,7 @@ class PlanJob(NamedTuple):
     ) -> PlanJob:
         """Make the job of a plan from these settings.
 
-        For a whole batch, the job has no ping-pong, because only nano-batches hide exchanges.
+        For a whole batch, ping-pong is off in the job, because only nano-batches hide exchanges.
         """
         return cls(
             key,
@@ -77,7 +78,7 @@ class PlanJob(NamedTuple):
 class DealtShare:
     """A rank's share of a global batch, with the layout of the whole batch.
 
-    It travels inside `PackedDocuments`, which training engines pass on as they are.
+    It travels inside `PackedDocuments`, which training engines pass on unchanged.
 
     Attributes:
         batch_id: epoch and number of the global batch.
@@ -153,13 +154,13 @@ class DealtShare:
             )
 
     def plan(self, job: PlanJob) -> Plan:
-        """Return the plan of a job. Only the first call for a job makes the plan."""
+        """Return the plan of a job. The plan is made at the first call for this job, and kept."""
         if job not in self.plans:
             layout = self.layouts[job.key.nano - 1] if job.key.nano else self.whole_layout
             if job.has_tokens is not None:
                 layout = layout.place_on_holders(job.has_tokens)
             plan = self.plans[job] = balance(layout, job.cost, job.config, job.ranks)
-            _ = plan.digest  # cache the digest here, where a loader's worker has time
+            _ = plan.digest  # caches the digest, so that the training need not compute it
         return self.plans[job]
 
 
@@ -169,11 +170,10 @@ class Dealing:
 
     Attributes:
         ranks: number of ranks that share a global batch.
-        tokens_per_rank: number of tokens of a rank: one number for all ranks, or one for each.
+        tokens_per_rank: number of tokens of every rank, or a sequence with the number of each rank.
         costs: cost models of at least one kind of layer. The keys are those of plans of whole
             batches. The first cost model decides how documents are dealt.
-        config: settings of the training. If the training uses other settings, it makes its own
-            plans.
+        config: settings of the plans. A training with other settings makes its own plans.
         ranks_per_node: number of ranks per node, for dealing and for plans; None to treat all ranks
             alike.
         placement: "dealt" to balance attention. As a baseline, "in order" fills one rank after
@@ -253,7 +253,8 @@ class Dealing:
     ) -> PackedDocuments:
         """Make a rank's share of a global batch.
 
-        The share describes the rank's runs of tokens. A loader's worker also makes the plans.
+        The share describes the rank's runs of tokens. In a loader's worker, this function also
+        makes the plans.
 
         Args:
             lengths: (documents,) tokens of each document. The share numbers documents by their
@@ -292,6 +293,6 @@ class Dealing:
 
 
 def hash_numbers(columns: Iterable[npt.ArrayLike]) -> int:
-    """Return a hash below 2**56 of columns of integers."""
+    """Hash columns of integers to a number below 2**56."""
     numbers = b"".join(np.asarray(column, dtype=np.int64).tobytes() for column in columns)
     return int.from_bytes(hashlib.sha256(numbers).digest()[:7], "big")

@@ -19,7 +19,7 @@ def is_integer_tensor(tensor: torch.Tensor) -> bool:
 def convert_mask(attention_mask: object) -> torch.Tensor | None:
     """Return a padding mask of whole numbers unchanged, and any other mask as bool.
 
-    A mask of whole numbers may number documents. Return None if the mask is not a tensor.
+    Whole numbers may tell the document of each token. Return None if the mask is not a tensor.
     """
     if not isinstance(attention_mask, torch.Tensor):
         return None
@@ -72,7 +72,8 @@ class RowTokens:
         index: (tokens,) int64 index among all tokens of the rows, padding included.
         position: (tokens,) int64 positions; if the position ids of documents begin at another
             number than 0, that number is subtracted.
-        document_number: (tokens,) int64 numbers in the mask; None if the mask numbers no documents.
+        document_number: (tokens,) int64 number of each token's document, from the mask; None if the
+            mask does not number documents.
         row_length: number of tokens of a row, padding included.
     """
 
@@ -160,7 +161,7 @@ class RowTokens:
             (runs,) int64 indices of tokens, padding not counted.
         """
         step = np.diff(self.position)
-        counts_on = (step == 1) | (step == np.diff(self.index))  # positions may count padding
+        counts_on = (step == 1) | (step == np.diff(self.index))  # or both count padding
         breaks = np.concatenate([[True], ~counts_on])[: len(self.index)]
         return np.flatnonzero(self._mark_starts() | breaks)
 

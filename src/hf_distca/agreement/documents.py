@@ -35,7 +35,8 @@ DOCUMENT_KEYS = {
     "cu_seq_lens_q": "cu_seq_lens",
     "position_ids": "position_ids",
 }
-# If documents span ranks, only these keys count. They can say that a part continues a document.
+# If documents span ranks, other keys are ignored, because they cannot say that a part continues a
+# document.
 SPANNING_KEYS = ("distca_documents", "position_ids")
 # Keys that TRL's attention "tree_fa3" adds for documents that share prefixes.
 TREE_KEYS = (
@@ -102,8 +103,8 @@ class PackedDocuments(metaclass=_RemedyRepr):
             if is_given or len(above) != len(self.lengths) or not is_tree:
                 raise LayoutError(
                     f"parents={above} of PackedDocuments with lengths={self.lengths}: each part"
-                    " needs tokens, and an earlier part or -1 as its parent; starts and documents"
-                    " cannot be given as well."
+                    " must have tokens, and its parent must be an earlier part or -1. With parents,"
+                    " give no starts and documents."
                 )
             prefixes = _list_prefixes(self.lengths, above)
             starts, documents = list(map(len, prefixes)), range(len(prefixes))
@@ -114,7 +115,7 @@ class PackedDocuments(metaclass=_RemedyRepr):
         columns = [column for column in (self.starts, self.documents) if column is not None]
         if len(columns) == 1 or any(len(column) != len(self.lengths) for column in columns):
             raise LayoutError(
-                f"{self}: give starts and documents for each of the lengths, or neither."
+                f"{self}: give starts and documents for each of the lengths, or give neither."
             )
 
     @property
@@ -168,23 +169,23 @@ class Documents:
         runs: (runs, 3) int64 with columns document, start and length; document is -1 if only
             positions are known.
         span_ranks: True if documents may span ranks. A run may then continue a run of another rank,
-            which is found by the document and the start.
-        token_indices: (tokens,) int64 indices among batch * sequence of the tokens that are not
+            which is identified by document and start.
+        token_indices: (tokens,) int64 indices, in the flattened batch, of the tokens that are not
             padding; None if there is no padding.
         copied_tokens: int64 indices of the tokens of shared prefixes, whose keys are copied to the
             front; None if no documents share prefixes.
         context_runs: number of runs of copied tokens. These runs are the first ones in `runs`.
         context_tokens: if the second nano-batch begins inside a document, the number of this
-            document's tokens in the first nano-batch. In the second nano-batch, they are the first
-            run, but are not in `token_indices`.
-        first_token: index among batch * sequence at which a nano-batch begins.
+            document's tokens in the first nano-batch. In the second nano-batch, these tokens are
+            the first run, but are not in `token_indices`.
+        first_token: index in the flattened batch at which a nano-batch begins.
         home_pairs: number of query-key pairs that this rank computes outside of the plan, because
             tokens see each other in both directions.
         make_exchange: function that makes the `LayerExchange` of a call of attention. It takes the
             arguments of `LayerExchange`.
         dealt_share: the share of a global batch that has these documents; None for other batches.
-        longest_holed: number of tokens of the longest document that has padding inside, counting
-            this padding; 0 if no document has padding inside.
+        longest_holed: length of the longest document with padding inside, this padding included; 0
+            if no document has padding inside.
         has_mask_numbers: True if the padding mask numbers the documents.
     """
 
@@ -205,7 +206,8 @@ class Documents:
         """Raise if a layer's window or chunks would count padding inside a document.
 
         distca removes padding before it counts tokens, but other attention implementations count
-        padding. With distca, a token would therefore see other keys.
+        padding. With distca, a token would therefore see other keys than with those
+        implementations.
 
         Args:
             reach: tokens of a window or chunk; None for layers that see whole documents.
@@ -217,7 +219,7 @@ class Documents:
             raise UnsupportedError(
                 "attention_mask has zeros between the tokens of a document that covers "
                 f"{self.longest_holed} places, and a layer has a window or chunks of {reach} "
-                "tokens, which would reach over the zeros. Give the parts as separate documents, "
+                "tokens, which would reach across the zeros. Give the parts as separate documents, "
                 "or remove the masked tokens."
             )
 
@@ -235,7 +237,7 @@ class Documents:
         self.check_holes(size)
         if self.span_ranks:
             raise UnsupportedError(
-                f"a layer with attention chunks of {size} tokens met documents that span ranks: "
+                f"a layer has attention chunks of {size} tokens, and documents span ranks: "
                 "distca can cut documents into chunks only if each document lies on one rank."
             )
         lengths = [
@@ -246,10 +248,10 @@ class Documents:
         return replace(self, runs=make_unknown_runs(np.array(lengths, dtype=np.int64)))
 
     def split_at(self, index: int) -> tuple[Documents, Documents]:
-        """Split the documents into those of two nano-batches.
+        """Split the documents between two nano-batches.
 
         Args:
-            index: index among batch * sequence at which the second nano-batch begins. Documents
+            index: index in the flattened batch at which the second nano-batch begins. Documents
                 that span ranks are split between two runs only.
         """
         length = self.runs[:, 2]
@@ -292,7 +294,7 @@ class Documents:
 
     @property
     def first_token_indices(self) -> IntArray:
-        """Index among batch * sequence of the first token of each run, (runs,) int64."""
+        """Index in the flattened batch of the first token of each run, (runs,) int64."""
         return self.find_indices(self.runs[:, 2].cumsum() - self.runs[:, 2])
 
     def is_packed(self, row_length: int) -> bool:
@@ -308,7 +310,7 @@ class Documents:
         return bool((first_row != last_row).any() or (first_row[1:] == first_row[:-1]).any())
 
     def find_indices(self, tokens: IntArray) -> IntArray:
-        """Convert indices that do not count padding to indices among batch * sequence."""
+        """Convert token indices that do not count padding to indices in the flattened batch."""
         return tokens if self.token_indices is None else self.token_indices[tokens]
 
 
@@ -333,12 +335,14 @@ class TokenBatch:
     Attributes:
         batch_size: number of rows.
         length: number of tokens of a row, padding included.
-        packed: documents from the collator. Their lengths either include padding or leave it out.
-        cu_seq_lens: (documents + 1,) integers, bounds of documents. They either include padding or
+        packed: documents from the collator, with lengths that either include padding or leave it
+            out.
+        cu_seq_lens: (documents + 1,) integers, bounds of documents that either include padding or
             leave it out.
         position_ids: (1 or batch_size, length) integers.
-        padding: (batch_size, length) mask, bool or whole numbers: 0 for padding; numbers above 1
-            number the documents of a row. None if there is no padding.
+        padding: (batch_size, length) mask of bools or whole numbers, with 0 for padding. If some
+            numbers are above 1, the mask gives the number of each token's document in its row. None
+            if there is no padding.
         first_position: position id of a document's first token.
     """
 
@@ -401,8 +405,8 @@ class TokenBatch:
         ):
             raise LayoutError(
                 f"a padding mask of shape {tuple(padding.shape)} and {padding.dtype} for a {shape} "
-                "batch: attention_mask must have one number for each token: 0 for padding, else 1 "
-                "or the number of the token's document."
+                "batch: attention_mask must have one number for each token (0 for padding, else 1 "
+                "or the number of the token's document)."
             )
         deciding = self._choose_attribute(span_ranks)
         if deciding == "cu_seq_lens" and self.cu_seq_lens is not None:
@@ -419,7 +423,7 @@ class TokenBatch:
         return "position_ids"
 
     def _remove_padding(self, documents: Documents) -> Documents:
-        """Return documents without padding. Their lengths so far may include padding or not."""
+        """Remove padding from the documents, whose given lengths may or may not include padding."""
         tokens = int(documents.runs[documents.context_runs :, 2].sum())
         total = self.batch_size * self.length
         if self.padding is None and tokens == total:
@@ -430,13 +434,13 @@ class TokenBatch:
         batch = f"{self.batch_size} x {self.length}"
         if tokens not in (total, real):
             raise LayoutError(
-                f"the documents have {tokens} tokens and the batch has {batch}, {real} of them not "
-                "padding: distca_documents or cu_seq_lens_q must cover the batch, row after row, "
-                "either with all its padding or without any."
+                f"the documents have {tokens} tokens and the batch has {batch}, of which {real} "
+                "are not padding: distca_documents or cu_seq_lens_q must cover the batch, row after"
+                " row, either with all its padding or without any."
             )
         if real == total:
             return documents
-        if documents.span_ranks:  # other ranks rely on these lengths
+        if documents.span_ranks:  # other ranks rely on this rank's positions
             raise LayoutError(
                 f"{total - real} of the {batch} tokens are padding in attention_mask, but the "
                 "documents may continue on other ranks (PackedDocuments with starts): leave "
@@ -505,7 +509,7 @@ def _read_lengths(packed: PackedDocuments) -> Documents:
 
 
 def _list_prefixes(lengths: Sequence[int], parents: Sequence[int]) -> list[list[int]]:
-    """For each part of a tree of documents, list the tokens of all parts above it."""
+    """Return, for each part of a tree of documents, the tokens of all parts above it."""
     ends = list(accumulate(lengths, initial=0))
     prefixes: list[list[int]] = []
     for parent in parents:
@@ -516,9 +520,9 @@ def _list_prefixes(lengths: Sequence[int], parents: Sequence[int]) -> list[list[
 
 
 def read_tree(arguments: Mapping[str, Any]) -> PackedDocuments | None:
-    """Read documents that share prefixes from the arguments of TRL's attention.
+    """Read the arguments that TRL's attention takes for documents that share prefixes.
 
-    This copies from the device once. Return None if the arguments are missing.
+    The arguments are copied from the device in one copy. Return None if they are missing.
 
     Raises:
         LayoutError: if the arguments do not describe a tree.
@@ -529,7 +533,7 @@ def read_tree(arguments: Mapping[str, Any]) -> PackedDocuments | None:
     bounds = np.cumsum([len(given[0]), len(given[1])])
     keys, rows, ends = np.split(torch.cat(given).cpu().numpy(), bounds)
     lengths = np.diff(rows)
-    _, own = enumerate_ranges(ends[1:] - lengths, ends[1:])  # where each part's own tokens are
+    _, own = enumerate_ranges(ends[1:] - lengths, ends[1:])  # indices of each part's own tokens
     if not np.array_equal(keys[own], np.arange(rows[-1])) or not np.isin(keys, keys[own]).all():
         raise LayoutError(
             f"tree_kv_index of {len(lengths)} parts describes no tree: the keys of a part must be"

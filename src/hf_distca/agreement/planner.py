@@ -2,10 +2,10 @@
 
 Before a micro-batch, each rank announces its measurements of earlier micro-batches, and either its
 documents or its share of a dealt batch. A share holds the documents of all ranks, so each rank
-makes the plan alone, and announces only its digest, in one small collective. Without shares, ranks
-can plan only after all of them have announced their documents, and a second collective compares the
-plans. Several plans can be requested at once, for example for two nano-batches. They take no more
-collectives than one plan.
+makes the plan alone, and announces only a digest of the plan, in one small collective. Without
+shares, ranks can plan only after all of them have announced their documents, and a second
+collective compares the plans. Several plans can be requested at once, for example for two
+nano-batches. They take no more collectives than one plan.
 """
 
 from __future__ import annotations
@@ -72,7 +72,9 @@ class Planner:
         self.reset()
 
     def reset(self) -> None:
-        """Start again with other ranks. Plans that were made before may still be used."""
+        """Forget learned costs and uncounted micro-batches, because other ranks may take part from
+        now on. Earlier plans stay valid.
+        """
         self.history.reset()
         self.costs = LearnedCosts()
         self.number = 0
@@ -82,7 +84,7 @@ class Planner:
         self._is_over = True  # Whether the next plan begins another micro-batch.
 
     def join_world(self) -> None:
-        """Start again if torch.distributed has been initialized again.
+        """Reset this planner if torch.distributed has been initialized again.
 
         Ranks may have failed at different points before, and some ranks may be new.
         """
@@ -151,10 +153,13 @@ class Planner:
     def plan_share(
         self, share: DealtShare, requests: Sequence[Request], group: AttentionGroup
     ) -> list[MicroBatchPlan]:
-        """Make plans from a share, without other ranks, and announce digests in one collective."""
+        """Make plans from a share without communication, then announce their digests in one
+        collective.
+        """
         started = time.perf_counter()
         share.check_group(group)
-        # The nodes of a share leave out ranks without tokens, which also take part in the plan.
+        # `share.per_node` does not count ranks without tokens, but these ranks take part in the
+        # plan.
         per_node = share.per_node if group.has_tokens is None else group.per_node
         jobs = [self._make_job(key, group.size, per_node, group.has_tokens) for _, key in requests]
         is_planned_again = bool(share.plans) and not share.plans.keys() >= set(jobs)
@@ -249,7 +254,7 @@ class Planner:
     def report_errors(group: AttentionGroup, activity: str) -> Iterator[None]:
         """Return a context manager that reports errors to ranks that would otherwise wait.
 
-        Errors that the batch of this rank causes also get the name of this rank.
+        Errors about the batch of this rank also name the rank.
         """
         try:
             with group.report_errors(activity):
@@ -324,7 +329,7 @@ class Planner:
         """Record the measurements of all ranks, correct rates by them, and log the changes.
 
         `figures` is (ranks, plans, 5). If kernels of a plan were still running on some rank, the
-        plan is left out, and the ranks announce it again later.
+        plan is left out, and the ranks announce its measurements again later.
         """
         measured = []
         for plan, of_ranks in zip(plans, figures.swapaxes(0, 1), strict=True):

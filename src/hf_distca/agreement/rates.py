@@ -10,7 +10,7 @@ deterministic algorithms.
   the speed of the rank is corrected.
 - **Exchanges.** One factor scales the estimated seconds of exchanges to the measured seconds of
   packing, waiting and unpacking. The rank with the smallest factor counts, because other ranks also
-  wait for slower ranks. The estimate of attention is then the time of the rank whose kernels and
+  wait for slower ranks. The estimated time of attention is then that of the rank whose kernels and
   exchanges take longest.
 - **Trials.** If exchanges cost more time than they save, plans move less work, or no work at all.
   Then nothing can be learned about exchanges. So a few micro-batches are trials, which are planned
@@ -42,8 +42,8 @@ Kind = tuple[AttentionShape, str]
 
 # A micro-batch gives one sample. The first samples are ignored, because caches are still empty.
 _WARM_UP_SAMPLES = 2
-# At most _MAX_SAMPLES samples are kept, the newest ones. After as many micro-batches, only one in
-# _SAMPLE_INTERVAL micro-batches gives a sample.
+# The newest _MAX_SAMPLES samples are kept. After _MAX_SAMPLES micro-batches, only one in
+# _SAMPLE_INTERVAL micro-batches gives a sample, unless exchanges slow attention down.
 _MAX_SAMPLES = 32
 _SAMPLE_INTERVAL = 8
 # A correction needs _MIN_SAMPLES samples. If exchanges slowed attention down by more than the
@@ -51,13 +51,13 @@ _SAMPLE_INTERVAL = 8
 _MIN_SAMPLES = 4
 _MIN_CLEAR_SAMPLES = 2
 _CLEAR_SLOWDOWN = 0.05
-# Corrections change if the relative error is larger than this in the estimate of the slowest rank,
-# or in the speed of a rank.
+# Corrections change if the relative error of the slowest rank's estimate exceeds _TOLERANCE, or
+# that of a rank's speed exceeds _SPEED_TOLERANCE.
 _TOLERANCE = 0.05
 _SPEED_TOLERANCE = 0.07
 _FACTOR_RANGE = 1e-3, 1e6
-# A trial comes after at least _MIN_TRIAL_INTERVAL samples without an exchange. If trials are slow,
-# it comes later, so that trials cost at most the fraction _TRIAL_SHARE of the time.
+# A trial comes after at least _MIN_TRIAL_INTERVAL samples without an exchange. Slow trials are
+# rarer, so that they cost at most the fraction _TRIAL_SHARE of the time.
 _MIN_TRIAL_INTERVAL = 64
 _TRIAL_SHARE = 0.01
 
@@ -109,7 +109,7 @@ def _correct_cost(cost: CostModel, kernel: float, exchange: float, window: int |
 
 
 class LearnedCosts(dict[Kind, CostModel]):
-    """Cost models of kinds of layers, without windows, and their corrections by measurements.
+    """Cost models of the kinds of layers, without windows, with corrections from measurements.
 
     Attributes:
         measured_ranks: measured speeds of the ranks of the group.
@@ -143,7 +143,7 @@ class LearnedCosts(dict[Kind, CostModel]):
     def learned_corrections(self) -> dict[str, object]:
         """Learned factors for each kind of layer, and the speeds of ranks under the key "speeds".
 
-        Keys of the factors describe the kinds. Kinds and speeds without a correction are left out.
+        The other keys describe the kinds. Kinds and speeds without a correction are left out.
         """
         corrections: dict[str, object] = {
             _describe_kind(kind): rates.correction._asdict()
@@ -156,14 +156,14 @@ class LearnedCosts(dict[Kind, CostModel]):
 
     @property
     def exchange_slowdown(self) -> float | None:
-        """Relative slowdown by exchanges; None if exchanges slow no kind of layer down."""
+        """Largest relative slowdown of a kind of layer by exchanges; None without a slowdown."""
         slowdowns = (rates.slowdown for rates in self._rates.values())
         return max((slowdown for slowdown in slowdowns if slowdown is not None), default=None)
 
     def learn_from_plans(self, plans: Sequence[MicroBatchPlan], config: DistCAConfig) -> list[str]:
         """Correct rates by the measurements of each micro-batch and kind of layer.
 
-        Return the changes, as sentences.
+        Return sentences that describe the changes.
         """
         changes: list[str] = []
         # A user's own cost model is not corrected. With deterministic algorithms, no cost model is
@@ -171,7 +171,7 @@ class LearnedCosts(dict[Kind, CostModel]):
         is_own = isinstance(config.cost_model, CostModel)
         if is_own or not config.measured_rates or torch.are_deterministic_algorithms_enabled():
             return changes
-        plans_of = defaultdict(list)  # keys: micro-batch, and key of the whole batch
+        plans_of = defaultdict(list)  # by micro-batch and key of the whole batch
         for plan in plans:
             plans_of[plan.number, plan.key._replace(nano=0)].append(plan)
         for _, key in plans_of:  # a trial ends with measurements of its plans or of later plans
@@ -187,7 +187,7 @@ class LearnedCosts(dict[Kind, CostModel]):
     def accept_sample(self, kind: Kind) -> bool:
         """Count a micro-batch, and return whether to learn from it.
 
-        Making a sample takes time, and a few of many micro-batches are enough.
+        Making a sample takes time, and samples of a few micro-batches are enough.
         """
         rates = self._rates[kind]
         rates.offered_samples += 1
@@ -198,7 +198,7 @@ class LearnedCosts(dict[Kind, CostModel]):
         )
 
     def learn_from_sample(self, kind: Kind, sample: RateSample) -> list[str]:
-        """Learn from a sample, and return the changes, as sentences.
+        """Learn from a sample, and return sentences that describe the changes.
 
         All ranks must learn from the same samples in the same order.
         """
@@ -215,7 +215,8 @@ class LearnedCosts(dict[Kind, CostModel]):
         return changes + self._learn_exchange(rates, sample)
 
     def _learn_kernel(self, rates: _KindRates, samples: Sequence[RateSample]) -> list[str]:
-        """Fit the factor of kernels and the speeds of ranks, and return the changes as sentences.
+        """Fit the factor of kernels and the speeds of ranks. Return sentences that describe the
+        changes.
 
         Nothing is changed if estimates are close to measurements.
         """
@@ -240,7 +241,7 @@ class LearnedCosts(dict[Kind, CostModel]):
 
     @staticmethod
     def _learn_exchange(rates: _KindRates, sample: RateSample) -> list[str]:
-        """Fit the factor of exchanges, and return the changes as sentences."""
+        """Fit the factor of exchanges. Return sentences that describe the changes."""
         changes: list[str] = []
         if not sample.has_exchange:
             rates.idle_samples += rates.slowdown is not None

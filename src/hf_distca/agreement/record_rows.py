@@ -40,10 +40,10 @@ class PerRank:
 
 @dataclass(frozen=True)
 class RunRow:
-    """The beginning of a training.
+    """Facts about a training run, written at its beginning.
 
     Attributes:
-        step: number of optimizer steps before this training.
+        step: number of optimizer steps before this run.
         started: time of the start, in UTC.
         ranks, nodes: numbers of ranks and nodes of the attention group; 0 nodes if unknown.
         device: device of rank 0.
@@ -52,7 +52,8 @@ class RunRow:
         training: the training arguments that define a micro-batch.
         versions: versions of packages.
         replaced_imbalance: estimated imbalance of attention in the Trainer's own batches, if
-            batches of dealt documents replaced them; None if they did not, or if it is unknown.
+            batches of dealt documents replaced these batches; None without a replacement, or if the
+            imbalance is unknown.
     """
 
     step: int
@@ -69,7 +70,7 @@ class RunRow:
 
 @dataclass(frozen=True)
 class StepsRow:
-    """Micro-batches that were counted since the previous row.
+    """Sums over the micro-batches that were counted since the previous row of this kind.
 
     Attributes:
         step: number of optimizer steps so far.
@@ -77,7 +78,7 @@ class StepsRow:
         per_rank: sums over the micro-batches.
         loss: the logged loss; None if none was logged.
         kernels: names of the attention kernels.
-        rates: what plans have learned: factors for each kind of layer, and speeds of the ranks.
+        rates: learned factors for each kind of layer, and learned speeds of the ranks.
     """
 
     step: int
@@ -145,17 +146,17 @@ def write_row(row: Row) -> str:
 
 
 def read_row(line: str) -> Row | None:
-    """Read a row that `write_row` wrote. Return None if this version does not know its kind.
+    """Read a row that `write_row` wrote. Return None for kinds of rows from a newer version.
 
     Raises:
-        ArithmeticError, AttributeError, LookupError, TypeError, ValueError: if `line` is no row.
+        ArithmeticError, AttributeError, LookupError, TypeError, ValueError: if `line` is not a row.
     """
     # For NaN and infinity, `json` calls `parse_constant`, and `int` raises.
     data = json.loads(line, parse_constant=int, parse_float=_read_finite)
     kind = _KINDS.get(data["row"])
     if kind is None:
         return None
-    # Ignore fields that a newer version has written.
+    # Ignore fields that only a newer version knows.
     values = {part.name: data[part.name] for part in fields(kind) if part.name in data}
     values["step"] = int(values["step"])
     if "per_rank" in values:

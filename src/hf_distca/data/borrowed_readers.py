@@ -41,8 +41,9 @@ def count_split_ranks(stream: Any) -> int:
 
 
 def get_row_indices(documents: Any) -> Any:
-    """Return a table whose first column lists which stored rows a data set has, in its order.
+    """Return a table whose first column gives, for each row of a data set, its index among the
+    stored rows.
 
-    Return None if the data set has all stored rows, in the order in which they are stored.
+    Return None if the data set has all stored rows in their stored order.
     """
     return documents._indices

@@ -30,14 +30,14 @@ _READ_COLUMNS = ROW_COLUMNS | {"seq_lengths", "position_ids"}
 
 
 class DocumentTokens(NamedTuple):
-    """A document of a row: tokens, labels and positions, each (tokens,) int64."""
+    """One document: its tokens, labels and positions, each (tokens,) int64."""
 
     tokens: IntArray
     labels: IntArray
     positions: IntArray
 
     def check_positions(self) -> None:
-        """Raise `LayoutError` if positions skip numbers, because dealing would lose positions."""
+        """Raise `LayoutError` unless positions are consecutive, like those of dealt documents."""
         jumps = np.flatnonzero(np.diff(self.positions) != 1)
         if len(jumps):
             token = int(jumps[0])
@@ -49,7 +49,7 @@ class DocumentTokens(NamedTuple):
 
 
 def make_labels(tokens: IntArray, masks: Collection[IntArray]) -> IntArray:
-    """Make labels, like TRL, for tokens that have no column of labels.
+    """Make labels for tokens without a column of labels, in the same way as TRL.
 
     Args:
         tokens: (tokens,) int64.
@@ -84,7 +84,7 @@ class PackingCollator:
     - ``input_ids``.
     - ``labels``. The label of the first token of each document is -100, because no token of the
       document comes before it.
-    - ``position_ids``, from 0 in each document. They skip numbers where the row's positions do.
+    - ``position_ids``, from 0 in each document, with any gaps that the row's positions have.
     - ``shift_labels``, only for a share: for each token, the label of the next token, even if that
       token is on another rank.
 
@@ -106,7 +106,7 @@ class PackingCollator:
 
         Raises:
             LayoutError: if features are malformed, have no tokens, or have padding between tokens;
-                if a column would be lost that may be an input of the model; or if there are several
+                if a column that may be an input of the model would be lost; or if there are several
                 shares.
         """
         if any(map(_is_share, features)):
@@ -247,8 +247,8 @@ def read_feature_documents(
 def _find_starts(tokens: RowTokens, lengths: IntArray | None, *, has_positions: bool) -> IntArray:
     """Find the tokens of a row, without padding, at which documents begin.
 
-    Documents begin where `lengths` says or, if that is None, where positions and mask say. If a row
-    has neither lengths nor positions nor numbers in its mask, it is one document.
+    Documents begin where `lengths` says. If `lengths` is None, they begin where positions and mask
+    say. A row without any of these is one document.
     """
     if has_positions and tokens.position[:1].any():
         raise LayoutError(
@@ -275,7 +275,7 @@ def _find_starts(tokens: RowTokens, lengths: IntArray | None, *, has_positions: 
     has_marks = has_positions or tokens.document_number is not None
     if has_marks and not np.array_equal(found_lengths, lengths[lengths > 0]):
         raise LayoutError(
-            f"seq_lengths of a row, {lengths}, and its position_ids or attention_mask, "
-            f"{found_lengths}, disagree about where documents begin: give only one of them."
+            f"seq_lengths of a row are {lengths}, but by its position_ids or attention_mask, its "
+            f"documents have the lengths {found_lengths}: give only one of these columns."
         )
     return np.cumsum(lengths) - lengths

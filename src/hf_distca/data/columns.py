@@ -1,4 +1,4 @@
-"""Names of the columns of rows that are read, and checks of columns that would be lost."""
+"""Names of the columns that are read from rows, and checks of all other columns."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ _log = logging.getLogger("hf_distca")
 TARGET_MASKS = ("completion_mask", "assistant_masks")
 # The columns of a row that are read.
 ROW_COLUMNS = frozenset({"input_ids", "labels", "attention_mask", *TARGET_MASKS})
-# Columns that are not read, but determine the documents and targets of a row. If they were ignored,
-# a model would train on other documents or targets.
+# Unread columns that determine the documents and targets of a row. If they were ignored, a model
+# would train on wrong documents or targets.
 _REFUSED_COLUMNS = frozenset({"shift_labels", "seq_idx", "cu_seq_lens_k", *DOCUMENT_KEYS})
-# Columns of files or objects, and the input of a model that the collators of TRL and LLaMA-Factory
-# make from each.
+# Columns of files or objects, each with the model input that the collators of TRL and LLaMA-Factory
+# make from it.
 _MEDIA_INPUTS = {
     "images": "pixel_values",
     "videos": "pixel_values_videos",
@@ -49,10 +49,10 @@ def read_input_names(model: Any) -> InputNames:
     """
     if not isinstance(model, torch.nn.Module):
         return None
-    unwrap = getattr(model, "get_base_model", None)  # a method of adapters
+    unwrap = getattr(model, "get_base_model", None)  # a method of peft's models
     if callable(unwrap):
         return read_input_names(unwrap())
-    inner = getattr(model, "module", None)  # an attribute of wrappers and engines
+    inner = getattr(model, "module", None)  # the model inside a wrapper or engine
     if isinstance(inner, torch.nn.Module):
         return read_input_names(inner)
     check_head(model)
@@ -64,14 +64,14 @@ def read_input_names(model: Any) -> InputNames:
     return names or None
 
 
-# Matches names of transformers' classes whose labels are not those of the next token.
+# Matches names of transformers' classes of models that do not learn to predict next tokens.
 _OTHER_HEADS = re.compile(
     r"For(\w*(Classification|Regression|Prediction)|QuestionAnswering|MultipleChoice|MaskedLM)"
 )
 
 
 def check_head(model: object) -> None:
-    """Raise if a model does not learn next tokens, which are the labels in batches of documents.
+    """Raise if a model does not learn to predict next tokens, the labels in batches of documents.
 
     Raises:
         UnsupportedError: if the model learns labels of rows or of tokens.
@@ -89,7 +89,7 @@ def check_head(model: object) -> None:
 
 @cache
 def find_other_head(model_class: Any) -> str | None:
-    """Return the first name among a class and its base classes that matches `_OTHER_HEADS`.
+    """Return the first name that matches `_OTHER_HEADS` among those of a class and its bases.
 
     Return None if no name matches.
     """
@@ -100,7 +100,7 @@ def find_other_head(model_class: Any) -> str | None:
 def check_columns(
     row: Mapping[str, Any], tokens: int, read_columns: Collection[str], inputs: InputNames
 ) -> None:
-    """Raise if a column is not read and may be, or become, an input of the model.
+    """Raise if an unread column of a row may be an input of the model, or may become one.
 
     Warn about other unread columns that have a number for each token.
 
@@ -111,7 +111,7 @@ def check_columns(
         inputs: input names of the model that trains on the row.
 
     Raises:
-        LayoutError: names the column.
+        LayoutError: if so. The error names the column.
     """
     for name in row.keys() - set(read_columns):
         value = row[name]
@@ -125,7 +125,7 @@ def check_columns(
 def check_column(
     name: str, read_columns: Collection[str], inputs: InputNames, *, has_numbers: bool
 ) -> None:
-    """Raise if a column that is not read may be an input of the model, or may become one.
+    """Raise if this unread column may be an input of the model, or may become one.
 
     Args:
         name: name of the column.
@@ -134,7 +134,7 @@ def check_column(
         has_numbers: True if the column has lists of numbers.
 
     Raises:
-        LayoutError: names the column.
+        LayoutError: if so. The error names the column.
     """
     checks = (
         (

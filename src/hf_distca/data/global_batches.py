@@ -24,10 +24,10 @@ _log = logging.getLogger("hf_distca")
 FillRule = Literal["cut", "whole"]
 LongerRule = Literal["cut", "refuse"]
 
-# Padding is cut into documents of at most this many tokens, because attention of longer documents
-# would take time.
+# Padding is cut into documents of at most this many tokens, because attention within longer
+# documents would waste time.
 _MAX_PADDING_TOKENS = 128
-# A warning suggests fill="cut" if padding makes the number of batches larger by more than this
+# A warning suggests fill="cut" if padding increases the number of batches by more than this
 # fraction.
 _MUCH_PADDING = 0.05
 # At most this many batches are filled at the same time. A larger number would waste a little less
@@ -42,7 +42,7 @@ class BatchPieces:
     Piece i has the tokens [starts[i], ends[i]) of document ``documents[i]``.
 
     Attributes:
-        documents: (pieces,) int64 index of each document; -1 for padding.
+        documents: (pieces,) int64 index of each piece's document; -1 for padding.
         starts, ends: (pieces,) int64 bounds of each piece, in tokens of the document. For padding
             they are 0 and the number of padding tokens.
     """
@@ -125,7 +125,7 @@ class GlobalBatches:
         return self._count
 
     def __getstate__(self) -> dict[str, object]:
-        return {**self.__dict__, "_epoch": None}  # computing it again is faster than sending it
+        return {**self.__dict__, "_epoch": None}  # faster to compute again than to send
 
     def get_pieces(self, epoch: int, number: int) -> BatchPieces:
         """Return the pieces of a global batch.
@@ -181,7 +181,7 @@ class GlobalBatches:
         return np.argsort(np.random.PCG64([self.seed, stream]).random_raw(count), kind="stable")
 
     def _pack_whole_documents(self, quiet: bool) -> None:
-        """Sort documents by batch, and fill each batch with padding."""
+        """Pack whole documents into batches, and fill each batch with padding."""
         order = self._shuffle(len(self._length), 0)
         batch = _pack_documents(self._length[order], self.tokens, quiet=quiet)
         used = np.bincount(batch, self._length[order]).astype(np.int64)
@@ -265,8 +265,8 @@ def _pack_documents(lengths: IntArray, tokens: int, *, quiet: bool) -> IntArray:
     Returns:
         The number of each document's batch, (documents,) int64.
     """
-    # For each open batch: its free tokens, the negative time of its last change, and its number.
-    # The list is sorted.
+    # A sorted list of open batches. Each entry is a batch's free tokens, the negative time of its
+    # last change, and its number.
     open_batches: list[tuple[int, ...]] = []
     batches: list[int] = []  # batch of each document so far
     batch_count = 0

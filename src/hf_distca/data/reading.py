@@ -1,6 +1,6 @@
 """Reads the lengths of documents, their pieces in global batches, and samples that ranks compare.
 
-No more tokens are read than needed.
+Only tokens that are needed are read.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ def _is_list_of_numbers(arrow_type: Any) -> bool:
     """Return whether an Arrow type is a list of numbers, or a nested list of numbers."""
     from pyarrow import types
 
-    stored = getattr(arrow_type, "storage_type", arrow_type)  # extension types have a storage type
+    stored = getattr(arrow_type, "storage_type", arrow_type)  # the type inside an extension type
     value = stored
     while _is_list(value):
         value = value.value_type
@@ -151,12 +151,12 @@ def _is_list_of_numbers(arrow_type: Any) -> bool:
 
 
 def _view_lists(column: Any, name: str) -> list[np.ndarray | None]:
-    """Return each list of an Arrow column as an array, or None if the list is missing.
+    """Return each list of an Arrow column as an array, and each missing list as None.
 
     Lists without missing values are not copied.
 
     Raises:
-        LayoutError: if the column, which is called `name`, does not hold lists.
+        LayoutError: if the column does not hold lists. The error calls the column `name`.
     """
     if not _is_list(column.type) and column.null_count < len(column):
         raise LayoutError(
@@ -170,14 +170,14 @@ def _view_lists(column: Any, name: str) -> list[np.ndarray | None]:
 def is_stored_dataset(documents: Any) -> bool:
     """Return whether documents are a `datasets.Dataset` whose stored Arrow table can be read.
 
-    It cannot be read if the user has set a transform, because the transform makes the rows.
+    The table cannot be read if the user has set a transform, because the transform makes the rows.
     """
     return is_datasets_class("Dataset", documents) and documents.format["type"] != "custom"
 
 
 def is_datasets_class(name: str, documents: object) -> bool:
     """Return whether documents are an instance of a class of `datasets`, such as ``"Dataset"``."""
-    datasets = sys.modules.get("datasets")  # if it is not imported, no object is of its class
+    datasets = sys.modules.get("datasets")  # if None, no object can be of its classes
     return datasets is not None and isinstance(documents, getattr(datasets, name, ()))
 
 
@@ -226,7 +226,7 @@ def _read_length_column(documents: Any, name: str) -> IntArray:
     if not pa.types.is_integer(values.type) or values.null_count:
         raise LayoutError(
             f"column {name!r} of the documents holds {values.type} with {values.null_count} "
-            "missing values: lengths are whole numbers, one for each document."
+            "missing values: lengths must be whole numbers, one for each document."
         )
     return np.asarray(values.to_numpy()).astype(np.int64)
 
@@ -254,7 +254,7 @@ def _get_stored_column(documents: Any, name: str) -> Any:
     """Return a column with all stored rows. The data set may have only some of these rows."""
     if name not in documents.column_names:
         raise LayoutError(
-            f"the documents have no column {name!r}, only "
+            f"the documents have no column {name!r}. Their columns: "
             f"{', '.join(map(repr, documents.column_names)) or 'none'}."
         )
     return documents.data.column(name)
@@ -284,7 +284,8 @@ def count_tokens(document: Any, column: str, number: int) -> int:
     if hasattr(document, "keys"):
         if column not in document:
             raise LayoutError(
-                f"document {number} has no {column!r}, only {', '.join(map(repr, document))}."
+                f"document {number} has no column {column!r}. Its columns: "
+                f"{', '.join(map(repr, document)) or 'none'}."
             )
         document = document[column]
     if document is None:
@@ -397,7 +398,7 @@ class DocumentPiece:
 
 
 def hash_pieces(pieces: Sequence[DocumentPiece]) -> int:
-    """Return a hash below 2**56 of a sample of tokens of pieces. Tokens may be any integers."""
+    """Hash a sample of the tokens of pieces to a number below 2**56. Tokens may be any integers."""
     indices = np.unique(np.linspace(0, max(len(pieces) - 1, 0), SAMPLE_COUNT).astype(np.int64))
     samples = [pieces[index].read_sample() for index in indices if index < len(pieces)]
     return hash_numbers(part for sample in samples for part in ([len(sample)], sample))

@@ -1,5 +1,6 @@
-"""Orders packed rows inside each optimizer step, so that nodes have about equal attention in every
-micro-batch. It also reads how long the documents in a row are, because this determines the work.
+"""Orders packed rows inside each optimizer step, so that the attention work of nodes is about equal
+in every micro-batch. The work of a row depends on the lengths of its documents, which this file
+also reads.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from hf_distca.schedule.layout import IntArray
 
 # Work is rounded to whole numbers up to this value, so that sums are the same on every machine.
 _MAX_WORK = 2**32
-# Columns that tell which documents a row has, like for `PackingCollator`. If rows have several of
-# them, the first one is used.
+# Columns that tell which documents a row has; `PackingCollator` reads the same ones. If rows have
+# several of these columns, the first one is used.
 _DOCUMENT_COLUMNS = ("documents", "seq_lengths", "position_ids")
 _ROWS_PER_READ = 1024  # rows of a `datasets.Dataset` that are read at once
 
@@ -36,7 +37,7 @@ class StepPlaces:
 
     Attributes:
         nodes: number of nodes. The ranks of a node balance attention among themselves.
-        ranks_per_node: number of ranks of a node. They are consecutive.
+        ranks_per_node: number of ranks of a node. The ranks of a node have consecutive numbers.
         rows_per_rank: number of rows of a rank in a micro-batch.
         micro_batches: number of micro-batches of a step.
 
@@ -57,7 +58,7 @@ class StepPlaces:
 
     @property
     def ranks(self) -> int:
-        """Number of ranks of all nodes."""
+        """Number of ranks on all nodes."""
         return self.nodes * self.ranks_per_node
 
     @property
@@ -68,10 +69,11 @@ class StepPlaces:
     def place(self, work: IntArray) -> IntArray:
         """Find an order of rows in which nodes have about equal work in each micro-batch.
 
-        The heaviest rows are placed first. Each row goes to the node and micro-batch that has the
-        least work and still has room. Work stays uneven if one row has more than a node's share.
-        The nodes with the most work are then put into the same micro-batches, where they wait for
-        each other. Rows keep their order if the new order is not better.
+        Rows are divided into parts, each for one node in one micro-batch. The heaviest rows come
+        first. Each row goes to the part that has the least work and still has room. Parts stay
+        uneven if one row has more work than the average part. The heaviest parts then go to the
+        same micro-batches, so that fewer light parts wait for heavy ones. Rows keep their order if
+        the new order is not better.
 
         Args:
             work: (rows,) int64 work of each row. The rows are one or more whole micro-batches.
@@ -139,8 +141,8 @@ class RowPlacement(BatchSampler):
         if not size or places.micro_batch_rows % size:
             raise ConfigError(
                 f"batches of {size} rows do not make micro-batches of {places.micro_batch_rows} "
-                f"rows: {places.ranks} ranks with {places.rows_per_rank} each. The number of rows "
-                "of a batch must divide that of a micro-batch."
+                f"rows ({places.ranks} ranks with {places.rows_per_rank} rows each). The number of "
+                "rows of a batch must divide that of a micro-batch."
             )
         self.batch_sampler = batch_sampler
         self.places = places
@@ -152,7 +154,7 @@ class RowPlacement(BatchSampler):
 
     def __getattr__(self, name: str) -> Any:
         # Accelerate and the Trainer call `set_epoch` of the inner sampler, if it has one.
-        if name == "batch_sampler":  # This attribute is not set while a copy is made.
+        if name == "batch_sampler":  # A new copy lacks this attribute at first.
             raise AttributeError(name)
         return getattr(self.batch_sampler, name)
 
@@ -255,7 +257,7 @@ def find_row_documents(
 
 
 def _choose_column(rows: Any, end_of_document: int | None) -> str:
-    """Choose the column that tells which documents rows have."""
+    """Choose the column that tells which documents are in a row."""
     if is_stored_dataset(rows):
         names: list[str] = list(rows.column_names)
     else:
@@ -293,7 +295,7 @@ def _find_starts(values: IntArray, count: IntArray, end_of_document: int | None)
 
 
 def _read_blocks(rows: Any, column: str, *, quiet: bool) -> Iterator[tuple[IntArray, IntArray]]:
-    """Yield the numbers of a column for some rows at a time, and the count of each row's numbers.
+    """Yield the numbers in a column, in blocks of rows, with the count of numbers in each row.
 
     For the column ``documents``, the numbers are the lengths of the documents.
     """
@@ -316,7 +318,7 @@ def _read_blocks(rows: Any, column: str, *, quiet: bool) -> Iterator[tuple[IntAr
 
 
 def _read_stored_lists(values: Any) -> tuple[IntArray, IntArray]:
-    """Read the numbers in an Arrow array of lists, and the count of each list's numbers.
+    """Read the numbers in an Arrow array of lists, and the count of numbers in each list.
 
     For lists of lists, the numbers are the lengths of the inner lists.
     """

@@ -244,7 +244,7 @@ class StreamedShares(EpochMixin, torch.utils.data.IterableDataset[Mapping[str, A
         info = get_worker_info()
         worker, workers = (0, 1) if info is None else (info.id, info.num_workers)
         epoch = self.epoch
-        if info is not None:  # a worker's copy of the documents does not have the new epoch
+        if info is not None:  # the worker's copy of the documents may have an old epoch
             self._set_documents_epoch(epoch)
         for number, pieces in enumerate(self._fill_global_batches()):
             if not self._is_divided and number % workers != worker:
@@ -308,7 +308,7 @@ class _LazyShare(UserDict[str, Any]):
 
     @cached_property
     def data(self) -> dict[str, Any]:  # type: ignore[override]
-        """The computed share."""
+        """The share, computed at the first access."""
         lengths = np.array([piece.end - piece.start for piece in self._pieces])
         document_ids = np.array([hash_pieces(self._pieces)])
         packed = self._stream.deal_settings.make_share(

@@ -1,6 +1,6 @@
-"""Names of torch, transformers and peft that `hf_distca.pipeline` uses although they may change.
+"""Private names of torch, transformers and peft that `hf_distca.pipeline` uses.
 
-Seen in torch 2.13.0 and transformers 5.23.0.
+They may change. They were seen in torch 2.13.0 and transformers 5.23.0.
 
 This file is separate from `hf_distca.borrowed` because importing torch.distributed.pipelining takes
 a second.
@@ -20,8 +20,8 @@ from hf_distca.errors import UnsupportedError
 
 
 class OneStageSchedule(PipelineScheduleSingle):
-    """Adapts torch's base class of schedules with one stage on each rank, so that a subclass
-    implements only `run`.
+    """Adapts torch's base class of schedules for one stage per rank. A subclass implements only
+    `run`.
     """
 
     @property
@@ -77,11 +77,11 @@ class OneStageSchedule(PipelineScheduleSingle):
             )
             self._update_losses(self._stage, losses)  # type: ignore[no-untyped-call]
         finally:
-            self._internal_losses.clear()  # a failed step would leave its losses
+            self._internal_losses.clear()  # a failed step would leave losses behind
 
 
 def has_adapters(model: Any) -> bool:
-    """Return whether a model of transformers has adapters. Such a model saves only its adapters."""
+    """Return whether a model of transformers has adapters. If so, it saves only its adapters."""
     return bool(getattr(model, "_hf_peft_config_loaded", False))
 
 

@@ -1,5 +1,5 @@
-"""Causal language models of transformers that can be split into stages, their parts, and the layers
-of each stage.
+"""The models of transformers that can be split into stages, the parts of a model, and the division
+of its layers into stages.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from hf_distca.errors import ConfigError, UnsupportedError
 from hf_distca.integration.attention_names import find_distca_configs
 from hf_distca.integration.families import check_family, check_layerdrop
 
-# Families of models that were tested: two stages give the logits and gradients of the whole model.
+# Tested families of models, for which two stages give the logits and gradients of the whole model.
 _SPLIT = """
     afmoe apertus arcee aria_text axk1 beam biogpt bitnet cohere cohere2 cohere2_moe
     cohere_compass_text cwm dbrx deepseek_v2 deepseek_v3 diffllama dots1 emu3 ernie4_5 ernie4_5_moe
@@ -41,7 +41,7 @@ def check_split(model: PreTrainedModel) -> None:
 
     Raises:
         ConfigError: if the model's attention is not distca's.
-        UnsupportedError: if the model cannot be split; names the reason.
+        UnsupportedError: if the model cannot be split. The error names the reason.
     """
     config = model.config
     check_family(config.model_type, encoder_decoder=config.is_encoder_decoder)
@@ -87,7 +87,7 @@ class ModelParts:
     @classmethod
     def from_model(cls, model: PreTrainedModel) -> ModelParts:
         """Find the parts of a model that consists of layers between an embedding and a head."""
-        # This import is not at the top of the file, because it registers distca.
+        # This import is not at the top of the file, because it triggers the registration of distca.
         from transformers.modeling_layers import GradientCheckpointingLayer
 
         embedding, head = find_ends(model)
@@ -131,7 +131,7 @@ class ModelParts:
         return self.embedding.weight is self.head.weight
 
     def estimate_layer_costs(self, model: PreTrainedModel) -> list[float]:
-        """Return the multiplications per token of each layer. The last layer includes the head.
+        """Estimate the multiplications per token in each layer. The last layer includes the head.
 
         Core attention is left out, because stages share it. The lookup in an embedding is left out,
         because it costs almost nothing.

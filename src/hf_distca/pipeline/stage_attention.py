@@ -38,7 +38,7 @@ class LayerKindRecorder(LayerPlanner):
     which it records involves no other ranks and computes no attention.
 
     Attributes:
-        kinds: the kind of each call, by the id of its module.
+        kinds: the kind of each call, by the `id` of its module.
     """
 
     def __init__(self, session: Session) -> None:
@@ -89,7 +89,7 @@ class StageAttention(LayerPlanner):
 
     Attributes:
         group: the ranks of all stages.
-        modules: ids of the modules that call attention, in the order of their calls.
+        modules: `id` of each module that calls attention, in the order of the calls.
         micro_batch: the micro-batch whose forward runs.
         nano_batches: whether the layers of this step run as two nano-batches.
     """
@@ -122,7 +122,7 @@ class StageAttention(LayerPlanner):
         *,
         training: bool,
     ) -> LayerPlan:
-        """See `LayerPlanner.plan_layers`. Each call gets its route when it is made."""
+        """See `LayerPlanner.plan_layers`. Each call gets its route only when the layer runs."""
         micro_batch = self.micro_batch
         if micro_batch is None:
             raise DistCADesyncError(

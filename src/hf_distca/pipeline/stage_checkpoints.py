@@ -30,12 +30,12 @@ _ADAPTER = "adapter_model.safetensors"
 
 
 def save_pretrained(stage: Stage, directory: str | Path, **kwargs: Any) -> None:
-    """Save the model of all stages in the way transformers would save the whole model.
-    `from_pretrained` of transformers loads it without hf_distca.
+    """Save the model of all stages in the way transformers would save the whole model. The
+    `from_pretrained` of transformers loads this checkpoint without hf_distca.
 
-    All ranks must call it, with a directory that all of them see. Each stage of the first copy of
-    the model writes its own weights. An existing checkpoint is replaced. If the model has an
-    adapter, only the adapter is saved, for `PeftModel.from_pretrained`.
+    All ranks must call this function, with a directory that all of them see. Each stage of the
+    first copy of the model writes its own weights. An existing checkpoint is replaced. If the model
+    has an adapter, only the adapter is saved, for `PeftModel.from_pretrained`.
 
     Args:
         stage: stage of this rank.
@@ -62,7 +62,7 @@ def save_pretrained(stage: Stage, directory: str | Path, **kwargs: Any) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         if part.exists():  # left by a save that was killed
             shutil.rmtree(part)
-        if adapted:  # the stage may have no layer with an adapter
+        if adapted:  # saved here, because the stage may have no layer with an adapter
             part.mkdir()
             save_file(weights, part / _ADAPTER)
             next(iter(model.model.peft_config.values())).save_pretrained(part)
@@ -96,7 +96,7 @@ def _collect_weights(model: StageModel) -> dict[str, torch.Tensor]:
 def _save_stage(
     model: PreTrainedModel, part: Path, weights: dict[str, torch.Tensor], kwargs: dict[str, Any]
 ) -> None:
-    """Save a stage like a separate model. Otherwise, transformers 5.23 writes only on rank 0."""
+    """Save a stage like a separate model. By default, transformers 5.23 writes only on rank 0."""
     writer: Any = model
     writer.should_save_on_this_rank = lambda *_, **__: True
     try:

@@ -71,7 +71,7 @@ class StageModel(torch.nn.Module):
         stage, stages: number of the stage, and the number of stages.
         tied: whether embedding and head share their weight. If so, the first and the last stage
             have a copy each.
-        facts: properties that must be equal on the stages of all ranks, by name.
+        facts: properties that must be equal on all ranks, by name.
     """
 
     def __init__(
@@ -131,7 +131,7 @@ class StageModel(torch.nn.Module):
         return weight
 
     def drop_embedding(self) -> None:
-        """Drop the embedding of the last stage after a tied head has got its weight from it."""
+        """Drop the embedding on all stages but the first. A tied head already has its weight."""
         _replace_by_placeholders(self.model, self._before)
 
     def forward(self, inputs: torch.Tensor, **kwargs: Any) -> torch.Tensor:
@@ -169,8 +169,8 @@ class StageModel(torch.nn.Module):
 def _collect_shared_facts(
     model: PreTrainedModel, parts: ModelParts, layers: Sequence[int], *, tied: bool
 ) -> dict[str, str]:
-    """Return the properties that must be equal on the stages of all ranks, by name: those of the
-    model and of its division into stages.
+    """Return the properties of the model and its division into stages, by name. These properties
+    must be equal on all ranks.
     """
     ends = [
         f"{name}.weight"

@@ -31,7 +31,7 @@ _TOKENS = 16  # tokens of the forward that records a stage's kinds of attention
 
 
 class StageFacts(NamedTuple):
-    """Facts about its stage that a rank sends before the first step.
+    """Facts that a rank sends about its stage before the first step.
 
     Attributes:
         stage: number of the stage.
@@ -48,7 +48,7 @@ class StageFacts(NamedTuple):
     kinds: list[list[int | float | None]]
 
     def to_row(self) -> IntArray:
-        """Encode the facts as JSON, in int64 numbers that ranks can gather."""
+        """Encode the facts as JSON, stored in int64 numbers that ranks can gather."""
         text = json.dumps(self).encode()
         return np.frombuffer(text.ljust(-(-len(text) // 8) * 8), dtype=np.int64)
 
@@ -56,8 +56,8 @@ class StageFacts(NamedTuple):
 def find_ranks(
     stage: Stage, session: Session, facts: SharedSettings
 ) -> tuple[Pipeline, StageAttention]:
-    """Exchange facts about all stages. The ranks of all stages must call it. `facts` are this
-    rank's values of the settings that must be equal on all ranks.
+    """Exchange facts about all stages. The ranks of all stages must call this function. `facts` are
+    this rank's values of the settings that must be equal on all ranks.
 
     Returns:
         The stages of all ranks, and the object that computes the attention of this stage.

@@ -80,7 +80,7 @@ class Schedule(OneStageSchedule):
         self.stage = stage
         self.figures = list[TickFigures]()
         self._session = current_session()
-        self._ranks: tuple[Pipeline, StageAttention] | None = None  # found in the first step
+        self._ranks: tuple[Pipeline, StageAttention] | None = None  # known from the first step on
         self._packed: Sequence[PackedDocuments] | None = None
         self._steps = 0
 
@@ -114,7 +114,7 @@ class Schedule(OneStageSchedule):
         targets: Sequence[Any] | None,
         **more: Any,
     ) -> None:
-        """Run the micro-batches of a step; torch calls it."""
+        """Run the micro-batches of a step. torch calls this method."""
         if self._ranks is None:
             self._ranks = find_ranks(self.stage, self._session, self._collect_facts())
         pipeline, attention = self._ranks
@@ -152,7 +152,7 @@ class Schedule(OneStageSchedule):
         with sum_tied_gradients(self.stage, attention.group, name, backward=self.is_training):
             self.figures = step.run()
             if self.is_training:
-                self.stage.perform_reduce_grad(1)  # divide by 1: losses are already scaled
+                self.stage.perform_reduce_grad(1)  # 1, because losses are already scaled
 
     def _collect_facts(self) -> SharedSettings:
         """Return the values that must be equal on all ranks in a step, by name."""

@@ -124,7 +124,8 @@ class StageStep:
             try:
                 leaving = self.compute(tick, number, arrived)
             except RuntimeError as error:
-                # torch wraps an error in a stage in another error: raise the original one.
+                # If a stage raises an error, torch wraps this error in another. Raise the original
+                # one.
                 if isinstance(error.__cause__, DistCAError):
                     raise error.__cause__ from None
                 raise
@@ -182,7 +183,7 @@ class StageStep:
 
 
 class Messages:
-    """Messages under way between stages."""
+    """Messages on their way between stages."""
 
     def __init__(self, ops: Sequence[dist.P2POp]) -> None:
         self._ops = ops  # keep tensors alive until they are sent

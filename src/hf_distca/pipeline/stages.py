@@ -59,7 +59,7 @@ class Stage(PipelineStage):
 
     def clear_runtime_states(self) -> None:
         """Prepare for a step: drop micro-batches of a failed step, find the device of the weights
-        (which may have moved), and shard weights under FSDP2.
+        (which may have moved), and shard the weights again under FSDP2.
 
         FSDP2 leaves weights gathered after a forward without a backward, but gradients belong to
         sharded weights.
@@ -129,7 +129,7 @@ def split(
         one runs only part of it.
 
     Raises:
-        UnsupportedError: if models of this kind cannot be split; names the reason.
+        UnsupportedError: if models of this kind cannot be split. The error names the reason.
         ConfigError: if the mesh has several dimensions, if the attention is not distca's, if
             `layers` does not fit the model, or if DDP or FSDP has already wrapped the model.
     """
@@ -208,7 +208,8 @@ def from_pretrained(
             # This stage has nothing to tie, because the head is on the last stage.
             self.all_tied_weights_keys = {}
 
-    # Do not warn that the checkpoint has weights that this model lacks: other stages have them.
+    # Do not warn of weights in the checkpoint that this model lacks, because other stages have
+    # them.
     names = {
         "__init__": __init__,
         "__module__": base.__module__,

@@ -45,7 +45,7 @@ class StepRow(NamedTuple):
         plans: digest of the plans.
         batch, tokens: shape of a micro-batch, which must be equal on all stages of a copy of the
             model.
-        tied: checksum of this stage's copy of a tied weight, 0 if it has none.
+        tied: checksum of this stage's copy of a tied weight; 0 without such a copy.
     """
 
     facts: int
@@ -56,11 +56,11 @@ class StepRow(NamedTuple):
 
 
 def compute_checksum(weight: torch.Tensor | None) -> int:
-    """Return a 60-bit checksum of the elements of a weight and their order. Of a sharded weight,
-    only this rank's shard counts. The checksum of None is 0.
+    """Return a 60-bit checksum of the elements of a weight and their order. If the weight is
+    sharded, only this rank's shard counts. The checksum of None is 0.
 
     The bits of each element are multiplied by a pseudo-random number that depends on its place. So
-    the checksum also changes if elements change places, or if changes have a sum of 0.
+    the checksum also changes if elements change places, or if changes of elements add up to 0.
     """
     if weight is None:
         return 0

@@ -1,5 +1,5 @@
-"""The attention calls of a tick, and a rank's part in each call: it has rows of its own, or it only
-serves other ranks.
+"""The attention calls of a tick, and a rank's part in each call. In a call, a rank has rows of its
+own, or only serves other ranks.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16)  # ranks send a dtype as
 
 
 class MicroBatchPart(NamedTuple):
-    """Part of a micro-batch that one plan covers, identified by the number of the micro-batch, the
-    chunk size of its documents, and its nano-batch. For the last two see `PlanKey`.
+    """Part of a micro-batch that one plan covers. It is identified by the number of the micro-batch
+    and by the `chunk` and `nano` of a `PlanKey`.
     """
 
     micro_batch: int

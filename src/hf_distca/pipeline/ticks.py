@@ -27,7 +27,7 @@ from hf_distca.schedule.cost import CostModel
 from hf_distca.schedule.layout import Layout, Segment
 from hf_distca.schedule.plan import Plan
 
-Running = tuple[int | None, ...]  # the micro-batch of each stage
+Running = tuple[int | None, ...]  # micro-batch of each stage, or None
 
 
 class Tick(NamedTuple):
@@ -119,7 +119,7 @@ class Pipeline:
             same micro-batches.
         rank: this rank.
         calls: calls of a forward, in their order.
-        dtypes: dtypes of the hidden states that each stage hands on, and of their gradients.
+        dtypes: for each stage, dtype of the hidden states that it hands on, and of their gradients.
     """
 
     stages: tuple[int, ...]
@@ -203,7 +203,7 @@ class TickPlans:
         """Yield the joint calls of a tick in order, with their numbers in a forward. Skip calls in
         which no stage has a micro-batch.
 
-        In backward, the second nano-batch goes first, like in autograd.
+        In backward, calls and nano-batches come in reverse order, because autograd reverses them.
         """
         nanos = (1, 2) if self.config.ping_pong else (0,)
         calls = product(enumerate(self.pipeline.calls), nanos)
@@ -216,7 +216,7 @@ class TickPlans:
                 yield number, call, _PlanInputs(running, call.kind.key._replace(nano=nano))
 
     def _plan(self, inputs: _PlanInputs) -> Plan:
-        """Return the plan of a call. Calls with the same inputs have one plan."""
+        """Return the plan of a call. Calls with the same inputs share one plan."""
         if inputs not in self._plans:
             cost = self.costs[inputs.key._replace(nano=0)]
             parts = tuple(
@@ -229,7 +229,7 @@ class TickPlans:
         return self._plans[inputs]
 
     def _build_layout(self, parts: tuple[MicroBatchPart | None, ...]) -> Layout:
-        """Return the layout of the parts that stages run in a call, over all ranks.
+        """Build the layout, over all ranks, of the parts that stages run in a call.
 
         Each micro-batch is on at most one stage.
         """
@@ -253,7 +253,7 @@ class TickPlans:
         return self._layouts[parts]
 
     def _route(self, inputs: _PlanInputs) -> Route:
-        """Return this rank's route of a call. Calls with the same inputs have one route."""
+        """Return this rank's route of a call. Calls with the same inputs share one route."""
         if inputs not in self._routes:
             self._routes[inputs] = Route.build(self._plan(inputs), self.pipeline.rank)
         return self._routes[inputs]

@@ -40,7 +40,7 @@ class DistCAPlugin(BasePlugin):  # type: ignore[misc]  # Any if axolotl is not i
     """
 
     def get_input_args(self) -> str:
-        """Return the import path of the key that the plugin adds."""
+        """Return the import path of the class that describes the plugin's key."""
         return f"{__name__}.{DistCAInput.__name__}"
 
     def register(self, cfg: dict[str, Any]) -> None:
