@@ -7,6 +7,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -14,6 +15,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from datasets import Dataset
 from test_dealt import (
     BATCHES,
     CLOSE,
@@ -35,7 +37,7 @@ from hf_distca.integration.checks.share_readers import check_loader
 from hf_distca.integration.current_session import current_session
 from hf_distca.integration.training import document_shares as shares_module
 from ranks import RankPools
-from tiny_runs import logged, share_documents
+from tiny_runs import documents, logged, make_trainer, share_documents
 
 # Of the documents of each rank, drawn by its own loader.
 LENGTHS = ([96, 1], [16] * 6, [64, 33], [24, 25, 48])
@@ -180,3 +182,27 @@ def test_ranks_with_another_group_size_are_told(
     for said, seconds in rank_pool(len(sizes))(unequal_sizes, sizes, prepared):
         assert f"different group_size: {by_rank}" in said
         assert seconds < 10
+
+
+def resume(rank: int, folder: str) -> list[str]:
+    """Warnings of a training in groups of two ranks that goes on from its checkpoint."""
+    rows = Dataset.from_dict({"input_ids": documents(*[40] * 32)})
+    for steps, checkpoint in ((1, None), (2, f"{folder}/checkpoint-1")):
+        with logged() as said:
+            config = settings(cost_model="analytic", group_size=2)
+            trainer = make_trainer(
+                "distca", rows, folder=folder, config=config, max_steps=steps, save_strategy="steps"
+            )
+            trainer.args.save_steps = 1
+            hf_distca.deal(trainer, 32)
+            trainer.train(resume_from_checkpoint=checkpoint)
+    assert trainer.state.global_step == 2
+    return [text for text in said if "resumes after step" in text]
+
+
+@pytest.mark.slow
+def test_a_training_in_groups_that_is_resumed_unchanged_warns_of_nothing(
+    rank_pool: RankPools, tmp_path: Path
+) -> None:
+    """Each group counts its own global batches, not those of all ranks."""
+    assert rank_pool(4)(resume, str(tmp_path)) == [[]] * 4
