@@ -167,7 +167,7 @@ def test_a_document_in_several_parts_is_refused_on_all_ranks(
     for error in rank_pool(2)(share, Case(model_type, torch.float64, CUT, table=True)):
         assert isinstance(error, str)
         assert re.match(
-            r"UnsupportedError: rank \d: .*(models need whole documents|documents that span ranks)",
+            r"UnsupportedError: rank \d: .*(models need whole documents|documents span ranks)",
             error,
         ), error
 
