@@ -41,8 +41,8 @@ docs: $(VENV)/.installed-dev ## build the pages, if there are any to build; warn
 loops: $(VENV)/.installed-dev ## compile the scheduler's loop, which else the processes of the tests do beside each other
 	pytest -n 0 -q -m "slow or not slow" tests/schedule/test_compiled.py
 
-launch: $(VENV)/.installed-dev ## the example in interpreters of its own, as users start it; tests start it as forks
-	pytest -n 0 -q -m slow tests/test_example.py -k as_users_start_it
+launch: $(VENV)/.installed-dev ## the example, started as users start it
+	pytest -n 0 -q -m slow tests/test_example.py -k the_example_trains
 
 tests: $(VENV)/.installed-dev ## all tests but those marked slow
 	pytest
