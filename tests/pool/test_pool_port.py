@@ -13,9 +13,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from itertools import repeat
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
+from hf_distca.errors import ConfigError
 from hf_distca.pool import door
 from hf_distca.pool.meeting import connect_server
 from hf_distca.pool.observer import PoolObserver
@@ -116,3 +118,11 @@ def test_a_client_that_never_ends_a_message_keeps_nobody(
         connect(port)
         sender.join(5.0)
         assert not sender.is_alive()
+
+
+def test_a_second_process_group_is_refused() -> None:
+    """Its servers ended with the first one."""
+    observer = PoolObserver(1, 1)
+    observer.group = Mock(monitor=object(), has_left=True)
+    with pytest.raises(ConfigError, match="first process group of a run"):
+        observer.make_group(None, None, 1.0)
