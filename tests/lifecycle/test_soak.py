@@ -151,8 +151,10 @@ def test_a_thousand_steps_of_random_batches_leave_nothing_behind() -> None:
         )
         warm = round(WARM_UP * len(seen.resident_bytes))
         assert max(seen.resident_bytes[warm:]) <= 1.01 * seen.resident_bytes[warm]
-        # Some batches leave a few until the next.
-        assert max(seen.tensors[warm:]) <= max(seen.tensors[:warm])
+        # Batches leave several tensors until the next one, more or fewer by chance, so the largest
+        # numbers differ from run to run. A leak raises the smallest.
+        half = len(seen.tensors) // 2
+        assert min(seen.tensors[half:]) <= min(seen.tensors[:half])
         assert len(set(seen.threads[warm:])) == 1
         assert len(set(seen.descriptors[warm:])) == 1
 
