@@ -90,22 +90,22 @@ class Runs:
         self.folder = folder
         self._pool: RankPool | None = None
         self._kind: object = None
-        self._references: dict[Case, tuple[Run, float, float]] = {}
+        self._references: dict[Case, Run] = {}
 
     def outcome(self, case: Case) -> Outcome:
         """Train and compare. Raises AssertionError if a rank fails."""
-        if case.reference not in self._references:
-            self._references[case.reference] = self._reference(case)
-        ours, (theirs, *bounds) = self._run(case), self._references[case.reference]
-        return Outcome(case, *differences(case, ours, theirs), *bounds, ours.spanning)
+        exact, bounds = self._reference(replace(case, precision="float32")), (LOSS, WEIGHTS)
+        if case.precision != "float32":
+            loss, weights = differences(case, self._reference(case), exact)
+            bounds = TIMES * loss, TIMES * weights
+        ours = self._run(case)
+        return Outcome(case, *differences(case, ours, exact), *bounds, ours.spanning)
 
-    def _reference(self, case: Case) -> tuple[Run, float, float]:
-        """A reference in float32, and the bounds of loss and weights."""
-        theirs = self._run(replace(case, precision="float32").reference)
-        if case.precision == "float32":
-            return theirs, LOSS, WEIGHTS
-        loss, weights = differences(case, self._run(case.reference), theirs)
-        return theirs, TIMES * loss, TIMES * weights
+    def _reference(self, case: Case) -> Run:
+        """Train the reference of a case, once for all cases that share it."""
+        if case.reference not in self._references:
+            self._references[case.reference] = self._run(case.reference)
+        return self._references[case.reference]
 
     def _run(self, case: Case) -> Run:
         kind = case.engine.startswith("ZeRO"), case.ranks
