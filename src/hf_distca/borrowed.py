@@ -341,8 +341,8 @@ _passing: dict[str, str] = {}
 
 
 def let_names_pass(names: Mapping[str, str]) -> None:
-    """Make transformers accept the keys of `names` as attention implementations, even if their
-    packages are missing. A model that asks for a key gets the implementation that is its value.
+    """Make transformers accept each key of `names` as an attention implementation, even if the
+    package of this implementation is missing. A model that asks for a key gets `names[key]`.
 
     transformers checks the implementation of a model when the model is made and when the
     implementation is changed. For a missing package, transformers would look for a kernel on the

@@ -1,6 +1,6 @@
 """Code that connects distca with transformers, accelerate and the Trainer."""
 
-# This import registers "distca", and the registration imports modules of this package. If one of
-# these modules were the first to import transformers, the registration would find this module half
-# initialised.
+# Import transformers before any module of this package does. The import registers "distca", and the
+# registration imports modules of this package. A module that was the first to import transformers
+# would be half initialised then.
 import transformers.modeling_utils  # noqa: F401

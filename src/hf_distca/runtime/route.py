@@ -74,7 +74,9 @@ class Pool:
         return concat_rows(rows, home)
 
     def add_own(self, grad_TKD: torch.Tensor, pool_TKD: torch.Tensor) -> torch.Tensor:
-        """Add gradients of the pool to gradients of this rank's own keys, in float32 or float64."""
+        """Add the gradients in the key pool to those of this rank's own keys, in float32 or
+        float64.
+        """
         return add_rows(grad_TKD, self.own_copies, [pool_TKD])
 
 

@@ -94,7 +94,7 @@ class PlanTrials:
 
     @cached_property
     def unmoved_load(self) -> PlanLoad:
-        """Load of the plan that moves no queries. The plan gets relays if they gain at least
+        """Load of a plan that moves no queries. The plan has relays if they gain at least
         `min_gain`.
         """
         return self.weigh_plan(Plan.make_local(self.layout, self.cost.window), self.config.min_gain)

@@ -147,8 +147,8 @@ def _choose_relays(load: PlanLoad, other_seconds: FloatArray, unchanged: float) 
     unit, document, server, key_end = (
         column[order] for column in (unit, document, server, key_end)
     )
-    # Seconds that each rank has left to forward keys, if it sends each of its own keys only once.
-    # All documents that it may forward share these seconds.
+    # If a rank sends each of its own keys only once, it has these spare seconds to forward keys.
+    # All documents that it may forward share them.
     resent = _count_resent(_select_rows(keys, keys.source != keys.server), layout)
     spare_seconds = unchanged - seconds + load.cost.key_seconds * resent
     weight = np.maximum(spare_seconds, 0.0)[server] / np.bincount(server)[server]

@@ -123,8 +123,8 @@ class _TokenRows(NamedTuple):
     def select_tokens(
         cls, plan: Plan, tokens: KeyTransfers, relay: IntArray, first_key: IntArray, groups: int
     ) -> Self:
-        """Select the rows of tokens. A token has one row if its document is a head group, else one
-        row for each head group.
+        """Select the rows of tokens. A token of a document that is a head group has one row. Any
+        other token has one row for each head group.
         """
         layout, (document, start, end, source, server) = plan.layout, tokens
         group = document % (groups + 1) if groups > 1 else np.ones_like(document)

@@ -1,4 +1,6 @@
-"""Work and seconds of a slice of a document, for arrays and for the compiled loop of moves."""
+"""Compute the work and the seconds of slices of documents: of many slices in arrays, and of one
+slice in the compiled loop that moves work.
+"""
 
 from __future__ import annotations
 

@@ -32,8 +32,9 @@ PIECE, START, STOP, SERVER = range(4)
 # Columns of `Batch.holders`: a rank that has the first keys of a part, the number of these keys,
 # and the row of the part's previous holder.
 RANK, KEYS, PREVIOUS = range(3)
-# Number of units of a part, and the number of the last unit. Each node where rows of the part lie
-# is a unit, with its node number modulo OTHERS. All other nodes together are the unit OTHERS.
+# A part has UNITS units, and the last one has the index OTHERS. Each node that holds rows of the
+# part has the unit whose index is the number of the node modulo OTHERS. All other nodes share the
+# last unit.
 UNITS, OTHERS = 9, 8
 # Ranks aim to end before T by this fraction of T.
 CLOSE = 0.0005

@@ -136,9 +136,10 @@ class LossWatch:
             return
         if is_moved and name == TARGETS:
             raise UnsupportedError(
-                "the loss shifts `shift_labels`, which are shifted already. Targets further ahead"
-                " are missing where documents are cut, because they are on another rank."
-                " Read shift_labels as they are; or train on whole documents with PackingCollator."
+                "the loss shifts `shift_labels` again, although they are already shifted. It needs"
+                " labels further ahead, which are on another rank where documents are cut. Read"
+                " `shift_labels` without shifting them, or train on whole documents with"
+                " PackingCollator."
             )
         self.names_read.add(name)
 

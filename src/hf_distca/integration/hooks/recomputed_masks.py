@@ -17,8 +17,8 @@ from weakref import WeakKeyDictionary
 from hf_distca.integration.handle import MaskStandIn
 from hf_distca.runtime.saved_tensors import SavedTensors
 
-# For each checkpoint: the handles that its forward made, in order, and, for each recompute, an
-# iterator over the handles that the recompute has not used yet.
+# Each checkpoint has a list of the handles that its forward made, in order. Each of its recomputes
+# has an iterator over the handles that it has not used yet.
 _masks: WeakKeyDictionary[
     object, tuple[list[MaskStandIn], dict[Hashable, Iterator[MaskStandIn]]]
 ] = WeakKeyDictionary()

@@ -17,8 +17,8 @@ from hf_distca.tools.cli.plan import plan
 from hf_distca.tools.cli.report import report
 from hf_distca.tools.cli.run import run
 
-# The error for wrong words after a verb. It is imported in this way because its module differs
-# between releases of typer.
+# The error of typer for wrong arguments. It is found as a base class, because releases of typer
+# have it in different modules.
 _UsageError: type[Any] = typer.BadParameter.__mro__[1]
 
 # Verbs that earlier versions had, and their replacements.

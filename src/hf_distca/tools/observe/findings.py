@@ -71,7 +71,7 @@ class Findings:
         return {name: float(a / b) for name, (a, b) in figures.items() if b}
 
     def describe(self, attention: str) -> list[str]:
-        """Describe the figures in lines.
+        """Describe the figures in lines of text.
 
         Args:
             attention: name of the attention that was watched.
@@ -127,7 +127,7 @@ def find(facts: Sequence[BatchFacts], per_node: int | None, *, plans: bool) -> R
         plans: whether to plan the micro-batch.
     """
     first, layout = facts[0], Layout.from_lengths([fact.lengths for fact in facts])
-    # Under flash attention, use the rates that distca would begin with for the same kernel.
+    # If training runs flash attention, use the rates with which distca would start for this kernel.
     is_flash = "flash" in first.attention
     kernel = first.attention.replace("attention", "attn") if is_flash else "cuda"
     cost = make_gpu_cost(AttentionShape(*first.shape), first.device, kernel)
@@ -147,8 +147,8 @@ def find(facts: Sequence[BatchFacts], per_node: int | None, *, plans: bool) -> R
 def _plan(
     layers: Sequence[tuple[CostModel, int]], layout: Layout, per_node: int | None
 ) -> tuple[float, float]:
-    """Estimate the seconds of the slowest rank in all layers under hf-distca, including messages.
-    Return the estimate for the documents as given, and the estimate for dealt documents.
+    """Estimate how long the slowest rank would take under hf-distca, with its messages, summed over
+    all layers. Return two estimates: for the documents as given, and for dealt documents.
     """
     ranks, config, size = Ranks(per_node=per_node), DistCAConfig(), layout.world_size
     tokens, rest = divmod(int(layout.length.sum()), size)
