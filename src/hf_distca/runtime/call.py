@@ -122,7 +122,7 @@ def make_empty_saved(operands: Operands) -> BackwardInputs:
 
 @dataclass(frozen=True, eq=False)
 class AttentionServer:
-    """A rank as a server, which runs CA-tasks with one kernel. It keeps nothing between calls.
+    """A rank as attention server: runs CA-tasks with one kernel, and keeps nothing between calls.
 
     Attributes:
         kernel: the attention kernel.
@@ -157,12 +157,11 @@ class AttentionServer:
 
 
 class LayerExchange:
-    """A call of core attention of one layer on one rank.
+    """A layer's call of core attention on one rank.
 
     Attributes:
-        route, group, server: this rank's route, the attention group of the route, and the server
-            that runs the tasks.
-        stored: the place where outputs are kept for a recompute; None if they are not kept.
+        route, group, server: this rank's route, attention group and attention server.
+        stored: the layer's entry in the output store; None if outputs are not stored.
         label: name of the call, the same on every rank; None in a group of one.
         recomputed_outputs: in a recompute, the stored outputs; None if there are none. With stored
             outputs, the call launches no exchange and runs no kernel.
@@ -196,7 +195,8 @@ class LayerExchange:
         """Launch the first dispatch of forward, or of backward if `begin_backward` was called."""
         self._enter_phase("begin", tokens.q_THD.dtype)
         dispatch = None
-        # In a pipeline, the route of this direction may be empty although `self.exchanges` is true.
+        # In a pipeline, forward and backward have different routes. A route may exchange nothing
+        # although `self.exchanges` is true.
         if self.route.exchanges:
             home, pooled = split_head_groups(tokens, self.route.groups), self.route.pooled
             rows = [pooled.queries] * self._sent_queries + [pooled.keys] * 2
@@ -424,8 +424,8 @@ class LayerExchange:
     ) -> Operands | BackwardInputs:
         """Build the pools that tasks read.
 
-        If a single message is exactly the pools, they are views of it. Otherwise rows are copied
-        from the messages, which are then freed. Views would keep whole messages alive.
+        If both pools together are exactly one message, the pools are views of this message.
+        Otherwise rows are copied, because views would keep whole messages alive.
         """
         received = (
             [[] for _ in home] if dispatch is None else self._await_sections(dispatch, "dispatch")

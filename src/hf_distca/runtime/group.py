@@ -56,13 +56,13 @@ class GroupObserver(Protocol):
         size: int | None,
         timeout_seconds: float | None,
     ) -> AttentionGroup:
-        """Make the group of a session. For its arguments see `AttentionGroup.find_or_create`."""
+        """Make an attention group. For the arguments see `AttentionGroup.find_or_create`."""
 
     def take_step(self, step: Callable[P, R], *args: P.args, **options: P.kwargs) -> R:
         """Run a step that is marked by `mark_joint_step`, and return its result."""
 
     def enter_phase(self, call: Any, phase: Phase, dtype: torch.dtype | None = None) -> None:
-        """React to a `LayerExchange` that enters a phase. In a phase it launches messages or waits.
+        """React when a `LayerExchange` is about to launch messages, or to wait for them.
 
         In phase "begin", `dtype` is the dtype of q.
         """
@@ -157,7 +157,7 @@ class AttentionGroup:
                 neighbours.
         """
         world = get_current_world()
-        # Forget groups from before torch.distributed was initialized again.
+        # Forget the groups of earlier worlds: torch.distributed may have been initialized again.
         for key in [key for key in _groups if key[0] is not world]:
             del _groups[key]
         if world is None:

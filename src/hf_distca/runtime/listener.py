@@ -46,7 +46,8 @@ class _MonitorPoller:
     def end(self) -> None:
         """Stop the package's threads when the interpreter ends.
 
-        A rank whose process may hold the store waits until other ranks have stopped polling it.
+        A process that may hold the store of failure reports waits until other ranks have stopped
+        polling the store.
 
         Every rank of a group also gives gloo's threads time to free the tensors of the last
         collective. A gloo thread that frees them later aborts the process, even without distca

@@ -1,9 +1,10 @@
 """Members of an attention group, their nodes, and their process groups.
 
-Each rank announces its host. If torchrun or `accelerate launch` started several ranks per node, the
-rank also announces the launcher's number of the node (``GROUP_RANK``). All ranks derive the nodes
-from these announcements. With ``LOCAL_WORLD_SIZE`` 1, each rank has a separate launcher, so this
-number does not identify nodes. Ranks started by SLURM, MPI or DeepSpeed announce only hosts.
+All ranks derive the nodes from announcements. Each rank announces its host. If torchrun or
+`accelerate launch` started several ranks per node, the rank also announces ``GROUP_RANK``, the
+index of its launcher. With ``LOCAL_WORLD_SIZE`` 1, each rank has a separate launcher, so
+``GROUP_RANK`` does not identify nodes. Ranks started by SLURM, MPI or DeepSpeed announce only
+hosts.
 """
 
 from __future__ import annotations
@@ -131,14 +132,17 @@ def make_communicator(
 ) -> dist.ProcessGroup:
     """Make a process group. Its members call this function, without the other ranks of the world.
 
-    `dist.new_group` cannot do this, for two reasons. If the world is bound to a device, it splits
-    the world's communicator, and NCCL then waits for all ranks of the world. This function
-    therefore unbinds the world while it makes the group. The name that `dist.new_group` gives to a
-    group depends on the number of groups that a rank is in, so members that are in different
-    numbers of groups do not find each other. This function makes the name from the ranks.
+    `dist.new_group` cannot replace this function, for two reasons:
 
-    If a member fails, it records the name as failed in the store of the world, and all members take
-    another name at the next attempt.
+    - `dist.new_group` derives the name of a group from the number of groups that the calling rank
+      is in. Members in different numbers of groups would not find each other. This function derives
+      the name from `ranks`.
+    - If the world is bound to a device, `dist.new_group` splits the world's communicator, and NCCL
+      then waits for all ranks of the world. This function unbinds the world while it makes the
+      group.
+
+    If a member fails, it records the name as failed in the store of the world. The next attempt
+    takes another name on all members.
     """
     taken, store = list_group_names(), store_of_world()
     stem = f"{purpose} {hash_ranks(ranks)}"
@@ -175,7 +179,7 @@ def find_launched_per_node(ranks: int) -> int | None:
 def find_ranks_per_node(nodes: Sequence[int]) -> int | None:
     """Return n if the nodes are the ranks [0, n), [n, 2n), ...; else None.
 
-    `nodes` holds the number of each rank's node.
+    `nodes` holds, for each rank, a number that identifies its node.
     """
     first = [rank for rank, node in enumerate(nodes) if rank == 0 or node != nodes[rank - 1]]
     sizes = {after - rank for rank, after in zip(first, [*first[1:], len(nodes)], strict=True)}

@@ -30,7 +30,7 @@ from hf_distca.runtime.channel import Channel, Transfer
 
 _ALIGNMENT = 16
 NOBODY = range(0)
-OWN = -1  # Number of the section that stands for this rank's own tensor.
+OWN = -1  # Index of the section that stands for this rank's own tensor.
 # Bytes are copied in words of these types. A GPU copies eight bytes about as fast as one.
 _WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 
@@ -39,9 +39,9 @@ class RowRun(NamedTuple):
     """A run of `rows` rows of a tensor, which begin at row `start` and are `step` apart.
 
     Attributes:
-        peer: the rank that the rows are sent to. In a run of a `Pool`, `peer` is instead the number
-            of the section that the rows are taken from, or `OWN` for this rank's tensor. Sections
-            of a second hop are numbered after those of the first hop.
+        peer: the rank to which the rows are sent. In a run of a `Pool`, `peer` is instead the index
+            of the received section that has the rows, or `OWN` if this rank's tensor has them.
+            Sections from relays come after sections from home ranks.
     """
 
     peer: int
@@ -67,7 +67,8 @@ class Rows:
     """Rows of a tensor to send to each rank, and numbers of rows to receive from each rank.
 
     Attributes:
-        runs: the rows to send, sorted by destination rank, in the order in which they arrive.
+        runs: the rows to send, sorted by destination rank. The rows to one rank are in the order in
+            which they arrive.
         receive: number of rows from each rank that sends any, in the order of ranks.
     """
 
@@ -94,9 +95,9 @@ class Rows:
 
     @cached_property
     def returned(self) -> list[RowCopy]:
-        """Copies that put returned rows into the places that they were sent from.
+        """Copies that put returned rows back into the tensor from which they were sent.
 
-        There is one section for each rank that returns rows.
+        The copies read one section for each rank that returns rows.
         """
         return [
             RowCopy(section, first, *run[1:])
@@ -171,7 +172,7 @@ _CopySpan = tuple[int, int, int, int, int]
 def _copy_strided(
     flat: torch.Tensor, start: int, size: int, times: int, stride: int
 ) -> torch.Tensor:
-    """Copy `times` blocks of `size` bytes, `stride` bytes apart, in the widest words that fit."""
+    """Copy `times` blocks of `size` bytes, `stride` bytes apart, as the widest words possible."""
     rows = flat.narrow(0, start, (times - 1) * stride + size)
     divisor = math.gcd(rows.storage_offset(), stride, size)
     word = next(dtype for dtype in _WORDS if divisor % dtype.itemsize == 0)
@@ -253,7 +254,7 @@ class Pending:
         earlier_sections: sections that an earlier exchange received. For a part that both exchanges
             have, the sections of the earlier exchange come first.
         earlier_transfer: the transfer of the earlier exchange, if another stream has waited for it.
-            It is kept so that the memory that it sends is not reused too early.
+            This reference keeps the memory of the sent messages from being reused too early.
     """
 
     def __init__(
@@ -292,8 +293,8 @@ def enter_side_stream(channel: Channel | None, device: torch.device) -> Iterator
     Yields whether there is a side stream. Over gloo no side stream is used, because the host waits.
 
     The caller must launch an exchange in the block, so that waiting for the exchange also waits for
-    the side stream. Memory allocated in the block is reused only by later work of the side stream,
-    which first waits for the current stream again.
+    the side stream. After the block, the current stream may use tensors that were allocated in the
+    block. Their memory is reused only in a later block, which first waits for the current stream.
     """
     if device.type != "cuda" or channel is None or channel.is_gloo:
         yield False

@@ -20,8 +20,8 @@ from hf_distca.borrowed import is_profiling
 # A time: seconds of the host's clock, or an event on a CUDA stream.
 Mark = float | torch.Event
 
-# The counter of seconds for each kind of span. "server" is the running of tasks. "pack", "wait" and
-# "unpack" are the parts of an exchange.
+# The counter to which each kind of span adds its seconds. Tasks run in "server" spans. "pack",
+# "wait" and "unpack" spans are the parts of an exchange.
 _COUNTED = {"server": "_seconds", **dict.fromkeys(("pack", "wait", "unpack"), "_exchange_seconds")}
 
 # At most this many CUDA spans may be unfinished. The host is rarely this far ahead of the device,
@@ -101,7 +101,7 @@ class Meter:
             meter = meter.parent
 
     def span(self, name: str, begin: Mark, end: Mark, **counts: float) -> None:
-        """Count the seconds between two times, and add to other counters.
+        """Count the seconds between two times, and add `counts` to the named counters.
 
         `name` is "server", or "pack", "wait" or "unpack" for a part of an exchange. On CUDA, if
         more than a thousand spans are unfinished, the host waits for the oldest span.

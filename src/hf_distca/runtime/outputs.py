@@ -48,7 +48,7 @@ class OutputStore:
     def find_outputs(
         self, module: torch.nn.Module, inputs: Sequence[torch.Tensor | None]
     ) -> LayerOutputs | None:
-        """Return the place for the outputs of an attention module with these inputs.
+        """Return the entry for the outputs of a module that is called with these inputs.
 
         Return None if the current forward will not be recomputed.
         """
@@ -56,8 +56,8 @@ class OutputStore:
         if recorded and top_saved_tensor_hooks(True) is None:
             return None
         saved = SavedTensors.get_current()
-        # A forward with gradients is recomputed only under the hooks of a checkpoint. Reentrant
-        # checkpoints have no hooks, and run their forward without gradients.
+        # A forward that records gradients is recomputed only if the hooks of a checkpoint are set.
+        # Reentrant checkpoints set no hooks, but their forward records no gradients.
         if recorded and not (
             saved.is_recomputed
             and any(tensor is not None and tensor.requires_grad for tensor in inputs)
@@ -70,7 +70,7 @@ class OutputStore:
 
 @dataclass(frozen=True, eq=False)
 class LayerOutputs:
-    """The place for one layer's outputs in a store, which may no longer exist.
+    """One layer's entry in an `OutputStore`. The entry does not keep the store alive.
 
     `hooks` pack the tensors that are stored. If `hooks` is None, tensors are stored as they are.
     """
@@ -81,9 +81,9 @@ class LayerOutputs:
     hooks: Hooks | None
 
     def take_recorded(self) -> tuple[torch.Tensor, ...] | None:
-        """In a recompute, which is a forward inside backward, return the first forward's outputs.
+        """Return the first forward's outputs if this is a recompute (a forward inside backward).
 
-        Return None if this is no recompute, or if no outputs are stored.
+        Return None in other forwards, or if no outputs are stored.
 
         Raises:
             UnsupportedError: if the output was changed in place since the first forward, so that

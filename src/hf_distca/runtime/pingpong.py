@@ -3,7 +3,8 @@
 Each nano-batch is a greenlet. When it has launched an exchange, it calls
 `yield_to_other_nano_batch`, and the other nano-batch computes while the messages travel. The two
 never run at the same time, so no locks are needed, and all ranks switch at the same points.
-Autograd runs backward in the reverse order of forward, so the nano-batches take turns there too.
+Autograd runs backward in the reverse order of forward, so the nano-batches also take turns in
+backward.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class _NanoBatch(greenlet):
 
     def __init__(self, compute: Callable[[], Any], device_type: str) -> None:
         super().__init__()
-        # Collectors, for example of router logits, are found through context variables. Both
+        # Collectors of outputs, such as router logits, are kept in context variables. Both
         # nano-batches must see the caller's collectors.
         self.gr_context = contextvars.copy_context()
         self.compute, self.device_type = compute, device_type
@@ -57,7 +58,7 @@ class _NanoBatch(greenlet):
 
 
 # Dynamo's state belongs to the thread, and attention turns Dynamo off. Without this line, a
-# nano-batch inside attention would find Dynamo on after the turn of the other nano-batch.
+# nano-batch inside attention would find Dynamo on again after the other nano-batch's turn.
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def run_nano_batches(
     first: Callable[[], T], second: Callable[[], T], device_type: str
@@ -95,9 +96,9 @@ def yield_to_other_nano_batch() -> None:
 def find_checkpointed_parts(layer: torch.nn.Module) -> list[torch.nn.Module]:
     """Return the modules inside a layer that checkpoint their activations.
 
-    The first nano-batch may pass tensors that are made inside such a module to the second one.
-    Backward recomputes the module for the second nano-batch first, when these tensors do not exist
-    yet.
+    Nano-batches must not take turns inside such a module. The second nano-batch may use tensors
+    that the first nano-batch made inside the module. Backward recomputes the module for the second
+    nano-batch first, and would not find these tensors.
     """
     return [
         module

@@ -1,9 +1,9 @@
 """A rank's view of a plan: the rows that it sends and receives, and the tasks that it runs.
 
-A server runs its tasks in two batches. For its *own* tasks, the queries and all their keys are
-tokens of this rank, in one run. Own tasks read this rank's tensors in place, and run while the
-dispatch is under way. *Arrived* tasks need rows of other ranks. They read pools of received rows.
-If a document spans ranks, these pools also have some of this rank's own rows.
+A server runs its tasks in two batches. An *own* task needs only tokens of this rank, and its keys
+lie in one run. Own tasks read this rank's tensors in place, and run while the dispatch is under
+way. *Arrived* tasks need rows of other ranks, and read pools of received rows. If a document spans
+ranks, these pools also have some of this rank's own rows.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Pool:
     Attributes:
         pieces: the runs of rows that make up the pool, in order.
         way_back: rows of the pool to return to their senders, in the order of arrival, and the
-            number of rows that come back from each rank.
+            number of rows that each rank returns to this rank.
     """
 
     pieces: tuple[RowRun, ...]
@@ -85,12 +85,12 @@ class KeyRelay:
     """The second hop of keys: this rank forwards rows as a relay, and receives rows from relays.
 
     Attributes:
-        forwarded: the rows to forward, as runs of the sections of the first hop.
+        forwarded: the rows to forward, as runs in the sections of the first hop.
         places: copies of the forwarded rows to their places in the key pool.
         keys: the forwarded rows to send to each rank, and the number of rows to receive from each
             other relay.
         way_back: rows of the pool to return to relays, in the order of arrival, and the number of
-            copies that come back from each rank.
+            forwarded rows that each rank returns to this rank.
     """
 
     forwarded: Pool

@@ -27,7 +27,7 @@ class Hooks(NamedTuple):
         """The checkpoint of these hooks, and the id of its running recompute (None in forward).
 
         The property is None if these hooks do not belong to a checkpoint. Reentrant checkpoints
-        have no hooks. The names read here are those of `torch.utils.checkpoint` in torch 2.13.
+        have no hooks. Variables of `torch.utils.checkpoint` are read by their names in torch 2.13.
         """
         pack = inspect.unwrap(self.pack)
         held = (

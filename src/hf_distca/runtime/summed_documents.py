@@ -1,15 +1,15 @@
 """Attention that is not causal, computed as a sum of causal documents.
 
-Some tokens are used twice in the sum. They are called retaken here.
+Tokens that are used twice in the sum are called retaken.
 
 **Blocks.** Let all tokens t[0], ..., t[m-1] of a block see each other. Causal attention omits the
 keys after each query, which are a strict upper triangle of the scores. In reverse order this
 triangle is causal: queries t[m-2], ..., t[0] with keys t[m-1], ..., t[1]. Any kernel can therefore
 compute it as a document of m - 1 tokens.
 
-**Shared prefixes.** A document may continue the tokens of another document. Copies of these tokens'
-keys then lie in front of its own keys, as context. Queries of these tokens are computed only in the
-other document.
+**Shared prefixes.** A document B may continue a prefix that is part of a document A. Copies of the
+prefix's keys then lie in front of B's own keys, as context. The prefix's queries are computed only
+in A.
 
 Outputs are merged by their log-sum-exps, in float32 or wider. Backward of each part uses the merged
 output and log-sum-exp, and the gradients are added. No further tensors are saved for backward.
@@ -50,7 +50,7 @@ class Retaken:
     window: int | None = None
 
     def list_places(self, tensors: Tensors) -> list[torch.Tensor]:
-        """List the indices of retaken rows for each tensor.
+        """List the indices of the retaken rows of each tensor.
 
         Tensors with one row per key, if there are any, come last.
         """

@@ -39,7 +39,7 @@ def exchange(has: Mapping[str, str], device: torch.device, group: AttentionGroup
     nodes, versions = zip(*map(json.loads, texts), strict=True)
     data = group.data
     if data is None:
-        raise RuntimeError("a group of one rank exchanges nothing")
+        raise RuntimeError("a trial exchange needs two or more ranks, but the group has one")
     sizes = {rank: TRIAL_BYTES for rank in range(group.size) if rank != group.rank}
     others = torch.tensor(list(sizes), device=device)
     sent, wanted = (
