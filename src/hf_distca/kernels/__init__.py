@@ -71,7 +71,7 @@ def select_kernel(name: KernelName, case: KernelRequest) -> Kernel:
         case: the problem to run.
 
     Raises:
-        KernelError: if the named kernel, or every kernel with "auto", does not support the case or
+        KernelError: if the named kernel, or with "auto" every kernel, does not support the case or
             computes it wrongly on this GPU. The error gives the reason and a remedy.
     """
     # Kernels have separate code for deterministic algorithms, so the choice may depend on this

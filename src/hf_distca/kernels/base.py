@@ -74,7 +74,10 @@ class ScoreOptions:
             )
 
     def find_hiding_window(self, keys: int) -> int | None:
-        """Return the window if it hides any of `keys` keys from a task's last row, else None."""
+        """Return the window if it hides keys from the last row of a task with `keys` keys.
+
+        Return None if there is no window, or if it hides no keys.
+        """
         return self.window if self.window is not None and self.window < keys else None
 
 
@@ -207,9 +210,7 @@ def get_key_rows(tensors: Tensors) -> tuple[torch.Tensor, ...]:
 
 
 def find_first_reason(*reasons: tuple[bool, str]) -> str | None:
-    """Return the text of the first reason whose condition is true; None if all conditions are
-    false.
-    """
+    """Return the text of the first (condition, text) pair whose condition is true, else None."""
     return next((text for holds, text in reasons if holds), None)
 
 

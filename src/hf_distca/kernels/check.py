@@ -6,20 +6,21 @@ and backward, on a few slices of documents, and rejects a kernel whose results a
 
 FlashAttention 4 compiles each variant of its kernels at the first call that needs it, which takes
 10 seconds or more. A rank that compiles during training would keep all other ranks waiting. So each
-rank compiles all variants for a kind of layers when it selects the kernel. All ranks select at the
+rank compiles all variants for one kind of layer when it selects the kernel. All ranks select at the
 same point, and therefore compile at the same time.
 
-The keys of the package's compile caches (4.0.0b36) define the variants for a kind of layers:
+For one kind of layer, the keys of the package's compile caches (4.0.0b36) distinguish these
+variants:
 
 - Whether a window hides keys. Layers with a window need both variants, because in a call with short
   documents the window hides nothing.
 - Whether a call has more than 256 sequences. Such calls look sequences up in a table, which a
   separate kernel makes.
 
-Calls whose longest sequence fits in one block would be further variants. `hf_distca.kernels.flash`
-avoids these variants: it always states a longest length above one block. This is safe, because the
-package uses this length only to bound its loops. All other parts of the keys are fixed for a kind
-of layers: device, dtype, widths, query heads for each key/value head, softcap, deterministic
+A call whose longest sequence fits in one block would need another variant. To avoid this variant,
+`hf_distca.kernels.flash` always passes a longest length above one block. This is safe, because the
+package uses this length only to bound its loops. All other parts of the keys are fixed for one kind
+of layer: device, dtype, widths, query heads for each key/value head, softcap, deterministic
 algorithms. The number of heads is not in the keys.
 """
 
@@ -76,14 +77,14 @@ _UNITS, _UNITS_OF_FLOAT32 = 2.0, 16.0
 
 
 def mismatch_reason(kernel: Kernel, case: KernelRequest) -> str | None:
-    """Check a kernel on a few small tasks. Describe which results are wrong; None if all are right.
+    """Check a kernel on a few small tasks. Return which results are wrong; None if all are right.
 
     The host waits for the device.
 
     Args:
         kernel: a kernel that claims to support the case.
-        case: the case to check. Values of its window and softcap do not matter, only their
-            presence.
+        case: the case to check. Only the presence of a window and of a softcap matters, not their
+            values.
 
     Returns:
         Names of the results that differ from `ReferenceKernel` in float64 by more than rounding
@@ -180,8 +181,8 @@ def _count_compiled_functions() -> int:
 
 @contextmanager
 def compile_ahead() -> Iterator[None]:
-    """Return a context manager. Functions that are compiled inside it count as compiled ahead, and
-    warnings of compilers are silenced.
+    """Return a context manager that counts functions compiled in its block as compiled ahead, and
+    silences warnings of compilers.
     """
     global _ahead
     before = _count_compiled_functions()
@@ -237,7 +238,7 @@ def compile_variants(kernel: Kernel, case: KernelRequest) -> None:
 
     Args:
         kernel: a kernel that compiles.
-        case: the case. The size of its window does not matter, only its presence.
+        case: the case. Only the presence of a window matters, not its size.
     """
     device, dtype, head_dim, value_head_dim, scores, ratio = case
     windows = (None,) if scores.window is None else (None, _WINDOW)
@@ -258,8 +259,8 @@ def compile_variants(kernel: Kernel, case: KernelRequest) -> None:
 
 
 def _list_sequence_counts() -> tuple[int, int]:
-    """Return two numbers of sequences. A call with the first number needs no table for looking
-    sequences up, and a call with the second number needs one.
+    """Return the sequence counts of two calls. The first call needs no table to look sequences up,
+    and the second call needs one.
     """
     return 2, getattr(sys.modules.get(INTERFACE_4), "BIN_BATCH_SEARCH_THRESH", 256) + 1
 

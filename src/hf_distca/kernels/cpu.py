@@ -1,19 +1,20 @@
 """Attention through torch's fused CPU kernel, which also serves `scaled_dot_product_attention`.
 
-The kernel supports two shapes: every row sees every key, or row i sees keys 0..i. A task of n query
-rows and m keys is computed as one of each: a *rectangle* of its n rows and first m - n keys, and a
-causal *square* of its n rows and last n keys. The two outputs are merged by their log-sum-exps. In
-backward, rectangle and square both get the merged output and log-sum-exp. Each therefore recomputes
-its probabilities under the softmax of the whole task, and the gradients are added.
+The kernel supports two shapes. In a *rectangle*, every row sees every key. In a causal *square*,
+row i sees keys 0..i. A task of n query rows and m keys is divided into a rectangle of its n rows
+and first m - n keys, and a square of its n rows and last n keys. The two outputs are merged by
+their log-sum-exps. In backward, rectangle and square both get the merged output and log-sum-exp.
+Each therefore recomputes its probabilities under the softmax of the whole task, and the gradients
+are added.
 
-The kernel takes grouped key/value heads without a copy, and sums the gradients of a group. It
-divides tasks of fewer than 768 rows into smaller blocks, and is then slower than for a whole
-document: by 5 to 10% at 512 rows and by 20 to 50% at 128. The time of larger slices is in
-proportion to their work.
+The kernel takes grouped key/value heads without a copy, and sums the gradients of a group. In tasks
+of fewer than 768 rows, it uses smaller blocks, and takes longer for the same work than in a whole
+document: 5 to 10% longer at 512 rows, and 20 to 50% longer at 128 rows. The time of larger tasks is
+proportional to their work.
 
-With a *window*, the rows of a task are divided into blocks. Each block is a call with the keys that
-its rows see and an additive mask. If blocks are aligned at the last row and the last key, all have
-the same mask, so one mask is built for each window.
+With a *window*, the rows of a task are divided into blocks. If the window hides keys in a block, the
+block is one call with an additive mask and only the keys that its rows see. The mask of a smaller
+block is the lower right corner of a full block's mask, so one mask is built for each window.
 
 Shape suffix beyond those of `base`: B batch, always 1.
 """
@@ -46,12 +47,12 @@ from hf_distca.kernels.base import (
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
-# Query rows of one masked call. Each row also computes this many scores outside its window. Seconds
-# per visible pair were measured for a document of 16K tokens, and divided by those without a
-# window. With windows of 4096, 1024, 512 and 128 keys, the ratios were 1.2, 1.3, 1.6 and 3.4 in
-# forward (float32), 1.1, 1.3, 1.5 and 2.9 in backward (float32), and 1.5, 1.8, 2.2 and 4.4 in
-# backward (bfloat16). Calls of 512 rows take a fifth longer at a window of 1024. In calls of fewer
-# than 192 rows, the kernel uses blocks of 32 rows, and backward in bfloat16 takes a quarter longer.
+# Query rows of one masked call. Each row also computes this many scores outside its window. In a
+# document of 16K tokens, with windows of 4096, 1024, 512 and 128 keys, a visible query-key pair
+# took 1.2, 1.3, 1.6 and 3.4 times as long as without a window in forward (float32), 1.1, 1.3, 1.5
+# and 2.9 times in backward (float32), and 1.5, 1.8, 2.2 and 4.4 times in backward (bfloat16). Calls
+# of 512 rows take a fifth longer at a window of 1024. In calls of fewer than 192 rows, the kernel
+# uses blocks of 32 rows, and backward in bfloat16 takes a quarter longer.
 _BLOCK_ROWS = 192
 
 
@@ -84,8 +85,8 @@ class _WorkList(NamedTuple):
         tasks: the tasks or blocks to compute.
         calls: the kernel calls of each task or block.
         uncovered: runs of query rows that no task covers, up to the end of the pool.
-        lengths: lengths of the documents, if the batch is whole documents one after another, from
-            row 0 and key 0 on; else empty.
+        lengths: lengths of the documents, if the batch consists of whole documents that follow each
+            other from row 0 and key 0 on; else empty.
     """
 
     tasks: list[_Task]
@@ -114,8 +115,8 @@ class _WorkList(NamedTuple):
     def allocate(
         self, rows: torch.Tensor, *shape: int, dtype: torch.dtype | None = None
     ) -> torch.Tensor:
-        """Allocate a tensor with one result of this shape for each query row. Rows that no task
-        covers are 0.
+        """Allocate a tensor for results, with as many rows as `rows`. Set the rows that no task
+        covers to 0.
         """
         room = rows.new_empty((rows.shape[0], *shape), dtype=dtype)
         for uncovered in self.uncovered:
@@ -303,8 +304,8 @@ def _cut_tasks(tasks: TaskBatch, scores: ScoreOptions) -> Iterator[_Task]:
 
 
 def _cut_blocks(task: _Task, window: int) -> Iterator[_Task]:
-    """Yield first one block with all rows whose windows include the first key, and then blocks of
-    at most `_BLOCK_ROWS` rows.
+    """Yield a block of all rows that see the first key, if there are any, and then blocks of at
+    most `_BLOCK_ROWS` rows.
     """
     whole = min(max(window - task.prefix, 0), task.rows)
     if whole:

@@ -150,7 +150,7 @@ class AtenEfficient:
 
 
 def _make_options(scores: ScoreOptions) -> dict[str, Any]:
-    """Return the arguments for the scale and the window, which includes the row's own key."""
+    """Return the arguments for the scale and the window. A window includes the row's own key."""
     return {"scale": scores.scale} | (
         {} if scores.window is None else {"window_size": scores.window}
     )

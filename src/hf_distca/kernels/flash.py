@@ -172,9 +172,9 @@ class _Package:
         lse: name of backward's argument for the log-sum-exp.
         in_place: whether backward writes the gradients to tensors that it gets as arguments, rather
             than return them.
-        least_longest: least number that a call gets as its longest length, because a package would
-            compile extra kernels for sequences of one block. The package uses this length only to
-            bound its loops.
+        least_longest: least value to pass as the longest length of a call. With a smaller value,
+            FlashAttention 4 would compile extra kernels for sequences of one block. It uses this
+            length only to bound its loops.
         width_multiple: see `VarlenOp`.
     """
 
@@ -387,5 +387,5 @@ FLASH_ATTN_3_HUB = VarlenKernel(
 )
 # The kernels of the package flash-attn-4, which compiles them (see `hf_distca.kernels.check`). They
 # support Hopper GPUs with head dimensions up to 256, and Blackwell GPUs with head dimensions up to
-# 128 or of 256.
+# 128, or of exactly 256.
 FLASH_ATTN_4 = VarlenKernel(_PackageFlash(_FLASH_ATTN_4), "flash_attn_4", _flash_attn_4_reason)

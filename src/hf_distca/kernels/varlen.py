@@ -8,9 +8,9 @@ no key in common, and each set is one call.
 If the tasks of a call are contiguous in the pool (packed documents, or a single slice), the call
 gets a view of the pool. Otherwise it gets a gathered copy, which is freed after the call. Copies
 are expensive: on an H100 with FlashAttention 4 they took up to a tenth of the time of a rank's
-tasks. So a batch of one call, whose rows and keys are in the same order with gaps between tasks, is
-computed without copies. The call gets the whole pools. The rows of a gap are a sequence without
-keys, and the keys of a gap are a sequence without rows. These sequences are cheap.
+tasks. To save copies, a call gets the whole pools if the batch is one call, and the rows of its
+tasks are in the same order as their keys. The rows of a gap between tasks are then a sequence
+without keys, and the keys of a gap are a sequence without rows. These sequences are cheap.
 
 Index tensors are built once for each batch and device, without making the host wait, and later
 calls reuse them. They are made on the stream of the first call. The caller must order other streams
@@ -261,7 +261,7 @@ class VarlenKernel:
         return -(-max(q_THD.shape[2], v_TKV.shape[2]) // multiple) * multiple
 
     def _get_calls(self, tasks: TaskBatch, pools: Operands | BackwardInputs) -> tuple[_OpCall, ...]:
-        """Return the calls of a batch on pools of these lengths. The first layer builds them."""
+        """Return the calls of a batch. The first layer builds them, and later layers reuse them."""
         device = pools.q_THD.device
         rows = len(pools.q_THD)
         keys = len(pools.k_TKD)
