@@ -57,13 +57,13 @@ NEAREST = "distca: there is no setting 'pingpong'; the nearest is 'ping_pong'."
 @pytest.mark.parametrize(
     ("config", "error", "said"),
     [
-        ({"attn_implementation": "eager"}, UnsupportedError, "eager is not distca's"),
-        ({}, UnsupportedError, "attn_implementation: None is not distca's"),
-        ({**OURS, "context_parallel_size": 2}, UnsupportedError, "_size cuts sequences over ranks"),
+        ({"attn_implementation": "eager"}, UnsupportedError, "cannot replace .*: eager"),
+        ({}, UnsupportedError, "cannot replace attn_implementation: None"),
+        ({**OURS, "context_parallel_size": 2}, UnsupportedError, "_size: 2 cuts sequences"),
         (
             {**PACKING, "distca": {"tokens_per_rank": 64}},
             UnsupportedError,
-            "sample_packing: true .* leave one of them out",
+            "sample_packing: true .* Remove one of the two settings",
         ),
         ({**OURS, "distca": {"pingpong": True}}, ConfigError, NEAREST),
         ({**OURS, "distca": {"tokens_per_rank": 0}}, ConfigError, "=0 must be at least 1"),

@@ -74,7 +74,7 @@ def test_the_page_has_every_field() -> None:
         ("balance: 1", "balance=1 must be True or False."),
         ("kernel: fast", "kernel='fast' must be one of 'auto', 'reference',"),
         ("cost_model: 3", "cost_model=3 must be 'analytic', a CostModel, or the path of a"),
-        ("cost_model: none.json", "or the path of a JSON file with one: none.json: [Errno 2]"),
+        ("cost_model: none.json", "a JSON file with a CostModel: none.json: [Errno 2]"),
         ("cost_model: distca.yaml", "distca.yaml: the text is no cost model in JSON"),
         ("cost_model: calibrated", "Give a file that CostModel.to_json wrote; profiles are"),
         ("- ping_pong", "['ping_pong'] should be names and values of settings"),

@@ -107,8 +107,8 @@ push_saved_tensor_hooks = _autograd._push_saved_tensors_default_hooks
 pop_saved_tensor_hooks = _autograd._pop_saved_tensors_default_hooks
 
 # Functions for the dispatch modes of a thread. `compiler_of_calls` returns None if torch would not
-# compile a call. `leave_uncompiled` marks a function that torch must not compile. torch may still
-# compile the functions that it calls. The mark costs nothing without torch.compile.
+# compile a call. `leave_uncompiled` marks a function that torch must not compile. Functions that
+# the marked function calls may still be compiled. The mark costs nothing without torch.compile.
 dispatch_modes = _python_dispatch._get_current_dispatch_mode_stack
 push_dispatch_mode = _python_dispatch._push_mode
 pop_dispatch_mode = _python_dispatch._pop_mode
@@ -205,7 +205,7 @@ def group_in_store(
     different worlds, or to no world.
 
     Args:
-        place: number of each process, used like a global rank, and the index of this process.
+        place: the numbers of all processes, used like global ranks, and the index of this process.
         store, backend, timeout: see `dist.init_process_group`.
         name: name that no other group of this process has.
     """
@@ -372,7 +372,7 @@ def is_of_package(function: Callable[..., Any]) -> bool:
     Kernels from the hub do not count, because transformers loads them later. Seen in transformers
     5.18.0 and 5.23.0, and in kernels 0.17.2.
     """
-    # If the package `kernels` is installed, a module takes the place of the function.
+    # If the package `kernels` is installed, `function` is an `nn.Module` with a `forward`.
     decorated = getattr(type(function), "forward", function)
     while getattr(decorated, "__closure__", None) is not None:
         held = inspect.getclosurevars(decorated).nonlocals

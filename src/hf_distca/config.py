@@ -180,11 +180,11 @@ class DistCAConfig:
         """Read the settings in a YAML or JSON file, which maps names of fields to values.
 
         Args:
-            path: path of the file; JSON if it ends in ``.json``, else YAML. A cost model's path in
-                it is relative to the current folder.
+            path: path of the file; JSON if it ends in ``.json``, else YAML. The path of a cost
+                model in the file is relative to the current folder.
 
         Raises:
-            ConfigError: if the file cannot be read, if a name is not that of a field (suggests the
+            ConfigError: if the file cannot be read, if a name is not a field (suggests the
                 nearest one), or if a value is out of range. The message is one line that begins
                 with the file's name.
         """
@@ -239,7 +239,7 @@ def split_settings(
 
     Args:
         values: the values by name; None if there are no values.
-        source: the file, or the key in a file, that has the values. Errors begin with it.
+        source: the file, or the key in a file, that the values come from. Errors begin with it.
         others: names that are accepted in addition to the fields of `DistCAConfig`.
 
     Raises:
@@ -288,7 +288,7 @@ def _check_number(name: str, value: Any) -> None:
 
 
 def show_value(value: Any) -> str:
-    """Show a value in an error: one line of at most 100 characters."""
+    """Return the repr of a value for an error, as one line of at most 100 characters."""
     return " ".join(repr(value).split())[:100]
 
 
@@ -319,7 +319,7 @@ def _read_costs(source: Any) -> CostModel:
     except ConfigError as error:
         raise ConfigError(
             f"cost_model={show_value(source)} must be 'analytic', a CostModel, or the path of a"
-            f" JSON file with one: {error}"
+            f" JSON file with a CostModel: {error}"
         ) from error
 
 

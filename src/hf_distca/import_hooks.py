@@ -55,7 +55,7 @@ class _ImportFinder:
     It has no base class, because importing `importlib.abc` takes longer than the rest of this file.
 
     Attributes:
-        acts: functions to call after the import of a module, by its name.
+        acts: functions to call after the import of a module, by the module's name.
         under_way: names of modules whose import has begun but not ended.
     """
 

@@ -31,12 +31,11 @@ class DistCAInput(BaseModel):
 
 
 class DistCAPlugin(BasePlugin):  # type: ignore[misc]  # Any if axolotl is not installed
-    """Makes distca the attention of axolotl's models, also with sample packing, and logs the
-    balance.
+    """Runs axolotl's models with distca, also with sample packing, and logs the balance.
 
-    axolotl accepts only names of attention that it knows, and sample packing only with some of
-    them. So distca replaces flash_attention_2, and other versions of it that axolotl may choose.
-    With ``distca: {tokens_per_rank: ...}``, the plugin deals the training set.
+    axolotl accepts only attention implementations that it knows, and sample packing only with some
+    of them. The plugin therefore replaces all versions of flash attention that axolotl may choose.
+    With ``distca: {tokens_per_rank: ...}``, the plugin also deals the training set.
     """
 
     def get_input_args(self) -> str:
@@ -57,21 +56,21 @@ class DistCAPlugin(BasePlugin):  # type: ignore[misc]  # Any if axolotl is not i
             raise UnsupportedError(
                 "sample_packing: true packs samples of up to sequence_len tokens, but distca:"
                 f" {{tokens_per_rank: {self.tokens_per_rank}}} fills ranks with documents of any"
-                " length: leave one of them out."
+                " length. Remove one of the two settings."
             )
         if (cfg.get("context_parallel_size") or 1) > 1:
             raise UnsupportedError(
-                "context_parallel_size cuts sequences over ranks, into parts that distca would take"
-                " for documents: set it to 1. distca shares the attention of long documents between"
-                " data-parallel ranks."
+                f"context_parallel_size: {cfg['context_parallel_size']} cuts sequences into parts,"
+                " which distca would treat as documents. Set context_parallel_size to 1: distca"
+                " shares the attention of long documents between data-parallel ranks."
             )
         asked = cfg.get("attn_implementation") or (
             "flash_attention_2" if cfg.get("flash_attention") else None
         )
         if asked not in ("distca", *_FLASH):
             raise UnsupportedError(
-                f"attn_implementation: {asked} is not distca's: if you use the plugin of distca,"
-                " write attn_implementation: distca."
+                f"The plugin of distca cannot replace attn_implementation: {asked}. Write"
+                " attn_implementation: distca, or remove the plugin."
             )
         cfg["attn_implementation"] = "flash_attention_2" if asked == "distca" else asked
         for name in _FLASH:
