@@ -12,9 +12,10 @@ of fewer than 768 rows, it uses smaller blocks, and takes longer for the same wo
 document: 5 to 10% longer at 512 rows, and 20 to 50% longer at 128 rows. The time of larger tasks is
 proportional to their work.
 
-With a *window*, the rows of a task are divided into blocks. If the window hides keys in a block, the
-block is one call with an additive mask and only the keys that its rows see. The mask of a smaller
-block is the lower right corner of a full block's mask, so one mask is built for each window.
+With a *window*, the rows of a task are divided into blocks. If the window hides keys of a block,
+the block is one call with an additive mask and only the keys that its rows see. The mask of a
+smaller block is the lower right corner of a full block's mask, so one mask is built for each
+window.
 
 Shape suffix beyond those of `base`: B batch, always 1.
 """

@@ -95,8 +95,8 @@ def get_current_world() -> dist.ProcessGroup | None:
 class AttentionGroup:
     """The ranks that share core attention, seen from one of them.
 
-    Collective methods take `activity`, a text that says in errors what the ranks were doing. They
-    raise `DistCADesyncError` if a rank does not call them in time.
+    Collective methods raise `DistCADesyncError` if a rank does not call them in time. Their
+    argument `activity` says in errors what the ranks were doing.
 
     Attributes:
         observer: observer of all groups of this process, or None.
@@ -147,7 +147,7 @@ class AttentionGroup:
         """Return the group of these ranks. Create it if it does not exist, or if a rank has left
         it.
 
-        Every member must call this at the same point. Errors are those of `create`. Groups are
+        Every member must call this at the same point. Raises the errors of `create`. Groups are
         reused because communicators cost threads and connections, and because torch cannot replace
         a communicator with another one of the same ranks.
 
@@ -223,7 +223,7 @@ class AttentionGroup:
     ) -> AttentionGroup:
         """Return this group with communicators. Every rank of the group must call this.
 
-        Errors are those of `create`.
+        Raises the errors of `create`.
 
         Args:
             connect: makes the communicators for tensors and for planning with a given timeout.

@@ -107,10 +107,7 @@ class LayerOutputs:
         return kept.outputs
 
     def store_outputs(self, *outputs: torch.Tensor) -> None:
-        """Store the outputs of a forward.
-
-        They are o_THV and lse_TH, or the tensors that a recurrent layer received.
-        """
+        """Store o_THV and lse_TH of a forward, or the tensors that a recurrent layer received."""
         store = self.store()
         if store is None:
             return
