@@ -75,7 +75,7 @@ class Announcement:
     """Announcement of one rank.
 
     Attributes:
-        count: number of announcements so far.
+        count: number of announcements so far; for recurrent layers, see `check_document_kinds`.
         settings: hash of the settings that must be equal on all ranks.
         exchanges: number of exchanges (dispatches and returns) so far.
         checksum: checksum of these exchanges, which depends on their layers and their order.

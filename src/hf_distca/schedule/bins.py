@@ -9,9 +9,9 @@ too long for any bin is cut to fit.
 A document with n times the attention of an average node lies in n nodes. But if sending its keys
 between nodes would take longer than computing it in one node, the document lies in as few nodes as
 have room for it. Inside a node, a document with n times the attention of an average rank lies on
-sqrt(n / 2) ranks, or on more if it is too long for them. Both extremes would cost more exchange: on
-n ranks, each rank would need nearly all keys of the document, and on one rank, most of its rows
-would have to move. `balance` evens out the attention that remains uneven.
+sqrt(n / 2) ranks, or on more if it is too long for them. If it lay on n ranks, each of them would
+need nearly all keys of the document. If it lay on one rank, most of its rows would have to move.
+`balance` evens out the attention that remains uneven.
 
 Every rank computes the placement itself, and all ranks must find the same result. So this module
 uses IEEE double arithmetic in a fixed order.

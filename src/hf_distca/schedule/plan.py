@@ -90,9 +90,9 @@ class Plan:
             them. The JSON leaves them out, because they follow from the rest and from a cost model
             (`schedule.relays`).
         segment: for each task, its row of the layout.
-        moved: whether anything is exchanged: a query is moved, or the keys of a document do not lie
-            in one run. (In the rare case that no window reaches from one run into another, `moved`
-            is true although nothing needs to be exchanged.)
+        moved: True if a query is moved, or if the keys of a document do not lie in one run. Tokens
+            must then be exchanged, except in the rare case that no window reaches from one run into
+            another.
     """
 
     layout: Layout

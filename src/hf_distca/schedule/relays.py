@@ -171,8 +171,8 @@ def _divide_keys(
     itself, and servers of weight 0 forward nothing.
 
     Args:
-        unit, server, key_end: servers with their units, and the keys [0, key_end) that they need,
-            in order of unit and key_end.
+        unit, server, key_end: one row for each server of each unit, with the keys [0, key_end) that
+            the server needs. Rows are in order of unit and key_end.
         weight: weight of each server.
 
     Returns:
