@@ -156,7 +156,7 @@ def test_masked_hole_within_a_window_is_refused(config: Any, positions: bool) ->
     beside = {"position_ids": (mask.cumsum(1) - 1).clamp(min=0)} if positions else {}
     with pytest.raises(
         hf_distca.UnsupportedError,
-        match=r"zeros between the tokens .* covers 40 places, .* of 16 tokens",
+        match=r"zeros inside a document of 40 tokens .* of 16 tokens",
     ):
         model_of(config, "distca")(input_ids=ids, attention_mask=mask, use_cache=False, **beside)
 

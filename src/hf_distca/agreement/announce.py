@@ -75,7 +75,7 @@ class Announcement:
     """Announcement of one rank.
 
     Attributes:
-        count: number of announcements so far.
+        count: number of announcements so far; for recurrent layers, see `check_document_kinds`.
         settings: hash of the settings that must be equal on all ranks.
         exchanges: number of exchanges (dispatches and returns) so far.
         checksum: checksum of these exchanges, which depends on their layers and their order.
@@ -290,13 +290,14 @@ def check_agreement(
 
 
 def check_document_kinds(group: AttentionGroup, counts: IntArray, label: str) -> None:
-    """Raise if the kind of documents in recurrent layers differs between ranks.
+    """Raise if ranks announce different kinds of documents for recurrent layers.
 
     Ranks announce documents of recurrent layers only if some document may lie on several ranks.
 
     Args:
         group: the ranks.
-        counts: (ranks,) count of each announcement: negative in recurrent layers.
+        counts: (ranks,) `Announcement.count` of each rank. For recurrent layers, it is negative and
+            stands for the kind.
         label: description of the batch, for errors.
     """
     subject = "documents in recurrent layers (0: all whole, 1: numbered parts, 2: parts of a share)"
@@ -347,7 +348,7 @@ def check_equal(
     Args:
         group: the ranks.
         values: (ranks,) the number of each rank.
-        description: the numbers in words, plural, for the error.
+        description: plural noun that names the values in the error.
         label: description of the batch or step, for the error.
         remedy: advice that ends the error.
 

@@ -19,7 +19,7 @@ def is_integer_tensor(tensor: torch.Tensor) -> bool:
 def convert_mask(attention_mask: object) -> torch.Tensor | None:
     """Return a padding mask of whole numbers unchanged, and any other mask as bool.
 
-    Whole numbers may tell the document of each token. Return None if the mask is not a tensor.
+    A mask of whole numbers may number the documents. Return None if the mask is not a tensor.
     """
     if not isinstance(attention_mask, torch.Tensor):
         return None
@@ -70,8 +70,8 @@ class RowTokens:
 
     Attributes:
         index: (tokens,) int64 index among all tokens of the rows, padding included.
-        position: (tokens,) int64 positions; if the position ids of documents begin at another
-            number than 0, that number is subtracted.
+        position: (tokens,) int64 positions, counted from 0 even if the position ids of documents
+            begin at another number.
         document_number: (tokens,) int64 number of each token's document, from the mask; None if the
             mask does not number documents.
         row_length: number of tokens of a row, padding included.
@@ -161,7 +161,8 @@ class RowTokens:
             (runs,) int64 indices of tokens, padding not counted.
         """
         step = np.diff(self.position)
-        counts_on = (step == 1) | (step == np.diff(self.index))  # or both count padding
+        # The step is larger than 1 if positions count padding between two tokens.
+        counts_on = (step == 1) | (step == np.diff(self.index))
         breaks = np.concatenate([[True], ~counts_on])[: len(self.index)]
         return np.flatnonzero(self._mark_starts() | breaks)
 
@@ -212,9 +213,10 @@ class RowTokens:
         if len(inside):
             raise UnsupportedError(
                 f"row {self.row[inside[0]]} of a training batch begins at position "
-                f"{self.position[inside[0]]}, and there are no distca_documents. Dealt batches "
-                "have more keys than input_ids: call model(**inputs). Or another tool may have "
-                "cut sequences over ranks (context parallelism, Ulysses), and distca would take "
-                "the rest for a separate document. Switch that tool off, or set "
-                "DistCAConfig(documents_span_ranks=True) if ranks of the group hold the parts."
+                f"{self.position[inside[0]]} without distca_documents, so distca would take its "
+                "tokens for a separate document. If the batch is dealt, pass all its keys to the "
+                "model: model(**inputs). If another tool has cut sequences over ranks (context "
+                "parallelism, Ulysses), switch that tool off, or set "
+                "DistCAConfig(documents_span_ranks=True) if ranks of the group hold the other "
+                "parts."
             )

@@ -70,10 +70,10 @@ class PackedDocuments(metaclass=_RemedyRepr):
 
     Args:
         lengths: number of tokens of each document, or of each part of a document, in token order.
-        starts: position in its document of the first token of each part, if documents span ranks;
-            else None.
-        documents: number of each part's document, the same on all ranks, if documents span ranks;
-            else None.
+        starts: document position of the first token of each part, if documents span ranks; else
+            None.
+        documents: number of each part's document, if documents span ranks; else None. A document
+            has the same number on all ranks.
         parents: for documents that share prefixes, the index of the earlier part that each part
             continues, or -1. A part sees itself, its parent, and everything that the parent sees.
             Its positions continue those of the parent. None for other documents.
@@ -104,7 +104,7 @@ class PackedDocuments(metaclass=_RemedyRepr):
                 raise LayoutError(
                     f"parents={above} of PackedDocuments with lengths={self.lengths}: each part"
                     " must have tokens, and its parent must be an earlier part or -1. With parents,"
-                    " give no starts and documents."
+                    " give neither starts nor documents."
                 )
             prefixes = _list_prefixes(self.lengths, above)
             starts, documents = list(map(len, prefixes)), range(len(prefixes))
@@ -168,8 +168,8 @@ class Documents:
     Attributes:
         runs: (runs, 3) int64 with columns document, start and length; document is -1 if only
             positions are known.
-        span_ranks: True if documents may span ranks. A run may then continue a run of another rank,
-            which is identified by document and start.
+        span_ranks: True if documents may span ranks. The document and start of a run then tell
+            which run on another rank it continues.
         token_indices: (tokens,) int64 indices, in the flattened batch, of the tokens that are not
             padding; None if there is no padding.
         copied_tokens: int64 indices of the tokens of shared prefixes, whose keys are copied to the
@@ -217,10 +217,10 @@ class Documents:
         """
         if reach is not None and self.longest_holed > reach:
             raise UnsupportedError(
-                "attention_mask has zeros between the tokens of a document that covers "
-                f"{self.longest_holed} places, and a layer has a window or chunks of {reach} "
-                "tokens, which would reach across the zeros. Give the parts as separate documents, "
-                "or remove the masked tokens."
+                f"attention_mask has zeros inside a document of {self.longest_holed} tokens (zeros "
+                f"included), and a layer has a window or chunks of {reach} tokens, which would "
+                "reach across the zeros. Give the parts between zeros as separate documents, or "
+                "remove the masked tokens."
             )
 
     def cut_into_chunks(self, size: int | None) -> Documents:
@@ -251,8 +251,8 @@ class Documents:
         """Split the documents between two nano-batches.
 
         Args:
-            index: index in the flattened batch at which the second nano-batch begins. Documents
-                that span ranks are split between two runs only.
+            index: index in the flattened batch at which the second nano-batch begins. If documents
+                span ranks, a run must begin there.
         """
         length = self.runs[:, 2]
         if self.span_ranks:
@@ -319,7 +319,7 @@ def make_unknown_runs(lengths: IntArray, starts: IntArray | None = None) -> IntA
 
     Args:
         lengths: (runs,) int64 tokens of each run.
-        starts: (runs,) int64 position in its document of the first token of each run; None for 0.
+        starts: (runs,) int64 document position of the first token of each run; None for 0.
     """
     starts = np.zeros_like(lengths) if starts is None else starts
     return np.stack([np.full_like(lengths, -1), starts, lengths], axis=1)

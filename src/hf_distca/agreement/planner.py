@@ -243,7 +243,7 @@ class Planner:
             self._learn(figures, plans, group)
         elif group.rank == 0:
             _log.warning(
-                "no figures up to micro-batch %d, and nothing learned from it: ranks used different"
+                "measurements up to micro-batch %d are ignored, because ranks used different"
                 " numbers of plans (%s). Every rank must run the same layers in each micro-batch.",
                 self.number,
                 ", ".join(f"rank {rank}: {count}" for rank, count in enumerate(counts)),

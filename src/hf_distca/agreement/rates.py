@@ -10,8 +10,8 @@ deterministic algorithms.
   the speed of the rank is corrected.
 - **Exchanges.** One factor scales the estimated seconds of exchanges to the measured seconds of
   packing, waiting and unpacking. The rank with the smallest factor counts, because other ranks also
-  wait for slower ranks. The estimated time of attention is then that of the rank whose kernels and
-  exchanges take longest.
+  wait for slower ranks. Attention is then estimated to take as long as the kernels and exchanges of
+  the slowest rank.
 - **Trials.** If exchanges cost more time than they save, plans move less work, or no work at all.
   Then nothing can be learned about exchanges. So a few micro-batches are trials, which are planned
   without the exchange factor. The more time a trial costs, the rarer trials are.
@@ -51,8 +51,8 @@ _SAMPLE_INTERVAL = 8
 _MIN_SAMPLES = 4
 _MIN_CLEAR_SAMPLES = 2
 _CLEAR_SLOWDOWN = 0.05
-# Corrections change if the relative error of the slowest rank's estimate exceeds _TOLERANCE, or
-# that of a rank's speed exceeds _SPEED_TOLERANCE.
+# Corrections change if the relative error of the slowest rank's estimate exceeds _TOLERANCE, or if
+# the relative error of a rank's speed exceeds _SPEED_TOLERANCE.
 _TOLERANCE = 0.05
 _SPEED_TOLERANCE = 0.07
 _FACTOR_RANGE = 1e-3, 1e6
@@ -156,7 +156,7 @@ class LearnedCosts(dict[Kind, CostModel]):
 
     @property
     def exchange_slowdown(self) -> float | None:
-        """Largest relative slowdown of a kind of layer by exchanges; None without a slowdown."""
+        """Largest relative slowdown that exchanges cause in a kind of layer; None without one."""
         slowdowns = (rates.slowdown for rates in self._rates.values())
         return max((slowdown for slowdown in slowdowns if slowdown is not None), default=None)
 

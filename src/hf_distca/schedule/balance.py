@@ -26,12 +26,12 @@ from hf_distca.schedule.relays import add_relays
 from hf_distca.schedule.tails import END, LATEST, PIECE, USEFUL
 from hf_distca.schedule.trial import make_moves
 
-# A trial stops if a rank cannot end by `_USEFUL` times T. A trial with a later T may then give a
-# better plan.
+# A trial stops when a rank cannot end by `_USEFUL` times T, because a trial with a later T may give
+# a better plan.
 _USEFUL = 1.05
 # If the last rank ends later than `_LATE` times the mean, further trials try to make the other
-# ranks end earlier. Their T lies at the fractions `_EVEN_PARTS` of the way from the mean to the end
-# of the last rank.
+# ranks end earlier. For each `part` of `_EVEN_PARTS`, one trial tries to reach
+# T = mean + part * (end of the last rank - mean).
 _EVEN_PARTS, _LATE = (0.1, 0.2, 0.4, 0.6, 0.8), 1.2
 # Smallest tolerance of the search for T, and largest number of its trials.
 _FINEST_TOLERANCE, _MOST_TRIALS = 0.002, 16
@@ -82,8 +82,8 @@ def balance(
 
 @dataclass(frozen=True)
 class PlanTrials:
-    """Search for the plan of a layout whose last rank ends earliest. For the attributes see
-    `balance`.
+    """Search the plans of a layout for the plan whose last rank ends earliest. For the attributes
+    see `balance`.
     """
 
     layout: Layout
@@ -133,8 +133,9 @@ class PlanTrials:
             pieces, is_first = None, best is self.unmoved_load
             for means in ways[: self.node_count]:
                 earliest, limit = min(best.slowest_seconds, required), math.inf
-                # A plan after the first ones must end earlier than the best plan so far by at least
-                # the tolerance.
+                # Once a plan is found, further plans must end earlier than the best plan by at
+                # least the tolerance. A plan inside nodes is exempt if it splits the same documents
+                # by heads as the first plan found.
                 if best is not self.unmoved_load and not (is_first and len(means) > 1):
                     earliest = limit = earliest * (1 - self.tolerance)
                 # No plan can end before the largest of these means.
@@ -149,8 +150,8 @@ class PlanTrials:
         return best.plan
 
     def compute_means(self, units: int) -> FloatArray:
-        """Return the mean compute seconds of each unit of ranks: the time at which its ranks would
-        end if they divided the work of the unit so that all end together.
+        """Return the mean compute seconds of each unit of ranks: the time at which the unit would
+        end if its ranks divided their work so that all end together.
 
         A unit is a run of consecutive ranks. All units have the same number of ranks.
         """

@@ -9,8 +9,8 @@ too long for any bin is cut to fit.
 A document with n times the attention of an average node lies in n nodes. But if sending its keys
 between nodes would take longer than computing it in one node, the document lies in as few nodes as
 have room for it. Inside a node, a document with n times the attention of an average rank lies on
-the square root of n / 2 ranks, or on more if it is too long for them. On n ranks, each rank would
-need nearly all keys of the document. On one rank, most rows of the document would have to move.
+sqrt(n / 2) ranks, or on more if it is too long for them. If it lay on n ranks, each of them would
+need nearly all keys of the document. If it lay on one rank, most of its rows would have to move.
 `balance` evens out the attention that remains uneven.
 
 Every rank computes the placement itself, and all ranks must find the same result. So this module
@@ -34,8 +34,8 @@ class Bins(NamedTuple):
     Attributes:
         rooms: (bins,) tokens that each bin still has room for.
         pairs: (bins,) query-key pairs in each bin.
-        chosen, is_chosen: (bins,) the bins chosen for a chunk, and for each bin whether it is
-            chosen.
+        chosen: (bins,) indices of the bins chosen for a chunk, in the order of choice.
+        is_chosen: (bins,) whether each bin is chosen for the chunk.
     """
 
     rooms: IntArray
@@ -48,9 +48,9 @@ class Bins(NamedTuple):
 def _choose_bins(bins: Bins, length: int, count: int) -> tuple[int, int]:
     """Choose `count` bins for a chunk, or more bins if these have too little room for it.
 
-    Bins with room for `length / count` tokens are chosen before all other bins. Among these bins,
-    those with the fewest pairs are chosen first; among the other bins, those with the most room.
-    Return the number of chosen bins and the sum of their room.
+    Bins with room for `length / count` tokens are chosen first, in order of increasing pairs. The
+    remaining bins follow, in order of decreasing room. Return the number of chosen bins and the sum
+    of their room.
     """
     chosen, room = 0, 0
     while chosen < count or room < length:
@@ -121,8 +121,8 @@ def deal_to_bins(
         rooms: (bins,) tokens that each bin must get.
         window: number of keys that a row sees.
         tile: chunks are cut at multiples of this number if rooms allow.
-        spread: called with the number of bins that the attention of each chunk fills, and with the
-            chunks. It returns in how many bins each chunk is to lie.
+        spread: function that returns the number of bins for each chunk. Its arguments are the
+            attention of each chunk, relative to that of an average bin, and the chunks.
 
     Returns:
         (rows, 4) document, start, end, bin.

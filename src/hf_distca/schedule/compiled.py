@@ -22,8 +22,8 @@ def compile_function(function: F, *, keep: Sequence[str] = (), inside: bool = Fa
 
     Args:
         function: compiled when it is first called.
-        keep: the sources of the function and of the functions that it calls, to cache its machine
-            code for other processes. If empty, nothing is cached.
+        keep: source files of the function and of the functions that it calls. If any are given,
+            the machine code is cached for other processes.
         inside: whether only compiled functions call it. An entry from Python takes as long to
             compile as the function.
     """

@@ -7,21 +7,21 @@ One direction of a CA-task with n query rows and m keys costs the sum of three p
 Flops are counted in whole kernel tiles, because small slices are slow. So a row also counts the
 keys of its tile that come after the row. The flop count of causal attention follows
 FlashAttention-2 (arXiv 2307.08691, section 4.1): 4 * head_dim per query-key pair and head in
-forward, and 2.5 times as many in backward. Bytes are those that a block of the kernel reads first
-and writes last, because no matrix product hides them. A block of forward holds rows of one query
-head, and a block of backward holds keys of one query head (section 3.2). All other bytes move while
-products run. So the bytes of forward are q and o of each row. The bytes of backward are q, o, do
-and dq of each row, and k, v, dk and dv of each key and query head. If heads share keys, backward
-reads dk and dv once more to add them up. Rows and keys that only fill up a tile are neither read
-nor written.
+forward, and 2.5 times as many in backward. Only the bytes that a block of the kernel reads first
+and writes last are counted, because no matrix product hides them. All other bytes move while
+products run. A block of forward holds rows of one query head, and a block of backward holds keys of
+one query head (section 3.2). So the bytes of forward are q and o of each row. The bytes of backward
+are q, o, do and dq of each row, and k, v, dk and dv of each key and query head. If query heads
+share keys, backward reads dk and dv once more to add them up. Rows and keys that only fill up a
+tile are neither read nor written.
 
 The three coefficients are built-in figures times a factor for the GPU and the kernel
 (`schedule.gpus`), or the user's own figures. A kernel may also move its rows more than once
 (`KernelCost.row_passes`). In backward, an extra kernel may first read o and do, and another may
 read dq in float32 at the end.
 
-With a sliding window of w keys, position p sees keys (p - w, p]. Only the pairs of this band count
-then, and only the last n + w - 1 keys are read.
+With a sliding window of w keys, position p sees keys (p - w, p]. Only the pairs of this band are
+counted, and only the last n + w - 1 keys are read.
 """
 
 from __future__ import annotations
@@ -218,8 +218,8 @@ class CostModel:
         ranks_per_link: number of ranks of a node that share a link to other nodes; 1 if each rank
             has its own link. The rate of the link is ``exchange_bytes_per_second`` times this
             number, even if only some of the ranks send.
-        peer_seconds: seconds added to the fixed seconds of an exchange for each rank that a rank
-            sends to or receives from.
+        peer_seconds: seconds that each peer adds to the fixed seconds of an exchange. The peers of
+            a rank are the ranks that it sends to or receives from.
     """
 
     shape: AttentionShape
@@ -461,9 +461,9 @@ class MarginalCost(NamedTuple):
 class TransientBytes(NamedTuple):
     """Bytes of memory that each exchanged token takes during a call.
 
-    The bytes are those of backward, because forward needs fewer. In backward, a query row is do, q,
-    o and log-sum-exp, and a key is k and v. A server holds first the received tensors and the
-    pools, then the pools and the gradients. A home holds first the rows that it sends, then the
+    The bytes are those of backward, because forward needs fewer. In backward, a query row consists
+    of do, q, o and log-sum-exp, and a key of k and v. A server holds first the received tensors and
+    the pools, then the pools and the gradients. A home holds first the rows that it sends, then the
     gradients that come back.
 
     Attributes:
@@ -491,10 +491,10 @@ class TransientBytes(NamedTuple):
         )
 
     def find_last_row(self, bound: int | None, window: int, groups: int) -> int:
-        """Find the position before which query rows may move. The keys before it take at most half
-        of a bound of bytes, so that rows can take the other half.
+        """Find the document position up to which query rows may move.
 
-        The keys are those of one of `groups` head groups. `bound` is None if there is no bound.
+        The keys before this position, in one of `groups` head groups, take at most half of `bound`
+        bytes, so that rows can take the other half. Without a bound (None), all rows may move.
         """
         most = ALL_KEYS if bound is None else bound * groups // (2 * self.key)
         return ALL_KEYS if window <= most else most

@@ -1,8 +1,8 @@
 """`deal` assigns documents of a global batch to ranks, before any work is moved.
 
-The places of documents decide the cost of exchanges. After a deal, all ranks have the same number
-of tokens, and `balance` can even out attention at little cost. A document may be longer than a
-rank.
+The cost of exchanges depends on where documents lie. After a deal, all ranks have the same number
+of tokens, and `balance` can even out attention at little cost. A document may have more tokens than
+a rank.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from hf_distca.schedule.layout import IntArray, Layout, mark_changes, require_in
 
 # `_choose_half` first divides the long documents between two nano-batches. It then divides the
 # short documents so that both nano-batches get equal tokens. The short documents are the shortest
-# ones of the batch. Together they have about `_SMALL_TOKENS` tokens, unless the limits on their
-# number require more or fewer.
+# documents of the batch, at least `_MIN_SMALL_DOCUMENTS` and at most `_MOST_SMALL_DOCUMENTS`.
+# Together they have about `_SMALL_TOKENS` tokens, if these limits allow.
 _SMALL_TOKENS = 2**17
 _MIN_SMALL_DOCUMENTS, _MOST_SMALL_DOCUMENTS = 16, 256
 # The most tokens of a document. Cuts are computed from products of two lengths, which must fit in
@@ -48,14 +48,14 @@ def deal(
     same layout.
 
     Args:
-        lengths: number of tokens of each document, at least 1. Documents keep their index as their
-            number.
+        lengths: number of tokens of each document, at least 1. In the layout, the number of a
+            document is its index in `lengths`.
         ranks: number of ranks.
         tokens_per_rank: tokens of each rank: one number for all ranks, or one number for each rank
             if the tokens cannot be divided evenly.
-        cost: cost model. It gives the window, and tells whether the keys of a document travel
-            longer than a node computes the document. Give a window only if all layers of the model
-            have it. A window that no document exceeds is ignored.
+        cost: cost model. It gives the window, and decides whether sending the keys of a document
+            takes longer than computing the document in one node. Give a window only if all layers
+            of the model have it. A window that no document exceeds is ignored.
         tile: documents are cut at multiples of this number if tokens allow.
         ranks_per_node: number n of ranks of a node; ranks [0, n), [n, 2n), ... are nodes. Documents
             that need no more than a node's attention and room lie in one node. See `schedule.bins`
@@ -82,10 +82,10 @@ def deal_nano_batches(
     """Deal the documents of a global batch for ping-pong. Return the layouts of both nano-batches,
     which share no document.
 
-    In both layouts, the number of a document is its index in `lengths`. A rank has
-    `tokens_per_rank` tokens in both layouts together: one half in each, and an odd token in the
-    second. Equal halves are nearly always possible if some documents are short. Otherwise halves
-    are as equal as documents allow, and ranks may differ by one token. If there is only one
+    In both layouts, the number of a document is its index in `lengths`. Each layout has half of the
+    `tokens_per_rank` tokens of each rank. An odd token is in the second layout. Equal halves are
+    nearly always possible if some documents are short. Otherwise, the halves are as equal as the
+    documents allow, and within a layout, ranks may differ by one token. If there is only one
     document, the second layout is empty.
 
     For arguments and errors see `deal`.

@@ -1,7 +1,7 @@
 """Factors for the built-in costs (`schedule.cost`), one for each GPU and kernel.
 
-Plans with such a factor are as good as plans with separate rates for tasks, bytes and flops that
-are fitted to timings of each direction (`benchmarks/schedule/one_factor.py` compares them).
+One factor is enough: separate rates for tasks, bytes and flops, fitted to timings of forward and of
+backward, give no better plans (`benchmarks/schedule/one_factor.py` compares them).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _SAME_KERNEL = {"cuda": "flash_attn", "kernels-community/flash-attn3": "flash_at
 
 
 def find_factor(device: str, kernel: str) -> tuple[str, float] | None:
-    """Find the GPU of the table that stands for a device, and its factor for a kernel.
+    """Find the table's GPU for a device, and the factor of this GPU for a kernel.
 
     The device is named as in torch, and the kernel as in `DistCAConfig`. The result is None if the
     table has no factor for them. Cards with fewer multiprocessors than the timed cards, such as

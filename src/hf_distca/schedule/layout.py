@@ -57,8 +57,8 @@ class Layout:
         document: document number of each segment.
         start: first document position of each segment.
         length: number of tokens of each segment, at least 1.
-        offsets: ``ranks + 1`` numbers from 0; the segments of rank r are rows ``offsets[r]`` to
-            ``offsets[r + 1]``.
+        offsets: ``ranks + 1`` row indices; the segments of rank r are rows
+            ``[offsets[r], offsets[r + 1])``.
         context: number of context segments of each rank; 0 if not given.
         groups: number of head groups of a document that is split by heads (`split_heads`); 1 if no
             document is split.
@@ -210,8 +210,8 @@ class Layout:
         A run that starts above 0 continues the run that ends right before it, on any rank.
 
         Raises:
-            LayoutError: if position ids do not identify documents, because several runs start at
-                one position above 0, or because not exactly one run ends there.
+            LayoutError: if position ids do not identify documents. If a run starts at a position
+                above 0, no other run may start there, and exactly one run must end there.
         """
         return cls.from_segments(_number_documents(ranks))
 
@@ -383,7 +383,7 @@ def enumerate_ranges(begin: IntArray, end: IntArray) -> tuple[IntArray, IntArray
 
 
 def repeat_split_rows(split_mask: BoolArray, groups: int) -> tuple[IntArray, IntArray]:
-    """Repeat rows that are split by heads once for each group.
+    """Repeat each row that is split by heads, so that every head group has a row.
 
     Returns:
         For each new row, the index of its original row, and the number to add to its document
@@ -407,7 +407,7 @@ def require_integers(
     numpy would round, parse or wrap around some wrong values. This function refuses such values.
 
     Raises:
-        LayoutError: if the values are not whole numbers of this shape. The argument `error` gives
+        LayoutError: if the values are not whole numbers of this shape. Pass `error` to raise
             another type of error.
     """
     expected = f"{what} must be whole numbers of shape {shape}"

@@ -66,8 +66,8 @@ class PlanLoad:
     Attributes:
         plan, cost: the plan to weigh, and the cost model. The plan's window replaces that of the
             model.
-        overlapped: whether the plan is for a nano-batch of ping-pong. Its messages travel while the
-            other nano-batch, which has about as much work, computes.
+        overlapped: whether the plan is for a nano-batch of ping-pong. Its exchanges overlap with
+            the compute of the other nano-batch, which has about as much work.
         ranks: properties of the ranks.
     """
 
@@ -94,7 +94,7 @@ class PlanLoad:
         )
 
     def _sum_by_role(self, weights: FloatArray) -> FloatArray:
-        """Sum amounts of traffic for each sending rank (first row) and each receiving rank."""
+        """Sum amounts of traffic by sending rank (first row) and by receiving rank (second row)."""
         return np.array(
             [
                 self._sum_by_rank(self.traffic.source, weights),
@@ -168,8 +168,10 @@ class PlanLoad:
 
     @cached_property
     def exchange_bytes(self) -> FloatArray:
-        """Bytes that each rank exchanges, forward plus backward: for the rows that it sends in
-        dispatches, and for the rows that it receives in dispatches. The shape is (2, ranks).
+        """Bytes that each rank exchanges in forward and backward, returns included: (2, ranks).
+
+        The first row is for the tokens that a rank sends in dispatches, and the second row is for
+        the tokens that it receives in dispatches.
         """
         return np.asarray(
             self.query_tokens * self.cost.shape.moved_query_bytes

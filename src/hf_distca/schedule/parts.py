@@ -210,8 +210,8 @@ def list_splits(
     ):
         return [(1, none)]
     # At p seconds per pair, a slice of F seconds at position y has F / (p * y) rows. With q bytes
-    # per query and kv bytes per key, its queries and its keys have equally many bytes if q * F / (p
-    # * y) = kv * y.
+    # per query and kv bytes per key, its queries and its keys have equally many bytes if
+    # q * F / (p * y) = kv * y.
     slice_bytes = _TYPICAL_SLICE * mean_seconds * marginal.query_bytes
     length = math.sqrt(slice_bytes / (marginal.key_bytes * marginal.pair))
     long[layout.place[layout.end >= length]] = True

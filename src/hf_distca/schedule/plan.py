@@ -57,9 +57,9 @@ class KeyTransfers(NamedTuple):
 class Relays(NamedTuple):
     """Runs of keys that relays forward; see `schedule.relays`.
 
-    A relay is a server that gets a run first, and forwards it to the other servers that need it.
-    The servers of a document share relays within each unit (`schedule.relays.find_units`). The runs
-    of a unit follow each other from position 0, and each run has its own relay.
+    A relay is a server that gets a run first, and forwards it to the other servers of its unit
+    (`schedule.relays.find_units`) that need it. The runs of a unit follow each other from position
+    0, and each run has its own relay.
 
     Attributes:
         document, start, end, relay: the columns.
@@ -90,9 +90,9 @@ class Plan:
             them. The JSON leaves them out, because they follow from the rest and from a cost model
             (`schedule.relays`).
         segment: for each task, its row of the layout.
-        moved: whether anything is exchanged: a query is moved, or the keys of a document do not lie
-            in one run. (If a window ended at every border between runs, no exchange would be
-            needed. This rare case is ignored.)
+        moved: True if a query is moved, or if the keys of a document do not lie in one run. Tokens
+            must then be exchanged, except in the rare case that no window reaches from one run into
+            another.
     """
 
     layout: Layout
@@ -257,9 +257,9 @@ class Plan:
         are in order of document and start.
 
         Args:
-            tasks: rows of the plan, in order, whose keys are listed; all rows if not given.
-            server: number to use as the server of each task, for example to list the keys of each
-                wave separately.
+            tasks: indices of the tasks whose keys are listed, in increasing order; all tasks if not
+                given.
+            server: for each of these tasks, the server to use instead of the plan's.
         """
         tasks = np.arange(len(self.document)) if tasks is None else tasks
         server = self.server[tasks] if server is None else server

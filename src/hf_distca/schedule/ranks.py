@@ -20,9 +20,9 @@ class Ranks:
     All processes of an attention group must use equal `Ranks`, which can be compared and hashed.
 
     Attributes:
-        speeds: relative speed of the attention kernels of each rank, about 1 on average. Work that
-            a cost model estimates at a second takes rank r ``1 / speeds[r]`` seconds. None if all
-            are equally fast.
+        speeds: relative speed of the attention kernels of each rank, about 1 on average. If a cost
+            model estimates some work at one second, rank r takes ``1 / speeds[r]`` seconds for it.
+            None if all ranks are equally fast.
         per_node: number n of ranks of a node; ranks [0, n), [n, 2n), ... are nodes. Exchanges
             inside a node run at ``CostModel.node_bytes_per_second``. None if nodes are not told
             apart: all exchanges then run at ``exchange_bytes_per_second``.
@@ -96,8 +96,8 @@ class Ranks:
         Without nodes, all ranks count as one node, whose links are as fast as links between nodes.
 
         Returns:
-            The first rank that shares each link, and the bytes per second of each link: shape (2,
-            ranks) each.
+            For each link, the first rank that uses it, and its bytes per second: two arrays of
+            shape (2, ranks).
         """
         rank, per_node = np.arange(count), self.per_node or count
         shared = min(cost.ranks_per_link, per_node)

@@ -65,8 +65,8 @@ def with_relay_hops(
     """
     if relays is None:
         return keys, np.full(len(keys.document), -1)
-    # In each unit, the keys without a relay are the last run. The positions of all units are put
-    # into one increasing sequence.
+    # The keys without a relay count as the last run of their unit. Positions are shifted, so that
+    # all units form one increasing sequence.
     units = [
         find_units(layout, document, rank, relays.per_node)
         for document, rank in ((keys.document, keys.server), (relays.document, relays.relay))
@@ -106,7 +106,7 @@ def add_relays(load: PlanLoad, min_gain: float = 0.0) -> PlanLoad:
     Args:
         load: load of a plan without relays. A plan with a window is left unchanged, because a
             server then needs only a window of keys, which few servers share.
-        min_gain: part of the slowest rank's seconds that relays must gain.
+        min_gain: fraction of the slowest rank's seconds that relays must gain.
     """
     plan, slowest = load.plan, load.slowest_seconds
     if plan.window is not None or not plan.moved:
@@ -139,7 +139,7 @@ def _choose_relays(load: PlanLoad, other_seconds: FloatArray, unchanged: float) 
     if not late.any():
         return None
     keys = _select_rows(keys, late[place])
-    # The last row with a server and a document gives the end of the keys that the server needs.
+    # For each server and document, the last row has the end of the keys that the server needs.
     last = np.append(mark_changes(keys.server, keys.document), True)[1:]
     document, server, key_end = keys.document[last], keys.server[last], keys.end[last]
     unit = find_units(layout, document, server, per_node)
@@ -147,8 +147,8 @@ def _choose_relays(load: PlanLoad, other_seconds: FloatArray, unchanged: float) 
     unit, document, server, key_end = (
         column[order] for column in (unit, document, server, key_end)
     )
-    # If a rank sends each of its own keys only once, it has these spare seconds to forward keys.
-    # All documents that it may forward share them.
+    # The spare seconds are those in which a rank can forward keys if it sends each of its own keys
+    # only once. They are divided equally among the documents whose keys the rank may forward.
     resent = _count_resent(_select_rows(keys, keys.source != keys.server), layout)
     spare_seconds = unchanged - seconds + load.cost.key_seconds * resent
     weight = np.maximum(spare_seconds, 0.0)[server] / np.bincount(server)[server]
@@ -171,21 +171,21 @@ def _divide_keys(
     itself, and servers of weight 0 forward nothing.
 
     Args:
-        unit, server, key_end: servers with their units, and the keys [0, key_end) that they need,
-            in order of unit and key_end.
+        unit, server, key_end: one row for each server of each unit, with the keys [0, key_end) that
+            the server needs. Rows are in order of unit and key_end.
         weight: weight of each server.
 
     Returns:
         Unit, start, end and relay of each run; None if there are no runs.
     """
     forwarding = np.flatnonzero(weight > 0)
-    # A reach is the `key_end` of a server. Count how often the keys before each reach are sent
-    # again after the first time. This count grows linearly between reaches.
+    # For each `key_end`, count the sends of all keys before it, without the first send of each key.
+    # Between two such positions, the count grows linearly.
     place = np.cumsum(mark_changes(unit)) - 1
     times = np.searchsorted(place, place, side="right") - 1 - np.arange(len(place))
     resent = _sum_running(place, times * (key_end - _shift_down(place, key_end)))
-    # Points for interpolation: positions, and the number of keys that are sent again before each
-    # position. The points of all units are put into one increasing sequence.
+    # Points for interpolation: the positions and their counts. They are shifted, so that all units
+    # form one increasing sequence.
     width, most = int(key_end.max()) + 1, float(resent.max()) + 1
     documents = np.arange(place[-1] + 1)
     rows = np.argsort(np.append(documents, place), kind="stable")
@@ -227,8 +227,7 @@ def _sum_running(place: IntArray, values: npt.NDArray[Any]) -> Any:
 
 
 def _count_resent(remote_keys: KeyTransfers, layout: Layout) -> FloatArray:
-    """Count the K/V tokens that each rank sends repeatedly. The first time that it sends a token is
-    not counted.
+    """Count the K/V tokens that each rank sends again, after it has sent them once.
 
     A token with a fraction of the heads counts as this fraction of a token.
     """

@@ -149,7 +149,7 @@ class _TokenRows(NamedTuple):
         """Select the keys that tasks need, if a rank holds, needs or forwards these keys."""
         keys, relay = with_relay_hops(plan.layout, plan.list_key_transfers(tasks), relays)
         # A relay gets its keys in the first hop. Keys without a relay, and keys that their relay
-        # holds itself, reach all servers in this hop.
+        # holds itself, reach all servers in the first hop.
         relay = np.where(
             (relay < 0) | (relay == keys.source) | (keys.source == keys.server), keys.server, relay
         )
@@ -213,7 +213,7 @@ def _compute_exchange(
     if relays is None:
         return share
     relayed_keys = keys.select((keys.relay == rank) & (keys.server != rank))
-    # Of each run in the pool, forward as many rows as the server that needs the most rows.
+    # Servers may need different numbers of rows of a run in the pool. Forward the largest number.
     pool_row = _find_pool_rows(pool, relayed_keys.number, relayed_keys.start)
     relayed_rows = np.zeros_like(pool.rows)
     np.maximum.at(relayed_rows, pool_row, relayed_keys.rows)

@@ -1,4 +1,4 @@
-"""Compute the work and the seconds of slices of documents: of many slices in arrays, and of one
+"""Work and seconds of slices of documents. `count_task_work` takes many slices as arrays, or one
 slice in the compiled loop that moves work.
 """
 
@@ -16,10 +16,10 @@ def count_task_work(rows: Any, keys: Any, tile: int, window: int) -> tuple[Any, 
     """Count the keys that tasks read, and the query-key pairs that they compute.
 
     Pairs are counted in whole kernel tiles, so a row also counts the keys of its tile that come
-    after the row.
+    after the row. `rows`, `keys` and the results are numbers for one task, or arrays for several.
 
     Args:
-        rows: number of query rows; numbers or arrays, like the results.
+        rows: number of query rows.
         keys: document position after the last row. This row sees all keys before it, or the last
             `window` of them.
         tile: rows of a kernel tile.

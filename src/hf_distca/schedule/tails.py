@@ -17,9 +17,9 @@ from hf_distca.schedule.cost import ALL_KEYS, MarginalCost, TransientBytes
 from hf_distca.schedule.layout import FloatArray, IntArray
 from hf_distca.schedule.slice_cost import estimate_slice_seconds
 
-# Rows of `Batch.ranks`. SENT, RECEIVED and WIRE are followed by a second row: the first is for
-# links inside nodes, the second for links between nodes. The seconds that a shared link is busy are
-# in the column of the first rank that shares it.
+# Rows of `Batch.ranks`. SENT, RECEIVED and WIRE have two rows each: the first is for links inside
+# nodes, the second for links between nodes. The seconds that a shared link is busy are in the
+# column of the first rank that shares it.
 COMPUTE, SENT, RECEIVED, HELD, END, LATEST, USEFUL, SPEED, WIRE, SERVES, ROWS = (
     *(0, 1, 3, 5, 6, 7, 8, 9, 10, 12, 13),
 )
@@ -36,7 +36,7 @@ RANK, KEYS, PREVIOUS = range(3)
 # part has the unit whose index is the number of the node modulo OTHERS. All other nodes share the
 # last unit.
 UNITS, OTHERS = 9, 8
-# Ranks aim to end before T by this fraction of T.
+# Ranks aim to end slightly before T, earlier by this fraction of T.
 CLOSE = 0.0005
 
 
@@ -56,13 +56,12 @@ class Batch(NamedTuple):
             unit. A unit is the servers of a node where rows of the document lie, or the servers of
             all other nodes.
         heads: (parts,) fraction of the heads that each part has.
-        offsets: (ranks + 1,) rank r has pieces [offsets[r], offsets[r + 1]), in falling order of
+        offsets: (ranks + 1,) rank r has pieces [offsets[r], offsets[r + 1]), in decreasing order of
             their last positions.
-        parts: (parts + 1, 2) the first segment of each part, and its newest row of `holders` (-1
-            for no row). The segments of a part end where the segments of the next part begin.
-        segments: (segments, 3 + units) low, high and home, where keys [low, high) of a part lie on
-            rank home; then, for each unit, the position before which home has sent these keys to
-            the unit.
+        parts: (parts + 1, 2) the first segment of each part, and the part's newest row in `holders`
+            (-1 for no row). The segments of a part end where the segments of the next part begin.
+        segments: (segments, 3 + units) low, high and home: keys [low, high) of a part lie on rank
+            home. Then, for each unit, the position up to which home has sent these keys to it.
         pieces: (pieces, 3) the part of each piece, and its rows [first, last) that are not moved.
         ranks: (13, ranks) seconds of compute and traffic; transient bytes; end, T, and the latest
             useful end in seconds; relative speed; seconds of a byte on each link; and 1 for ranks
@@ -123,9 +122,9 @@ def solve_rows(
     """Return how many rows before position `end` take `seconds` together. The time of a row is its
     compute plus `row_seconds`.
 
-    The result is a very large number if all rows together take less. All rows that see a whole
-    window cost the same. Without a window, the n rows before position b have n b - n (n - 1) / 2
-    pairs.
+    The result is a very large number if all rows before `end` together take less. All rows that see
+    a whole window cost the same. Without a window, the n rows before position b have
+    n b - n (n - 1) / 2 pairs.
     """
     if seconds <= 0:
         return 0.0
@@ -174,9 +173,11 @@ class _Links(NamedTuple):
     """Seconds for which the links of a home and of a server are busy if a tail moves with its keys.
 
     Attributes:
-        arrive, leave: seconds of the link on which rows arrive at the server, and of the link on
-            which they leave the home, before any row of the tail is counted.
-        other_arrive, other_leave: seconds of the busiest other link of the server, and of the home.
+        arrive: busy seconds of the link on which the tail arrives at the server. Keys are counted,
+            rows are not.
+        leave: the same for the link on which the tail leaves the home.
+        other_arrive, other_leave: busy seconds of the busiest other link of the server, and of the
+            home.
         row_arrive, row_leave: seconds that each row adds to `arrive` and to `leave`.
         key_seconds, keys: seconds of all keys that the server receives, and number of keys that its
             pool lacks.
@@ -306,8 +307,8 @@ def weigh_tail(batch: Batch, piece: int, source: int, server: int) -> tuple[floa
     start, end = batch.pieces[piece, FIRST], batch.pieces[piece, LAST]
     goal = ranks[LATEST, source] * (1 - CLOSE)
     links = _weigh_links(batch, piece, source, server)
-    # The tail begins at a multiple of the grid: the first one from which the server can take all
-    # rows or, if the source needs to give fewer rows, the last one that gives enough.
+    # The tail has as many rows as the server can take, but no more than the source needs to give.
+    # Its first row is rounded to the grid: up if the server sets the limit, else down.
     first = end - _count_taken(batch, piece, source, server, links)
     row = start if first <= start else int(-(-first // batch.grid)) * batch.grid
     wanted = end - _count_given(batch, piece, source, goal, links)

@@ -8,7 +8,7 @@ with the fewest seconds of exchange and of repeated work for each second that it
 
 All ranks make the same moves, because this module uses IEEE double arithmetic in a fixed order.
 numba compiles the code at the first call. It keeps the machine code next to the source or in the
-user's cache, under a name with a hash of the sources. If numba is told to compile nothing, the code
+user's cache, under a name with a hash of the sources. If compilation by numba is disabled, the code
 runs in Python and makes the same moves.
 """
 
@@ -57,8 +57,8 @@ from hf_distca.schedule.tails import (
     weigh_tail,
 )
 
-# The most pieces of a rank that are tried for one move, and the most ranks with keys of a piece
-# that are tried as the server of its tail.
+# For one move, a rank tries `_MOST_PIECES` pieces, and further pieces only until it finds a tail.
+# As servers of a tail, it tries at most `_MOST_HOLDERS` of the ranks with keys of the document.
 _MOST_PIECES, _MOST_HOLDERS = 4, 2
 
 
@@ -121,7 +121,7 @@ def _make_move(batch: Batch, piece: int, source: int, server: int, row: int) -> 
     cost, ranks, part = batch.cost, batch.ranks, batch.pieces[piece, PART]
     heads, start, end = batch.heads[part], batch.pieces[piece, FIRST], batch.pieces[piece, LAST]
     query, key, sent_query, sent_key = batch.transient
-    is_windowed = end >= cost.window  # each row added in front then needs one more key
+    is_windowed = end >= cost.window  # if so, each row added in front needs one more key
     before = estimate_slice_seconds(cost, heads, start, end)
     after = estimate_slice_seconds(cost, heads, start, row)
     ranks[COMPUTE, source] -= (before - after) / ranks[SPEED, source]
@@ -215,10 +215,11 @@ def _make_moves(batch: Batch, order: IntArray, inside: bool) -> None:
     """Make the moves of a trial. The time T of each rank is in `batch.ranks[LATEST]`.
 
     Args:
-        batch: changed by the moves. If a rank ends after `batch.ranks[USEFUL]`, the trial sets T to
-            infinity: for all ranks or, inside nodes, for the ranks of its node.
-        order: ranks in the order in which they give tails, the latest first. If it is empty, all
-            ranks get the keys from other ranks that their own rows need. This precedes all trials.
+        batch: changed by the moves. If a rank still ends after `batch.ranks[USEFUL]`, the trial
+            stops: T becomes infinite for all ranks or, if `inside` is true, for those of its node.
+        order: ranks in the order in which they give tails, beginning with the rank that ends last.
+            An empty order prepares a batch for its trials: no rank gives tails, but each rank gets
+            the keys of other ranks that its own rows need.
         inside: whether ranks give tails only to ranks of their node.
     """
     if not len(order):
