@@ -263,7 +263,7 @@ def _find_starts(tokens: RowTokens, lengths: IntArray | None, *, has_positions: 
         raise LayoutError(
             f"attention_mask[{tokens.index[holes[0] - 1] + 1}] of a document is 0, between tokens"
             f" {tokens.index[0]} and {tokens.index[-1]}. Padding is only allowed before and after"
-            " the tokens. Give the parts as separate documents."
+            " the tokens. Split the document there into separate documents."
         )
     if lengths is None:
         return starts

@@ -82,7 +82,7 @@ def check_head(model: object) -> None:
     if name is not None:
         raise UnsupportedError(
             f"{name} learns labels of rows or of tokens, but dealt and packed documents have the "
-            "labels of next tokens, so it would train on the wrong labels. Give it padded "
+            "labels of next tokens, so the model would train on the wrong labels. Give it padded "
             "batches, made by DataCollatorWithPadding or "
             'DataCollatorForTokenClassification: attn_implementation="distca" balances these too.'
         )

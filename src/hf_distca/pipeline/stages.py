@@ -138,7 +138,7 @@ def split(
     if not isinstance(model, PreTrainedModel):
         raise ConfigError(
             f"split() got a {type(model).__name__}: give it the model of transformers itself, and"
-            " wrap the module of the stage that it returns."
+            " wrap stage.submod of the returned stage instead."
         )
     if any(
         isinstance(part, (FSDPModule, FullyShardedDataParallel, DistributedDataParallel))
