@@ -136,7 +136,8 @@ def test_a_longer_document_is_cut_or_refused_and_said_once(
         assert [record.getMessage() for record in caplog.records][:1] == [
             "2 of 5 documents are longer than a global batch of 100 tokens (ranks x"
             " tokens_per_rank); document 1 has 250. They are cut: each piece is a separate"
-            " document. With tokens_per_rank 2.5 times as large, none would be."
+            " document. With tokens_per_rank 2.5 times as large, a global batch would have room"
+            " for the longest document."
         ]
         assert len(caplog.records) == 1 + (fill == "whole"), "and one of padding"
         caplog.clear()
@@ -202,7 +203,7 @@ def test_bad_arguments_are_refused() -> None:
     for lengths in ([], [0, 0], [-1, 3], [1.5], [[1]]):
         with pytest.raises(LayoutError):
             GlobalBatches(lengths, 4, fill="whole")
-    with pytest.raises(IndexError, match="no global batch 2 in an epoch of 2 batches"):
+    with pytest.raises(IndexError, match="no global batch 2: an epoch has 2, numbered from 0"):
         GlobalBatches([5, 5], 4).get_pieces(0, 2)
 
 

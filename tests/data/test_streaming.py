@@ -177,7 +177,7 @@ def test_a_worker_that_cannot_be_hidden_is_refused(monkeypatch: pytest.MonkeyPat
     assert len(list(stream)) > 0
     monkeypatch.setattr(streaming, "get_worker_info", lambda: SimpleNamespace(id=0, num_workers=1))
     with pytest.raises(
-        ConfigError, match=r"torch still reports the loader worker .* num_workers=0"
+        ConfigError, match=r"torch's worker info could not be hidden .* num_workers=0"
     ):
         list(stream)
 

@@ -185,8 +185,8 @@ def test_tokens_that_a_mask_leaves_out_are_no_targets(names: tuple[str, ...]) ->
             "seq_lengths .*have the lengths",
         ),
         ({"attention_mask": [1, 1, 1, -1, -1, -1, -1, -1]}, r"attention_mask\[0, 3\] is -1"),
-        ({"shift_labels": IDS}, "'shift_labels', which tells what its documents or targets are"),
-        ({"seq_idx": [0] * 8}, "'seq_idx', which tells what its documents or targets are"),
+        ({"shift_labels": IDS}, "'shift_labels', which tells what the documents or targets are"),
+        ({"seq_idx": [0] * 8}, "'seq_idx', which tells what the documents or targets are"),
         ({"distca_documents": PackedDocuments((3, 5))}, "'distca_documents', which tells"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, dict) else "",
@@ -335,7 +335,7 @@ def test_positions_that_skip_some_are_one_document_and_stay() -> None:
         {"input_ids": IDS, "position_ids": [0, 1, 2, 0, 1, 2, 3, 4]}
     )
     assert [document.check_positions() for document in counted] == [None, None]
-    with pytest.raises(LayoutError, match=r"go from 2 to 30: dealing would lose such positions"):
+    with pytest.raises(LayoutError, match=r"go from 2 to 30, but dealing makes positions"):
         collator.read_feature_documents({"input_ids": IDS, "position_ids": rows["jumps"]})[
             0
         ].check_positions()

@@ -296,7 +296,7 @@ def refusals(rank: int) -> None:
         (("group_size", 1), "group_size=1.*Leave group_size out"),
         (
             ("documents_span_ranks", True),
-            "documents_span_ranks=True.*distca_documents with numbers",
+            "documents_span_ranks=True.*distca_documents of shares",
         ),
     ):
         configure(Case(settings=(setting,)))

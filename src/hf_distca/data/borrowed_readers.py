@@ -41,8 +41,7 @@ def count_split_ranks(stream: Any) -> int:
 
 
 def get_row_indices(documents: Any) -> Any:
-    """Return a table whose first column gives, for each row of a data set, its index among the
-    stored rows.
+    """Return the indices of a data set's rows among the stored rows, as a table with one column.
 
     Return None if the data set has all stored rows in their stored order.
     """

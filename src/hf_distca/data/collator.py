@@ -43,8 +43,9 @@ class DocumentTokens(NamedTuple):
             token = int(jumps[0])
             raise LayoutError(
                 f"positions of a document go from {self.positions[token]} to "
-                f"{self.positions[token + 1]}: dealing would lose such positions. Train with "
-                "PackingCollator, which keeps them, and with documents that fit on a rank."
+                f"{self.positions[token + 1]}, but dealing makes positions consecutive. Train "
+                "with PackingCollator, which keeps positions, and with documents that fit on a "
+                "rank."
             )
 
 
@@ -65,13 +66,13 @@ class PackingCollator:
     """Collator that packs the documents of a batch into one row, without padding.
 
     A feature is a row of tokens, ``{"input_ids": [...]}``, or a list of documents, ``{"documents":
-    [[...], [...]]}``. A row is one document, unless it has ``seq_lengths`` (the number of tokens of
-    each document), ``position_ids``, or an ``attention_mask`` with numbers above 1. These tell
-    which documents are in the row. A row may have ``labels``. Without them, a token is a target if
-    ``completion_mask`` and ``assistant_masks`` are 1; without these masks, every token is a target.
-    Padding, where ``attention_mask`` is 0, is removed. Each column is a flat list, numpy array or
-    tensor of integers. Documents without tokens are dropped. Other columns of numbers raise an
-    error if they are inputs of the model, or if no model is given.
+    [[...], [...]]}``. A row is one document, unless several documents are marked by ``seq_lengths``
+    (the number of tokens of each document), by ``position_ids``, or by an ``attention_mask`` with
+    numbers above 1. A row may have ``labels``. Without labels, the targets are the tokens for which
+    every given mask (``completion_mask``, ``assistant_masks``) is 1, or all tokens if no mask is
+    given. Tokens whose ``attention_mask`` is 0 are padding, and are removed. Each column is a flat
+    list, numpy array or tensor of integers. Documents without tokens are dropped. Other columns of
+    numbers raise an error if they are inputs of the model, or if no model is given.
 
     With a data set of shares (`hf_distca.document_shares`), a batch is exactly one share, which is
     already packed.
@@ -84,7 +85,8 @@ class PackingCollator:
     - ``input_ids``.
     - ``labels``. The label of the first token of each document is -100, because no token of the
       document comes before it.
-    - ``position_ids``, from 0 in each document, with any gaps that the row's positions have.
+    - ``position_ids``. They count from 0 in each document, and skip the positions that the
+      ``position_ids`` of the row skip.
     - ``shift_labels``, only for a share: for each token, the label of the next token, even if that
       token is on another rank.
 
@@ -161,9 +163,9 @@ def _warn_of_no_targets(tokens: int) -> None:
     if not _warnings_given:
         _warnings_given.add("no targets")
         _log.warning(
-            "none of the %d tokens of a batch is a target: labels are %d, or completion_mask and "
-            "assistant_masks 0, throughout. Its loss is nan, or trains nothing. This is logged "
-            "once.",
+            "none of the %d tokens of a batch is a target: all labels are %d, or "
+            "completion_mask and assistant_masks select no token. The loss of such a batch is nan, "
+            "or trains nothing. This is logged once.",
             tokens,
             IGNORED_LABEL,
         )
@@ -245,10 +247,10 @@ def read_feature_documents(
 
 
 def _find_starts(tokens: RowTokens, lengths: IntArray | None, *, has_positions: bool) -> IntArray:
-    """Find the tokens of a row, without padding, at which documents begin.
+    """Find the index of the first token of each document in a row. Padding is not counted.
 
-    Documents begin where `lengths` says. If `lengths` is None, they begin where positions and mask
-    say. A row without any of these is one document.
+    `lengths` decides where documents begin, or the positions and mask if `lengths` is None. A row
+    without any of these is one document.
     """
     if has_positions and tokens.position[:1].any():
         raise LayoutError(
@@ -261,7 +263,7 @@ def _find_starts(tokens: RowTokens, lengths: IntArray | None, *, has_positions: 
         raise LayoutError(
             f"attention_mask[{tokens.index[holes[0] - 1] + 1}] of a document is 0, between tokens"
             f" {tokens.index[0]} and {tokens.index[-1]}. Padding is only allowed before and after"
-            " the tokens. Give the parts as separate documents."
+            " the tokens. Split the document there into separate documents."
         )
     if lengths is None:
         return starts

@@ -40,7 +40,7 @@ InputNames = tuple[str, ...] | None
 
 
 def read_input_names(model: Any) -> InputNames:
-    """Read the argument names of a model's forward, or of the model inside an adapter or wrapper.
+    """Read the argument names of a model's forward, after removing adapters and wrappers.
 
     Return None for objects that are not models, such as a config.
 
@@ -64,24 +64,25 @@ def read_input_names(model: Any) -> InputNames:
     return names or None
 
 
-# Matches names of transformers' classes of models that do not learn to predict next tokens.
+# Matches the class names of transformers models that do not learn to predict next tokens.
 _OTHER_HEADS = re.compile(
     r"For(\w*(Classification|Regression|Prediction)|QuestionAnswering|MultipleChoice|MaskedLM)"
 )
 
 
 def check_head(model: object) -> None:
-    """Raise if a model does not learn to predict next tokens, the labels in batches of documents.
+    """Raise unless a model learns to predict next tokens. Dealt and packed batches have no labels
+    for anything else.
 
     Raises:
-        UnsupportedError: if the model learns labels of rows or of tokens.
+        UnsupportedError: if the model learns labels of rows or of tokens, like a classifier.
     """
     model_class: Any = type(model)  # `Any` avoids a false error from mypy
     name = find_other_head(model_class)
     if name is not None:
         raise UnsupportedError(
             f"{name} learns labels of rows or of tokens, but dealt and packed documents have the "
-            "labels of next tokens, so it would train on the wrong labels. Give it padded "
+            "labels of next tokens, so the model would train on the wrong labels. Give it padded "
             "batches, made by DataCollatorWithPadding or "
             'DataCollatorForTokenClassification: attn_implementation="distca" balances these too.'
         )
@@ -89,7 +90,7 @@ def check_head(model: object) -> None:
 
 @cache
 def find_other_head(model_class: Any) -> str | None:
-    """Return the first name that matches `_OTHER_HEADS` among those of a class and its bases.
+    """Search the names of a class and its bases for one that matches `_OTHER_HEADS`.
 
     Return None if no name matches.
     """
@@ -139,7 +140,7 @@ def check_column(
     checks = (
         (
             name in _REFUSED_COLUMNS,
-            ", which tells what its documents or targets are, and",
+            ", which tells what the documents or targets are, and",
             "Give documents with their labels, and remove the column, or use another collator.",
         ),
         (
@@ -150,8 +151,8 @@ def check_column(
         (
             inputs is None and has_numbers,
             " of numbers, which may be an input of the model and",
-            "Remove the column; or pass the model, as in PackingCollator(model): columns that "
-            "its forward does not take are left out.",
+            "Remove the column, or pass the model, as in PackingCollator(model): columns that "
+            "the model's forward does not take are left out.",
         ),
         (
             name in (inputs or ()),

@@ -138,7 +138,9 @@ class GlobalBatches:
             IndexError: if there is no such batch.
         """
         if not 0 <= number < len(self):
-            raise IndexError(f"no global batch {number} in an epoch of {len(self)} batches.")
+            raise IndexError(
+                f"there is no global batch {number}: an epoch has {len(self)}, numbered from 0."
+            )
         if self._epoch is None or self._epoch[0] != epoch:
             count = len(self._length)
             whole = self.fills_whole
@@ -199,8 +201,8 @@ class GlobalBatches:
         if not quiet and len(used) > (1 + _MUCH_PADDING) * least:
             _log.warning(
                 "%.1f %% of the tokens of %d global batches are padding, because documents are too"
-                " long to fill batches of %d tokens well. Raise tokens_per_rank; or set"
-                ' fill="cut", which needs no padding, and cuts the last document of each batch.',
+                " long to fill batches of %d tokens well. Raise tokens_per_rank, or set"
+                ' fill="cut", which needs no padding but cuts the last document of each batch.',
                 *(100 * lengths.sum() / (len(used) * self.tokens), len(used), self.tokens),
             )
 
@@ -223,7 +225,7 @@ class GlobalBatches:
         if not quiet:
             _log.warning(
                 "%s. They are cut: each piece is a separate document. With tokens_per_rank %.1f"
-                " times as large, none would be.",
+                " times as large, a global batch would have room for the longest document.",
                 description,
                 math.ceil(10 * self._length[longest] / self.tokens) / 10,
             )
@@ -263,10 +265,10 @@ def _pack_documents(lengths: IntArray, tokens: int, *, quiet: bool) -> IntArray:
         quiet: show no progress bar.
 
     Returns:
-        The number of each document's batch, (documents,) int64.
+        The index of each document's batch, (documents,) int64.
     """
-    # A sorted list of open batches. Each entry is a batch's free tokens, the negative time of its
-    # last change, and its number.
+    # Open batches as (free tokens, -time of the last change, index), sorted. Among batches with the
+    # same free tokens, the one that changed last comes first.
     open_batches: list[tuple[int, ...]] = []
     batches: list[int] = []  # batch of each document so far
     batch_count = 0

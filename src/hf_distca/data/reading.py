@@ -177,7 +177,7 @@ def is_stored_dataset(documents: Any) -> bool:
 
 def is_datasets_class(name: str, documents: object) -> bool:
     """Return whether documents are an instance of a class of `datasets`, such as ``"Dataset"``."""
-    datasets = sys.modules.get("datasets")  # if None, no object can be of its classes
+    datasets = sys.modules.get("datasets")  # None if nothing imported it
     return datasets is not None and isinstance(documents, getattr(datasets, name, ()))
 
 
@@ -187,9 +187,9 @@ def read_document_lengths(
     """Read the number of tokens of each document, (documents,) int64; 0 for missing documents.
 
     Args:
-        documents: a `datasets.Dataset`, or a sequence of documents, which are rows with the column
-            or tokens themselves. Only the column's offsets are read of a `datasets.Dataset`, but
-            every document of a sequence is read.
+        documents: a `datasets.Dataset`, or a sequence. Each item of a sequence is tokens, or a row
+            with the column. A sequence is read in full. From a `datasets.Dataset`, only the offsets
+            of the column are read.
         column: column of the tokens.
         lengths: the lengths, the name of a column of lengths, or None if they are unknown.
         quiet: show no progress bar.
@@ -349,10 +349,10 @@ class DocumentPiece:
                 place = f"at token {positions[wrong[0]]}"
                 if name == "position_ids":
                     raise LayoutError(
-                        f"position_ids of a document are not consecutive from 0 {place}: either "
-                        "the row was packed already, and would be dealt as one document, or it "
-                        "skips positions, which a cut would lose. Give its documents one by one, "
-                        "without position_ids."
+                        f"position_ids of a document are not consecutive from 0 {place}. If the "
+                        "row was packed already, it would be dealt as one document. If its "
+                        "document skips positions, a cut would lose the gaps. Give documents one "
+                        "by one, without position_ids."
                     )
                 remedy = _PACKED_MASK_REMEDY if value else _PADDING_REMEDY
                 raise LayoutError(f"{name} of a document is {int(value)} {place}: {remedy}")
@@ -391,8 +391,8 @@ class DocumentPiece:
         values = convert_integers(column, name)  # raises if the column is one number
         if len(values) != end - begin:
             raise LayoutError(
-                f"the {name} of a document end before token {self.start + end}, although its "
-                "length or its other columns say that it has more tokens."
+                f"the {name} of a document end before token {self.start + end}, but by its length "
+                "or other columns, the document has more tokens. Give one value for each token."
             )
         return values
 

@@ -69,11 +69,11 @@ class StepPlaces:
     def place(self, work: IntArray) -> IntArray:
         """Find an order of rows in which nodes have about equal work in each micro-batch.
 
-        Rows are divided into parts, each for one node in one micro-batch. The heaviest rows come
-        first. Each row goes to the part that has the least work and still has room. Parts stay
-        uneven if one row has more work than the average part. The heaviest parts then go to the
-        same micro-batches, so that fewer light parts wait for heavy ones. Rows keep their order if
-        the new order is not better.
+        Rows are divided into parts, one for each node in each micro-batch. Each row, from the
+        heaviest to the lightest, goes to the part that has the least work and still has room. Parts
+        stay uneven if one row has more work than the average part. Because light parts wait for
+        heavy parts, the parts of a micro-batch are chosen to have similar work. Rows keep their
+        order if the new order is not better.
 
         Args:
             work: (rows,) int64 work of each row. The rows are one or more whole micro-batches.
@@ -106,13 +106,13 @@ class RowPlacement(BatchSampler):
     step and their work, so it is the same on all ranks.
 
     This sampler yields the batches of all ranks, which `accelerate.data_loader.BatchSamplerShard`
-    expects. Ranks take batches in turn, or share each batch with ``split_batches``. The inner
+    expects. Ranks take batches in turn; with ``split_batches``, they divide each batch. The inner
     sampler decides about epochs, seeds, and the batches that a resumed run skips. Each epoch begins
     with a new step.
 
     Args:
-        batch_sampler: makes batches of row numbers. All but the last have ``batch_size`` rows.
-        work: (rows of the data set,) attention of each row, in any unit.
+        batch_sampler: makes batches of row indices. All but the last have ``batch_size`` rows.
+        work: (rows of the data set,) attention work of each row, in any unit.
         places: places of the rows of a step. Its ``micro_batch_rows`` must be a multiple of
             ``batch_size``.
         even_batches: fill the last micro-batch of an epoch with the epoch's first rows, as
@@ -141,8 +141,8 @@ class RowPlacement(BatchSampler):
         if not size or places.micro_batch_rows % size:
             raise ConfigError(
                 f"batches of {size} rows do not make micro-batches of {places.micro_batch_rows} "
-                f"rows ({places.ranks} ranks with {places.rows_per_rank} rows each). The number of "
-                "rows of a batch must divide that of a micro-batch."
+                f"rows ({places.ranks} ranks with {places.rows_per_rank} rows each). Choose a "
+                "batch size that divides the rows of a micro-batch."
             )
         self.batch_sampler = batch_sampler
         self.places = places
@@ -154,13 +154,13 @@ class RowPlacement(BatchSampler):
 
     def __getattr__(self, name: str) -> Any:
         # Accelerate and the Trainer call `set_epoch` of the inner sampler, if it has one.
-        if name == "batch_sampler":  # A new copy lacks this attribute at first.
+        if name == "batch_sampler":  # Not set yet in a new copy: avoid recursion.
             raise AttributeError(name)
         return getattr(self.batch_sampler, name)
 
     @property
     def sampler(self) -> Any:
-        """Sampler of the inner batch sampler. Accelerate sets one that is equal on all ranks."""
+        """Sampler of the inner batch sampler. Accelerate replaces it, so that all ranks agree."""
         return self.batch_sampler.sampler
 
     @sampler.setter
@@ -228,17 +228,17 @@ def find_row_documents(
     Args:
         rows: a `datasets.Dataset`, or a sequence of mappings. A column ``documents``,
             ``seq_lengths`` or ``position_ids`` tells where documents begin, as for
-            `PackingCollator`. Without such a column, a row is one document. Only that column is
-            read from a `datasets.Dataset`.
+            `PackingCollator`. Without such a column, each row of ``input_ids`` is one document. No
+            other columns are read from a `datasets.Dataset`.
         end_of_document: id of the last token of each document. If given, documents are found in
             ``input_ids`` instead.
         quiet: show no progress bar.
 
     Returns:
-        The number of tokens of each document, and the number of its row, (documents,) int64 each.
+        The number of tokens of each document, and the index of its row, (documents,) int64 each.
 
     Raises:
-        LayoutError: if rows have none of these columns.
+        LayoutError: if rows are not mappings, or have no column that tells their documents.
     """
     column = _choose_column(rows, end_of_document)
     if column == "input_ids" and end_of_document is None:
@@ -295,7 +295,7 @@ def _find_starts(values: IntArray, count: IntArray, end_of_document: int | None)
 
 
 def _read_blocks(rows: Any, column: str, *, quiet: bool) -> Iterator[tuple[IntArray, IntArray]]:
-    """Yield the numbers in a column, in blocks of rows, with the count of numbers in each row.
+    """Read a column in blocks of rows. Yield the numbers in a block, and their count in each row.
 
     For the column ``documents``, the numbers are the lengths of the documents.
     """

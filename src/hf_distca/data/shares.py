@@ -50,7 +50,7 @@ class EpochMixin:
 
 
 class Shares(EpochMixin):
-    """Shares of all global batches. Item ``k * ranks + r`` is the share of rank r of batch k.
+    """Shares of all global batches. Item ``k * ranks + r`` is rank r's share of batch k.
 
     Accelerate reads items in this order, with batches of one item, so each process gets the shares
     of its rank. A share is a dictionary of int64 tensors (tokens_per_rank,):
@@ -75,7 +75,7 @@ class Shares(EpochMixin):
     Args:
         documents: see `DocumentReader`.
         batches: the pieces of each global batch.
-        deal_settings: settings for dealing global batches of the same number of tokens.
+        deal_settings: settings for dealing, with as many tokens per global batch as `batches`.
         column: column of the tokens.
         pad_token_id: token id of padding.
         inputs: input names of the model that trains on the shares.
@@ -142,7 +142,8 @@ def cut_share(
     Args:
         packed: the runs of tokens of this rank. Its ``documents`` are keys of `pieces`, and its
             ``starts`` are positions in these pieces.
-        pieces: the pieces of the global batch of which this rank has tokens.
+        pieces: the pieces that have tokens on this rank, by index in the global batch. More pieces
+            may be given.
         pad_token_id: token id of padding.
 
     Raises:
@@ -278,8 +279,8 @@ def _iterate_undivided(documents: Iterable[Any]) -> Iterator[Any]:
     with hide_worker_info():
         if get_worker_info() is not None:
             raise ConfigError(
-                "torch still reports the loader worker that reads documents, so they may be "
-                "divided among workers. Set num_workers=0."
+                "torch's worker info could not be hidden from the documents, so they may be "
+                "divided among loader workers. Set num_workers=0."
             )
         iterator = iter(documents)
     end = object()

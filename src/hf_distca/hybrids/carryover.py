@@ -2,8 +2,8 @@
 exchange brings each segment the rows (states or tokens) that it needs from earlier segments.
 
 Forward sends rows to every rank that needs them. Backward sends the gradients of received rows back
-to the ranks that sent the rows. These ranks add up the gradients in the order of ranks, so that
-sums are the same in every run.
+to the ranks that sent the rows. Gradients are always added in rank order, so that sums are the same
+in every run.
 
 Every rank must run the exchange, forward and backward, even if it sends and receives no rows. For
 autograd to run the backward on every rank, the exchange needs an input that requires a gradient and
@@ -85,8 +85,8 @@ class RecurrentKernel(Protocol):
         Args:
             inputs: inputs of all documents.
             lengths: number of tokens of each document, at least 1.
-            states: the state that each document starts with, in the shape and dtype of
-                `make_no_states` of the inputs; None for zeros.
+            states: initial states, (documents, ...), with the dtype and other dimensions of
+                `inputs.make_no_states()`; None for zeros.
             final_states: whether `RuleOutputs.states` are needed.
         """
 
@@ -294,14 +294,14 @@ def exchange_states(
     """Bring rows to the ranks that need them. Nothing is exchanged if no document of the
     micro-batch lies on several ranks.
 
-    Every rank of the group must call it at the same point, forward and backward.
+    Every rank of the group must call this function at the same point, forward and backward.
 
     Args:
         segments: segments of this rank.
-        held: tensors whose rows are `RowNeeds.held`. Dtypes and row shapes must be equal on all
-            ranks.
+        held: tensors with one row for each key of `RowNeeds.held`. Dtypes and row shapes must be
+            equal on all ranks.
         needed: the `RowNeeds` of each tensor of `held`.
-        inputs: inputs of the layer, which need a gradient on every rank or on none.
+        inputs: inputs of the layer. They must require a gradient on every rank, or on no rank.
         stored: keeps received rows for activation checkpointing, so that the recompute exchanges
             nothing.
 
@@ -325,12 +325,12 @@ def compute_starting_states(
     carried: Summaries,
     move: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
 ) -> dict[int, torch.Tensor]:
-    """Compute the state at the start of each segment of this rank that is not the first of its
-    document. The result maps the segment's index in `Segments.here` to the state.
+    """Compute the state before each segment of this rank, except the first segments of documents.
+    Return the states by the segment's index in `Segments.here`.
 
     Args:
         segments: segments of this rank.
-        carried: summaries of the earlier segments, from the rows that `exchange_states` returned.
+        carried: summaries of earlier segments: the rows that `exchange_states` returned.
         move: applies a transition to a state: (transition, state) -> state.
     """
     states: dict[int, torch.Tensor] = {}

@@ -32,10 +32,10 @@ def compute_causal_convolution(
     """Compute a causal convolution of this rank's tokens. The first tokens of a document see zeros
     before them.
 
-    Every rank of the group must call it at the same point, forward and backward.
+    Every rank of the group must call this function at the same point, forward and backward.
 
     Args:
-        x_BCT: rows of the tokens of `segments`, in their order; B is 1, and T may be 0.
+        x_BCT: input for the tokens of `segments`, in their order; B is 1, and T may be 0.
         convolve: the model's own function, activation included. It maps (1, C, any T) to the same
             shape, and puts zeros in front of the first token.
         width: W; a token sees the `width - 1` tokens before it.
@@ -86,8 +86,8 @@ def _convolve_segments(
     size: int,
     halos: Mapping[int, torch.Tensor] = MappingProxyType({}),
 ) -> torch.Tensor:
-    """Convolve all segments in one call. Before each segment are `size` tokens: zeros, then its
-    halo.
+    """Convolve all segments in one call. Each segment follows its halo, which is padded with zeros
+    in front to `size` tokens.
     """
     if not segments.here:
         return convolve(append_token(x_BCT, 2))[..., :0]

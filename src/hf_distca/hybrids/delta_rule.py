@@ -112,7 +112,7 @@ def compute_gated_delta_rule(
     """Compute the rule for this rank's tokens. Each document starts with a state of zeros. Its
     segments may lie on several ranks.
 
-    Every rank of the group must call it at the same point, forward and backward.
+    Every rank of the group must call this function at the same point, forward and backward.
 
     Args:
         inputs: inputs for the tokens of `segments`, in their order; T may be 0.

@@ -139,7 +139,7 @@ def _replace_functions(name: str) -> None:
     if not hasattr(module, model) or not set(functions) <= vars(module).keys() & set().union(
         *used_names.values()
     ):
-        return  # a version of transformers whose layers mix tokens in another way
+        return  # layers of this version of transformers do not mix tokens with these functions
     for function in functions:
         setattr(module, function, _run_along_segments(getattr(module, function), function))
     for mixer in mixers:

@@ -24,14 +24,14 @@ class RecurrentRows:
 
     Args:
         documents: documents of the batch.
-        shape: number of rows of the batch, and of tokens of a row.
+        shape: (rows, tokens of a row) of the batch.
         segments: segments of all rows, in their order; None if layers run along rows as usual,
             because each row is one document.
 
     Attributes:
         used_functions: names of the functions that have run along segments.
-        stores: tensors that functions received from other ranks in this micro-batch, by the name
-            of the function.
+        stores: by function name, the tensors that the function received from other ranks in this
+            micro-batch.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class RecurrentRows:
         return self._make_once(tuple(lengths), device, lambda: np.cumsum([0, *lengths]))
 
     def make_seq_idx(self, device: torch.device) -> torch.Tensor:
-        """Return the segment number of each token: (batch, length) int32."""
+        """Return the index of each token's segment: (batch, length) int32."""
         lengths = () if self.segments is None else self.segments.lengths
         numbers = np.arange(len(lengths), dtype=np.int32)
         return self._make_once(

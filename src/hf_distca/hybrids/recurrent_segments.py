@@ -75,7 +75,7 @@ def make_recurrent_rows(
     if segments is not None and cache is not None:
         raise UnsupportedError(
             f"{type(model).__name__} got past_key_values, and {len(documents.runs)} packed"
-            f" documents in {batch_size} rows: a cache does not keep their states apart. Leave"
+            f" documents in {batch_size} rows: a cache has only one state for each row. Leave"
             " past_key_values out."
         )
     return RecurrentRows(documents, (batch_size, length), segments)

@@ -1,4 +1,4 @@
-"""The segments of documents that a rank holds, and the ranks that hold the other segments of these
+"""The segments of documents on one rank, and the ranks that hold the other segments of these
 documents.
 """
 
@@ -57,7 +57,7 @@ class RowNeeds:
     @classmethod
     def from_triples(cls, rank: int, needs: Iterable[tuple[int, int, StateKey]]) -> RowNeeds:
         """Build from triples (rank that needs a row, rank that holds it, key of the row), in any
-        order. Triples without this rank may be left out.
+        order. Triples in which `rank` does not occur may be left out.
         """
         unique = set(needs)
         held = tuple(
@@ -85,14 +85,14 @@ class Segments:
 
     Attributes:
         here: the segments of this rank in token order.
-        cut: all segments, in order of position, of each document that has several segments and at
-            least one of them on this rank.
+        cut: documents that have several segments, at least one of them on this rank. The values
+            are all segments of the document, in order of position.
         exchanges: whether any document of the micro-batch lies on several ranks; the same on every
             rank.
         group: the ranks of the layout.
         meter: counts exchanges and their bytes.
         name: name of the micro-batch, the same on every rank, for errors.
-        numbers: counts the exchanges of the micro-batch.
+        numbers: yields an index for each exchange of the micro-batch, for errors.
         layouts: message layouts that were built before, for reuse.
     """
 

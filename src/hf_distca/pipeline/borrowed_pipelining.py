@@ -81,13 +81,13 @@ class OneStageSchedule(PipelineScheduleSingle):
 
 
 def has_adapters(model: Any) -> bool:
-    """Return whether a model of transformers has adapters. If so, it saves only its adapters."""
+    """Return whether a transformers model has adapters. Such a model saves only its adapters."""
     return bool(getattr(model, "_hf_peft_config_loaded", False))
 
 
 def unwrap_peft(model: Any) -> Any:
-    """Return the model of transformers inside a model of peft, and mark it as a model with
-    adapters, like `add_adapter` of transformers. Return any other model as it is.
+    """Return the transformers model inside a model of peft, after setting the flag by which
+    transformers recognizes adapters. Return any other model as it is.
 
     Raises:
         UnsupportedError: if the adapter is a prompt, which belongs to no layer.

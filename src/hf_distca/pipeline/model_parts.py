@@ -37,7 +37,7 @@ _ACTIVE_EXPERTS = ("num_experts_per_tok", "moe_topk", "top_k_experts")
 
 
 def check_split(model: PreTrainedModel) -> None:
-    """Raise unless a model is known to compute the same in stages.
+    """Raise unless a model is known to give the same results when it is split into stages.
 
     Raises:
         ConfigError: if the model's attention is not distca's.
@@ -181,8 +181,8 @@ def _find_first_number(config: object, names: Sequence[str]) -> int:
 
 
 def divide_layers(costs: Sequence[float], stages: int) -> list[int]:
-    """Return the number of layers of each stage, at least one, such that the most expensive stage
-    is as cheap as possible.
+    """Choose the number of layers of each stage, at least one, so that the most expensive stage is
+    as cheap as possible.
     """
     if not 1 <= stages <= len(costs):
         raise ConfigError(

@@ -204,8 +204,8 @@ class StageAttention(LayerPlanner):
         )
 
     def serve(self, parts: Sequence[CallPart], *, backward: bool) -> None:
-        """Serve other stages in a call, or in the calls of two nano-batches in turns. This rank has
-        no rows of its own in these calls.
+        """Serve other stages in one call, or in the interleaved calls of two nano-batches. In these
+        calls, this rank has no rows of its own.
         """
         with torch.no_grad():
             begun = [self._begin_serving(part, backward=backward) for part in parts]

@@ -96,7 +96,7 @@ def _collect_weights(model: StageModel) -> dict[str, torch.Tensor]:
 def _save_stage(
     model: PreTrainedModel, part: Path, weights: dict[str, torch.Tensor], kwargs: dict[str, Any]
 ) -> None:
-    """Save a stage like a separate model. By default, transformers 5.23 writes only on rank 0."""
+    """Save a stage like a separate model, even on ranks above 0, which transformers 5.23 skips."""
     writer: Any = model
     writer.should_save_on_this_rank = lambda *_, **__: True
     try:

@@ -1,9 +1,9 @@
 """`StageModel`: a causal language model of transformers that is reduced to one stage.
 
 The class of the model stays the same. Layers of other stages become modules that do nothing. So
-every layer keeps its number, by which models look up values in their config, and every weight keeps
-its name in checkpoints. Every stage also runs the model's operations before and after the layers,
-but their results are used only on the first and on the last stage.
+every layer keeps its index, which models use to look up values in their config, and every weight
+keeps its name in checkpoints. Every stage also runs the model's operations before and after the
+layers, but their results are used only on the first and on the last stage.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class StageModel(torch.nn.Module):
     Attributes:
         model: the given model, without the modules of other stages. Its weights have the same names
             as in checkpoints.
-        stage, stages: number of the stage, and the number of stages.
+        stage, stages: index of the stage, and number of stages.
         tied: whether embedding and head share their weight. If so, the first and the last stage
             have a copy each.
         facts: properties that must be equal on all ranks, by name.
@@ -131,7 +131,7 @@ class StageModel(torch.nn.Module):
         return weight
 
     def drop_embedding(self) -> None:
-        """Drop the embedding on all stages but the first. A tied head already has its weight."""
+        """Drop the embedding on all stages but the first. A tied head keeps the shared weight."""
         _replace_by_placeholders(self.model, self._before)
 
     def forward(self, inputs: torch.Tensor, **kwargs: Any) -> torch.Tensor:

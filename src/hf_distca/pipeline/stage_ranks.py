@@ -34,8 +34,8 @@ class StageFacts(NamedTuple):
     """Facts that a rank sends about its stage before the first step.
 
     Attributes:
-        stage: number of the stage.
-        copy: first rank of the copy of the model that the stage belongs to.
+        stage: index of the stage.
+        copy: first rank of the stage's copy of the model, as the identifier of this copy.
         dtype: index in `DTYPES` of the dtype of the hidden states that the stage hands on.
         trained: whether the stage's copy of a tied weight is trained; None without such a copy.
         kinds: `LayerKind.numbers` of each attention call of the stage.
@@ -116,10 +116,9 @@ def _check_settings(config: DistCAConfig, group: AttentionGroup) -> None:
         )
     if config.documents_span_ranks:
         raise UnsupportedError(
-            "documents_span_ranks=True is not supported with stages: position_ids do not tell them"
-            " on which rank a document continues. Leave it out of DistCAConfig, and give"
-            " Schedule.step distca_documents with numbers, such as the shares of"
-            " hf_distca.document_shares."
+            "documents_span_ranks=True is not supported with pipeline stages, because position_ids"
+            " do not tell on which rank a document continues. Leave it out of DistCAConfig, and"
+            " give Schedule.step the distca_documents of shares from hf_distca.document_shares."
         )
 
 

@@ -44,7 +44,7 @@ from hf_distca.runtime.group import AttentionGroup
 class Schedule(OneStageSchedule):
     """Runs the micro-batches of a step through the stages, which share their attention.
 
-    Use it in place of `torch.distributed.pipelining.Schedule1F1B`. A step has as many ticks as in
+    Use it instead of `torch.distributed.pipelining.Schedule1F1B`. A step has as many ticks as in
     1F1B. In a tick, all stages run the forward of a micro-batch, or all run a backward. So the
     attention of a layer is spread over the ranks of all stages and of all data-parallel copies. The
     price is memory: stage s of p keeps the activations of up to 2 (p - s) - 1 micro-batches,
@@ -52,7 +52,7 @@ class Schedule(OneStageSchedule):
 
     Args:
         stage: stage of this rank, from `split`.
-        n_microbatches: micro-batches of a step.
+        n_microbatches: number of micro-batches of a step.
         loss_fn: ``loss_fn(logits, target)``, run on the last stage.
         kwargs: arguments of torch's schedules. Use ``scale_grads=False`` if the loss is divided by
             the number of targets in the whole step.
@@ -101,8 +101,8 @@ class Schedule(OneStageSchedule):
             ConfigError, LayoutError: if the micro-batches are not as described here.
             UnsupportedError: in the first step, if stages cannot share the attention of the model
                 under these settings.
-            DistCADesyncError: if ranks do different things, or if a rank does not come. The error
-                names the tick, its stages and micro-batches.
+            DistCADesyncError: if ranks run different steps, or if a rank does not take part in
+                time. An error inside a tick names the micro-batch of each stage.
         """
         self._packed = distca_documents
         return super().step(*args, **kwargs)

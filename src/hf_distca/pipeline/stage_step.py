@@ -54,9 +54,9 @@ class StageStep:
     Attributes:
         documents: documents of each micro-batch on this rank.
         shape: (batch, tokens) of a micro-batch.
-        compute: function that runs a micro-batch in a tick. It takes the tick, the number of the
-            micro-batch, and the tensor from another stage (None without one). It returns the tensor
-            for the next stage.
+        compute: function that runs a micro-batch in a tick. It takes the tick, the index of the
+            micro-batch, and the tensor that arrived from another stage, or None. It returns the
+            tensor to send to the next stage.
     """
 
     stage: Stage
@@ -139,8 +139,8 @@ class StageStep:
         return leaving
 
     def _receive(self, tick: Tick, number: int) -> torch.Tensor | None:
-        """Wait for the tensor from another stage that a micro-batch needs in this tick. Return None
-        if it needs no tensor.
+        """Wait for the tensor that a micro-batch needs from another stage in this tick. Return None
+        if the micro-batch needs no tensor.
         """
         if (tick.backward, number) not in self._arriving:
             return None
@@ -149,8 +149,8 @@ class StageStep:
         return arrived.requires_grad_(bool(self.stage.has_backward) and not tick.backward)
 
     def _send(self, tick: Tick, leaving: torch.Tensor | None) -> None:
-        """Send this stage's output of a tick to the neighbour that needs it, and begin to receive
-        the output of the other neighbour.
+        """Begin to send this stage's output of a tick to the next stage, and to receive the output
+        of the previous stage. In backward, the directions are reversed.
         """
         way = -1 if tick.backward else 1
         source, target = self.stage.stage_index - way, self.stage.stage_index + way

@@ -73,7 +73,7 @@ class Stage(PipelineStage):
     def run_forward(
         self, number: int, inputs: torch.Tensor, kwargs: dict[str, Any]
     ) -> torch.Tensor:
-        """Run the forward of the micro-batch of this number, and keep the tensors for its backward.
+        """Run the forward of micro-batch `number`, and keep the tensors for its backward.
 
         Arguments and result are those of `StageModel.forward`.
         """
@@ -85,7 +85,7 @@ class Stage(PipelineStage):
     def run_backward(
         self, number: int, gradient: torch.Tensor | None, loss: torch.Tensor | None, *, last: bool
     ) -> torch.Tensor:
-        """Run the backward of the micro-batch of this number.
+        """Run the backward of micro-batch `number`.
 
         Args:
             gradient: gradient of the output; None on the last stage, which has a `loss`.
@@ -120,8 +120,8 @@ def split(
         model: a causal language model of transformers with ``attn_implementation="distca"``, or a
             model of peft around such a model.
         mesh: the pipeline dimension of a device mesh, ``mesh["pp"]``.
-        layers: number of layers of each stage. By default, the cost of a token, including the head,
-            is divided as evenly as possible.
+        layers: number of layers of each stage. By default, stages have about the same cost per
+            token, where the cost of the last stage includes the head.
 
     Returns:
         The stage of this rank. Wrap ``stage.submod`` with DDP or FSDP. Do not wrap
@@ -138,7 +138,7 @@ def split(
     if not isinstance(model, PreTrainedModel):
         raise ConfigError(
             f"split() got a {type(model).__name__}: give it the model of transformers itself, and"
-            " wrap the module of the stage that it returns."
+            " wrap stage.submod of the returned stage instead."
         )
     if any(
         isinstance(part, (FSDPModule, FullyShardedDataParallel, DistributedDataParallel))
@@ -155,9 +155,7 @@ def split(
 def _choose_layer_counts(
     model: PreTrainedModel, mesh: DeviceMesh, layers: Sequence[int] | None
 ) -> Sequence[int]:
-    """Return the number of layers of each stage, after a check that the model can be split over the
-    mesh.
-    """
+    """Check that the model can be split over the mesh. Return how many layers each stage gets."""
     if mesh.ndim != 1:
         raise ConfigError(
             f"split() got a mesh of {mesh.ndim} dimensions: give it the mesh dimension of the"

@@ -89,7 +89,7 @@ def check_shares_of_copy(shares: Sequence[DealtShare], pipeline: Pipeline) -> No
 def check_facts(
     group: AttentionGroup, hashes: Sequence[int], facts: SharedSettings, label: str
 ) -> None:
-    """Compare the hashes of all ranks' facts, from `hash_settings`. `facts` are this rank's facts.
+    """Compare the `hash_settings` of all ranks' facts. `facts` are this rank's facts.
     If hashes differ, raise a `DistCADesyncError` that names the facts that differ.
     """
     description = f"ranks do not run the same in {label}"
@@ -153,8 +153,8 @@ def build_layout_of_copies(
 
     Args:
         documents: documents of all ranks.
-        copies: number of each rank's copy of the model.
-        ranks: global number of each rank, for errors.
+        copies: index of each rank's copy of the model.
+        ranks: global rank of each member of the group, for errors.
         micro_batch: number of the micro-batch, for errors.
 
     Raises:

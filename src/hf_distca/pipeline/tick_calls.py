@@ -133,7 +133,7 @@ class CallPart:
     Attributes:
         number: number of the call among the calls of a forward; equal for both nano-batches.
         name: description of the call, the same on all ranks.
-        kind: kind of the layers, and the nano-batch.
+        kind: kind of the layers. Its key includes the nano-batch of the call.
         own_call: the call of this rank's own micro-batch; None if the rank only serves.
         route: route of this rank.
         window: the most keys that a row sees in this call; None for no limit.
@@ -155,8 +155,8 @@ def serve_others(
 
     Args:
         parts: this rank's part in each call of the tick. In backward, the order is reversed.
-        serve: function that serves other ranks in a call, or in the calls of two nano-batches in
-            turns.
+        serve: function that serves other ranks in one call, or in the interleaved calls of two
+            nano-batches.
     """
     for _, nano_parts in groupby(parts, lambda part: part.number):
         together = list(nano_parts)
@@ -179,11 +179,10 @@ class MicroBatch:
         number: number of the micro-batch in the step.
         name: name in errors.
         documents: documents of this rank.
-        layouts: for each part of each micro-batch, the layout of its documents on the copies of the
-            model.
-        forward: calls of the micro-batch in the tick of its forward, from `serve_others`.
-        backward: calls in the tick of its backward, also from `serve_others`; None before this
-            tick.
+        layouts: layout of the documents of each part of a micro-batch. Each copy of the model
+            counts as one rank.
+        forward: `serve_others` for the tick in which the forward of the micro-batch runs.
+        backward: `serve_others` for the tick in which the backward runs; None before this tick.
         parts: this rank's part in each forward call of the micro-batch.
         outputs: stored outputs by nano-batch (0 for the whole micro-batch), for activation
             checkpointing; empty if no backward follows.
@@ -203,7 +202,7 @@ class MicroBatch:
         part = next(self.forward if self.backward is None else self.backward, None)
         if part is None or part.own_call != which:
             raise DistCADesyncError(
-                f"{self.name} reached its attention call {which.number} out of order:"
-                f" {SAME_LAYERS}, and `Schedule.step` must run them."
+                f"{self.name} reached its attention call {which.number} when another call was"
+                f" next: {SAME_LAYERS}. Run micro-batches only with `Schedule.step`."
             )
         return part

@@ -3,9 +3,10 @@ and the plans of these calls.
 
 A *tick* is a forward or a backward of one micro-batch on every stage that has a micro-batch. In a
 tick, all stages run a forward or all run a backward, so that one plan covers their attention.
-In round i, stage s of p first runs the forward of micro-batch i - s, and then the backward of
-micro-batch i - 2 (p - 1) + s. A step has as many ticks as in 1F1B. Stage s holds the activations of
-at most 2 (p - s) - 1 micro-batches, instead of p - s in 1F1B.
+A round is a forward tick and then a backward tick. In round i, stage s of p runs the forward of
+micro-batch i - s, and the backward of micro-batch i - 2 (p - 1) + s. A step has as many ticks as in
+1F1B. Stage s holds the activations of at most 2 (p - s) - 1 micro-batches, instead of p - s in
+1F1B.
 """
 
 from __future__ import annotations
@@ -86,9 +87,10 @@ def merge_calls(stages: Sequence[Sequence[LayerKind]]) -> list[JointCall]:
     """Merge the calls of all stages into one order of joint calls, in which as many stages as
     possible make each call together.
 
-    Only calls of one kind can be made together. The kind that most stages have next goes first. If
-    all stages have the same kinds of layers in the same order, this gives the fewest joint calls,
-    even if stages have different numbers of layers. Otherwise, fewer might be possible.
+    Only calls of one kind can be made together. Each joint call takes the kind that is next on the
+    most stages. If all stages have the same kinds of layers in the same order, this gives the
+    fewest joint calls, even if stages have different numbers of layers. Otherwise, fewer might be
+    possible.
     """
     done = [0] * len(stages)
     calls = list[JointCall]()
@@ -115,8 +117,8 @@ class Pipeline:
 
     Attributes:
         stages: stage of each rank of the attention group.
-        copies: for each rank, the number of its copy of the model. The ranks of a copy have the
-            same micro-batches.
+        copies: for each rank, the index of its copy of the model. The ranks of a copy have the same
+            micro-batches.
         rank: this rank.
         calls: calls of a forward, in their order.
         dtypes: for each stage, dtype of the hidden states that it hands on, and of their gradients.
@@ -135,8 +137,8 @@ class Pipeline:
 
 
 class _PlanInputs(NamedTuple):
-    """Everything that the plan of a joint call depends on: the micro-batches that have a part in
-    it, and the kind of plan.
+    """Everything that the plan of a joint call depends on: the micro-batch of each stage that makes
+    the call, and the key of the plan.
     """
 
     running: Running
@@ -150,9 +152,9 @@ class TickPlans:
     Attributes:
         order: the ticks.
         pipeline: the stage of each rank.
-        layouts: for each part of a micro-batch, the layout of its documents on the copies of the
-            model.
-        costs: cost models of the layers, by the key of a layer's plan for whole micro-batches.
+        layouts: layout of the documents of each part of a micro-batch. Each copy of the model
+            counts as one rank.
+        costs: cost models of the layers, by their plan keys for whole micro-batches.
         config: the settings. With `ping_pong`, layers run as two nano-batches, each with its own
             plan.
         name: name of the step, for errors.
@@ -169,7 +171,7 @@ class TickPlans:
     _routes: dict[_PlanInputs, Route] = field(default_factory=dict)
 
     def make(self) -> int:
-        """Make the plans of all ticks, in their order. Return a 60-bit digest of all of them."""
+        """Make the plans of all ticks in order. Return a 60-bit digest of all plans."""
         digest = hashlib.sha256()
         for tick in self.order:
             for *_, inputs in self._iterate_calls(tick):
@@ -177,7 +179,7 @@ class TickPlans:
         return int(digest.hexdigest()[:15], 16)
 
     def list_parts(self, tick: Tick) -> list[CallPart]:
-        """Return this rank's part in the calls of a tick, in their order."""
+        """Return this rank's part in each call of a tick, in the order of the calls."""
         parts = []
         for number, call, inputs in self._iterate_calls(tick):
             nano = inputs.key.nano
@@ -200,8 +202,8 @@ class TickPlans:
         return parts
 
     def _iterate_calls(self, tick: Tick) -> Iterator[tuple[int, JointCall, _PlanInputs]]:
-        """Yield the joint calls of a tick in order, with their numbers in a forward. Skip calls in
-        which no stage has a micro-batch.
+        """Yield the joint calls of a tick in order, each with its index in a forward and the inputs
+        of its plan. Skip calls in which no stage has a micro-batch.
 
         In backward, calls and nano-batches come in reverse order, because autograd reverses them.
         """
@@ -229,7 +231,7 @@ class TickPlans:
         return self._plans[inputs]
 
     def _build_layout(self, parts: tuple[MicroBatchPart | None, ...]) -> Layout:
-        """Build the layout, over all ranks, of the parts that stages run in a call.
+        """Build the layout on all ranks of the micro-batch parts that stages run in a call.
 
         Each micro-batch is on at most one stage.
         """
