@@ -135,8 +135,8 @@ def page(results: list[Result], cuts: dict[str, str]) -> str:
             " but the rest of the model does not.",
             "- These types have recurrent layers that carry state, which distca does not change:"
             f" {_names(by_group['CARRIES_STATE'])}.",
-            "- These types take no position ids, and count positions through the whole row;"
-            " their attention of packed documents was compared with a dense mask:"
+            "- These types take no position ids, and count positions through the whole row."
+            " Their attention for packed documents was compared with attention under a dense mask:"
             f" {_names(by_group['NO_POSITIONS'])}.",
             "## Which types are refused?",
         ),
