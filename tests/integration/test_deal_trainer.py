@@ -246,7 +246,7 @@ def test_documents_without_a_target_are_said(caplog: pytest.LogCaptureFixture) -
     )
     hf_distca.deal(make(many), TOKENS)
     assert (
-        "none of the 512 tokens of 256 documents is a target, which were looked at among 600"
+        "none of the 512 tokens of 256 documents is a target, in a sample of the 600 documents"
         in caplog.text
     )
 
@@ -311,9 +311,7 @@ def test_a_collator_that_may_mean_more_is_refused(
         ):
             hf_distca.deal(trainers[0], TOKENS)
         hf_distca.deal(trainers[1], TOKENS, collator="replace").train()
-        assert re.search(
-            f"replaces {named} with PackingCollator: it is no longer called", caplog.text
-        )
+        assert re.search(f"replaces {named} with PackingCollator.", caplog.text)
 
 
 def test_a_pad_token_that_ends_documents_is_said(caplog: pytest.LogCaptureFixture) -> None:
@@ -480,7 +478,7 @@ def test_recurrent_layers_under_other_attention_are_said(caplog: pytest.LogCaptu
         trainer = make(rows(), attention=name)
         trainer.model.config.model_type = model_type
         hf_distca.deal(trainer, TOKENS)
-        said = f"recurrent layers of this {model_type} model carry states on"
+        said = f"recurrent layers of this {model_type} model carry states from"
         assert (said in caplog.text) == is_said
 
 

@@ -53,7 +53,7 @@ def check_loader(
     gives the same result as training in one process.
 
     Args:
-        loader: a loader of torch, prepared by accelerate or not; None passes.
+        loader: a loader of torch, prepared by accelerate or not. If None, nothing is checked.
         model: the model that trains or evaluates, if it is known.
         args: arguments of the Trainer, if there is one.
         trainer: the Trainer, if it was found.
@@ -81,7 +81,7 @@ def check_evaluation(trainer: Trainer | None, config: DistCAConfig) -> None:
     in one process.
 
     Args:
-        trainer: the Trainer; None passes.
+        trainer: the Trainer. If None, nothing is checked.
         config: settings in use.
 
     Raises:
@@ -109,9 +109,9 @@ def warn_of_rows_not_dealt(trainer: Trainer) -> None:
     """
     if any(find_shares(rows) is not None for rows in _list_evaluation_sets(trainer)):
         warn_once(
-            "this evaluation reads rows that are not dealt, though eval_dataset is dealt: its loss"
-            " is the Trainer's mean over batches, which depends on their size and on the number of"
-            " ranks. For the mean over all targets, give it"
+            "this evaluation reads rows that are not dealt, though eval_dataset is dealt. The loss"
+            " of this evaluation is the Trainer's mean over batches, which depends on the batch"
+            " size and on the number of ranks. For the mean over all targets, evaluate"
             ' hf_distca.document_shares(rows, ..., seed=None, fill="whole").'
         )
 
@@ -123,8 +123,8 @@ def _list_evaluation_sets(trainer: Trainer | None) -> list[Any]:
 
 
 def warn_of_other_epochs(loader: object, args: TrainingArguments, state: TrainerState) -> None:
-    """Warn if a resumed training has different global batches than before. Resuming skips batches
-    by their number, so documents would be repeated or left out.
+    """Warn if a resumed training has different global batches than before. Resuming skips as many
+    batches as were read before, so documents would be repeated or left out.
 
     The facts that determine global batches are kept in checkpoints.
     """

@@ -131,8 +131,8 @@ def _make_handle(
         check_layerdrop(config)
     planner = call.find_argument(PLANNER) or LayerPlanner(current_session())
     session = planner.session
-    # The next lines do the work of `prepare`. The mesh belongs to the model that was loaded, and
-    # that model may contain this one.
+    # The next lines do the work of `prepare`. The mesh belongs to the model that was loaded, which
+    # may be an outer model, so all models on the stack are searched.
     session.find_mesh(call.iterate_models())
     if session.config.ping_pong and model is not None:
         cut_layers(model)

@@ -59,8 +59,8 @@ def read_mask(
 
 def _list_functions(function: Callable[..., Any]) -> list[tuple[str, Any]]:
     """List the functions of which a mask function is composed, each by its name and the variables
-    of its closure. The union of a mask with blocks is listed as `_BLOCKS`, with an `Ahead` instead
-    of variables.
+    of its closure. A function that adds blocks to a mask is listed with the name `_BLOCKS`, and
+    with an `Ahead` instead of variables.
     """
     name = _get_name(function)
     if not getattr(function, "__closure__", None):
