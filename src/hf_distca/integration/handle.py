@@ -47,11 +47,12 @@ from hf_distca.schedule.layout import Layout
 from hf_distca.schedule.plan import Plan
 
 _LOCAL_GROUP = AttentionGroup()
-# Keyword argument by which a pipeline stage gives a model's forward the `LayerPlanner` for its
-# handles. Without this argument, the forward makes a `LayerPlanner` for the current session.
+# Keyword argument with which a pipeline stage passes a `LayerPlanner` to the forward of a model.
+# Without this argument, the forward makes a `LayerPlanner` for the current session.
 PLANNER = "distca_planner"
-# Keyword argument by which models with recurrent layers give their layers an object whose attribute
-# `documents` has the documents of the batch. These models read the documents before attention does.
+# Keyword argument with which models with recurrent layers pass the documents of the batch to their
+# layers, as the attribute `documents` of an object. These models read the documents before
+# attention does.
 MODEL_ROWS = "distca_rows"
 
 
@@ -75,8 +76,7 @@ class LayerPlan:
             `LayerExchange`.
         stage_attention: function that computes attention in a pipeline stage, from module, inputs
             and scores; None outside pipelines.
-        dtype: dtype in which the layers compute; None in a plan that is shared by layers with
-            different calls.
+        dtype: dtype in which the layers compute; None in the plans of `ForwardBatch.plans`.
         server: runs the tasks of the layers; None if `dtype` is None.
     """
 
@@ -152,15 +152,16 @@ class ForwardBatch:
 
     Attributes:
         planner: plans the layers, for the session that was in use when the mask was made.
-        tokens: the tokens, and the documents as the model got them, because some models pass no
-            documents to attention.
+        tokens: description of the tokens. It includes the documents that the model got, because
+            some models do not pass the documents on to attention.
         context: other facts from the mask function.
-        plans: plan of each kind of layer. It is made when the first layer of the kind calls
+        plans: plan of each kind of layer. A plan is made when the first layer of the kind calls
             attention, because some models pass the window only to the attention function.
         call_plans: plans of layers, by the arguments that distinguish their calls.
         group: the ranks that take part; None until they are known.
         documents: documents of the batch; None until they are read.
-        has_segments: whether recurrent layers of the model, if there are any, run along segments.
+        has_segments: whether the model passed the documents to its layers, so that recurrent
+            layers run along segments.
         nano_batches: the cut of the batch in two; None until a layer uses it.
     """
 

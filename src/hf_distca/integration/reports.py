@@ -63,8 +63,8 @@ class Metrics:
 
 
 def read_metrics(session: Session) -> Metrics:
-    """Return the metrics for a log. `metrics` also switches on the timing of work that no other
-    rank takes part in. This function does not, because logs do not show such work.
+    """Return the metrics for a log. Unlike `metrics`, do not switch on the timing of work in which
+    no other rank takes part, because logs do not show such work.
     """
     return Metrics(
         session.planner.history.total,

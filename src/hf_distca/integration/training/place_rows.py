@@ -103,8 +103,8 @@ def place_rows(
     Raises:
         ConfigError: if an argument is out of its range, or ranks read different rows.
         UnsupportedError: for data without a length, dealt documents, items of TRL whose loss would
-            change, and loaders whose batches cannot be placed. It names the setting to change. For
-            the loader of a Trainer it is raised before the first step.
+            change, and loaders whose batches cannot be placed. The error names the setting to
+            change. The loader of a Trainer is checked when its training begins.
         LayoutError: if rows have no column that gives the lengths of their documents.
     """
     if not isinstance(reader, Trainer):
@@ -115,8 +115,8 @@ def place_rows(
         return reader
     if model is not None or accumulation is not None:
         raise ConfigError(
-            f"accumulation={accumulation} and model={type(model).__name__} are given with a"
-            " Trainer, which has its own: leave them out."
+            f"accumulation={accumulation} and model={type(model).__name__} are given for a Trainer,"
+            " which has its own model and accumulation: leave both arguments out."
         )
     make = reader.get_train_dataloader
     if getattr(make, "places_rows", False):
@@ -157,8 +157,8 @@ def _weigh_rows(
     end_of_document: int | None,
     items: ItemRules | None = None,
 ) -> FloatArray:
-    """Estimate the seconds of attention of each row in all layers. Without a model, return the sum
-    of the squares of its documents' lengths.
+    """Estimate the seconds of attention of each row, summed over all layers. Without a model,
+    return the sum of the squared document lengths of each row.
     """
     if not hasattr(rows, "__len__") or isinstance(rows, IterableDataset):
         raise UnsupportedError(
@@ -182,8 +182,8 @@ def _weigh_rows(
 
 
 def _estimate_seconds(lengths: IntArray, model: Any, config: DistCAConfig) -> FloatArray:
-    """Estimate the seconds of attention of each document in all layers. Without a model, return the
-    square of its length.
+    """Estimate the seconds of attention of each document, summed over all layers. Without a model,
+    return the squared lengths.
     """
     if model is None:
         return np.square(lengths.astype(np.float64))
@@ -219,8 +219,8 @@ def _make_placer(
         other = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
         raise ConfigError(
             f"ranks 0 and {other} weigh rows differently: place_rows needs the same data set,"
-            " model and settings on all ranks. Do not divide the data set by rank: accelerate"
-            " does."
+            " model and settings on all ranks. Do not split the data set by rank, because"
+            " accelerate splits it."
         )
 
     def place_in_loader(loader: Any) -> Any:
