@@ -555,7 +555,7 @@ def test_other_batches_are_warned_of_in_a_resumed_training(
     assert resume(2, TOKENS, 5) == []
     assert resume(5, TOKENS, 7) == [], "over an epoch's end"
     (said,) = resume(2, TOKENS // 2, 3)
-    before, now = said.split("; now they are ")
+    before, now = said.split(", now: ")
     assert all(fact in before for fact in ("'batches': 8", "'seed': 42", f"'tokens': {TOKENS}"))
     assert f"'tokens': {TOKENS // 2}" in now
     assert "tokens_per_rank, number of ranks, fill" in said
@@ -565,7 +565,7 @@ def test_other_batches_are_warned_of_in_a_resumed_training(
         ({"gradient_accumulation_steps": 1}, "'gradient_accumulation_steps': 1}"),
     ):
         (said,) = resume(2, TOKENS, 3, **others)
-        assert shown in said.split("; now they are ")[1]
+        assert shown in said.split(", now: ")[1]
 
 
 def evaluate(rank: int, ranks: int, dealt: bool, padding: bool) -> tuple[list[Any], float]:

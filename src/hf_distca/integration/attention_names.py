@@ -172,7 +172,8 @@ def _is_suitable(model: PreTrainedModel) -> bool:
     if FAMILIES.get(config.model_type) in PROVEN_GROUPS:
         return True
     warn_once(
-        "hf-distca does not change the attention of %s models, because they are not proven.",
+        "hf-distca does not change the attention of %s models, because distca is not proven to work"
+        " with them.",
         config.model_type,
     )
     return False

@@ -221,7 +221,8 @@ def check_cut_documents(
     Args:
         model_type: type of the model. Families that were never tried with such documents get a
             warning, once.
-        rotary_reason: why positions of this model do not allow such documents; None if they do.
+        rotary_reason: why the rotary embedding of this model cannot compute such documents; None if
+            it can.
         has_segments: whether recurrent layers of the model, if there are any, got document
             boundaries.
 

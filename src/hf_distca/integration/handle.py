@@ -3,7 +3,8 @@ that plans the layers of this batch.
 
 A model makes its mask once per forward and kind of layer. Instead of a dense mask it gets a handle,
 a small object that travels to every layer as `attention_mask`. Because the handle is an argument,
-the recompute of activation checkpointing gets the same object, and each micro-batch has its own.
+the recompute of activation checkpointing gets the same handle, and each micro-batch has its own
+handle.
 """
 
 from __future__ import annotations
@@ -123,8 +124,8 @@ class ForwardContext:
         chunk: length of the chunks into which this kind of layer cuts documents; None for no cuts.
         ahead: which later tokens a token sees; None for causal attention.
         config: config of the model that made the mask. Checks of documents read it.
-        rotary_reason: why positions of this model do not allow documents in several parts; None if
-            they do.
+        rotary_reason: why the rotary embedding of this model cannot compute documents in several
+            parts; None if it can.
         is_generating: whether `generate` runs this forward. Other ranks then do not take part.
         can_recompute: whether layers may run again in backward. They can if gradients were recorded
             when the mask was made.
@@ -157,7 +158,8 @@ class ForwardBatch:
         context: other facts from the mask function.
         plans: plan of each kind of layer. A plan is made when the first layer of the kind calls
             attention, because some models pass the window only to the attention function.
-        call_plans: plans of layers, by the arguments that distinguish their calls.
+        call_plans: plans with dtype and server, by the arguments that distinguish calls of
+            attention.
         group: the ranks that take part; None until they are known.
         documents: documents of the batch; None until they are read.
         has_segments: whether the model passed the documents to its layers, so that recurrent
@@ -408,7 +410,8 @@ class LayerPlanner:
 
         Raises:
             LayoutError: if a part of a document is missing.
-            UnsupportedError: if a part is missing and `evaluating` is true.
+            UnsupportedError: instead of the LayoutError, if `evaluating` is true and documents may
+                span ranks.
         """
         layout = None
         if documents.has_whole_documents:

@@ -120,7 +120,7 @@ def run_watched_step(
 
 def watch_gradient(model: PreTrainedModel, trainers_watch: LossWatch | None = None) -> None:
     """Watch the gradient of the logits until a gradient is not zero, or code outside the model has
-    read the targets. Both prove that the loss uses the targets.
+    read the targets. Either event proves that the loss uses the targets.
 
     The backward raises an error if the gradient is zero, the share has targets, and no code outside
     the model has read them.

@@ -60,7 +60,8 @@ def check_collator(trainer: Trainer, collator: CollatorRule) -> None:
         collator: ``"replace"`` to allow any collator, with a warning.
 
     Raises:
-        UnsupportedError: if the collator may define, drop or change targets; names it and a remedy.
+        UnsupportedError: if the collator may define, drop or change targets. The error names the
+            collator and a remedy.
     """
     data_collator: Any = trainer.data_collator
     package, name = get_collator_origin(data_collator)

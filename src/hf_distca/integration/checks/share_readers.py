@@ -141,10 +141,10 @@ def warn_of_other_epochs(loader: object, args: TrainingArguments, state: Trainer
     before: Any = saved.get("distca_shares", "not known")
     if state.global_step and state.is_world_process_zero and before != facts:
         LOG.warning(
-            "this training resumes after step %d, before which the global batches of an epoch were"
-            " %s; now they are %s. Some documents will be repeated or skipped: resume with the same"
-            " seed (data_seed), tokens_per_rank, number of ranks, fill, gradient_accumulation_steps"
-            " and documents as before.",
+            "this training resumes after step %d with other global batches (before: %s, now: %s)."
+            " Some documents will be repeated or skipped. Resume with the same seed (data_seed),"
+            " tokens_per_rank, number of ranks, fill, gradient_accumulation_steps and documents as"
+            " before.",
             *(state.global_step, before, facts),
         )
     saved["distca_shares"] = facts
@@ -266,7 +266,8 @@ def _find_model_cases(
     """Yield the cases in which a model would compute a cut document wrongly.
 
     Args:
-        model, ranks: the model, if it is known, and the ranks that documents are cut for.
+        model: the model, if it is known.
+        ranks: number of ranks to which documents are dealt.
         local_remedy, whole_remedy: how to train on one rank, and how to keep documents whole.
     """
     if model is None:

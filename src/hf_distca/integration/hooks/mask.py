@@ -224,8 +224,8 @@ def prepare(model: Model) -> Model:
         The model.
 
     Raises:
-        UnsupportedError: if a part of the model asks for distca and its family is refused, or it
-            drops layers, or if another package has replaced distca's attention.
+        UnsupportedError: if a part of the model that asks for distca drops layers or belongs to a
+            refused family, or if another package has replaced distca's attention.
         DistCADesyncError: if not all ranks call this.
     """
     configs = find_distca_configs(model)

@@ -31,7 +31,7 @@ def read_mask(
     Args:
         function: the mask function.
         local_size: number of tokens of the window or chunk, as the caller of the mask gives it.
-        use_vmap: whether the model has added mask functions.
+        use_vmap: whether the model adds its own mask functions.
 
     Returns:
         The window, the chunk, and which later tokens a token sees. If distca does not compute the

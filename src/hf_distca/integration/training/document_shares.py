@@ -87,8 +87,8 @@ def document_shares(
         device: type of the device that trains; by default accelerate's device, or the device that
             accelerate would choose.
         config: settings to train with; by default those given to `hf_distca.configure`.
-        seed: seed by which each epoch is shuffled. With None every epoch has the order as given, as
-            for evaluation.
+        seed: seed by which each epoch is shuffled. If None, every epoch keeps the given order,
+            which suits evaluation.
         fill: ``"whole"`` for whole documents, and padding in the few free places. ``"cut"`` to fill
             global batches to the token: the rest of a document becomes a separate document in the
             next batch, and the rest of an epoch is dropped. By default shuffled documents stay
@@ -168,10 +168,10 @@ def document_shares(
 
 
 def make_lazy_dataset(shares: Shares) -> Dataset:
-    """Make a data set of item numbers, with a transform that makes a share from each number when it
+    """Make a data set of item indices, with a transform that makes a share from each index when it
     is read.
 
-    The column of numbers is named "input_ids", like an argument of every model, so that no Trainer
+    The column of indices is named "input_ids", like an argument of every model, so that no Trainer
     removes it as unused.
     """
     from datasets import Dataset  # an optional package, and slow to import

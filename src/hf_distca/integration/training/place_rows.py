@@ -1,13 +1,12 @@
 """`place_rows`, which reorders packed rows within each optimizer step so that nodes have equal
 attention.
 
-A loader that accelerate prepared has three layers. A sampler draws row numbers. A batch sampler
+A loader that accelerate prepared has three layers. A sampler draws row indices. A batch sampler
 makes batches of them, in the same order on all ranks. `BatchSamplerShard` gives each of n ranks
 every n-th batch, or, with ``split_batches``, its part of each batch. The placement is inserted
-between the batch sampler and the shard. The placement does not affect the steps before it (seeds,
-epochs, and the generators that accelerate keeps equal on all ranks) or after it (resuming, workers
-and devices). A Trainer makes its loader when its training begins, so its `get_train_dataloader` is
-wrapped.
+between the batch sampler and the shard. It does not change seeds, epochs, resuming, workers,
+devices, or the generators that accelerate keeps equal on all ranks. A Trainer makes its loader when
+its training begins, so its `get_train_dataloader` is wrapped.
 
 Some of TRL's Trainers train on items that stay whole, like rows: DPO and reward models on pairs,
 KTO on completions. The items of an optimizer step may go to any rank if the loss is a mean over
@@ -93,7 +92,7 @@ def place_rows(
             each epoch; that of the `Accelerator` if None.
         ranks_per_node: n, if ranks [0, n), [n, 2n), ... are nodes; if None, nodes are detected.
             Tensor-parallel ranks count once. With 1, ranks instead of nodes get equal attention,
-            for attention that ranks do not share.
+            which helps if ranks do not share attention.
         end_of_document: token id that ends documents, for rows without a column ``documents``,
             ``seq_lengths`` or ``position_ids``. All tokens are read once.
 
