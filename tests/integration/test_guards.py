@@ -66,8 +66,8 @@ def test_a_family_that_nobody_compared_is_named_once(caplog: pytest.LogCaptureFi
     assert len(said) == 1
     assert said[0].startswith(f"{MineConfig.model_type} models were never compared under distca")
     assert (
-        'attn_implementation="sdpa" and the same seed as well, and compare losses and gradient'
-        " norms" in said[0]
+        'with attn_implementation="sdpa" and the same seed, and compare losses and gradient norms'
+        in said[0]
     )
 
 

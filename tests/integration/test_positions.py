@@ -36,7 +36,7 @@ def test_a_loop_that_leaves_position_ids_out_is_told(make: Any) -> None:
     hf_distca.configure(settings())
     model = make()
     with pytest.raises(
-        LayoutError, match=r"token 5 .* at position 0 .* has 5 for it: give the model position_ids"
+        LayoutError, match=r"has position 5 for token 5 .* position 0\. Give the model position_ids"
     ):
         model(input_ids=IDS, distca_documents=PACKED, use_cache=False)
     model = make()
@@ -45,7 +45,7 @@ def test_a_loop_that_leaves_position_ids_out_is_told(make: Any) -> None:
 
 def test_middle_of_a_document_is_not_taken_for_its_start() -> None:
     middle = PackedDocuments((4,), (7,), (0,))
-    with pytest.raises(LayoutError, match=r"token 0 .* at position 7 .* has 0"):
+    with pytest.raises(LayoutError, match=r"has position 0 for token 0 .* position 7"):
         check_positions(tiny_llama("distca"), middle, torch.arange(4)[None])
     check_positions(tiny_llama("distca"), middle, torch.arange(7, 11)[None])
 
@@ -134,7 +134,8 @@ def test_a_model_that_takes_no_documents_positions_is_told() -> None:
     model.roberta._forward_pre_hooks.clear()
     for _ in range(2):
         with pytest.raises(
-            LayoutError, match=r"token 0 .* has 0 for it: give .*; this one counts from 2"
+            LayoutError,
+            match=r"has position 0 for token 0 .* position 2 \(this model counts from 2\)",
         ):
             model(**batch, use_cache=False)
     batch["position_ids"] = batch["position_ids"] + 2
@@ -181,7 +182,7 @@ def test_positions_that_skip_some_are_one_document(kind: str, given: str) -> Non
 
 def test_positions_that_skip_some_are_refused_in_parts() -> None:
     documents_ = PackedDocuments((20, 20), (0, 20), (0, 0))
-    with pytest.raises(LayoutError, match=r"token 20 .* at position 20 .* has 300"):
+    with pytest.raises(LayoutError, match=r"has position 300 for token 20 .* position 20"):
         tiny_llama("distca")(
             input_ids=torch.full((1, 40), 7),
             position_ids=SKIPPED["jump"],

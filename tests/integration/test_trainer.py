@@ -200,7 +200,7 @@ def test_a_callback_added_later_says_what_its_settings_missed(rank_pool: RankPoo
         assert (evaluated, trained, predicted) == (layers, 2 * 2 * layers, layers), (
             "all but the first batch"
         )
-        assert "its settings hold only from now on" in said
+        assert "its settings apply only from now on" in said
 
 
 def groups(rank: int) -> list[tuple[int, ...]]:

@@ -14,7 +14,7 @@ from tiny import build
 import hf_distca
 from hf_distca.integration.processes import warn_once
 
-CARRYING = "layers .* carry state from one to the next"
+CARRYING = "layers .* carry state from one document to the next"
 UNPOSITIONED = "take no position ids: .* positions count on"
 
 

@@ -123,8 +123,8 @@ def _check_replaced(name: str) -> str:
 
 
 def make_distca_default() -> None:
-    """Make distca the default attention of causal language models, and of their parts, if their
-    family is proven and they are loaded without attn_implementation.
+    """Make distca the attention of models that are loaded without attn_implementation, if they are
+    causal language models, or parts of such models, and their family is proven to work with distca.
     """
     choose = PreTrainedModel.get_correct_attn_implementation
 
@@ -172,7 +172,8 @@ def _is_suitable(model: PreTrainedModel) -> bool:
     if FAMILIES.get(config.model_type) in PROVEN_GROUPS:
         return True
     warn_once(
-        "hf-distca does not change the attention of %s models, because they are not proven.",
+        "hf-distca does not change the attention of %s models, because distca is not proven to work"
+        " with them.",
         config.model_type,
     )
     return False

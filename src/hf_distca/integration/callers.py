@@ -6,8 +6,9 @@ tried first:
 - The model that asks for a mask, because its device mesh and layers are needed. Public source:
   `hf_distca.prepare`, which `DistCACallback` calls for the model of a Trainer. The stack is read
   for users who only change one argument.
-- The Trainer that calls a callback (which must run before the Trainer's reporters) or runs a
-  forward (whose loss is checked). No public source: callbacks and models do not get the Trainer.
+- The Trainer that calls a callback, to move the callback in front of the reporters, and the Trainer
+  that runs a forward, to check the loss. No public source: callbacks and models do not get the
+  Trainer.
 - The position ids passed to a ``create_..._mask``, and the documents passed to the model that calls
   it. No public source: mask functions get no position ids, and some models do not pass their
   keyword arguments on to attention.
@@ -44,8 +45,8 @@ _TRAINER_STEPS = ("training_step", "prediction_step")
 
 
 class MaskCall:
-    """The call of a ``create_..._mask`` of transformers in which this object is made. Do not keep
-    the object longer than the call.
+    """Facts about a running call of a ``create_..._mask`` of transformers. Make the object during
+    the call, and do not keep it after the call.
 
     The stack is walked once, for all facts. The frame of the function that makes the object is left
     out, to avoid a reference cycle.
@@ -128,8 +129,8 @@ class MaskCall:
         """Return a variable of the innermost model if it is a tensor, else None.
 
         This finds the mask as it was before transformers converted it to bool. It also finds
-        position ids that models do not pass to the mask function: position ids in RoBERTa, and
-        position ids with three axes.
+        position ids that a model does not pass to the mask function, such as RoBERTa's position
+        ids, and position ids with three axes.
         """
         value = self._models[0].f_locals.get(name) if self._models else None
         return value if isinstance(value, torch.Tensor) else None

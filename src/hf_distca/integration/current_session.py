@@ -14,7 +14,7 @@ from hf_distca.integration.attention_names import replace_attention
 from hf_distca.integration.reports import Metrics, print_summary, read_metrics
 from hf_distca.integration.session import Session
 
-_configured: Session | None = None  # with the settings of `configure`, or the defaults
+_configured: Session | None = None  # has the settings given to `configure`, or default settings
 _session: Session | None = None  # the session in use: `_configured`, or the session of a callback
 
 
@@ -30,8 +30,8 @@ def use_session(
     session of an earlier callback may be in use.
 
     Args:
-        config, group: see `configure`. A missing argument is that of `configure`. If both are
-            missing, the session of `configure` is used.
+        config, group: see `configure`. If one of them is None, the value given to `configure` is
+            used. If both are None, the session that `configure` made is used.
     """
     global _configured, _session
     if _configured is None:
@@ -101,7 +101,7 @@ def metrics(*, gather: bool = False) -> Metrics:
     For custom logs: ``before = metrics()``, and later ``(metrics(gather=True) -
     before).figures()``. All ranks see the same figures, except ``distca/planning_ms``,
     ``distca/server_time_share``, ``distca/states_mb`` and ``distca/late_compiles``, which are this
-    rank's own. With one rank or another attention implementation there are no figures.
+    rank's own. There are no figures if there is only one rank, or if no model runs distca.
 
     Args:
         gather: whether ranks exchange their measurements first, so that the sums contain all

@@ -124,8 +124,8 @@ _MASK_READERS = ("biogpt", "opt")
 
 
 def check_mask_numbers(config: PreTrainedConfig | None) -> None:
-    """Check that models of this config accept a mask that numbers documents: no part but attention
-    may read the mask, and attention must keep documents apart.
+    """Check that models of this config accept an attention mask that numbers documents. Only
+    attention may read such a mask, and attention must keep documents apart.
 
     Raises:
         UnsupportedError: with the reason and a remedy.
@@ -173,10 +173,10 @@ def warn_of_unproven_family(model_type: str | None) -> None:
     """
     if model_type is not None and model_type not in FAMILIES and model_type not in _COMPARED_OTHERS:
         warn_once(
-            "%s models were never compared under distca with another attention. The arguments of"
-            " every attention call are checked. Before you rely on it, train a few steps with"
-            ' attn_implementation="sdpa" and the same seed as well, and compare losses and gradient'
-            " norms.",
+            "%s models were never compared under distca and under another attention. distca checks"
+            " the arguments of every attention call. To check the results, train a few steps with"
+            ' distca, and with attn_implementation="sdpa" and the same seed, and compare losses and'
+            " gradient norms.",
             model_type or "unnamed",
         )
 
@@ -184,19 +184,19 @@ def warn_of_unproven_family(model_type: str | None) -> None:
 _PACKING_WARNINGS = {
     "PACKED": (
         "this batch has packed documents, and layers of this %s model (state space, convolution,"
-        " linear attention) carry state from one to the next. distca resets the layers of"
+        " linear attention) carry state from one document to the next. distca resets the layers of"
         " transformers 5.23 at each document, but not these layers. Upgrade transformers,"
         " load the model without code of its own, or give it one document a row."
     ),
     "CARRIES_STATE": (
         "this batch has packed documents, and %s models have layers (state space, convolution,"
-        " linear attention) that carry state from one to the next, with any attention. Attention"
-        " itself keeps them apart. Give these models one document a row."
+        " linear attention) that carry state from one document to the next, with any attention."
+        " Attention itself keeps documents apart. Give these models one document a row."
     ),
     "NO_POSITIONS": (
         "this batch has packed documents, and %s models take no position ids: attention keeps"
-        " documents apart, but positions count on from one to the next. Give these models one"
-        " document a row."
+        " documents apart, but positions count on from one document to the next. Give these models"
+        " one document a row."
     ),
 }
 
@@ -215,13 +215,14 @@ def warn_of_packing(model_type: str | None) -> None:
 def check_cut_documents(
     model_type: str | None, rotary_reason: str | None = None, *, has_segments: bool
 ) -> None:
-    """Check that the parts of a model outside attention can compute documents that lie in several
-    parts.
+    """Check that a model can compute documents that lie in several parts. distca's attention can
+    compute them, but the rest of the model may need whole documents.
 
     Args:
         model_type: type of the model. Families that were never tried with such documents get a
             warning, once.
-        rotary_reason: why positions of this model do not allow such documents; None if they do.
+        rotary_reason: why the rotary embedding of this model cannot compute such documents; None if
+            it can.
         has_segments: whether recurrent layers of the model, if there are any, got document
             boundaries.
 
@@ -239,7 +240,7 @@ def check_cut_documents(
     if model_type not in CUT_DOCUMENT_FAMILIES:
         warn_once(
             "documents of this batch are in several parts, and %s models were never tried with such"
-            " documents: attention is exact, but other layers that mix tokens would not see the"
-            " tokens of other parts. Compare with one process before you rely on it.",
+            " documents. Attention is exact, but any other layer that mixes tokens would see only"
+            " one part of a document. Compare the losses with those of one process.",
             model_type,
         )

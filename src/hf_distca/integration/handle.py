@@ -3,7 +3,8 @@ that plans the layers of this batch.
 
 A model makes its mask once per forward and kind of layer. Instead of a dense mask it gets a handle,
 a small object that travels to every layer as `attention_mask`. Because the handle is an argument,
-the recompute of activation checkpointing gets the same object, and each micro-batch has its own.
+the recompute of activation checkpointing gets the same handle, and each micro-batch has its own
+handle.
 """
 
 from __future__ import annotations
@@ -47,11 +48,12 @@ from hf_distca.schedule.layout import Layout
 from hf_distca.schedule.plan import Plan
 
 _LOCAL_GROUP = AttentionGroup()
-# Keyword argument by which a pipeline stage gives a model's forward the `LayerPlanner` for its
-# handles. Without this argument, the forward makes a `LayerPlanner` for the current session.
+# Keyword argument with which a pipeline stage passes a `LayerPlanner` to the forward of a model.
+# Without this argument, the forward makes a `LayerPlanner` for the current session.
 PLANNER = "distca_planner"
-# Keyword argument by which models with recurrent layers give their layers an object whose attribute
-# `documents` has the documents of the batch. These models read the documents before attention does.
+# Keyword argument with which models with recurrent layers pass the documents of the batch to their
+# layers, as the attribute `documents` of an object. These models read the documents before
+# attention does.
 MODEL_ROWS = "distca_rows"
 
 
@@ -75,8 +77,7 @@ class LayerPlan:
             `LayerExchange`.
         stage_attention: function that computes attention in a pipeline stage, from module, inputs
             and scores; None outside pipelines.
-        dtype: dtype in which the layers compute; None in a plan that is shared by layers with
-            different calls.
+        dtype: dtype in which the layers compute; None in the plans of `ForwardBatch.plans`.
         server: runs the tasks of the layers; None if `dtype` is None.
     """
 
@@ -123,8 +124,8 @@ class ForwardContext:
         chunk: length of the chunks into which this kind of layer cuts documents; None for no cuts.
         ahead: which later tokens a token sees; None for causal attention.
         config: config of the model that made the mask. Checks of documents read it.
-        rotary_reason: why positions of this model do not allow documents in several parts; None if
-            they do.
+        rotary_reason: why the rotary embedding of this model cannot compute documents in several
+            parts; None if it can.
         is_generating: whether `generate` runs this forward. Other ranks then do not take part.
         can_recompute: whether layers may run again in backward. They can if gradients were recorded
             when the mask was made.
@@ -152,15 +153,17 @@ class ForwardBatch:
 
     Attributes:
         planner: plans the layers, for the session that was in use when the mask was made.
-        tokens: the tokens, and the documents as the model got them, because some models pass no
-            documents to attention.
+        tokens: description of the tokens. It includes the documents that the model got, because
+            some models do not pass the documents on to attention.
         context: other facts from the mask function.
-        plans: plan of each kind of layer. It is made when the first layer of the kind calls
+        plans: plan of each kind of layer. A plan is made when the first layer of the kind calls
             attention, because some models pass the window only to the attention function.
-        call_plans: plans of layers, by the arguments that distinguish their calls.
+        call_plans: plans with dtype and server, by the arguments that distinguish calls of
+            attention.
         group: the ranks that take part; None until they are known.
         documents: documents of the batch; None until they are read.
-        has_segments: whether recurrent layers of the model, if there are any, run along segments.
+        has_segments: whether the model passed the documents to its layers, so that recurrent
+            layers run along segments.
         nano_batches: the cut of the batch in two; None until a layer uses it.
     """
 
@@ -407,7 +410,8 @@ class LayerPlanner:
 
         Raises:
             LayoutError: if a part of a document is missing.
-            UnsupportedError: if a part is missing and `evaluating` is true.
+            UnsupportedError: instead of the LayoutError, if `evaluating` is true and documents may
+                span ranks.
         """
         layout = None
         if documents.has_whole_documents:

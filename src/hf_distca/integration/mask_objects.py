@@ -25,7 +25,8 @@ class MaskObject:
         """Raise an error: another attention implementation uses this object as its mask."""
         raise UnsupportedError(
             f"{getattr(func, '__name__', func)} of torch got distca's mask: a layer has another"
-            " attn_implementation than its model. Set the same one for the model and all layers."
+            " attn_implementation than its model. Set the same attn_implementation for the model"
+            " and all its layers."
         )
 
     def select_half(self, nano: int) -> MaskObject:

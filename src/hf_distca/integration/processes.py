@@ -78,8 +78,8 @@ def choose_group_size(
 
 
 def find_data_parallel_ranks(mesh: DeviceMesh, extra_dimension: str | None = None) -> Members:
-    """Return the ranks of `mesh` that differ from this one only in their data-parallel coordinates,
-    or in the dimension named `extra_dimension`. They include this rank.
+    """Return this rank, and the ranks of `mesh` that differ from it only in data-parallel
+    coordinates, or in the dimension named `extra_dimension`.
 
     If no dimension of the mesh has a known name, all its ranks are returned. The known names are
     "dp_replicate", "dp_shard", "fsdp", "dp", "tp", "pp", "cp", "sp" and "ulysses".

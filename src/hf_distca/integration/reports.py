@@ -23,8 +23,8 @@ class Metrics:
         balance: sums over the micro-batches that were planned with other ranks.
         attention_seconds: seconds that this rank spent in attention kernels, forward and backward,
             for itself and for other ranks. On CUDA only finished kernels count, so synchronise
-            first for an exact figure. Work that no other rank takes part in is timed on CUDA only
-            after the first reading.
+            first for an exact figure. Also on CUDA, work in which no other rank takes part is timed
+            only after the first reading.
         elapsed_seconds: seconds since `since`.
         since: time at which the sums began, from `time.perf_counter`.
         state_bytes: bytes that this rank sent to others for recurrent layers, forward and backward.
@@ -63,8 +63,8 @@ class Metrics:
 
 
 def read_metrics(session: Session) -> Metrics:
-    """Return the metrics for a log. `metrics` also switches on the timing of work that no other
-    rank takes part in. This function does not, because logs do not show such work.
+    """Return the metrics for a log. Unlike `metrics`, do not switch on the timing of work in which
+    no other rank takes part, because logs do not show such work.
     """
     return Metrics(
         session.planner.history.total,

@@ -34,7 +34,7 @@ class Ahead:
     """Rule that tells which later tokens of its document a token sees.
 
     Attributes:
-        ids: (rows, tokens) number of each token's block, negative outside blocks. A token sees all
+        ids: (rows, tokens) id of each token's block, negative outside blocks. A token sees all
             tokens of its block that lie in its document. None if a token sees its whole document.
         is_outside: whether a token also sees tokens of its block that a window would hide.
     """
@@ -43,7 +43,7 @@ class Ahead:
     is_outside: bool = False
 
     def number_tokens(self, documents: Documents) -> IntArray:
-        """Return the block number of each token of the documents, without padding. `ids` are copied
+        """Return the block id of each token of the documents, without padding. `ids` are copied
         from the device once, for all kinds of layers.
         """
         tokens = np.arange(documents.runs[:, 2].sum())

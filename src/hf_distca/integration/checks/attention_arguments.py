@@ -84,9 +84,9 @@ def check_arguments(
 
 def _check_unknown_arguments(module: torch.nn.Module, arguments: dict[str, Any]) -> None:
     """Raise for arguments that may change the result of attention."""
-    # A proven family was tested with the arguments that its models always pass. Other switches
-    # (bool, str or dtype) come from the caller of the model, and are for another part, such as the
-    # loss. Numbers and tensors may change the result of attention.
+    # A proven family was tested with the arguments that its models always pass. Another bool, str
+    # or dtype comes from the caller of the model, and is meant for the loss, for example. Numbers
+    # and tensors may change the result of attention.
     proven = (
         FAMILIES.get(getattr(getattr(module, "config", None), "model_type", "")) in PROVEN_GROUPS
     )

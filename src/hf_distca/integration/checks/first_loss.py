@@ -4,19 +4,19 @@ one process.
 Each rank trains on a share, its part of a dealt batch. The `labels` of a share are -100, because
 labels cannot be shifted where documents are cut. Ranks have different numbers of targets. So a loss
 must use ``shift_labels``, and divide by ``num_items_in_batch``. The value of a loss does not show
-this, because other terms and weights change the value as well. So the check records which code
-reads these tensors, and follows the graph from the loss to the outputs that a model made from
-``shift_labels``. The check uses no copy of the logits, so precision and wrappers do not matter. A
-loss without targets, such as the distance to a teacher's logits, is accepted: ranks have equal
-numbers of tokens, so the mean over ranks is the mean over tokens.
+whether the loss uses these two tensors, because other terms and weights change the value as well.
+So the check records which code reads the tensors, and follows the graph from the loss to the
+outputs that a model made from ``shift_labels``. The check uses no copy of the logits, so precision
+and wrappers do not matter. A loss without targets, such as the distance to a teacher's logits, is
+accepted: ranks have equal numbers of tokens, so the mean over ranks is the mean over tokens.
 
 The check runs once for each Trainer, on every rank, in the first micro-batch of training and before
 its backward.
 
 A second check covers loops without a Trainer, and losses that a model computes itself: the first
 gradient of a share's logits must not be zero. The gradient is zero if the loss reads `labels`. It
-is also zero if the loss multiplies all documents of a share by 0. Such a loss passes, because it
-has read ``shift_labels``.
+is also zero if the loss gives all documents of a share the weight 0. A loss with these weights
+passes the check, because it has read ``shift_labels``.
 """
 
 from __future__ import annotations
@@ -119,8 +119,8 @@ def run_watched_step(
 
 
 def watch_gradient(model: PreTrainedModel, trainers_watch: LossWatch | None = None) -> None:
-    """Watch the gradient of the logits until it is certain that the loss uses the targets: the
-    gradient was not zero, or code outside the model has read the targets.
+    """Watch the gradient of the logits until a gradient is not zero, or code outside the model has
+    read the targets. Either event proves that the loss uses the targets.
 
     The backward raises an error if the gradient is zero, the share has targets, and no code outside
     the model has read them.

@@ -19,7 +19,7 @@ from hf_distca.errors import UnsupportedError
 from hf_distca.integration.callers import is_in_model
 
 TARGETS, LABELS, ITEMS = "shift_labels", "labels", "num_items_in_batch"
-# A node of an autograd graph, and the number of one of its outputs. DDP has one node for all
+# A node of an autograd graph, and the index of one of its outputs. DDP has one node for all
 # outputs of a model.
 GraphPlace = tuple[Any, int]
 # Names of model outputs that do not depend on targets. All other outputs may depend on them.
@@ -136,10 +136,9 @@ class LossWatch:
             return
         if is_moved and name == TARGETS:
             raise UnsupportedError(
-                "the loss shifts `shift_labels` again, although they are already shifted. It needs"
-                " labels further ahead, which are on another rank where documents are cut. Read"
-                " `shift_labels` without shifting them, or train on whole documents with"
-                " PackingCollator."
+                "the loss shifts `shift_labels`, which are already shifted. Where a document is"
+                " cut, the labels for a second shift are on another rank. Read `shift_labels`"
+                " without shifting them, or train on whole documents with PackingCollator."
             )
         self.names_read.add(name)
 
@@ -180,12 +179,12 @@ class LossWatch:
             other_names = ", ".join(sorted(keywords.keys() - {"input_ids"})) or "nothing else"
             raise UnsupportedError(
                 f"the model is called with input_ids and {other_names}, but without"
-                " distca_documents, the argument that tells where documents of a dealt batch begin,"
-                " and which ranks hold their other parts. Call model(**inputs)."
+                " distca_documents, which tells where the documents of a dealt batch begin, and"
+                " which ranks hold the parts of a cut document. Call model(**inputs)."
             )
 
     def find_loss_reason(self, loss: torch.Tensor) -> str | None:
-        """Describe the error in a loss that several ranks compute; None if the loss is right."""
+        """Return what is wrong with a loss that several ranks compute; None if it is right."""
         reached = _collect_places(loss) & self.names_given.keys()
         from_targets = {place for place in reached if TARGETS in self.names_given[place]}
         names = self.names_read.union(*(self.names_given[place] for place in reached))

@@ -3,7 +3,7 @@ holds several documents, or a part of a document.
 
 Classification heads pool the last token of a row. NEFTune divides its noise by the root of a row's
 number of tokens. Adapters that begin at certain tokens, such as PEFT's aLoRA, look for the last
-place of these tokens in a row.
+occurrence of these tokens in a row.
 """
 
 from __future__ import annotations

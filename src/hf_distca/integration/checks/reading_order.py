@@ -41,8 +41,8 @@ def check_dispatch(loader: object, shares: bool) -> None:
             "rank 0 would read the batches of all ranks and broadcast them, as accelerate does by"
             " default for iterable datasets, but packed documents cannot be broadcast. Set"
             ' TrainingArguments(accelerator_config={"dispatch_batches": False}). Each rank then'
-            " reads the dataset, in the same order, and accelerate selects the rank's part: do not"
-            " split the dataset by rank yourself, or each rank gets a part of its part."
+            " reads the whole dataset, in the same order, and accelerate selects the rank's part."
+            " Do not split the dataset by rank yourself, because accelerate would split it again."
         )
 
 
@@ -135,7 +135,8 @@ def _is_for_ranks(processes: int, shares: Shares | StreamedShares) -> bool:
 
 def _find_sampler(loader: Any) -> tuple[Any, Any, int | None]:
     """Find the batch sampler, the `BatchSamplerShard` that accelerate put around it, and the number
-    of processes that read its batches. The number is None if the sampler does not read in order.
+    of processes that read its batches. The number is None if batches do not follow the order of the
+    data set.
     """
     if isinstance(loader.dataset, IterableDatasetShard):
         return loader.dataset, loader.dataset, loader.dataset.num_processes

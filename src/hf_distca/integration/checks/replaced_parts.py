@@ -60,7 +60,8 @@ def check_collator(trainer: Trainer, collator: CollatorRule) -> None:
         collator: ``"replace"`` to allow any collator, with a warning.
 
     Raises:
-        UnsupportedError: if the collator may define, drop or change targets; names it and a remedy.
+        UnsupportedError: if the collator may define, drop or change targets. The error names the
+            collator and a remedy.
     """
     data_collator: Any = trainer.data_collator
     package, name = get_collator_origin(data_collator)
@@ -76,15 +77,16 @@ def check_collator(trainer: Trainer, collator: CollatorRule) -> None:
             and pad == getattr(tokenizer, "eos_token_id", None)
         ):
             warn_once(
-                "%s does not train on token %d, which both pads and ends documents, but dealt"
-                " documents train on it. If they should not, give rows labels of -100 there.",
+                "%s does not train on token %d, which both pads and ends documents, but"
+                " hf_distca.deal makes it a target where it ends a document. To prevent this, give"
+                " the rows labels, with -100 for this token.",
                 *(name, pad),
             )
         return
     shown = f"{name}(mlm=True)" if masks_at_random else name
     if collator == "replace":
         warn_once(
-            "hf_distca.deal replaces %s with PackingCollator: it is no longer called.",
+            "hf_distca.deal replaces %s with PackingCollator.",
             shown,
         )
         return
@@ -102,9 +104,8 @@ def warn_of_row_order(trainer: Trainer) -> None:
     strategy = trainer.args.train_sampling_strategy
     if strategy not in {"random", "sequential"}:
         warn_once(
-            "hf_distca.deal replaces train_sampling_strategy=%r: documents are dealt in an order of"
-            " their own, shuffled by seed and epoch, and every rank gets the same number of"
-            " tokens.",
+            "hf_distca.deal replaces train_sampling_strategy=%r: documents are shuffled by seed and"
+            " epoch, and every rank gets the same number of tokens.",
             strategy,
         )
 
@@ -117,8 +118,8 @@ def warn_of_carried_states(model: torch.nn.Module | None) -> None:
         remedy = _STATE_REMEDIES.get(FAMILIES.get(kind, ""))
         if remedy is not None and not find_distca_configs(model):
             warn_once(
-                "recurrent layers of this %s model carry states on from document to document of a"
-                " share. %s",
+                "recurrent layers of this %s model carry states from one document of a share to the"
+                " next. %s",
                 *(kind, remedy),
             )
 
@@ -150,7 +151,7 @@ def describe_targets(documents: Any, count: int) -> str:
                 f"{finding}: {cause}. Training would learn nothing; look at the rows of"
                 " train_dataset."
             )
-        LOG.warning("%s, which were looked at among %d: %s.", finding, count, cause)
+        LOG.warning("%s, in a sample of the %d documents: %s.", finding, count, cause)
     share = f"{targets / max(1, tokens):.0%} of the tokens"
     amount = f"{share}, in a sample of {len(numbers):,} documents" if is_sample else f"{targets:,}"
     empty = f"; {counts.count(0):,} of {'them' if is_sample else 'the documents'} have none"
@@ -159,8 +160,8 @@ def describe_targets(documents: Any, count: int) -> str:
 
 def get_collator_origin(collator: Any) -> tuple[str, str]:
     """Return the package and the name of a collator, which is a function, a partial of a function,
-    or an object. For an object, return the package and the name of its class. So a user's subclass
-    has the user's package.
+    or an object. For an object, return the package and the name of its class. If a user subclasses
+    a collator of transformers, for example, the package is the user's.
     """
     owner = collator if hasattr(collator, "__name__") else type(collator)
     name = getattr(getattr(collator, "func", collator), "__name__", type(collator).__name__)

@@ -53,7 +53,7 @@ def check_loader(
     gives the same result as training in one process.
 
     Args:
-        loader: a loader of torch, prepared by accelerate or not; None passes.
+        loader: a loader of torch, prepared by accelerate or not. If None, nothing is checked.
         model: the model that trains or evaluates, if it is known.
         args: arguments of the Trainer, if there is one.
         trainer: the Trainer, if it was found.
@@ -81,7 +81,7 @@ def check_evaluation(trainer: Trainer | None, config: DistCAConfig) -> None:
     in one process.
 
     Args:
-        trainer: the Trainer; None passes.
+        trainer: the Trainer. If None, nothing is checked.
         config: settings in use.
 
     Raises:
@@ -109,9 +109,9 @@ def warn_of_rows_not_dealt(trainer: Trainer) -> None:
     """
     if any(find_shares(rows) is not None for rows in _list_evaluation_sets(trainer)):
         warn_once(
-            "this evaluation reads rows that are not dealt, though eval_dataset is dealt: its loss"
-            " is the Trainer's mean over batches, which depends on their size and on the number of"
-            " ranks. For the mean over all targets, give it"
+            "this evaluation reads rows that are not dealt, though eval_dataset is dealt. The loss"
+            " of this evaluation is the Trainer's mean over batches, which depends on the batch"
+            " size and on the number of ranks. For the mean over all targets, evaluate"
             ' hf_distca.document_shares(rows, ..., seed=None, fill="whole").'
         )
 
@@ -123,8 +123,8 @@ def _list_evaluation_sets(trainer: Trainer | None) -> list[Any]:
 
 
 def warn_of_other_epochs(loader: object, args: TrainingArguments, state: TrainerState) -> None:
-    """Warn if a resumed training has different global batches than before. Resuming skips batches
-    by their number, so documents would be repeated or left out.
+    """Warn if a resumed training has different global batches than before. Resuming skips as many
+    batches as were read before, so documents would be repeated or left out.
 
     The facts that determine global batches are kept in checkpoints.
     """
@@ -141,10 +141,10 @@ def warn_of_other_epochs(loader: object, args: TrainingArguments, state: Trainer
     before: Any = saved.get("distca_shares", "not known")
     if state.global_step and state.is_world_process_zero and before != facts:
         LOG.warning(
-            "this training resumes after step %d, before which the global batches of an epoch were"
-            " %s; now they are %s. Some documents will be repeated or skipped: resume with the same"
-            " seed (data_seed), tokens_per_rank, number of ranks, fill, gradient_accumulation_steps"
-            " and documents as before.",
+            "this training resumes after step %d with other global batches (before: %s, now: %s)."
+            " Some documents will be repeated or skipped. Resume with the same seed (data_seed),"
+            " tokens_per_rank, number of ranks, fill, gradient_accumulation_steps and documents as"
+            " before.",
             *(state.global_step, before, facts),
         )
     saved["distca_shares"] = facts
@@ -266,7 +266,8 @@ def _find_model_cases(
     """Yield the cases in which a model would compute a cut document wrongly.
 
     Args:
-        model, ranks: the model, if it is known, and the ranks that documents are cut for.
+        model: the model, if it is known.
+        ranks: number of ranks to which documents are dealt.
         local_remedy, whole_remedy: how to train on one rank, and how to keep documents whole.
     """
     if model is None:

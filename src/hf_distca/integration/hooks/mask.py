@@ -131,8 +131,8 @@ def _make_handle(
         check_layerdrop(config)
     planner = call.find_argument(PLANNER) or LayerPlanner(current_session())
     session = planner.session
-    # The next lines do the work of `prepare`. The mesh belongs to the model that was loaded, and
-    # that model may contain this one.
+    # The next lines do the work of `prepare`. The mesh belongs to the model that was loaded, which
+    # may be an outer model, so all models on the stack are searched.
     session.find_mesh(call.iterate_models())
     if session.config.ping_pong and model is not None:
         cut_layers(model)
@@ -224,8 +224,8 @@ def prepare(model: Model) -> Model:
         The model.
 
     Raises:
-        UnsupportedError: if a part of the model asks for distca and its family is refused, or it
-            drops layers, or if another package has replaced distca's attention.
+        UnsupportedError: if a part of the model that asks for distca drops layers or belongs to a
+            refused family, or if another package has replaced distca's attention.
         DistCADesyncError: if not all ranks call this.
     """
     configs = find_distca_configs(model)

@@ -31,7 +31,7 @@ def read_mask(
     Args:
         function: the mask function.
         local_size: number of tokens of the window or chunk, as the caller of the mask gives it.
-        use_vmap: whether the model has added mask functions.
+        use_vmap: whether the model adds its own mask functions.
 
     Returns:
         The window, the chunk, and which later tokens a token sees. If distca does not compute the
@@ -59,8 +59,8 @@ def read_mask(
 
 def _list_functions(function: Callable[..., Any]) -> list[tuple[str, Any]]:
     """List the functions of which a mask function is composed, each by its name and the variables
-    of its closure. The union of a mask with blocks is listed as `_BLOCKS`, with an `Ahead` instead
-    of variables.
+    of its closure. A function that adds blocks to a mask is listed with the name `_BLOCKS`, and
+    with an `Ahead` instead of variables.
     """
     name = _get_name(function)
     if not getattr(function, "__closure__", None):

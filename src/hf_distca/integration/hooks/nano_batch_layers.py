@@ -133,8 +133,9 @@ def _choose_nano_batches(
         return None
     if (reason := _separate_attention_reason(layer)) is not None:
         warn_once(
-            "ping-pong leaves layers whole if their attention is %s separately. Do this with whole"
-            " layers: under distca it costs no second attention, and ping-pong can cut the layers.",
+            "ping-pong leaves layers whole if their attention is %s separately. Checkpoint or shard"
+            " whole layers instead: ping-pong can cut such layers, and under distca a checkpointed"
+            " layer does not compute attention a second time.",
             reason,
         )
         return None
@@ -144,8 +145,8 @@ def _choose_nano_batches(
             documents.dealt_share is None or documents.dealt_share.first_nano_tokens is None
         ):
             warn_once(
-                "ping-pong leaves layers whole while documents span ranks, unless they were dealt"
-                " for it: give the same DistCAConfig to `document_shares`."
+                "ping-pong leaves layers whole, because documents span ranks and were not dealt for"
+                " ping-pong: give the same DistCAConfig to `document_shares`."
             )
             return None
         cut = NanoBatches.cut_batch(batch.tokens.shape, documents, planner.session.config.tile)

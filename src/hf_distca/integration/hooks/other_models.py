@@ -37,8 +37,8 @@ _REMEDY = (
 def check_calls() -> None:
     """Check all calls of models from now on, including calls of models that exist already.
 
-    Only processes that train on shares need this. It costs one call for each forward of a model,
-    and nothing for a layer.
+    Only processes that train on shares need this. It costs one call per forward of a model, and
+    nothing per layer.
     """
     for kind in (PreTrainedModel, CompiledModule):
         kind.__call__ = _add_check(kind.__call__)  # type: ignore[method-assign]

@@ -130,8 +130,8 @@ def check_positions(
     Args:
         model, documents: the model of the forward, and its documents.
         position_ids: (1 or batch, length) position ids that the model uses; None if they are not
-            known. In a model that counts from 0, all may be larger than document positions by the
-            same number.
+            known. In a model that counts from 0, all ids may exceed the positions in documents by
+            the same constant.
         counts_itself: whether the model got no position ids and counts tokens itself. Its count may
             be unknown, as in OPT.
 
@@ -145,7 +145,7 @@ def check_positions(
     if counts_itself:
         counted = np.arange(len(position)) + first
     elif position_ids is None or position_ids.numel() != len(position):
-        return  # reading the documents raises for a wrong number of positions
+        return  # a wrong number of positions raises an error when documents are read
     else:
         counted = position_ids.reshape(-1).cpu().numpy()
     offsets = counted - position
@@ -156,18 +156,18 @@ def check_positions(
     if is_wrong.any():
         token = int(is_wrong.argmax())
         raise LayoutError(
-            f"token {token} of the batch is at position {position[token]} of its document, by"
-            f" distca_documents, and {type(model).__name__} has {counted[token]} for it: give the"
-            " model position_ids, as PackingCollator does for "
-            + (f"shares; this one counts from {first}." if first else "shares.")
+            f"{type(model).__name__} has position {counted[token]} for token {token} of the batch,"
+            f" but distca_documents requires position {position[token]}"
+            + (f" (this model counts from {first})" if first else "")
+            + ". Give the model position_ids, as PackingCollator does for shares."
         )
     if not counts_itself:
         _checked_models.add(model)
 
 
-# Attributes that distca sets on a rotary module: whether the largest position was added to its
-# present call, and, for each kind of layer, the length that the module remembers from earlier
-# shares.
+# Attributes that distca sets on a rotary module. The first tells whether the largest position was
+# added to the running call of the module. The second maps each kind of layer to the length that the
+# module remembers from earlier shares.
 _HAS_LONGEST, _REACHED = "_distca_longer", "_distca_reached"
 _found_rotaries: WeakKeyDictionary[torch.nn.Module, tuple[list[torch.nn.Module], bool]] = (
     WeakKeyDictionary()
@@ -269,9 +269,9 @@ def _add_longest(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[st
     positions = kwargs.get("position_ids", args[1] if len(args) > 1 else None)
     if not isinstance(positions, torch.Tensor):
         raise UnsupportedError(
-            f"{type(module).__name__} is called without position_ids, and makes a rotary embedding"
-            " that depends on the longest document of all ranks: distca cannot pass that"
-            " length to it."
+            f"{type(module).__name__} is called without position_ids, but its rotary embedding"
+            " depends on the longest document of all ranks, and distca adds the length of this"
+            " document to position_ids. Call the module with position_ids."
         )
     longest = _restore_length(
         module, longest, kwargs.get("layer_type", args[2] if len(args) > 2 else None)

@@ -1,9 +1,9 @@
 """Handles for masks that are made again in a recompute.
 
 If a checkpoint contains a whole model, the recompute makes the mask a second time. With a new
-handle, the recompute would plan, exchange and compute attention again, or run layers as
-nano-batches that ran whole in the forward. So the forward stores its handles with the checkpoint.
-The recompute makes masks in the same order, and gets the stored handles.
+handle, the recompute would plan, exchange and compute attention again. It could also run a layer
+as nano-batches although the layer ran whole in the forward. So the forward stores its handles with
+the checkpoint. The recompute makes masks in the same order, and gets the stored handles.
 
 A reentrant checkpoint cannot be detected in its forward, so its recompute plans again. All ranks
 plan again at the same time.

@@ -46,8 +46,8 @@ _MIN_MICRO_BATCHES = 20  # micro-batches after which a warning tells that nothin
 
 
 class DistCACallback(TrainerCallback):
-    """Adds the balance of core attention to the logs of a Trainer: console, ``state.log_history``
-    and every reporter.
+    """Adds the balance of core attention to the logs of a Trainer: on the console, in
+    ``state.log_history`` and in every reporter.
 
     The page "Figures" explains each figure. transformers puts ``train/`` before the names of all
     training logs, so TensorBoard, W&B and trackio show ``train/distca/imbalance_measured_after``.
@@ -57,21 +57,22 @@ class DistCACallback(TrainerCallback):
     the Trainer gathers the loss.
 
     Either all ranks or no rank must have the callback, because ranks agree on their group before
-    the first step. Pass it in ``Trainer(callbacks=[...])``. If it is added later, its settings
-    apply from the first event that it sees. The callback moves in front of the reporters, which
-    would not see its figures otherwise.
+    the first step. Pass the callback in ``Trainer(callbacks=[...])``. If it is added later, its
+    settings apply from the first event that it sees. The callback moves in front of the reporters,
+    which would not see its figures otherwise.
 
     Args:
-        config: settings, used as soon as the Trainer is made. By default they are those of
-            `hf_distca.configure`, or the default settings, never those of another callback.
+        config: settings, used as soon as the Trainer is made. By default they are the settings
+            given to `hf_distca.configure`, or else the default settings. Settings of another
+            callback are never used.
         group: the ranks that share core attention, as for `hf_distca.configure`; by default the
             group given there.
         summary: whether rank 0 prints the balance of the whole run after training.
-        record: whether rank 0 writes ``_distca_run.jsonl`` into ``args.output_dir``, from which
-            ``hf-distca report`` makes a page. The file has the logged figures, by rank, and the
-            plans of the first micro-batch and of the worst one between two logs, about a megabyte
-            in all. With "all" it has every plan. Writing it takes no collective, and reads nothing
-            from the device.
+        record: whether rank 0 writes ``_distca_run.jsonl`` into ``args.output_dir``. The command
+            ``hf-distca report`` makes a page from this file. The file has the logged figures of
+            each rank, the plans of the first micro-batch, and the plans of the worst micro-batch
+            between two logs, about a megabyte in all. With "all" it has every plan. Writing it
+            takes no collective, and reads nothing from the device.
 
     Raises:
         ConfigError: if `config` is not a `DistCAConfig`, or another value has a wrong type.
@@ -155,8 +156,8 @@ class DistCACallback(TrainerCallback):
     def on_prediction_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Check the loader as in training. Before this, apply the settings if the callback was
-        added after the event that applies them.
+        """Apply the settings if the callback was added after `on_init_end`, and check the loader as
+        in training.
 
         Raises:
             UnsupportedError: see `on_train_begin`.
@@ -310,9 +311,9 @@ class DistCACallback(TrainerCallback):
     def _apply_late_settings(self) -> Session:
         if self._session is None and self._has_settings:
             LOG.warning(
-                "DistCACallback was added while its Trainer was running: its settings hold only"
-                " from now on. Give it to the Trainer's `callbacks`, or call hf_distca.configure"
-                " first."
+                "DistCACallback was added while its Trainer was running: its settings apply only"
+                " from now on. Pass the callback to the Trainer in `callbacks`, or call"
+                " hf_distca.configure first."
             )
         return self.apply_settings()
 
@@ -320,7 +321,7 @@ class DistCACallback(TrainerCallback):
         if trainer is None:
             LOG.warning(
                 "DistCACallback does not find its Trainer: balance figures reach log_history, but"
-                " not the reporters. Put it in front of the reporters in"
+                " not the reporters. Put the callback in front of the reporters in"
                 " trainer.callback_handler.callbacks."
             )
         else:

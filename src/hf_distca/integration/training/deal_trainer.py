@@ -90,7 +90,8 @@ def deal(
         evaluation: whether to deal the evaluation set as well. It keeps its order, and all ranks
             evaluate together.
         fill: ``"whole"`` for whole documents and some padding, ``"cut"`` to fill global batches to
-            the token. By default documents stay whole, except in a stream or in the order of rows.
+            the token. By default shuffled documents stay whole, and documents that are read in
+            order or from a stream are cut.
         longer: whether documents that are longer than a global batch are cut (``"cut"``) or refused
             (``"refuse"``).
         collator: ``"replace"`` to replace even a collator of your own. By default such a collator
@@ -283,9 +284,9 @@ def _keep_collator(trainer: Trainer) -> ShareCollator:
     """Return a collator for shares, which passes other rows (of an evaluation, for example) to the
     Trainer's own collator.
 
-    The Trainer's default collators cannot batch documents of different lengths. So
-    `PackingCollator` replaces them. It packs a batch into one row, and an evaluation counts rows,
-    so each batch has one document.
+    The Trainer's default collators cannot batch documents of different lengths, and are replaced by
+    `PackingCollator`. It packs a batch into one row, which the Trainer counts as one sample, so
+    each evaluation batch gets only one document.
     """
     collator: Any = trainer.data_collator
     if collator is default_data_collator or type(collator) in _COLLATORS_OF_EQUAL_ROWS:
@@ -358,7 +359,7 @@ def _compare_orders(shares: Shares, imbalance: float | None, steps: str) -> str:
     Args:
         shares: the shares.
         imbalance: imbalance of the replaced batches, if it is known.
-        steps: the optimizer steps of an epoch, before and now.
+        steps: text that gives the optimizer steps of an epoch, before `deal` and now.
     """
     dealing, batches = shares.deal_settings, shares.batches
     lengths = [
@@ -393,8 +394,8 @@ def _warn_of_cut(longest: int, args: Any) -> None:
     limit = getattr(args, "max_length", None)
     if limit is not None and longest == limit:
         LOG.warning(
-            "no document is longer than max_length=%d of %s: longer ones were cut before they were"
-            " dealt. Set max_length=None (and packing=False) to train on whole documents.",
+            "documents were cut at max_length=%d of %s before they were dealt. Set max_length=None"
+            " (and packing=False) to train on whole documents.",
             limit,
             type(args).__name__,
         )

@@ -69,7 +69,7 @@ def document_shares(
     Args:
         documents: a `datasets.Dataset` with a column of token ids, or any sequence of such rows or
             of token ids. If rows have `labels`, they are used; -100 marks tokens that are not
-            trained on. Documents without a length are streamed, see below.
+            trained on. An iterable without a length is read as a stream, see below.
         tokens_per_rank: number of tokens of each rank in a micro-batch.
         model: the model, or its config: documents are dealt for its attention. Columns that the
             model takes are read or refused.
@@ -87,8 +87,8 @@ def document_shares(
         device: type of the device that trains; by default accelerate's device, or the device that
             accelerate would choose.
         config: settings to train with; by default those given to `hf_distca.configure`.
-        seed: seed by which each epoch is shuffled. With None every epoch has the order as given, as
-            for evaluation.
+        seed: seed by which each epoch is shuffled. If None, every epoch keeps the given order,
+            which suits evaluation.
         fill: ``"whole"`` for whole documents, and padding in the few free places. ``"cut"`` to fill
             global batches to the token: the rest of a document becomes a separate document in the
             next batch, and the rest of an epoch is dropped. By default shuffled documents stay
@@ -96,27 +96,27 @@ def document_shares(
         longer: whether documents that are longer than a global batch are cut (``"cut"``) or refused
             (``"refuse"``).
         column: name of the column of token ids.
-        lengths: numbers of tokens of the documents, or the name of their column, if they are known.
-            A `datasets.Dataset` of token ids does not need them.
+        lengths: number of tokens of each document, or the name of a column with these numbers. A
+            `datasets.Dataset` of token ids does not need them.
         pad_token_id: token of padding.
         placement: ``"in order"`` is a baseline for dealing. It puts documents on ranks in their
-            order, and cuts them where a rank is full. Global batches, tokens and numbers are the
-            same.
+            order, and cuts them where a rank is full. The global batches, and the number of tokens
+            of each rank, stay the same.
 
     Returns:
         A `datasets.Dataset` that makes shares when they are read; `datasets` must be installed.
         Shares contain ``shift_labels``, an argument of transformers' models, because ``labels``
         cannot be shifted where a document is cut.
 
-        For documents without a length, a `StreamedShares`. It is a torch `IterableDataset` that
-        takes documents in the order in which they come. It accepts no `seed`, `fill`, `longer` or
-        `lengths`, and needs ``max_steps`` and ``{"dispatch_batches": False}``.
+        For an iterable without a length, a `StreamedShares`. It is a torch `IterableDataset` that
+        takes documents in the order in which they come. A stream accepts no `seed`, `fill`,
+        `longer` or `lengths`, and needs ``max_steps`` and ``{"dispatch_batches": False}``.
 
     Raises:
         ConfigError: if an argument is out of its range, or if there are no shapes and no model that
             can be read.
-        LayoutError: if documents have no tokens, too few tokens for one global batch, or no such
-            column.
+        LayoutError: if the column of token ids is missing, or if documents have no tokens, or too
+            few tokens for one global batch.
     """
     check_settings(config, "document_shares()")
     config = config or find_session().config
@@ -153,10 +153,9 @@ def document_shares(
         # Seed 0, the default, is accepted, although a stream is not shuffled.
         if fill not in (None, "cut") or longer != "cut" or seed or lengths is not None:
             raise ConfigError(
-                f"seed={seed!r}, fill={fill!r}, longer={longer!r} and lengths={lengths!r} cannot"
-                " all be used for a stream of documents, which is read in order and cut where a"
-                " global batch is full. Leave seed, fill, longer and lengths out, and shuffle the"
-                " stream itself."
+                f"seed={seed!r}, fill={fill!r}, longer={longer!r} and lengths={lengths!r} are given"
+                " for a stream of documents, which is always read in order and cut where a global"
+                " batch is full. Leave these arguments out, and shuffle the stream itself."
             )
         return StreamedShares(documents, dealing, column=column, inputs=inputs)
     quiet = dist.is_available() and dist.is_initialized() and dist.get_rank() > 0
@@ -169,10 +168,10 @@ def document_shares(
 
 
 def make_lazy_dataset(shares: Shares) -> Dataset:
-    """Make a data set of item numbers, with a transform that makes a share from each number when it
+    """Make a data set of item indices, with a transform that makes a share from each index when it
     is read.
 
-    The column of numbers is named "input_ids", like an argument of every model, so that no Trainer
+    The column of indices is named "input_ids", like an argument of every model, so that no Trainer
     removes it as unused.
     """
     from datasets import Dataset  # an optional package, and slow to import
@@ -185,8 +184,8 @@ def make_lazy_dataset(shares: Shares) -> Dataset:
 def _count_processes() -> int:
     """Return the number of processes that train.
 
-    accelerate is not asked, because it would start torch.distributed before a Trainer starts it
-    with timeouts of its own.
+    accelerate is not asked, because accelerate would start torch.distributed, and a Trainer could
+    no longer start it with the Trainer's timeout.
     """
     if dist.is_available() and dist.is_initialized():
         return dist.get_world_size()

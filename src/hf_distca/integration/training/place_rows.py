@@ -1,13 +1,12 @@
 """`place_rows`, which reorders packed rows within each optimizer step so that nodes have equal
 attention.
 
-A loader that accelerate prepared has three layers. A sampler draws row numbers. A batch sampler
+A loader that accelerate prepared has three layers. A sampler draws row indices. A batch sampler
 makes batches of them, in the same order on all ranks. `BatchSamplerShard` gives each of n ranks
 every n-th batch, or, with ``split_batches``, its part of each batch. The placement is inserted
-between the batch sampler and the shard. The placement does not affect the steps before it (seeds,
-epochs, and the generators that accelerate keeps equal on all ranks) or after it (resuming, workers
-and devices). A Trainer makes its loader when its training begins, so its `get_train_dataloader` is
-wrapped.
+between the batch sampler and the shard. It does not change seeds, epochs, resuming, workers,
+devices, or the generators that accelerate keeps equal on all ranks. A Trainer makes its loader when
+its training begins, so its `get_train_dataloader` is wrapped.
 
 Some of TRL's Trainers train on items that stay whole, like rows: DPO and reward models on pairs,
 KTO on completions. The items of an optimizer step may go to any rank if the loss is a mean over
@@ -93,7 +92,7 @@ def place_rows(
             each epoch; that of the `Accelerator` if None.
         ranks_per_node: n, if ranks [0, n), [n, 2n), ... are nodes; if None, nodes are detected.
             Tensor-parallel ranks count once. With 1, ranks instead of nodes get equal attention,
-            for attention that ranks do not share.
+            which helps if ranks do not share attention.
         end_of_document: token id that ends documents, for rows without a column ``documents``,
             ``seq_lengths`` or ``position_ids``. All tokens are read once.
 
@@ -103,8 +102,8 @@ def place_rows(
     Raises:
         ConfigError: if an argument is out of its range, or ranks read different rows.
         UnsupportedError: for data without a length, dealt documents, items of TRL whose loss would
-            change, and loaders whose batches cannot be placed. It names the setting to change. For
-            the loader of a Trainer it is raised before the first step.
+            change, and loaders whose batches cannot be placed. The error names the setting to
+            change. The loader of a Trainer is checked when its training begins.
         LayoutError: if rows have no column that gives the lengths of their documents.
     """
     if not isinstance(reader, Trainer):
@@ -115,8 +114,8 @@ def place_rows(
         return reader
     if model is not None or accumulation is not None:
         raise ConfigError(
-            f"accumulation={accumulation} and model={type(model).__name__} are given with a"
-            " Trainer, which has its own: leave them out."
+            f"accumulation={accumulation} and model={type(model).__name__} are given for a Trainer,"
+            " which has its own model and accumulation: leave both arguments out."
         )
     make = reader.get_train_dataloader
     if getattr(make, "places_rows", False):
@@ -157,8 +156,8 @@ def _weigh_rows(
     end_of_document: int | None,
     items: ItemRules | None = None,
 ) -> FloatArray:
-    """Estimate the seconds of attention of each row in all layers. Without a model, return the sum
-    of the squares of its documents' lengths.
+    """Estimate the seconds of attention of each row, summed over all layers. Without a model,
+    return the sum of the squared document lengths of each row.
     """
     if not hasattr(rows, "__len__") or isinstance(rows, IterableDataset):
         raise UnsupportedError(
@@ -182,8 +181,8 @@ def _weigh_rows(
 
 
 def _estimate_seconds(lengths: IntArray, model: Any, config: DistCAConfig) -> FloatArray:
-    """Estimate the seconds of attention of each document in all layers. Without a model, return the
-    square of its length.
+    """Estimate the seconds of attention of each document, summed over all layers. Without a model,
+    return the squared lengths.
     """
     if model is None:
         return np.square(lengths.astype(np.float64))
@@ -219,8 +218,8 @@ def _make_placer(
         other = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
         raise ConfigError(
             f"ranks 0 and {other} weigh rows differently: place_rows needs the same data set,"
-            " model and settings on all ranks. Do not divide the data set by rank: accelerate"
-            " does."
+            " model and settings on all ranks. Do not split the data set by rank, because"
+            " accelerate splits it."
         )
 
     def place_in_loader(loader: Any) -> Any:
