@@ -126,7 +126,7 @@ def test_rows_in_lines(tmp_path: Path) -> None:
         ('{"text": "a"}\n{"text": "b"}', "has no column 'input_ids', only 'text': name one with"),
         ('{"input_ids": [1]}\n[1]', "cannot be read as a table: JSON parse error: "),
         ('{"input_ids": [1]}\n{"input_ids": "a b"}', "in row 1"),
-        ('{"input_ids": "a b"}', "holds string: it must hold lists of tokens, or their numbers"),
+        ('{"input_ids": "a b"}', "holds string: it must hold lists of tokens, or lengths"),
         ("{}\n", "has no column 'input_ids', only : "),
         ("{", "cannot be read as a table"),
         ("", "cannot be read as a table: Empty JSON file"),
@@ -188,7 +188,7 @@ def test_of_a_saved_data_set_only_its_own_files_count(tmp_path: Path) -> None:
         ("[" * 100_000, "", "nested too deeply"),
         ({"lengths": [1]}, "", "must hold a list of document lengths, but it holds dict"),
         ([1.5], "", "1.5 must be an integer"),
-        ([2**40], "", "the limit is 2**32"),
+        ([2**40], "", "from 1 to 2**32 tokens"),
         ([500, 0], "", "document 1 has length 0"),
         ([], "", "holds no document lengths"),
         ([100_000], "", "longer than a global batch of 65536"),
@@ -203,7 +203,7 @@ def test_of_a_saved_data_set_only_its_own_files_count(tmp_path: Path) -> None:
         (
             [9],
             f"--lengths equal:1 --ranks 65536 --tokens-per-rank {2**28}",
-            "would hold over 33554432 of these documents",
+            "would hold over 33554432 documents",
         ),
     ],
 )

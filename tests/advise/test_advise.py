@@ -130,7 +130,7 @@ def test_equal_documents_are_advised_to_stay_as_they_are() -> None:
     found = advise(run, list(estimate(run, [1024] * 64).values()))
     assert not found.worthwhile
     assert not found.settings
-    assert found.text.endswith("hf-distca gains nothing over as it is.")
+    assert found.text.endswith('hf-distca gains nothing over "as it is".')
 
 
 @pytest.mark.parametrize(

@@ -141,8 +141,8 @@ def test_lines_that_are_broken_are_left_out(tmp_path: Path) -> None:
     found = figures(tmp_path)
     assert [row["step"] for row in found.steps] == [1, 2, 3, 4]
     assert found.missing[0] == (
-        f"Broken lines of {record}, as left by a training that was ended while it wrote: 10, 14,"
-        " 15, 16, 17, 18, 19."
+        f"Broken lines of {record}: 10, 14, 15, 16, 17, 18, 19. A training that is killed while it"
+        " writes leaves such lines."
     )
 
 

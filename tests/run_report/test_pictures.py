@@ -62,7 +62,7 @@ def test_bytes_to_other_nodes_are_shown_if_there_are_nodes(tmp_path: Path) -> No
     }
     for total, shown in ((found.total, True), (alone, False)):
         page = render(replace(found, total=total))
-        assert ("MB of these to other nodes, busiest rank" in page) == shown
+        assert ("MB sent to other nodes per layer and micro-batch, busiest rank" in page) == shown
         assert ("to other nodes, MB" in page) == shown
 
 

@@ -18,17 +18,17 @@ _HANDSHAKE_BYTES = 1 << 16
 
 
 def accept(listening: socket.socket, token: str, wait_seconds: float) -> JsonLineConnection | None:
-    """Accept the connection of the client that sends the token. All other clients are refused, now
-    and later. Each client is asked in a separate thread, so that a silent client does not block the
-    others.
+    """Accept the connection of the client that sends the token. Close all other connections, even
+    after this function has returned. A separate thread reads the greeting of each client, so that a
+    silent client does not block the others.
 
     Args:
         listening: socket to which clients connect.
         token: greeting of rank 0.
-        wait_seconds: time that rank 0 may take.
+        wait_seconds: longest time to wait for rank 0.
 
     Returns:
-        The connection; None if rank 0 does not come in time.
+        The connection; None if rank 0 does not connect in time.
     """
     accepted = SimpleQueue[JsonLineConnection]()
     Thread(target=_ask_all, args=[listening, token, accepted], daemon=True).start()

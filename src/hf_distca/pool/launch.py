@@ -14,7 +14,7 @@ class LaunchPlace(NamedTuple):
     """Place of a process in a launch in which the last processes of each node are servers.
 
     Attributes:
-        node, local: number of the node, and of the process on it.
+        node, local: index of the node, and index of the process on its node.
         nodes: number of nodes.
         trainers, servers: number of ranks that train, and number of servers, on each node.
     """
@@ -27,8 +27,8 @@ class LaunchPlace(NamedTuple):
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str], servers: int) -> LaunchPlace | None:
-        """Read the place from the variables of torchrun and `accelerate launch`; None if neither
-        has started this process.
+        """Read the place from the variables of torchrun and `accelerate launch`. Return
+        None if neither launcher has started this process.
 
         Args:
             environment: the variables.
@@ -60,7 +60,7 @@ class LaunchPlace(NamedTuple):
 
     @property
     def server(self) -> int | None:
-        """Number of this server among the servers of all nodes; None for a rank that trains."""
+        """Index of this server among the servers of all nodes; None for a rank that trains."""
         number = self.local - self.trainers
         return None if number < 0 else self.node * self.servers + number
 

@@ -25,8 +25,8 @@ INVITATION = "invitation"  # key in the store
 
 
 def join_store(seconds: float) -> Store:
-    """Join the store at the launcher's address, in which servers and ranks that train meet. Rank 0
-    opens it unless the launcher has done so. Processes wait in it for up to `seconds`.
+    """Join the store at the launcher's address, where servers and ranks that train meet. Rank 0
+    opens the store unless the launcher has done so. `seconds` is the timeout of the store.
     """
     environment = os.environ
     is_open = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -44,8 +44,8 @@ def join_store(seconds: float) -> Store:
 
 
 def publish_server(store: Store, number: int, device_type: str) -> tuple[socket.socket, str]:
-    """Open a socket for the server with this number, and publish its address in the store. Return
-    the socket and a token, which rank 0 reads in the store.
+    """Open a socket for server `number`. Publish its address and a token in the store, where rank 0
+    reads them. Return the socket and the token.
     """
     launcher = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     with socket.create_connection(launcher) as connected:
@@ -60,8 +60,8 @@ def publish_server(store: Store, number: int, device_type: str) -> tuple[socket.
 def find_servers(
     store: Store, nodes: int, each_node: int, wait_seconds: float
 ) -> list[tuple[str, int, str, str]]:
-    """Find what each server has published: its host, its port, its token, and its version and type
-    of device.
+    """Return what each server has published: its host, its port, its token, and the text of
+    `describe_process`.
 
     Raises:
         ConfigError: if a server does not start within `wait_seconds`.
@@ -82,7 +82,8 @@ def find_servers(
 def connect_server(
     name: str, address: tuple[str, int], token: str, seconds: float
 ) -> JsonLineConnection:
-    """Connect to the server with this token, which may take up to `seconds` to read a message.
+    """Connect to a server, and send the token. The server may take up to `seconds` to read a
+    message.
 
     Raises:
         ConfigError: if the server does not answer.
@@ -103,13 +104,15 @@ def read_invitation(store: Store, seconds: float) -> dict[str, Any]:
 
     Raises:
         ConfigError: if rank 0 has not found the servers.
+        DistCADesyncError: if the invitation does not arrive in time.
     """
     try:
         store.wait([INVITATION], timedelta(seconds=seconds))
         invitation: dict[str, Any] = json.loads(store.get(INVITATION))
     except RuntimeError as error:
         raise DistCADesyncError(
-            f"rank 0 did not name the servers within {seconds:g} s ({error}): look at its log."
+            f"rank 0 did not name the servers within {seconds:g} s ({error}): look at the log of"
+            " rank 0."
         ) from error
     if "error" in invitation:
         raise ConfigError(make_printable(invitation["error"]))
@@ -117,8 +120,8 @@ def read_invitation(store: Store, seconds: float) -> dict[str, Any]:
 
 
 def join_group(invitation: Mapping[str, Any], store: Store, number: int) -> AttentionGroup:
-    """Build the group to which rank 0 invites. Each member calls this with its number: its global
-    rank, or for a server a number after all ranks. For errors see `AttentionGroup.create`.
+    """Build the group to which rank 0 invites. `number` is the global rank of a rank that trains.
+    Servers continue this numbering. For errors see `AttentionGroup.create`.
     """
     ranks = tuple(invitation["ranks"])
     place = ranks, ranks.index(number)
@@ -140,7 +143,7 @@ def join_group(invitation: Mapping[str, Any], store: Store, number: int) -> Atte
 
 
 def describe_process(device_type: str) -> str:
-    """Describe the version and type of device, which must be the same on servers and rank 0."""
+    """Describe hf-distca's version and the device type. Both must be the same in all processes."""
     return f"hf-distca {version('hf-distca')} on {device_type}"
 
 

@@ -2,10 +2,10 @@
 together. Rank 0 announces a step right before it takes the step itself. Other ranks announce
 nothing.
 
-The steps are calls of functions that are marked by `mark_joint_step`. `Server` has a method with
-the same name and arguments for each of these functions. An argument that servers know is sent as
-its name, and a tensor as its dtype. Groups, devices and documents are not sent, because servers
-have their own.
+The steps are calls of functions that are marked by `mark_joint_step`. For each of these functions,
+`Server` has a method with the same name and arguments. An object that servers know is sent as its
+name, and a tensor as its dtype. Groups and devices are not sent, because servers have their own.
+Documents are not sent, because servers have none.
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ class PoolObserver:
     """The servers of a run, as seen by a rank that trains: a `GroupObserver`.
 
     Sessions and results of steps have names, by which later steps refer to them. When this rank
-    drops such an object, servers forget their object with the same name.
+    drops a session or a result, servers drop theirs with the same name.
 
     Attributes:
-        nodes, each_node: number of nodes of the launch, and number of servers on each node. There
-            are no nodes if no launcher has started this process.
+        nodes, each_node: number of nodes of the launch, and number of servers on each node. `nodes`
+            is 0 if no launcher has started this process.
         wait_seconds: time that servers may take to start.
         servers: on rank 0, the connection to each server, by the server's name.
         group: the attention group; until it is made, a group of this rank alone.
@@ -100,8 +100,8 @@ class PoolObserver:
             if self._world is world and not self.group.has_left:
                 return self.group
             raise ConfigError(
-                "servers take part in the first process group of a run, and end with it: start the"
-                " run again."
+                "servers take part only in the first process group of a run, which has ended: start"
+                " the run again."
             )
         if world is None and int(os.environ.get("WORLD_SIZE", "1")) > 1:
             return AttentionGroup()  # each rank computes alone until all have met
@@ -167,8 +167,9 @@ class PoolObserver:
     def announce(
         self, group: AttentionGroup, step: str, arguments: Mapping[str, Any], serial: int = 0
     ) -> None:
-        """Announce a step of the group to its servers, and name the objects that they can forget.
-        The names of the step's results contain `serial`. A group without servers announces nothing.
+        """Announce a step of the group to its servers, with the names of the objects that servers
+        can forget. The names of the step's results contain `serial`. Do nothing if the group has no
+        servers.
 
         Raises:
             DistCADesyncError: if a server has ended.
@@ -199,7 +200,7 @@ class PoolObserver:
         self.servers.clear()
 
     def _invite(self, store: Store, seconds: float, ranks: int, backend: str) -> None:
-        """Find and connect the servers. Tell servers and ranks that train who takes part."""
+        """Find the servers, and connect to them. Tell servers and ranks who takes part."""
         ours = describe_process("cuda" if "nccl" in backend else "cpu")
         found = find_servers(store, self.nodes, self.each_node, self.wait_seconds)
         names, connections = dict[int, str](), dict[str, JsonLineConnection]()
@@ -227,8 +228,8 @@ class PoolObserver:
         store.set(INVITATION, json.dumps(invitation))
 
     def _name_session(self, planner: Planner, group: AttentionGroup) -> str:
-        """Return the name of the session with this planner. Send its settings to the servers first
-        if they do not know them.
+        """Return the name of the session with this planner. If servers do not know the session's
+        settings, send the settings first.
         """
         if id(planner) not in self._names:
             self._name(planner, f"session {next(self._count)}")
@@ -251,7 +252,7 @@ def _check_members(members: dist.ProcessGroup | Members | None, size: int | None
     """Check that all ranks will be in one group with the servers.
 
     Raises:
-        UnsupportedError: if a group would have fewer ranks; names their number.
+        UnsupportedError: if a group would not have all ranks of the world.
     """
     world = tuple(
         range(dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1)

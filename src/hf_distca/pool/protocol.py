@@ -30,7 +30,7 @@ from hf_distca.schedule.layout import Layout
 
 _SOCKET_OPTIONS = {
     (socket.IPPROTO_TCP, socket.TCP_NODELAY): 1,
-    # These options notice a node that is lost. TCP probes a silent connection every 10 s, and
+    # These options detect a lost node. TCP probes a silent connection every 10 s, and
     # closes it after 6 probes without an answer.
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE): 1,
     (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE): 10,
@@ -165,13 +165,13 @@ def read_key(values: Sequence[Any]) -> PlanKey:
 
 
 def read_requests(requests: Sequence[Any]) -> list[Request]:
-    """Read requests for plans. They get no documents, because servers have none."""
+    """Read requests for plans. Their documents are empty, because servers have no tokens."""
     none = np.zeros((0, 3), dtype=np.int64)
     return [(Documents(none, span_ranks=spans), read_key(key)) for spans, key in requests]
 
 
 def read_share(share: Mapping[str, Any]) -> DealtShare:
-    """Read a share of a dealt batch, for a server, which has no documents of the batch."""
+    """Read a share of a dealt batch, as the share of a rank without tokens."""
     numbers = partial(np.array, dtype=np.int64)
     return DealtShare(
         tuple(share["batch"]),

@@ -64,9 +64,9 @@ def serve(number: int, local: int, wait_seconds: float) -> NoReturn:
     """Serve the ranks that train until they end. Then log the work done, and exit.
 
     Args:
-        number: number of this server among the servers of the launch.
-        local: number of this process on its node.
-        wait_seconds: time that ranks that train may take to connect.
+        number: index of this server among the servers of the launch.
+        local: index of this process on its node.
+        wait_seconds: longest time to wait for the ranks that train.
     """
     # accelerate uses the same rule to choose the device of the ranks that train.
     on_gpu = torch.cuda.is_available() and os.environ.get("ACCELERATE_USE_CPU", "false") != "true"
@@ -131,11 +131,11 @@ class Server:
         self._began = time.perf_counter()
 
     def run(self, connection: JsonLineConnection) -> NoReturn:
-        """Execute the steps that rank 0 announces until it ends.
+        """Execute the steps that rank 0 announces, until rank 0 ends.
 
         Raises:
             EndedError: when rank 0 has ended.
-            DistCADesyncError: if ranks do different things, or do not come.
+            DistCADesyncError: if ranks take different steps, or if a rank does not come in time.
             EOFError, OSError: if rank 0 has ended without a message.
         """
         try:
@@ -221,7 +221,9 @@ class Server:
         self._make_planner(session).gather_measurements(self._group)
 
     def exchange(self, has: Mapping[str, str]) -> None:
-        """Take part in the trial exchange of `hf-distca doctor`. `has` holds rank 0's versions."""
+        """Take part in the trial exchange of `hf-distca doctor`. `has`, the versions of rank 0, is
+        not used.
+        """
         exchange(list_versions(), self._device, self._group)
 
     def begin(self, call: int, work: str, label: str, backward: bool, **layer: Any) -> None:
@@ -255,8 +257,8 @@ class Server:
     def _receive_next(self, connection: JsonLineConnection) -> Any:
         """Return the next message of rank 0.
 
-        End the server if another rank leaves the group while it waits, because rank 0 may notice
-        this late or never.
+        If another rank leaves the group before the message arrives, end the server, because rank 0
+        may notice this late or never.
         """
         while True:
             with suppress(TimeoutError):

@@ -11,7 +11,7 @@ from hf_distca.tools.advise.ways import Run, Way
 # scheduler moves nothing for a smaller gain (DistCAConfig.min_gain). Below _CLOSE, the estimate may
 # be wrong about which step is faster.
 _EQUAL, _CLOSE = 1.02, 1.06
-# How to get each of the other ways with Hugging Face, by a word of the way's title.
+# For a word in a way's title: how to get this way with Hugging Face.
 _HOW = {
     "samples": ': TrainingArguments(train_sampling_strategy="batch_rebalance") does nearly that',
     "Ulysses": ": accelerate's ParallelismConfig(sp_size=...)",
@@ -24,8 +24,8 @@ class Advice(NamedTuple):
 
     Attributes:
         worthwhile: whether hf-distca is clearly faster than other ways that keep documents whole.
-        ours, other: title of the fastest way with hf-distca, and of the fastest other way.
-        gain: seconds of a step in the other way, divided by the seconds of a step in ours.
+        ours, other: titles of the fastest way with hf-distca and the fastest way without.
+        gain: seconds of a step with `other`, divided by the seconds of a step with `ours`.
         text: the reasons, in sentences.
         settings: the lines to paste; empty if there is nothing to gain.
     """
@@ -45,8 +45,8 @@ def advise(run: Run, ways: Sequence[Way]) -> Advice:
     other = min(ways[:-2], key=lambda way: (not way.keeps_documents, way.seconds))
     gain = other.seconds / ours.seconds
     text = (
-        f"As it is, the slowest rank has {as_it_is.attention:.2f} times the attention of the mean"
-        f" one, which waits {as_it_is.waiting:.0%} of a step."
+        f"As it is, the slowest rank has {as_it_is.attention:.2f} times the mean attention, and"
+        f" ranks wait {as_it_is.waiting:.0%} of a step on average."
     )
     if not as_it_is.keeps_documents:
         text += (
@@ -56,12 +56,12 @@ def advise(run: Run, ways: Sequence[Way]) -> Advice:
             " long. With whole documents:"
         )
     text += (
-        f" {ours.title} takes {ours.seconds:.3g} s a step, and the best of the others,"
-        f" {other.title}, {other.seconds:.3g} s: {gain:.2f} times as long."
+        f' "{ours.title}" takes {ours.seconds:.3g} s a step. The best way without hf-distca,'
+        f' "{other.title}", takes {other.seconds:.3g} s, {gain:.2f} times as long.'
     )
     if gain < _EQUAL:
         how = next((how for name, how in _HOW.items() if name in other.title), "")
-        text += f" hf-distca gains nothing over {other.title}{how}."
+        text += f' hf-distca gains nothing over "{other.title}"{how}.'
         return Advice(False, ours.title, other.title, gain, text, ())
     if gain < _CLOSE:
         text += " An estimate cannot tell which is faster by so little: try it first."

@@ -64,7 +64,7 @@ def count_tokens(texts: list[str], tokenizer: str) -> list[int]:
 
     Args:
         texts: the texts.
-        tokenizer: a name or folder, as `AutoTokenizer.from_pretrained` takes it.
+        tokenizer: name or folder of a tokenizer, for `AutoTokenizer.from_pretrained`.
 
     Raises:
         ConfigError: if there is no such tokenizer.
@@ -78,8 +78,8 @@ def count_tokens(texts: list[str], tokenizer: str) -> list[int]:
 
 
 def _count_met_weights(module: nn.Module, text: PreTrainedConfig) -> float:
-    """Count the weights that a token meets in a module's own matrices. If the module consists of
-    experts, count only as many experts as a token uses.
+    """Count the weights by which a module, without its submodules, multiplies a token. If the
+    module consists of experts, count only as many experts as a token uses.
     """
     sizes = [weight.shape for weight in module.parameters(recurse=False) if weight.dim() > 1]
     count = 0.0 if isinstance(module, nn.Embedding) else float(sum(map(torch.Size.numel, sizes)))

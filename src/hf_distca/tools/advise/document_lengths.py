@@ -50,7 +50,7 @@ class DocumentSource:
                 if len(pieces) > _MOST_PIECES:
                     raise LayoutError(
                         f"a global batch of {tokens} tokens would hold over {_MOST_PIECES * _PIECE}"
-                        " of these documents: use fewer ranks, or fewer tokens per rank."
+                        " documents: use fewer ranks, or fewer tokens per rank."
                     )
                 piece = np.clip(self.draw(generator), 1, self.longest).astype(np.int64)
                 if piece.max() > tokens:
@@ -86,7 +86,7 @@ def from_list(lengths: npt.ArrayLike, name: str, longest: int | None = None) -> 
         document = int(wrong.argmax())
         raise LayoutError(
             f"{name}: document {document} has length {length[document]}: every document must have"
-            " at least 1 token, and the limit is 2**32."
+            " from 1 to 2**32 tokens."
         )
     length = np.minimum(length, longest or _LONGEST)
     about = f"{len(length)} lengths, mean {length.mean():.0f}, longest {length.max()}, shuffled"
@@ -119,7 +119,7 @@ class _Mixture:
     def make_source(self, longest: int) -> DocumentSource:
         """Make a source of documents of at most `longest` tokens."""
         stretch = longest / 65536
-        share = self.odds / (self.odds + stretch)  # longer ones are fewer
+        share = self.odds / (self.odds + stretch)  # fewer long documents if they are longer
 
         def draw(generator: np.random.Generator) -> FloatArray:
             is_long = generator.random(_PIECE) < share
@@ -136,17 +136,17 @@ DISTRIBUTIONS = {
     "pretrain": _Mixture(  # web text with long documents kept more often
         "pretrain-like",
         *((7.747, 0.998), (10.128, 0.885), 8192, 0.06325347201),
-        "two lognormal distributions fitted to the list 'wlbllm' of hao-ai-lab/DistCA (commit"
-        " 2afd219) below and above 8192 tokens; long ones stretched with the context and kept more"
-        " often, until they hold half of the tokens: assumed, as arXiv 2510.18121 says that short"
-        " ones are filtered out and not how many",
+        "two lognormal distributions, fitted to the documents below and above 8192 tokens in the"
+        " list 'wlbllm' of hao-ai-lab/DistCA (commit 2afd219). Long documents are stretched with"
+        " the context, and kept so often that they have half of the tokens. The half is"
+        " assumed: arXiv 2510.18121 says that short documents are filtered out, but not how many",
     ),
     "prolong": _Mixture(  # long-context data
         "ProLong-like",
         *((7.657, 0.697), (10.162, 0.522), 16384, 0.1187843038),
-        "two lognormal distributions fitted to the list 'prolong' of hao-ai-lab/DistCA (commit"
-        " 2afd219) below and above 16384 tokens; long ones stretched with the context, with 60 % of"
-        " the tokens, the best mixture of arXiv 2410.02660",
+        "two lognormal distributions, fitted to the documents below and above 16384 tokens in the"
+        " list 'prolong' of hao-ai-lab/DistCA (commit 2afd219). Long documents are stretched with"
+        " the context, and have 60 % of the tokens, as in the best mixture of arXiv 2410.02660",
     ),
 }
 
@@ -173,5 +173,5 @@ def find_distribution(text: str, longest: int) -> DocumentSource:
         )
     raise ConfigError(
         f"lengths {text!r} are neither a file nor one of {', '.join(DISTRIBUTIONS)}, equal:TOKENS"
-        " and lognormal:MEDIAN:SIGMA (with positive numbers)."
+        " or lognormal:MEDIAN:SIGMA (with positive numbers)."
     )

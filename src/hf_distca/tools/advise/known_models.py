@@ -26,8 +26,8 @@ class Model:
 
 
 # Layers, query heads, key/value heads, width of a head, and billions of weights by which a token is
-# multiplied. Sizes come from the published config.json files. Those of Llama-34B come from table 2
-# of arXiv 2510.18121, except its feed-forward width and vocabulary, which are CodeLlama-34B's.
+# multiplied. They come from the published config.json files, except those of Llama-34B, which come
+# from table 2 of arXiv 2510.18121, with the feed-forward width and vocabulary of CodeLlama-34B.
 _SIZES = {
     "llama-3.2-1b": (16, 32, 8, 64, 1.236),
     "llama-3.2-3b": (28, 24, 8, 128, 3.213),

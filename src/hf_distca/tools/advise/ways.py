@@ -23,7 +23,7 @@ from hf_distca.schedule.load import PlanLoad
 from hf_distca.schedule.ranks import Ranks
 from hf_distca.tools.advise.known_models import Model
 
-_WHOLE = 0.99  # documents that keep this part of their attention count as whole
+_WHOLE = 0.99  # documents that keep this fraction of their attention count as whole
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class Way(NamedTuple):
         attention: seconds of attention and messages on the slowest rank, divided by the mean
             attention seconds of all ranks.
         seconds: seconds of a step.
-        waiting: fraction of the step in which a rank computes nothing, as a mean of all ranks.
+        waiting: fraction of the step in which a rank computes nothing, on average.
         kept: attention that is computed, as a fraction of the attention of whole documents.
         most_tokens: largest number of tokens on a rank.
     """
@@ -94,8 +94,9 @@ class Way(NamedTuple):
 
 
 def estimate_ways(run: Run, batches: Iterable[IntArray]) -> list[Way]:
-    """Estimate each way to run a step. Keep only one way of context parallelism: the fastest that
-    leaves documents whole or, if all of these ways cut documents, the way that cuts the fewest.
+    """Estimate each way to run a step. Of the ways of context parallelism, return only the fastest
+    that leaves documents whole. If all of them cut documents, return the one that keeps the most
+    attention.
     """
     steps: dict[str, list[Way]] = {}
     for lengths in batches:
@@ -193,8 +194,8 @@ def _share_rows(run: Run, lengths: IntArray, whole: float) -> Iterable[Way]:
 
 
 def _estimate_exchanges(run: Run, degree: int) -> FloatArray:
-    """Estimate the extra seconds of a rank if `degree` ranks share a row: those for merging the
-    results of a ring, for the messages of a ring, and for the messages of Ulysses.
+    """Estimate the extra seconds of a rank if `degree` ranks share a row. Return three figures:
+    merging the results of a ring, the messages of a ring, and the messages of Ulysses.
     """
     total = np.zeros(3)
     inside = min(degree, run.per_node)
@@ -219,7 +220,7 @@ def _estimate_exchanges(run: Run, degree: int) -> FloatArray:
 
 
 def _disaggregate(run: Run, lengths: IntArray, whole: float, *, dealt: bool) -> Way:
-    """Make the way of hf-distca. Every kind of layer is planned like in training. Many ranks form
+    """Make the way of hf-distca. Every kind of layer is planned as in training. Many ranks form
     several groups, each with its own documents.
     """
     config = DistCAConfig()

@@ -23,8 +23,8 @@ _UsageError: type[Any] = typer.BadParameter.__mro__[1]
 
 # Verbs that earlier versions had, and their replacements.
 _REMOVED = {
-    "deal": "deal is an option of another verb now: hf-distca plan LENGTHS --deal TOKENS_PER_RANK,"
-    " for as many ranks as these tokens need.",
+    "deal": "deal is an option of plan now: hf-distca plan LENGTHS --deal TOKENS_PER_RANK. The"
+    " number of ranks follows from the lengths.",
     "profile": "profile is gone: ranks correct the rates of their GPU as they train. For rates of"
     " your own, write a CostModel to a file (CostModel.to_json), and name the file in cost_model or"
     " --cost-model.",

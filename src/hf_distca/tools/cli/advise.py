@@ -32,11 +32,11 @@ _PRODUCT_RATES = {
 }
 # How to choose tokens_per_rank for a script that trains today.
 _ABOUT_TOKENS = (
-    "tokens_per_rank: if rows are packed today, use per_device_train_batch_size x max_length; steps"
-    " of an epoch, warm-up and learning rate then stay the same. If rows are padded, batch size x"
-    " mean length also keeps them. With batch size x max_length, memory stays the same and an epoch"
-    " has fewer, larger steps: lower warmup_steps in proportion, and choose the learning rate for"
-    " larger batches. hf_distca.deal prints the steps before and after."
+    "tokens_per_rank: if rows are packed today, use per_device_train_batch_size x max_length. Then"
+    " the steps of an epoch, warm-up and learning rate stay the same. If rows are padded today,"
+    " batch size x mean length has the same effect. With batch size x max_length, memory stays the"
+    " same, but an epoch has fewer, larger steps: lower warmup_steps in proportion, and choose"
+    " the learning rate for larger batches. hf_distca.deal prints the steps before and after."
 )
 
 
@@ -48,22 +48,24 @@ class Options:
         str,
         typer.Option(
             help=(
-                "Document lengths: a file with a JSON list, - for standard input, a .jsonl or"
-                " .parquet file or saved data set, or pretrain, prolong, equal:TOKENS,"
-                " lognormal:MEDIAN:SIGMA."
+                "Document lengths: a JSON file with a list, '-' for standard input, a .jsonl or"
+                " .parquet file, the folder of a saved data set, or a distribution: pretrain,"
+                " prolong, equal:TOKENS or lognormal:MEDIAN:SIGMA."
             ),
             show_default=False,
         ),
     ]
-    ranks: Annotated[int, typer.Option(help="GPUs.", min=1, max=65536, show_default=False)]
+    ranks: Annotated[
+        int, typer.Option(help="Number of GPUs.", min=1, max=65536, show_default=False)
+    ]
     tokens_per_rank: Annotated[
-        int, typer.Option(help="Tokens of a micro-batch on a rank.", min=1, max=2**28)
+        int, typer.Option(help="Tokens per rank and micro-batch.", min=1, max=2**28)
     ] = 65536
     model: Annotated[
-        str, typer.Option(help="A known shape by name, or a config.json or its folder.")
+        str, typer.Option(help="Name of a known model, or a config.json or its folder.")
     ] = "llama-3-8b"
     hardware: Annotated[
-        Literal["a100", "h100", "h200", "b200", "gb200"], typer.Option(help="The GPU.")
+        Literal["a100", "h100", "h200", "b200", "gb200"], typer.Option(help="Type of GPU.")
     ] = "h100"
     kernel: Annotated[
         str | None,
@@ -73,13 +75,13 @@ class Options:
         ),
     ] = None
     ranks_per_node: Annotated[
-        int, typer.Option(help="GPUs of a node, whose links are faster.", min=1)
+        int, typer.Option(help="GPUs per node. Links inside a node are faster.", min=1)
     ] = 8
     link_gigabytes: Annotated[
         float | None,
         typer.Option(
             help="GB/s that a rank sends to other nodes.",
-            show_default="as for the hardware",
+            show_default="depends on the hardware",
         ),
     ] = None
     checkpointing: Annotated[
@@ -91,7 +93,7 @@ class Options:
         int | None, typer.Option(help="Documents are cut off at this length.", min=1, max=2**32)
     ] = None
     batches: Annotated[
-        int, typer.Option(help="Global batches; figures are means.", min=1, max=1000)
+        int, typer.Option(help="Number of global batches to average over.", min=1, max=1000)
     ] = 10
     as_json: InJson = False
 
@@ -129,9 +131,9 @@ class Options:
 def advise(options: Options) -> None:
     """Estimate what hf-distca would gain on your documents, if anything.
 
-    Steps are estimated with the scheduler and cost model of training. Nothing is run, and no GPU is
-    needed. The command compares a run as it is (with packed rows), whole documents balanced over
-    ranks, context parallelism, and hf-distca (on the same rows, and with documents dealt).
+    Estimates use the scheduler and cost model of training. Nothing is run, and no GPU is needed.
+    The command compares five ways to train: packed rows as they are, whole documents balanced over
+    ranks, context parallelism, hf-distca on the packed rows, and hf-distca on dealt documents.
     """
     from hf_distca.tools.advise.advice import advise as advise_by
     from hf_distca.tools.advise.ways import estimate_ways
@@ -185,10 +187,10 @@ def _show_ways(about: str, ways: Sequence[Way]) -> None:
     console.print(table)
     console.print(
         "slowest / mean: seconds of attention and its messages on the slowest rank, divided by mean"
-        " attention seconds. speed: relative to the run as it is. waits: part of a step in which"
-        " the mean rank computes nothing. most tokens: on one rank. attention: the part left in"
-        " cut documents. Exchanges of weights are left out; products run at the best rate of the"
-        " GPU.",
+        " attention seconds. speed: relative to the run as it is. waits: mean fraction of a"
+        " step in which a rank computes nothing. most tokens: on one rank. attention: fraction left"
+        " when documents are cut. Exchanges of weights are left out, and products run at the best"
+        " rate of the GPU.",
         style="dim",
     )
 

@@ -20,7 +20,7 @@ _MOST_CHARACTERS = 600
 
 
 def get_input_name(path: Path) -> str:
-    """Return the name by which errors call a file."""
+    """Return the name that errors use for a file."""
     return "standard input" if path == _STANDARD else str(path)
 
 
@@ -35,7 +35,7 @@ def read(path: Path) -> bytes:
 
 
 def check_documents(count: int, path: Path) -> None:
-    """Raise if there are so many documents that planning them would take more than minutes."""
+    """Raise if there are too many documents to plan within minutes."""
     if count > _MOST_DOCUMENTS:
         raise LayoutError(
             f"{get_input_name(path)} has {count} documents or parts of documents: at most"

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 _TABLES = (".parquet", ".arrow")
 _LINES = (".jsonl", ".ndjson")
-# Columns that are read if the user names none: tokens, or else lengths; with a tokenizer, text.
+# Default columns: _TEXT with a tokenizer; otherwise _TOKENS, or _LENGTH in files without _TOKENS.
 _TOKENS, _LENGTH, _TEXT = "input_ids", "length", "text"
 
 
@@ -113,8 +113,8 @@ def _count_column(path: Path, tables: list[Path], column: str, tokenizer: str | 
             values = pa.array(count_tokens(values.to_pylist(), tokenizer))
         elif not kinds.is_integer(kind):
             raise LayoutError(
-                f"column {name!r} of {file} holds {kind}: it must hold lists of tokens, or their"
-                " numbers of tokens. With --tokenizer, it may also hold text."
+                f"column {name!r} of {file} holds {kind}: it must hold lists of tokens, or"
+                " lengths. With --tokenizer, it may also hold text."
             )
         lengths += values.to_pylist()
     # If a length is negative, keep zeros, so that the error names its place in the whole list.

@@ -13,10 +13,10 @@ from hf_distca.errors import ConfigError
 
 Options = TypeVar("Options")
 Column = Annotated[
-    str, typer.Option(help="Column of a data set that holds tokens, or their number.")
+    str, typer.Option(help="Column of the data set: each document's tokens, or its length.")
 ]
 Tokenizer = Annotated[
-    str | None, typer.Option(help="Tokenizer of a column of text, as from_pretrained takes it.")
+    str | None, typer.Option(help="Name or folder of a tokenizer, for a column of text.")
 ]
 InJson = Annotated[bool, typer.Option("--json", help="Write everything as JSON.")]
 
@@ -43,7 +43,7 @@ def read_rate(option: str, gigabytes: float | None) -> float | None:
     """Return the value of an option in bytes per second; None if the option is not given.
 
     Raises:
-        ConfigError: if the value is out of range; names the option.
+        ConfigError: if the value is out of range.
     """
     if gigabytes is not None and not 1e-9 <= gigabytes <= 1e9:
         raise ConfigError(f"{option} {gigabytes:g}: a rate is a number from 1e-9 to 1e9 GB/s.")

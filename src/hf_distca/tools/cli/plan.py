@@ -52,8 +52,8 @@ class Options:
     documents: Annotated[
         Path,
         typer.Argument(
-            help="JSON file with 'rank_segments' or 'lengths', or with --deal a list of lengths; -"
-            " for standard input.",
+            help="JSON file with 'rank_segments' or 'lengths', or '-' for standard input. With"
+            " --deal, a list of lengths.",
             show_default=False,
         ),
     ]
@@ -63,7 +63,7 @@ class Options:
     ] = "cuda"
     tile: Annotated[
         int,
-        typer.Option(help="Documents are cut at multiples of this where tokens allow."),
+        typer.Option(help="Documents are cut at multiples of this many tokens if possible."),
     ] = 128
     query_heads: Annotated[int, typer.Option(help="Query heads of a layer.")] = 32
     key_value_heads: Annotated[int, typer.Option(help="Key/value heads of a layer.")] = 8
@@ -76,26 +76,26 @@ class Options:
         str | None,
         typer.Option(
             "--cost-model",
-            help="A JSON file with a CostModel of your own, used instead.",
+            help="JSON file with your own CostModel, used instead of --cost.",
             show_default=False,
         ),
     ] = None
     ranks_per_node: Annotated[
         int | None,
-        typer.Option(help="Ranks of a node; its links are faster.", show_default=False),
+        typer.Option(help="Ranks per node. Links inside a node are faster.", show_default=False),
     ] = None
     link_gigabytes: Annotated[
         float | None,
         typer.Option(
             help="GB/s that a rank sends to other nodes.",
-            show_default="as the cost model",
+            show_default="from the cost model",
         ),
     ] = None
     node_gigabytes: Annotated[
         float | None,
         typer.Option(
             help="GB/s that a rank sends inside its node.",
-            show_default="as the cost model",
+            show_default="from the cost model",
         ),
     ] = None
     ranks_per_link: Annotated[
@@ -104,13 +104,13 @@ class Options:
     output: Annotated[
         Path | None,
         typer.Option(
-            "--output", "-o", help="Where the result goes, as JSON; else standard output."
+            "--output", "-o", help="File for the result, as JSON. By default, standard output."
         ),
     ] = None
     deal: Annotated[
         int | None,
         typer.Option(
-            help="Deal documents to ranks of this many tokens, and write their placement.",
+            help="Deal documents, this many tokens to each rank, and write their placement.",
             show_default=False,
         ),
     ] = None
@@ -124,7 +124,7 @@ class Options:
         float, typer.Option(help="Smallest gain for which anything is moved, as a fraction.")
     ] = 0.02
     head_groups: Annotated[
-        int, typer.Option(help="Most head groups of a long document; 1 plans all heads together.")
+        int, typer.Option(help="Into how many head groups a document may be split; 1 splits none.")
     ] = 4
 
     def make_cost_model(self) -> CostModel:
@@ -164,15 +164,15 @@ class Options:
 def plan(options: Options) -> None:
     """Plan which rank computes which attention, and write the plan as JSON.
 
-    DOCUMENTS holds {"rank_segments": [[[document, start, end], ...] per rank]}, in which the length
-    of the document may follow each end. If no document crosses ranks, it may hold {"lengths":
-    [[tokens of a document, ...] per rank]} instead. The default shape is that of Llama-3-8B in
-    bfloat16.
+    DOCUMENTS holds {"rank_segments": [[[document, start, end], ...] per rank]}. A segment may have
+    a fourth number, the length of the document. If no document crosses ranks, DOCUMENTS may hold
+    {"lengths": [[tokens of a document, ...] per rank]} instead. The default layer is that of
+    Llama-3-8B in bfloat16.
 
-    With --deal, DOCUMENTS holds [tokens of a document, ...]. The result is a placement with equal
-    tokens and about equal attention on each rank, which `hf-distca plan` can read. With
-    --ping-pong, the placement also holds "first_nano_batch", the number of tokens of each rank's
-    first half.
+    With --deal, DOCUMENTS holds [tokens of a document, ...]. The result is a placement that
+    `hf-distca plan` can read. Ranks get equal tokens and about equal attention. With --ping-pong,
+    the placement also holds "first_nano_batch": for each rank, the number of tokens in its first
+    nano-batch.
     """
     from hf_distca.config import DistCAConfig
 
@@ -208,7 +208,6 @@ def plan(options: Options) -> None:
 
 
 def _read_layout(path: Path) -> Layout:
-    """Read a placement."""
     from hf_distca.schedule.placement import parse_placement
 
     layout = parse_placement(read(path), get_input_name(path))

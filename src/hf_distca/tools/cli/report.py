@@ -24,12 +24,12 @@ def report(
     step: Annotated[
         int | None,
         typer.Option(
-            help="Step whose plan is drawn; by default the one with the most uneven plan.",
+            help="Step whose plan is drawn; by default, the step of the most uneven plan.",
             show_default=False,
         ),
     ] = None,
     as_json: Annotated[
-        bool, typer.Option("--json", help="Print the figures behind the page instead.")
+        bool, typer.Option("--json", help="Print the figures as JSON, and write no page.")
     ] = False,
 ) -> None:
     """Make one HTML page about a run, with its balance, the work of each rank, a plan, settings,

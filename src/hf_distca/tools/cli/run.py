@@ -27,18 +27,18 @@ def run(
         bool, _option("-m", "--module", help="SCRIPT is the name of a module, as for `python -m`.")
     ] = False,
     config: Annotated[
-        Path | None, _option(help="YAML or JSON file of settings and of these options.")
+        Path | None, _option(help="YAML or JSON file with settings and these options.")
     ] = None,
     changes: Annotated[
         list[str] | None,
-        _option("--set", metavar="NAME=VALUE", help="A value that overrides the file."),
+        _option("--set", metavar="NAME=VALUE", help="A setting or option that overrides the file."),
     ] = None,
     attn_implementation: Annotated[
         Literal["distca"] | None,
         _option(help="Attention of models that are loaded without naming one."),
     ] = None,
     instead_of: Annotated[
-        str | None, _option(metavar="NAME", help="Attention that distca stands in for.")
+        str | None, _option(metavar="NAME", help="Attention that distca replaces, such as sdpa.")
     ] = None,
     tokens_per_rank: Annotated[
         int | None, _option(min=1, help="Deal documents, this many tokens to each rank.")
@@ -61,10 +61,10 @@ def run(
 ) -> None:
     """Run a training script or command that does not import hf_distca, with "distca" registered.
 
-    The options also apply to Python processes that the command starts, such as those of
-    accelerate's launcher, which trl, swift and llamafactory-cli start. Write options of hf-distca
-    before the script. If you start a launcher yourself, write: accelerate launch -m
-    hf_distca.tools.run train.py --attn_implementation distca
+    The options also apply to Python processes that the command starts. For example, trl, swift and
+    llamafactory-cli start a launcher, which starts the ranks. Write options of hf-distca before the
+    script. If you start a launcher yourself, write: accelerate launch -m hf_distca.tools.run
+    train.py --attn_implementation distca
     """
     given = dict(locals())
     from hf_distca.tools.run import (

@@ -38,8 +38,8 @@ def diagnose(
 
     Args:
         model: folder of a model, its config.json, or a name on the Hub; None for no model.
-        dtype: dtype in which attention computes. If None, it is the dtype of the model or, without
-            one, the usual dtype of the device.
+        dtype: dtype in which attention computes. If None, it is the dtype of the model or, if there
+            is none, the usual dtype of the device.
         timeout_seconds: how long an exchange between ranks may take.
         log: called with a message before a step that takes a while.
 
@@ -62,8 +62,8 @@ def diagnose(
             "attention group",
             "this process alone: no launcher started it",
             "note",
-            "start training with a launcher, to have ranks to share with; to try them, launch -m"
-            " hf_distca.tools.cli doctor",
+            "start training with a launcher, so that ranks can share attention; to check the ranks,"
+            " run accelerate launch -m hf_distca.tools.cli doctor",
         )
         return [*findings, alone]
     try:

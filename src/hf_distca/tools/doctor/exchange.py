@@ -74,7 +74,7 @@ def describe_ranks(nodes: Sequence[int], servers: int) -> str:
     """Describe the ranks of a group.
 
     Args:
-        nodes: number of the node of each rank.
+        nodes: index of each rank's node.
         servers: number of ranks without tokens.
     """
     counts = Counter(nodes)

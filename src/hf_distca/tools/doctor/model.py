@@ -114,7 +114,7 @@ def check_model_family(config: PreTrainedConfig) -> Iterator[Finding]:
         yield Finding(
             "model",
             kind,
-            "not in the table of families: nobody has compared it",
+            "not in the table of families, so not compared with sdpa",
             "note",
             "compare its loss with that under sdpa on one process before you rely on it",
         )
@@ -132,7 +132,7 @@ def check_model_family(config: PreTrainedConfig) -> Iterator[Finding]:
             "ping-pong",
             "layers may run as nano-batches"
             if kind in PING_PONG_FAMILIES
-            else "its layers stay whole",
+            else "layers never run as nano-batches",
         )
         whole = whole_document_reason(kind)
         yield Finding(

@@ -32,8 +32,8 @@ class Row(NamedTuple):
         tokens: number of tokens on all ranks.
         work: estimated attention seconds of each rank's documents.
         measured: measured attention seconds of each rank.
-        plans: seconds of the slowest rank under hf-distca, including messages: estimated for the
-            documents as given, and for dealt documents. None if the micro-batch was not planned.
+        plans: estimated seconds of the slowest rank under hf-distca, including messages, with
+            documents as given and with documents dealt; None if the micro-batch was not planned.
     """
 
     tokens: int
@@ -54,8 +54,8 @@ class Findings:
         self.given, self.dealt = np.sum([row.plans or (0.0, 0.0) for row in rows], 0).tolist()
 
     def compute_figures(self) -> dict[str, float]:
-        """Compute the figures to log, by their names without prefix. Leave out figures without
-        data.
+        """Compute the figures to log. Return them by name, without the prefix of the log. Leave out
+        figures without data.
         """
         measured, planned = self.measured.mean(1).sum(), self.planned.mean(1).sum()
         only_some = len(self.planned) < len(self.work)
@@ -90,8 +90,8 @@ class Findings:
         if share := figures.get("attention_share"):
             waits = share * (figures["measured"] - 1)
             lines.append(
-                f"  time      a mean rank spends {share:.0%} in attention, and {waits:.0%} waiting"
-                " for the slowest"
+                f"  time      on average, a rank spends {share:.0%} in attention, and {waits:.0%}"
+                " waiting for the slowest"
             )
         if ranks > 1 and self.work.sum(0).all() and self.measured.all():
             times, rank = self.measured.sum(0) / self.work.sum(0), int(self.slowest.argmax())

@@ -18,11 +18,11 @@ class ImbalanceCallback(TrainerCallback):
     """Adds the imbalance of attention over ranks to the logs of a Trainer. It works under any
     attention, and does not change the training.
 
-    In the logs of rank 0, figures ``distca/observed_...`` describe the micro-batches since the last
-    log. They are the ratio slowest rank / mean (estimated from documents, measured, and estimated
-    under hf-distca) and the rank that was slowest most often. At the end of the training, rank 0
-    prints these figures for the whole training, and the reason why a rank was slow. All ranks need
-    the callback, because at each log they gather their measurements over a separate communicator.
+    The logs of rank 0 get figures ``distca/observed_...`` of the micro-batches since the last log:
+    slowest rank / mean (estimated from documents, measured, and estimated under hf-distca), and the
+    rank that was slowest most often. At the end of the training, rank 0 prints these figures for
+    the whole training, and the reason why a rank was slow. All ranks need the callback, because
+    they gather their measurements over a separate communicator at each log.
     """
 
     def __init__(self) -> None:

@@ -74,11 +74,12 @@ class Observer:
             f"  unread    {self._unread} micro-batches: {self._reason}": self._unread,
             f"  unseen    {unseen} forwards called no causal attention through transformers'"
             " interface: compiled models and custom attention cannot be watched": unseen,
-            "  missing   facts of some ranks: put the meter on all of them; they come to a log"
-            f" within {_PATIENCE:g} s of each other ({self._missing})": self._missing,
-            "  alone     one process has nobody to share with: start one for each GPU, with"
-            " torchrun or accelerate launch; its --cpu --num_processes 2 starts one, and a config"
-            " file with distributed_type: MULTI_GPU and use_cpu: true starts two": ranks == 1,
+            f"  missing   facts of some ranks ({self._missing}): put the meter on all ranks, which"
+            f" must reach each log within {_PATIENCE:g} s of each other": self._missing,
+            "  alone     one process has nobody to share with: start one process per GPU, with"
+            " torchrun or accelerate launch. On CPUs, accelerate launch --cpu --num_processes 2"
+            " starts only one process; to start two, use a config file with"
+            " distributed_type: MULTI_GPU and use_cpu: true": ranks == 1,
         }
         lines = [text for text, is_true in notes.items() if is_true]
         if self._rows:
@@ -90,7 +91,7 @@ class Observer:
             print_lines("\n".join([first, *lines]))
 
     def _follow(self) -> None:
-        """Meet the other ranks in the first micro-batch, and gather facts in some later
+        """Connect to the other ranks in the first micro-batch, and gather facts in some later
         micro-batches.
         """
         self._begun += 1

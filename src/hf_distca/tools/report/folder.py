@@ -38,8 +38,7 @@ class RunFolder:
         """Read a folder.
 
         Raises:
-            ReportError: if there is nothing to report, or if a file is broken; names the file and a
-                remedy.
+            ReportError: if there is nothing to report, or if the record is broken.
             OSError: if a file cannot be read.
         """
         if not (record := path / RECORD_NAME).is_file():

@@ -23,14 +23,18 @@ _MORE = (
     ("imbalance_estimated_before", "imbalance before, estimated", "{:.2f}"),
     ("imbalance_estimated_after", "imbalance after, estimated", "{:.2f}"),
     ("imbalance_tokens", "imbalance of tokens", "{:.2f}"),
-    ("exchanged_mb_per_layer", "MB a layer and micro-batch, busiest rank", "{:.3g}"),
-    ("between_nodes_mb_per_layer", "MB of these to other nodes, busiest rank", "{:.3g}"),
-    ("servers_share", "of attention computed by servers without tokens", "{:.0%}"),
-    ("servers_idle", "of these servers' time idle", "{:.0%}"),
-    ("planning_ms", "ms of planning a micro-batch", "{:.3g}"),
+    ("exchanged_mb_per_layer", "MB sent per layer and micro-batch, busiest rank", "{:.3g}"),
+    (
+        "between_nodes_mb_per_layer",
+        "MB sent to other nodes per layer and micro-batch, busiest rank",
+        "{:.3g}",
+    ),
+    ("servers_share", "share of attention that servers without tokens compute", "{:.0%}"),
+    ("servers_idle", "share of time in which servers without tokens are idle", "{:.0%}"),
+    ("planning_ms", "ms to plan a micro-batch", "{:.3g}"),
     (
         "imbalance_estimated_in_order",
-        "imbalance with documents in their order, estimated",
+        "imbalance with documents in their original order, estimated",
         "{:.2f}",
     ),
     (
@@ -62,7 +66,7 @@ class Bar(NamedTuple):
 
     `start` and `length` are fractions of the picture's width. `tip` is shown under the pointer.
 
-    A `moved` bar is work that a rank computes for another rank. It is hatched.
+    A `moved` bar shows work that a rank computes for another rank. It is hatched.
     """
 
     start: float
@@ -120,8 +124,8 @@ def draw_pictures(figures: Figures) -> list[Picture]:
 
 
 def _draw_seconds(figures: PerRank, replaced: float | None) -> Picture:
-    """Draw the attention seconds of each rank. `replaced` is slowest rank / mean in the batches
-    that dealing replaced. If it is known, the slowest rank of these batches is drawn first.
+    """Draw the attention seconds of each rank. If dealing replaced batches, first draw the slowest
+    rank of the replaced batches. `replaced` is slowest rank / mean in the replaced batches.
     """
     before, after = figures.measured_before, figures.measured_after
     slowest = (replaced or 0.0) * sum(before) / len(before)
@@ -145,8 +149,8 @@ def _draw_seconds(figures: PerRank, replaced: float | None) -> Picture:
         "ranks",
         "Attention seconds by rank",
         "Measured seconds in attention kernels, forward and backward, over the whole run. Before:"
-        " seconds given back to the rank whose documents they were spent"
-        f" on.{_describe_ranks_left_out(len(before))}",
+        " seconds for each rank's own documents, wherever they were spent. After: seconds that"
+        f" each rank spent.{_describe_ranks_left_out(len(before))}",
         _format_time(longest),
         {"": rows},
         legend,
@@ -160,9 +164,9 @@ def _plan(plan: PlanFigures) -> Picture:
     return Picture(
         "plan",
         "The plan of a step",
-        f"Micro-batch {plan.micro_batch}, step {plan.step}: estimated seconds of one layer by rank,"
-        " in pieces of documents, with the document's number. What a rank computes for another one"
-        f" is hatched.{_describe_ranks_left_out(len(before))}",
+        f"Micro-batch {plan.micro_batch}, step {plan.step}: estimated seconds of one layer on each"
+        " rank. Each bar is a part of a document, with the document's index. Work that a rank"
+        f" computes for another rank is hatched.{_describe_ranks_left_out(len(before))}",
         _format_time(longest),
         {
             "as the documents lie": _draw_stacked(plan.before, ranks, longest),
@@ -177,7 +181,7 @@ def _format_time(seconds: float) -> str:
 
 
 def _choose_ranks(before: Sequence[float], after: Sequence[float]) -> list[int]:
-    """Choose the ranks to draw: those whose work changes most, in order of their numbers."""
+    """Choose the ranks to draw: those whose work changes most, in ascending order."""
     return sorted(
         sorted(range(len(before)), key=lambda rank: -abs(before[rank] - after[rank]))[:_MOST_DRAWN]
     )

@@ -32,8 +32,8 @@ class PlanPiece:
 
     Attributes:
         rank: rank that computes the tasks.
-        home: rank that has their queries.
-        document: number of the document in the micro-batch.
+        home: home rank of the queries.
+        document: index of the document in the micro-batch.
         length: number of the document's tokens on all ranks.
         tokens: number of queries.
         seconds: estimated seconds of one layer on this rank, forward and backward.
@@ -103,7 +103,7 @@ def collect(folder: RunFolder, step: int | None = None) -> Figures:
         step: step whose plan is drawn; if None, the step of the most uneven micro-batch.
 
     Raises:
-        ReportError: if there is no plan of this step, or if the record does not fit together.
+        ReportError: if there is no plan of this step, or if the record is inconsistent.
     """
     rows, plans = folder.select_rows(StepsRow), folder.select_rows(PlanRow)
     chosen = _choose_plan(folder, plans, step)
@@ -124,8 +124,9 @@ def collect(folder: RunFolder, step: int | None = None) -> Figures:
                     for warning in folder.select_rows(WarningRow)
                 ],
                 missing=[
-                    f"Broken lines of {folder.path / RECORD_NAME}, as left by a training that was"
-                    f" ended while it wrote: {', '.join(map(str, folder.broken))}."
+                    f"Broken lines of {folder.path / RECORD_NAME}:"
+                    f" {', '.join(map(str, folder.broken))}. A training that is killed while it"
+                    " writes leaves such lines."
                 ]
                 * bool(folder.broken),
             )
@@ -133,7 +134,7 @@ def collect(folder: RunFolder, step: int | None = None) -> Figures:
             return figures
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise ReportError(
-            f"{folder.path / RECORD_NAME} is not a record of a run: its figures do not fit together"
+            f"{folder.path / RECORD_NAME} is not a record of a run: its figures are inconsistent"
             f" ({error}). Move the file away."
         ) from error
 
@@ -249,7 +250,7 @@ def _make_cards(total: dict[str, float]) -> list[tuple[str, str]]:
     kind = "measured" if "imbalance_measured_before" in total else "estimated"
     befores = {
         "imbalance_estimated_replaced": "in the batches that dealing replaced (estimated)",
-        "imbalance_estimated_in_order": "with documents in their order (estimated)",
+        "imbalance_estimated_in_order": "with documents in their original order (estimated)",
         f"imbalance_{kind}_before": f"before work was moved ({kind})",
     }
     name = next(name for name in (*befores, *total) if name in total)

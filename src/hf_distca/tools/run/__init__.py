@@ -2,11 +2,11 @@
 does not import hf_distca, under distca.
 
 The options apply to the script and to Python processes that it starts, such as those of
-accelerate's launcher. The folder ``child_start`` is put in front of the ``PYTHONPATH`` of these
-processes. So each of them runs the ``sitecustomize`` module in this folder, which reads the options
+accelerate's launcher. The folder ``child_start`` is put in front of their ``PYTHONPATH``, so each
+process executes the folder's ``sitecustomize`` module when it starts. This module reads the options
 in ``HF_DISTCA_RUN``. No other way reaches all processes, because launchers write their own command
 lines, and packages call launchers in too many ways. The folder is part of the installed package, so
-that a process that outlives the run still finds it.
+a process that outlives the run still finds it.
 """
 
 from __future__ import annotations
@@ -65,19 +65,19 @@ class Options(NamedTuple):
             implementation; None to let transformers choose.
         summary: whether to print the balance at the end.
         instead_of: the attention that distca replaces; None to replace no attention.
-        tokens_per_rank: number of tokens per rank with which every Trainer deals its documents,
-            like `hf_distca.deal`; None if documents are not dealt.
+        tokens_per_rank: number of tokens that every Trainer deals to each rank, like
+            `hf_distca.deal`; None if documents are not dealt.
         settings: fields of `DistCAConfig` and their values, for `hf_distca.configure`; None to
             leave settings to the script.
         observe: whether to measure the imbalance of attention and change nothing.
         collator: see `hf_distca.deal`; ``"replace"`` also replaces the script's own collator.
-        servers: number of attention servers on each node, which are the last processes that a
-            launcher starts on the node.
+        servers: number of attention servers on each node: the last processes that a launcher
+            starts there.
         server_wait: seconds to wait for servers; on servers, seconds to wait for ranks that train.
         launched: on ranks that train, number of nodes of the launch, and number of servers on each
             node.
-        given: names of options that a user gave. Child processes get these even if their values are
-            the defaults.
+        given: names of options that a user gave. Child processes get all of these options, even
+            those with default values.
     """
 
     attn_implementation: Literal["distca"] | None = None
@@ -96,8 +96,8 @@ class Options(NamedTuple):
         """Return the variables that give the options to Python processes.
 
         Args:
-            environment: the present variables. If this run is inside another one, its options
-                override those of the outer run, and other options of the outer run stay.
+            environment: the present variables. They may hold the options of an outer run, which
+                stay unless this run overrides them.
         """
         changed = {
             name: value
@@ -158,10 +158,11 @@ def read_options(file: Path | None, changes: Sequence[str], **given: Any) -> Opt
     Args:
         file: YAML or JSON, with fields of `Options` and of `DistCAConfig`; None for no file.
         changes: ``NAME=VALUE`` for the same names. These override the file.
-        given: fields of `Options` that override both; None for a field that is not given.
+        given: fields of `Options` that override `file` and `changes`; None for a field not given.
 
     Raises:
-        ConfigError: if a name or value is wrong. The message is one line that names its source.
+        ConfigError: if a name or value is wrong. The message is one line, and names the
+                file or option.
         UnsupportedError: if distca cannot replace the named attention.
     """
     Options.read(os.environ)  # check the options of an outer run
@@ -238,10 +239,10 @@ def _become_launched(options: Options) -> Options:
 
 
 def find_command(command: str) -> Path:
-    """Find the file of a command. Like in a shell, a name with a slash is a path, and other names
+    """Find the file of a command. As in a shell, a name with a slash is a path, and other names
     are looked up on the PATH.
 
-    A name that ends in ``.py`` is looked up in the current folder first, like for ``python``.
+    A name that ends in ``.py`` is looked up in the current folder first, as ``python`` does.
 
     Raises:
         FileNotFoundError: if there is no such command.
@@ -290,8 +291,8 @@ def find_module(name: str) -> None:
         )
 
 
-# This keeps the objects of the script until the interpreter ends, like for `python train.py`. A DDP
-# model that is freed earlier may hang: it waits for threads of gloo, but these wait for the
+# This keeps the objects of the script until the interpreter ends, as `python train.py` does. A DDP
+# model that is freed earlier may hang, because it waits for threads of gloo that wait for the
 # interpreter.
 _script_names: dict[str, Any] = {}
 
@@ -311,7 +312,7 @@ def run_command(path: Path, arguments: Sequence[str], options: Options) -> None:
     Args:
         path: path of the script or command, from `find_command`.
         arguments: arguments of the script or command.
-        options: options for it and for the processes that it starts.
+        options: options for this process and the processes that it starts.
 
     Raises:
         SystemExit: if the file is not a program.

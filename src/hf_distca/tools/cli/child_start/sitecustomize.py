@@ -1,5 +1,5 @@
-"""Code that Python processes under ``hf-distca run`` execute when they start. They find it because
-this folder is in front of their ``PYTHONPATH``.
+"""Python executes this module when a process under ``hf-distca run`` starts, because this folder is
+in front of the ``PYTHONPATH``.
 """
 
 import os
