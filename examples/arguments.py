@@ -87,7 +87,7 @@ class PackingArguments(DocumentArguments):
 
 
 class CpuWithoutAccelerator:
-    """Mixin before `TrainingArguments` that trains on the CPU if there is no accelerator."""
+    """Mixin that makes `TrainingArguments` train on the CPU if there is no accelerator."""
 
     def __post_init__(self) -> None:
         # accelerate starts several CPU processes with its MULTI_GPU launcher, which does not pass
@@ -113,8 +113,8 @@ class ShortTrainingArguments(CpuWithoutAccelerator, TrainingArguments):
         default="no",
         metadata={"help": "When to write checkpoints. The final model is always written."},
     )
-    # The Trainer would remove the column of documents, because the model's forward does not take
-    # it, but the collator needs this column.
+    # The collator needs the column of documents. By default, the Trainer removes this column, because
+    # the model's forward does not take it.
     remove_unused_columns: bool = field(
         default=False, metadata={"help": "Keep False: the collator needs all columns."}
     )

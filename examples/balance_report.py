@@ -114,7 +114,7 @@ def draw_global_batch(
     """
     mpl.use("Agg")
     sides = {"in order": in_order, "dealt": dealt}
-    # Item k * ranks is rank 0's share of global batch k. It carries the layout of the whole batch.
+    # Item k * ranks is rank 0's share of global batch k, and carries the layout of the whole batch.
     layouts = {
         name: shares[number * ranks]["distca_documents"].dealt_share.whole_layout
         for name, shares in sides.items()

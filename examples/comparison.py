@@ -1,7 +1,7 @@
 """Time the same batches in several ways, for example with balancing off and on.
 
 Losses must be equal. A table shows how many times faster each way is than the first, and how many
-times faster it would be if balance were perfect.
+times faster a perfectly balanced step would be.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 Step = Callable[[dict[str, Any]], torch.Tensor]
 OFF, ON = "balancing off", "balancing on"
 BATCHES = 2  # number of compared batches
-# Largest relative differences of losses. Sums in another order explain smaller differences.
+# Largest relative differences of losses that rounding explains.
 BOUNDS = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 4e-3}
 
 
@@ -50,8 +50,8 @@ class Timing:
 def imbalance(timings: Sequence[Timing]) -> float:
     """Compute the attention seconds of the slowest rank / the mean of all ranks.
 
-    Ranks wait for the slowest rank in every batch, so this sums the slowest rank's seconds of each
-    batch, even if another rank is the slowest in another batch.
+    A batch takes as long as its slowest rank, so the seconds of the slowest rank of each batch are
+    summed.
     """
     slowest = sum(max(timing.attention_seconds) for timing in timings)
     return slowest / sum(fmean(timing.attention_seconds) for timing in timings)
@@ -67,7 +67,7 @@ def times_faster_at_best(timings: Sequence[Timing]) -> float:
 
 
 def step_of(trainer: Trainer) -> Step:
-    """Make a step that computes a micro-batch like the Trainer."""
+    """Make a step that runs a micro-batch through the Trainer."""
 
     def step(batch: dict[str, Any]) -> torch.Tensor:
         accelerator = trainer.accelerator

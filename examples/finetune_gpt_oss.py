@@ -9,8 +9,8 @@ with balancing, and how many times faster they would be if balance were perfect.
 
 Every other layer of gpt-oss attends to a window, which accelerate's context parallelism refuses.
 All heads have sinks. By default, the script trains a small model with random weights. To train the
-published model, add `--model_name_or_path openai/gpt-oss-20b --bf16`. Everything else is like in
-`finetune_long_documents.py`.
+published model, add `--model_name_or_path openai/gpt-oss-20b --bf16`. Otherwise, the script is the
+same as `finetune_long_documents.py`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class GptOssArguments(FinetuningArguments):
 
 
 def small_gpt_oss(data: DataArguments, training: GptOssArguments) -> str:
-    """Write a small new model with windows, sinks and experts, and its tokenizer to a folder."""
+    """Write a small model (with windows, sinks, experts) and its tokenizer. Return their folder."""
     with training.main_process_first(desc="preparing the model"):
         documents = load_documents(data)
         folder = small_model(

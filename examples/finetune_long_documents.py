@@ -12,8 +12,8 @@ Documents may be longer than a rank holds. What differs from other fine-tuning s
 global batches run again after training, in three ways: in order with balancing off, in order with
 balancing on, and dealt.
 
-One process trains the same global batches, also under another attention, if its `--tokens_per_rank`
-is the sum of the tokens of all ranks:
+To train the same global batches on one process, set `--tokens_per_rank` to the tokens of all ranks
+together. One process can also use another attention:
 
     python examples/finetune_long_documents.py --tokens_per_rank 16384 --attn_implementation sdpa
 """

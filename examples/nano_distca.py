@@ -46,10 +46,10 @@ def end_times(tasks: list[Task], world: int) -> list[int]:
 
 
 def meet(deadline: float, tasks: list[Task], world: int) -> list[Task] | None:
-    """Move the last rows of documents until every rank meets the deadline. None if this fails."""
+    """Move last rows of documents until all ranks meet the deadline. Return None if this fails."""
     while max(ends := end_times(tasks, world)) > deadline:
         home, server = ends.index(max(ends)), ends.index(min(ends))
-        # The last rows of the longest document see the most keys: most work for each row moved.
+        # The last rows of the longest document see the most keys, so moving a row saves most work.
         longest = max((t for t in tasks if t.home == t.server == home), key=lambda t: t.end)
         others, moved = [t for t in tasks if t is not longest], None
         for cut in range(longest.end - TILE, longest.start, -TILE):
@@ -102,7 +102,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
 
 def attend_by_plan(q: Tensor, k: Tensor, v: Tensor, plan: list[Task], rank: int) -> Tensor:
     """Compute core attention for this rank's rows on their servers. All ranks must call this."""
-    # All ranks sort tasks in the same order, so messages need no header. Ranks send to themselves.
+    # All ranks sort tasks in one order, so messages need no header. Ranks also send to themselves.
     mine = sorted((t for t in plan if t.home == rank), key=lambda t: t.server)
     served = sorted((t for t in plan if t.server == rank), key=lambda t: t.home)
     places, parts, outputs = [], [], []

@@ -21,8 +21,7 @@ OPEN_ROWS = 256
 
 
 class PackedRows(TorchDataset[dict[str, list[list[int]]]]):
-    """Rows of whole documents with at most `tokens_per_batch` tokens, filled first-fit in corpus
-    order.
+    """Rows of at most `tokens_per_batch` tokens, filled first-fit with whole documents in order.
 
     Ranks get about equally many tokens, but not equal attention, because the attention of a
     document grows with the square of its length.

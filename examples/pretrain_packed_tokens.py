@@ -9,10 +9,10 @@ with balancing, and how many times faster they would be if balance were perfect.
 
 What differs from other pretraining scripts: `attn_implementation="distca"`, a callback, and rows
 that say where documents end. Rows are cut from the stream of tokens, so all ranks have equally many
-tokens. If a cut divides a document, attention treats its parts as separate documents. Without
+tokens. If a cut divides a document, attention treats the parts as separate documents. Without
 `--token_file`, the script first writes a token file from documents. To continue from a checkpoint,
-repeat the arguments and add `--resume_from_checkpoint
-outputs/pretrain_packed_tokens/checkpoint-3`.
+repeat the arguments and add
+`--resume_from_checkpoint outputs/pretrain_packed_tokens/checkpoint-3`.
 """
 
 from __future__ import annotations
@@ -85,8 +85,8 @@ class PretrainingArguments(ShortTrainingArguments):
 def prepare(
     model: ModelArguments, data: TokenArguments, training: PretrainingArguments
 ) -> tuple[str, TokenRows]:
-    """Return the model's name or folder, and the rows. Without a token file, first write one and an
-    index of its documents.
+    """Return the model's name or folder, and the rows. Without `--token_file`, first write a token
+    file and its index.
     """
     source, token_file, index_file = model.model_name_or_path, data.token_file, data.index_file
     if token_file is None:

@@ -1,6 +1,6 @@
 """A long-tailed corpus, a tokenizer and a small model that need no download.
 
-The documents are the source files of Python's standard library. Like in other corpora of long
+The documents are the source files of Python's standard library. As in other corpora of long
 documents, the median document has a few thousand tokens, and the longest a hundred times as many.
 Order and content depend only on the version of Python.
 """

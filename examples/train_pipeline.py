@@ -101,7 +101,7 @@ class Rows:
     def step(
         self, number: int, rows: int, copies: int, copy: int
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return token ids, position ids and targets of a step of one copy: (rows, tokens) each."""
+        """Return token ids, position ids and targets of one copy in a step, each (rows, tokens)."""
         first = number * rows * copies + copy * rows
         chosen = torch.arange(first, first + rows) % len(self.ids)
         ids, positions = self.ids[chosen], self.positions[chosen]
