@@ -113,8 +113,8 @@ class ShortTrainingArguments(CpuWithoutAccelerator, TrainingArguments):
         default="no",
         metadata={"help": "When to write checkpoints. The final model is always written."},
     )
-    # The collator needs the column of documents. By default, the Trainer removes this column, because
-    # the model's forward does not take it.
+    # The collator needs the column of documents. By default, the Trainer removes this column,
+    # because the model's forward does not take it.
     remove_unused_columns: bool = field(
         default=False, metadata={"help": "Keep False: the collator needs all columns."}
     )
