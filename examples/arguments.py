@@ -1,4 +1,4 @@
-"""Command-line options that the examples share, and how they begin and end."""
+"""Command-line options that the examples share, and functions that start and end a run."""
 
 from __future__ import annotations
 
@@ -18,14 +18,12 @@ FILE_FORMATS = {".txt": "text", ".json": "json", ".jsonl": "json", ".csv": "csv"
 
 @dataclass
 class ModelArguments:
-    """Which model, and which attention."""
+    """Options that select the model and its attention."""
 
     model_name_or_path: str | None = field(
         default=None,
         metadata={
-            "help": (
-                "Causal language model to train. Default: a small new one with its own tokenizer."
-            )
+            "help": "Causal language model to train. Default: a small new model and tokenizer."
         },
     )
     attn_implementation: str = field(
@@ -35,20 +33,20 @@ class ModelArguments:
 
 @dataclass
 class DocumentArguments:
-    """Which documents."""
+    """Options that select the documents."""
 
     dataset_name: str | None = field(
         default=None,
         metadata={"help": "Dataset whose train split is used. Default: Python's standard library."},
     )
     dataset_config_name: str | None = field(
-        default=None, metadata={"help": "Configuration of that dataset."}
+        default=None, metadata={"help": "Name of the dataset's configuration."}
     )
     train_file: str | None = field(
         default=None,
         metadata={
             "help": (
-                "File to train on instead: .txt (the file is one document), .json, .jsonl or .csv."
+                "File to train on instead of a dataset: .txt (one document), .json, .jsonl or .csv."
             )
         },
     )
@@ -60,7 +58,7 @@ class DocumentArguments:
         if self.dataset_name and self.train_file:
             raise ValueError(
                 f"--dataset_name {self.dataset_name} and --train_file {self.train_file} exclude"
-                " each other."
+                " each other: give only one."
             )
         if self.train_file and Path(self.train_file).suffix not in FILE_FORMATS:
             raise ValueError(
@@ -70,12 +68,14 @@ class DocumentArguments:
 
 @dataclass
 class PackingArguments(DocumentArguments):
-    """Which documents, and how they are packed whole."""
+    """Options that select documents and pack them whole into rows."""
 
     max_length: int = field(
-        default=16384, metadata={"help": "Longest document in tokens; longer ones are cut."}
+        default=16384, metadata={"help": "Maximum tokens of a document; longer documents are cut."}
     )
-    tokens_per_batch: int = field(default=16384, metadata={"help": "Most tokens of a packed row."})
+    tokens_per_batch: int = field(
+        default=16384, metadata={"help": "Maximum tokens of a packed row."}
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -87,11 +87,11 @@ class PackingArguments(DocumentArguments):
 
 
 class CpuWithoutAccelerator:
-    """Goes in front of `TrainingArguments`: trains on the CPU where there is no accelerator."""
+    """Mixin that makes `TrainingArguments` train on the CPU if there is no accelerator."""
 
     def __post_init__(self) -> None:
-        # accelerate's MULTI_GPU launcher, the one that starts several CPU processes, does not tell
-        # them about use_cpu.
+        # accelerate starts several CPU processes with its MULTI_GPU launcher, which does not pass
+        # use_cpu on to the processes.
         self.use_cpu = self.use_cpu or not torch.accelerator.is_available()
         self.dataloader_pin_memory = self.dataloader_pin_memory and not self.use_cpu
         super().__post_init__()
@@ -105,27 +105,29 @@ class ShortTrainingArguments(CpuWithoutAccelerator, TrainingArguments):
         default=6, metadata={"help": "Optimizer steps; -1 to train for num_train_epochs."}
     )
     per_device_train_batch_size: int = field(
-        default=1, metadata={"help": "Packed rows of tokens_per_batch a rank and step."}
+        default=1, metadata={"help": "Packed rows that a rank gets in a micro-batch."}
     )
     learning_rate: float = field(default=1e-3, metadata={"help": "Peak learning rate."})
     logging_steps: float = field(default=2, metadata={"help": "Steps between two logged losses."})
     save_strategy: str = field(
-        default="no", metadata={"help": "When to write checkpoints; the final model always is."}
+        default="no",
+        metadata={"help": "When to write checkpoints. The final model is always written."},
     )
-    # The row's documents are no argument of the model's forward; the collator turns them into what
-    # is.
+    # The collator needs the column of documents. By default, the Trainer removes this column,
+    # because the model's forward does not take it.
     remove_unused_columns: bool = field(
         default=False, metadata={"help": "Keep False: the collator needs all columns."}
     )
-    # Every parameter takes part in every step, so DDP need not look for those that do not.
+    # Every step uses every parameter, so DDP need not look for unused parameters.
     ddp_find_unused_parameters: bool | None = field(
         default=False, metadata={"help": "Passed to DistributedDataParallel."}
     )
 
 
 def parse(kinds: Iterable[type]) -> tuple[Any, ...]:
-    """One object of each kind from the arguments, or from a single .json or .yaml file that holds
-    them.
+    """Parse the command line into one object of each kind.
+
+    If the only argument is a .json or .yaml file, read the options from this file.
     """
     parser = HfArgumentParser(tuple(kinds))
     match sys.argv[1:]:
@@ -137,8 +139,9 @@ def parse(kinds: Iterable[type]) -> tuple[Any, ...]:
 
 
 def end() -> None:
-    """Close the process group: gloo's threads may abort the process at exit while a wrapped model
-    still holds it.
+    """Close the process group before the process exits.
+
+    If a wrapped model still holds the process group at exit, gloo's threads may abort the process.
     """
     gc.collect()
     PartialState().destroy_process_group()

@@ -1,4 +1,4 @@
-"""What dealing changed: the same global batches in order and dealt, timed and drawn."""
+"""Time and draw the same global batches in order and dealt, to show what dealing changed."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ IN_ORDER, BALANCED, DEALT = "in order, balancing off", "in order, balancing on",
 def compare_placements(
     trainer: Trainer, in_order: Dataset, dealt: Dataset, batches: int
 ) -> dict[str, list[Timing]]:
-    """Run the first global batches in order, with balancing off and on, and dealt. Every rank must
-    call this.
+    """Time the first global batches in three ways: in order with balancing off, in order with
+    balancing on, and dealt.
 
-    The model's weights stay as they are. All three take turns at going first, so that none gains
-    from warm caches.
+    Every rank must call this function. The model's weights do not change. The three ways take turns
+    at going first, so that warm caches favour none of them.
 
     Args:
-        trainer: whose model runs.
-        in_order, dealt: the same documents as `document_shares` gives them for both placements.
-        batches: how many.
+        trainer: Trainer whose model runs.
+        in_order, dealt: the same documents in two placements, from `document_shares`.
+        batches: number of global batches.
     """
     sides = {IN_ORDER: (in_order, False), BALANCED: (in_order, True), DEALT: (dealt, True)}
     timings: dict[str, list[Timing]] = {name: [] for name in sides}
@@ -43,7 +43,7 @@ def compare_placements(
         batch = send_to_device(trainer.data_collator([share]), trainer.accelerator.device)
         return time_batch(step, batch, balanced=balanced)
 
-    # The first batch after training is not counted: rank 0 may still be writing.
+    # The first run after training is not counted, because rank 0 may still be writing files.
     run(in_order[trainer.args.process_index], balanced=False)
     for number in range(min(batches, len(dealt) // trainer.args.world_size)):
         names = list(sides)
@@ -55,7 +55,7 @@ def compare_placements(
 
 
 def draw_comparison(timings: dict[str, list[Timing]], path: Path) -> Path:
-    """Draw attention seconds of every rank and batch, side by side, to `path` and return it."""
+    """Draw the attention seconds of every rank and batch to the image `path`, and return `path`."""
     mpl.use("Agg")
     figure = Figure(figsize=(12, 4.2), layout="constrained")
     panels = figure.subplots(1, len(timings), sharey=True)
@@ -102,18 +102,19 @@ def _colour(number: int, count: int) -> Any:
 def draw_global_batch(
     in_order: Dataset, dealt: Dataset, path: Path, ranks: int, number: int = 0
 ) -> Path:
-    """Draw which tokens of a global batch lie on which rank, in order and dealt; a document has one
-    colour in both.
+    """Draw which tokens of a global batch lie on which rank, in order and dealt. Return `path`.
+
+    A long document has the same colour in both panels.
 
     Args:
         in_order, dealt: as for `compare_placements`.
         path: image to write.
-        ranks: that share it.
-        number: of the global batch.
+        ranks: number of ranks.
+        number: index of the global batch.
     """
     mpl.use("Agg")
     sides = {"in order": in_order, "dealt": dealt}
-    # Item k * ranks is rank 0's share of global batch k, and carries the layout of all of it.
+    # Item k * ranks is rank 0's share of global batch k, and carries the layout of the whole batch.
     layouts = {
         name: shares[number * ranks]["distca_documents"].dealt_share.whole_layout
         for name, shares in sides.items()
@@ -123,7 +124,7 @@ def draw_global_batch(
         figure.subplots(1, 2, sharey=True), layouts.items(), strict=True
     ):
         _draw_layout(axes, name, layout)
-    figure.axes[0].invert_yaxis()  # the other one shares it
+    figure.axes[0].invert_yaxis()  # both panels share this axis
     figure.savefig(path, dpi=150)
     return path
 

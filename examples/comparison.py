@@ -1,5 +1,7 @@
-"""The same batches in several ways, such as balancing off and on: losses must be equal, and the
-gain stands next to the most that it could be.
+"""Time the same batches in several ways, for example with balancing off and on.
+
+Losses must be equal. A table shows how many times faster each way is than the first, and how many
+times faster a perfectly balanced step would be.
 """
 
 from __future__ import annotations
@@ -22,22 +24,22 @@ import hf_distca
 if TYPE_CHECKING:
     from transformers import Trainer
 
-# A micro-batch, forward and backward: returns its loss, and leaves no gradients.
+# Runs a micro-batch forward and backward, clears the gradients, and returns the loss.
 Step = Callable[[dict[str, Any]], torch.Tensor]
 OFF, ON = "balancing off", "balancing on"
-BATCHES = 2  # that are compared
-# Relative differences of losses that another order of the same sums makes.
+BATCHES = 2  # number of compared batches
+# Largest relative differences of losses that rounding explains.
 BOUNDS = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 4e-3}
 
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """One global batch, forward and backward, seen from all ranks.
+    """Loss and times of a global batch, forward and backward, or of one tick of a pipeline.
 
     Attributes:
-        loss: of all its targets.
-        step_seconds: of the slowest rank.
-        attention_seconds: in attention kernels, by rank.
+        loss: loss of the whole batch.
+        step_seconds: seconds of the slowest rank.
+        attention_seconds: seconds in attention kernels, for each rank.
     """
 
     loss: float
@@ -46,18 +48,17 @@ class Timing:
 
 
 def imbalance(timings: Sequence[Timing]) -> float:
-    """Attention seconds of the slowest rank over the mean of all ranks, both summed over the
-    batches.
+    """Compute the attention seconds of the slowest rank / the mean of all ranks.
 
-    Ranks wait for the slowest in every batch, so the maximum is taken before the sum: which rank it
-    is changes.
+    A batch takes as long as its slowest rank, so the seconds of the slowest rank of each batch are
+    summed.
     """
     slowest = sum(max(timing.attention_seconds) for timing in timings)
     return slowest / sum(fmean(timing.attention_seconds) for timing in timings)
 
 
 def times_faster_at_best(timings: Sequence[Timing]) -> float:
-    """Gain if all ranks had the mean attention seconds, and nothing else changed."""
+    """Compute how many times faster steps would be if attention were perfectly balanced."""
     seconds = sum(timing.step_seconds for timing in timings)
     waited = sum(
         max(timing.attention_seconds) - fmean(timing.attention_seconds) for timing in timings
@@ -66,7 +67,7 @@ def times_faster_at_best(timings: Sequence[Timing]) -> float:
 
 
 def step_of(trainer: Trainer) -> Step:
-    """A micro-batch as the Trainer computes it."""
+    """Make a step that runs a micro-batch through the Trainer."""
 
     def step(batch: dict[str, Any]) -> torch.Tensor:
         accelerator = trainer.accelerator
@@ -80,9 +81,9 @@ def step_of(trainer: Trainer) -> Step:
 
 
 def time_batch(step: Step, batch: dict[str, Any], *, balanced: bool) -> Timing:
-    """Run a micro-batch on every rank and gather what it took."""
+    """Run a micro-batch on every rank, and gather the losses and times of all ranks."""
     PartialState().wait_for_everyone()
-    torch.manual_seed(0)  # dropout, if there is any
+    torch.manual_seed(0)  # the same dropout in every run
     attention_started, started = hf_distca.metrics().attention_seconds, time.perf_counter()
     with hf_distca.balancing(balanced):
         loss = step(batch)
@@ -97,20 +98,21 @@ def time_batch(step: Step, batch: dict[str, Any], *, balanced: bool) -> Timing:
 def compare_balancing(
     model: torch.nn.Module, step: Step, batches: Iterable[dict[str, Any]], dtype: torch.dtype
 ) -> None:
-    """Run batches with balancing off and on, print the table, and check the losses. Every rank must
-    call this; on one process, or under another attention, there is nothing to compare.
+    """Run batches with balancing off and on, print a table, and check the losses.
+
+    Every rank must call this function. On one process, or under another attention, it does nothing.
 
     Raises:
-        AssertionError: if losses differ by more than the precision explains.
+        AssertionError: if losses differ by more than rounding explains.
     """
-    if not hf_distca.metrics().balance.micro_batches:  # planned with other ranks
+    if not hf_distca.metrics().balance.micro_batches:  # no micro-batch was planned
         return
     model.train()
     timings: dict[str, list[Timing]] = {OFF: [], ON: []}
     for number, batch in enumerate(islice(batches, BATCHES + 1)):
         for name in (OFF, ON) if number % 2 else (ON, OFF):
             timing = time_batch(step, batch, balanced=name == ON)
-            if number:  # the first one fills caches
+            if number:  # batch 0 only fills caches
                 timings[name].append(timing)
     if PartialState().is_main_process:
         print_comparison(timings)
@@ -118,19 +120,20 @@ def compare_balancing(
 
 
 def check_losses(timings: dict[str, list[Timing]], dtype: torch.dtype) -> None:
-    """Raise AssertionError if losses of the ways differ by more than the precision explains."""
+    """Raise AssertionError if losses differ by more than rounding in `dtype` explains."""
     first, *others = timings.values()
     for batch, *same in zip(first, *others, strict=True):
         for name, other in zip(list(timings)[1:], same, strict=True):
             if not abs(other.loss - batch.loss) <= BOUNDS[dtype] * abs(batch.loss):
                 raise AssertionError(
-                    f"loss {other.loss} ({name}) and {batch.loss} are further apart than {dtype}"
-                    f" explains ({BOUNDS[dtype]:g} of it)."
+                    f"the loss is {batch.loss} ({next(iter(timings))}) and {other.loss} ({name}):"
+                    f" rounding in {dtype} explains a relative difference of at most"
+                    f" {BOUNDS[dtype]:g}."
                 )
 
 
 def print_comparison(timings: dict[str, list[Timing]], parts: str = "batches") -> None:
-    """Print the table."""
+    """Print a table of the timings, with a column for each way."""
     sides = list(timings.values())
     off = sides[0]
     ranks = len(off[0].attention_seconds)
@@ -152,11 +155,11 @@ def print_comparison(timings: dict[str, list[Timing]], parts: str = "batches") -
             f"{sum(timing.attention_seconds[rank] for timing in side):.2f} s" for side in sides
         )
         table.add_row(f"attention seconds, rank {rank}", *seconds)
-    table.add_row("all of them", *(f"{step:.2f} s" for step in steps))
+    table.add_row("total time", *(f"{step:.2f} s" for step in steps))
     table.add_row(
         "times faster", "", *(f"{steps[0] / step:.2f} x" for step in steps[1:]), style="bold"
     )
     best = f"{times_faster_at_best(off):.2f} x"
     table.add_row("times faster, at best", "", *(best for _ in steps[1:]))
-    # Not cut to 80 columns where the output is a file.
+    # By default, rich cuts tables in files to 80 columns.
     Console(width=None if Console().is_terminal else 120).print(table)

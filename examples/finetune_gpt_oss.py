@@ -1,14 +1,16 @@
 r"""Fine-tune a model with gpt-oss' architecture on documents that may be longer than a rank holds.
 
-Takes up to 10 minutes on two CPU cores, about 2 if nothing else runs. At the end it checks that
-losses are equal with and without balancing, and prints the gain and the most that it could be.
+Takes up to 10 minutes on two CPU cores, or about 2 if nothing else runs. At the end, the script
+checks that losses are equal with and without balancing. It prints how many times faster steps are
+with balancing, and how many times faster they would be if balance were perfect.
 
     accelerate launch --config_file configs/accelerate/cpu_2_processes.yaml \
         examples/finetune_gpt_oss.py
 
-Every other layer of gpt-oss attends to a window, and all heads have sinks: accelerate's context
-parallelism refuses the windows. By default the weights are random and few; the real ones are
-`--model_name_or_path openai/gpt-oss-20b --bf16`. Otherwise this is `finetune_long_documents.py`.
+Every other layer of gpt-oss attends to a window, which accelerate's context parallelism refuses.
+All heads have sinks. By default, the script trains a small model with random weights. To train the
+published model, add `--model_name_or_path openai/gpt-oss-20b --bf16`. Otherwise, the script is the
+same as `finetune_long_documents.py`.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from packing import load_documents, small_model
 
 @dataclass
 class GptOssArguments(FinetuningArguments):
-    """Of this script."""
+    """`TrainingArguments` with the defaults of this script."""
 
     output_dir: str = field(
         default="outputs/finetune_gpt_oss", metadata={"help": "Where results are written."}
@@ -33,7 +35,7 @@ class GptOssArguments(FinetuningArguments):
 
 
 def small_gpt_oss(data: DataArguments, training: GptOssArguments) -> str:
-    """The folder of a small new model with windows, sinks and experts, and its tokenizer."""
+    """Write a small model (with windows, sinks, experts) and its tokenizer. Return their folder."""
     with training.main_process_first(desc="preparing the model"):
         documents = load_documents(data)
         folder = small_model(

@@ -1,18 +1,19 @@
-r"""Fine-tune a causal language model on documents of any length, also longer than a rank holds,
-with equal work on all ranks.
+r"""Fine-tune a causal language model on documents of any length, with equal work on all ranks.
 
-Takes up to 10 minutes on two CPU cores, about 2 if nothing else runs. At the end it checks that
-losses are equal with and without balancing, and prints the gain and the most that it could be.
+Takes up to 10 minutes on two CPU cores, or about 2 if nothing else runs. At the end, the script
+checks that losses are equal with and without balancing. It prints how many times faster steps are
+with balancing, and how many times faster they would be if balance were perfect.
 
     accelerate launch --config_file configs/accelerate/cpu_2_processes.yaml \
         examples/finetune_long_documents.py
 
-What differs from any other fine-tuning script: `attn_implementation="distca"`, and one line,
-`hf_distca.deal`. At the end some global batches run again as they would lie on the ranks without
-dealing, with balancing off and on, and dealt, to show what it changed.
+Documents may be longer than a rank holds. What differs from other fine-tuning scripts:
+`attn_implementation="distca"`, and one line, `hf_distca.deal`. To show what dealing changed, some
+global batches run again after training, in three ways: in order with balancing off, in order with
+balancing on, and dealt.
 
-On one process it trains the same global batches with as many tokens a rank as all had together,
-also under another attention:
+To train the same global batches on one process, set `--tokens_per_rank` to the tokens of all ranks
+together. One process can also use another attention:
 
     python examples/finetune_long_documents.py --tokens_per_rank 16384 --attn_implementation sdpa
 """
@@ -35,7 +36,7 @@ from packing import load_documents, small_model, tokenized
 
 @dataclass
 class DataArguments(DocumentArguments):
-    """Which documents, how they are dealt, and what is compared at the end."""
+    """Options that select documents, deal them, and compare batches at the end."""
 
     tokens_per_rank: int = field(
         default=8192, metadata={"help": "Tokens of each rank in a micro-batch."}
@@ -44,8 +45,8 @@ class DataArguments(DocumentArguments):
         default=16384,
         metadata={
             "help": (
-                "Longest document in tokens, which may be more than a rank holds; longer ones are"
-                " cut."
+                "Maximum tokens of a document, which may be more than a rank holds; longer"
+                " documents are cut."
             )
         },
     )
@@ -53,8 +54,8 @@ class DataArguments(DocumentArguments):
         default="whole",
         metadata={
             "help": (
-                "whole: no document is divided between global batches; cut: batches are filled to"
-                " the token instead."
+                "whole: no document is divided between global batches; cut: documents are divided"
+                " so that every global batch is full."
             ),
             "choices": ["cut", "whole"],
         },
@@ -69,7 +70,7 @@ class DataArguments(DocumentArguments):
 
 @dataclass
 class FinetuningArguments(ShortTrainingArguments):
-    """Of this script."""
+    """`TrainingArguments` with the defaults of this script."""
 
     output_dir: str = field(
         default="outputs/finetune_long_documents", metadata={"help": "Where results are written."}
@@ -123,9 +124,7 @@ def announce(
     training: FinetuningArguments,
     compared: bool,
 ) -> None:
-    """Print what this run does, and how long it takes if nothing but defaults tells what to
-    train.
-    """
+    """Print what this run does, and for the default model and documents, how long it takes."""
     steps = (
         f"{training.max_steps} steps"
         if training.max_steps > 0
@@ -138,21 +137,21 @@ def announce(
     )
     if compared:
         print(
-            f"Then runs {data.comparison_batches} global batches three times each: documents in"
-            " order, with balancing off and on, and dealt. A table and two pictures show what that"
-            " changed."
+            f"Then runs {data.comparison_batches} global batches in three ways: in order with"
+            " balancing off, in order with balancing on, and dealt. A table and two pictures show"
+            " what dealing changed."
         )
     if not (model_arguments.model_name_or_path or data.dataset_name or data.train_file):
         print(
-            "On two CPU cores all of this takes a few minutes, 20 seconds of it before the first"
-            " step.",
+            "On two CPU cores, this run takes a few minutes. The first step begins after about 20"
+            " seconds.",
             flush=True,
         )
 
 
 def compare(trainer: Trainer, tokens: Dataset, data: DataArguments) -> None:
-    """Time the first global batches in order and dealt, print the table, draw both pictures, and
-    check that losses are equal.
+    """Time the first global batches in order and dealt, print a table, draw two pictures, and check
+    that losses are equal.
     """
     dealt, training = trainer.train_dataset, trainer.args
     in_order = hf_distca.document_shares(

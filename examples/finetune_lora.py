@@ -1,15 +1,16 @@
-r"""Fine-tune LoRA adapters on whole long documents; with `--load_in_4bit` on a frozen base in 4
-bits (QLoRA).
+r"""Fine-tune LoRA adapters on long documents. With `--load_in_4bit`, the frozen base model is
+quantized to 4 bits (QLoRA).
 
-Takes up to 10 minutes on two CPU cores, about 2 if nothing else runs. At the end it checks that
-losses are equal with and without balancing, and prints the gain and the most that it could be.
+Takes up to 10 minutes on two CPU cores, or about 2 if nothing else runs. At the end, the script
+checks that losses are equal with and without balancing. It prints how many times faster steps are
+with balancing, and how many times faster they would be if balance were perfect.
 
     accelerate launch --config_file configs/accelerate/cpu_2_processes.yaml \
         examples/finetune_lora.py
 
-What differs from any other LoRA script: `attn_implementation="distca"`, a collator that packs
-documents without padding, and a callback. Core attention has no weights, so whether projections
-have adapters or are quantized makes no difference to it.
+What differs from other LoRA scripts: `attn_implementation="distca"`, a collator that packs
+documents without padding, and a callback. Core attention has no weights, so adapters and quantized
+projections do not affect it.
 
     pip install -c constraints.txt -e ".[examples,peft,quantization]"
 """
@@ -38,7 +39,7 @@ from packing import load_documents, pack, small_model
 
 @dataclass
 class AdapterArguments(ModelArguments):
-    """Which model, which attention, and which adapters."""
+    """Options that select the model, its attention and the adapters."""
 
     lora_r: int = field(default=16, metadata={"help": "Rank of the adapters."})
     lora_alpha: int = field(
@@ -62,7 +63,7 @@ class AdapterArguments(ModelArguments):
 
     @property
     def lora(self) -> LoraConfig:
-        """The adapters, for PEFT."""
+        """PEFT's configuration of the adapters."""
         targets = self.target_modules[0] if len(self.target_modules) == 1 else self.target_modules
         return LoraConfig(
             r=self.lora_r,
@@ -73,7 +74,7 @@ class AdapterArguments(ModelArguments):
         )
 
     def quantization(self, compute_dtype: torch.dtype) -> BitsAndBytesConfig | None:
-        """How the base is stored, for transformers; None for as it is."""
+        """Return the configuration of the 4-bit base model, or None without `load_in_4bit`."""
         if not self.load_in_4bit:
             return None
         return BitsAndBytesConfig(
@@ -86,20 +87,20 @@ class AdapterArguments(ModelArguments):
 
 @dataclass
 class LoraTrainingArguments(ShortTrainingArguments):
-    """Of this script."""
+    """`TrainingArguments` with the defaults of this script."""
 
     output_dir: str = field(
         default="outputs/finetune_lora", metadata={"help": "Where results are written."}
     )
     learning_rate: float = field(
-        default=5e-3, metadata={"help": "Peak learning rate; adapters take more than whole models."}
+        default=5e-3, metadata={"help": "Peak learning rate, higher than for whole models."}
     )
 
 
 def adapted_model(
     source: str, arguments: AdapterArguments, training: LoraTrainingArguments
 ) -> PreTrainedModel:
-    """The base model with adapters on it, which are all that trains."""
+    """Load the base model and add adapters. Only the adapters are trained."""
     model = AutoModelForCausalLM.from_pretrained(
         source,
         attn_implementation=arguments.attn_implementation,

@@ -1,18 +1,18 @@
-r"""Fine-tune on whole long documents with TRL's SFTTrainer, which packs them itself.
+r"""Fine-tune on long documents with TRL's SFTTrainer, which packs documents into rows itself.
 
-Takes up to 10 minutes on two CPU cores, about 2 if nothing else runs. At the end it checks that
-losses are equal with and without balancing, and prints the gain and the most that it could be.
+Takes up to 10 minutes on two CPU cores, or about 2 if nothing else runs. At the end, the script
+checks that losses are equal with and without balancing. It prints how many times faster steps are
+with balancing, and how many times faster they would be if balance were perfect.
 
     accelerate launch --config_file configs/accelerate/cpu_2_processes.yaml \
         examples/finetune_with_trl.py
 
-What differs from any other TRL script: `attn_implementation="distca"` and a callback; importing
-hf_distca registers the name.
+What differs from other TRL scripts: `attn_implementation="distca"` and a callback. Importing
+hf_distca registers the name "distca".
 
     pip install -c constraints.txt -e ".[examples,trl]"
 
-`--use_peft` needs the extra `peft` besides, `--load_in_4bit` the extra `quantization`.
-
+`--use_peft` also needs the extra `peft`, and `--load_in_4bit` also needs the extra `quantization`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from stdlib_corpus import load_corpus
 
 @dataclass
 class ModelArguments(ModelConfig):
-    """TRL's options of models, with distca."""
+    """TRL's `ModelConfig`, with distca as the default attention."""
 
     attn_implementation: str | None = field(
         default="distca", metadata={"help": "Attention implementation."}
@@ -56,24 +56,25 @@ class SftArguments(CpuWithoutAccelerator, SFTConfig):
     )
     packing: bool = field(default=True, metadata={"help": "Pack documents into rows."})
     max_length: int | None = field(
-        default=16384, metadata={"help": "Most tokens of a row, and of a document."}
+        default=16384, metadata={"help": "Maximum tokens of a row, and of a document."}
     )
     max_steps: int = field(
         default=6, metadata={"help": "Optimizer steps; -1 to train for num_train_epochs."}
     )
     per_device_train_batch_size: int = field(
-        default=1, metadata={"help": "Packed rows of max_length a rank and step."}
+        default=1, metadata={"help": "Packed rows that a rank gets in a micro-batch."}
     )
     learning_rate: float = field(default=1e-3, metadata={"help": "Peak learning rate."})
     logging_steps: float = field(default=2, metadata={"help": "Steps between two logged losses."})
     save_strategy: str = field(
-        default="no", metadata={"help": "When to write checkpoints; the final model always is."}
+        default="no",
+        metadata={"help": "When to write checkpoints. The final model is always written."},
     )
 
 
 def load_documents(script: ScriptArguments) -> Dataset:
-    """The train split: text, or conversations, or prompts and completions, whatever SFTTrainer
-    takes.
+    """Load the training documents in any format that SFTTrainer takes: text, conversations, or
+    prompts and completions.
     """
     if script.dataset_name is None:
         return load_corpus()
@@ -98,12 +99,11 @@ def finetune(script: ScriptArguments, model: ModelArguments, training: SftArgume
         "dtype": model.dtype,
         "revision": model.model_revision,
     }
-    # TRL packs by `bfd` unless told otherwise: whole documents, those above max_length cut
-    # (`bfd_split` goes on with the rest in another row). Its collator, which has to be its own
-    # here, then makes position_ids that start again with each document, and cu_seq_lens_q, whatever
-    # the attention implementation is called: TRL's help speaks of FlashAttention only, and nothing
-    # warns. distca reads the documents from them. Rows of `wrapped` come without: each is one
-    # document, under any attention.
+    # By default, TRL packs with `bfd`: rows have whole documents, and documents are cut at
+    # max_length. With `bfd_split`, the rest of a cut document goes into another row. For both, keep
+    # TRL's own collator. It makes cu_seq_lens_q, and position_ids that restart in each document,
+    # under any attention (TRL's help mentions only FlashAttention). distca reads the documents from
+    # these columns. Rows packed with `wrapped` lack the columns, so each row is one document.
     trainer = SFTTrainer(
         model=source,
         args=training,

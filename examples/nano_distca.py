@@ -1,9 +1,9 @@
 """Core attention disaggregation in one file: torchrun --nproc_per_node 2 examples/nano_distca.py.
 
-Every rank holds packed documents: as many tokens as other ranks, but more or less attention. Layers
-with weights run on the rank that holds a token, its home. Core attention, softmax(QK^T)V, has no
-weights: rows [start, end) of a document need q[start:end], k[:end] and v[:end] alone. Any rank that
-is sent these can compute them, so ranks with little attention serve those with much.
+Every rank holds packed documents. Ranks have equally many tokens, but unequal attention. Layers
+with weights run on the rank that holds a token: its home. Core attention, softmax(QK^T)V, has no
+weights: rows [start, end) of a document need only q[start:end], k[:end] and v[:end]. Any rank that
+receives these rows can compute attention, so ranks with little attention serve ranks with much.
 """
 
 from typing import Any, NamedTuple
@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 DOCUMENTS = [[1024], [128] * 8, [512] * 2, [32] * 32]  # lengths on ranks 0 to 3, known to all ranks
-TILE = 16  # tails have a multiple of this many rows: fast kernels compute whole tiles
-ROW_TIME = 8  # a row travels in the time in which 8 query-key pairs are computed: a made-up figure
+TILE = 16  # rows move in multiples of this, because fast kernels compute whole tiles
+ROW_TIME = 8  # sending a row takes as long as computing 8 query-key pairs (a made-up figure)
 
 
 class Task(NamedTuple):
@@ -29,7 +29,7 @@ class Task(NamedTuple):
 
     @property
     def rows(self) -> tuple[int, int, int]:
-        """Numbers of rows of q, k and v that the server needs. It returns one for each of q."""
+        """How many rows of q, k and v the server gets. Its output has as many rows as q."""
         return self.end - self.start, self.end, self.end
 
 
@@ -46,10 +46,10 @@ def end_times(tasks: list[Task], world: int) -> list[int]:
 
 
 def meet(deadline: float, tasks: list[Task], world: int) -> list[Task] | None:
-    """Move tails of documents until every rank ends by the deadline; None if that fails."""
+    """Move last rows of documents until all ranks meet the deadline. Return None if this fails."""
     while max(ends := end_times(tasks, world)) > deadline:
         home, server = ends.index(max(ends)), ends.index(min(ends))
-        # The last rows of the longest document see the most keys: most work for each row sent.
+        # The last rows of the longest document see the most keys, so moving a row saves most work.
         longest = max((t for t in tasks if t.home == t.server == home), key=lambda t: t.end)
         others, moved = [t for t in tasks if t is not longest], None
         for cut in range(longest.end - TILE, longest.start, -TILE):
@@ -67,9 +67,9 @@ def meet(deadline: float, tasks: list[Task], world: int) -> list[Task] | None:
 
 
 def make_plan(documents: list[Task], world: int) -> list[Task]:
-    """Find the earliest deadline that `meet` can meet, to one percent, by bisection."""
+    """Bisect to the earliest deadline that `meet` can meet, within one percent. Return its plan."""
     plan, ends = documents, end_times(documents, world)
-    low, high = sum(ends) / world, max(ends)  # sending only adds to the mean
+    low, high = sum(ends) / world, max(ends)  # no plan can beat the mean
     while high > 1.01 * low:
         deadline = (low + high) / 2
         found = meet(deadline, documents, world)
@@ -79,7 +79,7 @@ def make_plan(documents: list[Task], world: int) -> list[Task]:
 
 
 class Exchange(torch.autograd.Function):
-    """All-to-all of rows. Two lists of (rank, number of rows): what is sent, and what arrives."""
+    """All-to-all of rows, with two lists of (rank, row count): rows sent, and rows received."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, *lists: list[tuple[int, int]]) -> Tensor:
@@ -95,14 +95,14 @@ class Exchange(torch.autograd.Function):
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-    """Core attention on one rank. Tensors are (rows, heads, width)."""
+    """Compute core attention on one rank. Tensors are (rows, heads, width)."""
     q, k, v = (x.transpose(0, 1) for x in (q, k, v))
     return scaled_dot_product_attention(q, k, v, mask).transpose(0, 1)
 
 
 def attend_by_plan(q: Tensor, k: Tensor, v: Tensor, plan: list[Task], rank: int) -> Tensor:
-    """Core attention for the rows of this rank, computed by their servers. All ranks call this."""
-    # Both ends sort the plan the same way, so messages need no header. What stays is sent, too.
+    """Compute core attention for this rank's rows on their servers. All ranks must call this."""
+    # All ranks sort tasks in one order, so messages need no header. Ranks also send to themselves.
     mine = sorted((t for t in plan if t.home == rank), key=lambda t: t.server)
     served = sorted((t for t in plan if t.server == rank), key=lambda t: t.home)
     places, parts, outputs = [], [], []
@@ -117,11 +117,11 @@ def attend_by_plan(q: Tensor, k: Tensor, v: Tensor, plan: list[Task], rank: int)
         outputs.append(attend(*part.split(t.rows), mask))
     back = [(t.home, t.rows[0]) for t in served], [(t.server, t.rows[0]) for t in mine]
     returned = Exchange.apply(torch.cat(outputs), *back)
-    return returned[torch.cat(places).argsort()]  # back in the places of their queries
+    return returned[torch.cat(places).argsort()]  # outputs in the order of the queries
 
 
 def main() -> None:
-    """Print the plan, and compare two layers of attention by it with packed attention."""
+    """Print the plan, and check two layers of planned attention against packed attention."""
     dist.init_process_group("gloo")
     rank, world = dist.get_rank(), dist.get_world_size()
     documents = []

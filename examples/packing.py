@@ -1,4 +1,4 @@
-"""Documents: where they come from, their tokens, and rows of whole documents."""
+"""Load documents, tokenize them, and pack whole documents into rows."""
 
 from __future__ import annotations
 
@@ -15,17 +15,16 @@ from transformers import PreTrainedTokenizerBase
 from arguments import FILE_FORMATS, DocumentArguments, PackingArguments
 from stdlib_corpus import load_corpus, write_initial_model
 
-# First-fit looks at this many unfinished rows, so that packing stays linear in the number of
-# documents.
+# First-fit tries at most this many unfinished rows for each document, so that the time of packing
+# stays linear in the number of documents.
 OPEN_ROWS = 256
 
 
 class PackedRows(TorchDataset[dict[str, list[list[int]]]]):
-    """Rows of whole documents, each row at most `tokens_per_batch` tokens, filled first-fit in
-    corpus order.
+    """Rows of at most `tokens_per_batch` tokens, filled first-fit with whole documents in order.
 
-    Equal tokens per rank is what data-parallel training asks for. It is not equal attention: that
-    grows with the square of a document's length.
+    Ranks get about equally many tokens, but not equal attention, because the attention of a
+    document grows with the square of its length.
     """
 
     def __init__(self, documents: Dataset, tokens_per_batch: int) -> None:
@@ -50,7 +49,7 @@ class PackedRows(TorchDataset[dict[str, list[list[int]]]]):
 
 
 def load_documents(data: DocumentArguments) -> Dataset:
-    """The documents as a dataset with a text column."""
+    """Load the documents as a dataset with a text column."""
     if data.train_file:
         kind = FILE_FORMATS[Path(data.train_file).suffix]
         options: dict[str, Any] = {"sample_by": "document"} if kind == "text" else {}
@@ -72,7 +71,7 @@ def tokenize(
     text_column: str,
     max_length: int | None,
 ) -> dict[str, list[Any]]:
-    """Token ids of each document, closed by the end-of-text token and cut at `max_length`."""
+    """Tokenize documents, append the end-of-text token to each, and cut them at `max_length`."""
     ids: list[list[int]] = tokenizer(batch[text_column], verbose=False)["input_ids"]
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     cut = [(document + end)[:max_length] for document in ids]
@@ -85,7 +84,7 @@ def tokenized(
     data: DocumentArguments,
     max_length: int | None = None,
 ) -> Dataset:
-    """The documents' tokens in columns `input_ids` and `length`, made with a progress bar."""
+    """Tokenize all documents into the columns `input_ids` and `length`, with a progress bar."""
     options = {"tokenizer": tokenizer, "text_column": data.text_column, "max_length": max_length}
     tokens = documents.map(
         tokenize,
@@ -103,7 +102,7 @@ def tokenized(
 def pack(
     documents: Dataset, tokenizer: PreTrainedTokenizerBase, data: PackingArguments, ranks: int
 ) -> PackedRows:
-    """Tokenize, then fill rows.
+    """Tokenize documents and pack them into rows.
 
     Raises:
         ValueError: if there are fewer rows than ranks.
@@ -114,12 +113,10 @@ def pack(
 
 
 def check_rows(rows: Sized, tokens_per_batch: int, ranks: int) -> None:
-    """Raise ValueError if there are fewer rows than ranks: some rank would have nothing to train
-    on.
-    """
+    """Raise ValueError if there are fewer rows than ranks, because every rank needs a row."""
     if len(rows) < ranks:
         raise ValueError(
-            f"{len(rows)} row(s) of {tokens_per_batch} tokens for {ranks} ranks: lower"
+            f"{len(rows)} row(s) of {tokens_per_batch} tokens are too few for {ranks} ranks: lower"
             " --tokens_per_batch."
         )
 
@@ -127,9 +124,7 @@ def check_rows(rows: Sized, tokens_per_batch: int, ranks: int) -> None:
 def small_model(
     documents: Dataset, text_column: str, output: str, *, max_length: int, seed: int
 ) -> str:
-    """The folder of a small new model and its tokenizer, as `from_pretrained` reads them, written
-    by the main process.
-    """
+    """Write a small new model and its tokenizer in the main process, and return their folder."""
     if text_column not in documents.column_names:
         raise ValueError(
             f"without --model_name_or_path a tokenizer is trained on the column {text_column!r},"

@@ -1,17 +1,18 @@
-r"""Go on pretraining from a flat binary file of token ids, with core attention balanced over the
-ranks.
+r"""Continue pretraining on a flat binary file of token ids, with attention balanced over ranks.
 
-Takes up to 10 minutes on two CPU cores, about 2 if nothing else runs. At the end it checks that
-losses are equal with and without balancing, and prints the gain and the most that it could be.
+Takes up to 10 minutes on two CPU cores, or about 2 if nothing else runs. At the end, the script
+checks that losses are equal with and without balancing. It prints how many times faster steps are
+with balancing, and how many times faster they would be if balance were perfect.
 
     accelerate launch --config_file configs/accelerate/cpu_2_processes.yaml \
         examples/pretrain_packed_tokens.py
 
-What differs from any other pretraining script: `attn_implementation="distca"`, a callback, and rows
-that say where documents end. Rows are cut from the stream of tokens, so all ranks hold exactly
-equally many, and a document may go on in another row: each piece is a document of its own for
-attention. Without `--token_file` one is written first, from documents. To go on after a checkpoint
-give the same arguments and `--resume_from_checkpoint outputs/pretrain_packed_tokens/checkpoint-3`.
+What differs from other pretraining scripts: `attn_implementation="distca"`, a callback, and rows
+that say where documents end. Rows are cut from the stream of tokens, so all ranks have equally many
+tokens. If a cut divides a document, attention treats the parts as separate documents. Without
+`--token_file`, the script first writes a token file from documents. To continue from a checkpoint,
+repeat the arguments and add
+`--resume_from_checkpoint outputs/pretrain_packed_tokens/checkpoint-3`.
 """
 
 from __future__ import annotations
@@ -31,18 +32,18 @@ from token_file import TokenRows, read_numbers, smallest_dtype, write_tokens
 
 @dataclass
 class TokenArguments(DocumentArguments):
-    """Which tokens; the documents are what a token file is written from."""
+    """Options that select a token file, or the documents from which to write one."""
 
     token_file: str | None = field(
         default=None,
         metadata={
-            "help": "Flat file of token ids. Default: written to the output folder, from documents."
+            "help": "Flat file of token ids. Default: a file in output_dir, made from documents."
         },
     )
     token_dtype: str | None = field(
         default=None,
         metadata={
-            "help": "Of an id in the file. Default: the smaller that holds the vocabulary.",
+            "help": "Type of ids in the file. Default: the smallest type that fits the vocabulary.",
             "choices": ["uint16", "uint32"],
         },
     )
@@ -50,8 +51,8 @@ class TokenArguments(DocumentArguments):
         default=None,
         metadata={
             "help": (
-                "Flat int64 file of the ends of documents, in tokens. Default: they end at"
-                " end-of-text tokens."
+                "Flat int64 file with the end of each document, in tokens from the start of the"
+                " token file. Default: documents end at end-of-text tokens."
             )
         },
     )
@@ -63,19 +64,20 @@ class TokenArguments(DocumentArguments):
             raise ValueError(f"--tokens_per_batch {self.tokens_per_batch} must be at least 2.")
         if self.index_file and not self.token_file:
             raise ValueError(
-                f"--index_file {self.index_file} needs the --token_file that it is about."
+                f"--index_file {self.index_file} needs the --token_file that it belongs to."
             )
 
 
 @dataclass
 class PretrainingArguments(ShortTrainingArguments):
-    """Of this script."""
+    """`TrainingArguments` with the defaults of this script."""
 
     output_dir: str = field(
         default="outputs/pretrain_packed_tokens", metadata={"help": "Where results are written."}
     )
     save_strategy: str = field(
-        default="steps", metadata={"help": "When to write checkpoints; the final model always is."}
+        default="steps",
+        metadata={"help": "When to write checkpoints. The final model is always written."},
     )
     save_steps: float = field(default=3, metadata={"help": "Steps between two checkpoints."})
 
@@ -83,8 +85,8 @@ class PretrainingArguments(ShortTrainingArguments):
 def prepare(
     model: ModelArguments, data: TokenArguments, training: PretrainingArguments
 ) -> tuple[str, TokenRows]:
-    """The model's source and the rows. Without a token file one is written, and next to it where
-    documents end.
+    """Return the model's name or folder, and the rows. Without `--token_file`, first write a token
+    file and its index.
     """
     source, token_file, index_file = model.model_name_or_path, data.token_file, data.index_file
     if token_file is None:
@@ -98,8 +100,8 @@ def prepare(
         )
     elif source is None:
         raise ValueError(
-            f"--token_file {token_file} needs --model_name_or_path: ids mean something to one"
-            " tokenizer only."
+            f"--token_file {token_file} needs --model_name_or_path, because token ids are"
+            " valid for one tokenizer only."
         )
     tokenizer = AutoTokenizer.from_pretrained(source)
     dtype = data.token_dtype or smallest_dtype(len(tokenizer))
@@ -123,7 +125,7 @@ def pretrain(
 ) -> None:
     """Prepare, train from the start or a checkpoint, and save."""
     set_seed(training.seed)
-    # Rank 0 writes; the others then read.
+    # Rank 0 writes the files; the other ranks then read them.
     with training.main_process_first(desc="preparing tokens and model"):
         source, rows = prepare(model_arguments, data, training)
     check_rows(rows, data.tokens_per_batch, training.world_size)

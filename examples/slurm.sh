@@ -1,5 +1,5 @@
 #!/bin/bash
-# Trains on the nodes of a Slurm job, with one process for each of their GPUs:
+# Trains on all nodes of a Slurm job, with one process per GPU:
 #     sbatch examples/slurm.sh train.py --its options
 #SBATCH --job-name=distca
 #SBATCH --nodes=2
@@ -9,13 +9,13 @@
 #SBATCH --time=24:00:00
 set -euo pipefail
 
-# Two jobs that share a node need two ports.
+# Jobs that share a node need different ports.
 FIRST=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 PORT=$((20000 + SLURM_JOB_ID % 10000))
 export FIRST PORT
-# The interface over which nodes reach each other; gloo otherwise takes that of the host's name.
+# The network interface between nodes. Without it, gloo takes the address of the host's name.
 export GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-eth0}
 
-# Each node evaluates this line, so that it starts torchrun with its own number.
+# Each node expands the variables in this command, so torchrun gets the rank of that node.
 srun --kill-on-bad-exit=1 bash -c 'exec torchrun --nnodes "$SLURM_NNODES" --node_rank "$SLURM_NODEID" \
     --nproc_per_node "$SLURM_GPUS_ON_NODE" --master_addr "$FIRST" --master_port "$PORT" "$@"' torchrun "$@"

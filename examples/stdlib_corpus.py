@@ -1,8 +1,8 @@
 """A long-tailed corpus, a tokenizer and a small model that need no download.
 
-The documents are the source files of Python's own standard library: real text, a few thousand
-tokens at the median and a hundred times that at the top, as long-document corpora are. Order and
-content depend on the interpreter's version only.
+The documents are the source files of Python's standard library. As in other corpora of long
+documents, the median document has a few thousand tokens, and the longest a hundred times as many.
+Order and content depend only on the version of Python.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, set_seed
 
 END_OF_DOCUMENT = "<|endoftext|>"
-# Third-party packages differ between installations; test folders are left out of some distributions
-# of Python.
+# Third-party packages differ between installations, and some distributions of Python lack the test
+# folders.
 EXCLUDED_FOLDERS = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test"})
 
 
 def source_files(root: Path) -> list[Path]:
-    """Every non-empty Python file of the standard library below `root`, ordered by path."""
+    """List the non-empty Python files of the standard library below `root`, sorted by path."""
     files = (
         path
         for path in root.rglob("*.py")
@@ -33,8 +33,9 @@ def source_files(root: Path) -> list[Path]:
 
 
 def read_documents(root: str, version: str) -> Iterator[dict[str, str]]:
-    """One document per source file. The version is part of what `datasets` caches the result
-    under.
+    """Yield one document per source file.
+
+    `datasets` has a separate cache for each `version`, because the version is an argument.
     """
     for path in source_files(Path(root)):
         source = f"Python {version}, {path.relative_to(root)}"
@@ -42,9 +43,7 @@ def read_documents(root: str, version: str) -> Iterator[dict[str, str]]:
 
 
 def load_corpus() -> Dataset:
-    """The running interpreter's standard library as a dataset with the columns `source` and
-    `text`.
-    """
+    """Load this Python's standard library as a dataset with the columns `source` and `text`."""
     root = sysconfig.get_path("stdlib")
     if not source_files(Path(root)):
         raise FileNotFoundError(
@@ -59,7 +58,7 @@ def load_corpus() -> Dataset:
 def train_tokenizer(
     documents: Dataset, vocabulary: int, text_column: str = "text"
 ) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer: bytes are its alphabet, so no document has an unknown token."""
+    """Train a byte-level BPE tokenizer. Its alphabet is all bytes, so no token is unknown."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -85,11 +84,10 @@ def write_initial_model(
     text_column: str = "text",
     vocabulary: int = 2048,
 ) -> None:
-    """Write an untrained Llama-architecture model and its tokenizer to `folder`, as
-    `from_pretrained` reads them.
+    """Write an untrained Llama model and its tokenizer to `folder`, for `from_pretrained`.
 
-    Small enough that one CPU core takes seconds for a step on 16384 tokens, narrow enough that
-    attention takes most of them, as it does in large models once documents are long.
+    The model is so small that one CPU core takes seconds for a step on 16384 tokens. It is so
+    narrow that attention takes most of this time, like in large models with long documents.
     """
     tokenizer = train_tokenizer(documents, vocabulary, text_column)
     config = LlamaConfig(

@@ -1,4 +1,4 @@
-"""A flat binary file of token ids, the ends of its documents, and the rows that are cut from it."""
+"""Write and read flat files of token ids and of document ends, and cut tokens into rows."""
 
 from __future__ import annotations
 
@@ -10,19 +10,16 @@ from torch.utils.data import Dataset as TorchDataset
 
 
 class TokenRows(TorchDataset[dict[str, list[list[int]]]]):
-    """Rows of exactly `length` tokens cut from a stream of tokens, as the pieces of documents they
-    are made of.
+    """Rows of exactly `length` tokens, cut from a stream of tokens and split at document ends.
 
-    Only the rows that are asked for are read from disk. What is left at the end of the stream makes
-    no row.
+    Only rows that are used are read from disk. Tokens after the last full row are left out.
 
     Args:
         tokens: (tokens,) ids.
-        length: tokens of a row.
-        vocabulary: ids are below it.
-        end_of_text: the id that ends documents.
-        ends: (documents,) ascending ends of documents in the stream; then `end_of_text` is an id
-            like any other.
+        length: number of tokens per row.
+        vocabulary: size of the vocabulary.
+        end_of_text: the id that ends documents, if `ends` is None.
+        ends: (documents,) ascending ends of documents in the stream, or None.
     """
 
     def __init__(
@@ -35,13 +32,13 @@ class TokenRows(TorchDataset[dict[str, list[list[int]]]]):
     ) -> None:
         if ends is None and end_of_text is None:
             raise ValueError(
-                "the tokenizer has no end-of-text token: give an --index_file of where documents"
-                " end."
+                "the tokenizer has no end-of-text token: give an --index_file with the ends of"
+                " documents."
             )
         if ends is not None and len(ends) and ends[-1] > len(tokens):
             raise ValueError(
-                f"the index ends at token {ends[-1]} and the token file at {len(tokens)}: they do"
-                " not belong together."
+                f"the index ends at token {ends[-1]} and the token file at {len(tokens)}: give"
+                " the index of this token file."
             )
         self.tokens, self.length, self.vocabulary = tokens, length, vocabulary
         self.end_of_text, self.ends = end_of_text, ends
@@ -55,8 +52,8 @@ class TokenRows(TorchDataset[dict[str, list[list[int]]]]):
         if row.max() >= self.vocabulary:
             raise ValueError(
                 f"row {index} of the token file holds the id {row.max()}, and the model's"
-                f" vocabulary has {self.vocabulary}: the file is of another tokenizer or another"
-                " --token_dtype."
+                f" vocabulary has {self.vocabulary} ids: give the tokenizer and the --token_dtype"
+                " with which the file was written."
             )
         if self.ends is None:
             cuts = np.flatnonzero(row == self.end_of_text) + 1
@@ -67,12 +64,12 @@ class TokenRows(TorchDataset[dict[str, list[list[int]]]]):
 
 
 def smallest_dtype(vocabulary: int) -> str:
-    """Of the ids in a token file."""
+    """Return the smallest type for the ids of a vocabulary of this size."""
     return "uint16" if vocabulary <= 2**16 else "uint32"
 
 
 def write_tokens(documents: Dataset, token_file: Path, index_file: Path, dtype: str) -> None:
-    """Write the `input_ids` of documents one after another, and, as int64, where each ends."""
+    """Write the `input_ids` of all documents to one file, and their ends as int64 to another."""
     token_file.parent.mkdir(parents=True, exist_ok=True)
     with token_file.open("wb") as file:
         for batch in documents.iter(batch_size=64):
@@ -81,14 +78,15 @@ def write_tokens(documents: Dataset, token_file: Path, index_file: Path, dtype: 
 
 
 def read_numbers(path: Path, dtype: str) -> np.ndarray:
-    """The file as an array that stays on disk.
+    """Map the file to an array that stays on disk.
 
     Raises:
-        ValueError: if it is empty or no file of such numbers.
+        ValueError: if the file is empty, or if its size does not fit `dtype`.
     """
     size, width = path.stat().st_size, np.dtype(dtype).itemsize
     if size == 0 or size % width:
         raise ValueError(
-            f"{path} has {size} bytes: that is no file of {dtype}, which take {width} each."
+            f"{path} has {size} bytes, but a file of {dtype} has a multiple of {width} bytes and is"
+            " not empty: give another file or type."
         )
     return np.memmap(path, dtype=dtype, mode="r")

@@ -1,16 +1,16 @@
-"""Train a causal language model in pipeline stages that share attention: every tick's attention is
-spread over all stages.
+"""Train a causal language model in pipeline stages that share the attention of every tick.
 
-Takes up to 10 minutes on two CPU cores, about 2 if nothing else runs. At the end it checks that
-losses are equal with and without sharing, and prints the gain and the most that it could be.
+Takes up to 10 minutes on two CPU cores, or about 2 if nothing else runs. At the end, the script
+checks that losses are equal with and without sharing. It prints how many times faster steps are
+with sharing, and how many times faster they would be if balance were perfect.
 
     torchrun --nproc_per_node 2 examples/train_pipeline.py
 
-What differs from a loop with torch's own `Schedule1F1B`: `hf_distca.pipeline.split` makes the stage
-of a model of transformers, and `hf_distca.pipeline.Schedule` stands where torch's schedule stood.
-With more processes than stages there are several copies of the model, whose ranks share attention,
-too: `--stages 2` with 4 processes. At the end a picture shows what each stage computes in each
-tick, without sharing and with it.
+What differs from a loop with torch's own `Schedule1F1B`: `hf_distca.pipeline.split` makes a stage
+of a transformers model, and `hf_distca.pipeline.Schedule` replaces torch's schedule. With more
+processes than stages (for example `--stages 2` with 4 processes), there are several copies of the
+model, and the ranks of all copies share attention. At the end, a picture shows how long each rank
+computes attention in each tick, without and with sharing.
 """
 
 from __future__ import annotations
@@ -53,17 +53,17 @@ IGNORED = -100
 
 @dataclass
 class PipelineArguments:
-    """Which model, how it is cut, and how it trains."""
+    """Options of the model, its stages and its training."""
 
     model_name_or_path: str | None = field(
-        default=None, metadata={"help": "Model to train. Default: a small new one."}
+        default=None, metadata={"help": "Model to train. Default: a small new model."}
     )
     output_dir: str = field(
         default="outputs/train_pipeline",
-        metadata={"help": "Where model and picture are written."},
+        metadata={"help": "Where the model and the picture are written."},
     )
     stages: int | None = field(
-        default=None, metadata={"help": "Pipeline stages. Default: one a process."}
+        default=None, metadata={"help": "Pipeline stages. Default: one per process."}
     )
     layers: int = field(default=4, metadata={"help": "Layers of the small new model."})
     micro_batches: int = field(
@@ -73,7 +73,7 @@ class PipelineArguments:
     max_steps: int = field(default=4, metadata={"help": "Optimizer steps."})
     learning_rate: float = field(default=1e-3, metadata={"help": "Learning rate."})
     max_grad_norm: float = field(
-        default=1.0, metadata={"help": "Norm of the gradients of all stages, at most."}
+        default=1.0, metadata={"help": "Maximum norm of the gradients of all stages."}
     )
     seed: int = field(default=42, metadata={"help": "Seed of the weights."})
 
@@ -84,7 +84,7 @@ class PipelineArguments:
 
 
 class Rows:
-    """Rows of exactly as many tokens: documents one after another, cut where a row is full."""
+    """Rows of exactly `tokens` tokens, cut from documents that follow one another."""
 
     def __init__(self, documents: Dataset, tokens: int) -> None:
         pieces = [torch.tensor(ids) for ids in documents["input_ids"]]
@@ -92,7 +92,7 @@ class Rows:
         stream = torch.cat(pieces)[: count * tokens]
         positions = torch.cat([torch.arange(len(piece)) for piece in pieces])[: count * tokens]
         self.ids = stream.view(count, tokens)
-        # What is left of a document goes on in the next row as a document of its own.
+        # The rest of a cut document is a separate document in the next row.
         begins = positions.view(count, tokens) == 0
         begins[:, 0] = True
         at = torch.arange(tokens).expand(count, tokens)
@@ -101,7 +101,7 @@ class Rows:
     def step(
         self, number: int, rows: int, copies: int, copy: int
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Token ids, position ids and targets of one copy's micro-batches, (rows, tokens) each."""
+        """Return token ids, position ids and targets of one copy in a step, each (rows, tokens)."""
         first = number * rows * copies + copy * rows
         chosen = torch.arange(first, first + rows) % len(self.ids)
         ids, positions = self.ids[chosen], self.positions[chosen]
@@ -113,7 +113,7 @@ class Rows:
 def prepare(
     options: PipelineArguments, data: DocumentArguments, mesh: DeviceMesh
 ) -> tuple[Stage, Rows]:
-    """This rank's stage, and the rows of all."""
+    """Make the stage of this rank, and the rows of all ranks."""
     with PartialState().main_process_first():
         documents = load_documents(data)
         source = options.model_name_or_path or small_model(
@@ -137,14 +137,14 @@ def prepare(
 
 
 def of_all_ranks(figures: list[TickFigures]) -> list[list[TickFigures]]:
-    """The figures of every rank."""
+    """Gather the figures of all ranks."""
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, figures)
     return found
 
 
 def timings_of(figures: list[list[TickFigures]], loss: float) -> list[Timing]:
-    """Each tick, seen from all ranks, which wait for each other in it; with the step's loss."""
+    """Make a `Timing` of each tick from the figures of all ranks and the loss of the step."""
     return [
         Timing(loss, max(one.seconds for one in ranks), [one.attention_seconds for one in ranks])
         for ranks in zip(*figures, strict=True)
@@ -152,7 +152,7 @@ def timings_of(figures: list[list[TickFigures]], loss: float) -> list[Timing]:
 
 
 def report(progress: Any, step: str, figures: list[list[TickFigures]]) -> None:
-    """Write what all ranks did in a step above the progress bar."""
+    """Write the times of all ranks in a step above the progress bar."""
     progress.write(f"{step}, {sum(one.seconds for one in figures[0]):.2f} s")
     for ranks in zip(*figures, strict=True):
         seconds = ", ".join(f"{one.attention_seconds:.3f}" for one in ranks)
@@ -160,7 +160,7 @@ def report(progress: Any, step: str, figures: list[list[TickFigures]]) -> None:
 
 
 def draw(before: list[list[TickFigures]], after: list[list[TickFigures]], path: Path) -> None:
-    """Ranks and ticks, and how long each computes attention, without sharing and with it."""
+    """Draw the attention seconds of each rank in each tick, without and with sharing."""
     seconds = [
         np.array([[one.attention_seconds for one in rank] for rank in ranks])
         for ranks in (before, after)
@@ -176,7 +176,7 @@ def draw(before: list[list[TickFigures]], after: list[list[TickFigures]], path: 
         )
         slowest = values.max(0).sum()
         axis.set_title(
-            f"{title}: the slowest ranks of all ticks together {slowest:.2f} s",
+            f"{title}: {slowest:.2f} s, summed over the slowest rank of each tick",
             fontsize=10,
             loc="left",
         )
@@ -214,7 +214,7 @@ def train(options: PipelineArguments, data: DocumentArguments) -> None:
     tokens = options.micro_batches * options.tokens
 
     def loss_fn(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """A part of the mean over a step's tokens: losses of micro-batches are summed."""
+        """Compute a micro-batch's part of the mean loss of a step. The parts are added up."""
         return (
             cross_entropy(
                 logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum"
@@ -236,7 +236,7 @@ def train(options: PipelineArguments, data: DocumentArguments) -> None:
         loss = (
             torch.stack(losses).detach().sum() if losses else torch.zeros((), device=state.device)
         )
-        dist.all_reduce(loss)  # the last stages have it
+        dist.all_reduce(loss)  # only last stages have a loss
         return loss / copies
 
     progress = tqdm(total=options.max_steps, disable=not state.is_main_process)

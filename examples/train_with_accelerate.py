@@ -1,15 +1,15 @@
-r"""Train a causal language model on whole long documents in a loop of its own: accelerate, no
-Trainer.
+r"""Train a causal language model on long documents in a loop with accelerate, without a Trainer.
 
-Takes up to 10 minutes on two CPU cores, about 2 if nothing else runs. At the end it checks that
-losses are equal with and without balancing, and prints the gain and the most that it could be.
+Takes up to 10 minutes on two CPU cores, or about 2 if nothing else runs. At the end, the script
+checks that losses are equal with and without balancing. It prints how many times faster steps are
+with balancing, and how many times faster they would be if balance were perfect.
 
     accelerate launch --config_file configs/accelerate/cpu_2_processes.yaml \
         examples/train_with_accelerate.py
 
-What differs from any other loop: `attn_implementation="distca"`, a collator that packs documents
-without padding, and `hf_distca.metrics()` where it logs. One rule comes with distca: in training
-every rank must run equally many forwards. accelerate's data loaders see to that.
+What differs from other loops: `attn_implementation="distca"`, a collator that packs documents
+without padding, and `hf_distca.metrics()` for the log. With distca, all ranks must run equally many
+forwards in training. accelerate's data loaders ensure this.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from packing import load_documents, pack, small_model
 
 @dataclass
 class LoopArguments:
-    """How the loop trains."""
+    """Options of the training loop."""
 
     output_dir: str = field(
         default="outputs/train_with_accelerate", metadata={"help": "Where the model is written."}
@@ -44,7 +44,7 @@ class LoopArguments:
         default=2, metadata={"help": "Micro-batches in an optimizer step."}
     )
     per_device_train_batch_size: int = field(
-        default=1, metadata={"help": "Packed rows a rank holds in a micro-batch."}
+        default=1, metadata={"help": "Packed rows that a rank gets in a micro-batch."}
     )
     learning_rate: float = field(default=1e-3, metadata={"help": "Peak learning rate."})
     lr_scheduler_type: str = field(default="linear", metadata={"help": "Learning rate schedule."})
@@ -57,10 +57,10 @@ class LoopArguments:
     logging_steps: int = field(default=1, metadata={"help": "Steps between two logs."})
     seed: int = field(default=42, metadata={"help": "Seed of weights and of the order of rows."})
     report_to: str | None = field(
-        default=None, metadata={"help": "Tracker to log to as well: tensorboard, wandb, ..."}
+        default=None, metadata={"help": "Tracker that also gets the log: tensorboard, wandb, ..."}
     )
     use_cpu: bool = field(
-        default=False, metadata={"help": "Train on the CPU although there is an accelerator."}
+        default=False, metadata={"help": "Train on the CPU even if there is an accelerator."}
     )
 
     def __post_init__(self) -> None:
@@ -80,7 +80,7 @@ def prepare(
     loop: LoopArguments,
     accelerator: Accelerator,
 ) -> list[Any]:
-    """Model, optimizer, schedule and loader, as `accelerator.prepare` returns them."""
+    """Make the model, optimizer, schedule and loader, and prepare them for training."""
     # Rank 0 fills the caches on disk; the others then read them.
     with accelerator.main_process_first():
         documents = load_documents(data)
@@ -98,14 +98,14 @@ def prepare(
         rows, loop.per_device_train_batch_size, shuffle=True, collate_fn=PackingCollator()
     )
     optimizer = torch.optim.AdamW(model.parameters(), lr=loop.learning_rate)
-    # accelerate moves a schedule on by one for every rank.
+    # In each step, accelerate advances the schedule once per rank.
     steps = [n * accelerator.num_processes for n in (loop.warmup_steps, loop.max_steps)]
     schedule = get_scheduler(loop.lr_scheduler_type, optimizer, *steps)
     return list(accelerator.prepare(model.train(), optimizer, schedule, loader))
 
 
 def endlessly(loader: DataLoader) -> Iterator[dict[str, Any]]:
-    """Its batches, epoch after epoch."""
+    """Yield batches, epoch after epoch."""
     while True:
         yield from loader
 
@@ -114,7 +114,7 @@ def train(model_arguments: ModelArguments, data: PackingArguments, loop: LoopArg
     """Prepare, train, and save."""
     accelerator = Accelerator(
         cpu=loop.use_cpu or not torch.accelerator.is_available(),
-        # Steps go on over the end of an epoch: they always have as many micro-batches.
+        # Steps continue over the end of an epoch, so all steps have equally many micro-batches.
         gradient_accumulation_plugin=GradientAccumulationPlugin(
             loop.gradient_accumulation_steps, sync_with_dataloader=False
         ),
@@ -143,8 +143,8 @@ def train(model_arguments: ModelArguments, data: PackingArguments, loop: LoopArg
             losses.append(loss.detach())
         progress.update()
         if step % loop.logging_steps == 0:
-            # Rows hold about equally many tokens, so the mean over micro-batches and ranks is about
-            # that over tokens.
+            # Rows have about equally many tokens, so the mean over micro-batches and ranks is about
+            # the mean over tokens.
             loss = accelerator.reduce(torch.stack(losses).mean(), "mean")
             losses.clear()
             figures = {

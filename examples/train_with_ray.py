@@ -1,11 +1,10 @@
-"""Run a training script on the workers of Ray Train, as torchrun would run it in processes of its
-own.
+"""Run a training script in the workers of Ray Train instead of in processes of torchrun.
 
     python examples/train_with_ray.py --workers 2 examples/finetune_long_documents.py --max_steps 4
 
-Ray gives its workers the numbers that torchrun gives to processes (RANK, WORLD_SIZE, LOCAL_RANK,
-...), and starts torch.distributed. Scripts need no change; paths among their arguments should be
-absolute, because workers may start elsewhere.
+Ray sets the same environment variables as torchrun (RANK, WORLD_SIZE, LOCAL_RANK, ...), and starts
+torch.distributed. Scripts need no change. Paths in their arguments should be absolute, because
+workers may start in another folder.
 
     pip install "ray[train]"
 """
@@ -33,11 +32,11 @@ def main() -> None:
     """Start the workers, and wait for them."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
-        "--workers", type=int, default=2, help="processes, on whatever nodes Ray finds for them"
+        "--workers", type=int, default=2, help="number of processes; Ray chooses the nodes"
     )
     parser.add_argument("--use_gpu", action="store_true", help="give each worker a GPU")
     parser.add_argument("script", type=Path, help="a training script")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="those of the script")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
     given = parser.parse_args()
     TorchTrainer(
         run_script,

@@ -16,7 +16,7 @@ PLACEMENT = ROOT / "benchmarks" / "placements" / "long_tail_8_ranks.json"
 # Names on the page of long documents, and of the comparison.
 NAMES = {
     "data parallel, as given": ("data parallel, as given", "packed rows"),
-    "hf-distca, as given": ("hf-distca, as given", "hf-distca, over all ranks"),
+    "hf-distca, as given": ("hf-distca, as given", "hf-distca, groups of up to 512 ranks"),
     "hf-distca, dealt": ("hf-distca, dealt", "hf-distca, dealt"),
     "context parallel": ("context parallelism", "all-gather over 8"),
     "Ulysses": ("Ulysses", "Ulysses over 8"),

@@ -227,7 +227,7 @@ def test_documents_from_a_file_or_a_folder_are_packed_whole(
     assert sorted(packed) == sorted(wanted)
     with pytest.raises(
         ValueError,
-        match=rf"{len(rows)} row\(s\) of 64 tokens for 9 ranks: lower --tokens_per_batch",
+        match=rf"{len(rows)} row\(s\) of 64 tokens are too few for 9 ranks: lower --tokens",
     ):
         packing.pack(documents, tokenizer, data, ranks=9)
 
@@ -307,7 +307,7 @@ def test_token_files_that_cannot_be_right(example: Callable[[str], Any], tmp_pat
         )
     (tmp_path / "odd").write_bytes(b"123")
     with pytest.raises(
-        ValueError, match="odd has 3 bytes: that is no file of uint16, which take 2 each"
+        ValueError, match="odd has 3 bytes, but a file of uint16 has a multiple of 2 bytes"
     ):
         tokens.read_numbers(tmp_path / "odd", "uint16")
 
