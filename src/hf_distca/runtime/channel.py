@@ -35,10 +35,10 @@ class Channel:
         process_group: the process group that sends the messages.
         monitor: receives a report if a message does not come.
         timeout_seconds: how long a rank waits for other ranks.
-        checksum: checksum (below 2**32) of the purposes of all exchanges so far. It is equal on two
-            ranks that started the same exchanges in the same order. All layers of a micro-batch
-            have messages of the same size. Without tags, therefore, only the checksum shows that
-            two ranks exchanged messages of different layers.
+        checksum: checksum (below 2**32) of the purposes of all exchanges so far. Two ranks have
+            equal checksums if they started the same exchanges in the same order. All layers of a
+            micro-batch have messages of the same size, so without tags, only the checksum shows
+            that two ranks exchanged messages of different layers.
     """
 
     process_group: dist.ProcessGroup
