@@ -122,7 +122,7 @@ def make_empty_saved(operands: Operands) -> BackwardInputs:
 
 @dataclass(frozen=True, eq=False)
 class AttentionServer:
-    """A rank as attention server: runs CA-tasks with one kernel, and keeps nothing between calls.
+    """An attention server. It runs CA-tasks with one kernel, and keeps nothing between calls.
 
     Attributes:
         kernel: the attention kernel.

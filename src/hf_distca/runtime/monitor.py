@@ -178,7 +178,7 @@ class FailureMonitor:
     def give_up(self, activity: str, error: Exception) -> DistCADesyncError:
         """Leave the group because other ranks did not come.
 
-        This may take as long as `compute_reserved_seconds`.
+        This may take as many seconds as `compute_reserved_seconds` returns.
 
         Returns:
             The error to raise. It says what each rank was doing.

@@ -505,7 +505,7 @@ class TransientBytes(NamedTuple):
         """Raise an error unless a query row and a key fit in a bound of bytes.
 
         Raises:
-            ConfigError: if they do not fit. The message states the bound and their bytes.
+            ConfigError: if they do not fit. The message states the bound and the bytes needed.
         """
         if bound is not None and bound < self.query + self.key:
             raise ConfigError(
